@@ -74,10 +74,10 @@ def _clean(config: PipelineConfig, run: Run) -> None:
     from tasks.retention.clean import clean
 
     removals = clean(run.workspace, config.retention, model_name=config.registry.model_name)
-    if removals.runs or removals.versions:
+    if removals.run_removals or removals.version_removals:
         LOG.info(
             "removed files of %d old runs and %d old model versions: %s",
-            len(removals.runs),
-            len(removals.versions),
+            len(removals.run_removals),
+            len(removals.version_removals),
             format_gib(removals.bytes, digits=3),
         )

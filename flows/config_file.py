@@ -149,7 +149,7 @@ def _check_range(config: PipelineConfig, dotted_name: str, value_range: RangeCon
     if failed_validations:
         raise ValueError("\n".join(failed_validations[0].problems))
     try:
-        return value_range.in_setting_type(value_by_label)
+        return value_range.convert_to_setting_type(value_by_label)
     except ValueError as error:
         raise ValueError(f"{dotted_name}: {error}") from None
 

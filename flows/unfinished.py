@@ -7,7 +7,7 @@ from pathlib import Path
 from flows.config import PipelineConfig
 from flows.config_file import load_config
 from recsys_core.errors import InputError
-from tasks.run import REDUCED_NAME, Run, RunOptions
+from tasks.run import REDUCED_FILE_NAME, Run, RunOptions
 from tasks.run_record import RunRecord
 
 LOG = logging.getLogger("nightjar")
@@ -56,7 +56,7 @@ def find_unfinished_run(workspace: Path, *, pipeline_name: str) -> tuple[Run, Ru
         record = RunRecord.read(run)
         if record is None or record.pipeline != pipeline_name or record.state in IGNORED_STATES:
             continue
-        is_unfinished = record.state in ("Failed", "Interrupted") and not (run.folder / REDUCED_NAME).exists()
+        is_unfinished = record.state in ("Failed", "Interrupted") and not (run.folder / REDUCED_FILE_NAME).exists()
         return (run, record) if is_unfinished else None
     return None
 

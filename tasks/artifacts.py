@@ -34,7 +34,7 @@ _PROGRESS_PAUSE_S = 30.0
 """Pause after a failed update of the progress."""
 
 
-def artifact_key(pipeline: str, name: str) -> str:
+def artifact_key(pipeline: str, artifact_name: str) -> str:
     """Return `<pipeline>-<name>` in the characters that Prefect allows: lower-case letters, digits and dashes.
 
     If the name of the pipeline has other characters, a hash of the name is added, because two names may differ only in these
@@ -47,39 +47,45 @@ def artifact_key(pipeline: str, name: str) -> str:
     """
     slug = re.sub(r"[^a-z0-9]+", "-", pipeline.lower()).strip("-")
     suffix = "" if slug == pipeline else hashlib.sha256(pipeline.encode()).hexdigest()[:4]
-    return "-".join(part for part in (slug, suffix, name) if part)
+    return "-".join(key_part for key_part in (slug, suffix, artifact_name) if key_part)
 
 
-def show_markdown(run: Run, name: str, markdown: str) -> None:
+def show_markdown(run: Run, artifact_name: str, markdown: str) -> None:
     """Create a markdown artifact."""
-    _send(run, name, lambda key: create_markdown_artifact(markdown, key=key))
+    _send(run, artifact_name, lambda key: create_markdown_artifact(markdown, key=key))
 
 
-def show_image(run: Run, name: str, png: Path) -> None:
+def show_image(run: Run, artifact_name: str, png_path: Path) -> None:
     """Create an image artifact. Prefect stores only an address, so the image is embedded in a data URL."""
-    address = "data:image/png;base64," + base64.b64encode(png.read_bytes()).decode()
-    _send(run, name, lambda key: create_image_artifact(address, key=key))
+    data_url = "data:image/png;base64," + base64.b64encode(png_path.read_bytes()).decode()
+    _send(run, artifact_name, lambda key: create_image_artifact(data_url, key=key))
 
 
-def show_link(run: Run, name: str, address: str, *, text: str) -> None:
-    """Create a link artifact, or a markdown artifact with `text` and `address` if a browser cannot open the address."""
+def show_link(run: Run, artifact_name: str, address: str, *, link_text: str) -> None:
+    """Create a link artifact, or a markdown artifact with `link_text` and `address` if a browser cannot open the address."""
     if address.startswith(("http://", "https://")):
-        _send(run, name, lambda key: create_link_artifact(address, link_text=text, key=key))
+        _send(run, artifact_name, lambda key: create_link_artifact(address, link_text=link_text, key=key))
     else:
-        show_markdown(run, name, f"{text}: `{address}`")
+        show_markdown(run, artifact_name, f"{link_text}: `{address}`")
 
 
 def _send(
-    run: Run, name: str, create: Callable[[str], object], *, num_retries: int = _NUM_RETRIES, level: int = logging.WARNING
+    run: Run,
+    artifact_name: str,
+    create: Callable[[str], object],
+    *,
+    num_retries: int = _NUM_RETRIES,
+    level: int = logging.WARNING,
 ) -> UUID | None:
-    """Send the artifact `name` with `create`. Return its id; None if it was not sent.
+    """Send an artifact with `create`. Return its id; None if the artifact was not sent.
 
     Args:
+        create: function that sends the artifact with the key that it gets.
         level: level of the log record about an artifact that was not sent.
     """
     if run.flow_run_id is None:
         return None
-    key = artifact_key(run.pipeline, name)
+    key = artifact_key(run.pipeline, artifact_name)
     try:
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: min(num_retries, PREFECT_CLIENT_MAX_RETRIES.value())}):
             return cast(UUID, create(key))
@@ -107,17 +113,17 @@ class TrainingProgress:
         """Send one line of metrics.jsonl."""
         self._validation = progress.validation or self._validation
         note = training_note(progress, validation=self._validation)
-        show_bar("train", done=progress.step, total=progress.total_steps, note=note)
+        show_bar("train", num_done=progress.step, num_total=progress.total_steps, note=note)
         if time.monotonic() >= self._next_update_s:
             description = f"{note}  {progress.samples_per_s:,.0f} samples/s"
             was_sent = self._update(100 * progress.step / progress.total_steps, description, num_retries=1)
             self._next_update_s = time.monotonic() + (_PROGRESS_INTERVAL_S if was_sent else _PROGRESS_PAUSE_S)
 
-    def finish(self, facts: str) -> str:
-        """Set the artifact, if it exists, to 100 %, also after early stopping. Return `facts`."""
+    def finish(self, summary: str) -> str:
+        """Set the artifact, if it exists, to 100 % with the text `summary`, also after early stopping. Return `summary`."""
         if self._artifact_id is not None:
-            self._update(100.0, facts, num_retries=_NUM_RETRIES)
-        return facts
+            self._update(100.0, summary, num_retries=_NUM_RETRIES)
+        return summary
 
     def _update(self, percent: float, description: str, *, num_retries: int) -> bool:
         """Create or update the artifact; return whether it was sent."""

@@ -32,17 +32,17 @@ def check_data(config: DataReportConfig, *, split: Split, dataset: Dataset, run:
         previous=_reference_run(run),
         folder=run.stage_folder("check_data"),
     )
-    page = manifest.path("report.html")
-    show_markdown(run, "data-report", to_markdown(manifest, page_path=page))
+    page_path = manifest.path("report.html")
+    show_markdown(run, "data-report", to_markdown(manifest, page_path=page_path))
     mlflow_address = log_data_report_or_warn(run, manifest)
     if mlflow_address is not None:
-        show_link(run, "mlflow-run", mlflow_address, text="MLflow run")
+        show_link(run, "mlflow-run", mlflow_address, link_text="MLflow run")
     for warning in manifest.warnings:
         LOG.warning("data: %s", warning)
     if manifest.breaches:
         violations = "\n".join(f"- {breach}" for breach in manifest.breaches)
         raise DataRejectedError(
-            f"the data violates {len(manifest.breaches)} of the limits in data_report:\n{violations}\nsee {page}; "
+            f"the data violates {len(manifest.breaches)} of the limits in data_report:\n{violations}\nsee {page_path}; "
             f"fix the data, or relax the limit and rerun with --resume {run.run_id}"
         )
     return stage_log.finish(manifest, f"no limit is violated; reference run: {manifest.compared_with or 'none'}")
@@ -52,7 +52,7 @@ def _reference_run(run: Run) -> "PreviousRun | None":
     """Return the newest earlier run without violated limits. A comparison with bad data would accept similar bad data."""
     from recsys_core.data_report.report import PreviousRun
 
-    report = run.previous("check_data", DataReportManifest, where=lambda manifest: not manifest.breaches)
+    report = run.previous_manifest("check_data", DataReportManifest, where=lambda manifest: not manifest.breaches)
     if report is None:
         return None
     run_folder = report.folder.parent

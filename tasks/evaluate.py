@@ -20,9 +20,11 @@ def evaluate(config: EvaluationConfig, *, export: ExportManifest, dataset: Datas
         export=export,
         dataset=dataset,
         folder=run.stage_folder("evaluate"),
-        on_progress=lambda done, total: show_bar("evaluate", done=done, total=total, note=f"{done:,} of {total:,} queries"),
+        on_progress=lambda num_done, num_queries: show_bar(
+            "evaluate", num_done=num_done, num_total=num_queries, note=f"{num_done:,} of {num_queries:,} queries"
+        ),
     )
     table = metric_table(manifest.metrics)
     show_markdown(run, "metrics", to_markdown(table))
-    metrics = [f"{column} {value:.4f}" for column, value in zip(table.columns, table.rows["model"], strict=True)]
-    return stage_log.finish(manifest, ", ".join(metrics[:3]))
+    metric_texts = [f"{metric_name} {value:.4f}" for metric_name, value in zip(table.columns, table.rows["model"], strict=True)]
+    return stage_log.finish(manifest, ", ".join(metric_texts[:3]))

@@ -19,7 +19,7 @@ def emit_alias_change(
     """
     if flow_run_id is None:
         return
-    name = f"nightjar.{change.alias}.changed"
+    event_name = f"nightjar.{change.alias}.changed"
     resource = {"prefect.resource.id": f"nightjar.model.{change.model_name}", "prefect.resource.name": change.model_name}
     payload = {
         "model": change.model_name,
@@ -32,6 +32,6 @@ def emit_alias_change(
         "run_id": run_id,
     }
     try:
-        emit_event(name, resource=resource, payload=payload)
+        emit_event(event_name, resource=resource, payload=payload)
     except Exception as error:  # any error of Prefect's events client
-        LOG.warning("could not send the event %s to Prefect (%s: %s)", name, type(error).__name__, error)
+        LOG.warning("could not send the event %s to Prefect (%s: %s)", event_name, type(error).__name__, error)

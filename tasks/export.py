@@ -34,5 +34,5 @@ def export_vectors(
         folder=run.stage_folder("export"),
         launcher=launcher,
     )
-    queries = ", ".join(f"{count:,} {split} queries" for split, count in manifest.num_queries.items())
-    return stage_log.finish(manifest, f"{manifest.num_items:,} x {manifest.dim} item vectors, {queries}")
+    query_counts = ", ".join(f"{count:,} {split} queries" for split, count in manifest.num_queries.items())
+    return stage_log.finish(manifest, f"{manifest.num_items:,} x {manifest.dim} item vectors, {query_counts}")

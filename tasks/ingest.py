@@ -27,7 +27,8 @@ def ingest_embeddings(
         configs, folder=run.stage_folder("ingest_embeddings"), allowed_data_root=allowed_data_root
     )
     return stage_log.finish(
-        manifest, "; ".join(f"{name}: {table.rows:,} x {table.dim} vectors" for name, table in manifest.tables.items())
+        manifest,
+        "; ".join(f"{table_name}: {table.rows:,} x {table.dim} vectors" for table_name, table in manifest.tables.items()),
     )
 
 
@@ -41,13 +42,13 @@ def ingest_interactions(
         config,
         embeddings=embeddings,
         folder=run.stage_folder("ingest_interactions"),
-        previous=run.previous("ingest_interactions", InteractionsManifest),
+        previous=run.previous_manifest("ingest_interactions", InteractionsManifest),
         allowed_data_root=allowed_data_root,
     )
     num_events = manifest.train_events + manifest.validation_events + manifest.test_events
-    files_read = f"{manifest.files_read} of {len(manifest.sources)} files read"
+    read_files_text = f"{manifest.files_read} of {len(manifest.sources)} files read"
     return stage_log.finish(
-        manifest, f"{num_events:,} events, {manifest.num_users:,} users, {manifest.num_items:,} items, {files_read}"
+        manifest, f"{num_events:,} events, {manifest.num_users:,} users, {manifest.num_items:,} items, {read_files_text}"
     )
 
 
@@ -68,7 +69,7 @@ def ingest_features(
         config,
         interactions=dataset.interactions,
         embeddings=dataset.embeddings,
-        previous=run.previous("ingest_features", FeaturesManifest),
+        previous=run.previous_manifest("ingest_features", FeaturesManifest),
         memory_limit=interactions_config.memory_limit,
         threads=interactions_config.threads,
         folder=run.stage_folder("ingest_features"),

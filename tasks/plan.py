@@ -33,5 +33,5 @@ def plan_sharding(
     )
     plan = PlanFile.read(manifest.path("plan.json"))
     show_markdown(run, "sharding-plan", plan.to_markdown())
-    tables = ", ".join(f"{name} {table.sharding_type}" for name, table in plan.tables.items())
-    return stage_log.finish(manifest, f"{plan.world_size} {plan.device} ranks: {tables}")
+    sharding_types = ", ".join(f"{table_name} {table.sharding_type}" for table_name, table in plan.tables.items())
+    return stage_log.finish(manifest, f"{plan.world_size} {plan.device} ranks: {sharding_types}")

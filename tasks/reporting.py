@@ -23,42 +23,43 @@ class StageLog:
     def __init__(self, stage: str) -> None:
         self.stage = stage
         PROGRESS_LOG.debug("%s begins", stage, extra={"stage": stage})
-        self._start_s, self._start_timestamp = time.perf_counter(), time.time()
+        self._start_counter_s, self._start_timestamp_s = time.perf_counter(), time.time()
 
-    def finish(self, manifest: ResultT, facts: str) -> ResultT:
+    def finish(self, manifest: ResultT, summary: str) -> ResultT:
         """Log the end of the stage in one line, and return `manifest`, which is None if the stage has no result.
 
-        The line has the name of the stage, `facts`, and the seconds. A stage that an earlier start of the run completed has
+        The line has the name of the stage, `summary`, and the seconds. A stage that an earlier start of the run completed has
         "(kept)" instead of the seconds, and a stage without a result has "(skipped)".
         """
-        # If an earlier process wrote the manifest, the stage is kept.
         if manifest is None:
-            duration = "(skipped)"
-        elif (manifest.folder / MANIFEST_NAME).stat().st_mtime < self._start_timestamp:
-            duration = "(kept)"
+            duration_or_status = "(skipped)"
+        # An earlier process wrote the manifest.
+        elif (manifest.folder / MANIFEST_NAME).stat().st_mtime < self._start_timestamp_s:
+            duration_or_status = "(kept)"
         else:
-            duration = f"{time.perf_counter() - self._start_s:,.1f} s"
-        LOG.info("%-20s %-70s %s", self.stage, facts, duration, extra={"stage_line": (self.stage, facts, duration)})
+            duration_or_status = f"{time.perf_counter() - self._start_counter_s:,.1f} s"
+        stage_line = (self.stage, summary, duration_or_status)
+        LOG.info("%-20s %-70s %s", *stage_line, extra={"stage_line": stage_line})
         return manifest
 
 
-def show_bar(stage: str, *, done: int, total: int, note: str) -> None:
+def show_bar(stage: str, *, num_done: int, num_total: int, note: str) -> None:
     """Update the progress bar of the running stage."""
-    PROGRESS_LOG.debug("%s: %s", stage, note, extra={"stage": stage, "done": done, "total": total, "note": note})
+    PROGRESS_LOG.debug("%s: %s", stage, note, extra={"stage": stage, "done": num_done, "total": num_total, "note": note})
 
 
 def training_note(progress: Progress, *, validation: Mapping[str, float]) -> str:
     """Return epoch, loss and the first of the `validation` metrics in one line of at most 45 characters."""
-    metric = "".join(f"  {name} {value:.4f}" for name, value in list(validation.items())[:1])
-    return f"epoch {progress.epoch}  loss {progress.loss:.4f}{metric}"
+    metric_text = "".join(f"  {name} {value:.4f}" for name, value in list(validation.items())[:1])
+    return f"epoch {progress.epoch}  loss {progress.loss:.4f}{metric_text}"
 
 
 def training_summary(train: TrainManifest, *, config: TrainingConfig) -> str:
     """Return steps, loss and throughput of a finished training, whether it stopped early, and its best epoch."""
-    facts = f"{train.steps:,} steps, loss {train.final_loss:.4f}, {train.samples_per_s:,.0f} samples/s"
+    summary = f"{train.steps:,} steps, loss {train.final_loss:.4f}, {train.samples_per_s:,.0f} samples/s"
     if train.epochs < config.epochs:
-        facts += f", stopped early after epoch {train.epochs} of {config.epochs}"
+        summary += f", stopped early after epoch {train.epochs} of {config.epochs}"
     if train.best_epoch is not None and config.validation is not None:
-        name = f"{config.validation.metric}@{config.validation.k}"
-        facts += f", best epoch {train.best_epoch}: validation {name} {train.validation[name]:.4f}"
-    return facts
+        metric_name = f"{config.validation.metric}@{config.validation.k}"
+        summary += f", best epoch {train.best_epoch}: validation {metric_name} {train.validation[metric_name]:.4f}"
+    return summary

@@ -72,7 +72,7 @@ RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 LOCK_NAME = ".lock"
 CHAMPION_FILE_NAME = "champion.json"
 """File in a run's folder with the id of the run whose model a warm start continues to train."""
-REDUCED_NAME = "reduced.json"
+REDUCED_FILE_NAME = "reduced.json"
 """File in the folder of a run whose large files retention has removed. The run cannot be resumed."""
 
 
@@ -165,7 +165,7 @@ class Run:
         """Return the folder of the stage's files and manifest."""
         return self.folder / stage
 
-    def previous(
+    def previous_manifest(
         self, stage: StageName, manifest_type: type[ManifestT], *, where: Callable[[ManifestT], bool] = lambda _: True
     ) -> ManifestT | None:
         """Return the manifest of `stage` from the newest earlier run whose manifest `where` accepts; None if there is none."""
@@ -182,7 +182,7 @@ class Run:
         Raises InputError if another process has locked it, if nightjar did not create it, or if retention has reduced the run.
         """
         create_own_folder(self.folder)
-        if (self.folder / REDUCED_NAME).exists():
+        if (self.folder / REDUCED_FILE_NAME).exists():
             raise InputError(
                 f"{self.folder}: only the manifests and reports of run {self.run_id} are left, because it is older than the "
                 "runs that retention.keep_full_runs keeps; start a new run"
@@ -230,8 +230,8 @@ def workspace_lock(workspace: Path, *, run_id: str) -> Iterator[None]:
             "another folder"
         ) from None
     try:
-        start = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
-        holder = {"pid": os.getpid(), "host": socket.gethostname(), "run_id": run_id, "started": start}
+        start_time = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "run_id": run_id, "started": start_time}
         write_text(holder_file, json.dumps(holder))
         yield
     finally:
@@ -239,9 +239,9 @@ def workspace_lock(workspace: Path, *, run_id: str) -> Iterator[None]:
         lock.release()
 
 
-def _describe_holder(file: Path) -> str:
+def _describe_holder(holder_file: Path) -> str:
     try:
-        holder = json.loads(file.read_text())
+        holder = json.loads(holder_file.read_text())
         return f"process {holder['pid']} on {holder['host']} with run {holder['run_id']}, since {holder['started']},"
     except (OSError, ValueError, KeyError):  # the process has just started or just ended
         return "another process"

@@ -53,13 +53,13 @@ class RunFigures(Frozen):
     def read(cls, run: Run) -> "RunFigures":
         """Read the figures from the manifests in the folder of `run`, also if retention has removed the stages' files."""
         manifest_by_stage = {stage: read_unchecked_manifest(run.stage_folder(stage), STAGES[stage]) for stage in STAGES}
-        manifests: dict[StageName, Manifest] = {
+        complete_manifests: dict[StageName, Manifest] = {
             stage: manifest for stage, manifest in manifest_by_stage.items() if manifest is not None
         }
-        interactions = cast(InteractionsManifest | None, manifests.get("ingest_interactions"))
-        registration = cast(RegistrationManifest | None, manifests.get("register"))
+        interactions = cast(InteractionsManifest | None, complete_manifests.get("ingest_interactions"))
+        registration = cast(RegistrationManifest | None, complete_manifests.get("register"))
         return cls(
-            stage_seconds={stage: round(manifest.seconds, 3) for stage, manifest in manifests.items()},
+            stage_seconds={stage: round(manifest.seconds, 3) for stage, manifest in complete_manifests.items()},
             events=interactions and interactions.train_events + interactions.validation_events + interactions.test_events,
             users=interactions and interactions.num_users,
             items=interactions and interactions.num_items,
@@ -149,7 +149,7 @@ def record_run(run: Run, *, pipeline: str) -> Iterator[Ending]:
     try:
         yield ending
     except BaseException as error:
-        if _is_signal(error):
+        if _is_caused_by_signal(error):
             ending.set("Interrupted", "a signal ended the run: Ctrl-C, SIGTERM or a cancellation")
         else:
             ending.set("Failed", str(error) if isinstance(error, NightjarError) else f"{type(error).__name__}: {error}")
@@ -167,15 +167,15 @@ def _ended_record(start_record: RunRecord, ending: Ending) -> RunRecord:
     return start_record.model_copy(update={"ended": datetime.now(UTC), "state": ending.state, "message": message})
 
 
-def _is_signal(error: BaseException | None) -> bool:
+def _is_caused_by_signal(error: BaseException | None) -> bool:
     """Return whether a signal caused `error`. Prefect and libraries may raise another error while they handle it."""
     from prefect.exceptions import ExternalSignal
 
-    chain: list[BaseException] = []
-    while error is not None and error not in chain:
-        chain.append(error)
+    error_chain: list[BaseException] = []
+    while error is not None and error not in error_chain:
+        error_chain.append(error)
         error = error.__cause__ or error.__context__
-    return any(isinstance(chained_error, KeyboardInterrupt | ExternalSignal) for chained_error in chain)
+    return any(isinstance(chained_error, KeyboardInterrupt | ExternalSignal) for chained_error in error_chain)
 
 
 def _save_unexpected_error(error: BaseException, folder: Path) -> None:

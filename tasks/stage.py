@@ -22,21 +22,21 @@ class StoppedEarly(Exception):
         self.stage = stage
 
 
-def stage(name: StageName) -> Callable[[Callable[P, ResultT]], Callable[P, ResultT]]:
-    """Run the decorated function as the Prefect task `name`. Raise StoppedEarly after the stage that `run.until` names.
+def stage(stage_name: StageName) -> Callable[[Callable[P, ResultT]], Callable[P, ResultT]]:
+    """Run the decorated function as a Prefect task. Raise StoppedEarly after the stage that `run.until` names.
 
     The function has the keyword argument `run`, and returns its manifest, or None if the stage has no result.
     """
 
     def decorate(function: Callable[P, ResultT]) -> Callable[P, ResultT]:
-        prefect_task = task(name=name, cache_policy=NO_CACHE)(function)
+        prefect_task = task(name=stage_name, cache_policy=NO_CACHE)(function)
 
         @wraps(function)
         def run_stage(*args: P.args, **kwargs: P.kwargs) -> ResultT:
             manifest = prefect_task(*args, **kwargs)
             # Not raised in the task, because Prefect would mark the task as failed.
-            if cast(Run, kwargs["run"]).until == name:
-                raise StoppedEarly(name)
+            if cast(Run, kwargs["run"]).until == stage_name:
+                raise StoppedEarly(stage_name)
             return manifest
 
         run_stage.fn = function  # type: ignore[attr-defined]  # the function without Prefect, as in Prefect's own tasks

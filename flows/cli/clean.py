@@ -28,15 +28,16 @@ def print_removals(removals: Removals, *, dry_run: bool, console: Console) -> No
     """Print one row per run and version, and the total."""
     rows = [
         [removal.run_id, "folder" if removal.action == "remove" else "all but reports", f"{removal.bytes:,}"]
-        for removal in removals.runs
+        for removal in removals.run_removals
     ]
     rows += [
         [removal.run_id, f"{removal.model_name} version {removal.version}", f"{removal.bytes:,}" if removal.bytes else "-"]
-        for removal in removals.versions
+        for removal in removals.version_removals
     ]
     if rows:
         output.print_table(["run", "to remove" if dry_run else "removed", "bytes"], rows, console=console)
-    summary = f"{format_gib(removals.bytes, digits=3)} in {len(removals.runs)} runs and {len(removals.versions)} model versions"
+    num_runs, num_versions = len(removals.run_removals), len(removals.version_removals)
+    summary = f"{format_gib(removals.bytes, digits=3)} in {num_runs} runs and {num_versions} model versions"
     if not rows:
         console.print("Nothing to remove.")
     elif dry_run:

@@ -49,15 +49,15 @@ def run_study(command: Command) -> "Study":
 
 def as_json(study: "Study") -> str:
     """Return the line that --json prints."""
-    from tasks.tuning.study import best_first
+    from tasks.tuning.study import sort_best_first
 
-    trials = [trial.model_dump(mode="json") for trial in best_first(study.finished_trials)]
+    trials = [trial.model_dump(mode="json") for trial in sort_best_first(study.finished_trials)]
     return json.dumps({"study": study.name, "folder": str(study.folder), "metric": study.metric, "trials": trials})
 
 
 def print_study(study: "Study", *, file: Path) -> None:
     """Print the trials, the best first, and the best settings as YAML and as a command."""
-    from tasks.tuning.study import best_first
+    from tasks.tuning.study import sort_best_first
 
     console, best = output.stdout, study.best_trial
     assert best is not None
@@ -70,7 +70,7 @@ def print_study(study: "Study", *, file: Path) -> None:
             *(short_label(trial.settings[name]) if name in trial.settings else "-" for name in best.settings),
             trial.ending,
         ]
-        for trial in best_first(study.finished_trials)
+        for trial in sort_best_first(study.finished_trials)
     ]
     console.print(f"\n[bold]Trials[/], the best first: {study.metric} on the validation split")
     output.print_table(["trial", study.metric, "epochs", "seconds", *best.settings, "ended"], rows, console=console)

@@ -131,7 +131,7 @@ def _tester(client: MlflowClient, decision: Decision, *, run_id: str | None) -> 
         folder = Run(run_id, workspace=workspace, experiment="").stage_folder("ingest_interactions")
         interactions = load_manifest(folder, InteractionsManifest)
     new_run = Run(new_run_id(), workspace=workspace, experiment="")  # every run in the workspace is earlier
-    interactions = interactions or new_run.previous("ingest_interactions", InteractionsManifest)
+    interactions = interactions or new_run.previous_manifest("ingest_interactions", InteractionsManifest)
     if interactions is None:
         raise InputError(
             f"{workspace}: no run has an ingested interaction log, but the smoke test needs users of a log; "

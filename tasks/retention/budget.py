@@ -9,7 +9,7 @@ from recsys_core.manifests import MARKER_NAME, PackageManifest, RegistrationMani
 from recsys_core.units import GIB, format_gib
 from tasks.retention.config import RetentionConfig
 from tasks.retention.run_folders import RUNS_NAME, run_ids
-from tasks.run import REDUCED_NAME, Run
+from tasks.run import REDUCED_FILE_NAME, Run
 
 LOG = logging.getLogger("nightjar")
 
@@ -32,18 +32,18 @@ def require_disk_space(config: RetentionConfig, run: Run) -> None:
     The estimate is the size of the newest whole run. Without such a run the estimate is 0.
     """
     needed_bytes = estimated_bytes(run)
-    estimate = f"run {run.run_id} needs about {format_gib(needed_bytes, digits=3)}, like the last run"
+    estimate_text = f"run {run.run_id} needs about {format_gib(needed_bytes, digits=3)}, like the last run"
     if config.disk_budget_gb is not None:
         budget_bytes, workspace_bytes = int(config.disk_budget_gb * GIB), used_bytes(run.workspace)
         if workspace_bytes + needed_bytes > budget_bytes:
             raise InputError(
-                f"{run.workspace}: {estimate}, and the workspace has {format_gib(workspace_bytes, digits=3)}, but "
+                f"{run.workspace}: {estimate_text}, and the workspace has {format_gib(workspace_bytes, digits=3)}, but "
                 f"retention.disk_budget_gb is {config.disk_budget_gb:g}; raise it, or lower retention.keep_full_runs or "
                 "retention.keep_versions and run `nightjar clean`"
             )
     if free_bytes(run.workspace) < needed_bytes:
         raise InputError(
-            f"{run.workspace}: {estimate}, but the disk has {format_gib(free_bytes(run.workspace), digits=3)} free; free "
+            f"{run.workspace}: {estimate_text}, but the disk has {format_gib(free_bytes(run.workspace), digits=3)} free; free "
             "some, or lower retention.keep_full_runs or retention.keep_versions and run `nightjar clean`"
         )
 
@@ -56,16 +56,16 @@ def estimated_bytes(run: Run) -> int:
     """
     for run_id in reversed(run_ids(run.workspace)):
         folder = run.workspace / RUNS_NAME / run_id
-        if run_id == run.run_id or (folder / REDUCED_NAME).exists():
+        if run_id == run.run_id or (folder / REDUCED_FILE_NAME).exists():
             continue
         if read_unchecked_manifest(folder / "register", RegistrationManifest) is not None:
             package = read_unchecked_manifest(folder / "package", PackageManifest)
-            package_bytes = sum(file.bytes for file in package.files.values()) if package is not None else 0
-            return max(0, _own_bytes(folder) + package_bytes - used_bytes(run.folder))
+            package_bytes = sum(record.bytes for record in package.files.values()) if package is not None else 0
+            return max(0, _new_file_bytes(folder) + package_bytes - used_bytes(run.folder))
     return 0
 
 
-def _own_bytes(folder: Path) -> int:
+def _new_file_bytes(folder: Path) -> int:
     start_ns = (folder / MARKER_NAME).stat().st_mtime_ns
     statuses = (path.lstat() for path in folder.rglob("*") if path.is_file())
     return sum(status.st_size for status in statuses if status.st_mtime_ns >= start_ns)

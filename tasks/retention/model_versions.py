@@ -24,7 +24,7 @@ from tasks.registry.mlflow_client import RUN_ID_TAG
 from tasks.registry.releases import MAX_FORMER_CHAMPIONS, REASONS_TAG, delete_model, former_champions, version_number_by_alias
 from tasks.retention.run_folders import RUNS_NAME, run_ids
 
-_LOGGED_MODEL_URI = re.compile(r"models:/(m-[0-9a-f]+)")
+_LOGGED_MODEL_PATTERN = re.compile(r"models:/(m-[0-9a-f]+)")
 MAX_GATE_MS = 1_000 * DAY_S
 """Age of a version without a comparison above which retention assumes that no run is comparing it."""
 
@@ -53,7 +53,7 @@ def registered_runs_by_model(workspace: Path) -> dict[str, set[str]]:
     return runs_by_model
 
 
-def runs_behind_aliases(client: MlflowClient, workspace: Path, *, model_name: str) -> set[str]:
+def find_aliased_runs(client: MlflowClient, workspace: Path, *, model_name: str) -> set[str]:
     """Return the ids of the runs whose model version has an alias.
 
     Several models may be trained in one workspace. Runs of a model that the registry does not have are returned too: the model
@@ -64,11 +64,11 @@ def runs_behind_aliases(client: MlflowClient, workspace: Path, *, model_name: st
     """
     aliased_runs: set[str] = set()
     for name, registered_runs in ({model_name: set[str]()} | registered_runs_by_model(workspace)).items():
-        aliases = version_number_by_alias(client, name)
-        if aliases is None:
+        number_by_alias = version_number_by_alias(client, name)
+        if number_by_alias is None:
             aliased_runs |= registered_runs
         else:
-            versions = (client.get_model_version(name, number) for number in sorted(set(aliases.values())))
+            versions = (client.get_model_version(name, number) for number in sorted(set(number_by_alias.values())))
             aliased_runs |= {version.tags[RUN_ID_TAG] for version in versions if RUN_ID_TAG in version.tags}
     return aliased_runs
 
@@ -79,12 +79,13 @@ def find_old_versions(client: MlflowClient, model_name: str, *, num_kept: int) -
     Retention keeps the newest `num_kept` versions, versions with an alias, the latest former champions, and versions that are
     in the gate of another run.
     """
-    aliases = version_number_by_alias(client, model_name)
-    if aliases is None:
+    number_by_alias = version_number_by_alias(client, model_name)
+    if number_by_alias is None:
         return []
     versions = sorted(client.search_model_versions(f"name = '{model_name}'"), key=lambda version: int(version.version))
     former_versions = former_champions(client, model_name)[:MAX_FORMER_CHAMPIONS]
-    kept_numbers = {str(version.version) for version in [*versions[-num_kept:], *former_versions]} | set(aliases.values())
+    kept_versions = [*versions[-num_kept:], *former_versions]
+    kept_numbers = {str(version.version) for version in kept_versions} | set(number_by_alias.values())
     earliest_gate_start_ms = time.time() * 1_000 - MAX_GATE_MS
     return [
         VersionRemoval(model_name, str(version.version), version.tags[RUN_ID_TAG], _local_bytes(client, version))
@@ -98,31 +99,31 @@ def find_old_versions(client: MlflowClient, model_name: str, *, num_kept: int) -
 def delete_versions(client: MlflowClient, removals: Iterable[VersionRemoval]) -> list[VersionRemoval]:
     """Delete the versions and their files; return the completed removals. A version that has an alias now is not deleted.
 
-    The version is deleted last: if the process is killed, the next clean finds the version and repeats the deletion.
+    The version is deleted after its files: if the process is killed, the next `nightjar clean` finds the version again.
     """
-    finished_removals = []
+    completed_removals = []
     for removal in removals:
-        name, number = removal.model_name, removal.version
-        if number in (version_number_by_alias(client, name) or {}).values():
+        model_name, version_number = removal.model_name, removal.version
+        if version_number in (version_number_by_alias(client, model_name) or {}).values():
             continue
         try:
-            version = client.get_model_version(name, number)
+            version = client.get_model_version(model_name, version_number)
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            finished_removals.append(removal)  # an earlier attempt has deleted it
+            completed_removals.append(removal)  # an earlier attempt has deleted it
             continue
-        model = _logged_model(client, version)
-        if model is not None:
-            delete_model(client, model)
-        client.delete_model_version(name, number)
-        finished_removals.append(removal)
-    return finished_removals
+        logged_model = _logged_model(client, version)
+        if logged_model is not None:
+            delete_model(client, logged_model)
+        client.delete_model_version(model_name, version_number)
+        completed_removals.append(removal)
+    return completed_removals
 
 
 def _logged_model(client: MlflowClient, version: ModelVersion) -> LoggedModel | None:
     """Return the logged model of a version; None if it is deleted already, or if the version has another source."""
-    uri_match = _LOGGED_MODEL_URI.fullmatch(version.source or "")
+    uri_match = _LOGGED_MODEL_PATTERN.fullmatch(version.source or "")
     if uri_match is None:
         return None
     try:
@@ -134,8 +135,8 @@ def _logged_model(client: MlflowClient, version: ModelVersion) -> LoggedModel | 
 
 
 def _local_bytes(client: MlflowClient, version: ModelVersion) -> int | None:
-    model = _logged_model(client, version)
-    if model is None:
+    logged_model = _logged_model(client, version)
+    if logged_model is None:
         return 0
-    uri = urlparse(model.artifact_location)
-    return used_bytes(Path(url2pathname(uri.path))) if uri.scheme in ("", "file") else None
+    location = urlparse(logged_model.artifact_location)
+    return used_bytes(Path(url2pathname(location.path))) if location.scheme in ("", "file") else None

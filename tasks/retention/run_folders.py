@@ -33,7 +33,7 @@ from recsys_core.manifests import (
 )
 from recsys_core.manifests.ownership import remove_own_folder
 from tasks.retention.config import RetentionConfig
-from tasks.run import CHAMPION_FILE_NAME, LOCK_NAME, REDUCED_NAME, RUN_ID, STAGES, Run, StageName
+from tasks.run import CHAMPION_FILE_NAME, LOCK_NAME, REDUCED_FILE_NAME, RUN_ID, STAGES, Run, StageName
 
 REPORT_SUFFIXES = (".html", ".json", ".jsonl", ".png")
 """Files of a stage that a reduced run keeps: its manifest, its report and the training log."""
@@ -41,7 +41,7 @@ RUNS_NAME = "runs"
 TRASH_NAME = ".trash"
 BLOCK_BYTES = 512
 ALL_STAGES = frozenset(STAGES)
-KeptStages = dict[str, frozenset[StageName]]
+StagesByRun = dict[str, frozenset[StageName]]
 """Stages whose files are all kept, by run id."""
 
 
@@ -79,69 +79,69 @@ def find_removals(workspace: Path, config: RetentionConfig, *, aliased_runs: Col
     """Return the removals after which the runs of `workspace` comply with `config`, the oldest run first. Remove nothing.
 
     Args:
-        aliased_runs: ids of the runs whose model version has an alias; they are kept whole.
+        aliased_runs: ids of the runs whose model version has an alias; these runs keep all files.
     """
     runs_folder = workspace / RUNS_NAME
-    ids = run_ids(workspace)
-    kept_stages = stages_to_keep(workspace, config, aliased_runs=aliased_runs)
-    num_old_runs = len(ids) - config.keep_report_runs
+    all_run_ids = run_ids(workspace)
+    kept_stages_by_run = find_kept_stages(workspace, config, aliased_runs=aliased_runs)
+    num_old_runs = len(all_run_ids) - config.keep_report_runs
     unsized_removals: list[tuple[str, Action, tuple[Path, ...]]] = []
-    for index, run_id in enumerate(ids):
-        stages = kept_stages.get(run_id, frozenset())
-        if index < num_old_runs and not stages:
+    for index, run_id in enumerate(all_run_ids):
+        kept_stages = kept_stages_by_run.get(run_id, frozenset())
+        if index < num_old_runs and not kept_stages:
             unsized_removals.append((run_id, "remove", (runs_folder / run_id,)))
-        elif stages != ALL_STAGES and (paths := tuple(_large_files(runs_folder / run_id, kept_stages=stages))):
+        elif kept_stages != ALL_STAGES and (paths := tuple(_large_files(runs_folder / run_id, kept_stages=kept_stages))):
             unsized_removals.append((run_id, "reduce", paths))
-    sizes = _freed_bytes(paths for _, _, paths in unsized_removals)
-    return [RunRemoval(*removal, bytes=size) for removal, size in zip(unsized_removals, sizes, strict=True)]
+    freed_bytes = _freed_bytes(paths for _, _, paths in unsized_removals)
+    return [RunRemoval(*removal, bytes=num_bytes) for removal, num_bytes in zip(unsized_removals, freed_bytes, strict=True)]
 
 
-def stages_to_keep(workspace: Path, config: RetentionConfig, *, aliased_runs: Collection[str]) -> KeptStages:
+def find_kept_stages(workspace: Path, config: RetentionConfig, *, aliased_runs: Collection[str]) -> StagesByRun:
     """Return the stages whose files must be kept, by run id.
 
-    Full runs keep all stages. They are the newest `config.keep_full_runs` runs, locked runs, runs whose model version has an
-    alias, and runs whose model is the starting point of one of the newest or locked runs. An older run keeps its interactions,
-    features or data report if a new run, or one of the newest or locked runs, reads them. Without these files a resumed run
-    would repeat its stages, and a new run would build its vocabulary again.
+    Four kinds of runs keep all stages: the newest `config.keep_full_runs` runs, locked runs, runs whose model version has an
+    alias, and runs from whose model one of the newest or locked runs started. An older run keeps its interactions, features or
+    data report if a new run, or one of the newest or locked runs, reads them. Without these files a resumed run would repeat
+    its stages, and a new run would build its vocabulary again.
     """
-    runs_folder, ids = workspace / RUNS_NAME, run_ids(workspace)
-    active_runs = [run_id for run_id in ids if Run(run_id, workspace=workspace, experiment="").is_locked()]
-    full_runs = [*ids[-config.keep_full_runs :], *active_runs]
-    champion_runs = [champion_run for run_id in full_runs if (champion_run := _champion_run(runs_folder / run_id))]
-    kept_stages: KeptStages = dict.fromkeys([*full_runs, *champion_runs, *aliased_runs], ALL_STAGES)
-    for index in {*(ids.index(run_id) for run_id in full_runs), len(ids)}:
-        for run_id, stages in _stages_read_by_next(runs_folder, ids[:index]).items():
-            kept_stages[run_id] = kept_stages.get(run_id, frozenset()) | stages
-    return kept_stages
+    runs_folder, all_run_ids = workspace / RUNS_NAME, run_ids(workspace)
+    locked_runs = [run_id for run_id in all_run_ids if Run(run_id, workspace=workspace, experiment="").is_locked()]
+    newest_or_locked_runs = [*all_run_ids[-config.keep_full_runs :], *locked_runs]
+    starting_runs = [starting_run for run_id in newest_or_locked_runs if (starting_run := _starting_run(runs_folder / run_id))]
+    kept_stages_by_run: StagesByRun = dict.fromkeys([*newest_or_locked_runs, *starting_runs, *aliased_runs], ALL_STAGES)
+    for num_earlier_runs in {*(all_run_ids.index(run_id) for run_id in newest_or_locked_runs), len(all_run_ids)}:
+        for run_id, stages in _stages_read_by_next(runs_folder, all_run_ids[:num_earlier_runs]).items():
+            kept_stages_by_run[run_id] = kept_stages_by_run.get(run_id, frozenset()) | stages
+    return kept_stages_by_run
 
 
-def _stages_read_by_next(runs_folder: Path, earlier_ids: list[str]) -> KeptStages:
-    """Return the stages that a run after `earlier_ids` reads through Run.previous."""
+def _stages_read_by_next(runs_folder: Path, earlier_runs: list[str]) -> StagesByRun:
+    """Return the stages that a run after `earlier_runs` reads through `Run.previous_manifest`."""
 
     def newest_run_with(
         stage: StageName, manifest_type: type[ManifestT], *, where: Callable[[ManifestT], bool] = lambda _: True
     ) -> str | None:
-        for run_id in reversed(earlier_ids):
+        for run_id in reversed(earlier_runs):
             manifest = load_manifest(runs_folder / run_id / stage, manifest_type, verify=False)
             if manifest is not None and where(manifest):
                 return run_id
         return None
 
-    report_run = newest_run_with("check_data", DataReportManifest, where=lambda report: not report.breaches)
-    runs_and_stages: list[tuple[str | None, StageName]] = [
+    reference_run = newest_run_with("check_data", DataReportManifest, where=lambda report: not report.breaches)
+    run_stage_pairs: list[tuple[str | None, StageName]] = [
         (newest_run_with("ingest_interactions", InteractionsManifest), "ingest_interactions"),
         (newest_run_with("ingest_features", FeaturesManifest), "ingest_features"),
-        (report_run, "check_data"),
-        (report_run, "ingest_interactions"),  # the next data report compares its events with the events of this run
+        (reference_run, "check_data"),
+        (reference_run, "ingest_interactions"),  # the next data report compares its events with the events of this run
     ]
-    stages_by_run: KeptStages = {}
-    for run_id, stage in runs_and_stages:
+    stages_by_run: StagesByRun = {}
+    for run_id, stage in run_stage_pairs:
         if run_id is not None:
             stages_by_run[run_id] = stages_by_run.get(run_id, frozenset()) | {stage}
     return stages_by_run
 
 
-def _champion_run(folder: Path) -> str | None:
+def _starting_run(folder: Path) -> str | None:
     """Return the id of the run from whose model the training in `folder` started; None if it started from scratch."""
     try:
         content = json.loads((folder / CHAMPION_FILE_NAME).read_bytes())
@@ -161,31 +161,31 @@ def _large_files(folder: Path, *, kept_stages: Collection[StageName]) -> Iterato
                 yield path
 
 
-def _freed_bytes(groups: Iterable[tuple[Path, ...]]) -> Iterator[int]:
-    """Yield the disk space that the removal of each group frees, after the removal of the groups before it."""
-    num_removed_links: Counter[tuple[int, int]] = Counter()
-    for paths in groups:
-        freed_blocks = 0
+def _freed_bytes(path_groups: Iterable[tuple[Path, ...]]) -> Iterator[int]:
+    """Yield the disk space that the removal of each group of paths frees, after the removal of the groups before it."""
+    removed_links_by_inode: Counter[tuple[int, int]] = Counter()
+    for paths in path_groups:
+        num_freed_blocks = 0
         for status in chain.from_iterable(_statuses(path) for path in paths):
-            key = (status.st_dev, status.st_ino)
-            num_removed_links[key] += 1
-            if num_removed_links[key] == status.st_nlink:
-                freed_blocks += status.st_blocks
-        yield freed_blocks * BLOCK_BYTES
+            inode = (status.st_dev, status.st_ino)
+            removed_links_by_inode[inode] += 1
+            if removed_links_by_inode[inode] == status.st_nlink:
+                num_freed_blocks += status.st_blocks
+        yield num_freed_blocks * BLOCK_BYTES
 
 
 def _statuses(path: Path) -> Iterator[os.stat_result]:
     """Yield the status of each file at or below `path`; skip files that another process removes meanwhile."""
-    for file in path.rglob("*") if path.is_dir() else (path,):
+    for file_path in path.rglob("*") if path.is_dir() else (path,):
         with suppress(FileNotFoundError):
-            status = file.lstat()
+            status = file_path.lstat()
             if not stat.S_ISDIR(status.st_mode):
                 yield status
 
 
 def remove_files(workspace: Path, removals: Iterable[RunRemoval]) -> list[RunRemoval]:
     """Remove the files, except those of runs that a process is working on; return the completed removals."""
-    finished_removals = []
+    completed_removals = []
     for removal in removals:
         folder = workspace / RUNS_NAME / removal.run_id
         lock = FileLock(folder / LOCK_NAME)
@@ -197,17 +197,17 @@ def remove_files(workspace: Path, removals: Iterable[RunRemoval]) -> list[RunRem
             if removal.action == "remove":
                 _move_to_trash(folder, workspace=workspace)
             else:
-                _reduce(folder, removal.paths)
+                _reduce_run(folder, removal.paths)
         finally:
             lock.release()
-        finished_removals.append(removal)
+        completed_removals.append(removal)
     empty_trash(workspace)
-    return finished_removals
+    return completed_removals
 
 
-def _reduce(folder: Path, paths: Iterable[Path]) -> None:
-    if not (folder / REDUCED_NAME).exists():
-        write_text(folder / REDUCED_NAME, json.dumps({"reduced_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}))
+def _reduce_run(folder: Path, paths: Iterable[Path]) -> None:
+    if not (folder / REDUCED_FILE_NAME).exists():
+        write_text(folder / REDUCED_FILE_NAME, json.dumps({"reduced_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}))
     for path in paths:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -216,9 +216,9 @@ def _reduce(folder: Path, paths: Iterable[Path]) -> None:
 
 
 def _move_to_trash(folder: Path, *, workspace: Path) -> None:
-    trash = workspace / TRASH_NAME
-    create_own_folder(trash)
-    folder.rename(trash / f"{folder.name}.{secrets.token_hex(4)}")
+    trash_folder = workspace / TRASH_NAME
+    create_own_folder(trash_folder)
+    folder.rename(trash_folder / f"{folder.name}.{secrets.token_hex(4)}")
 
 
 def empty_trash(workspace: Path) -> None:

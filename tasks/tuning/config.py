@@ -66,16 +66,19 @@ class RangeConfig(Settings):
             return self.choices
         assert self.low is not None and self.high is not None
         is_integer = isinstance(self.low, int)
-        second_value = (self.low + (self.step or 1),) if is_integer or self.step else ()
-        return tuple(dict.fromkeys((self.low, *(value for value in second_value if value <= self.high), self.high)))
+        second_values = (self.low + (self.step or 1),) if is_integer or self.step else ()
+        return tuple(dict.fromkeys((self.low, *(value for value in second_values if value <= self.high), self.high)))
 
-    def in_setting_type(self, value_by_label: Mapping[str, Any]) -> Self:
-        """Return the range with its values converted to the type of the setting. Raise ValueError if it does not take numbers.
+    def convert_to_setting_type(self, value_by_label: Mapping[str, Any]) -> Self:
+        """Return the range with its values converted to the type of the setting.
 
         Args:
             value_by_label: value of the setting after validation of the config, by label of the probe.
 
-        >>> RangeConfig(low=0, high=1).in_setting_type({"0": 0.0, "1": 1.0}).low
+        Raises:
+            ValueError: the setting does not take numbers.
+
+        >>> RangeConfig(low=0, high=1).convert_to_setting_type({"0": 0.0, "1": 1.0}).low
         0.0
         """
         if self.choices is not None:
@@ -89,8 +92,10 @@ class RangeConfig(Settings):
             raise ValueError("the setting is not a number; set {choices: [...]}")
         if number_type is int and self.step is not None and self.step != int(self.step):
             raise ValueError(f"step is {self.step:g}, but the setting takes whole numbers; set step to a whole number")
-        bounds = {"low": self.low, "high": self.high, "step": self.step}
-        return self.model_copy(update={name: None if bound is None else number_type(bound) for name, bound in bounds.items()})
+        bound_by_name = {"low": self.low, "high": self.high, "step": self.step}
+        return self.model_copy(
+            update={name: None if bound is None else number_type(bound) for name, bound in bound_by_name.items()}
+        )
 
 
 def label_of(value: Any) -> str:

@@ -26,26 +26,26 @@ def log_study(run: Run, study: Study, *, is_done: bool) -> None:
     """
 
     def log(client: MlflowClient) -> None:
-        parent_id, best = open_run(client, run), study.best_trial
-        client.update_run(parent_id, status=RunStatus.to_string(RunStatus.RUNNING))
-        log_params(client, parent_id, config_file=study.config_file)
-        _log_trials(client, parent_id, study)
+        parent_run_id, best_trial = open_run(client, run), study.best_trial
+        client.update_run(parent_run_id, status=RunStatus.to_string(RunStatus.RUNNING))
+        log_params(client, parent_run_id, config_file=study.config_file)
+        _log_trials(client, parent_run_id, study)
         if not is_done:
             return
-        if best is not None and best.value is not None:
-            log_metrics(client, parent_id, as_metrics({f"validation/best/{study.metric}": best.value}))
-            client.set_tag(parent_id, TRIAL_TAG, str(best.number))
-        for file in (study.config_file, study.history_file, *([study.best_file] if best else [])):
-            client.log_artifact(parent_id, str(file))
-        client.set_terminated(parent_id, RunStatus.to_string(RunStatus.FINISHED if best else RunStatus.FAILED))
+        if best_trial is not None and best_trial.value is not None:
+            log_metrics(client, parent_run_id, as_metrics({f"validation/best/{study.metric}": best_trial.value}))
+            client.set_tag(parent_run_id, TRIAL_TAG, str(best_trial.number))
+        for path in (study.config_file, study.history_file, *([study.best_file] if best_trial else [])):
+            client.log_artifact(parent_run_id, str(path))
+        client.set_terminated(parent_run_id, RunStatus.to_string(RunStatus.FINISHED if best_trial else RunStatus.FAILED))
 
     call_or_warn(log, workspace=run.workspace, warning="could not log the trials to MLflow; tuning continues")
 
 
-def _log_trials(client: MlflowClient, parent_id: str, study: Study) -> None:
-    experiment_id = client.get_run(parent_id).info.experiment_id
-    query = f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{parent_id}'"
-    nested_runs = client.search_runs([experiment_id], query, ViewType.ACTIVE_ONLY, max_results=_MAX_TRIALS)
+def _log_trials(client: MlflowClient, parent_run_id: str, study: Study) -> None:
+    experiment_id = client.get_run(parent_run_id).info.experiment_id
+    filter_string = f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{parent_run_id}'"
+    nested_runs = client.search_runs([experiment_id], filter_string, ViewType.ACTIVE_ONLY, max_results=_MAX_TRIALS)
     info_by_trial = {run.data.tags[TRIAL_TAG]: run.info for run in nested_runs}
     for trial in study.finished_trials:
         run_info = info_by_trial.get(str(trial.number))
@@ -53,17 +53,17 @@ def _log_trials(client: MlflowClient, parent_id: str, study: Study) -> None:
             continue
         now_ms = int(time.time() * 1000)
         if run_info is None:
-            tags = {MLFLOW_PARENT_RUN_ID: parent_id, MLFLOW_RUN_NAME: f"trial-{trial.number}", TRIAL_TAG: str(trial.number)}
+            tags = {MLFLOW_PARENT_RUN_ID: parent_run_id, MLFLOW_RUN_NAME: f"trial-{trial.number}", TRIAL_TAG: str(trial.number)}
             run_info = client.create_run(experiment_id, start_time=now_ms - int(trial.seconds * 1000), tags=tags).info
         _log_trial(client, run_info.run_id, trial, metric=study.metric, now_ms=now_ms)
 
 
 def _log_trial(client: MlflowClient, run_id: str, trial: FinishedTrial, *, metric: str, now_ms: int) -> None:
-    name = f"validation/{metric.replace('@', '_at_')}"
-    curve = [Metric(name, value, now_ms, epoch) for epoch, value in sorted(trial.epochs.items())]
-    best = [] if trial.value is None else as_metrics({f"validation/best/{metric}": trial.value})
+    metric_name = f"validation/{metric.replace('@', '_at_')}"
+    epoch_metrics = [Metric(metric_name, value, now_ms, epoch) for epoch, value in sorted(trial.epochs.items())]
+    best_metrics = [] if trial.value is None else as_metrics({f"validation/best/{metric}": trial.value})
     params = [Param(setting, str(value)) for setting, value in trial.settings.items()]
-    client.log_batch(run_id, metrics=[*curve, *best], params=params)
+    client.log_batch(run_id, metrics=[*epoch_metrics, *best_metrics], params=params)
     client.set_tag(run_id, ENDING_TAG, trial.ending)
     client.set_tag(run_id, REASON_TAG, trial.reason[:_MAX_REASON_LENGTH])
     client.set_terminated(run_id, RunStatus.to_string(STATUS_BY_ENDING[trial.ending]))

@@ -21,7 +21,7 @@ from recsys_core.seeds import trial_seed
 from tasks.tuning.config import RangeConfig, TuningConfig, label_of
 
 Ending = Literal["complete", "pruned", "failed"]
-STATES: dict[Ending, TrialState] = {
+STATE_BY_ENDING: dict[Ending, TrialState] = {
     "complete": TrialState.COMPLETE,
     "pruned": TrialState.PRUNED,
     "failed": TrialState.FAIL,
@@ -105,22 +105,25 @@ class Study:
     @property
     def finished_trials(self) -> list[FinishedTrial]:
         """The finished trials by number."""
-        return [self._finished_trial(trial) for trial in self._study.get_trials(deepcopy=False, states=tuple(STATES.values()))]
+        return [
+            self._finished_trial(trial)
+            for trial in self._study.get_trials(deepcopy=False, states=tuple(STATE_BY_ENDING.values()))
+        ]
 
     @property
     def best_trial(self) -> FinishedTrial | None:
         """The complete trial with the highest metric, the first one if several are equal; None if no trial is complete."""
-        return next((trial for trial in best_first(self.finished_trials) if trial.ending == "complete"), None)
+        return next((trial for trial in sort_best_first(self.finished_trials) if trial.ending == "complete"), None)
 
     def start_trial(self) -> RunningTrial:
         """Resume the trial that was interrupted, or start a new one."""
         interrupted_trials = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        number = interrupted_trials[0].number if interrupted_trials else len(self._study.get_trials(deepcopy=False))
-        self._study.sampler = optuna.samplers.TPESampler(seed=trial_seed(self._config.seed, trial=number))
-        trial = optuna.Trial(self._study, interrupted_trials[0]._trial_id) if interrupted_trials else self._study.ask()
+        trial_number = interrupted_trials[0].number if interrupted_trials else len(self._study.get_trials(deepcopy=False))
+        self._study.sampler = optuna.samplers.TPESampler(seed=trial_seed(self._config.seed, trial=trial_number))
+        optuna_trial = optuna.Trial(self._study, interrupted_trials[0]._trial_id) if interrupted_trials else self._study.ask()
         return RunningTrial(
-            settings={name: _suggest(trial, name, value_range) for name, value_range in self._config.ranges.items()},
-            optuna_trial=trial,
+            settings={name: _suggest(optuna_trial, name, value_range) for name, value_range in self._config.ranges.items()},
+            optuna_trial=optuna_trial,
             reported_epochs=frozenset(interrupted_trials[0].intermediate_values if interrupted_trials else ()),
         )
 
@@ -128,7 +131,7 @@ class Study:
         """Record how a trial ended."""
         trial.optuna_trial.set_user_attr("result", result.model_dump(mode="json"))
         value = result.value if result.ending == "complete" else None
-        self._study.tell(trial.optuna_trial, value, state=STATES[result.ending])
+        self._study.tell(trial.optuna_trial, value, state=STATE_BY_ENDING[result.ending])
 
     def plot_history(self) -> None:
         """Write a plot of the metric by trial, and of the best metric so far, to `history_file`."""
@@ -151,30 +154,42 @@ class Study:
         plots.legend_above(axes)
         plots.save_png(figure, self.history_file)
 
-    def _finished_trial(self, trial: FrozenTrial) -> FinishedTrial:
-        settings = {name: _choice(self._config.ranges[name], value) for name, value in trial.params.items()}
+    def _finished_trial(self, frozen_trial: FrozenTrial) -> FinishedTrial:
+        settings = {
+            setting_name: _choice_with_label(self._config.ranges[setting_name], stored_value)
+            for setting_name, stored_value in frozen_trial.params.items()
+        }
         return FinishedTrial(
-            number=trial.number, settings=settings, epochs=trial.intermediate_values, **trial.user_attrs["result"]
+            number=frozen_trial.number,
+            settings=settings,
+            epochs=frozen_trial.intermediate_values,
+            **frozen_trial.user_attrs["result"],
         )
 
 
-def best_first(trials: Sequence[FinishedTrial]) -> list[FinishedTrial]:
+def sort_best_first(trials: Sequence[FinishedTrial]) -> list[FinishedTrial]:
     """Return complete trials in descending order of the metric, then pruned trials, then failed trials."""
-    return sorted(trials, key=lambda trial: ([*STATES].index(trial.ending), -(trial.value or 0.0), trial.number))
+    return sorted(trials, key=lambda trial: ([*STATE_BY_ENDING].index(trial.ending), -(trial.value or 0.0), trial.number))
 
 
-def _suggest(trial: optuna.Trial, name: str, value_range: RangeConfig) -> Any:
-    """Return the value of the setting `name` in `trial`; draw it if the trial does not have one yet."""
+def _suggest(optuna_trial: optuna.Trial, setting_name: str, value_range: RangeConfig) -> Any:
+    """Return the value of the setting in a trial; draw the value if the trial does not have one yet."""
     if value_range.choices is not None:  # the study stores labels, because Optuna cannot store a list
-        return _choice(value_range, trial.suggest_categorical(name, [*map(label_of, value_range.choices)]))
+        return _choice_with_label(
+            value_range, optuna_trial.suggest_categorical(setting_name, [*map(label_of, value_range.choices)])
+        )
     assert value_range.low is not None and value_range.high is not None
     if isinstance(value_range.low, int):
-        return trial.suggest_int(
-            name, value_range.low, int(value_range.high), log=value_range.log, step=int(value_range.step or 1)
+        return optuna_trial.suggest_int(
+            setting_name, value_range.low, int(value_range.high), log=value_range.log, step=int(value_range.step or 1)
         )
-    return trial.suggest_float(name, value_range.low, value_range.high, log=value_range.log, step=value_range.step)
+    return optuna_trial.suggest_float(
+        setting_name, value_range.low, value_range.high, log=value_range.log, step=value_range.step
+    )
 
 
-def _choice(value_range: RangeConfig, value: Any) -> Any:
-    """Return the choice with the label `value`, or `value` itself if the range has no choices."""
-    return value if value_range.choices is None else {label_of(choice): choice for choice in value_range.choices}[value]
+def _choice_with_label(value_range: RangeConfig, stored_value: Any) -> Any:
+    """Return the choice whose label is `stored_value`, or `stored_value` itself if the range has no choices."""
+    if value_range.choices is None:
+        return stored_value
+    return {label_of(choice): choice for choice in value_range.choices}[stored_value]

@@ -53,23 +53,23 @@ def run_trial(trial: RunningTrial, train: Train, *, metric: str, folder: Path, l
                 trial.raise_if_pruned()
         validation = {} if not value_by_epoch else {metric: [*value_by_epoch.values()][-1]}
         note = training_note(progress, validation=validation)
-        show_bar(label, done=progress.step, total=progress.total_steps, note=note)
+        show_bar(label, num_done=progress.step, num_total=progress.total_steps, note=note)
 
     try:
         manifest = train(on_progress=on_progress)
     except TrialPruned:  # raised in on_progress: the launcher has ended all processes of the training
-        ending, value = "pruned", max(value_by_epoch.values(), default=None)
+        ending, metric_value = "pruned", max(value_by_epoch.values(), default=None)
     except StageError as error:
-        ending, reason, value = "failed", str(error), max(value_by_epoch.values(), default=None)
+        ending, reason, metric_value = "failed", str(error), max(value_by_epoch.values(), default=None)
     else:
         if metric not in manifest.validation:
             raise InputError(
                 "tuning compares trials on the validation split, but no user in the split has a target; set "
                 "interactions.split so that the validation split holds events"
             )
-        value = manifest.validation[metric]
+        metric_value = manifest.validation[metric]
     _keep_metrics(folder)
-    return TrialResult(ending=ending, value=value, seconds=time.monotonic() - start_s, reason=reason)
+    return TrialResult(ending=ending, value=metric_value, seconds=time.monotonic() - start_s, reason=reason)
 
 
 def _keep_metrics(folder: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from flows.config import PipelineConfig
 from flows.config_file import dump_config, load_config
 from flows.unfinished import MAX_STARTS, choose_run_to_resume, find_unfinished_run
-from tasks.run import REDUCED_NAME, Run, RunOptions
+from tasks.run import REDUCED_FILE_NAME, Run, RunOptions
 from tasks.run_record import RunRecord, RunState, record_run
 
 AddRun = Callable[..., Run]
@@ -76,7 +76,7 @@ def test_trials_and_other_pipelines_and_reduced_runs_are_skipped(config: Pipelin
     add_run(config.model_copy(update={"name": "other"}), "4", "Promoted")
     (config.workspace / "runs" / "no run!").mkdir()
     assert choose_run_to_resume(config) == "1"
-    (config.workspace / "runs" / "1" / REDUCED_NAME).write_text("{}")
+    (config.workspace / "runs" / "1" / REDUCED_FILE_NAME).write_text("{}")
     assert choose_run_to_resume(config) is None
 
 

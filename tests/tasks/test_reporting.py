@@ -28,6 +28,6 @@ def test_the_log_line_of_training_has_early_stopping_and_the_best_epoch(trained:
 
 def test_a_bar_is_a_record_for_the_terminal(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="nightjar.steps"):
-        show_bar("evaluate", done=3, total=9, note="3 of 9 queries")
+        show_bar("evaluate", num_done=3, num_total=9, note="3 of 9 queries")
     (record,) = caplog.records
     assert (record.__dict__["stage"], record.__dict__["done"], record.__dict__["total"]) == ("evaluate", 3, 9)

@@ -51,7 +51,7 @@ def test_the_bar_shows_the_stage_and_how_far_it_is(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(output, "stderr", drawn)
     with output.stage_lines():
         logging.getLogger("nightjar.steps").debug("evaluate", extra={"stage": "evaluate"})
-        show_bar("evaluate", done=3_000, total=30_000, note="3,000 of 30,000 queries")
+        show_bar("evaluate", num_done=3_000, num_total=30_000, note="3,000 of 30,000 queries")
     text = "".join(printed(drawn))
     assert "evaluate" in text and "3,000 of 30,000 queries" in text
 

@@ -10,7 +10,7 @@ from flows.cli.tune import check_tunable
 from flows.config_file import load_config, settings_as_yaml
 from recsys_core.errors import InputError
 from tasks.tuning.config import RangeConfig, TuningConfig
-from tasks.tuning.study import Study, TrialResult, best_first
+from tasks.tuning.study import Study, TrialResult, sort_best_first
 from tests.flows.tuning_config import CONFIG
 
 
@@ -116,5 +116,5 @@ def test_a_complete_trial_ranks_before_a_pruned_one_with_a_better_metric(tmp_pat
     study = opened(tmp_path / "study")
     for ending, value in (("failed", None), ("pruned", 0.9), ("complete", 0.2), ("complete", 0.3)):
         study.finish_trial(study.start_trial(), TrialResult.model_validate({"ending": ending, "value": value, "seconds": 1}))
-    assert [trial.number for trial in best_first(study.finished_trials)] == [3, 2, 1, 0]
+    assert [trial.number for trial in sort_best_first(study.finished_trials)] == [3, 2, 1, 0]
     assert study.best_trial is not None and study.best_trial.number == 3

@@ -14,7 +14,7 @@ from tasks.registry.mlflow_client import connect
 from tasks.retention.budget import ensure_disk_space, estimated_bytes, require_disk_space
 from tasks.retention.config import RetentionConfig
 from tasks.retention.run_folders import run_ids
-from tasks.run import REDUCED_NAME, Run
+from tasks.run import REDUCED_FILE_NAME, Run
 from tests.tasks.retention.run_folders_by_hand import run_of
 
 AddRun = Callable[..., Run]
@@ -34,7 +34,7 @@ def test_the_newest_whole_run_is_the_estimate(tmp_path: Path, add_run: AddRun) -
     assert 5 * MEBIBYTE < estimated_bytes(new_run) < 6 * MEBIBYTE
     newer_run = add_large_run(tmp_path, add_run, "2", num_bytes=2 * MEBIBYTE)
     assert 2 * MEBIBYTE < estimated_bytes(new_run) < 3 * MEBIBYTE
-    (newer_run.folder / REDUCED_NAME).write_text("{}")
+    (newer_run.folder / REDUCED_FILE_NAME).write_text("{}")
     shutil.rmtree(add_run(tmp_path, "3").stage_folder("register"))
     assert 5 * MEBIBYTE < estimated_bytes(new_run) < 6 * MEBIBYTE
 

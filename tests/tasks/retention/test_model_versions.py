@@ -14,7 +14,7 @@ from tasks.registry.mlflow_client import RUN_ID_TAG, connect
 from tasks.registry.releases import FORMER_CHAMPION_TAG, REASONS_TAG
 from tasks.retention.clean import clean
 from tasks.retention.config import RetentionConfig
-from tasks.retention.model_versions import delete_versions, find_old_versions, runs_behind_aliases
+from tasks.retention.model_versions import delete_versions, find_aliased_runs, find_old_versions
 from tasks.retention.run_folders import run_ids
 from tasks.run import Run
 
@@ -97,9 +97,9 @@ def test_runs_of_all_aliases_are_found_and_runs_of_a_model_in_another_registry_t
         add_version(client, f"2026{index}")
     client.set_registered_model_alias("m", "champion", "1")
     client.set_registered_model_alias("m", "challenger", "3")
-    assert runs_behind_aliases(client, workspace, model_name="m") == {"20260", "20262"}
+    assert find_aliased_runs(client, workspace, model_name="m") == {"20260", "20262"}
     client.delete_registered_model("m")
-    assert runs_behind_aliases(client, workspace, model_name="other") == {"20260", "20261", "20262"}
+    assert find_aliased_runs(client, workspace, model_name="other") == {"20260", "20261", "20262"}
 
 
 def test_runs_with_a_version_stay_whole_if_their_registry_is_gone(
@@ -109,7 +109,7 @@ def test_runs_with_a_version_stay_whole_if_their_registry_is_gone(
     for index in range(4):
         add_run(tmp_path, f"2026{index}", end="complete" if index == 1 else "rejected")
     removals = clean(tmp_path, RetentionConfig(keep_full_runs=1, keep_report_runs=1), model_name="m")
-    assert [removal.run_id for removal in removals.runs] == ["20260", "20262"]
+    assert [removal.run_id for removal in removals.run_removals] == ["20260", "20262"]
     assert not (tmp_path / "mlflow.db").exists()
 
 
@@ -134,12 +134,12 @@ def test_a_clean_returns_its_removals_and_the_next_one_finds_nothing(
         add_version(client, f"2026{index}")
     client.set_registered_model_alias("m", "champion", "1")
     removals = clean(workspace, config, model_name="m")
-    assert {removal.run_id: removal.action for removal in removals.runs} == {
+    assert {removal.run_id: removal.action for removal in removals.run_removals} == {
         "20261": "remove",
         "20262": "reduce",
         "20263": "reduce",
     }
-    assert [removal.version for removal in removals.versions] == ["2", "3", "4"]
+    assert [removal.version for removal in removals.version_removals] == ["2", "3", "4"]
     assert removals.bytes > 100_000
     again = clean(workspace, config, model_name="m")
-    assert (again.runs, again.versions) == ([], [])
+    assert (again.run_removals, again.version_removals) == ([], [])

@@ -75,8 +75,8 @@ def test_the_vocabulary_and_the_reference_data_survive_many_rejected_and_failed_
         add_run(tmp_path, f"2026{index}", end="rejected" if index == 2 else "failed")
     clean(tmp_path)
     new_run = run_of(tmp_path, "20269")
-    interactions = new_run.previous("ingest_interactions", InteractionsManifest)
-    report = new_run.previous("check_data", DataReportManifest, where=lambda manifest: not manifest.breaches)
+    interactions = new_run.previous_manifest("ingest_interactions", InteractionsManifest)
+    report = new_run.previous_manifest("check_data", DataReportManifest, where=lambda manifest: not manifest.breaches)
     assert interactions is not None and interactions.folder.parent.name == "20262"
     assert report is not None and report.folder.parent == good.folder
     assert load_manifest(good.stage_folder("ingest_interactions"), InteractionsManifest) is not None
@@ -213,8 +213,8 @@ def _is_whole(run: Run) -> bool:
 
 def _read_by(run: Run) -> tuple[Path | None, Path | None, bool]:
     """Return the folders that a run reads from earlier runs, and whether the run of its reference data is readable."""
-    interactions = run.previous("ingest_interactions", InteractionsManifest)
-    report = run.previous("check_data", DataReportManifest, where=lambda manifest: not manifest.breaches)
+    interactions = run.previous_manifest("ingest_interactions", InteractionsManifest)
+    report = run.previous_manifest("check_data", DataReportManifest, where=lambda manifest: not manifest.breaches)
     folder = report and report.folder.parent / "ingest_interactions"
     has_reference = folder is not None and load_manifest(folder, InteractionsManifest) is not None
     return interactions and interactions.folder, report and report.folder, has_reference

@@ -45,7 +45,7 @@ class PipelineConfig(Settings):
     data_report: DataReportConfig = Field(
         default_factory=DataReportConfig,
         description="limits on the data. A run stops before the training if the data violates one of them. If a limit is "
-        "empty, the report shows the value and the run continues",
+        "empty, the measured value is only reported",
     )
     embeddings: EmbeddingsConfigs = Field(
         (),
@@ -76,11 +76,11 @@ class PipelineConfig(Settings):
     evaluation: EvaluationConfig = Field(
         default_factory=EvaluationConfig, description="settings of the evaluation, which ranks all items of the catalogue"
     )
-    index: IndexConfig = Field(default_factory=IndexConfig, description="The FAISS indexes of the item vectors")
+    index: IndexConfig = Field(default_factory=IndexConfig, description="the FAISS indexes of the item vectors")
     package: PackageConfig = Field(default_factory=PackageConfig, description="the files of the served model")
     registry: RegistryConfig = Field(
         default_factory=RegistryConfig,
-        description="Registration in MLflow, and the rule by which a new version becomes champion",
+        description="registration in MLflow, and the rule by which a new version becomes champion",
     )
     schedule: ScheduleConfig = Field(
         default_factory=ScheduleConfig, description="when `nightjar up` or a Prefect worker starts runs of the pipeline"
@@ -97,9 +97,9 @@ class PipelineConfig(Settings):
     def _last_items_need_an_order(self) -> Self:
         history = self.model.history
         if not self.interactions.ordered and (history.last_item_feature or history.pooling == "recency"):
-            setting = "last_item_feature is true" if history.last_item_feature else "pooling is recency"
+            problem = "last_item_feature is true" if history.last_item_feature else "pooling is recency"
             raise ValueError(
-                f"model.history.{setting}, but interactions has neither timestamp_column nor order_column, so no item is the "
+                f"model.history.{problem}, but interactions has neither timestamp_column nor order_column, so no item is the "
                 "last; set one of the columns, or set model.history.last_item_feature to false and pooling to mean, sum or "
                 "attention"
             )
@@ -125,7 +125,7 @@ class PipelineConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _pq_divides_the_vectors(self) -> Self:
+    def _pq_m_divides_vector_width(self) -> Self:
         if "ivf_pq" in self.index.built_kinds and self.model.output_dim % self.index.pq_m:
             raise ValueError(
                 f"index.pq_m is {self.index.pq_m}, but does not divide the vector width {self.model.output_dim}; set "
@@ -161,13 +161,13 @@ class PipelineConfig(Settings):
 
     @model_validator(mode="after")
     def _vectors_are_used_by_tables(self) -> Self:
-        tables_with_vectors = {entry.table for entry in self.embeddings}
+        tables_with_vectors = {embeddings_config.table for embeddings_config in self.embeddings}
         if "user" in tables_with_vectors and not self.model.learn_user_embedding:
             raise ValueError(
                 "embeddings has vectors of users, but the model has no user table; set model.learn_user_embedding to true"
             )
-        for name, settings in self.tables.items():
-            check_vectors_exist(name, settings, tables_with_vectors=tables_with_vectors)
+        for table_name, table_config in self.tables.items():
+            check_vectors_exist(table_name, table_config, tables_with_vectors=tables_with_vectors)
         if self.loss.distillation is not None:
             check_distillation(tables_with_vectors)
         return self
@@ -179,8 +179,9 @@ class PipelineConfig(Settings):
         if "item" in self.tables and self.tables["item"].transfer == "residual":
             names.add(OFFSET_TABLE)
         if self.features is not None:
-            for side, table in (("user", self.features.users), ("item", self.features.items)):
-                names |= {f"{side}.{feature.name}" for feature in (table.features if table is not None else ())}
+            for prefix, feature_table in (("user", self.features.users), ("item", self.features.items)):
+                features = () if feature_table is None else feature_table.features
+                names |= {f"{prefix}.{feature.name}" for feature in features}
             names |= {f"context.{feature.name}" for feature in self.features.context}
         return names
 
@@ -189,8 +190,8 @@ class PipelineConfig(Settings):
         """`interactions` with the columns of the context features added to `context_columns`."""
         if self.features is None:
             return self.interactions
-        columns = dict.fromkeys([*self.interactions.context_columns, *self.features.context_columns])
-        return self.interactions.model_copy(update={"context_columns": tuple(columns)})
+        context_columns = dict.fromkeys([*self.interactions.context_columns, *self.features.context_columns])
+        return self.interactions.model_copy(update={"context_columns": tuple(context_columns)})
 
     def for_full_retrain(self) -> Self:
         """Return the config with the settings that rebuild the vocabularies, read all files and train from scratch."""
@@ -199,11 +200,11 @@ class PipelineConfig(Settings):
         training = self.training.model_copy(update={"warm_start": None})
         return self.model_copy(update={"interactions": interactions, "training": training})
 
-    def with_absolute_paths(self, folder: Path) -> Self:
-        """Return the config with relative paths resolved against `folder`."""
+    def with_absolute_paths(self, base_folder: Path) -> Self:
+        """Return the config with relative paths resolved against `base_folder`."""
 
         def absolute_paths(paths: Paths) -> Paths:
-            return tuple(path if is_uri(path) else str(_absolute(folder, path)) for path in paths)
+            return tuple(path if is_uri(path) else str(_absolute_path(base_folder, path)) for path in paths)
 
         split = self.interactions.split
         if isinstance(split, FileSplit):
@@ -212,28 +213,30 @@ class PipelineConfig(Settings):
                 update={"test_paths": absolute_paths(split.test_paths), "validation_paths": validation_paths}
             )
         interactions = self.interactions.model_copy(update={"paths": absolute_paths(self.interactions.paths), "split": split})
-        update: dict[str, object] = {
-            "workspace": _absolute(folder, self.workspace),
+        changed_settings: dict[str, object] = {
+            "workspace": _absolute_path(base_folder, self.workspace),
             "interactions": interactions,
-            "embeddings": tuple(_embeddings_with_absolute_paths(entry, absolute_paths) for entry in self.embeddings),
+            "embeddings": tuple(
+                _embeddings_with_absolute_paths(embeddings_config, absolute_paths) for embeddings_config in self.embeddings
+            ),
         }
         if self.features is not None:
-            tables = {"users": self.features.users, "items": self.features.items}
+            feature_tables = {"users": self.features.users, "items": self.features.items}
             absolute_tables = {
-                side: table and table.model_copy(update={"paths": absolute_paths(table.paths)})
-                for side, table in tables.items()
+                field_name: feature_table and feature_table.model_copy(update={"paths": absolute_paths(feature_table.paths)})
+                for field_name, feature_table in feature_tables.items()
             }
-            update["features"] = self.features.model_copy(update=absolute_tables)
+            changed_settings["features"] = self.features.model_copy(update=absolute_tables)
         if self.allowed_data_root is not None:
-            update["allowed_data_root"] = _absolute(folder, self.allowed_data_root)
-        return self.model_copy(update=update)
+            changed_settings["allowed_data_root"] = _absolute_path(base_folder, self.allowed_data_root)
+        return self.model_copy(update=changed_settings)
 
 
-def _embeddings_with_absolute_paths(entry: EmbeddingsConfig, absolute_paths: Callable[[Paths], Paths]) -> EmbeddingsConfig:
-    id_map = entry.id_map and entry.id_map.model_copy(update={"paths": absolute_paths(entry.id_map.paths)})
-    return entry.model_copy(update={"paths": absolute_paths(entry.paths), "id_map": id_map})
+def _embeddings_with_absolute_paths(config: EmbeddingsConfig, absolute_paths: Callable[[Paths], Paths]) -> EmbeddingsConfig:
+    id_map = config.id_map and config.id_map.model_copy(update={"paths": absolute_paths(config.id_map.paths)})
+    return config.model_copy(update={"paths": absolute_paths(config.paths), "id_map": id_map})
 
 
-def _absolute(folder: Path, path: str | Path) -> Path:
+def _absolute_path(base_folder: Path, path: str | Path) -> Path:
     # Symbolic links are not resolved: a link to the newest export must be followed at each run.
-    return Path(os.path.normpath(Path.cwd() / folder / Path(path).expanduser()))
+    return Path(os.path.normpath(Path.cwd() / base_folder / Path(path).expanduser()))

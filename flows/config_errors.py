@@ -20,36 +20,36 @@ def relevant_errors(error: ValidationError) -> Sequence[ErrorDetails]:
 
     Pydantic reports a misspelt key twice: as unknown and as missing.
     """
-    details = error.errors(include_url=False)
-    return [detail for detail in details if detail["type"] == "extra_forbidden"] or details
+    all_errors = error.errors(include_url=False)
+    return [details for details in all_errors if details["type"] == "extra_forbidden"] or all_errors
 
 
-def describe_error(detail: ErrorDetails, raw: Mapping[str, Any]) -> str:
-    """Describe one validation error of the settings `raw`: the dotted key, the problem, and what to do."""
-    key = printable(dotted_key(detail["loc"], raw), max_characters=200)
-    match detail["type"]:
+def describe_error(details: ErrorDetails, raw_settings: Mapping[str, Any]) -> str:
+    """Describe one validation error of `raw_settings`: the dotted key, the problem, and what to do."""
+    key = printable(dotted_key_of(details["loc"], raw_settings), max_characters=200)
+    match details["type"]:
         case "extra_forbidden":
             return f"{key}: unknown key; {_suggestion(key)}"
         case "missing":
             return f"{key}: is missing and has no default; set it"
         case "union_tag_not_found" | "union_tag_invalid":
-            union = Launcher if key == "launcher" else Split
-            kinds = ", ".join(member.model_fields["kind"].default for member in nested_models(union))
-            return f"{key}: set kind to one of {kinds}"
+            union_type = Launcher if key == "launcher" else Split
+            kinds = [member_model.model_fields["kind"].default for member_model in nested_models(union_type)]
+            return f"{key}: set kind to one of {', '.join(kinds)}"
         case "value_error":
-            message = detail["msg"].removeprefix("Value error, ")
+            message = details["msg"].removeprefix("Value error, ")
             return f"{key}: {message}" if key else message
         case _:
-            return f"{key}: {detail['msg']}, but it is {shown(detail['input'])}"
+            return f"{key}: {details['msg']}, but it is {shown(details['input'])}"
 
 
-def dotted_key(location: tuple[int | str, ...], raw: Any) -> str:
-    """Convert the location of a validation error to a dotted key of the settings `raw`.
+def dotted_key_of(location: tuple[int | str, ...], raw_settings: Any) -> str:
+    """Convert the location of a validation error to a dotted key of `raw_settings`.
 
     A location may also contain the name of a union member, which is not a key of the file.
     """
     names: list[str] = []
-    group = raw
+    group = raw_settings
     for index, location_part in enumerate(location):
         if _contains(group, location_part):
             group = group[location_part]
@@ -67,29 +67,31 @@ def _contains(group: Any, location_part: int | str) -> bool:
 
 def _suggestion(key: str) -> str:
     valid_keys = sorted(set(setting_keys(PipelineConfig)))
-    key = re.sub(r"\.\d+(?=\.)", "", key)  # remove the index of an entry in a list of groups
-    parent, _, name = key.rpartition(".")
-    siblings = {path.rpartition(".")[2] for path in valid_keys if fnmatchcase(parent, path.rpartition(".")[0])}
-    similar_names = difflib.get_close_matches(name, siblings, n=1)
+    key_without_index = re.sub(r"\.\d+(?=\.)", "", key)  # an index is the position of a group in a list of groups
+    parent, _, name = key_without_index.rpartition(".")
+    sibling_names = {
+        valid_key.rpartition(".")[2] for valid_key in valid_keys if fnmatchcase(parent, valid_key.rpartition(".")[0])
+    }
+    similar_names = difflib.get_close_matches(name, sibling_names, n=1)
     if similar_names:
         return f"did you mean {parent}{'.' if parent else ''}{similar_names[0]}?"
-    same_name_keys = [path for path in valid_keys if path.rpartition(".")[2] == name]
-    if not same_name_keys and siblings:
-        return f"the known keys are {', '.join(sorted(siblings))}"
-    similar_keys = same_name_keys or difflib.get_close_matches(key, valid_keys, n=1)
+    same_name_keys = [valid_key for valid_key in valid_keys if valid_key.rpartition(".")[2] == name]
+    if not same_name_keys and sibling_names:
+        return f"the known keys are {', '.join(sorted(sibling_names))}"
+    similar_keys = same_name_keys or difflib.get_close_matches(key_without_index, valid_keys, n=1)
     return f"did you mean {' or '.join(similar_keys)}?" if similar_keys else f"{parent} is not a group of settings"
 
 
 def setting_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all settings and groups of `model`, with the settings of every member of a union.
+    """Yield the dotted keys of all settings and groups of `model`, with the settings of every member of a union.
 
-    `*` is a key that the user chooses, such as the name of a table.
+    `*` replaces a key that the user chooses, such as the name of a table.
     """
     for name, field in model.model_fields.items():
         yield prefix + name
         member_prefix = f"{prefix}{name}.*." if get_origin(field.annotation) is dict else f"{prefix}{name}."
-        for member in nested_models(field.annotation):
-            yield from setting_keys(member, member_prefix)
+        for member_model in nested_models(field.annotation):
+            yield from setting_keys(member_model, member_prefix)
 
 
 def nested_models(annotation: Any) -> Iterator[type[BaseModel]]:

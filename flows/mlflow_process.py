@@ -7,15 +7,14 @@ subprocess, which would survive a SIGKILL of the command.
 import os
 from pathlib import Path
 
-from flows.server_process import GRACE_S, WORKSPACE_VARIABLE, receive_start
+from flows.server_process import REQUEST_GRACE_S, WORKSPACE_VARIABLE, inherited_socket, receive_start_message
 from recsys_core.parent_process import die_with_parent
 
 
 def main() -> None:
     """Serve MLflow's pages and API on the socket until SIGTERM, or until the parent process ends."""
     die_with_parent()
-    listener = receive_start()
-    if listener is None:
+    if not receive_start_message():
         return
     import uvicorn
     from mlflow.server import constants
@@ -23,7 +22,7 @@ def main() -> None:
     from tasks.registry.mlflow_client import connect, tracking_uri
 
     workspace = Path(os.environ[WORKSPACE_VARIABLE])
-    connect(workspace)  # creates the database, or ends with an error if it has the schema of another version
+    connect(workspace)  # creates the database; an error if the database has the schema of another version
     # `mlflow server` hands its options to the application in these variables.
     os.environ[constants.BACKEND_STORE_URI_ENV_VAR] = tracking_uri(workspace)
     os.environ[constants.ARTIFACT_ROOT_ENV_VAR] = "mlflow-artifacts:/"
@@ -31,7 +30,8 @@ def main() -> None:
     os.environ[constants.SERVE_ARTIFACTS_ENV_VAR] = "true"
     from mlflow.server.fastapi_app import app
 
-    uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=GRACE_S)).run(sockets=[listener])
+    server_config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=REQUEST_GRACE_S)
+    uvicorn.Server(server_config).run(sockets=[inherited_socket()])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Process of the embedded Prefect server: `python -m flows.prefect_process FD`, where FD is a listening socket.
 
-The process imports Prefect's libraries while the command reads its config. It imports Prefect itself after it has received its
-environment on stdin, because Prefect reads its settings at import.
+The process imports Prefect's libraries while the command reads the config. It imports Prefect itself after it has received
+its environment variables on stdin, because Prefect reads its settings at import.
 """
 
 import os
@@ -9,7 +9,7 @@ import sqlite3
 from contextlib import closing, suppress
 from pathlib import Path
 
-from flows.server_process import GRACE_S, receive_start
+from flows.server_process import REQUEST_GRACE_S, inherited_socket, receive_start_message
 from recsys_core.atomic import atomic_replacement
 from recsys_core.imports import fast_imports
 from recsys_core.parent_process import die_with_parent
@@ -20,17 +20,18 @@ def main() -> None:
     die_with_parent()
     with fast_imports():
         _import_libraries()
-        listener = receive_start()
-        if listener is None:
+        if not receive_start_message():
             return
         import uvicorn
 
-        migrate()
-        vacuum_flow_runs()
+        migrate_database()
+        enable_flow_run_vacuum()
         from prefect.server.api.server import create_app
 
-        config = uvicorn.Config(create_app(), log_level="error", lifespan="on", timeout_graceful_shutdown=GRACE_S)
-    uvicorn.Server(config).run(sockets=[listener])
+        server_config = uvicorn.Config(
+            create_app(), log_level="error", lifespan="on", timeout_graceful_shutdown=REQUEST_GRACE_S
+        )
+    uvicorn.Server(server_config).run(sockets=[inherited_socket()])
 
 
 def _import_libraries() -> None:
@@ -40,11 +41,11 @@ def _import_libraries() -> None:
     import uvicorn  # noqa: F401
 
 
-def migrate() -> None:
+def migrate_database() -> None:
     """Migrate the database in PREFECT_HOME to the schema of the installed Prefect.
 
-    A new database is copied from the user's cache, because Prefect's migrations of an empty database take seconds. A database
-    that the user has configured elsewhere is migrated by Prefect itself.
+    A new database is copied from the user's cache, because Prefect's migrations of an empty database take seconds. If the
+    user has configured another database, Prefect migrates it at its start.
     """
     import asyncio
 
@@ -52,35 +53,37 @@ def migrate() -> None:
     from filelock import FileLock
     from prefect.settings import get_current_settings
 
-    settings = get_current_settings()
-    database = settings.home / "prefect.db"
-    url = settings.server.database.connection_url
-    if url is None or url.get_secret_value() != f"sqlite+aiosqlite:///{database}":
+    prefect_settings = get_current_settings()
+    database_path = prefect_settings.home / "prefect.db"
+    connection_url = prefect_settings.server.database.connection_url
+    if connection_url is None or connection_url.get_secret_value() != f"sqlite+aiosqlite:///{database_path}":
         return
-    settings.server.database.migrate_on_start = False
-    settings.home.mkdir(parents=True, exist_ok=True)
-    version_file, template = database.with_suffix(".version"), _cache_folder() / f"prefect-{prefect.__version__}.db"
-    with FileLock(settings.home / ".migration.lock"):  # two runs may create the database at the same time
-        is_new = not database.is_file()
-        if not is_new and version_file.is_file() and version_file.read_text() == prefect.__version__:
+    prefect_settings.server.database.migrate_on_start = False
+    prefect_settings.home.mkdir(parents=True, exist_ok=True)
+    version_path = database_path.with_suffix(".version")
+    template_path = _cache_folder() / f"prefect-{prefect.__version__}.db"
+    with FileLock(prefect_settings.home / ".migration.lock"):  # two runs may create the database at the same time
+        is_new_database = not database_path.is_file()
+        if not is_new_database and version_path.is_file() and version_path.read_text() == prefect.__version__:
             return
-        if is_new and template.is_file():
-            _copy_database(template, database)
+        if is_new_database and template_path.is_file():
+            _copy_database(template_path, database_path)
         else:
             from prefect.server.database import provide_database_interface
 
             asyncio.run(provide_database_interface().create_db())
-            if is_new:
+            if is_new_database:
                 with suppress(OSError):  # without a writable cache, each new workspace is migrated from an empty database
-                    template.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    _copy_database(database, template)
-        version_file.write_text(prefect.__version__)
+                    template_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                    _copy_database(database_path, template_path)
+        version_path.write_text(prefect.__version__)
 
 
-def vacuum_flow_runs() -> None:
-    """Let the server delete old flow runs, with their logs and artifacts, once after its start and in the background.
+def enable_flow_run_vacuum() -> None:
+    """Make the server delete old flow runs, with their logs and artifacts, in the background once after its start.
 
-    PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED enables this service of Prefect. In an embedded server, Prefect would not run it.
+    Prefect has a service for this, which PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED enables. By default, an embedded server
+    never runs the service.
     """
     from prefect.server.services.db_vacuum import schedule_orphan_vacuum_tasks, schedule_vacuum_tasks
     from prefect.server.services.perpetual_services import get_perpetual_services
@@ -94,12 +97,12 @@ def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nightjar"
 
 
-def _copy_database(source: Path, target: Path) -> None:
+def _copy_database(source_path: Path, target_path: Path) -> None:
     """Copy a sqlite database atomically."""
     with (
-        atomic_replacement(target) as temporary,
-        closing(sqlite3.connect(source)) as source_database,
-        closing(sqlite3.connect(temporary)) as target_database,
+        atomic_replacement(target_path) as temporary_path,
+        closing(sqlite3.connect(source_path)) as source_database,
+        closing(sqlite3.connect(temporary_path)) as target_database,
     ):
         source_database.backup(target_database)
 

@@ -1,4 +1,4 @@
-"""Prefect server of a command: embedded in `nightjar run`, with pages and scheduler in `nightjar ui` and `nightjar up`."""
+"""Prefect server of a command: embedded in `nightjar run`, with UI and scheduler in `nightjar ui` and `nightjar up`."""
 
 import os
 import secrets
@@ -11,21 +11,21 @@ from flows.server_process import MIN_FREE_BYTES, ServerProcess
 from recsys_core.disk import require_free_space
 from recsys_core.imports import fast_imports
 
-T = TypeVar("T")
-SERVICE_INTERVALS_S = {
+FlowT = TypeVar("FlowT")
+INTERVAL_BY_VARIABLE = {
     "PREFECT_SERVER_SERVICES_LATE_RUNS_LOOP_SECONDS": "60",
     "PREFECT_SERVER_SERVICES_PAUSE_EXPIRATIONS_LOOP_SECONDS": "60",
     "PREFECT_SERVER_SERVICES_FOREMAN_LOOP_SECONDS": "60",
 }
-"""Intervals of the services in a server with pages. Prefect's defaults are 5 to 15 s."""
+"""Seconds between the runs of Prefect's services in a server with a UI. Prefect's defaults are 5 to 15 s."""
 
 
 class PrefectServer(ServerProcess):
-    """The Prefect server.
+    """A Prefect server with its database in PREFECT_HOME.
 
     Args:
         port: port of the server; 0: any free port.
-        has_ui: serve the pages and run all services, such as the scheduler.
+        has_ui: whether to serve the UI and run all services, such as the scheduler.
     """
 
     def __init__(self, *, port: int = 0, has_ui: bool = False) -> None:
@@ -52,37 +52,40 @@ class PrefectServer(ServerProcess):
         if password is None:
             password = f"nightjar:{secrets.token_urlsafe(32)}"  # because other users of this host can connect to the port
         os.environ.update(PREFECT_API_URL=self.api_url, PREFECT_API_AUTH_STRING=password)
-        # Without pages the address is empty. Without the variable, Prefect would derive an address from PREFECT_API_URL.
+        # Empty for a server without UI. If the variable were not set, Prefect would derive a URL from PREFECT_API_URL.
         os.environ.setdefault("PREFECT_UI_URL", self.url if self._has_ui else "")
-        environment = {
-            **(SERVICE_INTERVALS_S if self._has_ui else {}),
+        server_environment = {
+            **(INTERVAL_BY_VARIABLE if self._has_ui else {}),
             **os.environ,
             "PREFECT_SERVER_API_AUTH_STRING": password,
             "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
             "PREFECT__SERVER_FINAL": "1",
         }
         if self._has_ui:
-            environment["PREFECT_SERVER_UI_API_URL"] = self.api_url  # by default the pages send their requests to port 4200
-            # If the server dies, leases in memory are lost, and the slot of a running run never becomes free.
-            environment["PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"] = "prefect.server.concurrency.lease_storage.filesystem"
+            server_environment["PREFECT_SERVER_UI_API_URL"] = self.api_url  # by default, the UI sends its requests to port 4200
+            # By default, leases of concurrency slots are in memory. If the server died, the leases would be lost, and the slot
+            # of a running flow run would never become free.
+            server_environment["PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"] = (
+                "prefect.server.concurrency.lease_storage.filesystem"
+            )
         else:
-            environment |= {
+            server_environment |= {
                 # Only the UI uses blocks, and a server with the UI registers them.
                 "PREFECT_API_BLOCKS_REGISTER_ON_START": "false",
                 "PREFECT_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",
                 "PREFECT_UI_ENABLED": "0",
                 "PREFECT__SERVER_EPHEMERAL": "1",
             }
-        self.start_serving(log_file=log_file, environment=environment)
+        self.start_serving(log_file=log_file, environment=server_environment)
 
 
 @contextmanager
 def embedded_server() -> Iterator[PrefectServer | None]:
-    """Yield a server and stop it after the body. Yield None if PREFECT_API_URL names another server."""
+    """Yield a server and stop it after the body. Yield None if PREFECT_API_URL is set, because then the user has a server."""
     if "PREFECT_API_URL" in os.environ:
         yield None
         return
-    users_password = os.environ.get("PREFECT_API_AUTH_STRING")
+    user_password = os.environ.get("PREFECT_API_AUTH_STRING")
     server = PrefectServer()
     try:
         yield server
@@ -90,12 +93,12 @@ def embedded_server() -> Iterator[PrefectServer | None]:
         server.stop()
         os.environ.pop("PREFECT_API_URL", None)
         os.environ.pop("PREFECT_API_AUTH_STRING", None)
-        if users_password is not None:
-            os.environ["PREFECT_API_AUTH_STRING"] = users_password
+        if user_password is not None:
+            os.environ["PREFECT_API_AUTH_STRING"] = user_password
 
 
 @contextmanager
-def prefect_session(server: PrefectServer | None, load_flow: Callable[[], T], *, log_file: Path) -> Iterator[T]:
+def prefect_session(server: PrefectServer | None, load_flow: Callable[[], FlowT], *, log_file: Path) -> Iterator[FlowT]:
     """Yield the flow that `load_flow` imports, once the server answers. After the body, send the queued log records to Prefect.
 
     Args:

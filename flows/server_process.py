@@ -1,8 +1,8 @@
 """A server as a supervised subprocess that ends with the command.
 
-The server has its own session, so Ctrl-C in the terminal does not end the server before the run ends. The command owns the
-listening socket. If the server dies, the command starts another server on the same socket and database. Until then, clients
-wait in the queue of the socket.
+The server has its own process session, so Ctrl-C in the terminal does not end the server before the run ends. The command
+owns the listening socket. If the server dies, the command starts another server on the same socket and database. Until then,
+clients wait in the connection queue of the socket.
 """
 
 import json
@@ -25,15 +25,15 @@ from recsys_core.parent_process import parent_environment
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
-GRACE_S = 2
-"""Seconds that open requests have to end when the server is stopped. A page in a browser keeps a connection open."""
+REQUEST_GRACE_S = 2
+"""Time in which open requests may end after the server is stopped, in seconds. A page in a browser keeps a connection open."""
 MAX_RESTARTS = 5
 NUM_LOG_LINES = 5
-BACKLOG = 1024
+SOCKET_BACKLOG = 1024
 MIN_FREE_BYTES = 2**25
-"""Disk space for a new database, its log and the first files of a run."""
+"""Required free disk space: a new database, the server's log and the first files of a run."""
 WORKSPACE_VARIABLE = "NIGHTJAR_WORKSPACE"
-"""Variable that names the workspace to the process of the MLflow server."""
+"""Environment variable with the path of the workspace, for the process of the MLflow server."""
 EARLIER_SCHEMA_PATTERN = re.compile(r"Detected out-of-date database schema \(found version (\w+), but expected (\w+)\)")
 """Message of MLflow, which does not migrate a database by itself."""
 LATER_SCHEMA_TEXT = "Can't locate revision identified by"
@@ -49,19 +49,19 @@ class ServerProcess:
 
     def __init__(self, module: str, *, name: str, health_path: str, port: int = 0) -> None:
         self._module, self._name, self._health_path = module, name, health_path
-        self._listener = socket.create_server((HOST, port), backlog=BACKLOG)
+        self._listening_socket = socket.create_server((HOST, port), backlog=SOCKET_BACKLOG)
         self._environment: dict[str, str] = {}
         self._log_file: Path | None = None
-        self._log_start = self._restarts = 0
-        self._stopping = threading.Event()
-        self._supervisor: threading.Thread | None = None
+        self._log_start_byte = self._num_restarts = 0
+        self._stop_event = threading.Event()
+        self._supervisor_thread: threading.Thread | None = None
         self.has_failed = False
-        self._process = self._start()
+        self._process = self._start_process()
 
     @property
     def url(self) -> str:
         """URL of the server."""
-        return f"http://{HOST}:{self._listener.getsockname()[1]}"
+        return f"http://{HOST}:{self._listening_socket.getsockname()[1]}"
 
     @property
     def pid(self) -> int:
@@ -71,7 +71,7 @@ class ServerProcess:
     def start_serving(self, *, log_file: Path, environment: Mapping[str, str]) -> None:
         """Make the server start to serve, with the variables of `environment`; its output goes to `log_file`."""
         self._log_file = log_file
-        self._log_start = log_file.stat().st_size if log_file.is_file() else 0
+        self._log_start_byte = log_file.stat().st_size if log_file.is_file() else 0
         self._environment = dict(environment)
         self._send_start_message()
 
@@ -82,8 +82,8 @@ class ServerProcess:
         while self._process.poll() is None and time.monotonic() < deadline:
             try:
                 with opener.open(f"{self.url}{self._health_path}", timeout=2):
-                    self._supervisor = threading.Thread(target=self._supervise, daemon=True)
-                    self._supervisor.start()
+                    self._supervisor_thread = threading.Thread(target=self._supervise, daemon=True)
+                    self._supervisor_thread.start()
                     return
             except OSError:  # refused, reset or timed out: the server is not ready
                 time.sleep(0.1)
@@ -94,33 +94,33 @@ class ServerProcess:
             if schema_problem := self._schema_problem():
                 raise InputError(f"the database of the {self._name} {schema_problem}; the details are in {self._log_file}")
         problem = f"did not answer within {START_TIMEOUT_S:g} s" if self._process.poll() is None else self._describe_end()
-        raise StageError(f"the {self._name} {problem}{self._last_lines()}")
+        raise StageError(f"the {self._name} {problem}{self._last_log_lines()}")
 
     def terminate(self) -> None:
         """Send SIGTERM to the server and start no other server."""
-        self._stopping.set()
+        self._stop_event.set()
         self._process.terminate()
 
     def stop(self) -> None:
-        """Stop the server. It first writes its state to the database."""
+        """Stop the server, which first writes its state to the database."""
         self.terminate()
         try:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self._supervisor is not None:
-            self._supervisor.join()
-        self._listener.close()
+        if self._supervisor_thread is not None:
+            self._supervisor_thread.join()
+        self._listening_socket.close()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start_process(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", self._module, str(self._listener.fileno())],
+            [sys.executable, "-m", self._module, str(self._listening_socket.fileno())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env=os.environ | parent_environment(),
-            pass_fds=[self._listener.fileno()],
+            pass_fds=[self._listening_socket.fileno()],
             start_new_session=True,
         )
 
@@ -136,18 +136,22 @@ class ServerProcess:
     def _supervise(self) -> None:
         while True:
             self._process.wait()
-            if self._stopping.is_set():
+            if self._stop_event.is_set():
                 return
-            if self._restarts == MAX_RESTARTS:
+            if self._num_restarts == MAX_RESTARTS:
                 LOG.error(
-                    "the %s %s again, after %d restarts%s", self._name, self._describe_end(), self._restarts, self._last_lines()
+                    "the %s %s again, after %d restarts%s",
+                    self._name,
+                    self._describe_end(),
+                    self._num_restarts,
+                    self._last_log_lines(),
                 )
                 self.has_failed = True
-                self._listener.close()  # clients fail at once instead of waiting for a server
+                self._listening_socket.close()  # clients fail at once instead of waiting for a server
                 return
-            self._restarts += 1
-            LOG.warning("the %s %s; another server is started%s", self._name, self._describe_end(), self._last_lines())
-            self._process = self._start()
+            self._num_restarts += 1
+            LOG.warning("the %s %s; another server is started%s", self._name, self._describe_end(), self._last_log_lines())
+            self._process = self._start_process()
             self._send_start_message()
 
     def _describe_end(self) -> str:
@@ -159,22 +163,22 @@ class ServerProcess:
         if self._log_file is None or not self._log_file.is_file():
             return ""
         with self._log_file.open("rb") as file:
-            file.seek(self._log_start)
+            file.seek(self._log_start_byte)
             return file.read().decode(errors="replace")
 
     def _schema_problem(self) -> str | None:
-        """Describe why the schema of the database does not fit the installed version; None if the log has no error about it."""
-        log = self._log_text()
-        if schema := EARLIER_SCHEMA_PATTERN.search(log):
+        """Return why the schema of the database does not fit the installed version; None if the log has no such error."""
+        log_text = self._log_text()
+        if schema_match := EARLIER_SCHEMA_PATTERN.search(log_text):
             return (
-                f"has the schema {schema[1]}, but the installed version needs {schema[2]}; make a backup of the database, "
-                "then run: mlflow db upgrade URI, with the address of the database"
+                f"has the schema {schema_match[1]}, but the installed version needs {schema_match[2]}; make a backup of the "
+                "database, then run: mlflow db upgrade URI, with the address of the database"
             )
-        if LATER_SCHEMA_TEXT in log:
+        if LATER_SCHEMA_TEXT in log_text:
             return "has the schema of a later version; install that version, or use another database"
         return None
 
-    def _last_lines(self) -> str:
+    def _last_log_lines(self) -> str:
         if self._log_file is None or not self._log_file.is_file():
             return ""
         lines = self._log_text().splitlines()[-NUM_LOG_LINES:]
@@ -185,17 +189,22 @@ class ServerProcess:
         )
 
 
-def receive_start() -> socket.socket | None:
-    """In the server process: wait for the start message and apply its log and environment; return the listening socket.
+def receive_start_message() -> bool:
+    """In the server process: wait for the start message, and use its log file and environment.
 
-    None: the command has ended before it sent a message, e.g. because its config was invalid.
+    Return False if the command has ended without a start message, e.g. because the config was invalid.
     """
-    message = sys.stdin.buffer.read()
-    if not message:
-        return None
-    start_message = json.loads(message)
-    log_descriptor = os.open(start_message["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log_descriptor, 1)
-    os.dup2(log_descriptor, 2)
+    message_bytes = sys.stdin.buffer.read()
+    if not message_bytes:
+        return False
+    start_message = json.loads(message_bytes)
+    log_fd = os.open(start_message["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log_fd, 1)
+    os.dup2(log_fd, 2)
     os.environ.update(start_message["environment"])
+    return True
+
+
+def inherited_socket() -> socket.socket:
+    """Return the listening socket, whose file descriptor is the first argument of the server process."""
     return socket.socket(fileno=int(sys.argv[1]))

@@ -16,7 +16,7 @@ from recsys_core.data.embeddings.schema import VectorFiles, check_pca_dim
 from recsys_core.data.interactions.config import InteractionsConfig
 from recsys_core.errors import InputError, first_line, shown
 from recsys_core.parquet.columns import value_type
-from recsys_core.parquet.duckdb_session import database, quoted, scan_all
+from recsys_core.parquet.duckdb_session import database, quoted, scan_all_sql
 from recsys_core.parquet.sources import Source
 from recsys_core.units import DAY_S
 
@@ -35,7 +35,7 @@ def first_values(sources: Sequence[Source], column: str, *, max_rows: int = MAX_
     source = _first_non_empty(sources)
     if column not in source.schema.names:
         return None
-    group = next(index for index, num_rows in enumerate(source.footer.group_rows) if num_rows)
+    group = next(index for index, num_rows in enumerate(source.footer.num_group_rows) if num_rows)
     try:
         with source.open(page_checksum_verification=True) as file:
             batch = next(file.iter_batches(max_rows, row_groups=[group], columns=[column]), None)
@@ -115,7 +115,7 @@ def check_shared_ids(
         if log_ids is None or any(_have_common_id(log_ids, files) for files in table_vectors):
             continue
         sources = (*log_sources, *(source for files in table_vectors for source in (*files.sources, *files.id_map)))
-        if not all(source.local for source in sources) or not all(column in source.schema.names for source in log_sources):
+        if not all(source.is_local for source in sources) or not all(column in source.schema.names for source in log_sources):
             continue
         if not _files_have_common_id(config, log_sources, column, table_vectors):
             num_vectors, first_files = sum(files.num_rows for files in table_vectors), table_vectors[0]
@@ -144,7 +144,10 @@ def _files_have_common_id(
     with (
         tempfile.TemporaryDirectory(prefix="nightjar-ids-") as folder,
         database(
-            memory_limit=config.memory_limit, threads=config.threads, spill=Path(folder), subject="the ids of log and vectors"
+            memory_limit=config.memory_limit,
+            num_threads=config.threads,
+            spill_folder=Path(folder),
+            subject="the ids of log and vectors",
         ) as connection,
     ):
         log_ids = f"SELECT {quoted(column)}::VARCHAR AS id FROM {_scan(log_sources)}"
@@ -162,7 +165,7 @@ def _files_have_common_id(
 
 
 def _scan(sources: Sequence[Source]) -> str:
-    return scan_all([source.path for source in sources])
+    return scan_all_sql([source.path for source in sources])
 
 
 def _example_id(ids: pa.Array | None) -> str:

@@ -134,10 +134,10 @@ def first_bad_row(
 
 def value_at(source: Source, column: str, row: int) -> Any:
     """Return one value of a file. pyarrow reads it, because DuckDB's connection breaks on an out-of-range time."""
-    if column in source.partition:
+    if column in source.partition_values:
         return source.partition_value(column)
     with source.open() as file:
-        for group, num_rows in enumerate(source.footer.group_rows):
+        for group, num_rows in enumerate(source.footer.num_group_rows):
             if row < num_rows:
                 scalar = file.read_row_group(group, columns=[column]).column(0)[row]
                 if pa.types.is_timestamp(scalar.type) and scalar.type.unit == "ns":  # Python's datetime has no nanoseconds

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from recsys_core.config import Frozen
 from recsys_core.errors import shown
 from recsys_core.manifests import InteractionsManifest
-from recsys_core.parquet.duckdb_session import scan
+from recsys_core.parquet.duckdb_session import scan_sql
 
 NUM_BUCKETS = 10
 SMOOTHING = 0.001
@@ -86,13 +86,13 @@ def match_rows(previous: InteractionsManifest, current: InteractionsManifest, *,
     id_type = f"{side.removesuffix('s')}_id_type"
     if getattr(previous, id_type) != getattr(current, id_type):  # 1 and "1" are different ids
         return matched_rows
-    current_ids, previous_ids = (
-        f"(SELECT id, file_row_number AS row FROM {scan(manifest.path(f'{side}.parquet'), options='file_row_number = true')})"
-        for manifest in (current, previous)
+    scans_sql = (
+        scan_sql(manifest.path(f"{side}.parquet"), options_sql="file_row_number = true") for manifest in (current, previous)
     )
-    query = f"SELECT c.row AS current, p.row AS previous FROM {current_ids} c JOIN {previous_ids} p USING (id)"
+    current_ids_sql, previous_ids_sql = (f"(SELECT id, file_row_number AS row FROM {table_sql})" for table_sql in scans_sql)
+    query_sql = f"SELECT c.row AS current, p.row AS previous FROM {current_ids_sql} c JOIN {previous_ids_sql} p USING (id)"
     with duckdb.connect(config={"temp_directory": str(spill_folder), "memory_limit": "2GB"}) as connection:
-        for batch in connection.sql(query).to_arrow_reader(_BATCH_ROWS):
+        for batch in connection.sql(query_sql).to_arrow_reader(_BATCH_ROWS):
             matched_rows[batch.column("current").to_numpy()] = batch.column("previous").to_numpy()
     return matched_rows
 

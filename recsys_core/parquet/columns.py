@@ -21,8 +21,8 @@ def require_column(source: Source, column: str, *, setting: str) -> pa.DataType:
     num_columns = source.schema.names.count(column)
     if num_columns > 1:
         raise InputError(f"{source.name}: {num_columns} columns are named {column!r}; rename all but one")
-    if column in source.partition:
-        if source.partition[column] == NULL_KEY:
+    if column in source.partition_values:
+        if source.partition_values[column] == NULL_KEY:
             raise InputError(f"{source.name}: the key {column!r} of its path is null ({setting}); name another column")
         if num_columns == 0:
             return source.partition_types[column]
@@ -36,7 +36,7 @@ def require_column(source: Source, column: str, *, setting: str) -> pa.DataType:
 
 def _require_value_of_path(source: Source, column: str, *, setting: str) -> None:
     """Raise InputError unless a column that is also a hive key has the key's value in every row."""
-    data_type, key_value = source.schema.field(column).type, source.partition[column]
+    data_type, key_value = source.schema.field(column).type, source.partition_values[column]
     try:
         value = pa.scalar(key_value).cast(value_type(data_type))
         with source.open(page_checksum_verification=True) as file:

@@ -22,34 +22,34 @@ SQL_TYPE = {"int64": "BIGINT", "string": "VARCHAR"}
 
 @contextmanager
 def database(
-    *, memory_limit: str, threads: int | None, spill: Path, subject: str, setting: str = "interactions.memory_limit"
+    *, memory_limit: str, num_threads: int | None, spill_folder: Path, subject: str, setting: str = "interactions.memory_limit"
 ) -> Iterator[duckdb.DuckDBPyConnection]:
     """Open an in-memory database that spills data beyond its memory limit to disk.
 
     Args:
-        spill: folder for the spilled data.
+        spill_folder: folder for the spilled data.
         subject: name of the query results for messages, in the plural, such as "the events".
         setting: config key of memory_limit, for messages.
 
     Raises:
         InputError: memory_limit or the disk is too small, or a file is damaged.
     """
-    settings: dict[str, Any] = {"memory_limit": memory_limit, "temp_directory": str(spill)}
-    if threads is not None:
-        settings["threads"] = threads
+    connection_settings: dict[str, Any] = {"memory_limit": memory_limit, "temp_directory": str(spill_folder)}
+    if num_threads is not None:
+        connection_settings["threads"] = num_threads
     try:
-        with duckdb.connect(config=settings) as connection:
+        with duckdb.connect(config=connection_settings) as connection:
             yield connection
     except duckdb.OutOfMemoryException as error:
         message = first_line(error)
         # DuckDB raises OutOfMemoryException also if the disk of the spill folder is full.
         if "failed to offload" in message.lower() or ("temp" in message.lower() and "director" in message.lower()):
-            raise disk_full_error(spill, reason=f"DuckDB spills {subject} beyond {setting} to this folder") from error
+            raise disk_full_error(spill_folder, reason=f"DuckDB spills {subject} beyond {setting} to this folder") from error
         raise InputError(f"{setting} is {memory_limit}, which is too little: {message}") from error
     except duckdb.Error as error:
         message = first_line(error)
         if "no space left" in message.lower():
-            raise disk_full_error(spill.parent, reason=f"{subject} do not fit") from error
+            raise disk_full_error(spill_folder.parent, reason=f"{subject} do not fit") from error
         if type(error) not in DAMAGED_FILE_ERRORS:
             raise
         raise InputError(f"{subject}: {message}") from error
@@ -64,16 +64,16 @@ def quoted(text: str, *, quote: str = '"') -> str:
     return quote + text.replace(quote, 2 * quote) + quote
 
 
-def scan(path: Path, *, options: str = "") -> str:
+def scan_sql(path: Path, *, options_sql: str = "") -> str:
     """Return the SQL call read_parquet(...) for one file; folder names such as key=value do not become columns.
 
-    >>> print(scan(Path("it's.parquet"), options="file_row_number = true"))
+    >>> print(scan_sql(Path("it's.parquet"), options_sql="file_row_number = true"))
     read_parquet('it''s.parquet', hive_partitioning = false, file_row_number = true)
     """
-    return f"read_parquet({_file_name(path)}, hive_partitioning = false{', ' + options if options else ''})"
+    return f"read_parquet({_file_name(path)}, hive_partitioning = false{', ' + options_sql if options_sql else ''})"
 
 
-def scan_all(paths: Sequence[Path]) -> str:
+def scan_all_sql(paths: Sequence[Path]) -> str:
     """Return the SQL call read_parquet(...) for several input files as one table; a column missing in a file is null."""
     # Without can_have_nan DuckDB 2.0 takes pyarrow's statistics as proof that there is no NaN (duckdb/duckdb#25521).
     names = ", ".join(map(_file_name, paths))

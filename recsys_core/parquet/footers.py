@@ -49,7 +49,7 @@ class Footer:
     schema: pa.Schema
     sha256: str
     leaves: tuple[Leaf, ...]
-    group_rows: NDArray[np.int64]
+    num_group_rows: NDArray[np.int64]
     """Number of rows in each row group."""
     num_values: NDArray[np.int64]
     """Number of values of each leaf in each row group, nulls included."""
@@ -171,7 +171,7 @@ def _parse(content: bytes, path: Path, sha256: str, connection: duckdb.DuckDBPyC
         schema,
         sha256,
         leaves,
-        group_rows=chunk_facts["row_group_num_rows"][:, 0] if leaves else np.zeros(shape[0], np.int64),
+        num_group_rows=chunk_facts["row_group_num_rows"][:, 0] if leaves else np.zeros(shape[0], np.int64),
         num_values=chunk_facts["num_values"],
         compressed_bytes=chunk_facts["total_compressed_size"],
         uncompressed_bytes=chunk_facts["total_uncompressed_size"],

@@ -33,7 +33,12 @@ _SIDECAR_LINE = re.compile(r"\\?([0-9a-fA-F]{64})([ \t]+\*?[^\n]*)?\s*")
 
 
 def check_expansion(
-    sources: Sequence[Source], *, columns: Sequence[str], max_expansion_ratio: float, setting: str, count_texts: bool = True
+    sources: Sequence[Source],
+    *,
+    columns: Sequence[str],
+    max_expansion_ratio: float,
+    setting: str,
+    count_text_bytes: bool = True,
 ) -> None:
     """Reject decompression bombs: files whose `columns` decode to more than 1 GiB and to far more than the size of the file.
 
@@ -44,7 +49,7 @@ def check_expansion(
     Args:
         max_expansion_ratio: largest allowed ratio of decoded bytes to file bytes, for files above 1 GiB.
         setting: config key of max_expansion_ratio, for messages.
-        count_texts: whether to count the characters of strings. A reader that keeps strings in dictionaries sets it to false.
+        count_text_bytes: whether to count the characters of strings; false for a reader that keeps strings in dictionaries.
 
     Raises:
         InputError: one file, or all files together, decode to more than this limit, or a dictionary cannot be read.
@@ -62,7 +67,7 @@ def check_expansion(
     for source in sources:
         decoded_bytes = _decoded_bytes_by_footer(source, columns)
         require_within_limit(source.name, decoded_bytes, source.record.bytes)
-        if count_texts:
+        if count_text_bytes:
             limit = max(HARMLESS_BYTES, max_expansion_ratio * source.record.bytes)
             decoded_bytes += _text_bytes(source, columns, stop_above=limit - decoded_bytes)
             require_within_limit(source.name, decoded_bytes, source.record.bytes)
@@ -107,7 +112,7 @@ def _text_bytes(source: Source, columns: Sequence[str], *, stop_above: float) ->
         path = footer.leaves[leaf].path
         try:
             with source.open(read_dictionary=[path]) as file:
-                for group in range(len(footer.group_rows)):
+                for group in range(len(footer.num_group_rows)):
                     longest = _longest_text(next(file.iter_batches(1, row_groups=[group], columns=[path]), None))
                     num_values = int(footer.num_values[group, leaf])
                     if num_bytes + num_values * longest <= stop_above:
@@ -202,7 +207,7 @@ def _batch_lengths(
 def _locate_damage(source: Source, columns: Sequence[str], first_error: BaseException | None) -> InputError:
     """Return the error for the first row group and column that cannot be read."""
     first_row = 0
-    for group, num_rows in enumerate(source.footer.group_rows.tolist()):
+    for group, num_rows in enumerate(source.footer.num_group_rows.tolist()):
         for column in columns:
             error: BaseException | None = None
             try:

@@ -21,21 +21,21 @@ _BUFFER_BYTES = 256 * 1024 * 1024
 
 
 @contextmanager
-def local_files(sources: Sequence[Source], *, columns: Sequence[str], scratch: Path) -> Iterator[list[Path]]:
+def local_files(sources: Sequence[Source], *, columns: Sequence[str], scratch_folder: Path) -> Iterator[list[Path]]:
     """Yield a local parquet file for each source, with at least `columns` and the rows in the same order.
 
-    For a local source this is the source's own file. The `columns` of a remote source are copied into a file in `scratch`, and
-    the pages are verified. Columns that exist only as hive keys in the path are not in the copy. The copies are removed at the
-    end of the context.
+    For a local source, the path of the source itself is yielded. The `columns` of a remote source are copied into a file in
+    `scratch_folder`, and the pages are verified. Columns that exist only as hive keys in the path are not in the copy. The
+    copies are removed at the end of the context.
 
     Raises:
         InputError: a store stops answering, the disk is full, or a remote file is damaged.
     """
-    scratch.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="remote-", dir=scratch))
+    scratch_folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="remote-", dir=scratch_folder))
     try:
         yield [
-            source.path if source.local else _copy(source, columns, folder / f"{index:06d}.parquet")
+            source.path if source.is_local else _copy(source, columns, folder / f"{index:06d}.parquet")
             for index, source in enumerate(sources)
         ]
     finally:

@@ -46,7 +46,7 @@ class Location:
     """Device and inode of a local file: equal for all names of the file."""
 
     @property
-    def local(self) -> bool:
+    def is_local(self) -> bool:
         """Whether the file is on this machine."""
         return isinstance(self.filesystem, pafs.LocalFileSystem)
 

@@ -27,7 +27,7 @@ class Source:
     location: Location
     footer: Footer = field(repr=False)
     record: SourceFile
-    partition: Mapping[str, str] = field(default_factory=dict, hash=False)
+    partition_values: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Hive keys in the path, for example {"dt": "2026-11-19"}."""
     partition_types: Mapping[str, pa.DataType] = field(default_factory=dict)
     """Type of each hive key: int64, date32 or string, derived from the values of the key in all files of the setting."""
@@ -43,25 +43,25 @@ class Source:
         return self.footer.schema
 
     @property
-    def local(self) -> bool:
+    def is_local(self) -> bool:
         """True for a file on this machine, false for a file in an object store."""
-        return self.location.local
+        return self.location.is_local
 
     @property
     def path(self) -> Path:
         """Path of a local file. Raise InputError for a file in an object store: use `open` or `local_files` for such a file."""
-        if not self.local:
+        if not self.is_local:
             raise InputError(f"{self.name}: is in an object store, but only local files can be read here; copy it")
         return Path(self.location.path)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns of the file, then the hive keys that are not among them."""
-        return (*self.schema.names, *(key for key in self.partition if key not in self.schema.names))
+        return (*self.schema.names, *(key for key in self.partition_values if key not in self.schema.names))
 
     def partition_value(self, key: str) -> int | date | str:
         """Return the value of a hive key, converted to the type of the key. All rows of the file have this value."""
-        value: int | date | str = pa.scalar(self.partition[key]).cast(self.partition_types[key]).as_py()
+        value: int | date | str = pa.scalar(self.partition_values[key]).cast(self.partition_types[key]).as_py()
         return value
 
     def open(self, **options: Any) -> pq.ParquetFile:
@@ -149,17 +149,18 @@ def partition_of(path: str) -> dict[str, str]:
 
 def _with_partition_types(sources: tuple[Source, ...]) -> tuple[Source, ...]:
     first_source = sources[0]
+    first_keys = set(first_source.partition_values)
     for source in sources:
-        if set(source.partition) != set(first_source.partition):
+        if set(source.partition_values) != first_keys:
             raise InputError(
-                f"{source.name}: its folders have the keys {sorted(source.partition)}, but {sorted(first_source.partition)} in "
+                f"{source.name}: its folders have the keys {sorted(source.partition_values)}, but {sorted(first_keys)} in "
                 f"{first_source.name}; use the same keys for every file"
             )
-    types = {
-        key: partition_type([source.partition[key] for source in sources if source.partition[key] != NULL_KEY])
-        for key in first_source.partition
+    type_by_key = {
+        key: partition_type([source.partition_values[key] for source in sources if source.partition_values[key] != NULL_KEY])
+        for key in first_source.partition_values
     }
-    return tuple(replace(source, partition_types=types) for source in sources)
+    return tuple(replace(source, partition_types=type_by_key) for source in sources)
 
 
 def partition_type(values: Sequence[str]) -> pa.DataType:

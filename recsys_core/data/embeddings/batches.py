@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recsys_core.errors import InputError, first_line
-from recsys_core.parquet.duckdb_session import quoted, scan
+from recsys_core.parquet.duckdb_session import quoted, scan_sql
 from recsys_core.parquet.sources import Source
 
 PAGE_BUFFER_BYTES = 256 * 1024
@@ -67,7 +67,7 @@ def _reject_null_of_fixed_size(source: Source, path: Path, column: str) -> None:
     """Raise InputError for a null in a column of fixed-size lists. Pyarrow cannot read such a null."""
     if not pa.types.is_fixed_size_list(source.schema.field(column).type):
         return
-    relation = scan(path, options="file_row_number = true")
+    relation = scan_sql(path, options_sql="file_row_number = true")
     query = f"SELECT min(file_row_number), count(*) FROM {relation} WHERE {quoted(column)} IS NULL"
     with duckdb.connect() as connection, contextlib.suppress(duckdb.Error):
         first_row, num_nulls = connection.execute(query).fetchall()[0]

@@ -87,8 +87,8 @@ def _build_table(entries: Sequence[VectorFiles], *, table: str, out: Path) -> Ve
     try:
         with database(
             memory_limit=MEMORY_LIMIT,
-            threads=num_threads,
-            spill=scratch / "spill",
+            num_threads=num_threads,
+            spill_folder=scratch / "spill",
             subject=f"the ids of the {table} vectors",
             setting="the memory for ids",
         ) as connection:
@@ -126,7 +126,9 @@ def _read_entry(files: VectorFiles, *, table_ids: TableIds, scratch: Path, index
         verify_sidecars((*files.sources, *files.id_map))
     matrix_path = scratch / "vectors.npy"
     with ExitStack() as stack:
-        paths = stack.enter_context(local_files(files.sources, columns=[config.id_column, *files.columns], scratch=scratch))
+        paths = stack.enter_context(
+            local_files(files.sources, columns=[config.id_column, *files.columns], scratch_folder=scratch)
+        )
         id_faults, vector_faults = _read_ids_and_vectors(files, paths, table_ids=table_ids, matrix_path=matrix_path)
         if config.on_bad_rows == "fail":
             # Faulty ids are rejected first. If there is one, the vectors may be incomplete.
@@ -142,7 +144,7 @@ def _read_entry(files: VectorFiles, *, table_ids: TableIds, scratch: Path, index
         num_unmapped = 0
         if config.id_map is not None:
             columns = sorted({config.id_map.from_column, config.id_map.to_column})
-            map_paths = stack.enter_context(local_files(files.id_map, columns=columns, scratch=scratch))
+            map_paths = stack.enter_context(local_files(files.id_map, columns=columns, scratch_folder=scratch))
             num_unmapped = table_ids.translate(files, paths=map_paths)
     num_overridden = table_ids.add_entry(entry=index)
     return _Entry(

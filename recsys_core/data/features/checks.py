@@ -7,7 +7,7 @@ import duckdb
 
 from recsys_core.data.features.schema import FeatureTable
 from recsys_core.data.row_checks import FIX_ROWS, BadRow, RowCheck, first_bad_row, reject_bad_rows
-from recsys_core.parquet.duckdb_session import quoted, scan_all
+from recsys_core.parquet.duckdb_session import quoted, scan_all_sql
 from recsys_core.units import FLOAT32_MAX, INT64_MAX
 
 
@@ -21,12 +21,12 @@ def reject_bad_table(connection: duckdb.DuckDBPyConnection, table: FeatureTable,
     if checks:
         count_expressions = ", ".join(f"count(*) FILTER ({check.condition})" for check in checks)
         any_failure = " OR ".join(f"coalesce({check.condition}, false)" for check in checks)
-        query = f"SELECT count(*) FILTER ({any_failure}), {count_expressions} FROM {scan_all(paths)}"
+        query = f"SELECT count(*) FILTER ({any_failure}), {count_expressions} FROM {scan_all_sql(paths)}"
         ((num_bad, *check_counts),) = connection.sql(query).fetchall()
         _reject_failures(connection, table, checks, check_counts, num_bad=num_bad, paths=paths)
     if table.id_column is not None:
         column = quoted(table.id_column)
-        duplicates_sql = f"SELECT {column} AS id, count(*) AS rows FROM {scan_all(paths)} GROUP BY 1 HAVING count(*) > 1"
+        duplicates_sql = f"SELECT {column} AS id, count(*) AS rows FROM {scan_all_sql(paths)} GROUP BY 1 HAVING count(*) > 1"
         ((num_bad,),) = connection.sql(f"SELECT coalesce(sum(rows), 0)::BIGINT FROM ({duplicates_sql})").fetchall()
         is_duplicate_sql = f"{column} IN (SELECT id FROM ({duplicates_sql}))"
         check = RowCheck(table.id_column, "the id of more than one row", is_duplicate_sql, "keep one row for each id")
@@ -45,7 +45,7 @@ def _reject_failures(
     def find_first() -> BadRow:
         for source, path in zip(table.sources, paths, strict=True):
             # Not DuckDB's file_row_number, because the file may have a column of this name.
-            relation = f'(SELECT row_number() OVER () - 1 AS "nightjar row", * FROM {scan_all([path])})'
+            relation = f'(SELECT row_number() OVER () - 1 AS "nightjar row", * FROM {scan_all_sql([path])})'
             bad_row = first_bad_row(connection, checks, relation=relation, row_sql='"nightjar row"', source=source)
             if bad_row is not None:
                 return bad_row

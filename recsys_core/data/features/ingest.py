@@ -27,7 +27,7 @@ from recsys_core.manifests import (
     fingerprint_of,
     record_file,
 )
-from recsys_core.parquet.duckdb_session import SQL_TYPE, database, quoted, scan, scan_all
+from recsys_core.parquet.duckdb_session import SQL_TYPE, database, quoted, scan_all_sql, scan_sql
 from recsys_core.parquet.guards import verify_sidecars
 from recsys_core.parquet.local_copies import local_files
 from recsys_core.parquet.sources import open_sources
@@ -62,7 +62,7 @@ def ingest_features(
         previous = None
     context_sources = open_sources([str(interactions.path(CONTEXT_NAME))], setting="features.context") if config.context else ()
     # The path of the workspace may contain a folder named key=value, which is not a hive key of the context columns.
-    context_sources = tuple(replace(source, partition={}) for source in context_sources)
+    context_sources = tuple(replace(source, partition_values={}) for source in context_sources)
     tables = check_features(
         config,
         user_id_type=interactions.user_id_type,
@@ -85,7 +85,7 @@ def ingest_features(
         for table in tables:
             # One database per side: its memory and its spill files are released before the next side.
             with database(
-                memory_limit=memory_limit, threads=threads, spill=scratch / "spill", subject="the features"
+                memory_limit=memory_limit, num_threads=threads, spill_folder=scratch / "spill", subject="the features"
             ) as connection:
                 if table.side == "context":
                     _load_context(connection, table, interactions=interactions, scratch=scratch)
@@ -118,15 +118,16 @@ def _load_table(
     assert table.id_column is not None and table.id_type is not None
     if table.has_sidecars:
         verify_sidecars(table.sources)
-    with local_files(table.sources, columns=table.columns, scratch=scratch) as paths:
+    with local_files(table.sources, columns=table.columns, scratch_folder=scratch) as paths:
         reject_bad_table(connection, table, paths=paths)
-        catalogue = scan(interactions.path(f"{table.side}s.parquet"), options="file_row_number = true")
+        catalogue = scan_sql(interactions.path(f"{table.side}s.parquet"), options_sql="file_row_number = true")
         connection.execute(
             "CREATE TABLE joined AS "
             "SELECT catalogue.row, catalogue.in_training, feature_table.* EXCLUDE (feature_table_id) "
             f"FROM (SELECT id, file_row_number AS row, train_count > 0 AS in_training FROM {catalogue}) catalogue "
             f"JOIN (SELECT CAST({quoted(table.id_column)} AS {SQL_TYPE[table.id_type]}) AS feature_table_id, "
-            f"{_value_columns(table)} FROM {scan_all(paths)}) feature_table ON catalogue.id = feature_table.feature_table_id"
+            f"{_value_columns(table)} FROM {scan_all_sql(paths)}) feature_table "
+            "ON catalogue.id = feature_table.feature_table_id"
         )
     ((num_matched,),) = connection.sql("SELECT count(*) FROM joined").fetchall()
     num_rows = sum(source.record.rows for source in table.sources)
@@ -146,7 +147,7 @@ def _load_context(
     connection: duckdb.DuckDBPyConnection, table: FeatureTable, *, interactions: InteractionsManifest, scratch: Path
 ) -> None:
     """Create table `joined` (see FeatureColumn) with the context columns of every event."""
-    with local_files(table.sources, columns=table.columns, scratch=scratch) as paths:
+    with local_files(table.sources, columns=table.columns, scratch_folder=scratch) as paths:
         reject_bad_table(connection, table, paths=paths)
         connection.register("events", _read_events(paths[0], columns=table.columns, interactions=interactions))
         connection.execute(

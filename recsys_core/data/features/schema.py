@@ -135,7 +135,7 @@ def check_feature_vectors(tables: Sequence[FeatureTable], *, id_types: Mapping[s
 def _check_column_names(table: FeatureTable) -> None:
     for source in table.sources:
         for column in table.columns:
-            if table.side != "context" and column in source.partition:
+            if table.side != "context" and column in source.partition_values:
                 raise InputError(
                     f"{source.name}: column {column!r} of {table.setting} is also a key in a folder name; write it as a "
                     "column, and remove the key from the folder names"

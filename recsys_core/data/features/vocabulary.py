@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from recsys_core.data.features.feature_column import BATCH_ROWS, FeatureColumn
 from recsys_core.errors import InputError
-from recsys_core.parquet.duckdb_session import SQL_TYPE, scan
+from recsys_core.parquet.duckdb_session import SQL_TYPE, scan_sql
 
 
 def create_vocabulary(column: FeatureColumn) -> int:
@@ -26,7 +26,7 @@ def create_vocabulary(column: FeatureColumn) -> int:
         # Row 0 of the file is shared by all values without a row.
         previous_rows = (
             "(SELECT value, file_row_number AS row FROM "
-            f"{scan(column.previous.vocabulary, options='file_row_number = true')} WHERE file_row_number > 0)"
+            f"{scan_sql(column.previous.vocabulary, options_sql='file_row_number = true')} WHERE file_row_number > 0)"
         )
         connection.execute(
             "CREATE TEMP TABLE vocabulary AS SELECT previous.value, coalesce(value_counts.count, 0) AS count, previous.row "
@@ -68,7 +68,9 @@ def write_vector_rows(column: FeatureColumn, *, num_table_rows: int) -> int:
     vector_row_R = column.allocate("vector_row", dtype=np.int64, length=num_table_rows)
     vector_row_R[:] = -1
     num_with_vector = 0
-    vectors = f"(SELECT id, file_row_number AS vector_row FROM {scan(column.vector_ids, options='file_row_number = true')})"
+    vectors = (
+        f"(SELECT id, file_row_number AS vector_row FROM {scan_sql(column.vector_ids, options_sql='file_row_number = true')})"
+    )
     reader = column.connection.sql(
         f"SELECT vocabulary.row, vectors.vector_row FROM vocabulary JOIN {vectors} vectors ON vocabulary.value = vectors.id"
     ).to_arrow_reader(BATCH_ROWS)

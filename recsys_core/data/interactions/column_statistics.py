@@ -9,7 +9,7 @@ from recsys_core.data.interactions.config import InteractionsConfig
 from recsys_core.data.interactions.filters import as_time
 from recsys_core.data.interactions.schema import InteractionsInput
 from recsys_core.manifests import ColumnFacts, LogPart, ReadFile
-from recsys_core.parquet.duckdb_session import scan
+from recsys_core.parquet.duckdb_session import scan_sql
 
 LONG_ID = 1_000
 """Characters; a longer id is reported as unusual."""
@@ -55,7 +55,7 @@ def column_statistics(
         is_unusual = rf"length(id) > {LONG_ID} OR regexp_matches(id, '[\p{{Cc}}\p{{Cf}}]')" if id_type == "string" else "false"
         ((num_ids, num_unusual),) = connection.sql(
             f"SELECT count(*) FILTER (events > 0), count(*) FILTER (events > 0 AND ({is_unusual})) "
-            f"FROM {scan(out / f'{side}s.parquet')}"
+            f"FROM {scan_sql(out / f'{side}s.parquet')}"
         ).fetchall()
         statistics[column] = statistics[column].model_copy(update={"distinct": num_ids, "unusual_ids": num_unusual})
     return statistics

@@ -13,7 +13,7 @@ import duckdb
 from recsys_core.data.interactions.config import SPLITS, FileSplit, InteractionsConfig, LeaveLastOut, LogFilter, TimeSplit
 from recsys_core.errors import InputError
 from recsys_core.manifests import LogPart, ReadFile, SourceFile
-from recsys_core.parquet.duckdb_session import scan
+from recsys_core.parquet.duckdb_session import scan_sql
 from recsys_core.units import DAY_US
 
 
@@ -97,7 +97,7 @@ def check_log(connection: duckdb.DuckDBPyConnection, config: InteractionsConfig,
 
 def _part_query(part: LogPart, *, folder: Path, split_codes: Mapping[SourceFile, int], is_split_by_files: bool) -> str:
     """Return SQL for the events of `part`, without files that are no longer input, and with the split of each file."""
-    part_scan = scan(folder / part.file_name)
+    part_scan = scan_sql(folder / part.file_name)
     source_splits = [(index, split_codes[file.source]) for index, file in enumerate(part.files) if file.source in split_codes]
     if len(source_splits) == len(part.files) and not is_split_by_files:
         return f"SELECT * EXCLUDE (source), 0 AS split FROM {part_scan}"

@@ -20,7 +20,7 @@ from recsys_core.data.row_checks import pass_condition
 from recsys_core.errors import InputError
 from recsys_core.manifests import IdType, InteractionsManifest, LogPart, ReadFile, SourceFile, fingerprint_of
 from recsys_core.parquet.columns import require_column
-from recsys_core.parquet.duckdb_session import SQL_TYPE, quoted, scan, scan_all
+from recsys_core.parquet.duckdb_session import SQL_TYPE, quoted, scan_all_sql, scan_sql
 from recsys_core.parquet.guards import has_page_checksums, verify_pages, verify_sidecars
 from recsys_core.parquet.local_copies import local_files
 from recsys_core.parquet.sources import Source
@@ -126,10 +126,10 @@ def read_part(
         verify_sidecars(sources)
     has_checksums = [has_page_checksums(source, config.columns) for source in sources]
     for source, pages_have_checksums in zip(sources, has_checksums, strict=True):
-        if source.local and pages_have_checksums:  # pages of remote files are verified while they are copied
+        if source.is_local and pages_have_checksums:  # pages of remote files are verified while they are copied
             verify_pages(source, config.columns)
     with (
-        local_files(sources, columns=config.columns, scratch=part_path.with_suffix(".remote")) as paths,
+        local_files(sources, columns=config.columns, scratch_folder=part_path.with_suffix(".remote")) as paths,
         explain_read_errors(config, sources, paths),
     ):
         connection.execute(
@@ -179,7 +179,7 @@ def _raw_log_sql(
     column_by_alias = {"user": config.user_column, "item": config.item_column, "time": config.timestamp_column}
     column_by_alias |= {"sequence": config.order_column, "label": config.label_column, "weight": config.weight_column}
     column_by_alias |= {f"context_{index}": column for index, column in enumerate(config.context_columns)}
-    hive_columns = {name for source in sources for name in source.partition if name not in source.schema.names} & set(
+    hive_columns = {name for source in sources for name in source.partition_values if name not in source.schema.names} & set(
         config.columns
     )
     columns = [
@@ -187,7 +187,7 @@ def _raw_log_sql(
         for alias, column in column_by_alias.items()
         if column
     ]
-    relation = f"{scan_all(paths)} AS file"
+    relation = f"{scan_all_sql(paths)} AS file"
     if hive_columns:
         relation += f" JOIN ({_hive_keys_sql(sources, sorted(hive_columns))}) AS keys ON file.file_index = keys.source"
     raw_query = f"SELECT {', '.join(columns)}, file.file_index AS source, file.file_row_number AS row FROM {relation}"
@@ -305,7 +305,7 @@ def _write_events(
         f"TO {quoted(str(part_path), quote=chr(39))} (FORMAT parquet, COMPRESSION lz4_raw)"
     ).fetchall()
     has_null = "position IS NULL" + (" OR weight IS NULL" if config.weight_column else "")
-    query = f"SELECT source, count(*), count(*) FILTER ({has_null}) FROM {scan(part_path)} GROUP BY 1"
+    query = f"SELECT source, count(*), count(*) FILTER ({has_null}) FROM {scan_sql(part_path)} GROUP BY 1"
     return {source: (num_rows, num_nulls) for source, num_rows, num_nulls in connection.sql(query).fetchall()}
 
 

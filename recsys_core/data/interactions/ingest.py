@@ -54,7 +54,7 @@ def ingest_interactions(
     with stage.writing() as out:
         spill = out / "spill"
         with database(
-            memory_limit=config.memory_limit, threads=config.threads, spill=spill, subject="interactions"
+            memory_limit=config.memory_limit, num_threads=config.threads, spill_folder=spill, subject="interactions"
         ) as connection:
             manifest_fields = _ingest(connection, config, log, embeddings, out, continued_run=continued_run)
         shutil.rmtree(spill, ignore_errors=True)

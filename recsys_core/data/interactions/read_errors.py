@@ -14,7 +14,7 @@ from recsys_core.data.interactions.checks import FIX_CLOCK, FileStatistics, late
 from recsys_core.data.interactions.config import InteractionsConfig
 from recsys_core.data.row_checks import value_at
 from recsys_core.errors import InputError, first_line, shown
-from recsys_core.parquet.duckdb_session import DAMAGED_FILE_ERRORS, quoted, scan
+from recsys_core.parquet.duckdb_session import DAMAGED_FILE_ERRORS, quoted, scan_sql
 from recsys_core.parquet.guards import verify_pages
 from recsys_core.parquet.sources import Source
 from recsys_core.units import DAY_US, INT64_MAX
@@ -88,7 +88,7 @@ def _reject_unreadable_column(source: Source, path: Path, config: InteractionsCo
             if column not in source.schema.names:  # a hive key
                 continue
             try:
-                connection.sql(f"SELECT max(hash({quoted(column)})) FROM {scan(path)}").fetchall()
+                connection.sql(f"SELECT max(hash({quoted(column)})) FROM {scan_sql(path)}").fetchall()
             except duckdb.ConversionException:  # an out-of-range time, which _reject_out_of_range_times reports
                 continue
             except duckdb.Error as error:

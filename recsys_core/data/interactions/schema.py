@@ -68,7 +68,7 @@ def check_interactions(config: InteractionsConfig, *, allowed_data_root: Path | 
         columns=config.columns,
         max_expansion_ratio=config.max_expansion_ratio,
         setting="interactions.max_expansion_ratio",
-        count_texts=False,
+        count_text_bytes=False,
     )
     return InteractionsInput(files, user_id_type, item_id_type)
 

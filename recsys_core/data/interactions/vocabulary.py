@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from recsys_core.manifests import IdType, InteractionsManifest
-from recsys_core.parquet.duckdb_session import SQL_TYPE, quoted, scan
+from recsys_core.parquet.duckdb_session import SQL_TYPE, quoted, scan_sql
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def create_id_table(
     ).fetchall()
     if continued_run is None:
         return 0
-    previous_ids = scan(continued_run.path(f"{side}_ids.parquet"), options="file_row_number = true")
+    previous_ids = scan_sql(continued_run.path(f"{side}_ids.parquet"), options_sql="file_row_number = true")
     connection.execute(f'INSERT INTO {side}_ids SELECT id, file_row_number, "row" FROM {previous_ids}').fetchall()
     ((num_without_row,),) = connection.sql(f"SELECT count(*) FROM {side}_ids WHERE previous_row IS NULL").fetchall()
     return int(num_without_row)
@@ -75,7 +75,9 @@ def assign_rows(
     """
     vectors_query = ""
     if vector_ids is not None:
-        vectors_query = f"(SELECT id, file_row_number AS vector_row FROM {scan(vector_ids, options='file_row_number = true')})"
+        vectors_query = (
+            f"(SELECT id, file_row_number AS vector_row FROM {scan_sql(vector_ids, options_sql='file_row_number = true')})"
+        )
     if add_vector_ids and vector_ids is not None:
         ((num_ids,),) = connection.sql(f"SELECT count(*) FROM {side}_ids").fetchall()
         connection.execute(

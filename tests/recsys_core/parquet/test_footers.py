@@ -132,7 +132,7 @@ def test_every_single_flipped_byte_of_a_footer_is_rejected_or_harmless(tmp_path:
         except ValueError as error:  # an InputError, and nothing else of its family
             assert type(error).__name__ == "InputError" and "\n" not in str(error)
             continue
-        assert source.record.rows == source.footer.group_rows.sum() == 2 * ROWS
+        assert source.record.rows == source.footer.num_group_rows.sum() == 2 * ROWS
 
 
 @pytest.mark.parametrize("rows", [0, 1])

@@ -186,7 +186,7 @@ def test_a_file_uri_is_a_local_path(tmp_path: Path) -> None:
     write(tmp_path / "a b" / "x.parquet", x=[1])
     for uri in (f"file://{tmp_path}/a%20b", f"file://localhost{tmp_path}/a b/*.parquet"):
         (source,) = open_sources([uri], setting="s", allowed_data_root=tmp_path)
-        assert source.local and source.name == f"{tmp_path}/a b/x.parquet"
+        assert source.is_local and source.name == f"{tmp_path}/a b/x.parquet"
     with refusal("which is not below allowed_data_root"):
         open_sources([f"file://{tmp_path}/a%20b"], setting="s", allowed_data_root=tmp_path / "other")
 

@@ -64,9 +64,13 @@ def test_a_store_and_a_disk_give_the_same_files_schemas_and_keys(tmp_path: Path,
     here = open_sources([str(tmp_path / pattern)], setting="s")
     there = open_sources([store.uri(pattern)], setting="s")
     assert [source.name for source in there] == ["s3://bucket/" + str(source.path.relative_to(tmp_path)) for source in here]
-    assert [source.partition["dt"] for source in there] == ["2026-11-17", "2026-11-18", "2026-11-19"][3 - len(there) :]
+    assert [source.partition_values["dt"] for source in there] == ["2026-11-17", "2026-11-18", "2026-11-19"][3 - len(there) :]
     for one, other in zip(here, there, strict=True):
-        assert (one.schema, one.partition, one.partition_types) == (other.schema, other.partition, other.partition_types)
+        assert (one.schema, one.partition_values, one.partition_types) == (
+            other.schema,
+            other.partition_values,
+            other.partition_types,
+        )
         assert one.record.footer_sha256 == other.record.footer_sha256
         assert (one.record.bytes, one.record.rows) == (other.record.bytes, other.record.rows)
         with one.open() as mine, other.open() as theirs:
@@ -78,8 +82,8 @@ def test_a_store_and_a_disk_give_the_same_files_schemas_and_keys(tmp_path: Path,
 def test_remote_files_are_copied_with_the_requested_columns_and_deleted_afterwards(tmp_path: Path, store: Store) -> None:
     days(tmp_path, store)
     sources = open_sources([str(tmp_path / "log"), store.uri("log")], setting="s")
-    assert [source.local for source in sources] == [True] * 3 + [False] * 3
-    with local_files(sources, columns=["vector", "user_id", "dt"], scratch=tmp_path / "scratch") as files:
+    assert [source.is_local for source in sources] == [True] * 3 + [False] * 3
+    with local_files(sources, columns=["vector", "user_id", "dt"], scratch_folder=tmp_path / "scratch") as files:
         assert files[:3] == [source.path for source in sources[:3]]
         for source, file in zip(sources[3:], files[3:], strict=True):
             with source.open() as whole:
@@ -93,7 +97,7 @@ def test_remote_files_are_copied_with_the_requested_columns_and_deleted_afterwar
 def test_a_copy_with_hive_keys_only_has_all_rows(tmp_path: Path, store: Store) -> None:
     days(tmp_path, store)
     sources = open_sources([store.uri("log")], setting="s")
-    with local_files(sources, columns=["dt"], scratch=tmp_path / "scratch") as files:
+    with local_files(sources, columns=["dt"], scratch_folder=tmp_path / "scratch") as files:
         assert [pq.read_metadata(file).num_rows for file in files] == [10, 10, 10]
 
 
@@ -103,7 +107,7 @@ def test_only_the_columns_asked_for_are_fetched(tmp_path: Path, store: Store) ->
     store.objects["b.parquet"] = Path(big).read_bytes()
     sources = open_sources([store.uri("b.parquet")], setting="s")
     store.reads.clear()
-    with local_files(sources, columns=["id"], scratch=tmp_path) as files:
+    with local_files(sources, columns=["id"], scratch_folder=tmp_path) as files:
         assert pq.read_table(files[0])["id"].to_numpy().tolist() == (np.arange(200_000) % 7).tolist()
     assert sum(size for _, _, size in store.reads) < len(store.objects["b.parquet"]) / 4
 
@@ -126,7 +130,7 @@ def test_a_copy_continues_after_the_connection_is_lost(tmp_path: Path, store: St
             yield from batches
 
     monkeypatch.setattr("recsys_core.parquet.local_copies.pq.ParquetFile", Breaking)
-    with local_files([source], columns=["user_id", "item_id"], scratch=tmp_path) as (file,):
+    with local_files([source], columns=["user_id", "item_id"], scratch_folder=tmp_path) as (file,):
         assert pq.read_table(file) == expected
     assert opened[:6] == [[0], [1], [2], [2], [3], [3]]
 
@@ -141,7 +145,7 @@ def test_a_lost_store_is_reported_with_the_row_that_was_read_last(
         raise OSError("AWS Error NETWORK_CONNECTION during GetObject operation: curlCode: 52")
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", broken)
-    copying = local_files([source], columns=["user_id"], scratch=tmp_path / "scratch")
+    copying = local_files([source], columns=["user_id"], scratch_folder=tmp_path / "scratch")
     with (
         refusal("s3://bucket/log/dt=2026-11-19/part-0.parquet: the store stopped answering, at row 0: ", "curlCode: 52"),
         copying,
@@ -166,7 +170,7 @@ def test_a_damaged_page_in_a_store_is_found_while_it_is_copied(tmp_path: Path, s
     content[content.find(ids[500].tobytes())] ^= 1
     store.objects["a.parquet"] = bytes(content)
     sources = open_sources([store.uri("a.parquet")], setting="s")
-    copying = local_files(sources, columns=["id"], scratch=tmp_path)
+    copying = local_files(sources, columns=["id"], scratch_folder=tmp_path)
     with refusal("s3://bucket/a.parquet: damaged, or not readable, at row 0: "), copying:
         raise AssertionError
 
@@ -177,7 +181,7 @@ def test_a_full_disk_is_reported_before_any_file_is_copied(
     days(tmp_path, store)
     sources = open_sources([store.uri("log")], setting="s")
     monkeypatch.setattr("recsys_core.parquet.local_copies.shutil.disk_usage", lambda _: SimpleNamespace(free=7))
-    copying = local_files(sources, columns=["user_id"], scratch=tmp_path)
+    copying = local_files(sources, columns=["user_id"], scratch_folder=tmp_path)
     with refusal("part-0.parquet: its copy needs about ", "where 7 are free; free some space"), copying:
         raise AssertionError
 

@@ -37,7 +37,7 @@ class PipelineConfig(Settings):
     )
     allowed_data_root: Folder | None = Field(
         None,
-        description="folder that must contain every input file after links are resolved. If empty, there is no restriction",
+        description="folder that must contain every input file after links are resolved. If empty, a file may be anywhere",
     )
     interactions: InteractionsConfig = Field(
         description="the interaction log, and how it is split into training, validation and test events"

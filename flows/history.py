@@ -29,7 +29,7 @@ STATE_NAMES: dict[RunState, str] = {
     "BrokenChampion": "broken champion",
     "DataRejected": "data rejected",
     "DryRun": "dry run",
-    "StoppedEarly": "stopped early",
+    "StoppedAfterStage": "stopped after a stage",
     "Failed": "failed",
     "Interrupted": "interrupted",
 }

@@ -68,8 +68,8 @@ class ScheduleConfig(Settings):
     )
     unfinished_run: Literal["resume", "new"] = Field(
         "new",
-        description="what a scheduled run does if the previous run was interrupted or failed. With resume, it resumes the "
-        "previous run if the config is unchanged. With new, it starts a new run",
+        description="what happens at a planned start if the previous run was interrupted or failed. With resume, the "
+        "previous run is resumed if the config is unchanged. With new, a new run starts",
     )
 
     def next_start(self, after: datetime) -> datetime | None:

@@ -28,7 +28,15 @@ ERROR_LOG_NAME = "error.log"
 _MESSAGE_CHARACTERS = 1_000
 
 RunState = Literal[
-    "Running", "Promoted", "NotPromoted", "BrokenChampion", "DataRejected", "DryRun", "StoppedEarly", "Failed", "Interrupted"
+    "Running",
+    "Promoted",
+    "NotPromoted",
+    "BrokenChampion",
+    "DataRejected",
+    "DryRun",
+    "StoppedAfterStage",
+    "Failed",
+    "Interrupted",
 ]
 """State of a run. States that Prefect also has are named as in Prefect."""
 

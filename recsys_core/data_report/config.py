@@ -68,8 +68,8 @@ class DataReportConfig(Settings):
         0,
         ge=0,
         le=1_000 * MAX_COUNT,
-        description="largest allowed number of events that contradict the split, for example training events after the "
-        "start of the test period",
+        description="largest allowed number of events in the wrong part of the split, for example training events after "
+        "the start of the test period",
     )
     max_unseen_item_share: float | None = Field(
         None, ge=0, le=1, description="largest allowed share of test events whose item has no training event"

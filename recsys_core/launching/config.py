@@ -70,8 +70,8 @@ class TorchxLauncher(Settings):
     )
     python: FilePath | None = Field(
         None,
-        description="Path of the Python interpreter on each host. If empty, it is python if image is set, otherwise the "
-        "path of this process's interpreter",
+        description="Path of the Python interpreter on each host. If empty, it is the interpreter of this process, or "
+        "python if launcher.image is set",
     )
     cpus: int | None = Field(
         None,

@@ -1,4 +1,4 @@
-"""A run that a Prefect server cancels during training leaves no process behind: `make drills`."""
+"""A run that is cancelled in Prefect during the training leaves no process behind: `make drills`."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A registered version in an environment that pip makes from its own requirements, which downloads torch: `make drills`."""
+"""pip installs the requirements of a registered version, including torch, and the version answers requests: `make drills`."""
 
 import json
 import subprocess

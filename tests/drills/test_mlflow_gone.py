@@ -1,4 +1,4 @@
-"""An MLflow that is gone before, during and after the training, or whose database is locked: `make drills`."""
+"""MLflow is down before, during or after the training, or its database is locked: `make drills`."""
 
 import signal
 import sqlite3

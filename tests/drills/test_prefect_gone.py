@@ -1,4 +1,4 @@
-"""A Prefect server that is gone during the training, and comes back or does not: `make drills`."""
+"""The Prefect server is down during the training, and starts again or stays down: `make drills`."""
 
 import signal
 import sqlite3

@@ -1,4 +1,4 @@
-"""Training and export killed at 20 points and resumed each time: the result equals an undisturbed run bit for bit.
+"""Training and export are killed at 20 points and resumed, and the result equals an undisturbed run bit for bit.
 
 Eighteen times a forked rank kills itself at a kill point; twice torchrun's agent or the whole flow is killed.
 """

@@ -1,4 +1,4 @@
-"""A tuning that is killed in its second trial and resumed, with real trainings."""
+"""A tuning with real trainings is killed in its second trial and resumed."""
 
 import json
 import os

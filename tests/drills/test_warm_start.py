@@ -1,4 +1,4 @@
-"""Consecutive runs of the command line: the second starts from the model of the first, unless a full training is due."""
+"""A second run starts from the model of the first run, unless a training from scratch is due."""
 
 import json
 import os

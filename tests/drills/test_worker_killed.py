@@ -1,4 +1,4 @@
-"""The worker gets SIGTERM or SIGKILL in each stage of a run, which is retried in Prefect each time: `make drills`."""
+"""In each stage of a run, the worker gets SIGTERM or SIGKILL, and the run is retried in Prefect: `make drills`."""
 
 import json
 import signal
@@ -80,6 +80,6 @@ def test_a_signal_to_the_worker_in_any_stage_ends_the_run_as_crashed_and_a_retry
     assert json.loads((run / "run.json").read_text())["num_starts"] == len(STAGES) + 1
     record_property(
         "figures",
-        f"{number.name} to the worker in each of {len(STAGES)} stages: no process left after {max(gone_s):.1f} s, Crashed in "
-        f"Prefect after {max(crashed_s):.1f} s; lost runs 0, wrong aliases 0",
+        f"The worker received {number.name} in each of {len(STAGES)} stages. All processes ended within {max(gone_s):.1f} s, "
+        f"and Prefect showed Crashed within {max(crashed_s):.1f} s. No run was lost, and no alias was wrong",
     )

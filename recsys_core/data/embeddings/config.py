@@ -58,8 +58,8 @@ class EmbeddingsConfig(Settings):
         1_000,
         ge=1,
         le=MAX_COUNT,
-        description="A file is rejected if its decompressed size is more than 1 GiB and more than this many times its "
-        "compressed size",
+        description="Largest allowed ratio of the decompressed size of a file to its compressed size. A file that exceeds the "
+        "ratio is rejected if its decompressed size is more than 1 GiB",
     )
     batch_rows: Annotated[int, OPERATIONAL] = Field(
         65_536,

@@ -67,8 +67,8 @@ class FileSplit(Settings):
     )
     validation_unit: Literal["pair", "item"] = Field(
         "pair",
-        description="Whether validation_share selects pairs of user and item (pair) or items (item). All events of a "
-        "selected item become validation events, so the validation measures items without a training event",
+        description="Whether validation_share selects pairs of user and item (pair) or items (item). With item, all "
+        "events of a selected item become validation events. The validation then measures items without a training event",
     )
 
     @model_validator(mode="after")
@@ -142,8 +142,8 @@ class VocabularyConfig(Settings):
         0.5,
         gt=0,
         le=1,
-        description="The vocabularies are rebuilt if, in the previous run, more than this share of the users had no event, "
-        "or more than this share of the items had neither an event nor a vector",
+        description="Largest allowed share of users without an event, and of items without an event and without a "
+        "pretrained vector. If the previous run exceeded one of these shares, the vocabularies are rebuilt",
     )
 
 
@@ -199,8 +199,8 @@ class InteractionsConfig(Settings):
         1_000,
         ge=1,
         le=MAX_COUNT,
-        description="A file is rejected if its decompressed size is more than 1 GiB and more than this many times its "
-        "compressed size",
+        description="Largest allowed ratio of the decompressed size of a file to its compressed size. A file that exceeds the "
+        "ratio is rejected if its decompressed size is more than 1 GiB",
     )
     memory_limit: Annotated[MemoryLimit, OPERATIONAL] = Field(
         "1GB", description="Memory limit of DuckDB. DuckDB writes data that does not fit to disk"

@@ -13,15 +13,15 @@ from tasks.run_record import RunRecord
 
 LOG = logging.getLogger("nightjar")
 MLFLOW_TIMEOUT_S = 10.0
-"""Time limit for the first request to MLflow after a run. If MLflow does not answer in time, no other request is sent."""
+"""Time limit for the first request to MLflow after a run. If MLflow does not answer in time, no further request is sent."""
 
 
 def after_run(config: PipelineConfig, run: Run) -> None:
     """Write the metrics and the page of the last runs, log the stages to MLflow, and remove files of old runs.
 
     A step that fails logs a warning. After an interruption, only the metrics are written, because the process must end at once.
-    The next run then writes the page and removes the files. If --until stops a run before `check_data`, the run has no
-    MLflow run. It then skips all steps that need MLflow, because the import of MLflow takes two seconds.
+    The next run then writes the page and removes the files. A run that --until stops before `check_data` has no
+    MLflow run. After such a run, all steps that need MLflow are skipped, because the import of MLflow takes two seconds.
     """
     record = RunRecord.read(run)
     _run_or_warn("write the Prometheus metrics", partial(write_metrics_file, config, run))
@@ -39,7 +39,7 @@ def after_run(config: PipelineConfig, run: Run) -> None:
     _run_or_warn("write the page of the last runs", partial(write_history_page, config, run, has_mlflow=has_mlflow))
     if has_mlflow:
         _run_or_warn("log the stages to MLflow", partial(_log_to_mlflow, run, record))
-    _run_or_warn("remove files of old runs", partial(_clean, config, run))
+    _run_or_warn("remove files of old runs", partial(_remove_old_files, config, run))
 
 
 def _run_or_warn(description: str, step: Callable[[], None]) -> None:
@@ -70,7 +70,7 @@ def _log_to_mlflow(run: Run, record: RunRecord) -> None:
         log_run_end(run, state=record.state, message=record.message)
 
 
-def _clean(config: PipelineConfig, run: Run) -> None:
+def _remove_old_files(config: PipelineConfig, run: Run) -> None:
     from tasks.retention.clean import clean
 
     removals = clean(run.workspace, config.retention, model_name=config.registry.model_name)

@@ -13,7 +13,7 @@ from pydantic import Field
 from flows.config import PipelineConfig
 from flows.config_file import load_config
 from flows.flow_run_labels import tag_flow_run
-from flows.form import Overrides, Pipeline, shown_as
+from flows.form import ConfigPath, Overrides, shown_as
 from flows.history import run_history
 from flows.history_page import write_history_page
 from recsys_core.errors import InputError
@@ -29,16 +29,16 @@ Reason = Annotated[str, shown_as("Reason"), Field(min_length=1, max_length=MAX_R
 def _flow_run_name() -> str:
     parameters = runtime.flow_run.parameters
     try:
-        pipeline = load_config(parameters["pipeline"], parameters.get("overrides", ())).name
+        pipeline_name = load_config(parameters["pipeline"], parameters.get("overrides", ())).name
     except InputError:  # the flow raises the same error
-        pipeline = str(parameters["pipeline"])
-    version = f" version {parameters['version']}" if parameters.get("version") else ""
-    return f"{pipeline} {runtime.flow_run.flow_name}{version}: {parameters['reason']}"
+        pipeline_name = str(parameters["pipeline"])
+    version_suffix = f" version {parameters['version']}" if parameters.get("version") else ""
+    return f"{pipeline_name} {runtime.flow_run.flow_name}{version_suffix}: {parameters['reason']}"
 
 
 @flow(name="promote", flow_run_name=_flow_run_name, validate_parameters=True)
 def promote(
-    pipeline: Pipeline,
+    pipeline: ConfigPath,
     version: Annotated[int, shown_as("Version"), Field(ge=1)],
     reason: Reason,
     overrides: Overrides = (),
@@ -60,14 +60,15 @@ def promote(
     """
     die_with_parent()  # has an effect only under `nightjar up`
     config = load_config(pipeline, overrides)
+    tag_flow_run(config.name, reason=reason)
     message = promote_version(version, _decision(config, reason))
-    _rewrite_page(config)
+    _rewrite_history_page(config)
     return Completed(name="Promoted", message=message)
 
 
 @flow(name="rollback", flow_run_name=_flow_run_name, validate_parameters=True)
 def rollback(
-    pipeline: Pipeline,
+    pipeline: ConfigPath,
     reason: Reason,
     version: Annotated[int, shown_as("Version"), Field(ge=0)] = 0,
     overrides: Overrides = (),
@@ -77,31 +78,33 @@ def rollback(
     Args:
         pipeline: Path of the config file on the worker. It names the registered model.
         reason: Why you withdraw the champion, in one line. It becomes a tag of both versions.
-        version: Number of a former champion; 0 is the newest former champion that loads.
+        version: Number of a former champion; 0 selects the newest former champion that can be loaded.
         overrides: Settings that differ from the config file, as key=value, for example registry.model_name=films.
 
     Returns:
         The end state RolledBack.
 
     Raises:
-        InputError: the config or the reason is invalid, or there is no such former champion; nothing has changed.
-        StageError: no former champion loads, or MLflow does not work; nothing has changed.
+        InputError: the config or the reason is invalid, or the version is not a former champion; nothing has changed.
+        StageError: no former champion can be loaded, or MLflow does not work; nothing has changed.
     """
     die_with_parent()  # has an effect only under `nightjar up`
     config = load_config(pipeline, overrides)
+    tag_flow_run(config.name, reason=reason)
     message = roll_back(version or None, _decision(config, reason))
-    _rewrite_page(config)
+    _rewrite_history_page(config)
     return Completed(name="RolledBack", message=message)
 
 
 def _decision(config: PipelineConfig, reason: str) -> Decision:
-    """Tag the flow run and return the decision, with a function that sends an event to Prefect for each moved alias."""
-    tag_flow_run(config.name, reason=reason)
-    emit = partial(emit_alias_change, flow_run_id=runtime.flow_run.id, pipeline=config.name, run_reason=reason, run_id=None)
-    return Decision(config.registry, config.workspace.absolute(), reason, emit)
+    """Return the person's decision, with a function that sends an event to Prefect for each moved alias."""
+    emit_event = partial(
+        emit_alias_change, flow_run_id=runtime.flow_run.id, pipeline=config.name, run_reason=reason, run_id=None
+    )
+    return Decision(config.registry, config.workspace.absolute(), reason, emit_event)
 
 
-def _rewrite_page(config: PipelineConfig) -> None:
+def _rewrite_history_page(config: PipelineConfig) -> None:
     """Write the page of the last runs with the new champion. An error is logged as a warning."""
     try:
         for past_run in run_history(config.workspace, last=1):

@@ -22,9 +22,9 @@ from recsys_core.parent_process import PARENT_VARIABLE, die_with_reader_of_outpu
 
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 """Environment variable in which Prefect's worker passes the id of the flow run to the process that it starts."""
-MESSAGE = "the process of this run was killed: its worker was stopped, or the memory of the host was full"
+CRASH_MESSAGE = "the process of this run was killed: its worker was stopped, or the memory of the host was full"
 WAIT_FOR_WORKER_S = 0.5
-"""Wait before the report. A worker that is still alive reports the end of its run first, with the exit status."""
+"""Time before the report. A worker that is still alive reports the end of its run in this time, with the exit status."""
 CANCEL_GRACE_S = 5.0
 """Time for a cancelled flow run to end by itself."""
 RETRY_INTERVAL_S, GIVE_UP_AFTER_S, REQUEST_TIMEOUT_S = 1.0, 6.0, 3.0
@@ -53,18 +53,18 @@ def start_reporter(flow_run_id: str) -> "tuple[subprocess.Popen[bytes], int]":
     from prefect.client.orchestration import get_client
 
     with get_client(sync_client=True) as client:
-        api, headers = str(client.api_url), dict(client._client.headers) | {"accept-encoding": "identity"}
-    stdin, pipe_fd = os.pipe()
+        api_url, headers = str(client.api_url), dict(client._client.headers) | {"accept-encoding": "identity"}
+    read_fd, pipe_fd = os.pipe()
     reporter = subprocess.Popen(
         [sys.executable, "-m", "flows.crash_report"],
-        stdin=stdin,
+        stdin=read_fd,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # a signal to the process group of the flow run ends only the flow run
     )
-    os.close(stdin)
+    os.close(read_fd)
     # The settings are not arguments, because the headers contain a secret and every user can read a command line.
-    settings = {"pid": os.getpid(), "api": api, "headers": headers, "flow_run_id": flow_run_id}
+    settings = {"pid": os.getpid(), "api_url": api_url, "headers": headers, "flow_run_id": flow_run_id}
     os.write(pipe_fd, json.dumps(settings).encode() + b"\n")
     return reporter, pipe_fd
 
@@ -89,29 +89,31 @@ def main() -> None:
     time.sleep(WAIT_FOR_WORKER_S)
     while time.monotonic() < deadline:
         try:
-            report(**settings)
+            report_crash(**settings)
             return
         except OSError:  # the server does not respond; the next run of the deployment ends this flow run
             time.sleep(RETRY_INTERVAL_S)
 
 
-def report(*, api: str, headers: dict[str, str], flow_run_id: str) -> None:
+def report_crash(*, api_url: str, headers: dict[str, str], flow_run_id: str) -> None:
     """Set the flow run and its unfinished task runs to Crashed, unless the flow run has ended."""
 
     def request(path: str, body: Any = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        url = f"{api.rstrip('/')}{path}"
-        http_request = urllib.request.Request(url, data=data, headers=headers | {"Content-Type": "application/json"})  # noqa: S310
+        body_json = None if body is None else json.dumps(body).encode()
+        url = f"{api_url.rstrip('/')}{path}"
+        http_request = urllib.request.Request(url, data=body_json, headers=headers | {"Content-Type": "application/json"})  # noqa: S310
         # The URL is the address of the user's Prefect server.
         with urllib.request.urlopen(http_request, timeout=REQUEST_TIMEOUT_S) as response:  # noqa: S310
             return json.load(response)
 
     if request(f"/flow_runs/{flow_run_id}")["state_type"] != "RUNNING":
         return
-    crashed_state = {"state": {"type": "CRASHED", "name": "Crashed", "message": MESSAGE}}
+    crashed_state = {"state": {"type": "CRASHED", "name": "Crashed", "message": CRASH_MESSAGE}}
     request(f"/flow_runs/{flow_run_id}/set_state", crashed_state)
-    unfinished_filter = {"state": {"type": {"any_": ["RUNNING", "PENDING"]}}}
-    task_runs = request("/task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run_id]}}, "task_runs": unfinished_filter})
+    unfinished_state_filter = {"state": {"type": {"any_": ["RUNNING", "PENDING"]}}}
+    task_runs = request(
+        "/task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run_id]}}, "task_runs": unfinished_state_filter}
+    )
     for task_run in task_runs:
         request(f"/task_runs/{task_run['id']}/set_state", crashed_state)
 

@@ -10,7 +10,7 @@ from flows.cli.input_checks import check_inputs
 from flows.config_file import load_config
 from flows.crash_report import end_with_worker
 from flows.flow_run_labels import default_run_id, flow_run_name
-from flows.form import Overrides, Pipeline, shown_as
+from flows.form import ConfigPath, Overrides, shown_as
 from flows.lost_runs import end_earlier_runs
 from flows.nightly import nightly_retrain
 from flows.resume import check_resume
@@ -27,15 +27,15 @@ SCHEDULED_TAG = "auto-scheduled"
 def _flow_run_name() -> str:
     parameters = runtime.flow_run.parameters
     try:
-        pipeline = load_config(parameters["pipeline"]).name
+        pipeline_name = load_config(parameters["pipeline"]).name
     except InputError:  # the flow raises the same error
-        pipeline = str(parameters["pipeline"])
-    return flow_run_name(pipeline, run_id=parameters.get("resume"), reason=parameters.get("reason", ""))
+        pipeline_name = str(parameters["pipeline"])
+    return flow_run_name(pipeline_name, run_id=parameters.get("resume"), reason=parameters.get("reason", ""))
 
 
 @flow(name="nightly-retrain", flow_run_name=_flow_run_name, validate_parameters=True)
 def deployed_retrain(
-    pipeline: Pipeline,
+    pipeline: ConfigPath,
     reason: Annotated[str, shown_as("Reason"), Field(max_length=MAX_REASON_CHARACTERS)] = "",
     overrides: Overrides = (),
     resume: Annotated[str, shown_as("Run to resume"), Field(max_length=100)] = "",
@@ -52,8 +52,8 @@ def deployed_retrain(
             force.
         overrides: Settings that differ from the config file in this run only, as key=value, for example training.epochs=3.
         resume: Run id of an interrupted run of this pipeline, such as 20261121-070312-ab12. The run keeps its complete stages.
-            Give the same settings and options as at its first start. If empty, a new run starts. A scheduled
-            run then resumes the previous run if schedule.unfinished_run is resume and the previous run did not end.
+            Give the same settings and options as at the first start of the run. If empty, a new run starts; but with
+            schedule.unfinished_run=resume, a scheduled run resumes the previous run if that run did not end.
         until: The run ends after this stage.
         full_retrain: Read all input files, build the vocabularies again and train without the champion's weights.
         dry_run: Run all stages and log the metrics, but register no version. To register it, resume the run without
@@ -72,16 +72,16 @@ def deployed_retrain(
     end_with_worker()
     options = RunOptions(reason=reason, full_retrain=full_retrain, dry_run=dry_run, promote=promote)
     config = load_config(pipeline, overrides)
-    if not resume and SCHEDULED_TAG in runtime.flow_run.tags:
-        resume = choose_run_to_resume(config) or ""
+    is_scheduled = SCHEDULED_TAG in runtime.flow_run.tags
+    resumed_run_id = resume or (choose_run_to_resume(config) if is_scheduled else None)
     run = Run(
-        resume or default_run_id(),
+        resumed_run_id or default_run_id(),
         workspace=config.workspace,
         experiment=config.registry.experiment,
         until=until,
         options=options,
     )
-    if resume:
+    if resumed_run_id:
         check_resume(config, run)
     check_inputs(config)
     with workspace_lock(config.workspace, run_id=run.run_id), explain_disk_full(run.folder):

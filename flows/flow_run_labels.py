@@ -1,4 +1,4 @@
-"""Names and tags of flow runs. They contain pipeline, run id and reason, so runs of several pipelines on a server differ."""
+"""Names and tags of flow runs. They contain the name of the pipeline, which identifies its runs on a shared server."""
 
 import logging
 from uuid import UUID
@@ -11,16 +11,16 @@ MAX_TAG_CHARACTERS = 80
 
 
 def default_run_id() -> str:
-    """Return the run id of the current flow run: its scheduled time in UTC, and four digits of its id.
+    """Return the run id of the current flow run: its scheduled time in UTC, and the start of its id.
 
-    Prefect's own retry of the flow run has the same id, and resumes in the same folder.
+    If Prefect itself retries the flow run, the id is the same, so the retry resumes the run in the same folder.
     """
     return f"{runtime.flow_run.scheduled_start_time:%Y%m%d-%H%M%S}-{runtime.flow_run.id[:4]}"
 
 
-def flow_run_name(pipeline: str, *, run_id: str | None, reason: str = "") -> str:
-    """Return the name of the current flow run: pipeline, run id and reason. The run id begins with date and time."""
-    return f"{pipeline} {run_id or default_run_id()}" + (f": {reason}" if reason else "")
+def flow_run_name(pipeline_name: str, *, run_id: str | None, reason: str = "") -> str:
+    """Return the name of the current flow run: pipeline, run id and reason. The run id begins with the start time."""
+    return f"{pipeline_name} {run_id or default_run_id()}" + (f": {reason}" if reason else "")
 
 
 def flow_run_url() -> str | None:
@@ -29,12 +29,12 @@ def flow_run_url() -> str | None:
     return None if flow_run_id is None else url_for("flow-run", obj_id=flow_run_id)
 
 
-def tag_flow_run(pipeline: str, *, reason: str = "") -> None:
-    """Add the tags pipeline:<name> and reason:<text> to the current flow run. An error is logged as a warning."""
+def tag_flow_run(pipeline_name: str, *, reason: str = "") -> None:
+    """Add the tags pipeline:<name> and reason:<text> to the current flow run. Log an error as a warning."""
     flow_run_id = runtime.flow_run.id
     if flow_run_id is None:  # the flow's function was called without Prefect
         return
-    tags = {*runtime.flow_run.tags, f"pipeline:{pipeline}"[:MAX_TAG_CHARACTERS]}
+    tags = {*runtime.flow_run.tags, f"pipeline:{pipeline_name}"[:MAX_TAG_CHARACTERS]}
     if reason:
         tags.add(f"reason:{reason}"[:MAX_TAG_CHARACTERS])
     try:

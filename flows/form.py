@@ -10,9 +10,9 @@ MAX_OVERRIDES = 100
 
 
 def shown_as(title: str) -> Any:
-    """Return a field with the title that the form shows. The form's description is the text in the docstring of the flow."""
+    """Return a field with a title for the form. The form's description of the field is the text in the flow's docstring."""
     return Field(json_schema_extra={"title": title})
 
 
-Pipeline = Annotated[str, shown_as("Pipeline"), Field(min_length=1, max_length=MAX_PATH_CHARACTERS)]
+ConfigPath = Annotated[str, shown_as("Pipeline"), Field(min_length=1, max_length=MAX_PATH_CHARACTERS)]
 Overrides = Annotated[tuple[str, ...], shown_as("Settings to override"), Field(max_length=MAX_OVERRIDES)]

@@ -1,4 +1,4 @@
-"""The history of a workspace: its runs, how each ended, and their figures."""
+"""The history of a workspace: its runs, with the end state, counts, durations and metrics of each run."""
 
 import math
 import re
@@ -13,7 +13,7 @@ from recsys_core.manifests import DataReportManifest, RegistrationManifest, read
 from tasks.run import RUN_ID, Run
 from tasks.run_record import ERROR_LOG_NAME, RECORD_NAME, RunFigures, RunRecord, RunState
 
-PATH_BY_PAGE = {
+PATH_BY_LINK = {
     "report": "check_data/report.html",
     "plan": "plan_sharding/plan.html",
     "loss": "loss.png",
@@ -21,7 +21,7 @@ PATH_BY_PAGE = {
     "indexes": "indexes.png",
     "error log": ERROR_LOG_NAME,
 }
-"""Names of the links to a run's pages and plots, each with the path of the file relative to the run's folder."""
+"""Text of each link to a page or plot of a run, with the path of the file in the run's folder."""
 STATE_NAMES: dict[RunState, str] = {
     "Running": "running",
     "Promoted": "promoted",
@@ -34,7 +34,7 @@ STATE_NAMES: dict[RunState, str] = {
     "Interrupted": "interrupted",
 }
 """Text of each state in tables and on the page of the last runs."""
-_TIME_IN_RUN_ID = re.compile(r"(\d{8}-\d{6})-")
+_START_PATTERN = re.compile(r"(\d{8}-\d{6})-")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class PastRun:
 
     Attributes:
         run: the run, with its folder.
-        record: how the run ended, and its figures.
+        record: how the run ended, and its figures: counts, durations and metrics.
     """
 
     run: Run
@@ -56,35 +56,36 @@ class PastRun:
 
     @property
     def page_paths(self) -> dict[str, str]:
-        """Existing pages and plots: name of the link -> path relative to the workspace."""
-        paths = {name: self.run.folder / path for name, path in PATH_BY_PAGE.items()}
-        return {name: str(path.relative_to(self.run.workspace)) for name, path in paths.items() if path.is_file()}
+        """Paths of the existing pages and plots relative to the workspace, by text of the link."""
+        path_by_link = {link: self.run.folder / path for link, path in PATH_BY_LINK.items()}
+        return {link: str(path.relative_to(self.run.workspace)) for link, path in path_by_link.items() if path.is_file()}
 
-    def new_version_metric(self, name: str) -> float | None:
-        """Return the metric `name`, e.g. recall@20, of the served recommendations of the new version; None if not measured."""
-        return self._metric(f"served/{name}")
+    def new_version_metric(self, metric_name: str) -> float | None:
+        """Return a metric of the new version's served recommendations, e.g. recall@20; None if it was not measured."""
+        return self._metric(f"served/{metric_name}")
 
-    def champion_metric(self, name: str) -> float | None:
-        """Return the metric `name` of the champion that the version was compared with; None without a comparison."""
-        return self._metric(f"champion/{name}")
+    def champion_metric(self, metric_name: str) -> float | None:
+        """Return a metric of the champion that the new version was compared with; None without a comparison."""
+        return self._metric(f"champion/{metric_name}")
 
-    def _metric(self, name: str) -> float | None:
-        value = self.record.figures.metrics.get(name)
+    def _metric(self, logged_name: str) -> float | None:
+        value = self.record.figures.metrics.get(logged_name)
         return None if value is None or math.isnan(value) else value
 
-    def as_json(self, *, metric: str) -> dict[str, Any]:
+    def as_json(self, *, metric_name: str) -> dict[str, Any]:
         """Return the run as a JSON object. Times are in UTC."""
-        record = self.record.model_dump(mode="json", exclude={"format_version", "figures", "options", "pid"})
-        figures = self.record.figures.model_dump(mode="json", exclude={"metrics"})
-        values = {"metric": metric, "new": self.new_version_metric(metric), "champion": self.champion_metric(metric)}
+        record_fields = self.record.model_dump(mode="json", exclude={"format_version", "figures", "options", "pid"})
+        figure_fields = self.record.figures.model_dump(mode="json", exclude={"metrics"})
         return {
             "run_id": self.run.run_id,
             "run_dir": str(self.run.folder),
-            **record,
+            **record_fields,
             "reason": self.record.options.reason,
             "seconds": self.record.seconds,
-            **values,
-            **figures,
+            "metric": metric_name,
+            "new": self.new_version_metric(metric_name),
+            "champion": self.champion_metric(metric_name),
+            **figure_fields,
             "disk_bytes": self.disk_bytes,
         }
 
@@ -92,18 +93,18 @@ class PastRun:
 def run_history(workspace: str | Path, *, last: int | None = None) -> list[PastRun]:
     """Return the runs of `workspace`, the newest start first, and at most `last` of them."""
     workspace = Path(workspace).absolute()
-    folders = [path for path in (workspace / "runs").glob("*") if RUN_ID.fullmatch(path.name) and _is_run(path)]
-    runs = [Run(path.name, workspace=workspace, experiment="") for path in folders]
+    run_folders = [path for path in (workspace / "runs").glob("*") if RUN_ID.fullmatch(path.name) and _is_run_folder(path)]
+    runs = [Run(path.name, workspace=workspace, experiment="") for path in run_folders]
     past_runs = [PastRun(run, RunRecord.read(run) or _record_from_manifests(run)) for run in runs]
     return sorted(past_runs, key=lambda past_run: (past_run.record.started, past_run.run.run_id), reverse=True)[:last]
 
 
-def newest_promoted_version(runs: list[PastRun]) -> str | None:
-    """Return the version that the newest promotion in `runs` made champion; None without a promotion.
+def newest_promoted_version(past_runs: list[PastRun]) -> str | None:
+    """Return the version that was promoted by the newest promotion in `past_runs`; None without a promotion.
 
-    A rollback in the registry is not in the history.
+    The champion may be another version, because a rollback is not in the history.
     """
-    return next((past_run.record.figures.version for past_run in runs if past_run.record.figures.promoted), None)
+    return next((past_run.record.figures.version for past_run in past_runs if past_run.record.figures.promoted), None)
 
 
 def format_count(count: int | None) -> str:
@@ -115,33 +116,33 @@ def format_count(count: int | None) -> str:
     if count is None:
         return "-"
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        scaled = count / factor
-        if scaled >= 0.9995:
-            digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
-            return f"{scaled:.{digits}f} {unit}"
+        scaled_count = count / factor
+        if scaled_count >= 0.9995:
+            num_decimals = 2 if scaled_count < 9.995 else 1 if scaled_count < 99.95 else 0
+            return f"{scaled_count:.{num_decimals}f} {unit}"
     return str(count)
 
 
-def _is_run(folder: Path) -> bool:
+def _is_run_folder(folder: Path) -> bool:
     return not folder.is_symlink() and any((folder / name).is_file() for name in (RECORD_NAME, "config.yaml"))
 
 
 def _record_from_manifests(run: Run) -> RunRecord:
     """Return a record for a run of an earlier version of nightjar, which did not write run.json."""
     registration = read_unchecked_manifest(run.stage_folder("register"), RegistrationManifest)
-    report = read_unchecked_manifest(run.stage_folder("check_data"), DataReportManifest)
+    data_report = read_unchecked_manifest(run.stage_folder("check_data"), DataReportManifest)
     state: RunState
     if run.is_locked():
         state, message = "Running", ""
     elif registration is not None:
         state, message = "Promoted" if registration.promoted else "NotPromoted", "; ".join(registration.reasons)
-    elif report is not None and report.breaches:
-        state, message = "DataRejected", "; ".join(report.breaches)
+    elif data_report is not None and data_report.breaches:
+        state, message = "DataRejected", "; ".join(data_report.breaches)
     else:
         state, message = "Interrupted", f"the folder has no {RECORD_NAME} and no registered version"
-    time_match = _TIME_IN_RUN_ID.match(run.run_id)
-    if time_match is not None:
-        started = datetime.strptime(time_match[1], "%Y%m%d-%H%M%S").replace(tzinfo=UTC)
+    start_match = _START_PATTERN.match(run.run_id)
+    if start_match is not None:
+        started = datetime.strptime(start_match[1], "%Y%m%d-%H%M%S").replace(tzinfo=UTC)
     else:
         started = datetime.fromtimestamp(run.folder.stat().st_mtime, UTC)
     return RunRecord(

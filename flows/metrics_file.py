@@ -1,7 +1,7 @@
 """Prometheus metrics of the newest run, as a file and over HTTP.
 
-The file is <workspace>/metrics.prom, for the textfile collector of node_exporter. The HTTP page is computed from the run
-folders at each scrape, so it is always up to date.
+The file is <workspace>/metrics.prom, for the textfile collector of node_exporter. Over HTTP, each scrape computes the
+metrics from the run folders, so they are always current.
 """
 
 import os
@@ -36,7 +36,7 @@ def metrics_registry(config: PipelineConfig) -> CollectorRegistry:
 def serve_metrics(config: PipelineConfig, *, port: int) -> Iterator[str]:
     """Serve the metrics on the loopback address during the body; yield their URL. Raise InputError if the port is in use."""
     try:
-        server, thread = start_http_server(port, addr=HOST, registry=metrics_registry(config))
+        server, server_thread = start_http_server(port, addr=HOST, registry=metrics_registry(config))
     except OSError as error:
         raise InputError(f"port {port} on {HOST}: {os.strerror(error.errno or 0)}; set --metrics-port to a free port") from None
     try:
@@ -44,7 +44,7 @@ def serve_metrics(config: PipelineConfig, *, port: int) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join()
+        server_thread.join()
 
 
 def write_metrics_file(config: PipelineConfig, run: Run) -> None:
@@ -63,39 +63,48 @@ class _WorkspaceCollector(Collector):
         workspace = self._config.workspace
         yield self._gauge("workspace_bytes", "Space that the workspace takes on the disk.", {(): used_bytes(workspace)})
         yield self._gauge("free_bytes", "Free space on the disk of the workspace.", {(): free_bytes(workspace)})
-        runs = run_history(workspace)
-        if runs:
-            yield from self._newest_run_gauges(runs[0])
-        champion = newest_promoted_version(runs)
-        if champion is not None and champion.isdecimal():
-            yield self._gauge("champion_version", "Version of the newest promotion.", {(): int(champion)})
-        registering_record = next((past_run.record for past_run in runs if past_run.record.state in _REGISTERING_STATES), None)
-        if registering_record is not None and registering_record.ended is not None:
+        past_runs = run_history(workspace)
+        if past_runs:
+            yield from self._newest_run_gauges(past_runs[0])
+        promoted_version = newest_promoted_version(past_runs)
+        if promoted_version is not None and promoted_version.isdecimal():
+            yield self._gauge("champion_version", "Version of the newest promotion.", {(): int(promoted_version)})
+        registration_records = [past_run.record for past_run in past_runs if past_run.record.state in _REGISTERING_STATES]
+        if registration_records and registration_records[0].ended is not None:
             description = "End of the newest run that registered a version."
-            yield self._gauge("last_registration_timestamp_seconds", description, {(): registering_record.ended.timestamp()})
+            yield self._gauge(
+                "last_registration_timestamp_seconds", description, {(): registration_records[0].ended.timestamp()}
+            )
 
-    def _newest_run_gauges(self, newest: PastRun) -> Iterator[GaugeMetricFamily]:
-        record, metric = newest.record, self._config.registry.metric
-        figures = record.figures
+    def _newest_run_gauges(self, newest_run: PastRun) -> Iterator[GaugeMetricFamily]:
+        record, figures = newest_run.record, newest_run.record.figures
+        metric_name = self._config.registry.metric
         yield self._gauge("run_start_timestamp_seconds", "Start of the newest run.", {(): record.started.timestamp()})
         if record.ended is not None:
             yield self._gauge("run_end_timestamp_seconds", "End of the newest run.", {(): record.ended.timestamp()})
-        states = {(state,): int(state == record.state) for state in get_args(RunState)}
-        yield self._gauge("run_state", "1 for the state of the newest run, 0 for the other states.", states, labels=("state",))
-        seconds = {(stage,): stage_seconds for stage, stage_seconds in figures.stage_seconds.items()}
-        yield self._gauge("stage_duration_seconds", "Duration of each stage of the newest run.", seconds, labels=("stage",))
-        values = {(metric, "new"): newest.new_version_metric(metric), (metric, "champion"): newest.champion_metric(metric)}
+        value_by_state = {(state,): int(state == record.state) for state in get_args(RunState)}
+        yield self._gauge(
+            "run_state", "1 for the state of the newest run, 0 for the other states.", value_by_state, labels=("state",)
+        )
+        duration_s_by_stage = {(stage,): duration_s for stage, duration_s in figures.stage_seconds.items()}
+        yield self._gauge(
+            "stage_duration_seconds", "Duration of each stage of the newest run.", duration_s_by_stage, labels=("stage",)
+        )
+        value_by_model = {
+            (metric_name, "new"): newest_run.new_version_metric(metric_name),
+            (metric_name, "champion"): newest_run.champion_metric(metric_name),
+        }
         description = "registry.metric of the served recommendations, for the new version and the champion compared with it."
-        yield self._gauge("served_metric", description, values, labels=("metric", "model"))
-        for name, count in (("events", figures.events), ("users", figures.users), ("items", figures.items)):
-            yield self._gauge(name, f"Number of {name} of the newest run.", {(): count})
+        yield self._gauge("served_metric", description, value_by_model, labels=("metric", "model"))
+        for entities, count in (("events", figures.events), ("users", figures.users), ("items", figures.items)):
+            yield self._gauge(entities, f"Number of {entities} of the newest run.", {(): count})
 
     def _gauge(
-        self, name: str, description: str, values: Mapping[Any, float | None], *, labels: tuple[str, ...] = ()
+        self, name_suffix: str, description: str, value_by_labels: Mapping[Any, float | None], *, labels: tuple[str, ...] = ()
     ) -> GaugeMetricFamily:
-        """Return a gauge. A key of `values` is a tuple with one value per label of `labels`."""
-        family = GaugeMetricFamily(f"nightjar_{name}", description, labels=("pipeline", *labels))
-        for label_values, value in values.items():
+        """Return a gauge. A key of `value_by_labels` is a tuple with the value of each label in `labels`."""
+        gauge = GaugeMetricFamily(f"nightjar_{name_suffix}", description, labels=("pipeline", *labels))
+        for label_values, value in value_by_labels.items():
             if value is not None:
-                family.add_metric((self._config.name, *label_values), value)
-        return family
+                gauge.add_metric((self._config.name, *label_values), value)
+        return gauge

@@ -19,7 +19,7 @@ _COLOURS = {"Promoted": "green", "NotPromoted": "yellow", "Running": "", "DryRun
 
 def as_json(runs: "Sequence[PastRun]", *, metric: str) -> str:
     """Return the line that --json prints: a list with one object per run, the newest first."""
-    return json.dumps([past_run.as_json(metric=metric) for past_run in runs])
+    return json.dumps([past_run.as_json(metric_name=metric) for past_run in runs])
 
 
 def print_history(runs: "Sequence[PastRun]", *, metric: str, console: Console) -> None:

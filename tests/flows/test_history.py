@@ -68,7 +68,7 @@ def test_a_metric_that_is_not_a_number_is_missing(tmp_path: Path) -> None:
     past_run(tmp_path, FIRST_START, state="NotPromoted", metrics={f"served/{METRIC}": math.nan})
     (past,) = run_history(tmp_path)
     assert past.new_version_metric(METRIC) is None
-    assert json.dumps(past.as_json(metric=METRIC), allow_nan=False)
+    assert json.dumps(past.as_json(metric_name=METRIC), allow_nan=False)
 
 
 def test_other_folders_are_not_runs(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The nightly run: parquet goes in, a registered, gated retriever comes out."""
+"""The nightly run: all stages from the parquet files to a registered retriever."""
 
 from typing import cast
 
@@ -46,14 +46,14 @@ def nightly_retrain(
     """Retrain the retriever from the newest data and register the result.
 
     Args:
-        config: input, model, training and promotion.
-        run_id: a run to resume; its complete stages are kept. Empty: a new run.
-        until: the last stage to run. Empty: all stages.
+        config: config of the pipeline.
+        run_id: id of the run to resume. The run keeps its complete stages. None: a new run.
+        until: the last stage to run. None: all stages.
         options: options of this run, which are not part of the config.
 
     Returns:
-        The end state of the flow run; `tasks.run_record.RunState` lists the names. The data of a completed state is the
-        manifest of the registered version; None if the run registers no version.
+        The end state of the flow run; `tasks.run_record.RunState` lists the names. The result of a completed
+        state is the manifest of the registered version; None if the run registers no version.
     """
     if options.full_retrain:
         config = config.for_full_retrain()
@@ -78,8 +78,8 @@ def nightly_retrain(
                     ensure_disk_space(config.retention, run, model_name=config.registry.model_name)
                 try:
                     state = end_state(retrain(config, run), run=run)
-                except StoppedAfterStage as stopped:
-                    state = Completed(name="StoppedAfterStage", message=f"stopped after {stopped.stage}, as requested")
+                except StoppedAfterStage as stop:
+                    state = Completed(name="StoppedAfterStage", message=f"stopped after {stop.stage}, as requested")
                 except DataRejectedError as error:
                     state = Failed(name="DataRejected", message=str(error), data=error)
                 ending.set(cast(RunState, state.name), state.message or "")
@@ -91,7 +91,7 @@ def nightly_retrain(
 def retrain(config: PipelineConfig, run: Run) -> RegistrationManifest | None:
     """Run the stages in order. A stage is skipped if the run already has its complete result. A dry run returns None."""
     dataset = ingest(config, run)
-    report = check_data(config.data_report, split=config.interactions.split, dataset=dataset, run=run)
+    data_report = check_data(config.data_report, split=config.interactions.split, dataset=dataset, run=run)
     model = ModelSpec.of(config.model, dataset=dataset, tables=config.tables, loss=config.loss)
     plan = plan_sharding(config.sharding, model=model, loss=config.loss, training=config.training, dataset=dataset, run=run)
     train_manifest = train(
@@ -124,7 +124,7 @@ def retrain(config: PipelineConfig, run: Run) -> RegistrationManifest | None:
         index=index,
         train_manifest=train_manifest,
         plan=plan,
-        data_report=report,
+        data_report=data_report,
         dataset=dataset,
         run=run,
     )
@@ -132,14 +132,16 @@ def retrain(config: PipelineConfig, run: Run) -> RegistrationManifest | None:
 
 def ingest(config: PipelineConfig, run: Run) -> Dataset:
     """Ingest pretrained embeddings, the interaction log and features."""
-    root = config.allowed_data_root
-    embeddings = ingest_embeddings(config.embeddings, allowed_data_root=root, run=run)
-    interactions = ingest_interactions(config.interactions_with_context, embeddings=embeddings, allowed_data_root=root, run=run)
+    allowed_data_root = config.allowed_data_root
+    embeddings = ingest_embeddings(config.embeddings, allowed_data_root=allowed_data_root, run=run)
+    interactions = ingest_interactions(
+        config.interactions_with_context, embeddings=embeddings, allowed_data_root=allowed_data_root, run=run
+    )
     features = ingest_features(
         config.features,
         interactions_config=config.interactions_with_context,
         dataset=Dataset(interactions, embeddings),
-        allowed_data_root=root,
+        allowed_data_root=allowed_data_root,
         run=run,
     )
     return Dataset(interactions, embeddings, features)
@@ -149,10 +151,10 @@ def end_state(registration: RegistrationManifest | None, *, run: Run) -> State:
     """Return the end state of a flow run that ran all stages. `registration` is None after a dry run."""
     if registration is None:
         return Completed(name="DryRun", message=f"dry run: no version is registered; a resume of {run.run_id} registers it")
-    outcome = (
+    message = (
         f"{registration.model_name} version {registration.version} is {registration.alias}: {'; '.join(registration.reasons)}"
     )
     if registration.alarm is not None:
-        return Completed(name="BrokenChampion", message=f"{registration.alarm}; {outcome}", data=registration)
-    name = "Promoted" if registration.promoted else "NotPromoted"
-    return Completed(name=name, message=outcome, data=registration)
+        return Completed(name="BrokenChampion", message=f"{registration.alarm}; {message}", data=registration)
+    state_name = "Promoted" if registration.promoted else "NotPromoted"
+    return Completed(name=state_name, message=message, data=registration)

@@ -40,8 +40,8 @@ class RunResults:
     def read(cls, run: Run, *, until: StageName | None = None) -> "RunResults":
         """Read the manifests in the run's folder, up to the stage `until`, without verifying checksums."""
         all_stages = list(STAGES)
-        stages = all_stages if until is None else all_stages[: all_stages.index(until) + 1]
-        manifests = {stage: load_manifest(run.stage_folder(stage), STAGES[stage], verify=False) for stage in stages}
+        read_stages = all_stages if until is None else all_stages[: all_stages.index(until) + 1]
+        manifests = {stage: load_manifest(run.stage_folder(stage), STAGES[stage], verify=False) for stage in read_stages}
         return cls(run, {stage: manifest for stage, manifest in manifests.items() if manifest is not None})
 
     @property
@@ -62,7 +62,11 @@ class RunResults:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Exact metrics of model and baselines, and metrics of the served recommendations of new version and champion."""
+        """The metrics of the stages `evaluate` and `register`.
+
+        The stage `evaluate` measures the model and the baselines exactly. The stage `register` measures the recommendations
+        that the new version and the champion serve.
+        """
         evaluation = cast(EvaluationManifest | None, self.manifests.get("evaluate"))
         exact_metrics = {} if evaluation is None else evaluation.metrics
         return exact_metrics | ({} if self.registration is None else self.registration.metrics)
@@ -72,14 +76,14 @@ class RunResults:
         """metrics.jsonl as a table: step, epoch, loss, learning_rate, samples_per_s, and a column per validation metric."""
         import pandas as pd
 
-        path = self.run.stage_folder("train") / "metrics.jsonl"
-        if not path.is_file():
-            raise StageError(f"{path} does not exist: the run has no completed stage train; resume the run")
-        return pd.json_normalize([json.loads(line) for line in path.read_text().splitlines()])
+        log_path = self.run.stage_folder("train") / "metrics.jsonl"
+        if not log_path.is_file():
+            raise StageError(f"{log_path} does not exist: the run has no completed stage train; resume the run")
+        return pd.json_normalize([json.loads(line) for line in log_path.read_text().splitlines()])
 
     @property
     def report_path(self) -> Path:
-        """The data report, an HTML page; StageError if the data is not checked yet."""
+        """Path of the data report, an HTML page; StageError if the data is not checked yet."""
         path = self.run.stage_folder("check_data") / "report.html"
         if not path.is_file():
             raise StageError(f"{path} does not exist: the run has no completed stage check_data; resume the run")
@@ -87,19 +91,19 @@ class RunResults:
 
     @property
     def page_paths(self) -> dict[str, Path]:
-        """Reports and plots of the run by file name: report.html, plan.html, loss.png, indexes.png."""
-        files = [
+        """Paths of reports and plots of the run by file name: report.html, plan.html, loss.png, indexes.png."""
+        paths = [
             self.run.stage_folder("check_data") / "report.html",
             self.run.stage_folder("plan_sharding") / "plan.html",
             self.run.folder / "loss.png",
             self.run.folder / "indexes.png",
         ]
-        return {path.name: path for path in files if path.is_file()}
+        return {path.name: path for path in paths if path.is_file()}
 
     def as_json(self) -> str:
         """Return run id, folder, registered version, metrics and seconds per stage as one line of JSON."""
         registration = self.registration
-        content: dict[str, Any] = {
+        summary: dict[str, Any] = {
             "run_id": self.run.run_id,
             "run_dir": str(self.run.folder),
             "model": registration
@@ -109,16 +113,16 @@ class RunResults:
             "metrics": {name: None if math.isnan(value) else value for name, value in self.metrics.items()},
             "stages": {stage: {"seconds": round(manifest.seconds, 3)} for stage, manifest in self.manifests.items()},
         }
-        return json.dumps(content, allow_nan=False)
+        return json.dumps(summary, allow_nan=False)
 
 
 def open_run(workspace: str | Path, run_id: str | None = None) -> RunResults:
     """Open a run of `workspace`, by default the newest run; raise InputError if it does not exist."""
-    runs = Path(workspace).absolute() / "runs"
-    run_ids = sorted(path.name for path in runs.glob("*") if path.is_dir())
+    runs_folder = Path(workspace).absolute() / "runs"
+    run_ids = sorted(path.name for path in runs_folder.glob("*") if path.is_dir())
     if not run_ids:
-        raise InputError(f"{runs}: there is no run; start one with `nightjar run`")
+        raise InputError(f"{runs_folder}: there is no run; start one with `nightjar run`")
     if run_id is not None and run_id not in run_ids:
-        raise InputError(f"{runs}: there is no run {run_id}; there are {', '.join(run_ids)}")
+        raise InputError(f"{runs_folder}: there is no run {run_id}; there are {', '.join(run_ids)}")
     run = Run(run_id or run_ids[-1], workspace=Path(workspace).absolute(), experiment="")
     return RunResults.read(run)

@@ -31,16 +31,16 @@ def _check_cron(expression: str) -> str:
     return expression
 
 
-def _check_timezone(name: str) -> str:
-    names = available_timezones()
-    if name not in names:
-        name_by_lower_case = {known_name.lower(): known_name for known_name in names}
-        similar_names = difflib.get_close_matches(name.lower(), name_by_lower_case, n=1)
+def _check_timezone(timezone: str) -> str:
+    valid_names = available_timezones()
+    if timezone not in valid_names:
+        name_by_lower_case = {name.lower(): name for name in valid_names}
+        similar_names = difflib.get_close_matches(timezone.lower(), name_by_lower_case, n=1)
         advice = (
             f"did you mean {name_by_lower_case[similar_names[0]]}?" if similar_names else "write a name such as Europe/Berlin"
         )
-        raise ValueError(f"{shown(name)} is not a time zone of the IANA database; {advice}")
-    return name
+        raise ValueError(f"{shown(timezone)} is not a time zone of the IANA database; {advice}")
+    return timezone
 
 
 class ScheduleConfig(Settings):

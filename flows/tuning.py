@@ -23,24 +23,24 @@ from tasks.tuning.study import RunningTrial, Study, TrialResult
 from tasks.tuning.trial import run_trial
 
 TUNING_FOLDER_NAME = "tuning"
-"""Folder of all studies in the workspace."""
+"""Name of the folder of all studies in the workspace."""
 
 
 @flow(name="tune", flow_run_name="{config.name} tune")
 def tune_settings(config: PipelineConfig) -> Study:
-    """Search `tuning.ranges` for the settings with the best validation metric; resume a study of the same config and data."""
+    """Search `tuning.ranges` for the settings with the best validation metric. Resume a study of the same config and data."""
     tuning = config.tuning
     assert tuning is not None
     deadline = time.monotonic() + (tuning.timeout_s or float("inf"))
     tag_flow_run(config.name)
     run = Run("data", workspace=config.workspace.absolute(), experiment=config.registry.experiment, parent=TUNING_FOLDER_NAME)
     with run.lock():
-        dataset = _ingest(config, run)
+        dataset = _ingest_with_validation(config, run)
         check_probes(config, dataset)
         study = open_study(config, dataset)
         while len(study.finished_trials) < tuning.num_trials and time.monotonic() <= deadline:
             trial = study.start_trial()
-            result = _run_trial(config, trial, dataset, study=study)
+            result = _plan_and_run_trial(config, trial, dataset, study=study)
             study.finish_trial(trial, result)
             _log_result(trial, result, metric=study.metric)
             report_study(config, study, is_done=False)
@@ -48,7 +48,7 @@ def tune_settings(config: PipelineConfig) -> Study:
     return study
 
 
-def _ingest(config: PipelineConfig, run: Run) -> Dataset:
+def _ingest_with_validation(config: PipelineConfig, run: Run) -> Dataset:
     dataset = ingest(config, run)
     if dataset.interactions.validation_events == 0:
         raise InputError(
@@ -65,15 +65,15 @@ def _model_spec(config: PipelineConfig, dataset: Dataset) -> ModelSpec:
 def check_probes(config: PipelineConfig, dataset: Dataset) -> None:
     """Check that a sharding plan for this dataset and cluster can be made with each probe of the ranges.
 
-    Probes are values of a range, such as its ends, that are checked before the first trial. Raise InputError if one of them
-    fails.
+    Probes are the values of a range that are checked before the first trial, such as its ends. Raise InputError if a probe
+    has no plan.
     """
     assert config.tuning is not None
-    for name, value_range in config.tuning.ranges.items():
+    for key, value_range in config.tuning.ranges.items():
         for probe in value_range.probes:
             try:
-                trial_config = with_settings(config, {name: probe})
-            except InputError:  # the value may be valid only together with another value of a second range
+                trial_config = with_settings(config, {key: probe})
+            except InputError:  # the probe may be valid together with a value of another range
                 continue
             try:
                 make_plan(
@@ -84,7 +84,7 @@ def check_probes(config: PipelineConfig, dataset: Dataset) -> None:
                 )
             except InputError as error:
                 raise InputError(
-                    f"tuning.ranges.{name}: {label_of(probe)} contradicts other settings of the file: {error}"
+                    f"tuning.ranges.{key}: {label_of(probe)} contradicts other settings of the file: {error}"
                 ) from None
 
 
@@ -95,7 +95,7 @@ def open_study(config: PipelineConfig, dataset: Dataset) -> Study:
     """
     tuning, validation = config.tuning, config.training.validation
     assert tuning is not None and validation is not None
-    name = fingerprint_of(
+    study_name = fingerprint_of(
         "study",
         config.model,
         config.tables,
@@ -107,14 +107,14 @@ def open_study(config: PipelineConfig, dataset: Dataset) -> Study:
         dataset.embeddings,
         dataset.features,
     )[:12]
-    folder = config.workspace.absolute() / TUNING_FOLDER_NAME / name
+    folder = config.workspace.absolute() / TUNING_FOLDER_NAME / study_name
     study = Study(tuning, folder=folder, metric=f"{validation.metric}@{validation.k}", run_id=f"tune-{new_run_id()}")
     dump_config(config, study.config_file)
     LOG.info("%-20s %s, %d of %d trials done", "study", study.folder, len(study.finished_trials), tuning.num_trials)
     return study
 
 
-def _run_trial(config: PipelineConfig, trial: RunningTrial, dataset: Dataset, *, study: Study) -> TrialResult:
+def _plan_and_run_trial(config: PipelineConfig, trial: RunningTrial, dataset: Dataset, *, study: Study) -> TrialResult:
     """Plan and train with the trial's settings. A trial whose settings contradict each other fails without training."""
     assert config.tuning is not None
     folder = study.folder / f"trial-{trial.number}"
@@ -142,29 +142,30 @@ def _run_trial(config: PipelineConfig, trial: RunningTrial, dataset: Dataset, *,
         folder=folder / "train",
         launcher=config.launcher,
     )
-    best_text = "" if study.best_trial is None else f", best {study.best_trial.value:.4f}"
-    label = f"trial {trial.number + 1}/{config.tuning.num_trials}{best_text}"
-    return run_trial(trial, train_trial, metric=study.metric, folder=folder, label=label)
+    best_value_text = "" if study.best_trial is None else f", best {study.best_trial.value:.4f}"
+    progress_label = f"trial {trial.number + 1}/{config.tuning.num_trials}{best_value_text}"
+    return run_trial(trial, train_trial, metric=study.metric, folder=folder, label=progress_label)
 
 
 def _log_result(trial: RunningTrial, result: TrialResult, *, metric: str) -> None:
-    value = "" if result.value is None else f"{metric} {result.value:.4f}, "
-    settings = ", ".join(f"{name} {short_label(setting)}" for name, setting in trial.settings.items())
-    reason = f" ({result.reason.splitlines()[0]})" if result.reason else ""
-    trial_name, outcome, duration = (
+    metric_text = "" if result.value is None else f"{metric} {result.value:.4f}, "
+    settings_text = ", ".join(f"{key} {short_label(value)}" for key, value in trial.settings.items())
+    reason_text = f" ({result.reason.splitlines()[0]})" if result.reason else ""
+    line_parts = (
         f"trial {trial.number}",
-        f"{value}{result.ending}{reason}: {settings}",
+        f"{metric_text}{result.ending}{reason_text}: {settings_text}",
         f"{result.seconds:,.1f} s",
     )
-    LOG.info("%-20s %-70s %s", trial_name, outcome, duration, extra={"stage_line": (trial_name, outcome, duration)})
+    LOG.info("%-20s %-70s %s", *line_parts, extra={"stage_line": line_parts})
 
 
 def report_study(config: PipelineConfig, study: Study, *, is_done: bool) -> None:
     """Write history.png and best.yaml to the study's folder and log the study to MLflow."""
     study.plot_history()
-    best = study.best_trial
-    if best is not None:
-        header = f"# trial {best.number} of study {study.name}: {study.metric} {best.value:.4f} on the validation split\n"
-        study.best_file.write_text(header + settings_as_yaml(config, best.settings), encoding="utf-8")
+    best_trial = study.best_trial
+    if best_trial is not None:
+        value_text = f"{study.metric} {best_trial.value:.4f} on the validation split"
+        header = f"# trial {best_trial.number} of study {study.name}: {value_text}\n"
+        study.best_file.write_text(header + settings_as_yaml(config, best_trial.settings), encoding="utf-8")
     run = Run(study.run_id, workspace=config.workspace.absolute(), experiment=config.registry.experiment)
     log_study(run, study, is_done=is_done)

@@ -17,8 +17,8 @@ MAX_DEPTH = 32
 MAX_NODES = 20_000
 """Number of keys and values; an alias counts as the nodes that it refers to."""
 
-_TAG = "tag:yaml.org,2002:"
-_SCALARS = {
+_TAG_PREFIX = "tag:yaml.org,2002:"
+_SCALAR_TYPES = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
@@ -27,10 +27,11 @@ _SCALARS = {
         list("-+.0123456789"),
     ),
 }
+"""Pattern and possible first characters of each scalar type of the core schema."""
 
 
 class TooLargeError(Exception):
-    """The document exceeds a limit. The message starts with a verb: the caller puts the document's name before it."""
+    """The document exceeds a limit. The message starts with a verb, so the caller can write the document's name before it."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -63,9 +64,9 @@ def _construct_bool(_: _Loader, node: ScalarNode) -> bool:
 
 def _construct_int(_: _Loader, node: ScalarNode) -> int:
     text = str(node.value)
-    base = {"0o": 8, "0x": 16}.get(text[:2], 10)
+    number_base = {"0o": 8, "0x": 16}.get(text[:2], 10)
     try:
-        return int(text, base)
+        return int(text, number_base)
     except ValueError as error:  # thousands of digits, or text tagged !!int
         raise yaml.constructor.ConstructorError(None, None, f"not a whole number: {error}", node.start_mark) from None
 
@@ -78,17 +79,19 @@ def _construct_float(_: _Loader, node: ScalarNode) -> float:
         raise yaml.constructor.ConstructorError(None, None, f"not a number: {error}", node.start_mark) from None
 
 
-for _kind, (_pattern, _first_characters) in _SCALARS.items():
-    for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(f"{_TAG}{_kind}", re.compile(rf"^(?:{_pattern})$(?!\n)"), _first_characters)
+for _scalar_type, (_pattern, _first_characters) in _SCALAR_TYPES.items():
+    for _yaml_class in (_Loader, _Dumper):
+        _yaml_class.add_implicit_resolver(
+            f"{_TAG_PREFIX}{_scalar_type}", re.compile(rf"^(?:{_pattern})$(?!\n)"), _first_characters
+        )
 _Loader.yaml_constructors |= {
-    f"{_TAG}null": yaml.SafeLoader.construct_yaml_null,
-    f"{_TAG}bool": _construct_bool,
-    f"{_TAG}int": _construct_int,
-    f"{_TAG}float": _construct_float,
-    f"{_TAG}str": yaml.SafeLoader.construct_yaml_str,
-    f"{_TAG}seq": yaml.SafeLoader.construct_yaml_seq,
-    f"{_TAG}map": yaml.SafeLoader.construct_yaml_map,
+    f"{_TAG_PREFIX}null": yaml.SafeLoader.construct_yaml_null,
+    f"{_TAG_PREFIX}bool": _construct_bool,
+    f"{_TAG_PREFIX}int": _construct_int,
+    f"{_TAG_PREFIX}float": _construct_float,
+    f"{_TAG_PREFIX}str": yaml.SafeLoader.construct_yaml_str,
+    f"{_TAG_PREFIX}seq": yaml.SafeLoader.construct_yaml_seq,
+    f"{_TAG_PREFIX}map": yaml.SafeLoader.construct_yaml_map,
 }
 
 
@@ -104,7 +107,7 @@ def load(text: str) -> Any:
     """
     if len(text) > MAX_CHARACTERS:
         raise TooLargeError(f"has more than {MAX_CHARACTERS:,} characters; name files by folder or glob")
-    _check_depth(text)
+    _check_limits(text)
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -125,42 +128,49 @@ def dump(value: Any, **options: Any) -> str:
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, **options))
 
 
-def _check_depth(text: str) -> None:
-    """Check the limits with the parser, which is iterative. Later steps are recursive and could exceed the stack."""
+def _check_limits(text: str) -> None:
+    """Check tags, nesting and number of nodes with the parser.
+
+    The parser is iterative. All later steps are recursive, so a deeply nested document could exceed the stack.
+    """
     depth = num_nodes = 0
     for event in yaml.parse(text, Loader=_Loader):
-        line = event.start_mark.line + 1 if event.start_mark is not None else 0
+        line_number = event.start_mark.line + 1 if event.start_mark is not None else 0
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         num_nodes += isinstance(event, yaml.NodeEvent)
         if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag is not None:
-            raise yaml.YAMLError(f"line {line}: the tag {event.tag!r} is not in the core schema; leave tags out")
+            raise yaml.YAMLError(f"line {line_number}: the tag {event.tag!r} is not in the core schema; leave tags out")
         if depth > MAX_DEPTH:
-            raise TooLargeError(f"nests groups more than {MAX_DEPTH} deep in line {line}, but no setting is nested that deep")
+            raise TooLargeError(
+                f"nests groups more than {MAX_DEPTH} deep in line {line_number}, but no setting is nested that deep"
+            )
         if num_nodes > MAX_NODES:
             raise _too_many_nodes()
 
 
-def _count_nodes(node: Node, size_by_id: dict[int, int | None]) -> int:
+def _count_nodes(node: Node, num_nodes_by_id: dict[int, int | None]) -> int:
     """Count `node` and the keys and values below it; an alias counts as the nodes that it refers to.
 
     Args:
-        size_by_id: sizes of the collections counted so far; None while a collection is being counted.
+        num_nodes_by_id: number of nodes of each collection by the collection's id; None while the collection is being counted.
     """
     if not isinstance(node, CollectionNode):
         return 1
-    if id(node) in size_by_id:
-        size = size_by_id[id(node)]
-        if size is None:
-            line = node.start_mark.line + 1 if node.start_mark is not None else 0
-            raise TooLargeError(f"has an alias in line {line} for a group that contains the alias; write the group out")
-        return size
-    size_by_id[id(node)] = None
-    children = [item for pair in node.value for item in pair] if isinstance(node, MappingNode) else node.value
-    size = 1 + sum(_count_nodes(child, size_by_id) for child in children)
-    if size > MAX_NODES:
+    if id(node) in num_nodes_by_id:
+        num_nodes = num_nodes_by_id[id(node)]
+        if num_nodes is None:
+            line_number = node.start_mark.line + 1 if node.start_mark is not None else 0
+            raise TooLargeError(f"has an alias in line {line_number} for a group that contains the alias; write the group out")
+        return num_nodes
+    num_nodes_by_id[id(node)] = None
+    children = (
+        [child for key_and_value in node.value for child in key_and_value] if isinstance(node, MappingNode) else node.value
+    )
+    num_nodes = 1 + sum(_count_nodes(child, num_nodes_by_id) for child in children)
+    if num_nodes > MAX_NODES:
         raise _too_many_nodes()
-    size_by_id[id(node)] = size
-    return size
+    num_nodes_by_id[id(node)] = num_nodes
+    return num_nodes
 
 
 def _too_many_nodes() -> TooLargeError:

@@ -130,11 +130,11 @@ def to_markdown(results: dict[str, Any]) -> str:
         f"Measured on {results['date']} on {results['cores']} cores by `make bench-evaluate` with torch {results['torch']} "
         f"and numpy {results['numpy']}.",
         f"The data have {results['queries']:,} users, {ITEMS:,} items, vectors of {DIM} numbers and "
-        f"{round(results['queries'] * TARGETS_PER_QUERY):,} test targets. Two programs are",
+        f"{round(results['queries'] * TARGETS_PER_QUERY):,} targets (test items). Two programs are",
         f"compared. `nightjar` computes all metrics of the stage `evaluate`. `numpy` computes only Recall@{K}, with a matrix",
-        "product and argpartition. Each run is a separate process, and the programs alternate. The table is based on",
-        f"{results['rounds']} run(s) of each program. It has the median duration, with all durations in parentheses. CPU time",
-        "is the total over all cores.",
+        "product and argpartition. Each run is a separate process, and the programs alternate. Number of",
+        f"runs of each program: {results['rounds']}. The table has the median duration, with all durations in parentheses.",
+        "The CPU time is the total over all cores.",
         "",
         "| other busy processes | numpy, s | nightjar, s | nightjar / numpy | CPU time of numpy, s | CPU time of nightjar, s |",
         "|---:|---:|---:|---:|---:|---:|",

@@ -62,7 +62,8 @@ def to_markdown(results: dict[str, Any]) -> str:
     """Return one table line per layout and method."""
     lines = [
         f"The file has {results['rows']:,} vectors of {results['dim']} float32 numbers. In the layout `list` they are in one",
-        "column of lists. In the layout `wide` there is one column per dimension. The table has the median",
+        "column of lists. In the layout `wide` there is one column per dimension. `pandas` stacks the columns, and",
+        "`pandas_block` copies the block of memory in which pandas stores them. The table has the median",
         "of the seconds, with all runs in brackets. Anonymous memory is memory that is not backed by a file.",
         "",
         "| layout | method | seconds | speed-up over pandas | largest anonymous memory, MB "

@@ -15,9 +15,9 @@ Runs = dict[str, dict[int, dict[str, Any]]]
 TABLES = {
     "beauty": ("Amazon Beauty", ("test/hit_rate@10", "test/ndcg@10", "test/recall@20")),
     "limited": ("Amazon Beauty, trained on few users, evaluated on all users", ("test/hit_rate@10", "test/ndcg@10")),
-    "cold": ("citeulike_t, cold articles among cold articles", ("test/cold/recall@20", "test/cold/ndcg@20")),
-    "warm": ("citeulike_t, all articles", ("test/recall@20", "test/ndcg@20")),
-    "collaborative": ("citeulike_t, ids only", ("test/recall@20", "test/ndcg@20")),
+    "cold": ("citeulike_t, only articles without interactions are ranked", ("test/cold/recall@20", "test/cold/ndcg@20")),
+    "warm": ("citeulike_t, all articles are ranked", ("test/recall@20", "test/ndcg@20")),
+    "collaborative": ("citeulike_t, all articles are ranked, models without text", ("test/recall@20", "test/ndcg@20")),
 }
 BASELINES = {"popularity": "baseline/popularity", "zero-shot": "baseline/zero_shot"}
 
@@ -32,14 +32,29 @@ def write_report(results: dict[str, Any], *, folder: Path) -> None:
         "# Quality on public data",
         "",
         f"Measured on {results['date']} on {results['machine']} by `make bench-quality`. The tables have means and standard",
-        "deviations over the seeds. The epoch is chosen on the validation split, and the test split is used once. results.json",
-        "has all settings.",
+        "deviations over the seeds. The epoch is chosen on the validation split, and the test split is used once.",
+        "`results.json` has all settings.",
+        "",
+        "- `random`: the item embeddings start from random numbers.",
+        "- `pretrained`, `text`: the item embeddings use pretrained vectors. `full`, `frozen`, `gradual` and `residual` are",
+        "  values of the setting [transfer](../../docs/models.md#pretrained-vectors).",
+        "- `features`: the model also uses attributes and words of the items.",
+        "- `all articles`: the training includes the articles that the other experiments use for validation.",
+        "- `popularity`, `zero-shot`: baselines without training. They rank items by popularity, or by the similarity of their",
+        "  pretrained vectors.",
     ]
     for part, (title, metrics) in TABLES.items():
         if part in parts:
             lines += ["", f"## {title}", "", *_table(parts[part], metrics)]
     if "beauty" in parts:
-        lines += ["", *_first_to_reach(parts["beauty"]), "", "![validation by epoch](curves.png)"]
+        lines += [
+            "",
+            "## Epochs to the quality of random initialisation",
+            "",
+            *_first_to_reach(parts["beauty"]),
+            "",
+            "![validation by epoch](curves.png)",
+        ]
         _plot_curves(parts["beauty"], path=folder / "curves.png")
     if "speed" in parts:
         lines += ["", "## Seconds per epoch", "", *_speed_table(parts["speed"])]
@@ -83,7 +98,8 @@ def _curve(result: dict[str, Any]) -> list[float]:
 def _first_to_reach(runs: Runs) -> list[str]:
     """Return the table of the epochs in which each variant reaches the best validation value of random initialisation."""
     lines = [
-        "First epoch in which a variant reaches the best validation NDCG@10 of random initialisation, for each seed:",
+        "On Amazon Beauty, the first epoch in which a variant reaches the best validation NDCG@10 of random initialisation,",
+        "for each seed:",
         "",
         "| | epoch | epoch of random initialisation | ratio |",
         "|:---|---:|---:|---:|",

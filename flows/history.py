@@ -10,7 +10,7 @@ from typing import Any
 
 from recsys_core.disk import used_bytes
 from recsys_core.manifests import DataReportManifest, RegistrationManifest, read_unchecked_manifest
-from tasks.run import RUN_ID, Run
+from tasks.run import RUN_ID_PATTERN, Run
 from tasks.run_record import ERROR_LOG_NAME, RECORD_NAME, RunFigures, RunRecord, RunState
 
 PATH_BY_LINK = {
@@ -93,7 +93,9 @@ class PastRun:
 def run_history(workspace: str | Path, *, last: int | None = None) -> list[PastRun]:
     """Return the runs of `workspace`, the newest start first, and at most `last` of them."""
     workspace = Path(workspace).absolute()
-    run_folders = [path for path in (workspace / "runs").glob("*") if RUN_ID.fullmatch(path.name) and _is_run_folder(path)]
+    run_folders = [
+        path for path in (workspace / "runs").glob("*") if RUN_ID_PATTERN.fullmatch(path.name) and _is_run_folder(path)
+    ]
     runs = [Run(path.name, workspace=workspace, experiment="") for path in run_folders]
     past_runs = [PastRun(run, RunRecord.read(run) or _record_from_manifests(run)) for run in runs]
     return sorted(past_runs, key=lambda past_run: (past_run.record.started, past_run.run.run_id), reverse=True)[:last]

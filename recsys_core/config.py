@@ -50,13 +50,13 @@ class Settings(Frozen):
         return settings
 
     @classmethod
-    def operational(cls) -> set[str]:
+    def operational_settings(cls) -> set[str]:
         """Return the names of the settings annotated as OPERATIONAL."""
         return {setting_name for setting_name, field in cls.model_fields.items() if OPERATIONAL in field.metadata}
 
     def result_settings(self) -> dict[str, Any]:
         """Return the settings that change the result, for a fingerprint."""
-        return self.model_dump(mode="json", exclude=self.operational())
+        return self.model_dump(mode="json", exclude=self.operational_settings())
 
 
 def _accepts_bool(annotation: Any) -> bool:
@@ -123,7 +123,7 @@ Checksums = Annotated[
         "<file>.sha256, as sha256sum writes it"
     ),
 ]
-Column = Annotated[str, Field(min_length=1, max_length=1_000), AfterValidator(_check_control_characters)]
+ColumnName = Annotated[str, Field(min_length=1, max_length=1_000), AfterValidator(_check_control_characters)]
 Name = Annotated[
     str, Field(min_length=1, max_length=200), AfterValidator(_check_control_characters), AfterValidator(_check_outer_blanks)
 ]

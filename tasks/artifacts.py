@@ -28,7 +28,7 @@ from tasks.reporting import LOG, show_bar, training_note
 from tasks.run import Run
 
 _NUM_RETRIES = 4
-"""Largest number of retries of a request. They take 2 + 4 + 8 + 16 s, in which a server can restart."""
+"""Largest number of retries of a request. The pauses between them take 2 + 4 + 8 + 16 s, in which a server can restart."""
 _PROGRESS_INTERVAL_S = 5.0
 _PROGRESS_PAUSE_S = 30.0
 """Pause after a failed update of the progress."""
@@ -107,12 +107,12 @@ class TrainingProgress:
         self._run = run
         self._artifact_id: UUID | None = None  # None before the first update
         self._next_update_s, self._has_failed = 0.0, False
-        self._validation: Mapping[str, float] = {}
+        self._validation_metrics: Mapping[str, float] = {}
 
     def send(self, progress: Progress) -> None:
         """Send one line of metrics.jsonl."""
-        self._validation = progress.validation or self._validation
-        note = training_note(progress, validation=self._validation)
+        self._validation_metrics = progress.validation or self._validation_metrics
+        note = training_note(progress, validation=self._validation_metrics)
         show_bar("train", num_done=progress.step, num_total=progress.total_steps, note=note)
         if time.monotonic() >= self._next_update_s:
             description = f"{note}  {progress.samples_per_s:,.0f} samples/s"

@@ -53,7 +53,7 @@ def register(
     uri, interactions = tracking_uri(run.workspace), dataset.interactions
     retry = partial(call_with_retries, uri=uri)
 
-    def log_run() -> "tuple[MlflowClient, str]":
+    def log_run_results() -> "tuple[MlflowClient, str]":
         client = retry(lambda: connect(run.workspace))
         mlflow_run_id = retry(lambda: tracking.open_run(client, run))
         log_results = partial(
@@ -65,14 +65,14 @@ def register(
         return client, mlflow_run_id
 
     if run.options.dry_run:
-        log_run()
+        log_run_results()
         return stage_log.finish(None, "dry run: no version is registered")
     fingerprint = fingerprint_of("registration", config, uri, package, evaluation, train_manifest, run.options.promote)
     register_stage = StageFolder(run.stage_folder("register"), RegistrationManifest, fingerprint=fingerprint)
     manifest = register_stage.manifest
     if manifest is None:
         with register_stage.writing() as new_folder:
-            client, mlflow_run_id = log_run()
+            client, mlflow_run_id = log_run_results()
             version = retry(
                 lambda: get_or_create_version(
                     package,

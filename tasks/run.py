@@ -66,7 +66,7 @@ Promote = Literal["by_gate", "never", "force"]
 """by_gate: the comparison with the champion decides. never: the champion stays. force: the new version becomes champion."""
 MAX_REASON_CHARACTERS = 200
 
-RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
+RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 """A run id is the name of one folder, never a path."""
 
 LOCK_NAME = ".lock"
@@ -141,7 +141,7 @@ class Run:
 
     def __post_init__(self) -> None:
         """Raise InputError for an invalid run id, or if a run with a forced promotion ends before the promotion."""
-        if RUN_ID.fullmatch(self.run_id) is None:
+        if RUN_ID_PATTERN.fullmatch(self.run_id) is None:
             raise InputError(
                 f"run id {shown(self.run_id)}: a run id consists of letters, digits, - and _, such as 20261121-070312-ab12; "
                 f"use the name of a folder in {self.workspace / self.parent}"
@@ -179,7 +179,8 @@ class Run:
     def lock(self) -> Iterator[None]:
         """Lock the run's folder.
 
-        Raises InputError if another process has locked it, if nightjar did not create it, or if retention has reduced the run.
+        Raises InputError if another process has locked the folder, if nightjar did not create the folder, or if retention has
+        reduced the run.
         """
         create_own_folder(self.folder)
         if (self.folder / REDUCED_FILE_NAME).exists():
@@ -215,10 +216,12 @@ class Run:
 
 @contextmanager
 def workspace_lock(workspace: Path, *, run_id: str) -> Iterator[None]:
-    """Lock `workspace` for one command; raise InputError with the process, host, run and start of the holder of the lock.
+    """Lock `workspace` for one command.
 
-    The kernel releases the lock whenever its process ends. On a network file system, the file server releases the lock of a
-    host that has died.
+    If another command holds the lock, raise InputError with the process, host, run and start time of that command.
+
+    The kernel releases the lock when the process of the command ends. On a network file system, the file server releases the
+    lock of a host that has died.
     """
     workspace.mkdir(parents=True, exist_ok=True)
     lock, holder_file = FileLock(workspace / ".command.lock"), workspace / ".command.json"

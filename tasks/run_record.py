@@ -89,7 +89,9 @@ class RunRecord(Frozen):
     pid: int = Field(description="process id of the flow")
     num_starts: int = Field(1, description="number of starts of the run, including this one; each resume is a start")
     started: AwareDatetime = Field(description="time of this start, UTC")
-    ended: AwareDatetime | None = Field(None, description="time of the end, UTC; null while the run works or if it was killed")
+    ended: AwareDatetime | None = Field(
+        None, description="time of the end, UTC; null while the run is running, or if it was killed"
+    )
     state: RunState = "Running"
     message: str = Field("", description="why the run ended in this state; without passwords")
     figures: RunFigures = RunFigures()
@@ -123,7 +125,7 @@ class RunRecord(Frozen):
         write_text(run.folder / RECORD_NAME, self.model_dump_json(indent=2))
 
 
-class Ending:
+class RunEnding:
     """End state of the body of `record_run`, set by the body or derived from its exception."""
 
     def __init__(self) -> None:
@@ -136,11 +138,11 @@ class Ending:
 
 
 @contextmanager
-def record_run(run: Run, *, pipeline: str) -> Iterator[Ending]:
+def record_run(run: Run, *, pipeline: str) -> Iterator[RunEnding]:
     """Write the record of `run` before the body and after any end of the body. The caller holds the lock of the run.
 
-    The body calls `set` of the yielded Ending. An exception is recorded as Failed, or as Interrupted if a signal caused it. The
-    traceback of an unexpected exception is written to error.log.
+    The body calls `set` of the yielded RunEnding. An exception is recorded as Failed, or as Interrupted if a signal caused the
+    exception. The traceback of an unexpected exception is written to error.log.
     """
     previous_record = RunRecord.read(run)
     start_record = RunRecord(
@@ -153,7 +155,7 @@ def record_run(run: Run, *, pipeline: str) -> Iterator[Ending]:
     )
     (run.folder / ERROR_LOG_NAME).unlink(missing_ok=True)
     start_record.write(run)
-    ending = Ending()
+    ending = RunEnding()
     try:
         yield ending
     except BaseException as error:
@@ -170,7 +172,7 @@ def record_run(run: Run, *, pipeline: str) -> Iterator[Ending]:
             LOG.warning("could not write %s (%s); the run is listed as interrupted", run.folder / RECORD_NAME, error)
 
 
-def _ended_record(start_record: RunRecord, ending: Ending) -> RunRecord:
+def _ended_record(start_record: RunRecord, ending: RunEnding) -> RunRecord:
     message = printable(redacted(" ".join(ending.message.split())), max_characters=_MESSAGE_CHARACTERS)
     return start_record.model_copy(update={"ended": datetime.now(UTC), "state": ending.state, "message": message})
 

@@ -72,7 +72,7 @@ class ColumnFacts(Frozen):
     max_value: str | None = Field(None, description="largest value, for columns of times, labels and weights")
 
 
-class ReadFile(Frozen):
+class IngestedFile(Frozen):
     """One file of the interaction log, with its statistics and the number of dropped rows."""
 
     source: SourceFile
@@ -91,7 +91,7 @@ class LogPart(Frozen):
 
     file_name: str
     settings_fingerprint: str = Field(description="fingerprint of the settings that affect how the files are read")
-    files: tuple[ReadFile, ...]
+    files: tuple[IngestedFile, ...]
 
 
 class InteractionsManifest(Manifest):

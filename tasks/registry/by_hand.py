@@ -75,7 +75,7 @@ def promote_version(version_number: int, decision: Decision) -> str:
     champion = call_with_retries(lambda: champion_of(client, model_name), uri=client.tracking_uri)
     if champion is not None and str(champion.version) == str(version.version):
         raise InputError(f"{model_name}: version {version_number} is already champion; nothing changes")
-    with _tester(client, decision, run_id=version.tags.get(RUN_ID_TAG)) as tester:
+    with _open_tester(client, decision, run_id=version.tags.get(RUN_ID_TAG)) as tester:
         metrics = tester.smoke_test(version)
         return _make_champion(tester, version, decision, champion=champion, metrics=metrics, is_rollback=False)
 
@@ -108,7 +108,7 @@ def roll_back(version_number: int | None, decision: Decision) -> str:
             "`nightjar releases`, and make one of them the champion with `nightjar promote --version N`"
         )
     load_errors = []
-    with _tester(client, decision, run_id=None) as tester:
+    with _open_tester(client, decision, run_id=None) as tester:
         for version in candidates[:MAX_FORMER_CHAMPIONS]:
             try:
                 metrics = tester.measure(version, metric_prefix="served")
@@ -124,7 +124,7 @@ def _version_numbers(versions: Sequence[ModelVersion]) -> str:
 
 
 @contextmanager
-def _tester(client: MlflowClient, decision: Decision, *, run_id: str | None) -> Iterator[VersionTester]:
+def _open_tester(client: MlflowClient, decision: Decision, *, run_id: str | None) -> Iterator[VersionTester]:
     """Yield a tester with users from the log of run `run_id`, or of the newest run that has a log in the workspace."""
     workspace, interactions = decision.workspace, None
     if run_id is not None:
@@ -153,7 +153,7 @@ def _make_champion(
     metrics: dict[str, float],
     is_rollback: bool,
 ) -> str:
-    """Move the alias from `champion` to `version`, and record the decision in tags of both; return one sentence."""
+    """Move the alias from `champion` to `version`, and tag both versions with the decision; return one sentence."""
     client, model_name, version_number = tester.client, version.name, str(version.version)
     is_moved = tester.retry(
         move_champion, client, version, expected_champion=champion, mark_as_former=not is_rollback, turn_version=version
@@ -178,18 +178,18 @@ def _make_champion(
     if (tester.retry(version_number_by_alias, client, model_name) or {}).get("challenger") == version_number:
         tester.retry(client.delete_registered_model_alias, model_name, "challenger")
         decision.on_alias_change(AliasChange(model_name, "challenger", version_number, None, f"{action}: {decision.reason}"))
-    metric = decision.config.metric
+    metric_name = decision.config.metric
     instead_text = "" if old_version_number is None else f" instead of version {old_version_number}"
     return (
-        f"{model_name} version {version_number} is champion{instead_text}: {metric} is "
-        f"{metrics[f'served/{metric}']:.4f} for {tester.sample.num_users:,} users"
+        f"{model_name} version {version_number} is champion{instead_text}: {metric_name} is "
+        f"{metrics[f'served/{metric_name}']:.4f} for {tester.sample.num_users:,} users"
     )
 
 
 def _tag_decision(tester: VersionTester, version: ModelVersion, change: str, decision: Decision) -> None:
     try:
-        user = getpass.getuser()
+        user_name = getpass.getuser()
     except (OSError, KeyError):  # a container may run with a user id without a name
-        user = f"user {os.getuid()}"
-    tag_value = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {user} on {socket.gethostname()}: {change}: {decision.reason}"
+        user_name = f"user {os.getuid()}"
+    tag_value = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {user_name} on {socket.gethostname()}: {change}: {decision.reason}"
     tester.set_tag(version, BY_HAND_TAG, tag_value)

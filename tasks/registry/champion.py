@@ -26,7 +26,7 @@ def starting_champion(model_name: str, *, run: Run) -> Champion | None:
             warning="could not read the champion from MLflow",
         )
         run_id = None if version is None else version.tags.get(RUN_ID_TAG)
-        _write(champion_file, {"run_id": run_id})
+        _write_json(champion_file, {"run_id": run_id})
     if run_id is None:
         LOG.info("full training: %s has no champion yet, or had none when this run began", model_name)
         return None
@@ -45,6 +45,6 @@ def starting_champion(model_name: str, *, run: Run) -> Champion | None:
     return champion
 
 
-def _write(path: Path, content: dict[str, str | None]) -> None:
+def _write_json(path: Path, content: dict[str, str | None]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(content))

@@ -80,7 +80,7 @@ class _Gate:
     evaluation: EvaluationManifest
     on_alias_change: Callable[[AliasChange], None]
 
-    def report_alias(self, alias: str, *, old_version: object, new_version: object, reason: str) -> None:
+    def report_alias_change(self, alias: str, *, old_version: object, new_version: object, reason: str) -> None:
         """Report that `alias` moved, unless both versions are equal. A version is None if no version had or has the alias."""
         old_number, new_number = (None if number is None else str(number) for number in (old_version, new_version))
         if old_number != new_number:
@@ -116,7 +116,7 @@ def run_champion_gate(
     verdict = _compare_and_promote(gate, gate.tester.smoke_test(version))
     assert version.run_id is not None  # get_or_create_version creates every version from an MLflow run
     gate.tester.retry(log_metrics, client, version.run_id, as_metrics(verdict.metrics))
-    registration = {
+    registration_fields = {
         "model_name": version.name,
         "version": str(version.version),
         "alias": "champion" if verdict.is_promoted else "challenger",
@@ -128,8 +128,8 @@ def run_champion_gate(
         "mlflow_run_id": version.run_id,
         "metrics": verdict.metrics,
     }
-    (folder / "registration.json").write_text(json.dumps(registration, indent=2))
-    return registration
+    (folder / "registration.json").write_text(json.dumps(registration_fields, indent=2))
+    return registration_fields
 
 
 def _compare_and_promote(gate: _Gate, new_metrics: dict[str, float]) -> Verdict:
@@ -148,23 +148,23 @@ def _compare_and_promote(gate: _Gate, new_metrics: dict[str, float]) -> Verdict:
         winner = version if verdict.is_promoted else verdict.reinstated_champion
         if winner is None:  # the champion keeps its alias
             break
-        # A champion that does not load cannot serve as a former champion later.
+        # A champion that does not load is not marked as a former champion, because the gate could not fall back on it.
         move_alias = partial(
             move_champion, expected_champion=champion, mark_as_former=verdict.alarm is None, turn_version=version
         )
         if gate.tester.retry(move_alias, client, winner):
             old_version = None if champion is None else champion.version
-            gate.report_alias("champion", old_version=old_version, new_version=winner.version, reason=verdict.reason)
+            gate.report_alias_change("champion", old_version=old_version, new_version=winner.version, reason=verdict.reason)
             break
         LOG.info("%s: another version became champion; version %s is compared with it", version.name, version.version)
     if not verdict.is_promoted:
         old_challenger = (gate.tester.retry(version_number_by_alias, client, version.name) or {}).get("challenger")
         gate.tester.retry(client.set_registered_model_alias, version.name, "challenger", version.version)
-        gate.report_alias("challenger", old_version=old_challenger, new_version=version.version, reason=verdict.reason)
+        gate.report_alias_change("challenger", old_version=old_challenger, new_version=version.version, reason=verdict.reason)
     elif "challenger" in gate.tester.retry(client.get_model_version, version.name, version.version).aliases:
         # An earlier start of the run did not promote the version, but this start has another `promote`.
         gate.tester.retry(client.delete_registered_model_alias, version.name, "challenger")
-        gate.report_alias("challenger", old_version=version.version, new_version=None, reason=verdict.reason)
+        gate.report_alias_change("challenger", old_version=version.version, new_version=None, reason=verdict.reason)
     if verdict.alarm is not None:
         LOG.error("%s: %s", version.name, verdict.alarm)
         if winner is None and gate.options.promote == "by_gate":
@@ -208,7 +208,7 @@ def _compare(gate: _Gate, new_metrics: dict[str, float], *, champion: ModelVersi
 
 
 def _compare_with_former_champion(gate: _Gate, new_metrics: dict[str, float]) -> Verdict | None:
-    """Compare with the last former champion that loads; return None if none of them loads. One of the two becomes champion."""
+    """Compare with the last former champion that loads; return None if none of them loads. The winner becomes champion."""
     for former_champion in gate.tester.retry(former_champions, gate.tester.client, gate.version.name)[:MAX_FORMER_CHAMPIONS]:
         try:
             metrics = new_metrics | gate.tester.measure(

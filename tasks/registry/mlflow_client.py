@@ -106,7 +106,7 @@ def call_or_warn(call: Callable[[MlflowClient], T], *, workspace: Path, warning:
 
 
 def call_with_retries(call: Callable[[], T], *, uri: str) -> T:
-    """Return call(). Retry it with backoff for RETRY_TIMEOUT_S after a transient failure, so it must be repeatable.
+    """Return call(). After a transient failure, repeat the call with backoff for up to RETRY_TIMEOUT_S.
 
     Raises:
         TrackingServerError: the failure is permanent, or the last attempt failed too.

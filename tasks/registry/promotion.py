@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
@@ -40,6 +41,14 @@ class AliasChange:
     old_version: str | None
     new_version: str | None
     reason: str
+
+
+class _Turn(NamedTuple):
+    """The turn of a version in the line of all versions with a turn tag."""
+
+    sort_key: int
+    version_number: int
+    tag: str
 
 
 def move_champion(
@@ -87,23 +96,23 @@ def _hold_turn(client: MlflowClient, version: ModelVersion) -> Iterator[Callable
 
 def _wait_for_turn(client: MlflowClient, model_name: str, *, version_number: str, own_turn: str) -> None:
     """Wait until no other version of the model has a turn before (own_turn, version_number)."""
-    own_sort_key = (_turn_sort_key(own_turn), int(version_number))
-    first_in_line: tuple[tuple[int, int], str] | None = None
+    own_place = (_turn_sort_key(own_turn), int(version_number))
+    first_in_line: _Turn | None = None
     first_seen_s = 0.0
     while True:
         now_s = time.monotonic()
         other_turns = [
-            ((_turn_sort_key(turn), int(other_number)), turn)
-            for other_number, turn in _turn_by_version(client, model_name).items()
+            _Turn(_turn_sort_key(tag), int(other_number), tag)
+            for other_number, tag in _turn_by_version(client, model_name).items()
             if other_number != version_number
         ]
-        earlier_turns = [turn_entry for turn_entry in other_turns if turn_entry[0] < own_sort_key]
+        earlier_turns = [turn for turn in other_turns if (turn.sort_key, turn.version_number) < own_place]
         if not earlier_turns:
             return
         if min(earlier_turns) != first_in_line:
             first_in_line, first_seen_s = min(earlier_turns), now_s
         elif now_s - first_seen_s > ABANDONED_S:
-            client.delete_model_version_tag(model_name, str(first_in_line[0][1]), TURN_TAG)
+            client.delete_model_version_tag(model_name, str(first_in_line.version_number), TURN_TAG)
         time.sleep(_POLL_S)
 
 

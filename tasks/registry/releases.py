@@ -45,7 +45,7 @@ def version_number_by_alias(client: MlflowClient, model_name: str) -> dict[str, 
     return {alias: str(number) for alias, number in number_by_alias.items()}
 
 
-def delete_model(client: MlflowClient, model: LoggedModel) -> None:
+def delete_logged_model(client: MlflowClient, model: LoggedModel) -> None:
     """Delete a logged model and its files. Its rows in MLflow's database remain until `mlflow gc`."""
     get_artifact_repository(model.artifact_location, tracking_uri=client.tracking_uri).delete_artifacts()
     client.delete_logged_model(model.model_id)

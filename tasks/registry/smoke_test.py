@@ -76,11 +76,11 @@ def prepare_sample(interactions: InteractionsManifest, *, max_users: int, folder
     Raises:
         StageError: all test items of all users are in their histories, so no metric can be computed.
     """
-    events = EventStore.open(interactions)
+    event_store = EventStore.open(interactions)
     user_row_U = np.sort(
-        np.random.default_rng(SMOKE_TEST_USERS_SEED).permutation(events.users_with_targets("test"))[:max_users]
+        np.random.default_rng(SMOKE_TEST_USERS_SEED).permutation(event_store.users_with_targets("test"))[:max_users]
     )
-    history, targets = events.items_before(user_row_U, "test"), events.targets(user_row_U, "test")
+    history, targets = event_store.items_before(user_row_U, "test"), event_store.targets(user_row_U, "test")
     item_ids = pq.read_table(interactions.path("items.parquet"), columns=["id"])["id"].combine_chunks()
     user_ids = pq.read_table(interactions.path("users.parquet"), columns=["id"])["id"].take(pa.array(user_row_U))
     history_ids = pa.ListArray.from_arrays(history.offset, item_ids.take(pa.array(history.values_L)))

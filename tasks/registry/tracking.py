@@ -131,8 +131,8 @@ def log_params(client: MlflowClient, mlflow_run_id: str, *, config_file: Path) -
     value_by_name = flatten_settings(yaml.safe_load(config_file.read_text(encoding="utf-8")))
     logged_params = client.get_run(mlflow_run_id).data.params
     new_params = [Param(name, value) for name, value in value_by_name.items() if name not in logged_params]
-    for start in range(0, len(new_params), _PARAMS_PER_CALL):
-        client.log_batch(mlflow_run_id, params=new_params[start : start + _PARAMS_PER_CALL])
+    for start_index in range(0, len(new_params), _PARAMS_PER_CALL):
+        client.log_batch(mlflow_run_id, params=new_params[start_index : start_index + _PARAMS_PER_CALL])
     changed_values = {name: value for name, value in value_by_name.items() if logged_params.get(name, value) != value}
     if changed_values:
         client.set_tag(mlflow_run_id, "nightjar.changed_on_resume", json.dumps(changed_values))

@@ -21,7 +21,7 @@ from recsys_core.serving.package import description_sha256
 from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import LOG, RUN_ID_TAG, tracking_uri
 from tasks.registry.model_uri import PACKAGE_SHA256_KEY, PACKAGE_SHA256_TAG
-from tasks.registry.releases import delete_model
+from tasks.registry.releases import delete_logged_model
 from tasks.run import Run
 
 PACKAGE_TAG = "nightjar.package"
@@ -66,7 +66,7 @@ def _delete_unregistered_models(client: MlflowClient, mlflow_run_id: str, *, reg
     for model in client.search_logged_models([experiment_id], f"source_run_id = '{mlflow_run_id}'"):
         if model.model_uri not in registered_uris:
             try:
-                delete_model(client, model)
+                delete_logged_model(client, model)
             except Exception as error:  # e.g. an artifact store that does not allow it
                 LOG.warning("could not delete %s, which has no version (%s: %s)", model.model_uri, type(error).__name__, error)
 

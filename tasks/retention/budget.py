@@ -8,7 +8,7 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import MARKER_NAME, PackageManifest, RegistrationManifest, read_unchecked_manifest
 from recsys_core.units import GIB, format_gib
 from tasks.retention.config import RetentionConfig
-from tasks.retention.run_folders import RUNS_NAME, run_ids
+from tasks.retention.run_folders import RUNS_FOLDER_NAME, run_ids
 from tasks.run import REDUCED_FILE_NAME, Run
 
 LOG = logging.getLogger("nightjar")
@@ -29,7 +29,7 @@ def ensure_disk_space(config: RetentionConfig, run: Run, *, model_name: str) -> 
 def require_disk_space(config: RetentionConfig, run: Run) -> None:
     """Raise InputError if the files of `run` probably exceed the disk budget or the free space.
 
-    The estimate is the size of the newest whole run. Without such a run the estimate is 0.
+    The estimate is the size of the newest run that retention has not reduced. Without such a run the estimate is 0.
     """
     needed_bytes = estimated_bytes(run)
     estimate_text = f"run {run.run_id} needs about {format_gib(needed_bytes, digits=3)}, like the last run"
@@ -49,13 +49,13 @@ def require_disk_space(config: RetentionConfig, run: Run) -> None:
 
 
 def estimated_bytes(run: Run) -> int:
-    """Return the size of the newest whole run with a registered version, minus the files that `run` already has.
+    """Return the size of the newest unreduced run with a registered version, minus the files that `run` already has.
 
     Return 0 if there is no such run. The package counts twice, because MLflow keeps a copy. Files that the run shares with
     earlier runs by hard links do not count: they were modified before the start of the run.
     """
     for run_id in reversed(run_ids(run.workspace)):
-        folder = run.workspace / RUNS_NAME / run_id
+        folder = run.workspace / RUNS_FOLDER_NAME / run_id
         if run_id == run.run_id or (folder / REDUCED_FILE_NAME).exists():
             continue
         if read_unchecked_manifest(folder / "register", RegistrationManifest) is not None:

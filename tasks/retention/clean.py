@@ -39,7 +39,7 @@ def open_registry(workspace: Path) -> MlflowClient | None:
 
 def find_all_removals(workspace: Path, config: RetentionConfig, *, model_name: str, client: MlflowClient | None) -> Removals:
     """Return the removals after which the workspace and the registered model comply with `config`. Nothing is removed."""
-    if client is None:  # a version may have an alias in a registry that this process does not use
+    if client is None:  # the aliases are unknown, so all runs with a registered version are kept
         registered_runs = set().union(*registered_runs_by_model(workspace).values())
         return Removals(find_removals(workspace, config, aliased_runs=registered_runs), [])
     retry = partial(call_with_retries, uri=client.tracking_uri)

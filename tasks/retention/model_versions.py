@@ -21,12 +21,18 @@ from recsys_core.disk import used_bytes
 from recsys_core.manifests import RegistrationManifest, read_unchecked_manifest
 from recsys_core.units import DAY_S
 from tasks.registry.mlflow_client import RUN_ID_TAG
-from tasks.registry.releases import MAX_FORMER_CHAMPIONS, REASONS_TAG, delete_model, former_champions, version_number_by_alias
-from tasks.retention.run_folders import RUNS_NAME, run_ids
+from tasks.registry.releases import (
+    MAX_FORMER_CHAMPIONS,
+    REASONS_TAG,
+    delete_logged_model,
+    former_champions,
+    version_number_by_alias,
+)
+from tasks.retention.run_folders import RUNS_FOLDER_NAME, run_ids
 
 _LOGGED_MODEL_PATTERN = re.compile(r"models:/(m-[0-9a-f]+)")
 MAX_GATE_MS = 1_000 * DAY_S
-"""Age of a version without a comparison above which retention assumes that no run is comparing it."""
+"""Age above which retention assumes that no run is still comparing a version with the champion."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class VersionRemoval:
     """A model version that retention deletes.
 
     Attributes:
-        bytes: size of its files; None if they are not on a local disk.
+        bytes: size of the files of the version; None if the files are not on a local disk.
     """
 
     model_name: str
@@ -47,7 +53,7 @@ def registered_runs_by_model(workspace: Path) -> dict[str, set[str]]:
     """Return the ids of the runs that registered a version, by name of the model."""
     runs_by_model: dict[str, set[str]] = {}
     for run_id in run_ids(workspace):
-        registration = read_unchecked_manifest(workspace / RUNS_NAME / run_id / "register", RegistrationManifest)
+        registration = read_unchecked_manifest(workspace / RUNS_FOLDER_NAME / run_id / "register", RegistrationManifest)
         if registration is not None:
             runs_by_model.setdefault(registration.model_name, set()).add(run_id)
     return runs_by_model
@@ -115,7 +121,7 @@ def delete_versions(client: MlflowClient, removals: Iterable[VersionRemoval]) ->
             continue
         logged_model = _logged_model(client, version)
         if logged_model is not None:
-            delete_model(client, logged_model)
+            delete_logged_model(client, logged_model)
         client.delete_model_version(model_name, version_number)
         completed_removals.append(removal)
     return completed_removals

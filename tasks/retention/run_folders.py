@@ -33,12 +33,12 @@ from recsys_core.manifests import (
 )
 from recsys_core.manifests.ownership import remove_own_folder
 from tasks.retention.config import RetentionConfig
-from tasks.run import CHAMPION_FILE_NAME, LOCK_NAME, REDUCED_FILE_NAME, RUN_ID, STAGES, Run, StageName
+from tasks.run import CHAMPION_FILE_NAME, LOCK_NAME, REDUCED_FILE_NAME, RUN_ID_PATTERN, STAGES, Run, StageName
 
 REPORT_SUFFIXES = (".html", ".json", ".jsonl", ".png")
 """Files of a stage that a reduced run keeps: its manifest, its report and the training log."""
-RUNS_NAME = "runs"
-TRASH_NAME = ".trash"
+RUNS_FOLDER_NAME = "runs"
+TRASH_FOLDER_NAME = ".trash"
 BLOCK_BYTES = 512
 ALL_STAGES = frozenset(STAGES)
 StagesByRun = dict[str, frozenset[StageName]]
@@ -66,12 +66,12 @@ class RunRemoval:
 
 def run_ids(workspace: Path) -> list[str]:
     """Return the ids of the runs, the oldest first; folders that nightjar did not create are left out."""
-    runs_folder = workspace / RUNS_NAME
+    runs_folder = workspace / RUNS_FOLDER_NAME
     folders = runs_folder.iterdir() if runs_folder.is_dir() else iter(())
     return sorted(
         path.name
         for path in folders
-        if RUN_ID.fullmatch(path.name) and not path.is_symlink() and (path / MARKER_NAME).is_file()
+        if RUN_ID_PATTERN.fullmatch(path.name) and not path.is_symlink() and (path / MARKER_NAME).is_file()
     )
 
 
@@ -81,7 +81,7 @@ def find_removals(workspace: Path, config: RetentionConfig, *, aliased_runs: Col
     Args:
         aliased_runs: ids of the runs whose model version has an alias; these runs keep all files.
     """
-    runs_folder = workspace / RUNS_NAME
+    runs_folder = workspace / RUNS_FOLDER_NAME
     all_run_ids = run_ids(workspace)
     kept_stages_by_run = find_kept_stages(workspace, config, aliased_runs=aliased_runs)
     num_old_runs = len(all_run_ids) - config.keep_report_runs
@@ -104,11 +104,12 @@ def find_kept_stages(workspace: Path, config: RetentionConfig, *, aliased_runs: 
     data report if a new run, or one of the newest or locked runs, reads them. Without these files a resumed run would repeat
     its stages, and a new run would build its vocabulary again.
     """
-    runs_folder, all_run_ids = workspace / RUNS_NAME, run_ids(workspace)
+    runs_folder, all_run_ids = workspace / RUNS_FOLDER_NAME, run_ids(workspace)
     locked_runs = [run_id for run_id in all_run_ids if Run(run_id, workspace=workspace, experiment="").is_locked()]
     newest_or_locked_runs = [*all_run_ids[-config.keep_full_runs :], *locked_runs]
     starting_runs = [starting_run for run_id in newest_or_locked_runs if (starting_run := _starting_run(runs_folder / run_id))]
     kept_stages_by_run: StagesByRun = dict.fromkeys([*newest_or_locked_runs, *starting_runs, *aliased_runs], ALL_STAGES)
+    # Each of the newest or locked runs reads stages of earlier runs when it is resumed; a new run comes after all runs.
     for num_earlier_runs in {*(all_run_ids.index(run_id) for run_id in newest_or_locked_runs), len(all_run_ids)}:
         for run_id, stages in _stages_read_by_next(runs_folder, all_run_ids[:num_earlier_runs]).items():
             kept_stages_by_run[run_id] = kept_stages_by_run.get(run_id, frozenset()) | stages
@@ -166,7 +167,7 @@ def _freed_bytes(path_groups: Iterable[tuple[Path, ...]]) -> Iterator[int]:
     removed_links_by_inode: Counter[tuple[int, int]] = Counter()
     for paths in path_groups:
         num_freed_blocks = 0
-        for status in chain.from_iterable(_statuses(path) for path in paths):
+        for status in chain.from_iterable(_file_statuses(path) for path in paths):
             inode = (status.st_dev, status.st_ino)
             removed_links_by_inode[inode] += 1
             if removed_links_by_inode[inode] == status.st_nlink:
@@ -174,7 +175,7 @@ def _freed_bytes(path_groups: Iterable[tuple[Path, ...]]) -> Iterator[int]:
         yield num_freed_blocks * BLOCK_BYTES
 
 
-def _statuses(path: Path) -> Iterator[os.stat_result]:
+def _file_statuses(path: Path) -> Iterator[os.stat_result]:
     """Yield the status of each file at or below `path`; skip files that another process removes meanwhile."""
     for file_path in path.rglob("*") if path.is_dir() else (path,):
         with suppress(FileNotFoundError):
@@ -187,7 +188,7 @@ def remove_files(workspace: Path, removals: Iterable[RunRemoval]) -> list[RunRem
     """Remove the files, except those of runs that a process is working on; return the completed removals."""
     completed_removals = []
     for removal in removals:
-        folder = workspace / RUNS_NAME / removal.run_id
+        folder = workspace / RUNS_FOLDER_NAME / removal.run_id
         lock = FileLock(folder / LOCK_NAME)
         try:
             lock.acquire(timeout=0)
@@ -216,11 +217,11 @@ def _reduce_run(folder: Path, paths: Iterable[Path]) -> None:
 
 
 def _move_to_trash(folder: Path, *, workspace: Path) -> None:
-    trash_folder = workspace / TRASH_NAME
+    trash_folder = workspace / TRASH_FOLDER_NAME
     create_own_folder(trash_folder)
     folder.rename(trash_folder / f"{folder.name}.{secrets.token_hex(4)}")
 
 
 def empty_trash(workspace: Path) -> None:
     """Remove the trash of the workspace, with folders that a killed process has moved to it."""
-    remove_own_folder(workspace / TRASH_NAME)
+    remove_own_folder(workspace / TRASH_FOLDER_NAME)

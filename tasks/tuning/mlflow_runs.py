@@ -9,12 +9,16 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
 from tasks.registry.mlflow_client import call_or_warn
 from tasks.registry.tracking import as_metrics, log_metrics, log_params, open_run
 from tasks.run import Run
-from tasks.tuning.study import Ending, FinishedTrial, Study
+from tasks.tuning.study import FinishedTrial, Study, TrialEnding
 
 TRIAL_TAG = "nightjar.trial"
 ENDING_TAG = "nightjar.ending"
 REASON_TAG = "nightjar.reason"
-STATUS_BY_ENDING: dict[Ending, int] = {"complete": RunStatus.FINISHED, "pruned": RunStatus.KILLED, "failed": RunStatus.FAILED}
+STATUS_BY_ENDING: dict[TrialEnding, int] = {
+    "complete": RunStatus.FINISHED,
+    "pruned": RunStatus.KILLED,
+    "failed": RunStatus.FAILED,
+}
 _MAX_REASON_LENGTH = 500
 _MAX_TRIALS = 10_000
 

@@ -20,8 +20,8 @@ from recsys_core.manifests import create_own_folder
 from recsys_core.seeds import trial_seed
 from tasks.tuning.config import RangeConfig, TuningConfig, label_of
 
-Ending = Literal["complete", "pruned", "failed"]
-STATE_BY_ENDING: dict[Ending, TrialState] = {
+TrialEnding = Literal["complete", "pruned", "failed"]
+STATE_BY_ENDING: dict[TrialEnding, TrialState] = {
     "complete": TrialState.COMPLETE,
     "pruned": TrialState.PRUNED,
     "failed": TrialState.FAIL,
@@ -36,7 +36,7 @@ class TrialResult(Frozen):
         reason: why the trial failed.
     """
 
-    ending: Ending
+    ending: TrialEnding
     value: float | None = None
     seconds: float
     reason: str = ""
@@ -136,7 +136,7 @@ class Study:
     def plot_history(self) -> None:
         """Write a plot of the metric by trial, and of the best metric so far, to `history_file`."""
         figure, axes = plots.new_figure(title=f"Tuning study {self.name}")
-        values_by_ending: dict[Ending, dict[int, float]] = {"complete": {}, "pruned": {}, "failed": {}}
+        values_by_ending: dict[TrialEnding, dict[int, float]] = {"complete": {}, "pruned": {}, "failed": {}}
         for trial in self.finished_trials:
             if trial.value is not None:
                 values_by_ending[trial.ending][trial.number] = trial.value

@@ -13,7 +13,7 @@ from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import TrainManifest
 from recsys_core.training.job_spec import METRICS_NAME, Progress
 from tasks.reporting import show_bar, training_note
-from tasks.tuning.study import Ending, RunningTrial, TrialResult
+from tasks.tuning.study import RunningTrial, TrialEnding, TrialResult
 
 
 class OnProgress(Protocol):
@@ -22,14 +22,14 @@ class OnProgress(Protocol):
     def __call__(self, progress: Progress) -> None: ...
 
 
-class Train(Protocol):
+class TrainFunction(Protocol):
     """Trains with the trial's settings. It is recsys_core.training.train with all arguments bound except on_progress."""
 
     def __call__(self, *, on_progress: OnProgress) -> TrainManifest: ...
 
 
 @task(name="run_trial", task_run_name="trial-{trial.number}", cache_policy=NO_CACHE)
-def run_trial(trial: RunningTrial, train: Train, *, metric: str, folder: Path, label: str) -> TrialResult:
+def run_trial(trial: RunningTrial, train: TrainFunction, *, metric: str, folder: Path, label: str) -> TrialResult:
     """Train, report `metric` after each epoch, and stop early if the trial is pruned.
 
     Args:
@@ -42,7 +42,7 @@ def run_trial(trial: RunningTrial, train: Train, *, metric: str, folder: Path, l
     """
     start_s = time.monotonic()
     value_by_epoch: dict[int, float] = {}
-    ending: Ending = "complete"
+    ending: TrialEnding = "complete"
     reason = ""
 
     def on_progress(progress: Progress) -> None:

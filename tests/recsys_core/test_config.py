@@ -18,14 +18,14 @@ class Example(Settings):
 
 
 def test_operational_settings_are_not_part_of_the_fingerprint() -> None:
-    assert Example.operational() == {"threads"}
+    assert Example.operational_settings() == {"threads"}
     assert Example(rows=2, threads=3).result_settings() == {"rows": 2} == Example(rows=2).result_settings()
 
 
 def test_seeds_columns_and_sizes_are_never_operational() -> None:
     for config, changing in ((TrainingConfig, {"seed", "epochs", "precision"}), (InteractionsConfig, {"paths", "split"})):
-        assert config.operational() and not config.operational() & changing
-    assert EmbeddingsConfig.operational() == {"batch_rows", "threads", "max_expansion_ratio"}
+        assert config.operational_settings() and not config.operational_settings() & changing
+    assert EmbeddingsConfig.operational_settings() == {"batch_rows", "threads", "max_expansion_ratio"}
 
 
 @pytest.mark.parametrize(

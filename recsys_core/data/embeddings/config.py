@@ -4,15 +4,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from recsys_core.config import MAX_COUNT, OPERATIONAL, Checksums, Column, Paths, Settings
+from recsys_core.config import MAX_COUNT, OPERATIONAL, Checksums, ColumnName, Paths, Settings
 
 
 class IdMapConfig(Settings):
     """A table that translates the ids of the vectors into the ids of the log."""
 
     paths: Paths = Field(min_length=1, description="Parquet file or glob, or a list of them")
-    from_column: Column = Field(description="Column with the ids that the file of the vectors uses")
-    to_column: Column = Field(description="Column with the ids of the log")
+    from_column: ColumnName = Field(description="Column with the ids that the file of the vectors uses")
+    to_column: ColumnName = Field(description="Column with the ids of the log")
 
 
 class EmbeddingsConfig(Settings):
@@ -25,9 +25,9 @@ class EmbeddingsConfig(Settings):
         pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$",
         description="Embedding table that uses the vectors: item, user, or the table of a feature such as item.brand",
     )
-    id_column: Column = Field("item_id", description="Column with the ids of the vectors")
-    vector_column: Column | None = Field(None, description="Column with the vectors as lists or fixed-size lists")
-    dimension_prefix: Column | None = Field(
+    id_column: ColumnName = Field("item_id", description="Column with the ids of the vectors")
+    vector_column: ColumnName | None = Field(None, description="Column with the vectors as lists or fixed-size lists")
+    dimension_prefix: ColumnName | None = Field(
         None,
         description="Common prefix of the column names if there is one column per dimension, for example dim_ for dim_0 and "
         "dim_1",

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from recsys_core.config import MAX_COUNT, Checksums, Column, Paths, Settings
+from recsys_core.config import MAX_COUNT, Checksums, ColumnName, Paths, Settings
 
 FeatureKind = Literal["categorical", "list", "weighted_list", "numeric"]
 Side = Literal["user", "item", "context"]
@@ -31,10 +31,10 @@ class FeatureConfig(Settings):
         description="kind of the values. categorical is one value, list is a list of values, weighted_list is a list of "
         "values with weights, and numeric is a number",
     )
-    column: Column | None = Field(
+    column: ColumnName | None = Field(
         None, description="Column with the values. If empty, it is the column with the name of the feature"
     )
-    weight_column: Column | None = Field(
+    weight_column: ColumnName | None = Field(
         None, description="column with the lists of weights of a weighted_list. Weights are finite and 0 or more"
     )
     min_count: int = Field(
@@ -152,7 +152,7 @@ class FeatureTableConfig(Settings):
     """A parquet table with one row per user or item, and its features."""
 
     paths: Paths = Field(min_length=1, description="Parquet file or glob, or a list of them")
-    id_column: Column = Field(description="Column with the id. Its type is the type of the id in the log")
+    id_column: ColumnName = Field(description="Column with the id. Its type is the type of the id in the log")
     checksums: Checksums = "pages"
     features: tuple[FeatureConfig, ...] = Field(min_length=1, max_length=1_000, description="Features to read from the table")
 

@@ -8,7 +8,7 @@ import duckdb
 from recsys_core.data.interactions.config import InteractionsConfig
 from recsys_core.data.interactions.filters import as_time
 from recsys_core.data.interactions.schema import InteractionsInput
-from recsys_core.manifests import ColumnFacts, LogPart, ReadFile
+from recsys_core.manifests import ColumnFacts, IngestedFile, LogPart
 from recsys_core.parquet.duckdb_session import scan_sql
 
 LONG_ID = 1_000
@@ -61,7 +61,7 @@ def column_statistics(
     return statistics
 
 
-def _current_files(parts: Sequence[LogPart], log: InteractionsInput) -> list[ReadFile]:
+def _current_files(parts: Sequence[LogPart], log: InteractionsInput) -> list[IngestedFile]:
     """Return those files of the parts that are still input files. Other files of a part are outdated."""
     current_sources = set(log.split_codes)
     return [file for part in parts for file in part.files if file.source in current_sources]

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from recsys_core.config import MAX_COUNT, MAX_DAYS, OPERATIONAL, Checksums, Column, Paths, Settings
+from recsys_core.config import MAX_COUNT, MAX_DAYS, OPERATIONAL, Checksums, ColumnName, Paths, Settings
 
 SPLITS = ("train", "validation", "test")
 """Names of the splits. The index of a split is its code. The events of a user are stored in the order of the codes."""
@@ -154,29 +154,29 @@ class InteractionsConfig(Settings):
         min_length=1,
         description="Parquet file, folder or glob, or a list of them. A path can be local or start with s3:// or gs://",
     )
-    user_column: Column = Field("user_id", description="Column with the user id (integer or string)")
-    item_column: Column = Field("item_id", description="Column with the item id (integer or string)")
-    timestamp_column: Column | None = Field(
+    user_column: ColumnName = Field("user_id", description="Column with the user id (integer or string)")
+    item_column: ColumnName = Field("item_id", description="Column with the item id (integer or string)")
+    timestamp_column: ColumnName | None = Field(
         None, description="Column with the event time: a timestamp, a date, or an integer in the unit timestamp_unit"
     )
     timestamp_unit: Literal["s", "ms", "us", "ns"] = Field("s", description="Unit of the event times if they are integers")
     max_future_days: float = Field(
         1.0, ge=0, le=MAX_DAYS, description="An event whose time is more than this many days in the future is a bad row"
     )
-    order_column: Column | None = Field(
+    order_column: ColumnName | None = Field(
         None, description="Column by which the events of a user are sorted, for a log without event times"
     )
-    label_column: Column | None = Field(
+    label_column: ColumnName | None = Field(
         None, description="Column with a rating or label. Events with a label below label_threshold are removed"
     )
     label_threshold: Label | None = Field(None, description="Smallest label of an event that is kept")
     label_range: tuple[Label, Label] | None = Field(
         None, description="Smallest and largest valid label. An event with another label is a bad row"
     )
-    weight_column: Column | None = Field(
+    weight_column: ColumnName | None = Field(
         None, description="Column with the weights of the events in the loss. A weight is 0 or more"
     )
-    context_columns: tuple[Column, ...] = Field(
+    context_columns: tuple[ColumnName, ...] = Field(
         (), max_length=1_000, description="Further columns of the log that are stored for each event, for context features"
     )
     split: Split = Field(

@@ -12,7 +12,7 @@ import duckdb
 
 from recsys_core.data.interactions.config import SPLITS, FileSplit, InteractionsConfig, LeaveLastOut, LogFilter, TimeSplit
 from recsys_core.errors import InputError
-from recsys_core.manifests import LogPart, ReadFile, SourceFile
+from recsys_core.manifests import IngestedFile, LogPart, SourceFile
 from recsys_core.parquet.duckdb_session import scan_sql
 from recsys_core.units import DAY_US
 
@@ -191,7 +191,7 @@ def _split_expression(config: InteractionsConfig, *, newest_us: int, tie_breaker
     return "split"
 
 
-def _newest_time(files: Sequence[ReadFile], timestamp_column: str) -> int:
+def _newest_time(files: Sequence[IngestedFile], timestamp_column: str) -> int:
     """Return the newest time of the files in microseconds. The spans are floats, which are exact until the year 2255."""
     return int(max(file.spans[timestamp_column][1] for file in files if timestamp_column in file.spans))
 

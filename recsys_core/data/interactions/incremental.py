@@ -18,7 +18,7 @@ from recsys_core.data.interactions.read_errors import explain_read_errors, rejec
 from recsys_core.data.interactions.schema import InteractionsInput
 from recsys_core.data.row_checks import pass_condition
 from recsys_core.errors import InputError
-from recsys_core.manifests import IdType, InteractionsManifest, LogPart, ReadFile, SourceFile, fingerprint_of
+from recsys_core.manifests import IdType, IngestedFile, InteractionsManifest, LogPart, SourceFile, fingerprint_of
 from recsys_core.parquet.columns import require_column
 from recsys_core.parquet.duckdb_session import SQL_TYPE, quoted, scan_all_sql, scan_sql
 from recsys_core.parquet.guards import has_page_checksums, verify_pages, verify_sidecars
@@ -160,7 +160,7 @@ def read_part(
         )
         reject_false_null_counts(written_counts, statistics, sources, has_label=config.label_column is not None)
     files = tuple(
-        ReadFile(
+        IngestedFile(
             source=source.record,
             bad_rows=dict(file.bad_counts),
             below_threshold=file.num_rows - file.num_bad - written_counts.get(index, (0, 0))[0] if config.label_column else 0,

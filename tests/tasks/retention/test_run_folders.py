@@ -22,7 +22,7 @@ from recsys_core.manifests import (
     read_unchecked_manifest,
 )
 from tasks.retention.config import RetentionConfig
-from tasks.retention.run_folders import TRASH_NAME, find_removals, remove_files, run_ids
+from tasks.retention.run_folders import TRASH_FOLDER_NAME, find_removals, remove_files, run_ids
 from tasks.run import Run
 from tests.tasks.retention.run_folders_by_hand import LARGE, files_below, run_of
 
@@ -56,7 +56,7 @@ def test_the_newest_runs_stay_whole_older_ones_keep_reports_and_the_oldest_are_r
     manifest = read_unchecked_manifest(runs[2].stage_folder("register"), RegistrationManifest)
     assert manifest is not None and manifest.version == "1"
     assert load_manifest(runs[2].stage_folder("register"), RegistrationManifest, verify=False) is None
-    assert not (tmp_path / TRASH_NAME).exists()
+    assert not (tmp_path / TRASH_FOLDER_NAME).exists()
     assert clean(tmp_path) == {}
 
 

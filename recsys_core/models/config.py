@@ -46,7 +46,7 @@ class HistoryConfig(Settings):
         "mean",
         description="how the vectors of a history's items become one vector. mean and sum weight all items equally. recency "
         "learns one weight for each position from the end of the history. attention computes the weights with "
-        "one learned query vector",
+        "one learned attention vector",
     )
     item_representation: ItemRepresentation = Field(
         "embedding",

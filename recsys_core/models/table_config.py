@@ -76,8 +76,8 @@ class TableConfig(Settings):
     )
     lookup: Literal["unpooled", "pooled"] | None = Field(
         None,
-        description="how the ranks exchange the rows of the table user. With unpooled, the default, they exchange them "
-        "together with the rows of items. With pooled, they exchange them together with the query features. "
+        description="how the ranks exchange the rows of the table user. With unpooled, the default, the rows are sent "
+        "together with the rows of items. With pooled, the rows are sent together with the query features. "
         "Only pooled allows the sharding types table_row_wise, table_column_wise and grid_shard",
     )
     pooling: Literal["mean", "sum"] = Field(

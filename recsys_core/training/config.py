@@ -106,8 +106,8 @@ class TrainingConfig(Settings):
         None,
         ge=1,
         le=1_000_000,
-        description="Smallest number of ranks with which the training may continue. After two failures in a row, it "
-        "continues with fewer ranks. If empty, the number of ranks never changes",
+        description="Smallest number of ranks with which the training may continue. After two failures in a row, "
+        "the training continues with fewer ranks. If empty, the number of ranks never changes",
     )
     start_timeout_s: Annotated[float, OPERATIONAL] = Field(
         180.0,

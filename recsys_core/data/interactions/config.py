@@ -63,7 +63,7 @@ class FileSplit(Settings):
         ge=0,
         lt=1,
         description="Share of the training events that become validation events, if there are no validation files. A hash "
-        "of the ids selects them (see validation_unit)",
+        "of the ids selects these events (see validation_unit)",
     )
     validation_unit: Literal["pair", "item"] = Field(
         "pair",
@@ -132,8 +132,8 @@ class VocabularyConfig(Settings):
     rebuild: Literal["when_due", "always"] = Field(
         "when_due",
         description="When the vocabularies are rebuilt. A rebuild numbers all ids by decreasing number of events. With "
-        "when_due, they are rebuilt at the limits rebuild_after_runs and max_idle_share; with always, in every "
-        "run",
+        "when_due, they are rebuilt when rebuild_after_runs is reached or max_idle_share is exceeded. With "
+        "always, they are rebuilt in every run",
     )
     rebuild_after_runs: int = Field(
         30, ge=1, le=10_000, description="Number of runs with the same vocabularies after which they are rebuilt"

@@ -20,29 +20,29 @@ def after_run(config: PipelineConfig, run: Run) -> None:
     """Write the metrics and the page of the last runs, log the stages to MLflow, and remove files of old runs.
 
     A step that fails logs a warning. After an interruption, only the metrics are written, because the process must end at once.
-    The next run then writes the page and removes the files. A run that --until stops before `check_data` has no
-    MLflow run. After such a run, all steps that need MLflow are skipped, because the import of MLflow takes two seconds.
+    The next run then writes the page and removes the files. A run that --until stops before `check_data` has no MLflow run.
+    After such a run, all steps that need MLflow are skipped, because the import of MLflow takes two seconds.
     """
     record = RunRecord.read(run)
-    _run_or_warn("write the Prometheus metrics", partial(write_metrics_file, config, run))
+    _call_or_warn("write the Prometheus metrics", partial(write_metrics_file, config, run))
     if record is None or record.state == "Interrupted":
         return
     if record.state == "StoppedAfterStage" and "check_data" not in record.figures.stage_seconds:
-        _run_or_warn("write the page of the last runs", partial(write_history_page, config, run, has_mlflow=False))
+        _call_or_warn("write the page of the last runs", partial(write_history_page, config, run, has_mlflow=False))
         return
     try:
         has_mlflow = _is_mlflow_available(run)
     except Exception as error:  # any error of a library
         LOG.warning("could neither log the stages to MLflow nor remove files of old runs; the run is not affected (%s)", error)
-        _run_or_warn("write the page of the last runs", partial(write_history_page, config, run, has_mlflow=False))
+        _call_or_warn("write the page of the last runs", partial(write_history_page, config, run, has_mlflow=False))
         return
-    _run_or_warn("write the page of the last runs", partial(write_history_page, config, run, has_mlflow=has_mlflow))
+    _call_or_warn("write the page of the last runs", partial(write_history_page, config, run, has_mlflow=has_mlflow))
     if has_mlflow:
-        _run_or_warn("log the stages to MLflow", partial(_log_to_mlflow, run, record))
-    _run_or_warn("remove files of old runs", partial(_remove_old_files, config, run))
+        _call_or_warn("log the stages to MLflow", partial(_log_to_mlflow, run, record))
+    _call_or_warn("remove files of old runs", partial(_remove_old_files, config, run))
 
 
-def _run_or_warn(description: str, step: Callable[[], None]) -> None:
+def _call_or_warn(description: str, step: Callable[[], None]) -> None:
     try:
         step()
     except Exception as error:  # any error of a library

@@ -46,7 +46,7 @@ def promote(
     """Make a registered version the champion, without a comparison with the current champion.
 
     Args:
-        pipeline: Path of the config file on the worker. It names the registered model.
+        pipeline: Path of the config file on the worker. The file names the registered model.
         version: Number of the version. It becomes champion if it passes the smoke test.
         reason: Why you promote this version, in one line. It becomes a tag of both versions.
         overrides: Settings that differ from the config file, as key=value, for example registry.model_name=films.
@@ -61,7 +61,7 @@ def promote(
     die_with_parent()  # has an effect only under `nightjar up`
     config = load_config(pipeline, overrides)
     tag_flow_run(config.name, reason=reason)
-    message = promote_version(version, _decision(config, reason))
+    message = promote_version(version, _make_decision(config, reason))
     _rewrite_history_page(config)
     return Completed(name="Promoted", message=message)
 
@@ -76,7 +76,7 @@ def rollback(
     """Give the alias champion back to a former champion.
 
     Args:
-        pipeline: Path of the config file on the worker. It names the registered model.
+        pipeline: Path of the config file on the worker. The file names the registered model.
         reason: Why you withdraw the champion, in one line. It becomes a tag of both versions.
         version: Number of a former champion; 0 selects the newest former champion that can be loaded.
         overrides: Settings that differ from the config file, as key=value, for example registry.model_name=films.
@@ -91,12 +91,12 @@ def rollback(
     die_with_parent()  # has an effect only under `nightjar up`
     config = load_config(pipeline, overrides)
     tag_flow_run(config.name, reason=reason)
-    message = roll_back(version or None, _decision(config, reason))
+    message = roll_back(version or None, _make_decision(config, reason))
     _rewrite_history_page(config)
     return Completed(name="RolledBack", message=message)
 
 
-def _decision(config: PipelineConfig, reason: str) -> Decision:
+def _make_decision(config: PipelineConfig, reason: str) -> Decision:
     """Return the person's decision, with a function that sends an event to Prefect for each moved alias."""
     emit_event = partial(
         emit_alias_change, flow_run_id=runtime.flow_run.id, pipeline=config.name, run_reason=reason, run_id=None
@@ -107,7 +107,7 @@ def _decision(config: PipelineConfig, reason: str) -> Decision:
 def _rewrite_history_page(config: PipelineConfig) -> None:
     """Write the page of the last runs with the new champion. An error is logged as a warning."""
     try:
-        for past_run in run_history(config.workspace, last=1):
+        for past_run in run_history(config.workspace, max_runs=1):
             run = replace(past_run.run, experiment=config.registry.experiment)
             write_history_page(config, run, has_mlflow=True)
     except Exception as error:  # any error of a library

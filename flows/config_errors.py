@@ -34,7 +34,7 @@ def describe_error(details: ErrorDetails, raw_settings: Mapping[str, Any]) -> st
             return f"{key}: is missing and has no default; set it"
         case "union_tag_not_found" | "union_tag_invalid":
             union_type = Launcher if key == "launcher" else Split
-            kinds = [member_model.model_fields["kind"].default for member_model in nested_models(union_type)]
+            kinds = [member_class.model_fields["kind"].default for member_class in nested_config_classes(union_type)]
             return f"{key}: set kind to one of {', '.join(kinds)}"
         case "value_error":
             message = details["msg"].removeprefix("Value error, ")
@@ -82,21 +82,21 @@ def _suggestion(key: str) -> str:
     return f"did you mean {' or '.join(similar_keys)}?" if similar_keys else f"{parent} is not a group of settings"
 
 
-def setting_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of all settings and groups of `model`, with the settings of every member of a union.
+def setting_keys(config_class: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of all settings and groups of `config_class`, with the settings of every member of a union.
 
     `*` replaces a key that the user chooses, such as the name of a table.
     """
-    for name, field in model.model_fields.items():
+    for name, field in config_class.model_fields.items():
         yield prefix + name
         member_prefix = f"{prefix}{name}.*." if get_origin(field.annotation) is dict else f"{prefix}{name}."
-        for member_model in nested_models(field.annotation):
-            yield from setting_keys(member_model, member_prefix)
+        for member_class in nested_config_classes(field.annotation):
+            yield from setting_keys(member_class, member_prefix)
 
 
-def nested_models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the pydantic models that a field with this annotation may hold."""
+def nested_config_classes(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the config classes that a field with this annotation may hold."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
-        yield from nested_models(argument)
+        yield from nested_config_classes(argument)

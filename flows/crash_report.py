@@ -3,9 +3,10 @@
 When Prefect's process worker is stopped, it kills its runs and reports nothing. Without this process, the run would stay
 Running in Prefect and hold its slot for five minutes, and Prefect would cancel a new run of the deployment.
 
-If a person cancels the flow run, the worker sends it SIGTERM. If the flow run does not end, this process kills it.
+If a person cancels the flow run, the worker sends SIGTERM to the flow run. If the flow run does not end then, this process
+sends SIGKILL.
 
-The process imports only the standard library, because it waits for hours and should use little memory.
+This process imports only the standard library, because it waits for hours and should use little memory.
 """
 
 import json

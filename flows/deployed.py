@@ -52,12 +52,12 @@ def deployed_retrain(
             force.
         overrides: Settings that differ from the config file in this run only, as key=value, for example training.epochs=3.
         resume: Run id of an interrupted run of this pipeline, such as 20261121-070312-ab12. The run keeps its complete stages.
-            Give the same settings and options as at the first start of the run. If empty, a new run starts; but with
-            schedule.unfinished_run=resume, a scheduled run resumes the previous run if that run did not end.
+            Give the same settings and options as at the first start of the run. If empty, a new run starts, with
+            one exception: with schedule.unfinished_run=resume, a scheduled run resumes an unfinished previous run.
         until: The run ends after this stage.
         full_retrain: Read all input files, build the vocabularies again and train without the champion's weights.
-        dry_run: Run all stages and log the metrics, but register no version. To register it, resume the run without
-            this option.
+        dry_run: Run all stages and log the metrics, but register no version. To register the version later, resume the run
+            without this option.
         promote: Rule that decides whether the new version becomes champion. by_gate: the comparison with the champion decides.
             never: the comparison is recorded, the alias champion is not moved. force: the new version becomes champion if it
             passes the smoke test.

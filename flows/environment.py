@@ -11,35 +11,37 @@ from recsys_core.units import DAY_S
 
 
 def prepare_environment(workspace: Path, *, verbose: bool = False) -> None:
-    """Set Prefect's folder and the log levels of Prefect and MLflow as variables that the user has not set.
+    """Set the environment variables for Prefect's folder and for the log levels of Prefect and MLflow.
 
-    Call before a flow is imported. Raises InputError if `workspace` is not writable.
+    Variables that the user has set keep their values. Call this function before a flow is imported.
+
+    Raises InputError if `workspace` is not writable.
     """
     require_writable(workspace)
     workspace.mkdir(parents=True, exist_ok=True)
-    defaults = {
+    default_by_variable = {
         "PREFECT_HOME": str((workspace / "prefect").absolute()),
         # Prefect's messages are in its log and its UI, not in the terminal.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO" if verbose else "CRITICAL",
         "PREFECT_LOGGING_INTERNAL_LEVEL": "INFO" if verbose else "CRITICAL",
         "MLFLOW_LOGGING_LEVEL": "INFO" if verbose else "WARNING",
     }
-    for variable, value in defaults.items():
+    for variable, value in default_by_variable.items():
         os.environ.setdefault(variable, value)
 
 
 def set_flow_run_retention(*, num_days: int) -> None:
     """Set for how many days a Prefect server of this process keeps flow runs, unless the user has set this number."""
-    defaults = {
+    default_by_variable = {
         "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
         "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(num_days * DAY_S),
     }
-    for variable, value in defaults.items():
+    for variable, value in default_by_variable.items():
         os.environ.setdefault(variable, value)
 
 
 def require_writable(workspace: Path) -> None:
-    """Raise InputError if `workspace` is not writable, or does not exist and cannot be created. Creates nothing."""
+    """Raise InputError if `workspace` is not writable, or does not exist and cannot be created. Create nothing."""
     try:
         nearest_existing_path = next(path for path in (workspace, *workspace.parents) if os.path.lexists(path))
         if not nearest_existing_path.is_dir():

@@ -11,9 +11,9 @@ MAX_TAG_CHARACTERS = 80
 
 
 def default_run_id() -> str:
-    """Return the run id of the current flow run: its scheduled time in UTC, and the start of its id.
+    """Return the run id of the current flow run: the scheduled time in UTC, and four characters of the flow run's id.
 
-    If Prefect itself retries the flow run, the id is the same, so the retry resumes the run in the same folder.
+    If Prefect itself retries the flow run, the flow run keeps its id, so the retry resumes the run in the same folder.
     """
     return f"{runtime.flow_run.scheduled_start_time:%Y%m%d-%H%M%S}-{runtime.flow_run.id[:4]}"
 

@@ -10,7 +10,7 @@ MAX_OVERRIDES = 100
 
 
 def shown_as(title: str) -> Any:
-    """Return a field with a title for the form. The form's description of the field is the text in the flow's docstring."""
+    """Return a field with a title for the form. The form describes the field with the text in the flow's docstring."""
     return Field(json_schema_extra={"title": title})
 
 

@@ -34,7 +34,7 @@ STATE_NAMES: dict[RunState, str] = {
     "Interrupted": "interrupted",
 }
 """Text of each state in tables and on the page of the last runs."""
-_START_PATTERN = re.compile(r"(\d{8}-\d{6})-")
+_START_TIME_PATTERN = re.compile(r"(\d{8}-\d{6})-")
 
 
 @dataclass(frozen=True)
@@ -90,15 +90,15 @@ class PastRun:
         }
 
 
-def run_history(workspace: str | Path, *, last: int | None = None) -> list[PastRun]:
-    """Return the runs of `workspace`, the newest start first, and at most `last` of them."""
+def run_history(workspace: str | Path, *, max_runs: int | None = None) -> list[PastRun]:
+    """Return the runs of `workspace`, the newest start first; at most `max_runs` runs."""
     workspace = Path(workspace).absolute()
     run_folders = [
         path for path in (workspace / "runs").glob("*") if RUN_ID_PATTERN.fullmatch(path.name) and _is_run_folder(path)
     ]
     runs = [Run(path.name, workspace=workspace, experiment="") for path in run_folders]
     past_runs = [PastRun(run, RunRecord.read(run) or _record_from_manifests(run)) for run in runs]
-    return sorted(past_runs, key=lambda past_run: (past_run.record.started, past_run.run.run_id), reverse=True)[:last]
+    return sorted(past_runs, key=lambda past_run: (past_run.record.started, past_run.run.run_id), reverse=True)[:max_runs]
 
 
 def newest_promoted_version(past_runs: list[PastRun]) -> str | None:
@@ -142,9 +142,9 @@ def _record_from_manifests(run: Run) -> RunRecord:
         state, message = "DataRejected", "; ".join(data_report.breaches)
     else:
         state, message = "Interrupted", f"the folder has no {RECORD_NAME} and no registered version"
-    start_match = _START_PATTERN.match(run.run_id)
-    if start_match is not None:
-        started = datetime.strptime(start_match[1], "%Y%m%d-%H%M%S").replace(tzinfo=UTC)
+    start_time_match = _START_TIME_PATTERN.match(run.run_id)
+    if start_time_match is not None:
+        started = datetime.strptime(start_time_match[1], "%Y%m%d-%H%M%S").replace(tzinfo=UTC)
     else:
         started = datetime.fromtimestamp(run.folder.stat().st_mtime, UTC)
     return RunRecord(

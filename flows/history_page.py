@@ -47,12 +47,12 @@ _STAGE_GROUPS: dict[str, tuple[tuple[StageName, ...], str]] = {
 def write_history_page(config: PipelineConfig, run: Run, *, has_mlflow: bool) -> None:
     """Replace <workspace>/index.html after `run`, and log the page to MLflow if the run has an MLflow run.
 
-    Without MLflow, the page shows the version of the newest promotion in the workspace as champion.
+    If MLflow does not answer, the page shows the newest promoted version as champion.
 
     Args:
         has_mlflow: whether MLflow answers.
     """
-    past_runs = run_history(run.workspace, last=MAX_RUNS)
+    past_runs = run_history(run.workspace, max_runs=MAX_RUNS)
     page_path = run.workspace / PAGE_FILE_NAME
     run_figures = next(past_run.record.figures for past_run in past_runs if past_run.run.run_id == run.run_id)
     if not has_mlflow or "check_data" not in run_figures.stage_seconds:  # check_data creates the MLflow run
@@ -93,7 +93,7 @@ def to_html(past_runs: Sequence[PastRun], *, config: PipelineConfig, champion_ve
     metric_title = f"{metric_name} as served"
     plot_by_title = {
         metric_title: plot_metric(runs_oldest_first, metric_name=metric_name),
-        "Size of the data": plot_sizes(runs_oldest_first),
+        "Size of the data": plot_data_sizes(runs_oldest_first),
         "Duration of the stages": plot_durations(runs_oldest_first),
         "Disk space of each run": plot_disk(runs_oldest_first),
     }
@@ -177,7 +177,7 @@ def plot_metric(past_runs: Sequence[PastRun], *, metric_name: str) -> Markup | N
     return plots.to_svg(figure)
 
 
-def plot_sizes(past_runs: Sequence[PastRun]) -> Markup | None:
+def plot_data_sizes(past_runs: Sequence[PastRun]) -> Markup | None:
     """Plot events, users and items over the runs, each on its own scale."""
     plotted_counts: tuple[tuple[str, Callable[[PastRun], int | None], str], ...] = (
         ("events", lambda past_run: past_run.record.figures.events, plots.BLUE),
@@ -219,7 +219,7 @@ def plot_durations(past_runs: Sequence[PastRun]) -> Markup | None:
 
 
 def plot_disk(past_runs: Sequence[PastRun]) -> Markup | None:
-    """Plot the size of each run's folder as it is now; retention makes the folders of old runs smaller."""
+    """Plot the current size of each run's folder. Retention makes the folders of old runs smaller."""
     if not past_runs:
         return None
     largest_bytes = max(past_run.disk_bytes for past_run in past_runs)

@@ -16,7 +16,7 @@ LOG = logging.getLogger("nightjar")
 def end_lost_runs(
     client: SyncPrefectClient, deployment_id: UUID, *, state_types: Sequence[str], current_flow_run_id: UUID | None = None
 ) -> None:
-    """Set the flow runs of a deployment to Crashed if their state has one of `state_types`. This frees their slots.
+    """Set the flow runs of a deployment to Crashed if their state has one of `state_types`. This frees their concurrency slots.
 
     Call this function only if no process of these flow runs can be alive. The flow run `current_flow_run_id` is not changed.
     """

@@ -45,7 +45,7 @@ def migrate_database() -> None:
     """Migrate the database in PREFECT_HOME to the schema of the installed Prefect.
 
     A new database is copied from the user's cache, because Prefect's migrations of an empty database take seconds. If the
-    user has configured another database, Prefect migrates it at its start.
+    user has configured another database, Prefect itself migrates that database.
     """
     import asyncio
 

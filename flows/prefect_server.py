@@ -12,7 +12,7 @@ from recsys_core.disk import require_free_space
 from recsys_core.imports import fast_imports
 
 FlowT = TypeVar("FlowT")
-INTERVAL_BY_VARIABLE = {
+INTERVAL_S_BY_VARIABLE = {
     "PREFECT_SERVER_SERVICES_LATE_RUNS_LOOP_SECONDS": "60",
     "PREFECT_SERVER_SERVICES_PAUSE_EXPIRATIONS_LOOP_SECONDS": "60",
     "PREFECT_SERVER_SERVICES_FOREMAN_LOOP_SECONDS": "60",
@@ -30,8 +30,8 @@ class PrefectServer(ServerProcess):
 
     def __init__(self, *, port: int = 0, has_ui: bool = False) -> None:
         self._has_ui = has_ui
-        name = "Prefect server" if has_ui else "embedded Prefect server"
-        super().__init__("flows.prefect_process", name=name, health_path="/api/health", port=port)
+        server_name = "Prefect server" if has_ui else "embedded Prefect server"
+        super().__init__("flows.prefect_process", name=server_name, health_path="/api/health", port=port)
 
     @property
     def api_url(self) -> str:
@@ -55,7 +55,7 @@ class PrefectServer(ServerProcess):
         # Empty for a server without UI. If the variable were not set, Prefect would derive a URL from PREFECT_API_URL.
         os.environ.setdefault("PREFECT_UI_URL", self.url if self._has_ui else "")
         server_environment = {
-            **(INTERVAL_BY_VARIABLE if self._has_ui else {}),
+            **(INTERVAL_S_BY_VARIABLE if self._has_ui else {}),
             **os.environ,
             "PREFECT_SERVER_API_AUTH_STRING": password,
             "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
@@ -81,7 +81,7 @@ class PrefectServer(ServerProcess):
 
 @contextmanager
 def embedded_server() -> Iterator[PrefectServer | None]:
-    """Yield a server and stop it after the body. Yield None if PREFECT_API_URL is set, because then the user has a server."""
+    """Yield a server that is stopped after the body; None if PREFECT_API_URL is set, because then the user has a server."""
     if "PREFECT_API_URL" in os.environ:
         yield None
         return

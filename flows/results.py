@@ -40,8 +40,8 @@ class RunResults:
     def read(cls, run: Run, *, until: StageName | None = None) -> "RunResults":
         """Read the manifests in the run's folder, up to the stage `until`, without verifying checksums."""
         all_stages = list(STAGES)
-        read_stages = all_stages if until is None else all_stages[: all_stages.index(until) + 1]
-        manifests = {stage: load_manifest(run.stage_folder(stage), STAGES[stage], verify=False) for stage in read_stages}
+        included_stages = all_stages if until is None else all_stages[: all_stages.index(until) + 1]
+        manifests = {stage: load_manifest(run.stage_folder(stage), STAGES[stage], verify=False) for stage in included_stages}
         return cls(run, {stage: manifest for stage, manifest in manifests.items() if manifest is not None})
 
     @property

@@ -42,7 +42,7 @@ LOG = logging.getLogger("nightjar")
 
 
 class ServerProcess:
-    """A server process, which imports its libraries at once and serves after `start_serving`.
+    """A server process. It imports its libraries after the constructor, and serves after `start_serving`.
 
     The constructor raises OSError if the port is in use.
     """

@@ -42,7 +42,7 @@ def tune_settings(config: PipelineConfig) -> Study:
             trial = study.start_trial()
             result = _plan_and_run_trial(config, trial, dataset, study=study)
             study.finish_trial(trial, result)
-            _log_result(trial, result, metric=study.metric)
+            _log_result(trial, result, metric_name=study.metric)
             report_study(config, study, is_done=False)
         report_study(config, study, is_done=True)
     return study
@@ -147,8 +147,8 @@ def _plan_and_run_trial(config: PipelineConfig, trial: RunningTrial, dataset: Da
     return run_trial(trial, train_trial, metric=study.metric, folder=folder, label=progress_label)
 
 
-def _log_result(trial: RunningTrial, result: TrialResult, *, metric: str) -> None:
-    metric_text = "" if result.value is None else f"{metric} {result.value:.4f}, "
+def _log_result(trial: RunningTrial, result: TrialResult, *, metric_name: str) -> None:
+    metric_text = "" if result.value is None else f"{metric_name} {result.value:.4f}, "
     settings_text = ", ".join(f"{key} {short_label(value)}" for key, value in trial.settings.items())
     reason_text = f" ({result.reason.splitlines()[0]})" if result.reason else ""
     line_parts = (

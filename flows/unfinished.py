@@ -21,11 +21,11 @@ IGNORED_STATES = ("StoppedAfterStage", "DryRun")
 
 
 def choose_run_to_resume(config: PipelineConfig) -> str | None:
-    """Return the unfinished run that a scheduled run resumes; None to start a new run. Log the choice."""
-    unfinished_run = find_unfinished_run(config.workspace, pipeline_name=config.name)
-    if unfinished_run is None:
+    """Return the id of the unfinished run that a scheduled run resumes; None to start a new run. Log the choice."""
+    run_and_record = find_unfinished_run(config.workspace, pipeline_name=config.name)
+    if run_and_record is None:
         return None
-    run, record = unfinished_run
+    run, record = run_and_record
     age_hours = (datetime.now(UTC) - record.started).total_seconds() / 3_600
     description = (
         f"run {run.run_id} is unfinished: {record.state}, started {age_hours:.1f} h ago ({record.message or 'no message'})"
@@ -41,8 +41,8 @@ def choose_run_to_resume(config: PipelineConfig) -> str | None:
 def find_unfinished_run(workspace: Path, *, pipeline_name: str) -> tuple[Run, RunRecord] | None:
     """Return the newest run of the pipeline and its record if the run failed or was interrupted; otherwise None.
 
-    Runs of other pipelines, dry runs, and runs that --until stopped early are ignored. None is also returned if the data of
-    the newest run was rejected, or if retention has removed the large files of this run.
+    Runs of other pipelines, dry runs, and runs that --until stopped early are ignored. The result is also None if
+    the data of the newest run was rejected, or if retention has removed the large files of this run.
     """
     runs_folder = workspace / "runs"
     run_ids = (

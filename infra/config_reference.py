@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from flows.config import PipelineConfig
-from flows.config_errors import nested_models
+from flows.config_errors import nested_config_classes
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 HEADER = """\
@@ -50,7 +50,7 @@ def groups(path: str, field: FieldInfo, *, default: Any) -> Iterator[tuple[str, 
     The defaults of a group depend on its place: `model.query` and `model.candidate` have the same class.
     """
     path += ".<name>" if get_origin(field.annotation) is dict else ""
-    models = list(nested_models(field.annotation))
+    models = list(nested_config_classes(field.annotation))
     for model in models:
         kind = model.model_fields.get("kind")
         title = f"{path} (kind: {kind.default})" if len(models) > 1 and kind is not None else path
@@ -62,7 +62,7 @@ def groups(path: str, field: FieldInfo, *, default: Any) -> Iterator[tuple[str, 
 
 def is_group(field: FieldInfo) -> bool:
     """Return whether a field holds a group of settings."""
-    return any(nested_models(field.annotation))
+    return any(nested_config_classes(field.annotation))
 
 
 def table(path: str, model: type[BaseModel], default: Any, *, with_title: bool) -> str:

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from flows import yaml_loader
 from flows.config import PipelineConfig
-from flows.config_errors import nested_models
+from flows.config_errors import nested_config_classes
 from recsys_core.data.embeddings.config import EmbeddingsConfig
 from recsys_core.data.interactions.config import InteractionsConfig
 
@@ -93,7 +93,7 @@ class _Template(NamedTuple):
             value, dotted_name = getattr(model, name), f"{group}.{name}" if group else name
             if not self._is_written(dotted_name, field, value):
                 continue
-            if depth == 0 and list(nested_models(field.annotation)):
+            if depth == 0 and list(nested_config_classes(field.annotation)):
                 yield ""
             if dotted_name in self.notes:
                 yield f"{indent}# {self.notes[dotted_name]}"
@@ -128,7 +128,7 @@ def _comment(field: FieldInfo) -> str:
 
 
 def _choices(field: FieldInfo) -> list[str]:
-    members = list(nested_models(field.annotation))
+    members = list(nested_config_classes(field.annotation))
     if len(members) > 1:
         return [
             f"{member.model_fields['kind'].default}: {', '.join(name for name in member.model_fields if name != 'kind')}"

@@ -176,7 +176,7 @@ def history(
     from flows.history import run_history
 
     config = load_config(file, overrides or ())
-    runs, metric = run_history(config.workspace, last=last), config.registry.metric
+    runs, metric = run_history(config.workspace, max_runs=last), config.registry.metric
     if as_json:
         sys.stdout.write(history_as_json(runs, metric=metric) + "\n")
     elif runs:

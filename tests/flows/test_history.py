@@ -30,7 +30,7 @@ def test_runs_are_listed_from_the_newest_start_with_their_figures(tmp_path: Path
     assert states == {"Promoted", "NotPromoted", "DataRejected", "Failed", "Interrupted"}
     assert runs[0].record.figures.events and runs[0].disk_bytes > 0
     assert runs[0].page_paths["plan"] == f"runs/{written[-1].run_id}/plan_sharding/plan.html"
-    assert [past_run.run.run_id for past_run in run_history(tmp_path, last=2)] == [run.run_id for run in written[:-3:-1]]
+    assert [past_run.run.run_id for past_run in run_history(tmp_path, max_runs=2)] == [run.run_id for run in written[:-3:-1]]
 
 
 def test_the_champion_is_the_version_of_the_newest_promotion(tmp_path: Path) -> None:

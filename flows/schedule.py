@@ -58,13 +58,13 @@ class ScheduleConfig(Settings):
         None,
         ge=1,
         le=MINUTES_PER_WEEK,
-        description="number of minutes after its start within which a run must end. A run that takes longer is reported but "
-        "not stopped. If empty, there is no deadline",
+        description="longest intended duration of a run in minutes. A run that takes longer is reported but not stopped. If "
+        "empty, there is no deadline",
     )
     on_overrun: Literal["skip", "queue"] = Field(
         "skip",
         description="what happens to a new run while another run of the pipeline is running. With skip, the new run is "
-        "cancelled. With queue, it starts after the end of the other run",
+        "cancelled. With queue, the new run starts after the end of the other run",
     )
     unfinished_run: Literal["resume", "new"] = Field(
         "new",
@@ -73,7 +73,7 @@ class ScheduleConfig(Settings):
     )
 
     def next_start(self, after: datetime) -> datetime | None:
-        """Return the first planned start after a time, in the time zone of the schedule; None without a cron expression.
+        """Return the first planned start later than `after`, in the time zone of the schedule; None without a cron expression.
 
         >>> from datetime import UTC
         >>> schedule = ScheduleConfig(cron="15 2 * * *", timezone="Europe/Berlin")

@@ -37,7 +37,7 @@ from recsys_core.sharding.config import ClusterConfig, ShardingConfig, ShardingT
 from recsys_core.sharding.planner import plan_sharding
 from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.job_spec import METRICS_NAME, Progress, TrainJob
+from recsys_core.training.job_spec import METRICS_FILE, Progress, TrainJob
 from recsys_core.training.loop import Trainer, make_loader
 from recsys_core.training.process_group import Process
 from recsys_core.training.sharded_model import initial_model
@@ -196,7 +196,7 @@ def train_with_nightjar(contestant: Contestant, *, folder: Path, process: Proces
     trainer.end_epoch()
     if not process.is_main:
         return {}
-    lines = [Progress.model_validate_json(line) for line in (work_folder / METRICS_NAME).read_text().splitlines()]
+    lines = [Progress.model_validate_json(line) for line in (work_folder / METRICS_FILE).read_text().splitlines()]
     timed_lines = [line for line in lines if line.step > contestant.warm_up_steps]
     mean_ms = {name: statistics.fmean(line.ms_per_step[name] for line in timed_lines) for name in timed_lines[0].ms_per_step}
     return {"samples_per_s": statistics.harmonic_mean([line.samples_per_s for line in timed_lines]), "ms_per_step": mean_ms}

@@ -1,6 +1,6 @@
 """Drift between two runs: new and vanished users and items, and the shift of item popularity.
 
-Shapes: I items and U users of this run. Arrays over the items or users of the previous run are named `previous_...`.
+Shapes: I items and U users of this run. An array with one entry per item or user of the previous run is named `previous_...`.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from recsys_core.parquet.duckdb_session import scan_sql
 
 NUM_BUCKETS = 10
 SMOOTHING = 0.001
-NUM_MOVERS = 10
+MAX_MOVERS = 10
 _BATCH_ROWS = 1_000_000
 
 Ints = NDArray[np.int64]
@@ -45,11 +45,11 @@ class Turnover:
 
     @classmethod
     def between(cls, previous_count: Ints, count_I: Ints, *, previous_row_I: Ints) -> "Turnover":
-        """Compare the users or items of two runs.
+        """Compare the items of two runs, or the users; for users, I is the number of users.
 
         Args:
-            previous_count: number of events of each row of the previous run.
-            count_I: number of events of each row of this run.
+            previous_count: number of events of each item in the previous run.
+            count_I: number of events of each item in this run.
             previous_row_I: for each row of this run, the row of the same id in the previous run; -1 for a new id.
 
         >>> Turnover.between(np.array([3, 1, 0]), np.array([2, 0, 4, 5]), previous_row_I=np.array([0, 1, 2, -1]))
@@ -67,8 +67,10 @@ class Turnover:
         )
 
 
-def match_rows(previous: InteractionsManifest, current: InteractionsManifest, *, side: str, spill_folder: Path) -> Ints:
-    """Return the previous run's row of each of this run's users or items, int64, -1 for new ids.
+def match_rows(
+    previous_interactions: InteractionsManifest, interactions: InteractionsManifest, *, side: str, spill_folder: Path
+) -> Ints:
+    """Return, for each of this run's users or items, its row in the previous run: int64, -1 for new ids.
 
     Rows are matched by id. If this run continues the vocabulary of the previous run, an id has the same row in both runs.
 
@@ -76,18 +78,19 @@ def match_rows(previous: InteractionsManifest, current: InteractionsManifest, *,
         side: "users" or "items".
         spill_folder: folder for DuckDB's temporary files.
     """
-    num_rows, num_previous_rows = (_num_rows(manifest, side) for manifest in (current, previous))
-    # The lineage is not compared: two runs that both continue a third run may give the same new row to different ids.
-    if current.continues == previous.fingerprint:
-        same_rows: Ints = np.arange(num_rows)
-        same_rows[num_previous_rows:] = -1
-        return same_rows
+    num_rows, num_previous_rows = (_num_rows(manifest, side) for manifest in (interactions, previous_interactions))
+    # A common ancestor is not enough: two runs that both continue a third run may give the same new row to different ids.
+    if interactions.continues == previous_interactions.fingerprint:
+        continued_rows: Ints = np.arange(num_rows)
+        continued_rows[num_previous_rows:] = -1
+        return continued_rows
     matched_rows = np.full(num_rows, -1, np.int64)
-    id_type = f"{side.removesuffix('s')}_id_type"
-    if getattr(previous, id_type) != getattr(current, id_type):  # 1 and "1" are different ids
+    id_type_field = f"{side.removesuffix('s')}_id_type"
+    if getattr(previous_interactions, id_type_field) != getattr(interactions, id_type_field):  # 1 and "1" are different ids
         return matched_rows
     scans_sql = (
-        scan_sql(manifest.path(f"{side}.parquet"), options_sql="file_row_number = true") for manifest in (current, previous)
+        scan_sql(manifest.path(f"{side}.parquet"), options_sql="file_row_number = true")
+        for manifest in (interactions, previous_interactions)
     )
     current_ids_sql, previous_ids_sql = (f"(SELECT id, file_row_number AS row FROM {table_sql})" for table_sql in scans_sql)
     query_sql = f"SELECT c.row AS current, p.row AS previous FROM {current_ids_sql} c JOIN {previous_ids_sql} p USING (id)"
@@ -107,18 +110,18 @@ def popularity_buckets(count_I: Ints) -> Ints:
     """
     order_I = np.argsort(-count_I, kind="stable")
     sorted_count_I = count_I[order_I]
-    events_above_I = np.cumsum(sorted_count_I) - sorted_count_I
+    num_events_above_I = np.cumsum(sorted_count_I) - sorted_count_I
     bucket_I = np.empty(len(count_I), np.int64)
-    bucket_I[order_I] = np.minimum(NUM_BUCKETS * events_above_I // max(int(sorted_count_I.sum()), 1), NUM_BUCKETS - 1)
+    bucket_I[order_I] = np.minimum(NUM_BUCKETS * num_events_above_I // max(int(sorted_count_I.sum()), 1), NUM_BUCKETS - 1)
     return bucket_I
 
 
 def stability_index(previous_count: Ints, count: Ints, *, smoothing: float = SMOOTHING) -> float:
     """Return the population stability index between two counts over the same buckets: sum of (a - b) * ln(a / b).
 
-    a and b are the shares of a bucket in the two counts. `smoothing` is added to each share, and the shares are rescaled to a
-    sum of 1, so that an empty bucket has a large but finite effect. The index is 0 for equal shares. By the rule of thumb 0.1
-    is a moderate and 0.25 a major shift (Siddiqi, Credit Risk Scorecards, 2006; Yurdakul, Statistical Properties of
+    For each bucket, a and b are its shares of the two counts. `smoothing` is added to each share, and the shares are rescaled
+    to a sum of 1, so that an empty bucket has a large but finite effect. The index is 0 for equal shares. By the rule of thumb
+    0.1 is a moderate and 0.25 a major shift (Siddiqi, Credit Risk Scorecards, 2006; Yurdakul, Statistical Properties of
     Population Stability Index, 2018).
 
     Below, the shares (0.5, 0.5) become (0.75, 0.25): 0.25 * ln(1.5) + 0.25 * ln(2) = 0.2747.
@@ -151,25 +154,25 @@ def popularity_psi(previous_count: Ints, count_I: Ints, *, previous_row_I: Ints)
 
 
 def find_movers(
-    previous: InteractionsManifest,
-    current: InteractionsManifest,
+    previous_interactions: InteractionsManifest,
+    interactions: InteractionsManifest,
     *,
     previous_count: Ints,
     count_I: Ints,
     previous_row_I: Ints,
-    num_movers: int = NUM_MOVERS,
+    max_movers: int = MAX_MOVERS,
 ) -> tuple[Mover, ...]:
     """Return the items whose share of the training events changed most, largest change first."""
     was_known_I = previous_row_I >= 0
     previous_share, share_I = previous_count / previous_count.sum(), count_I / count_I.sum()
     previous_share_I = np.zeros(len(count_I))
     previous_share_I[was_known_I] = previous_share[previous_row_I[was_known_I]]
-    moved_rows = np.argsort(-np.abs(share_I - previous_share_I), kind="stable")[:num_movers]
+    moved_rows = np.argsort(-np.abs(share_I - previous_share_I), kind="stable")[:max_movers]
 
     is_removed = np.ones(len(previous_count), bool)  # items that are no longer in the vocabulary
     is_removed[previous_row_I[was_known_I]] = False
     removed_rows = np.flatnonzero(is_removed)
-    removed_rows = removed_rows[np.argsort(-previous_count[removed_rows], kind="stable")[:num_movers]]
+    removed_rows = removed_rows[np.argsort(-previous_count[removed_rows], kind="stable")[:max_movers]]
 
     share_pairs = np.concatenate(
         [
@@ -177,76 +180,82 @@ def find_movers(
             np.stack([previous_share[removed_rows], np.zeros(len(removed_rows))], axis=1),
         ]
     )
-    item_ids = read_ids(current, moved_rows) + read_ids(previous, removed_rows)
+    item_ids = read_ids(interactions, moved_rows) + read_ids(previous_interactions, removed_rows)
     movers = [
-        Mover(id=item_id, previous=before, current=now)
-        for item_id, (before, now) in zip(item_ids, share_pairs.tolist(), strict=True)
-        if before != now
+        Mover(id=item_id, previous=old_share, current=new_share)
+        for item_id, (old_share, new_share) in zip(item_ids, share_pairs.tolist(), strict=True)
+        if old_share != new_share
     ]
     movers.sort(key=lambda mover: -abs(mover.current - mover.previous))
-    return tuple(movers[:num_movers])
+    return tuple(movers[:max_movers])
 
 
 def compare_runs(
-    previous: InteractionsManifest, current: InteractionsManifest, *, events_I: Ints, spill_folder: Path
+    previous_interactions: InteractionsManifest, interactions: InteractionsManifest, *, num_events_I: Ints, spill_folder: Path
 ) -> tuple[dict[str, float], tuple[Mover, ...]]:
     """Return the drift metrics and the items with the largest change of popularity.
 
-    events_I: number of this run's events of each item: training, validation and test events.
+    num_events_I: number of this run's events of each item: training, validation and test events.
     """
     previous_train_count, train_count_I = (
-        np.load(manifest.path("item_count.npy"), mmap_mode="r") for manifest in (previous, current)
+        np.load(manifest.path("item_count.npy"), mmap_mode="r") for manifest in (previous_interactions, interactions)
     )
-    previous_row_I = match_rows(previous, current, side="items", spill_folder=spill_folder)
-    previous_row_U = match_rows(previous, current, side="users", spill_folder=spill_folder)
-    items = Turnover.between(_events_per_item(previous), events_I, previous_row_I=previous_row_I)
-    users = Turnover.between(_events_per_user(previous), _events_per_user(current), previous_row_I=previous_row_U)
+    previous_row_I = match_rows(previous_interactions, interactions, side="items", spill_folder=spill_folder)
+    previous_row_U = match_rows(previous_interactions, interactions, side="users", spill_folder=spill_folder)
+    item_turnover = Turnover.between(_num_events_per_item(previous_interactions), num_events_I, previous_row_I=previous_row_I)
+    user_turnover = Turnover.between(
+        _num_events_per_user(previous_interactions), _num_events_per_user(interactions), previous_row_I=previous_row_U
+    )
     metrics = {
-        "event_drop_share": 1 - current.train_events / previous.train_events,
-        "new_users": users.num_new,
-        "new_items": items.num_new,
-        "vanished_users": users.num_vanished,
-        "vanished_items": items.num_vanished,
-        "new_user_share": users.new_share,
-        "new_item_share": items.new_share,
-        "vanished_user_share": users.vanished_share,
-        "vanished_item_share": items.vanished_share,
+        "event_drop_share": 1 - interactions.train_events / previous_interactions.train_events,
+        "new_users": user_turnover.num_new,
+        "new_items": item_turnover.num_new,
+        "vanished_users": user_turnover.num_vanished,
+        "vanished_items": item_turnover.num_vanished,
+        "new_user_share": user_turnover.new_share,
+        "new_item_share": item_turnover.new_share,
+        "vanished_user_share": user_turnover.vanished_share,
+        "vanished_item_share": item_turnover.vanished_share,
         "popularity_psi": popularity_psi(previous_train_count, train_count_I, previous_row_I=previous_row_I),
     }
     movers = find_movers(
-        previous, current, previous_count=previous_train_count, count_I=train_count_I, previous_row_I=previous_row_I
+        previous_interactions,
+        interactions,
+        previous_count=previous_train_count,
+        count_I=train_count_I,
+        previous_row_I=previous_row_I,
     )
     return {name: float(value) for name, value in metrics.items()}, movers
 
 
-def read_ids(manifest: InteractionsManifest, rows: Ints) -> list[str]:
+def read_ids(interactions: InteractionsManifest, rows: Ints) -> list[str]:
     """Return the item ids of a few rows, quoted and escaped for display."""
-    id_of_row: dict[int, str] = {}
-    start = 0
-    with pq.ParquetFile(manifest.path("items.parquet")) as file:
+    id_by_row: dict[int, str] = {}
+    batch_start = 0
+    with pq.ParquetFile(interactions.path("items.parquet")) as file:
         for batch in file.iter_batches(65_536, columns=["id"]):
-            for row in rows[(rows >= start) & (rows < start + batch.num_rows)].tolist():
-                id_of_row[row] = shown(batch.column("id")[row - start].as_py())
-            start += batch.num_rows
-    return [id_of_row[row] for row in rows.tolist()]
+            for row in rows[(rows >= batch_start) & (rows < batch_start + batch.num_rows)].tolist():
+                id_by_row[row] = shown(batch.column("id")[row - batch_start].as_py())
+            batch_start += batch.num_rows
+    return [id_by_row[row] for row in rows.tolist()]
 
 
-def _num_rows(manifest: InteractionsManifest, side: str) -> int:
-    return manifest.num_users if side == "users" else manifest.num_items
+def _num_rows(interactions: InteractionsManifest, side: str) -> int:
+    return interactions.num_users if side == "users" else interactions.num_items
 
 
 def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
-def _events_per_user(interactions: InteractionsManifest) -> Ints:
-    events_U: Ints = np.diff(np.load(interactions.path("user_offset.npy"), mmap_mode="r"))
-    return events_U
+def _num_events_per_user(interactions: InteractionsManifest) -> Ints:
+    num_events_U: Ints = np.diff(np.load(interactions.path("user_offset.npy"), mmap_mode="r"))
+    return num_events_U
 
 
-def _events_per_item(interactions: InteractionsManifest, *, chunk_events: int = 16_000_000) -> Ints:
+def _num_events_per_item(interactions: InteractionsManifest, *, max_chunk_events: int = 16_000_000) -> Ints:
     event_item = np.load(interactions.path("event_item.npy"), mmap_mode="r")
-    events_I = np.zeros(interactions.num_items, np.int64)
-    for start in range(0, len(event_item), chunk_events):
-        events_I += np.bincount(event_item[start : start + chunk_events], minlength=interactions.num_items)
-    return events_I
+    num_events_I = np.zeros(interactions.num_items, np.int64)
+    for chunk_start in range(0, len(event_item), max_chunk_events):
+        num_events_I += np.bincount(event_item[chunk_start : chunk_start + max_chunk_events], minlength=interactions.num_items)
+    return num_events_I

@@ -12,34 +12,36 @@ MODERATE_PSI, MAJOR_PSI = 0.1, 0.25
 Unit = Literal["share", "count", "index"]
 
 
-class _Limit(NamedTuple):
-    """A setting of DataReportConfig, the metric that it bounds, and the description and unit of that metric."""
+class _MetricLimit(NamedTuple):
+    """A setting of DataReportConfig that limits a metric, and the name, description and unit of the metric."""
 
     setting: str
-    metric: str
+    metric_name: str
     description: str
     unit: Unit = "share"
 
 
 LIMITS = (
-    _Limit("min_train_events", "train_events", "training events", "count"),
-    _Limit("max_event_drop_share", "event_drop_share", "drop of training events since the previous run"),
-    _Limit("max_new_user_share", "new_user_share", "users without an event in the previous run"),
-    _Limit("max_new_item_share", "new_item_share", "items without an event in the previous run"),
-    _Limit("max_vanished_user_share", "vanished_user_share", "users of the previous run without an event in this run"),
-    _Limit("max_vanished_item_share", "vanished_item_share", "items of the previous run without an event in this run"),
-    _Limit("max_popularity_psi", "popularity_psi", "popularity shift (PSI) since the previous run", "index"),
-    _Limit("min_item_vector_share", "item_vector_share", "items with a pretrained vector"),
-    _Limit("max_null_share", "null_share", "nulls in the column with the most nulls"),
-    _Limit("max_duplicate_share", "duplicate_share", "events that repeat another event (user, item, time)"),
-    _Limit(
+    _MetricLimit("min_train_events", "train_events", "training events", "count"),
+    _MetricLimit("max_event_drop_share", "event_drop_share", "drop of training events since the previous run"),
+    _MetricLimit("max_new_user_share", "new_user_share", "users without an event in the previous run"),
+    _MetricLimit("max_new_item_share", "new_item_share", "items without an event in the previous run"),
+    _MetricLimit("max_vanished_user_share", "vanished_user_share", "users of the previous run without an event in this run"),
+    _MetricLimit("max_vanished_item_share", "vanished_item_share", "items of the previous run without an event in this run"),
+    _MetricLimit("max_popularity_psi", "popularity_psi", "popularity shift (PSI) since the previous run", "index"),
+    _MetricLimit("min_item_vector_share", "item_vector_share", "items with a pretrained vector"),
+    _MetricLimit("max_null_share", "null_share", "nulls in the column with the most nulls"),
+    _MetricLimit("max_duplicate_share", "duplicate_share", "events that repeat another event (user, item, time)"),
+    _MetricLimit(
         "max_leaked_event_share", "leaked_event_share", "validation and test events with a copy in an earlier part of the split"
     ),
-    _Limit("max_train_after_test_share", "future_event_share", "training events later than the first test event of their user"),
-    _Limit("max_split_violations", "split_violations", "events in the wrong part of the split, or out of order", "count"),
-    _Limit("max_unseen_item_share", "unseen_item_share", "test events whose item has no training event"),
-    _Limit("max_unseen_user_share", "unseen_user_share", "test users without a training event"),
-    _Limit("max_repeated_pair_share", "repeated_pair_share", "test events whose user had the item in training"),
+    _MetricLimit(
+        "max_train_after_test_share", "future_event_share", "training events later than the first test event of their user"
+    ),
+    _MetricLimit("max_split_violations", "split_violations", "events in the wrong part of the split, or out of order", "count"),
+    _MetricLimit("max_unseen_item_share", "unseen_item_share", "test events whose item has no training event"),
+    _MetricLimit("max_unseen_user_share", "unseen_user_share", "test users without a training event"),
+    _MetricLimit("max_repeated_pair_share", "repeated_pair_share", "test events whose user had the item in training"),
 )
 
 WARNINGS = (
@@ -52,11 +54,11 @@ WARNINGS = (
     ("unseen_user_share", 0.5, "of the test users have no training event"),
     ("empty_day_share", 0.0, "of the days between the first and the last event have no event: is a partition missing?"),
 )  # fmt: skip
-"""(metric, largest value without a warning, end of the sentence that starts with the share)."""
+"""(metric, largest value without a warning, end of the warning). The warning begins with the value of the metric."""
 
 
 class Check(Frozen):
-    """One limit and the measured value. limit: None if the config has no limit. value: None if it could not be measured."""
+    """One limit and the value of the metric. limit: None without a limit. value: None if the metric was not measured."""
 
     setting: str
     description: str
@@ -74,23 +76,25 @@ def check_limits(metrics: Mapping[str, float], config: DataReportConfig) -> tupl
     >>> [(check.setting, check.passed, check.value_text, check.limit_text) for check in checks if check.value is not None]
     [('max_event_drop_share', False, '75 %', 'at most 50 %')]
     """
-    return tuple(_check(limit, metrics.get(limit.metric, math.nan), getattr(config, limit.setting)) for limit in LIMITS)
+    return tuple(
+        _check_limit(limit, metrics.get(limit.metric_name, math.nan), getattr(config, limit.setting)) for limit in LIMITS
+    )
 
 
-def _check(limit: _Limit, value: float, configured_limit: float | None) -> Check:
-    is_minimum = limit.setting.startswith("min_")
+def _check_limit(metric_limit: _MetricLimit, metric_value: float, limit_value: float | None) -> Check:
+    is_minimum = metric_limit.setting.startswith("min_")
     # Comparisons with NaN are false, so a metric that was not measured passes.
-    is_broken = configured_limit is not None and (value < configured_limit if is_minimum else value > configured_limit)
+    is_broken = limit_value is not None and (metric_value < limit_value if is_minimum else metric_value > limit_value)
     return Check(
-        setting=limit.setting,
-        description=limit.description,
-        value=None if math.isnan(value) else value,
-        limit=configured_limit,
+        setting=metric_limit.setting,
+        description=metric_limit.description,
+        value=None if math.isnan(metric_value) else metric_value,
+        limit=limit_value,
         passed=not is_broken,
-        value_text="not measured" if math.isnan(value) else format_metric(value, limit.unit),
+        value_text="not measured" if math.isnan(metric_value) else format_metric(metric_value, metric_limit.unit),
         limit_text="no limit"
-        if configured_limit is None
-        else f"{'at least' if is_minimum else 'at most'} {format_metric(configured_limit, limit.unit)}",
+        if limit_value is None
+        else f"{'at least' if is_minimum else 'at most'} {format_metric(limit_value, metric_limit.unit)}",
     )
 
 
@@ -104,7 +108,7 @@ def describe_breaches(checks: tuple[Check, ...]) -> tuple[str, ...]:
 
 
 def find_warnings(metrics: Mapping[str, float]) -> tuple[str, ...]:
-    """Return one sentence per suspicious metric, independent of the limits."""
+    """Return one sentence for each suspicious metric. The configured limits do not matter."""
     warnings = []
     psi = metrics.get("popularity_psi", math.nan)
     if psi >= MODERATE_PSI:
@@ -112,9 +116,9 @@ def find_warnings(metrics: Mapping[str, float]) -> tuple[str, ...]:
         warnings.append(
             f"item popularity changed since the previous run: PSI {psi:.3f}, by the rule of thumb a {severity} shift"
         )
-    for metric, threshold, description in WARNINGS:
-        if metrics.get(metric, math.nan) > threshold:
-            warnings.append(f"{format_metric(metrics[metric], 'share')} {description}")
+    for metric_name, threshold, sentence_end in WARNINGS:
+        if metrics.get(metric_name, math.nan) > threshold:
+            warnings.append(f"{format_metric(metrics[metric_name], 'share')} {sentence_end}")
     return tuple(warnings)
 
 

@@ -51,9 +51,9 @@ _METRICS: tuple[tuple[str, str, Unit], ...] = (
 """(metric, description, unit) in the order of the page."""
 
 
-def to_html(report: DataReport, *, run: str) -> str:
-    """Render the page of the run named `run`."""
-    titled_plots = {
+def to_html(report: DataReport, *, run_name: str) -> str:
+    """Render the page of the run named `run_name`."""
+    plot_by_title = {
         "Events per day": plot_days(report.days),
         "Popularity of items": plot_popularity(report),
         "Length of histories": plot_histories(report.history_lengths),
@@ -66,33 +66,33 @@ def to_html(report: DataReport, *, run: str) -> str:
             "escaped": lambda text: printable(text, max_characters=MAX_SHOWN_CHARACTERS),
         },
         report=report,
-        run=run,
-        plots={title: plot for title, plot in titled_plots.items() if plot is not None},
+        run_name=run_name,
+        plots={title: plot for title, plot in plot_by_title.items() if plot is not None},
         metrics=_METRICS,
     )
 
 
-def to_markdown(report: DataReportManifest, *, page_path: Path) -> str:
+def to_markdown(manifest: DataReportManifest, *, page_path: Path) -> str:
     """Return the verdict, the warnings, the metrics and the path of the page in GitHub's Markdown."""
-    if report.breaches:
-        plural = "s" if len(report.breaches) > 1 else ""
-        lines = [f"**{len(report.breaches)} limit{plural} broken**", *(f"- {breach}" for breach in report.breaches)]
+    if manifest.breaches:
+        plural_suffix = "s" if len(manifest.breaches) > 1 else ""
+        lines = [f"**{len(manifest.breaches)} limit{plural_suffix} broken**", *(f"- {breach}" for breach in manifest.breaches)]
     else:
         lines = ["**OK: no limit is broken**"]
-    if report.warnings:
-        lines += ["", "Warnings", *(f"- {warning}" for warning in report.warnings)]
+    if manifest.warnings:
+        lines += ["", "Warnings", *(f"- {warning}" for warning in manifest.warnings)]
     lines += ["", "| | |", "|:---|---:|"]
     lines += [
-        f"| {description} | {format_metric(report.metrics[name], unit)} |"
-        for name, description, unit in _METRICS
-        if name in report.metrics
+        f"| {description} | {format_metric(manifest.metrics[metric_name], unit)} |"
+        for metric_name, description, unit in _METRICS
+        if metric_name in manifest.metrics
     ]
-    compared = f"Compared with {report.compared_with}" if report.compared_with else "No previous run to compare with"
-    return "\n".join([*lines, "", f"{compared}. Full report: `{page_path}`"])
+    comparison = f"Compared with {manifest.compared_with}" if manifest.compared_with else "No previous run to compare with"
+    return "\n".join([*lines, "", f"{comparison}. Full report: `{page_path}`"])
 
 
 def format_change(current: float | None, previous: float | None) -> str:
-    """Return the relative change of a count in percent; empty if one of the two is missing or `previous` is 0.
+    """Return the relative change of a count in percent; empty if one of the counts is missing, or if `previous` is 0.
 
     >>> format_change(110, 100), format_change(95, 100), format_change(5, None), format_change(5, 0)
     ('+10 %', '-5 %', '', '')
@@ -101,23 +101,26 @@ def format_change(current: float | None, previous: float | None) -> str:
 
 
 def plot_days(days: Sequence[Day]) -> Markup | None:
-    """Plot events over time by part of the split; None without timestamps. Above 120 days, each bar covers several days."""
+    """Plot the number of events over time, by part of the split; return None without timestamps.
+
+    If the log covers more than 120 days, each bar covers several days.
+    """
     if not days:
         return None
     first_day = np.datetime64(days[0].day)
-    day_index = [int((np.datetime64(day.day) - first_day).astype(int)) for day in days]
-    days_per_bar = -(-(day_index[-1] + 1) // _MAX_BARS)
-    num_bars = day_index[-1] // days_per_bar + 1
-    events = np.zeros((3, num_bars))
-    for index, day in zip(day_index, days, strict=True):
-        events[:, index // days_per_bar] += (day.train, day.validation, day.test)
+    day_indices = [int((np.datetime64(day.day) - first_day).astype(int)) for day in days]
+    days_per_bar = -(-(day_indices[-1] + 1) // _MAX_BARS)
+    num_bars = day_indices[-1] // days_per_bar + 1
+    events_by_part = np.zeros((3, num_bars))
+    for day_index, day in zip(day_indices, days, strict=True):
+        events_by_part[:, day_index // days_per_bar] += (day.train, day.validation, day.test)
 
     figure, axes = plots.new_figure(size=_PLOT_SIZE, grid_axis="y")
     bottom = np.zeros(num_bars)
-    for events_of_part, name, colour in zip(
-        events, ("training", "validation", "test"), (plots.BLUE, plots.GREEN, plots.ORANGE), strict=True
+    for events_of_part, part_name, colour in zip(
+        events_by_part, ("training", "validation", "test"), (plots.BLUE, plots.GREEN, plots.ORANGE), strict=True
     ):
-        axes.bar(range(num_bars), events_of_part, 0.86, bottom=bottom, color=colour, label=name)
+        axes.bar(range(num_bars), events_of_part, 0.86, bottom=bottom, color=colour, label=part_name)
         bottom += events_of_part
     labelled_bars = range(0, num_bars, max(1, num_bars // 6))
     axes.set_xticks(labelled_bars, [str(first_day + days_per_bar * bar) for bar in labelled_bars])
@@ -149,9 +152,14 @@ def plot_popularity(report: DataReport) -> Markup:
 
 
 def plot_histories(history_lengths: Sequence[tuple[str, int]]) -> Markup:
-    """Plot the number of users by number of training events."""
+    """Plot how many users have how many training events."""
     figure, axes = plots.new_figure(size=_PLOT_SIZE, grid_axis="y")
-    axes.bar([name for name, _ in history_lengths], [num_users for _, num_users in history_lengths], 0.8, color=plots.BLUE)
+    axes.bar(
+        [range_name for range_name, _ in history_lengths],
+        [num_users for _, num_users in history_lengths],
+        0.8,
+        color=plots.BLUE,
+    )
     axes.set_xlabel("training events of the user")
     axes.set_ylabel("users")
     axes.tick_params(axis="x", labelrotation=35 if len(history_lengths) > 7 else 0)

@@ -52,13 +52,13 @@ def report_data(
     stage = StageFolder(folder, DataReportManifest, fingerprint=fingerprint)
     if stage.manifest is not None:
         return stage.manifest
-    with stage.writing() as out:
-        spill_folder = out / "spill"
+    with stage.writing() as output_folder:
+        spill_folder = output_folder / "spill"
         report = build_report(config, split=split, interactions=interactions, previous=previous, spill_folder=spill_folder)
         if spill_folder.exists():
             spill_folder.rmdir()
-        (out / "report.json").write_text(report.model_dump_json(indent=2), encoding="utf-8")
-        (out / "report.html").write_text(to_html(report, run=folder.parent.name), encoding="utf-8")
+        (output_folder / "report.json").write_text(report.model_dump_json(indent=2), encoding="utf-8")
+        (output_folder / "report.html").write_text(to_html(report, run_name=folder.parent.name), encoding="utf-8")
         return stage.commit(
             metrics=report.metrics,
             breaches=report.breaches,
@@ -84,7 +84,7 @@ def build_report(
     if previous is not None:
         previous_item_count_I = np.load(previous.interactions.path("item_count.npy"), mmap_mode="r")
         drift_metrics, movers = compare_runs(
-            previous.interactions, interactions, events_I=split_counts.events_I, spill_folder=spill_folder
+            previous.interactions, interactions, num_events_I=split_counts.num_events_I, spill_folder=spill_folder
         )
         metrics |= drift_metrics
     checks = check_limits(metrics, config)
@@ -114,7 +114,7 @@ def build_report(
                 validation=int(num_events[1]),
                 test=int(num_events[2]),
             )
-            for day, num_events in sorted(split_counts.events_by_day.items())
+            for day, num_events in sorted(split_counts.num_events_by_day.items())
         ),
         history_lengths=history_histogram(train_lengths(interactions)),
         popularity=popularity_curve(item_count_I),

@@ -25,8 +25,11 @@ class DataReport(Frozen):
     rebuild_reason: str | None
     """Why the vocabulary was rebuilt; None if it was continued."""
     first_time: str | None
+    """Time of the first event; None without timestamps."""
     last_time: str | None
+    """Time of the last event; None without timestamps."""
     split: str
+    """Kind of the split: time, leave_last_out or files."""
     num_files: int
     num_rows: int
     num_files_read: int
@@ -42,7 +45,7 @@ class DataReport(Frozen):
     bad_rows: dict[str, int]
     days: tuple[Day, ...]
     history_lengths: tuple[tuple[str, int], ...]
-    """(range of training events, number of users in it)."""
+    """(range of the number of training events, number of users in this range)."""
     popularity: tuple[tuple[int, float], ...]
     """(popularity rank from 1, share of the training events), for some ranks."""
     previous_popularity: tuple[tuple[int, float], ...]

@@ -18,21 +18,25 @@ _CURVE_POINTS = 60
 Ints = NDArray[np.int64]
 
 
-def size_metrics(interactions: InteractionsManifest, counts: SplitCounts) -> dict[str, float]:
+def size_metrics(interactions: InteractionsManifest, split_counts: SplitCounts) -> dict[str, float]:
     """Return numbers of events, users, items and days, and the lengths of histories."""
     user_offset = np.load(interactions.path("user_offset.npy"), mmap_mode="r")
     length_U = train_lengths(interactions)
     nonempty_lengths = length_U[length_U > 0]
-    num_days = max(counts.events_by_day) - min(counts.events_by_day) + 1 if counts.events_by_day else math.nan
+    num_days = (
+        max(split_counts.num_events_by_day) - min(split_counts.num_events_by_day) + 1
+        if split_counts.num_events_by_day
+        else math.nan
+    )
     return {
         "train_events": float(interactions.train_events),
         "validation_events": float(interactions.validation_events),
         "test_events": float(interactions.test_events),
         "users": float(np.sum(np.diff(user_offset) > 0)),
-        "items": float(np.sum(counts.events_I > 0)),
+        "items": float(np.sum(split_counts.num_events_I > 0)),
         "items_in_catalogue": float(interactions.num_items),
         "days": float(num_days),
-        "empty_day_share": 1 - len(counts.events_by_day) / num_days,
+        "empty_day_share": 1 - len(split_counts.num_events_by_day) / num_days,
         "history_median": float(np.median(nonempty_lengths)),
         "history_p95": float(np.percentile(nonempty_lengths, 95)),
         "history_longest": float(nonempty_lengths.max()),
@@ -40,40 +44,44 @@ def size_metrics(interactions: InteractionsManifest, counts: SplitCounts) -> dic
     }
 
 
-def share_metrics(interactions: InteractionsManifest, counts: SplitCounts, count_I: Ints) -> dict[str, float]:
+def share_metrics(interactions: InteractionsManifest, split_counts: SplitCounts, train_count_I: Ints) -> dict[str, float]:
     """Return shares, the Gini coefficient and the number of split violations. A metric that cannot be measured is NaN.
 
-    count_I: number of training events of each item.
+    train_count_I: number of training events of each item.
     """
-    num_train, num_test = interactions.train_events, interactions.test_events
-    num_held_out = interactions.validation_events + num_test
+    num_train_events, num_test_events = interactions.train_events, interactions.test_events
+    num_held_out_events = interactions.validation_events + num_test_events
     num_rows = sum(source.rows for source in interactions.sources)
     user_offset, train_end, validation_end = (
         np.load(interactions.path(f"{name}.npy"), mmap_mode="r") for name in ("user_offset", "train_end", "validation_end")
     )
     has_vector_I = np.load(interactions.path("vector_row.npy"), mmap_mode="r") >= 0
-    descending_count_I = np.sort(count_I[count_I > 0])[::-1]
-    head_size = max(1, math.ceil(HEAD_SHARE * len(descending_count_I)))
+    descending_train_count_I = np.sort(train_count_I[train_count_I > 0])[::-1]
+    num_head_items = max(1, math.ceil(HEAD_SHARE * len(descending_train_count_I)))
     has_test_U = user_offset[1:] > validation_end
     has_no_train_U = train_end == user_offset[:-1]
     # Duplicates and leaks are copies with the same user, item and time, so they are not measured without timestamps.
     has_times = "event_time.npy" in interactions.files
-    split_violations = float(counts.misplaced_events + (counts.unordered_events if interactions.ordered else 0))
+    num_split_violations = float(
+        split_counts.num_misplaced_events + (split_counts.num_unordered_events if interactions.ordered else 0)
+    )
     null_shares = [_ratio(column.nulls, num_rows) for column in interactions.columns.values()]
     return {
-        "item_vector_share": _ratio(float(has_vector_I.sum()), float(np.sum(has_vector_I | (counts.events_I > 0)))),
-        "train_event_vector_share": _ratio(float(count_I[has_vector_I].sum()), num_train),
-        "gini": gini(descending_count_I),
-        "head_share": _ratio(float(descending_count_I[:head_size].sum()), num_train),
+        "item_vector_share": _ratio(float(has_vector_I.sum()), float(np.sum(has_vector_I | (split_counts.num_events_I > 0)))),
+        "train_event_vector_share": _ratio(float(train_count_I[has_vector_I].sum()), num_train_events),
+        "gini": gini(descending_train_count_I),
+        "head_share": _ratio(float(descending_train_count_I[:num_head_items].sum()), num_train_events),
         "null_share": max(null_shares, default=math.nan),
-        "duplicate_share": _ratio(counts.duplicates, num_train + num_held_out) if has_times else math.nan,
-        "repeated_train_pair_share": _ratio(counts.repeated_train_pairs, num_train),
-        "repeated_pair_share": _ratio(counts.repeated_test_pairs, num_test),
-        "unseen_item_share": _ratio(float(counts.test_events_I[count_I == 0].sum()), num_test),
+        "duplicate_share": _ratio(split_counts.num_duplicates, num_train_events + num_held_out_events)
+        if has_times
+        else math.nan,
+        "repeated_train_pair_share": _ratio(split_counts.num_repeated_train_pairs, num_train_events),
+        "repeated_pair_share": _ratio(split_counts.num_repeated_test_pairs, num_test_events),
+        "unseen_item_share": _ratio(float(split_counts.num_test_events_I[train_count_I == 0].sum()), num_test_events),
         "unseen_user_share": _ratio(float(np.sum(has_test_U & has_no_train_U)), float(has_test_U.sum())),
-        "leaked_event_share": _ratio(counts.leaked_events, num_held_out) if has_times else math.nan,
-        "future_event_share": _ratio(counts.future_events, num_train) if has_times else math.nan,
-        "split_violations": split_violations if has_times or interactions.ordered else math.nan,
+        "leaked_event_share": _ratio(split_counts.num_leaked_events, num_held_out_events) if has_times else math.nan,
+        "future_event_share": _ratio(split_counts.num_future_events, num_train_events) if has_times else math.nan,
+        "split_violations": num_split_violations if has_times or interactions.ordered else math.nan,
     }
 
 

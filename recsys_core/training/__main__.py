@@ -26,7 +26,7 @@ if __name__ == "__main__":
     device = PlanFile.read(job.plan).device
     if device == "cpu":
         prepare_rank(local_rank=int(os.environ["LOCAL_RANK"]), num_local_ranks=int(os.environ["LOCAL_WORLD_SIZE"]))
-    with join_process_group(device=device) as process:
+    with join_process_group(device_type=device) as process:
         # `record` writes an exception to the rank's error file, which the agent reads.
         if isinstance(job, TrainJob):
             record(run_training)(job, process=process)

@@ -16,7 +16,7 @@ from recsys_core.sharding.lookup_stats import measure_lookups
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan
 from recsys_core.training.checkpoint import latest_checkpoint
-from recsys_core.training.job_spec import CHECKPOINTS_NAME, JOB_NAME, TrainJob
+from recsys_core.training.job_spec import CHECKPOINTS_FOLDER, JOB_FILE, TrainJob
 
 logger = logging.getLogger(__name__)
 MAX_FAILURES_PER_WORLD_SIZE = 2
@@ -37,7 +37,7 @@ class Attempt:
     folder: Path
 
 
-def attempts(job: TrainJob, *, launcher: Launcher, sharding: ShardingConfig | None) -> Iterator[Attempt]:
+def make_attempts(job: TrainJob, *, launcher: Launcher, sharding: ShardingConfig | None) -> Iterator[Attempt]:
     """Yield at most job.training.max_attempts attempts of `job`; the caller leaves the loop after the first success.
 
     Each attempt resumes from the newest checkpoint. After two failures in a row the next attempt uses fewer ranks, if
@@ -48,26 +48,26 @@ def attempts(job: TrainJob, *, launcher: Launcher, sharding: ShardingConfig | No
     """
     num_failures = 0
     for number in range(1, job.training.max_attempts + 1):
-        job, plan = _prepare_attempt(job, attempt=number)
+        job, plan = _prepare_attempt(job, attempt_number=number)
         layout = ProcessLayout(device=plan.device, num_nodes=plan.num_nodes, processes_per_node=plan.processes_per_node)
         yield Attempt(number, job, layout, job.work / "logs" / f"attempt-{number}")
         num_failures += 1
-        should_use_fewer_ranks = num_failures >= MAX_FAILURES_PER_WORLD_SIZE or (launcher.kind == "local" and _lacks_gpus(plan))
-        if sharding is not None and should_use_fewer_ranks:
+        should_reduce_ranks = num_failures >= MAX_FAILURES_PER_WORLD_SIZE or (launcher.kind == "local" and _lacks_gpus(plan))
+        if sharding is not None and should_reduce_ranks:
             smaller_job = _with_fewer_ranks(job, plan=plan, sharding=sharding)
             if smaller_job is not None:
                 job, num_failures = smaller_job, 0
 
 
-def _prepare_attempt(job: TrainJob, *, attempt: int) -> tuple[TrainJob, PlanFile]:
+def _prepare_attempt(job: TrainJob, *, attempt_number: int) -> tuple[TrainJob, PlanFile]:
     """Write the job file of the next attempt, which resumes from the newest checkpoint; return the job and its plan."""
-    checkpoint = latest_checkpoint(job.work / CHECKPOINTS_NAME, fingerprint=job.fingerprint)
-    job = job.model_copy(update={"attempt": attempt, "resume": None if checkpoint is None else checkpoint.folder})
-    (job.work / JOB_NAME).write_text(job.model_dump_json(indent=2))
+    checkpoint = latest_checkpoint(job.work / CHECKPOINTS_FOLDER, fingerprint=job.fingerprint)
+    job = job.model_copy(update={"attempt": attempt_number, "resume": None if checkpoint is None else checkpoint.folder})
+    (job.work / JOB_FILE).write_text(job.model_dump_json(indent=2))
     plan = PlanFile.read(job.plan)
-    if attempt > 1 or checkpoint is not None:
+    if attempt_number > 1 or checkpoint is not None:
         step = 0 if checkpoint is None else checkpoint.step
-        logger.info("attempt %d: %d ranks, from step %d", attempt, plan.world_size, step)
+        logger.info("attempt %d: %d ranks, from step %d", attempt_number, plan.world_size, step)
     return job, plan
 
 
@@ -80,15 +80,17 @@ def _with_fewer_ranks(job: TrainJob, *, plan: PlanFile, sharding: ShardingConfig
 
     The new world size divides the world size of the original plan and is at least training.min_processes.
     """
-    planned_ranks = job.planned_ranks or plan.world_size
-    min_ranks = job.training.min_processes or planned_ranks
-    cluster_sizes = (size for size in _smaller_clusters(plan) if planned_ranks % math.prod(size) == 0)
+    num_planned_ranks = job.planned_ranks or plan.world_size
+    min_world_size = job.training.min_processes or num_planned_ranks
+    cluster_sizes = (
+        cluster_size for cluster_size in _smaller_clusters(plan) if num_planned_ranks % math.prod(cluster_size) == 0
+    )
     num_nodes, processes_per_node = next(cluster_sizes, (0, 0))
     world_size = num_nodes * processes_per_node
-    if world_size < min_ranks:
+    if world_size < min_world_size:
         return None
     batch_size = job.training.batch_size * plan.world_size // world_size
-    cluster = sharding.cluster.model_copy(
+    smaller_cluster = sharding.cluster.model_copy(
         update={
             "device": plan.device,
             "num_nodes": num_nodes,
@@ -99,7 +101,7 @@ def _with_fewer_ranks(job: TrainJob, *, plan: PlanFile, sharding: ShardingConfig
     )
     try:
         smaller_plan = make_plan(
-            sharding.model_copy(update={"cluster": cluster}),
+            sharding.model_copy(update={"cluster": smaller_cluster}),
             model=job.spec,
             batch_size=batch_size,
             optimizer=job.training.table_optimizer,
@@ -112,8 +114,8 @@ def _with_fewer_ranks(job: TrainJob, *, plan: PlanFile, sharding: ShardingConfig
     plan_path = job.work / f"plan-{world_size}.json"
     plan_path.write_text(smaller_plan.model_dump_json(indent=2))
     logger.warning("continuing with %d ranks instead of %d", world_size, plan.world_size)
-    training = job.training.model_copy(update={"batch_size": batch_size})
-    return job.model_copy(update={"plan": plan_path, "planned_ranks": planned_ranks, "training": training})
+    training_config = job.training.model_copy(update={"batch_size": batch_size})
+    return job.model_copy(update={"plan": plan_path, "planned_ranks": num_planned_ranks, "training": training_config})
 
 
 def _smaller_clusters(plan: PlanFile) -> Iterator[tuple[int, int]]:

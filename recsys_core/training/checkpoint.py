@@ -37,7 +37,7 @@ from recsys_core.training.dense_parallel import local_part
 from recsys_core.training.process_group import Process
 
 logger = logging.getLogger(__name__)
-HEARTBEAT_S = 1.0
+HEARTBEAT_INTERVAL_S = 1.0
 MAX_SHOWN_DIFFERENCES = 5
 
 
@@ -66,9 +66,9 @@ class Checkpointer:
     """Writes checkpoints to `<folder>/step-<step>`, one at a time, while training continues. Every method is collective.
 
     Args:
-        attempt: number of the launch. The name of the temporary folder contains it, so two attempts never share a folder.
+        attempt_number: number of the launch, a part of the temporary folder's name: two attempts never share this folder.
         keep_checkpoints: number of newest checkpoints that are kept, in addition to the best one.
-        extra_files: files that are added to each checkpoint, text by file name.
+        text_by_extra_file: files that are added to each checkpoint, text by file name.
         heartbeat: file that the launcher watches for changes while the ranks work. The checkpointer touches the file while it
             hashes a checkpoint, because after the last step nothing else does.
     """
@@ -78,20 +78,25 @@ class Checkpointer:
         folder: Path,
         *,
         fingerprint: str,
-        attempt: int,
+        attempt_number: int,
         keep_checkpoints: int,
-        extra_files: dict[str, str],
+        text_by_extra_file: dict[str, str],
         heartbeat: Path,
         process: Process,
     ) -> None:
-        self._folder, self._fingerprint, self._attempt, self._keep_checkpoints = folder, fingerprint, attempt, keep_checkpoints
-        self._extra_files, self._heartbeat, self._process = extra_files, heartbeat, process
+        self._folder, self._fingerprint, self._attempt_number, self._keep_checkpoints = (
+            folder,
+            fingerprint,
+            attempt_number,
+            keep_checkpoints,
+        )
+        self._text_by_extra_file, self._heartbeat, self._process = text_by_extra_file, heartbeat, process
         # A separate process group: in the default group the background thread's messages would mix with those of the training.
-        group = dist.new_group(backend="gloo")
-        assert isinstance(group, dist.ProcessGroup)  # every rank is a member
-        self._group = group
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._commit_in_progress: Future[None] | None = None
+        process_group = dist.new_group(backend="gloo")
+        assert isinstance(process_group, dist.ProcessGroup)  # every rank is a member
+        self._process_group = process_group
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._commit_future: Future[None] | None = None
         if process.is_main:
             for stale_folder in folder.glob("step-*.tmp-*"):
                 shutil.rmtree(stale_folder, ignore_errors=True)
@@ -106,21 +111,21 @@ class Checkpointer:
         self.finish()
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         checkpoint_folder = self._folder / checkpoint_name(step)
-        staging_folder = checkpoint_folder.with_name(f"{checkpoint_folder.name}.tmp-{self._attempt}")
+        staging_folder = checkpoint_folder.with_name(f"{checkpoint_folder.name}.tmp-{self._attempt_number}")
         self._require_free_space(state, staging_folder=staging_folder)
         write_future = async_save(
-            state, checkpoint_id=staging_folder, process_group=self._group, async_stager=BlockingAsyncStager()
+            state, checkpoint_id=staging_folder, process_group=self._process_group, async_stager=BlockingAsyncStager()
         )
-        self._commit_in_progress = self._thread.submit(
+        self._commit_future = self._executor.submit(
             self._commit, cast("Future[None]", write_future), staging_folder, checkpoint_folder, step, best
         )
 
     def finish(self) -> None:
         """Wait until the last save is committed; raise its error, if any."""
-        if self._commit_in_progress is not None:
-            commit, self._commit_in_progress = self._commit_in_progress, None
+        if self._commit_future is not None:
+            commit_future, self._commit_future = self._commit_future, None
             with explain_disk_full(self._folder):
-                commit.result()
+                commit_future.result()
 
     def _commit(
         self,
@@ -134,11 +139,11 @@ class Checkpointer:
         write_future.result()  # on rank 0, it ends when all ranks have written their files and .metadata exists
         if not self._process.is_main:
             return
-        for name, text in self._extra_files.items():
-            (staging_folder / name).write_text(text)
+        for file_name, text in self._text_by_extra_file.items():
+            (staging_folder / file_name).write_text(text)
         # An existing checkpoint of this step is damaged or belongs to other settings. Training did not resume from it.
         shutil.rmtree(checkpoint_folder, ignore_errors=True)
-        with heartbeat_thread(self._heartbeat.touch, interval_s=HEARTBEAT_S):
+        with heartbeat_thread(self._heartbeat.touch, interval_s=HEARTBEAT_INTERVAL_S):
             commit_folder(
                 staging_folder,
                 checkpoint_folder,
@@ -149,19 +154,19 @@ class Checkpointer:
                 world_size=self._process.world_size,
                 best=best,
             )
-        for old_folder in _committed(self._folder)[: -self._keep_checkpoints]:
+        for old_folder in _committed_folders(self._folder)[: -self._keep_checkpoints]:
             if best is None or old_folder.name != checkpoint_name(best.step):
                 shutil.rmtree(old_folder)
 
     def _require_free_space(self, state: dict[str, Any], *, staging_folder: Path) -> None:
         """Raise InputError if the disk is too small; DCP's own error would be `inline_container unexpected pos`."""
-        entries, _ = flatten_state_dict(state)
-        num_bytes = torch.tensor(sum(_local_bytes(value) for value in entries.values()))
-        dist.all_reduce(num_bytes, group=self._group)
+        value_by_key, _ = flatten_state_dict(state)
+        checkpoint_bytes = torch.tensor(sum(_local_bytes(value) for value in value_by_key.values()))
+        dist.all_reduce(checkpoint_bytes, group=self._process_group)
         if self._process.is_main:
             self._folder.mkdir(parents=True, exist_ok=True)
-            if shutil.disk_usage(self._folder).free < num_bytes:
-                raise disk_full_error(staging_folder, reason=f"a checkpoint takes {num_bytes.item() / 2**30:,.3f} GiB")
+            if shutil.disk_usage(self._folder).free < checkpoint_bytes:
+                raise disk_full_error(staging_folder, reason=f"a checkpoint takes {checkpoint_bytes.item() / 2**30:,.3f} GiB")
 
 
 def _local_bytes(value: object) -> int:
@@ -170,17 +175,19 @@ def _local_bytes(value: object) -> int:
     return sum(local_part(tensor).nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
-def _committed(folder: Path) -> list[Path]:
+def _committed_folders(folder: Path) -> list[Path]:
     """Return the folders of the complete checkpoints, sorted by step."""
     return sorted(path for path in folder.glob("step-*[0-9]") if ".tmp-" not in path.name)
 
 
 def latest_checkpoint(folder: Path, *, fingerprint: str) -> CheckpointManifest | None:
     """Return the newest checkpoint that verifies and has this fingerprint; log a warning for each damaged one."""
-    for path in reversed(_committed(folder)):
-        manifest = load_manifest(path, CheckpointManifest)
+    for checkpoint_folder in reversed(_committed_folders(folder)):
+        manifest = load_manifest(checkpoint_folder, CheckpointManifest)
         if manifest is None:
-            logger.warning("%s: a file is missing or differs from its checksum; falling back to the previous checkpoint", path)
+            logger.warning(
+                "%s: a file is missing or differs from its checksum; falling back to the previous checkpoint", checkpoint_folder
+            )
         elif manifest.fingerprint == fingerprint:
             return manifest
     return None
@@ -194,22 +201,28 @@ def restore(model: DistributedModelParallel, optimizer: CombinedOptimizer, *, ch
 
     Raises StageError if the checkpoint belongs to another model; the message names the entries and both shapes.
     """
-    for _, optimizer_part in optimizer.optimizers:
-        if isinstance(optimizer_part, KeyedOptimizer) and not isinstance(optimizer_part, CombinedOptimizer):
-            optimizer_part.init_state()  # DCP silently skips state that does not exist yet
+    for _, child_optimizer in optimizer.optimizers:
+        if isinstance(child_optimizer, KeyedOptimizer) and not isinstance(child_optimizer, CombinedOptimizer):
+            child_optimizer.init_state()  # DCP silently skips state that does not exist yet
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    entries, _ = flatten_state_dict(state)
-    saved_metadata: Mapping[str, Any] = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    weight_keys = {key: _weight_key(key, entries) for key, value in entries.items() if _is_rowwise_accumulator(value)}
-    _require_same_entries(entries, saved_metadata, resizable_keys=weight_keys.keys(), checkpoint=checkpoint)
-    resized_keys = [key for key in weight_keys if entries[key].size() != saved_metadata[key].size]
-    load({key: value for key, value in entries.items() if key not in resized_keys}, checkpoint_id=checkpoint)
-    saved_accumulators = {key: torch.empty(saved_metadata[key].size) for key in resized_keys}
-    load(dict(saved_accumulators), checkpoint_id=checkpoint)
-    for key, saved_accumulator in saved_accumulators.items():
-        weight_key = weight_keys[key]
-        accumulator_SR = saved_accumulator.view(-1, entries[weight_key].size(0))
-        _fill_accumulators(entries[key], accumulator_SR=accumulator_SR, saved_weight=saved_metadata[weight_key])
+    value_by_key, _ = flatten_state_dict(state)
+    saved_metadata_by_key: Mapping[str, Any] = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    weight_key_by_accumulator = {
+        key: _weight_key(key, value_by_key) for key, value in value_by_key.items() if _is_rowwise_accumulator(value)
+    }
+    _require_same_entries(
+        value_by_key, saved_metadata_by_key, resizable_keys=weight_key_by_accumulator.keys(), checkpoint=checkpoint
+    )
+    resized_accumulators = [
+        key for key in weight_key_by_accumulator if value_by_key[key].size() != saved_metadata_by_key[key].size
+    ]
+    load({key: value for key, value in value_by_key.items() if key not in resized_accumulators}, checkpoint_id=checkpoint)
+    saved_accumulator_by_key = {key: torch.empty(saved_metadata_by_key[key].size) for key in resized_accumulators}
+    load(dict(saved_accumulator_by_key), checkpoint_id=checkpoint)
+    for key, saved_accumulator in saved_accumulator_by_key.items():
+        weight_key = weight_key_by_accumulator[key]
+        accumulator_SR = saved_accumulator.view(-1, value_by_key[weight_key].size(0))
+        _fill_accumulators(value_by_key[key], accumulator_SR=accumulator_SR, saved_weight=saved_metadata_by_key[weight_key])
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
 
@@ -218,44 +231,48 @@ def _is_rowwise_accumulator(value: object) -> bool:
     return isinstance(value, ShardedTensor) and len(value.size()) == 1
 
 
-def _weight_key(key: str, entries: Mapping[str, Any]) -> str:
+def _weight_key(accumulator_key: str, value_by_key: Mapping[str, Any]) -> str:
     """Return the key of the weight that an accumulator belongs to.
 
     The accumulator optimizer.state.<weight>.<table>.momentum1 belongs to model.<weight>.
     """
-    return next(name for name in entries if name.startswith("model.") and f".{name.removeprefix('model.')}." in key)
+    return next(
+        candidate_key
+        for candidate_key in value_by_key
+        if candidate_key.startswith("model.") and f".{candidate_key.removeprefix('model.')}." in accumulator_key
+    )
 
 
-def _fill_accumulators(target: ShardedTensor, *, accumulator_SR: Tensor, saved_weight: TensorStorageMetadata) -> None:
-    """Fill this rank's shards of `target` with the mean accumulator of each row over the saved column shards; see `restore`."""
+def _fill_accumulators(accumulator: ShardedTensor, *, accumulator_SR: Tensor, saved_weight: TensorStorageMetadata) -> None:
+    """Fill this rank's shards of `accumulator` with the mean of each row over the saved column shards; see `restore`."""
     width_by_column = dict(sorted((int(chunk.offsets[1]), int(chunk.sizes[1])) for chunk in saved_weight.chunks))
-    share_S = torch.tensor(list(width_by_column.values()), dtype=accumulator_SR.dtype) / sum(width_by_column.values())
-    accumulator_R = share_S @ accumulator_SR
-    for shard in target.local_shards():
+    width_share_S = torch.tensor(list(width_by_column.values()), dtype=accumulator_SR.dtype) / sum(width_by_column.values())
+    accumulator_R = width_share_S @ accumulator_SR
+    for shard in accumulator.local_shards():
         # TorchRec concatenates the row-wise state of all column shards, so the offset may be beyond the rows of the table.
         first_row = shard.metadata.shard_offsets[0] % len(accumulator_R)
         shard.tensor.copy_(accumulator_R[first_row : first_row + len(shard.tensor)])
 
 
 def _require_same_entries(
-    entries: Mapping[str, Any], saved_metadata: Mapping[str, Any], *, resizable_keys: Set[str], checkpoint: Path
+    value_by_key: Mapping[str, Any], saved_metadata_by_key: Mapping[str, Any], *, resizable_keys: Set[str], checkpoint: Path
 ) -> None:
     """Collective. Raise StageError unless model and checkpoint have the same entries, and weights of the same shapes.
 
     resizable_keys: entries whose shapes may differ.
     """
     # The shapes come from all ranks, because a rank without a shard of a table has no optimizer state for the table.
-    local_shapes = {key: list(value.size()) if hasattr(value, "size") else [] for key, value in entries.items()}
+    local_shape_by_key = {key: list(value.size()) if hasattr(value, "size") else [] for key, value in value_by_key.items()}
     shapes_by_rank: list[dict[str, list[int]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(shapes_by_rank, local_shapes)
-    shapes = {key: shape for rank_shapes in shapes_by_rank for key, shape in rank_shapes.items()}
-    differences = [f"no {key} in the checkpoint" for key in sorted(set(shapes) - set(saved_metadata))]
-    differences += [f"no {key} in the model" for key in sorted(set(saved_metadata) - set(shapes))]
-    for key in sorted(set(shapes) & set(saved_metadata) - resizable_keys):
-        saved_entry = saved_metadata[key]
+    dist.all_gather_object(shapes_by_rank, local_shape_by_key)
+    shape_by_key = {key: shape for shape_by_key_of_rank in shapes_by_rank for key, shape in shape_by_key_of_rank.items()}
+    differences = [f"no {key} in the checkpoint" for key in sorted(set(shape_by_key) - set(saved_metadata_by_key))]
+    differences += [f"no {key} in the model" for key in sorted(set(saved_metadata_by_key) - set(shape_by_key))]
+    for key in sorted(set(shape_by_key) & set(saved_metadata_by_key) - resizable_keys):
+        saved_entry = saved_metadata_by_key[key]
         saved_shape = list(saved_entry.size) if isinstance(saved_entry, TensorStorageMetadata) else []
-        if saved_shape != shapes[key] and not key.startswith("optimizer."):
-            differences.append(f"{key} is {saved_shape} in the checkpoint, {shapes[key]} in the model")
+        if saved_shape != shape_by_key[key] and not key.startswith("optimizer."):
+            differences.append(f"{key} is {saved_shape} in the checkpoint, {shape_by_key[key]} in the model")
     if not differences:
         return
     num_hidden = len(differences) - MAX_SHOWN_DIFFERENCES

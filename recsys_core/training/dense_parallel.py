@@ -88,19 +88,19 @@ def _modules_with_parameters(query_tower: QueryTower, candidate_tower: Candidate
     return [module for module in modules if next(module.parameters(), None) is not None]
 
 
-def local_part(value: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a layer's weights, gradients or optimizer state."""
-    return value.to_local() if isinstance(value, DTensor) else value
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def gather_tensors(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def gather_tensors(tensor_by_name: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Collective. Yield (name, whole tensor) of a state dict, gathering one tensor at a time."""
-    for name, value in state.items():
-        yield name, value.full_tensor() if isinstance(value, DTensor) else value
+    for name, tensor in tensor_by_name.items():
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def copy_into(parameter: Tensor, value: Tensor) -> None:
-    """Copy `value` into `parameter`; only this rank's part if `parameter` is sharded. Every rank has the whole `value`."""
+def copy_into(parameter: Tensor, tensor: Tensor) -> None:
+    """Copy `tensor` into `parameter`; only this rank's part if `parameter` is sharded. Every rank has the whole `tensor`."""
     if isinstance(parameter, DTensor):
-        value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    parameter.copy_(value)
+        tensor = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(tensor)

@@ -44,8 +44,8 @@ class Encoder:
 
     def encode_queries(self, users: Int64Array, *, split: EvaluationSplit) -> Tensor:
         """Collective. Return query vectors [B, D] of `users`, from their events before `split`."""
-        length = self.spec.config.history.length
-        batch = query_batch(self.store, users, split, assembler=self.assembler, max_history=length)
+        history_length = self.spec.config.history.length
+        batch = query_batch(self.store, users, split, assembler=self.assembler, max_history=history_length)
         return self.task.encode_queries(batch.to(self.process.device))
 
 
@@ -60,14 +60,14 @@ class RankWriter:
         self._process, self._heartbeat = process, heartbeat
 
     def write(
-        self, parts: Sequence[Part], *, num_rows: int, encode: Callable[[Int64Array], tuple[Tensor, ...]], name: str
+        self, parts: Sequence[Part], *, num_rows: int, encode: Callable[[Int64Array], tuple[Tensor, ...]], array_name: str
     ) -> None:
         """Collective. Encode this rank's range of `num_rows` rows, and append the vectors to `parts`.
 
         Args:
             parts: this rank's parts of one or more arrays.
             encode: function of row numbers that returns one array of vectors per part.
-            name: name of the vectors, for the error message.
+            array_name: name of the vectors, for the error message.
 
         Raises StageError if a vector is not finite.
         """
@@ -75,19 +75,19 @@ class RankWriter:
             for part, vectors in zip(parts, encode(rows), strict=True):
                 if not vectors.isfinite().all():
                     raise StageError(
-                        f"{name}: vectors of the trained model are not finite (near row {rows[0]}); lower the learning "
+                        f"{array_name}: vectors of the trained model are not finite (near row {rows[0]}); lower the learning "
                         "rates of training.table_optimizer or training.dense_optimizer"
                     )
                 if keep_vectors:
                     part.add(int(rows[0]), 0, vectors)
-            self.beat()
+            self.touch_heartbeat()
 
     def build(self, path: Path, *, shape: tuple[int, ...], accumulate: bool = False) -> None:
         """Build the array from all parts, on rank 0. accumulate: add the values of overlapping parts."""
         if self._process.is_main:
-            build_array(path, shape=shape, process=self._process, accumulate=accumulate, on_record=self.beat)
+            build_array(path, shape=shape, process=self._process, accumulate=accumulate, on_record=self.touch_heartbeat)
 
-    def beat(self) -> None:
+    def touch_heartbeat(self) -> None:
         """Touch the heartbeat file."""
         self._heartbeat.touch()
 
@@ -99,7 +99,7 @@ class RankWriter:
         """
         if num_rows == 0:
             return
-        ranges = np.array_split(np.arange(num_rows), self._process.world_size)
-        num_batches = -(-len(ranges[0]) // ENCODE_BATCH_ROWS)
-        for rows in np.array_split(ranges[self._process.rank], num_batches):
+        rows_by_rank = np.array_split(np.arange(num_rows), self._process.world_size)
+        num_batches = -(-len(rows_by_rank[0]) // ENCODE_BATCH_ROWS)
+        for rows in np.array_split(rows_by_rank[self._process.rank], num_batches):
             yield (rows, True) if len(rows) else (np.zeros(1, np.int64), False)

@@ -11,9 +11,9 @@ from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training.config import TrainingConfig
 
-JOB_NAME = "job.json"
-METRICS_NAME, RESULT_NAME = "metrics.jsonl", "result.json"
-CHECKPOINTS_NAME, PROFILE_NAME = "checkpoints", "profile"
+JOB_FILE = "job.json"
+METRICS_FILE, RESULT_FILE = "metrics.jsonl", "result.json"
+CHECKPOINTS_FOLDER, PROFILE_FOLDER = "checkpoints", "profile"
 
 
 class WarmStart(Frozen):
@@ -31,9 +31,8 @@ class WarmStart(Frozen):
     export: Path
     prepared: Path
 
-    @property
-    def row_files(self) -> dict[str, Path]:
-        """Path of rows_<table>.npy by table, for the tables that are carried over."""
+    def row_path_by_table(self) -> dict[str, Path]:
+        """Return the path of rows_<table>.npy by table, for the tables that are carried over."""
         return {path.stem.removeprefix("rows_"): path for path in sorted(self.prepared.glob("rows_*.npy"))}
 
 
@@ -71,7 +70,7 @@ class TrainJob(Frozen):
     @property
     def heartbeat(self) -> Path:
         """File that the ranks change while they work; the launching process watches it."""
-        return self.work / METRICS_NAME
+        return self.work / METRICS_FILE
 
 
 class ExportJob(Frozen):

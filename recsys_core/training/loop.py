@@ -20,11 +20,11 @@ from recsys_core.sharding.config import PLAN_NAME
 from recsys_core.training.checkpoint import BestValidation, Checkpointer, CheckpointManifest, checkpoint_name, restore
 from recsys_core.training.encoding import Encoder
 from recsys_core.training.job_spec import (
-    CHECKPOINTS_NAME,
-    JOB_NAME,
-    METRICS_NAME,
-    PROFILE_NAME,
-    RESULT_NAME,
+    CHECKPOINTS_FOLDER,
+    JOB_FILE,
+    METRICS_FILE,
+    PROFILE_FOLDER,
+    RESULT_FILE,
     TrainJob,
     TrainResult,
 )
@@ -44,8 +44,8 @@ def run_training(job: TrainJob, *, process: Process) -> None:
     """
     dataset = job.open_dataset()
     store = EventStore.open(dataset.interactions)
-    features = None if dataset.features is None else FeatureStore.open(dataset.features)
-    assembler = Assembler(user_batch_key=job.spec.user_batch_key, features=features)
+    feature_store = None if dataset.features is None else FeatureStore.open(dataset.features)
+    assembler = Assembler(user_batch_key=job.spec.user_batch_key, features=feature_store)
     loader = make_loader(job, store=store, assembler=assembler, process=process)
     if len(loader) == 0:
         raise InputError(
@@ -57,7 +57,11 @@ def run_training(job: TrainJob, *, process: Process) -> None:
     if job.training.validation is not None:
         encoder = Encoder(get_unwrapped_module(model), store, assembler, process)
         validator = Validator(
-            job.training.validation, encoder=encoder, interactions=dataset.interactions, work=job.work, heartbeat=job.heartbeat
+            job.training.validation,
+            encoder=encoder,
+            interactions=dataset.interactions,
+            work_folder=job.work,
+            heartbeat=job.heartbeat,
         )
     trainer = Trainer(job, model=model, loader=loader, validator=validator, process=process)
     with trainer.profiler or nullcontext():
@@ -69,7 +73,7 @@ def run_training(job: TrainJob, *, process: Process) -> None:
 
 def make_loader(job: TrainJob, *, store: EventStore, assembler: Assembler, process: Process) -> TrainLoader:
     """Return the loader of this rank's batches."""
-    history, loss = job.spec.config.history, job.loss
+    history_config, loss_config = job.spec.config.history, job.loss
     return TrainLoader(
         store,
         assembler=assembler,
@@ -77,10 +81,12 @@ def make_loader(job: TrainJob, *, store: EventStore, assembler: Assembler, proce
         rank=process.rank,
         world_size=process.world_size,
         seed=job.training.seed,
-        max_history=history.length,
-        include_target=history.include_target,
-        num_negatives=loss.num_negatives,
-        negative_share_I=negative_share(store.item_count, loss.negative_sampling_alpha) if loss.num_negatives else None,
+        max_history=history_config.length,
+        include_target=history_config.include_target,
+        num_negatives=loss_config.num_negatives,
+        negative_share_I=negative_share(store.item_count, loss_config.negative_sampling_alpha)
+        if loss_config.num_negatives
+        else None,
         num_planned_ranks=job.planned_ranks,
     )
 
@@ -91,8 +97,8 @@ class Trainer:
     Attributes:
         step: number of completed steps.
         saved_step: `step` of the newest checkpoint.
-        best: the best validation so far; None before the first validation.
-        unfrozen: for each gradually unfrozen table, the share of its rows that the current epoch trains.
+        best_validation: the best validation so far; None before the first validation.
+        trained_share_by_table: for each gradually unfrozen table, the share of its rows that the current epoch trains.
     """
 
     def __init__(
@@ -111,28 +117,28 @@ class Trainer:
         task: RetrievalTask = get_unwrapped_module(model)
         self.head = task.head
         self.head.bf16 = self.config.precision == "bf16"
-        self.unfrozen: dict[str, float] = {}
+        self.trained_share_by_table: dict[str, float] = {}
         self.optimizer = make_optimizer(model, spec=job.spec, config=self.config)
         self.learning_rates = LearningRates(self.optimizer, spec=job.spec, config=self.config, total_steps=self.total_steps)
         # TorchRec's prefetching pipeline is not used for cached tables: it locks cache lines, so it fails after detach().
         self.pipeline = TrainPipelineSparseDist(model, self.optimizer, process.device)
         self.dropout_generator = default_generator(process.device)
-        self.step, self.best = load_state(job, model=model, optimizer=self.optimizer)
+        self.step, self.best_validation = load_state(job, model=model, optimizer=self.optimizer)
         self.saved_step = self.step
         self.checkpointer = Checkpointer(
-            job.work / CHECKPOINTS_NAME,
+            job.work / CHECKPOINTS_FOLDER,
             fingerprint=job.fingerprint,
-            attempt=job.attempt,
+            attempt_number=job.attempt,
             keep_checkpoints=self.config.keep_checkpoints,
-            extra_files={JOB_NAME: job.model_dump_json(indent=2), PLAN_NAME: job.plan.read_text()},
+            text_by_extra_file={JOB_FILE: job.model_dump_json(indent=2), PLAN_NAME: job.plan.read_text()},
             heartbeat=job.heartbeat,
             process=process,
         )
         self.metrics_log = MetricsLog(
-            job.work / METRICS_NAME, process=process, total_steps=self.total_steps, first_step=self.step
+            job.work / METRICS_FILE, process=process, total_steps=self.total_steps, first_step=self.step
         )
-        self.timer = StepTimer(job.spec, process=process)
-        self.profiler = make_profiler(self.config.profile, folder=job.work / PROFILE_NAME, process=process)
+        self.step_timer = StepTimer(job.spec, process=process)
+        self.profiler = make_profiler(self.config.profile, folder=job.work / PROFILE_FOLDER, process=process)
 
     @property
     def is_finished(self) -> bool:
@@ -140,9 +146,14 @@ class Trainer:
         if self.step >= self.total_steps:
             return True
         validation = self.config.validation
-        if self.best is None or validation is None or validation.patience is None or self.step % self.steps_per_epoch:
+        if (
+            self.best_validation is None
+            or validation is None
+            or validation.patience is None
+            or self.step % self.steps_per_epoch
+        ):
             return False
-        num_epochs_since_best = (self.step - self.best.step) // self.steps_per_epoch
+        num_epochs_since_best = (self.step - self.best_validation.step) // self.steps_per_epoch
         return num_epochs_since_best >= validation.patience * validation.every_epochs
 
     def train_epoch(self) -> None:
@@ -151,16 +162,16 @@ class Trainer:
         The log line and the checkpoint after the last step include the validation. `end_epoch` writes them.
         """
         config = self.config
-        epoch, first_batch = divmod(self.step, self.steps_per_epoch)  # both start from 0
+        epoch_index, first_batch_index = divmod(self.step, self.steps_per_epoch)  # both start from 0
         self.model.train()
-        self.unfrozen = self.head.set_epoch(epoch + 1)
-        batches = self.timer.batches(self.loader.epoch(epoch, start_batch=first_batch))
-        for batch_index in range(first_batch, self.steps_per_epoch):
+        self.trained_share_by_table = self.head.set_epoch(epoch_index + 1)
+        batches = self.step_timer.batches(self.loader.epoch(epoch_index, start_batch=first_batch_index))
+        for batch_index in range(first_batch_index, self.steps_per_epoch):
             self.learning_rates.set_step(self.step)
             # Dropout is a function of (seed, step, rank), so a resumed run draws the same masks. Only the device's generator is
             # seeded: torch.manual_seed also records its call stack, which takes a millisecond.
             self.dropout_generator.manual_seed(step_seed(config.seed, step=self.step, rank=self.process.rank))
-            with self.timer.step(is_sampled=self.step % config.log_every_steps == 0):
+            with self.step_timer.step(is_sampled=self.step % config.log_every_steps == 0):
                 loss = self.pipeline.progress(batches)
             if self.profiler is not None:
                 self.profiler.step()
@@ -169,14 +180,14 @@ class Trainer:
             is_save_due = self.step % config.checkpoint_every_steps == 0
             if self.process.device.type == "cpu" or is_log_due:  # on a GPU, reading the loss waits for the device
                 raise_if_not_finite(
-                    loss, step=self.step, epoch=epoch + 1, model=self.model, spec=self.job.spec, rank=self.process.rank
+                    loss, step=self.step, epoch=epoch_index + 1, model=self.model, spec=self.job.spec, rank=self.process.rank
                 )
             self.metrics_log.add(loss, num_samples=self.loader.num_batch_samples(batch_index) * self.process.world_size)
             if batch_index + 1 == self.steps_per_epoch:
                 break
             # Write a log line before each checkpoint. A resumed run then averages its next line over the same steps.
             if is_log_due or is_save_due:
-                self._log(epoch + 1)
+                self._log(epoch_index + 1)
             if is_save_due:
                 self._save()
         # An attached pipeline replaces the forward methods of the tables, but validation needs the original methods. At this
@@ -188,7 +199,7 @@ class Trainer:
         epoch = self.step // self.steps_per_epoch
         metrics = self._validate(epoch)
         self._log(epoch, validation=metrics)
-        is_best = self.best is not None and self.best.step == self.step
+        is_best = self.best_validation is not None and self.best_validation.step == self.step
         if is_best or self.step == self.total_steps or self.step % self.config.checkpoint_every_steps == 0:
             self._save()
 
@@ -201,14 +212,14 @@ class Trainer:
             self._write_result()
 
     def _validate(self, epoch: int) -> dict[str, float]:
-        """Validate, update `best` and return the metrics; return an empty dict if no validation is due after `epoch`."""
+        """Validate, update `best_validation` and return the metrics; return {} if no validation is due after `epoch`."""
         if self.validator is None or not self.validator.has_users:
             return {}
         if epoch % self.validator.config.every_epochs != 0 and epoch != self.config.epochs:
             return {}
-        metrics, name = self.validator.measure(), self.validator.metric_name
-        if self.best is None or metrics[name] > self.best.metrics[name]:
-            self.best = BestValidation(step=self.step, metrics=metrics)
+        metrics, metric_name = self.validator.measure(), self.validator.metric_name
+        if self.best_validation is None or metrics[metric_name] > self.best_validation.metrics[metric_name]:
+            self.best_validation = BestValidation(step=self.step, metrics=metrics)
         return metrics
 
     def _log(self, epoch: int, *, validation: dict[str, float] | None = None) -> None:
@@ -217,13 +228,13 @@ class Trainer:
             self.step,
             epoch=epoch,
             learning_rate=table_optimizer.learning_rate * table_optimizer.scale(self.step - 1, total_steps=self.total_steps),
-            times=self.timer.reset(),
-            unfrozen=self.unfrozen,
+            times=self.step_timer.reset(),
+            trained_share_by_table=self.trained_share_by_table,
             validation=validation or {},
         )
 
     def _save(self) -> None:
-        self.checkpointer.save(self.model, self.optimizer, step=self.step, best=self.best)
+        self.checkpointer.save(self.model, self.optimizer, step=self.step, best=self.best_validation)
         self.saved_step = self.step
 
     def _write_result(self) -> None:
@@ -235,11 +246,11 @@ class Trainer:
             final_loss=self.metrics_log.last_loss,
             samples_per_s=self.metrics_log.samples_per_s,
             world_size=self.process.world_size,
-            checkpoint=checkpoint_name(self.step if self.best is None else self.best.step),
-            best_epoch=None if self.best is None else self.best.step // self.steps_per_epoch,
-            validation={} if self.best is None else self.best.metrics,
+            checkpoint=checkpoint_name(self.step if self.best_validation is None else self.best_validation.step),
+            best_epoch=None if self.best_validation is None else self.best_validation.step // self.steps_per_epoch,
+            validation={} if self.best_validation is None else self.best_validation.metrics,
         )
-        (self.job.work / RESULT_NAME).write_text(result.model_dump_json())
+        (self.job.work / RESULT_FILE).write_text(result.model_dump_json())
 
 
 def load_state(
@@ -255,8 +266,10 @@ def load_state(
         restore(model, optimizer, checkpoint=checkpoint.folder)
         return checkpoint.step, checkpoint.best
     if job.warm is not None:
-        load_champion_weights(model, warm=job.warm)
-        load_champion_accumulators(optimizer, spec=job.spec, default=job.training.table_optimizer, warm=job.warm)
+        load_champion_weights(model, warm_start=job.warm)
+        load_champion_accumulators(
+            optimizer, spec=job.spec, default_optimizer=job.training.table_optimizer, warm_start=job.warm
+        )
     return 0, None
 
 

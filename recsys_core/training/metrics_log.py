@@ -33,7 +33,7 @@ class MetricsLog:
         self._path, self._process, self._total_steps = path, process, total_steps
         self._loss_sum_and_steps = torch.zeros(2, dtype=torch.float64, device=process.device)
         self._os_process = psutil.Process()
-        self._num_samples = self._total_num_samples = 0
+        self._num_line_samples = self._total_num_samples = 0
         self._line_start_time = self._start_time = time.perf_counter()
         self.last_loss = float("nan")
         if process.is_main:
@@ -51,7 +51,7 @@ class MetricsLog:
         """Count one step. num_samples: examples on all ranks."""
         self._loss_sum_and_steps[0] += loss
         self._loss_sum_and_steps[1] += 1
-        self._num_samples += num_samples
+        self._num_line_samples += num_samples
 
     def write_line(
         self,
@@ -60,27 +60,27 @@ class MetricsLog:
         epoch: int,
         learning_rate: float,
         times: StepTimes,
-        unfrozen: dict[str, float],
+        trained_share_by_table: dict[str, float],
         validation: dict[str, float],
     ) -> None:
         """Collective. Append a line, and start new averages.
 
         Args:
             times: times of this rank since the previous line.
-            unfrozen: for each gradually unfrozen table, the share of its rows that the epoch trains.
+            trained_share_by_table: for each gradually unfrozen table, the share of its rows that the epoch trains.
             validation: validation metrics; empty except after an epoch.
         """
-        milliseconds = times.milliseconds()
-        step_times = torch.tensor([*milliseconds.values(), times.embedding_bytes], dtype=torch.float64)
+        ms_by_phase = times.milliseconds()
+        step_times = torch.tensor([*ms_by_phase.values(), times.embedding_bytes], dtype=torch.float64)
         totals = torch.cat([self._loss_sum_and_steps, step_times.to(self._loss_sum_and_steps.device)])
         dist.all_reduce(totals)
         loss_sum, num_steps, *total_ms, total_embedding_bytes = totals.tolist()
-        memory = torch.tensor([self._os_process.memory_info().rss, self._peak_hbm_bytes()])
-        dist.all_reduce(memory, op=dist.ReduceOp.MAX)
+        memory_bytes = torch.tensor([self._os_process.memory_info().rss, self._peak_hbm_bytes()])
+        dist.all_reduce(memory_bytes, op=dist.ReduceOp.MAX)
         if num_steps:
             self.last_loss = loss_sum / num_steps
-        now = time.perf_counter()
-        seconds = now - self._line_start_time
+        end_time = time.perf_counter()
+        elapsed_s = end_time - self._line_start_time
         world_size = self._process.world_size
         progress = Progress(
             step=step,
@@ -88,18 +88,20 @@ class MetricsLog:
             epoch=epoch,
             loss=self.last_loss,
             learning_rate=learning_rate,
-            samples_per_s=self._num_samples / seconds,
-            ms_per_step={name: ms / world_size for name, ms in zip(milliseconds, total_ms, strict=True)},
-            embedding_bytes_per_s=total_embedding_bytes / seconds,
-            memory_bytes={name: int(size) for name, size in zip(("rss", "hbm"), memory, strict=True) if size},
-            unfrozen=unfrozen,
+            samples_per_s=self._num_line_samples / elapsed_s,
+            ms_per_step={name: ms / world_size for name, ms in zip(ms_by_phase, total_ms, strict=True)},
+            embedding_bytes_per_s=total_embedding_bytes / elapsed_s,
+            memory_bytes={
+                name: int(num_bytes) for name, num_bytes in zip(("rss", "hbm"), memory_bytes, strict=True) if num_bytes
+            },
+            unfrozen=trained_share_by_table,
             validation=validation,
         )
         if self._process.is_main:
             with self._path.open("a") as file:
                 file.write(progress.model_dump_json() + "\n")
-        self._total_num_samples += self._num_samples
-        self._num_samples, self._line_start_time = 0, now
+        self._total_num_samples += self._num_line_samples
+        self._num_line_samples, self._line_start_time = 0, end_time
         self._loss_sum_and_steps.zero_()
 
     def _peak_hbm_bytes(self) -> int:
@@ -116,7 +118,7 @@ class MetricsTail:
 
     def __init__(self, path: Path, on_progress: Callable[[Progress], None]) -> None:
         self._path, self._on_progress = path, on_progress
-        self._inode = self._offset = self._last_step = 0
+        self._inode = self._offset_bytes = self._last_step = 0
 
     def relay(self) -> None:
         """Pass on the complete lines that were written since the last call."""
@@ -125,11 +127,11 @@ class MetricsTail:
         with self._path.open("rb") as file:
             inode = os.fstat(file.fileno()).st_ino
             if inode != self._inode:  # a new attempt has replaced the file
-                self._inode, self._offset = inode, 0
-            file.seek(self._offset)
-            unread = file.read()
-        complete_lines = unread[: unread.rfind(b"\n") + 1]
-        self._offset += len(complete_lines)
+                self._inode, self._offset_bytes = inode, 0
+            file.seek(self._offset_bytes)
+            unread_bytes = file.read()
+        complete_lines = unread_bytes[: unread_bytes.rfind(b"\n") + 1]
+        self._offset_bytes += len(complete_lines)
         for line in complete_lines.splitlines():
             progress = Progress.model_validate_json(line)
             if progress.step > self._last_step:
@@ -143,25 +145,25 @@ def raise_if_not_finite(
     """Raise StageError if the loss of a step is not finite; the message names the tables and layers that are not finite."""
     if math.isfinite(loss.item()):
         return
-    state = model.state_dict()
+    tensor_by_name = model.state_dict()
     problems = []
-    for table in spec.tables:
-        for shard in table_shards(state, table=table):
-            bad_rows = torch.nonzero(~torch.isfinite(shard.weight_RD).all(dim=1))
-            if len(bad_rows):
-                first_row = shard.row + int(bad_rows[0])
+    for table_name in spec.tables:
+        for shard in table_shards(tensor_by_name, table=table_name):
+            non_finite_rows = torch.nonzero(~torch.isfinite(shard.weight_RD).all(dim=1))
+            if len(non_finite_rows):
+                first_row = shard.row + int(non_finite_rows[0])
                 problems.append(
-                    f"table {table}: {len(bad_rows)} rows of this rank are not finite, the first is row {first_row}"
+                    f"table {table_name}: {len(non_finite_rows)} rows of this rank are not finite, the first is row {first_row}"
                 )
                 break
     # Only this rank's part of each layer is checked. A gather would hang, because other ranks may not reach this line.
-    layers = [
-        name
-        for name, value in model.named_parameters()
-        if ".head." in f".{name}" and not torch.isfinite(local_part(value)).all()
+    layer_names = [
+        parameter_name
+        for parameter_name, parameter in model.named_parameters()
+        if ".head." in f".{parameter_name}" and not torch.isfinite(local_part(parameter)).all()
     ]
-    if layers:
-        problems.append(f"layers {', '.join(layers)} are not finite")
+    if layer_names:
+        problems.append(f"layers {', '.join(layer_names)} are not finite")
     details = "; ".join(problems) or "tables and layers are finite"
     raise StageError(
         f"step {step}, epoch {epoch}, rank {rank}: the loss is {loss.item()} ({details}); "

@@ -23,8 +23,8 @@ from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.sharded_model import ADAGRAD_EPS
 
-DENSE_KINDS = {"adam": torch.optim.AdamW, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
-REPLICATED_TABLE_KINDS = {
+DENSE_OPTIMIZER_BY_KIND = {"adam": torch.optim.AdamW, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
+TABLE_OPTIMIZER_BY_KIND = {
     "rowwise_adagrad": RowWiseAdagrad,
     "adagrad": torch.optim.Adagrad,
     "sgd": torch.optim.SGD,
@@ -38,73 +38,83 @@ _ACCUMULATOR_KEYS = ("momentum1", "sum")
 def make_optimizer(model: DistributedModelParallel, *, spec: ModelSpec, config: TrainingConfig) -> CombinedOptimizer:
     """Combine the fused optimizers of the sharded tables with regular ones for replicated tables and for the layers."""
     optimizers: list[KeyedOptimizer | tuple[str, KeyedOptimizer]] = [model.fused_optimizer]
-    layers: dict[str, Tensor] = {}
+    layer_by_name: dict[str, Tensor] = {}
     for name, parameter in in_backward_optimizer_filter(model.named_parameters()):
-        table = table_of(name, spec)
-        if table is None:
-            layers[name] = parameter
-        elif not spec.tables[table].frozen:
-            settings = spec.tables[table].settings.optimizer or config.table_optimizer
-            optimizers.append((f"replicated.{table}", _replicated_table_optimizer(name, parameter, settings)))
-    if layers:
-        optimizers.append(("dense", _dense_optimizer(layers, config.dense_optimizer)))
+        table_name = table_name_of(name, spec)
+        if table_name is None:
+            layer_by_name[name] = parameter
+        elif not spec.tables[table_name].frozen:
+            optimizer_config = spec.tables[table_name].settings.optimizer or config.table_optimizer
+            optimizers.append((f"replicated.{table_name}", _replicated_table_optimizer(name, parameter, optimizer_config)))
+    if layer_by_name:
+        optimizers.append(("dense", _dense_optimizer(layer_by_name, config.dense_optimizer)))
     return CombinedOptimizer(optimizers)
 
 
-def table_of(parameter: str, spec: ModelSpec) -> str | None:
+def table_name_of(parameter_name: str, spec: ModelSpec) -> str | None:
     """Return the table that the name of a parameter or optimizer state belongs to; None if it belongs to a tower."""
-    words = parameter.split(".")
-    collection_index = next((index for index, word in enumerate(words) if word in ("embeddings", "embedding_bags")), None)
+    name_parts = parameter_name.split(".")
+    collection_index = next(
+        (index for index, name_part in enumerate(name_parts) if name_part in ("embeddings", "embedding_bags")), None
+    )
     if collection_index is None:
         return None
     # The word after the collection is the table. Other words may have a table's name without being the table.
-    return next(name for name in spec.tables if module_name(name) == words[collection_index + 1])
+    return next(table_name for table_name in spec.tables if module_name(table_name) == name_parts[collection_index + 1])
 
 
-def _replicated_table_optimizer(name: str, parameter: Tensor, settings: TableOptimizer) -> KeyedOptimizer:
-    eps = {"eps": ADAGRAD_EPS} if settings.kind in ADAGRAD_KINDS else {}
+def _replicated_table_optimizer(name: str, parameter: Tensor, optimizer_config: TableOptimizer) -> KeyedOptimizer:
+    eps_argument = {"eps": ADAGRAD_EPS} if optimizer_config.kind in ADAGRAD_KINDS else {}
 
     def build(parameters: list[Tensor]) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = REPLICATED_TABLE_KINDS[settings.kind](parameters, lr=settings.learning_rate, **eps)
+        optimizer: torch.optim.Optimizer = TABLE_OPTIMIZER_BY_KIND[optimizer_config.kind](
+            parameters, lr=optimizer_config.learning_rate, **eps_argument
+        )
         return optimizer
 
     optimizer = KeyedOptimizerWrapper({name: parameter}, build)
-    if settings.gradient_clip_value is None:
+    if optimizer_config.gradient_clip_value is None:
         return optimizer
-    return GradientClippingOptimizer(optimizer, clipping=GradientClipping.VALUE, max_gradient=settings.gradient_clip_value)
+    return GradientClippingOptimizer(
+        optimizer, clipping=GradientClipping.VALUE, max_gradient=optimizer_config.gradient_clip_value
+    )
 
 
-def _dense_optimizer(layers: dict[str, Tensor], settings: DenseOptimizer) -> KeyedOptimizer:
+def _dense_optimizer(layer_by_name: dict[str, Tensor], optimizer_config: DenseOptimizer) -> KeyedOptimizer:
     def build(parameters: list[Tensor]) -> torch.optim.Optimizer:
         # No fused kernel accepts sharded and plain tensors in one group, and only torch's Adam has one for sharded tensors.
         # Weight decay applies to matrices only: it does not help biases, scales of norms, pooling weights and the temperature.
-        groups = [
+        parameter_groups = [
             {
                 "params": [
-                    value for value in parameters if (isinstance(value, DTensor), value.dim() > 1) == (is_sharded, is_matrix)
+                    parameter
+                    for parameter in parameters
+                    if (isinstance(parameter, DTensor), parameter.dim() > 1) == (is_sharded, is_matrix)
                 ],
-                "fused": not is_sharded or settings.kind == "adam",
-                "weight_decay": settings.weight_decay if is_matrix else 0.0,
+                "fused": not is_sharded or optimizer_config.kind == "adam",
+                "weight_decay": optimizer_config.weight_decay if is_matrix else 0.0,
             }
             for is_sharded in (False, True)
             for is_matrix in (True, False)
         ]
-        optimizer: torch.optim.Optimizer = DENSE_KINDS[settings.kind](
-            [group for group in groups if group["params"]], lr=settings.learning_rate
+        optimizer: torch.optim.Optimizer = DENSE_OPTIMIZER_BY_KIND[optimizer_config.kind](
+            [group for group in parameter_groups if group["params"]], lr=optimizer_config.learning_rate
         )
         return optimizer
 
-    optimizer = KeyedOptimizerWrapper(layers, build)
-    if settings.gradient_clip_norm is None:
+    optimizer = KeyedOptimizerWrapper(layer_by_name, build)
+    if optimizer_config.gradient_clip_norm is None:
         return optimizer
     # Without the process groups of the sharded parameters, the norm would cover only this rank's part of these parameters.
-    process_groups = {value: [value.device_mesh.get_group()] for value in layers.values() if isinstance(value, DTensor)}
+    process_groups_by_parameter = {
+        parameter: [parameter.device_mesh.get_group()] for parameter in layer_by_name.values() if isinstance(parameter, DTensor)
+    }
     return GradientClippingOptimizer(
         optimizer,
         clipping=GradientClipping.NORM,
-        max_gradient=settings.gradient_clip_norm,
+        max_gradient=optimizer_config.gradient_clip_norm,
         enable_global_grad_clip=True,
-        param_to_pgs=process_groups,
+        param_to_pgs=process_groups_by_parameter,
     )
 
 
@@ -115,13 +125,15 @@ class LearningRates:
         self._total_steps = total_steps
         self._parameter_groups: list[tuple[dict[str, object], Schedule]] = []
         for leaf_optimizer in _leaf_optimizers(optimizer):
-            tables = [table for name in leaf_optimizer.params if (table := table_of(name, spec)) is not None]
-            if not tables:
+            table_names = [
+                table_name for name in leaf_optimizer.params if (table_name := table_name_of(name, spec)) is not None
+            ]
+            if not table_names:
                 schedule: Schedule = config.dense_optimizer
-            elif spec.tables[tables[0]].frozen:
+            elif spec.tables[table_names[0]].frozen:
                 continue
             else:
-                schedule = spec.tables[tables[0]].settings.optimizer or config.table_optimizer
+                schedule = spec.tables[table_names[0]].settings.optimizer or config.table_optimizer
             self._parameter_groups += [(group, schedule) for group in leaf_optimizer.param_groups]
 
     def set_step(self, step: int) -> None:
@@ -164,27 +176,34 @@ class AccumulatorShard:
         return self.row, self.column, self.values_RC
 
 
-def has_accumulators(spec: ModelSpec, table: str, *, default: TableOptimizer) -> bool:
-    """Return whether an Adagrad optimizer trains `table`. default: optimizer of the tables without an `optimizer` setting."""
-    table_spec = spec.tables[table]
-    return not table_spec.frozen and (table_spec.settings.optimizer or default).kind in ADAGRAD_KINDS
+def has_accumulators(spec: ModelSpec, table_name: str, *, default_optimizer: TableOptimizer) -> bool:
+    """Return whether an Adagrad optimizer trains the table.
+
+    default_optimizer: optimizer of the tables without an `optimizer` setting.
+    """
+    table_spec = spec.tables[table_name]
+    return not table_spec.frozen and (table_spec.settings.optimizer or default_optimizer).kind in ADAGRAD_KINDS
 
 
 def accumulator_shards(optimizer: KeyedOptimizer, *, spec: ModelSpec, table: str) -> list[AccumulatorShard]:
     """Return this rank's accumulators of `table`; empty if other ranks have the table. optimizer: result of make_optimizer."""
     shards = []
-    state = optimizer.state
+    state_by_parameter = optimizer.state
     for name, parameter in optimizer.params.items():
-        if table_of(name, spec) != table:
+        if table_name_of(name, spec) != table:
             continue
-        value = next(value for key, value in state[parameter].items() if key.rpartition(".")[2] in _ACCUMULATOR_KEYS)
+        accumulator = next(
+            accumulator
+            for key, accumulator in state_by_parameter[parameter].items()
+            if key.rpartition(".")[2] in _ACCUMULATOR_KEYS
+        )
         # The positions come from the weights. The positions in the state are wrong for row-wise Adagrad with column-wise
         # sharding, because TorchRec continues the row numbers from one column shard to the next.
-        for weight_shard, tensor in zip(local_shards(parameter), _local_tensors(value), strict=True):
-            values_RC = tensor[:, None] if tensor.dim() == 1 else tensor
+        for weight_shard, shard_tensor in zip(local_shards(parameter), _local_tensors(accumulator), strict=True):
+            values_RC = shard_tensor[:, None] if shard_tensor.dim() == 1 else shard_tensor
             shards.append(AccumulatorShard(weight_shard.row, weight_shard.column, weight_shard.weight_RD.shape[1], values_RC))
     return shards
 
 
-def _local_tensors(value: Any) -> list[Tensor]:
-    return [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
+def _local_tensors(tensor: Any) -> list[Tensor]:
+    return [shard.tensor for shard in tensor.local_shards()] if isinstance(tensor, ShardedTensor) else [tensor]

@@ -30,12 +30,12 @@ class Process:
 
 
 @contextmanager
-def join_process_group(*, device: str) -> Iterator[Process]:
+def join_process_group(*, device_type: str) -> Iterator[Process]:
     """Join the group that torchrun's environment variables describe: NCCL and gloo on GPUs, gloo on CPUs."""
-    backend, timeout = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-    local_device = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device("cpu")
-    if device == "cuda":
-        torch.cuda.set_device(local_device)
+    backend, timeout = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    device = torch.device(device_type, int(os.environ["LOCAL_RANK"])) if device_type == "cuda" else torch.device("cpu")
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
     if STORE_VARIABLE in os.environ:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.FileStore(os.environ[STORE_VARIABLE], world_size)  # type: ignore[attr-defined]
@@ -43,7 +43,7 @@ def join_process_group(*, device: str) -> Iterator[Process]:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
-    yield Process(rank=dist.get_rank(), world_size=dist.get_world_size(), device=local_device)
+    yield Process(rank=dist.get_rank(), world_size=dist.get_world_size(), device=device)
     # This call is not in a `finally` block. After an exception, the other ranks would fail on the closed connection before this
     # rank has reported its own error.
     dist.destroy_process_group()

@@ -33,13 +33,13 @@ class Part:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
 
-    def add(self, row: int, column: int, values_RC: Tensor) -> None:
+    def add(self, first_row: int, first_column: int, values_RC: Tensor) -> None:
         """Append a rectangle of the array. row, column: its position in the array."""
         num_rows, num_columns = values_RC.shape
         rows_per_record = max(1, MAX_RECORD_VALUES // max(1, num_columns))
-        for start in range(0, num_rows, rows_per_record):
-            record_RC = values_RC[start : start + rows_per_record].detach().cpu().float().numpy()
-            self._file.write(np.array([row + start, column, *record_RC.shape], np.int64).tobytes())
+        for record_start in range(0, num_rows, rows_per_record):
+            record_RC = values_RC[record_start : record_start + rows_per_record].detach().cpu().float().numpy()
+            self._file.write(np.array([first_row + record_start, first_column, *record_RC.shape], np.int64).tobytes())
             self._file.write(np.ascontiguousarray(record_RC).data)
 
 
@@ -69,36 +69,36 @@ def build_array(
     if 0 in shape:
         np.save(path, np.empty(shape, np.float32))
     else:
-        target = allocate_npy(path, dtype=np.float32, shape=shape)
-        fill_array(path, target, process=process, accumulate=accumulate, on_record=on_record)
-        assert isinstance(target, np.memmap)
-        target.flush()
+        array = allocate_npy(path, dtype=np.float32, shape=shape)
+        fill_array(path, array, process=process, accumulate=accumulate, on_record=on_record)
+        assert isinstance(array, np.memmap)
+        array.flush()
     for rank in range(process.world_size):
         _part_path(path, rank).unlink()
 
 
 def fill_array(
     path: Path,
-    target: NDArray[np.float32],
+    array: NDArray[np.float32],
     *,
     process: Process,
     accumulate: bool = False,
     on_record: Callable[[], None] = lambda: None,
 ) -> None:
-    """Copy all parts of `path` into `target`, an array of zeros, in the order of the ranks. accumulate: see build_array."""
-    target_RC = target if target.ndim == 2 else target[:, None]
+    """Copy all parts of `path` into `array`, an array of zeros, in the order of the ranks. accumulate: see build_array."""
+    array_RC = array if array.ndim == 2 else array[:, None]
     num_values = 0
     for rank in range(process.world_size):
-        for region, values_RC in _records(_part_path(path, rank), shape=target_RC.shape):
+        for region, values_RC in _read_records(_part_path(path, rank), shape=array_RC.shape):
             if accumulate:
-                target_RC[region] += values_RC
+                array_RC[region] += values_RC
             else:
-                target_RC[region] = values_RC
+                array_RC[region] = values_RC
             num_values += values_RC.size
             on_record()
-    if not accumulate and num_values != target.size:
+    if not accumulate and num_values != array.size:
         raise StageError(
-            f"{path}: the {process.world_size} ranks wrote {num_values:,} values, but the array has {target.size:,}; mount the "
+            f"{path}: the {process.world_size} ranks wrote {num_values:,} values, but the array has {array.size:,}; mount the "
             "same storage under this path on all hosts"
         )
 
@@ -113,26 +113,26 @@ def _part_path(path: Path, rank: int) -> Path:
     return path.with_name(f"{path.name}.rank-{rank}")
 
 
-def _records(part: Path, *, shape: tuple[int, ...]) -> Iterator[tuple[Region, NDArray[np.float32]]]:
+def _read_records(part_path: Path, *, shape: tuple[int, ...]) -> Iterator[tuple[Region, NDArray[np.float32]]]:
     try:
-        file = part.open("rb")
+        file = part_path.open("rb")
     except FileNotFoundError:
         raise StageError(
-            f"{part}: this file of another rank is not visible here; mount the same storage under this path on all hosts"
+            f"{part_path}: this file of another rank is not visible here; mount the same storage under this path on all hosts"
         ) from None
     with file:
-        while header := file.read(HEADER_BYTES):
+        while header_bytes := file.read(HEADER_BYTES):
             # A truncated header is padded to negative numbers, so that it fails the check below.
-            row, column, num_rows, num_columns = np.frombuffer(header.ljust(HEADER_BYTES, b"\xff"), np.int64).tolist()
+            row, column, num_rows, num_columns = np.frombuffer(header_bytes.ljust(HEADER_BYTES, b"\xff"), np.int64).tolist()
             is_inside = (
                 min(row, column, num_rows, num_columns) >= 0 and row + num_rows <= shape[0] and column + num_columns <= shape[1]
             )
-            content = file.read(num_rows * num_columns * 4) if is_inside else b""
-            if not is_inside or len(content) != num_rows * num_columns * 4:
+            value_bytes = file.read(num_rows * num_columns * 4) if is_inside else b""
+            if not is_inside or len(value_bytes) != num_rows * num_columns * 4:
                 raise StageError(
-                    f"{part}: a record of {num_rows} x {num_columns} values at row {row}, column {column} is cut off or does "
-                    f"not fit into an array of {shape[0]} x {shape[1]}; mount the same, intact storage under this path on all "
-                    "hosts"
+                    f"{part_path}: a record of {num_rows} x {num_columns} values at row {row}, column {column} is cut off or "
+                    f"does not fit into an array of {shape[0]} x {shape[1]}; mount the same, intact storage under this path "
+                    "on all hosts"
                 )
-            values_RC = np.frombuffer(content, np.float32).reshape(num_rows, num_columns)
+            values_RC = np.frombuffer(value_bytes, np.float32).reshape(num_rows, num_columns)
             yield (slice(row, row + num_rows), slice(column, column + num_columns)), values_RC

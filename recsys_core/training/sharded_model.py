@@ -43,7 +43,7 @@ from recsys_core.training.process_group import Process
 
 logger = logging.getLogger(__name__)
 ADAGRAD_EPS = 1e-8
-_FUSED_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], EmbOptimType, float]] = {
+_FUSED_OPTIMIZER_BY_KIND: dict[str, tuple[type[torch.optim.Optimizer], EmbOptimType, float]] = {
     "rowwise_adagrad": (RowWiseAdagrad, EmbOptimType.EXACT_ROWWISE_ADAGRAD, ADAGRAD_EPS),
     "adagrad": (Adagrad, EmbOptimType.EXACT_ADAGRAD, ADAGRAD_EPS),
     "sgd": (SGD, EmbOptimType.EXACT_SGD, ADAGRAD_EPS),
@@ -54,7 +54,7 @@ _FUSED_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], EmbOptimType, fl
 
 
 @dataclass(frozen=True)
-class PretrainedRows:
+class PretrainedVectors:
     """The pretrained vectors of a table.
 
     Attributes:
@@ -78,12 +78,12 @@ def initial_model(job: TrainJob, *, store: EventStore, dataset: Dataset, process
         process=process,
         config=job.training,
     )
-    pretrained = {} if dataset.embeddings is None else pretrained_rows(spec, dataset=dataset)
-    fill_pretrained(model, spec=spec, pretrained=pretrained)
+    pretrained_by_table = {} if dataset.embeddings is None else pretrained_vectors_by_table(spec, dataset=dataset)
+    fill_pretrained(model, spec=spec, pretrained_by_table=pretrained_by_table)
     if spec.config.learn_user_embedding:
         is_known_U = store.train_end > store.user_offset[:-1]
-        if "user" in pretrained:
-            is_known_U = is_known_U | (pretrained["user"].vector_row >= 0)
+        if "user" in pretrained_by_table:
+            is_known_U = is_known_U | (pretrained_by_table["user"].vector_row >= 0)
         zero_unknown_users(model, is_known_U=is_known_U)
     return model
 
@@ -106,95 +106,101 @@ def build_model(
 
     Raises InputError if the plan was made for another model or world size.
     """
-    default = config.table_optimizer
-    plan.check_matches(spec=spec, world_size=process.world_size, optimizer=default)
+    default_optimizer = config.table_optimizer
+    plan.check_matches(spec=spec, world_size=process.world_size, optimizer=default_optimizer)
     torch.manual_seed(config.seed)  # the layers start with the same values on every rank
     head = RetrievalHead(
         spec,
         loss=loss,
         item_count_I=item_count_I,
         popularity_rank=popularity_rank,
-        weight_decay=weight_decay(spec, default=default),
+        weight_decay=decay_by_table(spec, default_optimizer=default_optimizer),
         group=dist.group.WORLD,
     )
     task = RetrievalTask(head, device=process.device)
-    _assign_fused_optimizers(task.embedding_tables, spec, plan=plan, default=default)
-    sharded_layers = shard_layers(head, mode=config.dense_parallel, device=process.device)
+    _assign_fused_optimizers(task.embedding_tables, spec, plan=plan, default_optimizer=default_optimizer)
+    sharded_names = shard_layers(head, mode=config.dense_parallel, device=process.device)
     model = DistributedModelParallel(
         task,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=process.device,
         plan=plan.to_torchrec(TABLES_PATH, spec=spec),
         sharders=sharders(plan.quantized_comms),
-        data_parallel_wrapper=DefaultDataParallelWrapper(params_to_ignore=[f"head.{name}" for name in sharded_layers]),
+        data_parallel_wrapper=DefaultDataParallelWrapper(params_to_ignore=[f"head.{name}" for name in sharded_names]),
     )
-    state = model.state_dict()
+    tensor_by_name = model.state_dict()
     with torch.no_grad():
-        for name, table in spec.tables.items():
-            for shard in table_shards(state, table=name):
-                fill_random(shard, table=name, dim=table.dim, seed=config.seed, std=table.settings.init_std)
+        for table_name, table in spec.tables.items():
+            for shard in table_shards(tensor_by_name, table=table_name):
+                fill_random(shard, table=table_name, dim=table.dim, seed=config.seed, std=table.settings.init_std)
     return model
 
 
-def weight_decay(spec: ModelSpec, *, default: TableOptimizer) -> dict[str, float]:
+def decay_by_table(spec: ModelSpec, *, default_optimizer: TableOptimizer) -> dict[str, float]:
     """Return the strength of the L2 penalty by table, for the trained id and offset tables with a weight decay above zero."""
-    strengths = {
-        name: (table.settings.optimizer or default).weight_decay
-        for name, table in spec.tables.items()
-        if name in (*ID_TABLES, OFFSET_TABLE) and not table.frozen
+    strength_by_table = {
+        table_name: (table.settings.optimizer or default_optimizer).weight_decay
+        for table_name, table in spec.tables.items()
+        if table_name in (*ID_TABLES, OFFSET_TABLE) and not table.frozen
     }
-    return {name: strength for name, strength in strengths.items() if strength}
+    return {table_name: strength for table_name, strength in strength_by_table.items() if strength}
 
 
-def _assign_fused_optimizers(tables: nn.Module, spec: ModelSpec, *, plan: PlanFile, default: TableOptimizer) -> None:
+def _assign_fused_optimizers(tables: nn.Module, spec: ModelSpec, *, plan: PlanFile, default_optimizer: TableOptimizer) -> None:
     """Set the fused optimizer of each sharded table; replicated tables (data_parallel) have no fused kernel."""
-    parameters = dict(tables.named_parameters())
-    for name, table in spec.tables.items():
-        if plan.tables[name].sharding_type == "data_parallel":
+    parameter_by_name = dict(tables.named_parameters())
+    for table_name, table in spec.tables.items():
+        if plan.tables[table_name].sharding_type == "data_parallel":
             continue
-        settings = table.settings.optimizer or default
+        optimizer_config = table.settings.optimizer or default_optimizer
         # A frozen table gets SGD, the only optimizer without state. The optimizer never changes the table.
-        optimizer_class, fbgemm_type, eps = _FUSED_OPTIMIZERS["sgd" if table.frozen else settings.kind]
-        arguments: dict[str, Any] = {"optimizer": fbgemm_type, "learning_rate": settings.learning_rate, "eps": eps}
-        if settings.gradient_clip_value is not None:
-            arguments |= {"gradient_clipping": True, "max_gradient": settings.gradient_clip_value}
+        optimizer_class, fbgemm_type, eps = _FUSED_OPTIMIZER_BY_KIND["sgd" if table.frozen else optimizer_config.kind]
+        fbgemm_arguments: dict[str, Any] = {
+            "optimizer": fbgemm_type,
+            "learning_rate": optimizer_config.learning_rate,
+            "eps": eps,
+        }
+        if optimizer_config.gradient_clip_value is not None:
+            fbgemm_arguments |= {"gradient_clipping": True, "max_gradient": optimizer_config.gradient_clip_value}
         # These are the attributes that TorchRec's apply_optimizer_in_backward sets. The function itself cannot be used: it also
         # builds a torch optimizer, which does not accept FBGEMM's arguments.
-        parameter = parameters[parameter_name(spec, name)]
+        parameter = parameter_by_name[parameter_name(spec, table_name)]
         parameter._optimizer_classes = [optimizer_class]  # type: ignore[attr-defined]
-        parameter._optimizer_kwargs = [arguments]  # type: ignore[attr-defined]
+        parameter._optimizer_kwargs = [fbgemm_arguments]  # type: ignore[attr-defined]
 
 
-def fill_pretrained(model: DistributedModelParallel, *, spec: ModelSpec, pretrained: Mapping[str, PretrainedRows]) -> None:
+def fill_pretrained(
+    model: DistributedModelParallel, *, spec: ModelSpec, pretrained_by_table: Mapping[str, PretrainedVectors]
+) -> None:
     """Copy the pretrained vectors of this rank's rows; fill the other rows according to `tables.<name>.missing_vector_init`.
 
     The ranks of a host read the same memory-mapped file, so the host's page cache holds the vectors once.
     """
-    state = model.state_dict()
-    for name, table in spec.tables.items():
-        settings, pretrained_table = table.settings, pretrained.get(name)
-        norm = random_norm(settings.init_std, table.dim) if settings.rescale else None
+    tensor_by_name = model.state_dict()
+    for table_name, table in spec.tables.items():
+        table_settings, pretrained_vectors = table.settings, pretrained_by_table.get(table_name)
+        norm = random_norm(table_settings.init_std, table.dim) if table_settings.rescale else None
         mean_D = None
-        if pretrained_table is None:
+        if pretrained_vectors is None:
             vector_row = no_vectors(table.num_rows)
         else:
-            vector_row = pretrained_table.vector_row
+            vector_row = pretrained_vectors.vector_row
             num_missing = table.num_rows - sum(len(chunk) for chunk in rows_with_vector(vector_row))
             logger.info(
                 "table %s: %d of %d rows have no vector; their initial values: %s",
-                name,
+                table_name,
                 num_missing,
                 table.num_rows,
-                settings.missing_vector_init,
+                table_settings.missing_vector_init,
             )
-            if settings.missing_vector_init == "mean":
-                mean_D = mean_vector(pretrained_table.vectors, vector_row=vector_row, norm=norm)
+            if table_settings.missing_vector_init == "mean":
+                mean_D = mean_vector(pretrained_vectors.vectors, vector_row=vector_row, norm=norm)
         with torch.no_grad():
-            for shard in table_shards(state, table=name):
-                if settings.missing_vector_init != "random":
+            for shard in table_shards(tensor_by_name, table=table_name):
+                if table_settings.missing_vector_init != "random":
                     fill_missing(shard, vector_row=vector_row, value_D=mean_D)
-                if pretrained_table is not None:
-                    copy_pretrained(shard, vectors=pretrained_table.vectors, vector_row=vector_row, norm=norm)
+                if pretrained_vectors is not None:
+                    copy_pretrained(shard, vectors=pretrained_vectors.vectors, vector_row=vector_row, norm=norm)
 
 
 def zero_unknown_users(model: DistributedModelParallel, *, is_known_U: NDArray[np.bool_]) -> None:
@@ -206,35 +212,37 @@ def zero_unknown_users(model: DistributedModelParallel, *, is_known_U: NDArray[n
 
 def popularity_ranks(spec: ModelSpec, *, store: EventStore, interactions: InteractionsManifest) -> dict[str, NDArray[np.int64]]:
     """Return the popularity ranks of the rows of each gradually unfrozen table. Rank 0 has the most training events."""
-    rank_by_table = {}
-    for name, table in spec.tables.items():
+    popularity_rank_by_table = {}
+    for table_name, table in spec.tables.items():
         if table.settings.transfer != "gradual":
             continue
-        if name == "item":
-            rank_by_table[name] = memory_map(interactions.path("item_rank.npy"))
+        if table_name == "item":
+            popularity_rank_by_table[table_name] = memory_map(interactions.path("item_rank.npy"))
         else:
             num_events_U = store.train_end - store.user_offset[:-1]
-            rank_U = np.empty(len(num_events_U), np.int64)
-            rank_U[np.argsort(-num_events_U, kind="stable")] = np.arange(len(num_events_U))
-            rank_by_table[name] = rank_U
-    return rank_by_table
+            popularity_rank_U = np.empty(len(num_events_U), np.int64)
+            popularity_rank_U[np.argsort(-num_events_U, kind="stable")] = np.arange(len(num_events_U))
+            popularity_rank_by_table[table_name] = popularity_rank_U
+    return popularity_rank_by_table
 
 
-def pretrained_rows(spec: ModelSpec, *, dataset: Dataset) -> dict[str, PretrainedRows]:
+def pretrained_vectors_by_table(spec: ModelSpec, *, dataset: Dataset) -> dict[str, PretrainedVectors]:
     """Return the pretrained vectors of each table with `pretrained` set. The dataset must have embeddings."""
     assert dataset.embeddings is not None
-    id_files = {"item": "vector_row.npy", "user": "user_vector_row.npy"}
-    pretrained = {}
-    for name, table in spec.tables.items():
+    vector_row_file_by_table = {"item": "vector_row.npy", "user": "user_vector_row.npy"}
+    pretrained_by_table = {}
+    for table_name, table in spec.tables.items():
         if not table.pretrained:
             continue
-        vector_table = "item" if name == TEACHER_TABLE else name
-        if vector_table not in id_files:
+        source_table = "item" if table_name == TEACHER_TABLE else table_name
+        if source_table not in vector_row_file_by_table:
             assert dataset.features is not None
-            vector_row = memory_map(dataset.features.path(f"{vector_table}.vector_row.npy"))
-        elif id_files[vector_table] in dataset.interactions.files:
-            vector_row = memory_map(dataset.interactions.path(id_files[vector_table]))
+            vector_row = memory_map(dataset.features.path(f"{source_table}.vector_row.npy"))
+        elif vector_row_file_by_table[source_table] in dataset.interactions.files:
+            vector_row = memory_map(dataset.interactions.path(vector_row_file_by_table[source_table]))
         else:
             vector_row = no_vectors(table.num_rows)
-        pretrained[name] = PretrainedRows(memory_map(dataset.embeddings.vectors_path(vector_table)), vector_row)
-    return pretrained
+        pretrained_by_table[table_name] = PretrainedVectors(
+            memory_map(dataset.embeddings.vectors_path(source_table)), vector_row
+        )
+    return pretrained_by_table

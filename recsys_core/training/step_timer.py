@@ -52,9 +52,9 @@ class StepTimer:
     def batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the batches; add the time to wait for each batch to data_seconds."""
         while True:
-            start = time.perf_counter()
+            start_time = time.perf_counter()
             batch = next(batches, None)
-            self._times.data_seconds += (time.perf_counter() - start) if self._is_timing else 0.0
+            self._times.data_seconds += (time.perf_counter() - start_time) if self._is_timing else 0.0
             if batch is None:
                 return
             self._times.embedding_bytes += self._lookup_bytes(batch)
@@ -64,17 +64,17 @@ class StepTimer:
     def step(self, *, is_sampled: bool) -> Iterator[None]:
         """Time the block as one step. On a GPU the step is timed only if `is_sampled`."""
         self._is_timing = is_sampled or not self._is_gpu
-        start = self._now()
+        start_time = self._now()
         yield
         if self._is_timing:
             self._times.num_steps += 1
-            self._times.seconds += self._now() - start
+            self._times.seconds += self._now() - start_time
         self._is_timing = False
 
     def reset(self) -> StepTimes:
         """Return the totals since the last call, and start from zero."""
-        times, self._times = self._times, StepTimes()
-        return times
+        step_times, self._times = self._times, StepTimes()
+        return step_times
 
     def _now(self) -> float:
         if self._is_gpu and self._is_timing:
@@ -83,12 +83,12 @@ class StepTimer:
 
     def _lookup_bytes(self, batch: Batch) -> int:
         """Return the bytes of the embedding rows that this rank's batch looks up."""
-        num_values: dict[tuple[str, str], int] = {
-            (name, feature): count
-            for name, sparse in batch.sparse.items()
-            for feature, count in zip(sparse.keys(), sparse.length_per_key(), strict=True)
+        num_values_by_key: dict[tuple[str, str], int] = {
+            (batch_key, feature): num_values
+            for batch_key, sparse in batch.sparse.items()
+            for feature, num_values in zip(sparse.keys(), sparse.length_per_key(), strict=True)
         }
-        num_floats = sum(num_values.get((table.batch_key, table.feature), 0) * table.dim for table in self._tables)
+        num_floats = sum(num_values_by_key.get((table.batch_key, table.feature), 0) * table.dim for table in self._tables)
         return num_floats * FLOAT32_BYTES
 
 
@@ -100,9 +100,9 @@ def make_profiler(config: ProfileConfig | None, *, folder: Path, process: Proces
     if config is None:
         return None
     folder.mkdir(parents=True, exist_ok=True)
-    trace = folder / f"rank-{process.rank}.json.gz"
+    trace_path = folder / f"rank-{process.rank}.json.gz"
     return profile(
         activities=[ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if process.device.type == "cuda" else []),
         schedule=schedule(wait=config.after_steps, warmup=PROFILER_WARMUP_STEPS, active=config.steps, repeat=1),
-        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(trace)),
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(trace_path)),
     )

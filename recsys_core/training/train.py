@@ -16,17 +16,17 @@ from recsys_core.manifests import Dataset, InteractionsManifest, PlanManifest, S
 from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.config import PLAN_NAME, ShardingConfig
-from recsys_core.training.attempts import attempts
+from recsys_core.training.attempts import make_attempts
 from recsys_core.training.champion import Champion
 from recsys_core.training.config import TrainingConfig, WarmStartConfig
 from recsys_core.training.dense_parallel import require_shardable_layers
 from recsys_core.training.disk_estimate import training_bytes
 from recsys_core.training.job_spec import (
-    CHECKPOINTS_NAME,
-    JOB_NAME,
-    METRICS_NAME,
-    PROFILE_NAME,
-    RESULT_NAME,
+    CHECKPOINTS_FOLDER,
+    JOB_FILE,
+    METRICS_FILE,
+    PROFILE_FOLDER,
+    RESULT_FILE,
     Progress,
     TrainJob,
     TrainResult,
@@ -68,20 +68,22 @@ def train(
     require_shardable_layers(config.dense_parallel, spec=model)
     interactions, embeddings, features = dataset.interactions, dataset.embeddings, dataset.features
     start_champion, full_training_reason = choose_start(config.warm_start, champion=champion, interactions=interactions)
-    settings = config.result_settings()
+    result_settings = config.result_settings()
     champion_export = start_champion and start_champion.export
-    fingerprint = fingerprint_of("train", settings, model, loss, interactions, embeddings, features, plan, champion_export)
-    work = folder.with_name(folder.name + ".work")
+    fingerprint = fingerprint_of(
+        "train", result_settings, model, loss, interactions, embeddings, features, plan, champion_export
+    )
+    work_folder = folder.with_name(folder.name + ".work")
     stage = StageFolder(folder, TrainManifest, fingerprint=fingerprint)
     if stage.manifest is not None:
-        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(work_folder, ignore_errors=True)
         return stage.manifest
     steps_per_epoch = interactions.train_events // (config.batch_size * plan.world_size)
-    needs_bytes = training_bytes(config, model=model, work=work, steps_per_epoch=steps_per_epoch)
-    with stage.writing(min_bytes=needs_bytes) as out:
+    checkpoint_bytes = training_bytes(config, spec=model, work_folder=work_folder, steps_per_epoch=steps_per_epoch)
+    with stage.writing(min_bytes=checkpoint_bytes) as output_folder:
         if full_training_reason is not None:
             logger.info("full training: %s", full_training_reason)
-        _remove_unrelated_work(work, fingerprint=fingerprint)
+        _remove_unrelated_work(work_folder, fingerprint=fingerprint)
         job = _make_job(
             config,
             model=model,
@@ -89,21 +91,21 @@ def train(
             dataset=dataset,
             plan=plan,
             champion=start_champion,
-            work=work,
+            work_folder=work_folder,
             fingerprint=fingerprint,
         )
-        work.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(work / "logs", ignore_errors=True)
-        (work / RESULT_NAME).unlink(missing_ok=True)
-        metrics = MetricsTail(work / METRICS_NAME, on_progress)
-        for attempt in attempts(job, launcher=launcher, sharding=sharding):
+        work_folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(work_folder / "logs", ignore_errors=True)
+        (work_folder / RESULT_FILE).unlink(missing_ok=True)
+        metrics_tail = MetricsTail(work_folder / METRICS_FILE, on_progress)
+        for attempt in make_attempts(job, launcher=launcher, sharding=sharding):
             try:
                 launch(
-                    work / JOB_NAME,
+                    work_folder / JOB_FILE,
                     layout=attempt.layout,
                     folder=attempt.folder,
                     heartbeat_file=HeartbeatFile(job.heartbeat, config.start_timeout_s, config.heartbeat_timeout_s),
-                    poll=partial(_relay, metrics, RankOutput(attempt.folder)),
+                    poll=partial(_relay, metrics_tail, RankOutput(attempt.folder)),
                     launcher=launcher,
                 )
                 break
@@ -111,14 +113,14 @@ def train(
                 if attempt.number == config.max_attempts:
                     raise
                 logger.warning("training attempt %d of %d failed: %s", attempt.number, config.max_attempts, error)
-        result = _copy_result(attempt.job, out=out)
+        result = _copy_result(attempt.job, output_folder=output_folder)
         manifest = stage.commit(
             **result.model_dump(exclude={"checkpoint"}),
             attempts=attempt.number,
             warm_from=start_champion and start_champion.run_id,
             num_warm_starts=start_champion.train.num_warm_starts + 1 if start_champion else 0,
         )
-    shutil.rmtree(work, ignore_errors=True)
+    shutil.rmtree(work_folder, ignore_errors=True)
     return manifest
 
 
@@ -142,21 +144,21 @@ def choose_start(
             f"this is run {num_runs_since_full} since the last full training "
             f"(training.warm_start.full_retrain_every is {config.full_retrain_every})"
         )
-    num_leaked = count_leaked_events(interactions, champion=champion.interactions)
-    if num_leaked:
-        num_held_out = interactions.validation_events + interactions.test_events
+    num_leaked_events = count_leaked_events(interactions, champion=champion.interactions)
+    if num_leaked_events:
+        num_held_out_events = interactions.validation_events + interactions.test_events
         return None, (
-            f"the champion (run {champion.run_id}) was trained on {num_leaked:,} of the {num_held_out:,} validation and test "
-            "events of this run, because the split has moved back in time or has changed"
+            f"the champion (run {champion.run_id}) was trained on {num_leaked_events:,} of the {num_held_out_events:,} "
+            "validation and test events of this run, because the split has moved back in time or has changed"
         )
     return champion, None
 
 
-def _remove_unrelated_work(work: Path, *, fingerprint: str) -> None:
+def _remove_unrelated_work(work_folder: Path, *, fingerprint: str) -> None:
     """Remove the work folder, unless it belongs to an interrupted training with the same fingerprint."""
-    job_file = work / JOB_NAME
-    if not job_file.is_file() or TrainJob.model_validate_json(job_file.read_bytes()).fingerprint != fingerprint:
-        shutil.rmtree(work, ignore_errors=True)
+    job_path = work_folder / JOB_FILE
+    if not job_path.is_file() or TrainJob.model_validate_json(job_path.read_bytes()).fingerprint != fingerprint:
+        shutil.rmtree(work_folder, ignore_errors=True)
 
 
 def _make_job(
@@ -167,19 +169,19 @@ def _make_job(
     dataset: Dataset,
     plan: PlanManifest,
     champion: Champion | None,
-    work: Path,
+    work_folder: Path,
     fingerprint: str,
 ) -> TrainJob:
     """Return the job of the ranks. If the training starts from `champion`, prepare the champion's rows and layers for them."""
     warm_start = None
     if champion is not None:
-        warm_folder = work / "warm"
-        shutil.rmtree(warm_folder, ignore_errors=True)
+        warm_start_folder = work_folder / "warm"
+        shutil.rmtree(warm_start_folder, ignore_errors=True)
         warm_start = prepare_warm_start(
-            champion, spec=model, dataset=dataset, optimizer=config.table_optimizer, folder=warm_folder
+            champion, spec=model, dataset=dataset, default_optimizer=config.table_optimizer, folder=warm_start_folder
         )
     return TrainJob(
-        work=work,
+        work=work_folder,
         fingerprint=fingerprint,
         spec=model,
         loss=loss,
@@ -192,21 +194,21 @@ def _make_job(
     )
 
 
-def _relay(metrics: MetricsTail, output: RankOutput) -> None:
+def _relay(metrics_tail: MetricsTail, output: RankOutput) -> None:
     """Pass on the new lines of metrics.jsonl, and log the new output of rank 0."""
-    metrics.relay()
+    metrics_tail.relay()
     output.relay()
 
 
-def _copy_result(job: TrainJob, *, out: Path) -> TrainResult:
-    """Copy checkpoint, metrics, plan, model and profile of the completed training to `out`."""
-    result = TrainResult.model_validate_json((job.work / RESULT_NAME).read_bytes())
-    shutil.copytree(job.work / CHECKPOINTS_NAME / result.checkpoint, out / "checkpoint", copy_function=link_or_copy)
-    shutil.copy(job.work / METRICS_NAME, out / METRICS_NAME)
-    shutil.copy(job.plan, out / PLAN_NAME)
-    if (job.work / PROFILE_NAME).is_dir():
-        shutil.copytree(job.work / PROFILE_NAME, out / PROFILE_NAME)
-    (out / "model.json").write_text(job.spec.model_dump_json(indent=2))
+def _copy_result(job: TrainJob, *, output_folder: Path) -> TrainResult:
+    """Copy checkpoint, metrics, plan, model and profile of the completed training to `output_folder`."""
+    result = TrainResult.model_validate_json((job.work / RESULT_FILE).read_bytes())
+    shutil.copytree(job.work / CHECKPOINTS_FOLDER / result.checkpoint, output_folder / "checkpoint", copy_function=link_or_copy)
+    shutil.copy(job.work / METRICS_FILE, output_folder / METRICS_FILE)
+    shutil.copy(job.plan, output_folder / PLAN_NAME)
+    if (job.work / PROFILE_FOLDER).is_dir():
+        shutil.copytree(job.work / PROFILE_FOLDER, output_folder / PROFILE_FOLDER)
+    (output_folder / "model.json").write_text(job.spec.model_dump_json(indent=2))
     return result
 
 

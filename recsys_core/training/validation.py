@@ -26,7 +26,7 @@ from recsys_core.training.config import ValidationConfig
 from recsys_core.training.encoding import Encoder, RankWriter
 from recsys_core.training.sharded_array import fill_array, remove_part, writing_part
 
-_METRICS = {"recall": metrics.recall, "ndcg": metrics.ndcg, "hit_rate": metrics.hit_rate}
+_METRIC_BY_NAME = {"recall": metrics.recall, "ndcg": metrics.ndcg, "hit_rate": metrics.hit_rate}
 
 
 class Validator:
@@ -40,18 +40,24 @@ class Validator:
     """
 
     def __init__(
-        self, config: ValidationConfig, *, encoder: Encoder, interactions: InteractionsManifest, work: Path, heartbeat: Path
+        self,
+        config: ValidationConfig,
+        *,
+        encoder: Encoder,
+        interactions: InteractionsManifest,
+        work_folder: Path,
+        heartbeat: Path,
     ) -> None:
         self.config = config
-        self._encoder, self._store, self._work = encoder, encoder.store, work
+        self._encoder, self._store, self._work_folder = encoder, encoder.store, work_folder
         self._writer = RankWriter(encoder.process, heartbeat=heartbeat)
         self._cold_items = cold_rows(self._store, "validation") if config.candidates == "cold" else None
         self._users = users_to_validate(config, store=self._store, cold_items=self._cold_items)
         spec = encoder.spec
         history_length = self._store.items_before(self._users, "validation").lengths
-        self._is_known = spec.is_known(history_length_B=history_length, user_row_B=self._users)
+        self._is_known_U = spec.is_known(history_length_B=history_length, user_row_B=self._users)
         self._popularity_order_I = np.arange(spec.num_items, dtype=np.int32)
-        if not self._is_known.all():  # only unknown users get this order, and computing it reads all ids
+        if not self._is_known_U.all():  # only unknown users get this order, and computing it reads all ids
             self._popularity_order_I = popularity_before("validation", store=self._store, interactions=interactions)
 
     @property
@@ -70,47 +76,51 @@ class Validator:
         task, process = self._encoder.task, self._encoder.process
         task.eval()
         item_ID = self._encode_items()
-        totals = torch.zeros(1 + len(_METRICS), dtype=torch.float64)  # number of users, then the total of each metric
-        for index_B, keep_vectors in self._writer.batches(len(self._users)):
-            query_BD = self._encoder.encode_queries(self._users[index_B], split="validation").cpu()
+        totals = torch.zeros(1 + len(_METRIC_BY_NAME), dtype=torch.float64)  # number of users, then the total of each metric
+        for user_index_B, keep_vectors in self._writer.batches(len(self._users)):
+            query_BD = self._encoder.encode_queries(self._users[user_index_B], split="validation").cpu()
             if not keep_vectors:
                 continue
-            positions = self._target_positions(index_B, query_BD=query_BD, item_ID=item_ID)
+            positions = self._target_positions(user_index_B, query_BD=query_BD, item_ID=item_ID)
             totals[0] += positions.num_users
-            for index, metric in enumerate(_METRICS.values(), 1):
-                totals[index] += metric(positions, k=self.config.k).sum()
+            for metric_index, metric in enumerate(_METRIC_BY_NAME.values(), 1):
+                totals[metric_index] += metric(positions, k=self.config.k).sum()
         totals = totals.to(process.device)
         dist.all_reduce(totals)
         task.train()
         num_users, *metric_totals = totals
         return {
-            f"{name}@{self.config.k}": float(total / num_users) for name, total in zip(_METRICS, metric_totals, strict=True)
+            f"{name}@{self.config.k}": float(total / num_users)
+            for name, total in zip(_METRIC_BY_NAME, metric_totals, strict=True)
         }
 
     def _encode_items(self) -> Tensor:
         """Collective. Return the vectors of all items, on the CPU of every rank."""
         spec, process = self._encoder.spec, self._encoder.process
-        path = self._work / "validation_items"
-        with writing_part(path, process=process) as part:
+        vectors_path = self._work_folder / "validation_items"
+        with writing_part(vectors_path, process=process) as part:
             self._writer.write(
-                [part], num_rows=spec.num_items, encode=lambda rows: self._encoder.encode_items(rows)[1:], name="validation"
+                [part],
+                num_rows=spec.num_items,
+                encode=lambda rows: self._encoder.encode_items(rows)[1:],
+                array_name="validation",
             )
         item_ID = np.zeros((spec.num_items, spec.config.output_dim), np.float32)
-        fill_array(path, item_ID, process=process, on_record=self._writer.beat)
-        remove_part(path, process=process)
+        fill_array(vectors_path, item_ID, process=process, on_record=self._writer.touch_heartbeat)
+        remove_part(vectors_path, process=process)
         return torch.from_numpy(item_ID)
 
-    def _target_positions(self, index_B: Int64Array, *, query_BD: Tensor, item_ID: Tensor) -> TargetPositions:
+    def _target_positions(self, user_index_B: Int64Array, *, query_BD: Tensor, item_ID: Tensor) -> TargetPositions:
         """Rank the candidates for the users `self._users[index_B]`."""
-        users = self._users[index_B]
-        seen, targets = self._store.items_before(users, "validation"), self._store.targets(users, "validation")
+        users = self._users[user_index_B]
+        seen_items, targets = self._store.items_before(users, "validation"), self._store.targets(users, "validation")
         rank_items = rank_served if self._cold_items is None else partial(rank_among, candidate_rows=self._cold_items)
         ranking = rank_items(
             query_BD,
-            is_known_B=self._is_known[index_B],
+            is_known_B=self._is_known_U[user_index_B],
             item_ID=item_ID,
             order_I=self._popularity_order_I,
-            seen=seen,
+            seen=seen_items,
             targets=targets,
             k=0,
         )
@@ -136,5 +146,7 @@ def users_to_validate(config: ValidationConfig, *, store: EventStore, cold_items
     if len(users) > config.max_users:
         users = np.sort(np.random.default_rng(VALIDATION_USERS_SEED).choice(users, config.max_users, replace=False))
     # A target that the user has seen is not ranked, so a user without unseen targets has no metric.
-    unseen = store.targets(users, "validation").difference(store.items_before(users, "validation"), bound=len(store.item_count))
-    return users[unseen.lengths > 0]
+    unseen_targets = store.targets(users, "validation").difference(
+        store.items_before(users, "validation"), bound=len(store.item_count)
+    )
+    return users[unseen_targets.lengths > 0]

@@ -33,10 +33,10 @@ def starting_champion(model_name: str, *, run: Run) -> Champion | None:
     champion_run = Run(run_id, workspace=run.workspace, experiment=run.experiment)
     champion = Champion.open(
         run_id,
-        train=champion_run.stage_folder("train"),
-        export=champion_run.stage_folder("export"),
-        interactions=champion_run.stage_folder("ingest_interactions"),
-        features=champion_run.stage_folder("ingest_features"),
+        train_folder=champion_run.stage_folder("train"),
+        export_folder=champion_run.stage_folder("export"),
+        interactions_folder=champion_run.stage_folder("ingest_interactions"),
+        features_folder=champion_run.stage_folder("ingest_features"),
     )
     if champion is None:
         LOG.info(

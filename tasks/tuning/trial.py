@@ -11,7 +11,7 @@ from prefect.cache_policies import NO_CACHE
 
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import TrainManifest
-from recsys_core.training.job_spec import METRICS_NAME, Progress
+from recsys_core.training.job_spec import METRICS_FILE, Progress
 from tasks.reporting import show_bar, training_note
 from tasks.tuning.study import RunningTrial, TrialEnding, TrialResult
 
@@ -76,8 +76,8 @@ def _keep_metrics(folder: Path) -> None:
     """Move metrics.jsonl to the trial's folder, keep the logs, and remove all other files of the training."""
     train_folder, work_folder = folder / "train", folder / "train.work"
     for source_folder in (train_folder, work_folder):
-        if (source_folder / METRICS_NAME).is_file():
-            (source_folder / METRICS_NAME).replace(folder / METRICS_NAME)
+        if (source_folder / METRICS_FILE).is_file():
+            (source_folder / METRICS_FILE).replace(folder / METRICS_FILE)
     shutil.rmtree(train_folder, ignore_errors=True)
     for path in work_folder.glob("*"):
         if path.is_dir() and path.name != "logs":

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from recsys_core.training.checkpoint import latest_checkpoint
-from recsys_core.training.job_spec import CHECKPOINTS_NAME
+from recsys_core.training.job_spec import CHECKPOINTS_FOLDER
 from tests.gloo import run_ranks
 from tests.recsys_core.training.forked_training import (
     checkpoint_of,
@@ -58,5 +58,5 @@ def test_trainings_that_are_killed_a_hundred_times_end_like_an_undisturbed_one(t
 
 def checkpoint_step(work: Path) -> int:
     """Return the step of the newest intact checkpoint."""
-    checkpoint = latest_checkpoint(work / CHECKPOINTS_NAME, fingerprint="f")
+    checkpoint = latest_checkpoint(work / CHECKPOINTS_FOLDER, fingerprint="f")
     return checkpoint.step if checkpoint is not None else 0

@@ -42,7 +42,7 @@ def test_the_page_is_one_file_and_escapes_all_values_of_the_data(tmp_path: Path)
     assert not re.search(r"url\((?!#)|@import", page)
     assert "<script>" not in page and "&lt;script&gt;" in page and "\u202e" not in page and "\x00" not in page
     assert "x" * 100 not in page and len(page) < 300_000
-    hostile_run = to_html(report, run=HOSTILE)
+    hostile_run = to_html(report, run_name=HOSTILE)
     assert "<script>" not in hostile_run
     markdown = to_markdown(manifest, page_path=manifest.path("report.html"))
     assert "**1 limit broken**" in markdown and "<script>" not in markdown

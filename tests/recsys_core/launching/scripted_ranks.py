@@ -28,7 +28,7 @@ def run(job_file: Path) -> None:
     from recsys_core.training.process_group import join_process_group
 
     job = json.loads(job_file.read_text())
-    with join_process_group(device="cpu") as process:
+    with join_process_group(device_type="cpu") as process:
         heartbeat = Path(job["heartbeat"])
         if process.is_main:
             heartbeat.touch()

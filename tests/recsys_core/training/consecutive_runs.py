@@ -30,7 +30,7 @@ from recsys_core.sharding.planner import make_plan
 from recsys_core.training.champion import Champion
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export import run_export
-from recsys_core.training.job_spec import CHECKPOINTS_NAME, RESULT_NAME, ExportJob, TrainJob, TrainResult
+from recsys_core.training.job_spec import CHECKPOINTS_FOLDER, RESULT_FILE, ExportJob, TrainJob, TrainResult
 from recsys_core.training.loop import run_training
 from recsys_core.training.process_group import Process
 from tests.gloo import run_ranks
@@ -143,8 +143,8 @@ def train_and_export(rank: int, job: TrainJob, out: Path) -> None:
     """Run the train and export stages on one rank."""
     run_training(job, process=process(rank))
     dist.barrier()
-    result = TrainResult.model_validate_json((job.work / RESULT_NAME).read_bytes())
-    checkpoint = job.work / CHECKPOINTS_NAME / result.checkpoint
+    result = TrainResult.model_validate_json((job.work / RESULT_FILE).read_bytes())
+    checkpoint = job.work / CHECKPOINTS_FOLDER / result.checkpoint
     fields = job.model_dump(include={"work", "spec", "loss", "training", "interactions", "features", "plan"})
     run_export(ExportJob(**fields, out=out, checkpoint=checkpoint), process=process(rank))
 
@@ -159,11 +159,13 @@ def train_champion(run: PreparedRun) -> Champion:
         return {"num_items": run.spec.num_items, "dim": DIM, "similarity": "cosine", "num_queries": {}}
 
     def trained(out: Path) -> dict[str, Any]:
-        result = TrainResult.model_validate_json((job.work / RESULT_NAME).read_bytes())
+        result = TrainResult.model_validate_json((job.work / RESULT_FILE).read_bytes())
         return result.model_dump(exclude={"checkpoint"}) | {"attempts": 1}
 
     commit_stage(run.folder / "export", ExportManifest, fingerprint="export", build=build)
     commit_stage(run.folder / "train", TrainManifest, fingerprint="train", build=trained)
-    champion = Champion.open("first", **{name: run.folder / name for name in ("train", "export", "interactions", "features")})
+    champion = Champion.open(
+        "first", **{f"{name}_folder": run.folder / name for name in ("train", "export", "interactions", "features")}
+    )
     assert champion is not None
     return champion

@@ -31,9 +31,9 @@ from recsys_core.training.checkpoint import latest_checkpoint
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export import run_export
 from recsys_core.training.job_spec import (
-    CHECKPOINTS_NAME,
-    METRICS_NAME,
-    RESULT_NAME,
+    CHECKPOINTS_FOLDER,
+    METRICS_FILE,
+    RESULT_FILE,
     ExportJob,
     Progress,
     TrainJob,
@@ -161,10 +161,10 @@ def train_in_forks(
     job = train_job(experiment, work)
     run_ranks(_train, world_size=2, arguments=(job, stops_at, scores))
     if stops_at is not None:
-        assert not (work / RESULT_NAME).exists()
+        assert not (work / RESULT_FILE).exists()
         return FinishedTraining(work, TrainResult.model_construct(), [])
-    result = TrainResult.model_validate_json((work / RESULT_NAME).read_bytes())
-    lines = [Progress.model_validate_json(line) for line in (work / METRICS_NAME).read_text().splitlines()]
+    result = TrainResult.model_validate_json((work / RESULT_FILE).read_bytes())
+    lines = [Progress.model_validate_json(line) for line in (work / METRICS_FILE).read_text().splitlines()]
     return FinishedTraining(work, result, lines)
 
 
@@ -172,7 +172,7 @@ def train_job(experiment: Experiment, work: Path) -> TrainJob:
     """Return the job of the next attempt in `work`, which resumes from the newest checkpoint."""
     work.mkdir(exist_ok=True)
     data = experiment.data
-    checkpoint = latest_checkpoint(work / CHECKPOINTS_NAME, fingerprint="f")
+    checkpoint = latest_checkpoint(work / CHECKPOINTS_FOLDER, fingerprint="f")
     return TrainJob(
         work=work,
         fingerprint="f",
@@ -235,7 +235,7 @@ def _export(rank: int, job: ExportJob) -> None:
 
 def checkpoint_of(trained: FinishedTraining) -> Path:
     """Return the folder of the checkpoint that the training result names."""
-    return trained.work / CHECKPOINTS_NAME / trained.result.checkpoint
+    return trained.work / CHECKPOINTS_FOLDER / trained.result.checkpoint
 
 
 def without_timings(lines: list[Progress]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from recsys_core.training import loop
 from recsys_core.training.checkpoint import CheckpointManifest
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export import RankWriter, run_export
-from recsys_core.training.job_spec import METRICS_NAME, ExportJob, TrainJob
+from recsys_core.training.job_spec import METRICS_FILE, ExportJob, TrainJob
 from recsys_core.training.metrics_log import MetricsLog
 from recsys_core.training.train import train
 from recsys_core.training.validation import Validator
@@ -166,7 +166,7 @@ def agent_below(process: psutil.Process) -> psutil.Process | None:
 
 
 def lines_in(work: Path) -> int:
-    path = work / METRICS_NAME
+    path = work / METRICS_FILE
     return len(path.read_bytes().splitlines()) if path.is_file() else 0
 
 

@@ -26,7 +26,7 @@ from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.process_group import Process
-from recsys_core.training.sharded_model import PretrainedRows, build_model, fill_pretrained
+from recsys_core.training.sharded_model import PretrainedVectors, build_model, fill_pretrained
 
 USERS, ITEMS, EVENTS = 50, 41, 300
 HISTORY = 4
@@ -84,14 +84,14 @@ def small_spec(
     )
 
 
-def pretrained_of(spec: ModelSpec) -> dict[str, PretrainedRows]:
+def pretrained_of(spec: ModelSpec) -> dict[str, PretrainedVectors]:
     """Return pretrained vectors for the tables that have them; every fifth row has no vector."""
     found = {}
     for name, table in spec.tables.items():
         if table.pretrained:
             vectors = np.random.default_rng(table.num_rows).normal(size=(table.num_rows, table.dim)).astype(np.float32)
             row = np.arange(table.num_rows)
-            found[name] = PretrainedRows(vectors, np.where(row % 5 == 4, -1, row[::-1]))
+            found[name] = PretrainedVectors(vectors, np.where(row % 5 == 4, -1, row[::-1]))
     return found
 
 
@@ -185,5 +185,5 @@ def sharded_model(
         process=process,
         config=training,
     )
-    fill_pretrained(model, spec=spec, pretrained=pretrained_of(spec))
+    fill_pretrained(model, spec=spec, pretrained_by_table=pretrained_of(spec))
     return model, plan

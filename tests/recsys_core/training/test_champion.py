@@ -17,7 +17,7 @@ from recsys_core.models.loss_config import LossConfig
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import TableConfig
-from recsys_core.training.champion import Champion, carried_tables, champion_layers, require_compatible
+from recsys_core.training.champion import Champion, carried_table_names, champion_layers, require_compatible
 from recsys_core.training.config import TrainingConfig, WarmStartConfig
 from recsys_core.training.train import choose_start, train
 from tests.recsys_core.data.interaction_logs import ingest
@@ -66,7 +66,9 @@ TRAINED = {
 
 
 def open_champion(run: PreparedRun) -> Champion | None:
-    return Champion.open("first", **{name: run.folder / name for name in ("train", "export", "interactions", "features")})
+    return Champion.open(
+        "first", **{f"{name}_folder": run.folder / name for name in ("train", "export", "interactions", "features")}
+    )
 
 
 def spec_with(run: PreparedRun, *, tables: dict[str, TableConfig] | None = None, **settings: Any) -> ModelSpec:
@@ -76,7 +78,9 @@ def spec_with(run: PreparedRun, *, tables: dict[str, TableConfig] | None = None,
 
 
 def check_compatible(run: PreparedRun, champion: Champion, spec: ModelSpec, *, optimizer: TableOptimizer = ADAGRAD) -> None:
-    require_compatible(spec, champion=champion, dataset=Dataset(run.interactions, features=run.features), optimizer=optimizer)
+    require_compatible(
+        spec, champion=champion, dataset=Dataset(run.interactions, features=run.features), default_optimizer=optimizer
+    )
 
 
 def test_an_equal_model_is_compatible_also_with_other_training_settings(run: PreparedRun, champion: Champion) -> None:
@@ -147,7 +151,10 @@ def test_a_hashed_feature_with_another_definition_is_rejected(run: PreparedRun, 
         InputError, match=r"definition of feature item.colour is hash 8 in this run, but hash 4 in the champion"
     ):
         require_compatible(
-            specs[1], champion=old, dataset=Dataset(run.interactions, features=current), optimizer=TableOptimizer(kind="sgd")
+            specs[1],
+            champion=old,
+            dataset=Dataset(run.interactions, features=current),
+            default_optimizer=TableOptimizer(kind="sgd"),
         )
 
 
@@ -163,29 +170,32 @@ def test_a_new_item_feature_is_compatible_and_the_other_projections_are_carried_
     current = with_hashed_features(run, colour="hash 4")  # in front of the brand
     spec = ModelSpec.of(run.spec.config, dataset=Dataset(run.interactions, features=current), tables=tables)
     before = replace(champion, spec=old)
-    require_compatible(spec, champion=before, dataset=Dataset(run.interactions, features=current), optimizer=ADAGRAD)
-    assert "item.colour" not in carried_tables(spec, champion=before)
+    require_compatible(spec, champion=before, dataset=Dataset(run.interactions, features=current), default_optimizer=ADAGRAD)
+    assert "item.colour" not in carried_table_names(spec, champion=before)
     brand = torch.rand(8, 12)
     dense = {
         "query.tower.layers.0.weight": torch.rand(8, 24),
         "item.tower.projections.1.weight": brand,
     }
-    carried = champion_layers(spec, champion=before, dense=dense)
+    carried = champion_layers(spec, champion=before, champion_tensors=dense)
     assert set(carried) == {"query.tower.layers.0.weight", "item.tower.projections.2.weight"}
     assert carried["item.tower.projections.2.weight"] is brand
 
 
 def test_the_vector_of_an_empty_history_is_carried_over_if_the_export_has_it(run: PreparedRun, champion: Champion) -> None:
     dense = {"query.tower.layers.0.weight": torch.rand(8, 24)}
-    assert set(champion_layers(run.spec, champion=champion, dense=dense)) == set(dense)  # an export of version 0.1
+    assert set(champion_layers(run.spec, champion=champion, champion_tensors=dense)) == set(dense)  # an export of version 0.1
     dense["query.pooling.start"] = torch.rand(8)
-    assert champion_layers(run.spec, champion=champion, dense=dense)["query.pooling.start"] is dense["query.pooling.start"]
+    assert (
+        champion_layers(run.spec, champion=champion, champion_tensors=dense)["query.pooling.start"]
+        is dense["query.pooling.start"]
+    )
 
 
 def test_a_layer_of_another_shape_is_rejected_with_both_shapes(run: PreparedRun, champion: Champion) -> None:
     dense = {"query.tower.layers.0.weight": torch.rand(8, 16)}
     with pytest.raises(InputError, match=r"layer query.tower.layers.0.weight is \[8, 24\] in this run, but \[8, 16\] in"):
-        champion_layers(run.spec, champion=champion, dense=dense)
+        champion_layers(run.spec, champion=champion, champion_tensors=dense)
 
 
 def test_the_stage_rejects_an_incompatible_champion_before_the_launch(

@@ -79,8 +79,8 @@ def train(setup: Setup, rank: int, *, spec: ModelSpec, steps: range) -> None:
 
 def checkpointer(rank: int, folder: Path, **settings: Any) -> Checkpointer:
     process = Process(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
-    defaults = {"keep_checkpoints": 9, "extra_files": {"job.json": "{}"}, "heartbeat": folder.with_name("heartbeat")}
-    return Checkpointer(folder, fingerprint="f", attempt=1, process=process, **defaults | settings)
+    defaults = {"keep_checkpoints": 9, "text_by_extra_file": {"job.json": "{}"}, "heartbeat": folder.with_name("heartbeat")}
+    return Checkpointer(folder, fingerprint="f", attempt_number=1, process=process, **defaults | settings)
 
 
 def whole_state(setup: Setup, spec: ModelSpec) -> dict[str, np.ndarray]:

@@ -182,7 +182,13 @@ def save_one(rank: int, mode: str, folder: Path) -> None:
     process = process_of(rank)
     target, heartbeat = folder / saved_name(mode, process.world_size), folder / "heartbeat"
     saver = Checkpointer(
-        target, fingerprint="f", attempt=1, keep_checkpoints=1, extra_files={}, heartbeat=heartbeat, process=process
+        target,
+        fingerprint="f",
+        attempt_number=1,
+        keep_checkpoints=1,
+        text_by_extra_file={},
+        heartbeat=heartbeat,
+        process=process,
     )
     saver.save(setup.model, setup.optimizer, step=2, best=None)
     expected = dense_state(setup)
@@ -227,7 +233,7 @@ def fill_warm(rank: int, folder: Path) -> None:
     if rank == 0:
         save_file(given[0], folder / "dense.safetensors")
     dist.barrier()
-    load_champion_weights(setup.model, warm=WarmStart(run_id="champion", export=folder, prepared=folder))
+    load_champion_weights(setup.model, warm_start=WarmStart(run_id="champion", export=folder, prepared=folder))
     found = dict(gather_tensors(setup.head.state_dict()))
     assert found.keys() == given[0].keys()
     for name, value in given[0].items():

@@ -17,7 +17,7 @@ from recsys_core.models.table_config import TableConfig, UnfreezeStep
 from recsys_core.sharding.config import TableConstraint
 from recsys_core.sharding.plan_file import PlanFile, layout_fingerprint
 from recsys_core.training.config import ProfileConfig, TrainingConfig, ValidationConfig
-from recsys_core.training.job_spec import CHECKPOINTS_NAME
+from recsys_core.training.job_spec import CHECKPOINTS_FOLDER
 from tests.recsys_core.training.forked_training import (
     DIM,
     MODEL,
@@ -138,7 +138,7 @@ def test_training_stops_when_validation_no_longer_improves_and_the_best_epoch_is
     assert stopped.result.validation == {"ndcg@10": 0.3}
     assert [line.validation["ndcg@10"] for line in stopped.lines if line.validation] == [0.1, 0.3, 0.2, 0.3]
     best, last = stopped.result.checkpoint, f"step-{stopped.result.steps:09d}"
-    assert sorted(path.name for path in (stopped.work / CHECKPOINTS_NAME).iterdir()) == [best, last]
+    assert sorted(path.name for path in (stopped.work / CHECKPOINTS_FOLDER).iterdir()) == [best, last]
 
     short = experiment._replace(training=patient.model_copy(update={"epochs": 2, "validation": None}))
     two_epochs = train_in_forks(short, tmp_path / "short")

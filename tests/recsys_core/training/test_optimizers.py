@@ -11,7 +11,7 @@ from recsys_core.models.optimizer_config import DenseOptimizer
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training.config import DenseParallel, TrainingConfig
 from recsys_core.training.dense_parallel import local_part
-from recsys_core.training.optimizers import AccumulatorShard, make_optimizer, table_of
+from recsys_core.training.optimizers import AccumulatorShard, make_optimizer, table_name_of
 from recsys_core.training.process_group import Process
 from tests.gloo import run_ranks
 from tests.recsys_core.training.small_model import sharded_model, small_spec
@@ -79,4 +79,4 @@ def test_a_parameter_name_gives_its_table_whatever_the_name_of_the_collection(pa
         kind="categorical", rows=5, values=3, out_of_vocabulary=0, missing=0, definition="{}", is_continued=False
     )
     spec = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True), num_users=3, num_items=4, facts={"item.brand": brand})
-    assert table_of(parameter, spec) == table
+    assert table_name_of(parameter, spec) == table

@@ -17,7 +17,7 @@ from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.table_config import OFFSET_TABLE, TableConfig, UnfreezeStep
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.optimizers import LearningRates, make_optimizer, table_of
+from recsys_core.training.optimizers import LearningRates, make_optimizer, table_name_of
 from recsys_core.training.process_group import Process
 from tests.gloo import run_ranks
 from tests.recsys_core.training.small_model import ITEMS, RANKS, USERS, make_batch, pretrained_of, sharded_model, small_spec
@@ -95,7 +95,7 @@ def train(folder: Path, spec: ModelSpec, *, kind: str, training: TrainingConfig 
             rows, columns = part.shape
             tables[int(epoch)][name][int(row) : int(row) + rows, int(column) : int(column) + columns] = part
         for name, kept in json.loads((folder / f"{rank}.json").read_text()).items():
-            table = table_of(name, spec)
+            table = table_name_of(name, spec)
             if table is not None:
                 state[table] = kept
     assert all(np.isfinite(table).all() for epoch in tables for table in epoch.values())

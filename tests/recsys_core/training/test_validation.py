@@ -52,7 +52,11 @@ def _validate_new_users(rank: int, folder: Path) -> None:
             torch.nn.init.normal_(parameter)
         encoder = Encoder(task, store, Assembler(user_batch_key=spec.user_batch_key, features=None), process)
         validator = Validator(
-            ValidationConfig(k=1), encoder=encoder, interactions=interactions, work=folder, heartbeat=folder / "heartbeat"
+            ValidationConfig(k=1),
+            encoder=encoder,
+            interactions=interactions,
+            work_folder=folder,
+            heartbeat=folder / "heartbeat",
         )
         assert validator.measure() == {"recall@1": 1.0, "ndcg@1": 1.0, "hit_rate@1": 1.0}
 

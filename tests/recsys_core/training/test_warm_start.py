@@ -24,10 +24,10 @@ from recsys_core.data.features.store import FeatureStore
 from recsys_core.manifests import Dataset, FeaturesManifest, InteractionsManifest, require_manifest
 from recsys_core.models.embedding_tables import table_shards
 from recsys_core.models.table_config import TableConfig, random_norm
-from recsys_core.training.champion import Champion, rows_by_value
+from recsys_core.training.champion import Champion, match_rows_by_value
 from recsys_core.training.checkpoint import restore
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.job_spec import CHECKPOINTS_NAME, TrainJob, WarmStart
+from recsys_core.training.job_spec import CHECKPOINTS_FOLDER, TrainJob, WarmStart
 from recsys_core.training.loop import make_loader
 from recsys_core.training.optimizers import accumulator_shards, make_optimizer
 from recsys_core.training.sharded_model import initial_model
@@ -61,7 +61,7 @@ def prepare(champion: Champion, run: PreparedRun, folder: Path) -> WarmStart:
         champion,
         spec=run.spec,
         dataset=Dataset(run.interactions, run.embeddings, run.features),
-        optimizer=TrainingConfig().table_optimizer,
+        default_optimizer=TrainingConfig().table_optimizer,
         folder=folder,
     )
 
@@ -90,8 +90,8 @@ def check_start(rank: int, job: TrainJob, expected: Path) -> None:
     before = {
         name: [shard.weight_RD.clone() for shard in table_shards(model.state_dict(), table=name)] for name in job.spec.tables
     }
-    load_champion_weights(model, warm=job.warm)
-    load_champion_accumulators(optimizer, spec=job.spec, default=job.training.table_optimizer, warm=job.warm)
+    load_champion_weights(model, warm_start=job.warm)
+    load_champion_accumulators(optimizer, spec=job.spec, default_optimizer=job.training.table_optimizer, warm_start=job.warm)
     for name in job.spec.tables:
         expected_RD, accumulator_R = (torch.from_numpy(np.load(expected / f"{kind}{name}.npy")) for kind in ("", "state_"))
         shards = table_shards(model.state_dict(), table=name)
@@ -142,7 +142,7 @@ def test_rows_accumulators_and_layers_are_carried_over_by_id(
 def check_new_items(rank: int, job: TrainJob, rows: list[int], vector_ND: NDArray[np.float32]) -> None:
     assert job.warm is not None
     model, _ = untrained_model(job, rank=rank)
-    load_champion_weights(model, warm=job.warm)
+    load_champion_weights(model, warm_start=job.warm)
     for shard in table_shards(model.state_dict(), table="item"):
         for row, vector_D in zip(rows, torch.from_numpy(vector_ND), strict=True):
             if shard.row <= row < shard.row + len(shard.weight_RD):
@@ -168,9 +168,11 @@ def step(
         restore(model, optimizer, checkpoint=checkpoint)
     else:
         assert job.warm is not None
-        load_champion_weights(model, warm=job.warm)
+        load_champion_weights(model, warm_start=job.warm)
         if accumulators:
-            load_champion_accumulators(optimizer, spec=job.spec, default=job.training.table_optimizer, warm=job.warm)
+            load_champion_accumulators(
+                optimizer, spec=job.spec, default_optimizer=job.training.table_optimizer, warm_start=job.warm
+            )
     interactions = require_manifest(job.interactions, InteractionsManifest)
     assert job.features is not None
     assembler = Assembler(user_batch_key=UNPOOLED, features=FeatureStore.open(require_manifest(job.features, FeaturesManifest)))
@@ -189,7 +191,7 @@ def step(
 
 def check_next_step(rank: int, job: TrainJob, out: Path) -> None:
     train_and_export(rank, job, out)
-    (checkpoint,) = (job.work / CHECKPOINTS_NAME).glob("step-*[0-9]")
+    (checkpoint,) = (job.work / CHECKPOINTS_FOLDER).glob("step-*[0-9]")
     warm = job.model_copy(update={"warm": WarmStart(run_id="first", export=out, prepared=out)})
     uninterrupted, carried = step(job, rank=rank, checkpoint=checkpoint), step(warm, rank=rank, checkpoint=None)
     for (weight_RC, values_RC), (warm_RC, warm_RS) in zip(uninterrupted, carried, strict=True):
@@ -224,19 +226,19 @@ def test_the_next_step_after_a_warm_start_equals_the_next_step_of_the_champion(
     before=st.lists(st.text(max_size=2) | st.none(), unique=True),
 )
 def test_each_value_gets_its_row_in_the_other_vocabulary(values: list[str | None], before: list[str | None]) -> None:
-    rows = rows_by_value(*(pa.chunked_array([pa.array(column, pa.string())]) for column in (values, before)))
+    rows = match_rows_by_value(*(pa.chunked_array([pa.array(column, pa.string())]) for column in (values, before)))
     assert rows.tolist() == [before.index(value) if value in before else -1 for value in values]
 
 
 def test_integer_ids_match_equal_strings() -> None:
-    rows = rows_by_value(pa.chunked_array([[7, 5]]), pa.chunked_array([["5", "6"]]))
+    rows = match_rows_by_value(pa.chunked_array([[7, 5]]), pa.chunked_array([["5", "6"]]))
     assert rows.tolist() == [-1, 0]
 
 
 def test_frozen_rows_are_never_carried_over(first: PreparedRun, champion: Champion, tmp_path: Path) -> None:
     residual = prepare_run(tmp_path / "residual", 2, after=first, tables={"item": TableConfig(transfer="residual")})
     warm = prepare(champion, residual, tmp_path / "warm")
-    assert set(warm.row_files) == {"user", "item.brand"}
+    assert set(warm.row_path_by_table()) == {"user", "item.brand"}
     was_frozen = replace(champion, spec=residual.spec)
     full = prepare_run(tmp_path / "full", 2, after=first)
-    assert set(prepare(was_frozen, full, tmp_path / "other").row_files) == {"user", "item.brand"}
+    assert set(prepare(was_frozen, full, tmp_path / "other").row_path_by_table()) == {"user", "item.brand"}

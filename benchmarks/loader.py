@@ -72,7 +72,7 @@ def write_store(folder: Path) -> None:
 def open_store(folder: Path) -> tuple[EventStore, FeatureStore]:
     """Map the arrays of write_store in `folder`."""
     names = ("user_offset", "train_end", "validation_end", "event_item", "train_user", "item_count", "vector_row")
-    store = EventStore(ordered=True, **{name: memory_map(folder / f"{name}.npy") for name in names})
+    store = EventStore(is_ordered=True, **{name: memory_map(folder / f"{name}.npy") for name in names})
 
     def feature_array(key: str, name: str) -> Any:
         path = folder / f"{key}.{name}.npy"

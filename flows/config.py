@@ -96,7 +96,7 @@ class PipelineConfig(Settings):
     @model_validator(mode="after")
     def _last_items_need_an_order(self) -> Self:
         history = self.model.history
-        if not self.interactions.ordered and (history.last_item_feature or history.pooling == "recency"):
+        if not self.interactions.is_ordered and (history.last_item_feature or history.pooling == "recency"):
             problem = "last_item_feature is true" if history.last_item_feature else "pooling is recency"
             raise ValueError(
                 f"model.history.{problem}, but interactions has neither timestamp_column nor order_column, so no item is the "
@@ -107,7 +107,7 @@ class PipelineConfig(Settings):
 
     @model_validator(mode="after")
     def _include_target_needs_no_order(self) -> Self:
-        if self.interactions.ordered and self.model.history.include_target:
+        if self.interactions.is_ordered and self.model.history.include_target:
             raise ValueError(
                 "model.history.include_target is for logs without order, but interactions has an order; set it to false"
             )

@@ -29,7 +29,7 @@ class EventStore:
     validation events up to validation_end[u], then the test events.
     """
 
-    ordered: bool
+    is_ordered: bool
     """Whether the events of a user have an order, from timestamps or an order column."""
     user_offset: Int64Array
     train_end: Int64Array
@@ -47,7 +47,7 @@ class EventStore:
         names = ["user_offset", "train_end", "validation_end", "event_item", "train_user", "item_count", "vector_row"]
         if "event_weight.npy" in manifest.files:
             names.append("event_weight")
-        return cls(ordered=manifest.ordered, **{name: memory_map(manifest.path(f"{name}.npy")) for name in names})
+        return cls(is_ordered=manifest.is_ordered, **{name: memory_map(manifest.path(f"{name}.npy")) for name in names})
 
     @property
     def num_train_events(self) -> int:
@@ -103,7 +103,7 @@ class EventStore:
             include_target: used only for an unordered log.
         """
         start_B, end_B = self.user_offset[user_B], self.train_end[user_B]
-        if self.ordered:
+        if self.is_ordered:
             length_B = np.minimum(event_B - start_B, max_history)
             return JaggedArray.from_slices(self.event_item, start=event_B - length_B, end=event_B)
         first_shift = 0 if include_target else 1

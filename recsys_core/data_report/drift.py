@@ -80,7 +80,7 @@ def match_rows(
     """
     num_rows, num_previous_rows = (_num_rows(manifest, side) for manifest in (interactions, previous_interactions))
     # A common ancestor is not enough: two runs that both continue a third run may give the same new row to different ids.
-    if interactions.continues == previous_interactions.fingerprint:
+    if interactions.continued_fingerprint == previous_interactions.fingerprint:
         continued_rows: Ints = np.arange(num_rows)
         continued_rows[num_previous_rows:] = -1
         return continued_rows

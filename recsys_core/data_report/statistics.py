@@ -63,7 +63,7 @@ def share_metrics(interactions: InteractionsManifest, split_counts: SplitCounts,
     # Duplicates and leaks are copies with the same user, item and time, so they are not measured without timestamps.
     has_times = "event_time.npy" in interactions.files
     num_split_violations = float(
-        split_counts.num_misplaced_events + (split_counts.num_unordered_events if interactions.ordered else 0)
+        split_counts.num_misplaced_events + (split_counts.num_unordered_events if interactions.is_ordered else 0)
     )
     null_shares = [_ratio(column.nulls, num_rows) for column in interactions.columns.values()]
     return {
@@ -81,7 +81,7 @@ def share_metrics(interactions: InteractionsManifest, split_counts: SplitCounts,
         "unseen_user_share": _ratio(float(np.sum(has_test_U & has_no_train_U)), float(has_test_U.sum())),
         "leaked_event_share": _ratio(split_counts.num_leaked_events, num_held_out_events) if has_times else math.nan,
         "future_event_share": _ratio(split_counts.num_future_events, num_train_events) if has_times else math.nan,
-        "split_violations": num_split_violations if has_times or interactions.ordered else math.nan,
+        "split_violations": num_split_violations if has_times or interactions.is_ordered else math.nan,
     }
 
 

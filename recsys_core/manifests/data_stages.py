@@ -126,7 +126,9 @@ class InteractionsManifest(Manifest):
     train_events: int
     validation_events: int
     test_events: int
-    ordered: bool = Field(description="whether the events of each user are in time order or in the order of the order column")
+    is_ordered: bool = Field(
+        description="whether the events of each user are in time order or in the order of the order column"
+    )
     items_with_vector: int
     items_vector_only: int = Field(description="items that are in the catalogue only because they have a vector (cold items)")
     user_id_type: IdType
@@ -137,7 +139,7 @@ class InteractionsManifest(Manifest):
     first_time: str | None = None
     last_time: str | None = None
     lineage: str = Field(description="fingerprint of the run that built this vocabulary")
-    continues: str | None = Field(
+    continued_fingerprint: str | None = Field(
         None,
         description="fingerprint of the previous run, whose vocabulary this run extends; null if the vocabulary was rebuilt",
     )

@@ -85,7 +85,7 @@ class IndexManifest(Manifest):
     """One file <kind>.faiss for each kind of index that was built."""
 
     kind: ClassVar[str] = "index"
-    served: str = Field(description="kind of the index that goes into the package")
+    served_index: str = Field(description="kind of the index that goes into the package")
     similarity: Literal["cosine", "dot"]
     dim: int
     num_items: int

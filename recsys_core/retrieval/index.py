@@ -71,7 +71,7 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
                 parameters=parameters,
             )
         return stage.commit(
-            served=config.served_kind,
+            served_index=config.served_kind,
             similarity=export.similarity,
             dim=export.dim,
             num_items=export.num_items,

@@ -75,7 +75,7 @@ def build_package(
     if stage.manifest is not None:
         return stage.manifest
     large_files = (
-        index.files[f"{index.served}.faiss"],
+        index.files[f"{index.served_index}.faiss"],
         *(interactions.files[name] for name in ("user_offset.npy", "event_item.npy")),
     )
     with stage.writing(min_bytes=sum(record.bytes for record in large_files)) as out:
@@ -90,7 +90,7 @@ def build_package(
             quantization=config.quantization,
         )
         save_tower(tower, package_folder / "tower.safetensors")
-        shutil.copyfile(index.path(f"{index.served}.faiss"), package_folder / "index.faiss")
+        shutil.copyfile(index.path(f"{index.served_index}.faiss"), package_folder / "index.faiss")
         for name in ("user_offset.npy", "event_item.npy"):
             shutil.copyfile(interactions.path(name), package_folder / name)
         for source, target in (("items.parquet", "item_ids.parquet"), ("users.parquet", "user_ids.parquet")):
@@ -107,14 +107,14 @@ def build_package(
             model=spec,
             similarity=export.similarity,
             quantization=config.quantization,
-            index_kind=index.served,
-            index_parameters=index.reports[index.served].parameters,
+            index_kind=index.served_index,
+            index_parameters=index.reports[index.served_index].parameters,
             files=files,
         )
         (package_folder / DESCRIPTION_NAME).write_text(description.model_dump_json(indent=2))
         return stage.commit(
             bytes=sum(path.stat().st_size for path in package_folder.iterdir()),
-            served_index=index.served,
+            served_index=index.served_index,
             quantization=config.quantization,
         )
 

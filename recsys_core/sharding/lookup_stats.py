@@ -59,7 +59,7 @@ def lookup_stats_of(
     num_train_events_U = store.train_end - store.user_offset[:-1]
     probability_I = lookup_probability(
         store.item_count,
-        num_draws=batch_size * (1 + mean_history_length(num_train_events_U, model=model, ordered=store.ordered)),
+        num_draws=batch_size * (1 + mean_history_length(num_train_events_U, model=model, ordered=store.is_ordered)),
         num_negatives=loss.num_negatives,
         alpha=loss.negative_sampling_alpha,
     )

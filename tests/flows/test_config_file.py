@@ -257,7 +257,7 @@ UNORDERED = "interactions={paths: x, split: {kind: files, test_paths: y}}"
 
 def test_a_log_without_order_allows_neither_a_last_item_nor_recency_pooling(file: Path) -> None:
     no_last = "model.history.last_item_feature=false"
-    assert not load_config(file, [UNORDERED, no_last, "model.history.include_target=true"]).interactions.ordered
+    assert not load_config(file, [UNORDERED, no_last, "model.history.include_target=true"]).interactions.is_ordered
     assert "model.history.include_target is for logs without order" in message(file, "model.history.include_target=true")
     error = message(file, UNORDERED, no_last, "model.history.pooling=recency")
     assert "model.history.pooling is recency, but interactions has neither timestamp_column nor order_column" in error

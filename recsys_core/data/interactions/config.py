@@ -231,11 +231,11 @@ class InteractionsConfig(Settings):
     def _order_is_known_if_needed(self) -> Self:
         if self.split.kind == "time" and self.timestamp_column is None:
             raise ValueError("split.kind is time, which needs timestamp_column; set it, or use leave_last_out or files")
-        if self.split.kind == "leave_last_out" and not self.ordered:
+        if self.split.kind == "leave_last_out" and not self.is_ordered:
             raise ValueError("split.kind is leave_last_out, which needs timestamp_column or order_column; set one of them")
         if self.filter.window_days is not None and self.timestamp_column is None:
             raise ValueError("filter.window_days needs timestamp_column; set it, or remove window_days")
-        if not self.ordered and (self.filter.max_user_events is not None or self.filter.duplicates in ("first", "last")):
+        if not self.is_ordered and (self.filter.max_user_events is not None or self.filter.duplicates in ("first", "last")):
             raise ValueError(
                 "filter.max_user_events and filter.duplicates first or last need timestamp_column or order_column, which order "
                 "the events"
@@ -257,6 +257,6 @@ class InteractionsConfig(Settings):
         return tuple(dict.fromkeys(column for column in optional_columns if column is not None))
 
     @property
-    def ordered(self) -> bool:
+    def is_ordered(self) -> bool:
         """Whether the events of a user have an order, so that an event has a history of earlier events."""
         return self.timestamp_column is not None or self.order_column is not None

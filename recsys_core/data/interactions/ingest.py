@@ -60,7 +60,7 @@ def ingest_interactions(
         shutil.rmtree(spill, ignore_errors=True)
         return stage.commit(
             **manifest_fields,
-            continues=continued_run.fingerprint if continued_run else None,
+            continued_fingerprint=continued_run.fingerprint if continued_run else None,
             lineage=continued_run.lineage if continued_run else fingerprint,
             run_number=continued_run.run_number + 1 if continued_run else 1,
             rebuild_reason=rebuild_reason,
@@ -105,7 +105,7 @@ def _ingest(
         "num_users": len(users),
         "num_items": len(items),
         **{f"{split}_events": count for split, count in num_events.items()},
-        "ordered": config.ordered,
+        "is_ordered": config.is_ordered,
         "id_columns": (config.user_column, config.item_column),
         "items_with_vector": int(has_vector_I.sum()),
         "items_vector_only": int((has_vector_I & ~has_event_I).sum()),

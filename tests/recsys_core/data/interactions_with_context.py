@@ -61,7 +61,7 @@ def write_interactions(
     return commit_folder(
         staging, folder, InteractionsManifest,
         fingerprint=f"by hand, {lineage}", seconds=0.0, num_users=len(users), num_items=len(items),
-        train_events=train, validation_events=validation, test_events=test, ordered=True,
+        train_events=train, validation_events=validation, test_events=test, is_ordered=True,
         items_with_vector=0, items_vector_only=0,
         user_id_type="string" if isinstance(users[0], str) else "int64",
         item_id_type="string" if isinstance(items[0], str) else "int64",

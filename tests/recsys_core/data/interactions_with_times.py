@@ -52,7 +52,7 @@ def interactions_of(
         source = SourceFile(path="log.parquet", bytes=1, rows=len(events), modified_ns=1, footer_sha256="")
         return {
             "num_users": len(users), "num_items": len(item_ids), "train_events": train, "validation_events": validation,
-            "test_events": test, "ordered": ordered, "items_with_vector": 0, "items_vector_only": 0,
+            "test_events": test, "is_ordered": ordered, "items_with_vector": 0, "items_vector_only": 0,
             "user_id_type": types["users"], "item_id_type": types["items"], "lineage": str(folder), "run_number": 1,
             "rebuild_reason": "the first run", "id_columns": ("user_id", "item_id"),
             "idle_users": 0, "idle_items": 0, "parts": (), "rows_read": len(events), "files_read": 1,

@@ -39,7 +39,7 @@ def facts(*keys: str) -> dict[str, FeatureFacts]:
         "weighted_list": {"kind": "weighted_list"},
         "number": {"kind": "numeric", "mean": 0.0, "std": 1.0},
     }
-    counted = {"rows": ROWS, "values": 0, "out_of_vocabulary": 0, "missing": 0, "definition": "", "continued": False}
+    counted = {"rows": ROWS, "values": 0, "out_of_vocabulary": 0, "missing": 0, "definition": "", "is_continued": False}
     return {key: FeatureFacts.model_validate(counted | kinds[key.split(".")[1]]) for key in every}
 
 

@@ -26,7 +26,7 @@ def store_of(log: Users, *, ordered: bool = True) -> EventStore:
     offset = np.concatenate([[0], np.cumsum(lengths.sum(axis=1))])
     train = [item for user in log for item in user[0]]
     return EventStore(
-        ordered=ordered,
+        is_ordered=ordered,
         user_offset=offset,
         train_end=offset[:-1] + lengths[:, 0],
         validation_end=offset[:-1] + lengths[:, 0] + lengths[:, 1],
@@ -118,7 +118,7 @@ def test_the_store_opens_what_the_ingest_wrote(tmp_path: Path, timed: bool) -> N
         tmp_path / "stage", train, split={"kind": "files", "test_paths": test}, **({} if timed else {"timestamp_column": None})
     )
     store = EventStore.open(manifest)
-    assert (store.ordered, store.num_train_events, store.event_item.tolist()[-1]) == (timed, 7, 0)
+    assert (store.is_ordered, store.num_train_events, store.event_item.tolist()[-1]) == (timed, 7, 0)
     assert store.users_with_targets("test").tolist() == [0]
     position, user = train_positions(store)
     lengths = store.histories(position, user, max_history=3).lengths.tolist()

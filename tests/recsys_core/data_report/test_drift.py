@@ -18,7 +18,7 @@ def test_runs_are_compared_by_id_whether_or_not_their_rows_agree(tmp_path: Path,
     if same_rows:  # user 2 and item b have no event in this run, and keep their rows
         log: list[Parts] = [user(0, 0), ([], [], []), user(3, 3, test=2), user(2)]
         ids = {"item_ids": ["a", "b", "c", "d"], "user_ids": [1, 2, 3, 4]}
-        after = interactions_of(tmp_path / "two", log, **ids, continues=before.fingerprint)
+        after = interactions_of(tmp_path / "two", log, **ids, continued_fingerprint=before.fingerprint)
     else:
         log = [user(0, 0, test=1), user(2), user(1, 1, test=2)]
         after = interactions_of(tmp_path / "two", log, item_ids=["d", "c", "a"], user_ids=[3, 4, 1])

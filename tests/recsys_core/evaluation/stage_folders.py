@@ -61,7 +61,7 @@ def interactions_stage(
             "train_events": sum(parts[0]),
             "validation_events": sum(parts[1]),
             "test_events": sum(parts[2]),
-            "ordered": True,
+            "is_ordered": True,
             "items_with_vector": 0,
             "items_vector_only": 0,
             "user_id_type": "string" if pa.types.is_string(user_column.type) else "int64",

@@ -49,7 +49,7 @@ def test_ranking_among_candidates_equals_the_full_ranking_without_the_other_item
 def test_an_item_is_cold_until_its_first_event() -> None:
     # One user: training has item 0, validation 2, the test 3; item 1 is in no event at all.
     store = EventStore(
-        ordered=True, user_offset=np.array([0, 3]), train_end=np.array([1]), validation_end=np.array([2]),
+        is_ordered=True, user_offset=np.array([0, 3]), train_end=np.array([1]), validation_end=np.array([2]),
         event_item=np.array([0, 2, 3], np.int32), train_user=np.array([0], np.int32), item_count=np.array([1, 0, 0, 0]),
         vector_row=np.full(4, -1),
     )  # fmt: skip

@@ -74,7 +74,7 @@ def test_each_sharding_type_of_each_table_has_a_reason() -> None:
 
 
 def test_a_faster_sharding_type_may_not_fit_together_with_the_other_tables() -> None:
-    counted = {"values": 0, "out_of_vocabulary": 0, "missing": 0, "definition": "", "continued": False}
+    counted = {"values": 0, "out_of_vocabulary": 0, "missing": 0, "definition": "", "is_continued": False}
     large, third = (FeatureFacts(kind="categorical", rows=rows, **counted) for rows in (9 * 10**8, 3 * 10**8))
     model = ModelSpec.sized(
         TwoTowerConfig(embedding_dim=128),

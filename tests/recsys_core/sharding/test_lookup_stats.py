@@ -25,7 +25,7 @@ def skewed_store(*, ordered: bool) -> EventStore:
     item = rng.choice(ITEMS, EVENTS, p=weight / weight.sum()).astype(np.int32)
     offset = np.concatenate([[0], lengths.cumsum()])
     return EventStore(
-        ordered=ordered,
+        is_ordered=ordered,
         user_offset=offset,
         train_end=offset[1:],
         validation_end=offset[1:],

@@ -46,7 +46,7 @@ def test_a_time_split_holds_every_event_once_in_order(
     split = {"kind": "time", "test_days": test_days, "validation_days": validation_days}
     manifest = ingest(folder / "stage", write_log(folder / "log.parquet", log), split=split)
     check(manifest, parts)
-    assert (manifest.removed_events, manifest.items_with_vector, manifest.items_vector_only, manifest.ordered) == (
+    assert (manifest.removed_events, manifest.items_with_vector, manifest.items_vector_only, manifest.is_ordered) == (
         {},
         0,
         0,
@@ -164,7 +164,7 @@ def test_an_order_column_orders_the_events_without_a_time(tmp_path: Path, kind: 
     path = write(tmp_path / "log.parquet", user_id=[1] * 4 + [2], item_id=[30, 10, 25, 20, 10], at=order)
     manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, order_column="at")
     assert [[item for _, item, _ in part] for part in read(manifest).parts] == [[10, 20, 10], [25], [30]]
-    assert (manifest.ordered, manifest.first_time, "event_time.npy" in manifest.files) == (True, None, False)
+    assert (manifest.is_ordered, manifest.first_time, "event_time.npy" in manifest.files) == (True, None, False)
 
 
 LABELS = [
@@ -248,7 +248,7 @@ def test_a_log_without_order_keeps_each_users_events_together(tmp_path: Path) ->
     manifest = ingest(tmp_path / "stage", train, split={"kind": "files", "test_paths": test}, timestamp_column=None)
     check(manifest, (log, [], [(0, 99, 0)]))
     orders = {tuple(item for user, item, _ in read(manifest).parts[0] if user == one) for one in range(5)}
-    assert not manifest.ordered and len(orders) == 5
+    assert not manifest.is_ordered and len(orders) == 5
 
 
 def vectors(folder: Path, ids: Sequence[Any]) -> EmbeddingsManifest:

@@ -81,7 +81,7 @@ def open_store(folder: Path) -> tuple[EventStore, FeatureStore]:
     return store, FeatureStore(
         {
             key: Feature(
-                row=feature_array(key, "row"), offset=feature_array(key, "offset"), weight=feature_array(key, "weight")
+                table_rows=feature_array(key, "row"), offset=feature_array(key, "offset"), weights=feature_array(key, "weight")
             )
             for key in FEATURES
         }
@@ -95,7 +95,7 @@ def _loader(folder: Path, case: str, *, batch_size: int, rank: int, world_size: 
         store,
         assembler=Assembler(
             user_batch_key=None if max_history else UNPOOLED,
-            features=FeatureStore({name: features.features[name] for name in feature_names}) if feature_names else None,
+            features=FeatureStore({name: features.feature_by_key[name] for name in feature_names}) if feature_names else None,
         ),
         batch_size=batch_size,
         rank=rank,

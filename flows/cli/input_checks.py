@@ -2,10 +2,10 @@
 
 from flows.config import PipelineConfig
 from flows.environment import require_writable
-from recsys_core.data.embeddings.schema import check_embeddings
-from recsys_core.data.features.schema import check_feature_vectors, check_features
-from recsys_core.data.first_row_group import check_shared_ids, check_time_unit, vector_length
-from recsys_core.data.interactions.schema import check_interactions
+from recsys_core.data.embeddings.schema import open_embeddings
+from recsys_core.data.features.schema import check_feature_vectors, open_feature_tables
+from recsys_core.data.first_row_group import check_shared_ids, check_time_unit, stored_vector_dim
+from recsys_core.data.interactions.schema import open_interactions
 from recsys_core.errors import InputError
 from recsys_core.models.table_checks import check_width
 
@@ -13,11 +13,11 @@ from recsys_core.models.table_checks import check_width
 def check_inputs(config: PipelineConfig) -> dict[str, str]:
     """Check the footers and one row group of all inputs; return one line about each input. Raises InputError."""
     require_writable(config.workspace)
-    log = check_interactions(config.interactions_with_context, allowed_data_root=config.allowed_data_root)
-    check_time_unit(config.interactions_with_context, log.files["train"])
+    log = open_interactions(config.interactions_with_context, allowed_data_root=config.allowed_data_root)
+    check_time_unit(config.interactions_with_context, log.sources_by_split["train"])
     events = sum(source.record.rows for source in log.sources)
     facts = {"interactions": f"{events:,} rows in {len(log.sources)} files, users {log.user_id_type}, items {log.item_id_type}"}
-    embeddings = check_embeddings(config.embeddings, allowed_data_root=config.allowed_data_root)
+    embeddings = open_embeddings(config.embeddings, allowed_data_root=config.allowed_data_root)
     for vectors in embeddings:
         table = vectors.config.table
         expected_type = {"item": log.item_id_type, "user": log.user_id_type}.get(table, vectors.id_type)
@@ -26,23 +26,23 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
                 f"{vectors.setting}: the ids of the vectors are {vectors.id_type}, but the ids of the log's {table}s are "
                 f"{expected_type}; write both with the same type"
             )
-        dim = vector_length(vectors)
+        dim = stored_vector_dim(vectors)
         if dim is not None:
             settings = config.tables.get(table)
             check_width(dim, (settings and settings.dim) or config.model.embedding_dim, table=table)
         width_text = f"{dim} numbers each" if dim else "lengths differ in the first rows"
         facts[vectors.setting] = f"{vectors.num_rows:,} vectors of {table} in {len(vectors.sources)} files, {width_text}"
     columns = {"item": config.interactions_with_context.item_column, "user": config.interactions_with_context.user_column}
-    check_shared_ids(config.interactions_with_context, log.sources, embeddings, id_columns=columns)
+    check_shared_ids(config.interactions_with_context, log.sources, embeddings, id_column_by_table=columns)
     if config.features is not None:
-        tables = check_features(
+        tables = open_feature_tables(
             config.features,
             user_id_type=log.user_id_type,
             item_id_type=log.item_id_type,
             context_sources=log.sources,
             allowed_data_root=config.allowed_data_root,
         )
-        check_feature_vectors(tables, id_types={vectors.config.table: vectors.id_type for vectors in embeddings})
+        check_feature_vectors(tables, id_type_by_table={vectors.config.table: vectors.id_type for vectors in embeddings})
         facts["features"] = ", ".join(
             f"{len(table.features)} of {table.side}s" if table.side != "context" else f"{len(table.features)} of the context"
             for table in tables

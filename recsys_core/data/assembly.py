@@ -32,70 +32,70 @@ class Assembler:
     def batch(
         self,
         *,
-        user: Int64Array,
-        event: Int64Array,
+        user_row_B: Int64Array,
+        event_index_B: Int64Array,
         history: JaggedArray,
-        candidate: Int64Array,
-        weight: NDArray[np.float32] | None = None,
+        candidate_row_C: Int64Array,
+        loss_weight_B: NDArray[np.float32] | None = None,
     ) -> Batch:
         """Build a batch of B queries and C candidates.
 
         Args:
-            user: [B], rows of the users.
-            event: [B], index of each query's event in the log; it selects the values of the context features.
+            user_row_B: rows of the users.
+            event_index_B: index of each query's event in the log; it selects the values of the context features.
             history: B lists of item rows.
-            candidate: [C], item rows, the B positives first; empty if only queries are encoded.
-            weight: [B], factor of each query's loss; None: all factors are 1.
+            candidate_row_C: item rows, the B positives first; empty if only queries are encoded.
+            loss_weight_B: factor of each query's loss; None: all factors are 1.
         """
-        position_in_V, item_row_V = pd.factorize(np.concatenate([candidate, history.values_L]))
+        position_in_V, item_row_V = pd.factorize(np.concatenate([candidate_row_C, history.values_L]))
         item_row_V = _at_least_one_row(item_row_V)  # one unused item if there are no candidates and no histories
-        sparse, item_weight = self._query_features(user, event), {}
+        sparse, item_feature_weight = self._query_features(user_row_B, event_index_B), {}
         unpooled = {"item": JaggedArray.from_single_values(item_row_V)}
-        for key, feature in self._features_of("item"):
-            unpooled[key], weight_L = feature.lists_of(item_row_V)
+        for key, feature in self._keyed_features("item"):
+            unpooled[key], weight_L = feature.rows_and_weights(item_row_V)
             if weight_L is not None:
-                item_weight[key] = torch.from_numpy(weight_L)
+                item_feature_weight[key] = torch.from_numpy(weight_L)
         if self.user_batch_key == UNPOOLED:
-            unpooled["user"] = JaggedArray.from_single_values(_at_least_one_row(user))
-        sparse[UNPOOLED] = keyed_jagged(unpooled, num_samples=max(len(item_row_V), len(user)))
+            unpooled["user"] = JaggedArray.from_single_values(_at_least_one_row(user_row_B))
+        sparse[UNPOOLED] = keyed_jagged(unpooled, num_samples=max(len(item_row_V), len(user_row_B)))
         return Batch(
             sparse=sparse,
-            batch_size=len(user),
+            batch_size=len(user_row_B),
             item_row_V=torch.from_numpy(item_row_V),
-            candidate_C=torch.from_numpy(position_in_V[: len(candidate)]),
-            history_H=torch.from_numpy(position_in_V[len(candidate) :]),
+            candidate_index_C=torch.from_numpy(position_in_V[: len(candidate_row_C)]),
+            history_index_H=torch.from_numpy(position_in_V[len(candidate_row_C) :]),
             history_offset=torch.from_numpy(history.offset),
-            item_weight=item_weight,
-            weight=None if weight is None else torch.from_numpy(weight),
+            item_feature_weight=item_feature_weight,
+            loss_weight=None if loss_weight_B is None else torch.from_numpy(loss_weight_B),
         )
 
     def item_batch(self, item_row: Int64Array) -> Batch:
         """Build a batch of candidates without queries. The rows in `item_row` must be distinct; the batch keeps their order."""
         empty = np.zeros(0, np.int64)
-        return self.batch(user=empty, event=empty, history=JaggedArray.empty(0), candidate=item_row)
+        return self.batch(user_row_B=empty, event_index_B=empty, history=JaggedArray.empty(0), candidate_row_C=item_row)
 
     def _query_features(self, user_B: Int64Array, event_B: Int64Array) -> dict[str, KeyedJaggedTensor]:
         pooled = {"user": JaggedArray.from_single_values(user_B)} if self.user_batch_key == POOLED else {}
         pooled_weighted: dict[str, JaggedArray] = {}
-        feature_weights: list[NDArray[np.float32]] = []
+        weight_arrays: list[NDArray[np.float32]] = []
         for side, index_B in (("user", user_B), ("context", event_B)):
-            for key, feature in self._features_of(side):
-                values, weight_L = feature.lists_of(index_B)
+            for key, feature in self._keyed_features(side):
+                table_rows, weight_L = feature.rows_and_weights(index_B)
                 if weight_L is None:
-                    pooled[key] = values
+                    pooled[key] = table_rows
                 else:
-                    pooled_weighted[key] = values
-                    feature_weights.append(weight_L)
+                    pooled_weighted[key] = table_rows
+                    weight_arrays.append(weight_L)
         sparse = {}
         if pooled:
             sparse[POOLED] = keyed_jagged(pooled, num_samples=len(user_B))
         if pooled_weighted:
-            weight_L = np.concatenate(feature_weights)
+            weight_L = np.concatenate(weight_arrays)
             sparse[POOLED_WEIGHTED] = keyed_jagged(pooled_weighted, num_samples=len(user_B), weight_L=weight_L)
         return sparse
 
-    def _features_of(self, side: str) -> list[tuple[str, Feature]]:
-        feature_by_key = self.features.features if self.features is not None else {}
+    def _keyed_features(self, side: str) -> list[tuple[str, Feature]]:
+        feature_by_key = self.features.feature_by_key if self.features is not None else {}
         return [(key, feature) for key, feature in feature_by_key.items() if key.startswith(f"{side}.")]
 
 

@@ -30,15 +30,15 @@ class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
     batch_size: int
     item_row_V: Tensor
     """int64 [V]: row of each distinct item in the catalogue."""
-    candidate_C: Tensor
+    candidate_index_C: Tensor
     """int64 [C], indices into the V items: the B positives, then the N drawn negatives."""
-    history_H: Tensor
+    history_index_H: Tensor
     """int64 [H], indices into the V items: the histories one after the other, each oldest first."""
     history_offset: Tensor
-    """int64 [B + 1]: the history of query b is history_H[history_offset[b]:history_offset[b + 1]]."""
-    item_weight: dict[str, Tensor]
+    """int64 [B + 1]: the history of query b is history_index_H[history_offset[b]:history_offset[b + 1]]."""
+    item_feature_weight: dict[str, Tensor]
     """For each weighted item feature, a float32 tensor with one weight per value of the feature."""
-    weight: Tensor | None = None
+    loss_weight: Tensor | None = None
     """float32 [B]: factor of each query's loss. The mean over all training events is 1. None: all factors are 1."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:

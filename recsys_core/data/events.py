@@ -44,10 +44,10 @@ class EventStore:
     @classmethod
     def open(cls, manifest: InteractionsManifest) -> Self:
         """Map the arrays of an interactions stage."""
-        names = ["user_offset", "train_end", "validation_end", "event_item", "train_user", "item_count", "vector_row"]
+        array_names = ["user_offset", "train_end", "validation_end", "event_item", "train_user", "item_count", "vector_row"]
         if "event_weight.npy" in manifest.files:
-            names.append("event_weight")
-        return cls(is_ordered=manifest.is_ordered, **{name: memory_map(manifest.path(f"{name}.npy")) for name in names})
+            array_names.append("event_weight")
+        return cls(is_ordered=manifest.is_ordered, **{name: memory_map(manifest.path(f"{name}.npy")) for name in array_names})
 
     @property
     def num_train_events(self) -> int:
@@ -138,7 +138,7 @@ class EventStore:
             self.event_item, start=start_B if max_items is None else np.maximum(start_B, end_B - max_items), end=end_B
         )
 
-    def counts_before(self, split: EvaluationSplit) -> Int64Array:
+    def item_counts_before(self, split: EvaluationSplit) -> Int64Array:
         """Return the number of events of each item before `split`, [I]."""
         num_items = len(self.item_count)
         count_I = np.zeros(num_items, np.int64)

@@ -50,7 +50,7 @@ def _first_non_empty(sources: Sequence[Source]) -> Source:
     return next(source for source in sources if source.record.rows)
 
 
-def vector_length(files: VectorFiles) -> int | None:
+def stored_vector_dim(files: VectorFiles) -> int | None:
     """Return the width of the vectors after the projection (pca_dim), from the config, the schema or the first rows.
 
     Return None if the vectors of the first rows differ in length.
@@ -99,7 +99,11 @@ def _date_text(seconds: int) -> str:
 
 
 def check_shared_ids(
-    config: InteractionsConfig, log_sources: Sequence[Source], vectors: Sequence[VectorFiles], *, id_columns: Mapping[str, str]
+    config: InteractionsConfig,
+    log_sources: Sequence[Source],
+    vectors: Sequence[VectorFiles],
+    *,
+    id_column_by_table: Mapping[str, str],
 ) -> None:
     """Raise InputError if the log and the vectors of a table do not have a single id in common.
 
@@ -107,9 +111,9 @@ def check_shared_ids(
     ids are compared, unless a file is in an object store.
 
     Args:
-        id_columns: column of the log that contains the ids of each table, by table.
+        id_column_by_table: column of the log that contains the ids of each table, by table.
     """
-    for table, column in id_columns.items():
+    for table, column in id_column_by_table.items():
         table_vectors = [files for files in vectors if files.config.table == table]
         log_ids = first_values(log_sources, column) if table_vectors else None
         if log_ids is None or any(_have_common_id(log_ids, files) for files in table_vectors):

@@ -75,10 +75,10 @@ class JaggedArray:
         """Index of the list that each value belongs to."""
         return np.repeat(np.arange(len(self)), self.lengths)
 
-    def last(self, num_values: int) -> "JaggedArray":
+    def last_values(self, num_values: int) -> "JaggedArray":
         """Keep the last `num_values` values of each list, in order.
 
-        >>> JaggedArray(np.array([0, 3, 4]), np.array([4, 1, 2, 7])).last(2).values_L.tolist()
+        >>> JaggedArray(np.array([0, 3, 4]), np.array([4, 1, 2, 7])).last_values(2).values_L.tolist()
         [1, 2, 7]
         """
         end = self.offset[1:]
@@ -93,9 +93,9 @@ class JaggedArray:
         """Return the lists at these indices, in this order."""
         return JaggedArray.from_slices(self.values_L, start=self.offset[list_index], end=self.offset[list_index + 1])
 
-    def filter(self, mask_L: NDArray[np.bool_]) -> "JaggedArray":
-        """Keep the values where `mask_L` is true; the number of lists stays the same."""
-        return JaggedArray.from_pairs(self.list_index_L[mask_L], self.values_L[mask_L], num_lists=len(self))
+    def filter(self, is_kept_L: NDArray[np.bool_]) -> "JaggedArray":
+        """Keep the values where `is_kept_L` is true; the number of lists stays the same."""
+        return JaggedArray.from_pairs(self.list_index_L[is_kept_L], self.values_L[is_kept_L], num_lists=len(self))
 
     def pair_keys(self, *, bound: int) -> Int64Array:
         """Encode each pair (list index, value) as one integer; all values must be below `bound`."""
@@ -107,13 +107,13 @@ class JaggedArray:
         >>> JaggedArray(np.array([0, 3, 4]), np.array([4, 1, 4, 1])).distinct(bound=5)
         JaggedArray(offset=array([0, 2, 3]), values_L=array([1, 4, 1]))
         """
-        key = np.unique(self.pair_keys(bound=bound))
-        return JaggedArray.from_pairs(key // bound, key % bound, num_lists=len(self))
+        distinct_keys = np.unique(self.pair_keys(bound=bound))
+        return JaggedArray.from_pairs(distinct_keys // bound, distinct_keys % bound, num_lists=len(self))
 
     def union(self, other: "JaggedArray", *, bound: int) -> "JaggedArray":
         """Merge list i with list i of `other`, sorted and without duplicates; all values must be below `bound`."""
-        key = np.union1d(self.pair_keys(bound=bound), other.pair_keys(bound=bound))
-        return JaggedArray.from_pairs(key // bound, key % bound, num_lists=len(self))
+        distinct_keys = np.union1d(self.pair_keys(bound=bound), other.pair_keys(bound=bound))
+        return JaggedArray.from_pairs(distinct_keys // bound, distinct_keys % bound, num_lists=len(self))
 
     def difference(self, other: "JaggedArray", *, bound: int) -> "JaggedArray":
         """Drop the values of list i that are in list i of `other`; all values must be below `bound`."""

@@ -138,11 +138,11 @@ class TrainLoader:
         if self._max_history:
             history = store.histories(event_B, user_B, max_history=self._max_history, include_target=self._include_target)
         return self._assembler.batch(
-            user=user_B,
-            event=event_B,
+            user_row_B=user_B,
+            event_index_B=event_B,
             history=history,
-            candidate=np.concatenate([store.event_item[event_B].astype(np.int64), negative_N]),
-            weight=None if store.event_weight is None else store.event_weight[event_B] / self._mean_weight,
+            candidate_row_C=np.concatenate([store.event_item[event_B].astype(np.int64), negative_N]),
+            loss_weight_B=None if store.event_weight is None else store.event_weight[event_B] / self._mean_weight,
         )
 
 
@@ -193,8 +193,8 @@ def query_batch(
     A query consists of the user's history before `split` and the context of the user's first event in `split`.
     """
     return assembler.batch(
-        user=user_B,
-        event=store.first_event_index(user_B, split),
+        user_row_B=user_B,
+        event_index_B=store.first_event_index(user_B, split),
         history=store.items_before(user_B, split, max_items=max_history),
-        candidate=np.zeros(0, np.int64),
+        candidate_row_C=np.zeros(0, np.int64),
     )

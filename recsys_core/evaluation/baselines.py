@@ -35,7 +35,7 @@ def popularity_order(count_I: NDArray[Any], *, item_ids: pa.Array) -> NDArray[np
 def popularity_before(split: EvaluationSplit, *, store: EventStore, interactions: InteractionsManifest) -> NDArray[np.int32]:
     """Return item rows by falling number of events before `split`, int32 [I]. Unknown users get this order."""
     item_ids = pq.read_table(interactions.path("items.parquet"), columns=["id"])["id"].combine_chunks()
-    return popularity_order(store.counts_before(split), item_ids=item_ids)
+    return popularity_order(store.item_counts_before(split), item_ids=item_ids)
 
 
 def zero_shot_vectors(

@@ -20,7 +20,7 @@ from recsys_core.evaluation.ranking import Ranking, rank_served
 
 def cold_rows(store: EventStore, split: EvaluationSplit) -> NDArray[np.int64]:
     """Return the rows of the items without an event before `split`, ascending."""
-    return np.flatnonzero(store.counts_before(split) == 0)
+    return np.flatnonzero(store.item_counts_before(split) == 0)
 
 
 def rank_among(

@@ -93,7 +93,7 @@ def table_outputs(spec: ModelSpec, embeddings: CollectionOutputs, batch: Batch, 
 
 def _unpooled_output(spec: ModelSpec, name: str, jagged: Any, batch: Batch, num_vectors: int) -> Tensor:
     value_LD: Tensor = jagged.values()
-    weight_L = batch.item_weight.get(name)
+    weight_L = batch.item_feature_weight.get(name)
     if spec.forms.get(name, "single") in ("single", "number"):
         if len(value_LD) > num_vectors:  # a batch without a value looks up one row, because FBGEMM rejects an empty lookup
             value_LD = value_LD[:num_vectors]

@@ -97,7 +97,7 @@ class Objective(nn.Module):
         distillation = self.config.distillation
         if distillation is None or teacher_CD is None:
             return loss
-        has_teacher_C, candidate_C, batch_size = teacher_CD.any(dim=1), batch.candidate_C, batch.batch_size
+        has_teacher_C, candidate_C, batch_size = teacher_CD.any(dim=1), batch.candidate_index_C, batch.batch_size
         return loss + distillation.weight * distillation_loss(
             candidate_CD[:batch_size],
             candidate_CD,
@@ -111,13 +111,13 @@ class Objective(nn.Module):
         )
 
     def _retrieval_loss(self, query_BD: Tensor, candidate_CD: Tensor, *, batch: Batch) -> Tensor:
-        item_row_C = batch.item_row_V[batch.candidate_C]
+        item_row_C = batch.item_row_V[batch.candidate_index_C]
         item_row_B = item_row_C[: batch.batch_size]
         columns = self._columns(candidate_CD, item_row_C, batch_size=batch.batch_size)
         negative_score_BN = functional.linear(query_BD, columns.vector_ND)
         positive_score_B = _positive_scores(query_BD, candidate_CD[: batch.batch_size], precision=negative_score_BN.dtype)
         is_masked_BN = self._negative_mask(columns, item_row_B, batch=batch)
-        config, weight_B, temperature = self.config, batch.weight, self.temperature
+        config, weight_B, temperature = self.config, batch.loss_weight, self.temperature
         if config.kind == "cosine_contrastive":
             return cosine_contrastive_loss(
                 positive_score_B,
@@ -168,7 +168,7 @@ class Objective(nn.Module):
             return is_masked_BN
         is_masked_BN = item_row_B[:, None] == columns.item_row_N[None, :]
         if self.config.mask_negatives == "seen":
-            history_row_H = batch.item_row_V[batch.history_H]
+            history_row_H = batch.item_row_V[batch.history_index_H]
             query_index, column_index = seen_pairs(history_row_H, batch.history_offset, columns.item_row_N)
             is_masked_BN[query_index, column_index] = True
         return is_masked_BN

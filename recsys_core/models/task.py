@@ -69,7 +69,7 @@ class RetrievalHead(nn.Module):
         """Return the scalar loss of a batch."""
         with torch.autocast(batch.item_row_V.device.type, dtype=torch.bfloat16, enabled=self.bf16):
             item_VD, features, item_outputs = self.embed_items(embeddings, batch)
-            candidate_C = batch.candidate_C
+            candidate_C = batch.candidate_index_C
             if self.spec.config.history.item_representation == "candidate_tower":
                 history_item_VD = self.item(item_VD, features=features)
                 candidate_CD = history_item_VD.index_select(0, candidate_C)
@@ -90,7 +90,7 @@ class RetrievalHead(nn.Module):
         if table == "user":
             return l2_penalty(value_VD, self._user_row(batch), max_rows=batch.batch_size, group=self.group)
         num_history_entries = batch.batch_size * self.spec.config.history.length
-        max_rows = min(len(batch.candidate_C) + num_history_entries, self.spec.num_items)
+        max_rows = min(len(batch.candidate_index_C) + num_history_entries, self.spec.num_items)
         return l2_penalty(value_VD, batch.item_row_V, max_rows=max_rows, group=self.group)
 
     def _user_row(self, batch: Batch) -> Tensor:
@@ -113,7 +113,7 @@ class RetrievalHead(nn.Module):
         outputs = table_outputs(self.spec, embeddings, batch, side="query")
         if "user" in self.num_trained_rows:
             outputs["user"] = self._mask_frozen_gradients("user", outputs["user"], row_V=self._user_row(batch))
-        return self.query(history_item_VD, batch.history_H, batch.history_offset, features=outputs), outputs
+        return self.query(history_item_VD, batch.history_index_H, batch.history_offset, features=outputs), outputs
 
     def _mask_frozen_gradients(self, table: str, value_VD: Tensor, *, row_V: Tensor) -> Tensor:
         """Detach the rows of a gradual table that are still frozen. For table user, V is the number of queries.

@@ -140,7 +140,7 @@ def _read_features(folder: Path, spec: ModelSpec) -> FeatureStore:
             _check_offset(folder / f"{key}.offset.npy", offset, num_values=len(row))
         if form in ("weighted_list", "number"):
             weight = _read_array(folder / f"{key}.weight.npy", np.float32, length=len(row))
-        features[key] = Feature(row=row, offset=offset, weight=weight)
+        features[key] = Feature(table_rows=row, offset=offset, weights=weight)
     return FeatureStore(features)
 
 

@@ -142,6 +142,6 @@ def feature_files(spec: ModelSpec) -> list[str]:
 
 
 def _popularity_share(interactions: InteractionsManifest, item_by_popularity_I: NDArray[np.int32]) -> NDArray[np.float32]:
-    count_I = EventStore.open(interactions).counts_before("test")
+    count_I = EventStore.open(interactions).item_counts_before("test")
     share_I: NDArray[np.float32] = (count_I[item_by_popularity_I] / max(1, count_I.sum())).astype(np.float32)
     return share_I

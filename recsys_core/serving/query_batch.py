@@ -54,14 +54,14 @@ class QueryBatchBuilder:
             user_row_B: -1 for a user who is not in the vocabulary. Such a user has no features.
             history: item rows, oldest first. Only the newest items are used, up to the history length of the model.
         """
-        recent_history = history.last(self.spec.config.history.length)
+        recent_history = history.last_values(self.spec.config.history.length)
         is_known_B = user_row_B >= 0
         features = {}
         for name in served_tables(self.spec):
             if name == "user":
                 values, weight_L = JaggedArray.from_single_values(user_row_B[is_known_B]), None
             else:
-                values, weight_L = self.features.features[name].lists_of(user_row_B[is_known_B])
+                values, weight_L = self.features.feature_by_key[name].rows_and_weights(user_row_B[is_known_B])
             length_B = np.zeros(len(user_row_B), np.int64)
             length_B[is_known_B] = values.lengths
             features[name] = _to_tensors(JaggedArray.from_lengths(length_B, values.values_L), weight_L)

@@ -64,7 +64,7 @@ def lookup_stats_of(
         alpha=loss.negative_sampling_alpha,
     )
     num_distinct_items = max(1.0, float(probability_I.sum()))
-    list_features = features.features if features is not None else {}
+    list_features = features.feature_by_key if features is not None else {}
     values_per_query: dict[str, float] = {}
     for name, table in model.tables.items():
         offset = list_features[name].offset if name in list_features else None

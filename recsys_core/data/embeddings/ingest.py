@@ -22,7 +22,7 @@ from recsys_core.data.embeddings.ids import MEMORY_LIMIT, TableIds
 from recsys_core.data.embeddings.projection import SAMPLE_ROWS, Projection, unit_length
 from recsys_core.data.embeddings.reader import BATCH_BYTES, MIN_BATCH_ROWS, read_vectors
 from recsys_core.data.embeddings.row_faults import RowFaults, reject_faults
-from recsys_core.data.embeddings.schema import VectorFiles, check_embeddings, check_pca_dim, require_one_dim
+from recsys_core.data.embeddings.schema import VectorFiles, check_pca_dim, open_embeddings, require_one_dim
 from recsys_core.disk import allocate_npy
 from recsys_core.errors import InputError
 from recsys_core.manifests import EmbeddingsManifest, StageFolder, VectorTable, fingerprint_of
@@ -41,7 +41,7 @@ def ingest_embeddings(
     Raises:
         InputError: a row is unusable (see row_faults.Fault) and the config does not drop it, or the disk is too small.
     """
-    entries = check_embeddings(configs, allowed_data_root=allowed_data_root)
+    entries = open_embeddings(configs, allowed_data_root=allowed_data_root)
     records = tuple(source.record for files in entries for source in (*files.sources, *files.id_map))
     settings = [config.result_settings() for config in configs]
     stage = StageFolder(folder, EmbeddingsManifest, fingerprint=fingerprint_of("embeddings", settings, records))

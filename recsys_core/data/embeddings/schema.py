@@ -49,7 +49,7 @@ class VectorFiles:
         return self.config.pca_dim or self.source_dim
 
 
-def check_embeddings(configs: Sequence[EmbeddingsConfig], *, allowed_data_root: Path | None = None) -> tuple[VectorFiles, ...]:
+def open_embeddings(configs: Sequence[EmbeddingsConfig], *, allowed_data_root: Path | None = None) -> tuple[VectorFiles, ...]:
     """Open the files of all entries. Raise InputError for a missing or invalid file, or for a missing or unsuitable column.
 
     Args:

@@ -14,7 +14,7 @@ from recsys_core.data.features.checks import reject_bad_table
 from recsys_core.data.features.config import FeatureConfig, FeaturesConfig
 from recsys_core.data.features.encoding import encode
 from recsys_core.data.features.feature_column import BATCH_ROWS, FeatureColumn, PreviousFeature, definition
-from recsys_core.data.features.schema import FeatureTable, check_feature_vectors, check_features
+from recsys_core.data.features.schema import FeatureTable, check_feature_vectors, open_feature_tables
 from recsys_core.errors import InputError
 from recsys_core.manifests import (
     EmbeddingsManifest,
@@ -63,7 +63,7 @@ def ingest_features(
     context_sources = open_sources([str(interactions.path(CONTEXT_NAME))], setting="features.context") if config.context else ()
     # The path of the workspace may contain a folder named key=value, which is not a hive key of the context columns.
     context_sources = tuple(replace(source, partition_values={}) for source in context_sources)
-    tables = check_features(
+    tables = open_feature_tables(
         config,
         user_id_type=interactions.user_id_type,
         item_id_type=interactions.item_id_type,
@@ -71,7 +71,7 @@ def ingest_features(
         allowed_data_root=allowed_data_root,
     )
     vector_tables = {} if embeddings is None else embeddings.tables
-    check_feature_vectors(tables, id_types={name: table.id_type for name, table in vector_tables.items()})
+    check_feature_vectors(tables, id_type_by_table={name: table.id_type for name, table in vector_tables.items()})
     records = tuple(source.record for table in tables if table.side != "context" for source in table.sources)
     fingerprint = fingerprint_of("features", config, interactions, previous, embeddings, records)
     stage = StageFolder(folder, FeaturesManifest, fingerprint=fingerprint)

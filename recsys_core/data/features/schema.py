@@ -48,7 +48,7 @@ class FeatureTable:
         return tuple(dict.fromkeys([*id_columns, *(name for feature in self.features for name in feature.columns)]))
 
 
-def check_features(
+def open_feature_tables(
     config: FeaturesConfig,
     *,
     user_id_type: IdType,
@@ -99,17 +99,17 @@ def check_features(
     return tuple(tables)
 
 
-def check_feature_vectors(tables: Sequence[FeatureTable], *, id_types: Mapping[str, IdType]) -> None:
+def check_feature_vectors(tables: Sequence[FeatureTable], *, id_type_by_table: Mapping[str, IdType]) -> None:
     """Check the pretrained vectors of feature values. Such vectors need a feature with a vocabulary.
 
     Args:
-        id_types: type of the ids of the vectors, by the name of the embedding table.
+        id_type_by_table: type of the ids of the vectors, by the name of the embedding table.
 
     Raises:
         InputError: an unknown table, a numeric or hashed feature, or ids of another type than the values of the feature.
     """
     features = {f"{table.side}.{feature.name}": (table, feature) for table in tables for feature in table.features}
-    for name, vector_id_type in id_types.items():
+    for name, vector_id_type in id_type_by_table.items():
         if name in ID_TABLES:
             continue
         if name not in features:

@@ -23,31 +23,32 @@ single: one row; list: any number of rows; weighted_list: rows with weights; num
 class Feature:
     """One feature of all users, items or events.
 
-    `row` contains rows of the feature's embedding table. Without `offset`, each user, item or event has one entry of `row`.
-    With `offset`, the n-th user, item or event has the list row[offset[n]:offset[n + 1]]. `weight` is None or has one
-    entry for each entry of `row`.
+    `table_rows` contains rows of the feature's embedding table. Without `offset`, it has one entry per user, item or event.
+    With `offset`, the n-th user, item or event has the list table_rows[offset[n]:offset[n + 1]]. `weights` is None or has one
+    entry for each entry of `table_rows`.
     """
 
-    row: NDArray[np.int32]
+    table_rows: NDArray[np.int32]
     offset: Int64Array | None
-    weight: NDArray[np.float32] | None
+    weights: NDArray[np.float32] | None
 
-    def lists_of(self, index: Int64Array) -> tuple[JaggedArray, NDArray[np.float32] | None]:
-        """Return the table rows of each user, item or event in `index`, and the weight of each of these rows, if any."""
+    def rows_and_weights(self, owner_index: Int64Array) -> tuple[JaggedArray, NDArray[np.float32] | None]:
+        """Return the table rows of each user, item or event in `owner_index`, and the weight of each of these rows, if any."""
         if self.offset is None:
-            lists = JaggedArray(np.arange(len(index) + 1), self.row[index].astype(np.int64))
-            return lists, None if self.weight is None else self.weight[index]
-        start = self.offset[index]
-        length = self.offset[index + 1] - start
-        entry_L = ragged_ranges(start, length)
-        return JaggedArray.from_lengths(length, self.row[entry_L]), None if self.weight is None else self.weight[entry_L]
+            lists = JaggedArray(np.arange(len(owner_index) + 1), self.table_rows[owner_index].astype(np.int64))
+            return lists, None if self.weights is None else self.weights[owner_index]
+        start = self.offset[owner_index]
+        length = self.offset[owner_index + 1] - start
+        index_L = ragged_ranges(start, length)
+        lists = JaggedArray.from_lengths(length, self.table_rows[index_L])
+        return lists, None if self.weights is None else self.weights[index_L]
 
 
 @dataclass(frozen=True)
 class FeatureStore:
     """All features by key: user.<name>, item.<name>, context.<name>."""
 
-    features: dict[str, Feature]
+    feature_by_key: dict[str, Feature]
 
     @classmethod
     def open(cls, manifest: FeaturesManifest) -> Self:
@@ -55,16 +56,16 @@ class FeatureStore:
         return cls.read(manifest.folder, {key: feature_form(facts) for key, facts in manifest.features.items()})
 
     @classmethod
-    def read(cls, folder: Path, forms: Mapping[str, FeatureForm]) -> Self:
-        """Map the arrays of the features in `forms`, from any folder with the file names of FeaturesManifest."""
-        features = {}
-        for key, form in forms.items():
-            features[key] = Feature(
-                row=memory_map(folder / f"{key}.row.npy"),
+    def read(cls, folder: Path, form_by_key: Mapping[str, FeatureForm]) -> Self:
+        """Map the arrays of the features in `form_by_key`, from any folder with the file names of FeaturesManifest."""
+        feature_by_key = {}
+        for key, form in form_by_key.items():
+            feature_by_key[key] = Feature(
+                table_rows=memory_map(folder / f"{key}.row.npy"),
                 offset=memory_map(folder / f"{key}.offset.npy") if form in ("list", "weighted_list") else None,
-                weight=memory_map(folder / f"{key}.weight.npy") if form in ("weighted_list", "number") else None,
+                weights=memory_map(folder / f"{key}.weight.npy") if form in ("weighted_list", "number") else None,
             )
-        return cls(features)
+        return cls(feature_by_key)
 
 
 def feature_form(facts: FeatureFacts) -> FeatureForm:

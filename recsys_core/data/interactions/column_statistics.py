@@ -63,7 +63,7 @@ def column_statistics(
 
 def _current_files(parts: Sequence[LogPart], log: InteractionsInput) -> list[IngestedFile]:
     """Return those files of the parts that are still input files. Other files of a part are outdated."""
-    current_sources = set(log.split_codes)
+    current_sources = set(log.split_code_by_file)
     return [file for part in parts for file in part.files if file.source in current_sources]
 
 

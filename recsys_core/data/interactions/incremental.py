@@ -59,7 +59,7 @@ def gather_parts(
     for part in continued_run.parts if continued_run else ():
         if (
             part.settings_fingerprint == settings_fingerprint
-            and _is_mostly_current(part, log.split_codes)
+            and _is_mostly_current(part, log.split_code_by_file)
             and not _has_dropped_future_rows(part)
         ):
             assert continued_run is not None

@@ -11,7 +11,7 @@ from recsys_core.data.interactions.config import SPLITS, InteractionsConfig, Log
 from recsys_core.data.interactions.event_writer import EventWriter
 from recsys_core.data.interactions.filters import check_log, load_log
 from recsys_core.data.interactions.incremental import gather_parts
-from recsys_core.data.interactions.schema import InteractionsInput, check_interactions
+from recsys_core.data.interactions.schema import InteractionsInput, open_interactions
 from recsys_core.data.interactions.vocabulary import assign_rows, create_id_table, write_vocabulary
 from recsys_core.errors import InputError
 from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest, StageFolder, fingerprint_of
@@ -41,7 +41,7 @@ def ingest_interactions(
         InputError: bad rows (see config.on_bad_rows), ids of another type than the ids of the vectors, vectors that
             share no id with the log, an empty training or test split, or too little memory or disk.
     """
-    log = check_interactions(config, allowed_data_root=allowed_data_root)
+    log = open_interactions(config, allowed_data_root=allowed_data_root)
     _check_vector_id_types(config, log, embeddings)
     records = tuple(source.record for source in log.sources)
     settings = config.result_settings()
@@ -82,7 +82,7 @@ def _ingest(
     num_users_without_row = create_id_table(connection, "user", id_type=log.user_id_type, continued_run=continued_run)
     num_items_without_row = create_id_table(connection, "item", id_type=log.item_id_type, continued_run=continued_run)
     parts, new_sources = gather_parts(connection, config, log, out, continued_run=continued_run)
-    num_removed = load_log(connection, config, parts=parts, folder=out, split_codes=log.split_codes)
+    num_removed = load_log(connection, config, parts=parts, folder=out, split_codes=log.split_code_by_file)
     time_span = check_log(connection, config, first_file=log.sources[0].name)
 
     is_filtered = bool(num_removed or num_users_without_row or num_items_without_row) or config.filter != LogFilter()

@@ -18,7 +18,7 @@ from recsys_core.parquet.sources import Source, check_distinct_files, open_sourc
 class InteractionsInput:
     """The files of the log, with checked schemas."""
 
-    files: Mapping[str, tuple[Source, ...]]
+    sources_by_split: Mapping[str, tuple[Source, ...]]
     """The files by the name of their split. All files are in "train" unless the log is split by files."""
     user_id_type: IdType
     item_id_type: IdType
@@ -26,35 +26,35 @@ class InteractionsInput:
     @property
     def sources(self) -> tuple[Source, ...]:
         """All files."""
-        return tuple(source for sources in self.files.values() for source in sources)
+        return tuple(source for sources in self.sources_by_split.values() for source in sources)
 
     @property
-    def split_codes(self) -> dict[SourceFile, int]:
+    def split_code_by_file(self) -> dict[SourceFile, int]:
         """Code of the split of each file. All codes are 0 unless the log is split by files."""
-        return {source.record: SPLITS.index(name) for name, sources in self.files.items() for source in sources}
+        return {source.record: SPLITS.index(name) for name, sources in self.sources_by_split.items() for source in sources}
 
 
-def check_interactions(config: InteractionsConfig, *, allowed_data_root: Path | None = None) -> InteractionsInput:
+def open_interactions(config: InteractionsConfig, *, allowed_data_root: Path | None = None) -> InteractionsInput:
     """Open the files of the log. Raise InputError for a missing or invalid file, or for a missing or unsuitable column.
 
     Args:
         allowed_data_root: folder that has to contain every file.
     """
-    files = {"train": open_sources(config.paths, setting="interactions.paths", allowed_data_root=allowed_data_root)}
+    sources_by_split = {"train": open_sources(config.paths, setting="interactions.paths", allowed_data_root=allowed_data_root)}
     if isinstance(config.split, FileSplit):
         if config.split.validation_paths is not None:
-            files["validation"] = open_sources(
+            sources_by_split["validation"] = open_sources(
                 config.split.validation_paths,
                 setting="interactions.split.validation_paths",
                 allowed_data_root=allowed_data_root,
             )
-        files["test"] = open_sources(
+        sources_by_split["test"] = open_sources(
             config.split.test_paths, setting="interactions.split.test_paths", allowed_data_root=allowed_data_root
         )
-    all_sources = tuple(source for sources in files.values() for source in sources)
+    all_sources = tuple(source for sources in sources_by_split.values() for source in sources)
     if config.checksums == "sidecar":
         require_sidecars(all_sources)
-    _require_distinct_files(files)
+    _require_distinct_files(sources_by_split)
     user_id_type = id_type(all_sources, config.user_column, setting="interactions.user_column")
     item_id_type = id_type(all_sources, config.item_column, setting="interactions.item_column")
     if config.timestamp_column is not None:
@@ -70,21 +70,21 @@ def check_interactions(config: InteractionsConfig, *, allowed_data_root: Path | 
         setting="interactions.max_expansion_ratio",
         count_text_bytes=False,
     )
-    return InteractionsInput(files, user_id_type, item_id_type)
+    return InteractionsInput(sources_by_split, user_id_type, item_id_type)
 
 
-def _require_distinct_files(files: Mapping[str, Sequence[Source]]) -> None:
-    split_of_file: dict[str, str] = {}
-    for split, sources in files.items():
+def _require_distinct_files(sources_by_split: Mapping[str, Sequence[Source]]) -> None:
+    split_by_file_name: dict[str, str] = {}
+    for split, sources in sources_by_split.items():
         for source in sources:
-            other_split = split_of_file.setdefault(source.name, split)
+            other_split = split_by_file_name.setdefault(source.name, split)
             if other_split != split:
                 raise InputError(
                     f"{source.name}: is in both the {other_split} and the {split} files, so events would be used twice; "
                     "list the file in one split"
                 )
-    locations = [source.location for sources in files.values() for source in sources]
-    check_distinct_files(locations, setting=f"interactions, {' and '.join(files)}")
+    locations = [source.location for sources in sources_by_split.values() for source in sources]
+    check_distinct_files(locations, setting=f"interactions, {' and '.join(sources_by_split)}")
 
 
 def _check_timestamps(sources: Sequence[Source], column: str) -> None:
@@ -122,6 +122,6 @@ def _check_number_columns(source: Source, config: InteractionsConfig) -> None:
             _require_type(is_number or pa.types.is_boolean(data_type), source, column, data_type, "a number")
 
 
-def _require_type(fits: bool, source: Source, column: str, data_type: pa.DataType, expected: str) -> None:
-    if not fits:
-        raise InputError(f"{source.name}: column {column!r} is {data_type}, but has to be {expected}; cast it")
+def _require_type(is_expected_type: bool, source: Source, column: str, data_type: pa.DataType, expected_type: str) -> None:
+    if not is_expected_type:
+        raise InputError(f"{source.name}: column {column!r} is {data_type}, but has to be {expected_type}; cast it")

@@ -23,9 +23,9 @@ def feature_store(*, users: int, items: int, events: int, seed: int = 0, weightl
             values = int(length.sum())
             weight = (rng.normal(size=values) if form == "number" else rng.uniform(0.1, 2.0, values)).astype(np.float32)
             features[f"{side}.{form}"] = Feature(
-                row=rng.integers(0, ROWS, values).astype(np.int32),
+                table_rows=rng.integers(0, ROWS, values).astype(np.int32),
                 offset=np.concatenate([[0], length.cumsum()]).astype(np.int64) if "list" in form else None,
-                weight=weight * (not weightless) if form in ("weighted_list", "number") else None,
+                weights=weight * (not weightless) if form in ("weighted_list", "number") else None,
             )
     return FeatureStore(features)
 
@@ -45,6 +45,6 @@ def facts(*keys: str) -> dict[str, FeatureFacts]:
 
 def values_of(store: FeatureStore, key: str, index: int) -> tuple[list[int], list[float] | None]:
     """Return the table rows and the weights of one user, item or event by plain indexing."""
-    feature = store.features[key]
+    feature = store.feature_by_key[key]
     start, end = (index, index + 1) if feature.offset is None else feature.offset[index : index + 2].tolist()
-    return feature.row[start:end].tolist(), None if feature.weight is None else feature.weight[start:end].tolist()
+    return feature.table_rows[start:end].tolist(), None if feature.weights is None else feature.weights[start:end].tolist()

@@ -36,11 +36,11 @@ def made(
     """Return a batch in which query n belongs to user n and event 3 n."""
     row = np.arange(len(history))
     return Assembler(user_batch_key=user, features=features).batch(
-        user=row,
-        event=3 * row,
+        user_row_B=row,
+        event_index_B=3 * row,
         history=lists_of(history),
-        candidate=np.array(candidate, np.int64),
-        weight=None if weight is None else np.array(weight, np.float32),
+        candidate_row_C=np.array(candidate, np.int64),
+        loss_weight_B=None if weight is None else np.array(weight, np.float32),
     )
 
 
@@ -59,9 +59,9 @@ def test_each_distinct_item_occurs_once_and_indices_restore_the_rows(history: li
     assert sorted(distinct) == sorted({*candidate, *(item for one in history for item in one)} or {0})
     assert rows_of(batch.sparse[UNPOOLED], "item", samples=len(distinct)) == [[row] for row in distinct]
     assert rows_of(batch.sparse[UNPOOLED], "user", samples=len(history)) == [[row] for row in range(len(history))]
-    assert [distinct[place] for place in batch.candidate_C.tolist()] == candidate
+    assert [distinct[place] for place in batch.candidate_index_C.tolist()] == candidate
     offset = batch.history_offset.tolist()
-    found = [[distinct[place] for place in batch.history_H[start:end].tolist()] for start, end in pairwise(offset)]
+    found = [[distinct[place] for place in batch.history_index_H[start:end].tolist()] for start, end in pairwise(offset)]
     assert found == history
     assert batch.batch_size == len(history)
 
@@ -69,14 +69,15 @@ def test_each_distinct_item_occurs_once_and_indices_restore_the_rows(history: li
 def test_an_item_of_two_candidates_and_a_history_is_looked_up_once() -> None:
     batch = made([[7, 4], []], [4, 2, 4])
     assert batch.item_row_V.tolist() == [4, 2, 7]
-    assert (batch.candidate_C.tolist(), batch.history_H.tolist()) == ([0, 1, 0], [2, 0])
+    assert (batch.candidate_index_C.tolist(), batch.history_index_H.tolist()) == ([0, 1, 0], [2, 0])
     assert batch.history_offset.tolist() == [0, 2, 2]
 
 
 def test_without_any_item_one_unused_row_is_looked_up() -> None:
     batch = made([[], []], [], features=feature_store(users=USERS, items=ITEMS, events=EVENTS))
     assert (batch.item_row_V.tolist(), rows_of(batch.sparse[UNPOOLED], "item", samples=1)) == ([0], [[0]])
-    assert batch.candidate_C.tolist() == batch.history_H.tolist() == [] and batch.history_offset.tolist() == [0, 0, 0]
+    assert batch.candidate_index_C.tolist() == batch.history_index_H.tolist() == []
+    assert batch.history_offset.tolist() == [0, 0, 0]
     for form in FORMS:
         rows_of(batch.sparse[UNPOOLED], f"item.{form}", samples=1)
     assert rows_of(batch.sparse[UNPOOLED], "user") == [[0], [1]]
@@ -102,9 +103,9 @@ def test_users_items_and_events_have_features_with_weights(history: list[list[in
             if key in weighted:
                 assert jagged[key].weights().tolist() == weights
             elif form in ("weighted_list", "number"):
-                assert batch.item_weight[key].tolist() == weights
+                assert batch.item_feature_weight[key].tolist() == weights
             else:
-                assert jagged.weights_or_none() is None and key not in batch.item_weight
+                assert jagged.weights_or_none() is None and key not in batch.item_feature_weight
 
 
 def test_users_are_under_the_key_of_their_table_and_missing_features_have_no_key() -> None:
@@ -114,21 +115,21 @@ def test_users_are_under_the_key_of_their_table_and_missing_features_have_no_key
     assert keys(UNPOOLED) == {UNPOOLED: ["item", "user"]}
     assert keys(POOLED) == {UNPOOLED: ["item"], POOLED: ["user"]}
     assert keys(None) == {UNPOOLED: ["item"]}
-    numbers = FeatureStore({"user.number": feature_store(users=USERS, items=1, events=1).features["user.number"]})
+    numbers = FeatureStore({"user.number": feature_store(users=USERS, items=1, events=1).feature_by_key["user.number"]})
     assert set(made([[1]], [2], user=None, features=numbers).sparse) == {UNPOOLED, POOLED_WEIGHTED}
 
 
 def test_weights_are_those_of_the_queries() -> None:
     batch = made([[1], []], [2, 3, 4], weight=[0.5, 2.0])
-    assert batch.weight is not None and batch.weight.tolist() == [0.5, 2.0]
-    assert made([[1]], [2]).weight is None
+    assert batch.loss_weight is not None and batch.loss_weight.tolist() == [0.5, 2.0]
+    assert made([[1]], [2]).loss_weight is None
 
 
 def test_an_item_batch_keeps_its_order_and_has_item_features() -> None:
     store = feature_store(users=USERS, items=ITEMS, events=EVENTS)
     for user in (None, POOLED, UNPOOLED):
         batch = Assembler(user_batch_key=user, features=store).item_batch(np.array([6, 0, 3]))
-        assert (batch.batch_size, batch.item_row_V.tolist(), batch.candidate_C.tolist()) == (0, [6, 0, 3], [0, 1, 2])
+        assert (batch.batch_size, batch.item_row_V.tolist(), batch.candidate_index_C.tolist()) == (0, [6, 0, 3], [0, 1, 2])
         expected = [values_of(store, "item.list", item)[0] for item in (6, 0, 3)]
         assert rows_of(batch.sparse[UNPOOLED], "item.list", samples=3) == expected
         assert batch.sparse[POOLED].values().tolist() == batch.sparse[POOLED_WEIGHTED].values().tolist() == []

@@ -134,7 +134,7 @@ def test_events_are_counted_without_a_copy_of_the_log() -> None:
     store = replace(whole, user_offset=offset, event_item=event_item, item_count=np.zeros(items, np.int64), **ends)
     tracemalloc.start()
     try:
-        counts = {split: store.counts_before(split) for split in ("validation", "test")}
+        counts = {split: store.item_counts_before(split) for split in ("validation", "test")}
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

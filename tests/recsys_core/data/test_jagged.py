@@ -24,7 +24,7 @@ def test_jagged_arrays_behave_like_python_lists(both: tuple[list[list[int]], lis
     a, b = _lists(left), _lists(right)
     together = list(zip(left, right, strict=True))
     assert _python(a) == left
-    assert _python(a.last(count)) == [rows[len(rows) - min(count, len(rows)) :] for rows in left]
+    assert _python(a.last_values(count)) == [rows[len(rows) - min(count, len(rows)) :] for rows in left]
     assert _python(a.distinct(bound=ROWS)) == [sorted(set(rows)) for rows in left]
     assert _python(a.union(b, bound=ROWS)) == [sorted({*x, *y}) for x, y in together]
     assert _python(a.difference(b, bound=ROWS)) == [[row for row in x if row not in y] for x, y in together]

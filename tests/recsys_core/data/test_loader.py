@@ -23,7 +23,7 @@ from recsys_core.models.sampling import negative_share
 from tests.recsys_core.data.test_events import Users, store_of, users
 
 MAX_HISTORY, ITEMS = 3, 10_000
-TENSORS = ("item_row_V", "candidate_C", "history_H", "history_offset")
+TENSORS = ("item_row_V", "candidate_index_C", "history_index_H", "history_offset")
 
 
 def loader_of(store: EventStore, **settings_of: Any) -> TrainLoader:
@@ -42,7 +42,7 @@ def numbered(sizes: list[int]) -> Users:
 
 def candidates(batch: Batch) -> list[int]:
     """Return the catalogue rows of the candidates."""
-    return batch.item_row_V[batch.candidate_C].tolist()
+    return batch.item_row_V[batch.candidate_index_C].tolist()
 
 
 def positives(batch: Batch) -> list[int]:
@@ -51,7 +51,7 @@ def positives(batch: Batch) -> list[int]:
 
 def histories(batch: Batch) -> list[list[int]]:
     """Return the catalogue rows of the history of each query."""
-    row_H = batch.item_row_V[batch.history_H]
+    row_H = batch.item_row_V[batch.history_index_H]
     return [row_H[start:end].tolist() for start, end in pairwise(batch.history_offset.tolist())]
 
 
@@ -109,7 +109,7 @@ def test_positives_users_and_histories_are_those_of_one_example(
         batch_size=batch_size, num_negatives=negatives, max_history=max_history, include_target=include_target and not ordered,
     )  # fmt: skip
     for batch in (loader.batch(0, number) for number in range(len(loader))):
-        assert len(batch.candidate_C) == batch.batch_size + negatives
+        assert len(batch.candidate_index_C) == batch.batch_size + negatives
         users_B = batch.sparse[UNPOOLED]["user"].to_dense()[: batch.batch_size]
         for item, history, user in zip(positives(batch), histories(batch), users_B, strict=True):
             row, at = owner[item]
@@ -283,7 +283,7 @@ def test_without_a_history_a_query_batch_points_at_no_item() -> None:
 def test_the_weight_of_an_example_is_that_of_its_event_over_the_mean_of_the_training_events() -> None:
     store = replace(store_of(numbered([3, 4])), event_weight=np.arange(7, dtype=np.float32))
     for batch in loader_of(store, num_negatives=2).epoch(0):
-        assert batch.weight is not None and (3 * batch.weight).tolist() == pytest.approx(positives(batch))
+        assert batch.loss_weight is not None and (3 * batch.loss_weight).tolist() == pytest.approx(positives(batch))
 
 
 def test_weights_of_held_out_events_do_not_count_in_the_mean() -> None:

@@ -91,8 +91,8 @@ def embeddings_stage(folder: Path, vectors: np.ndarray) -> EmbeddingsManifest:
 
 def features_stage(folder: Path, store: FeatureStore, *, facts: Mapping[str, FeatureFacts]) -> FeaturesManifest:
     def build(out: Path) -> dict[str, Any]:
-        for key, feature in store.features.items():
-            for name, array in (("row", feature.row), ("offset", feature.offset), ("weight", feature.weight)):
+        for key, feature in store.feature_by_key.items():
+            for name, array in (("row", feature.table_rows), ("offset", feature.offset), ("weight", feature.weights)):
                 if array is not None:
                     np.save(out / f"{key}.{name}.npy", array)
         return {"lineage": "interactions", "features": dict(facts), "tables": {}, "sources": ()}

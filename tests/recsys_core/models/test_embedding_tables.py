@@ -54,12 +54,12 @@ def batch_of(history: list[list[int]], store: FeatureStore, *, user_batch_key: s
     """Return a batch in which query n belongs to user n and event 3 n, and has item n as its positive."""
     user = np.arange(len(history))
     return Assembler(user_batch_key=user_batch_key, features=store).batch(
-        user=user,
-        event=3 * user,
+        user_row_B=user,
+        event_index_B=3 * user,
         history=JaggedArray.from_lengths(
             np.array([len(one) for one in history], np.int64), np.array([i for one in history for i in one], np.int64)
         ),
-        candidate=user,
+        candidate_row_C=user,
     )
 
 
@@ -138,11 +138,11 @@ def test_lists_without_a_value_give_zeros() -> None:
             for form, weight in (("list", None), ("weighted_list", np.zeros(0, np.float32)))
         }
     )
-    spec = spec_of(features=tuple(nothing.features))
+    spec = spec_of(features=tuple(nothing.feature_by_key))
     batch, tables_module = batch_of([[1], []], nothing), embedding_tables_of(spec)
     embeddings = look_up(tables_module, batch)
     outputs = table_outputs(spec, embeddings, batch, side="query") | table_outputs(spec, embeddings, batch, side="item")
-    for name in nothing.features:
+    for name in nothing.feature_by_key:
         assert outputs[name].eq(0).all() and outputs[name].shape[1] == 4, name
 
 

@@ -38,11 +38,11 @@ class Case:
     def batch(self) -> Batch:
         user, flat = np.arange(len(self.histories)), [item for one in self.histories for item in one]
         return Assembler(user_batch_key=None).batch(
-            user=user,
-            event=user,
+            user_row_B=user,
+            event_index_B=user,
             history=JaggedArray.from_lengths(np.array([len(one) for one in self.histories]), np.array(flat, np.int64)),
-            candidate=np.array(self.candidates, np.int64),
-            weight=None if self.weights is None else np.array(self.weights, np.float32),
+            candidate_row_C=np.array(self.candidates, np.int64),
+            loss_weight_B=None if self.weights is None else np.array(self.weights, np.float32),
         )
 
     def vectors(self) -> tuple[Tensor, Tensor]:

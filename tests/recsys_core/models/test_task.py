@@ -79,12 +79,12 @@ def batch_of(
     histories: list[list[int]] = HISTORY,
 ) -> Batch:
     return Assembler(user_batch_key=UNPOOLED, features=features).batch(
-        user=np.array(users),
-        event=np.array(users),
+        user_row_B=np.array(users),
+        event_index_B=np.array(users),
         history=JaggedArray.from_lengths(
             np.array([len(one) for one in histories]), np.array([i for one in histories for i in one], np.int64)
         ),
-        candidate=np.array(candidates, np.int64),
+        candidate_row_C=np.array(candidates, np.int64),
     )
 
 
@@ -165,7 +165,7 @@ def test_history_items_can_be_encoded_by_the_candidate_tower() -> None:
 
 def test_the_encoders_give_the_vectors_that_the_loss_compares() -> None:
     keys = ("user.list", "item.list", "item.number", "context.weighted_list")
-    every = feature_store(users=USERS, items=ITEMS, events=USERS).features
+    every = feature_store(users=USERS, items=ITEMS, events=USERS).feature_by_key
     store = FeatureStore({key: every[key] for key in keys})
     config = {"learn_user_embedding": True, "candidate": {"layers": [5]}, "query": {"layers": [7, 5]}}
     for item_representation in ("embedding", "candidate_tower"):
@@ -259,7 +259,7 @@ def test_the_teacher_table_adds_to_the_loss_but_is_not_trained() -> None:
 
 def test_tables_of_different_widths_work_in_one_model() -> None:
     keys = ("item.single", "item.list", "user.number")
-    every = feature_store(users=USERS, items=ITEMS, events=USERS).features
+    every = feature_store(users=USERS, items=ITEMS, events=USERS).feature_by_key
     store = FeatureStore({key: every[key] for key in keys})
     task = task_of(
         {"candidate": {"layers": [8, 4]}},

@@ -54,7 +54,11 @@ class World:
         torch.manual_seed(1)
         self.facts = facts(*features) if features else {}
         self.features = FeatureStore(
-            {key: value for key, value in feature_store(users=USERS, items=ITEMS, events=1).features.items() if key in features}
+            {
+                key: value
+                for key, value in feature_store(users=USERS, items=ITEMS, events=1).feature_by_key.items()
+                if key in features
+            }
         )
         self.spec = ModelSpec.sized(config, num_users=USERS, num_items=ITEMS, facts=self.facts)
         self.tables = {
@@ -87,7 +91,7 @@ class World:
     @property
     def batches(self) -> QueryBatchBuilder:
         """Return the builder of tower inputs. Features of events are not available at serving time."""
-        users = {key: value for key, value in self.features.features.items() if key.startswith("user.")}
+        users = {key: value for key, value in self.features.feature_by_key.items() if key.startswith("user.")}
         return QueryBatchBuilder(self.spec, FeatureStore(users))
 
     def query(self, user: int | None, history: Sequence[int]) -> np.ndarray:

@@ -77,12 +77,12 @@ def look_up(rank: int, kind: str) -> None:
     for case, histories in HISTORIES.items():
         users, history = np.array([2 * rank, 1]), histories[rank]
         batch = Assembler(user_batch_key=UNPOOLED, features=store).batch(
-            user=users,
-            event=3 * users,
+            user_row_B=users,
+            event_index_B=3 * users,
             history=JaggedArray.from_lengths(
                 np.array([len(one) for one in history]), np.array([i for one in history for i in one])
             ),
-            candidate=np.zeros(0, np.int64),
+            candidate_row_C=np.zeros(0, np.int64),
         )
         looked_up = task._look_up(batch, list(task.embedding_tables))
         found = table_outputs(spec, looked_up, batch, side="query") | table_outputs(spec, looked_up, batch, side="item")

@@ -72,7 +72,7 @@ def small_spec(
         learn_user_embedding=True,
         history=HistoryConfig(length=HISTORY, pooling="attention"),
         query=TowerConfig(layers=(12, dim), skip_connection=True),
-        candidate=TowerConfig(layers=(dim,), skip_connection=True),
+        candidate_row_C=TowerConfig(layers=(dim,), skip_connection=True),
     )
     return ModelSpec.sized(
         config,
@@ -128,10 +128,10 @@ def make_batch(spec: ModelSpec, *, ranks: Sequence[int], step: int, queries: int
         parts["row"].append(random.integers(0, ITEMS, int(parts["length"][-1].sum())))
     drawn = {name: np.concatenate(values) for name, values in parts.items()}
     return assembler.batch(
-        user=drawn["user"],
-        event=drawn["position"],
+        user_row_B=drawn["user"],
+        event_index_B=drawn["position"],
         history=JaggedArray.from_lengths(drawn["length"], drawn["row"]),
-        candidate=np.concatenate([drawn["positive"], drawn["negative"]]),
+        candidate_row_C=np.concatenate([drawn["positive"], drawn["negative"]]),
     )
 
 

@@ -39,7 +39,7 @@ def part_of(spec: ModelSpec, *, parts: range, step: int) -> Batch:
     """Return a batch of the queries and candidates of `parts`; a few events have much higher weights."""
     batch = make_batch(spec, ranks=parts, step=step, queries=QUERIES, negatives=NEGATIVES)
     weight = [np.random.default_rng([9, step, part]).choice([0.0, 0.5, 6.0], QUERIES) for part in parts]
-    return replace(batch, weight=torch.from_numpy(np.concatenate(weight).astype(np.float32)))
+    return replace(batch, loss_weight=torch.from_numpy(np.concatenate(weight).astype(np.float32)))
 
 
 def train(rank: int, lookup: str, folder: Path) -> None:

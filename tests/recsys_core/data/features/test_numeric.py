@@ -107,12 +107,12 @@ def test_the_context_is_standardised_over_training_events(tmp_path: Path) -> Non
 
 def test_the_store_gives_each_number_as_the_weight_of_its_row(tmp_path: Path) -> None:
     store = FeatureStore.open(ingest(tmp_path, [1.0, 3.0, 1.0, 3.0, None, math.nan, 4.5]))
-    lists, weight = store.features["item.price"].lists_of(np.array([6, 4, 0]))
+    lists, weight = store.feature_by_key["item.price"].rows_and_weights(np.array([6, 4, 0]))
     assert (lists.values_L.tolist(), lists.lengths.tolist()) == ([1, 0, 1], [1, 1, 1])
     assert weight is not None and weight.tolist() == [2.5, 0.0, -1.0]
     batch = Assembler(user_batch_key=None, features=store).item_batch(np.array([1, 6]))
     assert batch.sparse[UNPOOLED]["item.price"].lengths().tolist() == [1, 1]
-    assert batch.item_weight["item.price"].tolist() == [1.0, 2.5]
+    assert batch.item_feature_weight["item.price"].tolist() == [1.0, 2.5]
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

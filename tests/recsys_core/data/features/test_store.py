@@ -101,7 +101,7 @@ def samples(jagged: KeyedJaggedTensor, *, weights: bool = False) -> dict[str, li
 def per_item(batch: Batch, key: str) -> list[list[float]]:
     """Return the weights of the values of each distinct item."""
     lengths = batch.sparse[UNPOOLED][key].lengths().tolist()
-    return [part.tolist() for part in batch.item_weight[key].split(lengths)]
+    return [part.tolist() for part in batch.item_feature_weight[key].split(lengths)]
 
 
 def test_each_query_has_the_features_of_its_user_and_event_and_each_item_its_own(
@@ -109,17 +109,17 @@ def test_each_query_has_the_features_of_its_user_and_event_and_each_item_its_own
 ) -> None:
     store, features = made
     loader = loader_of(made)
-    device = features.features["context.device"].row
+    device = features.feature_by_key["context.device"].table_rows
     positions = []
     for batch in (loader.batch(0, number) for number in range(len(loader))):
-        assert batch.weight is not None
+        assert batch.loss_weight is not None
         query, likes = samples(batch.sparse["pooled"]), samples(batch.sparse["pooled_weighted"])["user.likes"]
         much, items = samples(batch.sparse["pooled_weighted"], weights=True)["user.likes"], samples(batch.sparse[UNPOOLED])
         assert set(query) == {"user.age", "context.device"}
-        assert set(items) == {"item", "item.brand", "item.tags", "user"} and set(batch.item_weight) == {"item.tags"}
+        assert set(items) == {"item", "item.brand", "item.tags", "user"} and set(batch.item_feature_weight) == {"item.tags"}
         for place, item in enumerate(batch.item_row_V.tolist()):
             assert items["item"][place] == [item]
-            assert items["item.brand"][place] == [features.features["item.brand"].row[item]]
+            assert items["item.brand"][place] == [features.feature_by_key["item.brand"].table_rows[item]]
             assert len(items["item.tags"][place]) == len(DESCRIBED["item.tags"][item])
             assert per_item(batch, "item.tags")[place] == WEIGHT["item.tags"][item]
         for sample in range(batch.batch_size):
@@ -129,8 +129,8 @@ def test_each_query_has_the_features_of_its_user_and_event_and_each_item_its_own
             assert much[sample] == WEIGHT["user.likes"][user]
             # The device tells the event; its weight and its item have to be of the same one.
             positions.append(int(np.flatnonzero(device == query["context.device"][sample])[0]))
-            assert batch.weight[sample].item() == pytest.approx(positions[-1] / 4 / store.mean_weight())
-            assert store.event_item[positions[-1]] == batch.item_row_V[batch.candidate_C[sample]]
+            assert batch.loss_weight[sample].item() == pytest.approx(positions[-1] / 4 / store.mean_weight())
+            assert store.event_item[positions[-1]] == batch.item_row_V[batch.candidate_index_C[sample]]
             assert store.user_offset[user] <= positions[-1] < store.train_end[user]
     assert len(set(positions)) == len(positions) == store.num_train_events
 
@@ -142,12 +142,12 @@ def test_a_query_has_the_event_features_of_the_first_event_of_the_split(
     users = np.array([4, 1])
     for split, first in (("validation", store.train_end), ("test", store.validation_end)):
         batch = query_batch(store, users, split, assembler=Assembler(user_batch_key=UNPOOLED, features=features), max_history=2)
-        expected = features.features["context.device"].row[first[users]].tolist()
+        expected = features.feature_by_key["context.device"].table_rows[first[users]].tolist()
         assert batch.sparse["pooled"]["context.device"].values().tolist() == expected
 
 
 def test_lists_keep_their_own_values(made: tuple[EventStore, FeatureStore]) -> None:
-    lists, weight = made[1].features["item.tags"].lists_of(np.array([7, 0, 3]))
+    lists, weight = made[1].feature_by_key["item.tags"].rows_and_weights(np.array([7, 0, 3]))
     # t0 is the most frequent tag, t2 the rarest.
     assert (lists.values_L.tolist(), lists.lengths.tolist()) == ([1, 2, 3, 1, 2, 3], [3, 0, 3])
     assert weight is not None and weight.tolist() == WEIGHT["item.tags"][7] + WEIGHT["item.tags"][3]
@@ -175,26 +175,32 @@ def test_the_form_of_a_feature_follows_its_number_of_values_and_weights(tmp_path
         "item.bucket": "single",
     }  # fmt: skip
     store = FeatureStore.read(stage.folder, {"item.number": "number"})
-    assert set(store.features) == {"item.number"}
-    lists, weight = store.features["item.number"].lists_of(np.array([1, 0]))
+    assert set(store.feature_by_key) == {"item.number"}
+    lists, weight = store.feature_by_key["item.number"].rows_and_weights(np.array([1, 0]))
     assert lists.lengths.tolist() == [1, 1] and weight is not None and weight.tolist() == [1.0, -1.0]
 
 
 def test_features_change_nothing_else_about_a_batch(made: tuple[EventStore, FeatureStore]) -> None:
     with_features, without = loader_of(made).batch(1, 2), loader_of(made, with_features=False).batch(1, 2)
-    assert set(without.sparse) == {UNPOOLED} and without.item_weight == {}
+    assert set(without.sparse) == {UNPOOLED} and without.item_feature_weight == {}
     assert without.sparse[UNPOOLED].keys() == ["item", "user"]
-    for name in ("item_row_V", "candidate_C", "history_H", "history_offset"):
+    for name in ("item_row_V", "candidate_index_C", "history_index_H", "history_offset"):
         assert torch.equal(getattr(without, name), getattr(with_features, name))
     assert samples(without.sparse[UNPOOLED])["user"] == samples(with_features.sparse[UNPOOLED])["user"]
 
 
 def test_the_whole_batch_moves(made: tuple[EventStore, FeatureStore]) -> None:
     batch = loader_of(made).batch(0, 0).to(torch.device("meta"))
-    assert batch.weight is not None
+    assert batch.loss_weight is not None
     weighted = batch.sparse["pooled_weighted"]
-    parts = [weighted.values(), weighted.weights(), weighted.lengths(), batch.weight, batch.item_weight["item.tags"]]
-    parts += [batch.item_row_V, batch.candidate_C, batch.history_H, batch.history_offset]
+    parts = [
+        weighted.values(),
+        weighted.weights(),
+        weighted.lengths(),
+        batch.loss_weight,
+        batch.item_feature_weight["item.tags"],
+    ]
+    parts += [batch.item_row_V, batch.candidate_index_C, batch.history_index_H, batch.history_offset]
     parts += [sparse.values() for sparse in batch.sparse.values()]
     assert {part.device.type for part in parts} == {"meta"}
 
@@ -207,4 +213,4 @@ def test_a_log_without_weights_has_none(tmp_path: Path) -> None:
         store, assembler=Assembler(user_batch_key=None), batch_size=2, rank=0, world_size=1, seed=0, max_history=1
     )
     batch = loader.batch(0, 0)
-    assert batch.weight is None and set(batch.sparse) == {UNPOOLED}
+    assert batch.loss_weight is None and set(batch.sparse) == {UNPOOLED}

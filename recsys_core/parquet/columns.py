@@ -8,40 +8,42 @@ import pyarrow.compute as pc
 
 from recsys_core.errors import InputError, shown_names
 from recsys_core.manifests import IdType
-from recsys_core.parquet.sources import NULL_KEY, Source
+from recsys_core.parquet.sources import NULL_KEY_VALUE, Source
 
 
 def require_column(source: Source, column: str, *, setting: str) -> pa.DataType:
     """Return the type of `column`, which is a column of the file or a hive key of its path.
 
     Raises:
-        InputError: the column is missing or occurs twice, or its values in the file differ from the hive key in the path. For
-            a missing column the message lists the columns of the file and the most similar name.
+        InputError: the column is missing or occurs twice, or a value in the file differs from the hive key in the path. For a
+            missing column, the message lists the columns of the file and the most similar name.
     """
-    num_columns = source.schema.names.count(column)
-    if num_columns > 1:
-        raise InputError(f"{source.name}: {num_columns} columns are named {column!r}; rename all but one")
+    num_same_name = source.schema.names.count(column)
+    if num_same_name > 1:
+        raise InputError(f"{source.name}: {num_same_name} columns are named {column!r}; rename all but one")
     if column in source.partition_values:
-        if source.partition_values[column] == NULL_KEY:
+        if source.partition_values[column] == NULL_KEY_VALUE:
             raise InputError(f"{source.name}: the key {column!r} of its path is null ({setting}); name another column")
-        if num_columns == 0:
+        if num_same_name == 0:
             return source.partition_types[column]
-        _require_value_of_path(source, column, setting=setting)
-    if num_columns == 0:
-        similar = difflib.get_close_matches(column, source.columns, n=1)
-        hint = f"did you mean {similar[0]!r}? " if similar else ""
+        _require_path_value(source, column, setting=setting)
+    if num_same_name == 0:
+        similar_columns = difflib.get_close_matches(column, source.columns, n=1)
+        hint = f"did you mean {similar_columns[0]!r}? " if similar_columns else ""
         raise InputError(f"{source.name}: no column {column!r} ({setting}); {hint}it has {shown_names(source.columns)}")
     return source.schema.field(column).type
 
 
-def _require_value_of_path(source: Source, column: str, *, setting: str) -> None:
+def _require_path_value(source: Source, column: str, *, setting: str) -> None:
     """Raise InputError unless a column that is also a hive key has the key's value in every row."""
     data_type, key_value = source.schema.field(column).type, source.partition_values[column]
     try:
-        value = pa.scalar(key_value).cast(value_type(data_type))
-        with source.open(page_checksum_verification=True) as file:
-            batches = file.iter_batches(columns=[column])
-            all_equal = all(pc.all(pc.equal(batch.column(column), value), skip_nulls=False).as_py() for batch in batches)
+        expected_value = pa.scalar(key_value).cast(value_type(data_type))
+        with source.open(page_checksum_verification=True) as parquet_file:
+            batches = parquet_file.iter_batches(columns=[column])
+            all_equal = all(
+                pc.all(pc.equal(batch.column(column), expected_value), skip_nulls=False).as_py() for batch in batches
+            )
     except (pa.ArrowException, OSError):
         all_equal = False
     if not all_equal:
@@ -111,15 +113,15 @@ def id_type(sources: Sequence[Source], column: str, *, setting: str) -> IdType:
     """
     first_source = sources[0]
     id_type_by_source = {source: _id_type_of_file(source, column, setting=setting) for source in sources}
-    first_type = id_type_by_source[first_source]
-    for source, type_of_ids in id_type_by_source.items():
+    first_id_type = id_type_by_source[first_source]
+    for source, source_id_type in id_type_by_source.items():
         require_one_type(
-            type_of_ids,
+            source_id_type,
             subject=f"{source.name}: column {column!r}",
-            other_type=first_type,
+            other_type=first_id_type,
             other_subject=f"column {column!r} of {first_source.name}",
         )
-    return first_type
+    return first_id_type
 
 
 def require_one_type(data_type: str | None, *, subject: str, other_type: str | None, other_subject: str) -> None:
@@ -139,9 +141,9 @@ def require_unambiguous_case(source: Source, columns: Sequence[str]) -> None:
     DuckDB ignores the case of column names. In a file with the columns ID and id it would always read the first of them.
     """
     for column in columns:
-        same_names = [name for name in source.schema.names if name.lower() == column.lower()]
-        if len(same_names) > 1:
-            raise InputError(f"{source.name}: columns {same_names} differ by case alone; rename all but {column!r}")
+        case_variants = [name for name in source.schema.names if name.lower() == column.lower()]
+        if len(case_variants) > 1:
+            raise InputError(f"{source.name}: columns {case_variants} differ by case alone; rename all but {column!r}")
 
 
 def _id_type_of_file(source: Source, column: str, *, setting: str) -> IdType:

@@ -70,20 +70,20 @@ def scan_sql(path: Path, *, options_sql: str = "") -> str:
     >>> print(scan_sql(Path("it's.parquet"), options_sql="file_row_number = true"))
     read_parquet('it''s.parquet', hive_partitioning = false, file_row_number = true)
     """
-    return f"read_parquet({_file_name(path)}, hive_partitioning = false{', ' + options_sql if options_sql else ''})"
+    return f"read_parquet({_quoted_path_sql(path)}, hive_partitioning = false{', ' + options_sql if options_sql else ''})"
 
 
 def scan_all_sql(paths: Sequence[Path]) -> str:
     """Return the SQL call read_parquet(...) for several input files as one table; a column missing in a file is null."""
-    # Without can_have_nan DuckDB 2.0 takes pyarrow's statistics as proof that there is no NaN (duckdb/duckdb#25521).
-    names = ", ".join(map(_file_name, paths))
-    return f"read_parquet([{names}], union_by_name = true, hive_partitioning = false, can_have_nan = true)"
+    # Without can_have_nan, DuckDB 2.0 concludes from pyarrow's statistics that a column has no NaN (duckdb/duckdb#25521).
+    paths_sql = ", ".join(map(_quoted_path_sql, paths))
+    return f"read_parquet([{paths_sql}], union_by_name = true, hive_partitioning = false, can_have_nan = true)"
 
 
-def _file_name(path: Path) -> str:
+def _quoted_path_sql(path: Path) -> str:
     """Quote a path; *, ? and [ are escaped, since read_parquet would expand them.
 
-    >>> print(_file_name(Path("log/day[1].parquet")))
+    >>> print(_quoted_path_sql(Path("log/day[1].parquet")))
     'log/day[[]1].parquet'
     """
     return quoted(re.sub(r"[*?\[]", r"[\g<0>]", str(path)), quote="'")

@@ -1,8 +1,8 @@
 """Parquet footers, checked for consistency before any data is read.
 
 Each footer is parsed twice. pyarrow provides the schema and reads the data later. DuckDB provides counts and offsets.
-nightjar must not read these with pyarrow: FileMetaData.row_group(i).column(j) aborts the process if a level histogram
-contradicts the schema, because a C++ exception is not caught (seen with 25.0.1, cf. apache/arrow#45283).
+nightjar must not read counts and offsets with pyarrow: FileMetaData.row_group(i).column(j) aborts the process if a level
+histogram contradicts the schema, because a C++ exception is not caught (seen with 25.0.1, cf. apache/arrow#45283).
 """
 
 import hashlib
@@ -34,11 +34,11 @@ _CHUNK_COLUMNS = (
 class Leaf:
     """A leaf column of the parquet schema; a nested column has several leaves."""
 
-    path: str
+    column_path: str
     physical_type: str
-    width: int | None
+    value_bytes: int | None
     """Bytes of a value, if all values have the same length."""
-    repeated: bool
+    is_repeated: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,13 +57,13 @@ class Footer:
     """Size of the compressed pages."""
     uncompressed_bytes: NDArray[np.int64]
     """Size of the decompressed pages, before the values are decoded."""
-    page_start: NDArray[np.int64]
+    first_page_offset: NDArray[np.int64]
     """Offset of the first page in the file."""
 
-    def leaves_of(self, columns: Sequence[str]) -> list[int]:
+    def leaf_indices_of(self, columns: Sequence[str]) -> list[int]:
         """Return the indices of the leaves of `columns`: one leaf for a plain column, several leaves for a nested column."""
-        names = set(columns)
-        return [index for index, leaf in enumerate(self.leaves) if _is_leaf_of(leaf.path, names)]
+        column_names = set(columns)
+        return [index for index, leaf in enumerate(self.leaves) if _is_leaf_of(leaf.column_path, column_names)]
 
 
 def read_footers(locations: Sequence[Location]) -> list[Footer]:
@@ -81,13 +81,13 @@ def read_footers(locations: Sequence[Location]) -> list[Footer]:
         for index, (location, raw_footer) in enumerate(zip(locations, raw_footers, strict=True)):
             # The footer between two magic numbers is a valid parquet file without data. DuckDB and pyarrow parse this file, so
             # they parse the same bytes that are hashed.
-            content = _MAGIC + raw_footer + len(raw_footer).to_bytes(4, "little") + _MAGIC
-            path = Path(folder) / f"{index}.parquet"
-            path.write_bytes(content)
+            footer_file_bytes = _MAGIC + raw_footer + len(raw_footer).to_bytes(4, "little") + _MAGIC
+            footer_path = Path(folder) / f"{index}.parquet"
+            footer_path.write_bytes(footer_file_bytes)
             sha256, data_end = hashlib.sha256(raw_footer).hexdigest(), location.bytes - len(raw_footer) - 8
             with _explain_errors(location):
-                footers.append(_parse(content, path, sha256, connection, data_end=data_end))
-            path.unlink()
+                footers.append(_parse_footer(footer_file_bytes, footer_path, sha256, connection, data_end=data_end))
+            footer_path.unlink()
     return footers
 
 
@@ -105,132 +105,142 @@ def _explain_errors(location: Location) -> Iterator[None]:
 
 
 def _is_leaf_of(leaf_path: str, columns: set[str]) -> bool:
-    """Return whether a leaf is part of one of `columns`; a dot separates levels, but may also be part of a column's name."""
+    """Return whether a leaf is part of one of `columns`. A dot separates levels, but the name of a column may contain dots."""
     return leaf_path in columns or any(leaf_path[:end] in columns for end, char in enumerate(leaf_path) if char == ".")
 
 
 def _read_footer_bytes(location: Location) -> bytes:
     with location.filesystem.open_input_file(location.path) as file:
-        size = file.size()
-        if size != location.bytes:
-            raise _InvalidFooterError(f"it now has {size:,} bytes; it is still being written")
-        if size == 0:
+        file_bytes = file.size()
+        if file_bytes != location.bytes:
+            raise _InvalidFooterError(f"it now has {file_bytes:,} bytes; it is still being written")
+        if file_bytes == 0:
             raise _InvalidFooterError("it is empty; write it again")
-        tail = file.read_at(min(size, _TAIL_BYTES), max(0, size - _TAIL_BYTES))
-        if tail[-4:] == b"PARE":
+        tail_bytes = file.read_at(min(file_bytes, _TAIL_BYTES), max(0, file_bytes - _TAIL_BYTES))
+        if tail_bytes[-4:] == b"PARE":
             raise _InvalidFooterError("its footer is encrypted; write it without encryption")
-        if size < 12 or tail[-4:] != _MAGIC:
-            starts_as_parquet = size >= 4 and file.read_at(4, 0) == _MAGIC
+        if file_bytes < 12 or tail_bytes[-4:] != _MAGIC:
+            starts_as_parquet = file_bytes >= 4 and file.read_at(4, 0) == _MAGIC
             raise _InvalidFooterError(
                 "it begins as parquet, but its end is missing: truncated; copy or write it again"
                 if starts_as_parquet
                 else "it has no parquet footer; list only parquet files"
             )
-        length = int.from_bytes(tail[-8:-4], "little")
-        if length > size - 12:
+        footer_bytes = int.from_bytes(tail_bytes[-8:-4], "little")
+        if footer_bytes > file_bytes - 12:
             raise _InvalidFooterError(
-                f"its footer claims {length:,} bytes, more than fit into the file: truncated or damaged; copy or write it again"
+                f"its footer claims {footer_bytes:,} bytes, more than fit into the file: truncated or damaged; "
+                "copy or write it again"
             )
-        if length + 8 > len(tail):
-            tail = file.read_at(length + 8, size - 8 - length)
-        return bytes(tail[-8 - length : -8])
+        if footer_bytes + 8 > len(tail_bytes):
+            tail_bytes = file.read_at(footer_bytes + 8, file_bytes - 8 - footer_bytes)
+        return bytes(tail_bytes[-8 - footer_bytes : -8])
 
 
-def _parse(content: bytes, path: Path, sha256: str, connection: duckdb.DuckDBPyConnection, *, data_end: int) -> Footer:
+def _parse_footer(
+    footer_file_bytes: bytes, footer_path: Path, sha256: str, connection: duckdb.DuckDBPyConnection, *, data_end: int
+) -> Footer:
     """Parse a parquet file that consists of a footer only, and check the footer.
 
     Args:
-        content: the bytes of this file.
-        path: the file itself.
-        data_end: offset in the input file at which its footer starts.
+        footer_file_bytes: content of this file.
+        footer_path: path of this file.
+        data_end: offset of the footer in the input file, which is the end of the input file's data.
     """
-    query = f"SELECT {_CHUNK_COLUMNS} FROM parquet_metadata(?) ORDER BY row_group_id, column_id"
+    query_sql = f"SELECT {_CHUNK_COLUMNS} FROM parquet_metadata(?) ORDER BY row_group_id, column_id"
     try:
-        chunks: dict[str, Any] = connection.execute(query, [str(path)]).fetchnumpy()
+        values_by_field: dict[str, Any] = connection.execute(query_sql, [str(footer_path)]).fetchnumpy()
     except duckdb.ConversionException as error:  # DuckDB cannot represent a timestamp in the statistics
-        raise _InvalidFooterError(_explain_timestamp(content)) from error
+        raise _InvalidFooterError(_explain_timestamp(footer_file_bytes)) from error
     except duckdb.Error as error:  # remove the path of the temporary file from the message
-        reason = str(error).splitlines()[0].rpartition(f'"{path}": ')[2]
+        reason = str(error).splitlines()[0].rpartition(f'"{footer_path}": ')[2]
         raise _InvalidFooterError(f"{reason}; copy or write it again") from error
-    with pq.ParquetFile(pa.BufferReader(content)) as file:
+    with pq.ParquetFile(pa.BufferReader(footer_file_bytes)) as file:
         metadata, schema = file.metadata, file.schema_arrow
         leaves = tuple(_leaf(file.schema.column(index)) for index in range(len(file.schema)))
     shape = (metadata.num_row_groups, len(leaves))
-    num_chunks = len(chunks["column_id"])
+    num_chunks = len(values_by_field["column_id"])
     if num_chunks != shape[0] * shape[1]:
         raise _InvalidFooterError(f"{shape[0]} row groups of {shape[1]} columns have {num_chunks} chunks; write it again")
-    if any(np.ma.getmaskarray(column).any() for column in chunks.values()):
+    if any(np.ma.getmaskarray(field_values).any() for field_values in values_by_field.values()):
         raise _InvalidFooterError("its footer leaves out counts or offsets; write it again")
-    chunk_facts = {name: np.asarray(column, np.int64).reshape(shape) for name, column in chunks.items()}
-    data_start, dictionary_start = chunk_facts["data_page_offset"], chunk_facts.pop("dictionary_page_offset")
+    matrix_by_field = {
+        name: np.asarray(field_values, np.int64).reshape(shape) for name, field_values in values_by_field.items()
+    }
+    data_start, dictionary_start = matrix_by_field["data_page_offset"], matrix_by_field.pop("dictionary_page_offset")
     # Some writers store the dictionary offset 0 for a chunk without a dictionary.
-    chunk_facts["start"] = np.where(dictionary_start != 0, np.minimum(data_start, dictionary_start), data_start)
-    _check_counts_and_offsets(chunk_facts, metadata.num_rows, leaves, data_end=data_end)
+    matrix_by_field["start"] = np.where(dictionary_start != 0, np.minimum(data_start, dictionary_start), data_start)
+    _check_counts_and_offsets(matrix_by_field, metadata.num_rows, leaves, data_end=data_end)
     return Footer(
         metadata,
         schema,
         sha256,
         leaves,
-        num_group_rows=chunk_facts["row_group_num_rows"][:, 0] if leaves else np.zeros(shape[0], np.int64),
-        num_values=chunk_facts["num_values"],
-        compressed_bytes=chunk_facts["total_compressed_size"],
-        uncompressed_bytes=chunk_facts["total_uncompressed_size"],
-        page_start=chunk_facts["start"],
+        num_group_rows=matrix_by_field["row_group_num_rows"][:, 0] if leaves else np.zeros(shape[0], np.int64),
+        num_values=matrix_by_field["num_values"],
+        compressed_bytes=matrix_by_field["total_compressed_size"],
+        uncompressed_bytes=matrix_by_field["total_uncompressed_size"],
+        first_page_offset=matrix_by_field["start"],
     )
 
 
 def _leaf(column: pq.ColumnSchema) -> Leaf:
-    width = column.length if column.physical_type == "FIXED_LEN_BYTE_ARRAY" else None
-    return Leaf(column.path, column.physical_type, width, column.max_repetition_level > 0)
+    value_bytes = column.length if column.physical_type == "FIXED_LEN_BYTE_ARRAY" else None
+    return Leaf(column.path, column.physical_type, value_bytes, column.max_repetition_level > 0)
 
 
-def _explain_timestamp(content: bytes) -> str:
-    with pq.ParquetFile(pa.BufferReader(content)) as file:
-        columns = [field.name for field in file.schema_arrow if pa.types.is_timestamp(field.type)]
-    names = " or ".join(shown(name) for name in columns[:5]) or "with timestamps"
-    return f"the times of column {names} reach beyond the year 290,000, which cannot be valid; fix the job that writes them"
+def _explain_timestamp(footer_file_bytes: bytes) -> str:
+    with pq.ParquetFile(pa.BufferReader(footer_file_bytes)) as file:
+        timestamp_columns = [field.name for field in file.schema_arrow if pa.types.is_timestamp(field.type)]
+    shown_columns = " or ".join(shown(name) for name in timestamp_columns[:5]) or "with timestamps"
+    return (
+        f"the times of column {shown_columns} reach beyond the year 290,000, which cannot be valid; "
+        "fix the job that writes them"
+    )
 
 
 def _check_counts_and_offsets(
-    chunk_facts: dict[str, NDArray[np.int64]], num_rows: int, leaves: Sequence[Leaf], *, data_end: int
+    matrix_by_field: dict[str, NDArray[np.int64]], num_rows: int, leaves: Sequence[Leaf], *, data_end: int
 ) -> None:
     """Raise _InvalidFooterError unless all counts agree and all offsets are inside the file.
 
-    chunk_facts: for each fact in the footer, its value in each column chunk, [row groups, leaves].
+    matrix_by_field: for each field of the footer, its value in each column chunk, [row groups, leaves].
     """
-    group_rows, num_values = chunk_facts["row_group_num_rows"], chunk_facts["num_values"]
-    compressed_bytes, page_start = chunk_facts["total_compressed_size"], chunk_facts["start"]
+    num_group_rows, num_values = matrix_by_field["row_group_num_rows"], matrix_by_field["num_values"]
+    compressed_bytes, first_page_offset = matrix_by_field["total_compressed_size"], matrix_by_field["start"]
 
     def reject(is_invalid: NDArray[np.bool_], message: str) -> None:
         if is_invalid.any():
-            group, leaf = (int(index) for index in np.argwhere(is_invalid)[0])
-            values = {name: int(array[group, leaf]) for name, array in chunk_facts.items()}
-            values["end"] = values["start"] + values["total_compressed_size"]
-            subject = f"row group {group}, column {shown(leaves[leaf].path)} claims "
-            raise _InvalidFooterError(subject + message.format(**values, data_end=data_end))
+            group_index, leaf_index = (int(index) for index in np.argwhere(is_invalid)[0])
+            value_by_field = {name: int(matrix[group_index, leaf_index]) for name, matrix in matrix_by_field.items()}
+            value_by_field["end"] = value_by_field["start"] + value_by_field["total_compressed_size"]
+            subject = f"row group {group_index}, column {shown(leaves[leaf_index].column_path)} claims "
+            raise _InvalidFooterError(subject + message.format(**value_by_field, data_end=data_end))
 
     if num_rows < 0:
         raise _InvalidFooterError(f"its footer claims {num_rows:,} rows; write it again")
-    reject(group_rows < 0, "{row_group_num_rows:,} rows; write it again")
-    is_negative = (num_values < 0) | (compressed_bytes < 0) | (chunk_facts["total_uncompressed_size"] < 0) | (page_start < 0)
+    reject(num_group_rows < 0, "{row_group_num_rows:,} rows; write it again")
+    is_negative = (
+        (num_values < 0) | (compressed_bytes < 0) | (matrix_by_field["total_uncompressed_size"] < 0) | (first_page_offset < 0)
+    )
     reject(
-        is_negative | (chunk_facts["row_group_bytes"] < 0),
+        is_negative | (matrix_by_field["row_group_bytes"] < 0),
         "{num_values:,} values in {total_compressed_size:,} bytes ({total_uncompressed_size:,} decompressed, "
         "{row_group_bytes:,} in the row group) at {start:,}; write it again",
     )
-    is_flat = np.array([not leaf.repeated for leaf in leaves], np.bool_)
-    contradicts_rows = (num_values < group_rows) | (is_flat & (num_values != group_rows))
+    is_flat = np.array([not leaf.is_repeated for leaf in leaves], np.bool_)
+    contradicts_rows = (num_values < num_group_rows) | (is_flat & (num_values != num_group_rows))
     reject(contradicts_rows, "{num_values:,} values for {row_group_num_rows:,} rows; write it again")
-    # The sum page_start + compressed_bytes is not computed, because it may overflow if both values are corrupt.
-    bytes_until_end = data_end - np.minimum(page_start, data_end)
-    is_outside = (page_start < 4) | (page_start > data_end) | (compressed_bytes > bytes_until_end)
+    # The sum first_page_offset + compressed_bytes is not computed, because it may overflow if both values are corrupt.
+    bytes_until_end = data_end - np.minimum(first_page_offset, data_end)
+    is_outside = (first_page_offset < 4) | (first_page_offset > data_end) | (compressed_bytes > bytes_until_end)
     reject(
         (num_values > 0) & is_outside,
         "bytes {start:,} to {end:,}, but the data ends at {data_end:,}: truncated or damaged; copy or write it again",
     )
     # Python integers do not overflow, unlike a numpy sum of corrupt counts.
-    num_rows_in_groups = sum(int(num_rows_in_group) for num_rows_in_group in group_rows[:, 0]) if leaves else 0
-    if num_rows_in_groups != num_rows:
+    total_group_rows = sum(int(num_rows_of_group) for num_rows_of_group in num_group_rows[:, 0]) if leaves else 0
+    if total_group_rows != num_rows:
         raise _InvalidFooterError(
-            f"its footer claims {num_rows:,} rows, but its row groups have {num_rows_in_groups:,}; write it again"
+            f"its footer claims {num_rows:,} rows, but its row groups have {total_group_rows:,}; write it again"
         )

@@ -19,11 +19,11 @@ from recsys_core.parquet.sources import Source
 from recsys_core.units import GIB, MIB
 
 HARMLESS_BYTES = GIB
-"""Data that decodes to at most this size is never rejected as a decompression bomb."""
+"""A file that decodes to at most this number of bytes is never rejected as a decompression bomb."""
 _VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
-"""Bytes of a decoded value of each physical type. Of a string (BYTE_ARRAY), only its offset is counted."""
+"""Bytes of a decoded value of each physical type. For a string (BYTE_ARRAY), this is the size of its offset."""
 _PAGE_HEADER_BYTES = 64
-_NEXT_INT32_FIELD = b"\x15"
+_INT32_FIELD_MARKER = b"\x15"
 """Byte of Thrift's compact protocol: the next field is a 32-bit integer."""
 _BATCH_BYTES = 64 * MIB
 _BATCH_ROWS = 262_144
@@ -43,8 +43,8 @@ def check_expansion(
     """Reject decompression bombs: files whose `columns` decode to more than 1 GiB and to far more than the size of the file.
 
     The sizes of numbers and lists are computed from the footers, without reading data. A footer does not contain the lengths of
-    strings. The dictionaries of the strings are therefore read too (0.2 s for 20 million rows). The strings themselves are read
-    only if a bound computed from the dictionaries is above the limit.
+    strings, so the dictionaries of the strings are read too (0.2 s for 20 million rows). They give an upper bound of the bytes
+    of all strings. The strings themselves are read only if this bound is above the limit.
 
     Args:
         max_expansion_ratio: largest allowed ratio of decoded bytes to file bytes, for files above 1 GiB.
@@ -52,13 +52,13 @@ def check_expansion(
         count_text_bytes: whether to count the characters of strings; false for a reader that keeps strings in dictionaries.
 
     Raises:
-        InputError: one file, or all files together, decode to more than this limit, or a dictionary cannot be read.
+        InputError: one file, or the sum of all files, decodes to more bytes than allowed, or a dictionary cannot be read.
     """
 
-    def require_within_limit(name: str, decoded_bytes: float, file_bytes: int) -> None:
+    def require_within_limit(subject: str, decoded_bytes: float, file_bytes: int) -> None:
         if decoded_bytes > HARMLESS_BYTES and decoded_bytes > max_expansion_ratio * file_bytes:
             raise InputError(
-                f"{name}: {file_bytes:,} bytes decode to {decoded_bytes:,.0f} or more in the columns "
+                f"{subject}: {file_bytes:,} bytes decode to {decoded_bytes:,.0f} or more in the columns "
                 f"{shown_names(columns, max_names=10)}, {decoded_bytes / file_bytes:,.0f} times as much: "
                 f"is this a decompression bomb? {setting} is {max_expansion_ratio:g}; raise it if the file is sound"
             )
@@ -68,8 +68,8 @@ def check_expansion(
         decoded_bytes = _decoded_bytes_by_footer(source, columns)
         require_within_limit(source.name, decoded_bytes, source.record.bytes)
         if count_text_bytes:
-            limit = max(HARMLESS_BYTES, max_expansion_ratio * source.record.bytes)
-            decoded_bytes += _text_bytes(source, columns, stop_above=limit - decoded_bytes)
+            limit_bytes = max(HARMLESS_BYTES, max_expansion_ratio * source.record.bytes)
+            decoded_bytes += _total_text_bytes(source, columns, max_text_bytes=limit_bytes - decoded_bytes)
             require_within_limit(source.name, decoded_bytes, source.record.bytes)
         total_decoded_bytes += decoded_bytes
     file_bytes = sum(source.record.bytes for source in sources)
@@ -79,11 +79,13 @@ def check_expansion(
 def _decoded_bytes_by_footer(source: Source, columns: Sequence[str]) -> float:
     """Return the bytes of the decoded columns, without the characters of strings in dictionaries."""
     footer = source.footer
-    leaves = footer.leaves_of(columns)
-    widths = (footer.leaves[leaf].width or _VALUE_BYTES.get(footer.leaves[leaf].physical_type, 8) for leaf in leaves)
-    value_bytes = np.array([*widths])
+    leaf_indices = footer.leaf_indices_of(columns)
+    leaves = [footer.leaves[index] for index in leaf_indices]
+    value_bytes = np.array([leaf.value_bytes or _VALUE_BYTES.get(leaf.physical_type, 8) for leaf in leaves])
     # Computed as float, because the product with a corrupt count may overflow int64.
-    chunk_bytes = np.maximum(footer.num_values[:, leaves] * value_bytes.astype(float), footer.uncompressed_bytes[:, leaves])
+    chunk_bytes = np.maximum(
+        footer.num_values[:, leaf_indices] * value_bytes.astype(float), footer.uncompressed_bytes[:, leaf_indices]
+    )
     decoded_bytes = float(chunk_bytes.sum())
     # A null in a column of fixed-size lists is one value in the file, but a whole list in memory.
     for column in set(columns) & set(source.schema.names):
@@ -101,33 +103,38 @@ def _bit_width(data_type: pa.DataType) -> int:
         return 8
 
 
-def _text_bytes(source: Source, columns: Sequence[str], *, stop_above: float) -> int:
-    """Count the bytes of all strings that the file stores in dictionaries; stop as soon as the count exceeds `stop_above`."""
-    footer, num_bytes = source.footer, 0
-    text_leaves = [leaf for leaf in footer.leaves_of(columns) if footer.leaves[leaf].physical_type == "BYTE_ARRAY"]
+def _total_text_bytes(source: Source, columns: Sequence[str], *, max_text_bytes: float) -> int:
+    """Count the bytes of all strings that the file stores in dictionaries; stop counting above `max_text_bytes`."""
+    footer, text_bytes = source.footer, 0
+    text_leaf_indices = [
+        index for index in footer.leaf_indices_of(columns) if footer.leaves[index].physical_type == "BYTE_ARRAY"
+    ]
     # Upper bound: no string has more bytes than its column chunk. If the bound is within the limit, no string is read.
-    if (footer.num_values[:, text_leaves].astype(float) * footer.uncompressed_bytes[:, text_leaves]).sum() <= stop_above:
+    if (
+        footer.num_values[:, text_leaf_indices].astype(float) * footer.uncompressed_bytes[:, text_leaf_indices]
+    ).sum() <= max_text_bytes:
         return 0
-    for leaf in text_leaves:
-        path = footer.leaves[leaf].path
+    for leaf_index in text_leaf_indices:
+        column_path = footer.leaves[leaf_index].column_path
         try:
-            with source.open(read_dictionary=[path]) as file:
-                for group in range(len(footer.num_group_rows)):
-                    longest = _longest_text(next(file.iter_batches(1, row_groups=[group], columns=[path]), None))
-                    num_values = int(footer.num_values[group, leaf])
-                    if num_bytes + num_values * longest <= stop_above:
-                        num_bytes += num_values * longest
+            with source.open(read_dictionary=[column_path]) as parquet_file:
+                for group_index in range(len(footer.num_group_rows)):
+                    first_batch = next(parquet_file.iter_batches(1, row_groups=[group_index], columns=[column_path]), None)
+                    longest_text_bytes = _longest_text_bytes(first_batch)
+                    num_values = int(footer.num_values[group_index, leaf_index])
+                    if text_bytes + num_values * longest_text_bytes <= max_text_bytes:
+                        text_bytes += num_values * longest_text_bytes
                         continue
-                    for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[path]):
-                        num_bytes += _text_bytes_of_batch(batch)
-                        if num_bytes > stop_above:
-                            return num_bytes
+                    for batch in parquet_file.iter_batches(_BATCH_ROWS, row_groups=[group_index], columns=[column_path]):
+                        text_bytes += _batch_text_bytes(batch)
+                        if text_bytes > max_text_bytes:
+                            return text_bytes
         except _READ_ERRORS as error:
-            raise _damaged_page(source, path, error) from error
-    return num_bytes
+            raise _damaged_page_error(source, column_path, error) from error
+    return text_bytes
 
 
-def _dictionary(batch: pa.RecordBatch) -> pa.DictionaryArray | None:
+def _dictionary_array(batch: pa.RecordBatch) -> pa.DictionaryArray | None:
     """Return the strings in a batch of one column, without the lists and structs around them.
 
     Return None if the strings are not stored in a dictionary.
@@ -138,40 +145,41 @@ def _dictionary(batch: pa.RecordBatch) -> pa.DictionaryArray | None:
     return array if pa.types.is_dictionary(array.type) else None
 
 
-def _longest_text(batch: pa.RecordBatch | None) -> int:
-    array = _dictionary(batch) if batch is not None else None
+def _longest_text_bytes(batch: pa.RecordBatch | None) -> int:
+    array = _dictionary_array(batch) if batch is not None else None
     return 0 if array is None else int(pc.max(pc.binary_length(array.dictionary)).as_py() or 0)
 
 
-def _text_bytes_of_batch(batch: pa.RecordBatch) -> int:
-    array = _dictionary(batch)
+def _batch_text_bytes(batch: pa.RecordBatch) -> int:
+    array = _dictionary_array(batch)
     if array is None:
         return 0
     return int(pc.sum(pc.binary_length(array.dictionary).take(array.indices).cast("int64")).as_py() or 0)
 
 
 def has_page_checksums(source: Source, columns: Sequence[str]) -> bool:
-    """Return whether the first page of one of `columns` has a checksum; also true if its header cannot be parsed."""
-    page_starts = {int(start) for start in source.footer.page_start[:1, source.footer.leaves_of(columns)].flat}
+    """Return whether the first page of any of `columns` has a checksum. A page whose header cannot be parsed counts too."""
+    footer = source.footer
+    page_offsets = {int(offset) for offset in footer.first_page_offset[:1, footer.leaf_indices_of(columns)].flat}
     try:
         with source.location.filesystem.open_input_file(source.location.path) as file:
-            return any(_has_checksum(file.read_at(_PAGE_HEADER_BYTES, start)) for start in page_starts)
+            return any(_has_checksum(file.read_at(_PAGE_HEADER_BYTES, page_offset)) for page_offset in page_offsets)
     except _READ_ERRORS as error:
         raise InputError(f"{source.name}: cannot be read: {first_line(error)}") from error
 
 
 def _has_checksum(page_header: bytes) -> bool:
-    """Return whether a page header contains a checksum. In Thrift's compact protocol, the checksum is the fourth integer."""
-    position = 0
+    """Return whether a page header, in Thrift's compact protocol, contains a checksum: the fourth of its integer fields."""
+    byte_index = 0
     for _ in range(3):
-        if page_header[position : position + 1] != _NEXT_INT32_FIELD:
+        if page_header[byte_index : byte_index + 1] != _INT32_FIELD_MARKER:
             return True
-        position += 1
+        byte_index += 1
         # The top bit is set in all bytes of an integer except the last.
-        while position < len(page_header) and page_header[position] & 0x80:
-            position += 1
-        position += 1
-    return page_header[position : position + 1] == _NEXT_INT32_FIELD
+        while byte_index < len(page_header) and page_header[byte_index] & 0x80:
+            byte_index += 1
+        byte_index += 1
+    return page_header[byte_index : byte_index + 1] == _INT32_FIELD_MARKER
 
 
 def verify_pages(source: Source, columns: Sequence[str]) -> None:
@@ -186,80 +194,87 @@ def verify_pages(source: Source, columns: Sequence[str]) -> None:
     columns_in_file = [column for column in dict.fromkeys(columns) if column in source.schema.names]
     try:
         with source.open(page_checksum_verification=True) as file:
-            num_rows = sum(_batch_lengths(file, source, columns_in_file))
+            num_rows = sum(_batch_row_counts(file, source, columns_in_file))
     except _READ_ERRORS as error:
-        raise _locate_damage(source, columns_in_file, error) from error
+        raise _first_damage_error(source, columns_in_file, error) from error
     if columns_in_file and num_rows != source.record.rows:
-        raise _locate_damage(source, columns_in_file, None)
+        raise _first_damage_error(source, columns_in_file, None)
 
 
-def _batch_lengths(
-    file: pq.ParquetFile, source: Source, columns: Sequence[str], groups: Sequence[int] | None = None
+def _batch_row_counts(
+    file: pq.ParquetFile, source: Source, columns: Sequence[str], group_indices: Sequence[int] | None = None
 ) -> Iterator[int]:
     if not columns:
         return
     row_bytes = int(_decoded_bytes_by_footer(source, columns)) // max(1, source.record.rows) + 1
-    batch_rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // row_bytes))
-    for batch in file.iter_batches(batch_rows, row_groups=groups, columns=list(columns)):
+    rows_per_batch = max(1, min(_BATCH_ROWS, _BATCH_BYTES // row_bytes))
+    for batch in file.iter_batches(rows_per_batch, row_groups=group_indices, columns=list(columns)):
         yield batch.num_rows
 
 
-def _locate_damage(source: Source, columns: Sequence[str], first_error: BaseException | None) -> InputError:
-    """Return the error for the first row group and column that cannot be read."""
+def _first_damage_error(source: Source, columns: Sequence[str], file_error: BaseException | None) -> InputError:
+    """Return the error for the first row group and column that cannot be read.
+
+    file_error: error of the pass over the whole file, for the case that each column can be read on its own.
+    """
     first_row = 0
-    for group, num_rows in enumerate(source.footer.num_group_rows.tolist()):
+    for group_index, num_rows in enumerate(source.footer.num_group_rows.tolist()):
         for column in columns:
-            error: BaseException | None = None
+            column_error: BaseException | None = None
             try:
                 with source.open(page_checksum_verification=True) as file:
-                    is_complete = sum(_batch_lengths(file, source, [column], [group])) == num_rows
+                    is_complete = sum(_batch_row_counts(file, source, [column], [group_index])) == num_rows
             except _READ_ERRORS as read_error:
-                is_complete, error = False, read_error
+                is_complete, column_error = False, read_error
             if not is_complete:
-                return _damaged_page(source, column, error, rows=f", rows {first_row:,} to {first_row + num_rows - 1:,}")
+                return _damaged_page_error(
+                    source, column, column_error, rows_text=f", rows {first_row:,} to {first_row + num_rows - 1:,}"
+                )
         first_row += num_rows
-    return _damaged_page(source, columns[0], first_error)
+    return _damaged_page_error(source, columns[0], file_error)
 
 
-def _damaged_page(source: Source, column: str, error: BaseException | None, *, rows: str = "") -> InputError:
+def _damaged_page_error(source: Source, column: str, error: BaseException | None, *, rows_text: str = "") -> InputError:
     reason = first_line(error) if error is not None else "rows are missing"
-    return InputError(f"{source.name}: column {column!r}{rows}: a page is damaged ({reason}); copy or write the file again")
+    return InputError(
+        f"{source.name}: column {column!r}{rows_text}: a page is damaged ({reason}); copy or write the file again"
+    )
 
 
 def require_sidecars(sources: Sequence[Source]) -> None:
     """Raise InputError if a file does not have a valid sha256 file next to it; the file itself is not read."""
     for source in sources:
-        _read_sidecar(source)
+        _read_sidecar_sha256(source)
 
 
 def verify_sidecars(sources: Sequence[Source]) -> None:
-    """Raise InputError if the sha256 of a file differs from the one in its sidecar, the sha256 file next to it."""
+    """Raise InputError if the sha256 of a file differs from its sidecar, the sha256 file next to it."""
     for source in sources:
-        expected, actual = _read_sidecar(source), retrying(partial(_sha256, source))
-        if actual != expected:
+        expected_sha256, actual_sha256 = _read_sidecar_sha256(source), retrying(partial(_sha256, source))
+        if actual_sha256 != expected_sha256:
             raise InputError(
-                f"{source.name}: its sha256 is {actual}, but {expected} in {source.name}{SIDECAR}: one of them is damaged or "
-                "out of date; copy or write the file again, then its sidecar"
+                f"{source.name}: its sha256 is {actual_sha256}, but {expected_sha256} in {source.name}{SIDECAR}: one of them "
+                "is damaged or out of date; copy or write the file again, then its sidecar"
             )
 
 
-def _read_sidecar(source: Source) -> str:
+def _read_sidecar_sha256(source: Source) -> str:
     location = source.location
     try:
         with location.filesystem.open_input_stream(location.path + SIDECAR) as file:
-            text = bytes(file.read(_MAX_SIDECAR_BYTES)).decode(errors="replace")
+            sidecar_text = bytes(file.read(_MAX_SIDECAR_BYTES)).decode(errors="replace")
     except (pa.ArrowException, OSError) as error:
         raise InputError(
             f"{source.name}{SIDECAR}: cannot be read ({first_line(error)}), but the setting checksums is "
             "sidecar; write this file with sha256sum, or set checksums to pages"
         ) from None
-    match = _SIDECAR_LINE.fullmatch(text)
-    if match is None:
+    sidecar_match = _SIDECAR_LINE.fullmatch(sidecar_text)
+    if sidecar_match is None:
         raise InputError(
-            f"{source.name}{SIDECAR}: contains {shown(text)}, expected one line of 64 hexadecimal digits and the name "
+            f"{source.name}{SIDECAR}: contains {shown(sidecar_text)}, expected one line of 64 hexadecimal digits and the name "
             "of the file; write it with sha256sum"
         )
-    return match[1].lower()
+    return sidecar_match[1].lower()
 
 
 def _sha256(source: Source) -> str:

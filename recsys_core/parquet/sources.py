@@ -16,7 +16,7 @@ from recsys_core.manifests import SourceFile
 from recsys_core.parquet.footers import Footer, read_footers
 from recsys_core.parquet.locations import Location, find_files, retrying
 
-NULL_KEY = "__HIVE_DEFAULT_PARTITION__"
+NULL_KEY_VALUE = "__HIVE_DEFAULT_PARTITION__"
 """Value that Hive and Spark write for a null key."""
 
 
@@ -30,7 +30,7 @@ class Source:
     partition_values: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Hive keys in the path, for example {"dt": "2026-11-19"}."""
     partition_types: Mapping[str, pa.DataType] = field(default_factory=dict)
-    """Type of each hive key: int64, date32 or string, derived from the values of the key in all files of the setting."""
+    """Type of each hive key: int64, date32 or string. The values of the key in all files of the table determine the type."""
 
     @property
     def name(self) -> str:
@@ -68,8 +68,8 @@ class Source:
         """Open the file with options of pyarrow.parquet.ParquetFile. Raise InputError if it changed since the footer check."""
         path, filesystem = self.location.path, self.location.filesystem
         try:
-            info = retrying(lambda: filesystem.get_file_info(path))
-            if (info.size, info.mtime_ns or 0) != (self.location.bytes, self.location.modified_ns):
+            file_info = retrying(lambda: filesystem.get_file_info(path))
+            if (file_info.size, file_info.mtime_ns or 0) != (self.location.bytes, self.location.modified_ns):
                 raise InputError(f"{self.name}: changed while it was being read; run again after its writer has finished")
             # With `metadata` pyarrow uses the checked footer and does not parse the footer of the file again.
             return pq.ParquetFile(path, filesystem=filesystem, metadata=self.footer.metadata, **options)
@@ -98,28 +98,28 @@ def open_sources(patterns: Sequence[str], *, setting: str, allowed_data_root: Pa
     locations = [location_by_name[name] for name in sorted(location_by_name)]
     check_distinct_files(locations, setting=setting)
     footers = read_footers(locations)
-    sources = tuple(_source(location, footer) for location, footer in zip(locations, footers, strict=True))
+    sources = tuple(_make_source(location, footer) for location, footer in zip(locations, footers, strict=True))
     if not sources:
         raise InputError(f"{setting}: names no file; give a path, a glob or a folder")
     if sum(source.record.rows for source in sources) == 0:
-        more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
-        raise InputError(f"{setting}: {sources[0].name}{more}: no rows; check the job that writes this table")
+        more_files = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
+        raise InputError(f"{setting}: {sources[0].name}{more_files}: no rows; check the job that writes this table")
     return _with_partition_types(sources)
 
 
 def check_distinct_files(locations: Sequence[Location], *, setting: str) -> None:
     """Raise InputError if two of the `locations` are the same local file: through a link, or by two spellings of its path."""
-    first_name_of_inode: dict[tuple[int, int], str] = {}
+    name_by_inode: dict[tuple[int, int], str] = {}
     for location in locations:
-        other = location.name if location.inode is None else first_name_of_inode.setdefault(location.inode, location.name)
-        if other != location.name:
+        other_name = location.name if location.inode is None else name_by_inode.setdefault(location.inode, location.name)
+        if other_name != location.name:
             raise InputError(
-                f"{setting}: {location.name}: is the same file as {other}, through a link or another spelling of its path, and "
-                "its rows would count twice; list it once, or remove the link"
+                f"{setting}: {location.name}: is the same file as {other_name}, through a link or another spelling of its "
+                "path, and its rows would count twice; list it once, or remove the link"
             )
 
 
-def _source(location: Location, footer: Footer) -> Source:
+def _make_source(location: Location, footer: Footer) -> Source:
     record = SourceFile(
         path=location.name,
         bytes=location.bytes,
@@ -127,24 +127,24 @@ def _source(location: Location, footer: Footer) -> Source:
         modified_ns=location.modified_ns,
         footer_sha256=footer.sha256,
     )
-    return Source(location, footer, record, partition_of(location.path))
+    return Source(location, footer, record, parse_partition_values(location.path))
 
 
-def partition_of(path: str) -> dict[str, str]:
+def parse_partition_values(path: str) -> dict[str, str]:
     """Parse the hive keys in the folder names of `path`. Raise InputError if a key occurs twice.
 
-    >>> partition_of("log/dt=2026-11-19/country=S%C3%A3o%20Tom%C3%A9/part=0.parquet")
+    >>> parse_partition_values("log/dt=2026-11-19/country=S%C3%A3o%20Tom%C3%A9/part=0.parquet")
     {'dt': '2026-11-19', 'country': 'São Tomé'}
     """
-    keys: dict[str, str] = {}
+    value_by_key: dict[str, str] = {}
     for folder in path.split("/")[:-1]:
         key, equals, value = folder.partition("=")
         if not (key and equals):
             continue
-        if unquote(key) in keys:
+        if unquote(key) in value_by_key:
             raise InputError(f"{printable(path)}: two folders in the path have the key {unquote(key)!r}; move the files")
-        keys[unquote(key)] = unquote(value)
-    return keys
+        value_by_key[unquote(key)] = unquote(value)
+    return value_by_key
 
 
 def _with_partition_types(sources: tuple[Source, ...]) -> tuple[Source, ...]:
@@ -157,20 +157,22 @@ def _with_partition_types(sources: tuple[Source, ...]) -> tuple[Source, ...]:
                 f"{first_source.name}; use the same keys for every file"
             )
     type_by_key = {
-        key: partition_type([source.partition_values[key] for source in sources if source.partition_values[key] != NULL_KEY])
+        key: narrowest_type(
+            [source.partition_values[key] for source in sources if source.partition_values[key] != NULL_KEY_VALUE]
+        )
         for key in first_source.partition_values
     }
     return tuple(replace(source, partition_types=type_by_key) for source in sources)
 
 
-def partition_type(values: Sequence[str]) -> pa.DataType:
+def narrowest_type(values: Sequence[str]) -> pa.DataType:
     """Return the narrowest type of all `values` of a hive key: int64, date32 or string.
 
-    >>> partition_type(["1", "02"]), partition_type(["2026-11-19"]), partition_type(["1", "x"])
+    >>> narrowest_type(["1", "02"]), narrowest_type(["2026-11-19"]), narrowest_type(["1", "x"])
     (DataType(int64), DataType(date32[day]), DataType(string))
     """
-    for data_type, text_format in ((pa.int64(), r"-?[0-9]+"), (pa.date32(), r"[0-9]{4}-[0-9]{2}-[0-9]{2}")):
-        if all(re.fullmatch(text_format, value) for value in values):
+    for data_type, text_pattern in ((pa.int64(), r"-?[0-9]+"), (pa.date32(), r"[0-9]{4}-[0-9]{2}-[0-9]{2}")):
+        if all(re.fullmatch(text_pattern, value) for value in values):
             try:
                 pa.array(values, pa.string()).cast(data_type)
             except pa.ArrowInvalid:  # beyond int64, or 31 February

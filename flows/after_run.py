@@ -27,7 +27,7 @@ def after_run(config: PipelineConfig, run: Run) -> None:
     _call_or_warn("write the Prometheus metrics", partial(write_metrics_file, config, run))
     if record is None or record.state == "Interrupted":
         return
-    if record.state == "StoppedAfterStage" and "check_data" not in record.figures.stage_seconds:
+    if record.state == "StoppedEarly" and "check_data" not in record.figures.stage_seconds:
         _call_or_warn("write the page of the last runs", partial(write_history_page, config, run, has_mlflow=False))
         return
     try:

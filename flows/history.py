@@ -29,7 +29,7 @@ STATE_NAMES: dict[RunState, str] = {
     "BrokenChampion": "broken champion",
     "DataRejected": "data rejected",
     "DryRun": "dry run",
-    "StoppedAfterStage": "stopped after a stage",
+    "StoppedEarly": "stopped early",
     "Failed": "failed",
     "Interrupted": "interrupted",
 }

@@ -25,7 +25,7 @@ from tasks.register import register
 from tasks.retention.budget import ensure_disk_space
 from tasks.run import Run, RunOptions, StageName
 from tasks.run_record import RunState, record_run
-from tasks.stage import StoppedAfterStage
+from tasks.stage import StoppedEarly
 from tasks.train import train
 
 
@@ -78,8 +78,8 @@ def nightly_retrain(
                     ensure_disk_space(config.retention, run, model_name=config.registry.model_name)
                 try:
                     state = end_state(retrain(config, run), run=run)
-                except StoppedAfterStage as stop:
-                    state = Completed(name="StoppedAfterStage", message=f"stopped after {stop.stage}, as requested")
+                except StoppedEarly as stop:
+                    state = Completed(name="StoppedEarly", message=f"stopped after {stop.stage}, as requested")
                 except DataRejectedError as error:
                     state = Failed(name="DataRejected", message=str(error), data=error)
                 ending.set(cast(RunState, state.name), state.message or "")

@@ -38,7 +38,7 @@ def tune_settings(config: PipelineConfig) -> Study:
         dataset = _ingest_with_validation(config, run)
         check_probes(config, dataset)
         study = open_study(config, dataset)
-        while len(study.finished_trials) < tuning.num_trials and time.monotonic() <= deadline:
+        while len(study.finished_trials) < tuning.trials and time.monotonic() <= deadline:
             trial = study.start_trial()
             result = _plan_and_run_trial(config, trial, dataset, study=study)
             study.finish_trial(trial, result)
@@ -110,7 +110,7 @@ def open_study(config: PipelineConfig, dataset: Dataset) -> Study:
     folder = config.workspace.absolute() / TUNING_FOLDER_NAME / study_name
     study = Study(tuning, folder=folder, metric=f"{validation.metric}@{validation.k}", run_id=f"tune-{new_run_id()}")
     dump_config(config, study.config_file)
-    LOG.info("%-20s %s, %d of %d trials done", "study", study.folder, len(study.finished_trials), tuning.num_trials)
+    LOG.info("%-20s %s, %d of %d trials done", "study", study.folder, len(study.finished_trials), tuning.trials)
     return study
 
 
@@ -143,7 +143,7 @@ def _plan_and_run_trial(config: PipelineConfig, trial: RunningTrial, dataset: Da
         launcher=config.launcher,
     )
     best_value_text = "" if study.best_trial is None else f", best {study.best_trial.value:.4f}"
-    progress_label = f"trial {trial.number + 1}/{config.tuning.num_trials}{best_value_text}"
+    progress_label = f"trial {trial.number + 1}/{config.tuning.trials}{best_value_text}"
     return run_trial(trial, train_trial, metric=study.metric, folder=folder, label=progress_label)
 
 

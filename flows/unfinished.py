@@ -16,7 +16,7 @@ MAX_STARTS = 3
 
 Otherwise, a run that always fails would block all later runs.
 """
-IGNORED_STATES = ("StoppedAfterStage", "DryRun")
+IGNORED_STATES = ("StoppedEarly", "DryRun")
 """End states of runs that a person starts to try something. A scheduled run ignores such a run."""
 
 

@@ -34,7 +34,7 @@ RunState = Literal[
     "BrokenChampion",
     "DataRejected",
     "DryRun",
-    "StoppedAfterStage",
+    "StoppedEarly",
     "Failed",
     "Interrupted",
 ]

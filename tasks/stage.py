@@ -14,7 +14,7 @@ P = ParamSpec("P")
 ResultT = TypeVar("ResultT", bound=Manifest | None)
 
 
-class StoppedAfterStage(Exception):
+class StoppedEarly(Exception):
     """The run has completed the stage that `Run.until` names."""
 
     def __init__(self, stage: StageName) -> None:
@@ -23,7 +23,7 @@ class StoppedAfterStage(Exception):
 
 
 def stage(stage_name: StageName) -> Callable[[Callable[P, ResultT]], Callable[P, ResultT]]:
-    """Run the decorated function as a Prefect task. Raise StoppedAfterStage after the stage that `run.until` names.
+    """Run the decorated function as a Prefect task. Raise StoppedEarly after the stage that `run.until` names.
 
     The function has the keyword argument `run`, and returns its manifest, or None if the stage has no result.
     """
@@ -36,7 +36,7 @@ def stage(stage_name: StageName) -> Callable[[Callable[P, ResultT]], Callable[P,
             manifest = prefect_task(*args, **kwargs)
             # Not raised in the task, because Prefect would mark the task as failed.
             if cast(Run, kwargs["run"]).until == stage_name:
-                raise StoppedAfterStage(stage_name)
+                raise StoppedEarly(stage_name)
             return manifest
 
         run_stage.fn = function  # type: ignore[attr-defined]  # the function without Prefect, as in Prefect's own tasks

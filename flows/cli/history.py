@@ -13,7 +13,7 @@ from recsys_core.units import format_bytes, format_duration
 if TYPE_CHECKING:
     from flows.history import PastRun
 
-_COLOURS = {"Promoted": "green", "NotPromoted": "yellow", "Running": "", "DryRun": "", "StoppedAfterStage": ""}
+_COLOURS = {"Promoted": "green", "NotPromoted": "yellow", "Running": "", "DryRun": "", "StoppedEarly": ""}
 """Colour by state; all other states are red."""
 
 

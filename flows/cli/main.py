@@ -176,7 +176,7 @@ def run(
 def tune(
     file: ConfigFile = DEFAULT_FILE,
     overrides: Overrides = None,
-    trials: Annotated[int | None, typer.Option(min=1, help="number of trials, instead of tuning.num_trials")] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="number of trials, instead of tuning.trials")] = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -193,7 +193,7 @@ def tune(
         tuning.check_tunable(config, file=file)
         check_inputs(config)
         if trials is not None and config.tuning is not None:
-            config = config.model_copy(update={"tuning": config.tuning.model_copy(update={"num_trials": trials})})
+            config = config.model_copy(update={"tuning": config.tuning.model_copy(update={"trials": trials})})
         prepare_environment(config.workspace, verbose=verbose)
         arguments = [] if trials is None else ["--trials", str(trials)]
         study = tuning.run_study(Command(config, server, text=as_command("tune", file, overrides, arguments)))

@@ -119,7 +119,7 @@ def short_label(value: object) -> str:
 class TuningConfig(Settings):
     """The search of `nightjar tune` for the settings with the best `training.validation` metric. `nightjar run` ignores it."""
 
-    num_trials: Annotated[int, OPERATIONAL] = Field(
+    trials: Annotated[int, OPERATIONAL] = Field(
         20, ge=1, le=100_000, description="total number of trials of a study. Trials before an interruption are included"
     )
     timeout_s: Annotated[float | None, OPERATIONAL] = Field(

@@ -142,7 +142,7 @@ def test_a_disk_that_is_full_in_any_stage_leaves_no_half_stage_and_a_resume_comp
         stage = answer["stage"]
         assert (answer["full"], answer["folders"]) == ("Failed", []), answer
         assert f"{disk}" in answer["message"] and "GiB free; free some space" in answer["message"], answer
-        assert answer["state"] == ("Promoted" if stage == "register" else "StoppedAfterStage"), answer
+        assert answer["state"] == ("Promoted" if stage == "register" else "StoppedEarly"), answer
         if stage != "register":  # its files have the id of the MLflow run
             assert answer["checksums"] == answer["expected"] != {}, stage
 

@@ -147,6 +147,4 @@ def test_a_cancelled_run_leaves_no_process_and_a_retry_or_a_resume_ends_well(
         {"champion": "2"} if state == "Promoted" else {"champion": "1", "challenger": "2"}
     )
     seconds = max(retried_s, resumed_s)
-    record_property(
-        "figures", f"After Cancel, all processes ended within {seconds:.1f} s. No run was lost, and no alias was wrong"
-    )
+    record_property("figures", f"After Cancel, all processes ended within {seconds:.1f} s. Lost runs: 0, wrong aliases: 0")

@@ -59,6 +59,6 @@ def test_a_run_that_stops_before_check_data_does_not_wait_for_mlflow(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # no process listens there
     config = starter_config().model_copy(update={"workspace": tmp_path})
-    after_run(config, past_run(tmp_path, FIRST_START, state="StoppedAfterStage", stages=0))
+    after_run(config, past_run(tmp_path, FIRST_START, state="StoppedEarly", stages=0))
     assert (tmp_path / "index.html").is_file()
     assert not caplog.text

@@ -71,7 +71,7 @@ def test_an_unfinished_run_before_a_run_that_ended_is_history(config: PipelineCo
 
 def test_trials_and_other_pipelines_and_reduced_runs_are_skipped(config: PipelineConfig) -> None:
     add_run(config, "1")
-    add_run(config, "2", "StoppedAfterStage")
+    add_run(config, "2", "StoppedEarly")
     add_run(config, "3", "DryRun")
     add_run(config.model_copy(update={"name": "other"}), "4", "Promoted")
     (config.workspace / "runs" / "no run!").mkdir()

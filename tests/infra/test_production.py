@@ -38,7 +38,7 @@ def host_path(volume: str) -> str:
 @pytest.mark.parametrize("name", SERVICES)
 def test_an_image_has_a_version_and_its_ports_are_on_loopback(name: str) -> None:
     service = SERVICES[name]
-    assert re.fullmatch(r"nightjar:\$\{NIGHTJAR_DEVICE:-cpu\}|[a-z0-9/-]+:v?\d+\.\d+[\w.-]*", service["image"])
+    assert re.fullmatch(r"nightjar:\$\{NIGHTJAR_TAG:-cpu\}|[a-z0-9/-]+:v?\d+\.\d+[\w.-]*", service["image"])
     assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
     assert "no-new-privileges:true" in service["security_opt"]
     assert "privileged" not in service and service.get("network_mode") is None

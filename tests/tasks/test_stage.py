@@ -10,7 +10,7 @@ import pytest
 from recsys_core.manifests import PlanManifest
 from tasks.reporting import StageLog
 from tasks.run import Run, StageName
-from tasks.stage import StoppedAfterStage, stage
+from tasks.stage import StoppedEarly, stage
 from tests.recsys_core.manifests.committed_stage import commit_stage
 
 
@@ -52,7 +52,7 @@ def test_a_stage_returns_its_manifest_and_logs_whether_it_was_kept_or_skipped(
 def test_the_run_ends_after_the_stage_that_until_names_and_its_manifest_is_there(
     tmp_path: Path, plan: Callable[..., PlanManifest | None]
 ) -> None:
-    with pytest.raises(StoppedAfterStage, match="plan_sharding"):
+    with pytest.raises(StoppedEarly, match="plan_sharding"):
         plan(tmp_path / "plan", run=run_of(tmp_path, until="plan_sharding"))
     assert (tmp_path / "plan" / "manifest.json").is_file()
     plan(tmp_path / "plan", run=run_of(tmp_path, until="train"))

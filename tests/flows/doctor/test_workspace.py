@@ -69,6 +69,6 @@ def test_a_running_run_is_a_problem_after_its_deadline(config: PipelineConfig, r
         assert record is not None
         record.model_copy(update={"started": datetime.now(UTC) - timedelta(minutes=minutes)}).write(run)
         finding = check_previous_run(config)
-        ending.set("StoppedAfterStage", "")
+        ending.set("StoppedEarly", "")
     assert finding.status == status and "is running for" in finding.text
     assert ("longer than schedule.deadline_minutes 60" in finding.text) == (status == "problem")

@@ -81,8 +81,8 @@ def _check_path(path_text: str) -> str:
         raise ValueError("is an empty path; name a file or a folder")
     if "\0" in path_text or any(unicodedata.category(char) == "Cs" for char in path_text):
         raise ValueError("contains NUL or a surrogate (half a character), which a path cannot contain; remove it")
-    if (uri := URI.fullmatch(path_text)) is not None:
-        _check_uri(scheme=uri[1].lower(), authority=uri[2], options=uri[4] or "")
+    if (uri_match := URI_PATTERN.fullmatch(path_text)) is not None:
+        _check_uri(scheme=uri_match[1].lower(), authority=uri_match[2], options=uri_match[4] or "")
     try:
         Path(path_text).expanduser()
     except RuntimeError:
@@ -134,18 +134,18 @@ Paths = Annotated[tuple[FilePath, ...], BeforeValidator(_as_tuple)]
 """One path or glob, or a list of them; always a tuple after parsing."""
 
 
-URI = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?]*)(/.*?|)(?:\?([a-z_]+=[^?]*))?", re.DOTALL | re.IGNORECASE)
-"""Scheme, host, path and parameters of a URI such as s3://bucket/log?region=eu-west-1."""
+URI_PATTERN = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?]*)(/.*?|)(?:\?([a-z_]+=[^?]*))?", re.DOTALL | re.IGNORECASE)
+"""Scheme, host, path and options of a URI such as s3://bucket/log?region=eu-west-1."""
 
 
 URI_OPTIONS = ("endpoint_override", "scheme", "region", "project", "retry_limit_seconds", "tls_ca_file_path")
 """Options of an object store in a URI. None of them is a secret."""
 
 
-def is_uri(pattern: str) -> bool:
-    """Return whether `pattern` is a URI such as s3://bucket/log, not a path.
+def is_uri(location: str) -> bool:
+    """Return whether `location` is a URI such as s3://bucket/log, not a path.
 
     >>> is_uri("s3://bucket/log"), is_uri("log/dt=2026-11-19"), is_uri("/a//b")
     (True, False, False)
     """
-    return URI.fullmatch(pattern) is not None
+    return URI_PATTERN.fullmatch(location) is not None

@@ -216,7 +216,7 @@ def oom_kills(*, mount_folder: Path = Path("/sys/fs/cgroup"), membership_path: P
     """Return the number of processes of this cgroup (v1 or v2) that the out-of-memory killer has ended; None: unknown."""
     for line in membership_path.read_text().splitlines() if membership_path.exists() else ():
         _, controllers, cgroup_path = line.split(":", 2)
-        # In a container `cgroup_path` may be a path of the host that is not mounted. The root of the hierarchy is read then.
+        # In a container `cgroup_path` may be a path of the host, which is not mounted. Therefore the root is read too.
         hierarchy_folder = mount_folder / controllers
         folders = (hierarchy_folder / cgroup_path.lstrip("/"), hierarchy_folder)
         for oom_path in (folder / file_name for folder in folders for file_name in _OOM_FILE_NAMES):

@@ -116,7 +116,7 @@ class RegistrationManifest(Manifest):
     run_reason: str = Field("", description="why the run was started; empty for a scheduled run")
     alarm: str | None = Field(
         None,
-        description="why the version was not compared with the champion; null if it was, or if there was no champion",
+        description="error of a champion that did not load, and the version that replaces it; null without such an error",
     )
     mlflow_run_id: str
     metrics: dict[str, float]

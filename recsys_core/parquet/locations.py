@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import tenacity
 
-from recsys_core.config import URI, is_uri
+from recsys_core.config import URI_PATTERN, is_uri
 from recsys_core.errors import InputError, first_line, printable
 
 SIDECAR = ".sha256"
@@ -97,7 +97,7 @@ def connect(uri: str, *, setting: str) -> tuple[pafs.FileSystem, str, str]:
     Returns:
         (filesystem, path, prefix). `path` is a path within the filesystem; its URI without options is f"{prefix}/{path}".
     """
-    uri_match = URI.fullmatch(uri)
+    uri_match = URI_PATTERN.fullmatch(uri)
     assert uri_match is not None, "callers check is_uri"
     raw_scheme, authority, path, options_text = uri_match.groups()
     host_or_bucket = authority.rpartition("@")[2]

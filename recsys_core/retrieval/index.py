@@ -47,8 +47,8 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
     stage = StageFolder(folder, IndexManifest, fingerprint=fingerprint_of("index", config, export))
     if stage.manifest is not None:
         return stage.manifest
-    needs_bytes = estimate_bytes(config, num_items=export.num_items, dim=export.dim)
-    with stage.writing(min_bytes=needs_bytes) as out:
+    min_bytes = estimate_bytes(config, num_items=export.num_items, dim=export.dim)
+    with stage.writing(min_bytes=min_bytes) as out:
         item_ID = np.load(export.path("item_vectors.npy"), mmap_mode="r")
         query_BD = _load_queries(export)
         depth = min(config.recall_k, export.num_items)

@@ -13,11 +13,11 @@ def commit_stage(
     *,
     fingerprint: str,
     build: Callable[[Path], Mapping[str, Any]],
-    needs_bytes: int = 0,
+    min_bytes: int = 0,
 ) -> ManifestT:
     """Commit the stage whose files `build` writes and whose fields it returns; reuse the stage if it is complete."""
     stage = StageFolder(folder, manifest_type, fingerprint=fingerprint)
     if stage.manifest is not None:
         return stage.manifest
-    with stage.writing(min_bytes=needs_bytes) as out:
+    with stage.writing(min_bytes=min_bytes) as out:
         return stage.commit(**build(out))

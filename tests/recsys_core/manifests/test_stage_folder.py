@@ -272,9 +272,9 @@ def test_too_little_disk_space_raises_before_the_stage_begins(small_disk: Path) 
         rf"free some space, or set workspace to a folder on a larger disk than the one at {small_disk}$"
     )
     with pytest.raises(InputError, match=says):
-        commit_stage(small_disk / "stage", SquaresManifest, fingerprint="a", build=never, needs_bytes=2**30)
+        commit_stage(small_disk / "stage", SquaresManifest, fingerprint="a", build=never, min_bytes=2**30)
     made = make(small_disk / "stage")
-    assert commit_stage(small_disk / "stage", SquaresManifest, fingerprint="a", build=never, needs_bytes=2**30) == made
+    assert commit_stage(small_disk / "stage", SquaresManifest, fingerprint="a", build=never, min_bytes=2**30) == made
 
 
 def flat_index() -> faiss.IndexFlatIP:

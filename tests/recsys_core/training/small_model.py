@@ -72,7 +72,7 @@ def small_spec(
         learn_user_embedding=True,
         history=HistoryConfig(length=HISTORY, pooling="attention"),
         query=TowerConfig(layers=(12, dim), skip_connection=True),
-        candidate_row_C=TowerConfig(layers=(dim,), skip_connection=True),
+        candidate=TowerConfig(layers=(dim,), skip_connection=True),
     )
     return ModelSpec.sized(
         config,

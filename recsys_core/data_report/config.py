@@ -21,7 +21,7 @@ class DataReportConfig(Settings):
         gt=0,
         le=1,
         description="largest allowed decrease of the number of training events since the previous run, as a share of the "
-        "earlier number",
+        "previous run's number",
     )
     max_new_user_share: float | None = Field(
         None, ge=0, le=1, description="largest allowed share of users that had no event in the previous run"

@@ -84,7 +84,7 @@ def read_footers(locations: Sequence[Location]) -> list[Footer]:
             footer_file_bytes = _MAGIC + raw_footer + len(raw_footer).to_bytes(4, "little") + _MAGIC
             footer_path = Path(folder) / f"{index}.parquet"
             footer_path.write_bytes(footer_file_bytes)
-            sha256, data_end = hashlib.sha256(raw_footer).hexdigest(), location.bytes - len(raw_footer) - 8
+            sha256, data_end = hashlib.sha256(raw_footer).hexdigest(), location.num_bytes - len(raw_footer) - 8
             with _explain_errors(location):
                 footers.append(_parse_footer(footer_file_bytes, footer_path, sha256, connection, data_end=data_end))
             footer_path.unlink()
@@ -101,7 +101,7 @@ def _explain_errors(location: Location) -> Iterator[None]:
         yield
     except (_InvalidFooterError, pa.ArrowException, OSError, UnicodeError, MemoryError) as error:
         reason = first_line(error)
-        raise InputError(f"{location.name}: not a readable parquet file ({location.bytes:,} bytes): {reason}") from error
+        raise InputError(f"{location.name}: not a readable parquet file ({location.num_bytes:,} bytes): {reason}") from error
 
 
 def _is_leaf_of(leaf_path: str, columns: set[str]) -> bool:
@@ -112,7 +112,7 @@ def _is_leaf_of(leaf_path: str, columns: set[str]) -> bool:
 def _read_footer_bytes(location: Location) -> bytes:
     with location.filesystem.open_input_file(location.path) as file:
         file_bytes = file.size()
-        if file_bytes != location.bytes:
+        if file_bytes != location.num_bytes:
             raise _InvalidFooterError(f"it now has {file_bytes:,} bytes; it is still being written")
         if file_bytes == 0:
             raise _InvalidFooterError("it is empty; write it again")

@@ -39,7 +39,7 @@ class Location:
     name: str
     path: str
     """Path within `filesystem`."""
-    bytes: int
+    num_bytes: int
     modified_ns: int
     filesystem: pafs.FileSystem = field(repr=False)
     inode: tuple[int, int] | None = None

@@ -69,7 +69,7 @@ class Source:
         path, filesystem = self.location.path, self.location.filesystem
         try:
             file_info = retrying(lambda: filesystem.get_file_info(path))
-            if (file_info.size, file_info.mtime_ns or 0) != (self.location.bytes, self.location.modified_ns):
+            if (file_info.size, file_info.mtime_ns or 0) != (self.location.num_bytes, self.location.modified_ns):
                 raise InputError(f"{self.name}: changed while it was being read; run again after its writer has finished")
             # With `metadata` pyarrow uses the checked footer and does not parse the footer of the file again.
             return pq.ParquetFile(path, filesystem=filesystem, metadata=self.footer.metadata, **options)
@@ -122,7 +122,7 @@ def check_distinct_files(locations: Sequence[Location], *, setting: str) -> None
 def _make_source(location: Location, footer: Footer) -> Source:
     record = SourceFile(
         path=location.name,
-        bytes=location.bytes,
+        bytes=location.num_bytes,
         rows=footer.metadata.num_rows,
         modified_ns=location.modified_ns,
         footer_sha256=footer.sha256,

@@ -74,10 +74,10 @@ class Champion:
 
 
 def champion_rows(table_name: str, *, dataset: Dataset, champion: Champion) -> NDArray[np.int64]:
-    """Return for each row of `table_name` its row in the champion's table, -1 for a new row: int64 [rows].
+    """Return, for each row of a table, its row in the champion's table, -1 for a new row: int64 [rows].
 
-    Rows are matched by id even if this run's vocabulary continues the champion's. Row numbers are not enough: two runs that
-    continue the same vocabulary may give the same row to different ids.
+    Rows are always matched by id. Equal row numbers would not be enough, even if this run's vocabulary continues the
+    champion's: two runs that continue the same vocabulary may give the same row to different ids.
 
     Raises StageError if a file of the champion has changed.
     """
@@ -90,14 +90,14 @@ def champion_rows(table_name: str, *, dataset: Dataset, champion: Champion) -> N
         return match_rows_by_value(
             _read_column(features, vocabulary_file, "value"), _read_column(champion_features, vocabulary_file, "value")
         )
-    # The feature has no vocabulary: its rows are hash values or buckets, with the same numbers in both models. The champion has
-    # fewer buckets if some of its quantiles were equal.
+    # The feature has no vocabulary: its rows are hash values or buckets, with the same numbers in both models. The champion may
+    # have fewer buckets than this model, because equal quantiles become one bucket.
     rows = np.arange(features.features[table_name].rows)
     return np.where(rows < champion_features.features[table_name].rows, rows, -1)
 
 
 def match_rows_by_id(table_name: str, *, from_stage: InteractionsManifest, to_stage: InteractionsManifest) -> NDArray[np.int64]:
-    """Return, for each row of `table_name` in `from_stage`, the row with the same id in `to_stage`, -1 for none.
+    """Return, for each row of a table in `from_stage`, the row with the same id in `to_stage`, -1 for none.
 
     Raises StageError if a file of either stage has changed.
     """
@@ -177,7 +177,10 @@ def carried_table_names(spec: ModelSpec, *, champion: Champion) -> list[str]:
 
 
 def architecture_settings(spec: ModelSpec) -> dict[str, object]:
-    """Return by name the settings that both models must share. They determine the meaning of layers with equal shapes."""
+    """Return the settings that must be equal in both models, value by setting.
+
+    With other settings, layers of the same shape would have another meaning.
+    """
     config, history = spec.config, spec.config.history
     value_by_setting: dict[str, object] = {
         "model.embedding_dim": config.embedding_dim,
@@ -208,13 +211,13 @@ def tower_input_names(spec: ModelSpec, side: Side) -> list[str]:
 
 
 def champion_layers(spec: ModelSpec, *, champion: Champion, champion_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the champion's layers under the names that they have in the new model.
+    """Return the champion's layers, named as in the new model.
 
     Parameters that the champion does not have are left out and keep their initial values: the projection of a new feature, a
     learned temperature, the vector of an empty history. The champion's item frequencies are not carried over.
 
     Args:
-        champion_tensors: the champion's layers by name.
+        champion_tensors: weights of the champion's layers, by name.
 
     Raises InputError if a layer has another shape.
     """
@@ -256,7 +259,7 @@ def _name_in_champion(layer_name: str, *, spec: ModelSpec, champion_spec: ModelS
 
 
 def _require_same_definition(feature_name: str, *, features: FeaturesManifest | None, champion: Champion) -> None:
-    """Raise InputError if a feature without a vocabulary has another definition than in the champion."""
+    """Raise InputError if a feature without a vocabulary is defined differently in the champion."""
     champion_features = champion.features
     if features is None or champion_features is None or feature_name not in features.features:
         return

@@ -1,8 +1,8 @@
 """Sharded checkpoints with torch.distributed.checkpoint: written in the background, verified by sha256, committed by rename.
 
 torch.distributed.checkpoint (DCP) has no checksums, and it unpickles the file .metadata. A checkpoint is therefore read only
-after the checksums in its manifest are verified. It holds the weights, the optimizer state and the step. It needs no random
-state and no position in the data, because both are functions of (seed, step, rank).
+after the checksums in its manifest are verified. A checkpoint holds the weights, the optimizer state and the step. It needs
+no random state and no position in the data, because both are functions of (seed, step, rank).
 
 Shapes: R rows of a table, S column shards of the saved table.
 """
@@ -70,7 +70,7 @@ class Checkpointer:
         keep_checkpoints: number of newest checkpoints that are kept, in addition to the best one.
         text_by_extra_file: files that are added to each checkpoint, text by file name.
         heartbeat: file that the launcher watches for changes while the ranks work. The checkpointer touches the file while it
-            hashes a checkpoint, because after the last step nothing else does.
+            hashes a checkpoint, because after the last step no rank touches it.
     """
 
     def __init__(
@@ -141,7 +141,8 @@ class Checkpointer:
             return
         for file_name, text in self._text_by_extra_file.items():
             (staging_folder / file_name).write_text(text)
-        # An existing checkpoint of this step is damaged or belongs to other settings. Training did not resume from it.
+        # If this step already has a checkpoint, it is damaged or belongs to other settings: otherwise training would have
+        # resumed from it.
         shutil.rmtree(checkpoint_folder, ignore_errors=True)
         with heartbeat_thread(self._heartbeat.touch, interval_s=HEARTBEAT_INTERVAL_S):
             commit_folder(

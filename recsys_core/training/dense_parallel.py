@@ -71,8 +71,8 @@ def shard_layers(head: RetrievalHead, *, mode: DenseParallel, device: torch.devi
             for layer in module.layers or ():
                 if isinstance(layer, nn.Linear):
                     fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-        # One more FSDP group for the remaining parameters: the projections and the norms between the layers. It is resharded
-        # after the forward pass too, so that a state dict always holds shards.
+        # One more FSDP group for the remaining parameters: the projections and the norms between the layers. This group is also
+        # resharded after the forward pass, so that a state dict always holds shards.
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     logger.info("towers: %s parameters, sharded over %d ranks", f"{num_parameters:,}", dist.get_world_size())
     return {name for name, parameter in head.named_parameters() if isinstance(parameter, DTensor)}

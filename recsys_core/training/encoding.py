@@ -66,8 +66,8 @@ class RankWriter:
 
         Args:
             parts: this rank's parts of one or more arrays.
-            encode: function of row numbers that returns one array of vectors per part.
-            array_name: name of the vectors, for the error message.
+            encode: function of row numbers that returns, for each of `parts`, the vectors of these rows.
+            array_name: name of the array, for the error message.
 
         Raises StageError if a vector is not finite.
         """
@@ -83,7 +83,10 @@ class RankWriter:
             self.touch_heartbeat()
 
     def build(self, path: Path, *, shape: tuple[int, ...], accumulate: bool = False) -> None:
-        """Build the array from all parts, on rank 0. accumulate: add the values of overlapping parts."""
+        """Build the array from the parts of all ranks, on rank 0.
+
+        accumulate: add up the values where parts overlap. By default parts must not overlap.
+        """
         if self._process.is_main:
             build_array(path, shape=shape, process=self._process, accumulate=accumulate, on_record=self.touch_heartbeat)
 
@@ -94,8 +97,8 @@ class RankWriter:
     def batches(self, num_rows: int) -> Iterator[tuple[NDArray[np.int64], bool]]:
         """Yield (row numbers, whether to keep their vectors) for each batch of this rank's range.
 
-        Encoding is collective, so every rank needs the same number of batches. A batch without rows becomes ([0], False): the
-        caller encodes row 0 and discards the vector.
+        Encoding is collective, so every rank needs the same number of batches. A rank with too few rows for this number gets
+        the batch ([0], False): the caller encodes row 0 and discards the vector.
         """
         if num_rows == 0:
             return

@@ -26,11 +26,12 @@ def count_leaked_events(interactions: InteractionsManifest, *, champion: Interac
     Two events are the same if they have the same user and the same item, and the same time if both logs have times. Two kinds
     of events are not counted:
     - events that also occur among the training events of this run;
-    - validation events of users who were not split in the champion's run, because they had too few events. With
-      `leave_last_out`, every user who reaches `min_events` has one such event.
+    - validation events of users who had too few events for the split of the champion's run and have more events now. The
+      champion was trained on all events that these users had. With `leave_last_out`, the validation event of a user who has
+      just reached `min_events` is such an event.
 
-    If all training events of the champion are older than all held-out events, the events are not compared. This is always so
-    if a split by time moves forward.
+    If all training events of the champion are older than all held-out events, the result is 0 without a comparison. A split
+    by time that moves forward is always such a case.
 
     Raises StageError if a file of the champion has changed.
     """
@@ -75,7 +76,7 @@ def _oldest_held_out_time(store: EventStore, event_time: NDArray[np.int64]) -> i
 
 
 def _has_new_events(store: EventStore, champion_store: EventStore, *, user_row: Int64Array) -> NDArray[np.bool_]:
-    """Return whether each user of `store` has new events, and the champion was trained on all older events of the user.
+    """Return, for each user of `store`, whether the champion's run had all events of the user in training and `store` has more.
 
     user_row: for each user of `champion_store` the row in `store`, -1 for none.
     """
@@ -104,7 +105,7 @@ class HeldOutEvents:
 
     @classmethod
     def from_store(cls, store: EventStore, start_U: Int64Array, *, event_time: NDArray[np.int64] | None) -> Self:
-        """Collect the events of each user from index `start_U` on. time: times of all events; None: times are not compared."""
+        """Collect the events of each user from index `start_U` on. event_time: times of all events; None: times are ignored."""
         num_items, end_U = len(store.item_count), store.user_offset[1:]
         user_E = np.repeat(np.arange(len(start_U)), end_U - start_U)
         pair_E = user_E * num_items + JaggedArray.from_slices(store.event_item, start=start_U, end=end_U).values_L

@@ -159,7 +159,7 @@ class Trainer:
     def train_epoch(self) -> None:
         """Collective. Train the remaining steps of the epoch; write log lines and checkpoints between the steps.
 
-        The log line and the checkpoint after the last step include the validation. `end_epoch` writes them.
+        `end_epoch` writes the log line and the checkpoint after the last step, because both include the validation.
         """
         config = self.config
         epoch_index, first_batch_index = divmod(self.step, self.steps_per_epoch)  # both start from 0
@@ -185,17 +185,21 @@ class Trainer:
             self.metrics_log.add(loss, num_samples=self.loader.num_batch_samples(batch_index) * self.process.world_size)
             if batch_index + 1 == self.steps_per_epoch:
                 break
-            # Write a log line before each checkpoint. A resumed run then averages its next line over the same steps.
+            # A line is also written before each checkpoint. The next line then averages over the steps after the checkpoint,
+            # whether or not the training was interrupted and resumed from the checkpoint.
             if is_log_due or is_save_due:
                 self._log(epoch_index + 1)
             if is_save_due:
                 self._save()
-        # An attached pipeline replaces the forward methods of the tables, but validation needs the original methods. At this
-        # point, the pipeline has no unfinished batch.
+        # The pipeline replaces the forward methods of the tables, but validation needs the original methods. Here the pipeline
+        # can be detached, because it has no unfinished batch.
         self.pipeline.detach()
 
     def end_epoch(self) -> None:
-        """Collective. Validate if it is due, write a log line, and save the best, the last and each due checkpoint."""
+        """Collective. Validate if it is due, and write a log line.
+
+        Save a checkpoint if the epoch is the best so far or the last, or if a checkpoint is due.
+        """
         epoch = self.step // self.steps_per_epoch
         metrics = self._validate(epoch)
         self._log(epoch, validation=metrics)

@@ -156,7 +156,7 @@ def raise_if_not_finite(
                     f"table {table_name}: {len(non_finite_rows)} rows of this rank are not finite, the first is row {first_row}"
                 )
                 break
-    # Only this rank's part of each layer is checked. A gather would hang, because other ranks may not reach this line.
+    # Only this rank's part of each layer is checked: a collective gather would hang if another rank does not call it.
     layer_names = [
         parameter_name
         for parameter_name, parameter in model.named_parameters()
@@ -167,6 +167,7 @@ def raise_if_not_finite(
     details = "; ".join(problems) or "tables and layers are finite"
     raise StageError(
         f"step {step}, epoch {epoch}, rank {rank}: the loss is {loss.item()} ({details}); "
-        "lower the learning_rate of training.table_optimizer or training.dense_optimizer, set their gradient_clip_value and "
-        "gradient_clip_norm, or raise model.temperature"
+        "lower the learning_rate of training.table_optimizer or training.dense_optimizer, set "
+        "training.table_optimizer.gradient_clip_value or training.dense_optimizer.gradient_clip_norm, or raise "
+        "model.temperature"
     )

@@ -82,7 +82,8 @@ def _replicated_table_optimizer(name: str, parameter: Tensor, optimizer_config: 
 
 def _dense_optimizer(layer_by_name: dict[str, Tensor], optimizer_config: DenseOptimizer) -> KeyedOptimizer:
     def build(parameters: list[Tensor]) -> torch.optim.Optimizer:
-        # No fused kernel accepts sharded and plain tensors in one group, and only torch's Adam has one for sharded tensors.
+        # No fused kernel accepts sharded and plain tensors in one group. For sharded tensors, only torch's Adam has a fused
+        # kernel.
         # Weight decay applies to matrices only: it does not help biases, scales of norms, pooling weights and the temperature.
         parameter_groups = [
             {
@@ -105,7 +106,7 @@ def _dense_optimizer(layer_by_name: dict[str, Tensor], optimizer_config: DenseOp
     optimizer = KeyedOptimizerWrapper(layer_by_name, build)
     if optimizer_config.gradient_clip_norm is None:
         return optimizer
-    # Without the process groups of the sharded parameters, the norm would cover only this rank's part of these parameters.
+    # torch needs the process groups of the sharded parameters: otherwise the norm would cover only this rank's part of them.
     process_groups_by_parameter = {
         parameter: [parameter.device_mesh.get_group()] for parameter in layer_by_name.values() if isinstance(parameter, DTensor)
     }
@@ -119,7 +120,7 @@ def _dense_optimizer(layer_by_name: dict[str, Tensor], optimizer_config: DenseOp
 
 
 class LearningRates:
-    """Sets the learning rates of a step. Tables follow the schedule of their optimizer, layers that of the dense optimizer."""
+    """Sets the learning rates of a step, by the schedule of each table's optimizer and of the dense optimizer."""
 
     def __init__(self, optimizer: CombinedOptimizer, *, spec: ModelSpec, config: TrainingConfig, total_steps: int) -> None:
         self._total_steps = total_steps
@@ -167,9 +168,13 @@ class AccumulatorShard:
     def in_table(self, *, is_rowwise: bool, dim: int) -> tuple[int, int, Tensor]:
         """Return (row, column, values). The caller adds `values` to the whole table's accumulators at this row and column.
 
+        With one accumulator per row, the shard's accumulator is a mean over the shard's columns, and the table's accumulator is
+        the mean over all columns. `values` is then the shard's accumulator times the shard's share of the columns, so that the
+        values of all shards add up to the table's accumulator.
+
         Args:
-            is_rowwise: whether the table has one accumulator per row, the mean over all `dim` columns. A shard's accumulator is
-                the mean over the shard's columns; `values` is this mean times the shard's share of the columns.
+            is_rowwise: whether the table has one accumulator per row.
+            dim: number of columns of the table.
         """
         if is_rowwise:
             return self.row, 0, self.values_RC[:, :1] * (self.num_columns / dim)

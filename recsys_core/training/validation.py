@@ -128,7 +128,7 @@ class Validator:
 
 
 def users_to_validate(config: ValidationConfig, *, store: EventStore, cold_items: NDArray[np.int64] | None) -> Int64Array:
-    """Return the rows of the users to validate on: a fixed random sample. Users who have seen all their targets are left out.
+    """Return the rows of the users to validate on: a fixed random sample, without the users who have seen all their targets.
 
     Raises InputError if config.candidates is cold and there is no validation event of a cold item.
     """

@@ -182,7 +182,7 @@ def _committed_folders(folder: Path) -> list[Path]:
 
 
 def latest_checkpoint(folder: Path, *, fingerprint: str) -> CheckpointManifest | None:
-    """Return the newest checkpoint that verifies and has this fingerprint; log a warning for each damaged one."""
+    """Return the newest undamaged checkpoint with this fingerprint; log a warning for each damaged checkpoint."""
     for checkpoint_folder in reversed(_committed_folders(folder)):
         manifest = load_manifest(checkpoint_folder, CheckpointManifest)
         if manifest is None:
@@ -266,7 +266,7 @@ def _require_same_entries(
     local_shape_by_key = {key: list(value.size()) if hasattr(value, "size") else [] for key, value in value_by_key.items()}
     shapes_by_rank: list[dict[str, list[int]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(shapes_by_rank, local_shape_by_key)
-    shape_by_key = {key: shape for shape_by_key_of_rank in shapes_by_rank for key, shape in shape_by_key_of_rank.items()}
+    shape_by_key = {key: shape for rank_shape_by_key in shapes_by_rank for key, shape in rank_shape_by_key.items()}
     differences = [f"no {key} in the checkpoint" for key in sorted(set(shape_by_key) - set(saved_metadata_by_key))]
     differences += [f"no {key} in the model" for key in sorted(set(saved_metadata_by_key) - set(shape_by_key))]
     for key in sorted(set(shape_by_key) & set(saved_metadata_by_key) - resizable_keys):

@@ -34,7 +34,7 @@ class Part:
         self._file = file
 
     def add(self, first_row: int, first_column: int, values_RC: Tensor) -> None:
-        """Append a rectangle of the array. row, column: its position in the array."""
+        """Append a rectangle of the array. first_row, first_column: position of the rectangle in the array."""
         num_rows, num_columns = values_RC.shape
         rows_per_record = max(1, MAX_RECORD_VALUES // max(1, num_columns))
         for record_start in range(0, num_rows, rows_per_record):
@@ -56,10 +56,10 @@ def writing_part(path: Path, *, process: Process) -> Iterator[Part]:
 def build_array(
     path: Path, *, shape: tuple[int, ...], process: Process, accumulate: bool = False, on_record: Callable[[], None]
 ) -> None:
-    """Write the .npy file `path` from all parts, and remove the parts. Called on one rank only.
+    """Write the .npy file `path` from all parts, and remove the parts. Only one rank calls this function.
 
     Args:
-        accumulate: add records of the same region. By default, each value of the array must be in exactly one record.
+        accumulate: add up overlapping records. By default, each value of the array must be in exactly one record.
         on_record: called after each record.
 
     Raises:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flows.config import PipelineConfig
 from flows.doctor.finding import Finding, not_used, ok, problem
-from recsys_core.launching.config import LOCAL_SCHEDULERS, LOOPBACK, LocalLauncher
+from recsys_core.launching.config import LOCAL_SCHEDULERS, LOOPBACK_INTERFACE, LocalLauncher
 from recsys_core.launching.network import interface_addresses
 from recsys_core.preflight import Gpu
 from recsys_core.units import MIB, format_gib
@@ -53,7 +53,7 @@ def check_network(config: PipelineConfig) -> Finding:
     launcher, addresses = config.launcher, interface_addresses()
     interfaces = ", ".join(f"{name} {address}" for name, address in sorted(addresses.items()))
     if isinstance(launcher, LocalLauncher):
-        return ok(f"{LOOPBACK} {addresses.get(LOOPBACK, '')}: all ranks are on this machine")
+        return ok(f"{LOOPBACK_INTERFACE} {addresses.get(LOOPBACK_INTERFACE, '')}: all ranks are on this machine")
     environment = os.environ | launcher.env if launcher.scheduler in LOCAL_SCHEDULERS else launcher.env
     interface_by_setting = {
         f"launcher.env.{variable}": environment[variable] for variable in INTERFACE_VARIABLES if variable in environment

@@ -65,7 +65,7 @@ def main(spec_path: str, token: str, node: str, head_variable: str) -> int:
         sys.stderr.write(f"{STDERR_PREFIX} {error}\n")
         return EXIT_REJECTED
     except HostRejected as error:
-        _report(folder, HostFailure(node=host.node, host=host.name, reason=str(error), retryable=error.retryable))
+        _report_failure(folder, HostFailure(node=host.node, host=host.name, reason=str(error), retryable=error.retryable))
         return EXIT_REJECTED
     if not rank_failures:
         (folder.path / f"done-{node}").touch()
@@ -75,7 +75,7 @@ def main(spec_path: str, token: str, node: str, head_variable: str) -> int:
     failure = HostFailure(
         node=host.node, host=host.name, rank_failures=rank_failures, oom_kills=num_kills, memory_bytes=memory_bytes
     )
-    _report(folder, failure)
+    _report_failure(folder, failure)
     return 1
 
 
@@ -95,10 +95,14 @@ def _read_spec(path: Path, *, token: str, host: Host) -> LaunchSpec:
         )
     versions, expected_versions = running_versions(), spec_fields["versions"]
     if versions != expected_versions:
-        names = sorted(
-            name for name in versions.keys() | expected_versions.keys() if versions.get(name) != expected_versions.get(name)
+        differing_packages = sorted(
+            package
+            for package in versions.keys() | expected_versions.keys()
+            if versions.get(package) != expected_versions.get(package)
         )
-        differences = ", ".join(f"{name} {versions.get(name)} instead of {expected_versions.get(name)}" for name in names)
+        differences = ", ".join(
+            f"{package} {versions.get(package)} instead of {expected_versions.get(package)}" for package in differing_packages
+        )
         raise HostRejected(f"{host} has {differences}; use the same image or environment on all hosts")
     return LaunchSpec.model_validate(spec_fields)
 
@@ -134,9 +138,9 @@ def _require_gpus(spec: LaunchSpec, host: Host) -> None:
 
 
 def _report_ready(folder: LaunchFolder, *, host: Host, network: HostNetwork) -> None:
-    message = HostReady(node=host.node, host=host.name, pid=os.getpid(), address=network.address, port=network.port)
+    host_ready = HostReady(node=host.node, host=host.name, pid=os.getpid(), address=network.address, port=network.port)
     try:
-        folder.write(f"ready-{host.node}.json", message)
+        folder.write(f"ready-{host.node}.json", host_ready)
     except FileExistsError:
         raise HostRejected(f"{host} was started a second time for the same launch; start a new launch") from None
     except OSError as error:
@@ -158,7 +162,7 @@ def _is_lease_renewed(spec: LaunchSpec, folder: LaunchFolder, *, timeout_s: floa
     return True
 
 
-def _report(folder: LaunchFolder, failure: HostFailure) -> None:
+def _report_failure(folder: LaunchFolder, failure: HostFailure) -> None:
     try:
         folder.write(f"failure-{failure.node}.json", failure)
     except OSError:  # this host has already reported a failure, or cannot write into the folder

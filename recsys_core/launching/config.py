@@ -9,12 +9,12 @@ from recsys_core.config import WEEK_S, FilePath, Name, Settings
 from recsys_core.errors import redacted
 from recsys_core.units import INT64_MAX
 
-LOOPBACK = "lo"
+LOOPBACK_INTERFACE = "lo"
 LOCAL_SCHEDULERS = ("local_cwd",)
 """TorchX schedulers that start the agents as child processes on this host."""
 CONTAINER_SCHEDULERS = ("kubernetes", "kubernetes_mcad", "aws_batch", "aws_sagemaker", "gcp_batch", "local_docker")
 
-SECRET_NAME = re.compile(r"(^|_)(PASSWORD|PASSWD|SECRET|TOKEN|KEY|AUTH)(_|$)", re.IGNORECASE)
+SECRET_NAME_PATTERN = re.compile(r"(^|_)(PASSWORD|PASSWD|SECRET|TOKEN|KEY|AUTH)(_|$)", re.IGNORECASE)
 """Names of environment variables that hold a secret, such as AWS_SECRET_ACCESS_KEY."""
 
 VariableName = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -118,15 +118,15 @@ class TorchxLauncher(Settings):
     @property
     def interface_name(self) -> str | None:
         """The configured interface; the loopback interface if the scheduler starts all agents on this host."""
-        return self.interface or (LOOPBACK if self.scheduler in LOCAL_SCHEDULERS else None)
+        return self.interface or (LOOPBACK_INTERFACE if self.scheduler in LOCAL_SCHEDULERS else None)
 
     @model_validator(mode="after")
     def _reject_secrets(self) -> Self:
-        for name, value in self.env.items():
-            if SECRET_NAME.search(name) or redacted(value) != value:
+        for variable_name, variable_value in self.env.items():
+            if SECRET_NAME_PATTERN.search(variable_name) or redacted(variable_value) != variable_value:
                 raise ValueError(
-                    f"env.{name} is a secret, which every run would copy into its folder and MLflow; set it in the environment "
-                    "of the hosts, for example with a secret of the scheduler"
+                    f"env.{variable_name} is a secret, which every run would copy into its folder and MLflow; set it in the "
+                    "environment of the hosts, for example with a secret of the scheduler"
                 )
         return self
 

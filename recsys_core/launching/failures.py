@@ -8,9 +8,9 @@ from recsys_core.errors import InputError, LaunchError, StageError
 from recsys_core.launching.messages import HostFailure, LaunchFolder, RankFailure
 from recsys_core.units import format_gib
 
-NIGHTJAR_ERROR = re.compile(r"^recsys_core\.errors\.(InputError|StageError): (.*)", re.MULTILINE | re.DOTALL)
-OUT_OF_MEMORY = re.compile(r"^\S*(?:OutOfMemoryError: .*|.*can't allocate memory.*)|^MemoryError.*", re.MULTILINE)
-PEER_LOST = re.compile(
+NIGHTJAR_ERROR_PATTERN = re.compile(r"^recsys_core\.errors\.(InputError|StageError): (.*)", re.MULTILINE | re.DOTALL)
+OUT_OF_MEMORY_PATTERN = re.compile(r"^\S*(?:OutOfMemoryError: .*|.*can't allocate memory.*)|^MemoryError.*", re.MULTILINE)
+PEER_LOST_PATTERN = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|remote process exited|ncclRemoteError|ncclSystemError|DistNetworkError"
 )
 NIGHTJAR_RAISED, SIGNALLED, RAISED, LOST_PEER, TERMINATED = range(5)
@@ -23,38 +23,42 @@ def error_from_failures(
     """Return the error for the failure that came first. An InputError or StageError of a rank keeps its class and message."""
     host_failures = sorted(host_failures, key=lambda failure: failure.node)
     rejections = [failure for failure in host_failures if failure.reason]
-    rank_failures = [(failure, host_failure) for host_failure in host_failures for failure in host_failure.rank_failures]
-    if rejections and all(_kind_of(failure) in (LOST_PEER, TERMINATED) for failure, _ in rank_failures):
+    rank_and_host_failures = [
+        (failure, host_failure) for host_failure in host_failures for failure in host_failure.rank_failures
+    ]
+    if rejections and all(_failure_kind(failure) in (LOST_PEER, TERMINATED) for failure, _ in rank_and_host_failures):
         error_type = LaunchError if all(rejection.retryable for rejection in rejections) else InputError
         return error_type("\n".join(rejection.reason for rejection in rejections))
-    cause, host_failure = min(rank_failures, key=lambda pair: (_kind_of(pair[0]), pair[0].timestamp, pair[0].rank))
-    nightjar_error = NIGHTJAR_ERROR.search(cause.traceback)
-    if nightjar_error:
-        return (InputError if nightjar_error[1] == "InputError" else StageError)(nightjar_error[2].strip())
+    cause, host_failure = min(
+        rank_and_host_failures, key=lambda pair: (_failure_kind(pair[0]), pair[0].timestamp, pair[0].rank)
+    )
+    nightjar_error_match = NIGHTJAR_ERROR_PATTERN.search(cause.traceback)
+    if nightjar_error_match:
+        return (InputError if nightjar_error_match[1] == "InputError" else StageError)(nightjar_error_match[2].strip())
     rank_name = f"rank {cause.rank} on host {host_failure.host}" if num_nodes > 1 else f"rank {cause.rank}"
     disk_full_match = DISK_FULL_PATTERN.search(f"{cause.traceback}\n{cause.last_lines}")
     if disk_full_match or free_bytes(folder.path) < MIN_STAGE_BYTES:
         # The quoted line names the full disk, which can be another disk than that of the folder.
         quote = f" ({_line_around(disk_full_match)})" if disk_full_match else ""
         return disk_full_error(folder.path, reason=f"the output of {rank_name} does not fit{quote}")
-    how_it_ended = f"signal {cause.signal}" if cause.signal else f"exit code {cause.exit_code}"
+    end_description = f"signal {cause.signal}" if cause.signal else f"exit code {cause.exit_code}"
     if cause.traceback:
-        how_it_ended = "an exception"
-    lines = [f"{rank_name} was the first to fail, with {how_it_ended}{_memory_hint(cause, host_failure)}:"]
-    if _kind_of(cause) == LOST_PEER:
-        lines.append(
+        end_description = "an exception"
+    message_lines = [f"{rank_name} was the first to fail, with {end_description}{_memory_hint(cause, host_failure)}:"]
+    if _failure_kind(cause) == LOST_PEER:
+        message_lines.append(
             "(it lost the connection to another rank, and no host reported why the other rank failed: an agent was killed, or "
             "a host is down)"
         )
-    lines += [cause.traceback or cause.last_lines or "(no output)", f"logs of all ranks: {folder.path}"]
-    return LaunchError("\n".join(lines))
+    message_lines += [cause.traceback or cause.last_lines or "(no output)", f"logs of all ranks: {folder.path}"]
+    return LaunchError("\n".join(message_lines))
 
 
-def _kind_of(failure: RankFailure) -> int:
+def _failure_kind(failure: RankFailure) -> int:
     if failure.traceback:  # torchrun may have sent SIGTERM to the rank after its exception
-        if NIGHTJAR_ERROR.search(failure.traceback):
+        if NIGHTJAR_ERROR_PATTERN.search(failure.traceback):
             return NIGHTJAR_RAISED
-        return LOST_PEER if PEER_LOST.search(failure.traceback) else RAISED
+        return LOST_PEER if PEER_LOST_PATTERN.search(failure.traceback) else RAISED
     if failure.signal == "SIGTERM":
         return TERMINATED
     return SIGNALLED if failure.signal else RAISED
@@ -62,20 +66,23 @@ def _kind_of(failure: RankFailure) -> int:
 
 def _line_around(match: re.Match[str]) -> str:
     """Return the line of the text that contains the match."""
-    start, end = match.string.rfind("\n", 0, match.start()) + 1, match.string.find("\n", match.end())
-    return match.string[start : None if end < 0 else end].strip()[:300]
+    line_start, line_end = match.string.rfind("\n", 0, match.start()) + 1, match.string.find("\n", match.end())
+    return match.string[line_start : None if line_end < 0 else line_end].strip()[:300]
 
 
 def _memory_hint(failure: RankFailure, host_failure: HostFailure) -> str:
     """Describe the memory limit of a rank that was killed or raised an out-of-memory error; empty for other failures."""
-    limit = format_gib(host_failure.memory_bytes or 0)
+    memory_limit = format_gib(host_failure.memory_bytes or 0)
     advice = "lower training.batch_size, use fewer ranks per host or more hosts, or raise the limit"
     if failure.signal == "SIGKILL":
         if host_failure.oom_kills:
             return (
                 f"; the kernel's out-of-memory killer ended {host_failure.oom_kills} of the host's processes at a limit of "
-                f"{limit}: {advice}"
+                f"{memory_limit}: {advice}"
             )
-        return f" (possibly out of memory: the limit of this host is {limit}; its kernel log, dmesg, shows out-of-memory kills)"
-    message = OUT_OF_MEMORY.search(failure.traceback)
-    return f"; {message[0].strip()[:300]}; {advice}" if message else ""
+        return (
+            f" (possibly out of memory: the memory limit of this host is {memory_limit}; its kernel log, dmesg, shows "
+            "out-of-memory kills)"
+        )
+    out_of_memory_match = OUT_OF_MEMORY_PATTERN.search(failure.traceback)
+    return f"; {out_of_memory_match[0].strip()[:300]}; {advice}" if out_of_memory_match else ""

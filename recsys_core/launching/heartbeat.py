@@ -19,15 +19,16 @@ class HeartbeatFile:
     start_timeout_s: float
     timeout_s: float
 
-    def state(self) -> tuple[int, int] | None:
-        """Return (mtime, size) of the file, or None if it does not exist. Every heartbeat changes this state.
+    def mtime_and_size(self) -> tuple[int, int] | None:
+        """Return (mtime, size) of the file, or None if the file does not exist.
 
-        Compare the state with an earlier state, never with a clock: another host may have set the mtime.
+        Every heartbeat changes at least one of the two values. Compare the result with an earlier
+        result, never with a clock: another host may have set the mtime.
         """
         if not self.path.is_file():
             return None
-        status = self.path.stat()
-        return status.st_mtime_ns, status.st_size
+        file_stat = self.path.stat()
+        return file_stat.st_mtime_ns, file_stat.st_size
 
 
 @contextmanager
@@ -36,17 +37,17 @@ def heartbeat(beat: Callable[[], object], *, interval_s: float) -> Iterator[None
 
     A thread makes the calls, because the block may wait for a slow disk for longer than the timeout of the heartbeat.
     """
-    stop = threading.Event()
+    stop_event = threading.Event()
 
-    def run() -> None:
+    def beat_until_stop() -> None:
         beat()
-        while not stop.wait(interval_s):
+        while not stop_event.wait(interval_s):
             beat()
 
-    thread = threading.Thread(target=run, name="heartbeat", daemon=True)
+    thread = threading.Thread(target=beat_until_stop, name="heartbeat", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        stop.set()
+        stop_event.set()
         thread.join()

@@ -31,7 +31,7 @@ TERM_GRACE_S = 8.0
 
 
 def launch(
-    job_file: Path,
+    job_path: Path,
     *,
     layout: ProcessLayout,
     folder: Path,
@@ -40,10 +40,10 @@ def launch(
     launcher: Launcher = LocalLauncher(),  # noqa: B008  it is frozen
     module: str = "recsys_core.training",
 ) -> None:
-    """Run `python -m <module> <job_file>` as the ranks of `layout`; return when all of them have exited with code 0.
+    """Run `python -m <module> <job_path>` as the ranks of `layout`; return when all of them have exited with code 0.
 
     Args:
-        job_file: JSON of a TrainJob or ExportJob.
+        job_path: JSON of a TrainJob or ExportJob.
         layout: number of ranks, and their devices.
         folder: new folder for the messages and logs of hosts and ranks. This folder, the job file and the heartbeat file must
             have the same paths on all hosts.
@@ -68,7 +68,7 @@ def launch(
         token=secrets.token_hex(8),
         versions=running_versions(),
         module=module,
-        job=job_file.absolute(),
+        job=job_path.absolute(),
         interface=launcher.interface_name,
         rendezvous_port=launcher.rendezvous_port,
         rendezvous_timeout_s=launcher.rendezvous_timeout_s,
@@ -83,14 +83,14 @@ def launch(
     monitor = Monitor(spec, launch_folder, deadlines=deadlines, heartbeat=heartbeat_file)
     launch_folder.write("launch.json", spec)
     agent_arguments = ("-m", "recsys_core.launching.agent", str(launch_folder.spec_path), spec.token)
-    with _exit_on_sigterm(), _renewed_lease(spec, launch_folder), ExitStack() as stack:
+    with _exit_on_sigterm(), _renew_lease(spec, launch_folder), ExitStack() as exit_stack:
         group: HostGroup
         if launcher.kind == "local":
             group = LocalHost([sys.executable, *agent_arguments, "0", ""], log_path=launch_folder.path / "agent.log")
         else:
             from recsys_core.launching.torchx import submit
 
-            group = stack.enter_context(submit(agent_arguments, spec, launch_folder, launcher=launcher))
+            group = exit_stack.enter_context(submit(agent_arguments, spec, launch_folder, launcher=launcher))
         try:
             monitor.wait(group, poll=poll)
         finally:
@@ -128,9 +128,14 @@ class LocalHost:
         self._log_path = log_path
         environment = os.environ | parent_environment()
         environment.pop("OMP_NUM_THREADS", None)  # the agent sets it to the number of cores per rank
-        with log_path.open("wb") as log:
+        with log_path.open("wb") as log_file:
             self._agent = subprocess.Popen(
-                command, start_new_session=True, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                command,
+                start_new_session=True,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
             )
 
     def state(self) -> GroupState:
@@ -139,10 +144,12 @@ class LocalHost:
 
     def exit_summary(self) -> str:
         """Return the exit code or signal of the agent."""
-        code = self._agent.returncode
-        return f"torchrun ended with {f'signal {-code} ({signal.Signals(-code).name})' if code < 0 else f'exit code {code}'}"
+        exit_code = self._agent.returncode
+        if exit_code < 0:
+            return f"torchrun ended with signal {-exit_code} ({signal.Signals(-exit_code).name})"
+        return f"torchrun ended with exit code {exit_code}"
 
-    def log(self, node: int) -> str:
+    def last_log_lines(self, node: int) -> str:
         """Return the last lines of agent.log."""
         return last_lines(self._log_path)
 
@@ -158,13 +165,13 @@ class LocalHost:
             self._agent.wait()
 
 
-def _renewed_lease(spec: LaunchSpec, folder: LaunchFolder) -> AbstractContextManager[None]:
+def _renew_lease(spec: LaunchSpec, folder: LaunchFolder) -> AbstractContextManager[None]:
     """Renew the lease while the block runs. Hosts end their ranks when the lease is no longer renewed."""
     if spec.lease_timeout_s is None:
         return nullcontext()
-    counter = itertools.count()
+    renewal_counter = itertools.count()
     return heartbeat(
-        lambda: folder.renew_lease(spec.token, next(counter)), interval_s=spec.lease_timeout_s / RENEWALS_PER_LEASE
+        lambda: folder.renew_lease(spec.token, next(renewal_counter)), interval_s=spec.lease_timeout_s / RENEWALS_PER_LEASE
     )
 
 
@@ -176,8 +183,8 @@ def _exit_on_sigterm() -> Iterator[None]:
         yield
         return
 
-    def raise_exit(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+    def raise_exit(signal_number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signal_number)
 
     signal.signal(signal.SIGTERM, raise_exit)
     try:

@@ -31,7 +31,7 @@ STORE_VARIABLE = "NIGHTJAR_STORE"
 """Environment variable with the path of the ranks' FileStore. It is set only if all ranks are on one host."""
 STDERR_PREFIX = "nightjar agent:"
 """Prefix of a line on stderr by which an agent reports an error that it cannot write into the folder."""
-LAST_LINES = 12
+NUM_LAST_LINES = 12
 Message = TypeVar("Message", bound=Frozen)
 
 
@@ -147,7 +147,7 @@ class LaunchFolder:
         return self.path / "launch.json"
 
     @property
-    def stacks_request(self) -> Path:
+    def stacks_request_path(self) -> Path:
         """The file whose existence requests the stack dumps."""
         return self.path / "stacks"
 
@@ -159,16 +159,16 @@ class LaunchFolder:
         """Return the path of the stack dump of a rank."""
         return self.path / f"stack-{rank}.txt"
 
-    def write(self, name: str, message: Frozen) -> None:
+    def write(self, file_name: str, message: Frozen) -> None:
         """Write a message atomically. If a message of this name exists, raise FileExistsError and leave it unchanged."""
-        path, staging_path = self.path / name, self.path / f".{name}"
+        path, staging_path = self.path / file_name, self.path / f".{file_name}"
         # Mode "x" fails for a second writer. A hard link would too, but some file systems do not support hard links.
-        with staging_path.open("x") as file:
+        with staging_path.open("x") as staging_file:
             try:
                 if path.exists():
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-                file.write(message.model_dump_json())
-                file.flush()
+                staging_file.write(message.model_dump_json())
+                staging_file.flush()
             except BaseException:
                 staging_path.unlink()
                 raise
@@ -181,28 +181,28 @@ class LaunchFolder:
     def read_lease(self, token: str) -> str | None:
         """Return the content of `lease`; None if the file is missing or belongs to another launch."""
         try:
-            text = (self.path / "lease").read_text()
+            lease = (self.path / "lease").read_text()
         except OSError:
             return None
-        return text if text.startswith(token) else None
+        return lease if lease.startswith(token) else None
 
     def ready_hosts(self) -> dict[int, HostReady]:
         """Return the hosts that are ready, by node."""
-        return {message.node: message for message in self._read("ready-*.json", HostReady)}
+        return {message.node: message for message in self._read_messages("ready-*.json", HostReady)}
 
     def started_ranks(self) -> dict[int, RankStarted]:
         """Return the ranks that have started, by rank."""
-        return {message.rank: message for message in self._read("rank-*.json", RankStarted)}
+        return {message.rank: message for message in self._read_messages("rank-*.json", RankStarted)}
 
     def failures(self) -> list[HostFailure]:
         """Return the failures of all hosts that have reported one."""
-        return list(self._read("failure-*.json", HostFailure))
+        return list(self._read_messages("failure-*.json", HostFailure))
 
     def finished_nodes(self) -> set[int]:
         """Return the nodes whose ranks all exited with code 0."""
         return {int(path.name.removeprefix("done-")) for path in self.path.glob("done-*")}
 
-    def _read(self, pattern: str, message_type: type[Message]) -> Iterator[Message]:
+    def _read_messages(self, pattern: str, message_type: type[Message]) -> Iterator[Message]:
         for path in sorted(self.path.glob(pattern)):
             try:
                 yield message_type.model_validate_json(path.read_bytes())
@@ -216,8 +216,8 @@ def running_versions() -> dict[str, str]:
     >>> sorted(running_versions())
     ['nightjar', 'torch', 'torchrec']
     """
-    versions = {name: metadata.version(name).partition("+")[0] for name in ("torch", "torchrec")}
-    return {"nightjar": recsys_core.__version__, **versions}
+    library_versions = {library: metadata.version(library).partition("+")[0] for library in ("torch", "torchrec")}
+    return {"nightjar": recsys_core.__version__, **library_versions}
 
 
 def wait_for(path: Path, *, timeout_s: float) -> bool:
@@ -234,4 +234,4 @@ def wait_for(path: Path, *, timeout_s: float) -> bool:
 
 def last_lines(path: Path) -> str:
     """Return the last lines of a log."""
-    return "\n".join(path.read_text(errors="replace").splitlines()[-LAST_LINES:])
+    return "\n".join(path.read_text(errors="replace").splitlines()[-NUM_LAST_LINES:])

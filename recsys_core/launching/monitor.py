@@ -31,7 +31,7 @@ class HostGroup(Protocol):
     def exit_summary(self) -> str:
         """Describe how the agents ended: with an exit code, or in a state that the scheduler reports."""
 
-    def log(self, node: int) -> str:
+    def last_log_lines(self, node: int) -> str:
         """Return the last lines that the agent of a host printed; empty while they cannot be read."""
 
     def end(self) -> None:
@@ -53,7 +53,7 @@ class Monitor:
         self, spec: LaunchSpec, folder: LaunchFolder, *, deadlines: dict[Phase, Deadline], heartbeat: HeartbeatFile
     ) -> None:
         self._spec, self._folder, self._deadlines, self._heartbeat = spec, folder, deadlines, heartbeat
-        self._last_heartbeat = heartbeat.state()  # the file of an earlier attempt may exist
+        self._last_heartbeat_state = heartbeat.mtime_and_size()  # the file of an earlier attempt may exist
         self._phase: Phase = "queue"
         self._phase_start = time.monotonic()
 
@@ -61,14 +61,14 @@ class Monitor:
         """Return when all ranks exited with code 0; raise the errors that `launch` documents. poll: called every 0.2 s."""
         while not self._has_succeeded:
             poll()
-            state = group.state()
-            if self._folder.failures() or state == "ended":
+            group_state = group.state()
+            if self._folder.failures() or group_state == "ended":
                 self._wait_for_failures()
                 if self._has_succeeded:
                     break
                 group.end()
                 raise self._failure_error(group)
-            self._update_phase(running=state == "running")
+            self._update_phase(running=group_state == "running")
             if self._phase == "rendezvous":
                 self._raise_if_rejected(group)
             if time.monotonic() - self._phase_start > self._deadlines[self._phase].limit_s:
@@ -84,23 +84,23 @@ class Monitor:
 
     def _update_phase(self, *, running: bool) -> None:
         """Move to the next phase if its condition holds. Each heartbeat restarts the deadline of the phase `work`."""
-        phase = self._phase
-        if phase == "queue" and (running or self._folder.ready_hosts()):
-            phase = "rendezvous"
-        if phase == "rendezvous" and len(self._folder.started_ranks()) == self._spec.world_size:
-            phase = "start"
-        heartbeat = self._heartbeat.state()
-        if heartbeat != self._last_heartbeat:
-            self._last_heartbeat, self._phase_start, phase = heartbeat, time.monotonic(), "work"
-        if phase != self._phase:
-            self._phase, self._phase_start = phase, time.monotonic()
+        next_phase = self._phase
+        if next_phase == "queue" and (running or self._folder.ready_hosts()):
+            next_phase = "rendezvous"
+        if next_phase == "rendezvous" and len(self._folder.started_ranks()) == self._spec.world_size:
+            next_phase = "start"
+        heartbeat_state = self._heartbeat.mtime_and_size()
+        if heartbeat_state != self._last_heartbeat_state:
+            self._last_heartbeat_state, self._phase_start, next_phase = heartbeat_state, time.monotonic(), "work"
+        if next_phase != self._phase:
+            self._phase, self._phase_start = next_phase, time.monotonic()
 
     def _raise_if_rejected(self, group: HostGroup) -> None:
         """Raise InputError if a missing host printed an error that its agent could not write into the folder."""
         for node in self._missing_nodes:
-            lines = [line for line in group.log(node).splitlines() if line.startswith(STDERR_PREFIX)]
-            if lines:
-                raise InputError(lines[-1].removeprefix(STDERR_PREFIX).strip())
+            error_lines = [line for line in group.last_log_lines(node).splitlines() if line.startswith(STDERR_PREFIX)]
+            if error_lines:
+                raise InputError(error_lines[-1].removeprefix(STDERR_PREFIX).strip())
 
     @property
     def _missing_nodes(self) -> list[int]:
@@ -126,8 +126,8 @@ class Monitor:
         return LaunchError(f"{group.exit_summary()}{self._quote_logs(group, range(self._spec.num_nodes))}")
 
     def _quote_logs(self, group: HostGroup, nodes: Iterable[int]) -> str:
-        logs = [(node, group.log(node)) for node in nodes]
-        return "".join(f"\nlast lines of node {node}:\n{log}" for node, log in logs if log)
+        lines_by_node = {node: group.last_log_lines(node) for node in nodes}
+        return "".join(f"\nlast lines of node {node}:\n{log_lines}" for node, log_lines in lines_by_node.items() if log_lines)
 
     def _timeout_error(self, group: HostGroup) -> InputError | StageError:
         deadline = self._deadlines[self._phase]
@@ -142,10 +142,13 @@ class Monitor:
         )
 
     def _dump_stacks(self) -> str:
-        self._folder.stacks_request.touch()
-        paths = [self._folder.stack_path(rank) for rank in self._folder.started_ranks()]
+        self._folder.stacks_request_path.touch()
+        stack_paths = [self._folder.stack_path(rank) for rank in self._folder.started_ranks()]
         deadline = time.monotonic() + STACKS_TIMEOUT_S
-        while not all(path.is_file() and path.stat().st_size for path in paths) and time.monotonic() < deadline:
+        while (
+            not all(stack_path.is_file() and stack_path.stat().st_size for stack_path in stack_paths)
+            and time.monotonic() < deadline
+        ):
             time.sleep(POLL_S)
         time.sleep(POLL_S)  # the last dump may not be complete yet
         return format_stacks(self._folder, world_size=self._spec.world_size)
@@ -154,7 +157,9 @@ class Monitor:
         group.end()  # first, because some schedulers provide logs only for hosts that have ended
         ready_hosts, missing_nodes = self._folder.ready_hosts(), self._missing_nodes
         hosts_started = f"{len(ready_hosts)} of {self._spec.num_nodes} hosts started"
-        host_names = ", ".join(f"node {node} (host {ready.host})" for node, ready in sorted(ready_hosts.items())) or "none"
+        host_names = (
+            ", ".join(f"node {node} (host {host_ready.host})" for node, host_ready in sorted(ready_hosts.items())) or "none"
+        )
         if missing_nodes:
             self._raise_if_rejected(group)
             return LaunchError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import psutil
 
-from recsys_core.launching.config import LOOPBACK
+from recsys_core.launching.config import LOOPBACK_INTERFACE
 from recsys_core.launching.messages import Host, HostRejected, LaunchSpec
 
 LOOPBACK_ADDRESS = "127.0.0.1"
@@ -31,7 +31,7 @@ class HostNetwork:
         return 0 if self.listener is None else int(self.listener.getsockname()[1])
 
 
-LOOPBACK_NETWORK = HostNetwork(LOOPBACK, LOOPBACK_ADDRESS)
+LOOPBACK_NETWORK = HostNetwork(LOOPBACK_INTERFACE, LOOPBACK_ADDRESS)
 
 
 def find_network(spec: LaunchSpec, *, host: Host, head_name: str) -> HostNetwork:
@@ -39,17 +39,19 @@ def find_network(spec: LaunchSpec, *, host: Host, head_name: str) -> HostNetwork
 
     Raises HostRejected if the configured interface does not exist, or if the address belongs to the loopback interface.
     """
-    addresses = interface_addresses()
-    interfaces = ", ".join(f"{name} {address}" for name, address in sorted(addresses.items()))
+    address_by_interface = interface_addresses()
+    shown_interfaces = ", ".join(f"{name} {address}" for name, address in sorted(address_by_interface.items()))
     if spec.interface is not None:
-        if spec.interface not in addresses:
-            raise HostRejected(f"{host} has no IPv4 address on {spec.interface}; it has {interfaces}; set launcher.interface")
-        return HostNetwork(spec.interface, addresses[spec.interface])
+        if spec.interface not in address_by_interface:
+            raise HostRejected(
+                f"{host} has no IPv4 address on {spec.interface}; it has {shown_interfaces}; set launcher.interface"
+            )
+        return HostNetwork(spec.interface, address_by_interface[spec.interface])
     address = _own_address(head_name)
-    interface = next((name for name, candidate in addresses.items() if candidate == address), None)
-    if interface is None or interface == LOOPBACK:
+    interface = next((name for name, interface_address in address_by_interface.items() if interface_address == address), None)
+    if interface is None or interface == LOOPBACK_INTERFACE:
         raise HostRejected(
-            f"{host} resolves its own address to {address}, which other hosts cannot reach; it has {interfaces}; set "
+            f"{host} resolves its own address to {address}, which other hosts cannot reach; it has {shown_interfaces}; set "
             "launcher.interface to the interface that connects the hosts"
         )
     return HostNetwork(interface, address)
@@ -68,12 +70,14 @@ def listen(spec: LaunchSpec, network: HostNetwork, *, host: Host) -> HostNetwork
 
 def interface_addresses() -> dict[str, str]:
     """Return the first IPv4 address of each network interface."""
-    addresses = {}
-    for name, entries in psutil.net_if_addrs().items():
-        ipv4_addresses = [entry.address for entry in entries if entry.family == socket.AF_INET]
+    address_by_interface = {}
+    for interface, interface_entries in psutil.net_if_addrs().items():
+        ipv4_addresses = [
+            address_entry.address for address_entry in interface_entries if address_entry.family == socket.AF_INET
+        ]
         if ipv4_addresses:
-            addresses[name] = ipv4_addresses[0]
-    return addresses
+            address_by_interface[interface] = ipv4_addresses[0]
+    return address_by_interface
 
 
 def _own_address(head_name: str) -> str:
@@ -83,9 +87,9 @@ def _own_address(head_name: str) -> str:
     of a Kubernetes job, where the name of node 0 is "localhost".
     """
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((head_name or platform.node(), 9))  # connecting a UDP socket sends nothing
-            address = str(probe.getsockname()[0])
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
+            probe_socket.connect((head_name or platform.node(), 9))  # connecting a UDP socket sends nothing
+            address = str(probe_socket.getsockname()[0])
         return socket.gethostbyname(platform.node()) if address.startswith("127.") else address
     except OSError:
         return LOOPBACK_ADDRESS

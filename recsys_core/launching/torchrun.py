@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from recsys_core.launching.config import LOOPBACK
+from recsys_core.launching.config import LOOPBACK_INTERFACE
 from recsys_core.launching.messages import (
     STORE_VARIABLE,
     Host,
@@ -58,12 +58,12 @@ def run_ranks(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, network: Ho
 
     Raises HostRejected if this host cannot connect to the others, or loses the connection.
     """
-    logs = folder.log_folder(host.node)
-    logs.mkdir()
+    log_folder = folder.log_folder(host.node)
+    log_folder.mkdir()
     threading.Thread(target=_watch_launching_process, args=(spec, folder, host.node), daemon=True).start()
     try:
         with _rendezvous(spec, node=host.node, network=network) as handler:
-            config = LaunchConfig(
+            launch_config = LaunchConfig(
                 min_nodes=spec.num_nodes,
                 max_nodes=spec.num_nodes,
                 nproc_per_node=spec.processes_per_node,
@@ -72,11 +72,11 @@ def run_ranks(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, network: Ho
                 rdzv_configs={"handler": handler},
                 max_restarts=0,
                 local_addr=network.address,
-                logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
+                logs_specs=DefaultLogsSpecs(log_dir=str(log_folder), redirects=Std.ALL),
             )
-            elastic_launch(config, sys.executable)("-u", "-m", spec.module, str(spec.job))
+            elastic_launch(launch_config, sys.executable)("-u", "-m", spec.module, str(spec.job))
     except ChildFailedError as error:
-        return tuple(_rank_failure(rank, failure, logs=logs) for rank, failure in error.failures.items())
+        return tuple(_rank_failure(rank, failure, log_folder=log_folder) for rank, failure in error.failures.items())
     except DistError as error:
         if len(folder.started_ranks()) == spec.world_size:
             node_0 = Host(0, folder.ready_hosts()[0].host)
@@ -92,40 +92,40 @@ def run_ranks(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, network: Ho
     return ()
 
 
-def _rank_failure(rank: int, failure: ProcessFailure, *, logs: Path) -> RankFailure:
-    stderr = next(iter(sorted(logs.glob(f"**/{failure.local_rank}/stderr.log"))), None)
+def _rank_failure(rank: int, failure: ProcessFailure, *, log_folder: Path) -> RankFailure:
+    stderr_path = next(iter(sorted(log_folder.glob(f"**/{failure.local_rank}/stderr.log"))), None)
     return RankFailure(
         rank=rank,
         exit_code=failure.exitcode,
         signal=signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else None,
         traceback=_traceback(failure.error_file_data),
-        last_lines="" if stderr is None else last_lines(stderr),
+        last_lines="" if stderr_path is None else last_lines(stderr_path),
         timestamp=failure.timestamp,
     )
 
 
-def _traceback(error_file: Mapping[str, Any]) -> str:
+def _traceback(error_report: Mapping[str, Any]) -> str:
     """Return the traceback that torchrun's `record` wrote; empty if a signal ended the rank first."""
-    message = error_file.get("message")
-    return str(message["extraInfo"]["py_callstack"]) if isinstance(message, dict) else ""
+    exception_report = error_report.get("message")
+    return str(exception_report["extraInfo"]["py_callstack"]) if isinstance(exception_report, dict) else ""
 
 
 def _watch_launching_process(spec: LaunchSpec, folder: LaunchFolder, node: int) -> None:
     """Forward a request for stack dumps to the ranks, and end this process and its ranks when the lease is not renewed."""
-    stacks_requested, lease, renewed_at, polls_without_lease = False, None, time.monotonic(), 0
+    has_requested_stacks, lease, renewed_at, num_polls_without_lease = False, None, time.monotonic(), 0
     while True:
         time.sleep(POLL_S)
-        if not stacks_requested and folder.stacks_request.exists():
-            stacks_requested = True
+        if not has_requested_stacks and folder.stacks_request_path.exists():
+            has_requested_stacks = True
             request_stacks(folder, node=node)
         if spec.lease_timeout_s is None:
             continue
         # The lease has no timestamp, because the clocks of the hosts differ. This host measures the age with its own clock.
         current_lease = folder.read_lease(spec.token)
-        polls_without_lease = polls_without_lease + 1 if current_lease is None else 0
+        num_polls_without_lease = num_polls_without_lease + 1 if current_lease is None else 0
         if current_lease != lease:
             lease, renewed_at = current_lease, time.monotonic()
-        if time.monotonic() - renewed_at > spec.lease_timeout_s or polls_without_lease >= MAX_POLLS_WITHOUT_LEASE:
+        if time.monotonic() - renewed_at > spec.lease_timeout_s or num_polls_without_lease >= MAX_POLLS_WITHOUT_LEASE:
             os.kill(os.getpid(), signal.SIGTERM)  # torchrun forwards it to the ranks
             time.sleep(TERM_GRACE_S)
             os._exit(1)  # the remaining ranks end with this process
@@ -136,13 +136,13 @@ def _rendezvous(spec: LaunchSpec, *, node: int, network: HostNetwork) -> Iterato
     """Yield the rendezvous of the hosts. Set the environment variables with which the ranks connect to each other."""
     timeout_s = spec.rendezvous_timeout_s
     if spec.num_nodes > 1:
-        os.environ.update({name: os.environ.get(name) or network.interface for name in INTERFACE_VARIABLES})
+        os.environ.update({variable: os.environ.get(variable) or network.interface for variable in INTERFACE_VARIABLES})
         store = connect_store(network, timeout_s=timeout_s)
         yield StaticRendezvous(spec, node=node, store=store, endpoint=network.rendezvous)
         return
     with tempfile.TemporaryDirectory(prefix="nightjar-") as private_folder:  # of mode 0700
         os.environ[STORE_VARIABLE] = str(Path(private_folder) / "store")
-        os.environ.update(dict.fromkeys(INTERFACE_VARIABLES, LOOPBACK))
+        os.environ.update(dict.fromkeys(INTERFACE_VARIABLES, LOOPBACK_INTERFACE))
         yield StaticRendezvous(spec, node=node, store=HashStore(), endpoint=None)
 
 
@@ -167,8 +167,8 @@ class StaticRendezvous(StaticTCPRendezvous):
 
     def __init__(self, spec: LaunchSpec, *, node: int, store: Store, endpoint: tuple[str, int] | None) -> None:
         address, port = endpoint or (LOOPBACK_ADDRESS, 0)
-        timeout: Any = spec.rendezvous_timeout_s  # annotated as int, but a float works too
-        super().__init__(address, port, rank=node, world_size=spec.num_nodes, run_id=spec.token, timeout=timeout)
+        timeout_s: Any = spec.rendezvous_timeout_s  # annotated as int, but a float works too
+        super().__init__(address, port, rank=node, world_size=spec.num_nodes, run_id=spec.token, timeout=timeout_s)
         self._endpoint = endpoint
         self._host_store = PrefixStore(spec.token, store)
 
@@ -185,8 +185,8 @@ class StaticRendezvous(StaticTCPRendezvous):
         """Wait for all hosts. Raises DistStoreError if one is missing after the timeout."""
         self._host_store.set(f"host-{self.rank}", "")
         self._host_store.wait([f"host-{node}" for node in range(self.world_size)], self.timeout)
-        rank_store = RendezvousStoreInfo(self.master_addr, self.master_port)
-        return RendezvousInfo(self._host_store, self.rank, self.world_size, rank_store)
+        store_info = RendezvousStoreInfo(self.master_addr, self.master_port)
+        return RendezvousInfo(self._host_store, self.rank, self.world_size, store_info)
 
     def num_nodes_waiting(self) -> int:
         """Return 0: no host joins later. Raises DistError once node 0 is gone; torchrun calls this at every poll."""
@@ -194,9 +194,9 @@ class StaticRendezvous(StaticTCPRendezvous):
         return 0
 
 
-def _handler_of(parameters: RendezvousParameters) -> RendezvousHandler:
+def _handler_from(parameters: RendezvousParameters) -> RendezvousHandler:
     handler: RendezvousHandler = parameters.config["handler"]
     return handler
 
 
-rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, _handler_of)
+rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, _handler_from)

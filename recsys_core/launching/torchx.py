@@ -15,7 +15,7 @@ from torchx.specs.api import AppState
 
 from recsys_core.errors import InputError, LaunchError
 from recsys_core.launching.config import LOCAL_SCHEDULERS, TorchxLauncher
-from recsys_core.launching.messages import LAST_LINES, LaunchFolder, LaunchSpec, last_lines
+from recsys_core.launching.messages import NUM_LAST_LINES, LaunchFolder, LaunchSpec, last_lines
 from recsys_core.launching.monitor import GroupState
 from recsys_core.parent_process import PARENT_VARIABLE, parent_environment
 
@@ -41,14 +41,14 @@ def submit(
         with _restore_signal_handlers():
             request = build_request(agent_arguments, spec, folder, launcher=launcher, runner=runner)
         try:
-            handle = runner.schedule(request)
+            app_handle = runner.schedule(request)
         except Exception as error:  # each scheduler's client has its own exceptions
             raise LaunchError(
                 f"{launcher.scheduler} did not accept the request: {type(error).__name__}: {error}; check that the scheduler "
                 "and its command line tools can be reached from this host"
             ) from error
-        logger.info("%s: %d hosts x %d processes", handle, spec.num_nodes, spec.processes_per_node)
-        yield TorchxGroup(runner, handle, folder=folder, is_local=launcher.scheduler in LOCAL_SCHEDULERS)
+        logger.info("%s: %d hosts x %d processes", app_handle, spec.num_nodes, spec.processes_per_node)
+        yield TorchxGroup(runner, app_handle, folder=folder, is_local=launcher.scheduler in LOCAL_SCHEDULERS)
 
 
 def build_request(
@@ -56,9 +56,9 @@ def build_request(
 ) -> AppDryRunInfo[object]:
     """Return the request to submit. str(request) is the scheduler's own format: a batch script or the YAML of a job."""
     is_local = launcher.scheduler in LOCAL_SCHEDULERS
-    args = dict(launcher.args)
+    scheduler_args = dict(launcher.args)
     if is_local:
-        args.setdefault("log_dir", str(folder.path / LOG_FOLDER))
+        scheduler_args.setdefault("log_dir", str(folder.path / LOG_FOLDER))
     role = Role(
         name=ROLE,
         image=launcher.image,
@@ -80,30 +80,30 @@ def build_request(
         ],
     )
     try:
-        return runner.dryrun(AppDef(name=ROLE, roles=[role]), launcher.scheduler, cfg=args)
+        return runner.dryrun(AppDef(name=ROLE, roles=[role]), launcher.scheduler, cfg=scheduler_args)
     except KeyError:
         schedulers = ", ".join(sorted(runner.scheduler_backends()))
         raise InputError(
             f"launcher.scheduler is {launcher.scheduler}, but TorchX has {schedulers}; choose one of them"
         ) from None
     except Exception as error:  # each scheduler validates its settings with its own exceptions
-        settings = ", ".join(f"{name}={value}" for name, value in args.items()) or "empty"
+        shown_args = ", ".join(f"{name}={value}" for name, value in scheduler_args.items()) or "empty"
         raise InputError(
             f"launcher.scheduler {launcher.scheduler} rejects the request ({type(error).__name__}: {error}); "
-            f"launcher.args: {settings}"
+            f"launcher.args: {shown_args}"
         ) from error
 
 
 class TorchxGroup:
     """A HostGroup whose agents are one submitted TorchX app."""
 
-    def __init__(self, runner: Runner, handle: str, *, folder: LaunchFolder, is_local: bool) -> None:
-        self._runner, self._handle, self._folder, self._is_local = runner, handle, folder, is_local
+    def __init__(self, runner: Runner, app_handle: str, *, folder: LaunchFolder, is_local: bool) -> None:
+        self._runner, self._app_handle, self._folder, self._is_local = runner, app_handle, folder, is_local
         self._interval_s = LOCAL_STATUS_INTERVAL_S if is_local else STATUS_INTERVAL_S
         self._status: AppStatus | None = None
         self._last_request_time = float("-inf")
         self._last_status_time = time.monotonic()
-        self._has_ended = False
+        self._is_end_requested = False
 
     def state(self) -> GroupState:
         """Return the state, requested from the scheduler at intervals. Raises LaunchError after 5 minutes without a status."""
@@ -117,56 +117,56 @@ class TorchxGroup:
 
     def exit_summary(self) -> str:
         """Return the last status of the scheduler."""
-        status = "none" if self._status is None else " ".join([self._status.state.name, self._status.msg]).strip()
-        return f"{self._handle}: status of the scheduler: {status}"
+        shown_status = "none" if self._status is None else " ".join([self._status.state.name, self._status.msg]).strip()
+        return f"{self._app_handle}: status of the scheduler: {shown_status}"
 
-    def log(self, node: int) -> str:
+    def last_log_lines(self, node: int) -> str:
         """Return the last lines of a host's stderr. Remote schedulers provide a log only after the app has ended."""
         if self._is_local:
-            path = next(iter(self._folder.path.glob(f"{LOG_FOLDER}/**/{ROLE}/{node}/stderr.log")), None)
-            return "" if path is None else last_lines(path)
-        return self._fetch_log(node) if self._has_ended else ""
+            stderr_path = next(iter(self._folder.path.glob(f"{LOG_FOLDER}/**/{ROLE}/{node}/stderr.log")), None)
+            return "" if stderr_path is None else last_lines(stderr_path)
+        return self._fetch_log(node) if self._is_end_requested else ""
 
     def end(self) -> None:
         """Cancel the app and wait until the scheduler reports its end."""
-        if self._has_ended:
+        if self._is_end_requested:
             return
-        self._has_ended = True
+        self._is_end_requested = True
         try:
             if self.state() != "ended":
-                self._runner.cancel(self._handle)
+                self._runner.cancel(self._app_handle)
             deadline = time.monotonic() + END_TIMEOUT_S
             while self.state() != "ended" and self._status is not None and time.monotonic() < deadline:
                 # The next request follows within a second, even if the interval is longer.
                 self._last_request_time = min(self._last_request_time, time.monotonic() - self._interval_s + 1.0)
                 time.sleep(0.1)
         except Exception as error:  # the scheduler cannot be reached; the hosts end when their lease expires
-            logger.warning("%s could not be cancelled: %s", self._handle, error)
+            logger.warning("%s could not be cancelled: %s", self._app_handle, error)
 
     def _request_status(self) -> None:
         self._last_request_time = time.monotonic()
         try:
-            self._status = self._runner.status(self._handle)
+            self._status = self._runner.status(self._app_handle)
             self._last_status_time = time.monotonic()
         except Exception as error:  # the scheduler is busy, or the job is in a state that TorchX does not know
             if time.monotonic() - self._last_status_time > NO_STATUS_TIMEOUT_S:
                 raise LaunchError(
-                    f"{self._handle}: the scheduler has returned no status for {NO_STATUS_TIMEOUT_S:g} s: {error}"
+                    f"{self._app_handle}: the scheduler has returned no status for {NO_STATUS_TIMEOUT_S:g} s: {error}"
                 ) from error
-            logger.debug("%s: no status: %s", self._handle, error)
+            logger.debug("%s: no status: %s", self._app_handle, error)
 
     def _fetch_log(self, node: int) -> str:
         """Read the log in a thread with a deadline, because some schedulers block."""
-        lines: list[str] = []
+        log_lines: list[str] = []
 
-        def read() -> None:
+        def read_lines() -> None:
             with contextlib.suppress(Exception):  # the log is missing or cannot be read
-                lines.extend(line.rstrip() for line in self._runner.log_lines(self._handle, ROLE, node))
+                log_lines.extend(line.rstrip() for line in self._runner.log_lines(self._app_handle, ROLE, node))
 
-        reader = threading.Thread(target=read, daemon=True)
-        reader.start()
-        reader.join(LOG_TIMEOUT_S)
-        return "\n".join(lines[-LAST_LINES:])
+        reader_thread = threading.Thread(target=read_lines, daemon=True)
+        reader_thread.start()
+        reader_thread.join(LOG_TIMEOUT_S)
+        return "\n".join(log_lines[-NUM_LAST_LINES:])
 
 
 @contextmanager
@@ -175,9 +175,9 @@ def _restore_signal_handlers() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handler_by_signal = {signal_number: signal.getsignal(signal_number) for signal_number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for signal_number, handler in handler_by_signal.items():
+            signal.signal(signal_number, handler)

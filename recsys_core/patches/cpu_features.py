@@ -13,9 +13,9 @@ from pathlib import Path
 
 def libc10_path() -> Path:
     """Return the path of torch's libc10.so without importing torch."""
-    torch = importlib.util.find_spec("torch")
-    assert torch is not None and torch.origin is not None
-    return Path(torch.origin).with_name("lib") / "libc10.so"
+    torch_spec = importlib.util.find_spec("torch")
+    assert torch_spec is not None and torch_spec.origin is not None
+    return Path(torch_spec.origin).with_name("lib") / "libc10.so"
 
 
 def share_cpu_features() -> None:

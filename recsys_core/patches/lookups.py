@@ -35,7 +35,7 @@ class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]  # TorchR
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return the names of all sharding types, regardless of the device."""
-        return [kind.value for kind in ShardingType]
+        return [sharding_type.value for sharding_type in ShardingType]
 
 
 class RowSharder(EmbeddingCollectionSharder):  # type: ignore[misc]  # TorchRec has no types
@@ -43,15 +43,15 @@ class RowSharder(EmbeddingCollectionSharder):  # type: ignore[misc]  # TorchRec 
 
     def shard(self, *args: Any, **kwargs: Any) -> ShardedEmbeddingCollection:
         """Return the sharded collection with patched kernels."""
-        sharded = super().shard(*args, **kwargs)
-        patch_cpu_kernels(sharded)
-        return sharded
+        sharded_collection = super().shard(*args, **kwargs)
+        patch_cpu_kernels(sharded_collection)
+        return sharded_collection
 
 
-def patch_cpu_kernels(sharded: ShardedEmbeddingCollection) -> None:
+def patch_cpu_kernels(sharded_collection: ShardedEmbeddingCollection) -> None:
     """Replace `forward` of the collection's CPU kernels."""
     # TorchRec stores the lookups of a sharded collection in a plain list, which nn.Module.modules() does not visit.
-    for module in nn.ModuleList(sharded._lookups).modules():
+    for module in nn.ModuleList(sharded_collection._lookups).modules():
         if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen) and module.use_cpu:
             module.pooling_mode = PoolingMode.SUM
             module.forward = partial(fused_lookup, module, module.forward)
@@ -59,10 +59,12 @@ def patch_cpu_kernels(sharded: ShardedEmbeddingCollection) -> None:
             module.emb_module.forward = partial(dense_lookup, module.emb_module, table_indices=list(module._feature_table_map))
 
 
-def fused_lookup(kernel: SplitTableBatchedEmbeddingBagsCodegen, forward: Any, indices: Tensor, offsets: Tensor) -> Tensor:
+def fused_lookup(
+    kernel: SplitTableBatchedEmbeddingBagsCodegen, kernel_forward: Any, indices: Tensor, offsets: Tensor
+) -> Tensor:
     """Look up unpooled rows with the pooled kernel, one row per bag: [L, D], all rows of the first feature first.
 
-    All features have the same number of lookups. forward: the kernel's own forward method.
+    All features have the same number of lookups. kernel_forward: the kernel's own forward method.
     """
     num_features = len(kernel.embedding_specs)
     num_lookups = len(indices) // num_features
@@ -70,7 +72,7 @@ def fused_lookup(kernel: SplitTableBatchedEmbeddingBagsCodegen, forward: Any, in
         # The table has fewer rows than there are ranks, and this rank has none of them. Without lookups, the rank still takes
         # part in the backward pass.
         return torch.zeros(0, kernel.embedding_specs[0][1], requires_grad=True)
-    pooled: Tensor = forward(indices, torch.arange(len(indices) + 1, dtype=offsets.dtype, device=offsets.device))
+    pooled: Tensor = kernel_forward(indices, torch.arange(len(indices) + 1, dtype=offsets.dtype, device=offsets.device))
     dim = pooled.shape[1] // num_features  # explicit, because view cannot infer -1 without lookups
     return pooled.view(num_lookups, num_features, dim).transpose(0, 1).reshape(len(indices), dim)
 
@@ -84,10 +86,10 @@ def dense_lookup(
     """
     num_bags = (len(offsets) - 1) // len(table_indices)
     rows_by_feature = []
-    for feature, table in enumerate(table_indices):
-        num_rows, dim = kernel.embedding_specs[table]
-        weight_start = kernel.weights_physical_offsets[table]
+    for feature_index, table_index in enumerate(table_indices):
+        num_rows, dim = kernel.embedding_specs[table_index]
+        weight_start = kernel.weights_physical_offsets[table_index]
         weight = kernel.weights[weight_start : weight_start + num_rows * dim].view(num_rows, dim)
-        start, end = int(offsets[feature * num_bags]), int(offsets[(feature + 1) * num_bags])
-        rows_by_feature.append(embedding(indices[start:end], weight))
+        lookup_start, lookup_end = int(offsets[feature_index * num_bags]), int(offsets[(feature_index + 1) * num_bags])
+        rows_by_feature.append(embedding(indices[lookup_start:lookup_end], weight))
     return torch.cat(rows_by_feature)

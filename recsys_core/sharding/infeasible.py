@@ -20,9 +20,13 @@ MAX_NODE_COUNTS = 3
 
 def infeasible_error(planner: TorchrecPlanner) -> InputError:
     """Build the error with the missing bytes and the changes that make a plan feasible."""
-    sizes = {name: f"{table.num_rows:,} x {table.dim}" for name, table in planner.model.tables.items()}
-    smallest_options = {name: min(options, key=_shard_and_total_bytes) for name, options in _resident_options(planner).items()}
-    changes = list(_helpful_changes(planner, smallest_options))
+    shown_size_by_table = {
+        table_name: f"{table.num_rows:,} x {table.dim}" for table_name, table in planner.model.tables.items()
+    }
+    smallest_option_by_table = {
+        table_name: min(options, key=_shard_and_total_bytes) for table_name, options in _resident_options(planner).items()
+    }
+    changes = list(_helpful_changes(planner, smallest_option_by_table))
     advice = (
         f"a plan exists with {'; or with '.join(changes)}"
         if changes
@@ -32,36 +36,39 @@ def infeasible_error(planner: TorchrecPlanner) -> InputError:
         )
     )
     return InputError(
-        f"sharding: no plan for tables {sizes} on {planner.world_size} ranks with {planner.hbm_gb:g} GB HBM per GPU and "
-        f"{planner.ddr_gb:g} GB memory per host ({100 * RESERVED_SHARE:.0f} % of both are reserved for layers, activations and "
-        f"input): {describe_shortage(planner, smallest_options)}; {advice}"
+        f"sharding: no plan for tables {shown_size_by_table} on {planner.world_size} ranks with {planner.hbm_gb:g} GB HBM per "
+        f"GPU and {planner.ddr_gb:g} GB memory per host ({100 * RESERVED_SHARE:.0f} % of both are reserved for layers, "
+        f"activations and input): {describe_shortage(planner, smallest_option_by_table)}; {advice}"
     )
 
 
-def describe_shortage(planner: TorchrecPlanner, options: Mapping[str, ShardingOption]) -> str:
+def describe_shortage(planner: TorchrecPlanner, option_by_table: Mapping[str, ShardingOption]) -> str:
     """Return a message with the missing bytes: of a table that is too large for a rank, or of all tables together.
 
-    options: one layout per table.
+    option_by_table: one layout per table.
     """
-    tiers = {"hbm": "HBM", "ddr": "main memory"} if planner.device == "cuda" else {"ddr": "main memory"}
+    name_by_tier = {"hbm": "HBM", "ddr": "main memory"} if planner.device == "cuda" else {"ddr": "main memory"}
     message = ""
-    for tier, tier_name in tiers.items():
+    for tier, tier_name in name_by_tier.items():
         usable_bytes: int = getattr(planner.usable_memory, tier)
         shard_bytes_by_table = {
-            name: [getattr(shard.storage, tier) for shard in option.shards] for name, option in options.items()
+            name: [getattr(shard.storage, tier) for shard in option.shards] for name, option in option_by_table.items()
         }
-        largest_shard_bytes = {name: max(num_bytes) for name, num_bytes in shard_bytes_by_table.items()}
-        table = max(largest_shard_bytes, key=lambda name: largest_shard_bytes[name])
-        missing_bytes = largest_shard_bytes[table] - usable_bytes
+        largest_shard_by_table = {name: max(shard_bytes) for name, shard_bytes in shard_bytes_by_table.items()}
+        table_name = max(largest_shard_by_table, key=lambda name: largest_shard_by_table[name])
+        missing_bytes = largest_shard_by_table[table_name] - usable_bytes
         if missing_bytes > 0:
             return (
-                f"table {table} needs {largest_shard_bytes[table]:,} bytes of {tier_name} on one rank "
-                f"({options[table].sharding_type}), but {usable_bytes:,} are usable: {missing_bytes:,} bytes short per rank"
+                f"table {table_name} needs {largest_shard_by_table[table_name]:,} bytes of {tier_name} on one rank "
+                f"({option_by_table[table_name].sharding_type}), but {usable_bytes:,} are usable: {missing_bytes:,} bytes "
+                "short per rank"
             )
-        table_bytes = {name: sum(num_bytes) for name, num_bytes in shard_bytes_by_table.items()}
-        total_bytes = sum(table_bytes.values())
-        table = max(table_bytes, key=lambda name: table_bytes[name])
-        largest_table = f"table {table} is the largest, with {table_bytes[table]:,} of {total_bytes:,} bytes of {tier_name}"
+        bytes_by_table = {name: sum(shard_bytes) for name, shard_bytes in shard_bytes_by_table.items()}
+        total_bytes = sum(bytes_by_table.values())
+        table_name = max(bytes_by_table, key=lambda name: bytes_by_table[name])
+        largest_table = (
+            f"table {table_name} is the largest, with {bytes_by_table[table_name]:,} of {total_bytes:,} bytes of {tier_name}"
+        )
         missing_bytes = total_bytes - usable_bytes * planner.world_size
         if missing_bytes > 0:
             return (
@@ -78,11 +85,11 @@ def describe_shortage(planner: TorchrecPlanner, options: Mapping[str, ShardingOp
 def _resident_options(planner: TorchrecPlanner) -> dict[str, list[ShardingOption]]:
     """Return the layouts of each table without offloading, or all its layouts if every layout offloads rows."""
     options_by_table = planner.options()
-    resident_options = {
-        name: [option for option in options if option.compute_kernel in ("fused", "dense")]
-        for name, options in options_by_table.items()
+    resident_options_by_table = {
+        table_name: [option for option in options if option.compute_kernel in ("fused", "dense")]
+        for table_name, options in options_by_table.items()
     }
-    return {name: resident_options[name] or options for name, options in options_by_table.items()}
+    return {table_name: resident_options_by_table[table_name] or options for table_name, options in options_by_table.items()}
 
 
 def _total_bytes(option: ShardingOption) -> int:
@@ -103,42 +110,46 @@ def _fits(planner: TorchrecPlanner) -> bool:
     return True
 
 
-def _helpful_changes(planner: TorchrecPlanner, smallest_options: Mapping[str, ShardingOption]) -> Iterator[str]:
+def _helpful_changes(planner: TorchrecPlanner, smallest_option_by_table: Mapping[str, ShardingOption]) -> Iterator[str]:
     """Yield config changes that make a plan feasible, the cheapest change first."""
-    yield from _fewer_constraints(planner)
-    yield from _offloading(planner)
-    yield from _more_memory(planner, smallest_options)
-    yield from _more_ranks(planner, smallest_options)
+    yield from _constraint_changes(planner)
+    yield from _offloading_changes(planner)
+    yield from _memory_changes(planner, smallest_option_by_table)
+    yield from _rank_changes(planner, smallest_option_by_table)
 
 
-def _fewer_constraints(planner: TorchrecPlanner) -> Iterator[str]:
-    for name, constraint in planner.config.tables.items():
-        if constraint.sharding_types is not None and _fits(_with_constraints(planner, {name: {"sharding_types": None}})):
-            yield f"sharding.tables.{name}.sharding_types removed"
+def _constraint_changes(planner: TorchrecPlanner) -> Iterator[str]:
+    for table_name, constraint in planner.config.tables.items():
+        if constraint.sharding_types is not None and _fits(_with_constraints(planner, {table_name: {"sharding_types": None}})):
+            yield f"sharding.tables.{table_name}.sharding_types removed"
 
 
-def _offloading(planner: TorchrecPlanner) -> Iterator[str]:
+def _offloading_changes(planner: TorchrecPlanner) -> Iterator[str]:
     """Yield offloading kernels for tables whose constraints exclude these kernels."""
     if planner.device == "cpu":
         return
     caching_kernels: tuple[ComputeKernel, ...] = ("fused", "fused_uvm_caching")
-    for name, constraint in planner.config.tables.items():
+    for table_name, constraint in planner.config.tables.items():
         allowed_offloading_kernels = set(constraint.compute_kernels or caching_kernels) & {"fused_uvm", "fused_uvm_caching"}
-        if not allowed_offloading_kernels and _fits(_with_constraints(planner, {name: {"compute_kernels": caching_kernels}})):
-            yield f"sharding.tables.{name}.compute_kernels: [fused, fused_uvm_caching], which uses main memory"
+        if not allowed_offloading_kernels and _fits(
+            _with_constraints(planner, {table_name: {"compute_kernels": caching_kernels}})
+        ):
+            yield f"sharding.tables.{table_name}.compute_kernels: [fused, fused_uvm_caching], which uses main memory"
 
 
-def _with_constraints(planner: TorchrecPlanner, changes: Mapping[str, dict[str, object]]) -> TorchrecPlanner:
-    tables = dict(planner.config.tables)
-    for name, change in changes.items():
-        tables[name] = tables.get(name, TableConstraint()).model_copy(update=change)
-    config = planner.config.model_copy(update={"tables": tables})
+def _with_constraints(planner: TorchrecPlanner, update_by_table: Mapping[str, dict[str, object]]) -> TorchrecPlanner:
+    constraint_by_table = dict(planner.config.tables)
+    for table_name, constraint_update in update_by_table.items():
+        constraint_by_table[table_name] = constraint_by_table.get(table_name, TableConstraint()).model_copy(
+            update=constraint_update
+        )
+    config = planner.config.model_copy(update={"tables": constraint_by_table})
     return replace(planner, config=config)
 
 
-def _more_memory(planner: TorchrecPlanner, smallest_options: Mapping[str, ShardingOption]) -> Iterator[str]:
+def _memory_changes(planner: TorchrecPlanner, smallest_option_by_table: Mapping[str, ShardingOption]) -> Iterator[str]:
     """Yield a size of the main memory that is large enough. On GPUs, the main memory stores the offloaded rows."""
-    total_bytes = sum(map(_total_bytes, smallest_options.values()))
+    total_bytes = sum(map(_total_bytes, smallest_option_by_table.values()))
     needed_gb = total_bytes / planner.config.cluster.num_nodes / GIB / (1 - RESERVED_SHARE)
     advice = "" if planner.device == "cpu" else " (the kernels fused_uvm_caching and fused_uvm store rows in main memory)"
     for candidate_gb in (needed_gb, 1.25 * needed_gb, 2 * needed_gb, 4 * needed_gb):
@@ -148,14 +159,14 @@ def _more_memory(planner: TorchrecPlanner, smallest_options: Mapping[str, Shardi
             return
 
 
-def _more_ranks(planner: TorchrecPlanner, smallest_options: Mapping[str, ShardingOption]) -> Iterator[str]:
+def _rank_changes(planner: TorchrecPlanner, smallest_option_by_table: Mapping[str, ShardingOption]) -> Iterator[str]:
     """Yield a sufficient number of GPUs per host, or a sufficient number of hosts.
 
     The search starts near `num_needed_ranks`, the number of ranks whose total memory is large enough for all tables.
     """
     cluster = planner.config.cluster
     usable_bytes = planner.usable_memory.hbm if planner.device == "cuda" else planner.usable_memory.ddr
-    num_needed_ranks = math.ceil(sum(map(_total_bytes, smallest_options.values())) / usable_bytes)
+    num_needed_ranks = math.ceil(sum(map(_total_bytes, smallest_option_by_table.values())) / usable_bytes)
     if planner.device == "cuda" and cluster.num_nodes == 1:
         for processes_per_node in (2, 4, MAX_GPUS_PER_NODE):
             is_too_few = processes_per_node <= planner.processes_per_node or 2 * processes_per_node < num_needed_ranks

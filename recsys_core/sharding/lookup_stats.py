@@ -17,7 +17,7 @@ from recsys_core.models.sampling import negative_share
 from recsys_core.models.spec import ModelSpec
 
 Floats = NDArray[np.float64]
-CURVE_POINTS = 100
+NUM_CURVE_POINTS = 100
 CHUNK_ROWS = 1 << 22
 
 
@@ -43,9 +43,9 @@ def measure_lookups(
     dataset: Dataset,
 ) -> LookupStats:
     """Return the lookup statistics of the data that the ingest stages wrote; see `lookup_stats_of`."""
-    features = None if dataset.features is None else FeatureStore.open(dataset.features)
+    feature_store = None if dataset.features is None else FeatureStore.open(dataset.features)
     store = EventStore.open(dataset.interactions)
-    return lookup_stats_of(model, batch_size=batch_size, loss=loss, store=store, features=features)
+    return lookup_stats_of(model, batch_size=batch_size, loss=loss, store=store, features=feature_store)
 
 
 def lookup_stats_of(
@@ -59,46 +59,49 @@ def lookup_stats_of(
     num_train_events_U = store.train_end - store.user_offset[:-1]
     probability_I = lookup_probability(
         store.item_count,
-        num_draws=batch_size * (1 + mean_history_length(num_train_events_U, model=model, ordered=store.is_ordered)),
+        num_draws=batch_size * (1 + mean_history_length(num_train_events_U, model=model, is_ordered=store.is_ordered)),
         num_negatives=loss.num_negatives,
         alpha=loss.negative_sampling_alpha,
     )
     num_distinct_items = max(1.0, float(probability_I.sum()))
     list_features = features.feature_by_key if features is not None else {}
     values_per_query: dict[str, float] = {}
-    for name, table in model.tables.items():
-        offset = list_features[name].offset if name in list_features else None
+    for table_name, table in model.tables.items():
+        offset = list_features[table_name].offset if table_name in list_features else None
         if table.side == "item":
-            num_values = num_distinct_items if offset is None else _weighted_length(offset, probability_I)
-            values_per_query[name] = num_values / batch_size
+            num_values = num_distinct_items if offset is None else _weighted_total_length(offset, probability_I)
+            values_per_query[table_name] = num_values / batch_size
         elif offset is None:
-            values_per_query[name] = 1.0
-        elif name.startswith("user."):
-            values_per_query[name] = _weighted_length(offset, num_train_events_U) / max(1, store.num_train_events)
+            values_per_query[table_name] = 1.0
+        elif table_name.startswith("user."):
+            values_per_query[table_name] = _weighted_total_length(offset, num_train_events_U) / max(1, store.num_train_events)
         else:  # a list feature of the context has one list per event
-            values_per_query[name] = float(offset[-1]) / max(1, len(offset) - 1)
-    curves = {name: hot_row_curve(probability_I) for name, table in model.tables.items() if table.feature == "item"}
+            values_per_query[table_name] = float(offset[-1]) / max(1, len(offset) - 1)
+    curve_by_table = {
+        table_name: hot_row_curve(probability_I) for table_name, table in model.tables.items() if table.feature == "item"
+    }
     if "user" in model.tables:
-        curves["user"] = hot_row_curve(num_train_events_U.astype(np.float64))
+        curve_by_table["user"] = hot_row_curve(num_train_events_U.astype(np.float64))
     # The plan's fingerprint contains these numbers. They are rounded, because machines differ in the last digits.
     return LookupStats(
-        values_per_query={name: float(f"{value:.6g}") for name, value in values_per_query.items()}, hot_row_curve=curves
+        values_per_query={table_name: float(f"{value:.6g}") for table_name, value in values_per_query.items()},
+        hot_row_curve=curve_by_table,
     )
 
 
-def mean_history_length(num_train_events_U: NDArray[np.int64], *, model: ModelSpec, ordered: bool) -> float:
+def mean_history_length(num_train_events_U: NDArray[np.int64], *, model: ModelSpec, is_ordered: bool) -> float:
     """Return the mean number of history items of a training event. num_train_events_U: number of training events of each user.
 
     >>> from recsys_core.models.config import HistoryConfig, TwoTowerConfig
     >>> model = ModelSpec.sized(TwoTowerConfig(history=HistoryConfig(length=2)), num_users=1, num_items=9)
-    >>> mean_history_length(np.array([4]), model=model, ordered=True)  # the mean of 0, 1, 2, 2
+    >>> mean_history_length(np.array([4]), model=model, is_ordered=True)  # the mean of 0, 1, 2, 2
     1.25
-    >>> mean_history_length(np.array([4]), model=model, ordered=False)
+    >>> mean_history_length(np.array([4]), model=model, is_ordered=False)
     2.0
     """
     history = model.config.history
     num_events_U, max_length = num_train_events_U.astype(np.float64), history.length
-    if ordered:
+    if is_ordered:
         # The first max_length events of a user have histories of 0, 1, 2, ... items. All later histories are full.
         num_shorter_U = np.minimum(num_events_U, max_length)
         total_length_U = num_shorter_U * (num_shorter_U - 1) / 2 + (num_events_U - num_shorter_U) * max_length
@@ -149,20 +152,20 @@ def hot_row_curve(weight_R: Floats) -> tuple[float, ...]:
     """
     total_weight = float(weight_R.sum())
     if total_weight == 0:
-        return tuple((1 + point) / CURVE_POINTS for point in range(CURVE_POINTS))
+        return tuple((1 + point) / NUM_CURVE_POINTS for point in range(NUM_CURVE_POINTS))
     cumulative_share = np.concatenate([[0.0], np.cumsum(np.sort(weight_R)[::-1])]) / total_weight
-    num_hot_rows = np.arange(1, CURVE_POINTS + 1) * len(weight_R) / CURVE_POINTS
+    num_hot_rows = np.arange(1, NUM_CURVE_POINTS + 1) * len(weight_R) / NUM_CURVE_POINTS
     num_full_rows = np.minimum(num_hot_rows.astype(np.int64), len(weight_R) - 1)
     share_of_last_row = cumulative_share[num_full_rows + 1] - cumulative_share[num_full_rows]
     shares: Floats = cumulative_share[num_full_rows] + (num_hot_rows - num_full_rows) * share_of_last_row
     return tuple(round(min(1.0, share), 6) for share in shares.tolist())
 
 
-def _weighted_length(offset: NDArray[np.int64], weight: NDArray[np.int64] | Floats) -> float:
+def _weighted_total_length(offset: NDArray[np.int64], weight: NDArray[np.int64] | Floats) -> float:
     """Return the weighted total of the lengths of all lists."""
     return sum(float(np.dot(np.diff(offset[chunk.start : chunk.stop + 1]), weight[chunk])) for chunk in _chunks(len(weight)))
 
 
-def _chunks(size: int) -> Iterator[slice]:
+def _chunks(num_rows: int) -> Iterator[slice]:
     """Yield slices of at most CHUNK_ROWS, which bound the memory of the temporary arrays."""
-    return (slice(start, min(size, start + CHUNK_ROWS)) for start in range(0, size, CHUNK_ROWS))
+    return (slice(chunk_start, min(num_rows, chunk_start + CHUNK_ROWS)) for chunk_start in range(0, num_rows, CHUNK_ROWS))

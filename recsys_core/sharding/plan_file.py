@@ -15,7 +15,7 @@ from recsys_core.errors import InputError
 from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.sharding.config import ClusterConfig, ComputeKernel, QuantizedCommsConfig, ShardingType
-from recsys_core.sharding.constraints import optimizer_kind, ssd_parameters
+from recsys_core.sharding.constraints import ssd_parameters, table_optimizer_kind
 from recsys_core.units import MIB
 
 RankMeasure = Literal["hbm_bytes", "ddr_bytes", "step_ms"]
@@ -127,8 +127,8 @@ class PlanFile(Frozen):
 
     def imbalance(self, measure: RankMeasure) -> float:
         """Return the maximum over the ranks divided by the mean over the ranks; 1 for equal values."""
-        values = [float(getattr(rank, measure)) for rank in self.ranks]
-        return max(values) * len(values) / sum(values) if sum(values) else 1.0
+        measure_by_rank = [float(getattr(rank, measure)) for rank in self.ranks]
+        return max(measure_by_rank) * len(measure_by_rank) / sum(measure_by_rank) if sum(measure_by_rank) else 1.0
 
     @classmethod
     def read(cls, path: Path) -> "PlanFile":
@@ -145,20 +145,21 @@ class PlanFile(Frozen):
                 f"plan.json: the plan was made for {self.world_size} ranks, but {world_size} ranks were started; "
                 f"plan again, or start {self.world_size} ranks"
             )
-        planned_sizes = {name: (table.rows, table.dim) for name, table in self.tables.items()}
-        model_sizes = {name: (table.num_rows, table.dim) for name, table in spec.tables.items()}
-        if planned_sizes != model_sizes:
+        planned_size_by_table = {table_name: (table.rows, table.dim) for table_name, table in self.tables.items()}
+        model_size_by_table = {table_name: (table.num_rows, table.dim) for table_name, table in spec.tables.items()}
+        if planned_size_by_table != model_size_by_table:
             raise InputError(
-                f"plan.json: the plan was made for tables {planned_sizes}, but the model has {model_sizes}; plan again"
+                f"plan.json: the plan was made for tables {planned_size_by_table}, but the model has {model_size_by_table}; "
+                "plan again"
             )
-        for name, table in spec.tables.items():
+        for table_name, table in spec.tables.items():
             if optimizer is None and table.settings.optimizer is None and not table.frozen:
                 continue
-            kind = optimizer_kind(table, default=optimizer or TableOptimizer())
-            if kind != self.tables[name].optimizer:
+            optimizer_kind = table_optimizer_kind(table, default=optimizer or TableOptimizer())
+            if optimizer_kind != self.tables[table_name].optimizer:
                 raise InputError(
-                    f"plan.json: table {name} was planned with optimizer {self.tables[name].optimizer}, but it has {kind}, "
-                    "which needs a different amount of memory; plan again"
+                    f"plan.json: table {table_name} was planned with optimizer {self.tables[table_name].optimizer}, but it "
+                    f"has {optimizer_kind}, which needs a different amount of memory; plan again"
                 )
         fingerprint = layout_fingerprint(self.tables, device=self.device, world_size=self.world_size)
         if fingerprint != self.fingerprint:
@@ -167,13 +168,15 @@ class PlanFile(Frozen):
                 "the file was changed by hand; set sharding.tables and plan again"
             )
 
-    def to_torchrec(self, path: str, *, spec: ModelSpec) -> ShardingPlan:
+    def to_torchrec(self, tables_path: str, *, spec: ModelSpec) -> ShardingPlan:
         """Convert to TorchRec's plan. path: module path of the embedding tables in the model."""
-        modules: dict[str, dict[str, ParameterSharding]] = {}
-        for name, table in self.tables.items():
-            collection = f"{path}.{spec.tables[name].collection}"
-            modules.setdefault(collection, {})[module_name(name)] = self._parameter_sharding(table)
-        return ShardingPlan(plan={path: EmbeddingModuleShardingPlan(tables) for path, tables in modules.items()})
+        parameters_by_module: dict[str, dict[str, ParameterSharding]] = {}
+        for table_name, table in self.tables.items():
+            collection_path = f"{tables_path}.{spec.tables[table_name].collection}"
+            parameters_by_module.setdefault(collection_path, {})[module_name(table_name)] = self._parameter_sharding(table)
+        return ShardingPlan(
+            plan={tables_path: EmbeddingModuleShardingPlan(tables) for tables_path, tables in parameters_by_module.items()}
+        )
 
     def _parameter_sharding(self, table: TablePlan) -> ParameterSharding:
         sharding_spec = None
@@ -215,17 +218,19 @@ class PlanFile(Frozen):
 
     def rank_groups(self) -> list[tuple[tuple[int, ...], RankEstimate]]:
         """Group the ranks with equal estimates. Return (ranks, their estimate) for each group."""
-        groups: dict[str, list[int]] = {}
+        ranks_by_estimate: dict[str, list[int]] = {}
         for rank, estimate in enumerate(self.ranks):
-            groups.setdefault(estimate.model_dump_json(), []).append(rank)
-        return [(tuple(ranks), self.ranks[ranks[0]]) for ranks in groups.values()]
+            ranks_by_estimate.setdefault(estimate.model_dump_json(), []).append(rank)
+        return [(tuple(ranks), self.ranks[ranks[0]]) for ranks in ranks_by_estimate.values()]
 
 
 def layout_fingerprint(tables: dict[str, TablePlan], *, device: str, world_size: int) -> str:
     """Return the sha256 of the settings that training executes: tables, optimizers, sharding types, kernels, shards, ranks."""
     explanatory_fields = {"values_per_query", "constraint", "alternatives"}
-    layout = {name: table.model_dump(mode="json", exclude=explanatory_fields) for name, table in sorted(tables.items())}
-    return hashlib.sha256(json.dumps([layout, device, world_size], sort_keys=True).encode()).hexdigest()
+    layout_by_table = {
+        table_name: table.model_dump(mode="json", exclude=explanatory_fields) for table_name, table in sorted(tables.items())
+    }
+    return hashlib.sha256(json.dumps([layout_by_table, device, world_size], sort_keys=True).encode()).hexdigest()
 
 
 def format_ranges(ranks: tuple[int, ...]) -> str:
@@ -234,10 +239,13 @@ def format_ranges(ranks: tuple[int, ...]) -> str:
     >>> format_ranges((0, 1, 2, 5)), format_ranges((3,)), format_ranges((0, 1))
     ('0-2, 5', '3', '0, 1')
     """
-    groups: list[list[int]] = []
+    consecutive_ranks: list[list[int]] = []
     for rank in sorted(set(ranks)):
-        if groups and rank == groups[-1][-1] + 1:
-            groups[-1].append(rank)
+        if consecutive_ranks and rank == consecutive_ranks[-1][-1] + 1:
+            consecutive_ranks[-1].append(rank)
         else:
-            groups.append([rank])
-    return ", ".join(f"{group[0]}-{group[-1]}" if len(group) > 2 else ", ".join(map(str, group)) for group in groups)
+            consecutive_ranks.append([rank])
+    return ", ".join(
+        f"{rank_range[0]}-{rank_range[-1]}" if len(rank_range) > 2 else ", ".join(map(str, rank_range))
+        for rank_range in consecutive_ranks
+    )

@@ -8,7 +8,7 @@ from recsys_core.sharding.plan_file import NaivePlan, PlanFile, RankEstimate, Ra
 from recsys_core.units import format_bytes
 
 _TEMPLATE = Path(__file__).with_name("plan.html")
-TIMES = (
+TIME_FIELDS = (
     ("forward_compute_ms", "forward compute"),
     ("forward_comms_ms", "forward comms"),
     ("backward_compute_ms", "backward compute"),
@@ -26,7 +26,7 @@ def to_html(plan: PlanFile) -> str:
         plan=plan,
         compared_plans=compared_plans(plan),
         groups=plan.rank_groups(),
-        times=TIMES,
+        times=TIME_FIELDS,
         memory_name="HBM" if memory_field == "hbm_bytes" else "main memory",
         usable_bytes=plan.usable_hbm_bytes if memory_field == "hbm_bytes" else plan.usable_ddr_bytes,
         fullest_rank_bytes=max(getattr(rank, memory_field) for rank in plan.ranks),
@@ -53,10 +53,10 @@ def compared_plans(plan: PlanFile) -> tuple[NaivePlan, ...]:
     return (this_plan, *plan.naive)
 
 
-def _memory_parts(plan: PlanFile, rank: RankEstimate, table: str) -> list[tuple[str, int, bool]]:
+def _memory_parts(plan: PlanFile, rank: RankEstimate, table_name: str) -> list[tuple[str, int, bool]]:
     """Return (name, bytes, whether the part is in the memory that lookups read) for each part of a table's memory on a rank."""
-    memory = rank.tables[table]
-    is_offloaded = plan.tables[table].compute_kernel in OFFLOADING_KERNELS
+    memory = rank.tables[table_name]
+    is_offloaded = plan.tables[table_name].compute_kernel in OFFLOADING_KERNELS
     parts = [
         ("weights", memory.weights, not is_offloaded),
         ("optimizer", memory.optimizer, not is_offloaded),
@@ -66,12 +66,12 @@ def _memory_parts(plan: PlanFile, rank: RankEstimate, table: str) -> list[tuple[
     return [part for part in parts if part[1]]
 
 
-def format_milliseconds(value: float | None) -> str:
+def format_milliseconds(duration_ms: float | None) -> str:
     """Format milliseconds.
 
-    >>> [format_milliseconds(value) for value in (None, 0, 0.1234, 12.34, 4321)]
+    >>> [format_milliseconds(duration_ms) for duration_ms in (None, 0, 0.1234, 12.34, 4321)]
     ['-', '0', '0.12', '12.3', '4,321']
     """
-    if value is None or value == 0:
-        return "-" if value is None else "0"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2g}"
+    if duration_ms is None or duration_ms == 0:
+        return "-" if duration_ms is None else "0"
+    return f"{duration_ms:,.0f}" if duration_ms >= 100 else f"{duration_ms:.1f}" if duration_ms >= 10 else f"{duration_ms:.2g}"

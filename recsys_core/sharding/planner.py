@@ -13,7 +13,7 @@ from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
 from recsys_core.preflight import cgroup_limits
 from recsys_core.sharding.config import PLAN_NAME, ClusterConfig, ShardingConfig, TableConstraint
-from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, check_constraints, num_values_per_query, optimizer_kind
+from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, check_constraints, num_values_per_query, table_optimizer_kind
 from recsys_core.sharding.estimates import compare_alternatives, naive_plans, rank_estimates
 from recsys_core.sharding.infeasible import infeasible_error
 from recsys_core.sharding.lookup_stats import LookupStats
@@ -44,11 +44,11 @@ def plan_sharding(
         InputError: as in `make_plan`, or if a table is constrained to the kernel `key_value`, which training does not support.
     """
     optimizer = optimizer or TableOptimizer()
-    for name, constraint in config.tables.items():
+    for table_name, constraint in config.tables.items():
         if "key_value" in (constraint.compute_kernels or ()):
             raise InputError(
-                f"sharding.tables.{name}.compute_kernels: key_value can be planned (`nightjar plan`), but training cannot fill "
-                "and checkpoint tables on an SSD; choose fused_uvm_caching"
+                f"sharding.tables.{table_name}.compute_kernels: key_value can be planned (`nightjar plan`), but training "
+                "cannot fill and checkpoint tables on an SSD; choose fused_uvm_caching"
             )
 
     device, processes_per_node = resolve_cluster(config.cluster)
@@ -59,9 +59,9 @@ def plan_sharding(
     stage = StageFolder(folder, PlanManifest, fingerprint=fingerprint)
     if stage.manifest is not None:
         return stage.manifest
-    with stage.writing() as out:
+    with stage.writing() as output_folder:
         plan = make_plan(config, model=model, batch_size=batch_size, optimizer=optimizer, lookup_stats=lookup_stats)
-        write_plan(plan, out)
+        write_plan(plan, output_folder)
         return stage.commit(world_size=plan.world_size, device=plan.device)
 
 
@@ -143,30 +143,30 @@ def make_plan(
     except PlannerError:
         raise infeasible_error(planner) from None
     alternatives_by_table = compare_alternatives(planner, options_by_table) if compare else {}
-    tables = {
-        name: _table_plan(planner, name, option=option, alternatives=alternatives_by_table.get(name, ()))
-        for name, option in options_by_table.items()
+    plan_by_table = {
+        table_name: _table_plan(planner, table_name, option=option, alternatives=alternatives_by_table.get(table_name, ()))
+        for table_name, option in options_by_table.items()
     }
     return PlanFile(
         device=device,
         num_nodes=config.cluster.num_nodes,
         processes_per_node=processes_per_node,
         batch_size=batch_size,
-        fingerprint=layout_fingerprint(tables, device=device, world_size=planner.world_size),
+        fingerprint=layout_fingerprint(plan_by_table, device=device, world_size=planner.world_size),
         cluster=config.cluster,
         quantized_comms=config.quantized_comms,
         usable_hbm_bytes=planner.usable_memory.hbm,
         usable_ddr_bytes=planner.usable_memory.ddr,
-        tables=tables,
+        tables=plan_by_table,
         ranks=rank_estimates(planner, options_by_table),
         naive=naive_plans(planner) if compare else (),
     )
 
 
 def _table_plan(
-    planner: TorchrecPlanner, name: str, *, option: ShardingOption, alternatives: tuple[Alternative, ...]
+    planner: TorchrecPlanner, table_name: str, *, option: ShardingOption, alternatives: tuple[Alternative, ...]
 ) -> TablePlan:
-    table, constraint = planner.model.tables[name], planner.config.tables.get(name)
+    table, constraint = planner.model.tables[table_name], planner.config.tables.get(table_name)
     shards = tuple(
         ShardPlan(rank=shard.rank, offset=(shard.offset[0], shard.offset[1]), size=(shard.size[0], shard.size[1]))
         for shard in option.shards
@@ -175,7 +175,7 @@ def _table_plan(
     return TablePlan(
         rows=table.num_rows,
         dim=table.dim,
-        optimizer=optimizer_kind(table, default=planner.optimizer),
+        optimizer=table_optimizer_kind(table, default=planner.optimizer),
         sharding_type=option.sharding_type,
         compute_kernel=option.compute_kernel,
         cache_load_factor=(option.cache_load_factor or CACHE_LOAD_FACTOR) if has_cache else None,
@@ -183,7 +183,7 @@ def _table_plan(
         ranks=tuple(shard.rank for shard in shards),
         shards=shards,
         values_per_query=num_values_per_query(
-            name, model=planner.model, constraint=constraint or TableConstraint(), lookup_stats=planner.lookup_stats
+            table_name, model=planner.model, constraint=constraint or TableConstraint(), lookup_stats=planner.lookup_stats
         ),
         constraint=_format_constraint(constraint) if constraint is not None else None,
         alternatives=alternatives,
@@ -192,8 +192,9 @@ def _table_plan(
 
 def _format_constraint(constraint: TableConstraint) -> str | None:
     """Format the constraint of a table with the names of its settings; None if no setting is set."""
-    settings = constraint.model_dump(mode="json", exclude_none=True)
+    value_by_setting = constraint.model_dump(mode="json", exclude_none=True)
     formatted_settings = [
-        f"{name}: {value if not isinstance(value, list) else ', '.join(value)}" for name, value in settings.items()
+        f"{setting}: {value if not isinstance(value, list) else ', '.join(value)}"
+        for setting, value in value_by_setting.items()
     ]
     return "; ".join(formatted_settings) or None

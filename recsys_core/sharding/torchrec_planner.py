@@ -30,7 +30,7 @@ from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.models.task import TABLES_PATH
 from recsys_core.sharding.config import ClusterConfig, ComputeKernel, ShardingConfig, ShardingType
-from recsys_core.sharding.constraints import optimizer_kind, parameter_constraints
+from recsys_core.sharding.constraints import parameter_constraints, table_optimizer_kind
 from recsys_core.sharding.lookup_stats import LookupStats
 from recsys_core.sharding.sharders import sharders
 from recsys_core.units import GIB
@@ -105,14 +105,14 @@ class TorchrecPlanner:
         return replace(self, config=config, processes_per_node=processes_per_node)
 
     def best_options(
-        self, *, sharding_types: ShardingTypesByTable | None = None, kernels: KernelsByTable | None = None
+        self, *, sharding_types_by_table: ShardingTypesByTable | None = None, kernels_by_table: KernelsByTable | None = None
     ) -> dict[str, ShardingOption]:
         """Return the layout of each table in the plan with the shortest estimated step. Raises PlannerError if no plan fits.
 
-        sharding_types, kernels: by table; they replace the configured or default sharding types and kernels.
+        sharding_types_by_table, kernels_by_table: replace the configured or default sharding types and kernels.
         """
         best_plan = _BestPlanRecorder()
-        constraints = self._constraints(sharding_types, kernels)
+        constraints = self._constraints(sharding_types_by_table, kernels_by_table)
         planner = EmbeddingShardingPlanner(
             topology=self._topology,
             batch_size=self.batch_size,
@@ -123,23 +123,26 @@ class TorchrecPlanner:
             # TorchRec reserves this share of GPU memory only; `_usable_ddr_bytes` reserves the share of main memory.
             storage_reservation=FixedPercentageStorageReservation(percentage=RESERVED_SHARE),
         )
-        with _quiet():
+        with _silence_torchrec():
             planner.plan(self._module, sharders(self.config.quantized_comms))
         return self._by_table(best_plan.options)
 
     def options(
-        self, *, sharding_types: ShardingTypesByTable | None = None, kernels: KernelsByTable | None = None
+        self, *, sharding_types_by_table: ShardingTypesByTable | None = None, kernels_by_table: KernelsByTable | None = None
     ) -> dict[str, list[ShardingOption]]:
         """Return all layouts of each table with their estimates, including layouts that do not fit."""
         enumerator = EmbeddingEnumerator(
-            self._topology, batch_size=self.batch_size, constraints=self._constraints(sharding_types, kernels)
+            self._topology, batch_size=self.batch_size, constraints=self._constraints(sharding_types_by_table, kernels_by_table)
         )
-        with _quiet():
+        with _silence_torchrec():
             options = enumerator.enumerate(self._module, sharders(self.config.quantized_comms))
-        return {name: [option for option in options if option.name == module_name(name)] for name in sorted(self.model.tables)}
+        return {
+            table_name: [option for option in options if option.name == module_name(table_name)]
+            for table_name in sorted(self.model.tables)
+        }
 
     def _constraints(
-        self, sharding_types: ShardingTypesByTable | None, kernels: KernelsByTable | None
+        self, sharding_types_by_table: ShardingTypesByTable | None, kernels_by_table: KernelsByTable | None
     ) -> dict[str, ParameterConstraints]:
         return parameter_constraints(
             self.config,
@@ -148,28 +151,28 @@ class TorchrecPlanner:
             world_size=self.world_size,
             batch_size=self.batch_size,
             lookup_stats=self.lookup_stats,
-            sharding_types=sharding_types,
-            kernels=kernels,
+            sharding_types_by_table=sharding_types_by_table,
+            kernels_by_table=kernels_by_table,
         )
 
     def _by_table(self, options: list[ShardingOption]) -> dict[str, ShardingOption]:
-        by_module = {option.name: option for option in options}
-        return {name: by_module[module_name(name)] for name in sorted(self.model.tables)}
+        option_by_module = {option.name: option for option in options}
+        return {table_name: option_by_module[module_name(table_name)] for table_name in sorted(self.model.tables)}
 
     @cached_property
     def _module(self) -> nn.Module:
         embedding_tables = EmbeddingTables(self.model, device=torch.device("meta"))
         parameters = dict(embedding_tables.named_parameters())
-        for name, table in self.model.tables.items():
-            kind = optimizer_kind(table, default=self.optimizer)
-            parameters[parameter_name(self.model, name)]._optimizer_classes = [OPTIMIZER_CLASSES[kind]]  # type: ignore[attr-defined]
+        for table_name, table in self.model.tables.items():
+            optimizer_kind = table_optimizer_kind(table, default=self.optimizer)
+            parameters[parameter_name(self.model, table_name)]._optimizer_classes = [OPTIMIZER_CLASSES[optimizer_kind]]  # type: ignore[attr-defined]
         return nn.ModuleDict({TABLES_PATH: embedding_tables})
 
     @cached_property
     def _topology(self) -> Topology:
         cluster = self.config.cluster
         bytes_per_ms_per_gb_s = GIB / 1000
-        with _quiet():
+        with _silence_torchrec():
             return TopologyFactory.create_topology(
                 trainer_config=TrainerConfig(
                     world_size=self.world_size,
@@ -201,7 +204,7 @@ class _BestPlanRecorder(Stats):  # type: ignore[misc]  # TorchRec has no types
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_torchrec() -> Iterator[None]:
     """Silence TorchRec, which logs a warning for every layout that does not fit."""
     logger = logging.getLogger("torchrec")
     level = logger.level

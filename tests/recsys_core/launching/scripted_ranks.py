@@ -13,21 +13,21 @@ from pathlib import Path
 from recsys_core.launching.rank import register_rank
 
 
-def main(job_file: str) -> None:
+def main(job_path: str) -> None:
     register_rank()
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    record(run)(Path(job_file))
+    record(run)(Path(job_path))
 
 
-def run(job_file: Path) -> None:
+def run(job_path: Path) -> None:
     import torch
     from torch import distributed as dist
 
     from recsys_core.errors import InputError
     from recsys_core.training.process_group import join_process_group
 
-    job = json.loads(job_file.read_text())
+    job = json.loads(job_path.read_text())
     with join_process_group(device_type="cpu") as process:
         heartbeat = Path(job["heartbeat"])
         if process.is_main:

@@ -30,7 +30,7 @@ class RunningGroup:
     def exit_summary(self) -> str:
         return "the scheduler ended the hosts"
 
-    def log(self, node: int) -> str:
+    def last_log_lines(self, node: int) -> str:
         return f"the last line of host {node}"
 
     def end(self) -> None:

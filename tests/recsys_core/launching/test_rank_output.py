@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from recsys_core.launching.rank_output import MAX_LINES, RankOutput
+from recsys_core.launching.rank_output import MAX_LOGGED_LINES, RankOutput
 
 
 def test_complete_lines_of_rank_0_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -29,9 +29,9 @@ def test_a_rank_that_prints_without_end_does_not_fill_the_log(tmp_path: Path, ca
     caplog.set_level(logging.INFO)
     file = tmp_path / "node-0" / "token" / "attempt_0" / "0" / "stdout.log"
     file.parent.mkdir(parents=True)
-    file.write_text("line\n" * (MAX_LINES + 100))
+    file.write_text("line\n" * (MAX_LOGGED_LINES + 100))
     output = RankOutput(tmp_path)
     output.relay()
     output.relay()
-    assert len(caplog.records) == MAX_LINES + 1
+    assert len(caplog.records) == MAX_LOGGED_LINES + 1
     assert str(file) in caplog.records[-1].getMessage()

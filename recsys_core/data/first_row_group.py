@@ -35,10 +35,10 @@ def first_values(sources: Sequence[Source], column: str, *, max_rows: int = MAX_
     source = _first_non_empty(sources)
     if column not in source.schema.names:
         return None
-    group = next(index for index, num_rows in enumerate(source.footer.num_group_rows) if num_rows)
+    group_index = next(index for index, num_rows in enumerate(source.footer.num_group_rows) if num_rows)
     try:
         with source.open(page_checksum_verification=True) as file:
-            batch = next(file.iter_batches(max_rows, row_groups=[group], columns=[column]), None)
+            batch = next(file.iter_batches(max_rows, row_groups=[group_index], columns=[column]), None)
     except (pa.ArrowException, OSError, UnicodeError) as error:
         raise InputError(
             f"{source.name}: column {column!r}: damaged, or not readable ({first_line(error)}); write the file again"
@@ -61,11 +61,11 @@ def stored_vector_dim(files: VectorFiles) -> int | None:
     pca_dim = files.config.pca_dim
     if files.source_dim is not None:
         return pca_dim or files.source_dim
-    vectors = first_values(files.sources, files.columns[0], max_rows=_MAX_VECTOR_ROWS)
-    lengths = set() if vectors is None else set(pc.list_value_length(vectors).drop_null().to_pylist())
-    if len(lengths) != 1:
+    first_vectors = first_values(files.sources, files.columns[0], max_rows=_MAX_VECTOR_ROWS)
+    distinct_lengths = set() if first_vectors is None else set(pc.list_value_length(first_vectors).drop_null().to_pylist())
+    if len(distinct_lengths) != 1:
         return pca_dim
-    length: int = lengths.pop()
+    length: int = distinct_lengths.pop()
     check_pca_dim(files, length)
     return pca_dim or length
 
@@ -73,11 +73,11 @@ def stored_vector_dim(files: VectorFiles) -> int | None:
 def check_time_unit(config: InteractionsConfig, sources: Sequence[Source]) -> None:
     """Raise InputError if the times are in 1970 or in the future, but would be plausible in another unit."""
     column = config.timestamp_column
-    values = first_values(sources, column) if column is not None else None
-    if values is None or pa.types.is_date(values.type):
+    times = first_values(sources, column) if column is not None else None
+    if times is None or pa.types.is_date(times.type):
         return
-    unit = values.type.unit if pa.types.is_timestamp(values.type) else config.timestamp_unit
-    tick_range = pc.min_max(values.view(pa.int64()) if pa.types.is_timestamp(values.type) else values.drop_null()).as_py()
+    unit = times.type.unit if pa.types.is_timestamp(times.type) else config.timestamp_unit
+    tick_range = pc.min_max(times.view(pa.int64()) if pa.types.is_timestamp(times.type) else times.drop_null()).as_py()
     latest_valid_s = time.time() + config.max_future_days * DAY_S
     if tick_range["min"] is None or tick_range["max"] < 0:
         return
@@ -86,7 +86,7 @@ def check_time_unit(config: InteractionsConfig, sources: Sequence[Source]) -> No
         return
     for other_unit, ticks_per_s in _TICKS_PER_S.items():
         if _YEAR_1990_S <= tick_range["max"] // ticks_per_s <= latest_valid_s:
-            is_unit_from_config = values.type != pa.timestamp(unit)
+            is_unit_from_config = times.type != pa.timestamp(unit)
             fix = f"set interactions.timestamp_unit to {other_unit}" if is_unit_from_config else "write the column again"
             raise InputError(
                 f"{_first_non_empty(sources).name}: column {column!r}: {tick_range['max']} is {_date_text(max_time_s)} in "
@@ -101,7 +101,7 @@ def _date_text(seconds: int) -> str:
 def check_shared_ids(
     config: InteractionsConfig,
     log_sources: Sequence[Source],
-    vectors: Sequence[VectorFiles],
+    vector_files: Sequence[VectorFiles],
     *,
     id_column_by_table: Mapping[str, str],
 ) -> None:
@@ -114,15 +114,15 @@ def check_shared_ids(
         id_column_by_table: column of the log that contains the ids of each table, by table.
     """
     for table, column in id_column_by_table.items():
-        table_vectors = [files for files in vectors if files.config.table == table]
-        log_ids = first_values(log_sources, column) if table_vectors else None
-        if log_ids is None or any(_have_common_id(log_ids, files) for files in table_vectors):
+        table_files = [files for files in vector_files if files.config.table == table]
+        log_ids = first_values(log_sources, column) if table_files else None
+        if log_ids is None or any(_have_common_id(log_ids, files) for files in table_files):
             continue
-        sources = (*log_sources, *(source for files in table_vectors for source in (*files.sources, *files.id_map)))
+        sources = (*log_sources, *(source for files in table_files for source in (*files.sources, *files.id_map_sources)))
         if not all(source.is_local for source in sources) or not all(column in source.schema.names for source in log_sources):
             continue
-        if not _files_have_common_id(config, log_sources, column, table_vectors):
-            num_vectors, first_files = sum(files.num_rows for files in table_vectors), table_vectors[0]
+        if not _files_have_common_id(config, log_sources, column, table_files):
+            num_vectors, first_files = sum(files.num_rows for files in table_files), table_files[0]
             vector_ids = first_values(first_files.sources, first_files.config.id_column)
             raise InputError(
                 f"embeddings: none of the {num_vectors:,} {table} vectors belongs to one of the log's {table}s: column "
@@ -143,7 +143,7 @@ def _as_text(ids: pa.Array) -> pa.Array:
 
 
 def _files_have_common_id(
-    config: InteractionsConfig, log_sources: Sequence[Source], column: str, vectors: Sequence[VectorFiles]
+    config: InteractionsConfig, log_sources: Sequence[Source], column: str, vector_files: Sequence[VectorFiles]
 ) -> bool:
     with (
         tempfile.TemporaryDirectory(prefix="nightjar-ids-") as folder,
@@ -154,21 +154,25 @@ def _files_have_common_id(
             subject="the ids of log and vectors",
         ) as connection,
     ):
-        log_ids = f"SELECT {quoted(column)}::VARCHAR AS id FROM {_scan(log_sources)}"
-        for files in vectors:
-            vector_ids = f"SELECT {quoted(files.config.id_column)}::VARCHAR AS id FROM {_scan(files.sources)}"
+        log_ids_sql = f"SELECT {quoted(column)}::VARCHAR AS id FROM {_scan_files_sql(log_sources)}"
+        for files in vector_files:
+            vector_ids_sql = f"SELECT {quoted(files.config.id_column)}::VARCHAR AS id FROM {_scan_files_sql(files.sources)}"
             if files.config.id_map is not None:
-                source, target = quoted(files.config.id_map.from_column), quoted(files.config.id_map.to_column)
-                pairs = f"SELECT {source}::VARCHAR AS source, {target}::VARCHAR AS id FROM {_scan(files.id_map)}"
-                vector_ids = (
-                    f"SELECT pairs.id FROM ({pairs}) pairs SEMI JOIN ({vector_ids}) vector_ids ON pairs.source = vector_ids.id"
+                source_id_sql, target_id_sql = quoted(files.config.id_map.from_column), quoted(files.config.id_map.to_column)
+                id_map_sql = (
+                    f"SELECT {source_id_sql}::VARCHAR AS source, {target_id_sql}::VARCHAR AS id "
+                    f"FROM {_scan_files_sql(files.id_map_sources)}"
                 )
-            if connection.sql(f"SELECT 1 FROM ({log_ids}) SEMI JOIN ({vector_ids}) USING (id) LIMIT 1").fetchall():
+                vector_ids_sql = (
+                    f"SELECT pairs.id FROM ({id_map_sql}) pairs "
+                    f"SEMI JOIN ({vector_ids_sql}) vector_ids ON pairs.source = vector_ids.id"
+                )
+            if connection.sql(f"SELECT 1 FROM ({log_ids_sql}) SEMI JOIN ({vector_ids_sql}) USING (id) LIMIT 1").fetchall():
                 return True
     return False
 
 
-def _scan(sources: Sequence[Source]) -> str:
+def _scan_files_sql(sources: Sequence[Source]) -> str:
     return scan_all_sql([source.path for source in sources])
 
 

@@ -25,7 +25,7 @@ class RowCheck:
     column: str
     reason: str
     """Fault of a row that fails, worded to complete the sentence "<value> is ...", for example "in the future"."""
-    condition: str
+    failure_sql: str
     """SQL: true for a row that fails, false or null for a row that passes."""
     fix: str
     """Instruction to the user, for the end of the message."""
@@ -50,7 +50,7 @@ class RowCheck:
 class BadRow:
     """The facts about an unusable row that its error message contains."""
 
-    file: str
+    file_name: str
     column: str
     row: int
     problem: str
@@ -96,35 +96,35 @@ def reject_bad_rows(
     if policy is not None and policy.on_bad_rows == "fail":
         fix += f", or set {policy.setting}.on_bad_rows to drop"
     if policy is not None and policy.on_bad_rows == "drop":
-        counts = ", ".join(f"{name} {count:,}" for name, count in num_bad_by_check.items() if count)
+        check_counts_text = ", ".join(f"{name} {count:,}" for name, count in num_bad_by_check.items() if count)
         fix = (
-            f"{num_bad:,} of {num_rows:,} rows are bad ({counts}), a share of {num_bad / num_rows:.4f}, but "
+            f"{num_bad:,} of {num_rows:,} rows are bad ({check_counts_text}), a share of {num_bad / num_rows:.4f}, but "
             f"{policy.setting}.max_bad_share is {policy.max_bad_share:g}; fix these rows, or raise it"
         )
         if num_bad == num_rows:
-            fix = f"all {num_rows:,} rows are bad ({counts}); fix these rows"
+            fix = f"all {num_rows:,} rows are bad ({check_counts_text}); fix these rows"
     raise InputError(
-        f"{bad_row.file}: column {bad_row.column!r}, row {bad_row.row}: {bad_row.problem} "
+        f"{bad_row.file_name}: column {bad_row.column!r}, row {bad_row.row}: {bad_row.problem} "
         f"({num_bad_by_check[bad_row.check_name]:,} of {num_rows:,} rows); {fix}"
     )
 
 
-def pass_condition(checks: Sequence[RowCheck]) -> str:
+def pass_sql(checks: Sequence[RowCheck]) -> str:
     """Return an SQL condition that is true for the rows that pass all `checks`."""
-    return " AND ".join(f"NOT coalesce({check.condition}, false)" for check in checks)
+    return " AND ".join(f"NOT coalesce({check.failure_sql}, false)" for check in checks)
 
 
 def first_bad_row(
-    connection: duckdb.DuckDBPyConnection, checks: Sequence[RowCheck], *, relation: str, row_sql: str, source: Source
+    connection: duckdb.DuckDBPyConnection, checks: Sequence[RowCheck], *, rows_sql: str, row_sql: str, source: Source
 ) -> BadRow | None:
     """Return the first row of one file that fails a check, with the first check that it fails; None if every row passes.
 
     Args:
-        relation: SQL for the rows of the file.
+        rows_sql: SQL for the rows of the file.
         row_sql: SQL for the number of a row in the file, from 0.
     """
-    failures = ", ".join(f"coalesce({check.condition}, false)" for check in checks)
-    query = f"SELECT {row_sql}, {failures} FROM {relation} WHERE NOT ({pass_condition(checks)}) ORDER BY 1 LIMIT 1"
+    failure_flags_sql = ", ".join(f"coalesce({check.failure_sql}, false)" for check in checks)
+    query = f"SELECT {row_sql}, {failure_flags_sql} FROM {rows_sql} WHERE NOT ({pass_sql(checks)}) ORDER BY 1 LIMIT 1"
     for row, *failure_flags in connection.sql(query).fetchall():
         check = checks[failure_flags.index(True)]
         problem = check.problem(value_at(source, check.column, row))
@@ -137,9 +137,9 @@ def value_at(source: Source, column: str, row: int) -> Any:
     if column in source.partition_values:
         return source.partition_value(column)
     with source.open() as file:
-        for group, num_rows in enumerate(source.footer.num_group_rows):
+        for group_index, num_rows in enumerate(source.footer.num_group_rows):
             if row < num_rows:
-                scalar = file.read_row_group(group, columns=[column]).column(0)[row]
+                scalar = file.read_row_group(group_index, columns=[column]).column(0)[row]
                 if pa.types.is_timestamp(scalar.type) and scalar.type.unit == "ns":  # Python's datetime has no nanoseconds
                     scalar = scalar.cast(pa.timestamp("us", scalar.type.tz), safe=False)
                 try:

@@ -36,11 +36,11 @@ def read_batches(
     num_rows = 0
     try:
         with open_parquet(path) as file:
-            groups = list(range(file.num_row_groups) if row_groups is None else row_groups)
+            group_indexes = list(range(file.num_row_groups) if row_groups is None else row_groups)
             expected_rows = source.record.rows
             if row_groups is not None:
-                expected_rows = sum(file.metadata.row_group(group).num_rows for group in groups)
-            for batch in file.iter_batches(batch_rows, row_groups=groups, columns=list(columns), use_threads=False):
+                expected_rows = sum(file.metadata.row_group(index).num_rows for index in group_indexes)
+            for batch in file.iter_batches(batch_rows, row_groups=group_indexes, columns=list(columns), use_threads=False):
                 num_rows += batch.num_rows
                 if batch.num_rows:
                     yield batch
@@ -67,8 +67,8 @@ def _reject_null_of_fixed_size(source: Source, path: Path, column: str) -> None:
     """Raise InputError for a null in a column of fixed-size lists. Pyarrow cannot read such a null."""
     if not pa.types.is_fixed_size_list(source.schema.field(column).type):
         return
-    relation = scan_sql(path, options_sql="file_row_number = true")
-    query = f"SELECT min(file_row_number), count(*) FROM {relation} WHERE {quoted(column)} IS NULL"
+    rows_sql = scan_sql(path, options_sql="file_row_number = true")
+    query = f"SELECT min(file_row_number), count(*) FROM {rows_sql} WHERE {quoted(column)} IS NULL"
     with duckdb.connect() as connection, contextlib.suppress(duckdb.Error):
         first_row, num_nulls = connection.execute(query).fetchall()[0]
         if num_nulls:

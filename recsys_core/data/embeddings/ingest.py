@@ -42,21 +42,21 @@ def ingest_embeddings(
         InputError: a row is unusable (see row_faults.Fault) and the config does not drop it, or the disk is too small.
     """
     entries = open_embeddings(configs, allowed_data_root=allowed_data_root)
-    records = tuple(source.record for files in entries for source in (*files.sources, *files.id_map))
+    source_records = tuple(source.record for files in entries for source in (*files.sources, *files.id_map_sources))
     settings = [config.result_settings() for config in configs]
-    stage = StageFolder(folder, EmbeddingsManifest, fingerprint=fingerprint_of("embeddings", settings, records))
+    stage = StageFolder(folder, EmbeddingsManifest, fingerprint=fingerprint_of("embeddings", settings, source_records))
     if stage.manifest is not None:
         return stage.manifest
-    with stage.writing() as out:
-        tables: dict[str, VectorTable] = {}
+    with stage.writing() as output_folder:
+        table_by_name: dict[str, VectorTable] = {}
         for table in dict.fromkeys(files.config.table for files in entries):
             table_entries = [files for files in entries if files.config.table == table]
-            tables[table] = _build_table(table_entries, table=table, out=out)
-        return stage.commit(tables=tables, sources=records)
+            table_by_name[table] = _build_table(table_entries, table=table, output_folder=output_folder)
+        return stage.commit(tables=table_by_name, sources=source_records)
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _ReadEntry:
     """One entry after reading. Its matrix has all rows of its files, the faulty rows included."""
 
     index: int
@@ -80,29 +80,31 @@ class _Entry:
         return int(np.load(self.matrix_path, mmap_mode="r").shape[1])
 
 
-def _build_table(entries: Sequence[VectorFiles], *, table: str, out: Path) -> VectorTable:
-    scratch = out / f"{table}.scratch"
-    scratch.mkdir()
+def _build_table(entries: Sequence[VectorFiles], *, table: str, output_folder: Path) -> VectorTable:
+    scratch_folder = output_folder / f"{table}.scratch"
+    scratch_folder.mkdir()
     num_threads = max((files.config.threads or 0 for files in entries), default=0) or None
     try:
         with database(
             memory_limit=MEMORY_LIMIT,
             num_threads=num_threads,
-            spill_folder=scratch / "spill",
+            spill_folder=scratch_folder / "spill",
             subject=f"the ids of the {table} vectors",
             setting="the memory for ids",
         ) as connection:
             table_ids = TableIds(connection, id_type=entries[0].id_type)
             read_entries = [
-                _read_entry(files, table_ids=table_ids, scratch=scratch / str(index), index=index)
+                _read_entry(files, table_ids=table_ids, scratch_folder=scratch_folder / str(index), index=index)
                 for index, files in enumerate(entries)
             ]
-            if not table_ids.num_ids:
+            if not table_ids.count_ids():
                 raise InputError(f"{entries[0].setting}: no vector is left for table {table!r}")
-            table_ids.write(out / f"{table}.ids.parquet")
-            dim, explained_variance = _write_matrix(read_entries, table_ids=table_ids, target=out / f"{table}.vectors.npy")
+            table_ids.write(output_folder / f"{table}.ids.parquet")
+            dim, explained_variance = _write_matrix(
+                read_entries, table_ids=table_ids, matrix_path=output_folder / f"{table}.vectors.npy"
+            )
             return VectorTable(
-                rows=table_ids.num_ids,
+                rows=table_ids.count_ids(),
                 dim=dim,
                 id_type=entries[0].id_type,
                 explained_variance=explained_variance,
@@ -115,19 +117,19 @@ def _build_table(entries: Sequence[VectorFiles], *, table: str, out: Path) -> Ve
                 overridden=sum(entry.num_overridden for entry in read_entries),
             )
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(scratch_folder, ignore_errors=True)
 
 
-def _read_entry(files: VectorFiles, *, table_ids: TableIds, scratch: Path, index: int) -> _Entry:
+def _read_entry(files: VectorFiles, *, table_ids: TableIds, scratch_folder: Path, index: int) -> _ReadEntry:
     """Read the ids and the vectors of an entry, and reject or remove its faulty rows."""
     config = files.config
-    scratch.mkdir()
+    scratch_folder.mkdir()
     if config.checksums == "sidecar":
-        verify_sidecars((*files.sources, *files.id_map))
-    matrix_path = scratch / "vectors.npy"
+        verify_sidecars((*files.sources, *files.id_map_sources))
+    matrix_path = scratch_folder / "vectors.npy"
     with ExitStack() as stack:
         paths = stack.enter_context(
-            local_files(files.sources, columns=[config.id_column, *files.columns], scratch_folder=scratch)
+            local_files(files.sources, columns=[config.id_column, *files.columns], scratch_folder=scratch_folder)
         )
         id_faults, vector_faults = _read_ids_and_vectors(files, paths, table_ids=table_ids, matrix_path=matrix_path)
         if config.on_bad_rows == "fail":
@@ -135,23 +137,23 @@ def _read_entry(files: VectorFiles, *, table_ids: TableIds, scratch: Path, index
             reject_faults(id_faults, files)
         faults = id_faults.merge(vector_faults)
         if config.on_bad_rows == "drop":
-            table_ids.remove(faults.faulty_rows())
+            table_ids.remove(faults.faulty_row_numbers())
             # Duplicates are searched among the usable rows, so that the first row with a usable vector keeps the id.
             duplicates = table_ids.find_duplicates(files)
-            table_ids.remove(duplicates.faulty_rows())
+            table_ids.remove(duplicates.faulty_row_numbers())
             faults = faults.merge(duplicates)
         reject_faults(faults, files)
         num_unmapped = 0
         if config.id_map is not None:
             columns = sorted({config.id_map.from_column, config.id_map.to_column})
-            map_paths = stack.enter_context(local_files(files.id_map, columns=columns, scratch_folder=scratch))
+            map_paths = stack.enter_context(local_files(files.id_map_sources, columns=columns, scratch_folder=scratch_folder))
             num_unmapped = table_ids.translate(files, paths=map_paths)
-    num_overridden = table_ids.add_entry(entry=index)
-    return _Entry(
+    num_overridden = table_ids.add_entry(entry_index=index)
+    return _ReadEntry(
         index,
         files,
         matrix_path,
-        num_dropped=faults.counts(),
+        num_dropped=faults.num_rows_by_fault(),
         num_unmapped=num_unmapped,
         num_overridden=num_overridden,
     )
@@ -161,33 +163,33 @@ def _read_ids_and_vectors(
     files: VectorFiles, paths: Sequence[Path], *, table_ids: TableIds, matrix_path: Path
 ) -> tuple[RowFaults, RowFaults]:
     """Read ids and vectors at the same time; return the faults of both. With on_bad_rows fail, a faulty id ends the reading."""
-    stop = threading.Event()
+    stop_event = threading.Event()
 
     def read_ids() -> RowFaults:
         faults = table_ids.read_entry(files, paths=paths)
         if files.config.on_bad_rows == "fail":
             faults = faults.merge(table_ids.find_duplicates(files))
             if faults.first_row_by_fault:
-                stop.set()
+                stop_event.set()
         return faults
 
-    with ThreadPoolExecutor(1, thread_name_prefix="ids") as thread:
-        id_faults = thread.submit(read_ids)
-        vector_faults = read_vectors(files, paths=paths, out=matrix_path, stop=stop)
-        return id_faults.result(), vector_faults
+    with ThreadPoolExecutor(1, thread_name_prefix="ids") as executor:
+        id_faults_future = executor.submit(read_ids)
+        vector_faults = read_vectors(files, paths=paths, matrix_path=matrix_path, stop_event=stop_event)
+        return id_faults_future.result(), vector_faults
 
 
-def _write_matrix(entries: Sequence[_Entry], *, table_ids: TableIds, target: Path) -> tuple[int, float | None]:
+def _write_matrix(entries: Sequence[_ReadEntry], *, table_ids: TableIds, matrix_path: Path) -> tuple[int, float | None]:
     """Write the usable vectors of all entries; return their length and the smallest explained variance of the projections."""
     if len(entries) == 1 and entries[0].is_final:
         dim = entries[0].source_dim
-        entries[0].matrix_path.rename(target)
+        entries[0].matrix_path.rename(matrix_path)
         return dim, None
     projections = [_fit_projection(entry, table_ids=table_ids) for entry in entries]
     dims = [entry.files.config.pca_dim or entry.source_dim for entry in entries]
     for entry, dim in zip(entries, dims, strict=True):
         require_one_dim(entry.files, dim, other=entries[0].files, other_dim=dims[0])
-    out_RD = allocate_npy(target, dtype=np.float32, shape=(table_ids.num_ids, dims[0]))
+    final_RD = allocate_npy(matrix_path, dtype=np.float32, shape=(table_ids.count_ids(), dims[0]))
     start = 0
     for entry, projection in zip(entries, projections, strict=True):
         for block_ND in _usable_vectors(entry, table_ids=table_ids):
@@ -196,31 +198,31 @@ def _write_matrix(entries: Sequence[_Entry], *, table_ids: TableIds, target: Pat
                 output_ND = projection.apply(block_ND)
                 if entry.files.config.normalise:
                     output_ND = unit_length(output_ND)
-            out_RD[start : start + len(output_ND)] = output_ND
+            final_RD[start : start + len(output_ND)] = output_ND
             start += len(output_ND)
         os.unlink(entry.matrix_path)  # noqa: PTH108  frees disk space for the next entry
-    assert start == table_ids.num_ids
+    assert start == table_ids.count_ids()
     return dims[0], min((projection.explained_variance for projection in projections if projection is not None), default=None)
 
 
-def _usable_vectors(entry: _Entry, *, table_ids: TableIds, sample_step: int = 1) -> Iterator[NDArray[np.float32]]:
+def _usable_vectors(entry: _ReadEntry, *, table_ids: TableIds, sample_step: int = 1) -> Iterator[NDArray[np.float32]]:
     """Yield every `sample_step`-th usable vector of an entry, in blocks and in the order of the rows."""
     matrix_RD = np.load(entry.matrix_path, mmap_mode="r")
-    first_index = 0  # in the next batch of rows
+    first_index = 0  # index of the next sampled row in the next batch of rows
     batch_rows = max(MIN_BATCH_ROWS, BATCH_BYTES // (4 * matrix_RD.shape[1]))
-    for row_N in table_ids.rows_of_entry(entry=entry.index, batch_rows=batch_rows):
+    for row_N in table_ids.row_batches(entry_index=entry.index, batch_rows=batch_rows):
         sampled_row_N = row_N[first_index::sample_step]
         first_index = (first_index - len(row_N)) % sample_step
         if len(sampled_row_N):
             yield matrix_RD[sampled_row_N]
 
 
-def _fit_projection(entry: _Entry, *, table_ids: TableIds) -> Projection | None:
+def _fit_projection(entry: _ReadEntry, *, table_ids: TableIds) -> Projection | None:
     dim = entry.files.config.pca_dim
     if dim is None:
         return None
     check_pca_dim(entry.files, entry.source_dim)
-    num_vectors = sum(len(row_N) for row_N in table_ids.rows_of_entry(entry=entry.index, batch_rows=65_536))
+    num_vectors = sum(len(row_N) for row_N in table_ids.row_batches(entry_index=entry.index, batch_rows=65_536))
     if num_vectors <= dim:
         raise InputError(
             f"{entry.files.setting}.pca_dim is {dim}, but there are only {num_vectors:,} vectors to fit it on; provide more "

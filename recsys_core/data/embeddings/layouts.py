@@ -32,7 +32,7 @@ class ReadTask:
     row_groups: tuple[int, ...]
     first_row: int
     """Row number of the first row of the task."""
-    columns: slice
+    column_slice: slice
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class ListReader:
             task.source, task.path, columns=[self.column], batch_rows=self.batch_rows, row_groups=task.row_groups
         )
         for batch in decode_ahead(batches):
-            column = batch.column(self.column)
-            length_N = np.from_dlpack(pc.fill_null(pc.list_value_length(column), -1)).astype(np.int64)
+            list_array = batch.column(self.column)
+            length_N = np.from_dlpack(pc.fill_null(pc.list_value_length(list_array), -1)).astype(np.int64)
             has_right_length_N = length_N == dim
             if not has_right_length_N.all():
                 faulty_rows += self._find_wrong_lengths(length_N, first_row)
-                column = column.filter(pa.array(has_right_length_N))
-            values = column.flatten()
+                list_array = list_array.filter(pa.array(has_right_length_N))
+            values = list_array.flatten()
             is_faulty_N = ~has_right_length_N
             if values.null_count:
                 null_rows = self._find_null_elements(values, first_row + np.flatnonzero(has_right_length_N))
@@ -67,13 +67,13 @@ class ListReader:
                 values = values.fill_null(0.0)
             with np.errstate(over="ignore"):  # a number too large for float32 becomes inf, which check_and_normalise finds
                 block_ND = np.from_dlpack(values).astype(np.float32, copy=False).reshape(-1, dim)
-            target_ND = self.matrix_RD[first_row : first_row + len(length_N)]
+            matrix_block_ND = self.matrix_RD[first_row : first_row + len(length_N)]
             if has_right_length_N.all():
-                target_ND[:] = block_ND
+                matrix_block_ND[:] = block_ND
             else:
-                target_ND[has_right_length_N] = block_ND
+                matrix_block_ND[has_right_length_N] = block_ND
             faulty_rows += check_and_normalise(
-                target_ND, first_row, is_faulty_N, columns=[self.column], normalise=self.normalise
+                matrix_block_ND, first_row, is_faulty_N, columns=[self.column], normalise=self.normalise
             )
             first_row += len(length_N)
         return faulty_rows
@@ -110,22 +110,24 @@ class ColumnsReader:
     def read(self, task: ReadTask) -> list[FaultyRows]:
         """Write the columns of `task` into the matrix; return the rows with a null. A null becomes 0."""
         faulty_rows: list[FaultyRows] = []
-        names, first_row = list(self.columns[task.columns]), task.first_row
-        batches = read_batches(task.source, task.path, columns=names, batch_rows=self.batch_rows, row_groups=task.row_groups)
+        column_names, first_row = list(self.columns[task.column_slice]), task.first_row
+        batches = read_batches(
+            task.source, task.path, columns=column_names, batch_rows=self.batch_rows, row_groups=task.row_groups
+        )
         for batch in batches:
             arrays = []
-            for name in names:
-                array = batch.column(name)
+            for column in column_names:
+                array = batch.column(column)
                 if array.null_count:
                     row_X = first_row + np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))
-                    faulty_rows.append(FaultyRows(Fault.NULL_ELEMENT, row_X, name, "the number is null"))
+                    faulty_rows.append(FaultyRows(Fault.NULL_ELEMENT, row_X, column, "the number is null"))
                     array = array.fill_null(0.0)
                 arrays.append(array if pa.types.is_float32(array.type) else array.cast(pa.float32(), safe=False))
-            float32_batch = pa.record_batch(arrays, names=names)
-            target_ND = self.matrix_RD[first_row : first_row + batch.num_rows, task.columns]
+            float32_batch = pa.record_batch(arrays, names=column_names)
+            matrix_block_ND = self.matrix_RD[first_row : first_row + batch.num_rows, task.column_slice]
             for block_start in range(0, batch.num_rows, TRANSPOSED_ROWS):
                 block = float32_batch.slice(block_start, TRANSPOSED_ROWS)
-                target_ND[block_start : block_start + TRANSPOSED_ROWS] = block.to_tensor(row_major=True).to_numpy()
+                matrix_block_ND[block_start : block_start + TRANSPOSED_ROWS] = block.to_tensor(row_major=True).to_numpy()
             first_row += batch.num_rows
         return faulty_rows
 

@@ -46,7 +46,7 @@ class Projection:
         covariance_DD = moment_DD / num_rows - np.outer(mean_D, mean_D)
         eigenvalue_D, eigenvector_DD = np.linalg.eigh(covariance_DD)  # ascending
         component_DP = eigenvector_DD[:, ::-1][:, :dim]
-        # The sign of a component is arbitrary; it is fixed so that the result is reproducible.
+        # The sign of a component is arbitrary. For a reproducible result, its number of largest magnitude is made positive.
         component_DP = component_DP * np.sign(component_DP[np.abs(component_DP).argmax(axis=0), np.arange(dim)])
         total_variance = eigenvalue_D.clip(min=0).sum()
         kept_variance = eigenvalue_D[::-1][:dim].clip(min=0).sum()

@@ -57,15 +57,15 @@ class RowFaults:
     """For each fault, the first row with this fault, its column and its problem."""
 
     @classmethod
-    def collect(cls, num_rows: int, batches: Iterable[Sequence[FaultyRows]]) -> Self:
+    def collect(cls, num_rows: int, faulty_rows_of_batches: Iterable[Sequence[FaultyRows]]) -> Self:
         """Collect the faults of batches in any order.
 
         If several batches report a fault of the same row, in different columns, it must be the same fault.
         """
         fault_code_R = np.zeros(num_rows, np.uint8)  # zero pages take no memory until one is written, and faults are rare
         first_row_by_fault: dict[Fault, tuple[int, str, str]] = {}
-        for batch in batches:
-            for faulty_rows in batch:
+        for faulty_rows_of_batch in faulty_rows_of_batches:
+            for faulty_rows in faulty_rows_of_batch:
                 fault = faulty_rows.fault
                 fault_code_R[faulty_rows.row_X] = fault
                 first_of_batch = (int(faulty_rows.row_X[0]), faulty_rows.column, faulty_rows.problem)
@@ -79,32 +79,34 @@ class RowFaults:
         fault_code_R = np.where(self.fault_code_R != 0, self.fault_code_R, other.fault_code_R)
         return RowFaults(fault_code_R, {**other.first_row_by_fault, **self.first_row_by_fault})
 
-    def faulty_rows(self) -> NDArray[np.int64]:
+    def faulty_row_numbers(self) -> NDArray[np.int64]:
         """Return all rows with a fault, ascending."""
         return np.flatnonzero(self.fault_code_R) if self.first_row_by_fault else np.empty(0, np.int64)
 
-    def counts(self) -> dict[str, int]:
+    def num_rows_by_fault(self) -> dict[str, int]:
         """Return the number of rows with each fault, by its name in lower case."""
-        counts = {
+        num_rows_by_fault = {
             fault.name.lower(): int(np.count_nonzero(self.fault_code_R == fault)) for fault in sorted(self.first_row_by_fault)
         }
-        return {name: count for name, count in counts.items() if count}
+        return {name: count for name, count in num_rows_by_fault.items() if count}
 
 
 def reject_faults(faults: RowFaults, files: VectorFiles) -> None:
     """Raise InputError for the first faulty row, unless the config drops such rows and few enough rows are faulty."""
-    counts = faults.counts()
+    num_rows_by_fault = faults.num_rows_by_fault()
 
     def find_first() -> BadRow:
-        first_rows = {fault: row for fault, row in faults.first_row_by_fault.items() if fault.name.lower() in counts}
-        fault = min(first_rows, key=lambda fault: first_rows[fault])
-        entry_row, column, problem = first_rows[fault]
-        file, row = locate(files.sources, entry_row)
-        return BadRow(file, column, row, problem, check_name=fault.name.lower(), fix="fix these rows")
+        first_by_fault = {
+            fault: first for fault, first in faults.first_row_by_fault.items() if fault.name.lower() in num_rows_by_fault
+        }
+        fault = min(first_by_fault, key=lambda fault: first_by_fault[fault])
+        entry_row, column, problem = first_by_fault[fault]
+        file_name, row = locate(files.sources, entry_row)
+        return BadRow(file_name, column, row, problem, check_name=fault.name.lower(), fix="fix these rows")
 
     reject_bad_rows(
-        counts,
-        num_bad=sum(counts.values()),
+        num_rows_by_fault,
+        num_bad=sum(num_rows_by_fault.values()),
         num_rows=files.num_rows,
         policy=BadRowPolicy(files.setting, files.config.on_bad_rows, files.config.max_bad_share),
         find_first=find_first,

@@ -27,7 +27,7 @@ class VectorFiles:
     """The list column, or the column of each dimension."""
     source_id_type: IdType
     """Type of the ids in `sources`, before the id map."""
-    id_map: tuple[Source, ...]
+    id_map_sources: tuple[Source, ...]
     id_type: IdType
 
     @property
@@ -55,22 +55,22 @@ def open_embeddings(configs: Sequence[EmbeddingsConfig], *, allowed_data_root: P
     Args:
         allowed_data_root: folder that has to contain every file.
     """
-    keys = ["embeddings"] if len(configs) == 1 else [f"embeddings.{index}" for index in range(len(configs))]
+    settings = ["embeddings"] if len(configs) == 1 else [f"embeddings.{index}" for index in range(len(configs))]
     entries = tuple(
-        _check_entry(config, setting=key, allowed_data_root=allowed_data_root)
-        for config, key in zip(configs, keys, strict=True)
+        _open_entry(config, setting=setting, allowed_data_root=allowed_data_root)
+        for config, setting in zip(configs, settings, strict=True)
     )
-    first_entry_of_table: dict[str, VectorFiles] = {}
+    first_entry_by_table: dict[str, VectorFiles] = {}
     for files in entries:
-        other = first_entry_of_table.setdefault(files.config.table, files)
+        first_entry = first_entry_by_table.setdefault(files.config.table, files)
         require_one_type(
             files.id_type,
             subject=f"the id of {files.setting}",
-            other_type=other.id_type,
-            other_subject=f"the id of {other.setting} for the same table, {files.config.table!r},",
+            other_type=first_entry.id_type,
+            other_subject=f"the id of {first_entry.setting} for the same table, {files.config.table!r},",
         )
-        if files.dim and other.dim:
-            require_one_dim(files, files.dim, other=other, other_dim=other.dim)
+        if files.dim and first_entry.dim:
+            require_one_dim(files, files.dim, other=first_entry, other_dim=first_entry.dim)
     return entries
 
 
@@ -92,7 +92,7 @@ def check_pca_dim(files: VectorFiles, source_dim: int) -> None:
         )
 
 
-def _check_entry(config: EmbeddingsConfig, *, setting: str, allowed_data_root: Path | None) -> VectorFiles:
+def _open_entry(config: EmbeddingsConfig, *, setting: str, allowed_data_root: Path | None) -> VectorFiles:
     sources = open_sources(config.paths, setting=f"{setting}.paths", allowed_data_root=allowed_data_root)
     if config.checksums == "sidecar":
         require_sidecars(sources)
@@ -113,21 +113,23 @@ def _check_entry(config: EmbeddingsConfig, *, setting: str, allowed_data_root: P
         max_expansion_ratio=config.max_expansion_ratio,
         setting=f"{setting}.max_expansion_ratio",
     )
-    id_map: tuple[Source, ...] = ()
+    id_map_sources: tuple[Source, ...] = ()
     target_id_type = source_id_type
     if config.id_map is not None:
-        id_map = open_sources(config.id_map.paths, setting=f"{setting}.id_map.paths", allowed_data_root=allowed_data_root)
+        id_map_sources = open_sources(
+            config.id_map.paths, setting=f"{setting}.id_map.paths", allowed_data_root=allowed_data_root
+        )
         if config.checksums == "sidecar":
-            require_sidecars(id_map)
+            require_sidecars(id_map_sources)
         from_column = config.id_map.from_column
         require_one_type(
-            id_type(id_map, from_column, setting=f"{setting}.id_map.from_column"),
-            subject=f"{id_map[0].name}: column {from_column!r}",
+            id_type(id_map_sources, from_column, setting=f"{setting}.id_map.from_column"),
+            subject=f"{id_map_sources[0].name}: column {from_column!r}",
             other_type=source_id_type,
             other_subject=f"column {config.id_column!r} of {sources[0].name}",
         )
-        target_id_type = id_type(id_map, config.id_map.to_column, setting=f"{setting}.id_map.to_column")
-    files = VectorFiles(config, setting, sources, columns, source_id_type, id_map, target_id_type)
+        target_id_type = id_type(id_map_sources, config.id_map.to_column, setting=f"{setting}.id_map.to_column")
+    files = VectorFiles(config, setting, sources, columns, source_id_type, id_map_sources, target_id_type)
     if files.source_dim:
         check_pca_dim(files, files.source_dim)
     return files
@@ -135,13 +137,13 @@ def _check_entry(config: EmbeddingsConfig, *, setting: str, allowed_data_root: P
 
 def _require_same_vector_types(sources: Sequence[Source], columns: Sequence[str]) -> None:
     """Require one type in all files. Different float types suggest that the vectors are from different models."""
-    first = sources[0]
+    first_source = sources[0]
     for source in sources[1:]:
         for column in columns:
-            data_type, first_type = source.schema.field(column).type, first.schema.field(column).type
+            data_type, first_type = source.schema.field(column).type, first_source.schema.field(column).type
             if _element_type_and_length(data_type) != _element_type_and_length(first_type):
                 raise InputError(
-                    f"{source.name}: column {column!r} is {data_type}, but {first_type} in {first.name}; write one type"
+                    f"{source.name}: column {column!r} is {data_type}, but {first_type} in {first_source.name}; write one type"
                 )
 
 
@@ -189,8 +191,10 @@ def _numbered_columns(source: Source, prefix: str) -> tuple[str, ...]:
             f"{source.name}: no column is named {prefix!r} and a number; the file has "
             f"{shown_names(source.schema.names, max_names=20)}"
         )
-    first, last = min(name_by_number), max(name_by_number)
-    for number in range(first, first + len(name_by_number)):
+    first_number, last_number = min(name_by_number), max(name_by_number)
+    for number in range(first_number, first_number + len(name_by_number)):
         if number not in name_by_number:
-            raise InputError(f"{source.name}: column {prefix}{number} is missing between {prefix}{first} and {prefix}{last}")
+            raise InputError(
+                f"{source.name}: column {prefix}{number} is missing between {prefix}{first_number} and {prefix}{last_number}"
+            )
     return tuple(name_by_number[number] for number in sorted(name_by_number))

@@ -14,7 +14,7 @@ from recsys_core.data.row_checks import (
     BadRowPolicy,
     RowCheck,
     first_bad_row,
-    pass_condition,
+    pass_sql,
     reject_bad_rows,
 )
 from recsys_core.parquet.columns import value_type
@@ -33,7 +33,7 @@ def row_checks(config: InteractionsConfig, *, schema: Mapping[str, pa.DataType])
     checks = _id_checks("user", config.user_column, schema[config.user_column])
     checks += _id_checks("item", config.item_column, schema[config.item_column])
     if config.timestamp_column is not None:
-        checks += _time_checks(config.timestamp_column, latest_us=latest_valid_time(config))
+        checks += _time_checks(config.timestamp_column, latest_us=latest_valid_time_us(config))
     if config.order_column is not None:
         checks += _order_checks(config.order_column, schema[config.order_column])
     if config.label_column is not None:
@@ -43,7 +43,7 @@ def row_checks(config: InteractionsConfig, *, schema: Mapping[str, pa.DataType])
     return checks
 
 
-def latest_valid_time(config: InteractionsConfig) -> int:
+def latest_valid_time_us(config: InteractionsConfig) -> int:
     """Return the latest time, in microseconds, that does not make a row bad."""
     return time.time_ns() // 1_000 + int(config.max_future_days * DAY_US)
 
@@ -55,9 +55,9 @@ class FileStatistics:
     num_rows: int = 0
     num_bad: int = 0
     """Number of rows that fail at least one check."""
-    bad_counts: Mapping[str, int] = field(default_factory=dict)
+    num_bad_by_check: Mapping[str, int] = field(default_factory=dict)
     """Number of rows that fail each check, by the name of the check. Only checks with such rows are listed."""
-    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    range_by_column: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Smallest and largest value of the good rows, by column of `raw`."""
 
 
@@ -67,29 +67,29 @@ def scan_files(
     *,
     num_files: int,
     range_columns: Sequence[str],
-    positive_condition: str,
+    positive_row_sql: str,
 ) -> list[FileStatistics]:
     """Return the statistics of each file of `raw`, in one scan.
 
     Args:
         range_columns: columns of `raw` whose smallest and largest value is returned.
-        positive_condition: SQL that is true for the rows that reach the label threshold. The range of `position` covers only
+        positive_row_sql: SQL that is true for the rows that reach the label threshold. The range of `position` covers only
             these rows.
     """
-    good_condition = pass_condition(checks)
-    expressions = ["source", "count(*)", f"count(*) FILTER (NOT ({good_condition}))"]
-    expressions += [f"count(*) FILTER ({check.condition})" for check in checks]
+    good_row_sql = pass_sql(checks)
+    select_list = ["source", "count(*)", f"count(*) FILTER (NOT ({good_row_sql}))"]
+    select_list += [f"count(*) FILTER ({check.failure_sql})" for check in checks]
     for column in range_columns:
-        condition = f"{good_condition} AND {positive_condition}" if column == "position" else good_condition
-        expressions += [f"{bound}({column}::DOUBLE) FILTER ({condition})" for bound in ("min", "max")]
-    query = f"SELECT {', '.join(expressions)} FROM raw GROUP BY source"
+        range_row_sql = f"{good_row_sql} AND {positive_row_sql}" if column == "position" else good_row_sql
+        select_list += [f"{bound}({column}::DOUBLE) FILTER ({range_row_sql})" for bound in ("min", "max")]
+    query = f"SELECT {', '.join(select_list)} FROM raw GROUP BY source"
     statistics = [FileStatistics()] * num_files  # a file without rows does not occur in `raw`
-    for source, num_rows, num_bad, *check_counts_and_bounds in connection.sql(query).fetchall():
+    for file_index, num_rows, num_bad, *check_counts_and_bounds in connection.sql(query).fetchall():
         check_counts, bounds = check_counts_and_bounds[: len(checks)], check_counts_and_bounds[len(checks) :]
-        bad_counts = {check.name: count for check, count in zip(checks, check_counts, strict=True) if count}
-        low_and_high = zip(range_columns, bounds[::2], bounds[1::2], strict=True)
-        ranges = {column: (low, high) for column, low, high in low_and_high if low is not None}
-        statistics[source] = FileStatistics(num_rows, num_bad, bad_counts, ranges)
+        num_bad_by_check = {check.name: count for check, count in zip(checks, check_counts, strict=True) if count}
+        column_bounds = zip(range_columns, bounds[::2], bounds[1::2], strict=True)
+        range_by_column = {column: (low, high) for column, low, high in column_bounds if low is not None}
+        statistics[file_index] = FileStatistics(num_rows, num_bad, num_bad_by_check, range_by_column)
     return statistics
 
 
@@ -105,13 +105,16 @@ def reject_bad_log(
 
     def find_first() -> BadRow:
         file_index = next(index for index, file_statistics in enumerate(statistics) if file_statistics.num_bad)
-        relation = f"(SELECT * FROM raw WHERE source = {file_index})"
-        bad_row = first_bad_row(connection, checks, relation=relation, row_sql="row", source=sources[file_index])
+        rows_sql = f"(SELECT * FROM raw WHERE source = {file_index})"
+        bad_row = first_bad_row(connection, checks, rows_sql=rows_sql, row_sql="row", source=sources[file_index])
         assert bad_row is not None
         return bad_row
 
     reject_bad_rows(
-        {check.name: sum(file_statistics.bad_counts.get(check.name, 0) for file_statistics in statistics) for check in checks},
+        {
+            check.name: sum(file_statistics.num_bad_by_check.get(check.name, 0) for file_statistics in statistics)
+            for check in checks
+        },
         num_bad=sum(file_statistics.num_bad for file_statistics in statistics),
         num_rows=sum(file_statistics.num_rows for file_statistics in statistics),
         policy=BadRowPolicy("interactions", config.on_bad_rows, config.max_bad_share),
@@ -122,9 +125,9 @@ def reject_bad_log(
 def _id_checks(alias: str, column: str, data_type: pa.DataType) -> list[RowCheck]:
     checks = [RowCheck(column, "null", f'"{alias}" IS NULL', FIX_ROWS)]
     if pa.types.is_uint64(value_type(data_type)):
-        is_too_large = f'"{alias}" > {INT64_MAX}'
+        is_too_large_sql = f'"{alias}" > {INT64_MAX}'
         checks.append(
-            RowCheck(column, "too large for int64", is_too_large, "ids have to fit into int64; write them as strings")
+            RowCheck(column, "too large for int64", is_too_large_sql, "ids have to fit into int64; write them as strings")
         )
     if not pa.types.is_integer(value_type(data_type)):
         checks.append(RowCheck(column, "an empty string", f"\"{alias}\" = ''", FIX_ROWS))
@@ -133,11 +136,11 @@ def _id_checks(alias: str, column: str, data_type: pa.DataType) -> list[RowCheck
 
 def _time_checks(column: str, *, latest_us: int) -> list[RowCheck]:
     # `position` is null for a time that overflows 64 bits of microseconds. `before_1970` is also valid for such a time.
-    overflow = "position IS NULL AND time IS NOT NULL"
+    overflow_sql = "position IS NULL AND time IS NOT NULL"
     return [
         RowCheck(column, "null", "time IS NULL", FIX_ROWS),
-        RowCheck(column, IN_FUTURE, f"position > {latest_us} OR ({overflow} AND NOT before_1970)", FIX_CLOCK),
-        RowCheck(column, "before 1970", f"position < 0 OR ({overflow} AND before_1970)", FIX_CLOCK),
+        RowCheck(column, IN_FUTURE, f"position > {latest_us} OR ({overflow_sql} AND NOT before_1970)", FIX_CLOCK),
+        RowCheck(column, "before 1970", f"position < 0 OR ({overflow_sql} AND before_1970)", FIX_CLOCK),
     ]
 
 
@@ -153,21 +156,24 @@ def _label_checks(column: str, data_type: pa.DataType, *, label_range: tuple[flo
     if label_range is not None:
         low, high = label_range
         # isfinite: DuckDB orders NaN above all numbers, and NaN has a check of its own.
-        is_outside = f"isfinite(label::DOUBLE) AND (label::DOUBLE < {low!r} OR label::DOUBLE > {high!r})"
+        is_outside_sql = f"isfinite(label::DOUBLE) AND (label::DOUBLE < {low!r} OR label::DOUBLE > {high!r})"
         checks.append(
             RowCheck(
-                column, f"outside of {low:g} to {high:g}", is_outside, "fix these labels, or change interactions.label_range"
+                column,
+                f"outside of {low:g} to {high:g}",
+                is_outside_sql,
+                "fix these labels, or change interactions.label_range",
             )
         )
     return checks
 
 
 def _weight_checks(column: str, data_type: pa.DataType) -> list[RowCheck]:
-    is_negative, is_too_large = "weight < 0", f"weight::DOUBLE > {FLOAT32_MAX!r}"
+    is_negative_sql, is_too_large_sql = "weight < 0", f"weight::DOUBLE > {FLOAT32_MAX!r}"
     return [
         *_number_checks("weight", column, data_type),
-        RowCheck(column, "negative", f"{is_negative} AND isfinite(weight::DOUBLE)", "a weight has to be 0 or more"),
-        RowCheck(column, "too large for float32", f"{is_too_large} AND isfinite(weight::DOUBLE)", FIX_ROWS),
+        RowCheck(column, "negative", f"{is_negative_sql} AND isfinite(weight::DOUBLE)", "a weight has to be 0 or more"),
+        RowCheck(column, "too large for float32", f"{is_too_large_sql} AND isfinite(weight::DOUBLE)", FIX_ROWS),
     ]
 
 

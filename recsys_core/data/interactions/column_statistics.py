@@ -1,4 +1,4 @@
-"""Statistics of the log's columns over all input files: nulls, out-of-range values, ranges, and unusual ids."""
+"""Statistics of the log's columns over all input files: nulls, out-of-range values, value ranges, and unusual ids."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,21 +6,21 @@ from pathlib import Path
 import duckdb
 
 from recsys_core.data.interactions.config import InteractionsConfig
-from recsys_core.data.interactions.filters import as_time
+from recsys_core.data.interactions.filters import iso_time
 from recsys_core.data.interactions.schema import InteractionsInput
 from recsys_core.manifests import ColumnFacts, IngestedFile, LogPart
 from recsys_core.parquet.duckdb_session import scan_sql
 
-LONG_ID = 1_000
-"""Characters; a longer id is reported as unusual."""
+MAX_USUAL_ID_CHARACTERS = 1_000
+"""Largest number of characters of an id; a longer id is reported as unusual."""
 
 
 def bad_row_counts(parts: Sequence[LogPart], log: InteractionsInput) -> dict[str, int]:
     """Return the number of dropped rows by check. A check is named `<column>: <reason>`."""
     counts: dict[str, int] = {}
-    for file in _current_files(parts, log):
-        for name, count in file.bad_rows.items():
-            counts[name] = counts.get(name, 0) + count
+    for read_file in _current_files(parts, log):
+        for check_name, count in read_file.bad_rows.items():
+            counts[check_name] = counts.get(check_name, 0) + count
     return counts
 
 
@@ -30,32 +30,36 @@ def column_statistics(
     log: InteractionsInput,
     *,
     parts: Sequence[LogPart],
-    out: Path,
+    output_folder: Path,
 ) -> dict[str, ColumnFacts]:
-    """Return the statistics of each column. `out` holds users.parquet and items.parquet."""
-    bad_rows, files = bad_row_counts(parts, log), _current_files(parts, log)
+    """Return the statistics of each column. `output_folder` holds users.parquet and items.parquet."""
+    num_bad_by_check, current_files = bad_row_counts(parts, log), _current_files(parts, log)
     statistics: dict[str, ColumnFacts] = {}
     for column in config.columns:
-        num_nulls = sum(count for name, count in bad_rows.items() if name.startswith(f"{column}: null"))
-        num_bad = sum(count for name, count in bad_rows.items() if name.startswith(f"{column}: "))
-        ranges = [file.spans[column] for file in files if column in file.spans]
+        num_nulls = sum(count for check_name, count in num_bad_by_check.items() if check_name.startswith(f"{column}: null"))
+        num_bad_rows = sum(count for check_name, count in num_bad_by_check.items() if check_name.startswith(f"{column}: "))
+        bounds_by_file = [read_file.spans[column] for read_file in current_files if column in read_file.spans]
         min_value = max_value = None
-        if ranges:
+        if bounds_by_file:
             is_time = column == config.timestamp_column
-            min_value = _as_text(min(low for low, _ in ranges), is_time=is_time)
-            max_value = _as_text(max(high for _, high in ranges), is_time=is_time)
+            min_value = _as_text(min(low for low, _ in bounds_by_file), is_time=is_time)
+            max_value = _as_text(max(high for _, high in bounds_by_file), is_time=is_time)
         statistics[column] = ColumnFacts(
-            nulls=num_nulls, out_of_range=num_bad - num_nulls, min_value=min_value, max_value=max_value
+            nulls=num_nulls, out_of_range=num_bad_rows - num_nulls, min_value=min_value, max_value=max_value
         )
     for side, column, id_type in (
         ("user", config.user_column, log.user_id_type),
         ("item", config.item_column, log.item_id_type),
     ):
         # Cc and Cf: control characters, and format characters such as direction marks.
-        is_unusual = rf"length(id) > {LONG_ID} OR regexp_matches(id, '[\p{{Cc}}\p{{Cf}}]')" if id_type == "string" else "false"
+        is_unusual_sql = (
+            rf"length(id) > {MAX_USUAL_ID_CHARACTERS} OR regexp_matches(id, '[\p{{Cc}}\p{{Cf}}]')"
+            if id_type == "string"
+            else "false"
+        )
         ((num_ids, num_unusual),) = connection.sql(
-            f"SELECT count(*) FILTER (events > 0), count(*) FILTER (events > 0 AND ({is_unusual})) "
-            f"FROM {scan_sql(out / f'{side}s.parquet')}"
+            f"SELECT count(*) FILTER (events > 0), count(*) FILTER (events > 0 AND ({is_unusual_sql})) "
+            f"FROM {scan_sql(output_folder / f'{side}s.parquet')}"
         ).fetchall()
         statistics[column] = statistics[column].model_copy(update={"distinct": num_ids, "unusual_ids": num_unusual})
     return statistics
@@ -68,4 +72,4 @@ def _current_files(parts: Sequence[LogPart], log: InteractionsInput) -> list[Ing
 
 
 def _as_text(value: float, *, is_time: bool) -> str:
-    return as_time(int(value)) if is_time else f"{value:g}"
+    return iso_time(int(value)) if is_time else f"{value:g}"

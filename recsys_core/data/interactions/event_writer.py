@@ -26,71 +26,81 @@ Counts = NDArray[np.int64]
 class EventWriter:
     """Writes the sorted log, and counts the events of each user and item by split."""
 
-    def __init__(self, out: Path, *, users: Vocabulary, items: Vocabulary, config: InteractionsConfig) -> None:
+    def __init__(self, output_folder: Path, *, users: Vocabulary, items: Vocabulary, config: InteractionsConfig) -> None:
         self.user_count_US: Counts = np.zeros((len(users), len(SPLITS)), np.int64)
         self.item_count_IS: Counts = np.zeros((len(items), len(SPLITS)), np.int64)
-        self._out, self._users, self._items, self._config = out, users, items, config
+        self._output_folder, self._users, self._items, self._config = output_folder, users, items, config
 
     def write_events(self, connection: duckdb.DuckDBPyConnection) -> None:
         """Write event_item.npy and, as configured, event_time.npy, event_weight.npy and context.parquet."""
-        extra_names = extra_columns(connection, "log")
-        (user_row, user_join), (item_row, item_join) = self._users.row_of('log."user"'), self._items.row_of("log.item")
-        columns = [
-            f"{user_row} AS user_row",
-            f"{item_row} AS item_row",
+        extra_column_names = extra_columns(connection, "log")
+        user_row_sql, user_join_sql = self._users.row_and_join_sql('log."user"')
+        item_row_sql, item_join_sql = self._items.row_and_join_sql("log.item")
+        select_list = [
+            f"{user_row_sql} AS user_row",
+            f"{item_row_sql} AS item_row",
             "log.split AS split",
             "log.position AS position",
-            *(f"log.{name}" for name in extra_names),
+            *(f"log.{column_name}" for column_name in extra_column_names),
         ]
         ((num_events,),) = connection.sql("SELECT count(*) FROM log").fetchall()
         reader = connection.sql(
-            f"SELECT {', '.join(columns)} FROM log{user_join}{item_join} ORDER BY user_row, split, position, item_row"
-            + "".join(f", log.{name}" for name in extra_names)
+            f"SELECT {', '.join(select_list)} FROM log{user_join_sql}{item_join_sql} "
+            "ORDER BY user_row, split, position, item_row"
+            + "".join(f", log.{column_name}" for column_name in extra_column_names)
         ).to_arrow_reader(BATCH_ROWS)
-        arrays = {"item_row": allocate_npy(self._out / "event_item.npy", dtype=np.int32, shape=(num_events,))}
+        array_by_column = {
+            "item_row": allocate_npy(self._output_folder / "event_item.npy", dtype=np.int32, shape=(num_events,))
+        }
         if self._config.timestamp_column is not None:
-            arrays["position"] = allocate_npy(self._out / "event_time.npy", dtype=np.int64, shape=(num_events,))
-        if "weight" in extra_names:
-            arrays["weight"] = allocate_npy(self._out / "event_weight.npy", dtype=np.float32, shape=(num_events,))
+            array_by_column["position"] = allocate_npy(
+                self._output_folder / "event_time.npy", dtype=np.int64, shape=(num_events,)
+            )
+        if "weight" in extra_column_names:
+            array_by_column["weight"] = allocate_npy(
+                self._output_folder / "event_weight.npy", dtype=np.float32, shape=(num_events,)
+            )
         start = 0
-        with _ContextFile(self._out / "context.parquet", self._config.context_columns) as context:
+        with _ContextWriter(self._output_folder / "context.parquet", self._config.context_columns) as context_writer:
             for batch in _merge_batches(reader):
-                for name, array in arrays.items():
-                    array[start : start + batch.num_rows] = batch.column(name).to_numpy()
+                for column_name, array in array_by_column.items():
+                    array[start : start + batch.num_rows] = batch.column(column_name).to_numpy()
                 self._count_events(batch)
-                context.write(batch)
+                context_writer.write(batch)
                 start += batch.num_rows
         assert start == num_events, f"the join of {num_events} events with the vocabularies returned {start} events"
 
     def write_offsets(self) -> None:
         """Write the arrays that have one entry per user, per item or per training event."""
-        user_counts = dict(zip(SPLITS, self.user_count_US.T, strict=True))
+        count_U_by_split = dict(zip(SPLITS, self.user_count_US.T, strict=True))
         user_offset = np.concatenate(([0], np.cumsum(self.user_count_US.sum(axis=1))))
-        train_end_U = user_offset[:-1] + user_counts["train"]
+        train_end_U = user_offset[:-1] + count_U_by_split["train"]
         train_count_I = self.item_count_IS[:, SPLITS.index("train")]
         popularity_rank_I = np.empty(len(train_count_I), np.int64)
         popularity_rank_I[np.argsort(-train_count_I, kind="stable")] = np.arange(len(train_count_I))
         for name, array in {
             "user_offset": user_offset,
             "train_end": train_end_U,
-            "validation_end": train_end_U + user_counts["validation"],
+            "validation_end": train_end_U + count_U_by_split["validation"],
             "item_count": np.ascontiguousarray(train_count_I),
             "item_rank": popularity_rank_I,
             "vector_row": self._items.vector_row_R,
         }.items():
-            save_npy(self._out / f"{name}.npy", array)
+            save_npy(self._output_folder / f"{name}.npy", array)
         if (self._users.vector_row_R >= 0).any():
-            save_npy(self._out / "user_vector_row.npy", self._users.vector_row_R)
-        self._write_train_user(user_counts["train"])
+            save_npy(self._output_folder / "user_vector_row.npy", self._users.vector_row_R)
+        self._write_train_user(count_U_by_split["train"])
 
     def _write_train_user(self, train_count_U: Counts) -> None:
         """Write the user of each training event, BATCH_ROWS users at a time."""
-        train_user = allocate_npy(self._out / "train_user.npy", dtype=np.int32, shape=(int(train_count_U.sum()),))
+        train_user = allocate_npy(self._output_folder / "train_user.npy", dtype=np.int32, shape=(int(train_count_U.sum()),))
         start = 0
         for first_user in range(0, len(train_count_U), BATCH_ROWS):
-            counts = train_count_U[first_user : first_user + BATCH_ROWS]
-            stop = start + int(counts.sum())
-            train_user[start:stop] = np.repeat(np.arange(first_user, first_user + len(counts), dtype=np.int32), counts)
+            train_counts = train_count_U[first_user : first_user + BATCH_ROWS]
+            stop = start + int(train_counts.sum())
+            train_user[start:stop] = np.repeat(
+                np.arange(first_user, first_user + len(train_counts), dtype=np.int32), train_counts
+            )
             start = stop
 
     def _count_events(self, batch: pa.RecordBatch) -> None:
@@ -118,7 +128,7 @@ def _merge_batches(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
         yield pa.concat_batches(small_batches)
 
 
-class _ContextFile:
+class _ContextWriter:
     """Writer of context.parquet: the unchanged context columns, one row per event. Without context columns there is no file."""
 
     def __init__(self, path: Path, columns: tuple[str, ...]) -> None:
@@ -137,6 +147,6 @@ class _ContextFile:
             self._writer = pq.ParquetWriter(self._path, table.schema)
         self._writer.write_table(table)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if self._writer is not None:
             self._writer.close()

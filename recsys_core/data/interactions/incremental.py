@@ -16,7 +16,7 @@ from recsys_core.data.interactions.checks import IN_FUTURE, FileStatistics, reje
 from recsys_core.data.interactions.config import FileSplit, InteractionsConfig
 from recsys_core.data.interactions.read_errors import explain_read_errors, reject_false_null_counts
 from recsys_core.data.interactions.schema import InteractionsInput
-from recsys_core.data.row_checks import pass_condition
+from recsys_core.data.row_checks import pass_sql
 from recsys_core.errors import InputError
 from recsys_core.manifests import IdType, IngestedFile, InteractionsManifest, LogPart, SourceFile, fingerprint_of
 from recsys_core.parquet.columns import require_column
@@ -40,7 +40,7 @@ def gather_parts(
     connection: duckdb.DuckDBPyConnection,
     config: InteractionsConfig,
     log: InteractionsInput,
-    out: Path,
+    output_folder: Path,
     *,
     continued_run: InteractionsManifest | None,
 ) -> tuple[tuple[LogPart, ...], tuple[Source, ...]]:
@@ -49,12 +49,12 @@ def gather_parts(
     Returns:
         The parts that hold the events of all input files, and the files that were read.
     """
-    (out / "parts").mkdir()
-    hive_key_types = {
-        name: str(data_type) for name, data_type in log.sources[0].partition_types.items() if name in config.columns
+    (output_folder / "parts").mkdir()
+    type_by_hive_key = {
+        key: str(data_type) for key, data_type in log.sources[0].partition_types.items() if key in config.columns
     }
     part_settings = config.model_dump(mode="json", include=PART_SETTINGS)
-    settings_fingerprint = fingerprint_of(duckdb.__version__, part_settings, _validation_draw_sql(config), hive_key_types)
+    settings_fingerprint = fingerprint_of(duckdb.__version__, part_settings, _validation_draw_sql(config), type_by_hive_key)
     parts = []
     for part in continued_run.parts if continued_run else ():
         if (
@@ -63,10 +63,10 @@ def gather_parts(
             and not _has_dropped_future_rows(part)
         ):
             assert continued_run is not None
-            _link_or_copy(continued_run.path(part.file_name), out / part.file_name)
+            _link_or_copy(continued_run.path(part.file_name), output_folder / part.file_name)
             parts.append(part)
-    reused_files = {file.source for part in parts for file in part.files}
-    new_sources = tuple(source for source in log.sources if source.record not in reused_files)
+    reused_records = {file.source for part in parts for file in part.files}
+    new_sources = tuple(source for source in log.sources if source.record not in reused_records)
     if new_sources:
         part_name = fingerprint_of(settings_fingerprint, [source.record for source in new_sources])[:16]
         new_part = read_part(
@@ -75,7 +75,7 @@ def gather_parts(
             sources=new_sources,
             id_types=(log.user_id_type, log.item_id_type),
             settings_fingerprint=settings_fingerprint,
-            part_path=out / "parts" / f"{part_name}.parquet",
+            part_path=output_folder / "parts" / f"{part_name}.parquet",
         )
         parts.append(new_part)
     return tuple(parts), new_sources
@@ -92,12 +92,12 @@ def _has_dropped_future_rows(part: LogPart) -> bool:
     return any(name.endswith(IN_FUTURE) for file in part.files for name in file.bad_rows)
 
 
-def _link_or_copy(part: Path, target: Path) -> None:
-    """Hard-link a part, or copy it if the file system does not support the link. A part is never changed."""
+def _link_or_copy(part_path: Path, new_path: Path) -> None:
+    """Hard-link a part, or copy it if the file system does not support links. Runs can share a part: it never changes."""
     try:
-        target.hardlink_to(part)
+        new_path.hardlink_to(part_path)
     except OSError:
-        shutil.copyfile(part, target)
+        shutil.copyfile(part_path, new_path)
 
 
 def read_part(
@@ -124,8 +124,8 @@ def read_part(
     }
     if config.checksums == "sidecar":
         verify_sidecars(sources)
-    has_checksums = [has_page_checksums(source, config.columns) for source in sources]
-    for source, pages_have_checksums in zip(sources, has_checksums, strict=True):
+    checksum_flags = [has_page_checksums(source, config.columns) for source in sources]
+    for source, pages_have_checksums in zip(sources, checksum_flags, strict=True):
         if source.is_local and pages_have_checksums:  # pages of remote files are verified while they are copied
             verify_pages(source, config.columns)
     with (
@@ -137,37 +137,40 @@ def read_part(
         ).fetchall()
         checks = row_checks(config, schema=schema)
         range_columns = _range_columns(config)
-        positive_condition = f"label::DOUBLE >= {config.label_threshold!r}" if config.label_column else "true"
+        positive_row_sql = f"label::DOUBLE >= {config.label_threshold!r}" if config.label_column else "true"
         statistics = scan_files(
             connection,
             checks,
             num_files=len(sources),
             range_columns=list(range_columns),
-            positive_condition=positive_condition,
+            positive_row_sql=positive_row_sql,
         )
         _require_rows_of_footer(statistics, sources)
         reject_bad_log(connection, config, checks, statistics, sources=sources)
         # The checks take a second per 20 million rows, so they are not repeated if no row is bad.
-        keep_condition = (
-            f"{pass_condition(checks)} AND {positive_condition}"
-            if any(file.num_bad for file in statistics)
-            else positive_condition
+        kept_row_sql = (
+            f"{pass_sql(checks)} AND {positive_row_sql}"
+            if any(file_statistics.num_bad for file_statistics in statistics)
+            else positive_row_sql
         )
         for side, id_type in zip(("user", "item"), id_types, strict=True):
-            _add_ids(connection, side, id_type=id_type, keep_condition=keep_condition)
-        written_counts = _write_events(
-            connection, config, part_path=part_path, keep_condition=keep_condition, id_types=id_types
+            _add_ids(connection, side, id_type=id_type, kept_row_sql=kept_row_sql)
+        written_counts_by_file = _write_events(
+            connection, config, part_path=part_path, kept_row_sql=kept_row_sql, id_types=id_types
         )
-        reject_false_null_counts(written_counts, statistics, sources, has_label=config.label_column is not None)
+        reject_false_null_counts(written_counts_by_file, statistics, sources, has_label=config.label_column is not None)
+    num_written = [written_counts_by_file.get(index, (0, 0))[0] for index in range(len(sources))]
     files = tuple(
         IngestedFile(
             source=source.record,
-            bad_rows=dict(file.bad_counts),
-            below_threshold=file.num_rows - file.num_bad - written_counts.get(index, (0, 0))[0] if config.label_column else 0,
-            spans={range_columns[alias]: bounds for alias, bounds in file.ranges.items()},
-            has_checksums=has_checksums[index],
+            bad_rows=dict(file_statistics.num_bad_by_check),
+            below_threshold=file_statistics.num_rows - file_statistics.num_bad - num_written[index]
+            if config.label_column
+            else 0,
+            spans={range_columns[alias]: bounds for alias, bounds in file_statistics.range_by_column.items()},
+            has_checksums=checksum_flags[index],
         )
-        for index, (source, file) in enumerate(zip(sources, statistics, strict=True))
+        for index, (source, file_statistics) in enumerate(zip(sources, statistics, strict=True))
     )
     return LogPart(file_name=f"parts/{part_path.name}", settings_fingerprint=settings_fingerprint, files=files)
 
@@ -182,17 +185,19 @@ def _raw_log_sql(
     hive_columns = {name for source in sources for name in source.partition_values if name not in source.schema.names} & set(
         config.columns
     )
-    columns = [
+    select_list = [
         f'{"keys" if column in hive_columns else "file"}.{quoted(column)} AS "{alias}"'
         for alias, column in column_by_alias.items()
         if column
     ]
-    relation = f"{scan_all_sql(paths)} AS file"
+    files_sql = f"{scan_all_sql(paths)} AS file"
     if hive_columns:
-        relation += f" JOIN ({_hive_keys_sql(sources, sorted(hive_columns))}) AS keys ON file.file_index = keys.source"
-    raw_query = f"SELECT {', '.join(columns)}, file.file_index AS source, file.file_row_number AS row FROM {relation}"
-    before_1970 = f", {_before_1970_sql(schema[config.timestamp_column])} AS before_1970" if config.timestamp_column else ""
-    return f"SELECT *, {_position_sql(config, schema)} AS position{before_1970} FROM ({raw_query})"
+        files_sql += f" JOIN ({_hive_keys_sql(sources, sorted(hive_columns))}) AS keys ON file.file_index = keys.source"
+    raw_columns_sql = (
+        f"SELECT {', '.join(select_list)}, file.file_index AS source, file.file_row_number AS row FROM {files_sql}"
+    )
+    before_1970_sql = f", {_before_1970_sql(schema[config.timestamp_column])} AS before_1970" if config.timestamp_column else ""
+    return f"SELECT *, {_position_sql(config, schema)} AS position{before_1970_sql} FROM ({raw_columns_sql})"
 
 
 def _widest_type(data_types: Sequence[pa.DataType]) -> pa.DataType:
@@ -203,13 +208,13 @@ def _widest_type(data_types: Sequence[pa.DataType]) -> pa.DataType:
     return (float_or_uint64_types or list(data_types))[0]
 
 
-def _hive_keys_sql(sources: Sequence[Source], names: Sequence[str]) -> str:
-    """Return SQL for a table with the hive keys `names` of each file, as dates, integers or strings."""
-    rows = [
-        f"({index}, {', '.join(_constant_sql(source.partition_value(name)) for name in names)})"
+def _hive_keys_sql(sources: Sequence[Source], keys: Sequence[str]) -> str:
+    """Return SQL for a table with the hive keys `keys` of each file, as dates, integers or strings."""
+    rows_sql = [
+        f"({index}, {', '.join(_constant_sql(source.partition_value(key)) for key in keys)})"
         for index, source in enumerate(sources)
     ]
-    return f"SELECT * FROM (VALUES {', '.join(rows)}) AS t(source, {', '.join(quoted(name) for name in names)})"
+    return f"SELECT * FROM (VALUES {', '.join(rows_sql)}) AS t(source, {', '.join(quoted(key) for key in keys)})"
 
 
 def _constant_sql(value: int | date | str) -> str:
@@ -254,24 +259,24 @@ def _range_columns(config: InteractionsConfig) -> dict[str, str]:
 
 
 def _require_rows_of_footer(statistics: Sequence[FileStatistics], sources: Sequence[Source]) -> None:
-    for source, file in zip(sources, statistics, strict=True):
-        if file.num_rows != source.record.rows:
+    for source, file_statistics in zip(sources, statistics, strict=True):
+        if file_statistics.num_rows != source.record.rows:
             raise InputError(
                 f"{source.name}: damaged: the footer declares {source.record.rows:,} rows, but the file has "
-                f"{file.num_rows:,}; write the file again"
+                f"{file_statistics.num_rows:,}; write the file again"
             )
 
 
-def _add_ids(connection: duckdb.DuckDBPyConnection, side: str, *, id_type: IdType, keep_condition: str) -> None:
+def _add_ids(connection: duckdb.DuckDBPyConnection, side: str, *, id_type: IdType, kept_row_sql: str) -> None:
     """Give the new ids of `raw` the next codes, the most frequent id first."""
     ((num_codes,),) = connection.sql(f"SELECT count(*) FROM {side}_ids").fetchall()
-    id_counts = (
-        f'SELECT TRY_CAST("{side}" AS {SQL_TYPE[id_type]}) AS id, count(*) AS events FROM raw WHERE {keep_condition} GROUP BY 1'
+    id_counts_sql = (
+        f'SELECT TRY_CAST("{side}" AS {SQL_TYPE[id_type]}) AS id, count(*) AS events FROM raw WHERE {kept_row_sql} GROUP BY 1'
     )
-    anti_join = f"ANTI JOIN {side}_ids USING (id)" if num_codes else ""
+    anti_join_sql = f"ANTI JOIN {side}_ids USING (id)" if num_codes else ""
     connection.execute(
         f"INSERT INTO {side}_ids SELECT id, ({num_codes} + row_number() OVER (ORDER BY events DESC, id) - 1)::INTEGER, NULL "
-        f"FROM ({id_counts}) {anti_join}"
+        f"FROM ({id_counts_sql}) {anti_join_sql}"
     ).fetchall()
 
 
@@ -280,7 +285,7 @@ def _write_events(
     config: InteractionsConfig,
     *,
     part_path: Path,
-    keep_condition: str,
+    kept_row_sql: str,
     id_types: tuple[IdType, IdType],
 ) -> dict[int, tuple[int, int]]:
     """Write the rows to keep, with codes in place of ids.
@@ -291,21 +296,21 @@ def _write_events(
     user_id_sql, item_id_sql = (
         f'TRY_CAST(raw."{side}" AS {SQL_TYPE[id_type]})' for side, id_type in zip(("user", "item"), id_types, strict=True)
     )
-    extra_columns = ["TRY_CAST(weight AS FLOAT) AS weight"] if config.weight_column else []
-    extra_columns += [f"context_{index}" for index in range(len(config.context_columns))]
-    draw = _validation_draw_sql(config)
-    extra_columns += [] if draw is None else [f"{draw} AS draw"]
-    columns = ", ".join(["source::INTEGER AS source", 'u.code AS "user"', "i.code AS item", "position", *extra_columns])
-    joins = [
-        f"JOIN {side}_ids {side[0]} ON {_id_condition_sql(connection, side, value=value)}"
-        for side, value in (("user", user_id_sql), ("item", item_id_sql))
+    extra_columns_sql = ["TRY_CAST(weight AS FLOAT) AS weight"] if config.weight_column else []
+    extra_columns_sql += [f"context_{index}" for index in range(len(config.context_columns))]
+    draw_sql = _validation_draw_sql(config)
+    extra_columns_sql += [] if draw_sql is None else [f"{draw_sql} AS draw"]
+    columns_sql = ", ".join(["source::INTEGER AS source", 'u.code AS "user"', "i.code AS item", "position", *extra_columns_sql])
+    joins_sql = [
+        f"JOIN {side}_ids {side[0]} ON {_id_condition_sql(connection, side, id_sql=id_sql)}"
+        for side, id_sql in (("user", user_id_sql), ("item", item_id_sql))
     ]
     connection.execute(
-        f"COPY (SELECT {columns} FROM raw {' '.join(joins)} WHERE {keep_condition}) "
+        f"COPY (SELECT {columns_sql} FROM raw {' '.join(joins_sql)} WHERE {kept_row_sql}) "
         f"TO {quoted(str(part_path), quote=chr(39))} (FORMAT parquet, COMPRESSION lz4_raw)"
     ).fetchall()
-    has_null = "position IS NULL" + (" OR weight IS NULL" if config.weight_column else "")
-    query = f"SELECT source, count(*), count(*) FILTER ({has_null}) FROM {scan_sql(part_path)} GROUP BY 1"
+    has_null_sql = "position IS NULL" + (" OR weight IS NULL" if config.weight_column else "")
+    query = f"SELECT source, count(*), count(*) FILTER ({has_null_sql}) FROM {scan_sql(part_path)} GROUP BY 1"
     return {source: (num_rows, num_nulls) for source, num_rows, num_nulls in connection.sql(query).fetchall()}
 
 
@@ -321,10 +326,10 @@ def _validation_draw_sql(config: InteractionsConfig) -> str | None:
     return f"(hash({hash_arguments}, 'validation') % 1000000)::INTEGER"
 
 
-def _id_condition_sql(connection: duckdb.DuckDBPyConnection, side: str, *, value: str) -> str:
-    """Return the SQL condition that joins the ids in `value` with table <side>_ids.
+def _id_condition_sql(connection: duckdb.DuckDBPyConnection, side: str, *, id_sql: str) -> str:
+    """Return the SQL condition that joins the ids in `id_sql` with table <side>_ids.
 
     If all ids have different hashes, the condition compares hashes. This is a third faster.
     """
     ((num_ids, num_hashes),) = connection.sql(f"SELECT count(*), count(DISTINCT hash(id)) FROM {side}_ids").fetchall()
-    return f"hash({value}) = hash({side[0]}.id)" if num_hashes == num_ids else f"{value} = {side[0]}.id"
+    return f"hash({id_sql}) = hash({side[0]}.id)" if num_hashes == num_ids else f"{id_sql} = {side[0]}.id"

@@ -9,7 +9,7 @@ import duckdb
 from recsys_core.data.interactions.column_statistics import bad_row_counts, column_statistics
 from recsys_core.data.interactions.config import SPLITS, InteractionsConfig, LogFilter
 from recsys_core.data.interactions.event_writer import EventWriter
-from recsys_core.data.interactions.filters import check_log, load_log
+from recsys_core.data.interactions.filters import load_log, read_time_span
 from recsys_core.data.interactions.incremental import gather_parts
 from recsys_core.data.interactions.schema import InteractionsInput, open_interactions
 from recsys_core.data.interactions.vocabulary import assign_rows, create_id_table, write_vocabulary
@@ -43,21 +43,21 @@ def ingest_interactions(
     """
     log = open_interactions(config, allowed_data_root=allowed_data_root)
     _check_vector_id_types(config, log, embeddings)
-    records = tuple(source.record for source in log.sources)
+    source_records = tuple(source.record for source in log.sources)
     settings = config.result_settings()
-    fingerprint = fingerprint_of("interactions", settings, embeddings, records, previous)
+    fingerprint = fingerprint_of("interactions", settings, embeddings, source_records, previous)
     stage = StageFolder(folder, InteractionsManifest, fingerprint=fingerprint)
     if stage.manifest is not None:
         return stage.manifest
     rebuild_reason = _rebuild_reason(config, log, previous)
     continued_run = None if rebuild_reason else previous
-    with stage.writing() as out:
-        spill = out / "spill"
+    with stage.writing() as output_folder:
+        spill_folder = output_folder / "spill"
         with database(
-            memory_limit=config.memory_limit, num_threads=config.threads, spill_folder=spill, subject="interactions"
+            memory_limit=config.memory_limit, num_threads=config.threads, spill_folder=spill_folder, subject="interactions"
         ) as connection:
-            manifest_fields = _ingest(connection, config, log, embeddings, out, continued_run=continued_run)
-        shutil.rmtree(spill, ignore_errors=True)
+            manifest_fields = _ingest(connection, config, log, embeddings, output_folder, continued_run=continued_run)
+        shutil.rmtree(spill_folder, ignore_errors=True)
         return stage.commit(
             **manifest_fields,
             continued_fingerprint=continued_run.fingerprint if continued_run else None,
@@ -66,7 +66,7 @@ def ingest_interactions(
             rebuild_reason=rebuild_reason,
             user_id_type=log.user_id_type,
             item_id_type=log.item_id_type,
-            sources=records,
+            sources=source_records,
         )
 
 
@@ -75,36 +75,44 @@ def _ingest(
     config: InteractionsConfig,
     log: InteractionsInput,
     embeddings: EmbeddingsManifest | None,
-    out: Path,
+    output_folder: Path,
     *,
     continued_run: InteractionsManifest | None,
 ) -> dict[str, Any]:
     num_users_without_row = create_id_table(connection, "user", id_type=log.user_id_type, continued_run=continued_run)
     num_items_without_row = create_id_table(connection, "item", id_type=log.item_id_type, continued_run=continued_run)
-    parts, new_sources = gather_parts(connection, config, log, out, continued_run=continued_run)
-    num_removed = load_log(connection, config, parts=parts, folder=out, split_codes=log.split_code_by_file)
-    time_span = check_log(connection, config, first_file=log.sources[0].name)
+    parts, new_sources = gather_parts(connection, config, log, output_folder, continued_run=continued_run)
+    num_removed_by_reason = load_log(
+        connection, config, parts=parts, folder=output_folder, split_code_by_file=log.split_code_by_file
+    )
+    time_span = read_time_span(connection, config, first_file=log.sources[0].name)
 
-    is_filtered = bool(num_removed or num_users_without_row or num_items_without_row) or config.filter != LogFilter()
-    vector_ids = {table: embeddings.ids_path(table) for table in embeddings.tables} if embeddings else {}
-    users = assign_rows(connection, "user", is_filtered=is_filtered, vector_ids=vector_ids.get("user"))
-    items = assign_rows(connection, "item", is_filtered=is_filtered, vector_ids=vector_ids.get("item"), add_vector_ids=True)
+    is_filtered = bool(num_removed_by_reason or num_users_without_row or num_items_without_row) or config.filter != LogFilter()
+    ids_path_by_table = {table: embeddings.ids_path(table) for table in embeddings.tables} if embeddings else {}
+    users = assign_rows(connection, "user", is_filtered=is_filtered, vector_ids_path=ids_path_by_table.get("user"))
+    items = assign_rows(
+        connection, "item", is_filtered=is_filtered, vector_ids_path=ids_path_by_table.get("item"), add_vector_ids=True
+    )
 
-    writer = EventWriter(out, users=users, items=items, config=config)
+    writer = EventWriter(output_folder, users=users, items=items, config=config)
     writer.write_events(connection)
     writer.write_offsets()
     user_count_U, item_count_I = writer.user_count_US.sum(axis=1), writer.item_count_IS.sum(axis=1)
     has_event_I, has_vector_I = item_count_I > 0, items.vector_row_R >= 0
-    _require_match(embeddings, "user", any_match=bool((users.vector_row_R >= 0).any()))
-    _require_match(embeddings, "item", any_match=bool((has_vector_I & has_event_I).any()))
-    write_vocabulary(connection, users, train_count_R=writer.user_count_US[:, 0], event_count_R=user_count_U, out=out)
-    write_vocabulary(connection, items, train_count_R=writer.item_count_IS[:, 0], event_count_R=item_count_I, out=out)
-    num_events = dict(zip(SPLITS, writer.user_count_US.sum(axis=0).tolist(), strict=True))
+    _require_match(embeddings, "user", has_match=bool((users.vector_row_R >= 0).any()))
+    _require_match(embeddings, "item", has_match=bool((has_vector_I & has_event_I).any()))
+    write_vocabulary(
+        connection, users, train_count_R=writer.user_count_US[:, 0], event_count_R=user_count_U, output_folder=output_folder
+    )
+    write_vocabulary(
+        connection, items, train_count_R=writer.item_count_IS[:, 0], event_count_R=item_count_I, output_folder=output_folder
+    )
+    num_events_by_split = dict(zip(SPLITS, writer.user_count_US.sum(axis=0).tolist(), strict=True))
     return {
         **time_span,
         "num_users": len(users),
         "num_items": len(items),
-        **{f"{split}_events": count for split, count in num_events.items()},
+        **{f"{split}_events": count for split, count in num_events_by_split.items()},
         "is_ordered": config.is_ordered,
         "id_columns": (config.user_column, config.item_column),
         "items_with_vector": int(has_vector_I.sum()),
@@ -113,8 +121,8 @@ def _ingest(
         "idle_items": int((~has_event_I & ~has_vector_I).sum()),
         "rows_read": sum(source.record.rows for source in new_sources),
         "files_read": len(new_sources),
-        "columns": column_statistics(connection, config, log, parts=parts, out=out),
-        "removed_events": num_removed,
+        "columns": column_statistics(connection, config, log, parts=parts, output_folder=output_folder),
+        "removed_events": num_removed_by_reason,
         "bad_rows": bad_row_counts(parts, log),
         "parts": parts,
     }
@@ -134,8 +142,8 @@ def _check_vector_id_types(config: InteractionsConfig, log: InteractionsInput, e
             )
 
 
-def _require_match(embeddings: EmbeddingsManifest | None, side: str, *, any_match: bool) -> None:
-    if embeddings is not None and side in embeddings.tables and not any_match:
+def _require_match(embeddings: EmbeddingsManifest | None, side: str, *, has_match: bool) -> None:
+    if embeddings is not None and side in embeddings.tables and not has_match:
         raise InputError(
             f"embeddings: none of the {embeddings.tables[side].rows:,} ids of the {side} vectors is an id of the "
             f"{side}s of the log; check that both use the same ids"

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from recsys_core.data.interactions.checks import FIX_CLOCK, FileStatistics, latest_valid_time
+from recsys_core.data.interactions.checks import FIX_CLOCK, FileStatistics, latest_valid_time_us
 from recsys_core.data.interactions.config import InteractionsConfig
 from recsys_core.data.row_checks import value_at
 from recsys_core.errors import InputError, first_line, shown
@@ -36,8 +36,8 @@ def explain_read_errors(config: InteractionsConfig, sources: Sequence[Source], p
     try:
         yield
     except duckdb.ConstraintException as error:  # an id is null although the file's statistics claim that none is
-        name = next((source.name for source in sources if _has_null_id(source, config)), sources[0].name)
-        raise InputError(_FALSE_NULL_COUNT_MESSAGE.format(name=name)) from error
+        file_name = next((source.name for source in sources if _has_null_id(source, config)), sources[0].name)
+        raise InputError(_FALSE_NULL_COUNT_MESSAGE.format(name=file_name)) from error
     except (duckdb.Error, pa.ArrowException, OSError) as error:
         is_conversion_error = isinstance(error, duckdb.ConversionException)
         is_read_error = (
@@ -54,7 +54,7 @@ def explain_read_errors(config: InteractionsConfig, sources: Sequence[Source], p
 
 
 def reject_false_null_counts(
-    written_counts: Mapping[int, tuple[int, int]],
+    written_counts_by_file: Mapping[int, tuple[int, int]],
     statistics: Sequence[FileStatistics],
     sources: Sequence[Source],
     *,
@@ -65,20 +65,22 @@ def reject_false_null_counts(
     DuckDB trusts these statistics: the scan of the file reports no null in such a column, even if the column has nulls.
 
     Args:
-        written_counts: number of rows that were written, and number of these rows that have a null; by index in `sources`.
+        written_counts_by_file: number of written rows and number of written rows with a null, by index in `sources`.
         statistics: statistics of each file, from the scan.
         has_label: whether the log has labels. The label threshold then also removes rows, so row counts are not compared.
     """
-    for index, file in enumerate(statistics):
-        num_rows, num_nulls = written_counts.get(index, (0, 0))
-        if num_nulls or (not has_label and num_rows != file.num_rows - file.num_bad):
+    for index, file_statistics in enumerate(statistics):
+        num_rows, num_nulls = written_counts_by_file.get(index, (0, 0))
+        if num_nulls or (not has_label and num_rows != file_statistics.num_rows - file_statistics.num_bad):
             raise InputError(_FALSE_NULL_COUNT_MESSAGE.format(name=sources[index].name))
 
 
 def _has_null_id(source: Source, config: InteractionsConfig) -> bool:
-    columns = [name for name in (config.user_column, config.item_column) if name in source.schema.names]
+    column_names = [name for name in (config.user_column, config.item_column) if name in source.schema.names]
     with source.open() as file:
-        return any(column.null_count for batch in file.iter_batches(_BATCH_ROWS, columns=columns) for column in batch.columns)
+        return any(
+            column.null_count for batch in file.iter_batches(_BATCH_ROWS, columns=column_names) for column in batch.columns
+        )
 
 
 def _reject_unreadable_column(source: Source, path: Path, config: InteractionsConfig) -> None:
@@ -101,7 +103,7 @@ def _reject_unreadable_column(source: Source, path: Path, config: InteractionsCo
 
 def _reject_out_of_range_times(config: InteractionsConfig, sources: Sequence[Source]) -> None:
     """Raise InputError for the first time before 1970 or in the future, with the number of such rows."""
-    column, latest_us = config.timestamp_column or "", latest_valid_time(config)
+    column, latest_us = config.timestamp_column or "", latest_valid_time_us(config)
     first_bad_row: tuple[Source, int] | None = None
     num_bad = 0
     for source in sources:

@@ -32,11 +32,11 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def row_of(self, code_column: str) -> tuple[str, str]:
-        """Return SQL for the row of the code in `code_column`, and SQL for the join that it needs."""
+    def row_and_join_sql(self, code_sql: str) -> tuple[str, str]:
+        """Return SQL for the row of the code in `code_sql`, and SQL for the join that it needs."""
         if self.codes_are_rows:
-            return code_column, ""
-        return f"{self.side}s.row", f" JOIN {self.side}s ON {code_column} = {self.side}s.code"
+            return code_sql, ""
+        return f"{self.side}s.row", f" JOIN {self.side}s ON {code_sql} = {self.side}s.code"
 
 
 def create_id_table(
@@ -52,8 +52,8 @@ def create_id_table(
     ).fetchall()
     if continued_run is None:
         return 0
-    previous_ids = scan_sql(continued_run.path(f"{side}_ids.parquet"), options_sql="file_row_number = true")
-    connection.execute(f'INSERT INTO {side}_ids SELECT id, file_row_number, "row" FROM {previous_ids}').fetchall()
+    previous_ids_sql = scan_sql(continued_run.path(f"{side}_ids.parquet"), options_sql="file_row_number = true")
+    connection.execute(f'INSERT INTO {side}_ids SELECT id, file_row_number, "row" FROM {previous_ids_sql}').fetchall()
     ((num_without_row,),) = connection.sql(f"SELECT count(*) FROM {side}_ids WHERE previous_row IS NULL").fetchall()
     return int(num_without_row)
 
@@ -63,38 +63,38 @@ def assign_rows(
     side: str,
     *,
     is_filtered: bool,
-    vector_ids: Path | None = None,
+    vector_ids_path: Path | None = None,
     add_vector_ids: bool = False,
 ) -> Vocabulary:
     """Create table <side>s: ids of the previous run keep their row, and new ids follow in the order of their codes.
 
     Args:
         is_filtered: whether some ids may have no event in `log`; a new id without an event gets no row.
-        vector_ids: parquet file with the column `id`, one row per pretrained vector; None without vectors.
+        vector_ids_path: parquet file with the column `id`, one row per pretrained vector; None without vectors.
         add_vector_ids: whether an id with a vector and without an event gets a row too.
     """
-    vectors_query = ""
-    if vector_ids is not None:
-        vectors_query = (
-            f"(SELECT id, file_row_number AS vector_row FROM {scan_sql(vector_ids, options_sql='file_row_number = true')})"
+    vector_rows_sql = ""
+    if vector_ids_path is not None:
+        vector_rows_sql = (
+            f"(SELECT id, file_row_number AS vector_row FROM {scan_sql(vector_ids_path, options_sql='file_row_number = true')})"
         )
-    if add_vector_ids and vector_ids is not None:
+    if add_vector_ids and vector_ids_path is not None:
         ((num_ids,),) = connection.sql(f"SELECT count(*) FROM {side}_ids").fetchall()
         connection.execute(
             f"INSERT INTO {side}_ids SELECT id, {num_ids} + row_number() OVER (ORDER BY vector_row) - 1, NULL "
-            f"FROM {vectors_query} ANTI JOIN {side}_ids USING (id)"
+            f"FROM {vector_rows_sql} ANTI JOIN {side}_ids USING (id)"
         ).fetchall()
-    ((num_previous,),) = connection.sql(f"SELECT count(previous_row) FROM {side}_ids").fetchall()
-    joins = f" LEFT JOIN {vectors_query} USING (id)" if vector_ids is not None else ""
-    vector_row = "coalesce(vector_row, -1)" if vector_ids is not None else "-1"
-    has_row = "true"
+    ((num_previous_rows,),) = connection.sql(f"SELECT count(previous_row) FROM {side}_ids").fetchall()
+    joins_sql = f" LEFT JOIN {vector_rows_sql} USING (id)" if vector_ids_path is not None else ""
+    vector_row_sql = "coalesce(vector_row, -1)" if vector_ids_path is not None else "-1"
+    has_row_sql = "true"
     if is_filtered:
-        joins += f' LEFT JOIN (SELECT DISTINCT "{side}" AS code, true AS has_event FROM log) USING (code)'
-        has_row = "previous_row IS NOT NULL OR has_event" + (f" OR {vector_row} >= 0" if add_vector_ids else "")
-    new_row = f"{num_previous} + row_number() OVER (PARTITION BY previous_row IS NULL ORDER BY code) - 1"
+        joins_sql += f' LEFT JOIN (SELECT DISTINCT "{side}" AS code, true AS has_event FROM log) USING (code)'
+        has_row_sql = "previous_row IS NOT NULL OR has_event" + (f" OR {vector_row_sql} >= 0" if add_vector_ids else "")
+    new_row_sql = f"{num_previous_rows} + row_number() OVER (PARTITION BY previous_row IS NULL ORDER BY code) - 1"
     connection.execute(
-        f'CREATE TABLE {side}s AS SELECT id, code, coalesce(previous_row, {new_row})::INTEGER AS "row", '
-        f"{vector_row} AS vector_row FROM {side}_ids{joins} WHERE {has_row}"
+        f'CREATE TABLE {side}s AS SELECT id, code, coalesce(previous_row, {new_row_sql})::INTEGER AS "row", '
+        f"{vector_row_sql} AS vector_row FROM {side}_ids{joins_sql} WHERE {has_row_sql}"
     ).fetchall()
     table = connection.sql(f'SELECT id, code, vector_row FROM {side}s ORDER BY "row"').to_arrow_table()
     code_R = table.column("code").to_numpy()
@@ -112,13 +112,13 @@ def write_vocabulary(
     *,
     train_count_R: NDArray[np.int64],
     event_count_R: NDArray[np.int64],
-    out: Path,
+    output_folder: Path,
 ) -> None:
     """Write <side>_ids.parquet, in the order of the codes, and <side>s.parquet, in the order of the rows."""
     side = vocabulary.side
     connection.execute(
         f'COPY (SELECT ids.id, vocabulary."row" FROM {side}_ids ids LEFT JOIN {side}s vocabulary USING (code) ORDER BY code) '
-        f"TO {quoted(str(out / f'{side}_ids.parquet'), quote=chr(39))} (FORMAT parquet)"
+        f"TO {quoted(str(output_folder / f'{side}_ids.parquet'), quote=chr(39))} (FORMAT parquet)"
     ).fetchall()
     table = pa.table({"id": vocabulary.ids, "train_count": train_count_R, "events": event_count_R})
-    pq.write_table(table, out / f"{side}s.parquet", use_dictionary=False)
+    pq.write_table(table, output_folder / f"{side}s.parquet", use_dictionary=False)

@@ -73,15 +73,15 @@ def keyed_jagged(
 
     weight_L: one weight for each value, in the order of `features`.
     """
-    lengths: NDArray[np.int32] = np.zeros((len(features), num_samples), np.int32)
-    for lengths_of_feature, feature in zip(lengths, features.values(), strict=True):
-        np.subtract(feature.offset[1:], feature.offset[:-1], out=lengths_of_feature[: len(feature)], casting="unsafe")
+    length_FB: NDArray[np.int32] = np.zeros((len(features), num_samples), np.int32)
+    for feature_lengths, feature in zip(length_FB, features.values(), strict=True):
+        np.subtract(feature.offset[1:], feature.offset[:-1], out=feature_lengths[: len(feature)], casting="unsafe")
     num_values_per_feature = [len(feature.values_L) for feature in features.values()]
     return KeyedJaggedTensor(
         keys=list(features),
         values=torch.from_numpy(np.concatenate([feature.values_L for feature in features.values()])),
         weights=None if weight_L is None else torch.from_numpy(weight_L),
-        lengths=torch.from_numpy(lengths.reshape(-1)),
+        lengths=torch.from_numpy(length_FB.reshape(-1)),
         stride=num_samples,
         # Without these two arguments TorchRec would compute them in the training thread.
         length_per_key=num_values_per_feature,

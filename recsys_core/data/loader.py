@@ -73,7 +73,7 @@ class TrainLoader:
         self._num_negatives = num_negatives
         self._negative_cdf_I = np.zeros(0) if negative_share_I is None else np.cumsum(negative_share_I)
         self._batches_per_chunk = max(1, CHUNK_CANDIDATES // (batch_size + num_negatives))
-        # The index of a training example plus this offset is the index of its event in the log.
+        # The index of a training example plus the offset of its user is the index of the event in the log.
         self._event_offset_U = store.user_offset[:-1] - store.first_example_U
         self._mean_weight = store.mean_weight()
         num_planned_ranks = num_planned_ranks or world_size
@@ -83,9 +83,9 @@ class TrainLoader:
         """Number of batches per epoch, the same on every rank."""
         return -(-self.num_epoch_samples // self._batch_size)
 
-    def num_batch_samples(self, index: int) -> int:
+    def num_batch_samples(self, batch_index: int) -> int:
         """Return the number of queries in the batch with this index in an epoch."""
-        return min(self._batch_size, self.num_epoch_samples - index * self._batch_size)
+        return min(self._batch_size, self.num_epoch_samples - batch_index * self._batch_size)
 
     def epoch(self, epoch: int, *, start_batch: int = 0) -> Iterator[Batch]:
         """Yield the batches of `epoch` from index `start_batch` on; a background thread builds them."""
@@ -93,9 +93,9 @@ class TrainLoader:
             for chunk in chunks:
                 yield from chunk
 
-    def batch(self, epoch: int, index: int) -> Batch:
+    def batch(self, epoch: int, batch_index: int) -> Batch:
         """Build the batch with this index in `epoch`."""
-        return self._chunk(epoch, index, index + 1)[0]
+        return self._chunk(epoch, batch_index, batch_index + 1)[0]
 
     def _chunks(self, epoch: int, start_batch: int) -> Iterator[list[Batch]]:
         for first_batch in range(start_batch, len(self), self._batches_per_chunk):
@@ -123,8 +123,8 @@ class TrainLoader:
         """Draw num_negatives items for each of these batches, [P, N]."""
         # Philox is counter-based: the negatives of a batch do not depend on the batches drawn before it.
         increments_per_batch = -(-self._num_negatives // PHILOX_VALUES_PER_INCREMENT)
-        key = negatives_key(self._seed, epoch=epoch, rank=self._rank)
-        generator = np.random.Generator(np.random.Philox(key=key, counter=first_batch * increments_per_batch))
+        philox_key = negatives_key(self._seed, epoch=epoch, rank=self._rank)
+        generator = np.random.Generator(np.random.Philox(key=philox_key, counter=first_batch * increments_per_batch))
         num_uniform_values = increments_per_batch * PHILOX_VALUES_PER_INCREMENT
         uniform_PN = generator.random((stop_batch - first_batch, num_uniform_values))[:, : self._num_negatives]
         # Rounding may leave the last value of the CDF slightly below 1, and a random number above it would select no item. The
@@ -146,10 +146,10 @@ class TrainLoader:
         )
 
 
-def prefetch(items: Iterable[T], *, depth: int) -> Generator[T, None, None]:
-    """Yield `items`; a background thread computes up to `depth` of them ahead.
+def prefetch(values: Iterable[T], *, depth: int) -> Generator[T, None, None]:
+    """Yield `values`; a background thread computes up to `depth` values ahead.
 
-    If computing an item raises an exception, the generator yields the items before it, and then raises the exception. Closing
+    If computing a value raises an exception, the generator yields the values before it and then raises the exception. Closing
     the generator ends the thread.
     """
     results: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(maxsize=depth)
@@ -166,8 +166,8 @@ def prefetch(items: Iterable[T], *, depth: int) -> Generator[T, None, None]:
 
     def compute() -> None:
         try:
-            for item in items:
-                if not put((item,)):
+            for value in values:
+                if not put((value,)):
                     return
             put(None)
         except BaseException as error:

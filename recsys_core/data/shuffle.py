@@ -27,15 +27,15 @@ def shuffled(index: NDArray[np.int64], *, n: int, key: tuple[int, ...]) -> NDArr
     if n < 2:
         return index.copy()
     left_size = math.isqrt(n - 1) + 1
-    sizes = (np.uint64(left_size), np.uint64(-(-n // left_size)))
+    grid_size = (np.uint64(left_size), np.uint64(-(-n // left_size)))
     round_keys = _round_keys(key)
-    result = _feistel(np.ascontiguousarray(index, np.int64).view(np.uint64), sizes=sizes, round_keys=round_keys)
-    outside = np.flatnonzero(result >= n)
-    while len(outside):
-        next_result = _feistel(result[outside], sizes=sizes, round_keys=round_keys)
-        result[outside] = next_result
-        outside = outside[next_result >= n]
-    return result.view(np.int64)
+    shuffled_index = _feistel(np.ascontiguousarray(index, np.int64).view(np.uint64), grid_size=grid_size, round_keys=round_keys)
+    outside_positions = np.flatnonzero(shuffled_index >= n)
+    while len(outside_positions):
+        next_index = _feistel(shuffled_index[outside_positions], grid_size=grid_size, round_keys=round_keys)
+        shuffled_index[outside_positions] = next_index
+        outside_positions = outside_positions[next_index >= n]
+    return shuffled_index.view(np.int64)
 
 
 @lru_cache
@@ -45,14 +45,14 @@ def _round_keys(key: tuple[int, ...]) -> NDArray[np.uint64]:
 
 
 def _feistel(
-    index: NDArray[np.uint64], *, sizes: tuple[np.uint64, np.uint64], round_keys: NDArray[np.uint64]
+    index: NDArray[np.uint64], *, grid_size: tuple[np.uint64, np.uint64], round_keys: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
-    left = index // sizes[1]
-    coordinates = [left, index - left * sizes[1]]
+    left = index // grid_size[1]
+    coordinates = [left, index - left * grid_size[1]]
     hashed, buffer = np.empty_like(index), np.empty_like(index)
     for round_index, key in enumerate(round_keys):
         target, source = coordinates[round_index % 2], coordinates[1 - round_index % 2]
-        size = sizes[round_index % 2]
+        size = grid_size[round_index % 2]
         # Hash the source coordinate; the upper 32 bits are well mixed.
         np.bitwise_xor(source, key, out=hashed)
         hashed *= _MULTIPLIER
@@ -69,5 +69,5 @@ def _feistel(
         target += hashed
         np.subtract(target, size, out=buffer)
         np.minimum(target, buffer, out=target)
-    result: NDArray[np.uint64] = coordinates[0] * sizes[1] + coordinates[1]
-    return result
+    shuffled_index: NDArray[np.uint64] = coordinates[0] * grid_size[1] + coordinates[1]
+    return shuffled_index

@@ -70,7 +70,7 @@ def _row_checks(table: FeatureTable) -> Iterator[RowCheck]:
             yield RowCheck(table.id_column, "too large for int64", f"{column_sql} > {INT64_MAX}", "write the ids as strings")
     for feature in table.features:
         column_sql = quoted(feature.source_column)
-        if table.value_types.get(feature.name) == "int64":
+        if table.value_type_by_feature.get(feature.name) == "int64":
             is_too_large_sql = f"{column_sql} > {INT64_MAX}"
             if feature.is_list:
                 is_too_large_sql = f"len(list_filter({column_sql}, lambda x: x > {INT64_MAX})) > 0"

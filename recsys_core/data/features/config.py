@@ -28,14 +28,14 @@ class FeatureConfig(Settings):
     )
     kind: FeatureKind = Field(
         "categorical",
-        description="kind of the values. categorical is one value, list is a list of values, weighted_list is a list of "
+        description="Kind of the values. categorical is one value, list is a list of values, weighted_list is a list of "
         "values with weights, and numeric is a number",
     )
     column: ColumnName | None = Field(
         None, description="Column with the values. If empty, it is the column with the name of the feature"
     )
     weight_column: ColumnName | None = Field(
-        None, description="column with the lists of weights of a weighted_list. Weights are finite and 0 or more"
+        None, description="Column with the lists of weights of a weighted_list. Weights are finite and 0 or more"
     )
     min_count: int = Field(
         1,
@@ -62,20 +62,20 @@ class FeatureConfig(Settings):
         None,
         ge=2,
         le=1_000_000,
-        description="number of buckets of a numeric feature. The buckets contain equally many training values",
+        description="Number of buckets of a numeric feature. The buckets contain equally many training values",
     )
     boundaries: tuple[Boundary, ...] | None = Field(
         None,
         min_length=1,
-        description="ascending boundaries of the buckets of a numeric feature. A value that equals a boundary is in the "
+        description="Ascending boundaries of the buckets of a numeric feature. A value that equals a boundary is in the "
         "bucket above it",
     )
 
     standardise: bool = Field(
         False,
-        description="use the value of a numeric feature as a number, without buckets. "
-        "The mean of the training values is subtracted, the result "
-        "is divided by their standard deviation and clipped to the range from -10 to 10",
+        description="Use the value of a numeric feature as a number, without buckets. "
+        "The mean of the training values is subtracted from it. The difference is divided by the standard deviation of the "
+        "training values and clipped to the range from -10 to 10",
     )
 
     @property
@@ -164,7 +164,7 @@ class FeatureTableConfig(Settings):
     @property
     def columns(self) -> tuple[str, ...]:
         """All columns to read, without repeats."""
-        return tuple(dict.fromkeys([self.id_column, *(name for feature in self.features for name in feature.columns)]))
+        return tuple(dict.fromkeys([self.id_column, *(column for feature in self.features for column in feature.columns)]))
 
 
 class FeaturesConfig(Settings):
@@ -186,4 +186,4 @@ class FeaturesConfig(Settings):
     @property
     def context_columns(self) -> tuple[str, ...]:
         """All columns of the interaction log to read, without repeats."""
-        return tuple(dict.fromkeys(name for feature in self.context for name in feature.columns))
+        return tuple(dict.fromkeys(column for feature in self.context for column in feature.columns))

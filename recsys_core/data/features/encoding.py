@@ -30,43 +30,45 @@ def encode(column: FeatureColumn) -> FeatureFacts:
 
 def _single_values_sql(column: FeatureColumn) -> str:
     """Return SQL for one row per value: row, in_training, value, and for a list feature also list_index and weight."""
-    values = column.value_sql()
+    values_sql = column.value_sql()
     if not column.feature.is_list:
-        return f"SELECT row, in_training, {values} AS value FROM joined"
-    weight = f", unnest({column.weight_sql()}) AS weight" if column.feature.weight_column else ""
-    indices = f"unnest(range(len({values}))) AS list_index"
-    return f"SELECT row, in_training, unnest({values}) AS value, {indices}{weight} FROM joined"
+        return f"SELECT row, in_training, {values_sql} AS value FROM joined"
+    weight_sql = f", unnest({column.weight_sql()}) AS weight" if column.feature.weight_column else ""
+    list_index_sql = f"unnest(range(len({values_sql}))) AS list_index"
+    return f"SELECT row, in_training, unnest({values_sql}) AS value, {list_index_sql}{weight_sql} FROM joined"
 
 
 def _encode_by_vocabulary(column: FeatureColumn) -> FeatureFacts:
     num_new_values = create_vocabulary(column)
-    counts = _write_rows(column, table_row_sql="vocabulary.row", relation="single_values LEFT JOIN vocabulary USING (value)")
+    fact_counts = _write_rows(
+        column, table_row_sql="vocabulary.row", source_sql="single_values LEFT JOIN vocabulary USING (value)"
+    )
     write_vocabulary(column)
-    num_table_rows = 1 + column.count("SELECT coalesce(max(row), 0) FROM vocabulary")
+    num_table_rows = 1 + column.fetch_count("SELECT coalesce(max(row), 0) FROM vocabulary")
     num_with_vector = write_vector_rows(column, num_table_rows=num_table_rows)
     column.connection.execute("DROP TABLE vocabulary")
-    return column.facts(rows=num_table_rows, new_values=num_new_values, with_vector=num_with_vector, **counts)
+    return column.facts(rows=num_table_rows, new_values=num_new_values, with_vector=num_with_vector, **fact_counts)
 
 
 def _encode_by_hash(column: FeatureColumn) -> FeatureFacts:
     # md5, because DuckDB's own hash may differ between its versions.
     table_row_sql = f"1 + md5_number_lower(CAST(value AS VARCHAR)) % {column.feature.hash_rows}"
-    counts = _write_rows(column, table_row_sql=table_row_sql, relation="single_values")
-    return column.facts(rows=1 + (column.feature.hash_rows or 0), **counts)
+    fact_counts = _write_rows(column, table_row_sql=table_row_sql, source_sql="single_values")
+    return column.facts(rows=1 + (column.feature.hash_rows or 0), **fact_counts)
 
 
-def _write_rows(column: FeatureColumn, *, table_row_sql: str, relation: str) -> dict[str, int]:
+def _write_rows(column: FeatureColumn, *, table_row_sql: str, source_sql: str) -> dict[str, int]:
     """Write the table row of every value; return the counts for FeatureFacts.
 
     Args:
         table_row_sql: SQL for the row of a value in the embedding table; null for a value without a row.
-        relation: SQL for the view `single_values` with the join that `table_row_sql` needs.
+        source_sql: SQL for the view `single_values` with the join that `table_row_sql` needs.
     """
     if column.feature.is_list:
-        return _write_lists(column, table_row_sql=table_row_sql, relation=relation)
+        return _write_lists(column, table_row_sql=table_row_sql, source_sql=source_sql)
     table_row_R = column.allocate("row", dtype=np.int32, length=column.num_rows)
     num_present = num_unknown = 0
-    query = f"SELECT single_values.row, coalesce({table_row_sql}, 0)::INTEGER FROM {relation} WHERE value IS NOT NULL"
+    query = f"SELECT single_values.row, coalesce({table_row_sql}, 0)::INTEGER FROM {source_sql} WHERE value IS NOT NULL"
     for row_N, table_row_N in _array_batches(column, query):
         table_row_R[row_N] = table_row_N
         num_present += len(row_N)
@@ -78,7 +80,7 @@ def _write_rows(column: FeatureColumn, *, table_row_sql: str, relation: str) -> 
     }
 
 
-def _write_lists(column: FeatureColumn, *, table_row_sql: str, relation: str) -> dict[str, int]:
+def _write_lists(column: FeatureColumn, *, table_row_sql: str, source_sql: str) -> dict[str, int]:
     """Write the lists in CSR format. List n is row[offset[n]:offset[n + 1]], and `weight` is parallel to `row`."""
     offset = column.allocate("offset", dtype=np.int64, length=column.num_rows + 1)
     num_empty = column.num_rows
@@ -92,18 +94,18 @@ def _write_lists(column: FeatureColumn, *, table_row_sql: str, relation: str) ->
     table_row_L = column.allocate("row", dtype=np.int32, length=num_values)
     has_weights = column.feature.weight_column is not None
     weight_L = column.allocate("weight", dtype=np.float32, length=num_values) if has_weights else None
-    weight = ", weight" if has_weights else ""
-    query = f"SELECT single_values.row, coalesce({table_row_sql}, 0)::INTEGER, list_index{weight} FROM {relation}"
-    for row_N, table_row_N, list_index_N, *weight_N in _array_batches(column, query):
+    weight_sql = ", weight" if has_weights else ""
+    query = f"SELECT single_values.row, coalesce({table_row_sql}, 0)::INTEGER, list_index{weight_sql} FROM {source_sql}"
+    for row_N, table_row_N, list_index_N, *weight_columns in _array_batches(column, query):
         value_index_N = offset[row_N] + list_index_N
         table_row_L[value_index_N] = table_row_N
         if weight_L is not None:
-            weight_L[value_index_N] = weight_N[0]
+            weight_L[value_index_N] = weight_columns[0]
         num_unknown += int((table_row_N == 0).sum())
 
     max_values, num_truncated = column.feature.max_values, 0
     if max_values is not None:
-        num_truncated = column.count(f"SELECT count(*) FROM joined WHERE len(v{column.feature_index}) > {max_values}")
+        num_truncated = column.fetch_count(f"SELECT count(*) FROM joined WHERE len(v{column.feature_index}) > {max_values}")
     return {
         "values": num_values,
         "out_of_vocabulary": num_unknown,

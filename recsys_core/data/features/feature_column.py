@@ -24,7 +24,7 @@ class PreviousFeature:
     """The same feature in the previous run."""
 
     facts: FeatureFacts
-    vocabulary: Path | None
+    vocabulary_path: Path | None
     """None for a feature without a vocabulary."""
 
 
@@ -46,47 +46,47 @@ class FeatureColumn:
     """<side>.<name>: start of the names of its files."""
     value_type: IdType | None
     num_rows: int
-    """Users, items or events of the side."""
-    count_condition: str
+    """Number of users, items or events of the side."""
+    counted_row_sql: str
     """SQL condition on the rows of `joined`; values in the other rows do not count for the vocabulary."""
     previous: PreviousFeature | None
-    """The feature in the previous run: its vocabulary, boundaries or mean are used again. None: they are computed again."""
-    out: Path
-    vector_ids: Path | None = None
+    """The feature in the previous run, whose vocabulary, boundaries or mean are reused. None: they are computed again."""
+    output_folder: Path
+    vector_ids_path: Path | None = None
     """Parquet file with the value of each pretrained vector; None without vectors."""
 
     def value_sql(self) -> str:
         """Return SQL for the value; for a list feature, for the first `max_values` values."""
-        return self._first_values(f"v{self.feature_index}")
+        return self._truncated_sql(f"v{self.feature_index}")
 
     def weight_sql(self) -> str:
         """Return SQL for the weights of the values."""
-        return self._first_values(f"w{self.feature_index}")
+        return self._truncated_sql(f"w{self.feature_index}")
 
-    def _first_values(self, name: str) -> str:
-        return name if self.feature.max_values is None else f"{name}[:{self.feature.max_values}]"
+    def _truncated_sql(self, column_name: str) -> str:
+        return column_name if self.feature.max_values is None else f"{column_name}[:{self.feature.max_values}]"
 
-    def count(self, query: str) -> int:
+    def fetch_count(self, query: str) -> int:
         """Return the single number that `query` selects."""
         return int(self.connection.sql(query).fetchall()[0][0])
 
-    def allocate(self, name: str, *, dtype: type[np.generic], length: int) -> NDArray[Any]:
+    def allocate(self, array_name: str, *, dtype: type[np.generic], length: int) -> NDArray[Any]:
         """Return a new memory-mapped array of the feature, filled with zeros."""
-        return allocate_npy(self.out / f"{self.key}.{name}.npy", dtype=dtype, shape=(length,))
+        return allocate_npy(self.output_folder / f"{self.key}.{array_name}.npy", dtype=dtype, shape=(length,))
 
     def facts(self, **fields: Any) -> FeatureFacts:
         """Return the facts of the feature for the manifest."""
         return FeatureFacts(
             kind=self.feature.kind,
-            definition=definition(self.feature, self.value_type),
+            definition=feature_definition(self.feature, self.value_type),
             is_continued=self.previous is not None,
             **fields,
         )
 
 
-def definition(feature: FeatureConfig, value_type: IdType | None) -> str:
+def feature_definition(feature: FeatureConfig, value_type: IdType | None) -> str:
     """Return the settings that decide the row of a value. A change of the definition starts a new vocabulary."""
     settings: dict[str, Any] = {"kind": feature.kind, "column": feature.source_column, "type": value_type}
-    settings |= {name: getattr(feature, name) for name in ("hash_rows", "buckets", "boundaries")}
+    settings |= {setting: getattr(feature, setting) for setting in ("hash_rows", "buckets", "boundaries")}
     settings["standardise"] = feature.standardise or None
-    return json.dumps({name: value for name, value in settings.items() if value is not None})
+    return json.dumps({setting: value for setting, value in settings.items() if value is not None})

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from recsys_core.data.features.checks import reject_bad_table
 from recsys_core.data.features.config import FeatureConfig, FeaturesConfig
 from recsys_core.data.features.encoding import encode
-from recsys_core.data.features.feature_column import BATCH_ROWS, FeatureColumn, PreviousFeature, definition
+from recsys_core.data.features.feature_column import BATCH_ROWS, FeatureColumn, PreviousFeature, feature_definition
 from recsys_core.data.features.schema import FeatureTable, check_feature_vectors, open_feature_tables
 from recsys_core.errors import InputError
 from recsys_core.manifests import (
@@ -32,7 +32,7 @@ from recsys_core.parquet.guards import verify_sidecars
 from recsys_core.parquet.local_copies import local_files
 from recsys_core.parquet.sources import open_sources
 
-CONTEXT_NAME = "context.parquet"
+CONTEXT_FILE_NAME = "context.parquet"
 
 
 def ingest_features(
@@ -60,7 +60,9 @@ def ingest_features(
     """
     if previous is not None and previous.lineage != interactions.lineage:
         previous = None
-    context_sources = open_sources([str(interactions.path(CONTEXT_NAME))], setting="features.context") if config.context else ()
+    context_sources = (
+        open_sources([str(interactions.path(CONTEXT_FILE_NAME))], setting="features.context") if config.context else ()
+    )
     # The path of the workspace may contain a folder named key=value, which is not a hive key of the context columns.
     context_sources = tuple(replace(source, partition_values={}) for source in context_sources)
     tables = open_feature_tables(
@@ -72,27 +74,29 @@ def ingest_features(
     )
     vector_tables = {} if embeddings is None else embeddings.tables
     check_feature_vectors(tables, id_type_by_table={name: table.id_type for name, table in vector_tables.items()})
-    records = tuple(source.record for table in tables if table.side != "context" for source in table.sources)
-    fingerprint = fingerprint_of("features", config, interactions, previous, embeddings, records)
+    source_records = tuple(source.record for table in tables if table.side != "context" for source in table.sources)
+    fingerprint = fingerprint_of("features", config, interactions, previous, embeddings, source_records)
     stage = StageFolder(folder, FeaturesManifest, fingerprint=fingerprint)
     if stage.manifest is not None:
         return stage.manifest
-    with stage.writing() as out:
-        scratch = out / "scratch"
-        scratch.mkdir()
-        features: dict[str, FeatureFacts] = {}
-        table_facts: dict[str, FeatureTableFacts] = {}
+    with stage.writing() as output_folder:
+        scratch_folder = output_folder / "scratch"
+        scratch_folder.mkdir()
+        facts_by_key: dict[str, FeatureFacts] = {}
+        table_facts_by_side: dict[str, FeatureTableFacts] = {}
         for table in tables:
             # One database per side: its memory and its spill files are released before the next side.
             with database(
-                memory_limit=memory_limit, num_threads=threads, spill_folder=scratch / "spill", subject="the features"
+                memory_limit=memory_limit, num_threads=threads, spill_folder=scratch_folder / "spill", subject="the features"
             ) as connection:
                 if table.side == "context":
-                    _load_context(connection, table, interactions=interactions, scratch=scratch)
+                    _load_context(connection, table, interactions=interactions, scratch_folder=scratch_folder)
                 else:
-                    table_facts[table.side] = _load_table(connection, table, interactions=interactions, scratch=scratch)
+                    table_facts_by_side[table.side] = _load_table(
+                        connection, table, interactions=interactions, scratch_folder=scratch_folder
+                    )
                 for feature_index, feature in enumerate(table.features):
-                    key, value_type = f"{table.side}.{feature.name}", table.value_types.get(feature.name)
+                    key, value_type = f"{table.side}.{feature.name}", table.value_type_by_feature.get(feature.name)
                     column = FeatureColumn(
                         connection=connection,
                         feature=feature,
@@ -101,32 +105,34 @@ def ingest_features(
                         value_type=value_type,
                         num_rows=_num_rows(table, interactions),
                         # Validation and test events do not count for the vocabulary of a context feature.
-                        count_condition="in_training" if table.side == "context" else "TRUE",
+                        counted_row_sql="in_training" if table.side == "context" else "TRUE",
                         previous=_previous_feature(previous, key, feature, value_type),
-                        out=out,
-                        vector_ids=embeddings.ids_path(key) if embeddings is not None and key in embeddings.tables else None,
+                        output_folder=output_folder,
+                        vector_ids_path=embeddings.ids_path(key) if embeddings is not None and key in vector_tables else None,
                     )
-                    features[key] = encode(column)
-        shutil.rmtree(scratch)
-        return stage.commit(lineage=interactions.lineage, features=features, tables=table_facts, sources=records)
+                    facts_by_key[key] = encode(column)
+        shutil.rmtree(scratch_folder)
+        return stage.commit(
+            lineage=interactions.lineage, features=facts_by_key, tables=table_facts_by_side, sources=source_records
+        )
 
 
 def _load_table(
-    connection: duckdb.DuckDBPyConnection, table: FeatureTable, *, interactions: InteractionsManifest, scratch: Path
+    connection: duckdb.DuckDBPyConnection, table: FeatureTable, *, interactions: InteractionsManifest, scratch_folder: Path
 ) -> FeatureTableFacts:
     """Create table `joined` (see FeatureColumn) with the rows of a feature table whose id is in the catalogue."""
     assert table.id_column is not None and table.id_type is not None
     if table.has_sidecars:
         verify_sidecars(table.sources)
-    with local_files(table.sources, columns=table.columns, scratch_folder=scratch) as paths:
+    with local_files(table.sources, columns=table.columns, scratch_folder=scratch_folder) as paths:
         reject_bad_table(connection, table, paths=paths)
-        catalogue = scan_sql(interactions.path(f"{table.side}s.parquet"), options_sql="file_row_number = true")
+        catalogue_sql = scan_sql(interactions.path(f"{table.side}s.parquet"), options_sql="file_row_number = true")
         connection.execute(
             "CREATE TABLE joined AS "
             "SELECT catalogue.row, catalogue.in_training, feature_table.* EXCLUDE (feature_table_id) "
-            f"FROM (SELECT id, file_row_number AS row, train_count > 0 AS in_training FROM {catalogue}) catalogue "
+            f"FROM (SELECT id, file_row_number AS row, train_count > 0 AS in_training FROM {catalogue_sql}) catalogue "
             f"JOIN (SELECT CAST({quoted(table.id_column)} AS {SQL_TYPE[table.id_type]}) AS feature_table_id, "
-            f"{_value_columns(table)} FROM {scan_all_sql(paths)}) feature_table "
+            f"{_value_columns_sql(table)} FROM {scan_all_sql(paths)}) feature_table "
             "ON catalogue.id = feature_table.feature_table_id"
         )
     ((num_matched,),) = connection.sql("SELECT count(*) FROM joined").fetchall()
@@ -144,23 +150,23 @@ def _load_table(
 
 
 def _load_context(
-    connection: duckdb.DuckDBPyConnection, table: FeatureTable, *, interactions: InteractionsManifest, scratch: Path
+    connection: duckdb.DuckDBPyConnection, table: FeatureTable, *, interactions: InteractionsManifest, scratch_folder: Path
 ) -> None:
     """Create table `joined` (see FeatureColumn) with the context columns of every event."""
-    with local_files(table.sources, columns=table.columns, scratch_folder=scratch) as paths:
+    with local_files(table.sources, columns=table.columns, scratch_folder=scratch_folder) as paths:
         reject_bad_table(connection, table, paths=paths)
         connection.register("events", _read_events(paths[0], columns=table.columns, interactions=interactions))
         connection.execute(
             'CREATE TABLE joined AS SELECT "nightjar row" AS row, "nightjar in_training" AS in_training, '
-            f"{_value_columns(table)} FROM events"
+            f"{_value_columns_sql(table)} FROM events"
         )
 
 
-def _value_columns(table: FeatureTable) -> str:
+def _value_columns_sql(table: FeatureTable) -> str:
     """Return SQL for the columns v<n> and w<n> of `joined`, cast to the types in which values and weights are stored."""
     columns = []
     for feature_index, feature in enumerate(table.features):
-        value_type = table.value_types.get(feature.name)
+        value_type = table.value_type_by_feature.get(feature.name)
         sql_type = ("DOUBLE" if value_type is None else SQL_TYPE[value_type]) + ("[]" if feature.is_list else "")
         columns.append(f"CAST({quoted(feature.source_column)} AS {sql_type}) AS v{feature_index}")
         if feature.weight_column is not None:
@@ -187,20 +193,23 @@ def _read_events(path: Path, *, columns: Sequence[str], interactions: Interactio
     schema = pa.schema([*fields, ("nightjar row", pa.int64()), ("nightjar in_training", pa.bool_())])
 
     def batches() -> Iterator[pa.RecordBatch]:
-        start = 0
+        start_event = 0
         for batch in file.iter_batches(BATCH_ROWS, columns=list(columns)):
-            stop = start + batch.num_rows
+            stop_event = start_event + batch.num_rows
             user_range = slice(
-                int(np.searchsorted(user_offset, start, side="right")) - 1, int(np.searchsorted(user_offset, stop, side="left"))
+                int(np.searchsorted(user_offset, start_event, side="right")) - 1,
+                int(np.searchsorted(user_offset, stop_event, side="left")),
             )
             # In the log, the training events of a user come before the user's other events. Blocks of training events
             # therefore alternate with blocks of other events.
             block_starts = np.stack([user_offset[user_range], train_end_U[user_range]], axis=1).reshape(-1)
-            block_lengths = np.diff(np.clip(np.append(block_starts, stop), start, stop))
+            block_lengths = np.diff(np.clip(np.append(block_starts, stop_event), start_event, stop_event))
             is_training = np.repeat(np.arange(len(block_lengths)) % 2 == 0, block_lengths)
             arrays = [batch.column(name) for name in columns]
-            yield pa.RecordBatch.from_arrays([*arrays, pa.array(np.arange(start, stop)), pa.array(is_training)], schema=schema)
-            start = stop
+            yield pa.RecordBatch.from_arrays(
+                [*arrays, pa.array(np.arange(start_event, stop_event)), pa.array(is_training)], schema=schema
+            )
+            start_event = stop_event
 
     return pa.RecordBatchReader.from_batches(schema, batches())
 
@@ -212,11 +221,11 @@ def _previous_feature(
     if previous is None or key not in previous.features:
         return None
     facts = previous.features[key]
-    if facts.definition != definition(feature, value_type):
+    if facts.definition != feature_definition(feature, value_type):
         return None
-    name = f"{key}.vocabulary.parquet"
-    if name not in previous.files:
+    vocabulary_name = f"{key}.vocabulary.parquet"
+    if vocabulary_name not in previous.files:
         return PreviousFeature(facts, None)
-    path = previous.path(name)
-    is_intact = path.is_file() and record_file(path) == previous.files[name]
+    path = previous.path(vocabulary_name)
+    is_intact = path.is_file() and record_file(path) == previous.files[vocabulary_name]
     return PreviousFeature(facts, path) if is_intact else None

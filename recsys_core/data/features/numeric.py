@@ -60,7 +60,7 @@ def _boundaries(column: FeatureColumn) -> tuple[float, ...]:
         return column.previous.facts.boundaries
     if column.feature.boundaries is not None:
         return column.feature.boundaries
-    new_boundaries: list[float] = quantiles(
+    new_boundaries: list[float] = quantile_boundaries(
         column.connection, f"v{column.feature_index}", num_buckets=column.feature.buckets or 1
     ).tolist()
     return tuple(new_boundaries)
@@ -73,22 +73,24 @@ def _mean_and_std(column: FeatureColumn) -> tuple[float | None, float | None]:
     return training_mean_and_std(column.connection, f"v{column.feature_index}")
 
 
-def quantiles(connection: duckdb.DuckDBPyConnection, column: str, *, num_buckets: int) -> Numbers:
+def quantile_boundaries(connection: duckdb.DuckDBPyConnection, column_name: str, *, num_buckets: int) -> Numbers:
     """Return the boundaries of `num_buckets` equally full buckets; fewer if a frequent value fills more than one bucket."""
     # DuckDB sorts and spills to disk; its own quantile functions would hold all values in memory.
-    ((count,),) = connection.sql(f"SELECT count(*) {_from_finite_training_values(column)}").fetchall()
-    boundary_index = np.arange(num_buckets) * count // num_buckets
-    boundaries, start = [np.zeros(0)], 0
-    query = f"SELECT {column} AS value {_from_finite_training_values(column)} ORDER BY value"
+    ((num_values,),) = connection.sql(f"SELECT count(*) {_finite_training_values_sql(column_name)}").fetchall()
+    boundary_index = np.arange(num_buckets) * num_values // num_buckets
+    boundaries_by_batch, batch_start = [np.zeros(0)], 0
+    query = f"SELECT {column_name} AS value {_finite_training_values_sql(column_name)} ORDER BY value"
     for batch in connection.sql(query).to_arrow_reader(BATCH_ROWS):
-        boundary_index_of_batch = boundary_index[(boundary_index >= start) & (boundary_index < start + batch.num_rows)]
-        boundaries.append(batch.column("value").to_numpy()[boundary_index_of_batch - start])
-        start += batch.num_rows
-    distinct_boundaries: Numbers = np.unique(np.concatenate(boundaries))
+        boundary_index_of_batch = boundary_index[
+            (boundary_index >= batch_start) & (boundary_index < batch_start + batch.num_rows)
+        ]
+        boundaries_by_batch.append(batch.column("value").to_numpy()[boundary_index_of_batch - batch_start])
+        batch_start += batch.num_rows
+    distinct_boundaries: Numbers = np.unique(np.concatenate(boundaries_by_batch))
     return distinct_boundaries[1:]  # the smallest boundary has no value below it
 
 
-def training_mean_and_std(connection: duckdb.DuckDBPyConnection, column: str) -> tuple[float, float]:
+def training_mean_and_std(connection: duckdb.DuckDBPyConnection, column_name: str) -> tuple[float, float]:
     """Return the mean and the population standard deviation of the finite training values; (0, 0) if there are none.
 
     >>> with duckdb.connect() as connection:
@@ -96,21 +98,21 @@ def training_mean_and_std(connection: duckdb.DuckDBPyConnection, column: str) ->
     ...     training_mean_and_std(connection, "v0")
     (2.0, 1.0)
     """
-    ((count, low, high),) = connection.sql(
-        f"SELECT count(*), min({column}), max({column}) {_from_finite_training_values(column)}"
+    ((num_values, min_value, max_value),) = connection.sql(
+        f"SELECT count(*), min({column_name}), max({column_name}) {_finite_training_values_sql(column_name)}"
     ).fetchall()
-    if not count or low == high:  # equal values: rounding errors could make the deviation positive
-        return low or 0.0, 0.0
+    if not num_values or min_value == max_value:  # equal values: rounding errors could make the deviation positive
+        return min_value or 0.0, 0.0
     # The values are scaled, because squares of large numbers overflow. Division by a power of two is exact.
-    scale = math.ldexp(1.0, math.frexp(max(abs(low), abs(high)))[1] - 1)
+    scale = math.ldexp(1.0, math.frexp(max(abs(min_value), abs(max_value)))[1] - 1)
 
     def average(transform: Callable[[Numbers], Numbers]) -> float:
         # fsum rounds once, so the result does not depend on the order of the rows. DuckDB's order differs between runs.
-        batches = _batches(connection, f"SELECT {column} AS value {_from_finite_training_values(column)}")
-        return math.fsum(chain.from_iterable(transform(value_N / scale).tolist() for value_N in batches)) / int(count)
+        batches = _value_batches(connection, f"SELECT {column_name} AS value {_finite_training_values_sql(column_name)}")
+        return math.fsum(chain.from_iterable(transform(value_N / scale).tolist() for value_N in batches)) / int(num_values)
 
-    mean = average(lambda value_N: value_N)
-    return mean * scale, math.sqrt(average(lambda value_N: (value_N - mean) ** 2)) * scale
+    scaled_mean = average(lambda value_N: value_N)
+    return scaled_mean * scale, math.sqrt(average(lambda value_N: (value_N - scaled_mean) ** 2)) * scale
 
 
 def standardised(value_N: Numbers, *, mean: float, std: float) -> NDArray[np.float32]:
@@ -125,14 +127,14 @@ def standardised(value_N: Numbers, *, mean: float, std: float) -> NDArray[np.flo
         return np.zeros(len(value_N), np.float32)
     with np.errstate(over="ignore"):
         # The numbers are halved, because the difference of two finite numbers may overflow.
-        score_N = (value_N / 2 - mean / 2) / (std / 2)
-    return np.nan_to_num(np.clip(score_N, -MAX_DEVIATIONS, MAX_DEVIATIONS), nan=0.0).astype(np.float32)
+        z_score_N = (value_N / 2 - mean / 2) / (std / 2)
+    return np.nan_to_num(np.clip(z_score_N, -MAX_DEVIATIONS, MAX_DEVIATIONS), nan=0.0).astype(np.float32)
 
 
-def _from_finite_training_values(column: str) -> str:
-    return f"FROM joined WHERE in_training AND isfinite({column})"
+def _finite_training_values_sql(column_name: str) -> str:
+    return f"FROM joined WHERE in_training AND isfinite({column_name})"
 
 
-def _batches(connection: duckdb.DuckDBPyConnection, query: str) -> Iterator[Numbers]:
+def _value_batches(connection: duckdb.DuckDBPyConnection, query: str) -> Iterator[Numbers]:
     for batch in connection.sql(query).to_arrow_reader(BATCH_ROWS):
         yield batch.column("value").to_numpy()

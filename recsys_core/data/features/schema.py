@@ -33,7 +33,7 @@ class FeatureTable:
     setting: str
     sources: tuple[Source, ...]
     features: tuple[FeatureConfig, ...]
-    value_types: dict[str, IdType]
+    value_type_by_feature: dict[str, IdType]
     """Type in which the values of a feature are stored, by the name of the feature; numeric features are left out."""
     id_column: str | None = None
     """None for the context, whose rows are the events."""
@@ -108,27 +108,27 @@ def check_feature_vectors(tables: Sequence[FeatureTable], *, id_type_by_table: M
     Raises:
         InputError: an unknown table, a numeric or hashed feature, or ids of another type than the values of the feature.
     """
-    features = {f"{table.side}.{feature.name}": (table, feature) for table in tables for feature in table.features}
-    for name, vector_id_type in id_type_by_table.items():
-        if name in ID_TABLES:
+    feature_by_table = {f"{table.side}.{feature.name}": (table, feature) for table in tables for feature in table.features}
+    for table_name, vector_id_type in id_type_by_table.items():
+        if table_name in ID_TABLES:
             continue
-        if name not in features:
+        if table_name not in feature_by_table:
             raise InputError(
-                f"embeddings: vectors are given for table {name!r}, but the tables are {', '.join([*ID_TABLES, *features])}; "
-                "set table to one of these, or declare the feature"
+                f"embeddings: vectors are given for table {table_name!r}, but the tables are "
+                f"{', '.join([*ID_TABLES, *feature_by_table])}; set table to one of these, or declare the feature"
             )
-        table, feature = features[name]
+        table, feature = feature_by_table[table_name]
         if feature.kind == "numeric" or feature.hash_rows is not None:
             encoding, fix = ("numeric", "kind to categorical") if feature.kind == "numeric" else ("hashed", "hash_rows to null")
             raise InputError(
-                f"embeddings: vectors are given for table {name!r}, but feature {feature.name!r} of {table.setting} is "
+                f"embeddings: vectors are given for table {table_name!r}, but feature {feature.name!r} of {table.setting} is "
                 f"{encoding}: a row of its table does not belong to a single value; set {fix}, or remove the vectors"
             )
         require_one_type(
-            table.value_types[feature.name],
+            table.value_type_by_feature[feature.name],
             subject=f"{table.sources[0].name}: column {feature.source_column!r}",
             other_type=vector_id_type,
-            other_subject=f"the id of the {name} vectors",
+            other_subject=f"the id of the {table_name} vectors",
         )
 
 
@@ -145,7 +145,7 @@ def _check_column_names(table: FeatureTable) -> None:
 
 def _value_types(sources: Sequence[Source], features: Sequence[FeatureConfig], *, setting: str) -> dict[str, IdType]:
     type_by_feature: dict[str, IdType] = {}
-    first = sources[0]
+    first_source = sources[0]
     for feature in features:
         column = feature.source_column
         stored_types = [_stored_type(source, feature, setting=f"{setting}, feature {feature.name!r}") for source in sources]
@@ -154,7 +154,7 @@ def _value_types(sources: Sequence[Source], features: Sequence[FeatureConfig], *
                 stored_type,
                 subject=f"{source.name}: column {column!r}",
                 other_type=stored_types[0],
-                other_subject=f"column {column!r} of {first.name}",
+                other_subject=f"column {column!r} of {first_source.name}",
             )
         if stored_types[0] is not None:
             type_by_feature[feature.name] = stored_types[0]
@@ -167,27 +167,27 @@ def _stored_type(source: Source, feature: FeatureConfig, *, setting: str) -> IdT
     data_type = require_column(source, column, setting=setting)
     if feature.kind == "numeric":
         if not _is_number(data_type):
-            raise _wrong_type(source, column, data_type, setting, "numeric needs a number; cast it, or set kind to categorical")
+            raise _type_error(source, column, data_type, setting, "numeric needs a number; cast it, or set kind to categorical")
         return None
-    stored_type = data_type
+    element_type = data_type
     if feature.is_list:
         if not is_list(data_type):
             fix = f"{feature.kind} needs a list; write one, or set kind to categorical"
-            raise _wrong_type(source, column, data_type, setting, fix)
-        stored_type = data_type.value_type
+            raise _type_error(source, column, data_type, setting, fix)
+        element_type = data_type.value_type
     if feature.weight_column is not None:
         weight_type = require_column(source, feature.weight_column, setting=setting)
         if not is_list(weight_type) or not _is_number(weight_type.value_type):
-            raise _wrong_type(source, feature.weight_column, weight_type, setting, "weights are a list of numbers; cast it")
-    stored_type = value_type(stored_type)
-    if pa.types.is_integer(stored_type):
+            raise _type_error(source, feature.weight_column, weight_type, setting, "weights are a list of numbers; cast it")
+    element_type = value_type(element_type)
+    if pa.types.is_integer(element_type):
         return "int64"
-    if is_text(stored_type) or pa.types.is_boolean(stored_type):
+    if is_text(element_type) or pa.types.is_boolean(element_type):
         return "string"
-    raise _wrong_type(source, column, data_type, setting, f"{feature.kind} needs integers, strings or booleans; cast it")
+    raise _type_error(source, column, data_type, setting, f"{feature.kind} needs integers, strings or booleans; cast it")
 
 
-def _wrong_type(source: Source, column: str, data_type: pa.DataType, setting: str, fix: str) -> InputError:
+def _type_error(source: Source, column: str, data_type: pa.DataType, setting: str, fix: str) -> InputError:
     return InputError(f"{source.name}: column {column!r} is {str(data_type)[:MAX_SHOWN_CHARACTERS]} ({setting}); {fix}")
 
 

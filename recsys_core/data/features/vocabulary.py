@@ -20,40 +20,40 @@ def create_vocabulary(column: FeatureColumn) -> int:
     connection = column.connection
     connection.execute(
         "CREATE TEMP TABLE value_counts AS SELECT value, count(*) AS count FROM single_values "
-        f"WHERE {column.count_condition} AND value IS NOT NULL GROUP BY value"
+        f"WHERE {column.counted_row_sql} AND value IS NOT NULL GROUP BY value"
     )
-    if column.previous is not None and column.previous.vocabulary is not None:
+    if column.previous is not None and column.previous.vocabulary_path is not None:
         # Row 0 of the file is shared by all values without a row.
-        previous_rows = (
+        previous_rows_sql = (
             "(SELECT value, file_row_number AS row FROM "
-            f"{scan_sql(column.previous.vocabulary, options_sql='file_row_number = true')} WHERE file_row_number > 0)"
+            f"{scan_sql(column.previous.vocabulary_path, options_sql='file_row_number = true')} WHERE file_row_number > 0)"
         )
         connection.execute(
             "CREATE TEMP TABLE vocabulary AS SELECT previous.value, coalesce(value_counts.count, 0) AS count, previous.row "
-            f"FROM {previous_rows} previous LEFT JOIN value_counts ON previous.value = value_counts.value"
+            f"FROM {previous_rows_sql} previous LEFT JOIN value_counts ON previous.value = value_counts.value"
         )
     else:
-        value_type = SQL_TYPE[column.value_type or "string"]
-        connection.execute(f"CREATE TEMP TABLE vocabulary (value {value_type}, count BIGINT, row BIGINT)")
-    num_previous = column.count("SELECT count(*) FROM vocabulary")
+        value_sql_type = SQL_TYPE[column.value_type or "string"]
+        connection.execute(f"CREATE TEMP TABLE vocabulary (value {value_sql_type}, count BIGINT, row BIGINT)")
+    num_previous_values = column.fetch_count("SELECT count(*) FROM vocabulary")
     connection.execute(
-        f"INSERT INTO vocabulary SELECT value, count, {num_previous} + row_number() OVER (ORDER BY count DESC, value) "
+        f"INSERT INTO vocabulary SELECT value, count, {num_previous_values} + row_number() OVER (ORDER BY count DESC, value) "
         f"FROM (SELECT * FROM value_counts ANTI JOIN vocabulary USING (value)) WHERE count >= {column.feature.min_count}"
     )
     connection.execute("DROP TABLE value_counts")
-    return column.count("SELECT count(*) FROM vocabulary") - num_previous
+    return column.fetch_count("SELECT count(*) FROM vocabulary") - num_previous_values
 
 
 def write_vocabulary(column: FeatureColumn) -> None:
     """Write <side>.<name>.vocabulary.parquet (value, count), in the order of the rows; row 0 has value null."""
-    num_values_sql = f"SELECT count(*) FROM single_values WHERE {column.count_condition}"
+    num_values_sql = f"SELECT count(*) FROM single_values WHERE {column.counted_row_sql}"
     count_without_row_sql = f"({num_values_sql}) - (SELECT coalesce(sum(count), 0) FROM vocabulary)"
     reader = column.connection.sql(
         f"SELECT value, count FROM (SELECT NULL AS value, ({count_without_row_sql})::BIGINT AS count, 0 AS row "
         "UNION ALL SELECT * FROM vocabulary) ORDER BY row"
     ).to_arrow_reader(BATCH_ROWS)
     schema = pa.schema([("value", pa.string() if column.value_type == "string" else pa.int64()), ("count", pa.int64())])
-    with pq.ParquetWriter(column.out / f"{column.key}.vocabulary.parquet", schema) as writer:
+    with pq.ParquetWriter(column.output_folder / f"{column.key}.vocabulary.parquet", schema) as writer:
         for batch in reader:
             writer.write_table(pa.Table.from_batches([batch]).cast(schema))
 
@@ -63,16 +63,15 @@ def write_vector_rows(column: FeatureColumn, *, num_table_rows: int) -> int:
 
     Return the number of values that have a vector.
     """
-    if column.vector_ids is None:
+    if column.vector_ids_path is None:
         return 0
     vector_row_R = column.allocate("vector_row", dtype=np.int64, length=num_table_rows)
     vector_row_R[:] = -1
     num_with_vector = 0
-    vectors = (
-        f"(SELECT id, file_row_number AS vector_row FROM {scan_sql(column.vector_ids, options_sql='file_row_number = true')})"
-    )
+    vectors_sql = scan_sql(column.vector_ids_path, options_sql="file_row_number = true")
     reader = column.connection.sql(
-        f"SELECT vocabulary.row, vectors.vector_row FROM vocabulary JOIN {vectors} vectors ON vocabulary.value = vectors.id"
+        f"SELECT vocabulary.row, vectors.file_row_number AS vector_row FROM vocabulary JOIN {vectors_sql} vectors "
+        "ON vocabulary.value = vectors.id"
     ).to_arrow_reader(BATCH_ROWS)
     for batch in reader:
         vector_row_R[batch.column("row").to_numpy()] = batch.column("vector_row").to_numpy()

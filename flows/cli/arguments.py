@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-DEFAULT_FILE = Path("nightly.yaml")
-ConfigFile = Annotated[Path, typer.Argument(help="config file, written by `nightjar init`")]
+DEFAULT_CONFIG_PATH = Path("nightly.yaml")
+ConfigPath = Annotated[Path, typer.Argument(metavar="FILE", help="config file, written by `nightjar init`")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="replace a setting, e.g. training.epochs=3")
 ]

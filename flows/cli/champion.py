@@ -15,7 +15,7 @@ def choose_champion(
     config: PipelineConfig,
     command: Literal["promote", "rollback"],
     *,
-    file: Path,
+    config_path: Path,
     overrides: Sequence[str],
     parameters: Mapping[str, Any],
 ) -> None:
@@ -24,24 +24,24 @@ def choose_champion(
     If PREFECT_API_URL is set, that server records the flow run and its event. Otherwise the function of the flow runs without a
     Prefect server, so an urgent rollback depends on fewer parts.
     """
-    with interruptible(lambda: f"look at the aliases with: nightjar releases {file}"):
+    with interruptible(lambda: f"look at the aliases with: nightjar releases {config_path}"):
         try:
             from flows import champion, deployments  # takes seconds
 
             flow: Any = {"promote": champion.promote, "rollback": champion.rollback}[command]
-            arguments = {"pipeline": str(file), "overrides": tuple(overrides), **parameters}
+            flow_parameters = {"pipeline": str(config_path), "overrides": tuple(overrides), **parameters}
             if "PREFECT_API_URL" in os.environ:
                 with deployments.prefect_client():  # raises InputError if the server does not answer
-                    state = flow(**arguments, return_state=True)
+                    final_state = flow(**flow_parameters, return_state=True)
             else:
-                state = flow.fn(**arguments)
-            if state.is_failed():
-                state.result()  # raises the error of the flow
+                final_state = flow.fn(**flow_parameters)
+            if final_state.is_failed():
+                final_state.result()  # raises the error of the flow
         except NightjarError:
             raise
         except Exception as error:  # any error of a library
             from flows.cli.runner import save_traceback
 
             raise save_traceback(error, folder=config.workspace) from error
-    facts = {"result": state.message, "versions": f"nightjar releases {file}"}
+    facts = {"result": final_state.message, "versions": f"nightjar releases {config_path}"}
     output.print_facts(facts, console=output.stdout)

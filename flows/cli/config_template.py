@@ -71,11 +71,11 @@ def to_commented_yaml(config: PipelineConfig, *, notes: Mapping[str, str] | None
         every_setting: write all settings, instead of IMPORTANT_SETTINGS and those that differ from their default.
     """
     header = HEADER + (HEADER_ALL if every_setting else HEADER_IMPORTANT)
-    template = _Template(notes or {}, None if every_setting else IMPORTANT_SETTINGS)
-    return header + "\n".join(template.lines(config)) + "\n"
+    writer = _TemplateWriter(notes or {}, None if every_setting else IMPORTANT_SETTINGS)
+    return header + "\n".join(writer.lines(config)) + "\n"
 
 
-class _Template(NamedTuple):
+class _TemplateWriter(NamedTuple):
     """Writer of a config as commented YAML.
 
     Attributes:
@@ -86,11 +86,11 @@ class _Template(NamedTuple):
     notes: Mapping[str, str]
     written_names: Collection[str] | None
 
-    def lines(self, model: BaseModel, *, group: str = "", depth: int = 0) -> Iterator[str]:
-        """Yield the lines of `model`, the group of settings with the dotted name `group`."""
+    def lines(self, config: BaseModel, *, group_name: str = "", depth: int = 0) -> Iterator[str]:
+        """Yield the lines of `config`, the group of settings with the dotted name `group_name`."""
         indent = "  " * depth
-        for name, field in type(model).model_fields.items():
-            value, dotted_name = getattr(model, name), f"{group}.{name}" if group else name
+        for name, field in type(config).model_fields.items():
+            value, dotted_name = getattr(config, name), f"{group_name}.{name}" if group_name else name
             if not self._is_written(dotted_name, field, value):
                 continue
             if depth == 0 and list(nested_config_classes(field.annotation)):
@@ -99,14 +99,14 @@ class _Template(NamedTuple):
                 yield f"{indent}# {self.notes[dotted_name]}"
             if isinstance(value, BaseModel):
                 yield from _with_comment(f"{indent}{name}:", _comment(field))
-                yield from self.lines(value, group=dotted_name, depth=depth + 1)
+                yield from self.lines(value, group_name=dotted_name, depth=depth + 1)
             elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
                 yield from _with_comment(f"{indent}{name}:", _comment(field))
                 # A single group is written without a list, so that --set can name its settings without an index.
                 is_single_group = len(value) == 1 and dotted_name == "embeddings"
-                for entry in value:
-                    entry_lines = self.lines(entry, group=dotted_name, depth=depth + 1)
-                    yield from entry_lines if is_single_group else _as_list_entry(entry_lines, depth=depth)
+                for inner_config in value:
+                    inner_lines = self.lines(inner_config, group_name=dotted_name, depth=depth + 1)
+                    yield from inner_lines if is_single_group else _as_yaml_list_element(inner_lines, depth=depth)
             else:
                 yield from _with_comment(f"{indent}{name}: {_inline_yaml(value)}", _comment(field))
 
@@ -116,7 +116,7 @@ class _Template(NamedTuple):
         return any(name == dotted_name or name.startswith(f"{dotted_name}.") for name in self.written_names)
 
 
-def _as_list_entry(lines: Iterator[str], *, depth: int) -> Iterator[str]:
+def _as_yaml_list_element(lines: Iterator[str], *, depth: int) -> Iterator[str]:
     indent = "  " * depth
     for index, line in enumerate(lines):
         yield f"{indent}{'- ' if index == 0 else '  '}{line[len(indent) + 2 :]}"
@@ -128,16 +128,17 @@ def _comment(field: FieldInfo) -> str:
 
 
 def _choices(field: FieldInfo) -> list[str]:
-    members = list(nested_config_classes(field.annotation))
-    if len(members) > 1:
+    config_classes = list(nested_config_classes(field.annotation))
+    if len(config_classes) > 1:
         return [
-            f"{member.model_fields['kind'].default}: {', '.join(name for name in member.model_fields if name != 'kind')}"
-            for member in members
+            f"{config_class.model_fields['kind'].default}: "
+            + ", ".join(name for name in config_class.model_fields if name != "kind")
+            for config_class in config_classes
         ]
-    if members:
+    if config_classes:
         return []
-    literals = [argument for argument in get_args(field.annotation) if isinstance(argument, str)]
-    return literals if len(literals) > 1 else []
+    literal_choices = [argument for argument in get_args(field.annotation) if isinstance(argument, str)]
+    return literal_choices if len(literal_choices) > 1 else []
 
 
 def _inline_yaml(value: Any) -> str:
@@ -147,12 +148,12 @@ def _inline_yaml(value: Any) -> str:
     return yaml_loader.dump(plain_value, default_flow_style=True, width=10_000).removesuffix("\n...\n").rstrip("\n")
 
 
-def _with_comment(setting: str, comment: str) -> Iterator[str]:
+def _with_comment(setting_line: str, comment: str) -> Iterator[str]:
     if not comment:
-        yield setting
+        yield setting_line
         return
-    column = max(_COMMENT_COLUMN, len(setting) + 2)
+    column = max(_COMMENT_COLUMN, len(setting_line) + 2)
     first_line, *other_lines = textwrap.wrap(comment, _WIDTH - column - 2)
-    yield f"{setting.ljust(column)}# {first_line}"
+    yield f"{setting_line.ljust(column)}# {first_line}"
     for line in other_lines:
         yield f"{' ' * column}# {line}"

@@ -12,13 +12,13 @@ from recsys_core.training.config import TrainingConfig
 
 
 def write_demo(workspace: Path) -> Path:
-    """Generate `<workspace>/data` and write `<workspace>/nightly.yaml`, unless they exist; return the config file."""
-    file = workspace / "nightly.yaml"
+    """Generate `<workspace>/data` and write `<workspace>/nightly.yaml`, unless they exist; return the path of the config."""
+    config_path = workspace / "nightly.yaml"
     if not (workspace / "data" / "item_embeddings.parquet").is_file():
         generate(workspace / "data")
-    if not file.is_file():
-        file.write_text(to_commented_yaml(demo_config()), encoding="utf-8")
-    return file
+    if not config_path.is_file():
+        config_path.write_text(to_commented_yaml(demo_config()), encoding="utf-8")
+    return config_path
 
 
 def demo_config() -> PipelineConfig:

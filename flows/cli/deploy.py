@@ -13,9 +13,9 @@ from recsys_core.errors import InputError
 def deploy_pipeline(
     config: PipelineConfig,
     *,
-    file: Path,
+    config_path: Path,
     overrides: Sequence[str],
-    work_pool: str | None,
+    work_pool_name: str | None,
     with_automations: bool = False,
     dry_run: bool,
 ) -> None:
@@ -30,7 +30,7 @@ def deploy_pipeline(
     if not os.environ.get("PREFECT_API_URL"):
         raise InputError(
             "PREFECT_API_URL is not set; set it to the API of your Prefect server, e.g. http://127.0.0.1:4200/api, or start "
-            f"servers and schedule on this machine with: nightjar up {file}"
+            f"servers and schedule on this machine with: nightjar up {config_path}"
         )
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")  # a user waits for the answer
@@ -38,15 +38,15 @@ def deploy_pipeline(
 
     automation_names: list[str] = []
     with deployments.prefect_client() as client:
-        work_pool = deployments.choose_work_pool(client, work_pool)
+        work_pool_name = deployments.choose_work_pool(client, work_pool_name)
         if with_automations:
             automations.require_alert_block(client)
         retrain_deployment = deployments.read_deployment(client, config.name)
         new_deployments = deployments.deployments_of(
             config,
-            config_path=file,
+            config_path=config_path,
             overrides=overrides,
-            work_pool_name=work_pool,
+            work_pool_name=work_pool_name,
             has_active_schedule=not deployments.is_schedule_paused(retrain_deployment, config),
         )
         facts: dict[str, str] = {}
@@ -66,7 +66,7 @@ def deploy_pipeline(
     next_start = config.schedule.next_start(datetime.now(UTC))
     facts |= {
         "next start": "by hand only; set schedule.cron or --cron" if next_start is None else f"{next_start:%Y-%m-%d %H:%M %Z}",
-        "worker": f"prefect worker start --pool {work_pool}",
+        "worker": f"prefect worker start --pool {work_pool_name}",
         "start by hand": f"prefect deployment run {new_deployments[0].full_name}",
     }
     if with_automations:

@@ -17,19 +17,19 @@ _COLOURS = {"Promoted": "green", "NotPromoted": "yellow", "Running": "", "DryRun
 """Colour by state; all other states are red."""
 
 
-def as_json(runs: "Sequence[PastRun]", *, metric: str) -> str:
+def as_json(runs: "Sequence[PastRun]", *, metric_name: str) -> str:
     """Return the line that --json prints: a list with one object per run, the newest first."""
-    return json.dumps([past_run.as_json(metric_name=metric) for past_run in runs])
+    return json.dumps([past_run.as_json(metric_name=metric_name) for past_run in runs])
 
 
-def print_history(runs: "Sequence[PastRun]", *, metric: str, console: Console) -> None:
+def print_history(runs: "Sequence[PastRun]", *, metric_name: str, console: Console) -> None:
     """Print one row per run, the newest first, then the reasons of runs and the messages of runs that were not promoted."""
     from flows.history import STATE_NAMES, format_count
 
     rows: list[list[str | Text]] = []
     for past_run in runs:
         record, figures = past_run.record, past_run.record.figures
-        scores = (past_run.new_version_metric(metric), past_run.champion_metric(metric))
+        scores = (past_run.new_version_metric(metric_name), past_run.champion_metric(metric_name))
         rows.append(
             [
                 past_run.run.run_id,
@@ -41,8 +41,8 @@ def print_history(runs: "Sequence[PastRun]", *, metric: str, console: Console) -
                 format_bytes(past_run.disk_bytes),
             ]
         )
-    columns = ["run (UTC)", "ended as", "version", metric, "champion", "events", "users", "items", "duration", "disk"]
-    print_table(columns, rows, console=console)
+    titles = ["run (UTC)", "ended as", "version", metric_name, "champion", "events", "users", "items", "duration", "disk"]
+    print_table(titles, rows, console=console)
     runs_with_note = [past_run for past_run in runs if past_run.record.state != "Promoted" or past_run.record.options.reason]
     if runs_with_note:
         console.print()
@@ -50,5 +50,5 @@ def print_history(runs: "Sequence[PastRun]", *, metric: str, console: Console) -
         record = past_run.record
         reason = f"reason: {record.options.reason}" if record.options.reason else ""
         message = record.message if record.state != "Promoted" else ""
-        text = "; ".join(filter(None, (reason, message))) or STATE_NAMES[record.state]
-        console.print(f"{past_run.run.run_id}  {text}", markup=False, soft_wrap=True)
+        note = "; ".join(filter(None, (reason, message))) or STATE_NAMES[record.state]
+        console.print(f"{past_run.run.run_id}  {note}", markup=False, soft_wrap=True)

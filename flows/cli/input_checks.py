@@ -15,8 +15,10 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
     require_writable(config.workspace)
     log = open_interactions(config.interactions_with_context, allowed_data_root=config.allowed_data_root)
     check_time_unit(config.interactions_with_context, log.sources_by_split["train"])
-    events = sum(source.record.rows for source in log.sources)
-    facts = {"interactions": f"{events:,} rows in {len(log.sources)} files, users {log.user_id_type}, items {log.item_id_type}"}
+    num_rows = sum(source.record.rows for source in log.sources)
+    facts = {
+        "interactions": f"{num_rows:,} rows in {len(log.sources)} files, users {log.user_id_type}, items {log.item_id_type}"
+    }
     embeddings = open_embeddings(config.embeddings, allowed_data_root=config.allowed_data_root)
     for vectors in embeddings:
         table = vectors.config.table
@@ -28,23 +30,28 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
             )
         dim = stored_vector_dim(vectors)
         if dim is not None:
-            settings = config.tables.get(table)
-            check_width(dim, (settings and settings.dim) or config.model.embedding_dim, table=table)
+            table_config = config.tables.get(table)
+            check_width(dim, (table_config and table_config.dim) or config.model.embedding_dim, table=table)
         width_text = f"{dim} numbers each" if dim else "lengths differ in the first rows"
         facts[vectors.setting] = f"{vectors.num_rows:,} vectors of {table} in {len(vectors.sources)} files, {width_text}"
-    columns = {"item": config.interactions_with_context.item_column, "user": config.interactions_with_context.user_column}
-    check_shared_ids(config.interactions_with_context, log.sources, embeddings, id_column_by_table=columns)
+    id_column_by_table = {
+        "item": config.interactions_with_context.item_column,
+        "user": config.interactions_with_context.user_column,
+    }
+    check_shared_ids(config.interactions_with_context, log.sources, embeddings, id_column_by_table=id_column_by_table)
     if config.features is not None:
-        tables = open_feature_tables(
+        feature_tables = open_feature_tables(
             config.features,
             user_id_type=log.user_id_type,
             item_id_type=log.item_id_type,
             context_sources=log.sources,
             allowed_data_root=config.allowed_data_root,
         )
-        check_feature_vectors(tables, id_type_by_table={vectors.config.table: vectors.id_type for vectors in embeddings})
+        check_feature_vectors(
+            feature_tables, id_type_by_table={vectors.config.table: vectors.id_type for vectors in embeddings}
+        )
         facts["features"] = ", ".join(
             f"{len(table.features)} of {table.side}s" if table.side != "context" else f"{len(table.features)} of the context"
-            for table in tables
+            for table in feature_tables
         )
     return facts

@@ -20,7 +20,7 @@ from recsys_core.errors import NightjarError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 UNWIND_S = 4.0
-"""Time for the main thread to end. UNWIND_S and REPORT_S together are less than 10 s, in which the process must end."""
+"""Time for the main thread to end. The process must end within 10 s, so UNWIND_S and REPORT_S together are less."""
 REPORT_S = 5.0
 """Time for the report to Prefect."""
 SHOW_CURSOR = "\x1b[?25h"
@@ -39,11 +39,11 @@ class _Unwind(KeyboardInterrupt):
 
 
 class Interruption:
-    """State shared by the signal handler and the watching thread: the number of the signal, and the current flow run."""
+    """State that the signal handler and the watching thread share: the number of the signal, and the current flow run."""
 
     def __init__(self, how_to_resume: Callable[[], str]) -> None:
         self._how_to_resume = how_to_resume
-        self._unwinding = False
+        self._is_unwinding = False
         self.signal_number: int | None = None
         self.flow_run: Any = None
         self.has_ended = threading.Event()
@@ -60,8 +60,8 @@ class Interruption:
 
     def unwind(self, signal_number: int, frame: FrameType | None) -> None:
         """Handle a signal: raise _Unwind in the main thread at the first signal, and ignore later signals."""
-        if not self._unwinding:
-            self.signal_number, self._unwinding = signal_number, True
+        if not self._is_unwinding:
+            self.signal_number, self._is_unwinding = signal_number, True
             raise _Unwind
 
     def watch(self, signal_socket: socket.socket) -> None:
@@ -79,9 +79,9 @@ class Interruption:
         with suppress(TimeoutError):
             if not signal_socket.recv(1):
                 return
-        report = threading.Thread(target=self._report, daemon=True)
-        report.start()
-        report.join(REPORT_S)
+        report_thread = threading.Thread(target=self._report, daemon=True)
+        report_thread.start()
+        report_thread.join(REPORT_S)
         if not self.has_ended.is_set():
             end_process(self.error)
 
@@ -94,17 +94,17 @@ class Interruption:
         from prefect.client.schemas.objects import State
         from prefect.states import Crashed
 
-        state: State = Crashed(message=str(self.error))
+        crashed_state: State = Crashed(message=str(self.error))
         with get_client(sync_client=True) as client:
-            client.set_flow_run_state(self.flow_run.id, state, force=True)
+            client.set_flow_run_state(self.flow_run.id, crashed_state, force=True)
             task_runs = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[self.flow_run.id])))
             for task_run in task_runs:
                 if task_run.state is not None and not task_run.state.is_final():
-                    client.set_task_run_state(task_run.id, state, force=True)
+                    client.set_task_run_state(task_run.id, crashed_state, force=True)
 
 
 def _hide_unwind(unraisable: Any) -> None:
-    """Hide the message of Python about an _Unwind in a finalizer.
+    """Hide the message that Python prints about an _Unwind in a finalizer.
 
     A finalizer cannot raise, so the main thread continues, and the watching thread ends the process.
     """
@@ -122,9 +122,9 @@ def interruptible(how_to_resume: Callable[[], str]) -> Iterator[Interruption]:
     interruption = Interruption(how_to_resume)
     signal_socket, wakeup_socket = socket.socketpair()
     wakeup_socket.setblocking(False)
-    previous_handlers = {number: signal.signal(number, interruption.unwind) for number in SIGNALS}
+    previous_handlers = {signal_number: signal.signal(signal_number, interruption.unwind) for signal_number in SIGNALS}
     previous_wakeup_fd = signal.set_wakeup_fd(wakeup_socket.fileno(), warn_on_full_buffer=False)
-    previous_hook, sys.unraisablehook = sys.unraisablehook, _hide_unwind
+    previous_unraisable_hook, sys.unraisablehook = sys.unraisablehook, _hide_unwind
     watcher = threading.Thread(target=interruption.watch, args=(signal_socket,), daemon=True)
     watcher.start()
     try:
@@ -136,9 +136,9 @@ def interruptible(how_to_resume: Callable[[], str]) -> Iterator[Interruption]:
     finally:
         interruption.has_ended.set()
         signal.set_wakeup_fd(previous_wakeup_fd)
-        sys.unraisablehook = previous_hook
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
+        sys.unraisablehook = previous_unraisable_hook
+        for signal_number, handler in previous_handlers.items():
+            signal.signal(signal_number, handler)
         wakeup_socket.close()
         watcher.join()
         signal_socket.close()
@@ -146,6 +146,6 @@ def interruptible(how_to_resume: Callable[[], str]) -> Iterator[Interruption]:
 
 def end_process(error: Interrupted) -> None:
     """Print the error as the last line and end the process without the exit handlers of libraries, which wait and print."""
-    reset = SHOW_CURSOR if sys.stderr.isatty() else ""
-    os.write(2, f"{reset}{error}\n".encode())
+    cursor_reset = SHOW_CURSOR if sys.stderr.isatty() else ""
+    os.write(2, f"{cursor_reset}{error}\n".encode())
     os._exit(error.exit_code)

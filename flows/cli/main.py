@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from flows.cli import operations, output
-from flows.cli.arguments import DEFAULT_FILE, AsJson, ConfigFile, Overrides, Verbose
+from flows.cli.arguments import DEFAULT_CONFIG_PATH, AsJson, ConfigPath, Overrides, Verbose
 from flows.cli.interruption import Interrupted, end_process
 from flows.environment import prepare_environment, silence_libraries
 from recsys_core.errors import NightjarError, remove_tracebacks
@@ -23,8 +23,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(requested: bool) -> None:
-    if requested:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         from importlib.metadata import version
 
         output.stdout.print(f"nightjar {version('nightjar')}")
@@ -58,7 +58,7 @@ def demo(
 
 @app.command(epilog="Example: nightjar init --log ratings.parquet --items movies.parquet --vectors vectors.parquet")
 def init(
-    file: Annotated[Path, typer.Argument(help="file to write")] = DEFAULT_FILE,
+    config_path: Annotated[Path, typer.Argument(metavar="FILE", help="file to write")] = DEFAULT_CONFIG_PATH,
     log: Annotated[Path | None, typer.Option(help="parquet file, folder or glob with the interaction log")] = None,
     items: Annotated[Path | None, typer.Option(help="parquet file with features of the items")] = None,
     vectors: Annotated[Path | None, typer.Option(help="parquet file with pretrained vectors of the items")] = None,
@@ -68,36 +68,40 @@ def init(
     from flows.cli.config_template import starter_config, to_commented_yaml
     from recsys_core.errors import InputError
 
-    if file.exists():
-        raise InputError(f"{file}: exists already; remove it, or name another file")
-    if not file.parent.is_dir():
-        raise InputError(f"{file}: the folder {file.parent} does not exist; create it first")
+    if config_path.exists():
+        raise InputError(f"{config_path}: exists already; remove it, or name another file")
+    if not config_path.parent.is_dir():
+        raise InputError(f"{config_path}: the folder {config_path.parent} does not exist; create it first")
     config, notes = starter_config(), dict[str, str]()
     if log is not None or items is not None or vectors is not None:
         from flows.cli.column_guesses import guess_config
 
-        config, notes = guess_config(config, log=log, items=items, vectors=vectors, folder=file.parent)
-    file.write_text(to_commented_yaml(config, notes=notes, every_setting=every_setting), encoding="utf-8")
+        config, notes = guess_config(
+            config, log_path=log, items_path=items, vectors_path=vectors, config_folder=config_path.parent
+        )
+    config_path.write_text(to_commented_yaml(config, notes=notes, every_setting=every_setting), encoding="utf-8")
     next_step = "check the guessed columns" if notes else "set your paths and columns"
-    output.stdout.print(f"wrote {file}; {next_step}, then: nightjar validate {file}", markup=False, soft_wrap=True)
+    output.stdout.print(
+        f"wrote {config_path}; {next_step}, then: nightjar validate {config_path}", markup=False, soft_wrap=True
+    )
 
 
 @app.command(epilog="Example: nightjar validate nightly.yaml --set model.embedding_dim=128")
-def validate(file: ConfigFile = DEFAULT_FILE, overrides: Overrides = None) -> None:
+def validate(config_path: ConfigPath = DEFAULT_CONFIG_PATH, overrides: Overrides = None) -> None:
     """Check the config, and the files, columns and types of the input, without a run."""
     from flows.config_file import load_config
 
-    config = load_config(file, overrides or ())
+    config = load_config(config_path, overrides or ())
     from flows.cli.input_checks import check_inputs
 
     facts = check_inputs(config)
     output.print_facts(facts, console=output.stdout)
-    output.stdout.print(f"{file}: OK. Run it with: nightjar run {file}", markup=False, soft_wrap=True)
+    output.stdout.print(f"{config_path}: OK. Run it with: nightjar run {config_path}", markup=False, soft_wrap=True)
 
 
 @app.command(epilog="Example: nightjar plan nightly.yaml --nodes 2 --gpus-per-node 8 --hbm-gb 80")
 def plan(
-    file: ConfigFile = DEFAULT_FILE,
+    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
     overrides: Overrides = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="number of hosts")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs per host; implies device cuda")] = None,
@@ -112,16 +116,18 @@ def plan(
     from flows.cli.plan import plan_for, print_plan
     from flows.config_file import load_config
 
-    options = {"num_nodes": nodes, "processes_per_node": gpus_per_node, "hbm_gb": hbm_gb, "ddr_gb": ddr_gb}
-    options |= {
+    cluster_options = {"num_nodes": nodes, "processes_per_node": gpus_per_node, "hbm_gb": hbm_gb, "ddr_gb": ddr_gb}
+    cluster_options |= {
         "intra_host_gb_s": intra_host_gb_s,
         "inter_host_gb_s": inter_host_gb_s,
         "hbm_bandwidth_gb_s": hbm_bandwidth_gb_s,
     }
-    cluster: dict[str, int | float | str] = {name: value for name, value in options.items() if value is not None}
+    cluster_settings: dict[str, int | float | str] = {
+        name: value for name, value in cluster_options.items() if value is not None
+    }
     if gpus_per_node is not None:
-        cluster["device"] = "cuda"
-    sharding_plan, paths = plan_for(load_config(file, overrides or ()), cluster=cluster)
+        cluster_settings["device"] = "cuda"
+    sharding_plan, paths = plan_for(load_config(config_path, overrides or ()), cluster_settings=cluster_settings)
     if as_json:
         sys.stdout.write(sharding_plan.model_dump_json() + "\n")
     else:
@@ -130,7 +136,7 @@ def plan(
 
 @app.command(epilog="Example: nightjar run nightly.yaml --set training.batch_size=8192 --resume 20261121-070312-ab12")
 def run(
-    file: ConfigFile = DEFAULT_FILE,
+    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
     overrides: Overrides = None,
     until: Until = None,
     resume: Annotated[str | None, typer.Option(metavar="RUN_ID", help="resume this run at its first incomplete stage")] = None,
@@ -154,27 +160,27 @@ def run(
         from recsys_core.errors import InputError
         from tasks.run import STAGES, RunOptions
 
-        options = RunOptions(reason=reason, full_retrain=full_retrain, dry_run=dry_run, promote=promote)
+        run_options = RunOptions(reason=reason, full_retrain=full_retrain, dry_run=dry_run, promote=promote)
         last_stage = next((stage for stage in STAGES if stage == until), None)
         if until is not None and last_stage is None:
             raise InputError(f"--until {until}: no such stage; the stages are {', '.join(STAGES)}")
-        config = load_config(file, overrides or ())
+        config = load_config(config_path, overrides or ())
         check_inputs(config)
         prepare_environment(config.workspace, verbose=verbose)
-        arguments = ["--reason", reason] * bool(reason) + ["--full-retrain"] * full_retrain
-        arguments += ["--promote", promote] * (promote != "by_gate")
-        command_without_dry_run = as_command("run", file, overrides, arguments)
-        command = Command(config, server, text=command_without_dry_run + " --dry-run" * dry_run)
-        results = run_nightly(command, resume=resume, until=last_stage, options=options)
+        command_options = ["--reason", reason] * bool(reason) + ["--full-retrain"] * full_retrain
+        command_options += ["--promote", promote] * (promote != "by_gate")
+        command_line = format_command("run", config_path, overrides, command_options)
+        command = Command(config, server, command_line=command_line + " --dry-run" * dry_run)
+        results = run_nightly(command, resume=resume, until=last_stage, options=run_options)
     if as_json:
         sys.stdout.write(results.as_json() + "\n")
     else:
-        print_results(results, file=file, command_text=command_without_dry_run)
+        print_results(results, config_path=config_path, command_line=command_line)
 
 
 @app.command(epilog="Example: nightjar tune nightly.yaml --trials 40")
 def tune(
-    file: ConfigFile = DEFAULT_FILE,
+    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
     overrides: Overrides = None,
     trials: Annotated[int | None, typer.Option(min=1, help="number of trials, instead of tuning.trials")] = None,
     as_json: AsJson = False,
@@ -189,24 +195,26 @@ def tune(
         from flows.cli.runner import Command
         from flows.config_file import load_config
 
-        config = load_config(file, overrides or ())
-        tuning.check_tunable(config, file=file)
+        config = load_config(config_path, overrides or ())
+        tuning.check_tunable(config, config_path=config_path)
         check_inputs(config)
         if trials is not None and config.tuning is not None:
             config = config.model_copy(update={"tuning": config.tuning.model_copy(update={"trials": trials})})
         prepare_environment(config.workspace, verbose=verbose)
-        arguments = [] if trials is None else ["--trials", str(trials)]
-        study = tuning.run_study(Command(config, server, text=as_command("tune", file, overrides, arguments)))
+        command_options = [] if trials is None else ["--trials", str(trials)]
+        study = tuning.run_study(
+            Command(config, server, command_line=format_command("tune", config_path, overrides, command_options))
+        )
     if as_json:
         sys.stdout.write(tuning.as_json(study) + "\n")
     else:
-        tuning.print_study(study, file=file)
+        tuning.print_study(study, config_path=config_path)
 
 
 @app.command(epilog="Example: nightjar query --user 42 -k 10")
 def query(
     user: Annotated[str, typer.Option(help="user id as in the log; unknown users get the most popular items")],
-    file: ConfigFile = DEFAULT_FILE,
+    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
     k: Annotated[int, typer.Option("-k", min=1, help="number of items to return")] = 10,
     model: Annotated[
         str | None, typer.Option(metavar="URI", help="a version other than the champion, e.g. models:/nightjar/3")
@@ -217,7 +225,7 @@ def query(
     """Recommend items to a user with the champion, or with --model."""
     from flows.config_file import load_config
 
-    config = load_config(file, overrides or ())
+    config = load_config(config_path, overrides or ())
     prepare_environment(config.workspace)
     from flows.cli.query import recommend
 
@@ -239,14 +247,16 @@ def query(
 app.registered_commands += operations.commands.registered_commands
 
 
-def as_command(name: str, file: Path, overrides: list[str] | None, arguments: Sequence[str] = ()) -> str:
+def format_command(
+    command_name: str, config_path: Path, overrides: list[str] | None, command_options: Sequence[str] = ()
+) -> str:
     """Return the command line, quoted for a shell.
 
     >>> as_command("run", Path("nightly.yaml"), ["model.query.layers=[64, 32]"])
     "nightjar run nightly.yaml --set 'model.query.layers=[64, 32]'"
     """
-    settings = [word for override in overrides or () for word in ("--set", override)]
-    return shlex.join(["nightjar", name, str(file), *settings, *arguments])
+    override_options = [word for override in overrides or () for word in ("--set", override)]
+    return shlex.join(["nightjar", command_name, str(config_path), *override_options, *command_options])
 
 
 def main() -> None:

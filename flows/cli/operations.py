@@ -7,28 +7,29 @@ from typing import Annotated, Literal
 import typer
 
 from flows.cli import output
-from flows.cli.arguments import DEFAULT_FILE, AsJson, ConfigFile, Overrides
+from flows.cli.arguments import DEFAULT_CONFIG_PATH, AsJson, ConfigPath, Overrides
 from flows.environment import prepare_environment
 from recsys_core.imports import fast_imports
 
 commands = typer.Typer()
-PANEL = "Operations"
+HELP_PANEL = "Operations"
 
 
-@commands.command(rich_help_panel=PANEL, epilog="Example: nightjar doctor nightly.yaml")
+@commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar doctor nightly.yaml")
 def doctor(
-    file: Annotated[
-        Path | None, typer.Argument(help="config file: its servers, schedule, worker, disk and devices are checked too")
+    config_path: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="config file: its servers, schedule, worker, disk and devices are checked too"),
     ] = None,
     overrides: Overrides = None,
     folder: Annotated[Path, typer.Option(help="folder whose disk is checked if no file is given")] = Path(),
 ) -> None:
     """Check the versions of the libraries and the hardware; with a config file, the whole installation."""
     config = None
-    if file is not None:
+    if config_path is not None:
         from flows.config_file import load_config
 
-        config = load_config(file, overrides or ())
+        config = load_config(config_path, overrides or ())
     from recsys_core.preflight import check_environment
 
     preflight = check_environment(folder if config is None else config.workspace)
@@ -48,75 +49,76 @@ def doctor(
     output.stdout.print("No problems found.")
 
 
-@commands.command(rich_help_panel=PANEL, epilog="Example: nightjar releases")
-def releases(file: ConfigFile = DEFAULT_FILE, overrides: Overrides = None, as_json: AsJson = False) -> None:
+@commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar releases")
+def releases(config_path: ConfigPath = DEFAULT_CONFIG_PATH, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """List the registered versions with alias, served metrics and run."""
     import json
 
     from flows.config_file import load_config
 
-    config = load_config(file, overrides or ())
+    config = load_config(config_path, overrides or ())
     prepare_environment(config.workspace)
     with fast_imports():
         from tasks.registry.mlflow_client import call_with_deadline, connect
         from tasks.registry.releases import list_releases
 
     client = connect(config.workspace)
-    versions = call_with_deadline(lambda: list_releases(client, config.registry.model_name), uri=client.tracking_uri)
+    registered_versions = call_with_deadline(lambda: list_releases(client, config.registry.model_name), uri=client.tracking_uri)
     if as_json:
-        sys.stdout.write(json.dumps(versions) + "\n")
-    elif versions:
-        output.print_releases(versions, console=output.stdout)
+        sys.stdout.write(json.dumps(registered_versions) + "\n")
+    elif registered_versions:
+        output.print_releases(registered_versions, console=output.stdout)
     else:
         output.stdout.print(
-            f"no version of {config.registry.model_name} yet; register one with: nightjar run {file}", soft_wrap=True
+            f"no version of {config.registry.model_name} yet; register one with: nightjar run {config_path}", soft_wrap=True
         )
 
 
 Reason = Annotated[str, typer.Option(metavar="TEXT", help="why the champion changes; a tag of both versions")]
 
 
-@commands.command(rich_help_panel=PANEL, epilog='Example: nightjar promote --version 7 --reason "new prices"')
+@commands.command(rich_help_panel=HELP_PANEL, epilog='Example: nightjar promote --version 7 --reason "new prices"')
 def promote(
     version: Annotated[int, typer.Option(min=1, help="number of the version, see nightjar releases")],
     reason: Reason,
-    file: ConfigFile = DEFAULT_FILE,
+    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
     overrides: Overrides = None,
 ) -> None:
     """Make a registered version the champion if it passes the smoke test."""
-    _choose_champion("promote", file, overrides, {"version": version, "reason": reason})
+    _choose_champion("promote", config_path, overrides, {"version": version, "reason": reason})
 
 
-@commands.command(rich_help_panel=PANEL, epilog='Example: nightjar rollback --reason "recommends items that are sold out"')
+@commands.command(rich_help_panel=HELP_PANEL, epilog='Example: nightjar rollback --reason "recommends items that are sold out"')
 def rollback(
     reason: Reason,
-    file: ConfigFile = DEFAULT_FILE,
+    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
     version: Annotated[
         int | None, typer.Option(min=1, help="a former champion; by default the newest former champion that loads")
     ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Give the alias champion back to a former champion."""
-    _choose_champion("rollback", file, overrides, {"version": version or 0, "reason": reason})
+    _choose_champion("rollback", config_path, overrides, {"version": version or 0, "reason": reason})
 
 
 def _choose_champion(
-    command: Literal["promote", "rollback"], file: Path, overrides: list[str] | None, parameters: dict[str, object]
+    command: Literal["promote", "rollback"], config_path: Path, overrides: list[str] | None, parameters: dict[str, object]
 ) -> None:
     from flows.config_file import load_config
 
-    config = load_config(file, overrides or ())
+    config = load_config(config_path, overrides or ())
     prepare_environment(config.workspace)
     from flows.cli.champion import choose_champion
 
-    choose_champion(config, command, file=file, overrides=overrides or (), parameters=parameters)
+    choose_champion(config, command, config_path=config_path, overrides=overrides or (), parameters=parameters)
 
 
 @commands.command(
-    rich_help_panel=PANEL, epilog='Example: nightjar deploy --cron "15 2 * * *" --timezone Europe/Berlin --work-pool nightjar'
+    rich_help_panel=HELP_PANEL,
+    epilog='Example: nightjar deploy --cron "15 2 * * *" --timezone Europe/Berlin --work-pool nightjar',
 )
 def deploy(
-    file: ConfigFile = DEFAULT_FILE,
+    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
     overrides: Overrides = None,
     cron: Annotated[str | None, typer.Option(help="planned starts, instead of schedule.cron")] = None,
     timezone: Annotated[str | None, typer.Option(help="time zone of the planned starts, instead of schedule.timezone")] = None,
@@ -131,40 +133,40 @@ def deploy(
 
     from flows.config_file import load_config
 
-    options = {"schedule.cron": cron, "schedule.timezone": timezone}
-    schedule_overrides = [f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None]
-    config = load_config(file, [*(overrides or ()), *schedule_overrides])
+    schedule_options = {"schedule.cron": cron, "schedule.timezone": timezone}
+    schedule_overrides = [f"{setting}={json.dumps(value)}" for setting, value in schedule_options.items() if value is not None]
+    config = load_config(config_path, [*(overrides or ()), *schedule_overrides])
     from flows.cli.deploy import deploy_pipeline
 
     deploy_pipeline(
         config,
-        file=file,
+        config_path=config_path,
         overrides=overrides or (),
-        work_pool=work_pool,
+        work_pool_name=work_pool,
         with_automations=automations,
         dry_run=dry_run,
     )
 
 
-@commands.command(rich_help_panel=PANEL, epilog="Example: nightjar clean nightly.yaml --dry-run")
+@commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar clean nightly.yaml --dry-run")
 def clean(
-    file: ConfigFile = DEFAULT_FILE,
+    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="list the removals without removing anything")] = False,
 ) -> None:
     """Remove files of old runs and old model versions that `retention` does not keep. Each run does the same at its end."""
     from flows.config_file import load_config
 
-    config = load_config(file, overrides or ())
+    config = load_config(config_path, overrides or ())
     prepare_environment(config.workspace)
     from flows.cli.clean import clean_workspace, print_removals
 
     print_removals(clean_workspace(config, dry_run=dry_run), dry_run=dry_run, console=output.stdout)
 
 
-@commands.command(rich_help_panel=PANEL, epilog="Example: nightjar history --last 30")
+@commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar history --last 30")
 def history(
-    file: ConfigFile = DEFAULT_FILE,
+    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
     overrides: Overrides = None,
     last: Annotated[int, typer.Option(min=1, help="number of runs to list")] = 20,
     as_json: AsJson = False,
@@ -175,20 +177,20 @@ def history(
     from flows.config_file import load_config
     from flows.history import run_history
 
-    config = load_config(file, overrides or ())
-    runs, metric = run_history(config.workspace, max_runs=last), config.registry.metric
+    config = load_config(config_path, overrides or ())
+    runs, metric_name = run_history(config.workspace, max_runs=last), config.registry.metric
     if as_json:
-        sys.stdout.write(history_as_json(runs, metric=metric) + "\n")
+        sys.stdout.write(history_as_json(runs, metric_name=metric_name) + "\n")
     elif runs:
-        print_history(runs, metric=metric, console=output.stdout)
+        print_history(runs, metric_name=metric_name, console=output.stdout)
         output.print_facts({"page": str(config.workspace / "index.html")}, console=output.stdout)
     else:
-        output.stdout.print(f"no run in {config.workspace} yet; start one with: nightjar run {file}", soft_wrap=True)
+        output.stdout.print(f"no run in {config.workspace} yet; start one with: nightjar run {config_path}", soft_wrap=True)
 
 
-@commands.command(rich_help_panel=PANEL, epilog="Example: nightjar ui --mlflow-port 5001")
+@commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar ui --mlflow-port 5001")
 def ui(
-    file: ConfigFile = DEFAULT_FILE,
+    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
     overrides: Overrides = None,
     prefect_port: Annotated[int, typer.Option(help="port of the Prefect UI")] = 4200,
     mlflow_port: Annotated[int, typer.Option(help="port of the MLflow UI")] = 5000,
@@ -196,7 +198,7 @@ def ui(
     """Serve the Prefect and MLflow UIs on this machine until Ctrl-C."""
     from flows.config_file import load_config
 
-    config = load_config(file, overrides or ())
+    config = load_config(config_path, overrides or ())
     prepare_environment(config.workspace)
     from flows.cli.ui import serve
 
@@ -204,10 +206,11 @@ def ui(
 
 
 @commands.command(
-    rich_help_panel=PANEL, epilog='Example: nightjar up --set "schedule.cron=15 2 * * *" --set schedule.timezone=Europe/Berlin'
+    rich_help_panel=HELP_PANEL,
+    epilog='Example: nightjar up --set "schedule.cron=15 2 * * *" --set schedule.timezone=Europe/Berlin',
 )
 def up(
-    file: ConfigFile = DEFAULT_FILE,
+    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
     overrides: Overrides = None,
     prefect_port: Annotated[int, typer.Option(help="port of the Prefect UI")] = 4200,
     mlflow_port: Annotated[int, typer.Option(help="port of the MLflow UI")] = 5000,
@@ -216,13 +219,13 @@ def up(
     """Run the pipeline as its schedule plans, and serve the Prefect and MLflow UIs on this machine, until Ctrl-C or SIGTERM."""
     from flows.config_file import load_config
 
-    config = load_config(file, overrides or ())
+    config = load_config(config_path, overrides or ())
     prepare_environment(config.workspace)
     from flows.cli import ui
 
     ui.up(
         config,
-        file=file,
+        config_path=config_path,
         overrides=overrides or (),
         prefect_port=prefect_port,
         mlflow_port=mlflow_port,

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from flows.doctor.finding import Finding
     from recsys_core.evaluation.report import MetricTable
 
-FILE_WIDTH = 200
-"""Width of output that does not go to a terminal. Text is not folded at this width."""
-stderr = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else FILE_WIDTH)
+UNFOLDED_WIDTH = 200
+"""Width of output that does not go to a terminal. At this width, `fold` does not break lines."""
+stderr = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else UNFOLDED_WIDTH)
 """Progress, warnings and errors, on stderr."""
-stdout = Console(highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
+stdout = Console(highlight=False, width=None if sys.stdout.isatty() else UNFOLDED_WIDTH)
 """The result of the command, on stdout."""
 _STAGE_WIDTH, _DURATION_WIDTH, _MIN_FACTS_WIDTH, _MAX_FACTS_WIDTH = 19, 9, 20, 90
 """Widths of the columns of a stage line. The remaining width of the terminal is for the facts."""
@@ -31,17 +31,17 @@ _STAGE_WIDTH, _DURATION_WIDTH, _MIN_FACTS_WIDTH, _MAX_FACTS_WIDTH = 19, 9, 20, 9
 class _StageLines(logging.Handler):
     """Prints the log records of tasks.reporting: a line for a finished stage, a bar for the running one."""
 
-    def __init__(self, bar: Progress) -> None:
+    def __init__(self, progress: Progress) -> None:
         super().__init__(logging.DEBUG)
-        self._bar = bar
-        self._task = bar.add_task("", total=None, note="")
+        self._progress = progress
+        self._task = progress.add_task("", total=None, note="")
 
     def emit(self, record: logging.LogRecord) -> None:
-        console, fields = self._bar.console, record.__dict__
+        console, fields = self._progress.console, record.__dict__
         if "done" in fields:
-            self._bar.update(self._task, completed=fields["done"], total=fields["total"], note=fields["note"])
+            self._progress.update(self._task, completed=fields["done"], total=fields["total"], note=fields["note"])
         elif "stage" in fields:
-            self._bar.reset(self._task, description=fields["stage"], total=None, note="")
+            self._progress.reset(self._task, description=fields["stage"], total=None, note="")
         elif "stage_line" in fields:
             console.print(stage_line(*fields["stage_line"], width=console.width), markup=False, soft_wrap=True)
         elif "rank" in fields:  # output of a rank: Prefect's log and the log files of the training contain it
@@ -54,9 +54,9 @@ class _StageLines(logging.Handler):
 
 def print_warning(text: str, *, is_error: bool = False) -> None:
     """Print a warning to stderr, or an error after which the command continues."""
-    name, colour = ("error", "red") if is_error else ("warning", "yellow")
-    message = fold(f"{name} {text}", width=stderr.width).removeprefix(name)
-    stderr.print(f"[{colour}]{name}[/]{escape(message)}", soft_wrap=True)
+    label, colour = ("error", "red") if is_error else ("warning", "yellow")
+    message = fold(f"{label} {text}", width=stderr.width).removeprefix(label)
+    stderr.print(f"[{colour}]{label}[/]{escape(message)}", soft_wrap=True)
 
 
 def fold(text: str, *, width: int) -> str:
@@ -65,7 +65,7 @@ def fold(text: str, *, width: int) -> str:
     >>> fold("the config is in /a/long/path.yaml", width=16).splitlines()
     ['the config is in', '/a/long/path.yaml']
     """
-    if width >= FILE_WIDTH:
+    if width >= UNFOLDED_WIDTH:
         return text
     lines = (textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""] for line in text.splitlines())
     return "\n".join(chain.from_iterable(lines))
@@ -77,7 +77,7 @@ def stage_line(stage: str, facts: str, duration: str, *, width: int) -> str:
     >>> print(stage_line("train", "1,000 steps, loss 0.5000, stopped early after epoch 3 of 10", "1.5 s", width=66))
     train               1,000 steps, loss 0.5000                 1.5 s
     """
-    if width >= FILE_WIDTH:
+    if width >= UNFOLDED_WIDTH:
         facts_width = max(_MAX_FACTS_WIDTH, len(facts))
     else:
         facts_width = min(_MAX_FACTS_WIDTH, max(_MIN_FACTS_WIDTH, width - _STAGE_WIDTH - _DURATION_WIDTH - 2))
@@ -90,9 +90,9 @@ def stage_line(stage: str, facts: str, duration: str, *, width: int) -> str:
 
 @contextmanager
 def stage_lines() -> Iterator[None]:
-    """Print the stages of a run and their progress to stderr while the body runs."""
+    """Print the stages of a run and the progress of each stage to stderr while the body runs."""
     logger = logging.getLogger("nightjar")
-    bar = Progress(
+    progress = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(bar_width=12),
@@ -101,8 +101,8 @@ def stage_lines() -> Iterator[None]:
         console=stderr,
         transient=True,
     )
-    with bar:
-        handler = _StageLines(bar)
+    with progress:
+        handler = _StageLines(progress)
         logger.addHandler(handler)
         logging.getLogger("nightjar.steps").setLevel(logging.DEBUG)
         logging.getLogger("recsys_core").addHandler(handler)
@@ -113,36 +113,37 @@ def stage_lines() -> Iterator[None]:
             logging.getLogger("recsys_core").removeHandler(handler)
 
 
-def print_metrics(table: "MetricTable", *, served: Mapping[str, float], console: Console) -> None:
+def print_metrics(table: "MetricTable", *, served_metrics: Mapping[str, float], console: Console) -> None:
     """Print models and baselines by row and metrics by column. The best value of each column is bold.
 
     Args:
-        served: metrics of the smoke test by <ranker>/<metric>; `served` is the new version, the other rankers are baselines.
+        served_metrics: metrics of the smoke test by <ranker>/<metric>. The ranker `served` is the new version, and the other
+            rankers are baselines.
     """
     rows: list[list[str | Text]] = [
         [
-            name,
+            row_name,
             *(
-                Text("-" if value is None else f"{value:.4f}", "bold" if value == best else "")
-                for value, best in zip(values, table.best_comparable(name), strict=True)
+                Text("-" if value is None else f"{value:.4f}", "bold" if value == best_value else "")
+                for value, best_value in zip(values, table.best_comparable(row_name), strict=True)
             ),
         ]
-        for name, values in table.rows.items()
+        for row_name, values in table.rows.items()
     ]
-    for ranker in dict.fromkeys(name.partition("/")[0] for name in served):
-        values = [served.get(f"{ranker}/{column}") for column in table.columns]
-        label = "served" if ranker == "served" else f"{ranker.removesuffix('_champion')} served"
-        rows.append([label, *("-" if value is None else f"{value:.4f}" for value in values)])
+    for ranker in dict.fromkeys(row_name.partition("/")[0] for row_name in served_metrics):
+        values = [served_metrics.get(f"{ranker}/{column}") for column in table.columns]
+        row_name = "served" if ranker == "served" else f"{ranker.removesuffix('_champion')} served"
+        rows.append([row_name, *("-" if value is None else f"{value:.4f}" for value in values)])
     print_table(["test", *table.columns], rows, console=console)
     if table.note:
         console.print(table.note, style="dim")
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *, console: Console) -> None:
+def print_table(column_titles: Sequence[str], rows: Sequence[Sequence[str | Text]], *, console: Console) -> None:
     """Print a table without borders; the first column is aligned left, the others right."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right")
+    for index, title in enumerate(column_titles):
+        table.add_column(title, justify="left" if index == 0 else "right")
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
     console.print(table)
@@ -150,18 +151,18 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *,
 
 def print_facts(facts: Mapping[str, str], *, console: Console) -> None:
     """Print names and values in two columns."""
-    width = max(len(name) for name in facts)
+    name_width = max(len(name) for name in facts)
     for name, value in facts.items():
-        console.print(f"[dim]{name.ljust(width)}[/]  {escape(value)}", soft_wrap=True)
+        console.print(f"[dim]{name.ljust(name_width)}[/]  {escape(value)}", soft_wrap=True)
 
 
 def print_findings(findings: "Mapping[str, Finding]", *, console: Console) -> None:
     """Print subject, status and text of each finding."""
-    width, styles = max(len(name) for name in findings), {"ok": "green", "problem": "red", "not used": "dim"}
+    name_width, style_by_status = max(len(name) for name in findings), {"ok": "green", "problem": "red", "not used": "dim"}
     console.print()
     for name, finding in findings.items():
-        status = f"[{styles[finding.status]}]{finding.status:<8}[/]"
-        console.print(f"[dim]{name.ljust(width)}[/]  {status}  {escape(finding.text)}", soft_wrap=True)
+        status = f"[{style_by_status[finding.status]}]{finding.status:<8}[/]"
+        console.print(f"[dim]{name.ljust(name_width)}[/]  {status}  {escape(finding.text)}", soft_wrap=True)
 
 
 def print_releases(releases: Sequence[Mapping[str, Any]], *, console: Console) -> None:
@@ -178,5 +179,12 @@ def print_releases(releases: Sequence[Mapping[str, Any]], *, console: Console) -
         ]
         for release in releases
     ]
-    columns = ["version", "alias", "created (UTC)", *(name.removeprefix("served/") for name in metric_names), "run", "reason"]
-    print_table(columns, rows, console=console)
+    titles = [
+        "version",
+        "alias",
+        "created (UTC)",
+        *(name.removeprefix("served/") for name in metric_names),
+        "run",
+        "reason",
+    ]
+    print_table(titles, rows, console=console)

@@ -23,46 +23,46 @@ from recsys_core.units import format_bytes
 MAX_RANK_LINES = 16
 
 
-def plan_for(config: PipelineConfig, *, cluster: dict[str, Any]) -> tuple[PlanFile, tuple[Path, Path]]:
+def plan_for(config: PipelineConfig, *, cluster_settings: dict[str, Any]) -> tuple[PlanFile, tuple[Path, Path]]:
     """Ingest the data, plan the sharding and return the plan with the paths of plan.json and plan.html.
 
     The plan and the ingested data are kept in <workspace>/plan.
 
     Args:
-        cluster: settings of the cluster that replace those of sharding.cluster.
+        cluster_settings: settings of the cluster that replace those of sharding.cluster.
     """
-    folder = config.workspace / "plan"
-    dataset = _ingest(config, folder=folder)
-    model = ModelSpec.of(
+    plan_folder = config.workspace / "plan"
+    dataset = _ingest(config, plan_folder=plan_folder)
+    model_spec = ModelSpec.of(
         config.model,
         dataset=dataset,
         tables=config.tables,
         loss=config.loss,
     )
-    planned_cluster = ClusterConfig(**(config.sharding.cluster.model_dump() | cluster))
-    sharding = config.sharding.model_copy(update={"cluster": planned_cluster})
+    cluster = ClusterConfig(**(config.sharding.cluster.model_dump() | cluster_settings))
+    sharding = config.sharding.model_copy(update={"cluster": cluster})
     batch_size, optimizer = config.training.batch_size, config.training.table_optimizer
     lookup_stats = measure_lookups(
-        model,
+        model_spec,
         batch_size=batch_size,
         loss=config.loss,
         dataset=dataset,
     )
-    plan = make_plan(sharding, model=model, batch_size=batch_size, optimizer=optimizer, lookup_stats=lookup_stats)
-    return plan, write_plan(plan, folder)
+    plan = make_plan(sharding, model=model_spec, batch_size=batch_size, optimizer=optimizer, lookup_stats=lookup_stats)
+    return plan, write_plan(plan, plan_folder)
 
 
-def _ingest(config: PipelineConfig, *, folder: Path) -> Dataset:
+def _ingest(config: PipelineConfig, *, plan_folder: Path) -> Dataset:
     allowed_data_root = config.allowed_data_root
     embeddings = (
-        ingest_embeddings(config.embeddings, folder=folder / "embeddings", allowed_data_root=allowed_data_root)
+        ingest_embeddings(config.embeddings, folder=plan_folder / "embeddings", allowed_data_root=allowed_data_root)
         if config.embeddings
         else None
     )
     interactions = ingest_interactions(
         config.interactions_with_context,
         embeddings=embeddings,
-        folder=folder / "interactions",
+        folder=plan_folder / "interactions",
         allowed_data_root=allowed_data_root,
     )
     if config.features is None:
@@ -74,7 +74,7 @@ def _ingest(config: PipelineConfig, *, folder: Path) -> Dataset:
         previous=None,
         memory_limit=config.interactions.memory_limit,
         threads=config.interactions.threads,
-        folder=folder / "features",
+        folder=plan_folder / "features",
         allowed_data_root=allowed_data_root,
     )
     return Dataset(interactions, embeddings, features)
@@ -99,11 +99,11 @@ def print_plan(plan: PlanFile, *, paths: Sequence[Path], console: Console) -> No
     rank_rows = [
         [
             format_ranges(ranks),
-            format_bytes(load.hbm_bytes),
-            format_bytes(load.ddr_bytes),
-            f"{format_milliseconds(load.step_ms)} ms",
+            format_bytes(rank_load.hbm_bytes),
+            format_bytes(rank_load.ddr_bytes),
+            f"{format_milliseconds(rank_load.step_ms)} ms",
         ]
-        for ranks, load in rank_groups[:MAX_RANK_LINES]
+        for ranks, rank_load in rank_groups[:MAX_RANK_LINES]
     ]
     print_table(["ranks, slowest first", "HBM", "main memory", "est. step"], rank_rows, console=console)
     if len(rank_groups) > MAX_RANK_LINES:

@@ -48,13 +48,14 @@ class LoadedVersion(NamedTuple):
 def recommend(config: PipelineConfig, *, user: str, k: int, model_uri: str | None) -> Answer:
     """Return the top `k` items for a user from the champion, or from the version at `model_uri`."""
     model, name, version = load_version(config, model_uri)
-    answers: Any = model.predict(pd.DataFrame({"user_id": [user]}), params={"k": k})
-    (answer,) = answers
-    if answer["error"] is not None:
-        raise InputError(f"--user: {answer['error']}")
+    predictions: Any = model.predict(pd.DataFrame({"user_id": [user]}), params={"k": k})
+    (prediction,) = predictions
+    if prediction["error"] is not None:
+        raise InputError(f"--user: {prediction['error']}")
     known_user = bool(model.unwrap_python_model().retriever.is_known([user])[0])
     items = tuple(
-        RankedItem(item_id=item_id, score=score) for item_id, score in zip(answer["item_ids"], answer["scores"], strict=True)
+        RankedItem(item_id=item_id, score=score)
+        for item_id, score in zip(prediction["item_ids"], prediction["scores"], strict=True)
     )
     return Answer(model=name, version=version, known_user=known_user, items=items)
 
@@ -69,25 +70,27 @@ def load_version(config: PipelineConfig, model_uri: str | None) -> LoadedVersion
     """Load the champion, or the version at `model_uri`, from the MLflow of the config and verify its package."""
     client = connect(config.workspace)
     redacted_uri = redacted(client.tracking_uri)
-    uri, name, version = call_with_deadline(
-        lambda: _resolve(model_uri or champion_uri(client, config.registry.model_name), client),
+    version_uri, name, version = call_with_deadline(
+        lambda: _resolve_version(model_uri or champion_uri(client, config.registry.model_name), client),
         uri=client.tracking_uri,
     )
     mlflow.set_tracking_uri(client.tracking_uri)
     try:
-        model = load_model(uri, client=client)
+        model = load_model(version_uri, client=client)
     except mlflow.exceptions.MlflowException as error:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            raise InputError(f"{uri}: cannot be loaded from {redacted_uri}: {redacted(error.message)}") from None
+            raise InputError(f"{version_uri}: cannot be loaded from {redacted_uri}: {redacted(error.message)}") from None
         raise tracking_error(error, uri=client.tracking_uri) from None
     except NightjarError:
         raise
     except Exception as error:  # any error of a damaged model
-        raise StageError(redacted(f"{uri}: cannot be loaded from {redacted_uri}: {type(error).__name__}: {error}")) from None
+        raise StageError(
+            redacted(f"{version_uri}: cannot be loaded from {redacted_uri}: {type(error).__name__}: {error}")
+        ) from None
     return LoadedVersion(model, name, version)
 
 
-def _resolve(uri: str, client: mlflow.MlflowClient) -> tuple[str, str, str]:
+def _resolve_version(uri: str, client: mlflow.MlflowClient) -> tuple[str, str, str]:
     """Return the URI with the version number in place of an alias, the name and the version."""
     name, separator, alias = uri.removeprefix("models:/").partition("@")
     if not separator:

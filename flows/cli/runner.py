@@ -32,12 +32,12 @@ class Command:
 
     Attributes:
         server: the embedded Prefect server; None if PREFECT_API_URL names another server.
-        text: the command line, shown to the user for resuming.
+        command_line: text that is shown to the user for resuming.
     """
 
     config: PipelineConfig
     server: PrefectServer | None
-    text: str
+    command_line: str
 
 
 @contextmanager
@@ -114,8 +114,8 @@ def run_nightly(command: Command, *, resume: str | None, until: StageName | None
 
     def how_to_resume() -> str:
         if run.config_file.is_file():
-            return f"resume with: {command.text} --resume {run.run_id}"
-        return f"no stage had begun; start again with: {command.text}"
+            return f"resume with: {command.command_line} --resume {run.run_id}"
+        return f"no stage had begun; start again with: {command.command_line}"
 
     try:
         with flow_session(load_flow, command, run_id=run.run_id, folder=run.folder, how_to_resume=how_to_resume) as retrain:
@@ -131,34 +131,34 @@ def run_nightly(command: Command, *, resume: str | None, until: StageName | None
     return RunResults.read(run, until="package" if options.dry_run and until in (None, "register") else until)
 
 
-def print_results(results: RunResults, *, file: Path, command_text: str) -> None:
+def print_results(results: RunResults, *, config_path: Path, command_line: str) -> None:
     """Print a table of metrics, and the paths and commands for the run's results.
 
     Args:
-        command_text: the command line that resumes the run, without --resume.
+        command_line: text of the command that resumes the run, without --resume.
     """
     registration = results.registration
     if "evaluate" in results.manifests:
         output.stdout.print("\n[bold]Metrics over the full catalogue[/]")
         output.print_metrics(
-            metric_table(results.metrics), served=registration.metrics if registration else {}, console=output.stdout
+            metric_table(results.metrics), served_metrics=registration.metrics if registration else {}, console=output.stdout
         )
         output.stdout.print()
     facts = {"run": str(results.run.folder)}
     train = results.manifests.get("train")
     if isinstance(train, TrainManifest) and train.best_epoch is not None:
-        values = ", ".join(f"{name} {value:.4f}" for name, value in train.validation.items())
-        facts["best epoch"] = f"{train.best_epoch} of {train.epochs}, on the validation split: {values}"
-    report = results.manifests.get("check_data")
-    if report is not None:
-        facts["data report"] = str(report.path("report.html"))
+        metric_values = ", ".join(f"{name} {value:.4f}" for name, value in train.validation.items())
+        facts["best epoch"] = f"{train.best_epoch} of {train.epochs}, on the validation split: {metric_values}"
+    data_report = results.manifests.get("check_data")
+    if data_report is not None:
+        facts["data report"] = str(data_report.path("report.html"))
     if registration is not None:
-        model = f"{registration.model_name} version {registration.version}"
-        facts["model"] = f"{model}, {registration.alias}: {registration.reasons[0]}"
+        version_name = f"{registration.model_name} version {registration.version}"
+        facts["model"] = f"{version_name}, {registration.alias}: {registration.reasons[0]}"
         if registration.alarm is not None:
             facts["alarm"] = registration.alarm
-        facts["query"] = f"nightjar query {file} --user ID -k 10"
-        facts["browse"] = f"nightjar ui {file}"
+        facts["query"] = f"nightjar query {config_path} --user ID -k 10"
+        facts["browse"] = f"nightjar ui {config_path}"
     else:
-        facts["resume"] = f"{command_text} --resume {results.run.run_id}"
+        facts["resume"] = f"{command_line} --resume {results.run.run_id}"
     output.print_facts(facts, console=output.stdout)

@@ -16,16 +16,17 @@ if TYPE_CHECKING:
     from tasks.tuning.study import Study
 
 
-def check_tunable(config: PipelineConfig, *, file: Path) -> None:
+def check_tunable(config: PipelineConfig, *, config_path: Path) -> None:
     """Raise InputError unless the config has ranges to search and a validation metric to compare trials by."""
     if config.tuning is None:
         raise InputError(
-            f"{file}: tuning is not set; name the settings to vary, e.g. "
+            f"{config_path}: tuning is not set; name the settings to vary, e.g. "
             "tuning: {ranges: {model.temperature: {low: 0.03, high: 0.3, log: true}}}"
         )
     if config.training.validation is None:
         raise InputError(
-            f"{file}: training.validation is null, but trials are compared by its metric; leave the setting out to use ndcg@10"
+            f"{config_path}: training.validation is null, but trials are compared by its metric; leave the "
+            "setting out to use ndcg@10"
         )
 
 
@@ -37,8 +38,8 @@ def run_study(command: Command) -> "Study":
 
         return tune_settings
 
-    folder, advice = command.config.workspace / "tuning", f"resume with: {command.text}"
-    with flow_session(load_flow, command, run_id="tuning", folder=folder, how_to_resume=lambda: advice) as tune:
+    folder, how_to_resume = command.config.workspace / "tuning", f"resume with: {command.command_line}"
+    with flow_session(load_flow, command, run_id="tuning", folder=folder, how_to_resume=lambda: how_to_resume) as tune:
         study: Study = tune(command.config)
     trials = study.finished_trials
     if study.best_trial is None:
@@ -55,32 +56,32 @@ def as_json(study: "Study") -> str:
     return json.dumps({"study": study.name, "folder": str(study.folder), "metric": study.metric, "trials": trials})
 
 
-def print_study(study: "Study", *, file: Path) -> None:
+def print_study(study: "Study", *, config_path: Path) -> None:
     """Print the trials, the best first, and the best settings as YAML and as a command."""
     from tasks.tuning.study import sort_best_first
 
-    console, best = output.stdout, study.best_trial
-    assert best is not None
+    console, best_trial = output.stdout, study.best_trial
+    assert best_trial is not None
     rows = [
         [
             str(trial.number),
             "-" if trial.value is None else f"{trial.value:.4f}",
             str(max(trial.epochs, default=0)),
             f"{trial.seconds:,.0f}",
-            *(short_label(trial.settings[name]) if name in trial.settings else "-" for name in best.settings),
+            *(short_label(trial.settings[name]) if name in trial.settings else "-" for name in best_trial.settings),
             trial.ending,
         ]
         for trial in sort_best_first(study.finished_trials)
     ]
     console.print(f"\n[bold]Trials[/], the best first: {study.metric} on the validation split")
-    output.print_table(["trial", study.metric, "epochs", "seconds", *best.settings, "ended"], rows, console=console)
+    output.print_table(["trial", study.metric, "epochs", "seconds", *best_trial.settings, "ended"], rows, console=console)
     console.print("\n[bold]The best settings[/], for your file")
     console.print(study.best_file.read_text(encoding="utf-8"), markup=False, soft_wrap=True)
     facts = {
         "saved": str(study.best_file),
         "plot": str(study.history_file),
-        "run": f"nightjar run {file} {as_overrides(best.settings)}",
-        "continue": f"nightjar tune {file} --trials {2 * len(study.finished_trials)}",
+        "run": f"nightjar run {config_path} {as_overrides(best_trial.settings)}",
+        "continue": f"nightjar tune {config_path} --trials {2 * len(study.finished_trials)}",
     }
     output.print_facts(facts, console=console)
 

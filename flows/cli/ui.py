@@ -24,10 +24,10 @@ from recsys_core.errors import InputError, StageError
 from recsys_core.parent_process import parent_environment
 
 RUNS_STOP_TIMEOUT_S = 5.5
-"""Time for the runs to end. This time and the time for the servers are less than 10 s, in which the command must end."""
+"""Time for the runs to end. The command must end within 10 s; the rest of this time is for the servers."""
 WATCH_INTERVAL_S = 0.5
-LOOPBACK = (HOST, "localhost", "::1")
-READY = "ready"
+LOOPBACK_HOSTS = (HOST, "localhost", "::1")
+READY_MESSAGE = "ready"
 ServerT = TypeVar("ServerT", bound=ServerProcess)
 
 
@@ -39,20 +39,20 @@ def serve(config: PipelineConfig, *, prefect_port: int, mlflow_port: int) -> Non
     """
     log_file = config.workspace / "ui.log"
     with _until_signal() as stack:
-        facts, prefect = _start_servers(
+        facts, prefect_server = _start_servers(
             config, prefect_port=prefect_port, mlflow_port=mlflow_port, log_file=log_file, stack=stack
         )
         if "log" not in facts:  # this command has started no server
             output.print_facts(facts, console=output.stdout)
             return
         output.print_facts(facts | {"stop": "Ctrl-C"}, console=output.stdout)
-        _watch(prefect, None, log_file=log_file)
+        _watch(prefect_server, None, log_file=log_file)
 
 
 def up(
     config: PipelineConfig,
     *,
-    file: Path,
+    config_path: Path,
     overrides: Sequence[str],
     prefect_port: int,
     mlflow_port: int,
@@ -65,7 +65,7 @@ def up(
     """
     log_file = config.workspace / "up.log"
     with _until_signal() as stack:
-        facts, prefect = _start_servers(
+        facts, prefect_server = _start_servers(
             config, prefect_port=prefect_port, mlflow_port=mlflow_port, log_file=log_file, stack=stack
         )
         stack.enter_context(_up_lock(config.workspace))
@@ -75,35 +75,35 @@ def up(
             facts["metrics"] = stack.enter_context(serve_metrics(config, port=metrics_port))
         # The runs log to the database, but their links to MLflow need the address of the UI.
         os.environ.setdefault("NIGHTJAR_MLFLOW_UI_URL", facts["MLflow"])
-        runs_process = stack.enter_context(_planned_runs(file, overrides, log_file=log_file))
+        runs_process = stack.enter_context(_planned_runs(config_path, overrides, log_file=log_file))
         next_start = config.schedule.next_start(datetime.now(UTC))
         facts["deployments"] = f"nightly-retrain/{config.name}, and promote and rollback"
         facts["next start"] = f"{next_start:%Y-%m-%d %H:%M %Z}" if next_start else "by hand in Prefect only; set schedule.cron"
         output.print_facts(facts | {"log": str(log_file), "stop": "Ctrl-C"}, console=output.stdout)
-        _watch(prefect, runs_process, log_file=log_file)
+        _watch(prefect_server, runs_process, log_file=log_file)
 
 
 @contextmanager
 def _until_signal() -> Iterator[ExitStack]:
-    """Yield a stack whose entries are closed at Ctrl-C or SIGTERM, at the end of the body, or after an error."""
+    """Yield a stack of cleanups, which run at Ctrl-C or SIGTERM, at the end of the body, or after an error."""
     for variable in ("PREFECT_SERVER_API_HOST", "PREFECT_API_HOST", "MLFLOW_HOST"):
-        if os.environ.get(variable, HOST) not in LOOPBACK:
+        if os.environ.get(variable, HOST) not in LOOPBACK_HOSTS:
             raise InputError(
                 f"{variable} is {os.environ[variable]}, but the servers of nightjar listen on {HOST} only, because whoever "
                 f"reaches them can run code on this machine; unset {variable}; to serve other hosts, start servers with "
                 "authentication and set PREFECT_API_URL and MLFLOW_TRACKING_URI"
             )
-    for number in (signal.SIGINT, signal.SIGTERM):  # a service manager sends SIGTERM, which ends the command like Ctrl-C
-        signal.signal(number, signal.default_int_handler)
-    handler = logging.StreamHandler()
-    LOG.addHandler(handler)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):  # a service manager sends SIGTERM, which ends the command like Ctrl-C
+        signal.signal(signal_number, signal.default_int_handler)
+    log_handler = logging.StreamHandler()
+    LOG.addHandler(log_handler)
     with ExitStack() as stack:
-        stack.callback(LOG.removeHandler, handler)
+        stack.callback(LOG.removeHandler, log_handler)
         try:
             yield stack
         except KeyboardInterrupt:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)
+            for signal_number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(signal_number, signal.SIG_IGN)
             output.stderr.print("stopping")
 
 
@@ -112,13 +112,15 @@ def _start_servers(
 ) -> tuple[dict[str, str], PrefectServer | None]:
     """Start each server that no environment variable names. Return the facts to print, and the started Prefect server."""
     facts: dict[str, str] = {}
-    prefect: PrefectServer | None = None
-    mlflow: ServerProcess | None = None
+    prefect_server: PrefectServer | None = None
+    mlflow_server: ServerProcess | None = None
     if api_url := os.environ.get("PREFECT_API_URL"):
         facts["Prefect"] = os.environ.get("PREFECT_UI_URL") or api_url.removesuffix("/api")
     else:
-        prefect = _bind_server(lambda: PrefectServer(port=prefect_port, has_ui=True), prefect_port, "--prefect-port", stack)
-        facts["Prefect"] = prefect.url
+        prefect_server = _start_server(
+            lambda: PrefectServer(port=prefect_port, has_ui=True), prefect_port, "--prefect-port", stack
+        )
+        facts["Prefect"] = prefect_server.url
     if store_uri := os.environ.get("MLFLOW_BACKEND_STORE_URI"):  # MLflow's own variable for the database of its server
         os.environ.setdefault("MLFLOW_TRACKING_URI", store_uri)
     mlflow_uri = os.environ.get("MLFLOW_TRACKING_URI", "")
@@ -126,50 +128,50 @@ def _start_servers(
         facts["MLflow"] = mlflow_uri
     else:
 
-        def mlflow_server() -> ServerProcess:
+        def create_mlflow_server() -> ServerProcess:
             return ServerProcess("flows.mlflow_process", name="MLflow server", health_path="/health", port=mlflow_port)
 
-        mlflow = _bind_server(mlflow_server, mlflow_port, "--mlflow-port", stack)
-        facts["MLflow"] = mlflow.url
-    if prefect is not None:
-        password, shown_password = _password(config.workspace)
+        mlflow_server = _start_server(create_mlflow_server, mlflow_port, "--mlflow-port", stack)
+        facts["MLflow"] = mlflow_server.url
+    if prefect_server is not None:
+        password, shown_password = _prefect_password(config.workspace)
         facts |= {"Prefect password": shown_password} if shown_password else {}
         set_flow_run_retention(num_days=config.retention.flow_run_days)
-        prefect.start_prefect(log_file=log_file, password=password)
-    if mlflow is not None:
-        mlflow.start_serving(log_file=log_file, environment=_mlflow_environment(config.workspace))
-    for server in (prefect, mlflow):
+        prefect_server.start_prefect(log_file=log_file, password=password)
+    if mlflow_server is not None:
+        mlflow_server.start_serving(log_file=log_file, environment=_mlflow_environment(config.workspace))
+    for server in (prefect_server, mlflow_server):
         if server is not None:
             server.wait_until_ready()
             facts["log"] = str(log_file)
-    return facts, prefect
+    return facts, prefect_server
 
 
-def _bind_server(start: Callable[[], ServerT], port: int, option: str, stack: ExitStack) -> ServerT:
+def _start_server(create_server: Callable[[], ServerT], port: int, port_option: str, stack: ExitStack) -> ServerT:
     """Start a server that `stack` stops at its end; raise InputError if the port is in use."""
     try:
-        server = start()
+        server = create_server()
     except OSError as error:
-        raise InputError(f"port {port} on {HOST}: {os.strerror(error.errno or 0)}; set {option} to a free port") from None
+        raise InputError(f"port {port} on {HOST}: {os.strerror(error.errno or 0)}; set {port_option} to a free port") from None
     stack.callback(server.stop)
     return server
 
 
-def _password(workspace: Path) -> tuple[str, str | None]:
+def _prefect_password(workspace: Path) -> tuple[str, str | None]:
     """Return the password of the Prefect server, and the text to print about it.
 
     If PREFECT_SERVER_API_AUTH_STRING is set, it is the password, and the text is None. Otherwise the command creates a password
     and saves it in a file that only the user can read, so a browser stays signed in after a restart. The password is printed to
     a terminal only, because a service manager logs the output of a service.
     """
-    if users_password := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
-        return users_password, None
-    file = workspace / "prefect-password"
-    if not file.is_file():
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
-            stream.write(f"nightjar:{secrets.token_urlsafe(12)}\n")
-    password = file.read_text().strip()
-    return password, password if sys.stdout.isatty() else f"in {file}"
+    if password_of_user := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
+        return password_of_user, None
+    password_path = workspace / "prefect-password"
+    if not password_path.is_file():
+        with os.fdopen(os.open(password_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as password_file:
+            password_file.write(f"nightjar:{secrets.token_urlsafe(12)}\n")
+    password = password_path.read_text().strip()
+    return password, password if sys.stdout.isatty() else f"in {password_path}"
 
 
 def _mlflow_environment(workspace: Path) -> dict[str, str]:
@@ -198,16 +200,16 @@ def _up_lock(workspace: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _planned_runs(file: Path, overrides: Sequence[str], *, log_file: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _planned_runs(config_path: Path, overrides: Sequence[str], *, log_file: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start the process that creates the deployment and starts its runs; end the process and its runs after the body."""
     read_end, write_end = os.pipe()
-    with log_file.open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "flows.deployment_process", str(write_end), str(file.absolute()), *overrides],
+    with log_file.open("ab") as log_stream:
+        runs_process = subprocess.Popen(
+            [sys.executable, "-m", "flows.deployment_process", str(write_end), str(config_path.absolute()), *overrides],
             env=os.environ | parent_environment(),
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
+            stdout=log_stream,
+            stderr=log_stream,
             pass_fds=[write_end],
             start_new_session=True,
         )
@@ -215,27 +217,27 @@ def _planned_runs(file: Path, overrides: Sequence[str], *, log_file: Path) -> It
     try:
         with os.fdopen(read_end) as pipe:
             message = pipe.read()
-        if message != READY:
-            exit_code = process.wait()
+        if message != READY_MESSAGE:
+            exit_code = runs_process.wait()
             error_message = message or f"the process that starts planned runs ended with exit code {exit_code}; see {log_file}"
             raise InputError(error_message) if exit_code == InputError.exit_code else StageError(error_message)
-        yield process
+        yield runs_process
     finally:
-        process.terminate()
+        runs_process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(RUNS_STOP_TIMEOUT_S)
+            runs_process.wait(RUNS_STOP_TIMEOUT_S)
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the process and runs that did not end in time
-        process.wait()
+            os.killpg(runs_process.pid, signal.SIGKILL)  # the process and runs that did not end in time
+        runs_process.wait()
 
 
-def _watch(prefect: PrefectServer | None, runs_process: subprocess.Popen[bytes] | None, *, log_file: Path) -> None:
+def _watch(prefect_server: PrefectServer | None, runs_process: subprocess.Popen[bytes] | None, *, log_file: Path) -> None:
     """Wait for a signal; raise StageError if the process of the runs has ended or the Prefect server does not stay up."""
     while True:
         if runs_process is not None and runs_process.poll() is not None:
             raise StageError(
                 f"the process that starts planned runs ended with exit code {runs_process.returncode}; see {log_file}"
             )
-        if prefect is not None and prefect.has_failed:
+        if prefect_server is not None and prefect_server.has_failed:
             raise StageError(f"the Prefect server does not stay up; see {log_file}")
         time.sleep(WATCH_INTERVAL_S)

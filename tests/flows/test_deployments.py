@@ -71,7 +71,7 @@ def pipeline(folder: Path, **settings: object) -> tuple[Path, PipelineConfig]:
 
 def deploy(folder: Path, *, work_pool: str | None = POOL, dry_run: bool = False, **settings: object) -> None:
     file, config = pipeline(folder, **settings)
-    deploy_pipeline(config, file=file, overrides=["training.epochs=1"], work_pool=work_pool, dry_run=dry_run)
+    deploy_pipeline(config, config_path=file, overrides=["training.epochs=1"], work_pool_name=work_pool, dry_run=dry_run)
 
 
 def test_a_deployment_has_the_schedule_the_limit_and_the_defaults_of_the_form(

@@ -28,7 +28,7 @@ def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log
     items = write(tmp_path / "movies.parquet", movieId=[7], title=["Up"], genres=[["a", "b"]], year=[2009.0])
     vector = pa.FixedSizeListArray.from_arrays(pa.array([0.0, 1.0], pa.float32()), 2)
     vectors = write(tmp_path / "vectors.parquet", item_id=[7], embedding=vector)
-    config, notes = guess_config(starter_config(), log=log, items=items, vectors=vectors, folder=tmp_path)
+    config, notes = guess_config(starter_config(), log_path=log, items_path=items, vectors_path=vectors, config_folder=tmp_path)
     file = tmp_path / "nightly.yaml"
     file.write_text(to_commented_yaml(config, notes=notes, every_setting=False))
     loaded = load_config(file)
@@ -52,7 +52,7 @@ def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log
 
 def test_a_column_per_dimension_is_recognised_by_its_prefix(tmp_path: Path, log: Path) -> None:
     vectors = write(tmp_path / "vectors.parquet", id=[7], dim_0=[0.5], dim_1=[0.25])
-    config, _ = guess_config(starter_config(), log=log, items=None, vectors=vectors, folder=tmp_path)
+    config, _ = guess_config(starter_config(), log_path=log, items_path=None, vectors_path=vectors, config_folder=tmp_path)
     assert (config.embeddings[0].id_column, config.embeddings[0].dimension_prefix) == ("id", "dim_")
 
 
@@ -68,9 +68,11 @@ def test_a_column_that_cannot_be_guessed_is_an_input_error(
 ) -> None:
     log = write(tmp_path / "other.parquet", **columns)
     with pytest.raises(InputError, match=expected):
-        guess_config(starter_config(), log=log, items=None, vectors=None, folder=tmp_path)
+        guess_config(starter_config(), log_path=log, items_path=None, vectors_path=None, config_folder=tmp_path)
 
 
 def test_a_missing_file_is_an_input_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"absent.parquet: no such parquet file"):
-        guess_config(starter_config(), log=tmp_path / "absent.parquet", items=None, vectors=None, folder=tmp_path)
+        guess_config(
+            starter_config(), log_path=tmp_path / "absent.parquet", items_path=None, vectors_path=None, config_folder=tmp_path
+        )

@@ -39,7 +39,7 @@ def test_a_stage_is_one_line_and_a_warning_is_folded_between_words(console: Cons
 
 
 def test_a_stage_line_in_a_file_is_one_line(monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
-    monkeypatch.setattr(output, "stderr", Console(file=console.file, width=output.FILE_WIDTH))
+    monkeypatch.setattr(output, "stderr", Console(file=console.file, width=output.UNFOLDED_WIDTH))
     with output.stage_lines():
         LOG.info("one line", extra={"stage_line": ("train", FACTS, "1.5 s")})
     (line,) = printed(console)
@@ -62,7 +62,7 @@ def test_the_metrics_fit_and_the_best_of_each_column_is_marked(console: Console)
     metrics |= {f"{who}/cold/recall@20": 0.5 for who in ("test", "baseline/zero_shot")}
     table = metric_table(metrics | {"test/cold/items": 312, "test/cold/users": 45})
     served = {f"{version}/{name}": 0.1 for version in ("served", "former_champion") for name in ("recall@20", "ndcg@20")}
-    output.print_metrics(table, served=served, console=console)
+    output.print_metrics(table, served_metrics=served, console=console)
     lines = printed(console)
     assert len(lines) == 1 + 3 + 2 + 2 + 1 and all(len(line) <= WIDTH for line in lines)
     assert lines[-1].strip() == "cold: 312 items without an earlier event, for 45 users"

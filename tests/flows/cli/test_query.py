@@ -76,5 +76,5 @@ def test_a_run_that_fails_because_of_mlflow_names_the_run_to_resume(tmp_path: Pa
 
     monkeypatch.setattr(runner, "prefect_session", end)
     with pytest.raises(StageError, match=r"^MLflow does not work; resume the run with --resume r$"):
-        run_nightly(Command(config, None, text="nightjar run"), options=RunOptions(), resume="r", until=None)
+        run_nightly(Command(config, None, command_line="nightjar run"), options=RunOptions(), resume="r", until=None)
     assert not (run_folder / "error.log").exists()

@@ -59,7 +59,7 @@ def test_a_file_without_ranges_or_without_validation_is_rejected(tmp_path: Path,
     file = tmp_path / "nightly.yaml"
     file.write_text(CONFIG)
     with pytest.raises(InputError, match=message):
-        check_tunable(load_config(file, [override]), file=file)
+        check_tunable(load_config(file, [override]), config_path=file)
 
 
 def test_a_range_has_the_number_type_of_its_setting(tmp_path: Path) -> None:

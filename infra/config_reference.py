@@ -14,7 +14,7 @@ from pydantic_core import PydanticUndefined
 from flows.config import PipelineConfig
 from flows.config_errors import nested_config_classes
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
+PAGE_PATH = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 HEADER = """\
 # Config reference
 
@@ -28,36 +28,38 @@ can also be set on the command line, for example with `--set training.epochs=3`.
 
 def main() -> None:
     """Write the page."""
-    PAGE.write_text(reference(), encoding="utf-8")
+    PAGE_PATH.write_text(reference_page(), encoding="utf-8")
 
 
-def reference() -> str:
+def reference_page() -> str:
     """Return the page: one table of settings per group, one section per top-level group."""
     sections = [HEADER]
     for name, field in PipelineConfig.model_fields.items():
         if is_group(field):
-            sections.append(f"## {name}\n\n{sentence(field)}\n")
-            for path, model, default in groups(name, field, default=default_of(field)):
-                sections.append(table(path, model, default, with_title=path != name))
+            sections.append(f"## {name}\n\n{description_sentence(field)}\n")
+            for group_name, config_class, default in setting_groups(name, field, default=field_default(field)):
+                sections.append(group_section(group_name, config_class, default, with_title=group_name != name))
     top_level_settings = [(name, field) for name, field in PipelineConfig.model_fields.items() if not is_group(field)]
     sections.insert(1, "## Top level\n\n" + settings_table(top_level_settings))
     return "\n".join(sections)
 
 
-def groups(path: str, field: FieldInfo, *, default: Any) -> Iterator[tuple[str, type[BaseModel], Any]]:
-    """Yield every group of settings at and below `field`: its dotted path, its class and its default, if it has one.
+def setting_groups(group_name: str, field: FieldInfo, *, default: Any) -> Iterator[tuple[str, type[BaseModel], Any]]:
+    """Yield the title, the class and the default of `field` and of each group of settings inside it.
 
     The defaults of a group depend on its place: `model.query` and `model.candidate` have the same class.
     """
-    path += ".<name>" if get_origin(field.annotation) is dict else ""
-    models = list(nested_config_classes(field.annotation))
-    for model in models:
-        kind = model.model_fields.get("kind")
-        title = f"{path} (kind: {kind.default})" if len(models) > 1 and kind is not None else path
-        yield title, model, default
-        for name, inner_field in model.model_fields.items():
-            inner_default = getattr(default, name) if isinstance(default, model) else default_of(inner_field)
-            yield from groups(f"{path}.{name}", inner_field, default=inner_default)
+    group_name += ".<name>" if get_origin(field.annotation) is dict else ""
+    config_classes = list(nested_config_classes(field.annotation))
+    for config_class in config_classes:
+        kind_field = config_class.model_fields.get("kind")
+        group_title = (
+            f"{group_name} (kind: {kind_field.default})" if len(config_classes) > 1 and kind_field is not None else group_name
+        )
+        yield group_title, config_class, default
+        for setting_name, inner_field in config_class.model_fields.items():
+            inner_default = getattr(default, setting_name) if isinstance(default, config_class) else field_default(inner_field)
+            yield from setting_groups(f"{group_name}.{setting_name}", inner_field, default=inner_default)
 
 
 def is_group(field: FieldInfo) -> bool:
@@ -65,63 +67,67 @@ def is_group(field: FieldInfo) -> bool:
     return any(nested_config_classes(field.annotation))
 
 
-def table(path: str, model: type[BaseModel], default: Any, *, with_title: bool) -> str:
-    """Return the table of the settings of one group. default: a `model` with the defaults at this place, or another value."""
-    settings = [(name, field) for name, field in model.model_fields.items() if not is_group(field)]
+def group_section(group_title: str, config_class: type[BaseModel], default: Any, *, with_title: bool) -> str:
+    """Return the table of the settings of one group, with a title if `with_title`.
+
+    Args:
+        default: a `config_class` with the default of each setting in this group. Any other value is ignored.
+    """
+    settings = [(name, field) for name, field in config_class.model_fields.items() if not is_group(field)]
     if not settings:
         return ""
-    return (f"### {path}\n\n" if with_title else "") + settings_table(
-        settings, defaults=default if isinstance(default, model) else None
+    return (f"### {group_title}\n\n" if with_title else "") + settings_table(
+        settings, defaults=default if isinstance(default, config_class) else None
     )
 
 
 def settings_table(settings: list[tuple[str, FieldInfo]], *, defaults: BaseModel | None = None) -> str:
-    """Return a Markdown table of settings. defaults: values that replace the defaults of the fields."""
-    lines = ["| setting | default | description |", "|---|---|---|"]
+    """Return a Markdown table of settings. If `defaults` is given, its values replace the defaults of the fields."""
+    table_lines = ["| setting | default | description |", "|---|---|---|"]
     for name, field in settings:
         if name == "kind" and not field.description:  # the title of the table names it
             continue
-        default = default_of(field) if defaults is None else getattr(defaults, name)
-        lines.append(f"| `{name}` | {default_cell(default)} | {description_cell(field)} |")
-    return "\n".join(lines) + "\n"
+        default = field_default(field) if defaults is None else getattr(defaults, name)
+        table_lines.append(f"| `{name}` | {default_cell(default)} | {description_cell(field)} |")
+    return "\n".join(table_lines) + "\n"
 
 
-def default_of(field: FieldInfo) -> Any:
+def field_default(field: FieldInfo) -> Any:
     """Return the default of a field; PydanticUndefined if the field is required."""
     return field.get_default(call_default_factory=True)
 
 
-def default_cell(value: Any) -> str:
+def default_cell(default: Any) -> str:
     """Return a default as YAML, or "required"."""
-    if value is PydanticUndefined:
+    if default is PydanticUndefined:
         return "required"
-    return f"`{json.dumps(value, default=str)}`".replace('"', "").replace("|", "\\|")
+    return f"`{json.dumps(default, default=str)}`".replace('"', "").replace("|", "\\|")
 
 
 def description_cell(field: FieldInfo) -> str:
     """Return the description and the choices of a setting."""
-    choices = list(literals(field.annotation))
-    text = sentence(field).replace("|", "\\|").replace("<", "&lt;")
+    choices = list(literal_strings(field.annotation))
+    sentence = description_sentence(field).replace("|", "\\|").replace("<", "&lt;")
     for choice in choices:
-        text = re.sub(rf"([Ww]ith |\()({choice})(?=[ ,)])", r"\1`\2`", text)
-    return f"{text} Choices: {', '.join(f'`{choice}`' for choice in choices)}." if len(choices) > 1 else text
+        sentence = re.sub(rf"([Ww]ith |\()({choice})(?=[ ,)])", r"\1`\2`", sentence)
+    return f"{sentence} Choices: {', '.join(f'`{choice}`' for choice in choices)}." if len(choices) > 1 else sentence
 
 
-def sentence(field: FieldInfo) -> str:
+def description_sentence(field: FieldInfo) -> str:
     """Return the description of a setting as a sentence. A first word such as `softmax:` or `max_users` keeps its case."""
-    text = field.description or ""
-    if text and not re.search(r"[:_]", text.partition(" ")[0]):
-        text = text[0].upper() + text[1:]
-    return text if not text or text.endswith(".") else f"{text}."
+    sentence = field.description or ""
+    if sentence and not re.search(r"[:_]", sentence.partition(" ")[0]):
+        sentence = sentence[0].upper() + sentence[1:]
+    return sentence if not sentence or sentence.endswith(".") else f"{sentence}."
 
 
-def literals(annotation: Any) -> Iterator[str]:
+def literal_strings(annotation: Any) -> Iterator[str]:
     """Yield the strings of a Literal, also inside a union."""
     if get_origin(annotation) is Literal:
         yield from (str(choice) for choice in get_args(annotation) if isinstance(choice, str))
     elif get_origin(annotation) in (Union, types.UnionType):
         for argument in get_args(annotation):
-            yield from literals(argument)
+            yield from literal_strings(argument)
 
 
 if __name__ == "__main__":

@@ -10,39 +10,39 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "tests" / "drills" / "results.json"
-PAGE = ROOT / "docs" / "operations.md"
-BEGIN, END = "<!-- drills: begin -->", "<!-- drills: end -->"
+RESULTS_PATH = ROOT / "tests" / "drills" / "results.json"
+PAGE_PATH = ROOT / "docs" / "operations.md"
+BEGIN_MARK, END_MARK = "<!-- drills: begin -->", "<!-- drills: end -->"
 PASSED, SKIPPED, FAILED = "passed", "skipped", "failed"
 
 
-def main(junit_file: Path) -> None:
+def main(junit_path: Path) -> None:
     """Add the drills of the JUnit file to results.json and write the table."""
-    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"drills": {}}
-    results["drills"] = dict(sorted((results["drills"] | read_junit(junit_file)).items()))
+    results: dict[str, Any] = json.loads(RESULTS_PATH.read_text()) if RESULTS_PATH.is_file() else {"drills": {}}
+    results["drills"] = dict(sorted((results["drills"] | read_junit(junit_path)).items()))
     results |= {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cores": len(os.sched_getaffinity(0))}
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
+    RESULTS_PATH.write_text(json.dumps(results, indent=1) + "\n")
+    PAGE_PATH.write_text(with_table(PAGE_PATH.read_text(encoding="utf-8"), results), encoding="utf-8")
 
 
-def read_junit(file: Path) -> dict[str, dict[str, Any]]:
+def read_junit(junit_path: Path) -> dict[str, dict[str, Any]]:
     """Return the figures of each test file: number of cases by outcome, seconds with set-up, and further figures.
 
     `processes_left` is the number of processes that the drills left; None if no drill of the file counts them.
     """
     drills: dict[str, dict[str, Any]] = {}
-    for case in ElementTree.parse(file).iter("testcase"):  # noqa: S314
-        name = case.attrib["classname"].replace(".", "/") + ".py"
-        drill = drills.setdefault(
-            name, {PASSED: 0, SKIPPED: 0, FAILED: 0, "seconds": 0.0, "processes_left": None, "figures": []}
+    for case_element in ElementTree.parse(junit_path).iter("testcase"):  # noqa: S314
+        test_path = case_element.attrib["classname"].replace(".", "/") + ".py"
+        drill_results = drills.setdefault(
+            test_path, {PASSED: 0, SKIPPED: 0, FAILED: 0, "seconds": 0.0, "processes_left": None, "figures": []}
         )
-        drill[_outcome(case)] += 1
-        drill["seconds"] = round(drill["seconds"] + float(case.attrib["time"]), 1)
-        for entry in case.iter("property"):
-            if entry.attrib["name"] == "processes_left":
-                drill["processes_left"] = (drill["processes_left"] or 0) + int(entry.attrib["value"])
-            if entry.attrib["name"] == "figures":
-                drill["figures"].append(entry.attrib["value"])
+        drill_results[_outcome(case_element)] += 1
+        drill_results["seconds"] = round(drill_results["seconds"] + float(case_element.attrib["time"]), 1)
+        for property_element in case_element.iter("property"):
+            if property_element.attrib["name"] == "processes_left":
+                drill_results["processes_left"] = (drill_results["processes_left"] or 0) + int(property_element.attrib["value"])
+            if property_element.attrib["name"] == "figures":
+                drill_results["figures"].append(property_element.attrib["value"])
     return drills
 
 
@@ -54,12 +54,12 @@ def _outcome(case: ElementTree.Element) -> str:
 
 def with_table(page: str, results: dict[str, Any]) -> str:
     """Return the page with the table between its markers replaced."""
-    before, _, table_and_end = page.partition(BEGIN)
-    _, _, after = table_and_end.partition(END)
-    return f"{before}{BEGIN}\n{table(results)}\n{END}{after}"
+    text_before, _, table_and_rest = page.partition(BEGIN_MARK)
+    _, _, text_after = table_and_rest.partition(END_MARK)
+    return f"{text_before}{BEGIN_MARK}\n{drills_table(results)}\n{END_MARK}{text_after}"
 
 
-def table(results: dict[str, Any]) -> str:
+def drills_table(results: dict[str, Any]) -> str:
     """Return the table in Markdown, with the first sentence of each test file."""
     lines = [
         f"These results were measured on {results['date']} on a machine with {results['cores']} cores:",
@@ -67,16 +67,16 @@ def table(results: dict[str, Any]) -> str:
         "| what the drill tests | tests that passed | skipped | failed | seconds | processes left behind |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for name, drill in results["drills"].items():
+    for test_path, drill in results["drills"].items():
         counts = " | ".join(str(drill[outcome]) for outcome in (PASSED, SKIPPED, FAILED))
-        left_cell = "-" if drill["processes_left"] is None else drill["processes_left"]
-        lines.append(f"| {_title(ROOT / name)} | {counts} | {drill['seconds']:,.0f} | {left_cell} |")
-    figures = [f"{text}." for drill in results["drills"].values() for text in drill["figures"]]
+        processes_left_cell = "-" if drill["processes_left"] is None else drill["processes_left"]
+        lines.append(f"| {_first_sentence(ROOT / test_path)} | {counts} | {drill['seconds']:,.0f} | {processes_left_cell} |")
+    figures = [f"{figure}." for drill in results["drills"].values() for figure in drill["figures"]]
     return "\n".join(lines + [""] * bool(figures) + figures)
 
 
-def _title(file: Path) -> str:
-    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or file.name
+def _first_sentence(test_path: Path) -> str:
+    docstring = ast.get_docstring(ast.parse(test_path.read_text(encoding="utf-8"))) or test_path.name
     sentence = " ".join(docstring.partition("\n\n")[0].split())
     return sentence.replace(": `make drills`.", "").partition(". ")[0].rstrip(".")
 

@@ -18,25 +18,25 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-_ESCAPE = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])")
+_ANSI_ESCAPE = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])")
 _WEB_FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 
 def main() -> None:
     """Make one picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    terminal = commands.add_parser("terminal", help="a captured terminal session as SVG")
-    terminal.add_argument("--title", default="nightjar run")
-    terminal.add_argument("--columns", type=int, default=100)
-    page = commands.add_parser("page", help="a screenshot of an HTML page as PNG")
-    page.add_argument("--width", type=int, default=1100)
-    page.add_argument("--height", type=int, default=900)
-    history = commands.add_parser("history", help="a screenshot of the page of the last runs, with invented runs")
-    for command in (terminal, page):
-        command.add_argument("source", help="the captured session, or a file or URL of a page")
-    for command in (terminal, page, history):
-        command.add_argument("target", type=Path)
+    subparsers = parser.add_subparsers(dest="command", required=True)
+    terminal_parser = subparsers.add_parser("terminal", help="a captured terminal session as SVG")
+    terminal_parser.add_argument("--title", default="nightjar run")
+    terminal_parser.add_argument("--columns", type=int, default=100)
+    page_parser = subparsers.add_parser("page", help="a screenshot of an HTML page as PNG")
+    page_parser.add_argument("--width", type=int, default=1100)
+    page_parser.add_argument("--height", type=int, default=900)
+    history_parser = subparsers.add_parser("history", help="a screenshot of the page of the last runs, with invented runs")
+    for subparser in (terminal_parser, page_parser):
+        subparser.add_argument("source", help="the captured session, or a file or URL of a page")
+    for subparser in (terminal_parser, page_parser, history_parser):
+        subparser.add_argument("target", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "terminal":
         session = Path(arguments.source).read_bytes().decode()  # read_text would replace each \r
@@ -44,7 +44,7 @@ def main() -> None:
     elif arguments.command == "history":
         screenshot_history(arguments.target)
     else:
-        screenshot(arguments.source, target=arguments.target, width=arguments.width, height=arguments.height)
+        screenshot(arguments.source, png_path=arguments.target, width=arguments.width, height=arguments.height)
 
 
 def terminal_svg(session: str, *, title: str, columns: int) -> str:
@@ -62,36 +62,36 @@ def final_lines(session: str) -> list[str]:
     ['a', 'done']
     """
     session = re.sub(r"^Script (started|done).*$\n?", "", session.replace("\r\n", "\n"), flags=re.MULTILINE)
-    lines, row = [""], 0
-    for piece in re.split(r"(\n|\r|\x1b\[[?0-9;]*[A-Za-z])", session):
-        escape = _ESCAPE.fullmatch(piece)
-        if piece == "\n":
-            row += 1
-            lines += [""] * (row + 1 - len(lines))
-        elif escape is not None and escape[2] == "A":
-            row = max(0, row - int(escape[1] or 1))
-        elif piece == "\r" or (escape is not None and escape[2] == "K"):
-            lines[row] = ""
-        elif escape is None or escape[2] == "m":
-            lines[row] += piece
+    lines, line_index = [""], 0
+    for segment in re.split(r"(\n|\r|\x1b\[[?0-9;]*[A-Za-z])", session):
+        escape_match = _ANSI_ESCAPE.fullmatch(segment)
+        if segment == "\n":
+            line_index += 1
+            lines += [""] * (line_index + 1 - len(lines))
+        elif escape_match is not None and escape_match[2] == "A":
+            line_index = max(0, line_index - int(escape_match[1] or 1))
+        elif segment == "\r" or (escape_match is not None and escape_match[2] == "K"):
+            lines[line_index] = ""
+        elif escape_match is None or escape_match[2] == "m":
+            lines[line_index] += segment
     return "\n".join(lines).strip("\n").split("\n")
 
 
-def screenshot(source: str, *, target: Path, width: int, height: int) -> None:
-    """Write a PNG of a page."""
+def screenshot(path_or_url: str, *, png_path: Path, width: int, height: int) -> None:
+    """Write a PNG of the HTML page at `path_or_url`."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         sys.exit("no chromium on the PATH; install it to make screenshots")
-    url = source if "://" in source else Path(source).resolve().as_uri()
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=20000"]
+    url = path_or_url if "://" in path_or_url else Path(path_or_url).resolve().as_uri()
+    chromium_flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=20000"]
     subprocess.run(
-        [chromium, *flags, f"--window-size={width},{height}", f"--screenshot={target.resolve()}", url],
+        [chromium, *chromium_flags, f"--window-size={width},{height}", f"--screenshot={png_path.resolve()}", url],
         check=True,
         capture_output=True,
     )
 
 
-def screenshot_history(target: Path) -> None:
+def screenshot_history(png_path: Path) -> None:
     """Write a PNG of the page of the last runs for a month of invented runs."""
     from flows.cli.config_template import starter_config
     from flows.history import newest_promoted_version, run_history
@@ -104,9 +104,9 @@ def screenshot_history(target: Path) -> None:
         runs = run_history(workspace)
         config = starter_config().model_copy(update={"workspace": workspace, "name": "films"})
         html = to_html(runs, config=config, champion_version=newest_promoted_version(runs))
-        page = workspace / "index.html"
-        page.write_text(html.replace(folder, "/srv/films"), encoding="utf-8")
-        screenshot(str(page), target=target, width=1200, height=1270)
+        page_path = workspace / "index.html"
+        page_path.write_text(html.replace(folder, "/srv/films"), encoding="utf-8")
+        screenshot(str(page_path), png_path=png_path, width=1200, height=1270)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PATTERNS = ("*.py", "*.md", "*.yaml", "*.html", "*.toml", "Makefile", "*.sh")
 EXEMPT_FILES = ("infra/words.py", "tests/infra/test_words.py")
 
-REPLACEMENTS = {
+ADVICE_BY_WORD = {
     r"tonights?": "this run",
     r"last nights?": "the previous run",
     r"(?<!every[ -])nights?": "run",
@@ -39,7 +39,7 @@ REPLACEMENTS = {
 }
 """Forbidden words and what to write instead. An underscore ends a word, so names are covered too."""
 
-ALLOWED = {
+ALLOWED_BY_PATH = {
     "README.md": r"every night",
     "flows/nightly.py": r"nightly",
 }
@@ -50,16 +50,16 @@ class Finding(NamedTuple):
     """A forbidden word in a file."""
 
     path: str
-    line: int
+    line_number: int
     word: str
-    replacement: str
+    advice: str
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.word!r}; write: {self.replacement}"
+        return f"{self.path}:{self.line_number}: {self.word!r}; write: {self.advice}"
 
 
-_WHOLE_WORDS = [
-    (re.compile(rf"(?<![A-Za-z])(?:{word})(?![A-Za-z])", re.IGNORECASE), advice) for word, advice in REPLACEMENTS.items()
+_WORD_PATTERNS = [
+    (re.compile(rf"(?<![A-Za-z])(?:{word})(?![A-Za-z])", re.IGNORECASE), advice) for word, advice in ADVICE_BY_WORD.items()
 ]
 _ELSE_IN_CODE = re.compile(r"\belse\b(?=\s*:|\s+[\w(\[{\"'-])")
 
@@ -70,12 +70,12 @@ def findings_in(path: str, text: str) -> Iterator[Finding]:
     >>> [str(finding) for finding in findings_in("a.py", "def f():\\n    return told_E\\n")]
     ["a.py:2: 'told'; write: a plain verb or noun"]
     """
-    allowed = ALLOWED.get(path)
+    allowed = ALLOWED_BY_PATH.get(path)
     for line_number, line in enumerate(text.splitlines(), start=1):
         prose = re.sub(allowed, "", line) if allowed else line
         if path.endswith(".py") and "#" not in prose and '"' not in prose:
             prose = _ELSE_IN_CODE.sub("", prose)
-        for pattern, advice in _WHOLE_WORDS:
+        for pattern, advice in _WORD_PATTERNS:
             for match in pattern.finditer(prose):
                 yield Finding(path, line_number, match.group().strip(), advice)
 

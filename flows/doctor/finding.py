@@ -35,11 +35,11 @@ def not_used(text: str) -> Finding:
 
 def run_checks(checks: Mapping[str, Callable[[], Finding]], *, timeout_s: float = CHECK_TIMEOUT_S) -> dict[str, Finding]:
     """Run all checks at the same time and return their findings. A check that raises or takes too long is a problem."""
-    futures = {name: _start(check) for name, check in checks.items()}
-    return {name: _result(future, timeout_s=timeout_s) for name, future in futures.items()}
+    futures = {name: _start_check(check) for name, check in checks.items()}
+    return {name: _finding_of(future, timeout_s=timeout_s) for name, future in futures.items()}
 
 
-def _start(check: Callable[[], Finding]) -> Future[Finding]:
+def _start_check(check: Callable[[], Finding]) -> Future[Finding]:
     future: Future[Finding] = Future()
 
     def run() -> None:
@@ -52,7 +52,7 @@ def _start(check: Callable[[], Finding]) -> Future[Finding]:
     return future
 
 
-def _result(future: Future[Finding], *, timeout_s: float) -> Finding:
+def _finding_of(future: Future[Finding], *, timeout_s: float) -> Finding:
     try:
         return future.result(timeout_s)
     except TimeoutError:

@@ -12,7 +12,7 @@ from tasks.run_record import RunRecord
 
 DISK_RESERVE_FACTOR = 1.2
 """Free space that a run needs, as a multiple of the size of the previous run."""
-PROBLEM_STATES = {
+ADVICE_BY_STATE = {
     "Failed": "resume it with --resume {run_id}",
     "Interrupted": "resume it with --resume {run_id}",
     "DataRejected": "read check_data/report.html in its folder, then correct the data or the limits of data_report",
@@ -23,17 +23,17 @@ PROBLEM_STATES = {
 
 def check_disk(workspace: Path) -> Finding:
     """Compare the free space of the workspace's disk with the size of the previous run."""
-    free = free_bytes(workspace)
+    num_free_bytes = free_bytes(workspace)
     folder = _newest_run_folder(workspace)
     if folder is None:
-        return ok(f"{format_gib(free)} free in {workspace}; no run yet")
-    size = sum(path.stat(follow_symlinks=False).st_size for path in folder.rglob("*") if path.is_file())
-    text = f"{format_gib(free)} free in {workspace}; run {folder.name} takes {format_gib(size)}"
-    if free < DISK_RESERVE_FACTOR * size:
+        return ok(f"{format_gib(num_free_bytes)} free in {workspace}; no run yet")
+    run_bytes = sum(path.stat(follow_symlinks=False).st_size for path in folder.rglob("*") if path.is_file())
+    disk_text = f"{format_gib(num_free_bytes)} free in {workspace}; run {folder.name} takes {format_gib(run_bytes)}"
+    if num_free_bytes < DISK_RESERVE_FACTOR * run_bytes:
         return problem(
-            f"{text}, and the next run needs about the same space; remove old runs, or set workspace to a larger disk"
+            f"{disk_text}, and the next run needs about the same space; remove old runs, or set workspace to a larger disk"
         )
-    return ok(text)
+    return ok(disk_text)
 
 
 def check_previous_run(config: PipelineConfig) -> Finding:
@@ -47,16 +47,18 @@ def check_previous_run(config: PipelineConfig) -> Finding:
         return not_used(f"run {run.run_id} has no run.json: an older version of nightjar made it")
     if record.state == "Running":
         minutes = (datetime.now(UTC) - record.started).total_seconds() / 60
-        text = f"run {run.run_id} is running for {minutes:,.0f} minutes (process {record.pid} on {record.host})"
+        run_text = f"run {run.run_id} is running for {minutes:,.0f} minutes (process {record.pid} on {record.host})"
         deadline = config.schedule.deadline_minutes
         if deadline is not None and minutes > deadline:
-            return problem(f"{text}, longer than schedule.deadline_minutes {deadline}; read its log in Prefect, or cancel it")
-        return ok(text)
+            return problem(
+                f"{run_text}, longer than schedule.deadline_minutes {deadline}; read its log in Prefect, or cancel it"
+            )
+        return ok(run_text)
     end_time = "" if record.ended is None else f" at {record.ended:%Y-%m-%d %H:%M} UTC"
-    text = f"run {run.run_id} ended{end_time}: {record.state}{f', {record.message}' if record.message else ''}"
-    if record.state in PROBLEM_STATES:
-        return problem(f"{text}; {PROBLEM_STATES[record.state].format(run_id=run.run_id)}")
-    return ok(text)
+    run_text = f"run {run.run_id} ended{end_time}: {record.state}{f', {record.message}' if record.message else ''}"
+    if record.state in ADVICE_BY_STATE:
+        return problem(f"{run_text}; {ADVICE_BY_STATE[record.state].format(run_id=run.run_id)}")
+    return ok(run_text)
 
 
 def _newest_run_folder(workspace: Path) -> Path | None:

@@ -16,7 +16,7 @@ from flows.cli.main import app
 from flows.config import PipelineConfig
 from flows.config_errors import setting_keys
 from flows.config_file import load_config
-from infra.config_reference import PAGE, reference
+from infra.config_reference import PAGE_PATH, reference_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), *(ROOT / "infra").glob("*.md")]
@@ -53,7 +53,7 @@ def commands() -> Iterator[Any]:
 
 def named_settings() -> Iterator[Any]:
     for page in PAGES:
-        if page == PAGE or page.parent.name == "adr":
+        if page == PAGE_PATH or page.parent.name == "adr":
             continue
         for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
             for text in re.findall(r"`([^`]+)`", line):
@@ -103,11 +103,11 @@ def test_a_setting_named_in_the_documentation_exists(name: str) -> None:
 
 
 def test_the_config_reference_is_current() -> None:
-    assert PAGE.read_text(encoding="utf-8") == reference(), "run make docs"
+    assert PAGE_PATH.read_text(encoding="utf-8") == reference_page(), "run make docs"
 
 
 def test_the_config_reference_has_the_defaults_of_each_place_of_a_group() -> None:
-    sections = reference().split("### ")
+    sections = reference_page().split("### ")
     rows = {
         name: next(
             line for section in sections if section.startswith(f"{name}\n") for line in section.splitlines() if "skip" in line

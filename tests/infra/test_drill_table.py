@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from infra.drill_table import PAGE, RESULTS, read_junit, with_table
+from infra.drill_table import PAGE_PATH, RESULTS_PATH, read_junit, with_table
 
 JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.drills.test_up" name="one" time="61.5"><properties>
@@ -26,5 +26,5 @@ def test_cases_of_a_file_are_added_up_by_their_outcome(tmp_path: Path) -> None:
 
 
 def test_the_page_has_the_table_of_the_committed_results() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    assert with_table(page, json.loads(RESULTS.read_text())) == page
+    page = PAGE_PATH.read_text(encoding="utf-8")
+    assert with_table(page, json.loads(RESULTS_PATH.read_text())) == page

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.words import REPLACEMENTS, ROOT, findings_in
+from infra.words import ADVICE_BY_WORD, ROOT, findings_in
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from infra.words import REPLACEMENTS, ROOT, findings_in
 )
 def test_a_forbidden_word_is_found_in_prose_and_names(path: str, line: str) -> None:
     (finding, *_) = findings_in(path, f"first line\n{line}\n")
-    assert (finding.path, finding.line) == (path, 2)
+    assert (finding.path, finding.line_number) == (path, 2)
     assert str(finding).startswith(f"{path}:2: ")
 
 
@@ -59,4 +59,4 @@ def test_the_check_exits_with_1_when_a_tracked_file_has_a_forbidden_word(tmp_pat
 
 
 def test_every_forbidden_word_has_a_replacement() -> None:
-    assert all(REPLACEMENTS.values())
+    assert all(ADVICE_BY_WORD.values())

@@ -94,7 +94,7 @@ def compile_lock(
             check=True,
         )
         package_blocks = re.findall(r"(?m)^[a-z0-9].*(?:\n +--hash=.*)*", output_path.read_text())
-    return {re.split(r"[=\s]", lines, maxsplit=1)[0]: block for block in package_blocks}
+    return {re.split(r"[=\s]", block, maxsplit=1)[0]: block for block in package_blocks}
 
 
 if __name__ == "__main__":

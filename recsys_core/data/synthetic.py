@@ -109,7 +109,7 @@ def _write_vectors(rng: np.random.Generator, path: Path, topic_IT: NDArray[np.fl
     directions_TD = rng.normal(size=(NUM_TOPICS, dim))
     vectors_ID = topic_IT @ directions_TD + rng.normal(scale=0.35, size=(len(topic_IT), dim))
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(vectors_ID.astype(np.float32).ravel()), dim)
-    order_I = rng.permutation(len(topic_IT))
-    table = pa.table({"item_id": np.arange(len(topic_IT)) + 1000, "embedding": vectors}).take(order_I)
+    shuffled_index_I = rng.permutation(len(topic_IT))
+    table = pa.table({"item_id": np.arange(len(topic_IT)) + 1000, "embedding": vectors}).take(shuffled_index_I)
     with atomic_replacement(path) as temporary_path:  # written last: if it exists, all files are complete
         pq.write_table(table, temporary_path)

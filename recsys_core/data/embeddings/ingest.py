@@ -49,9 +49,9 @@ def ingest_embeddings(
         return stage.manifest
     with stage.writing() as output_folder:
         table_by_name: dict[str, VectorTable] = {}
-        for table in dict.fromkeys(files.config.table for files in entries):
-            table_entries = [files for files in entries if files.config.table == table]
-            table_by_name[table] = _build_table(table_entries, table=table, output_folder=output_folder)
+        for table_name in dict.fromkeys(files.config.table for files in entries):
+            table_entries = [files for files in entries if files.config.table == table_name]
+            table_by_name[table_name] = _build_table(table_entries, table_name=table_name, output_folder=output_folder)
         return stage.commit(tables=table_by_name, sources=source_records)
 
 
@@ -62,7 +62,7 @@ class _ReadEntry:
     index: int
     files: VectorFiles
     matrix_path: Path
-    num_dropped: Mapping[str, int]
+    num_dropped_by_fault: Mapping[str, int]
     """Number of dropped rows by fault."""
     num_unmapped: int
     """Number of vectors whose id is not in the id map."""
@@ -72,7 +72,7 @@ class _ReadEntry:
     @property
     def is_final(self) -> bool:
         """Whether the matrix is final: no row is removed, and no projection is applied."""
-        return not (self.num_dropped or self.num_unmapped or self.num_overridden or self.files.config.pca_dim)
+        return not (self.num_dropped_by_fault or self.num_unmapped or self.num_overridden or self.files.config.pca_dim)
 
     @property
     def source_dim(self) -> int:
@@ -80,8 +80,8 @@ class _ReadEntry:
         return int(np.load(self.matrix_path, mmap_mode="r").shape[1])
 
 
-def _build_table(entries: Sequence[VectorFiles], *, table: str, output_folder: Path) -> VectorTable:
-    scratch_folder = output_folder / f"{table}.scratch"
+def _build_table(entries: Sequence[VectorFiles], *, table_name: str, output_folder: Path) -> VectorTable:
+    scratch_folder = output_folder / f"{table_name}.scratch"
     scratch_folder.mkdir()
     num_threads = max((files.config.threads or 0 for files in entries), default=0) or None
     try:
@@ -89,19 +89,21 @@ def _build_table(entries: Sequence[VectorFiles], *, table: str, output_folder: P
             memory_limit=MEMORY_LIMIT,
             num_threads=num_threads,
             spill_folder=scratch_folder / "spill",
-            subject=f"the ids of the {table} vectors",
+            subject=f"the ids of the {table_name} vectors",
             setting="the memory for ids",
         ) as connection:
             table_ids = TableIds(connection, id_type=entries[0].id_type)
             read_entries = [
-                _read_entry(files, table_ids=table_ids, scratch_folder=scratch_folder / str(index), index=index)
-                for index, files in enumerate(entries)
+                _read_entry(
+                    files, table_ids=table_ids, scratch_folder=scratch_folder / str(entry_index), entry_index=entry_index
+                )
+                for entry_index, files in enumerate(entries)
             ]
             if not table_ids.count_ids():
-                raise InputError(f"{entries[0].setting}: no vector is left for table {table!r}")
-            table_ids.write(output_folder / f"{table}.ids.parquet")
+                raise InputError(f"{entries[0].setting}: no vector is left for table {table_name!r}")
+            table_ids.write(output_folder / f"{table_name}.ids.parquet")
             dim, explained_variance = _write_matrix(
-                read_entries, table_ids=table_ids, matrix_path=output_folder / f"{table}.vectors.npy"
+                read_entries, table_ids=table_ids, matrix_path=output_folder / f"{table_name}.vectors.npy"
             )
             return VectorTable(
                 rows=table_ids.count_ids(),
@@ -109,9 +111,9 @@ def _build_table(entries: Sequence[VectorFiles], *, table: str, output_folder: P
                 id_type=entries[0].id_type,
                 explained_variance=explained_variance,
                 dropped={
-                    name: sum(entry.num_dropped.get(name, 0) for entry in read_entries)
+                    name: sum(entry.num_dropped_by_fault.get(name, 0) for entry in read_entries)
                     for entry in read_entries
-                    for name in entry.num_dropped
+                    for name in entry.num_dropped_by_fault
                 },
                 unmapped=sum(entry.num_unmapped for entry in read_entries),
                 overridden=sum(entry.num_overridden for entry in read_entries),
@@ -120,7 +122,7 @@ def _build_table(entries: Sequence[VectorFiles], *, table: str, output_folder: P
         shutil.rmtree(scratch_folder, ignore_errors=True)
 
 
-def _read_entry(files: VectorFiles, *, table_ids: TableIds, scratch_folder: Path, index: int) -> _ReadEntry:
+def _read_entry(files: VectorFiles, *, table_ids: TableIds, scratch_folder: Path, entry_index: int) -> _ReadEntry:
     """Read the ids and the vectors of an entry, and reject or remove its faulty rows."""
     config = files.config
     scratch_folder.mkdir()
@@ -148,12 +150,12 @@ def _read_entry(files: VectorFiles, *, table_ids: TableIds, scratch_folder: Path
             columns = sorted({config.id_map.from_column, config.id_map.to_column})
             map_paths = stack.enter_context(local_files(files.id_map_sources, columns=columns, scratch_folder=scratch_folder))
             num_unmapped = table_ids.translate(files, paths=map_paths)
-    num_overridden = table_ids.add_entry(entry_index=index)
+    num_overridden = table_ids.add_entry(entry_index=entry_index)
     return _ReadEntry(
-        index,
+        entry_index,
         files,
         matrix_path,
-        num_dropped=faults.num_rows_by_fault(),
+        num_dropped_by_fault=faults.num_rows_by_fault(),
         num_unmapped=num_unmapped,
         num_overridden=num_overridden,
     )

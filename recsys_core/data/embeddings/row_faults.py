@@ -60,7 +60,7 @@ class RowFaults:
     def collect(cls, num_rows: int, faulty_rows_of_batches: Iterable[Sequence[FaultyRows]]) -> Self:
         """Collect the faults of batches in any order.
 
-        If several batches report a fault of the same row, in different columns, it must be the same fault.
+        Several batches may report the same row, for different columns. They must then report the same fault.
         """
         fault_code_R = np.zeros(num_rows, np.uint8)  # zero pages take no memory until one is written, and faults are rare
         first_row_by_fault: dict[Fault, tuple[int, str, str]] = {}
@@ -84,7 +84,7 @@ class RowFaults:
         return np.flatnonzero(self.fault_code_R) if self.first_row_by_fault else np.empty(0, np.int64)
 
     def num_rows_by_fault(self) -> dict[str, int]:
-        """Return the number of rows with each fault, by its name in lower case."""
+        """Return the number of rows with each fault, by the name of the fault in lower case."""
         num_rows_by_fault = {
             fault.name.lower(): int(np.count_nonzero(self.fault_code_R == fault)) for fault in sorted(self.first_row_by_fault)
         }
@@ -97,7 +97,9 @@ def reject_faults(faults: RowFaults, files: VectorFiles) -> None:
 
     def find_first() -> BadRow:
         first_by_fault = {
-            fault: first for fault, first in faults.first_row_by_fault.items() if fault.name.lower() in num_rows_by_fault
+            fault: first_row
+            for fault, first_row in faults.first_row_by_fault.items()
+            if fault.name.lower() in num_rows_by_fault
         }
         fault = min(first_by_fault, key=lambda fault: first_by_fault[fault])
         entry_row, column, problem = first_by_fault[fault]
@@ -113,10 +115,10 @@ def reject_faults(faults: RowFaults, files: VectorFiles) -> None:
     )
 
 
-def locate(sources: Sequence[Source], row: int) -> tuple[str, int]:
-    """Return the file that contains row `row` of the entry, and the number of this row in the file, counted from 0."""
+def locate(sources: Sequence[Source], entry_row: int) -> tuple[str, int]:
+    """Return the name of the file that contains a row of the entry, and the number of the row in this file, from 0."""
     for source in sources:
-        if row < source.record.rows:
-            return source.name, row
-        row -= source.record.rows
+        if entry_row < source.record.rows:
+            return source.name, entry_row
+        entry_row -= source.record.rows
     raise AssertionError("the row is in none of the files")

@@ -28,18 +28,18 @@ FIX_CLOCK = (
 IN_FUTURE = "in the future"
 
 
-def row_checks(config: InteractionsConfig, *, schema: Mapping[str, pa.DataType]) -> list[RowCheck]:
-    """Return all row checks of a log. `schema` maps each column to its type."""
-    checks = _id_checks("user", config.user_column, schema[config.user_column])
-    checks += _id_checks("item", config.item_column, schema[config.item_column])
+def row_checks(config: InteractionsConfig, *, type_by_column: Mapping[str, pa.DataType]) -> list[RowCheck]:
+    """Return all row checks of a log. `type_by_column`: type of each column."""
+    checks = _id_checks("user", config.user_column, type_by_column[config.user_column])
+    checks += _id_checks("item", config.item_column, type_by_column[config.item_column])
     if config.timestamp_column is not None:
         checks += _time_checks(config.timestamp_column, latest_us=latest_valid_time_us(config))
     if config.order_column is not None:
-        checks += _order_checks(config.order_column, schema[config.order_column])
+        checks += _order_checks(config.order_column, type_by_column[config.order_column])
     if config.label_column is not None:
-        checks += _label_checks(config.label_column, schema[config.label_column], label_range=config.label_range)
+        checks += _label_checks(config.label_column, type_by_column[config.label_column], label_range=config.label_range)
     if config.weight_column is not None:
-        checks += _weight_checks(config.weight_column, schema[config.weight_column])
+        checks += _weight_checks(config.weight_column, type_by_column[config.weight_column])
     return checks
 
 

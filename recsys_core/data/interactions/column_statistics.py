@@ -17,11 +17,11 @@ MAX_USUAL_ID_CHARACTERS = 1_000
 
 def bad_row_counts(parts: Sequence[LogPart], log: InteractionsInput) -> dict[str, int]:
     """Return the number of dropped rows by check. A check is named `<column>: <reason>`."""
-    counts: dict[str, int] = {}
-    for read_file in _current_files(parts, log):
-        for check_name, count in read_file.bad_rows.items():
-            counts[check_name] = counts.get(check_name, 0) + count
-    return counts
+    num_bad_by_check: dict[str, int] = {}
+    for ingested_file in _current_files(parts, log):
+        for check_name, count in ingested_file.bad_rows.items():
+            num_bad_by_check[check_name] = num_bad_by_check.get(check_name, 0) + count
+    return num_bad_by_check
 
 
 def column_statistics(
@@ -38,7 +38,7 @@ def column_statistics(
     for column in config.columns:
         num_nulls = sum(count for check_name, count in num_bad_by_check.items() if check_name.startswith(f"{column}: null"))
         num_bad_rows = sum(count for check_name, count in num_bad_by_check.items() if check_name.startswith(f"{column}: "))
-        bounds_by_file = [read_file.spans[column] for read_file in current_files if column in read_file.spans]
+        bounds_by_file = [ingested_file.spans[column] for ingested_file in current_files if column in ingested_file.spans]
         min_value = max_value = None
         if bounds_by_file:
             is_time = column == config.timestamp_column

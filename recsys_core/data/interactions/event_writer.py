@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from recsys_core.data.interactions.config import SPLITS, InteractionsConfig
-from recsys_core.data.interactions.filters import extra_columns
+from recsys_core.data.interactions.filters import extra_column_names
 from recsys_core.data.interactions.vocabulary import Vocabulary
 from recsys_core.disk import allocate_npy, save_npy
 
@@ -33,7 +33,7 @@ class EventWriter:
 
     def write_events(self, connection: duckdb.DuckDBPyConnection) -> None:
         """Write event_item.npy and, as configured, event_time.npy, event_weight.npy and context.parquet."""
-        extra_column_names = extra_columns(connection, "log")
+        extra_names = extra_column_names(connection, "log")
         user_row_sql, user_join_sql = self._users.row_and_join_sql('log."user"')
         item_row_sql, item_join_sql = self._items.row_and_join_sql("log.item")
         select_list = [
@@ -41,13 +41,12 @@ class EventWriter:
             f"{item_row_sql} AS item_row",
             "log.split AS split",
             "log.position AS position",
-            *(f"log.{column_name}" for column_name in extra_column_names),
+            *(f"log.{column_name}" for column_name in extra_names),
         ]
         ((num_events,),) = connection.sql("SELECT count(*) FROM log").fetchall()
         reader = connection.sql(
             f"SELECT {', '.join(select_list)} FROM log{user_join_sql}{item_join_sql} "
-            "ORDER BY user_row, split, position, item_row"
-            + "".join(f", log.{column_name}" for column_name in extra_column_names)
+            "ORDER BY user_row, split, position, item_row" + "".join(f", log.{column_name}" for column_name in extra_names)
         ).to_arrow_reader(BATCH_ROWS)
         array_by_column = {
             "item_row": allocate_npy(self._output_folder / "event_item.npy", dtype=np.int32, shape=(num_events,))
@@ -56,7 +55,7 @@ class EventWriter:
             array_by_column["position"] = allocate_npy(
                 self._output_folder / "event_time.npy", dtype=np.int64, shape=(num_events,)
             )
-        if "weight" in extra_column_names:
+        if "weight" in extra_names:
             array_by_column["weight"] = allocate_npy(
                 self._output_folder / "event_weight.npy", dtype=np.float32, shape=(num_events,)
             )
@@ -114,7 +113,7 @@ class EventWriter:
 
 
 def _merge_batches(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
-    """Merge batches until they have at least BATCH_ROWS rows; the last one may have fewer.
+    """Merge batches until they have at least BATCH_ROWS rows; the last batch may have fewer rows.
 
     Counting the events of a batch takes time proportional to the number of items, even if the batch is small.
     """
@@ -131,8 +130,8 @@ def _merge_batches(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
 class _ContextWriter:
     """Writer of context.parquet: the unchanged context columns, one row per event. Without context columns there is no file."""
 
-    def __init__(self, path: Path, columns: tuple[str, ...]) -> None:
-        self._path, self._columns = path, columns
+    def __init__(self, path: Path, column_names: tuple[str, ...]) -> None:
+        self._path, self._column_names = path, column_names
         self._writer: pq.ParquetWriter | None = None
 
     def __enter__(self) -> Self:
@@ -140,9 +139,11 @@ class _ContextWriter:
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Append the context columns of `batch`."""
-        if not self._columns:
+        if not self._column_names:
             return
-        table = pa.table({name: batch.column(f"context_{index}") for index, name in enumerate(self._columns)})
+        table = pa.table(
+            {column_name: batch.column(f"context_{index}") for index, column_name in enumerate(self._column_names)}
+        )
         if self._writer is None:
             self._writer = pq.ParquetWriter(self._path, table.schema)
         self._writer.write_table(table)

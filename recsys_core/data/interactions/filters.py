@@ -39,7 +39,7 @@ def load_log(
         for part in current_parts
     )
     connection.execute(f"CREATE VIEW events AS {all_events_sql}").fetchall()
-    num_events = _count(connection, "SELECT count(*) FROM events")
+    num_events = _fetch_count(connection, "SELECT count(*) FROM events")
     if num_events == 0:
         raise InputError(_no_events_message(config, parts))
     current_files = [file for part in parts for file in part.files if file.source in split_code_by_file]
@@ -50,12 +50,12 @@ def load_log(
         events_sql = f"(SELECT * FROM events WHERE position > {newest_us - int(config.filter.window_days * DAY_US)})"
     if config.filter != LogFilter(window_days=config.filter.window_days):
         connection.execute(f"CREATE TABLE remaining AS SELECT * FROM {events_sql}").fetchall()
-        num_removed_by_reason["outside_window"] = num_events - _count(connection, "SELECT count(*) FROM remaining")
+        num_removed_by_reason["outside_window"] = num_events - _fetch_count(connection, "SELECT count(*) FROM remaining")
         num_removed_by_reason |= _apply_filters(connection, config.filter)
         events_sql = "remaining"
     elif config.filter.window_days is not None:
-        num_removed_by_reason["outside_window"] = num_events - _count(connection, f"SELECT count(*) FROM {events_sql}")
-    split_sql = _split_code_sql(config, newest_us=newest_us, tie_breakers=extra_columns(connection, "events"))
+        num_removed_by_reason["outside_window"] = num_events - _fetch_count(connection, f"SELECT count(*) FROM {events_sql}")
+    split_sql = _split_code_sql(config, newest_us=newest_us, tie_breaker_columns=extra_column_names(connection, "events"))
     # A view is evaluated at each use. This is cheap except for leave_last_out, which needs a window function.
     log_kind = "TABLE" if isinstance(config.split, LeaveLastOut) else "VIEW"
     connection.execute(
@@ -64,33 +64,35 @@ def load_log(
     return {reason: count for reason, count in num_removed_by_reason.items() if count}
 
 
-def extra_columns(connection: duckdb.DuckDBPyConnection, table: str) -> list[str]:
-    """Return the weight and context columns of `table`.
+def extra_column_names(connection: duckdb.DuckDBPyConnection, table_name: str) -> list[str]:
+    """Return the weight and context columns of `table_name`.
 
     Events that are equal in all other columns are sorted by these columns, so that their order is reproducible.
     """
-    return [name for name in connection.table(table).columns if name == "weight" or name.startswith("context_")]
+    return [name for name in connection.table(table_name).columns if name == "weight" or name.startswith("context_")]
 
 
-def read_time_span(connection: duckdb.DuckDBPyConnection, config: InteractionsConfig, *, first_file: str) -> dict[str, str]:
-    """Return the time span of the log.
+def read_time_span(
+    connection: duckdb.DuckDBPyConnection, config: InteractionsConfig, *, first_file_name: str
+) -> dict[str, str]:
+    """Return the times of the first and the last event; an empty dictionary if the log has no event times.
 
     Raises:
         InputError: the training or the test split is empty, or the log has a single user or a single item.
     """
     num_events_by_code = dict(connection.sql("SELECT split, count(*) FROM log GROUP BY split").fetchall())
     if not num_events_by_code:
-        raise InputError(f"{first_file}: interactions.filter removes all events; relax it")
-    split_sizes_text = ", ".join(f"{num_events_by_code.get(code, 0):,} {split}" for code, split in enumerate(SPLITS))
-    for code, split in enumerate(SPLITS):
-        if not num_events_by_code.get(code) and split != "validation":
+        raise InputError(f"{first_file_name}: interactions.filter removes all events; relax it")
+    split_sizes_text = ", ".join(f"{num_events_by_code.get(code, 0):,} {split_name}" for code, split_name in enumerate(SPLITS))
+    for code, split_name in enumerate(SPLITS):
+        if not num_events_by_code.get(code) and split_name != "validation":
             raise InputError(
-                f"{first_file}: the split {config.split.kind!r} leaves no {split} events ({split_sizes_text}); "
+                f"{first_file_name}: the split {config.split.kind!r} leaves no {split_name} events ({split_sizes_text}); "
                 "change interactions.split"
             )
     for side, column in (("user", config.user_column), ("item", config.item_column)):
-        if _count(connection, f'SELECT count(*) FROM (SELECT DISTINCT "{side}" FROM log LIMIT 2)') < 2:
-            raise InputError(f"{first_file}: column {column!r}: the log has a single {side}; a model needs at least two")
+        if _fetch_count(connection, f'SELECT count(*) FROM (SELECT DISTINCT "{side}" FROM log LIMIT 2)') < 2:
+            raise InputError(f"{first_file_name}: column {column!r}: the log has a single {side}; a model needs at least two")
     if config.timestamp_column is None:
         return {}
     ((first_us, last_us),) = connection.sql("SELECT min(position), max(position) FROM log").fetchall()
@@ -119,13 +121,13 @@ def _apply_filters(connection: duckdb.DuckDBPyConnection, filters: LogFilter) ->
         num_removed_by_reason["duplicates"] = _remove_duplicates(connection, filters.duplicates)
     if filters.bot_threshold is not None:
         bots_sql = f'SELECT "user" FROM remaining GROUP BY "user" HAVING count(*) > {filters.bot_threshold}'
-        num_removed_by_reason["bot_users"] = _count(connection, f"SELECT count(*) FROM ({bots_sql})")
+        num_removed_by_reason["bot_users"] = _fetch_count(connection, f"SELECT count(*) FROM ({bots_sql})")
         num_removed_by_reason["bot_events"] = _replace_remaining(
             connection, f'SELECT * FROM remaining ANTI JOIN ({bots_sql}) USING ("user")'
         )
     num_removed_by_reason["rare"] = _remove_rare(connection, filters)
     if filters.max_user_events is not None:
-        order_sql = _newest_first_sql(("split", *extra_columns(connection, "remaining")))
+        order_sql = _newest_first_sql(("split", *extra_column_names(connection, "remaining")))
         is_newest_sql = f'row_number() OVER (PARTITION BY "user" ORDER BY {order_sql}) <= {filters.max_user_events}'
         num_removed_by_reason["over_cap"] = _replace_remaining(connection, f"SELECT * FROM remaining QUALIFY {is_newest_sql}")
     return num_removed_by_reason
@@ -135,7 +137,7 @@ def _remove_duplicates(connection: duckdb.DuckDBPyConnection, policy: str) -> in
     key_sql = '"user", item, position' if policy == "exact" else '"user", item'
     time_order_sql = "position DESC" if policy == "last" else "position"
     # `split` comes before the extra columns: if an event is in both the training and the test files, the training event stays.
-    order_sql = ", ".join([time_order_sql, "split", *extra_columns(connection, "remaining")])
+    order_sql = ", ".join([time_order_sql, "split", *extra_column_names(connection, "remaining")])
     return _replace_remaining(
         connection, f"SELECT * FROM remaining QUALIFY row_number() OVER (PARTITION BY {key_sql} ORDER BY {order_sql}) = 1"
     )
@@ -165,36 +167,36 @@ def _remove_rare(connection: duckdb.DuckDBPyConnection, filters: LogFilter) -> i
 
 def _replace_remaining(connection: duckdb.DuckDBPyConnection, query: str) -> int:
     """Replace table `remaining` by the rows of `query`; return the number of removed rows."""
-    num_before = _count(connection, "SELECT count(*) FROM remaining")
+    num_before = _fetch_count(connection, "SELECT count(*) FROM remaining")
     connection.execute(f"CREATE TABLE next_remaining AS {query}").fetchall()
     connection.execute("DROP TABLE remaining").fetchall()
     connection.execute("ALTER TABLE next_remaining RENAME TO remaining").fetchall()
-    return num_before - _count(connection, "SELECT count(*) FROM remaining")
+    return num_before - _fetch_count(connection, "SELECT count(*) FROM remaining")
 
 
-def _newest_first_sql(tie_breakers: Sequence[str]) -> str:
+def _newest_first_sql(tie_breaker_columns: Sequence[str]) -> str:
     """Return SQL that orders the events of a user, the newest first."""
-    return ", ".join(f"{column} DESC" for column in ("position", "item", *tie_breakers))
+    return ", ".join(f"{column} DESC" for column in ("position", "item", *tie_breaker_columns))
 
 
-def _split_code_sql(config: InteractionsConfig, *, newest_us: int, tie_breakers: Sequence[str]) -> str:
+def _split_code_sql(config: InteractionsConfig, *, newest_us: int, tie_breaker_columns: Sequence[str]) -> str:
     """Return SQL for the code of an event's split.
 
     Args:
         newest_us: newest time of the log.
-        tie_breakers: columns that order the events of a user with the same position and item.
+        tie_breaker_columns: columns that order the events of a user with the same position and item.
     """
-    split = config.split
-    if isinstance(split, TimeSplit):
-        test_start_us = newest_us - int(split.test_days * DAY_US)
-        validation_start_us = test_start_us - int(split.validation_days * DAY_US)
+    split_config = config.split
+    if isinstance(split_config, TimeSplit):
+        test_start_us = newest_us - int(split_config.test_days * DAY_US)
+        validation_start_us = test_start_us - int(split_config.validation_days * DAY_US)
         return f"CASE WHEN position > {test_start_us} THEN 2 WHEN position > {validation_start_us} THEN 1 ELSE 0 END"
-    if isinstance(split, LeaveLastOut):
-        window_sql = f'PARTITION BY "user" ORDER BY {_newest_first_sql(tie_breakers)}'
-        has_few_events_sql = f'count(*) OVER (PARTITION BY "user") < {split.min_events}'
+    if isinstance(split_config, LeaveLastOut):
+        window_sql = f'PARTITION BY "user" ORDER BY {_newest_first_sql(tie_breaker_columns)}'
+        has_few_events_sql = f'count(*) OVER (PARTITION BY "user") < {split_config.min_events}'
         return f"CASE WHEN {has_few_events_sql} THEN 0 ELSE greatest(0, 3 - row_number() OVER ({window_sql})) END"
-    if split.validation_share > 0:
-        return f"CASE WHEN split = 0 AND draw < {int(split.validation_share * 1_000_000)} THEN 1 ELSE split END"
+    if split_config.validation_share > 0:
+        return f"CASE WHEN split = 0 AND draw < {int(split_config.validation_share * 1_000_000)} THEN 1 ELSE split END"
     return "split"
 
 
@@ -213,15 +215,15 @@ def _no_events_message(config: InteractionsConfig, parts: Sequence[LogPart]) -> 
     return f"{file_path}: all rows of the log are bad; see interactions.on_bad_rows"
 
 
-def _count(connection: duckdb.DuckDBPyConnection, query: str) -> int:
+def _fetch_count(connection: duckdb.DuckDBPyConnection, query: str) -> int:
     ((count,),) = connection.sql(query).fetchall()
     return int(count)
 
 
-def iso_time(microseconds: int) -> str:
+def iso_time(time_us: int) -> str:
     """Return an ISO 8601 time in UTC, to the second.
 
     >>> iso_time(1_763_600_000_000_000)
     '2025-11-20T00:53:20+00:00'
     """
-    return datetime.fromtimestamp(microseconds / 1e6, UTC).isoformat(timespec="seconds")
+    return datetime.fromtimestamp(time_us / 1e6, UTC).isoformat(timespec="seconds")

@@ -25,9 +25,9 @@ from recsys_core.parquet.guards import has_page_checksums, verify_pages, verify_
 from recsys_core.parquet.local_copies import local_files
 from recsys_core.parquet.sources import Source
 
-TO_MICROSECONDS = {"s": "* 1000000", "ms": "* 1000", "us": "", "ns": "// 1000"}
+TO_MICROSECONDS_SQL = {"s": "* 1000000", "ms": "* 1000", "us": "", "ns": "// 1000"}
 """SQL that converts an integer time to microseconds, by the unit of the time."""
-PAIR_HASH_ARGUMENTS, ITEM_HASH_ARGUMENTS = '"user"::VARCHAR, item::VARCHAR', "item::VARCHAR"
+PAIR_HASH_ARGUMENTS_SQL, ITEM_HASH_ARGUMENTS_SQL = '"user"::VARCHAR, item::VARCHAR', "item::VARCHAR"
 """Arguments of the SQL function hash. Ids are hashed as strings, because the hash of a number depends on its width."""
 PART_SETTINGS = {
     "user_column", "item_column", "timestamp_column", "timestamp_unit", "order_column", "label_column", "label_threshold",
@@ -89,7 +89,7 @@ def _is_mostly_current(part: LogPart, input_files: Collection[SourceFile]) -> bo
 
 def _has_dropped_future_rows(part: LogPart) -> bool:
     """Return whether rows were dropped because their time was in the future. By now, these rows may be valid."""
-    return any(name.endswith(IN_FUTURE) for file in part.files for name in file.bad_rows)
+    return any(check_name.endswith(IN_FUTURE) for file in part.files for check_name in file.bad_rows)
 
 
 def _link_or_copy(part_path: Path, new_path: Path) -> None:
@@ -118,7 +118,7 @@ def read_part(
     Raises:
         InputError: bad rows (see config.on_bad_rows), and files whose content contradicts their footer.
     """
-    schema = {
+    type_by_column = {
         column: _widest_type([require_column(source, column, setting="interactions") for source in sources])
         for column in config.columns
     }
@@ -133,9 +133,9 @@ def read_part(
         explain_read_errors(config, sources, paths),
     ):
         connection.execute(
-            f"CREATE OR REPLACE TEMP VIEW raw AS {_raw_log_sql(config, sources, paths, schema=schema)}"
+            f"CREATE OR REPLACE TEMP VIEW raw AS {_raw_log_sql(config, sources, paths, type_by_column=type_by_column)}"
         ).fetchall()
-        checks = row_checks(config, schema=schema)
+        checks = row_checks(config, type_by_column=type_by_column)
         range_columns = _range_columns(config)
         positive_row_sql = f"label::DOUBLE >= {config.label_threshold!r}" if config.label_column else "true"
         statistics = scan_files(
@@ -159,24 +159,23 @@ def read_part(
             connection, config, part_path=part_path, kept_row_sql=kept_row_sql, id_types=id_types
         )
         reject_false_null_counts(written_counts_by_file, statistics, sources, has_label=config.label_column is not None)
-    num_written = [written_counts_by_file.get(index, (0, 0))[0] for index in range(len(sources))]
-    files = tuple(
-        IngestedFile(
+    files = []
+    for index, (source, file_statistics) in enumerate(zip(sources, statistics, strict=True)):
+        num_written_rows, _ = written_counts_by_file.get(index, (0, 0))
+        num_good_rows = file_statistics.num_rows - file_statistics.num_bad
+        file = IngestedFile(
             source=source.record,
             bad_rows=dict(file_statistics.num_bad_by_check),
-            below_threshold=file_statistics.num_rows - file_statistics.num_bad - num_written[index]
-            if config.label_column
-            else 0,
+            below_threshold=num_good_rows - num_written_rows if config.label_column else 0,
             spans={range_columns[alias]: bounds for alias, bounds in file_statistics.range_by_column.items()},
             has_checksums=checksum_flags[index],
         )
-        for index, (source, file_statistics) in enumerate(zip(sources, statistics, strict=True))
-    )
-    return LogPart(file_name=f"parts/{part_path.name}", settings_fingerprint=settings_fingerprint, files=files)
+        files.append(file)
+    return LogPart(file_name=f"parts/{part_path.name}", settings_fingerprint=settings_fingerprint, files=tuple(files))
 
 
 def _raw_log_sql(
-    config: InteractionsConfig, sources: Sequence[Source], paths: Sequence[Path], *, schema: Mapping[str, pa.DataType]
+    config: InteractionsConfig, sources: Sequence[Source], paths: Sequence[Path], *, type_by_column: Mapping[str, pa.DataType]
 ) -> str:
     """Return SQL for the log with fixed column names, so that no later query has to quote the user's names."""
     column_by_alias = {"user": config.user_column, "item": config.item_column, "time": config.timestamp_column}
@@ -196,12 +195,14 @@ def _raw_log_sql(
     raw_columns_sql = (
         f"SELECT {', '.join(select_list)}, file.file_index AS source, file.file_row_number AS row FROM {files_sql}"
     )
-    before_1970_sql = f", {_before_1970_sql(schema[config.timestamp_column])} AS before_1970" if config.timestamp_column else ""
-    return f"SELECT *, {_position_sql(config, schema)} AS position{before_1970_sql} FROM ({raw_columns_sql})"
+    before_1970_sql = (
+        f", {_before_1970_sql(type_by_column[config.timestamp_column])} AS before_1970" if config.timestamp_column else ""
+    )
+    return f"SELECT *, {_position_sql(config, type_by_column)} AS position{before_1970_sql} FROM ({raw_columns_sql})"
 
 
 def _widest_type(data_types: Sequence[pa.DataType]) -> pa.DataType:
-    """Return a floating-point or uint64 type if a file has one, otherwise the first type. It decides the checks and casts."""
+    """Return a floating-point or uint64 type if a file has one, otherwise the first type. It decides the checks."""
     float_or_uint64_types = [
         data_type for data_type in data_types if pa.types.is_floating(data_type) or pa.types.is_uint64(data_type)
     ]
@@ -223,18 +224,18 @@ def _constant_sql(value: int | date | str) -> str:
     return f"DATE '{value.isoformat()}'" if isinstance(value, date) else quoted(value, quote="'")
 
 
-def _position_sql(config: InteractionsConfig, schema: Mapping[str, pa.DataType]) -> str:
+def _position_sql(config: InteractionsConfig, type_by_column: Mapping[str, pa.DataType]) -> str:
     """Return SQL for the sort key of a user's events: the time in microseconds, or the order column.
 
     In a log with neither, the sort key is a hash of the user and the item.
     """
     if config.order_column is not None:
-        return "TRY(sequence::BIGINT)" if pa.types.is_integer(schema[config.order_column]) else "sequence::DOUBLE"
+        return "TRY(sequence::BIGINT)" if pa.types.is_integer(type_by_column[config.order_column]) else "sequence::DOUBLE"
     if config.timestamp_column is None:
-        return f"(hash({PAIR_HASH_ARGUMENTS}) >> 1)::BIGINT"
-    data_type = schema[config.timestamp_column]
+        return f"(hash({PAIR_HASH_ARGUMENTS_SQL}) >> 1)::BIGINT"
+    data_type = type_by_column[config.timestamp_column]
     if pa.types.is_integer(data_type):
-        return f"TRY(CAST(time AS BIGINT) {TO_MICROSECONDS[config.timestamp_unit]})"
+        return f"TRY(CAST(time AS BIGINT) {TO_MICROSECONDS_SQL[config.timestamp_unit]})"
     has_time_zone = pa.types.is_timestamp(data_type) and data_type.tz is not None
     # The cast is needed because epoch_us does not accept nanoseconds with a time zone.
     return f"TRY(epoch_us(time::{'TIMESTAMPTZ' if has_time_zone else 'TIMESTAMP'}))"
@@ -322,8 +323,8 @@ def _validation_draw_sql(config: InteractionsConfig) -> str | None:
     """
     if not isinstance(config.split, FileSplit) or config.split.validation_share == 0:
         return None
-    hash_arguments = PAIR_HASH_ARGUMENTS if config.split.validation_unit == "pair" else ITEM_HASH_ARGUMENTS
-    return f"(hash({hash_arguments}, 'validation') % 1000000)::INTEGER"
+    hash_arguments_sql = PAIR_HASH_ARGUMENTS_SQL if config.split.validation_unit == "pair" else ITEM_HASH_ARGUMENTS_SQL
+    return f"(hash({hash_arguments_sql}, 'validation') % 1000000)::INTEGER"
 
 
 def _id_condition_sql(connection: duckdb.DuckDBPyConnection, side: str, *, id_sql: str) -> str:

@@ -56,7 +56,7 @@ def ingest_interactions(
         with database(
             memory_limit=config.memory_limit, num_threads=config.threads, spill_folder=spill_folder, subject="interactions"
         ) as connection:
-            manifest_fields = _ingest(connection, config, log, embeddings, output_folder, continued_run=continued_run)
+            manifest_fields = _write_store(connection, config, log, embeddings, output_folder, continued_run=continued_run)
         shutil.rmtree(spill_folder, ignore_errors=True)
         return stage.commit(
             **manifest_fields,
@@ -70,7 +70,7 @@ def ingest_interactions(
         )
 
 
-def _ingest(
+def _write_store(
     connection: duckdb.DuckDBPyConnection,
     config: InteractionsConfig,
     log: InteractionsInput,
@@ -85,7 +85,7 @@ def _ingest(
     num_removed_by_reason = load_log(
         connection, config, parts=parts, folder=output_folder, split_code_by_file=log.split_code_by_file
     )
-    time_span = read_time_span(connection, config, first_file=log.sources[0].name)
+    time_span = read_time_span(connection, config, first_file_name=log.sources[0].name)
 
     is_filtered = bool(num_removed_by_reason or num_users_without_row or num_items_without_row) or config.filter != LogFilter()
     ids_path_by_table = {table: embeddings.ids_path(table) for table in embeddings.tables} if embeddings else {}

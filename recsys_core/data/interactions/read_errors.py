@@ -107,10 +107,10 @@ def _reject_out_of_range_times(config: InteractionsConfig, sources: Sequence[Sou
     first_bad_row: tuple[Source, int] | None = None
     num_bad = 0
     for source in sources:
-        bad_rows = _rows_with_bad_time(source, column, latest_us=latest_us)
-        num_bad += len(bad_rows)
-        if len(bad_rows) and first_bad_row is None:
-            first_bad_row = source, int(bad_rows[0])
+        bad_row_numbers = _rows_with_bad_time(source, column, latest_us=latest_us)
+        num_bad += len(bad_row_numbers)
+        if len(bad_row_numbers) and first_bad_row is None:
+            first_bad_row = source, int(bad_row_numbers[0])
     if first_bad_row is not None:
         source, row = first_bad_row
         num_rows = sum(log_source.record.rows for log_source in sources)

@@ -128,7 +128,7 @@ def measure(size: dict[str, Any], *, pooled_users: bool = False) -> dict[str, An
     start_s = time.perf_counter()
     plan_file = plan(size, pooled_users=pooled_users)
     seconds = time.perf_counter() - start_s
-    unpooled_tables = {name for name, table in spec_of(size, pooled_users=pooled_users).tables.items() if table.unpooled}
+    unpooled_tables = {name for name, table in spec_of(size, pooled_users=pooled_users).tables.items() if table.is_unpooled}
     fullest_rank = max(plan_file.ranks, key=lambda rank: rank.hbm_bytes)
     num_candidates = ASSUMPTIONS["batch_size"] + ASSUMPTIONS["negatives"]
     towers_ms = 6 * ASSUMPTIONS["batch_size"] * num_candidates * ASSUMPTIONS["dim"] / ASSUMPTIONS["tower_tflops"] / 1e9

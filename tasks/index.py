@@ -16,8 +16,10 @@ def build_index(config: IndexConfig, *, export: ExportManifest, run: Run) -> Ind
     from recsys_core.retrieval import index as index_core
 
     manifest = index_core.build_indexes(config, export=export, folder=run.stage_folder("build_index"))
-    show_markdown(run, "index", to_markdown(manifest.reports, served=manifest.served_index))
-    show_image(run, "indexes", plot_indexes(manifest.reports, served=manifest.served_index, path=run.folder / "indexes.png"))
+    show_markdown(run, "index", to_markdown(manifest.reports, served_kind=manifest.served_index))
+    show_image(
+        run, "indexes", plot_indexes(manifest.reports, served_kind=manifest.served_index, path=run.folder / "indexes.png")
+    )
     report = manifest.reports[manifest.served_index]
     return stage_log.finish(
         manifest, f"{manifest.served_index}: recall {report.recall:.4f} of exact search, {report.ms_per_query:.3f} ms per query"

@@ -57,11 +57,11 @@ def zero_shot_vectors(
     item_ID[has_vector_I] = normalize(
         torch.from_numpy(vectors_RD[vector_row_I[has_vector_I.numpy()]].astype(np.float32)), dim=1
     )
-    histories_with_vector = histories.filter(has_vector_I.numpy()[histories.values_L])
+    items_with_vector = histories.filter(has_vector_I.numpy()[histories.values_L])
     query_BD = embedding_bag(
-        torch.from_numpy(histories_with_vector.values_L),
+        torch.from_numpy(items_with_vector.values_L),
         item_ID,
-        torch.from_numpy(histories_with_vector.offset),
+        torch.from_numpy(items_with_vector.offset),
         mode="mean",
         include_last_offset=True,
     )

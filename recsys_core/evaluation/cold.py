@@ -63,15 +63,15 @@ def rank_among(
     candidate_index_I = np.full(len(item_ID), -1, np.int64)
     candidate_index_I[candidate_rows] = np.arange(len(candidate_rows))
     candidate_targets = _to_candidates(targets, candidate_index_I)
-    query_index = np.flatnonzero(candidate_targets.lengths)
+    query_indices = np.flatnonzero(candidate_targets.lengths)
     candidate_order_I = candidate_index_I[order_I]
     return rank_served(
-        query_BD[torch.from_numpy(query_index)],
-        is_known_B=is_known_B[query_index],
+        query_BD[torch.from_numpy(query_indices)],
+        is_known_B=is_known_B[query_indices],
         item_ID=item_ID[torch.from_numpy(candidate_rows)],
         order_I=candidate_order_I[candidate_order_I >= 0],
-        seen=_to_candidates(seen.take(query_index), candidate_index_I),
-        targets=candidate_targets.take(query_index),
+        seen=_to_candidates(seen.take(query_indices), candidate_index_I),
+        targets=candidate_targets.take(query_indices),
         k=k,
     )
 

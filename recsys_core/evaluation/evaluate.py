@@ -103,16 +103,17 @@ def evaluate(
     stage = StageFolder(folder, EvaluationManifest, fingerprint=fingerprint)
     if stage.manifest is not None:
         return stage.manifest
-    with stage.writing() as out:
+    with stage.writing() as output_folder:
         item_ID = torch.from_numpy(np.load(export.path("item_vectors.npy")))
         store = EventStore.open(interactions)
         # The zero-shot baseline ranks the catalogue a second time for each test query. The popularity baseline is fast and not
         # part of the progress.
-        num_rankings = {"validation": 1, "test": 1 if item_embeddings is None else 2}
-        num_queries = {
-            split: min(count, config.max_users or count) * num_rankings[split] for split, count in export.num_queries.items()
+        num_rankings_by_split = {"validation": 1, "test": 1 if item_embeddings is None else 2}
+        num_queries_by_split = {
+            split: min(count, config.max_users or count) * num_rankings_by_split[split]
+            for split, count in export.num_queries.items()
         }
-        progress = _Progress(sum(num_queries.values()), on_progress)
+        progress = _Progress(sum(num_queries_by_split.values()), on_progress)
         metric_values: dict[str, float] = {}
 
         if export.num_queries.get("validation", 0):
@@ -151,8 +152,8 @@ def evaluate(
                 "baseline/zero_shot", zero_shot_queries, zero_shot_item_ID, cold_row_C=cold_row_C, config=config
             )
 
-        np.save(out / "popularity.npy", queries.popularity_order_I)
-        (out / "metrics.json").write_text(json.dumps(metric_values, indent=2))
+        np.save(output_folder / "popularity.npy", queries.popularity_order_I)
+        (output_folder / "metrics.json").write_text(json.dumps(metric_values, indent=2))
         return stage.commit(metrics=metric_values)
 
 
@@ -167,16 +168,16 @@ def _load_queries(
     """Load the exported queries of a split; if there are more than max_users, a random sample of them with a fixed seed."""
     user_row_B = np.load(export.path(f"query_users_{split}.npy"))
     query_vectors = np.load(export.path(f"query_vectors_{split}.npy"), mmap_mode="r")
-    sampled_index = np.arange(len(user_row_B))
+    sampled_indices = np.arange(len(user_row_B))
     if config.max_users is not None and config.max_users < len(user_row_B):
-        sampled_index = np.sort(
+        sampled_indices = np.sort(
             np.random.default_rng(EVALUATION_USERS_SEED).choice(len(user_row_B), config.max_users, replace=False)
         )
-    user_row_B = user_row_B[sampled_index]
+    user_row_B = user_row_B[sampled_indices]
     history = store.items_before(user_row_B, split)
     spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
     return EvalQueries(
-        query_BD=torch.from_numpy(query_vectors[sampled_index]),
+        query_BD=torch.from_numpy(query_vectors[sampled_indices]),
         history=history,
         targets=store.targets(user_row_B, split),
         is_new_B=store.train_end[user_row_B] == store.user_offset[user_row_B],
@@ -224,7 +225,7 @@ def all_metrics(prefix: str, ranking: Ranking, *, config: EvaluationConfig) -> d
     metric_values["mrr"] = _mean(metrics.reciprocal_rank(target_positions))
     metric_values[f"map@{max(config.ks)}"] = _mean(metrics.average_precision(target_positions, k=max(config.ks)))
     metric_values["auc"] = _mean(metrics.auc(target_positions))
-    return {f"{prefix}/{name}": float(value) for name, value in metric_values.items() if not math.isnan(value)}
+    return {f"{prefix}/{metric_name}": float(value) for metric_name, value in metric_values.items() if not math.isnan(value)}
 
 
 def _cold_metrics(
@@ -250,7 +251,7 @@ def _cold_metrics(
             metric_values[f"recall@{k}"] = _mean(metrics.recall(target_positions, k=k))
             metric_values[f"ndcg@{k}"] = _mean(metrics.ndcg(target_positions, k=k))
             metric_values[f"hit_rate@{k}"] = _mean(metrics.hit_rate(target_positions, k=k))
-    return {f"{prefix}/cold/{name}": float(value) for name, value in metric_values.items()}
+    return {f"{prefix}/cold/{metric_name}": float(value) for metric_name, value in metric_values.items()}
 
 
 def _slice_metrics(
@@ -258,20 +259,20 @@ def _slice_metrics(
 ) -> dict[str, float]:
     """Return metrics over subsets of the targets, from the positions of the targets in the full ranking."""
     is_cold_T, is_new_T = store.item_count[ranking.item_T] == 0, queries.is_new_B[ranking.query_T]
-    slices = {"cold_items": is_cold_T, "warm_items": ~is_cold_T, "new_users": is_new_T, "known_users": ~is_new_T}
+    mask_by_slice = {"cold_items": is_cold_T, "warm_items": ~is_cold_T, "new_users": is_new_T, "known_users": ~is_new_T}
     metric_values: dict[str, float] = {}
-    for name, mask_T in slices.items():
-        metric_values[f"{prefix}/slice/{name}/targets"] = float(mask_T.sum())
+    for slice_name, mask_T in mask_by_slice.items():
+        metric_values[f"{prefix}/slice/{slice_name}/targets"] = float(mask_T.sum())
         if not mask_T.any():
             continue
         target_positions = ranking.target_positions(mask_T)
         for k in config.ks:
-            metric_values[f"{prefix}/slice/{name}/recall@{k}"] = _mean(metrics.recall(target_positions, k=k))
-            metric_values[f"{prefix}/slice/{name}/ndcg@{k}"] = _mean(metrics.ndcg(target_positions, k=k))
+            metric_values[f"{prefix}/slice/{slice_name}/recall@{k}"] = _mean(metrics.recall(target_positions, k=k))
+            metric_values[f"{prefix}/slice/{slice_name}/ndcg@{k}"] = _mean(metrics.ndcg(target_positions, k=k))
     return metric_values
 
 
 def _mean(value_U: NDArray[np.float64]) -> float:
     """Average over the users for whom the metric is not NaN."""
-    defined_U = value_U[~np.isnan(value_U)]
-    return float(defined_U.mean()) if len(defined_U) else math.nan
+    defined_value_U = value_U[~np.isnan(value_U)]
+    return float(defined_value_U.mean()) if len(defined_value_U) else math.nan

@@ -57,27 +57,31 @@ class Ranking:
 
     def target_positions(self, mask_T: NDArray[np.bool_] | None = None) -> TargetPositions:
         """Return the positions of the targets, or of those where mask_T is true."""
-        mask = slice(None) if mask_T is None else mask_T
+        selected_targets = slice(None) if mask_T is None else mask_T
         return TargetPositions.from_pairs(
-            user_T=self.query_T[mask], position_T=self.position_T[mask], num_candidates_B=self.num_candidates_B
+            user_T=self.query_T[selected_targets],
+            position_T=self.position_T[selected_targets],
+            num_candidates_B=self.num_candidates_B,
         )
 
     @classmethod
-    def merge(cls, first: Self, second: Self, *, is_second_B: NDArray[np.bool_]) -> Self:
+    def merge(cls, first_ranking: Self, second_ranking: Self, *, is_second_B: NDArray[np.bool_]) -> Self:
         """Merge the rankings of two groups of queries. is_second_B: whether each query belongs to the second group."""
         # Concatenate first and second, then sort by query. original_query_B: query number of each concatenated query.
         original_query_B = np.concatenate([np.flatnonzero(~is_second_B), np.flatnonzero(is_second_B)])
         order_B = np.argsort(original_query_B)
-        query_T = original_query_B[np.concatenate([first.query_T, second.query_T + len(first.num_candidates_B)])]
+        query_T = original_query_B[
+            np.concatenate([first_ranking.query_T, second_ranking.query_T + len(first_ranking.num_candidates_B)])
+        ]
         order_T = np.argsort(query_T, kind="stable")
         return cls(
             query_T=query_T[order_T],
-            item_T=np.concatenate([first.item_T, second.item_T])[order_T],
-            position_T=np.concatenate([first.position_T, second.position_T])[order_T],
-            num_candidates_B=np.concatenate([first.num_candidates_B, second.num_candidates_B])[order_B],
-            top_BK=np.concatenate([first.top_BK, second.top_BK])[order_B],
-            num_seen_targets=first.num_seen_targets + second.num_seen_targets,
-            num_items=first.num_items,
+            item_T=np.concatenate([first_ranking.item_T, second_ranking.item_T])[order_T],
+            position_T=np.concatenate([first_ranking.position_T, second_ranking.position_T])[order_T],
+            num_candidates_B=np.concatenate([first_ranking.num_candidates_B, second_ranking.num_candidates_B])[order_B],
+            top_BK=np.concatenate([first_ranking.top_BK, second_ranking.top_BK])[order_B],
+            num_seen_targets=first_ranking.num_seen_targets + second_ranking.num_seen_targets,
+            num_items=first_ranking.num_items,
         )
 
 
@@ -130,9 +134,9 @@ def rank_catalogue(
         score_BC[chunk_seen.list_index_L, column_I[chunk_seen.values_L]] = -np.inf
         column_T = column_I[chunk_targets.values_L]
         for query, score_C in enumerate(score_BC):
-            query_targets = slice(*chunk_targets.offset[query : query + 2])
-            positions = [_position(score_C, column) for column in column_T[query_targets]]
-            position_T[targets.offset[start] :][query_targets] = positions
+            target_slice = slice(*chunk_targets.offset[query : query + 2])
+            positions = [_position(score_C, column) for column in column_T[target_slice]]
+            position_T[targets.offset[start] :][target_slice] = positions
             if k:
                 top_columns = _top_columns(score_C, k=k)
                 top_BK[start + query, : len(top_columns)] = row_C[top_columns]
@@ -219,18 +223,20 @@ def rank_served(
 
     order_I: all item rows by falling popularity. The other arguments are those of `rank_catalogue`.
     """
-    known_queries, unknown_queries = np.flatnonzero(is_known_B), np.flatnonzero(~is_known_B)
-    by_score = rank_catalogue(
-        query_BD[torch.from_numpy(known_queries)],
+    known_query_indices, unknown_query_indices = np.flatnonzero(is_known_B), np.flatnonzero(~is_known_B)
+    ranking_by_score = rank_catalogue(
+        query_BD[torch.from_numpy(known_query_indices)],
         item_ID=item_ID,
-        seen=seen.take(known_queries),
-        targets=targets.take(known_queries),
+        seen=seen.take(known_query_indices),
+        targets=targets.take(known_query_indices),
         k=k,
         on_progress=on_progress,
     )
-    by_popularity = rank_by_order(order_I, seen=seen.take(unknown_queries), targets=targets.take(unknown_queries), k=k)
-    on_progress(len(unknown_queries))
-    return Ranking.merge(by_score, by_popularity, is_second_B=~is_known_B)
+    ranking_by_popularity = rank_by_order(
+        order_I, seen=seen.take(unknown_query_indices), targets=targets.take(unknown_query_indices), k=k
+    )
+    on_progress(len(unknown_query_indices))
+    return Ranking.merge(ranking_by_score, ranking_by_popularity, is_second_B=~is_known_B)
 
 
 def tie_order(num_items: int) -> NDArray[np.int64]:
@@ -261,8 +267,8 @@ def _top_columns(score_C: NDArray[Any], *, k: int) -> NDArray[np.int64]:
     # computed in one pass, and only few scores are above it.
     block_size = max(1, min(MAX_BLOCK_SIZE, len(score_C) // (4 * k)))
     num_blocks = len(score_C) // block_size
-    block_max = score_C[: block_size * num_blocks].reshape(block_size, num_blocks).max(axis=0)
-    lower_bound = np.partition(block_max, num_blocks - k)[num_blocks - k]
-    candidate_columns = np.flatnonzero(score_C >= lower_bound)
+    block_max_scores = score_C[: block_size * num_blocks].reshape(block_size, num_blocks).max(axis=0)
+    score_lower_bound = np.partition(block_max_scores, num_blocks - k)[num_blocks - k]
+    candidate_columns = np.flatnonzero(score_C >= score_lower_bound)
     best_columns = candidate_columns[np.argsort(-score_C[candidate_columns], kind="stable")[:k]]
     return best_columns[score_C[best_columns] > -np.inf]

@@ -28,16 +28,16 @@ class MetricTable(Frozen):
     note: str = ""
     """Number of items and users behind the rows for cold items; empty without such rows."""
 
-    def best_comparable(self, name: str) -> tuple[float, ...]:
-        """Return the highest value of each column among the rows that rank the same items as the row `name`.
+    def best_comparable(self, ranker: str) -> tuple[float, ...]:
+        """Return the highest value of each column among the rows that rank the same items as the row `ranker`.
 
         >>> rows = {"model": (0.2,), "popularity": (0.3,), "model, cold": (0.9,)}
         >>> MetricTable(columns=("recall@20",), rows=rows).best_comparable("model")
         (0.3,)
         """
-        is_cold = name.endswith(COLD_SUFFIX)
-        comparable_rows = [values for row_name, values in self.rows.items() if row_name.endswith(COLD_SUFFIX) == is_cold]
-        return tuple(max(value or 0.0 for value in column) for column in zip(*comparable_rows, strict=True))
+        is_cold = ranker.endswith(COLD_SUFFIX)
+        comparable_values = [values for row_ranker, values in self.rows.items() if row_ranker.endswith(COLD_SUFFIX) == is_cold]
+        return tuple(max(value or 0.0 for value in column) for column in zip(*comparable_values, strict=True))
 
 
 def metric_table(metrics: Mapping[str, float], *, columns: Sequence[str] = DEFAULT_COLUMNS) -> MetricTable:
@@ -46,19 +46,24 @@ def metric_table(metrics: Mapping[str, float], *, columns: Sequence[str] = DEFAU
     >>> metric_table({"test/mrr": 0.5, "baseline/popularity/mrr": 0.25}, columns=["mrr"]).rows
     {'model': (0.5,), 'popularity': (0.25,)}
     """
-    rankers = _metrics_by_ranker(metrics)
-    shown_columns = tuple(column for column in columns if column in rankers["model"])
-    cold_rankers = {f"{name}{COLD_SUFFIX}": _metrics_under("cold/", values) for name, values in rankers.items()}
-    measured_cold_rankers = {name: values for name, values in cold_rankers.items() if values.keys() & set(shown_columns)}
-    rows = {
-        name: tuple(values.get(column) for column in shown_columns)
-        for name, values in (rankers | measured_cold_rankers).items()
+    metrics_by_ranker = _metrics_by_ranker(metrics)
+    shown_columns = tuple(column for column in columns if column in metrics_by_ranker["model"])
+    cold_metrics_by_ranker = {
+        f"{ranker}{COLD_SUFFIX}": _metrics_under("cold/", values) for ranker, values in metrics_by_ranker.items()
+    }
+    measured_cold_metrics = {
+        ranker: values for ranker, values in cold_metrics_by_ranker.items() if values.keys() & set(shown_columns)
+    }
+    values_by_ranker = {
+        ranker: tuple(values.get(column) for column in shown_columns)
+        for ranker, values in (metrics_by_ranker | measured_cold_metrics).items()
     }
     note = ""
-    if measured_cold_rankers:
-        cold_model = cold_rankers[f"model{COLD_SUFFIX}"]
-        note = f"cold: {cold_model['items']:,.0f} items without an earlier event, for {cold_model['users']:,.0f} users"
-    return MetricTable(columns=shown_columns, rows=rows, note=note)
+    if measured_cold_metrics:
+        cold_model_metrics = cold_metrics_by_ranker[f"model{COLD_SUFFIX}"]
+        num_items, num_users = (cold_model_metrics[name] for name in ("items", "users"))
+        note = f"cold: {num_items:,.0f} items without an earlier event, for {num_users:,.0f} users"
+    return MetricTable(columns=shown_columns, rows=values_by_ranker, note=note)
 
 
 def to_markdown(table: MetricTable) -> str:
@@ -70,22 +75,24 @@ def to_markdown(table: MetricTable) -> str:
     | model | 0.5000 | - |
     """
     lines = ["| | " + " | ".join(table.columns) + " |", "|:---|" + "---:|" * len(table.columns)]
-    for name, values in table.rows.items():
-        lines.append(f"| {name} | " + " | ".join("-" if value is None else f"{value:.4f}" for value in values) + " |")
+    for ranker, values in table.rows.items():
+        lines.append(f"| {ranker} | " + " | ".join("-" if value is None else f"{value:.4f}" for value in values) + " |")
     return "\n".join([*lines, "", table.note] if table.note else lines)
 
 
 def plot_recall(metrics: Mapping[str, float], *, path: Path) -> Path:
     """Write a PNG with the recall of the model and its baselines at each cut-off K. Return `path`."""
-    rankers = _metrics_by_ranker(metrics)
-    cut_offs = sorted(int(name.removeprefix("recall@")) for name in rankers["model"] if re.fullmatch(r"recall@\d+", name))
+    metrics_by_ranker = _metrics_by_ranker(metrics)
+    cut_offs = sorted(
+        int(name.removeprefix("recall@")) for name in metrics_by_ranker["model"] if re.fullmatch(r"recall@\d+", name)
+    )
     figure, axes = plots.new_figure(title="Recall on the test split, full catalogue", grid_axis="y")
-    bar_width = 0.8 / len(rankers)
-    for ranker_index, (name, values) in enumerate(rankers.items()):
-        offset = (ranker_index - (len(rankers) - 1) / 2) * bar_width
-        positions = [index + offset for index in range(len(cut_offs))]
-        recalls = [values[f"recall@{k}"] for k in cut_offs]
-        bars = axes.bar(positions, recalls, bar_width * 0.94, label=name.replace("_", "-"), color=RANKER_COLOURS[name])
+    bar_width = 0.8 / len(metrics_by_ranker)
+    for ranker_index, (ranker, ranker_metrics) in enumerate(metrics_by_ranker.items()):
+        bar_offset = (ranker_index - (len(metrics_by_ranker) - 1) / 2) * bar_width
+        positions = [index + bar_offset for index in range(len(cut_offs))]
+        recalls = [ranker_metrics[f"recall@{k}"] for k in cut_offs]
+        bars = axes.bar(positions, recalls, bar_width * 0.94, label=ranker.replace("_", "-"), color=RANKER_COLOURS[ranker])
         axes.bar_label(bars, fmt="%.3f", fontsize=7, padding=2, color=plots.INK)
     axes.set_xticks(range(len(cut_offs)), [str(k) for k in cut_offs])
     axes.set_xlabel("cut-off K")
@@ -166,12 +173,12 @@ def _plot_validation(axes: "Axes", validation_records: Sequence[Mapping[str, Any
 
 def _metrics_by_ranker(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Return the test metrics of the model and of each baseline, without their prefixes."""
-    baselines = sorted({name.split("/")[1] for name in metrics if name.startswith("baseline/")})
+    baselines = sorted({metric_name.split("/")[1] for metric_name in metrics if metric_name.startswith("baseline/")})
     return {"model": _metrics_under("test/", metrics)} | {
-        name: _metrics_under(f"baseline/{name}/", metrics) for name in baselines
+        baseline: _metrics_under(f"baseline/{baseline}/", metrics) for baseline in baselines
     }
 
 
 def _metrics_under(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics whose names start with `prefix`, under their names without it."""
-    return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    return {metric_name.removeprefix(prefix): value for metric_name, value in metrics.items() if metric_name.startswith(prefix)}

@@ -52,7 +52,7 @@ def launch(
         launcher: starts the ranks on this host, or on many hosts through TorchX.
 
     Raises:
-        InputError: the layout needs more GPUs or hosts than there are, a host was rejected, or a rank raised InputError.
+        InputError: the layout needs more GPUs or hosts than are available, a host was rejected, or a rank raised InputError.
         StageError: a rank raised StageError, for example because the loss is not finite.
         LaunchError: the hosts did not connect to each other, a rank failed, or the heartbeat stopped. The message names host
             and rank, and quotes the traceback, the last lines of the log, or the innermost functions of each rank.

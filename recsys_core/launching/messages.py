@@ -162,7 +162,8 @@ class LaunchFolder:
     def write(self, file_name: str, message: Frozen) -> None:
         """Write a message atomically. If a message of this name exists, raise FileExistsError and leave it unchanged."""
         path, staging_path = self.path / file_name, self.path / f".{file_name}"
-        # Mode "x" fails for a second writer. A hard link would too, but some file systems do not support hard links.
+        # Mode "x" fails for a second writer. The creation of a hard link would fail too, but some file
+        # systems do not support hard links.
         with staging_path.open("x") as staging_file:
             try:
                 if path.exists():

@@ -83,8 +83,8 @@ def interface_addresses() -> dict[str, str]:
 def _own_address(head_name: str) -> str:
     """Return the address from which this host connects to node 0.
 
-    If this is a loopback address, return the address to which this host's own name resolves. This happens on the first host
-    of a Kubernetes job, where the name of node 0 is "localhost".
+    If that address is a loopback address, return the address to which this host's own name resolves. On the first host of a
+    Kubernetes job, the name of node 0 is "localhost", so the first address is a loopback address.
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:

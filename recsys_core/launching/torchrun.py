@@ -49,7 +49,8 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 CONNECT_TIMEOUT_S = 60.0
 POLL_S = 0.5
 MAX_POLLS_WITHOUT_LEASE = 4
-"""A slow file system may hide the lease for some polls. After more polls, another run probably uses the folder."""
+"""A slow file system may hide the lease for some polls. If the lease of this launch is still missing after so many polls, the
+launching process is assumed to have ended."""
 TERM_GRACE_S = 8.0
 
 

@@ -32,7 +32,7 @@ class EmbeddingTables(nn.ModuleDict):
         super().__init__()
         for collection in sorted({table.collection for table in spec.tables.values()}):
             tables = {name: table for name, table in spec.tables.items() if table.collection == collection}
-            if next(iter(tables.values())).unpooled:
+            if next(iter(tables.values())).is_unpooled:
                 self[collection] = EmbeddingCollection(
                     tables=[_unpooled_config(name, table) for name, table in tables.items()], device=device
                 )
@@ -47,24 +47,24 @@ class EmbeddingTables(nn.ModuleDict):
 def parameter_name(spec: ModelSpec, table: str) -> str:
     """Return the name of the weights of `table` among the parameters of EmbeddingTables."""
     table_spec = spec.tables[table]
-    module_dict = "embeddings" if table_spec.unpooled else "embedding_bags"
+    module_dict = "embeddings" if table_spec.is_unpooled else "embedding_bags"
     return f"{table_spec.collection}.{module_dict}.{module_name(table)}.weight"
 
 
-def _unpooled_config(name: str, table: TableSpec) -> EmbeddingConfig:
+def _unpooled_config(table_name: str, table: TableSpec) -> EmbeddingConfig:
     return EmbeddingConfig(
-        name=module_name(name), num_embeddings=table.num_rows, embedding_dim=table.dim, feature_names=[table.feature]
+        name=module_name(table_name), num_embeddings=table.num_rows, embedding_dim=table.dim, feature_names=[table.feature]
     )
 
 
-def pooled_config(name: str, table: TableSpec) -> EmbeddingBagConfig:
+def pooled_config(table_name: str, table: TableSpec) -> EmbeddingBagConfig:
     """Return the config of a table with sum pooling. For mean pooling, `table_outputs` divides the sum by the list length.
 
     TorchRec's own mean is wrong under grid_shard: TorchRec 1.9 divides by the number of values on each rank.
-    meta-pytorch/torchrec#2362 reports the same fault for row_wise. That fault is fixed.
+    The same fault of row_wise (meta-pytorch/torchrec#2362) is fixed.
     """
     return EmbeddingBagConfig(
-        name=module_name(name),
+        name=module_name(table_name),
         num_embeddings=table.num_rows,
         embedding_dim=table.dim,
         feature_names=[table.feature],
@@ -75,38 +75,40 @@ def pooled_config(name: str, table: TableSpec) -> EmbeddingBagConfig:
 def table_outputs(spec: ModelSpec, embeddings: CollectionOutputs, batch: Batch, *, side: Side) -> dict[str, Tensor]:
     """Return the outputs of the tables of `side`, by table: [B, D] for queries, [V, D] for the distinct items."""
     outputs_by_collection: dict[str, dict[str, Tensor]] = {}
-    outputs = {}
-    for name, table in spec.on_side(side).items():
-        output_name = spec.output_name(name)
-        if table.unpooled:
+    output_by_table = {}
+    for table_name, table in spec.on_side(side).items():
+        output_name = spec.output_name(table_name)
+        if table.is_unpooled:
             num_vectors = len(batch.item_row_V) if side == "item" else batch.batch_size
-            outputs[name] = _unpooled_output(spec, name, embeddings[table.collection][output_name], batch, num_vectors)
+            output_by_table[table_name] = _unpooled_output(
+                spec, table_name, embeddings[table.collection][output_name], batch, num_vectors
+            )
             continue
         if table.collection not in outputs_by_collection:
             outputs_by_collection[table.collection] = embeddings[table.collection].to_dict()
         output_BD = outputs_by_collection[table.collection][output_name]
-        if spec.forms.get(name) in ("list", "weighted_list") and table.settings.pooling == "mean":
-            output_BD = output_BD / _mean_divisor(batch, name, weighted=table.weighted)[:, None]
-        outputs[name] = output_BD
-    return outputs
+        if spec.forms.get(table_name) in ("list", "weighted_list") and table.settings.pooling == "mean":
+            output_BD = output_BD / _mean_divisor(batch, table_name, is_weighted=table.weighted)[:, None]
+        output_by_table[table_name] = output_BD
+    return output_by_table
 
 
-def _unpooled_output(spec: ModelSpec, name: str, jagged: Any, batch: Batch, num_vectors: int) -> Tensor:
-    value_LD: Tensor = jagged.values()
-    weight_L = batch.item_feature_weight.get(name)
-    if spec.forms.get(name, "single") in ("single", "number"):
+def _unpooled_output(spec: ModelSpec, table_name: str, jagged_rows: Any, batch: Batch, num_vectors: int) -> Tensor:
+    value_LD: Tensor = jagged_rows.values()
+    weight_L = batch.item_feature_weight.get(table_name)
+    if spec.forms.get(table_name, "single") in ("single", "number"):
         if len(value_LD) > num_vectors:  # a batch without a value looks up one row, because FBGEMM rejects an empty lookup
             value_LD = value_LD[:num_vectors]
         return value_LD if weight_L is None else value_LD * weight_L[:, None]
-    offset = jagged.offsets()[: num_vectors + 1]
-    return _pool(value_LD, offset, weight_L=weight_L, mean=spec.tables[name].settings.pooling == "mean")
+    offset = jagged_rows.offsets()[: num_vectors + 1]
+    return _pool(value_LD, offset, weight_L=weight_L, is_mean=spec.tables[table_name].settings.pooling == "mean")
 
 
-def _pool(value_LD: Tensor, offset: Tensor, *, weight_L: Tensor | None, mean: bool) -> Tensor:
+def _pool(value_LD: Tensor, offset: Tensor, *, weight_L: Tensor | None, is_mean: bool) -> Tensor:
     """Pool each list of rows into one vector; an empty list gives zeros."""
     index_L = torch.arange(len(value_LD), device=value_LD.device)
     weight_L = torch.ones_like(value_LD[:, 0]) if weight_L is None else weight_L
-    if mean:
+    if is_mean:
         total_weight = torch.segment_reduce(weight_L, "sum", offsets=offset.long(), initial=0.0)
         weight_L = weight_L / torch.repeat_interleave(total_weight.clamp(min=_TINY), offset.diff(), output_size=len(weight_L))
     pooled: Tensor = embedding_bag(
@@ -115,14 +117,14 @@ def _pool(value_LD: Tensor, offset: Tensor, *, weight_L: Tensor | None, mean: bo
     return pooled
 
 
-def _mean_divisor(batch: Batch, feature: str, *, weighted: bool) -> Tensor:
+def _mean_divisor(batch: Batch, feature: str, *, is_weighted: bool) -> Tensor:
     """Return the divisor [B] of each list's mean: the length of the list or the sum of its weights; 1 for an empty list."""
-    jagged = batch.sparse[POOLED_WEIGHTED if weighted else POOLED][feature]
-    if not weighted:
+    jagged = batch.sparse[POOLED_WEIGHTED if is_weighted else POOLED][feature]
+    if not is_weighted:
         length_B: Tensor = jagged.lengths().clamp(min=1)
         return length_B
-    total_B = torch.segment_reduce(jagged.weights(), "sum", offsets=jagged.offsets().long(), initial=0.0)
-    return torch.where(total_B > 0, total_B, 1.0)
+    total_weight_B = torch.segment_reduce(jagged.weights(), "sum", offsets=jagged.offsets().long(), initial=0.0)
+    return torch.where(total_weight_B > 0, total_weight_B, 1.0)
 
 
 @dataclass(frozen=True)
@@ -139,15 +141,22 @@ class LocalShard:
     weight_RD: Tensor
 
 
-def local_shards(value: Any) -> list[LocalShard]:
+def local_shards(parameter: Any) -> list[LocalShard]:
     """Return this rank's shards of a value in a sharded model's state dict. A data-parallel table is one shard."""
-    if isinstance(value, ShardedTensor):
-        shards = ((shard.metadata.shard_offsets, shard.tensor) for shard in value.local_shards())
+    if isinstance(parameter, ShardedTensor):
+        shards = ((shard.metadata.shard_offsets, shard.tensor) for shard in parameter.local_shards())
         return [LocalShard(row, column, tensor) for (row, column), tensor in shards]
-    return [LocalShard(0, 0, value)]
+    return [LocalShard(0, 0, parameter)]
 
 
-def table_shards(state: Mapping[str, Any], *, table: str) -> list[LocalShard]:
+def table_shards(parameter_by_name: Mapping[str, Any], *, table: str) -> list[LocalShard]:
     """Return this rank's shards of `table`, from the state dict of a RetrievalTask; empty if the rank has no shard."""
-    value = next((value for key, value in state.items() if key.endswith(f".{module_name(table)}.weight")), None)
-    return local_shards(value) if value is not None else []
+    parameter = next(
+        (
+            parameter
+            for parameter_path, parameter in parameter_by_name.items()
+            if parameter_path.endswith(f".{module_name(table)}.weight")
+        ),
+        None,
+    )
+    return local_shards(parameter) if parameter is not None else []

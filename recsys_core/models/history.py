@@ -50,13 +50,15 @@ class HistoryPooling(nn.Module):
         weight_H = self._weights(item_VD, history_H, query_H=query_H, offset=offset)
         if self.training and self.item_dropout:
             weight_H = weight_H * (torch.rand_like(weight_H) >= self.item_dropout)
-        total_B = torch.zeros(len(length_B), dtype=weight_H.dtype, device=weight_H.device).index_add(0, query_H, weight_H)
+        total_weight_B = torch.zeros(len(length_B), dtype=weight_H.dtype, device=weight_H.device).index_add(
+            0, query_H, weight_H
+        )
         if self.kind != "sum":
-            weight_H = weight_H / total_B.clamp(min=torch.finfo(weight_H.dtype).tiny)[query_H]
+            weight_H = weight_H / total_weight_B.clamp(min=torch.finfo(weight_H.dtype).tiny)[query_H]
         pooled_BD: Tensor = embedding_bag(
             history_H, item_VD, offset, mode="sum", per_sample_weights=weight_H.to(item_VD.dtype), include_last_offset=True
         )
-        return torch.where(total_B[:, None] > 0, pooled_BD, self.start.to(pooled_BD.dtype))
+        return torch.where(total_weight_B[:, None] > 0, pooled_BD, self.start.to(pooled_BD.dtype))
 
     def _weights(self, item_VD: Tensor, history_H: Tensor, *, query_H: Tensor, offset: Tensor) -> Tensor:
         if self.kind == "recency":
@@ -66,8 +68,8 @@ class HistoryPooling(nn.Module):
         if self.kind == "attention":
             score_H = (item_VD @ self.attention / self.attention.shape[0] ** 0.5)[history_H]
             # Subtract the maximum of each history. With the maximum of the batch, all weights of a history could underflow.
-            max_B = score_H.new_full((len(offset) - 1,), -torch.inf).scatter_reduce(0, query_H, score_H.detach(), "amax")
-            attention_H: Tensor = (score_H - max_B[query_H]).exp()
+            max_score_B = score_H.new_full((len(offset) - 1,), -torch.inf).scatter_reduce(0, query_H, score_H.detach(), "amax")
+            attention_H: Tensor = (score_H - max_score_B[query_H]).exp()
             return attention_H
         return torch.ones(len(history_H), device=history_H.device)
 

@@ -21,21 +21,21 @@ def fill_random(shard: LocalShard, *, table: str, dim: int, seed: int, std: floa
     """Fill `shard` with values from N(0, std), a function of (seed, table, row, column)."""
     num_rows, shard_dim = shard.weight_RD.shape
     shard_end = shard.row + num_rows
-    for chunk in range(shard.row // CHUNK_ROWS, math.ceil(shard_end / CHUNK_ROWS)):
-        chunk_start = chunk * CHUNK_ROWS
-        start, stop = max(chunk_start, shard.row), min(chunk_start + CHUNK_ROWS, shard_end)
-        generator = torch.Generator().manual_seed(table_chunk_seed(seed, table=table, chunk=chunk))
+    for chunk_index in range(shard.row // CHUNK_ROWS, math.ceil(shard_end / CHUNK_ROWS)):
+        chunk_start = chunk_index * CHUNK_ROWS
+        start_row, stop_row = max(chunk_start, shard.row), min(chunk_start + CHUNK_ROWS, shard_end)
+        generator = torch.Generator().manual_seed(table_chunk_seed(seed, table=table, chunk=chunk_index))
         # Always draw a whole chunk: the order in which torch draws values depends on the tensor's size.
         values_RD = torch.empty(CHUNK_ROWS, dim).normal_(0.0, std, generator=generator)
-        shard.weight_RD[start - shard.row : stop - shard.row].copy_(
-            values_RD[start - chunk_start : stop - chunk_start, shard.column : shard.column + shard_dim]
+        shard.weight_RD[start_row - shard.row : stop_row - shard.row].copy_(
+            values_RD[start_row - chunk_start : stop_row - chunk_start, shard.column : shard.column + shard_dim]
         )
 
 
 def zero_rows(shard: LocalShard, *, is_zero_R: NDArray[np.bool_]) -> None:
     """Set the marked rows of `shard` to zero.
 
-    Rows without a training example are marked: otherwise they would stay random and still affect scores.
+    The caller marks the rows without a training example. Training would leave these rows random, and they would affect scores.
 
     Args:
         is_zero_R: one flag per row of the whole table.
@@ -75,8 +75,8 @@ def mean_vector(vectors: NDArray[np.float32], *, vector_row: NDArray[np.int64], 
     """
     sum_D, num_vectors = torch.zeros(vectors.shape[1], dtype=torch.float64), 0
     for vector_row_R in rows_with_vector(vector_row):
-        values_RD = torch.from_numpy(vectors[vector_row_R])
-        sum_D += (values_RD if norm is None else scale_to_norm(values_RD, norm=norm)).sum(dim=0, dtype=torch.float64)
+        chunk_RD = torch.from_numpy(vectors[vector_row_R])
+        sum_D += (chunk_RD if norm is None else scale_to_norm(chunk_RD, norm=norm)).sum(dim=0, dtype=torch.float64)
         num_vectors += len(vector_row_R)
     return (sum_D / max(num_vectors, 1)).float()
 
@@ -84,13 +84,13 @@ def mean_vector(vectors: NDArray[np.float32], *, vector_row: NDArray[np.int64], 
 def rows_with_vector(vector_row: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
     """Yield the entries of `vector_row` that are not -1, in order, in arrays of CHUNK_ROWS to save memory.
 
-    >>> [rows.tolist() for rows in rows_with_vector(np.array([4, -1, 0]))]
+    >>> [vector_rows.tolist() for vector_rows in rows_with_vector(np.array([4, -1, 0]))]
     [[4, 0]]
     """
     pending_rows = vector_row[:0]
     for start in range(0, len(vector_row), CHUNK_ROWS):
-        entries = vector_row[start : start + CHUNK_ROWS]
-        pending_rows = np.concatenate([pending_rows, entries[entries >= 0]])
+        chunk_vector_rows = vector_row[start : start + CHUNK_ROWS]
+        pending_rows = np.concatenate([pending_rows, chunk_vector_rows[chunk_vector_rows >= 0]])
         if len(pending_rows) >= CHUNK_ROWS:
             yield pending_rows[:CHUNK_ROWS]
             pending_rows = pending_rows[CHUNK_ROWS:]
@@ -106,11 +106,11 @@ def no_vectors(num_rows: int) -> NDArray[np.int64]:
 def fill_missing(shard: LocalShard, *, vector_row: NDArray[np.int64], value_D: Tensor | None) -> None:
     """Set the rows of `shard` without a pretrained vector to `value_D`; None: to zero."""
     num_rows, shard_dim = shard.weight_RD.shape
-    shard_value = torch.zeros(shard_dim) if value_D is None else value_D[shard.column : shard.column + shard_dim]
+    shard_vector = torch.zeros(shard_dim) if value_D is None else value_D[shard.column : shard.column + shard_dim]
     for start in range(0, num_rows, CHUNK_ROWS):
         vector_row_R = vector_row[shard.row + start : shard.row + min(start + CHUNK_ROWS, num_rows)]
         missing_rows = torch.from_numpy(np.flatnonzero(vector_row_R < 0) + start)
-        shard.weight_RD[missing_rows.to(shard.weight_RD.device)] = shard_value.to(shard.weight_RD.device)
+        shard.weight_RD[missing_rows.to(shard.weight_RD.device)] = shard_vector.to(shard.weight_RD.device)
 
 
 def scale_to_norm(values_RD: Tensor, *, norm: float) -> Tensor:

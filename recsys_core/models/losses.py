@@ -58,17 +58,17 @@ def softmax_loss(
     >>> round(loss.item(), 4)  # a negative expected three times counts a third: log(1 + 1/3)
     0.2877
     """
-    # Work in place on one [B, N] copy: it is the largest tensor of a step.
-    logits_BN = negative_score_BN.float() / temperature
+    # Work in place on one copy, because a [B, N] tensor is the largest tensor of a step.
+    negative_logit_BN = negative_score_BN.float() / temperature
     if log_q_N is not None:
-        logits_BN -= log_q_N
+        negative_logit_BN -= log_q_N
     if is_masked_BN is not None:
-        logits_BN.masked_fill_(is_masked_BN, _MASKED_LOGIT)
-    logit_B = positive_score_B.float() / temperature
+        negative_logit_BN.masked_fill_(is_masked_BN, _MASKED_LOGIT)
+    positive_logit_B = positive_score_B.float() / temperature
     if log_q_B is not None:
-        logit_B = logit_B - log_q_B
+        positive_logit_B = positive_logit_B - log_q_B
     # -log(e^p / (e^p + sum e^n)) = log(1 + e^(log sum e^n - p))
-    return weighted_mean(softplus(logits_BN.logsumexp(dim=1) - logit_B), weight_B)
+    return weighted_mean(softplus(negative_logit_BN.logsumexp(dim=1) - positive_logit_B), weight_B)
 
 
 def bce_loss(
@@ -190,9 +190,15 @@ def distillation_loss(
     # Use float32: a cosine in bf16 has an error of up to 0.002. With a temperature of 0.05, that changes a probability by 4 %.
     with torch.autocast(student_BD.device.type, enabled=False):
         with torch.no_grad():
-            teacher_BC = _log_similarity(teacher_BD, teacher_CD, is_ignored_BC, temperature=temperature, min_norm=min_norm)
-        student_BC = _log_similarity(student_BD, student_CD, is_ignored_BC, temperature=temperature, min_norm=min_norm)
-        divergence_B = kl_div(student_BC, teacher_BC, reduction="none", log_target=True).sum(dim=1)
+            teacher_log_probability_BC = _log_similarity(
+                teacher_BD, teacher_CD, is_ignored_BC, temperature=temperature, min_norm=min_norm
+            )
+        student_log_probability_BC = _log_similarity(
+            student_BD, student_CD, is_ignored_BC, temperature=temperature, min_norm=min_norm
+        )
+        divergence_B = kl_div(student_log_probability_BC, teacher_log_probability_BC, reduction="none", log_target=True).sum(
+            dim=1
+        )
     has_loss_B = has_teacher_B & ~is_ignored_BC.all(dim=1)
     return divergence_B.masked_fill(~has_loss_B, 0).mean()
 
@@ -215,9 +221,9 @@ def l2_penalty(value_VD: Tensor, row_V: Tensor, *, max_rows: int, group: Process
     world_size = 1 if group is None else group.size()
     all_rows = row_V
     if world_size > 1:
-        padded_row = row_V.new_full((max_rows,), -1)
-        padded_row[: len(row_V)] = row_V
-        all_rows = gather_rows(padded_row, group=group)
+        padded_rows = row_V.new_full((max_rows,), -1)
+        padded_rows[: len(row_V)] = row_V
+        all_rows = gather_rows(padded_rows, group=group)
     sorted_rows = all_rows.sort().values
     count_V = torch.searchsorted(sorted_rows, row_V, right=True) - torch.searchsorted(sorted_rows, row_V)
     return (value_VD.square().sum(dim=1) * (world_size / 2 / count_V)).sum()

@@ -61,8 +61,8 @@ class Objective(nn.Module):
         self.config = loss
         self.group = group
         self.min_norm = spec.row_norm
-        temperature = torch.tensor(math.log(spec.config.temperature))
-        self.log_temperature = nn.Parameter(temperature) if spec.config.learn_temperature else None
+        log_temperature = torch.tensor(math.log(spec.config.temperature))
+        self.log_temperature = nn.Parameter(log_temperature) if spec.config.learn_temperature else None
         self.fixed_temperature = spec.config.temperature
         self.positive_share_I: Tensor
         self.negative_share_I: Tensor
@@ -113,7 +113,7 @@ class Objective(nn.Module):
     def _retrieval_loss(self, query_BD: Tensor, candidate_CD: Tensor, *, batch: Batch) -> Tensor:
         item_row_C = batch.item_row_V[batch.candidate_index_C]
         item_row_B = item_row_C[: batch.batch_size]
-        columns = self._columns(candidate_CD, item_row_C, batch_size=batch.batch_size)
+        columns = self._score_columns(candidate_CD, item_row_C, batch_size=batch.batch_size)
         negative_score_BN = functional.linear(query_BD, columns.vector_ND)
         positive_score_B = _positive_scores(query_BD, candidate_CD[: batch.batch_size], precision=negative_score_BN.dtype)
         is_masked_BN = self._negative_mask(columns, item_row_B, batch=batch)
@@ -143,7 +143,7 @@ class Objective(nn.Module):
             weight_B=weight_B,
         )
 
-    def _columns(self, candidate_CD: Tensor, item_row_C: Tensor, *, batch_size: int) -> ScoreColumns:
+    def _score_columns(self, candidate_CD: Tensor, item_row_C: Tensor, *, batch_size: int) -> ScoreColumns:
         num_candidates = len(item_row_C)
         if not self.config.uses_in_batch_negatives:
             num_negatives = num_candidates - batch_size

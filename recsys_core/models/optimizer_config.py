@@ -30,7 +30,7 @@ class Schedule(Settings):
     def scale(self, step: int, *, total_steps: int) -> float:
         """Return the factor on the learning rate at `step` (0-based). It depends on the step alone: no state is saved.
 
-        >>> [Schedule(learning_rate=1, warmup_steps=1, lr_decay="linear").scale(s, total_steps=5) for s in range(5)]
+        >>> [Schedule(learning_rate=1, warmup_steps=1, lr_decay="linear").scale(step, total_steps=5) for step in range(5)]
         [0.5, 1.0, 0.75, 0.5, 0.25]
         """
         if step < self.warmup_steps:

@@ -31,8 +31,8 @@ def log_expected_count(positive_share_C: Tensor, negative_share_C: Tensor, *, nu
     >>> [round(count, 4) for count in log_q.exp().tolist()]
     [6.0, 4.0]
     """
-    expected_C = num_positives * positive_share_C.float() + num_negatives * negative_share_C.float()
-    return expected_C.clamp(min=torch.finfo(torch.float32).tiny).log()
+    expected_count_C = num_positives * positive_share_C.float() + num_negatives * negative_share_C.float()
+    return expected_count_C.clamp(min=torch.finfo(torch.float32).tiny).log()
 
 
 def negative_share(item_count_I: NDArray[np.integer[Any]], alpha: float) -> NDArray[np.float64]:
@@ -112,8 +112,10 @@ class StreamingFrequency(nn.Module):
                 in which no item occurs. A tensor avoids a synchronisation with the accelerator.
         """
         # Count by binary search in the sorted rows. torch.unique would synchronise: the size of its result depends on the data.
-        sorted_B = item_row_B.sort().values
-        count_B = torch.searchsorted(sorted_B, item_row_B, right=True) - torch.searchsorted(sorted_B, item_row_B)
+        sorted_item_row_B = item_row_B.sort().values
+        count_B = torch.searchsorted(sorted_item_row_B, item_row_B, right=True) - torch.searchsorted(
+            sorted_item_row_B, item_row_B
+        )
         gap_B = (step - self.last_step_I[item_row_B]) * len(item_row_B) / count_B
         new_weight_B = -torch.expm1(self._log_decay * count_B)  # weight of c occurrences together: 1 - (1 - rate)^c
         weight_B = self.weight_I[item_row_B] * (1 - new_weight_B) + new_weight_B

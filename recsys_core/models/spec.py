@@ -39,19 +39,19 @@ class TableSpec(Frozen):
     pretrained: bool = False
 
     @property
-    def frozen(self) -> bool:
+    def is_frozen(self) -> bool:
         """Whether the table is never trained: it then has no optimizer, and no gradient is computed."""
         return self.settings.transfer in ("frozen", "residual")
 
     @property
-    def unpooled(self) -> bool:
+    def is_unpooled(self) -> bool:
         """Whether a lookup returns single rows. The lookups of other tables return pooled vectors."""
         return self.side == "item" or (self.feature == "user" and self.settings.lookup != "pooled")
 
     @property
     def batch_key(self) -> str:
         """Key of the table's feature in `Batch.sparse`."""
-        if self.unpooled:
+        if self.is_unpooled:
             return UNPOOLED
         return POOLED_WEIGHTED if self.weighted else POOLED
 
@@ -61,8 +61,8 @@ class TableSpec(Frozen):
 
         Unpooled tables of different widths are in different collections: an EmbeddingCollection has only one width.
         """
-        width = f"_{self.dim}" if self.unpooled else ""
-        return f"{self.batch_key}{width}{'_frozen' if self.frozen else ''}"
+        width = f"_{self.dim}" if self.is_unpooled else ""
+        return f"{self.batch_key}{width}{'_frozen' if self.is_frozen else ''}"
 
 
 class ModelSpec(Frozen):
@@ -92,16 +92,18 @@ class ModelSpec(Frozen):
         Raises:
             InputError: pretrained vectors do not fit their table, or a setting names an unknown table.
         """
-        facts = dataset.features.features if dataset.features is not None else {}
-        dims = {name: table.dim for name, table in dataset.embeddings.tables.items()} if dataset.embeddings is not None else {}
+        facts_by_feature = dataset.features.features if dataset.features is not None else {}
+        vector_dim_by_table = (
+            {name: table.dim for name, table in dataset.embeddings.tables.items()} if dataset.embeddings is not None else {}
+        )
         return cls.sized(
             config,
             num_users=dataset.interactions.num_users,
             num_items=dataset.interactions.num_items,
-            facts=facts,
-            vector_dims=dims,
+            facts=facts_by_feature,
+            vector_dims=vector_dim_by_table,
             tables=tables or {},
-            distils=loss is not None and loss.distillation is not None,
+            has_distillation=loss is not None and loss.distillation is not None,
         )
 
     @classmethod
@@ -114,7 +116,7 @@ class ModelSpec(Frozen):
         facts: Mapping[str, FeatureFacts] | None = None,
         vector_dims: Mapping[str, int] | None = None,
         tables: Mapping[str, TableConfig] | None = None,
-        distils: bool = False,
+        has_distillation: bool = False,
     ) -> Self:
         """Return the spec for these sizes, without reading a dataset.
 
@@ -122,13 +124,13 @@ class ModelSpec(Frozen):
             facts: ingested features, by user.<name>, item.<name> or context.<name>.
             vector_dims: width of the pretrained vectors, by table; tables without vectors are not listed.
             tables: settings by table.
-            distils: whether the loss has a distillation term.
+            has_distillation: whether the loss has a distillation term.
         """
-        settings, facts, vector_dims = tables or {}, facts or {}, vector_dims or {}
-        forms = {key: feature_form(fact) for key, fact in facts.items()}
+        settings_by_table, facts, vector_dims = tables or {}, facts or {}, vector_dims or {}
+        forms = {feature_name: feature_form(feature_facts) for feature_name, feature_facts in facts.items()}
 
-        def table_spec(name: str, num_rows: int, *, feature: str, side: Side, weighted: bool = False) -> TableSpec:
-            table_settings = settings.get(name, TableConfig())
+        def table_spec(table_name: str, num_rows: int, *, feature: str, side: Side, weighted: bool = False) -> TableSpec:
+            table_settings = settings_by_table.get(table_name, TableConfig())
             return TableSpec(
                 num_rows=num_rows,
                 dim=table_settings.dim or config.embedding_dim,
@@ -136,29 +138,33 @@ class ModelSpec(Frozen):
                 side=side,
                 weighted=weighted,
                 settings=table_settings,
-                pretrained=name in vector_dims,
+                pretrained=table_name in vector_dims,
             )
 
-        specs = {"item": table_spec("item", num_items, feature="item", side="item")}
-        if specs["item"].settings.transfer == "residual":
-            specs[OFFSET_TABLE] = _offset_table(settings.get(OFFSET_TABLE, TableConfig()), num_items, dim=config.embedding_dim)
-        if distils:
+        spec_by_table = {"item": table_spec("item", num_items, feature="item", side="item")}
+        if spec_by_table["item"].settings.transfer == "residual":
+            spec_by_table[OFFSET_TABLE] = _offset_table(
+                settings_by_table.get(OFFSET_TABLE, TableConfig()), num_items, dim=config.embedding_dim
+            )
+        if has_distillation:
             check_distillation(vector_dims)
-            specs[TEACHER_TABLE] = _teacher_table(num_items, dim=vector_dims["item"])
+            spec_by_table[TEACHER_TABLE] = _teacher_table(num_items, dim=vector_dims["item"])
         if config.learn_user_embedding:
-            specs["user"] = table_spec("user", num_users, feature="user", side="query")
-        for key, fact in facts.items():
-            side: Side = "item" if key.startswith("item.") else "query"
-            weighted = side == "query" and forms[key] in ("weighted_list", "number")
-            specs[key] = table_spec(key, fact.rows, feature=key, side=side, weighted=weighted)
-        configurable_tables = {name: spec for name, spec in specs.items() if name != TEACHER_TABLE}
-        check_table_names("tables", settings, tables=configurable_tables)
-        for name, spec in configurable_tables.items():
-            check_vectors_exist(name, spec.settings, tables_with_vectors=vector_dims)
-            if name in vector_dims:
-                check_width(vector_dims[name], spec.dim, table=name)
-            check_table_settings(name, spec.settings)
-        return cls(config=config, num_users=num_users, num_items=num_items, tables=specs, forms=forms)
+            spec_by_table["user"] = table_spec("user", num_users, feature="user", side="query")
+        for feature_name, feature_facts in facts.items():
+            side: Side = "item" if feature_name.startswith("item.") else "query"
+            weighted = side == "query" and forms[feature_name] in ("weighted_list", "number")
+            spec_by_table[feature_name] = table_spec(
+                feature_name, feature_facts.rows, feature=feature_name, side=side, weighted=weighted
+            )
+        configurable_tables = {table_name: spec for table_name, spec in spec_by_table.items() if table_name != TEACHER_TABLE}
+        check_table_names("tables", settings_by_table, tables=configurable_tables)
+        for table_name, spec in configurable_tables.items():
+            check_vectors_exist(table_name, spec.settings, tables_with_vectors=vector_dims)
+            if table_name in vector_dims:
+                check_width(vector_dims[table_name], spec.dim, table=table_name)
+            check_table_settings(table_name, spec.settings)
+        return cls(config=config, num_users=num_users, num_items=num_items, tables=spec_by_table, forms=forms)
 
     def on_side(self, side: Side) -> dict[str, TableSpec]:
         """Return the tables of `side`, by name."""
@@ -180,8 +186,8 @@ class ModelSpec(Frozen):
         """
         reads_user_row = self.config.learn_user_embedding or any(key.startswith("user.") for key in self.forms)
         has_history_B = (history_length_B > 0) & (self.config.history.length > 0)
-        known_B: NDArray[np.bool_] = has_history_B | ((user_row_B >= 0) & reads_user_row)
-        return known_B
+        is_known_B: NDArray[np.bool_] = has_history_B | ((user_row_B >= 0) & reads_user_row)
+        return is_known_B
 
     @property
     def row_norm(self) -> float:
@@ -202,9 +208,13 @@ class ModelSpec(Frozen):
 
     def output_name(self, table: str) -> str:
         """Return the name of the table's output. TorchRec appends the table's name if several tables have the same feature."""
-        spec = self.tables[table]
-        lookups = [(other.collection, other.feature) for other in self.tables.values()]
-        return spec.feature if lookups.count((spec.collection, spec.feature)) == 1 else f"{spec.feature}@{module_name(table)}"
+        table_spec = self.tables[table]
+        lookup_keys = [(other_table.collection, other_table.feature) for other_table in self.tables.values()]
+        return (
+            table_spec.feature
+            if lookup_keys.count((table_spec.collection, table_spec.feature)) == 1
+            else f"{table_spec.feature}@{module_name(table)}"
+        )
 
 
 def module_name(table: str) -> str:

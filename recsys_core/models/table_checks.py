@@ -9,20 +9,22 @@ ID_TABLES = ("item", "user")
 """Tables in which each item or user has exactly one row, so that single rows can be frozen."""
 
 
-def check_table_names(setting: str, names: Iterable[str], *, tables: Collection[str]) -> None:
-    """Raise InputError if `setting` (such as "tables") names a table that the model does not have."""
-    for name in names:
-        if name not in tables:
-            advice = "set model.learn_user_embedding to true" if name == "user" else "name one of them, or declare the feature"
-            raise InputError(f"{setting}.{name}: the model has no such table; it has {sorted(tables)}; {advice}")
+def check_table_names(setting_name: str, table_names: Iterable[str], *, tables: Collection[str]) -> None:
+    """Raise InputError if `setting_name` (such as "tables") names a table that the model does not have."""
+    for table_name in table_names:
+        if table_name not in tables:
+            advice = (
+                "set model.learn_user_embedding to true" if table_name == "user" else "name one of them, or declare the feature"
+            )
+            raise InputError(f"{setting_name}.{table_name}: the model has no such table; it has {sorted(tables)}; {advice}")
 
 
-def check_vectors_exist(name: str, settings: TableConfig, *, tables_with_vectors: Collection[str]) -> None:
-    """Raise InputError if table `name` has a transfer that needs pretrained vectors, but there are none."""
-    if settings.transfer != "full" and name not in tables_with_vectors:
+def check_vectors_exist(table_name: str, settings: TableConfig, *, tables_with_vectors: Collection[str]) -> None:
+    """Raise InputError if table `table_name` has a transfer that needs pretrained vectors, but there are none."""
+    if settings.transfer != "full" and table_name not in tables_with_vectors:
         raise InputError(
-            f"tables.{name}.transfer is {settings.transfer}, but embeddings has no vectors of table {name!r} (it has "
-            f"{sorted(tables_with_vectors) or 'none'}); add them, or set transfer to full"
+            f"tables.{table_name}.transfer is {settings.transfer}, but embeddings has no vectors of table {table_name!r} (it "
+            f"has {sorted(tables_with_vectors) or 'none'}); add them, or set transfer to full"
         )
 
 
@@ -45,16 +47,18 @@ def check_width(vector_dim: int, table_dim: int, *, table: str) -> None:
         )
 
 
-def check_table_settings(name: str, settings: TableConfig) -> None:
-    """Raise InputError if table `name` does not support one of its settings."""
+def check_table_settings(table_name: str, settings: TableConfig) -> None:
+    """Raise InputError if table `table_name` does not support one of its settings."""
     tables_with_decay = [*ID_TABLES, OFFSET_TABLE]
-    if settings.optimizer is not None and settings.optimizer.weight_decay and name not in tables_with_decay:
-        raise InputError(f"tables.{name}.optimizer.weight_decay is only for the tables {tables_with_decay}; leave it out")
-    if settings.transfer == "gradual" and name not in ID_TABLES:
+    if settings.optimizer is not None and settings.optimizer.weight_decay and table_name not in tables_with_decay:
+        raise InputError(f"tables.{table_name}.optimizer.weight_decay is only for the tables {tables_with_decay}; leave it out")
+    if settings.transfer == "gradual" and table_name not in ID_TABLES:
         raise InputError(
-            f"tables.{name}.transfer is gradual, which is only for the tables {list(ID_TABLES)}; set it to full or frozen"
+            f"tables.{table_name}.transfer is gradual, which is only for the tables {list(ID_TABLES)}; set it to full or frozen"
         )
-    if settings.transfer == "residual" and name != "item":
-        raise InputError(f"tables.{name}.transfer is residual, which is only for the table item; set it to full or frozen")
-    if settings.lookup is not None and name != "user":
-        raise InputError(f"tables.{name}.lookup is only for the table user; leave it out")
+    if settings.transfer == "residual" and table_name != "item":
+        raise InputError(
+            f"tables.{table_name}.transfer is residual, which is only for the table item; set it to full or frozen"
+        )
+    if settings.lookup is not None and table_name != "user":
+        raise InputError(f"tables.{table_name}.lookup is only for the table user; leave it out")

@@ -57,17 +57,22 @@ class RetrievalHead(nn.Module):
                 f"{table}_popularity_rank", torch.from_numpy(popularity_rank_R.astype(np.int32)), persistent=False
             )
         self.weight_decay = dict(weight_decay)
-        self.bf16 = False
+        self.uses_bf16 = False
 
     def set_epoch(self, epoch: int) -> dict[str, float]:
         """Unfreeze rows of tables with transfer `gradual` for `epoch` (from 1); return the share of unfrozen rows by table."""
-        shares = {table: self.spec.tables[table].settings.trained_share(epoch) for table in self.num_trained_rows}
-        self.num_trained_rows = {table: round(share * self.spec.tables[table].num_rows) for table, share in shares.items()}
-        return shares
+        trained_share_by_table = {
+            table_name: self.spec.tables[table_name].settings.trained_share(epoch) for table_name in self.num_trained_rows
+        }
+        self.num_trained_rows = {
+            table_name: round(trained_share * self.spec.tables[table_name].num_rows)
+            for table_name, trained_share in trained_share_by_table.items()
+        }
+        return trained_share_by_table
 
     def forward(self, embeddings: CollectionOutputs, batch: Batch) -> Tensor:
         """Return the scalar loss of a batch."""
-        with torch.autocast(batch.item_row_V.device.type, dtype=torch.bfloat16, enabled=self.bf16):
+        with torch.autocast(batch.item_row_V.device.type, dtype=torch.bfloat16, enabled=self.uses_bf16):
             item_VD, features, item_outputs = self.embed_items(embeddings, batch)
             candidate_C = batch.candidate_index_C
             if self.spec.config.history.item_representation == "candidate_tower":
@@ -75,19 +80,21 @@ class RetrievalHead(nn.Module):
                 candidate_CD = history_item_VD.index_select(0, candidate_C)
             else:
                 history_item_VD = item_VD
-                candidate_features = {name: value.index_select(0, candidate_C) for name, value in features.items()}
+                candidate_features = {
+                    feature_name: feature_VD.index_select(0, candidate_C) for feature_name, feature_VD in features.items()
+                }
                 candidate_CD = self.item(item_VD.index_select(0, candidate_C), features=candidate_features)
             query_BD, query_outputs = self.encode_queries(embeddings, batch, history_item_VD=history_item_VD)
             teacher_CD = item_outputs[TEACHER_TABLE][candidate_C] if TEACHER_TABLE in item_outputs else None
             loss: Tensor = self.objective(query_BD, candidate_CD, batch=batch, teacher_CD=teacher_CD)
             # FBGEMM's CPU kernels silently ignore weight decay. As a part of the loss it works on every device.
-            outputs = item_outputs | query_outputs
-            for table, strength in self.weight_decay.items():
-                loss = loss + strength * self._l2_penalty(table, outputs[table], batch=batch)
+            output_by_table = item_outputs | query_outputs
+            for table_name, strength in self.weight_decay.items():
+                loss = loss + strength * self._l2_penalty(table_name, output_by_table[table_name], batch=batch)
         return loss
 
-    def _l2_penalty(self, table: str, value_VD: Tensor, *, batch: Batch) -> Tensor:
-        if table == "user":
+    def _l2_penalty(self, table_name: str, value_VD: Tensor, *, batch: Batch) -> Tensor:
+        if table_name == "user":
             return l2_penalty(value_VD, self._user_row(batch), max_rows=batch.batch_size, group=self.group)
         num_history_entries = batch.batch_size * self.spec.config.history.length
         max_rows = min(len(batch.candidate_index_C) + num_history_entries, self.spec.num_items)
@@ -99,9 +106,13 @@ class RetrievalHead(nn.Module):
 
     def embed_items(self, embeddings: CollectionOutputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """Return item embeddings [V, D], the items' features by name, and the outputs of all item tables by name."""
-        outputs = table_outputs(self.spec, embeddings, batch, side="item")
-        outputs["item"] = self._mask_frozen_gradients("item", outputs["item"], row_V=batch.item_row_V)
-        return self.item.embed(outputs), {name: outputs[name] for name in self.item.features}, outputs
+        output_by_table = table_outputs(self.spec, embeddings, batch, side="item")
+        output_by_table["item"] = self._mask_frozen_gradients("item", output_by_table["item"], row_V=batch.item_row_V)
+        return (
+            self.item.embed(output_by_table),
+            {name: output_by_table[name] for name in self.item.feature_names},
+            output_by_table,
+        )
 
     def encode_queries(
         self, embeddings: CollectionOutputs, batch: Batch, *, history_item_VD: Tensor
@@ -110,20 +121,22 @@ class RetrievalHead(nn.Module):
 
         history_item_VD: vectors that represent the batch's distinct items in histories.
         """
-        outputs = table_outputs(self.spec, embeddings, batch, side="query")
+        output_by_table = table_outputs(self.spec, embeddings, batch, side="query")
         if "user" in self.num_trained_rows:
-            outputs["user"] = self._mask_frozen_gradients("user", outputs["user"], row_V=self._user_row(batch))
-        return self.query(history_item_VD, batch.history_index_H, batch.history_offset, features=outputs), outputs
+            output_by_table["user"] = self._mask_frozen_gradients("user", output_by_table["user"], row_V=self._user_row(batch))
+        return self.query(
+            history_item_VD, batch.history_index_H, batch.history_offset, features=output_by_table
+        ), output_by_table
 
-    def _mask_frozen_gradients(self, table: str, value_VD: Tensor, *, row_V: Tensor) -> Tensor:
+    def _mask_frozen_gradients(self, table_name: str, value_VD: Tensor, *, row_V: Tensor) -> Tensor:
         """Detach the rows of a gradual table that are still frozen. For table user, V is the number of queries.
 
         A row with a zero gradient does not change by a single bit, whatever the optimizer of its table.
         """
-        num_trained_rows = self.num_trained_rows.get(table)
+        num_trained_rows = self.num_trained_rows.get(table_name)
         if num_trained_rows is None or not self.training:
             return value_VD
-        is_trained_V = getattr(self, f"{table}_popularity_rank")[row_V] < num_trained_rows
+        is_trained_V = getattr(self, f"{table_name}_popularity_rank")[row_V] < num_trained_rows
         return torch.where(is_trained_V[:, None], value_VD, value_VD.detach())
 
 
@@ -142,15 +155,15 @@ class RetrievalTask(nn.Module):
         loss = self.head(self._look_up(batch, list(self.embedding_tables)), batch)
         return loss, loss.detach()
 
-    def _look_up(self, batch: Batch, collections: list[str]) -> CollectionOutputs:
+    def _look_up(self, batch: Batch, collection_names: list[str]) -> CollectionOutputs:
         embeddings: CollectionOutputs = {}
-        for collection in collections:
-            features = batch.sparse[self._batch_key[collection]]
-            if collection.endswith("_frozen"):
+        for collection_name in collection_names:
+            features = batch.sparse[self._batch_key[collection_name]]
+            if collection_name.endswith("_frozen"):
                 with torch.no_grad():
-                    embeddings[collection] = self.embedding_tables[collection](features)
+                    embeddings[collection_name] = self.embedding_tables[collection_name](features)
             else:
-                embeddings[collection] = self.embedding_tables[collection](features)
+                embeddings[collection_name] = self.embedding_tables[collection_name](features)
         return embeddings
 
     def encode_items(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -26,11 +26,11 @@ class MLP(nn.Module):
         layers: widths of the layers.
         feature_dims: widths of the features.
         dim: width of the sum.
-        last_bias: whether the last layer has a bias.
+        has_last_bias: whether the last layer has a bias.
     """
 
     def __init__(
-        self, config: TowerConfig, *, layers: Sequence[int], feature_dims: Sequence[int], dim: int, last_bias: bool = True
+        self, config: TowerConfig, *, layers: Sequence[int], feature_dims: Sequence[int], dim: int, has_last_bias: bool = True
     ) -> None:
         super().__init__()
         self.input_dropout = nn.Dropout(config.dropout)
@@ -39,12 +39,12 @@ class MLP(nn.Module):
             self.projections = nn.ModuleList(
                 nn.Identity() if width == dim else nn.Linear(width, dim, bias=False) for width in feature_dims
             )
-        self.layers = _make_layers(sum(feature_dims), layers, config=config, last_bias=last_bias) if layers else None
+        self.layers = _make_layers(sum(feature_dims), layers, config=config, has_last_bias=has_last_bias) if layers else None
         if self.layers is not None and config.skip_connection:
             last_layer = self.layers[-1]
             assert isinstance(last_layer, nn.Linear)
             nn.init.zeros_(last_layer.weight)
-            if last_bias:
+            if has_last_bias:
                 nn.init.zeros_(last_layer.bias)
 
     def forward(self, features: Sequence[Tensor]) -> Tensor:
@@ -60,7 +60,7 @@ class MLP(nn.Module):
         return torch.stack(summands).sum(dim=0)
 
 
-def _make_layers(input_dim: int, layers: Sequence[int], *, config: TowerConfig, last_bias: bool) -> nn.Sequential:
+def _make_layers(input_dim: int, layers: Sequence[int], *, config: TowerConfig, has_last_bias: bool) -> nn.Sequential:
     modules: list[nn.Module] = []
     for dim in layers[:-1]:
         modules.append(nn.Linear(input_dim, dim))
@@ -68,7 +68,7 @@ def _make_layers(input_dim: int, layers: Sequence[int], *, config: TowerConfig, 
             modules.append(nn.LayerNorm(dim))
         modules += [nn.ReLU(inplace=True), nn.Dropout(config.hidden_dropout)]
         input_dim = dim
-    return nn.Sequential(*modules, nn.Linear(input_dim, layers[-1], bias=last_bias))
+    return nn.Sequential(*modules, nn.Linear(input_dim, layers[-1], bias=has_last_bias))
 
 
 class QueryTower(nn.Module):
@@ -77,20 +77,22 @@ class QueryTower(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         config = spec.config
-        self.cosine = config.similarity == "cosine"
-        self.last_item = config.history.last_item_feature
+        self.is_cosine = config.similarity == "cosine"
+        self.uses_last_item = config.history.last_item_feature
         self.feature_names = (["user"] if config.learn_user_embedding else []) + spec.features("query")
         feature_dims = [spec.tables[name].dim for name in self.feature_names]
         self.pooling: HistoryPooling | None = None
         if config.history.length:
             self.pooling = HistoryPooling(config.history, dim=config.history_dim, std=spec.history_std)
-            num_history_features = 2 if self.last_item else 1
+            num_history_features = 2 if self.uses_last_item else 1
             feature_dims = [config.history_dim] * num_history_features + feature_dims
         # A bias next to the skip connection moves all queries in one direction. On Amazon Beauty, the bias does not change the
         # validation metric, but it lowers NDCG@10 of the later test events by 2 %.
-        last_bias = not config.query.skip_connection
+        has_last_bias = not config.query.skip_connection
         layers = config.query_layers
-        self.tower = MLP(config.query, layers=layers, feature_dims=feature_dims, dim=config.embedding_dim, last_bias=last_bias)
+        self.tower = MLP(
+            config.query, layers=layers, feature_dims=feature_dims, dim=config.embedding_dim, has_last_bias=has_last_bias
+        )
         # The mean over a history of random rows is shorter than a random row.
         self.min_norm = spec.row_norm / math.sqrt(max(config.history.length, 1))
 
@@ -104,10 +106,10 @@ class QueryTower(nn.Module):
         inputs = []
         if self.pooling is not None:
             inputs.append(self.pooling(item_VD, history_H, offset))
-            if self.last_item:
+            if self.uses_last_item:
                 inputs.append(last_items(item_VD, history_H, offset, start=self.pooling.start))
         query_BD: Tensor = self.tower(inputs + [features[name] for name in self.feature_names])
-        return unit_vectors(query_BD.float(), min_norm=self.min_norm) if self.cosine else query_BD.float()
+        return unit_vectors(query_BD.float(), min_norm=self.min_norm) if self.is_cosine else query_BD.float()
 
 
 class CandidateTower(nn.Module):
@@ -116,22 +118,22 @@ class CandidateTower(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         config = spec.config
-        self.cosine = config.similarity == "cosine"
+        self.is_cosine = config.similarity == "cosine"
         self.id_dropout = spec.tables["item"].settings.id_dropout
-        self.features = spec.features("item")
+        self.feature_names = spec.features("item")
         dim = config.embedding_dim
         table_dim = spec.tables["item"].dim
         self.projection = nn.Identity() if table_dim == dim else nn.Linear(table_dim, dim, bias=False)
-        feature_dims = [dim, *(spec.tables[name].dim for name in self.features)]
+        feature_dims = [dim, *(spec.tables[name].dim for name in self.feature_names)]
         self.tower = MLP(config.candidate, layers=config.candidate_layers, feature_dims=feature_dims, dim=dim)
         self.min_norm = spec.row_norm
 
-    def embed(self, tables: Mapping[str, Tensor]) -> Tensor:
+    def embed(self, output_by_table: Mapping[str, Tensor]) -> Tensor:
         """Return item embeddings [V, D] from the rows of table `item` and, if the model has offsets, of table OFFSET_TABLE."""
-        item_VD: Tensor = self.projection(tables["item"])
-        if OFFSET_TABLE not in tables:
+        item_VD: Tensor = self.projection(output_by_table["item"])
+        if OFFSET_TABLE not in output_by_table:
             return item_VD
-        offset_VD = tables[OFFSET_TABLE]
+        offset_VD = output_by_table[OFFSET_TABLE]
         if self.training and self.id_dropout:
             # Drop whole rows, without rescaling: the towers must also work for items without an offset.
             offset_VD = offset_VD * (torch.rand(len(offset_VD), 1, device=offset_VD.device) >= self.id_dropout)
@@ -139,5 +141,5 @@ class CandidateTower(nn.Module):
 
     def forward(self, item_VD: Tensor, *, features: Mapping[str, Tensor]) -> Tensor:
         """Return candidate vectors [V, D], of unit length under cosine similarity. `features`: vectors [V, D] by table."""
-        candidate_VD: Tensor = self.tower([item_VD, *(features[name] for name in self.features)])
-        return unit_vectors(candidate_VD.float(), min_norm=self.min_norm) if self.cosine else candidate_VD.float()
+        candidate_VD: Tensor = self.tower([item_VD, *(features[name] for name in self.feature_names)])
+        return unit_vectors(candidate_VD.float(), min_norm=self.min_norm) if self.is_cosine else candidate_VD.float()

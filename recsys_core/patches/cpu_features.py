@@ -2,8 +2,8 @@
 
 torch 2.14.1 exports cpuinfo from libc10.so and from libtorch.so, and initialises the copy in libtorch.so. FBGEMM reads the copy
 in libc10.so, finds no AVX, and selects its slow reference kernels. The backward pass of 27,740 rows x 64 with row-wise Adagrad
-then takes 24 ms instead of 4 ms. pytorch/pytorch#166703 reports the same fault for libtorch_cpu.so. It is fixed there
-(pytorch/pytorch#167328).
+then takes 24 ms instead of 4 ms. pytorch/pytorch#166703 reports the same fault for libtorch_cpu.so, and
+pytorch/pytorch#167328 fixes it for that library.
 """
 
 import ctypes

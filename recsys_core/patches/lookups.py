@@ -69,8 +69,8 @@ def fused_lookup(
     num_features = len(kernel.embedding_specs)
     num_lookups = len(indices) // num_features
     if not kernel.weights_host.numel():
-        # The table has fewer rows than there are ranks, and this rank has none of them. Without lookups, the rank still takes
-        # part in the backward pass.
+        # This rank has no row, because the table has fewer rows than there are ranks. The result requires a gradient, because
+        # the rank still takes part in the backward pass.
         return torch.zeros(0, kernel.embedding_specs[0][1], requires_grad=True)
     pooled: Tensor = kernel_forward(indices, torch.arange(len(indices) + 1, dtype=offsets.dtype, device=offsets.device))
     dim = pooled.shape[1] // num_features  # explicit, because view cannot infer -1 without lookups

@@ -48,26 +48,26 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
     if stage.manifest is not None:
         return stage.manifest
     min_bytes = estimate_bytes(config, num_items=export.num_items, dim=export.dim)
-    with stage.writing(min_bytes=min_bytes) as out:
+    with stage.writing(min_bytes=min_bytes) as output_folder:
         item_ID = np.load(export.path("item_vectors.npy"), mmap_mode="r")
         query_BD = _load_queries(export)
         depth = min(config.recall_k, export.num_items)
-        reports: dict[str, IndexReport] = {}
+        report_by_kind: dict[str, IndexReport] = {}
         exact_row_BK = np.zeros((0, 0), np.int64)
         for kind in config.built_kinds:
             index, parameters = _build_index(kind, item_ID, config=config)
-            faiss.write_index(index, str(out / f"{kind}.faiss"))
+            faiss.write_index(index, str(output_folder / f"{kind}.faiss"))
             with _faiss_threads(1):
                 start_time = time.perf_counter()
                 _, row_BK = search(index, query_BD, kind=kind, depth=depth, parameters=parameters)
-                seconds = time.perf_counter() - start_time
+                duration_s = time.perf_counter() - start_time
             if kind == "flat":
                 exact_row_BK = row_BK
-            reports[kind] = IndexReport(
+            report_by_kind[kind] = IndexReport(
                 recall=recall_of_exact(row_BK, exact_row_BK=exact_row_BK, query_BD=query_BD, item_ID=item_ID),
                 k=config.recall_k,
-                ms_per_query=1000 * seconds / len(query_BD),
-                bytes=(out / f"{kind}.faiss").stat().st_size,
+                ms_per_query=1000 * duration_s / len(query_BD),
+                bytes=(output_folder / f"{kind}.faiss").stat().st_size,
                 parameters=parameters,
             )
         return stage.commit(
@@ -75,7 +75,7 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
             similarity=export.similarity,
             dim=export.dim,
             num_items=export.num_items,
-            reports=reports,
+            reports=report_by_kind,
         )
 
 
@@ -104,8 +104,8 @@ def usable_nlist(num_items: int, *, requested: int) -> int:
 def usable_pq_nbits(num_items: int, *, requested: int) -> int:
     """Return the requested number of bits, or the largest number with at least one item per centroid, as FAISS requires.
 
-    MIN_ITEMS_PER_CENTROID does not apply here. That limit lets centroids that are trained on a sample fit all vectors, and the
-    centroids of a small catalogue are trained on all vectors.
+    MIN_ITEMS_PER_CENTROID does not apply here. Its purpose is that centroids fit more vectors than the sample on which they are
+    trained. In a small catalogue, the sample contains all vectors.
 
     >>> usable_pq_nbits(12_101, requested=8), usable_pq_nbits(256, requested=8), usable_pq_nbits(255, requested=8)
     (8, 8, 7)
@@ -170,12 +170,12 @@ def _build_index(kind: IndexKind, item_ID: NDArray[np.float32], *, config: Index
     # FAISS returns equal scores in the order in which the vectors were added. Row order would favour popular items,
     # because rows are numbered by falling popularity.
     order_I = np.random.default_rng(INDEX_ORDER_SEED).permutation(num_items)
-    index_with_rows = faiss.IndexIDMap(index)
+    index_with_row_numbers = faiss.IndexIDMap(index)
     with _faiss_threads(1 if kind == "hnsw" and num_items <= MAX_SINGLE_THREAD_ITEMS else faiss.omp_get_max_threads()):
         for start in range(0, num_items, ADD_BATCH_ROWS):
             rows = order_I[start : start + ADD_BATCH_ROWS]
-            index_with_rows.add_with_ids(np.ascontiguousarray(item_ID[rows]), rows)
-    return index_with_rows, parameters
+            index_with_row_numbers.add_with_ids(np.ascontiguousarray(item_ID[rows]), rows)
+    return index_with_row_numbers, parameters
 
 
 def _random_rows(vectors: NDArray[np.float32], *, num_rows: int) -> NDArray[np.float32]:

@@ -8,21 +8,21 @@ from recsys_core.manifests import IndexReport
 from recsys_core.units import MIB
 
 
-def plot_indexes(reports: Mapping[str, IndexReport], *, served: str, path: Path) -> Path:
+def plot_indexes(report_by_kind: Mapping[str, IndexReport], *, served_kind: str, path: Path) -> Path:
     """Write a PNG with one point per index; the point of the served index is filled. Return `path`."""
-    recall_k = max(report.k for report in reports.values())
+    recall_k = max(report.k for report in report_by_kind.values())
     figure, axes = plots.new_figure(title="Recall and latency of the indexes")
-    for kind, report in reports.items():
+    for kind, report in report_by_kind.items():
         axes.scatter(
             report.ms_per_query,
             report.recall,
             s=70,
             zorder=3,
             edgecolors=plots.BLUE,
-            facecolors=plots.BLUE if kind == served else "white",
+            facecolors=plots.BLUE if kind == served_kind else "white",
         )
         axes.annotate(
-            f"{kind}, {report.bytes / MIB:.1f} MiB" + (" (served)" if kind == served else ""),
+            f"{kind}, {report.bytes / MIB:.1f} MiB" + (" (served)" if kind == served_kind else ""),
             (report.ms_per_query, report.recall),
             xytext=(8, -12),
             textcoords="offset points",
@@ -38,22 +38,24 @@ def plot_indexes(reports: Mapping[str, IndexReport], *, served: str, path: Path)
     return plots.save_png(figure, path)
 
 
-def to_markdown(reports: Mapping[str, IndexReport], *, served: str) -> str:
+def to_markdown(report_by_kind: Mapping[str, IndexReport], *, served_kind: str) -> str:
     """Return the comparison as a table in GitHub's Markdown.
 
     >>> report = IndexReport(recall=0.99, k=20, ms_per_query=0.5, bytes=3 * MIB, parameters={"nlist": 8})
-    >>> print(to_markdown({"ivf_flat": report}, served="ivf_flat"))
+    >>> print(to_markdown({"ivf_flat": report}, served_kind="ivf_flat"))
     | index | recall@20 of exact search | ms per query | MiB | parameters |
     |:---|---:|---:|---:|:---|
     | **ivf_flat** (served) | 0.9900 | 0.500 | 3.0 | nlist 8 |
     """
-    recall_k = max(report.k for report in reports.values())
+    recall_k = max(report.k for report in report_by_kind.values())
     lines = [
         f"| index | recall@{recall_k} of exact search | ms per query | MiB | parameters |",
         "|:---|---:|---:|---:|:---|",
     ]
-    for kind, report in reports.items():
-        name = f"**{kind}** (served)" if kind == served else kind
+    for kind, report in report_by_kind.items():
+        shown_kind = f"**{kind}** (served)" if kind == served_kind else kind
         parameters = ", ".join(f"{parameter} {value}" for parameter, value in report.parameters.items()) or "none"
-        lines.append(f"| {name} | {report.recall:.4f} | {report.ms_per_query:.3f} | {report.bytes / MIB:.1f} | {parameters} |")
+        lines.append(
+            f"| {shown_kind} | {report.recall:.4f} | {report.ms_per_query:.3f} | {report.bytes / MIB:.1f} | {parameters} |"
+        )
     return "\n".join(lines)

@@ -30,11 +30,11 @@ def verify_file(path: Path, *, record: FileRecord) -> None:
     """Raise StageError if the file is missing or differs from its record."""
     if not path.is_file():
         raise StageError(f"{path}: the file is missing; build or copy it again")
-    actual = record_file(path)
-    if actual != record:
+    actual_record = record_file(path)
+    if actual_record != record:
         raise StageError(
-            f"{path}: the file has {actual.bytes} bytes with sha256 {actual.sha256}, but {record.bytes} bytes with sha256 "
-            f"{record.sha256} were written; the file was changed. Build or copy it again"
+            f"{path}: the file has {actual_record.bytes} bytes with sha256 {actual_record.sha256}, but {record.bytes} bytes "
+            f"with sha256 {record.sha256} were written; the file was changed. Build or copy it again"
         )
 
 

@@ -49,7 +49,7 @@ def read_package(folder: Path, *, sha256: str) -> PackageContents:
     Raises StageError if a file is missing, superfluous or changed, or does not match package.json. The message names the file.
     """
     package = _read_description(folder / DESCRIPTION_NAME, sha256=sha256)
-    # The functions that read a file name it in their errors. All other errors come from values in package.json.
+    # The errors of the functions that read another file contain its path. All other errors come from values in package.json.
     with _name_unreadable_file(folder / DESCRIPTION_NAME):
         return _read_contents(folder, package)
 
@@ -80,9 +80,9 @@ def _read_description(path: Path, *, sha256: str) -> Package:
         content = path.read_bytes()
     except OSError as error:
         raise StageError(f"{path}: cannot be read ({error.strerror}); package the model again") from error
-    if (actual := hashlib.sha256(content).hexdigest()) != sha256:
+    if (actual_sha256 := hashlib.sha256(content).hexdigest()) != sha256:
         raise StageError(
-            f"{path}: the sha256 is {actual}, but the file was written with {sha256}; the file was changed. Download or "
+            f"{path}: the sha256 is {actual_sha256}, but the file was written with {sha256}; the file was changed. Download or "
             "package the model again"
         )
     try:
@@ -96,14 +96,16 @@ def _read_description(path: Path, *, sha256: str) -> Package:
 def _verify_files(folder: Path, package: Package) -> None:
     """Raise StageError unless the folder has exactly the files of the model, with the recorded checksums."""
     expected_names = package_files(package.model)
-    for name in sorted(expected_names ^ package.files.keys()):
-        reason = "does not list it" if name in expected_names else "lists it, but the model does not use it"
-        raise StageError(f"{folder / name}: {DESCRIPTION_NAME} {reason}; package the model again")
-    for name in sorted({path.name for path in folder.iterdir()} - expected_names - {DESCRIPTION_NAME}):
-        raise StageError(f"{folder / name}: {DESCRIPTION_NAME} does not list this file; remove it, or package the model again")
-    for name, record in package.files.items():
-        if name != "index.faiss":  # load_index verifies it
-            verify_file(folder / name, record=record)
+    for file_name in sorted(expected_names ^ package.files.keys()):
+        difference = "does not list it" if file_name in expected_names else "lists it, but the model does not use it"
+        raise StageError(f"{folder / file_name}: {DESCRIPTION_NAME} {difference}; package the model again")
+    for file_name in sorted({path.name for path in folder.iterdir()} - expected_names - {DESCRIPTION_NAME}):
+        raise StageError(
+            f"{folder / file_name}: {DESCRIPTION_NAME} does not list this file; remove it, or package the model again"
+        )
+    for file_name, record in package.files.items():
+        if file_name != "index.faiss":  # load_index verifies it
+            verify_file(folder / file_name, record=record)
 
 
 def _read_index(path: Path, package: Package) -> Any:
@@ -130,17 +132,17 @@ def _read_events(folder: Path, spec: ModelSpec) -> tuple[NDArray[np.int64], NDAr
 
 def _read_features(folder: Path, spec: ModelSpec) -> FeatureStore:
     features = {}
-    for key, form in user_features(spec).items():
-        path, is_list = folder / f"{key}.row.npy", form in ("list", "weighted_list")
+    for feature_name, form in user_features(spec).items():
+        path, is_list = folder / f"{feature_name}.row.npy", form in ("list", "weighted_list")
         row = _read_array(path, np.int32, length=None if is_list else spec.num_users)
-        _check_rows(path, row, num_rows=spec.tables[key].num_rows)
+        _check_rows(path, row, num_rows=spec.tables[feature_name].num_rows)
         offset = weight = None
         if is_list:
-            offset = _read_array(folder / f"{key}.offset.npy", np.int64, length=spec.num_users + 1)
-            _check_offset(folder / f"{key}.offset.npy", offset, num_values=len(row))
+            offset = _read_array(folder / f"{feature_name}.offset.npy", np.int64, length=spec.num_users + 1)
+            _check_offset(folder / f"{feature_name}.offset.npy", offset, num_values=len(row))
         if form in ("weighted_list", "number"):
-            weight = _read_array(folder / f"{key}.weight.npy", np.float32, length=len(row))
-        features[key] = Feature(table_rows=row, offset=offset, weights=weight)
+            weight = _read_array(folder / f"{feature_name}.weight.npy", np.float32, length=len(row))
+        features[feature_name] = Feature(table_rows=row, offset=offset, weights=weight)
     return FeatureStore(features)
 
 

@@ -30,9 +30,9 @@ class IdMap:
 
     def __init__(self, ids: pa.Array, *, name: str) -> None:
         """name: name of the ids in error messages, e.g. "user_id"."""
-        self._name = name
-        self._is_text = not pa.types.is_integer(ids.type)
-        self._ids = ids.cast(pa.large_string() if self._is_text else pa.int64())
+        self._id_name = name
+        self._has_string_ids = not pa.types.is_integer(ids.type)
+        self._ids = ids.cast(pa.large_string() if self._has_string_ids else pa.int64())
         key_I = self._keys(self._ids)
         self._row_of_sorted_key = np.argsort(key_I, kind="stable")
         self._sorted_keys = key_I[self._row_of_sorted_key]
@@ -74,7 +74,7 @@ class IdMap:
     def _keys(self, ids: pa.Array) -> NDArray[Any]:
         values: NDArray[Any] = ids.to_numpy(zero_copy_only=False)
         # With NumPy's StringDType, searchsorted fails or misses strings of 16 bytes and more (NumPy 2.4).
-        return pd.util.hash_array(values, categorize=False) if self._is_text else values
+        return pd.util.hash_array(values, categorize=False) if self._has_string_ids else values
 
     def parse(self, ids: Sequence[Any] | NDArray[Any]) -> pa.Array:
         """Convert ids to the type of the map. Raises InputError for the first invalid id.
@@ -82,38 +82,40 @@ class IdMap:
         Integer ids may also be decimal strings. They may be whole floats below 2**53, because pandas converts an integer column
         with a missing value to floats.
         """
-        python_type, arrow_type = (str, pa.large_string()) if self._is_text else (int, pa.int64())
-        is_int64 = isinstance(ids, np.ndarray) and ids.dtype == np.int64 and not self._is_text
+        python_type, arrow_type = (str, pa.large_string()) if self._has_string_ids else (int, pa.int64())
+        is_int64 = isinstance(ids, np.ndarray) and ids.dtype == np.int64 and not self._has_string_ids
         if is_int64 or set(map(type, ids)) == {python_type}:
             try:
                 return pa.array(ids, arrow_type)
             except (OverflowError, UnicodeEncodeError):
                 pass  # parse each id below, so that the error names the invalid one
-        return pa.array([self._parse_text(value) if self._is_text else self._parse_integer(value) for value in ids], arrow_type)
+        return pa.array(
+            [self._parse_string(raw_id) if self._has_string_ids else self._parse_integer(raw_id) for raw_id in ids], arrow_type
+        )
 
-    def _parse_text(self, value: Any) -> str:
-        if not isinstance(value, str):
-            self._reject(value, "is not a string, but the model was trained on string ids")
+    def _parse_string(self, raw_id: Any) -> str:
+        if not isinstance(raw_id, str):
+            self._reject(raw_id, "is not a string, but the model was trained on string ids")
         try:
-            value.encode()
+            raw_id.encode()
         except UnicodeEncodeError:
-            self._reject(value, "is not valid Unicode")
-        return str(value)
+            self._reject(raw_id, "is not valid Unicode")
+        return str(raw_id)
 
-    def _parse_integer(self, value: Any) -> int:
-        is_whole_float = isinstance(value, float | np.floating) and float(value).is_integer()
-        is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-        if not (is_whole_float or is_integer or (isinstance(value, str) and _DECIMAL_INTEGER.fullmatch(value))):
-            self._reject(value, "is not an integer, but the model was trained on integer ids")
-        number = int(value)
-        if is_whole_float and number not in EXACT_FLOAT64_INTEGERS:
-            self._reject(value, "is a float too large to be an exact integer; send an integer, or a decimal string")
-        if number not in INT64_RANGE:
-            self._reject(value, "is not a 64-bit integer")
-        return number
+    def _parse_integer(self, raw_id: Any) -> int:
+        is_whole_float = isinstance(raw_id, float | np.floating) and float(raw_id).is_integer()
+        is_integer = isinstance(raw_id, int | np.integer) and not isinstance(raw_id, bool)
+        if not (is_whole_float or is_integer or (isinstance(raw_id, str) and _DECIMAL_INTEGER.fullmatch(raw_id))):
+            self._reject(raw_id, "is not an integer, but the model was trained on integer ids")
+        integer_id = int(raw_id)
+        if is_whole_float and integer_id not in EXACT_FLOAT64_INTEGERS:
+            self._reject(raw_id, "is a float too large to be an exact integer; send an integer, or a decimal string")
+        if integer_id not in INT64_RANGE:
+            self._reject(raw_id, "is not a 64-bit integer")
+        return integer_id
 
-    def _reject(self, value: Any, reason: str) -> NoReturn:
-        raise InputError(f"{self._name} is missing" if is_missing(value) else f"{self._name} {shown(value)} {reason}")
+    def _reject(self, raw_id: Any, reason: str) -> NoReturn:
+        raise InputError(f"{self._id_name} is missing" if is_missing(raw_id) else f"{self._id_name} {shown(raw_id)} {reason}")
 
 
 def is_missing(value: Any) -> bool:

@@ -78,8 +78,8 @@ def build_package(
         index.files[f"{index.served_index}.faiss"],
         *(interactions.files[name] for name in ("user_offset.npy", "event_item.npy")),
     )
-    with stage.writing(min_bytes=sum(record.bytes for record in large_files)) as out:
-        package_folder = out / "package"
+    with stage.writing(min_bytes=sum(record.bytes for record in large_files)) as output_folder:
+        package_folder = output_folder / "package"
         package_folder.mkdir()
         spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
         tower = build_tower(
@@ -93,8 +93,8 @@ def build_package(
         shutil.copyfile(index.path(f"{index.served_index}.faiss"), package_folder / "index.faiss")
         for name in ("user_offset.npy", "event_item.npy"):
             shutil.copyfile(interactions.path(name), package_folder / name)
-        for source, target in (("items.parquet", "item_ids.parquet"), ("users.parquet", "user_ids.parquet")):
-            pq.write_table(pq.read_table(interactions.path(source), columns=["id"]), package_folder / target)
+        for source_name, target_name in (("items.parquet", "item_ids.parquet"), ("users.parquet", "user_ids.parquet")):
+            pq.write_table(pq.read_table(interactions.path(source_name), columns=["id"]), package_folder / target_name)
         for name in feature_files(spec):
             assert features is not None  # the spec has features
             shutil.copyfile(features.path(name), package_folder / name)
@@ -102,14 +102,14 @@ def build_package(
         item_by_popularity_I = np.load(package_folder / "popularity.npy")
         np.save(package_folder / "popularity_share.npy", _popularity_share(interactions, item_by_popularity_I))
 
-        files = {path.name: record_file(path) for path in sorted(package_folder.iterdir())}
+        record_by_name = {path.name: record_file(path) for path in sorted(package_folder.iterdir())}
         description = Package(
             model=spec,
             similarity=export.similarity,
             quantization=config.quantization,
             index_kind=index.served_index,
             index_parameters=index.reports[index.served_index].parameters,
-            files=files,
+            files=record_by_name,
         )
         (package_folder / DESCRIPTION_NAME).write_text(description.model_dump_json(indent=2))
         return stage.commit(
@@ -132,13 +132,17 @@ def package_files(spec: ModelSpec) -> set[str]:
 
 def feature_files(spec: ModelSpec) -> list[str]:
     """Return the names of the arrays of user features."""
-    arrays_by_form = {
+    array_names_by_form = {
         "single": ("row",),
         "list": ("row", "offset"),
         "weighted_list": ("row", "offset", "weight"),
         "number": ("row", "weight"),
     }
-    return [f"{key}.{array}.npy" for key, form in user_features(spec).items() for array in arrays_by_form[form]]
+    return [
+        f"{feature_name}.{array_name}.npy"
+        for feature_name, form in user_features(spec).items()
+        for array_name in array_names_by_form[form]
+    ]
 
 
 def _popularity_share(interactions: InteractionsManifest, item_by_popularity_I: NDArray[np.int32]) -> NDArray[np.float32]:

@@ -106,19 +106,22 @@ class ServedQueryTower(nn.Module):
             item_LD = self.tables[HISTORY_TABLE](item_row_L)
         else:
             item_LD = torch.zeros(0, self.spec.config.history_dim)
-        features = {name: self._feature(name, batch) for name in self.spec.on_side("query")}
+        features = {name: self._feature_vectors(name, batch) for name in self.spec.on_side("query")}
         query_BD: Tensor = self.dense(item_LD, torch.arange(len(item_row_L)), batch.history.offset, features=features)
         return query_BD
 
-    def _feature(self, name: str, batch: QueryBatch) -> Tensor:
-        """Look up and pool the table `name`, [B, D]. Context features are unknown while serving, so their vectors are zero."""
-        table = self.spec.tables[name]
-        if name not in batch.features:
-            return torch.zeros(batch.size, table.dim)
-        jagged_rows = batch.features[name]
-        is_list = self.spec.forms.get(name, "single") in ("list", "weighted_list")
-        value_LD = self.tables[module_name(name)](jagged_rows.row_L)
-        return _pooled(value_LD, jagged_rows, mean=is_list and table.settings.pooling == "mean")
+    def _feature_vectors(self, table_name: str, batch: QueryBatch) -> Tensor:
+        """Look up and pool the rows of a table, [B, D].
+
+        The vectors of context features are zero, because context features are unknown while serving.
+        """
+        table = self.spec.tables[table_name]
+        if table_name not in batch.features:
+            return torch.zeros(batch.num_queries, table.dim)
+        jagged_rows = batch.features[table_name]
+        is_list = self.spec.forms.get(table_name, "single") in ("list", "weighted_list")
+        value_LD = self.tables[module_name(table_name)](jagged_rows.row_L)
+        return _pool_rows(value_LD, jagged_rows, is_mean=is_list and table.settings.pooling == "mean")
 
 
 def build_tower(
@@ -162,13 +165,13 @@ def load_tower(path: Path, *, spec: ModelSpec, quantization: Quantization) -> Se
         tensors = load_file(path)
     except SafetensorError as error:
         raise StageError(f"{path}: not a valid safetensors file ({error}); package the model again") from error
-    expected = {name: _dtype_and_shape(tensor) for name, tensor in tower.state_dict().items()}
-    stored = {name: _dtype_and_shape(tensor) for name, tensor in tensors.items()}
-    if stored != expected:
-        name = min(name for name, _ in stored.items() ^ expected.items())
+    expected_layout_by_tensor = {name: _dtype_and_shape(tensor) for name, tensor in tower.state_dict().items()}
+    stored_layout_by_tensor = {name: _dtype_and_shape(tensor) for name, tensor in tensors.items()}
+    if stored_layout_by_tensor != expected_layout_by_tensor:
+        name = min(name for name, _ in stored_layout_by_tensor.items() ^ expected_layout_by_tensor.items())
         raise StageError(
-            f"{path}: tensor {name} is {stored.get(name, 'missing')}, but the model expects "
-            f"{expected.get(name, 'no such tensor')}; package the model again"
+            f"{path}: tensor {name} is {stored_layout_by_tensor.get(name, 'missing')}, but the model expects "
+            f"{expected_layout_by_tensor.get(name, 'no such tensor')}; package the model again"
         )
     tower.load_state_dict(tensors, assign=True)
     return tower
@@ -186,8 +189,8 @@ def _dtype_and_shape(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _pooled(value_LD: Tensor, jagged_rows: JaggedRows, *, mean: bool) -> Tensor:
-    """Return the weighted sum of each list, or its weighted mean if `mean`: [B, D]. An empty list gives zeros."""
+def _pool_rows(value_LD: Tensor, jagged_rows: JaggedRows, *, is_mean: bool) -> Tensor:
+    """Return the weighted sum of each list, or its weighted mean if `is_mean`: [B, D]. An empty list gives zeros."""
     weight_L = torch.ones(len(value_LD)) if jagged_rows.weight_L is None else jagged_rows.weight_L
     sum_BD = embedding_bag(
         torch.arange(len(value_LD)),
@@ -197,7 +200,7 @@ def _pooled(value_LD: Tensor, jagged_rows: JaggedRows, *, mean: bool) -> Tensor:
         per_sample_weights=weight_L,
         include_last_offset=True,
     )
-    if not mean:
+    if not is_mean:
         return sum_BD
     total_weight_B = torch.segment_reduce(weight_L, "sum", offsets=jagged_rows.offset, initial=0.0)
     return sum_BD / torch.where(total_weight_B > 0, total_weight_B, 1.0)[:, None]

@@ -35,7 +35,7 @@ class QueryBatch:
     features: dict[str, JaggedRows]
 
     @property
-    def size(self) -> int:
+    def num_queries(self) -> int:
         """Number of queries."""
         return len(self.history.offset) - 1
 
@@ -57,20 +57,20 @@ class QueryBatchBuilder:
         recent_history = history.last_values(self.spec.config.history.length)
         is_known_B = user_row_B >= 0
         features = {}
-        for name in served_tables(self.spec):
-            if name == "user":
-                values, weight_L = JaggedArray.from_single_values(user_row_B[is_known_B]), None
+        for table_name in served_tables(self.spec):
+            if table_name == "user":
+                rows_by_user, weight_L = JaggedArray.from_single_values(user_row_B[is_known_B]), None
             else:
-                values, weight_L = self.features.feature_by_key[name].rows_and_weights(user_row_B[is_known_B])
+                rows_by_user, weight_L = self.features.feature_by_key[table_name].rows_and_weights(user_row_B[is_known_B])
             length_B = np.zeros(len(user_row_B), np.int64)
-            length_B[is_known_B] = values.lengths
-            features[name] = _to_tensors(JaggedArray.from_lengths(length_B, values.values_L), weight_L)
+            length_B[is_known_B] = rows_by_user.lengths
+            features[table_name] = _to_tensors(JaggedArray.from_lengths(length_B, rows_by_user.values_L), weight_L)
         return QueryBatch(history=_to_tensors(recent_history, None), features=features)
 
 
 def user_features(spec: ModelSpec) -> dict[str, FeatureForm]:
     """Return user feature -> form. Other features are not available while serving."""
-    return {key: form for key, form in spec.forms.items() if key.startswith("user.")}
+    return {feature_name: form for feature_name, form in spec.forms.items() if feature_name.startswith("user.")}
 
 
 def served_tables(spec: ModelSpec) -> list[str]:

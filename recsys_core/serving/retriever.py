@@ -82,8 +82,8 @@ class Retriever:
             k: number of items.
             histories: one per user. A history replaces the user's stored history; None keeps the stored history. Unknown item
                 ids are ignored.
-            exclude_stored_history: whether the items of the stored history are also excluded if `histories` replaces it. False
-                allows a measurement of the model on events that are in the stored histories.
+            exclude_stored_history: whether to exclude the items of the stored history even if `histories` replaces it. With
+                False, the model can be measured on events that are in the stored histories.
 
         Returns:
             (item ids, scores), one array per user.
@@ -101,11 +101,13 @@ class Retriever:
         item_ids: list[NDArray[Any]] = []
         scores: list[NDArray[np.float32]] = []
         for start in range(0, len(user_rows), batch_size):
-            batch = slice(start, start + batch_size)
+            batch_slice = slice(start, start + batch_size)
             history, excluded_items = self._histories(
-                user_rows[batch], new_histories=histories and histories[batch], exclude_stored_history=exclude_stored_history
+                user_rows[batch_slice],
+                new_histories=histories and histories[batch_slice],
+                exclude_stored_history=exclude_stored_history,
             )
-            top_items = self._top_items(user_rows[batch], history=history, excluded_items=excluded_items, k=k)
+            top_items = self._top_items(user_rows[batch_slice], history=history, excluded_items=excluded_items, k=k)
             for row_K, score_K, num_items in zip(top_items.row_BK, top_items.score_BK, top_items.num_items_B, strict=True):
                 item_ids.append(self._item_ids.ids(row_K[:num_items]))
                 scores.append(score_K[:num_items])
@@ -134,10 +136,10 @@ class Retriever:
             histories=None if histories is None else valid_histories,
             exclude_stored_history=exclude_stored_history,
         )
-        results = zip(item_ids, scores, strict=True)
+        valid_results = zip(item_ids, scores, strict=True)
         no_items: tuple[NDArray[Any], NDArray[np.float32]] = (np.zeros(0, np.int64), np.zeros(0, np.float32))
         return [
-            Recommendation(*no_items, error=errors[row]) if row in errors else Recommendation(*next(results), error=None)
+            Recommendation(*no_items, error=errors[row]) if row in errors else Recommendation(*next(valid_results), error=None)
             for row in range(len(user_ids))
         ]
 
@@ -209,11 +211,13 @@ class Retriever:
         depth_B = top_items.depth_B[query_indices]
         log_depth_B = np.ceil(np.log2(np.maximum(depth_B, 1))).astype(np.int64)
         for log_depth in np.unique(log_depth_B):
-            indices_of_depth = np.flatnonzero(log_depth_B == log_depth)
-            depth = int(depth_B[indices_of_depth].max())
-            score_BN, row_BN = search(self._index, query_BD[indices_of_depth], kind=kind, depth=depth, parameters=parameters)
-            top_items.fill(query_indices[indices_of_depth], row_BN, score_BN)
-            short_indices = indices_of_depth[top_items.is_short(query_indices[indices_of_depth])]
+            similar_depth_indices = np.flatnonzero(log_depth_B == log_depth)
+            depth = int(depth_B[similar_depth_indices].max())
+            score_BN, row_BN = search(
+                self._index, query_BD[similar_depth_indices], kind=kind, depth=depth, parameters=parameters
+            )
+            top_items.fill(query_indices[similar_depth_indices], row_BN, score_BN)
+            short_indices = similar_depth_indices[top_items.is_short(query_indices[similar_depth_indices])]
             if len(short_indices):
                 score_BN, row_BN = search_all(self._index, query_BD[short_indices], kind=kind, depth=depth)
                 top_items.fill(query_indices[short_indices], row_BN, score_BN)
@@ -230,7 +234,7 @@ class _TopItems:
     """
 
     def __init__(self, *, excluded_items: JaggedArray, k: int, catalogue_size: int) -> None:
-        self._excluded, self._catalogue_size = excluded_items, catalogue_size
+        self._excluded_items, self._catalogue_size = excluded_items, catalogue_size
         self.num_requested_B = np.minimum(k, catalogue_size - excluded_items.lengths)
         self.depth_B = np.maximum(1, self.num_requested_B + np.where(self.num_requested_B > 0, excluded_items.lengths, 0))
         self.num_items_B = np.zeros(len(excluded_items), np.int64)
@@ -244,7 +248,7 @@ class _TopItems:
     def fill(self, query_indices: NDArray[np.int64], row_BN: NDArray[np.int64], score_BN: NDArray[np.float32]) -> None:
         """Set the items of the queries to the first candidates that are not excluded. Row -1 marks a missing candidate."""
         candidate_key_BN = np.arange(len(query_indices))[:, None] * self._catalogue_size + row_BN
-        excluded_keys = self._excluded.take(query_indices).pair_keys(bound=self._catalogue_size)
+        excluded_keys = self._excluded_items.take(query_indices).pair_keys(bound=self._catalogue_size)
         is_recommended_BN = (row_BN >= 0) & ~np.isin(candidate_key_BN, excluded_keys)
         position_BN = is_recommended_BN.cumsum(axis=1) - 1
         is_recommended_BN &= position_BN < self.num_requested_B[query_indices][:, None]

@@ -33,7 +33,7 @@ WITHIN_HOST_TYPES: tuple[ShardingType, ...] = ("table_row_wise", "table_column_w
 
 def table_optimizer_kind(table: TableSpec, *, default: TableOptimizer) -> str:
     """Return the kind of the table's optimizer; "none" for a frozen table."""
-    return "none" if table.frozen else (table.settings.optimizer or default).kind
+    return "none" if table.is_frozen else (table.settings.optimizer or default).kind
 
 
 def check_constraints(config: ShardingConfig, *, model: ModelSpec, device: str, default_optimizer: TableOptimizer) -> None:
@@ -62,7 +62,7 @@ def _check_quantized_comms(config: ShardingConfig, model: ModelSpec) -> None:
                 f"{table_name} has {table.dim}; choose fp16 or bf16, or change tables.{table_name}.dim"
             )
         sharding_types = config.tables.get(table_name, TableConstraint()).sharding_types
-        if not table.unpooled and not set(sharding_types or WITHIN_HOST_TYPES) <= set(INT8_POOLED_TYPES):
+        if not table.is_unpooled and not set(sharding_types or WITHIN_HOST_TYPES) <= set(INT8_POOLED_TYPES):
             raise InputError(
                 f"sharding.quantized_comms: int8 cannot represent the partial sums that ranks exchange with "
                 f"row-wise types, but sharding.tables.{table_name}.sharding_types is "
@@ -73,7 +73,7 @@ def _check_quantized_comms(config: ShardingConfig, model: ModelSpec) -> None:
 
 def _check_sharding_types(table_name: str, table: TableSpec, constraint: TableConstraint) -> None:
     unsupported_types = sorted(set(constraint.sharding_types or ()) - set(UNPOOLED_SHARDING_TYPES))
-    if table.unpooled and unsupported_types:
+    if table.is_unpooled and unsupported_types:
         advice = ", or set tables.user.lookup to pooled" if table_name == "user" else ""
         raise InputError(
             f"sharding.tables.{table_name}: {unsupported_types[0]} supports pooled lookups only, but the lookup of this table "
@@ -160,10 +160,10 @@ def offered_sharding_types(
 
 
 def why_not_default(sharding_type: ShardingType, table: TableSpec, *, num_nodes: int, world_size: int) -> str | None:
-    """Return why a sharding type is not one of the default types of a table; None if it is one."""
+    """Return why a sharding type is not a default type of a table; None if the type is a default type."""
     if sharding_type == "data_parallel":
         return "only if listed in sharding_types: every rank would store a copy and exchange gradients as large as the table"
-    if table.unpooled and sharding_type not in UNPOOLED_SHARDING_TYPES:
+    if table.is_unpooled and sharding_type not in UNPOOLED_SHARDING_TYPES:
         return f"{NOT_SUPPORTED_PREFIX}: it supports pooled lookups only, and the lookup of this table is unpooled"
     if sharding_type != "table_wise" and world_size == 1:
         return "the same as table_wise with one rank"

@@ -27,8 +27,8 @@ class LookupStats(Frozen):
     values_per_query: by table, the number of values that a rank looks up divided by the number of queries in its batch. A rank
         looks up each distinct item of its batch once, whether it is a candidate, a negative or a history item. For a list
         feature, the values of all its lists are counted.
-    hot_row_curve: by table, the share of the lookups that go to the most frequent 1 %, 2 %, ... 100 % of the rows. No cache of
-        that size has a higher hit rate. Only tables with known row frequencies have a curve.
+    hot_row_curve: by table, the share of the lookups that go to the most frequent 1 %, 2 %, ... 100 % of the rows. A
+        cache for that share of the rows cannot have a higher hit rate. Only tables with known row frequencies have a curve.
     """
 
     values_per_query: dict[str, float]

@@ -153,7 +153,7 @@ class PlanFile(Frozen):
                 "plan again"
             )
         for table_name, table in spec.tables.items():
-            if optimizer is None and table.settings.optimizer is None and not table.frozen:
+            if optimizer is None and table.settings.optimizer is None and not table.is_frozen:
                 continue
             optimizer_kind = table_optimizer_kind(table, default=optimizer or TableOptimizer())
             if optimizer_kind != self.tables[table_name].optimizer:

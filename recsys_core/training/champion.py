@@ -172,7 +172,7 @@ def carried_table_names(spec: ModelSpec, *, champion: Champion) -> list[str]:
     return [
         table_name
         for table_name, table in spec.tables.items()
-        if not table.frozen and table_name in champion_tables and not champion_tables[table_name].frozen
+        if not table.is_frozen and table_name in champion_tables and not champion_tables[table_name].is_frozen
     ]
 
 

@@ -48,7 +48,7 @@ def _weight_bytes(table: TableSpec) -> int:
 
 
 def _state_bytes(table: TableSpec, *, default_optimizer: TableOptimizer) -> int:
-    if table.frozen:
+    if table.is_frozen:
         return 0
     num_per_row, num_per_value = _NUM_STATE_VALUES[(table.settings.optimizer or default_optimizer).kind]
     return table.num_rows * (num_per_row + num_per_value * table.dim) * FLOAT_BYTES

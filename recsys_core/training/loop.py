@@ -116,7 +116,7 @@ class Trainer:
         self.total_steps = self.config.epochs * self.steps_per_epoch
         task: RetrievalTask = get_unwrapped_module(model)
         self.head = task.head
-        self.head.bf16 = self.config.precision == "bf16"
+        self.head.uses_bf16 = self.config.precision == "bf16"
         self.trained_share_by_table: dict[str, float] = {}
         self.optimizer = make_optimizer(model, spec=job.spec, config=self.config)
         self.learning_rates = LearningRates(self.optimizer, spec=job.spec, config=self.config, total_steps=self.total_steps)

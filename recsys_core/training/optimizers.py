@@ -43,7 +43,7 @@ def make_optimizer(model: DistributedModelParallel, *, spec: ModelSpec, config: 
         table_name = table_name_of(name, spec)
         if table_name is None:
             layer_by_name[name] = parameter
-        elif not spec.tables[table_name].frozen:
+        elif not spec.tables[table_name].is_frozen:
             optimizer_config = spec.tables[table_name].settings.optimizer or config.table_optimizer
             optimizers.append((f"replicated.{table_name}", _replicated_table_optimizer(name, parameter, optimizer_config)))
     if layer_by_name:
@@ -131,7 +131,7 @@ class LearningRates:
             ]
             if not table_names:
                 schedule: Schedule = config.dense_optimizer
-            elif spec.tables[table_names[0]].frozen:
+            elif spec.tables[table_names[0]].is_frozen:
                 continue
             else:
                 schedule = spec.tables[table_names[0]].settings.optimizer or config.table_optimizer
@@ -187,7 +187,7 @@ def has_accumulators(spec: ModelSpec, table_name: str, *, default_optimizer: Tab
     default_optimizer: optimizer of the tables without an `optimizer` setting.
     """
     table_spec = spec.tables[table_name]
-    return not table_spec.frozen and (table_spec.settings.optimizer or default_optimizer).kind in ADAGRAD_KINDS
+    return not table_spec.is_frozen and (table_spec.settings.optimizer or default_optimizer).kind in ADAGRAD_KINDS
 
 
 def accumulator_shards(optimizer: KeyedOptimizer, *, spec: ModelSpec, table: str) -> list[AccumulatorShard]:

@@ -141,7 +141,7 @@ def decay_by_table(spec: ModelSpec, *, default_optimizer: TableOptimizer) -> dic
     strength_by_table = {
         table_name: (table.settings.optimizer or default_optimizer).weight_decay
         for table_name, table in spec.tables.items()
-        if table_name in (*ID_TABLES, OFFSET_TABLE) and not table.frozen
+        if table_name in (*ID_TABLES, OFFSET_TABLE) and not table.is_frozen
     }
     return {table_name: strength for table_name, strength in strength_by_table.items() if strength}
 
@@ -154,7 +154,7 @@ def _assign_fused_optimizers(tables: nn.Module, spec: ModelSpec, *, plan: PlanFi
             continue
         optimizer_config = table.settings.optimizer or default_optimizer
         # A frozen table gets SGD, the only optimizer without state. The optimizer never changes the table.
-        optimizer_class, fbgemm_type, eps = _FUSED_OPTIMIZER_BY_KIND["sgd" if table.frozen else optimizer_config.kind]
+        optimizer_class, fbgemm_type, eps = _FUSED_OPTIMIZER_BY_KIND["sgd" if table.is_frozen else optimizer_config.kind]
         fbgemm_arguments: dict[str, Any] = {
             "optimizer": fbgemm_type,
             "learning_rate": optimizer_config.learning_rate,

@@ -49,7 +49,9 @@ def prepare_warm_start(
             vector_row = pretrained_by_table[table_name].vector_row if table_name in pretrained_by_table else None
             description = _describe_rows(champion_row, vector_row=vector_row, initialisation=table.settings.missing_vector_init)
         else:
-            reason = "frozen" if table.frozen else "new" if table_name not in champion.spec.tables else "frozen in the champion"
+            reason = (
+                "frozen" if table.is_frozen else "new" if table_name not in champion.spec.tables else "frozen in the champion"
+            )
             description = f"{reason}, initialised as in a training from scratch"
         logger.info("warm start from run %s: table %s: %s", champion.run_id, table_name, description)
     return WarmStart(run_id=champion.run_id, export=champion.export.folder, prepared=folder)

@@ -211,7 +211,7 @@ def log_results(
     plots = (
         plot_loss(train, path=run.folder / "loss.png"),
         plot_recall(evaluation.metrics, path=run.folder / "recall.png"),
-        plot_indexes(index.reports, served=index.served_index, path=run.folder / "indexes.png"),
+        plot_indexes(index.reports, served_kind=index.served_index, path=run.folder / "indexes.png"),
     )
     for path in (run.config_file, plan.path("plan.json"), *plots):
         client.log_artifact(mlflow_run_id, str(path))

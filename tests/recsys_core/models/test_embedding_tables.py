@@ -28,7 +28,7 @@ def spec_of(
     *,
     tables: dict[str, Any] | None = None,
     vectors: dict[str, int] | None = None,
-    distils: bool = False,
+    has_distillation: bool = False,
     features: tuple[str, ...] = (),
 ) -> ModelSpec:
     return ModelSpec.sized(
@@ -38,7 +38,7 @@ def spec_of(
         facts=facts(*features),
         vector_dims=vectors,
         tables={name: TableConfig.model_validate(settings_of) for name, settings_of in (tables or {}).items()},
-        distils=distils,
+        has_distillation=has_distillation,
     )
 
 
@@ -146,14 +146,18 @@ def test_lists_without_a_value_give_zeros() -> None:
         assert outputs[name].eq(0).all() and outputs[name].shape[1] == 4, name
 
 
-@pytest.mark.parametrize(("transfer", "distils"), [("full", True), ("frozen", True), ("residual", False), ("residual", True)])
-def test_tables_that_share_the_items_each_give_their_own_rows(transfer: str, distils: bool) -> None:
+@pytest.mark.parametrize(
+    ("transfer", "has_distillation"), [("full", True), ("frozen", True), ("residual", False), ("residual", True)]
+)
+def test_tables_that_share_the_items_each_give_their_own_rows(transfer: str, has_distillation: bool) -> None:
     item = {"transfer": transfer, "dim": 12}
-    spec = spec_of(tables={"item": item}, vectors={"item": 12}, distils=distils)
+    spec = spec_of(tables={"item": item}, vectors={"item": 12}, has_distillation=has_distillation)
     tables_module, store = embedding_tables_of(spec), feature_store(users=USERS, items=ITEMS, events=EVENTS)
     batch, weights = batch_of([[8, 1], [4]], store), dict(tables_module.named_parameters())
     outputs = table_outputs(spec, look_up(tables_module, batch), batch, side="item")
-    shared = {"item"} | ({"item_offset"} if transfer == "residual" else set()) | ({"item_teacher"} if distils else set())
+    shared = (
+        {"item"} | ({"item_offset"} if transfer == "residual" else set()) | ({"item_teacher"} if has_distillation else set())
+    )
     assert set(outputs) == shared | {f"item.{form}" for form in FORMS}
     for name in shared:
         assert torch.equal(outputs[name], weights[parameter_name(spec, name)][batch.item_row_V])

@@ -26,7 +26,7 @@ def sized(
     tables: dict[str, Any] | None = None,
     vectors: dict[str, int] | None = None,
     features: tuple[str, ...] = (),
-    distils: bool = False,
+    has_distillation: bool = False,
     **config: Any,
 ) -> ModelSpec:
     return ModelSpec.sized(
@@ -36,7 +36,7 @@ def sized(
         facts=facts(*features) if features else None,
         vector_dims=vectors,
         tables={name: TableConfig.model_validate(settings) for name, settings in (tables or {}).items()},
-        distils=distils,
+        has_distillation=has_distillation,
     )
 
 
@@ -75,7 +75,7 @@ def test_frozen_tables_are_in_collections_of_their_own() -> None:
     assert [table.collection for table in spec.tables.values()] == [
         "unpooled_8_frozen", "unpooled_8_frozen", "unpooled_8_frozen", "pooled_weighted_frozen",
     ]  # fmt: skip
-    assert all(table.frozen and table.pretrained for table in spec.tables.values())
+    assert all(table.is_frozen and table.pretrained for table in spec.tables.values())
 
 
 def test_unpooled_tables_of_different_widths_are_in_different_collections() -> None:
@@ -94,7 +94,7 @@ def test_unpooled_tables_of_different_widths_are_in_different_collections() -> N
 
 def test_a_gradual_table_is_not_frozen() -> None:
     spec = sized(tables={"item": GRADUAL}, vectors={"item": DIM})
-    assert not spec.tables["item"].frozen and spec.tables["item"].collection == "unpooled_8"
+    assert not spec.tables["item"].is_frozen and spec.tables["item"].collection == "unpooled_8"
 
 
 def test_residual_items_are_frozen_and_have_offsets_that_start_at_zero() -> None:
@@ -106,11 +106,11 @@ def test_residual_items_are_frozen_and_have_offsets_that_start_at_zero() -> None
     assert shapes(spec) == {"item": (5, 12, "unpooled_12_frozen"), "item_offset": (5, DIM, "unpooled_8")}
     offset = spec.tables["item_offset"]
     assert (offset.settings.missing_vector_init, offset.settings.optimizer, offset.settings.dim) == ("zero", optimizer, DIM)
-    assert not offset.frozen and not offset.pretrained and offset.feature == "item"
+    assert not offset.is_frozen and not offset.pretrained and offset.feature == "item"
 
 
 def test_the_teacher_table_is_frozen_unscaled_and_zero_without_a_vector() -> None:
-    spec = sized(tables={"item": {"dim": 12}}, vectors={"item": 12}, distils=True)
+    spec = sized(tables={"item": {"dim": 12}}, vectors={"item": 12}, has_distillation=True)
     assert shapes(spec) == {"item": (5, 12, "unpooled_12"), "item_teacher": (5, 12, "unpooled_12_frozen")}
     teacher = spec.tables["item_teacher"]
     assert (teacher.settings.missing_vector_init, teacher.settings.rescale, teacher.pretrained) == ("zero", False, True)
@@ -118,11 +118,11 @@ def test_the_teacher_table_is_frozen_unscaled_and_zero_without_a_vector() -> Non
 
 def test_a_feature_of_several_tables_in_one_collection_has_one_output_per_table() -> None:
     vectors, both = {"item": DIM}, ("item", "item_teacher")
-    apart = sized(vectors=vectors, distils=True)
+    apart = sized(vectors=vectors, has_distillation=True)
     assert [apart.output_name(table) for table in both] == ["item", "item"]
-    together = sized(vectors=vectors, distils=True, tables={"item": FROZEN})
+    together = sized(vectors=vectors, has_distillation=True, tables={"item": FROZEN})
     assert [together.output_name(table) for table in both] == ["item@item", "item@item_teacher"]
-    three_tables = sized(vectors=vectors, distils=True, tables={"item": RESIDUAL})
+    three_tables = sized(vectors=vectors, has_distillation=True, tables={"item": RESIDUAL})
     assert [three_tables.output_name(table) for table in (*both, "item_offset")] == ["item@item", "item@item_teacher", "item"]
     assert sized(features=("item.single",)).output_name("item.single") == "item.single"
 
@@ -208,12 +208,15 @@ def test_distillation_needs_item_vectors() -> None:
     with raises_message(
         "loss.distillation keeps the similarities of the pretrained item vectors, but embeddings has no vectors of table"
     ):
-        sized(distils=True, learn_user_embedding=True, vectors={"user": DIM})
+        sized(has_distillation=True, learn_user_embedding=True, vectors={"user": DIM})
 
 
 def test_a_spec_is_read_back_from_its_json() -> None:
     spec = sized(
-        features=tuple(facts()), tables={"item": RESIDUAL | {"dim": 12, "id_dropout": 0.1}}, vectors={"item": 12}, distils=True
+        features=tuple(facts()),
+        tables={"item": RESIDUAL | {"dim": 12, "id_dropout": 0.1}},
+        vectors={"item": 12},
+        has_distillation=True,
     )
     assert ModelSpec.model_validate_json(spec.model_dump_json()) == spec
     assert isinstance(spec.tables["item"], TableSpec)

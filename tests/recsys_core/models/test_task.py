@@ -49,7 +49,7 @@ def task_of(
         facts=facts(*features) if features else None,
         vector_dims=vectors,
         tables={name: TableConfig.model_validate(of) for name, of in (tables or {}).items()},
-        distils=loss_config.distillation is not None,
+        has_distillation=loss_config.distillation is not None,
     )
     torch.manual_seed(0)
     head = RetrievalHead(
@@ -270,7 +270,7 @@ def test_tables_of_different_widths_work_in_one_model() -> None:
     loss, detached = task(batch_of(features=store))
     loss.backward()
     assert loss.isfinite() and not detached.requires_grad
-    trained = {name for name, table in task.head.spec.tables.items() if not table.frozen}
+    trained = {name for name, table in task.head.spec.tables.items() if not table.is_frozen}
     assert trained == {"item_offset", *keys}
     assert all(weight_of(task, name).grad is not None for name in trained)
 
@@ -278,6 +278,6 @@ def test_tables_of_different_widths_work_in_one_model() -> None:
 def test_autocast_leaves_the_loss_close_and_in_full_precision() -> None:
     task = task_of({"learn_user_embedding": True, "query": {"layers": [8, 4], "skip_connection": False}})
     full = task(batch_of())[0]
-    task.head.bf16 = True
+    task.head.uses_bf16 = True
     half = task(batch_of())[0]
     assert half.dtype == torch.float32 and half.item() == pytest.approx(full.item(), rel=0.02) and half != full

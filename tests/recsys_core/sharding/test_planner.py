@@ -24,7 +24,7 @@ KINDS = ("table_wise", "row_wise", "column_wise", "table_row_wise", "table_colum
 def config(*kinds: str, **cluster) -> ShardingConfig:
     """Return a constraint to `kinds` for every table; row_wise for item tables that do not support them."""
     possible = {
-        name: kinds if not table.unpooled else tuple(k for k in kinds if k in UNPOOLED_SHARDING_TYPES) or ("row_wise",)
+        name: kinds if not table.is_unpooled else tuple(k for k in kinds if k in UNPOOLED_SHARDING_TYPES) or ("row_wise",)
         for name, table in SPEC.tables.items()
     }
     tables = {name: TableConstraint(sharding_types=of_table) for name, of_table in possible.items()} if kinds else {}

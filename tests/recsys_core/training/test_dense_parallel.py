@@ -75,7 +75,7 @@ def make(rank: int, spec: ModelSpec, **settings: Any) -> Setup:
     kinds = {name: KINDS.get(name, "row_wise") for name in spec.tables}
     model, _ = sharded_model(spec, kinds=kinds, training=training, loss=LOSS, process=process_of(rank))
     setup = Setup(model, make_optimizer(model, spec=spec, config=training))
-    setup.head.bf16 = training.precision == "bf16"
+    setup.head.uses_bf16 = training.precision == "bf16"
     sharded = {name for name, value in setup.head.named_parameters() if isinstance(value, DTensor)}
     towers = {name for name, _ in setup.head.named_parameters() if "tower." in name or "item.projection." in name}
     assert sharded == (towers if training.dense_parallel == "sharded" else set())

@@ -59,7 +59,7 @@ class Case(NamedTuple):
         )
 
     def kind_of(self, table: str) -> str:
-        by_row = self.spec.tables[table].unpooled
+        by_row = self.spec.tables[table].is_unpooled
         return self.item_kind if by_row and self.kind not in UNPOOLED_SHARDING_TYPES else self.kind
 
 
@@ -80,7 +80,7 @@ def train_plain(case: Case, *, ranks: int) -> Expected:
     """Train STEPS on the batches of all ranks in one process, with dense gradients and without a process group."""
     spec, config = case.spec, case.training
     task, tables = plain_task(spec, loss=case.loss, seed=config.seed)
-    trained = [weight for name, weight in tables.items() if not spec.tables[name].frozen]
+    trained = [weight for name, weight in tables.items() if not spec.tables[name].is_frozen]
     adagrad = (torch.optim.Adagrad if config.table_optimizer.kind == "adagrad" else RowWiseAdagrad)(trained, eps=ADAGRAD_EPS)
     sgd = torch.optim.SGD(task.head.parameters())
     losses = []

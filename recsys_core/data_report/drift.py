@@ -28,8 +28,8 @@ class Mover(Frozen):
     """An item whose share of the training events changed, with the share in the previous run and in this run."""
 
     id: str
-    previous: float
-    current: float
+    previous_share: float
+    current_share: float
 
 
 @dataclass(frozen=True)
@@ -182,11 +182,11 @@ def find_movers(
     )
     item_ids = read_ids(interactions, moved_rows) + read_ids(previous_interactions, removed_rows)
     movers = [
-        Mover(id=item_id, previous=old_share, current=new_share)
+        Mover(id=item_id, previous_share=old_share, current_share=new_share)
         for item_id, (old_share, new_share) in zip(item_ids, share_pairs.tolist(), strict=True)
         if old_share != new_share
     ]
-    movers.sort(key=lambda mover: -abs(mover.current - mover.previous))
+    movers.sort(key=lambda mover: -abs(mover.current_share - mover.previous_share))
     return tuple(movers[:max_movers])
 
 

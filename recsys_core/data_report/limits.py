@@ -64,7 +64,7 @@ class Check(Frozen):
     description: str
     value: float | None
     limit: float | None
-    passed: bool
+    is_passed: bool
     value_text: str
     limit_text: str
 
@@ -73,7 +73,7 @@ def check_limits(metrics: Mapping[str, float], config: DataReportConfig) -> tupl
     """Check every limit. A metric that was not measured (no previous run, no timestamps) passes.
 
     >>> checks = check_limits({"event_drop_share": 0.75}, DataReportConfig(max_event_drop_share=0.5))
-    >>> [(check.setting, check.passed, check.value_text, check.limit_text) for check in checks if check.value is not None]
+    >>> [(check.setting, check.is_passed, check.value_text, check.limit_text) for check in checks if check.value is not None]
     [('max_event_drop_share', False, '75 %', 'at most 50 %')]
     """
     return tuple(
@@ -90,7 +90,7 @@ def _check_limit(metric_limit: _MetricLimit, metric_value: float, limit_value: f
         description=metric_limit.description,
         value=None if math.isnan(metric_value) else metric_value,
         limit=limit_value,
-        passed=not is_broken,
+        is_passed=not is_broken,
         value_text="not measured" if math.isnan(metric_value) else format_metric(metric_value, metric_limit.unit),
         limit_text="no limit"
         if limit_value is None
@@ -103,7 +103,7 @@ def describe_breaches(checks: tuple[Check, ...]) -> tuple[str, ...]:
     return tuple(
         f"{check.description}: {check.value_text}, but data_report.{check.setting} requires {check.limit_text}"
         for check in checks
-        if not check.passed
+        if not check.is_passed
     )
 
 

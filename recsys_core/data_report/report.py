@@ -90,7 +90,7 @@ def build_report(
     checks = check_limits(metrics, config)
     return DataReport(
         compared_with=previous and previous.name,
-        vocabulary_run=interactions.run_number,
+        num_vocabulary_runs=interactions.run_number,
         rebuild_reason=interactions.rebuild_reason,
         first_time=interactions.first_time,
         last_time=interactions.last_time,

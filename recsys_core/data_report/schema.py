@@ -20,7 +20,7 @@ class DataReport(Frozen):
 
     compared_with: str | None
     """Name of the previous run."""
-    vocabulary_run: int
+    num_vocabulary_runs: int
     """Number of runs with the current vocabulary: the run that built it, and the runs that continued it."""
     rebuild_reason: str | None
     """Why the vocabulary was rebuilt; None if it was continued."""
@@ -42,7 +42,9 @@ class DataReport(Frozen):
     warnings: tuple[str, ...]
     columns: dict[str, ColumnFacts]
     removed_events: dict[str, int]
+    """Number of events that a filter removed, by filter."""
     bad_rows: dict[str, int]
+    """Number of events that were removed because of a bad value, by reason."""
     days: tuple[Day, ...]
     history_lengths: tuple[tuple[str, int], ...]
     """(range of the number of training events, number of users in this range)."""

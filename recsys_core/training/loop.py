@@ -232,7 +232,7 @@ class Trainer:
             self.step,
             epoch=epoch,
             learning_rate=table_optimizer.learning_rate * table_optimizer.scale(self.step - 1, total_steps=self.total_steps),
-            times=self.step_timer.reset(),
+            step_times=self.step_timer.reset(),
             trained_share_by_table=self.trained_share_by_table,
             validation=validation or {},
         )

@@ -59,20 +59,20 @@ class MetricsLog:
         *,
         epoch: int,
         learning_rate: float,
-        times: StepTimes,
+        step_times: StepTimes,
         trained_share_by_table: dict[str, float],
         validation: dict[str, float],
     ) -> None:
         """Collective. Append a line, and start new averages.
 
         Args:
-            times: times of this rank since the previous line.
+            step_times: times of this rank since the previous line.
             trained_share_by_table: for each gradually unfrozen table, the share of its rows that the epoch trains.
             validation: validation metrics; empty except after an epoch.
         """
-        ms_by_phase = times.milliseconds()
-        step_times = torch.tensor([*ms_by_phase.values(), times.embedding_bytes], dtype=torch.float64)
-        totals = torch.cat([self._loss_sum_and_steps, step_times.to(self._loss_sum_and_steps.device)])
+        ms_by_phase = step_times.mean_ms_by_phase()
+        rank_timings = torch.tensor([*ms_by_phase.values(), step_times.embedding_bytes], dtype=torch.float64)
+        totals = torch.cat([self._loss_sum_and_steps, rank_timings.to(self._loss_sum_and_steps.device)])
         dist.all_reduce(totals)
         loss_sum, num_steps, *total_ms, total_embedding_bytes = totals.tolist()
         memory_bytes = torch.tensor([self._os_process.memory_info().rss, self._peak_hbm_bytes()])

@@ -52,14 +52,14 @@ def make_optimizer(model: DistributedModelParallel, *, spec: ModelSpec, config: 
 
 
 def table_name_of(parameter_name: str, spec: ModelSpec) -> str | None:
-    """Return the table that the name of a parameter or optimizer state belongs to; None if it belongs to a tower."""
+    """Return the name of the table to which a parameter or optimizer state belongs; None if it belongs to a tower."""
     name_parts = parameter_name.split(".")
     collection_index = next(
         (index for index, name_part in enumerate(name_parts) if name_part in ("embeddings", "embedding_bags")), None
     )
     if collection_index is None:
         return None
-    # The word after the collection is the table. Other words may have a table's name without being the table.
+    # The part after the collection names the table. Other parts may be equal to the name of a table by coincidence.
     return next(table_name for table_name in spec.tables if module_name(table_name) == name_parts[collection_index + 1])
 
 
@@ -82,8 +82,7 @@ def _replicated_table_optimizer(name: str, parameter: Tensor, optimizer_config: 
 
 def _dense_optimizer(layer_by_name: dict[str, Tensor], optimizer_config: DenseOptimizer) -> KeyedOptimizer:
     def build(parameters: list[Tensor]) -> torch.optim.Optimizer:
-        # No fused kernel accepts sharded and plain tensors in one group. For sharded tensors, only torch's Adam has a fused
-        # kernel.
+        # No fused kernel accepts sharded and plain tensors in one group. Only Adam has a fused kernel for sharded tensors.
         # Weight decay applies to matrices only: it does not help biases, scales of norms, pooling weights and the temperature.
         parameter_groups = [
             {

@@ -34,8 +34,8 @@ class StepTimes:
     data_seconds: float = 0.0
     embedding_bytes: int = 0
 
-    def milliseconds(self) -> dict[str, float]:
-        """Return the mean duration of a timed step, and the mean time that it waited for data."""
+    def mean_ms_by_phase(self) -> dict[str, float]:
+        """Return the mean duration of a timed step, and the mean time that a timed step waited for data."""
         num_steps = max(self.num_steps, 1)
         return {"step": 1000 * self.seconds / num_steps, "data": 1000 * self.data_seconds / num_steps}
 

@@ -35,7 +35,7 @@ class Validator:
     Every rank encodes its share of the items, then ranks all items for its share of the users.
 
     Args:
-        work: folder that all ranks can read. Each rank writes its part of the item vectors to it.
+        work_folder: folder that all ranks can read. Each rank writes its part of the item vectors to it.
         heartbeat: file to touch during the validation.
     """
 
@@ -111,7 +111,7 @@ class Validator:
         return torch.from_numpy(item_ID)
 
     def _target_positions(self, user_index_B: Int64Array, *, query_BD: Tensor, item_ID: Tensor) -> TargetPositions:
-        """Rank the candidates for the users `self._users[index_B]`."""
+        """Rank the candidates for the users `self._users[user_index_B]`."""
         users = self._users[user_index_B]
         seen_items, targets = self._store.items_before(users, "validation"), self._store.targets(users, "validation")
         rank_items = rank_served if self._cold_items is None else partial(rank_among, candidate_rows=self._cold_items)

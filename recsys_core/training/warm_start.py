@@ -24,7 +24,7 @@ from recsys_core.training.optimizers import accumulator_shards, has_accumulators
 from recsys_core.training.sharded_model import pretrained_vectors_by_table
 
 logger = logging.getLogger(__name__)
-DENSE_NAME = "dense.safetensors"
+DENSE_FILE = "dense.safetensors"
 
 
 def prepare_warm_start(
@@ -37,9 +37,9 @@ def prepare_warm_start(
         StageError: a file of the champion has changed.
     """
     require_compatible(spec, champion=champion, dataset=dataset, default_optimizer=default_optimizer)
-    layer_by_name = champion_layers(spec, champion=champion, champion_tensors=load_file(champion.export.path(DENSE_NAME)))
+    layer_by_name = champion_layers(spec, champion=champion, champion_tensors=load_file(champion.export.path(DENSE_FILE)))
     folder.mkdir(parents=True)
-    save_file(layer_by_name, folder / DENSE_NAME)
+    save_file(layer_by_name, folder / DENSE_FILE)
     pretrained_by_table = {} if dataset.embeddings is None else pretrained_vectors_by_table(spec, dataset=dataset)
     carried_names = carried_table_names(spec, champion=champion)
     for table_name, table in spec.tables.items():
@@ -77,12 +77,12 @@ def load_champion_weights(model: DistributedModelParallel, *, warm_start: WarmSt
     task: RetrievalTask = get_unwrapped_module(model)
     parameter_by_name = dict(task.head.named_parameters())
     with no_grad():
-        for name, path in warm_start.row_path_by_table().items():
-            champion_row, weights = memory_map(path), memory_map(warm_start.export / f"table_{name}.npy")
-            for shard in table_shards(tensor_by_name, table=name):
+        for table_name, path in warm_start.row_path_by_table().items():
+            champion_row, weights = memory_map(path), memory_map(warm_start.export / f"table_{table_name}.npy")
+            for shard in table_shards(tensor_by_name, table=table_name):
                 copy_pretrained(shard, vectors=weights, vector_row=champion_row, norm=None)
-        for name, value in load_file(warm_start.prepared / DENSE_NAME).items():
-            copy_into(parameter_by_name[name], value)
+        for parameter_name, tensor in load_file(warm_start.prepared / DENSE_FILE).items():
+            copy_into(parameter_by_name[parameter_name], tensor)
 
 
 def load_champion_accumulators(
@@ -102,10 +102,10 @@ def load_champion_accumulators(
         for shard in accumulator_shards(optimizer, spec=spec, table=table_name):
             is_rowwise = shard.values_RC.shape[1] == 1
             if is_rowwise:  # an accumulator per value becomes the row's mean
-                values = (accumulators if accumulators.ndim == 1 else accumulators.mean(axis=1))[:, None]
+                champion_values = (accumulators if accumulators.ndim == 1 else accumulators.mean(axis=1))[:, None]
             elif accumulators.ndim == 1:  # an accumulator per row is repeated for each value
-                values = np.broadcast_to(accumulators[:, None], (len(accumulators), spec.tables[table_name].dim))
+                champion_values = np.broadcast_to(accumulators[:, None], (len(accumulators), spec.tables[table_name].dim))
             else:
-                values = accumulators
-            target = LocalShard(shard.row, 0 if is_rowwise else shard.column, shard.values_RC)
-            copy_pretrained(target, vectors=values, vector_row=champion_row, norm=None)
+                champion_values = accumulators
+            accumulator_shard = LocalShard(shard.row, 0 if is_rowwise else shard.column, shard.values_RC)
+            copy_pretrained(accumulator_shard, vectors=champion_values, vector_row=champion_row, norm=None)

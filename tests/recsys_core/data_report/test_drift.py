@@ -26,7 +26,7 @@ def test_runs_are_compared_by_id_whether_or_not_their_rows_agree(tmp_path: Path,
     manifest, report = report_of(tmp_path, after, before=before)
     expected = {"new_users": 1, "vanished_users": 1, "new_items": 1, "vanished_items": 1, "event_drop_share": 0.0}
     assert {name: manifest.metrics[name] for name in expected} == expected
-    shares = {mover.id: (mover.previous, mover.current) for mover in report.movers}
+    shares = {mover.id: (mover.previous_share, mover.current_share) for mover in report.movers}
     assert shares["'b'"] == (0.2, 0) and shares["'d'"] == (0, 0.4)
 
 

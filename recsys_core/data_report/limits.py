@@ -70,7 +70,7 @@ class Check(Frozen):
 
 
 def check_limits(metrics: Mapping[str, float], config: DataReportConfig) -> tuple[Check, ...]:
-    """Check every limit. A metric that was not measured (no previous run, no timestamps) passes.
+    """Check every limit. A metric that was not measured (no previous run, no timestamps) breaks no limit.
 
     >>> checks = check_limits({"event_drop_share": 0.75}, DataReportConfig(max_event_drop_share=0.5))
     >>> [(check.setting, check.is_passed, check.value_text, check.limit_text) for check in checks if check.value is not None]
@@ -83,7 +83,7 @@ def check_limits(metrics: Mapping[str, float], config: DataReportConfig) -> tupl
 
 def _check_limit(metric_limit: _MetricLimit, metric_value: float, limit_value: float | None) -> Check:
     is_minimum = metric_limit.setting.startswith("min_")
-    # Comparisons with NaN are false, so a metric that was not measured passes.
+    # Comparisons with NaN are false, so a metric that was not measured breaks no limit.
     is_broken = limit_value is not None and (metric_value < limit_value if is_minimum else metric_value > limit_value)
     return Check(
         setting=metric_limit.setting,

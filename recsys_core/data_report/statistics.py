@@ -58,8 +58,8 @@ def share_metrics(interactions: InteractionsManifest, split_counts: SplitCounts,
     has_vector_I = np.load(interactions.path("vector_row.npy"), mmap_mode="r") >= 0
     descending_train_count_I = np.sort(train_count_I[train_count_I > 0])[::-1]
     num_head_items = max(1, math.ceil(HEAD_SHARE * len(descending_train_count_I)))
-    has_test_U = user_offset[1:] > validation_end
-    has_no_train_U = train_end == user_offset[:-1]
+    has_test_event_U = user_offset[1:] > validation_end
+    has_no_train_event_U = train_end == user_offset[:-1]
     # Duplicates and leaks are copies with the same user, item and time, so they are not measured without timestamps.
     has_times = "event_time.npy" in interactions.files
     num_split_violations = float(
@@ -78,7 +78,7 @@ def share_metrics(interactions: InteractionsManifest, split_counts: SplitCounts,
         "repeated_train_pair_share": _ratio(split_counts.num_repeated_train_pairs, num_train_events),
         "repeated_pair_share": _ratio(split_counts.num_repeated_test_pairs, num_test_events),
         "unseen_item_share": _ratio(float(split_counts.num_test_events_I[train_count_I == 0].sum()), num_test_events),
-        "unseen_user_share": _ratio(float(np.sum(has_test_U & has_no_train_U)), float(has_test_U.sum())),
+        "unseen_user_share": _ratio(float(np.sum(has_test_event_U & has_no_train_event_U)), float(has_test_event_U.sum())),
         "leaked_event_share": _ratio(split_counts.num_leaked_events, num_held_out_events) if has_times else math.nan,
         "future_event_share": _ratio(split_counts.num_future_events, num_train_events) if has_times else math.nan,
         "split_violations": num_split_violations if has_times or interactions.is_ordered else math.nan,

@@ -81,12 +81,12 @@ def read_footers(locations: Sequence[Location]) -> list[Footer]:
         for index, (location, raw_footer) in enumerate(zip(locations, raw_footers, strict=True)):
             # The footer between two magic numbers is a valid parquet file without data. DuckDB and pyarrow parse this file, so
             # they parse the same bytes that are hashed.
-            footer_file_bytes = _MAGIC + raw_footer + len(raw_footer).to_bytes(4, "little") + _MAGIC
+            footer_file_content = _MAGIC + raw_footer + len(raw_footer).to_bytes(4, "little") + _MAGIC
             footer_path = Path(folder) / f"{index}.parquet"
-            footer_path.write_bytes(footer_file_bytes)
+            footer_path.write_bytes(footer_file_content)
             sha256, data_end = hashlib.sha256(raw_footer).hexdigest(), location.num_bytes - len(raw_footer) - 8
             with _explain_errors(location):
-                footers.append(_parse_footer(footer_file_bytes, footer_path, sha256, connection, data_end=data_end))
+                footers.append(_parse_footer(footer_file_content, footer_path, sha256, connection, data_end=data_end))
             footer_path.unlink()
     return footers
 
@@ -111,39 +111,39 @@ def _is_leaf_of(leaf_path: str, columns: set[str]) -> bool:
 
 def _read_footer_bytes(location: Location) -> bytes:
     with location.filesystem.open_input_file(location.path) as file:
-        file_bytes = file.size()
-        if file_bytes != location.num_bytes:
-            raise _InvalidFooterError(f"it now has {file_bytes:,} bytes; it is still being written")
-        if file_bytes == 0:
+        num_file_bytes = file.size()
+        if num_file_bytes != location.num_bytes:
+            raise _InvalidFooterError(f"it now has {num_file_bytes:,} bytes; it is still being written")
+        if num_file_bytes == 0:
             raise _InvalidFooterError("it is empty; write it again")
-        tail_bytes = file.read_at(min(file_bytes, _TAIL_BYTES), max(0, file_bytes - _TAIL_BYTES))
-        if tail_bytes[-4:] == b"PARE":
+        tail = file.read_at(min(num_file_bytes, _TAIL_BYTES), max(0, num_file_bytes - _TAIL_BYTES))
+        if tail[-4:] == b"PARE":
             raise _InvalidFooterError("its footer is encrypted; write it without encryption")
-        if file_bytes < 12 or tail_bytes[-4:] != _MAGIC:
-            starts_as_parquet = file_bytes >= 4 and file.read_at(4, 0) == _MAGIC
+        if num_file_bytes < 12 or tail[-4:] != _MAGIC:
+            starts_as_parquet = num_file_bytes >= 4 and file.read_at(4, 0) == _MAGIC
             raise _InvalidFooterError(
                 "it begins as parquet, but its end is missing: truncated; copy or write it again"
                 if starts_as_parquet
                 else "it has no parquet footer; list only parquet files"
             )
-        footer_bytes = int.from_bytes(tail_bytes[-8:-4], "little")
-        if footer_bytes > file_bytes - 12:
+        num_footer_bytes = int.from_bytes(tail[-8:-4], "little")
+        if num_footer_bytes > num_file_bytes - 12:
             raise _InvalidFooterError(
-                f"its footer claims {footer_bytes:,} bytes, more than fit into the file: truncated or damaged; "
+                f"its footer claims {num_footer_bytes:,} bytes, more than fit into the file: truncated or damaged; "
                 "copy or write it again"
             )
-        if footer_bytes + 8 > len(tail_bytes):
-            tail_bytes = file.read_at(footer_bytes + 8, file_bytes - 8 - footer_bytes)
-        return bytes(tail_bytes[-8 - footer_bytes : -8])
+        if num_footer_bytes + 8 > len(tail):
+            tail = file.read_at(num_footer_bytes + 8, num_file_bytes - 8 - num_footer_bytes)
+        return bytes(tail[-8 - num_footer_bytes : -8])
 
 
 def _parse_footer(
-    footer_file_bytes: bytes, footer_path: Path, sha256: str, connection: duckdb.DuckDBPyConnection, *, data_end: int
+    footer_file_content: bytes, footer_path: Path, sha256: str, connection: duckdb.DuckDBPyConnection, *, data_end: int
 ) -> Footer:
     """Parse a parquet file that consists of a footer only, and check the footer.
 
     Args:
-        footer_file_bytes: content of this file.
+        footer_file_content: content of this file.
         footer_path: path of this file.
         data_end: offset of the footer in the input file, which is the end of the input file's data.
     """
@@ -151,11 +151,11 @@ def _parse_footer(
     try:
         values_by_field: dict[str, Any] = connection.execute(query_sql, [str(footer_path)]).fetchnumpy()
     except duckdb.ConversionException as error:  # DuckDB cannot represent a timestamp in the statistics
-        raise _InvalidFooterError(_explain_timestamp(footer_file_bytes)) from error
+        raise _InvalidFooterError(_explain_timestamp(footer_file_content)) from error
     except duckdb.Error as error:  # remove the path of the temporary file from the message
         reason = str(error).splitlines()[0].rpartition(f'"{footer_path}": ')[2]
         raise _InvalidFooterError(f"{reason}; copy or write it again") from error
-    with pq.ParquetFile(pa.BufferReader(footer_file_bytes)) as file:
+    with pq.ParquetFile(pa.BufferReader(footer_file_content)) as file:
         metadata, schema = file.metadata, file.schema_arrow
         leaves = tuple(_leaf(file.schema.column(index)) for index in range(len(file.schema)))
     shape = (metadata.num_row_groups, len(leaves))
@@ -189,8 +189,8 @@ def _leaf(column: pq.ColumnSchema) -> Leaf:
     return Leaf(column.path, column.physical_type, value_bytes, column.max_repetition_level > 0)
 
 
-def _explain_timestamp(footer_file_bytes: bytes) -> str:
-    with pq.ParquetFile(pa.BufferReader(footer_file_bytes)) as file:
+def _explain_timestamp(footer_file_content: bytes) -> str:
+    with pq.ParquetFile(pa.BufferReader(footer_file_content)) as file:
         timestamp_columns = [field.name for field in file.schema_arrow if pa.types.is_timestamp(field.type)]
     shown_columns = " or ".join(shown(name) for name in timestamp_columns[:5]) or "with timestamps"
     return (

@@ -43,11 +43,11 @@ def check_expansion(
     """Reject decompression bombs: files whose `columns` decode to more than 1 GiB and to far more than the size of the file.
 
     The sizes of numbers and lists are computed from the footers, without reading data. A footer does not contain the lengths of
-    strings, so the dictionaries of the strings are read too (0.2 s for 20 million rows). They give an upper bound of the bytes
-    of all strings. The strings themselves are read only if this bound is above the limit.
+    strings, so the dictionaries of the strings are read too (0.2 s for 20 million rows). The dictionaries give an upper bound
+    of the bytes of all strings. The strings themselves are read only if this bound is above the limit.
 
     Args:
-        max_expansion_ratio: largest allowed ratio of decoded bytes to file bytes, for files above 1 GiB.
+        max_expansion_ratio: largest allowed ratio of decoded bytes to file bytes, for data that decodes to more than 1 GiB.
         setting: config key of max_expansion_ratio, for messages.
         count_text_bytes: whether to count the characters of strings; false for a reader that keeps strings in dictionaries.
 
@@ -65,7 +65,7 @@ def check_expansion(
 
     total_decoded_bytes = 0.0
     for source in sources:
-        decoded_bytes = _decoded_bytes_by_footer(source, columns)
+        decoded_bytes = _decoded_bytes_from_footer(source, columns)
         require_within_limit(source.name, decoded_bytes, source.record.bytes)
         if count_text_bytes:
             limit_bytes = max(HARMLESS_BYTES, max_expansion_ratio * source.record.bytes)
@@ -76,7 +76,7 @@ def check_expansion(
     require_within_limit(f"{sources[0].name} and {len(sources) - 1} more", total_decoded_bytes, file_bytes)
 
 
-def _decoded_bytes_by_footer(source: Source, columns: Sequence[str]) -> float:
+def _decoded_bytes_from_footer(source: Source, columns: Sequence[str]) -> float:
     """Return the bytes of the decoded columns, without the characters of strings in dictionaries."""
     footer = source.footer
     leaf_indices = footer.leaf_indices_of(columns)
@@ -206,7 +206,7 @@ def _batch_row_counts(
 ) -> Iterator[int]:
     if not columns:
         return
-    row_bytes = int(_decoded_bytes_by_footer(source, columns)) // max(1, source.record.rows) + 1
+    row_bytes = int(_decoded_bytes_from_footer(source, columns)) // max(1, source.record.rows) + 1
     rows_per_batch = max(1, min(_BATCH_ROWS, _BATCH_BYTES // row_bytes))
     for batch in file.iter_batches(rows_per_batch, row_groups=group_indices, columns=list(columns)):
         yield batch.num_rows

@@ -109,7 +109,7 @@ def run_export(job: ExportJob, *, process: Process) -> None:
         job.spec,
         loss=job.loss,
         item_count_I=store.item_count,
-        popularity_rank={},
+        popularity_rank_by_table={},
         plan=PlanFile.read(job.plan),
         process=process,
         config=job.training,

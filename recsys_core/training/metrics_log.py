@@ -129,8 +129,8 @@ class MetricsTail:
             if inode != self._inode:  # a new attempt has replaced the file
                 self._inode, self._offset_bytes = inode, 0
             file.seek(self._offset_bytes)
-            unread_bytes = file.read()
-        complete_lines = unread_bytes[: unread_bytes.rfind(b"\n") + 1]
+            unread_content = file.read()
+        complete_lines = unread_content[: unread_content.rfind(b"\n") + 1]
         self._offset_bytes += len(complete_lines)
         for line in complete_lines.splitlines():
             progress = Progress.model_validate_json(line)

@@ -121,18 +121,18 @@ def _read_records(part_path: Path, *, shape: tuple[int, ...]) -> Iterator[tuple[
             f"{part_path}: this file of another rank is not visible here; mount the same storage under this path on all hosts"
         ) from None
     with file:
-        while header_bytes := file.read(HEADER_BYTES):
+        while raw_header := file.read(HEADER_BYTES):
             # A truncated header is padded to negative numbers, so that it fails the check below.
-            row, column, num_rows, num_columns = np.frombuffer(header_bytes.ljust(HEADER_BYTES, b"\xff"), np.int64).tolist()
+            row, column, num_rows, num_columns = np.frombuffer(raw_header.ljust(HEADER_BYTES, b"\xff"), np.int64).tolist()
             is_inside = (
                 min(row, column, num_rows, num_columns) >= 0 and row + num_rows <= shape[0] and column + num_columns <= shape[1]
             )
-            value_bytes = file.read(num_rows * num_columns * 4) if is_inside else b""
-            if not is_inside or len(value_bytes) != num_rows * num_columns * 4:
+            raw_values = file.read(num_rows * num_columns * 4) if is_inside else b""
+            if not is_inside or len(raw_values) != num_rows * num_columns * 4:
                 raise StageError(
                     f"{part_path}: a record of {num_rows} x {num_columns} values at row {row}, column {column} is cut off or "
                     f"does not fit into an array of {shape[0]} x {shape[1]}; mount the same, intact storage under this path "
                     "on all hosts"
                 )
-            values_RC = np.frombuffer(value_bytes, np.float32).reshape(num_rows, num_columns)
+            values_RC = np.frombuffer(raw_values, np.float32).reshape(num_rows, num_columns)
             yield (slice(row, row + num_rows), slice(column, column + num_columns)), values_RC

@@ -73,7 +73,7 @@ def initial_model(job: TrainJob, *, store: EventStore, dataset: Dataset, process
         spec,
         loss=job.loss,
         item_count_I=store.item_count,
-        popularity_rank=popularity_ranks(spec, store=store, interactions=dataset.interactions),
+        popularity_rank_by_table=popularity_ranks(spec, store=store, interactions=dataset.interactions),
         plan=PlanFile.read(job.plan),
         process=process,
         config=job.training,
@@ -93,7 +93,7 @@ def build_model(
     *,
     loss: LossConfig,
     item_count_I: NDArray[np.int64],
-    popularity_rank: Mapping[str, NDArray[np.int64]],
+    popularity_rank_by_table: Mapping[str, NDArray[np.int64]],
     plan: PlanFile,
     process: Process,
     config: TrainingConfig,
@@ -102,7 +102,7 @@ def build_model(
 
     Args:
         item_count_I: training events per item.
-        popularity_rank: for each gradually unfrozen table, the popularity rank of each row; see RetrievalHead.
+        popularity_rank_by_table: for each gradually unfrozen table, the popularity rank of each row; see RetrievalHead.
 
     Raises InputError if the plan was made for another model or world size.
     """
@@ -113,7 +113,7 @@ def build_model(
         spec,
         loss=loss,
         item_count_I=item_count_I,
-        popularity_rank=popularity_rank,
+        popularity_rank=popularity_rank_by_table,
         weight_decay=decay_by_table(spec, default_optimizer=default_optimizer),
         group=dist.group.WORLD,
     )

@@ -68,7 +68,7 @@ def look_up(rank: int, kind: str) -> None:
         spec,
         loss=LossConfig(num_negatives=0),
         item_count_I=np.ones(ITEMS, np.int64),
-        popularity_rank={},
+        popularity_rank_by_table={},
         plan=make_plan(sharding, model=spec, batch_size=4, compare=False),
         process=Process(rank, ranks, torch.device("cpu")),
         config=TrainingConfig(seed=SEED),

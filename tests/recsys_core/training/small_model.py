@@ -180,7 +180,7 @@ def sharded_model(
         spec,
         loss=loss,
         item_count_I=COUNTS,
-        popularity_rank=gradual,
+        popularity_rank_by_table=gradual,
         plan=plan,
         process=process,
         config=training,

@@ -65,7 +65,7 @@ def _copy_columns(source: Source, columns: Sequence[str], copy_path: Path) -> Pa
                 source, copy_path, needed_bytes=resumable_copy.compressed_bytes, free_bytes=free_bytes
             ) from error
         problem = "the store stopped answering" if is_temporary_error(error) else "damaged, or not readable"
-        raise InputError(f"{source.name}: {problem}, at row {resumable_copy.num_rows:,}: {first_line(error)}") from error
+        raise InputError(f"{source.name}: {problem}, at row {resumable_copy.num_copied_rows:,}: {first_line(error)}") from error
     return copy_path
 
 
@@ -83,7 +83,7 @@ class _ResumableCopy:
         self._location, self._footer, self._columns, self._copy_path = location, footer, list(columns), copy_path
         self._writer: pq.ParquetWriter | None = None
         self._group_index, self._num_rows_in_group = 0, 0
-        self.num_rows = 0
+        self.num_copied_rows = 0
         bytes_per_group = footer.compressed_bytes[:, footer.leaf_indices_of(self._columns)].sum(axis=1)
         self.compressed_bytes = int(bytes_per_group.sum())
         # A small row group is fetched in one request; a large one streams through a buffer per column.
@@ -93,7 +93,7 @@ class _ResumableCopy:
             self._fetch_options = {"pre_buffer": False, "buffer_size": buffer_bytes}
 
     def resume(self) -> None:
-        """Copy the rows that are not in the target yet."""
+        """Copy the rows that are not in the copy yet."""
         with pq.ParquetFile(
             self._location.path,
             filesystem=self._location.filesystem,
@@ -112,7 +112,7 @@ class _ResumableCopy:
                     if new_rows.num_rows:
                         self._writer.write_batch(new_rows.select(self._columns))
                         self._num_rows_in_group += new_rows.num_rows
-                        self.num_rows += new_rows.num_rows
+                        self.num_copied_rows += new_rows.num_rows
                 self._group_index, self._num_rows_in_group = self._group_index + 1, 0
 
     def close(self) -> None:

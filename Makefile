@@ -3,7 +3,7 @@ PYTHON ?= python3
 DEVICE ?= cpu
 ARGS ?=
 WORKERS ?= 4
-# Several tests run at once, and waiting OpenMP threads of one would take the cores from the others: one thread each.
+# Several tests run at once. Each test gets one OpenMP thread, because waiting threads would take cores from the other tests.
 # Tests write and sync many small files. They use memory if it has room, otherwise the default folder for temporary files.
 TEST_TMP ?= $(shell test "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)" -gt 4000000 2>/dev/null && echo /dev/shm)
 VENV := .venv

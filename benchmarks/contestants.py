@@ -42,25 +42,25 @@ from recsys_core.training.loop import Trainer, make_loader
 from recsys_core.training.process_group import Process
 from recsys_core.training.sharded_model import initial_model
 
-ROWS, DIM, LAYERS = 1 << 20, 64, (128, 64)
-EVENTS = 3 << 20
+NUM_ROWS, DIM, LAYERS = 1 << 20, 64, (128, 64)
+NUM_EVENTS = 3 << 20
 WARM_UP_STEPS, WINDOW_STEPS, NUM_WINDOWS = 20, 20, 3
 """For the comparison of sharding types: steps before the measurement, steps per timed window, number of windows."""
 BEST_TYPE: ShardingType = "table_wise"
 """Sharding type of both tables when contestants are compared. TorchRec's planner chooses it for the example too."""
-EXAMPLE, PREPARED, OURS, PREPARED_BATCHES = "example", "example, prepared ranks", "ours, fp32", "ours, prepared batches"
-CONTESTANTS = (EXAMPLE, PREPARED, OURS, PREPARED_BATCHES, "ours, bf16")
+EXAMPLE, PREPARED_EXAMPLE, OURS, OURS_PREPARED = "example", "example, prepared ranks", "ours, fp32", "ours, prepared batches"
+CONTESTANTS = (EXAMPLE, PREPARED_EXAMPLE, OURS, OURS_PREPARED, "ours, bf16")
 CPU_FEATURES = "cpu features"
-PATCH_FUNCTIONS = {
+FUNCTION_BY_PATCH = {
     "unpooled lookups": (lookups, "patch_cpu_kernels"),
     "core pinning": (rank_patches, "pin_to_core_share"),
     "batch scheduling": (rank_patches, "use_batch_scheduling"),
 }
-PATCHES = (CPU_FEATURES, *PATCH_FUNCTIONS)
-"""Patches that make a step faster. PATCH_FUNCTIONS has the module and the function of each patch. To measure a step without a
-patch, a no-op replaces its function."""
+PATCH_NAMES = (CPU_FEATURES, *FUNCTION_BY_PATCH)
+"""Patches that make a step faster. FUNCTION_BY_PATCH has the module and the function of each patch. To measure a step
+without a patch, a no-op replaces the function of the patch."""
 Pace = Callable[[Iterable[Any]], Iterator[Any]]
-"""Function that yields the batches in the turns of a contestant; see Turns.pace."""
+"""Function that yields batches, but only during the turns of its contestant; see Turns.pace."""
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
@@ -72,7 +72,7 @@ def name_without(patch: str) -> str:
 class Contestant(NamedTuple):
     """One contestant with its settings.
 
-    sharding_type: type of the user table, and of the item table if unpooled tables support the type.
+    sharding_type: sharding type of the user table. The item table has the same type if unpooled tables support it.
     """
 
     name: str
@@ -92,10 +92,10 @@ class Contestant(NamedTuple):
 def write_log(folder: Path) -> InteractionsManifest:
     """Write a parquet log of random pairs, in which every user and every item occurs, and ingest it."""
     rng = np.random.default_rng(0)
-    num_repeated = EVENTS - ROWS
-    user = np.concatenate([rng.permutation(ROWS), rng.integers(0, ROWS, num_repeated)])
-    item = np.concatenate([rng.permutation(ROWS), rng.integers(0, ROWS, num_repeated)])
-    table = pa.table({"user_id": user, "item_id": item})
+    num_repeated = NUM_EVENTS - NUM_ROWS
+    user_ids = np.concatenate([rng.permutation(NUM_ROWS), rng.integers(0, NUM_ROWS, num_repeated)])
+    item_ids = np.concatenate([rng.permutation(NUM_ROWS), rng.integers(0, NUM_ROWS, num_repeated)])
+    table = pa.table({"user_id": user_ids, "item_id": item_ids})
     pq.write_table(table, folder / "log.parquet")
     pq.write_table(table.slice(0, 1_000), folder / "test.parquet")  # required by the split, never used
     split = FileSplit(test_paths=(str(folder / "test.parquet"),), validation_share=0.0)
@@ -106,10 +106,10 @@ def write_log(folder: Path) -> InteractionsManifest:
 class OneEpochLoader:
     """Loader of one long epoch with a fixed number of batches. The batches are loaded step by step, or all in advance."""
 
-    def __init__(self, loader: TrainLoader, *, num_steps: int, in_advance: bool, pace: Pace | None) -> None:
+    def __init__(self, loader: TrainLoader, *, num_steps: int, loads_in_advance: bool, pace: Pace | None) -> None:
         self._loader, self._num_steps, self._pace = loader, num_steps, pace
         self.num_epoch_samples = num_steps * loader.num_batch_samples(0)
-        self._batches = [loader.batch(0, step) for step in range(min(num_steps, len(loader)))] if in_advance else None
+        self._batches = [loader.batch(0, step) for step in range(min(num_steps, len(loader)))] if loads_in_advance else None
 
     def __len__(self) -> int:
         return self._num_steps
@@ -131,7 +131,7 @@ class OneEpochLoader:
 def train_with_nightjar(contestant: Contestant, *, folder: Path, process: Process, pace: Pace | None) -> dict[str, Any]:
     """Train with nightjar's trainer, and return the samples per second and the mean step times of the timed windows."""
     interactions = require_manifest(folder / "interactions", InteractionsManifest, verify=False)
-    model = TwoTowerConfig(
+    model_config = TwoTowerConfig(
         embedding_dim=DIM,
         similarity="dot",
         temperature=1.0,
@@ -142,8 +142,8 @@ def train_with_nightjar(contestant: Contestant, *, folder: Path, process: Proces
     )
     loss = LossConfig(kind="bce", num_negatives=1)
     is_pooled = contestant.sharding_type not in UNPOOLED_SHARDING_TYPES
-    spec = ModelSpec.of(
-        model,
+    model_spec = ModelSpec.of(
+        model_config,
         dataset=Dataset(interactions),
         loss=loss,
         tables={"user": TableConfig(lookup="pooled" if is_pooled else "unpooled")},
@@ -157,16 +157,16 @@ def train_with_nightjar(contestant: Contestant, *, folder: Path, process: Proces
         precision="bf16" if "bf16" in contestant.name else "fp32",
     )
     cluster = ClusterConfig(device="cpu", processes_per_node=contestant.num_ranks)
-    item_type = "row_wise" if is_pooled else contestant.sharding_type
-    tables = {
+    item_sharding_type = "row_wise" if is_pooled else contestant.sharding_type
+    constraint_by_table = {
         "user": TableConstraint(sharding_types=(contestant.sharding_type,)),
-        "item": TableConstraint(sharding_types=(item_type,)),
+        "item": TableConstraint(sharding_types=(item_sharding_type,)),
     }
     work_folder = folder / contestant.name
     if process.is_main:
         plan_sharding(
-            ShardingConfig(cluster=cluster, tables=tables),
-            model=spec,
+            ShardingConfig(cluster=cluster, tables=constraint_by_table),
+            model=model_spec,
             batch_size=contestant.batch_size,
             folder=work_folder / "plan",
         )
@@ -174,7 +174,7 @@ def train_with_nightjar(contestant: Contestant, *, folder: Path, process: Proces
     job = TrainJob(
         work=work_folder,
         fingerprint="bench",
-        spec=spec,
+        spec=model_spec,
         loss=loss,
         training=training,
         interactions=interactions.folder,
@@ -183,11 +183,11 @@ def train_with_nightjar(contestant: Contestant, *, folder: Path, process: Proces
         plan=work_folder / "plan" / "plan.json",
     )
     store = EventStore.open(interactions)
-    loader = make_loader(
+    train_loader = make_loader(
         job, store=store, assembler=Assembler(user_batch_key=job.spec.user_batch_key, features=None), process=process
     )
     one_epoch_loader: Any = OneEpochLoader(
-        loader, num_steps=contestant.num_steps, in_advance=contestant.name == PREPARED_BATCHES, pace=pace
+        train_loader, num_steps=contestant.num_steps, loads_in_advance=contestant.name == OURS_PREPARED, pace=pace
     )
     sharded_model = initial_model(job, store=store, dataset=Dataset(interactions), process=process)
     trainer = Trainer(job, model=sharded_model, loader=one_epoch_loader, validator=None, process=process)
@@ -196,17 +196,22 @@ def train_with_nightjar(contestant: Contestant, *, folder: Path, process: Proces
     trainer.end_epoch()
     if not process.is_main:
         return {}
-    lines = [Progress.model_validate_json(line) for line in (work_folder / METRICS_FILE).read_text().splitlines()]
-    timed_lines = [line for line in lines if line.step > contestant.warm_up_steps]
-    mean_ms = {name: statistics.fmean(line.ms_per_step[name] for line in timed_lines) for name in timed_lines[0].ms_per_step}
-    return {"samples_per_s": statistics.harmonic_mean([line.samples_per_s for line in timed_lines]), "ms_per_step": mean_ms}
+    progress_reports = [Progress.model_validate_json(line) for line in (work_folder / METRICS_FILE).read_text().splitlines()]
+    timed_reports = [report for report in progress_reports if report.step > contestant.warm_up_steps]
+    mean_ms = {
+        name: statistics.fmean(report.ms_per_step[name] for report in timed_reports) for name in timed_reports[0].ms_per_step
+    }
+    return {
+        "samples_per_s": statistics.harmonic_mean([report.samples_per_s for report in timed_reports]),
+        "ms_per_step": mean_ms,
+    }
 
 
 def _run_rank(contestant: Contestant, rank: int, folder: Path, pipe: Connection, takes_turns: bool) -> None:
     torch.set_num_threads(1)  # also torchrun's default
-    for patch, (module, function) in PATCH_FUNCTIONS.items():
-        if contestant.name == name_without(patch):
-            setattr(module, function, lambda *_, **__: None)
+    for patch_name, (module, function_name) in FUNCTION_BY_PATCH.items():
+        if contestant.name == name_without(patch_name):
+            setattr(module, function_name, lambda *_, **__: None)
     if contestant.name != EXAMPLE:
         rank_patches.prepare_rank(local_rank=rank, num_local_ranks=contestant.num_ranks)
     rendezvous_url = f"file://{folder / contestant.name}.group"
@@ -217,7 +222,7 @@ def _run_rank(contestant: Contestant, rank: int, folder: Path, pipe: Connection,
     if contestant.name.startswith(EXAMPLE):
         assert pace is not None
         os.environ |= {"LOCAL_WORLD_SIZE": str(contestant.num_ranks), "LOCAL_RANK": str(rank)}
-        torchrec_loop.train(rows=ROWS, dim=DIM, layers=list(LAYERS), batch_size=contestant.batch_size, pace=pace)
+        torchrec_loop.train(num_rows=NUM_ROWS, dim=DIM, layers=list(LAYERS), batch_size=contestant.batch_size, pace=pace)
     else:
         process = Process(rank=rank, world_size=contestant.num_ranks, device=torch.device("cpu"))
         result = train_with_nightjar(contestant, folder=folder, process=process, pace=pace)

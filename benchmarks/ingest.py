@@ -15,7 +15,7 @@ from benchmarks import ingest_embeddings, ingest_interactions, loader
 from recsys_core.preflight import installed_versions
 
 FOLDER = Path(__file__).parent
-PARTS: dict[str, Any] = {
+BENCHMARK_BY_TITLE: dict[str, Any] = {
     "Interactions": ingest_interactions,
     "Vectors": ingest_embeddings,
     "Loader": loader,
@@ -24,12 +24,12 @@ PARTS: dict[str, Any] = {
 
 def main() -> None:
     """Measure the parts named by the arguments, or all parts, and write the results after each part."""
-    titles = [title for title in PARTS if not sys.argv[1:] or title.lower() in sys.argv[1:]]
+    titles = [title for title in BENCHMARK_BY_TITLE if not sys.argv[1:] or title.lower() in sys.argv[1:]]
     versions = installed_versions()
     results: dict[str, Any] = json.loads((FOLDER / "ingest.json").read_text()) if sys.argv[1:] else {}
     for title in titles:
         sys.stderr.write(f"{title} ...\n")
-        results[title.lower()] = PARTS[title].measure() | {
+        results[title.lower()] = BENCHMARK_BY_TITLE[title].measure() | {
             "date": f"{datetime.now(UTC):%Y-%m-%d}",
             "cores": len(os.sched_getaffinity(0)),
             "versions": {name: versions[name] for name in ("torch", "torchrec", "duckdb", "pyarrow") if name in versions},
@@ -41,7 +41,7 @@ def main() -> None:
 
 def _to_markdown(results: dict[str, Any]) -> str:
     lines = ["This page was written by `make bench-ingest`.", ""]
-    for title in (title for title in PARTS if title.lower() in results):
+    for title in (title for title in BENCHMARK_BY_TITLE if title.lower() in results):
         result = results[title.lower()]
         versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
         lines += [
@@ -49,7 +49,7 @@ def _to_markdown(results: dict[str, Any]) -> str:
             "",
             f"Measured on {result['date']} on {result['cores']} cores with {versions}.",
             "",
-            PARTS[title].to_markdown(result),
+            BENCHMARK_BY_TITLE[title].to_markdown(result),
         ]
     return "\n".join(lines)
 

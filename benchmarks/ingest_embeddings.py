@@ -22,39 +22,39 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.measuring import measure_work, run_in_new_process, summary, table_cells
+from benchmarks.measuring import measure_work, run_in_new_process, summarise_runs, table_cells
 
-LAYOUTS = {"list": ("pandas", "nightjar"), "wide": ("pandas", "pandas_block", "nightjar")}
+METHODS_BY_LAYOUT = {"list": ("pandas", "nightjar"), "wide": ("pandas", "pandas_block", "nightjar")}
 """Methods for each layout of the file; the first one is the reference."""
-PREFIX = "dim_"
+DIMENSION_PREFIX = "dim_"
 
 
-def write_vectors(folder: Path, *, rows: int, dim: int) -> None:
+def write_vectors(folder: Path, *, num_rows: int, dim: int) -> None:
     """Write the same random float32 vectors with shuffled ids as list.parquet and wide.parquet."""
-    random = np.random.default_rng(0)
-    vectors = random.standard_normal((rows, dim), dtype=np.float32)
-    ids = random.permutation(rows)
-    offsets = pa.array(np.arange(0, rows * dim + 1, dim, dtype=np.int32))
-    column = pa.ListArray.from_arrays(offsets, pa.array(vectors.ravel()))
-    pq.write_table(pa.table({"item_id": ids, "vector": column}), folder / "list.parquet")
-    vector_columns = {f"{PREFIX}{index}": np.ascontiguousarray(vectors[:, index]) for index in range(dim)}
+    rng = np.random.default_rng(0)
+    vectors = rng.standard_normal((num_rows, dim), dtype=np.float32)
+    ids = rng.permutation(num_rows)
+    offsets = pa.array(np.arange(0, num_rows * dim + 1, dim, dtype=np.int32))
+    vector_lists = pa.ListArray.from_arrays(offsets, pa.array(vectors.ravel()))
+    pq.write_table(pa.table({"item_id": ids, "vector": vector_lists}), folder / "list.parquet")
+    vector_columns = {f"{DIMENSION_PREFIX}{index}": np.ascontiguousarray(vectors[:, index]) for index in range(dim)}
     pq.write_table(pa.table({"item_id": ids, **vector_columns}), folder / "wide.parquet")
 
 
-def measure(*, rows: int = 1_000_000, dim: int = 128, repeats: int = 3) -> dict[str, Any]:
+def measure(*, num_rows: int = 1_000_000, dim: int = 128, repeats: int = 3) -> dict[str, Any]:
     """Return the sizes, and for each layout and method the seconds of all runs and the anonymous memory."""
-    results: dict[str, Any] = {"rows": rows, "dim": dim, "cores": len(os.sched_getaffinity(0))}
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        write_vectors(folder, rows=rows, dim=dim)
-        for layout, methods in LAYOUTS.items():
-            runs: dict[str, list[dict[str, float]]] = {method: [] for method in methods}
+    results: dict[str, Any] = {"rows": num_rows, "dim": dim, "cores": len(os.sched_getaffinity(0))}
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
+        write_vectors(folder, num_rows=num_rows, dim=dim)
+        for layout, methods in METHODS_BY_LAYOUT.items():
+            runs_by_method: dict[str, list[dict[str, float]]] = {method: [] for method in methods}
             for _ in range(repeats):
                 for method in methods:
-                    runs[method].append(
+                    runs_by_method[method].append(
                         run_in_new_process("benchmarks.ingest_embeddings", method, str(folder / f"{layout}.parquet"))
                     )
-            results[layout] = {method: summary(measurements) for method, measurements in runs.items()}
+            results[layout] = {method: summarise_runs(measurements) for method, measurements in runs_by_method.items()}
     return results
 
 
@@ -70,49 +70,58 @@ def to_markdown(results: dict[str, Any]) -> str:
         "| anonymous memory at the start, MB |",
         "|:---|:---|---:|---:|---:|---:|",
     ]
-    for layout, methods in LAYOUTS.items():
+    for layout, methods in METHODS_BY_LAYOUT.items():
         for method in methods:
-            result, reference = results[layout][method], results[layout][methods[0]]
-            row = [layout, method, *table_cells(result, references=[reference]), f"{result['start_anon_bytes'] / 1e6:,.0f}"]
-            lines.append(f"| {' | '.join(row)} |")
+            method_result, pandas_result = results[layout][method], results[layout][methods[0]]
+            cells = [
+                layout,
+                method,
+                *table_cells(method_result, references=[pandas_result]),
+                f"{method_result['start_anon_bytes'] / 1e6:,.0f}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _pandas_work(file: Path, *, block: bool) -> Callable[[], object]:
+def _pandas_work(parquet_path: Path, *, copies_block: bool) -> Callable[[], object]:
     import pandas as pd
     import torch
 
     def work() -> object:
-        frame = pd.read_parquet(file)
+        frame = pd.read_parquet(parquet_path)
         ids = frame["item_id"].to_numpy()
         if "vector" in frame:
             vectors = np.stack(list(frame["vector"].to_numpy()))
         else:
-            names = [name for name in frame if str(name).startswith(PREFIX)]
-            vectors = frame[names].to_numpy() if block else np.stack([frame[name].to_numpy() for name in names], axis=1)
+            column_names = [column_name for column_name in frame if str(column_name).startswith(DIMENSION_PREFIX)]
+            vectors = (
+                frame[column_names].to_numpy()
+                if copies_block
+                else np.stack([frame[column_name].to_numpy() for column_name in column_names], axis=1)
+            )
         return ids, torch.from_numpy(np.ascontiguousarray(vectors)).share_memory_()  # type: ignore[no-untyped-call]
 
     return work
 
 
-def _nightjar_work(file: Path, folder: Path) -> Callable[[], object]:
+def _nightjar_work(parquet_path: Path, folder: Path) -> Callable[[], object]:
     from recsys_core.data.embeddings.config import EmbeddingsConfig
     from recsys_core.data.embeddings.ingest import ingest_embeddings
 
-    layout = {"vector_column": "vector"} if file.stem == "list" else {"dimension_prefix": PREFIX}
-    config = EmbeddingsConfig(paths=(str(file),), **layout)
+    column_settings = {"vector_column": "vector"} if parquet_path.stem == "list" else {"dimension_prefix": DIMENSION_PREFIX}
+    config = EmbeddingsConfig(paths=(str(parquet_path),), **column_settings)
     return lambda: ingest_embeddings((config,), folder=folder / "stage")
 
 
 def main() -> None:
     """Measure the method that the arguments name, or all methods without arguments."""
     if len(sys.argv) == 3:
-        method, file = sys.argv[1], Path(sys.argv[2])
-        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        method, parquet_path = sys.argv[1], Path(sys.argv[2])
+        with tempfile.TemporaryDirectory(dir=parquet_path.parent) as folder:
             work = (
-                _nightjar_work(file, Path(folder))
+                _nightjar_work(parquet_path, Path(folder))
                 if method == "nightjar"
-                else _pandas_work(file, block=method == "pandas_block")
+                else _pandas_work(parquet_path, copies_block=method == "pandas_block")
             )
             sys.stdout.write(json.dumps(measure_work(work)) + "\n")
         return

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.measuring import measure_work, run_in_new_process, summary, table_cells
+from benchmarks.measuring import measure_work, run_in_new_process, summarise_runs, table_cells
 from recsys_core.units import DAY_S
 
 MODULE = "benchmarks.ingest_interactions"
@@ -30,48 +30,52 @@ FIRST_TIMESTAMP_S = 1_760_000_000
 SPLIT = {"kind": "time", "test_days": 1, "validation_days": 1}
 
 
-def write_log(folder: Path, *, days: int, users: int, items: int, first_day: int = 0) -> None:
+def write_log(folder: Path, *, num_days: int, num_users: int, num_items: int, first_day: int = 0) -> None:
     """Write one file per day with EVENTS_PER_DAY events: string ids with skewed frequencies, in time order."""
-    user_id = pa.array([f"user-{number:07d}" for number in range(users)])
-    item_id = pa.array([f"item-{number:06d}" for number in range(items)])
+    user_ids = pa.array([f"user-{number:07d}" for number in range(num_users)])
+    item_ids = pa.array([f"item-{number:06d}" for number in range(num_items)])
     folder.mkdir(exist_ok=True)
-    for day in range(first_day, first_day + days):
-        random = np.random.default_rng(day)
-        user = (users * random.random(EVENTS_PER_DAY) ** 1.5).astype(np.int32)
-        item = (items * random.random(EVENTS_PER_DAY) ** 3).astype(np.int32)
-        event_second = FIRST_TIMESTAMP_S + DAY_S * day + np.sort(random.integers(0, DAY_S, EVENTS_PER_DAY))
-        columns = {"user_id": user_id.take(pa.array(user)), "item_id": item_id.take(pa.array(item))}
-        table = pa.table(columns | {"timestamp": pa.array(event_second * 1_000_000).cast(pa.timestamp("us", "UTC"))})
+    for day in range(first_day, first_day + num_days):
+        rng = np.random.default_rng(day)
+        user_index = (num_users * rng.random(EVENTS_PER_DAY) ** 1.5).astype(np.int32)
+        item_index = (num_items * rng.random(EVENTS_PER_DAY) ** 3).astype(np.int32)
+        timestamp_s = FIRST_TIMESTAMP_S + DAY_S * day + np.sort(rng.integers(0, DAY_S, EVENTS_PER_DAY))
+        columns = {"user_id": user_ids.take(pa.array(user_index)), "item_id": item_ids.take(pa.array(item_index))}
+        table = pa.table(columns | {"timestamp": pa.array(timestamp_s * 1_000_000).cast(pa.timestamp("us", "UTC"))})
         pq.write_table(table, folder / f"day-{day:03d}.parquet", row_group_size=1_000_000)
 
 
 def measure(*, repeats: int = 3) -> dict[str, Any]:
     """Measure 20 million events with all methods, a second run with one more day, and 100 million events with nightjar."""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        write_log(folder / "small", days=10, users=1_000_000, items=200_000)
-        runs: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
+        write_log(folder / "small", num_days=10, num_users=1_000_000, num_items=200_000)
+        runs_by_method: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
         for _ in range(repeats):
             for method in METHODS:
-                runs[method].append(run_in_new_process(MODULE, method, str(folder / "small"), str(folder / "out"), "1GB"))
-        write_log(folder / "small", days=1, users=1_000_000, items=200_000, first_day=10)
-        two_runs = run_in_new_process(MODULE, "second_run", str(folder / "small"), str(folder / "out"), "1GB")
-        write_log(folder / "large", days=50, users=5_000_000, items=1_000_000)
+                runs_by_method[method].append(
+                    run_in_new_process(MODULE, method, str(folder / "small"), str(folder / "out"), "1GB")
+                )
+        write_log(folder / "small", num_days=1, num_users=1_000_000, num_items=200_000, first_day=10)
+        second_run_results = run_in_new_process(MODULE, "second_run", str(folder / "small"), str(folder / "out"), "1GB")
+        write_log(folder / "large", num_days=50, num_users=5_000_000, num_items=1_000_000)
         # Both logs have the same memory limit, so that only their sizes differ.
-        logs = {name: folder / name for name in ("small", "large")}
-        same_limit_results = {
-            name: run_in_new_process(MODULE, "nightjar", str(log), str(folder / "out"), "4GB") for name, log in logs.items()
+        folder_by_log = {name: folder / name for name in ("small", "large")}
+        result_by_log = {
+            name: run_in_new_process(MODULE, "nightjar", str(log_folder), str(folder / "out"), "4GB")
+            for name, log_folder in folder_by_log.items()
         }
     return {
-        "methods": {method: summary(measurements) for method, measurements in runs.items()},
-        "second_run": two_runs,
-        "same_limit": {name: result | {"seconds": round(result["seconds"], 2)} for name, result in same_limit_results.items()},
+        "methods": {method: summarise_runs(measurements) for method, measurements in runs_by_method.items()},
+        "second_run": second_run_results,
+        "same_limit": {name: result | {"seconds": round(result["seconds"], 2)} for name, result in result_by_log.items()},
     }
 
 
 def to_markdown(results: dict[str, Any]) -> str:
     """Return three tables: the comparison with pandas, the second run, and the large log."""
-    methods = results["methods"]
+    result_by_method = results["methods"]
+    references = [result_by_method[method] for method in METHODS[:2]]
     lines = [
         f"The log has {10 * EVENTS_PER_DAY:,} events, 1,000,000 users and 200,000 items with string ids in 10 files. The",
         "memory limit of DuckDB is 1GB. `pandas_factorize` is a faster program with pandas. The table has the median of the",
@@ -79,10 +83,7 @@ def to_markdown(results: dict[str, Any]) -> str:
         "",
         "| method | seconds | speed-up over pandas | speed-up over pandas_factorize | largest anonymous memory, MB |",
         "|:---|---:|---:|---:|---:|",
-        *(
-            f"| {' | '.join([method, *table_cells(methods[method], references=[methods[other] for other in METHODS[:2]])])} |"
-            for method in METHODS
-        ),
+        *(f"| {' | '.join([method, *table_cells(result_by_method[method], references=references)])} |" for method in METHODS),
         "",
         "Before the second run, a file with 2,000,000 new events is added to the log. The second run reads only this file, and",
         "every id keeps its row.",
@@ -90,10 +91,10 @@ def to_markdown(results: dict[str, Any]) -> str:
         "| | seconds | files read | rows read | events after the run | ids whose row changed |",
         "|:---|---:|---:|---:|---:|---:|",
     ]
-    for name in ("first", "second"):
-        run = results["second_run"][name]
+    for run_name in ("first", "second"):
+        run = results["second_run"][run_name]
         lines.append(
-            f"| {name} run | {run['seconds']:.2f} | {run['files_read']} | {run['rows_read']:,} | {run['events']:,} "
+            f"| {run_name} run | {run['seconds']:.2f} | {run['files_read']} | {run['rows_read']:,} | {run['events']:,} "
             f"| {run['rows_changed']:,} |"
         )
     lines += [
@@ -105,38 +106,38 @@ def to_markdown(results: dict[str, Any]) -> str:
         "|---:|---:|---:|---:|",
     ]
     for run in results["same_limit"].values():
-        per_event = 1e6 * run["seconds"] / run["events"]
-        lines.append(f"| {run['events']:,} | {run['seconds']:.1f} | {per_event:.3f} | {run['peak_anon_bytes'] / 1e6:,.0f} |")
+        event_us = 1e6 * run["seconds"] / run["events"]
+        lines.append(f"| {run['events']:,} | {run['seconds']:.1f} | {event_us:.3f} | {run['peak_anon_bytes'] / 1e6:,.0f} |")
     return "\n".join(lines) + "\n"
 
 
-def _pandas_work(paths: list[Path], out: Path, *, use_factorize: bool) -> Callable[[], object]:
+def _pandas_work(paths: list[Path], output_folder: Path, *, use_factorize: bool) -> Callable[[], object]:
     import pandas as pd
 
-    def rows_of(ids: Any, is_train: Any) -> Any:
+    def vocabulary_rows(ids: Any, is_train: Any) -> Any:
         if use_factorize:
-            code, unique = pd.factorize(ids)
-            order = np.argsort(-np.bincount(code[is_train], minlength=len(unique)), kind="stable")
-            row = np.empty_like(order)
-            row[order] = np.arange(len(order))
-            return row[code].astype(np.int32)
-        by_frequency = ids[is_train].value_counts().index
-        vocabulary = by_frequency.append(pd.Index(ids.unique()).difference(by_frequency))
+            id_codes, distinct_ids = pd.factorize(ids)
+            codes_by_frequency = np.argsort(-np.bincount(id_codes[is_train], minlength=len(distinct_ids)), kind="stable")
+            row_by_code = np.empty_like(codes_by_frequency)
+            row_by_code[codes_by_frequency] = np.arange(len(codes_by_frequency))
+            return row_by_code[id_codes].astype(np.int32)
+        train_ids_by_frequency = ids[is_train].value_counts().index
+        vocabulary = train_ids_by_frequency.append(pd.Index(ids.unique()).difference(train_ids_by_frequency))
         return vocabulary.get_indexer(ids).astype(np.int32)
 
     def work() -> object:
         log = pd.concat([pd.read_parquet(path) for path in paths], ignore_index=True)
-        time, day = log["timestamp"], pd.Timedelta(days=1)
-        test_start = time.max() - day
-        split = np.where(time > test_start, 2, np.where(time > test_start - day, 1, 0))
-        is_train = split == 0
-        codes = {"user": rows_of(log["user_id"], is_train), "item": rows_of(log["item_id"], is_train)}
-        events = pd.DataFrame(codes | {"split": split.astype(np.int8), "time": time})
+        timestamps, one_day = log["timestamp"], pd.Timedelta(days=1)
+        test_start = timestamps.max() - one_day
+        split_codes = np.where(timestamps > test_start, 2, np.where(timestamps > test_start - one_day, 1, 0))
+        is_train = split_codes == 0
+        rows_by_side = {"user": vocabulary_rows(log["user_id"], is_train), "item": vocabulary_rows(log["item_id"], is_train)}
+        events = pd.DataFrame(rows_by_side | {"split": split_codes.astype(np.int8), "time": timestamps})
         events = events.sort_values(["user", "split", "time", "item"])
-        np.save(out / "user_offset.npy", np.concatenate([[0], np.cumsum(np.bincount(events["user"]))]))
-        np.save(out / "event_item.npy", events["item"].to_numpy())
-        np.save(out / "event_time.npy", events["time"].astype(np.int64).to_numpy())
-        np.save(out / "item_count.npy", np.bincount(events["item"][events["split"] == 0]))
+        np.save(output_folder / "user_offset.npy", np.concatenate([[0], np.cumsum(np.bincount(events["user"]))]))
+        np.save(output_folder / "event_item.npy", events["item"].to_numpy())
+        np.save(output_folder / "event_time.npy", events["time"].astype(np.int64).to_numpy())
+        np.save(output_folder / "item_count.npy", np.bincount(events["item"][events["split"] == 0]))
         return events
 
     return work
@@ -152,43 +153,47 @@ def _nightjar(paths: list[Path], folder: Path, *, memory_limit: str, previous: A
     return ingest_interactions(config, embeddings=None, folder=folder, previous=previous)
 
 
-def _two_runs(paths: list[Path], out: Path, *, memory_limit: str) -> dict[str, Any]:
-    first = _nightjar(paths[:-1], out / "first", memory_limit=memory_limit)
-    second = _nightjar(paths, out / "second", memory_limit=memory_limit, previous=first)
+def _two_runs(paths: list[Path], output_folder: Path, *, memory_limit: str) -> dict[str, Any]:
+    first_run = _nightjar(paths[:-1], output_folder / "first", memory_limit=memory_limit)
+    second_run = _nightjar(paths, output_folder / "second", memory_limit=memory_limit, previous=first_run)
     num_changed_rows = 0
     for side in ("users", "items"):
-        before, after = (pq.read_table(run.path(f"{side}.parquet"), columns=["id"]).column("id") for run in (first, second))
-        num_changed_rows += int((before.to_numpy() != after.slice(0, len(before)).to_numpy()).sum())
+        ids_before, ids_after = (
+            pq.read_table(run.path(f"{side}.parquet"), columns=["id"]).column("id") for run in (first_run, second_run)
+        )
+        num_changed_rows += int((ids_before.to_numpy() != ids_after.slice(0, len(ids_before)).to_numpy()).sum())
     return {
-        name: {
+        run_name: {
             "seconds": run.seconds,
             "files_read": run.files_read,
             "rows_read": run.rows_read,
             "events": run.train_events + run.validation_events + run.test_events,
             "rows_changed": num_changed_rows,
         }
-        for name, run in {"first": first, "second": second}.items()
+        for run_name, run in {"first": first_run, "second": second_run}.items()
     }
 
 
-def _measure_one(method: str, paths: list[Path], out: Path, memory_limit: str) -> dict[str, Any]:
+def _measure_one(method: str, paths: list[Path], output_folder: Path, memory_limit: str) -> dict[str, Any]:
     if method == "second_run":
-        return _two_runs(paths, out, memory_limit=memory_limit)
-    events = sum(pq.read_metadata(path).num_rows for path in paths)
+        return _two_runs(paths, output_folder, memory_limit=memory_limit)
+    num_events = sum(pq.read_metadata(path).num_rows for path in paths)
     if method == "nightjar":
         from recsys_core.data.interactions import ingest  # noqa: F401  imported before the measurement
 
-        return measure_work(lambda: _nightjar(paths, out / "stage", memory_limit=memory_limit)) | {"events": events}
-    return measure_work(_pandas_work(paths, out, use_factorize=method == "pandas_factorize")) | {"events": events}
+        return measure_work(lambda: _nightjar(paths, output_folder / "stage", memory_limit=memory_limit)) | {
+            "events": num_events
+        }
+    return measure_work(_pandas_work(paths, output_folder, use_factorize=method == "pandas_factorize")) | {"events": num_events}
 
 
 def main() -> None:
     """Measure the method given as an argument. Without arguments, measure all methods and print the tables."""
     if len(sys.argv) == 5:
-        method, folder, out, memory_limit = sys.argv[1:]
-        Path(out).mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out) as scratch:
-            result = _measure_one(method, sorted(Path(folder).glob("*.parquet")), Path(scratch), memory_limit)
+        method, log_folder, output_folder, memory_limit = sys.argv[1:]
+        Path(output_folder).mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=output_folder) as scratch_folder:
+            result = _measure_one(method, sorted(Path(log_folder).glob("*.parquet")), Path(scratch_folder), memory_limit)
         sys.stdout.write(json.dumps(result) + "\n")
         return
     sys.stdout.write(to_markdown(measure()))

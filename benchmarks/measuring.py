@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-SAMPLE_S = 0.005
+SAMPLE_INTERVAL_S = 0.005
 
 
 def run_in_new_process(module: str, *arguments: str) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def measure_work(work: Callable[[], object]) -> dict[str, Any]:
     anon_bytes, is_finished = [start_bytes], threading.Event()
 
     def sample() -> None:
-        while not is_finished.wait(SAMPLE_S):
+        while not is_finished.wait(SAMPLE_INTERVAL_S):
             anon_bytes.append(_anon_bytes())
 
     sampler = threading.Thread(target=sample)
@@ -43,7 +43,7 @@ def measure_work(work: Callable[[], object]) -> dict[str, Any]:
     return {"seconds": seconds, "peak_anon_bytes": max(anon_bytes), "start_anon_bytes": start_bytes}
 
 
-def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summarise_runs(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the seconds of all runs, and the maxima of their anonymous memory."""
     return {
         "seconds": [round(run["seconds"], 2) for run in runs],
@@ -54,12 +54,12 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def table_cells(measurement: dict[str, Any], *, references: Sequence[dict[str, Any]]) -> list[str]:
     """Return table cells: the median and all runs, the speed-up over each reference, and the peak memory in MB."""
-    seconds = median(measurement["seconds"])
-    runs = ", ".join(f"{value:.2f}" for value in sorted(measurement["seconds"]))
-    speed_ups = [f"{median(reference['seconds']) / seconds:.1f}" for reference in references]
-    return [f"{seconds:.2f} ({runs})", *speed_ups, f"{measurement['peak_anon_bytes'] / 1e6:,.0f}"]
+    median_s = median(measurement["seconds"])
+    run_seconds_text = ", ".join(f"{run_s:.2f}" for run_s in sorted(measurement["seconds"]))
+    speed_ups = [f"{median(reference['seconds']) / median_s:.1f}" for reference in references]
+    return [f"{median_s:.2f} ({run_seconds_text})", *speed_ups, f"{measurement['peak_anon_bytes'] / 1e6:,.0f}"]
 
 
 def _anon_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+    process_status = Path("/proc/self/status").read_text()
+    return int(process_status.partition("RssAnon:")[2].split()[0]) * 1024

@@ -19,12 +19,12 @@ from recsys_core.preflight import installed_versions
 
 ROOT = Path(__file__).resolve().parents[1]
 NIGHTJAR = [sys.executable, "-m", "flows.cli"]
-RUNS = {
+ARGUMENTS_BY_DATASET = {
     "demo": ["demo", "--workspace", "{workspace}"],
     "beauty": ["run", "examples/beauty.yaml", "--set", "workspace={workspace}"],
 }
 METRICS = ("recall@20", "hit_rate@10", "ndcg@10", "mrr", "auc")
-METRIC_PREFIXES = {
+PREFIX_BY_MODEL = {
     "model": "test",
     "popularity": "baseline/popularity",
     "zero_shot": "baseline/zero_shot",
@@ -40,8 +40,8 @@ def execute_run(arguments: list[str]) -> dict[str, Any]:
     output = json.loads(process.stdout.splitlines()[-1])
     return {
         "metrics": {
-            name: {metric: output["metrics"].get(f"{prefix}/{metric}") for metric in METRICS}
-            for name, prefix in METRIC_PREFIXES.items()
+            model: {metric: output["metrics"].get(f"{prefix}/{metric}") for metric in METRICS}
+            for model, prefix in PREFIX_BY_MODEL.items()
         },
         "seconds": {stage: round(result["seconds"], 1) for stage, result in output["stages"].items()},
     }
@@ -56,12 +56,12 @@ def to_markdown(results: dict[str, Any]) -> str:
         "vectors. `served` was measured in a new process on a sample of 2,000 test users.",
         "",
     ]
-    for name, run in results["runs"].items():
-        lines += [f"## {name}", "", "| | " + " | ".join(METRICS) + " |", "|:---|" + "---:|" * len(METRICS)]
-        for model, values in run["metrics"].items():
-            cells = ("-" if values[metric] is None else f"{values[metric]:.4f}" for metric in METRICS)
+    for dataset, run in results["runs"].items():
+        lines += [f"## {dataset}", "", "| | " + " | ".join(METRICS) + " |", "|:---|" + "---:|" * len(METRICS)]
+        for model, value_by_metric in run["metrics"].items():
+            cells = ("-" if value_by_metric[metric] is None else f"{value_by_metric[metric]:.4f}" for metric in METRICS)
             lines.append(f"| {model} | " + " | ".join(cells) + " |")
-        seconds = ", ".join(f"{stage} {value:g}" for stage, value in run["seconds"].items())
+        seconds = ", ".join(f"{stage} {stage_s:g}" for stage, stage_s in run["seconds"].items())
         lines += ["", f"Duration of each stage in seconds: {seconds}.", ""]
     lines += [
         "## Time outside of the stages",
@@ -80,13 +80,15 @@ def to_markdown(results: dict[str, Any]) -> str:
 def main() -> None:
     """Execute the runs, and write nightly.json and nightly.md."""
     has_beauty = (ROOT / "data" / "beauty").is_dir()
-    runs = {name: arguments for name, arguments in RUNS.items() if name != "beauty" or has_beauty}
+    arguments_by_dataset = {
+        name: arguments for name, arguments in ARGUMENTS_BY_DATASET.items() if name != "beauty" or has_beauty
+    }
     versions = installed_versions()
     results = {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "machine": f"{len(os.sched_getaffinity(0))} cores",
         "versions": {name: versions[name] for name in ("torch", "torchrec", "prefect", "mlflow") if name in versions},
-        "runs": {name: execute_run(arguments) for name, arguments in runs.items()},
+        "runs": {name: execute_run(arguments) for name, arguments in arguments_by_dataset.items()},
         "orchestration": measure_orchestration(),
     }
     (ROOT / "benchmarks" / "nightly.json").write_text(json.dumps(results, indent=2) + "\n")

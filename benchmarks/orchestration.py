@@ -14,8 +14,8 @@ from pathlib import Path
 
 from flows.cli.demo import write_demo
 
-BIN = Path(sys.executable).parent
-STAGE_LINE = re.compile(r"^(\w+) .* ([\d,]+\.\d) s$", re.MULTILINE)
+BIN_FOLDER = Path(sys.executable).parent
+STAGE_LINE_PATTERN = re.compile(r"^(\w+) .* ([\d,]+\.\d) s$", re.MULTILINE)
 START_TIMEOUT_S = 120.0
 
 
@@ -25,23 +25,23 @@ def measure_orchestration() -> dict[str, dict[str, float]]:
     Both runs read the same generated data and use a new workspace. The stages are the times in the lines that the command
     prints, which include the imports, reports and artifacts of a stage.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        config_file = write_demo(folder / "demo")
-        results = {"embedded server": _time_run(config_file, workspace=folder / "embedded", environment={})}
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
+        config_path = write_demo(folder / "demo")
+        results = {"embedded server": _time_run(config_path, workspace=folder / "embedded", environment={})}
         with running_servers(folder) as environment:
             # The services of a new server work for some seconds, and its first requests import modules.
-            _time_run(config_file, workspace=folder / "warm-up", environment=environment)
-            results["running servers"] = _time_run(config_file, workspace=folder / "servers", environment=environment)
+            _time_run(config_path, workspace=folder / "warm-up", environment=environment)
+            results["running servers"] = _time_run(config_path, workspace=folder / "servers", environment=environment)
     return results
 
 
-def _time_run(config_file: Path, *, workspace: Path, environment: Mapping[str, str]) -> dict[str, float]:
-    command = [sys.executable, "-m", "flows.cli", "run", str(config_file), "--set", f"workspace={workspace}"]
+def _time_run(config_path: Path, *, workspace: Path, environment: Mapping[str, str]) -> dict[str, float]:
+    command = [sys.executable, "-m", "flows.cli", "run", str(config_path), "--set", f"workspace={workspace}"]
     start_s = time.perf_counter()
     process = subprocess.run(command, env=os.environ | environment, check=True, stderr=subprocess.PIPE, text=True)
     wall_s = time.perf_counter() - start_s
-    stages_s = sum(float(seconds.replace(",", "")) for _, seconds in STAGE_LINE.findall(process.stderr))
+    stages_s = sum(float(seconds.replace(",", "")) for _, seconds in STAGE_LINE_PATTERN.findall(process.stderr))
     return {"wall": round(wall_s, 1), "stages": round(stages_s, 1), "difference": round(wall_s - stages_s, 1)}
 
 
@@ -49,27 +49,27 @@ def _time_run(config_file: Path, *, workspace: Path, environment: Mapping[str, s
 def running_servers(folder: Path) -> Iterator[dict[str, str]]:
     """Start Prefect's and MLflow's own servers on sqlite, and yield the environment of a run that uses them."""
     prefect_port, mlflow_port = _free_port(), _free_port()
-    prefect, mlflow = f"http://127.0.0.1:{prefect_port}", f"http://127.0.0.1:{mlflow_port}"
+    prefect_url, mlflow_url = f"http://127.0.0.1:{prefect_port}", f"http://127.0.0.1:{mlflow_port}"
     commands = {
-        f"{prefect}/api/health": ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(prefect_port)],
-        f"{mlflow}/health": [
+        f"{prefect_url}/api/health": ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(prefect_port)],
+        f"{mlflow_url}/health": [
             *("mlflow", "server", "--host", "127.0.0.1", "--port", str(mlflow_port), "--workers", "1"),
             *("--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "artifacts")),
         ],
     }
     with ExitStack() as stack:
-        for url, (program, *arguments) in commands.items():
-            log = stack.enter_context((folder / f"{program}.log").open("w"))
+        for health_url, (program, *arguments) in commands.items():
+            log_stream = stack.enter_context((folder / f"{program}.log").open("w"))
             server = subprocess.Popen(
-                [BIN / program, *arguments],
+                [BIN_FOLDER / program, *arguments],
                 env=os.environ | {"PREFECT_HOME": str(folder / "prefect")},
-                stdout=log,
+                stdout=log_stream,
                 stderr=subprocess.STDOUT,
             )
             stack.callback(server.wait)
             stack.callback(server.terminate)
-            _wait_until_healthy(url)
-        yield {"PREFECT_API_URL": f"{prefect}/api", "MLFLOW_TRACKING_URI": mlflow}
+            _wait_until_healthy(health_url)
+        yield {"PREFECT_API_URL": f"{prefect_url}/api", "MLFLOW_TRACKING_URI": mlflow_url}
 
 
 def _free_port() -> int:

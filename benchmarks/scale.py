@@ -25,7 +25,7 @@ from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULT_FILE, PAGE_FILE = ROOT / "benchmarks" / "scale.json", ROOT / "docs" / "scale.md"
+RESULT_PATH, PAGE_PATH = ROOT / "benchmarks" / "scale.json", ROOT / "docs" / "scale.md"
 BEGIN_MARK, END_MARK = "<!-- begin: benchmarks/scale.py -->", "<!-- end: benchmarks/scale.py -->"
 
 HOST = {
@@ -58,85 +58,89 @@ SIZES: dict[str, dict[str, Any]] = {
 LARGEST = "20 B rows, 32 x 8 GPUs"
 
 
-def distinct_items(items: int, *, draws: int, negatives: int, exponent: float) -> float:
-    """Return the expected number of distinct items in a batch of `draws` Zipf draws and `negatives` uniform draws.
+def num_distinct_items(num_items: int, *, num_draws: int, num_negatives: int, exponent: float) -> float:
+    """Return the expected number of distinct items in a batch of `num_draws` Zipf draws and `num_negatives` uniform draws.
 
     The probabilities of the 1,000 most popular items are added up one by one. Those of the other items are integrated over
     4,000 intervals of the popularity rank, so a catalogue of 10^9 items needs no array of that size.
     """
-    head_ranks = np.arange(1, min(items, 1000) + 1, dtype=np.float64)
-    interval_bounds = np.geomspace(1000.5, items + 0.5, 4001) if items > 1000 else np.empty(0)
+    head_ranks = np.arange(1, min(num_items, 1000) + 1, dtype=np.float64)
+    interval_bounds = np.geomspace(1000.5, num_items + 0.5, 4001) if num_items > 1000 else np.empty(0)
     interval_middles = np.sqrt(interval_bounds[1:] * interval_bounds[:-1])
     popularity_rank = np.concatenate([head_ranks, interval_middles])
-    num_items = np.concatenate([np.ones_like(head_ranks), np.diff(interval_bounds)])
+    num_items_of_interval = np.concatenate([np.ones_like(head_ranks), np.diff(interval_bounds)])
     draw_probability = popularity_rank**-exponent
-    draw_probability /= (draw_probability * num_items).sum()
-    occurrence_probability = -np.expm1(draws * np.log1p(-draw_probability) + negatives * np.log1p(-1 / items))
-    return float((num_items * occurrence_probability).sum())
+    draw_probability /= (draw_probability * num_items_of_interval).sum()
+    occurrence_probability = -np.expm1(num_draws * np.log1p(-draw_probability) + num_negatives * np.log1p(-1 / num_items))
+    return float((num_items_of_interval * occurrence_probability).sum())
 
 
-def spec_of(size: dict[str, Any], *, pooled_users: bool) -> ModelSpec:
-    """Return the model of one size; `pooled_users` sets tables.user.lookup to pooled."""
-    config = TwoTowerConfig(embedding_dim=ASSUMPTIONS["dim"], learn_user_embedding=size["users"] > 0)
-    tables = {"user": TableConfig(lookup="pooled")} if pooled_users and config.learn_user_embedding else {}
-    return ModelSpec.sized(config, num_users=size["users"], num_items=size["items"], tables=tables)
+def spec_of(model_size: dict[str, Any], *, has_pooled_users: bool) -> ModelSpec:
+    """Return the model of one size; `has_pooled_users` sets tables.user.lookup to pooled."""
+    config = TwoTowerConfig(embedding_dim=ASSUMPTIONS["dim"], learn_user_embedding=model_size["users"] > 0)
+    tables = {"user": TableConfig(lookup="pooled")} if has_pooled_users and config.learn_user_embedding else {}
+    return ModelSpec.sized(config, num_users=model_size["users"], num_items=model_size["items"], tables=tables)
 
 
-def plan(size: dict[str, Any], *, optimizer: str = "rowwise_adagrad", pooled_users: bool = False) -> PlanFile:
+def plan_model_size(
+    model_size: dict[str, Any], *, optimizer: str = "rowwise_adagrad", has_pooled_users: bool = False
+) -> PlanFile:
     """Return the planner's plan for one size."""
-    batch_size, draws = ASSUMPTIONS["batch_size"], ASSUMPTIONS["batch_size"] * (1 + ASSUMPTIONS["history"])
-    num_distinct = distinct_items(
-        size["items"], draws=draws, negatives=ASSUMPTIONS["negatives"], exponent=ASSUMPTIONS["zipf_exponent"]
+    batch_size, num_draws = ASSUMPTIONS["batch_size"], ASSUMPTIONS["batch_size"] * (1 + ASSUMPTIONS["history"])
+    num_distinct = num_distinct_items(
+        model_size["items"], num_draws=num_draws, num_negatives=ASSUMPTIONS["negatives"], exponent=ASSUMPTIONS["zipf_exponent"]
     )
-    cluster = ClusterConfig(device="cuda", num_nodes=size["nodes"], processes_per_node=size["processes"], **HOST)
+    cluster = ClusterConfig(device="cuda", num_nodes=model_size["nodes"], processes_per_node=model_size["processes"], **HOST)
     return make_plan(
         ShardingConfig(cluster=cluster),
-        model=spec_of(size, pooled_users=pooled_users),
+        model=spec_of(model_size, has_pooled_users=has_pooled_users),
         batch_size=batch_size,
         optimizer=TableOptimizer(kind=optimizer),
         lookup_stats=LookupStats(values_per_query={"item": num_distinct / batch_size, "user": 1.0}, hot_row_curve={}),
     )
 
 
-def sent_bytes(plan_file: PlanFile, *, unpooled_tables: set[str], number_bytes: int) -> dict[str, float]:
+def sent_bytes(plan_file: PlanFile, *, unpooled_tables: set[str], bytes_per_number: int) -> dict[str, float]:
     """Return the bytes that the busiest rank sends per step for rows and gradients: in total and between hosts."""
-    ranks, ranks_per_host, batch_size = plan_file.world_size, plan_file.processes_per_node, plan_file.batch_size
-    total = between_hosts = 0.0
+    num_ranks, ranks_per_host, batch_size = plan_file.world_size, plan_file.processes_per_node, plan_file.batch_size
+    total_bytes = between_hosts_bytes = 0.0
     for name, table in plan_file.tables.items():
-        row_bytes = table.dim * number_bytes
+        row_bytes = table.dim * bytes_per_number
         if name in unpooled_tables and table.sharding_type == "row_wise":
             batch_bytes = table.values_per_query * batch_size * row_bytes
-            total += batch_bytes * (ranks - 1) / ranks
-            between_hosts += batch_bytes * (ranks - ranks_per_host) / ranks
+            total_bytes += batch_bytes * (num_ranks - 1) / num_ranks
+            between_hosts_bytes += batch_bytes * (num_ranks - ranks_per_host) / num_ranks
         elif table.sharding_type == "row_wise":  # each rank sends a partial sum for every query; most are zeros
-            total += (ranks - 1) * batch_size * row_bytes
-            between_hosts += (ranks - ranks_per_host) * batch_size * row_bytes
+            total_bytes += (num_ranks - 1) * batch_size * row_bytes
+            between_hosts_bytes += (num_ranks - ranks_per_host) * batch_size * row_bytes
         elif table.sharding_type == "table_row_wise":  # added up within the host, then sent to the other hosts
-            reduced_bytes = ranks * batch_size * row_bytes / ranks_per_host
-            to_other_hosts = reduced_bytes * (plan_file.num_nodes - 1) / plan_file.num_nodes
-            total += (ranks_per_host - 1) * reduced_bytes + to_other_hosts
-            between_hosts += to_other_hosts
+            reduced_bytes = num_ranks * batch_size * row_bytes / ranks_per_host
+            other_host_bytes = reduced_bytes * (plan_file.num_nodes - 1) / plan_file.num_nodes
+            total_bytes += (ranks_per_host - 1) * reduced_bytes + other_host_bytes
+            between_hosts_bytes += other_host_bytes
         else:  # table_wise: the rank of the table sends to all others
             batch_bytes = table.values_per_query * batch_size * row_bytes
-            total += (ranks - 1) * batch_bytes
-            between_hosts += (ranks - ranks_per_host) * batch_bytes
-    return {"sent": 2 * total, "between_hosts": 2 * between_hosts}  # rows forward, gradients backward
+            total_bytes += (num_ranks - 1) * batch_bytes
+            between_hosts_bytes += (num_ranks - ranks_per_host) * batch_bytes
+    return {"sent": 2 * total_bytes, "between_hosts": 2 * between_hosts_bytes}  # rows forward, gradients backward
 
 
-def measure(size: dict[str, Any], *, pooled_users: bool = False) -> dict[str, Any]:
+def measure(model_size: dict[str, Any], *, has_pooled_users: bool = False) -> dict[str, Any]:
     """Return all estimates for one size."""
     start_s = time.perf_counter()
-    plan_file = plan(size, pooled_users=pooled_users)
-    seconds = time.perf_counter() - start_s
-    unpooled_tables = {name for name, table in spec_of(size, pooled_users=pooled_users).tables.items() if table.is_unpooled}
+    plan_file = plan_model_size(model_size, has_pooled_users=has_pooled_users)
+    plan_s = time.perf_counter() - start_s
+    unpooled_tables = {
+        name for name, table in spec_of(model_size, has_pooled_users=has_pooled_users).tables.items() if table.is_unpooled
+    }
     fullest_rank = max(plan_file.ranks, key=lambda rank: rank.hbm_bytes)
     num_candidates = ASSUMPTIONS["batch_size"] + ASSUMPTIONS["negatives"]
     towers_ms = 6 * ASSUMPTIONS["batch_size"] * num_candidates * ASSUMPTIONS["dim"] / ASSUMPTIONS["tower_tflops"] / 1e9
     comms_ms = max(rank.forward_comms_ms + rank.backward_comms_ms for rank in plan_file.ranks)
     loader_ms = 1000 * ASSUMPTIONS["batch_size"] / ASSUMPTIONS["loader_samples_per_s_and_rank"]
     step_ms = max(plan_file.step_ms + towers_ms, loader_ms)
-    steps = math.ceil(size["examples"] / ASSUMPTIONS["batch_size"] / plan_file.world_size)
-    hours = steps * step_ms / 3.6e6
+    num_steps = math.ceil(model_size["examples"] / ASSUMPTIONS["batch_size"] / plan_file.world_size)
+    hours = num_steps * step_ms / 3.6e6
     weight_bytes = sum(sum(table.weights for table in rank.tables.values()) for rank in plan_file.ranks)
     optimizer_bytes = sum(sum(table.optimizer for table in rank.tables.values()) for rank in plan_file.ranks)
     return {
@@ -156,16 +160,16 @@ def measure(size: dict[str, Any], *, pooled_users: bool = False) -> dict[str, An
         "rank_ddr_bytes": max(rank.ddr_bytes for rank in plan_file.ranks),
         "rank_buffer_bytes": sum(table.buffers for table in fullest_rank.tables.values()),
         "usable_hbm_bytes": plan_file.usable_hbm_bytes,
-        "fp32": sent_bytes(plan_file, unpooled_tables=unpooled_tables, number_bytes=4),
-        "fp16": sent_bytes(plan_file, unpooled_tables=unpooled_tables, number_bytes=2),
+        "fp32": sent_bytes(plan_file, unpooled_tables=unpooled_tables, bytes_per_number=4),
+        "fp16": sent_bytes(plan_file, unpooled_tables=unpooled_tables, bytes_per_number=2),
         "lookups_ms": plan_file.step_ms,
         "comms_ms": comms_ms,
         "towers_ms": towers_ms,
         "loader_ms": loader_ms,
         "step_ms": step_ms,
         "step_ms_fp16": max(plan_file.step_ms - comms_ms / 2 + towers_ms, loader_ms),
-        "examples": size["examples"],
-        "steps": steps,
+        "examples": model_size["examples"],
+        "steps": num_steps,
         "hours": hours,
         "dollars": hours * plan_file.world_size * ASSUMPTIONS["dollars_per_gpu_hour"],
         "checkpoint_write_s": (weight_bytes + optimizer_bytes)
@@ -173,7 +177,7 @@ def measure(size: dict[str, Any], *, pooled_users: bool = False) -> dict[str, An
         / ASSUMPTIONS["checkpoint_write_gb_per_s_and_host"]
         / plan_file.num_nodes,
         "checkpoint_hash_s": (weight_bytes + optimizer_bytes) / 1e9 / ASSUMPTIONS["checkpoint_hash_gb_per_s"],
-        "plan_seconds": seconds,
+        "plan_seconds": plan_s,
         "naive": {naive_plan.name: naive_plan.model_dump() for naive_plan in plan_file.naive},
     }
 
@@ -183,7 +187,7 @@ def compare_optimizers() -> dict[str, Any]:
     results: dict[str, Any] = {}
     for kind in ("sgd", "rowwise_adagrad", "adagrad", "adam"):
         try:
-            plan_file = plan(SIZES[LARGEST], optimizer=kind)
+            plan_file = plan_model_size(SIZES[LARGEST], optimizer=kind)
         except InputError as error:
             results[kind] = {"infeasible": str(error)}
             continue
@@ -216,14 +220,20 @@ def to_markdown(result: dict[str, Any]) -> str:
             )
         )
     lines += [
-        line("distinct items in the batch of a GPU", lambda size: f"{size['tables']['item']['values_per_query'] * 8192:,.0f}"),
+        line(
+            "distinct items in the batch of a GPU",
+            lambda size: f"{size['tables']['item']['values_per_query'] * 8192:,.0f}",
+        ),
         line("all weights, GB", lambda size: f"{size['weights_bytes'] / 1e9:,.1f}"),
         line("optimizer state (row-wise Adagrad), GB", lambda size: f"{size['optimizer_bytes'] / 1e9:,.2f}"),
         line(
             "memory of the fullest GPU: used and usable GB",
             lambda size: f"{size['rank_hbm_bytes'] / 1e9:.1f} of {size['usable_hbm_bytes'] / 1e9:.1f}",
         ),
-        line("part of the used memory for the buffers of a step, GB", lambda size: f"{size['rank_buffer_bytes'] / 1e9:.2f}"),
+        line(
+            "part of the used memory for the buffers of a step, GB",
+            lambda size: f"{size['rank_buffer_bytes'] / 1e9:.2f}",
+        ),
         line("data that the busiest GPU sends per step, MB", lambda size: f"{size['fp32']['sent'] / 1e6:,.1f}"),
         line("part that is sent to other hosts, MB", lambda size: f"{size['fp32']['between_hosts'] / 1e6:,.1f}"),
         line("data that it sends with fp16 communication, MB", lambda size: f"{size['fp16']['sent'] / 1e6:,.1f}"),
@@ -236,7 +246,10 @@ def to_markdown(result: dict[str, Any]) -> str:
         line("training examples of an epoch", lambda size: f"{size['examples']:,}"),
         line("steps of an epoch", lambda size: f"{size['steps']:,}"),
         line("**hours of an epoch**", lambda size: f"**{size['hours']:.2f}**"),
-        line("**dollars of an epoch**", lambda size: f"**{size['dollars']:,.{1 if size['dollars'] < 10 else 0}f}**"),
+        line(
+            "**dollars of an epoch**",
+            lambda size: f"**{size['dollars']:,.{1 if size['dollars'] < 10 else 0}f}**",
+        ),
         line("time to write a checkpoint, s", lambda size: f"{size['checkpoint_write_s']:,.0f}"),
         line("time to hash a checkpoint on one host, s", lambda size: f"{size['checkpoint_hash_s']:,.0f}"),
         line("measured time of the planner, s", lambda size: f"{size['plan_seconds']:.1f}"),
@@ -258,12 +271,13 @@ def to_markdown(result: dict[str, Any]) -> str:
                 f"lookups {estimate['lookups_ms']:,.1f} ms"
             )
         lines.append(f"| {kind} | {cell} |")
-    pooled = result["pooled_users"]
+    pooled_result = result["pooled_users"]
     lines += [
         "",
-        f"With pooled user lookups (`tables.user.lookup: pooled`), a GPU sends {pooled['fp32']['sent'] / 1e6:,.1f} MB "
-        f"per step. Lookups take {pooled['lookups_ms']:.2f} ms, a step",
-        f"{pooled['step_ms']:.2f} ms, and an epoch {pooled['hours']:.2f} hours and {pooled['dollars']:,.0f} dollars.",
+        f"With pooled user lookups (`tables.user.lookup: pooled`), a GPU sends {pooled_result['fp32']['sent'] / 1e6:,.1f} MB "
+        f"per step. Lookups take {pooled_result['lookups_ms']:.2f} ms, a step",
+        f"{pooled_result['step_ms']:.2f} ms, and an epoch {pooled_result['hours']:.2f} hours and "
+        f"{pooled_result['dollars']:,.0f} dollars.",
     ]
     return "\n".join(lines)
 
@@ -273,14 +287,14 @@ def main() -> None:
     result = {
         "versions": {name: version for name, version in installed_versions().items() if name in ("torch", "torchrec")},
         "assumed": ASSUMPTIONS | {"host": HOST},
-        "sizes": {name: measure(size) for name, size in SIZES.items()},
+        "sizes": {name: measure(model_size) for name, model_size in SIZES.items()},
         "optimizers": compare_optimizers(),
-        "pooled_users": measure(SIZES[LARGEST], pooled_users=True),
+        "pooled_users": measure(SIZES[LARGEST], has_pooled_users=True),
     }
-    RESULT_FILE.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    page = PAGE_FILE.read_text(encoding="utf-8")
+    RESULT_PATH.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    page = PAGE_PATH.read_text(encoding="utf-8")
     before, after = page[: page.index(BEGIN_MARK) + len(BEGIN_MARK)], page[page.index(END_MARK) :]
-    PAGE_FILE.write_text(f"{before}\n{to_markdown(result)}\n{after}", encoding="utf-8")
+    PAGE_PATH.write_text(f"{before}\n{to_markdown(result)}\n{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

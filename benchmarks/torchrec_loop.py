@@ -25,18 +25,18 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-FEATURES = ("userId", "movieId")
+FEATURE_NAMES = ("userId", "movieId")
 
 
 class Task(nn.Module):
     """The two-tower model. The forward pass returns (loss, (loss, logits, labels)) for a batch of pairs and labels."""
 
-    def __init__(self, *, rows: int, dim: int, layers: list[int], device: torch.device) -> None:
+    def __init__(self, *, num_rows: int, dim: int, layers: list[int], device: torch.device) -> None:
         super().__init__()
         self.ebc = EmbeddingBagCollection(
             tables=[
-                EmbeddingBagConfig(name=f"t_{name}", embedding_dim=dim, num_embeddings=rows, feature_names=[name])
-                for name in FEATURES
+                EmbeddingBagConfig(name=f"t_{name}", embedding_dim=dim, num_embeddings=num_rows, feature_names=[name])
+                for name in FEATURE_NAMES
             ],
             device=torch.device("meta"),
         )
@@ -44,27 +44,27 @@ class Task(nn.Module):
         self.candidate_proj = MLP(in_size=dim, layer_sizes=layers, device=device)
 
     def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        pooled = self.ebc(batch.sparse_features)
-        query = self.query_proj(pooled[FEATURES[0]])
-        candidate = self.candidate_proj(pooled[FEATURES[1]])
-        logits = (query * candidate).sum(dim=1)
-        loss = binary_cross_entropy_with_logits(logits, batch.labels.float())
-        return loss, (loss.detach(), logits.detach(), batch.labels.detach())
+        pooled_by_feature = self.ebc(batch.sparse_features)
+        query_BD = self.query_proj(pooled_by_feature[FEATURE_NAMES[0]])
+        candidate_BD = self.candidate_proj(pooled_by_feature[FEATURE_NAMES[1]])
+        logit_B = (query_BD * candidate_BD).sum(dim=1)
+        loss = binary_cross_entropy_with_logits(logit_B, batch.labels.float())
+        return loss, (loss.detach(), logit_B.detach(), batch.labels.detach())
 
 
 def train(
-    *, rows: int, dim: int, layers: list[int], batch_size: int, pace: Callable[[Iterable[Batch]], Iterator[Batch]]
+    *, num_rows: int, dim: int, layers: list[int], batch_size: int, pace: Callable[[Iterable[Batch]], Iterator[Batch]]
 ) -> None:
     """Train on random batches. pace: function that yields the batches, and waits during the turns of other contestants."""
     device = torch.device("cpu")
-    task = Task(rows=rows, dim=dim, layers=layers, device=device)
+    task = Task(num_rows=num_rows, dim=dim, layers=layers, device=device)
     apply_optimizer_in_backward(RowWiseAdagrad, task.ebc.parameters(), {"lr": 0.01})
     model = DistributedModelParallel(module=task, device=device)
     optimizer = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(model.named_parameters())), lambda params: torch.optim.Adam(params, lr=0.01)
     )
     loader: Any = DataLoader(
-        RandomRecDataset(keys=list(FEATURES), batch_size=batch_size, hash_size=rows, ids_per_feature=1, num_dense=0),
+        RandomRecDataset(keys=list(FEATURE_NAMES), batch_size=batch_size, hash_size=num_rows, ids_per_feature=1, num_dense=0),
         batch_size=None,
         batch_sampler=None,
         num_workers=0,

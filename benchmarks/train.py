@@ -29,11 +29,11 @@ from benchmarks.contestants import (
     DIM,
     EXAMPLE,
     LAYERS,
+    NUM_ROWS,
     OURS,
-    PATCHES,
-    PREPARED,
-    PREPARED_BATCHES,
-    ROWS,
+    OURS_PREPARED,
+    PATCH_NAMES,
+    PREPARED_EXAMPLE,
     Contestant,
     name_without,
     running_ranks,
@@ -43,13 +43,13 @@ from benchmarks.turns import run_window, take_turns
 from recsys_core.preflight import installed_versions
 from recsys_core.sharding.config import ShardingType
 
-TURN_STEPS = {1024: 200, 8192: 50}
+STEPS_BY_BATCH_SIZE = {1024: 200, 8192: 50}
 """Batch size -> steps per turn. A turn takes about two seconds, so batches prefetched before the turn have little effect."""
-LARGEST_BATCH = max(TURN_STEPS)
+LARGEST_BATCH_SIZE = max(STEPS_BY_BATCH_SIZE)
 SHARDING_TYPES: tuple[ShardingType, ...] = (
     "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard", "data_parallel",
 )  # fmt: skip
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 PARTS = ("compared", "patches", "by_kind")
 
 
@@ -73,16 +73,16 @@ def print_now(line: str) -> None:
 def compare(folder: Path, *, names: Sequence[str], rounds: int) -> list[dict[str, Any]]:
     """Return the samples per second of each contestant in each round, after a warm-up round."""
     results = []
-    for batch_size, steps in TURN_STEPS.items():
+    for batch_size, steps_per_turn in STEPS_BY_BATCH_SIZE.items():
         with ExitStack() as stack:
-            pipes = {}
+            pipes_by_name = {}
             for name in names:
-                contestant = Contestant(name, batch_size, warm_up_steps=0, window_steps=steps, num_windows=1 + rounds)
-                pipes[name] = stack.enter_context(running_ranks(contestant, folder=folder, takes_turns=True))
-                run_window(pipes[name])  # before the next contestant starts, so that only one runs at a time
-            seconds = take_turns(pipes, rounds=rounds)
-        for name, turn_seconds in seconds.items():
-            speeds = [contestant.num_ranks * batch_size * steps / turn for turn in turn_seconds]
+                contestant = Contestant(name, batch_size, warm_up_steps=0, window_steps=steps_per_turn, num_windows=1 + rounds)
+                pipes_by_name[name] = stack.enter_context(running_ranks(contestant, folder=folder, takes_turns=True))
+                run_window(pipes_by_name[name])  # before the next contestant starts, so that only one runs at a time
+            turn_seconds_by_name = take_turns(pipes_by_name, rounds=rounds)
+        for name, turn_seconds in turn_seconds_by_name.items():
+            speeds = [contestant.num_ranks * batch_size * steps_per_turn / turn_s for turn_s in turn_seconds]
             print_now(f"{name}, batch {batch_size}: {statistics.median(speeds):,.0f}/s")
             results.append({"name": name, "batch_size": batch_size, "samples_per_s": speeds})
     return results
@@ -91,12 +91,12 @@ def compare(folder: Path, *, names: Sequence[str], rounds: int) -> list[dict[str
 def measure_sharding_types(folder: Path) -> list[dict[str, Any]]:
     """Measure every sharding type with 1, 2 and 4 ranks."""
     results = []
-    for ranks in (1, 2, 4):
+    for num_ranks in (1, 2, 4):
         for sharding_type in SHARDING_TYPES:
             # Few steps, because replicas exchange the gradient of the whole table in every step, which takes seconds.
-            steps = {"warm_up_steps": 2, "window_steps": 2, "num_windows": 1} if sharding_type == "data_parallel" else {}
-            contestant = Contestant(OURS, LARGEST_BATCH, num_ranks=ranks, sharding_type=sharding_type, **steps)
-            results.append({"kind": sharding_type, "ranks": ranks} | measure(contestant, folder=folder))
+            step_counts = {"warm_up_steps": 2, "window_steps": 2, "num_windows": 1} if sharding_type == "data_parallel" else {}
+            contestant = Contestant(OURS, LARGEST_BATCH_SIZE, num_ranks=num_ranks, sharding_type=sharding_type, **step_counts)
+            results.append({"kind": sharding_type, "ranks": num_ranks} | measure(contestant, folder=folder))
     return results
 
 
@@ -107,7 +107,7 @@ def to_markdown(results: dict[str, Any]) -> str:
         "",
         f"Measured on {results['date']} on {results['cores']} cores by `make bench-train` with torch "
         f"{results['versions']['torch']} and torchrec {results['versions']['torchrec']}.",
-        f"The model has two tables of {ROWS:,} rows and {DIM} columns. Each tower has layers of the widths {list(LAYERS)}.",
+        f"The model has two tables of {NUM_ROWS:,} rows and {DIM} columns. Each tower has layers of the widths {list(LAYERS)}.",
         "The loss is binary cross-entropy. Two processes (ranks) train the model on CPUs. Each program trained for about two",
         f"seconds per round. There were {len(results['compared'][0]['samples_per_s'])} rounds. A cell has the median over the",
         "rounds, with the quartiles in brackets. The samples of both ranks are added up. Each of the last three columns",
@@ -117,9 +117,14 @@ def to_markdown(results: dict[str, Any]) -> str:
         "| divided by `ours, prepared batches` |",
         "|---:|:---|---:|---:|---:|---:|",
     ]
-    speeds = {(row["batch_size"], row["name"]): np.array(row["samples_per_s"]) for row in results["compared"]}
-    for (batch_size, name), samples_per_s in speeds.items():
-        ratios = [_quartiles(samples_per_s / speeds[batch_size, peer], ".2f") for peer in (EXAMPLE, PREPARED, PREPARED_BATCHES)]
+    speed_by_program = {
+        (result["batch_size"], result["name"]): np.array(result["samples_per_s"]) for result in results["compared"]
+    }
+    for (batch_size, name), samples_per_s in speed_by_program.items():
+        ratios = [
+            _quartiles(samples_per_s / speed_by_program[batch_size, reference], ".2f")
+            for reference in (EXAMPLE, PREPARED_EXAMPLE, OURS_PREPARED)
+        ]
         lines.append(f"| {batch_size:,} | {name} | {_quartiles(samples_per_s, ',.0f')} | {' | '.join(ratios)} |")
     lines += [
         "",
@@ -138,7 +143,8 @@ def to_markdown(results: dict[str, Any]) -> str:
         return "\n".join(lines) + "\n"
     lines += [
         "",
-        f"The next table compares sharding types of the user table, with batches of {LARGEST_BATCH:,} per rank. The user table",
+        f"The next table compares sharding types of the user table, with batches of {LARGEST_BATCH_SIZE:,} per rank. "
+        "The user table",
         "is pooled if the type requires it. The item table has the same type, or row_wise if unpooled tables do not support",
         "it. Tables with fewer than 128 columns are not split by columns, so the column-wise types leave the tables whole",
         "here. Four ranks share two cores. The last two columns have the duration of a step and the time in which a step waits",
@@ -147,26 +153,27 @@ def to_markdown(results: dict[str, Any]) -> str:
         "| ranks | sharding type | samples/s | step, ms | waiting for data, ms |",
         "|---:|:---|---:|---:|---:|",
     ]
-    for row in results["by_kind"]:
-        times = " | ".join(f"{row['ms_per_step'][name]:.1f}" for name in ("step", "data"))
-        lines.append(f"| {row['ranks']} | {row['kind']} | {row['samples_per_s']:,.0f} | {times} |")
+    for result in results["by_kind"]:
+        times = " | ".join(f"{result['ms_per_step'][name]:.1f}" for name in ("step", "data"))
+        lines.append(f"| {result['ranks']} | {result['kind']} | {result['samples_per_s']:,.0f} | {times} |")
     return "\n".join(lines) + "\n"
 
 
-def patches_to_markdown(compared: list[dict[str, Any]]) -> list[str]:
+def patches_to_markdown(comparisons: list[dict[str, Any]]) -> list[str]:
     """Return the table of the step time without each patch, relative to the step time with all patches."""
-    speeds = {(row["name"], row["batch_size"]): np.array(row["samples_per_s"]) for row in compared}
+    speed_by_program = {(result["name"], result["batch_size"]): np.array(result["samples_per_s"]) for result in comparisons}
     lines = [
         "",
         "nightjar changes PyTorch, FBGEMM and the process with several patches (recsys_core/patches). The next table has the",
         "step time of `ours, fp32` without one of these patches, divided by the step time with all patches.",
         "",
-        f"| omitted patch | {' | '.join(f'batch of {batch_size:,}' for batch_size in TURN_STEPS)} |",
-        f"|:---|{'---:|' * len(TURN_STEPS)}",
+        f"| omitted patch | {' | '.join(f'batch of {batch_size:,}' for batch_size in STEPS_BY_BATCH_SIZE)} |",
+        f"|:---|{'---:|' * len(STEPS_BY_BATCH_SIZE)}",
     ]
-    for patch in PATCHES:
+    for patch in PATCH_NAMES:
         ratios = [
-            _quartiles(speeds[OURS, batch_size] / speeds[name_without(patch), batch_size], ".2f") for batch_size in TURN_STEPS
+            _quartiles(speed_by_program[OURS, batch_size] / speed_by_program[name_without(patch), batch_size], ".2f")
+            for batch_size in STEPS_BY_BATCH_SIZE
         ]
         lines.append(f"| {patch} | {' | '.join(ratios)} |")
     return lines
@@ -183,8 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options = parser.parse_args(arguments)
-    file = HERE / "train.json"
-    results: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    results_path = FOLDER / "train.json"
+    results: dict[str, Any] = json.loads(results_path.read_text()) if results_path.is_file() else {}
     versions = installed_versions()
     with tempfile.TemporaryDirectory() as folder_name:
         folder = Path(folder_name)
@@ -193,15 +200,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if part == "by_kind":
                 results[part] = measure_sharding_types(folder)
             else:
-                names = CONTESTANTS if part == "compared" else (OURS, *map(name_without, PATCHES))
+                names = CONTESTANTS if part == "compared" else (OURS, *map(name_without, PATCH_NAMES))
                 results[part] = compare(folder, names=names, rounds=options.rounds)
             results |= {
                 "date": f"{datetime.now(UTC):%Y-%m-%d}",
                 "cores": len(os.sched_getaffinity(0)),
                 "versions": {name: versions[name] for name in ("torch", "torchrec")},
             }
-            file.write_text(json.dumps(results, indent=1) + "\n")
-            (HERE / "train.md").write_text(to_markdown(results))
+            results_path.write_text(json.dumps(results, indent=1) + "\n")
+            (FOLDER / "train.md").write_text(to_markdown(results))
 
 
 if __name__ == "__main__":

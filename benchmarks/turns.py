@@ -1,7 +1,7 @@
-"""Interleaved timing of several trainers. All start at first; then, in each round, each runs alone for a window of steps.
+"""Interleaved timing of several trainers. In each round, each trainer runs alone for a window of steps.
 
-The speed of a machine changes within seconds. The windows of one round have similar conditions, so their ratios are comparable.
-Ratios between separate runs of several minutes are not.
+All trainers start before the first round. The speed of a machine changes within seconds. The windows of one round have similar
+conditions, so the ratios of their durations are comparable. Ratios between separate runs of several minutes are not comparable.
 """
 
 import time
@@ -10,7 +10,7 @@ from itertools import islice
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
-T = TypeVar("T")
+BatchT = TypeVar("BatchT")
 
 
 class Turns:
@@ -25,7 +25,7 @@ class Turns:
         """Number of steps in all windows."""
         return self.window_steps * self.num_windows
 
-    def pace(self, batches: Iterable[T]) -> Iterator[T]:
+    def pace(self, batches: Iterable[BatchT]) -> Iterator[BatchT]:
         """Yield the batches of all windows. A window ends when the trainer requests the first batch of the next one."""
         batch_iterator = iter(batches)
         for _ in range(self.num_windows):
@@ -42,10 +42,10 @@ def run_window(pipes: Sequence[Connection]) -> float:
     return max(float(pipe.recv()) for pipe in pipes)
 
 
-def take_turns(contestants: Mapping[str, Sequence[Connection]], *, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each contestant in each round. contestants: the pipes to the ranks of each contestant."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+def take_turns(pipes_by_name: Mapping[str, Sequence[Connection]], *, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each contestant in each round. The mapping has the pipes to the ranks of each contestant."""
+    seconds_by_name: dict[str, list[float]] = {name: [] for name in pipes_by_name}
     for _ in range(rounds):
-        for name, pipes in contestants.items():
-            seconds[name].append(run_window(pipes))
-    return seconds
+        for name, pipes in pipes_by_name.items():
+            seconds_by_name[name].append(run_window(pipes))
+    return seconds_by_name

@@ -23,8 +23,8 @@ from benchmarks.quality.experiment import Experiment, run
 from benchmarks.quality.report import write_report
 from recsys_core.preflight import installed_versions
 
-HERE = Path(__file__).parent
-DATA = HERE.parents[2] / "shared" / "data"
+FOLDER = Path(__file__).parent
+DATA_FOLDER = FOLDER.parents[2] / "shared" / "data"
 PARTS = ("beauty", "limited", "cold", "warm", "collaborative", "speed")
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -32,10 +32,10 @@ CORES = sorted(os.sched_getaffinity(0))
 def all_experiments(folder: Path, *, seeds: range) -> list[Experiment]:
     """Return the experiments of all datasets that exist in DATA."""
     experiments: list[Experiment] = []
-    if (DATA / "beauty").is_dir():
-        experiments += beauty.experiments(DATA / "beauty", folder=folder, seeds=seeds)
-    if (DATA / "citeulike_t").is_dir():
-        experiments += citeulike.experiments(DATA / "citeulike_t", folder=folder, seeds=seeds)
+    if (DATA_FOLDER / "beauty").is_dir():
+        experiments += beauty.experiments(DATA_FOLDER / "beauty", folder=folder, seeds=seeds)
+    if (DATA_FOLDER / "citeulike_t").is_dir():
+        experiments += citeulike.experiments(DATA_FOLDER / "citeulike_t", folder=folder, seeds=seeds)
     return experiments
 
 
@@ -47,8 +47,8 @@ def main() -> None:
     parser.add_argument("--missing", action="store_true", help="only experiments without a result in results.json")
     parser.add_argument("--variant", help="only variants whose name contains this text")
     arguments = parser.parse_args()
-    file = HERE / "results.json"
-    results: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {"runs": {}}
+    results_path = FOLDER / "results.json"
+    results: dict[str, Any] = json.loads(results_path.read_text()) if results_path.is_file() else {"runs": {}}
     with tempfile.TemporaryDirectory() as folder_name:
         selected_experiments = [
             experiment
@@ -57,20 +57,21 @@ def main() -> None:
         ]
         if arguments.missing:
             selected_experiments = [experiment for experiment in selected_experiments if experiment.key not in results["runs"]]
-        cores = multiprocessing.Manager().Queue()
+        free_cores = multiprocessing.Manager().Queue()
         for core in CORES:
-            cores.put(core)
+            free_cores.put(core)
         with ProcessPoolExecutor(len(CORES), mp_context=multiprocessing.get_context("spawn")) as pool:
             experiment_by_future = {
-                pool.submit(run, experiment, folder=Path(folder_name), cores=cores): experiment
+                pool.submit(run, experiment, folder=Path(folder_name), free_cores=free_cores): experiment
                 for experiment in selected_experiments
             }
-            for number, future in enumerate(as_completed(experiment_by_future), 1):
-                key = experiment_by_future[future].key
-                results["runs"][key] = future.result()
+            for num_finished, future in enumerate(as_completed(experiment_by_future), 1):
+                experiment_key = experiment_by_future[future].key
+                results["runs"][experiment_key] = future.result()
                 results["runs"] = dict(sorted(results["runs"].items()))
-                file.write_text(json.dumps(results, indent=1) + "\n")
-                sys.stdout.write(f"{number} of {len(selected_experiments)}: {key}: {_headline(results['runs'][key])}\n")
+                results_path.write_text(json.dumps(results, indent=1) + "\n")
+                headline = _headline(results["runs"][experiment_key])
+                sys.stdout.write(f"{num_finished} of {len(selected_experiments)}: {experiment_key}: {headline}\n")
                 sys.stdout.flush()
         if "speed" in arguments.parts:
             results["runs"] |= speed.measure(Path(folder_name))
@@ -80,15 +81,15 @@ def main() -> None:
         "machine": f"{len(CORES)} cores",
         "versions": {name: versions[name] for name in ("torch", "torchrec") if name in versions},
     }
-    file.write_text(json.dumps(results, indent=1) + "\n")
-    write_report(results, folder=HERE)
+    results_path.write_text(json.dumps(results, indent=1) + "\n")
+    write_report(results, folder=FOLDER)
 
 
 def _headline(result: dict[str, Any]) -> str:
     metrics = {name: value for name, value in result["metrics"].items() if name.startswith("test/") and "slice" not in name}
-    names = ("test/hit_rate@10", "test/ndcg@10", "test/recall@20", "test/cold/recall@20")
-    best = f"epoch {result['best_epoch']} of {len(result['validation'])}"
-    return best + ", " + ", ".join(f"{name} {metrics[name]:.4f}" for name in names if name in metrics)
+    printed_metrics = ("test/hit_rate@10", "test/ndcg@10", "test/recall@20", "test/cold/recall@20")
+    epoch_text = f"epoch {result['best_epoch']} of {len(result['validation'])}"
+    return epoch_text + ", " + ", ".join(f"{name} {metrics[name]:.4f}" for name in printed_metrics if name in metrics)
 
 
 if __name__ == "__main__":

@@ -11,50 +11,60 @@ from benchmarks.quality.experiment import Experiment, Settings, merge_settings
 
 EPOCHS, LIMITED_EPOCHS = 8, 5
 MIN_WORD_COUNT = 3
-UNFREEZE = [{"epoch": 2, "share": 0.25}, {"epoch": 3, "share": 0.5}, {"epoch": 4, "share": 1.0}]
+UNFREEZE_SCHEDULE = [{"epoch": 2, "share": 0.25}, {"epoch": 3, "share": 0.5}, {"epoch": 4, "share": 1.0}]
 """Share of the most frequent rows that is trained: no rows in epoch 1, 25 % in epoch 2, 50 % in epoch 3, then all rows."""
-LAYERS: Settings = {"model": {"candidate": {"layers": [128, 64], "skip_connection": True}}}
+CANDIDATE_LAYERS: Settings = {"model": {"candidate": {"layers": [128, 64], "skip_connection": True}}}
 """Layers of the candidate tower, which are trained while the item rows are frozen."""
 
 
-def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experiment]:
+def experiments(data_folder: Path, *, folder: Path, seeds: range) -> Iterator[Experiment]:
     """Yield, for each seed, five variants without item features, two variants with them, and two for each share of users."""
-    base = settings(data)
-    vectors: Settings = {"embeddings": [{"paths": str(data / "item_embeddings.parquet"), "vector_column": "embedding"}]}
-    features = item_features(prepare_items(data, folder=folder))
-    variants = {
-        "random": base,
-        "pretrained, full": merge_settings(base, vectors),
-        "pretrained, frozen": merge_settings(base, vectors, LAYERS, {"tables": {"item": {"transfer": "frozen"}}}),
+    base_settings = settings(data_folder)
+    vector_settings: Settings = {
+        "embeddings": [{"paths": str(data_folder / "item_embeddings.parquet"), "vector_column": "embedding"}]
+    }
+    feature_settings = item_features(prepare_items(data_folder, folder=folder))
+    settings_by_variant = {
+        "random": base_settings,
+        "pretrained, full": merge_settings(base_settings, vector_settings),
+        "pretrained, frozen": merge_settings(
+            base_settings, vector_settings, CANDIDATE_LAYERS, {"tables": {"item": {"transfer": "frozen"}}}
+        ),
         "pretrained, gradual": merge_settings(
-            base, vectors, LAYERS, {"tables": {"item": {"transfer": "gradual", "unfreeze": UNFREEZE}}}
+            base_settings,
+            vector_settings,
+            CANDIDATE_LAYERS,
+            {"tables": {"item": {"transfer": "gradual", "unfreeze": UNFREEZE_SCHEDULE}}},
         ),
         "pretrained, residual": merge_settings(
-            base, vectors, {"tables": {"item": {"transfer": "residual", "id_dropout": 0.3}}}
+            base_settings, vector_settings, {"tables": {"item": {"transfer": "residual", "id_dropout": 0.3}}}
         ),
-        "random, features": merge_settings(base, features),
-        "pretrained, full, features": merge_settings(base, vectors, features),
+        "random, features": merge_settings(base_settings, feature_settings),
+        "pretrained, full, features": merge_settings(base_settings, vector_settings, feature_settings),
     }
     for seed in seeds:
-        for name, variant in variants.items():
-            yield Experiment("beauty", name, seed, variant)
+        for variant, variant_settings in settings_by_variant.items():
+            yield Experiment("beauty", variant, seed, variant_settings)
         for percent in (10, 1):
-            log = limited_log(data, percent=percent, seed=seed, folder=folder)
-            few_users = {
-                "interactions": {"paths": str(log), "weight_column": "weight"},
+            log_path = limited_log(data_folder, percent=percent, seed=seed, folder=folder)
+            few_user_settings = {
+                "interactions": {"paths": str(log_path), "weight_column": "weight"},
                 "training": {"epochs": LIMITED_EPOCHS},
             }
-            yield Experiment("limited", f"random, {percent} % of users", seed, merge_settings(base, few_users))
+            yield Experiment("limited", f"random, {percent} % of users", seed, merge_settings(base_settings, few_user_settings))
             yield Experiment(
-                "limited", f"pretrained, full, {percent} % of users", seed, merge_settings(base, vectors, few_users)
+                "limited",
+                f"pretrained, full, {percent} % of users",
+                seed,
+                merge_settings(base_settings, vector_settings, few_user_settings),
             )
 
 
-def settings(data: Path) -> Settings:
+def settings(data_folder: Path) -> Settings:
     """Return the settings that all variants share."""
     return {
         "interactions": {
-            "paths": str(data / "interactions.parquet"),
+            "paths": str(data_folder / "interactions.parquet"),
             "order_column": "position",
             "split": {"kind": "leave_last_out"},
         },
@@ -73,21 +83,21 @@ def settings(data: Path) -> Settings:
     }
 
 
-def prepare_items(data: Path, *, folder: Path) -> Path:
+def prepare_items(data_folder: Path, *, folder: Path) -> Path:
     """Write items.parquet with the words of the text as a list column."""
-    table = pq.read_table(data / "items.parquet")
+    table = pq.read_table(data_folder / "items.parquet")
     words = pc.split_pattern_regex(pc.utf8_lower(table["text"]), "[^a-z0-9]+")
     path = folder / "items.parquet"
     pq.write_table(table.append_column("words", words), path)
     return path
 
 
-def item_features(items: Path) -> Settings:
+def item_features(items_path: Path) -> Settings:
     """Return the settings for attributes and words as item features, with histories encoded by the candidate tower."""
     return {
         "features": {
             "items": {
-                "paths": str(items),
+                "paths": str(items_path),
                 "id_column": "item_id",
                 "features": [
                     {"name": "attributes", "kind": "list"},
@@ -99,11 +109,11 @@ def item_features(items: Path) -> Settings:
     }
 
 
-def limited_log(data: Path, *, percent: int, seed: int, folder: Path) -> Path:
+def limited_log(data_folder: Path, *, percent: int, seed: int, folder: Path) -> Path:
     """Write the log with event weight 1 for `percent` % of the users and 0 for the others. All users are evaluated."""
-    table = pq.read_table(data / "interactions.parquet")
-    user = table["user_id"].to_numpy()
-    is_chosen = ((user * 2_654_435_761 + seed * 40_503) % 2**32) % 100 < percent
+    table = pq.read_table(data_folder / "interactions.parquet")
+    user_ids = table["user_id"].to_numpy()
+    is_chosen = ((user_ids * 2_654_435_761 + seed * 40_503) % 2**32) % 100 < percent
     path = folder / f"interactions-{percent}-{seed}.parquet"
     pq.write_table(table.append_column("weight", pa.array(is_chosen.astype("float32"))), path)
     return path

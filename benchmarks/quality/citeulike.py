@@ -10,38 +10,42 @@ import pyarrow.parquet as pq
 from benchmarks.quality.experiment import Experiment, Settings, merge_settings
 
 
-def experiments(data: Path, *, folder: Path, seeds: range) -> Iterator[Experiment]:
+def experiments(data_folder: Path, *, folder: Path, seeds: range) -> Iterator[Experiment]:
     """Yield the experiments on cold and on warm articles, and the experiments with two published models."""
-    vectors: Settings = {"embeddings": [{"paths": str(data / "item_embeddings.parquet"), "vector_column": "embedding"}]}
-    known_vectors: Settings = {
-        "embeddings": [{"paths": str(write_known_vectors(data, folder=folder)), "vector_column": "embedding"}]
+    vector_settings: Settings = {
+        "embeddings": [{"paths": str(data_folder / "item_embeddings.parquet"), "vector_column": "embedding"}]
     }
-    cold = merge_settings(settings(data, test="cold"), ARTICLE_MODEL, known_vectors, TEXT, COLD)
-    warm_data = settings(data, test="warm")
-    warm = merge_settings(warm_data, ARTICLE_MODEL)
-    variants = {
-        "cold": {"text, residual": cold, "text, residual, all articles": merge_settings(cold, NO_VALIDATION)},
-        "warm": {"with text": merge_settings(warm, vectors, WARM_TEXT), "without text": warm},
+    known_vector_settings: Settings = {
+        "embeddings": [{"paths": str(write_known_vectors(data_folder, folder=folder)), "vector_column": "embedding"}]
+    }
+    cold_settings = merge_settings(
+        settings(data_folder, test_kind="cold"), ARTICLE_MODEL, known_vector_settings, TEXT_TABLES, COLD_TRAINING
+    )
+    warm_data_settings = settings(data_folder, test_kind="warm")
+    warm_settings = merge_settings(warm_data_settings, ARTICLE_MODEL)
+    variants_by_part = {
+        "cold": {"text, residual": cold_settings, "text, residual, all articles": merge_settings(cold_settings, NO_VALIDATION)},
+        "warm": {"with text": merge_settings(warm_settings, vector_settings, WARM_TEXT_TABLES), "without text": warm_settings},
         "collaborative": {
-            "SimpleX": merge_settings(warm_data, SIMPLEX),
-            "sampled-softmax matrix factorisation": merge_settings(warm_data, FACTORISATION),
+            "SimpleX": merge_settings(warm_data_settings, SIMPLEX),
+            "sampled-softmax matrix factorisation": merge_settings(warm_data_settings, FACTORISATION),
         },
     }
     for seed in seeds:
-        for part, part_variants in variants.items():
-            for name, variant in part_variants.items():
-                yield Experiment(part, name, seed, variant)
+        for part, settings_by_variant in variants_by_part.items():
+            for variant, variant_settings in settings_by_variant.items():
+                yield Experiment(part, variant, seed, variant_settings)
 
 
-def write_known_vectors(data: Path, *, folder: Path) -> Path:
+def write_known_vectors(data_folder: Path, *, folder: Path) -> Path:
     """Write the vectors of training and cold articles. Articles that occur only in the warm test are not ranked."""
     known_ids = pa.concat_arrays(
         [
-            pq.read_table(data / name, columns=["item_id"])["item_id"].combine_chunks()
-            for name in ("train.parquet", "test_cold.parquet")
+            pq.read_table(data_folder / file_name, columns=["item_id"])["item_id"].combine_chunks()
+            for file_name in ("train.parquet", "test_cold.parquet")
         ]
     )
-    table = pq.read_table(data / "item_embeddings.parquet")
+    table = pq.read_table(data_folder / "item_embeddings.parquet")
     path = folder / "known_embeddings.parquet"
     pq.write_table(table.filter(pc.is_in(table["item_id"], known_ids.unique())), path)
     return path
@@ -54,13 +58,13 @@ ARTICLE_MODEL: Settings = {
     "training": {"epochs": 10, "dense_optimizer": {"lr_decay": "cosine"}},
 }
 SMALL_STEPS: Settings = {"optimizer": {"learning_rate": 0.02}}
-TEXT: Settings = {
+TEXT_TABLES: Settings = {
     # The text vectors have length 1. The first step of the optimizer moves an offset by about 11 times the learning rate
     # (the square root of 128). This step must be small compared with the vectors.
     "tables": {"item": {"transfer": "residual", "init_std": 128**-0.5, "id_dropout": 0.5}, "item_offset": SMALL_STEPS}
 }
 """Frozen text vectors plus a learned offset, so that articles without interactions are comparable with the others."""
-COLD: Settings = {
+COLD_TRAINING: Settings = {
     "model": {"history": {"item_representation": "candidate_tower"}},
     "training": {"epochs": 12, "validation": {"candidates": "cold"}},
 }
@@ -68,8 +72,8 @@ NO_VALIDATION: Settings = {
     "interactions": {"split": {"validation_share": 0.0, "validation_unit": "pair"}},
     "training": {"validation": None},
 }
-"""Training on all articles. The number of epochs in COLD was chosen in the experiments with validation."""
-WARM_TEXT: Settings = merge_settings(TEXT, {"tables": {"item": {"id_dropout": 0.1}}})
+"""Training on all articles. The number of epochs in COLD_TRAINING was chosen in the experiments with validation."""
+WARM_TEXT_TABLES: Settings = merge_settings(TEXT_TABLES, {"tables": {"item": {"id_dropout": 0.1}}})
 SIMPLEX: Settings = {
     "model": {
         "embedding_dim": 64,
@@ -86,16 +90,16 @@ FACTORISATION: Settings = {
 }
 
 
-def settings(data: Path, *, test: str) -> Settings:
+def settings(data_folder: Path, *, test_kind: str) -> Settings:
     """Return the settings of all variants. Validation: 10 % of the articles for cold tests, otherwise 10 % of the pairs."""
     return {
         "interactions": {
-            "paths": str(data / "train.parquet"),
+            "paths": str(data_folder / "train.parquet"),
             "split": {
                 "kind": "files",
-                "test_paths": str(data / f"test_{test}.parquet"),
+                "test_paths": str(data_folder / f"test_{test_kind}.parquet"),
                 "validation_share": 0.1,
-                "validation_unit": "item" if test == "cold" else "pair",
+                "validation_unit": "item" if test_kind == "cold" else "pair",
             },
         },
         "model": {

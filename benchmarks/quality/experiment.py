@@ -45,31 +45,31 @@ def train_only(settings: Settings, *, folder: Path) -> list[tuple[float, Progres
     """Train without evaluation, and return the lines of metrics.jsonl with the time at which each was read."""
     config = PipelineConfig.model_validate(settings)
     interactions = ingest_interactions(config.interactions_with_context, embeddings=None, folder=folder / "interactions")
-    spec = ModelSpec.of(config.model, dataset=Dataset(interactions), tables=config.tables, loss=config.loss)
+    model_spec = ModelSpec.of(config.model, dataset=Dataset(interactions), tables=config.tables, loss=config.loss)
     shutil.rmtree(folder / "train", ignore_errors=True)
     plan = plan_sharding(
         config.sharding,
-        model=spec,
+        model=model_spec,
         batch_size=config.training.batch_size,
         optimizer=config.training.table_optimizer,
         folder=folder / "plan",
     )
-    lines: list[tuple[float, Progress]] = []
+    timed_lines: list[tuple[float, Progress]] = []
     train(
         config.training,
-        model=spec,
+        model=model_spec,
         loss=config.loss,
         dataset=Dataset(interactions),
         plan=plan,
         folder=folder / "train",
-        on_progress=lambda line: lines.append((time.perf_counter(), line)),
+        on_progress=lambda progress: timed_lines.append((time.perf_counter(), progress)),
     )
-    return lines
+    return timed_lines
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """The settings of one training. The part of the report, the variant and the seed identify it."""
+    """The settings of one training run. The part of the report, the variant and the seed identify the experiment."""
 
     part: str
     variant: str
@@ -82,29 +82,29 @@ class Experiment:
         return f"{self.part}/{self.variant}/{self.seed}"
 
 
-def merge_settings(*layers: Mapping[str, Any]) -> Settings:
+def merge_settings(*settings_layers: Mapping[str, Any]) -> Settings:
     """Return the settings of all layers; later layers override single settings of earlier ones.
 
     >>> merge_settings({"model": {"learn_user_embedding": True}}, {"model": {"embedding_dim": 8}})
-    {'model': {'user_id': True, 'embedding_dim': 8}}
+    {'model': {'learn_user_embedding': True, 'embedding_dim': 8}}
     """
     result: Settings = {}
-    for layer in layers:
+    for layer in settings_layers:
         for name, value in layer.items():
             is_nested = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
             result[name] = merge_settings(result[name], value) if is_nested else value
     return result
 
 
-def run(experiment: Experiment, *, folder: Path, cores: "Queue[int]") -> dict[str, Any]:
-    """Train and evaluate on one of the free `cores`. Each core runs one experiment at a time."""
-    core = cores.get()
+def run(experiment: Experiment, *, folder: Path, free_cores: "Queue[int]") -> dict[str, Any]:
+    """Train and evaluate on one of the `free_cores`. Each core runs one experiment at a time."""
+    core = free_cores.get()
     try:
         os.sched_setaffinity(0, {core})
         torch.set_num_threads(1)  # one thread per core
         return _train_and_evaluate(experiment, folder=folder, core=core)
     finally:
-        cores.put(core)
+        free_cores.put(core)
 
 
 def _train_and_evaluate(experiment: Experiment, *, folder: Path, core: int) -> dict[str, Any]:
@@ -113,8 +113,8 @@ def _train_and_evaluate(experiment: Experiment, *, folder: Path, core: int) -> d
         merge_settings(ONE_RANK, experiment.settings, {"training": {"seed": experiment.seed}})
     )
     # Experiments with the same input share the ingested data. Each core has its own copy, so that no core waits.
-    inputs = config.model_dump_json(include={"interactions", "embeddings", "features"})
-    ingest_folder = folder / f"core-{core}" / hashlib.sha256(inputs.encode()).hexdigest()[:12]
+    input_settings_json = config.model_dump_json(include={"interactions", "embeddings", "features"})
+    ingest_folder = folder / f"core-{core}" / hashlib.sha256(input_settings_json.encode()).hexdigest()[:12]
     run_folder = folder / f"core-{core}" / "run"
     shutil.rmtree(run_folder, ignore_errors=True)
     embeddings = ingest_embeddings(config.embeddings, folder=ingest_folder / "embeddings") if config.embeddings else None
@@ -132,7 +132,7 @@ def _train_and_evaluate(experiment: Experiment, *, folder: Path, core: int) -> d
             threads=1,
             folder=ingest_folder / "features",
         )
-    spec = ModelSpec.of(
+    model_spec = ModelSpec.of(
         config.model,
         dataset=Dataset(interactions, embeddings, features),
         tables=config.tables,
@@ -140,24 +140,24 @@ def _train_and_evaluate(experiment: Experiment, *, folder: Path, core: int) -> d
     )
     plan = plan_sharding(
         config.sharding,
-        model=spec,
+        model=model_spec,
         batch_size=config.training.batch_size,
         optimizer=config.training.table_optimizer,
         folder=run_folder / "plan",
     )
-    lines: list[Progress] = []
+    progress_lines: list[Progress] = []
     train_manifest = train(
         config.training,
-        model=spec,
+        model=model_spec,
         loss=config.loss,
         dataset=Dataset(interactions, embeddings, features),
         plan=plan,
         folder=run_folder / "train",
-        on_progress=lines.append,
+        on_progress=progress_lines.append,
     )
     export = export_vectors(
         config.training,
-        model=spec,
+        model=model_spec,
         loss=config.loss,
         dataset=Dataset(interactions, features=features),
         train=train_manifest,
@@ -167,9 +167,9 @@ def _train_and_evaluate(experiment: Experiment, *, folder: Path, core: int) -> d
         config.evaluation, export=export, dataset=Dataset(interactions, embeddings), folder=run_folder / "evaluation"
     )
     return {
-        "validation": [line.validation for line in lines if line.validation],
+        "validation": [progress.validation for progress in progress_lines if progress.validation],
         "best_epoch": train_manifest.best_epoch,
         "metrics": {name: value for name, value in evaluation.metrics.items() if not name.startswith("validation/")},
-        "samples_per_s": max(line.samples_per_s for line in lines),
+        "samples_per_s": max(progress.samples_per_s for progress in progress_lines),
         "settings": without_folders(experiment.settings),
     }

@@ -24,10 +24,10 @@ BASELINES = {"popularity": "baseline/popularity", "zero-shot": "baseline/zero_sh
 
 def write_report(results: dict[str, Any], *, folder: Path) -> None:
     """Write report.md and curves.png into `folder`."""
-    parts: dict[str, Runs] = {}
+    runs_by_part: dict[str, Runs] = {}
     for key, result in results["runs"].items():
         part, variant, seed = key.split("/")
-        parts.setdefault(part, {}).setdefault(variant, {})[int(seed)] = result
+        runs_by_part.setdefault(part, {}).setdefault(variant, {})[int(seed)] = result
     lines = [
         "# Quality on public data",
         "",
@@ -44,40 +44,40 @@ def write_report(results: dict[str, Any], *, folder: Path) -> None:
         "  pretrained vectors.",
     ]
     for part, (title, metrics) in TABLES.items():
-        if part in parts:
-            lines += ["", f"## {title}", "", *_table(parts[part], metrics)]
-    if "beauty" in parts:
+        if part in runs_by_part:
+            lines += ["", f"## {title}", "", *_table(runs_by_part[part], metrics)]
+    if "beauty" in runs_by_part:
         lines += [
             "",
             "## Epochs to the quality of random initialisation",
             "",
-            *_first_to_reach(parts["beauty"]),
+            *_epochs_to_reach_table(runs_by_part["beauty"]),
             "",
             "![validation by epoch](curves.png)",
         ]
-        _plot_curves(parts["beauty"], path=folder / "curves.png")
-    if "speed" in parts:
-        lines += ["", "## Seconds per epoch", "", *_speed_table(parts["speed"])]
+        _plot_curves(runs_by_part["beauty"], path=folder / "curves.png")
+    if "speed" in runs_by_part:
+        lines += ["", "## Seconds per epoch", "", *_speed_table(runs_by_part["speed"])]
     (folder / "report.md").write_text("\n".join(lines) + "\n")
 
 
-def _table(runs: Runs, metrics: tuple[str, ...]) -> list[str]:
-    names = [name.removeprefix("test/") for name in metrics]
-    lines = ["| | seeds | " + " | ".join(names) + " | best epoch |", "|:---|---:|" + "---:|" * (len(names) + 1)]
+def _table(runs: Runs, metric_names: tuple[str, ...]) -> list[str]:
+    column_titles = [name.removeprefix("test/") for name in metric_names]
+    lines = ["| | seeds | " + " | ".join(column_titles) + " | best epoch |", "|:---|---:|" + "---:|" * (len(column_titles) + 1)]
     for variant, result_by_seed in runs.items():
-        cells = [_spread([result["metrics"][name] for result in result_by_seed.values()]) for name in metrics]
+        cells = [_spread([result["metrics"][name] for result in result_by_seed.values()]) for name in metric_names]
         epochs = ", ".join(str(result["best_epoch"] or "-") for result in result_by_seed.values())
         lines.append(f"| {variant} | {len(result_by_seed)} | " + " | ".join(cells) + f" | {epochs} |")
     for name, prefix in BASELINES.items():
-        keys = [f"{prefix}/{metric.removeprefix('test/')}" for metric in metrics]
-        all_metrics = [
+        baseline_keys = [f"{prefix}/{metric.removeprefix('test/')}" for metric in metric_names]
+        metrics_of_runs = [
             result["metrics"]
             for result_by_seed in runs.values()
             for result in result_by_seed.values()
-            if keys[0] in result["metrics"]
+            if baseline_keys[0] in result["metrics"]
         ]
-        if all_metrics:  # the same in all results
-            lines.append(f"| {name} | | " + " | ".join(f"{all_metrics[0][key]:.4f}" for key in keys) + " | |")
+        if metrics_of_runs:  # the same in all results
+            lines.append(f"| {name} | | " + " | ".join(f"{metrics_of_runs[0][key]:.4f}" for key in baseline_keys) + " | |")
     return lines
 
 
@@ -87,15 +87,15 @@ def _spread(values: list[float]) -> str:
     >>> _spread([0.1, 0.3])
     '.2000 ± .1414'
     """
-    numbers = [f"{np.mean(values):.4f}", f"{np.std(values, ddof=1):.4f}"] if len(values) > 1 else [f"{values[0]:.4f}"]
-    return " ± ".join(number.lstrip("0") for number in numbers)
+    formatted_numbers = [f"{np.mean(values):.4f}", f"{np.std(values, ddof=1):.4f}"] if len(values) > 1 else [f"{values[0]:.4f}"]
+    return " ± ".join(number.lstrip("0") for number in formatted_numbers)
 
 
-def _curve(result: dict[str, Any]) -> list[float]:
+def _validation_curve(result: dict[str, Any]) -> list[float]:
     return [metrics["ndcg@10"] for metrics in result["validation"]]
 
 
-def _first_to_reach(runs: Runs) -> list[str]:
+def _epochs_to_reach_table(runs: Runs) -> list[str]:
     """Return the table of the epochs in which each variant reaches the best validation value of random initialisation."""
     lines = [
         "On Amazon Beauty, the first epoch in which a variant reaches the best validation NDCG@10 of random initialisation,",
@@ -105,26 +105,28 @@ def _first_to_reach(runs: Runs) -> list[str]:
         "|:---|---:|---:|---:|",
     ]
     for variant, result_by_seed in runs.items():
-        base = "random, features" if variant.endswith("features") else "random"
-        if variant == base or base not in runs:
+        reference_variant = "random, features" if variant.endswith("features") else "random"
+        if variant == reference_variant or reference_variant not in runs:
             continue
-        reached_epochs, base_epochs = [], []
+        reached_epochs, reference_epochs = [], []
         for seed, result in result_by_seed.items():
-            if seed in runs[base]:
-                base_curve = _curve(runs[base][seed])
-                base_epochs.append(1 + int(np.argmax(base_curve)))
-                epochs_at_base_value = (epoch for epoch, value in enumerate(_curve(result), 1) if value >= max(base_curve))
-                reached_epochs.append(next(epochs_at_base_value, None))
-        ratio = "-" if None in reached_epochs else f"{sum(filter(None, reached_epochs)) / sum(base_epochs):.2f}"
+            if seed in runs[reference_variant]:
+                reference_curve = _validation_curve(runs[reference_variant][seed])
+                reference_epochs.append(1 + int(np.argmax(reference_curve)))
+                epochs_at_reference = (
+                    epoch for epoch, ndcg in enumerate(_validation_curve(result), 1) if ndcg >= max(reference_curve)
+                )
+                reached_epochs.append(next(epochs_at_reference, None))
+        ratio = "-" if None in reached_epochs else f"{sum(filter(None, reached_epochs)) / sum(reference_epochs):.2f}"
         epochs = ", ".join("never" if epoch is None else str(epoch) for epoch in reached_epochs)
-        lines.append(f"| {variant} | {epochs} | {', '.join(map(str, base_epochs))} | {ratio} |")
+        lines.append(f"| {variant} | {epochs} | {', '.join(map(str, reference_epochs))} | {ratio} |")
     return lines
 
 
 def _plot_curves(runs: Runs, *, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for variant, result_by_seed in runs.items():
-        curves = np.array([_curve(result) for result in result_by_seed.values()])
+        curves = np.array([_validation_curve(result) for result in result_by_seed.values()])
         epochs = np.arange(1, curves.shape[1] + 1)
         style = "--" if variant.startswith("random") else "-"
         (line,) = axes.plot(epochs, curves.mean(axis=0), style, label=variant, marker="o", markersize=3)

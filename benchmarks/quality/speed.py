@@ -10,30 +10,33 @@ import pyarrow.parquet as pq
 from benchmarks.quality.citeulike import FACTORISATION, SIMPLEX
 from benchmarks.quality.experiment import Settings, merge_settings, train_only
 
-USERS, ITEMS, PAIRS = 30_000, 41_000, 800_000
-EPOCHS = 3
+NUM_USERS, NUM_ITEMS, NUM_PAIRS = 30_000, 41_000, 800_000
+NUM_EPOCHS = 3
 
 
 def measure(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the number of pairs and the seconds of each epoch, by key `speed/<model>/0`."""
-    data = write_pairs(folder)
+    pairs_path = write_pairs(folder)
     results = {}
-    for name, model in (("SimpleX", SIMPLEX), ("sampled-softmax matrix factorisation", FACTORISATION)):
-        lines = train_only(merge_settings(settings(data), model, TIMED_SETTINGS), folder=folder / "speed")
-        end_s = {line.epoch: time_s for time_s, line in lines}
+    for model_name, model_settings in (("SimpleX", SIMPLEX), ("sampled-softmax matrix factorisation", FACTORISATION)):
+        timed_lines = train_only(merge_settings(settings(pairs_path), model_settings, TIMED_SETTINGS), folder=folder / "speed")
+        end_s_by_epoch = {progress.epoch: time_s for time_s, progress in timed_lines}
         # The first epoch is left out, because it includes the start of the ranks.
-        epoch_s = [round(end_s[epoch] - end_s[epoch - 1], 1) for epoch in range(2, EPOCHS + 1)]
-        results[f"speed/{name}/0"] = {"pairs": PAIRS, "epoch_s": epoch_s}
+        epoch_s = [round(end_s_by_epoch[epoch] - end_s_by_epoch[epoch - 1], 1) for epoch in range(2, NUM_EPOCHS + 1)]
+        results[f"speed/{model_name}/0"] = {"pairs": NUM_PAIRS, "epoch_s": epoch_s}
     return results
 
 
-TIMED_SETTINGS: Settings = {"loss": {"num_negatives": 1024}, "training": {"epochs": EPOCHS}}
+TIMED_SETTINGS: Settings = {"loss": {"num_negatives": 1024}, "training": {"epochs": NUM_EPOCHS}}
 
 
-def settings(data: Path) -> Settings:
+def settings(pairs_path: Path) -> Settings:
     """Return the settings of both models: batch 2,048 per rank, dimension 64, no validation."""
     return {
-        "interactions": {"paths": str(data), "split": {"kind": "files", "test_paths": str(data.with_name("test.parquet"))}},
+        "interactions": {
+            "paths": str(pairs_path),
+            "split": {"kind": "files", "test_paths": str(pairs_path.with_name("test.parquet"))},
+        },
         "model": {"embedding_dim": 64, "learn_user_embedding": True, "history": {"length": 20, "last_item_feature": False}},
         "training": {"batch_size": 2048, "validation": None, "checkpoint_every_steps": 1_000_000},
     }
@@ -42,11 +45,11 @@ def settings(data: Path) -> Settings:
 def write_pairs(folder: Path) -> Path:
     """Write distinct random pairs with skewed activity of users and popularity of items."""
     rng = np.random.default_rng(0)
-    user = rng.permutation(USERS)[(rng.power(0.6, 2 * PAIRS) * USERS).astype(np.int64)]
-    item = rng.permutation(ITEMS)[(rng.random(2 * PAIRS) ** 3 * ITEMS).astype(np.int64)]
-    key = rng.permutation(np.unique(user * ITEMS + item))[:PAIRS]
-    path = folder / "pairs.parquet"
-    table = pa.table({"user_id": key // ITEMS, "item_id": key % ITEMS})
-    pq.write_table(table, path)
-    pq.write_table(table.slice(0, 1_000), path.with_name("test.parquet"))  # required by the split, never used
-    return path
+    user_ids = rng.permutation(NUM_USERS)[(rng.power(0.6, 2 * NUM_PAIRS) * NUM_USERS).astype(np.int64)]
+    item_ids = rng.permutation(NUM_ITEMS)[(rng.random(2 * NUM_PAIRS) ** 3 * NUM_ITEMS).astype(np.int64)]
+    pair_keys = rng.permutation(np.unique(user_ids * NUM_ITEMS + item_ids))[:NUM_PAIRS]
+    pairs_path = folder / "pairs.parquet"
+    table = pa.table({"user_id": pair_keys // NUM_ITEMS, "item_id": pair_keys % NUM_ITEMS})
+    pq.write_table(table, pairs_path)
+    pq.write_table(table.slice(0, 1_000), pairs_path.with_name("test.parquet"))  # required by the split, never used
+    return pairs_path

@@ -5,14 +5,24 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.scale import BEGIN_MARK, END_MARK, PAGE_FILE, RESULT_FILE, SIZES, distinct_items, plan, sent_bytes, to_markdown
+from benchmarks.scale import (
+    BEGIN_MARK,
+    END_MARK,
+    PAGE_PATH,
+    RESULT_PATH,
+    SIZES,
+    num_distinct_items,
+    plan_model_size,
+    sent_bytes,
+    to_markdown,
+)
 from recsys_core.sharding.lookup_stats import lookup_probability
 
 
 def test_the_page_shows_the_numbers_of_the_last_result() -> None:
-    page = PAGE_FILE.read_text()
+    page = PAGE_PATH.read_text()
     shown = page[page.index(BEGIN_MARK) + len(BEGIN_MARK) : page.index(END_MARK)].strip()
-    assert shown == to_markdown(json.loads(RESULT_FILE.read_text())).strip()
+    assert shown == to_markdown(json.loads(RESULT_PATH.read_text())).strip()
 
 
 @pytest.mark.parametrize("exponent", [0.8, 1.0, 1.2])
@@ -20,15 +30,17 @@ def test_distinct_items_of_a_zipf_law_equal_a_count_over_all_items(exponent: flo
     items, draws, negatives = 20_000, 5_000, 300
     count_I = np.rint(1e12 * np.arange(1, items + 1, dtype=np.float64) ** -exponent).astype(np.int64)
     counted = lookup_probability(count_I, num_draws=draws, num_negatives=negatives, alpha=0.0).sum()
-    assert distinct_items(items, draws=draws, negatives=negatives, exponent=exponent) == pytest.approx(counted, rel=0.005)
+    assert num_distinct_items(items, num_draws=draws, num_negatives=negatives, exponent=exponent) == pytest.approx(
+        counted, rel=0.005
+    )
 
 
 def test_the_bytes_of_unpooled_rows_equal_the_bytes_that_the_planner_divides_by_the_bandwidth() -> None:
     size = SIZES["1 B rows, 2 x 8 GPUs"] | {"users": 0}
-    plan_file = plan(size)
+    plan_file = plan_model_size(size)
     assert plan_file.tables["item"].sharding_type == "row_wise"
     sent = (
-        sent_bytes(plan_file, unpooled_tables={"item"}, number_bytes=4)["sent"] * 16 / 15
+        sent_bytes(plan_file, unpooled_tables={"item"}, bytes_per_number=4)["sent"] * 16 / 15
     )  # the planner also counts rows that stay on their rank
     assert sent / 2 / 2**30 / 50 * 1000 == pytest.approx(plan_file.ranks[0].forward_comms_ms, rel=0.001)
-    assert sent_bytes(plan_file, unpooled_tables={"item"}, number_bytes=2)["sent"] * 2 == pytest.approx(sent * 15 / 16)
+    assert sent_bytes(plan_file, unpooled_tables={"item"}, bytes_per_number=2)["sent"] * 2 == pytest.approx(sent * 15 / 16)

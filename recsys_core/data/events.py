@@ -146,8 +146,8 @@ class EventStore:
         first_user_of_chunk = np.searchsorted(
             self.user_offset, np.arange(0, len(self.event_item), max(num_items, EVENTS_PER_CHUNK))
         )
-        for start, stop in pairwise([*np.unique(first_user_of_chunk).tolist(), len(self.train_end)]):
-            count_I += np.bincount(self.items_before(np.arange(start, stop), split).values_L, minlength=num_items)
+        for start_user, stop_user in pairwise([*np.unique(first_user_of_chunk).tolist(), len(self.train_end)]):
+            count_I += np.bincount(self.items_before(np.arange(start_user, stop_user), split).values_L, minlength=num_items)
         return count_I
 
     def _split_bounds(self, split: EvaluationSplit) -> tuple[Int64Array, Int64Array]:

@@ -192,7 +192,7 @@ def _write_matrix(entries: Sequence[_ReadEntry], *, table_ids: TableIds, matrix_
     for entry, dim in zip(entries, dims, strict=True):
         require_one_dim(entry.files, dim, other=entries[0].files, other_dim=dims[0])
     final_RD = allocate_npy(matrix_path, dtype=np.float32, shape=(table_ids.count_ids(), dims[0]))
-    start = 0
+    start_row = 0
     for entry, projection in zip(entries, projections, strict=True):
         for block_ND in _usable_vectors(entry, table_ids=table_ids):
             output_ND = block_ND
@@ -200,10 +200,10 @@ def _write_matrix(entries: Sequence[_ReadEntry], *, table_ids: TableIds, matrix_
                 output_ND = projection.apply(block_ND)
                 if entry.files.config.normalise:
                     output_ND = unit_length(output_ND)
-            final_RD[start : start + len(output_ND)] = output_ND
-            start += len(output_ND)
+            final_RD[start_row : start_row + len(output_ND)] = output_ND
+            start_row += len(output_ND)
         os.unlink(entry.matrix_path)  # noqa: PTH108  frees disk space for the next entry
-    assert start == table_ids.count_ids()
+    assert start_row == table_ids.count_ids()
     return dims[0], min((projection.explained_variance for projection in projections if projection is not None), default=None)
 
 

@@ -58,15 +58,15 @@ class ListReader:
             if not has_right_length_N.all():
                 faulty_rows += self._find_wrong_lengths(length_N, first_row)
                 list_array = list_array.filter(pa.array(has_right_length_N))
-            values = list_array.flatten()
+            flat_values = list_array.flatten()
             is_faulty_N = ~has_right_length_N
-            if values.null_count:
-                null_rows = self._find_null_elements(values, first_row + np.flatnonzero(has_right_length_N))
+            if flat_values.null_count:
+                null_rows = self._find_null_elements(flat_values, first_row + np.flatnonzero(has_right_length_N))
                 faulty_rows.append(null_rows)
                 is_faulty_N[null_rows.row_X - first_row] = True
-                values = values.fill_null(0.0)
+                flat_values = flat_values.fill_null(0.0)
             with np.errstate(over="ignore"):  # a number too large for float32 becomes inf, which check_and_normalise finds
-                block_ND = np.from_dlpack(values).astype(np.float32, copy=False).reshape(-1, dim)
+                block_ND = np.from_dlpack(flat_values).astype(np.float32, copy=False).reshape(-1, dim)
             matrix_block_ND = self.matrix_RD[first_row : first_row + len(length_N)]
             if has_right_length_N.all():
                 matrix_block_ND[:] = block_ND
@@ -92,8 +92,8 @@ class ListReader:
             faulty_rows.append(FaultyRows(Fault.WRONG_LENGTH, first_row + wrong_index_X, self.column, problem))
         return faulty_rows
 
-    def _find_null_elements(self, values: pa.Array, row_N: NDArray[np.int64]) -> FaultyRows:
-        is_null_ND = values.is_null().to_numpy(zero_copy_only=False).reshape(len(row_N), -1)
+    def _find_null_elements(self, flat_values: pa.Array, row_N: NDArray[np.int64]) -> FaultyRows:
+        is_null_ND = flat_values.is_null().to_numpy(zero_copy_only=False).reshape(len(row_N), -1)
         has_null_N = is_null_ND.any(axis=1)
         problem = f"number {np.argmax(is_null_ND[np.argmax(has_null_N)])} of the vector is null"
         return FaultyRows(Fault.NULL_ELEMENT, row_N[has_null_N], self.column, problem)

@@ -18,94 +18,97 @@ from recsys_core.data.features.vocabulary import create_vocabulary, write_vector
 from recsys_core.manifests import FeatureFacts
 
 
-def encode(column: FeatureColumn) -> FeatureFacts:
+def encode(feature_column: FeatureColumn) -> FeatureFacts:
     """Write the files of one feature (see FeaturesManifest)."""
-    if column.feature.kind == "numeric":
-        return encode_numeric(column)
-    column.connection.execute(f"CREATE VIEW single_values AS {_single_values_sql(column)}")
-    facts = _encode_by_vocabulary(column) if column.feature.hash_rows is None else _encode_by_hash(column)
-    column.connection.execute("DROP VIEW single_values")
+    if feature_column.feature.kind == "numeric":
+        return encode_numeric(feature_column)
+    feature_column.connection.execute(f"CREATE VIEW single_values AS {_single_values_sql(feature_column)}")
+    encode_values = _encode_by_vocabulary if feature_column.feature.hash_rows is None else _encode_by_hash
+    facts = encode_values(feature_column)
+    feature_column.connection.execute("DROP VIEW single_values")
     return facts
 
 
-def _single_values_sql(column: FeatureColumn) -> str:
+def _single_values_sql(feature_column: FeatureColumn) -> str:
     """Return SQL for one row per value: row, in_training, value, and for a list feature also list_index and weight."""
-    values_sql = column.value_sql()
-    if not column.feature.is_list:
+    values_sql = feature_column.value_sql()
+    if not feature_column.feature.is_list:
         return f"SELECT row, in_training, {values_sql} AS value FROM joined"
-    weight_sql = f", unnest({column.weight_sql()}) AS weight" if column.feature.weight_column else ""
+    weight_sql = f", unnest({feature_column.weight_sql()}) AS weight" if feature_column.feature.weight_column else ""
     list_index_sql = f"unnest(range(len({values_sql}))) AS list_index"
     return f"SELECT row, in_training, unnest({values_sql}) AS value, {list_index_sql}{weight_sql} FROM joined"
 
 
-def _encode_by_vocabulary(column: FeatureColumn) -> FeatureFacts:
-    num_new_values = create_vocabulary(column)
+def _encode_by_vocabulary(feature_column: FeatureColumn) -> FeatureFacts:
+    num_new_values = create_vocabulary(feature_column)
     fact_counts = _write_rows(
-        column, table_row_sql="vocabulary.row", source_sql="single_values LEFT JOIN vocabulary USING (value)"
+        feature_column, table_row_sql="vocabulary.row", source_sql="single_values LEFT JOIN vocabulary USING (value)"
     )
-    write_vocabulary(column)
-    num_table_rows = 1 + column.fetch_count("SELECT coalesce(max(row), 0) FROM vocabulary")
-    num_with_vector = write_vector_rows(column, num_table_rows=num_table_rows)
-    column.connection.execute("DROP TABLE vocabulary")
-    return column.facts(rows=num_table_rows, new_values=num_new_values, with_vector=num_with_vector, **fact_counts)
+    write_vocabulary(feature_column)
+    num_table_rows = 1 + feature_column.fetch_count("SELECT coalesce(max(row), 0) FROM vocabulary")
+    num_with_vector = write_vector_rows(feature_column, num_table_rows=num_table_rows)
+    feature_column.connection.execute("DROP TABLE vocabulary")
+    return feature_column.facts(rows=num_table_rows, new_values=num_new_values, with_vector=num_with_vector, **fact_counts)
 
 
-def _encode_by_hash(column: FeatureColumn) -> FeatureFacts:
+def _encode_by_hash(feature_column: FeatureColumn) -> FeatureFacts:
     # md5, because DuckDB's own hash may differ between its versions.
-    table_row_sql = f"1 + md5_number_lower(CAST(value AS VARCHAR)) % {column.feature.hash_rows}"
-    fact_counts = _write_rows(column, table_row_sql=table_row_sql, source_sql="single_values")
-    return column.facts(rows=1 + (column.feature.hash_rows or 0), **fact_counts)
+    table_row_sql = f"1 + md5_number_lower(CAST(value AS VARCHAR)) % {feature_column.feature.hash_rows}"
+    fact_counts = _write_rows(feature_column, table_row_sql=table_row_sql, source_sql="single_values")
+    return feature_column.facts(rows=1 + (feature_column.feature.hash_rows or 0), **fact_counts)
 
 
-def _write_rows(column: FeatureColumn, *, table_row_sql: str, source_sql: str) -> dict[str, int]:
+def _write_rows(feature_column: FeatureColumn, *, table_row_sql: str, source_sql: str) -> dict[str, int]:
     """Write the table row of every value; return the counts for FeatureFacts.
 
     Args:
         table_row_sql: SQL for the row of a value in the embedding table; null for a value without a row.
         source_sql: SQL for the view `single_values` with the join that `table_row_sql` needs.
     """
-    if column.feature.is_list:
-        return _write_lists(column, table_row_sql=table_row_sql, source_sql=source_sql)
-    table_row_R = column.allocate("row", dtype=np.int32, length=column.num_rows)
+    if feature_column.feature.is_list:
+        return _write_lists(feature_column, table_row_sql=table_row_sql, source_sql=source_sql)
+    table_row_R = feature_column.allocate("row", dtype=np.int32, length=feature_column.num_rows)
     num_present = num_unknown = 0
     query = f"SELECT single_values.row, coalesce({table_row_sql}, 0)::INTEGER FROM {source_sql} WHERE value IS NOT NULL"
-    for row_N, table_row_N in _array_batches(column, query):
+    for row_N, table_row_N in _array_batches(feature_column, query):
         table_row_R[row_N] = table_row_N
         num_present += len(row_N)
         num_unknown += int((table_row_N == 0).sum())
     return {
-        "values": column.num_rows,
+        "values": feature_column.num_rows,
         "out_of_vocabulary": num_unknown,
-        "missing": column.num_rows - num_present,
+        "missing": feature_column.num_rows - num_present,
     }
 
 
-def _write_lists(column: FeatureColumn, *, table_row_sql: str, source_sql: str) -> dict[str, int]:
+def _write_lists(feature_column: FeatureColumn, *, table_row_sql: str, source_sql: str) -> dict[str, int]:
     """Write the lists in CSR format. List n is row[offset[n]:offset[n + 1]], and `weight` is parallel to `row`."""
-    offset = column.allocate("offset", dtype=np.int64, length=column.num_rows + 1)
-    num_empty = column.num_rows
-    query = f"SELECT row, len({column.value_sql()}) FROM joined WHERE len(v{column.feature_index}) > 0"
-    for row_N, length_N in _array_batches(column, query):
+    offset = feature_column.allocate("offset", dtype=np.int64, length=feature_column.num_rows + 1)
+    num_empty = feature_column.num_rows
+    query = f"SELECT row, len({feature_column.value_sql()}) FROM joined WHERE len(v{feature_column.feature_index}) > 0"
+    for row_N, length_N in _array_batches(feature_column, query):
         offset[1 + row_N] = length_N
         num_empty -= len(row_N)
     np.cumsum(offset, out=offset)
 
     num_values, num_unknown = int(offset[-1]), 0
-    table_row_L = column.allocate("row", dtype=np.int32, length=num_values)
-    has_weights = column.feature.weight_column is not None
-    weight_L = column.allocate("weight", dtype=np.float32, length=num_values) if has_weights else None
+    table_row_L = feature_column.allocate("row", dtype=np.int32, length=num_values)
+    has_weights = feature_column.feature.weight_column is not None
+    weight_L = feature_column.allocate("weight", dtype=np.float32, length=num_values) if has_weights else None
     weight_sql = ", weight" if has_weights else ""
     query = f"SELECT single_values.row, coalesce({table_row_sql}, 0)::INTEGER, list_index{weight_sql} FROM {source_sql}"
-    for row_N, table_row_N, list_index_N, *weight_columns in _array_batches(column, query):
+    for row_N, table_row_N, list_index_N, *weight_columns in _array_batches(feature_column, query):
         value_index_N = offset[row_N] + list_index_N
         table_row_L[value_index_N] = table_row_N
         if weight_L is not None:
             weight_L[value_index_N] = weight_columns[0]
         num_unknown += int((table_row_N == 0).sum())
 
-    max_values, num_truncated = column.feature.max_values, 0
+    max_values, num_truncated = feature_column.feature.max_values, 0
     if max_values is not None:
-        num_truncated = column.fetch_count(f"SELECT count(*) FROM joined WHERE len(v{column.feature_index}) > {max_values}")
+        num_truncated = feature_column.fetch_count(
+            f"SELECT count(*) FROM joined WHERE len(v{feature_column.feature_index}) > {max_values}"
+        )
     return {
         "values": num_values,
         "out_of_vocabulary": num_unknown,
@@ -114,6 +117,6 @@ def _write_lists(column: FeatureColumn, *, table_row_sql: str, source_sql: str) 
     }
 
 
-def _array_batches(column: FeatureColumn, query: str) -> Iterator[tuple[NDArray[np.int64], ...]]:
-    for batch in column.connection.sql(query).to_arrow_reader(BATCH_ROWS):
+def _array_batches(feature_column: FeatureColumn, query: str) -> Iterator[tuple[NDArray[np.int64], ...]]:
+    for batch in feature_column.connection.sql(query).to_arrow_reader(BATCH_ROWS):
         yield tuple(array.to_numpy(zero_copy_only=False) for array in batch.columns)

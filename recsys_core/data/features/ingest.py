@@ -97,7 +97,7 @@ def ingest_features(
                     )
                 for feature_index, feature in enumerate(table.features):
                     key, value_type = f"{table.side}.{feature.name}", table.value_type_by_feature.get(feature.name)
-                    column = FeatureColumn(
+                    feature_column = FeatureColumn(
                         connection=connection,
                         feature=feature,
                         feature_index=feature_index,
@@ -110,7 +110,7 @@ def ingest_features(
                         output_folder=output_folder,
                         vector_ids_path=embeddings.ids_path(key) if embeddings is not None and key in vector_tables else None,
                     )
-                    facts_by_key[key] = encode(column)
+                    facts_by_key[key] = encode(feature_column)
         shutil.rmtree(scratch_folder)
         return stage.commit(
             lineage=interactions.lineage, features=facts_by_key, tables=table_facts_by_side, sources=source_records

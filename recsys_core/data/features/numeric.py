@@ -22,20 +22,20 @@ MAX_DEVIATIONS = 10.0
 Numbers = NDArray[np.float64]
 
 
-def encode_numeric(column: FeatureColumn) -> FeatureFacts:
+def encode_numeric(feature_column: FeatureColumn) -> FeatureFacts:
     """Write the row of the embedding table for each number.
 
     With buckets, a number in bucket n gets row 1 + n. Bucket n holds numbers x with boundary[n - 1] <= x < boundary[n].
     Without buckets, each number gets row 1, and the standardised number is its weight. Null and NaN get row 0.
     """
-    standardise = column.feature.standardise
-    boundaries: tuple[float, ...] = () if standardise else _boundaries(column)
-    mean, std = _mean_and_std(column) if standardise else (None, None)
-    table_row_R = column.allocate("row", dtype=np.int32, length=column.num_rows)
-    weight_R = column.allocate("weight", dtype=np.float32, length=column.num_rows) if standardise else None
+    standardise = feature_column.feature.standardise
+    boundaries: tuple[float, ...] = () if standardise else _boundaries(feature_column)
+    mean, std = _mean_and_std(feature_column) if standardise else (None, None)
+    table_row_R = feature_column.allocate("row", dtype=np.int32, length=feature_column.num_rows)
+    weight_R = feature_column.allocate("weight", dtype=np.float32, length=feature_column.num_rows) if standardise else None
     num_present = 0
-    query = f"SELECT row, v{column.feature_index} AS value FROM joined"
-    for batch in column.connection.sql(query).to_arrow_reader(BATCH_ROWS):
+    query = f"SELECT row, v{feature_column.feature_index} AS value FROM joined"
+    for batch in feature_column.connection.sql(query).to_arrow_reader(BATCH_ROWS):
         value_N = batch.column("value").to_numpy(zero_copy_only=False)  # null becomes NaN
         is_present_N = ~np.isnan(value_N)
         row_N, value_N = batch.column("row").to_numpy()[is_present_N], value_N[is_present_N]
@@ -43,34 +43,34 @@ def encode_numeric(column: FeatureColumn) -> FeatureFacts:
         if weight_R is not None and mean is not None and std is not None:
             weight_R[row_N] = standardised(value_N, mean=mean, std=std)
         num_present += len(row_N)
-    return column.facts(
+    return feature_column.facts(
         rows=len(boundaries) + 2,
-        values=column.num_rows,
+        values=feature_column.num_rows,
         out_of_vocabulary=0,
-        missing=column.num_rows - num_present,
+        missing=feature_column.num_rows - num_present,
         boundaries=None if standardise else boundaries,
         mean=mean,
         std=std,
     )
 
 
-def _boundaries(column: FeatureColumn) -> tuple[float, ...]:
+def _boundaries(feature_column: FeatureColumn) -> tuple[float, ...]:
     """Return the boundaries of the previous run, the boundaries from the config, or new boundaries of equally full buckets."""
-    if column.previous is not None and column.previous.facts.boundaries is not None:
-        return column.previous.facts.boundaries
-    if column.feature.boundaries is not None:
-        return column.feature.boundaries
+    if feature_column.previous is not None and feature_column.previous.facts.boundaries is not None:
+        return feature_column.previous.facts.boundaries
+    if feature_column.feature.boundaries is not None:
+        return feature_column.feature.boundaries
     new_boundaries: list[float] = quantile_boundaries(
-        column.connection, f"v{column.feature_index}", num_buckets=column.feature.buckets or 1
+        feature_column.connection, f"v{feature_column.feature_index}", num_buckets=feature_column.feature.buckets or 1
     ).tolist()
     return tuple(new_boundaries)
 
 
-def _mean_and_std(column: FeatureColumn) -> tuple[float | None, float | None]:
+def _mean_and_std(feature_column: FeatureColumn) -> tuple[float | None, float | None]:
     """Return the mean and the standard deviation of the previous run, or those of the training values."""
-    if column.previous is not None:
-        return column.previous.facts.mean, column.previous.facts.std
-    return training_mean_and_std(column.connection, f"v{column.feature_index}")
+    if feature_column.previous is not None:
+        return feature_column.previous.facts.mean, feature_column.previous.facts.std
+    return training_mean_and_std(feature_column.connection, f"v{feature_column.feature_index}")
 
 
 def quantile_boundaries(connection: duckdb.DuckDBPyConnection, column_name: str, *, num_buckets: int) -> Numbers:

@@ -59,15 +59,15 @@ class EventWriter:
             array_by_column["weight"] = allocate_npy(
                 self._output_folder / "event_weight.npy", dtype=np.float32, shape=(num_events,)
             )
-        start = 0
+        start_event = 0
         with _ContextWriter(self._output_folder / "context.parquet", self._config.context_columns) as context_writer:
             for batch in _merge_batches(reader):
                 for column_name, array in array_by_column.items():
-                    array[start : start + batch.num_rows] = batch.column(column_name).to_numpy()
+                    array[start_event : start_event + batch.num_rows] = batch.column(column_name).to_numpy()
                 self._count_events(batch)
                 context_writer.write(batch)
-                start += batch.num_rows
-        assert start == num_events, f"the join of {num_events} events with the vocabularies returned {start} events"
+                start_event += batch.num_rows
+        assert start_event == num_events, f"the join of {num_events} events with the vocabularies returned {start_event} events"
 
     def write_offsets(self) -> None:
         """Write the arrays that have one entry per user, per item or per training event."""
@@ -93,14 +93,14 @@ class EventWriter:
     def _write_train_user(self, train_count_U: Counts) -> None:
         """Write the user of each training event, BATCH_ROWS users at a time."""
         train_user = allocate_npy(self._output_folder / "train_user.npy", dtype=np.int32, shape=(int(train_count_U.sum()),))
-        start = 0
+        start_event = 0
         for first_user in range(0, len(train_count_U), BATCH_ROWS):
             train_counts = train_count_U[first_user : first_user + BATCH_ROWS]
-            stop = start + int(train_counts.sum())
-            train_user[start:stop] = np.repeat(
+            stop_event = start_event + int(train_counts.sum())
+            train_user[start_event:stop_event] = np.repeat(
                 np.arange(first_user, first_user + len(train_counts), dtype=np.int32), train_counts
             )
-            start = stop
+            start_event = stop_event
 
     def _count_events(self, batch: pa.RecordBatch) -> None:
         user_E, item_E, split_E = (batch.column(name).to_numpy() for name in ("user_row", "item_row", "split"))

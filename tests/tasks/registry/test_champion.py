@@ -22,7 +22,9 @@ def run(workspace: Path) -> Run:
 @pytest.fixture(autouse=True)
 def complete_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workspace has all stages of every run."""
-    monkeypatch.setattr(Champion, "open", lambda run_id, **folders: SimpleNamespace(run_id=run_id, **folders))
+    monkeypatch.setattr(
+        Champion, "open", lambda run_id, *, export_folder, **_: SimpleNamespace(run_id=run_id, export=export_folder)
+    )
 
 
 @pytest.fixture

@@ -108,10 +108,10 @@ def rank_catalogue(
     Raises:
         StageError: a vector is not finite.
     """
-    for name, vectors in (("query", query_BD), ("item", item_ID)):
+    for vector_kind, vectors in (("query", query_BD), ("item", item_ID)):
         if not torch.isfinite(vectors).all():
-            row = int(torch.nonzero(~torch.isfinite(vectors).all(dim=1))[0])
-            raise StageError(f"{name} vector {row} is not finite: training diverged; lower the learning rates")
+            vector_index = int(torch.nonzero(~torch.isfinite(vectors).all(dim=1))[0])
+            raise StageError(f"{vector_kind} vector {vector_index} is not finite: training diverged; lower the learning rates")
     num_queries, num_items = len(query_BD), len(item_ID)
     targets, seen, num_seen_targets = _exclude_seen(targets, seen=seen, num_items=num_items)
     k = min(k, num_items)
@@ -127,20 +127,20 @@ def rank_catalogue(
     num_workers = max(1, min(num_threads, MAX_SCORES // (MIN_CHUNK_QUERIES * max(1, num_items))))
     chunk_queries = max(MIN_CHUNK_QUERIES, CHUNK_SCORES // max(1, num_items))
 
-    def rank_chunk(start: int) -> int:
-        end = min(start + chunk_queries, num_queries)
-        score_BC = (query_BD[start:end] @ item_DC).numpy()
-        chunk_seen, chunk_targets = seen.slice(start, end), targets.slice(start, end)
+    def rank_chunk(chunk_start: int) -> int:
+        chunk_end = min(chunk_start + chunk_queries, num_queries)
+        score_BC = (query_BD[chunk_start:chunk_end] @ item_DC).numpy()
+        chunk_seen, chunk_targets = seen.slice(chunk_start, chunk_end), targets.slice(chunk_start, chunk_end)
         score_BC[chunk_seen.list_index_L, column_I[chunk_seen.values_L]] = -np.inf
         column_T = column_I[chunk_targets.values_L]
         for query, score_C in enumerate(score_BC):
             target_slice = slice(*chunk_targets.offset[query : query + 2])
             positions = [_position(score_C, column) for column in column_T[target_slice]]
-            position_T[targets.offset[start] :][target_slice] = positions
+            position_T[targets.offset[chunk_start] :][target_slice] = positions
             if k:
                 top_columns = _top_columns(score_C, k=k)
-                top_BK[start + query, : len(top_columns)] = row_C[top_columns]
-        return end - start
+                top_BK[chunk_start + query, : len(top_columns)] = row_C[top_columns]
+        return chunk_end - chunk_start
 
     try:
         with ThreadPoolExecutor(num_workers, initializer=partial(torch.set_num_threads, num_threads // num_workers)) as pool:

@@ -37,7 +37,7 @@ class MetricTable(Frozen):
         """
         is_cold = ranker.endswith(COLD_SUFFIX)
         comparable_values = [values for row_ranker, values in self.rows.items() if row_ranker.endswith(COLD_SUFFIX) == is_cold]
-        return tuple(max(value or 0.0 for value in column) for column in zip(*comparable_values, strict=True))
+        return tuple(max(value or 0.0 for value in column_values) for column_values in zip(*comparable_values, strict=True))
 
 
 def metric_table(metrics: Mapping[str, float], *, columns: Sequence[str] = DEFAULT_COLUMNS) -> MetricTable:
@@ -61,7 +61,7 @@ def metric_table(metrics: Mapping[str, float], *, columns: Sequence[str] = DEFAU
     note = ""
     if measured_cold_metrics:
         cold_model_metrics = cold_metrics_by_ranker[f"model{COLD_SUFFIX}"]
-        num_items, num_users = (cold_model_metrics[name] for name in ("items", "users"))
+        num_items, num_users = (cold_model_metrics[metric_name] for metric_name in ("items", "users"))
         note = f"cold: {num_items:,.0f} items without an earlier event, for {num_users:,.0f} users"
     return MetricTable(columns=shown_columns, rows=values_by_ranker, note=note)
 
@@ -84,7 +84,9 @@ def plot_recall(metrics: Mapping[str, float], *, path: Path) -> Path:
     """Write a PNG with the recall of the model and its baselines at each cut-off K. Return `path`."""
     metrics_by_ranker = _metrics_by_ranker(metrics)
     cut_offs = sorted(
-        int(name.removeprefix("recall@")) for name in metrics_by_ranker["model"] if re.fullmatch(r"recall@\d+", name)
+        int(metric_name.removeprefix("recall@"))
+        for metric_name in metrics_by_ranker["model"]
+        if re.fullmatch(r"recall@\d+", metric_name)
     )
     figure, axes = plots.new_figure(title="Recall on the test split, full catalogue", grid_axis="y")
     bar_width = 0.8 / len(metrics_by_ranker)

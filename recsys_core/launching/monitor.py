@@ -133,12 +133,12 @@ class Monitor:
         deadline = self._deadlines[self._phase]
         if self._phase in ("queue", "rendezvous"):
             return self._rendezvous_error(group, deadline)
-        problem = "did not start within" if self._phase == "start" else "sent no heartbeat for"
-        stacks = self._dump_stacks()
+        missed_deadline = "did not start within" if self._phase == "start" else "sent no heartbeat for"
+        stack_dumps = self._dump_stacks()
         group.end()
         return LaunchError(
-            f"the ranks {problem} {deadline.limit_s:g} s; raise {deadline.setting} if this is normal for the model. "
-            f"Innermost functions of each rank:\n{stacks}"
+            f"the ranks {missed_deadline} {deadline.limit_s:g} s; raise {deadline.setting} if this is normal for the model. "
+            f"Innermost functions of each rank:\n{stack_dumps}"
         )
 
     def _dump_stacks(self) -> str:

@@ -40,7 +40,9 @@ def find_network(spec: LaunchSpec, *, host: Host, head_name: str) -> HostNetwork
     Raises HostRejected if the configured interface does not exist, or if the address belongs to the loopback interface.
     """
     address_by_interface = interface_addresses()
-    shown_interfaces = ", ".join(f"{name} {address}" for name, address in sorted(address_by_interface.items()))
+    shown_interfaces = ", ".join(
+        f"{interface_name} {address}" for interface_name, address in sorted(address_by_interface.items())
+    )
     if spec.interface is not None:
         if spec.interface not in address_by_interface:
             raise HostRejected(
@@ -48,7 +50,10 @@ def find_network(spec: LaunchSpec, *, host: Host, head_name: str) -> HostNetwork
             )
         return HostNetwork(spec.interface, address_by_interface[spec.interface])
     address = _own_address(head_name)
-    interface = next((name for name, interface_address in address_by_interface.items() if interface_address == address), None)
+    interface = next(
+        (interface_name for interface_name, interface_address in address_by_interface.items() if interface_address == address),
+        None,
+    )
     if interface is None or interface == LOOPBACK_INTERFACE:
         raise HostRejected(
             f"{host} resolves its own address to {address}, which other hosts cannot reach; it has {shown_interfaces}; set "

@@ -87,7 +87,9 @@ def build_request(
             f"launcher.scheduler is {launcher.scheduler}, but TorchX has {schedulers}; choose one of them"
         ) from None
     except Exception as error:  # each scheduler validates its settings with its own exceptions
-        shown_args = ", ".join(f"{name}={value}" for name, value in scheduler_args.items()) or "empty"
+        shown_args = (
+            ", ".join(f"{setting_name}={setting_value}" for setting_name, setting_value in scheduler_args.items()) or "empty"
+        )
         raise InputError(
             f"launcher.scheduler {launcher.scheduler} rejects the request ({type(error).__name__}: {error}); "
             f"launcher.args: {shown_args}"

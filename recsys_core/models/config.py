@@ -102,11 +102,12 @@ class TwoTowerConfig(Settings):
 
     @model_validator(mode="after")
     def _check_widths(self) -> Self:
-        for name, layers in (("query", self.query_layers), ("candidate", self.candidate_layers)):
-            if getattr(self, name).skip_connection and layers and layers[-1] != self.embedding_dim:
+        for tower_name, layers in (("query", self.query_layers), ("candidate", self.candidate_layers)):
+            if getattr(self, tower_name).skip_connection and layers and layers[-1] != self.embedding_dim:
                 raise ValueError(
-                    f"{name}.skip_connection adds features of width {self.embedding_dim} (embedding_dim) to the last layer, "
-                    f"which has width {layers[-1]}; end {name}.layers in {self.embedding_dim}, or set skip_connection to false"
+                    f"{tower_name}.skip_connection adds features of width {self.embedding_dim} (embedding_dim) to the last "
+                    f"layer, which has width {layers[-1]}; end {tower_name}.layers in {self.embedding_dim}, or set "
+                    "skip_connection to false"
                 )
         query_dim = (self.query_layers or (self.embedding_dim,))[-1]
         if query_dim != self.output_dim:

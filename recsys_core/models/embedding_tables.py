@@ -31,14 +31,14 @@ class EmbeddingTables(nn.ModuleDict):
     def __init__(self, spec: ModelSpec, *, device: torch.device) -> None:
         super().__init__()
         for collection in sorted({table.collection for table in spec.tables.values()}):
-            tables = {name: table for name, table in spec.tables.items() if table.collection == collection}
-            if next(iter(tables.values())).is_unpooled:
+            table_by_name = {table_name: table for table_name, table in spec.tables.items() if table.collection == collection}
+            if next(iter(table_by_name.values())).is_unpooled:
                 self[collection] = EmbeddingCollection(
-                    tables=[_unpooled_config(name, table) for name, table in tables.items()], device=device
+                    tables=[_unpooled_config(table_name, table) for table_name, table in table_by_name.items()], device=device
                 )
             else:
                 self[collection] = EmbeddingBagCollection(
-                    tables=[pooled_config(name, table) for name, table in tables.items()],
+                    tables=[pooled_config(table_name, table) for table_name, table in table_by_name.items()],
                     is_weighted=collection.startswith(POOLED_WEIGHTED),
                     device=device,
                 )
@@ -145,7 +145,7 @@ def local_shards(parameter: Any) -> list[LocalShard]:
     """Return this rank's shards of a value in a sharded model's state dict. A data-parallel table is one shard."""
     if isinstance(parameter, ShardedTensor):
         shards = ((shard.metadata.shard_offsets, shard.tensor) for shard in parameter.local_shards())
-        return [LocalShard(row, column, tensor) for (row, column), tensor in shards]
+        return [LocalShard(first_row, first_column, tensor) for (first_row, first_column), tensor in shards]
     return [LocalShard(0, 0, parameter)]
 
 

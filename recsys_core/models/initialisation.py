@@ -58,13 +58,13 @@ def copy_pretrained(
             much longer vector.
     """
     num_rows, shard_dim = shard.weight_RD.shape
-    for start in range(0, num_rows, CHUNK_ROWS):
-        vector_row_R = vector_row[shard.row + start : shard.row + min(start + CHUNK_ROWS, num_rows)]
+    for chunk_start in range(0, num_rows, CHUNK_ROWS):
+        vector_row_R = vector_row[shard.row + chunk_start : shard.row + min(chunk_start + CHUNK_ROWS, num_rows)]
         row_index = np.flatnonzero(vector_row_R >= 0)
         values_RD = torch.from_numpy(vectors[vector_row_R[row_index]])
         if norm is not None:
             values_RD = scale_to_norm(values_RD, norm=norm)
-        target_row_R = torch.from_numpy(row_index + start).to(shard.weight_RD.device)
+        target_row_R = torch.from_numpy(row_index + chunk_start).to(shard.weight_RD.device)
         shard.weight_RD[target_row_R] = values_RD[:, shard.column : shard.column + shard_dim].to(shard.weight_RD.device)
 
 
@@ -88,8 +88,8 @@ def rows_with_vector(vector_row: NDArray[np.int64]) -> Iterator[NDArray[np.int64
     [[4, 0]]
     """
     pending_rows = vector_row[:0]
-    for start in range(0, len(vector_row), CHUNK_ROWS):
-        chunk_vector_rows = vector_row[start : start + CHUNK_ROWS]
+    for chunk_start in range(0, len(vector_row), CHUNK_ROWS):
+        chunk_vector_rows = vector_row[chunk_start : chunk_start + CHUNK_ROWS]
         pending_rows = np.concatenate([pending_rows, chunk_vector_rows[chunk_vector_rows >= 0]])
         if len(pending_rows) >= CHUNK_ROWS:
             yield pending_rows[:CHUNK_ROWS]
@@ -107,9 +107,9 @@ def fill_missing(shard: LocalShard, *, vector_row: NDArray[np.int64], value_D: T
     """Set the rows of `shard` without a pretrained vector to `value_D`; None: to zero."""
     num_rows, shard_dim = shard.weight_RD.shape
     shard_vector = torch.zeros(shard_dim) if value_D is None else value_D[shard.column : shard.column + shard_dim]
-    for start in range(0, num_rows, CHUNK_ROWS):
-        vector_row_R = vector_row[shard.row + start : shard.row + min(start + CHUNK_ROWS, num_rows)]
-        missing_rows = torch.from_numpy(np.flatnonzero(vector_row_R < 0) + start)
+    for chunk_start in range(0, num_rows, CHUNK_ROWS):
+        vector_row_R = vector_row[shard.row + chunk_start : shard.row + min(chunk_start + CHUNK_ROWS, num_rows)]
+        missing_rows = torch.from_numpy(np.flatnonzero(vector_row_R < 0) + chunk_start)
         shard.weight_RD[missing_rows.to(shard.weight_RD.device)] = shard_vector.to(shard.weight_RD.device)
 
 

@@ -94,7 +94,9 @@ class ModelSpec(Frozen):
         """
         facts_by_feature = dataset.features.features if dataset.features is not None else {}
         vector_dim_by_table = (
-            {name: table.dim for name, table in dataset.embeddings.tables.items()} if dataset.embeddings is not None else {}
+            {table_name: table.dim for table_name, table in dataset.embeddings.tables.items()}
+            if dataset.embeddings is not None
+            else {}
         )
         return cls.sized(
             config,
@@ -168,11 +170,11 @@ class ModelSpec(Frozen):
 
     def on_side(self, side: Side) -> dict[str, TableSpec]:
         """Return the tables of `side`, by name."""
-        return {name: table for name, table in self.tables.items() if table.side == side}
+        return {table_name: table for table_name, table in self.tables.items() if table.side == side}
 
     def features(self, side: Side) -> list[str]:
         """Return the names of the declared features that the tower of `side` reads, in order."""
-        return [key for key in self.forms if self.tables[key].side == side]
+        return [feature_name for feature_name in self.forms if self.tables[feature_name].side == side]
 
     def is_known(self, *, history_length_B: NDArray[np.int64], user_row_B: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return whether the user of each query is known, bool [B]. Unknown users get the most popular items.
@@ -184,7 +186,9 @@ class ModelSpec(Frozen):
             history_length_B: number of items in the user's history.
             user_row_B: row of the user, -1 for a user without a row.
         """
-        reads_user_row = self.config.learn_user_embedding or any(key.startswith("user.") for key in self.forms)
+        reads_user_row = self.config.learn_user_embedding or any(
+            feature_name.startswith("user.") for feature_name in self.forms
+        )
         has_history_B = (history_length_B > 0) & (self.config.history.length > 0)
         is_known_B: NDArray[np.bool_] = has_history_B | ((user_row_B >= 0) & reads_user_row)
         return is_known_B
@@ -222,18 +226,18 @@ def module_name(table: str) -> str:
     return table.replace(".", "__")
 
 
-def _offset_table(settings: TableConfig, num_items: int, *, dim: int) -> TableSpec:
+def _offset_table(table_settings: TableConfig, num_items: int, *, dim: int) -> TableSpec:
     """Return the table of learned offsets that are added to frozen item embeddings."""
-    if settings.dim not in (None, dim):
+    if table_settings.dim not in (None, dim):
         raise InputError(
-            f"tables.{OFFSET_TABLE}.dim is {settings.dim}, but offsets have the width model.embedding_dim, which is {dim}; "
-            f"leave tables.{OFFSET_TABLE}.dim out"
+            f"tables.{OFFSET_TABLE}.dim is {table_settings.dim}, but offsets have the width model.embedding_dim, which is "
+            f"{dim}; leave tables.{OFFSET_TABLE}.dim out"
         )
-    settings = settings.model_copy(update={"missing_vector_init": "zero", "dim": dim})
-    return TableSpec(num_rows=num_items, dim=dim, feature="item", side="item", settings=settings)
+    table_settings = table_settings.model_copy(update={"missing_vector_init": "zero", "dim": dim})
+    return TableSpec(num_rows=num_items, dim=dim, feature="item", side="item", settings=table_settings)
 
 
 def _teacher_table(num_items: int, *, dim: int) -> TableSpec:
     """Return the frozen table of the pretrained item vectors, unscaled; the row of an item without a vector is zero."""
-    settings = TableConfig(transfer="frozen", dim=dim, rescale=False, missing_vector_init="zero")
-    return TableSpec(num_rows=num_items, dim=dim, feature="item", side="item", settings=settings, pretrained=True)
+    table_settings = TableConfig(transfer="frozen", dim=dim, rescale=False, missing_vector_init="zero")
+    return TableSpec(num_rows=num_items, dim=dim, feature="item", side="item", settings=table_settings, pretrained=True)

@@ -110,7 +110,7 @@ class RetrievalHead(nn.Module):
         output_by_table["item"] = self._mask_frozen_gradients("item", output_by_table["item"], row_V=batch.item_row_V)
         return (
             self.item.embed(output_by_table),
-            {name: output_by_table[name] for name in self.item.feature_names},
+            {feature_name: output_by_table[feature_name] for feature_name in self.item.feature_names},
             output_by_table,
         )
 

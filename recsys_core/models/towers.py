@@ -80,7 +80,7 @@ class QueryTower(nn.Module):
         self.is_cosine = config.similarity == "cosine"
         self.uses_last_item = config.history.last_item_feature
         self.feature_names = (["user"] if config.learn_user_embedding else []) + spec.features("query")
-        feature_dims = [spec.tables[name].dim for name in self.feature_names]
+        feature_dims = [spec.tables[table_name].dim for table_name in self.feature_names]
         self.pooling: HistoryPooling | None = None
         if config.history.length:
             self.pooling = HistoryPooling(config.history, dim=config.history_dim, std=spec.history_std)
@@ -108,7 +108,7 @@ class QueryTower(nn.Module):
             inputs.append(self.pooling(item_VD, history_H, offset))
             if self.uses_last_item:
                 inputs.append(last_items(item_VD, history_H, offset, start=self.pooling.start))
-        query_BD: Tensor = self.tower(inputs + [features[name] for name in self.feature_names])
+        query_BD: Tensor = self.tower(inputs + [features[table_name] for table_name in self.feature_names])
         return unit_vectors(query_BD.float(), min_norm=self.min_norm) if self.is_cosine else query_BD.float()
 
 
@@ -124,7 +124,7 @@ class CandidateTower(nn.Module):
         dim = config.embedding_dim
         table_dim = spec.tables["item"].dim
         self.projection = nn.Identity() if table_dim == dim else nn.Linear(table_dim, dim, bias=False)
-        feature_dims = [dim, *(spec.tables[name].dim for name in self.feature_names)]
+        feature_dims = [dim, *(spec.tables[table_name].dim for table_name in self.feature_names)]
         self.tower = MLP(config.candidate, layers=config.candidate_layers, feature_dims=feature_dims, dim=dim)
         self.min_norm = spec.row_norm
 
@@ -141,5 +141,5 @@ class CandidateTower(nn.Module):
 
     def forward(self, item_VD: Tensor, *, features: Mapping[str, Tensor]) -> Tensor:
         """Return candidate vectors [V, D], of unit length under cosine similarity. `features`: vectors [V, D] by table."""
-        candidate_VD: Tensor = self.tower([item_VD, *(features[name] for name in self.feature_names)])
+        candidate_VD: Tensor = self.tower([item_VD, *(features[table_name] for table_name in self.feature_names)])
         return unit_vectors(candidate_VD.float(), min_norm=self.min_norm) if self.is_cosine else candidate_VD.float()

@@ -172,9 +172,9 @@ def _build_index(kind: IndexKind, item_ID: NDArray[np.float32], *, config: Index
     order_I = np.random.default_rng(INDEX_ORDER_SEED).permutation(num_items)
     index_with_row_numbers = faiss.IndexIDMap(index)
     with _faiss_threads(1 if kind == "hnsw" and num_items <= MAX_SINGLE_THREAD_ITEMS else faiss.omp_get_max_threads()):
-        for start in range(0, num_items, ADD_BATCH_ROWS):
-            rows = order_I[start : start + ADD_BATCH_ROWS]
-            index_with_row_numbers.add_with_ids(np.ascontiguousarray(item_ID[rows]), rows)
+        for batch_start in range(0, num_items, ADD_BATCH_ROWS):
+            item_rows = order_I[batch_start : batch_start + ADD_BATCH_ROWS]
+            index_with_row_numbers.add_with_ids(np.ascontiguousarray(item_ID[item_rows]), item_rows)
     return index_with_row_numbers, parameters
 
 
@@ -182,8 +182,8 @@ def _random_rows(vectors: NDArray[np.float32], *, num_rows: int) -> NDArray[np.f
     """Return random rows, in ascending order so that a memory map is read from front to back."""
     if num_rows >= len(vectors):
         return np.ascontiguousarray(vectors)
-    rows = np.sort(np.random.default_rng(INDEX_SAMPLE_SEED).choice(len(vectors), num_rows, replace=False))
-    return vectors[rows]
+    sampled_rows = np.sort(np.random.default_rng(INDEX_SAMPLE_SEED).choice(len(vectors), num_rows, replace=False))
+    return vectors[sampled_rows]
 
 
 def _load_queries(export: ExportManifest) -> NDArray[np.float32]:

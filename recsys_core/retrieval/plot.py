@@ -54,7 +54,9 @@ def to_markdown(report_by_kind: Mapping[str, IndexReport], *, served_kind: str) 
     ]
     for kind, report in report_by_kind.items():
         shown_kind = f"**{kind}** (served)" if kind == served_kind else kind
-        parameters = ", ".join(f"{parameter} {value}" for parameter, value in report.parameters.items()) or "none"
+        parameters = (
+            ", ".join(f"{parameter} {parameter_value}" for parameter, parameter_value in report.parameters.items()) or "none"
+        )
         lines.append(
             f"| {shown_kind} | {report.recall:.4f} | {report.ms_per_query:.3f} | {report.bytes / MIB:.1f} | {parameters} |"
         )

@@ -66,8 +66,8 @@ def _read_contents(folder: Path, package: Package) -> PackageContents:
         tower=load_tower(folder / "tower.safetensors", spec=spec, quantization=package.quantization),
         features=_read_features(folder, spec),
         index=_read_index(folder / "index.faiss", package),
-        item_ids=_read_ids(folder / "item_ids.parquet", name="item_id", num_ids=spec.num_items),
-        user_ids=_read_ids(folder / "user_ids.parquet", name="user_id", num_ids=spec.num_users),
+        item_ids=_read_ids(folder / "item_ids.parquet", id_name="item_id", num_ids=spec.num_items),
+        user_ids=_read_ids(folder / "user_ids.parquet", id_name="user_id", num_ids=spec.num_users),
         user_offset=user_offset,
         event_item=event_item,
         item_by_popularity_I=item_by_popularity_I,
@@ -134,21 +134,21 @@ def _read_features(folder: Path, spec: ModelSpec) -> FeatureStore:
     features = {}
     for feature_name, form in user_features(spec).items():
         path, is_list = folder / f"{feature_name}.row.npy", form in ("list", "weighted_list")
-        row = _read_array(path, np.int32, length=None if is_list else spec.num_users)
-        _check_rows(path, row, num_rows=spec.tables[feature_name].num_rows)
-        offset = weight = None
+        table_rows = _read_array(path, np.int32, length=None if is_list else spec.num_users)
+        _check_rows(path, table_rows, num_rows=spec.tables[feature_name].num_rows)
+        offset = weights = None
         if is_list:
             offset = _read_array(folder / f"{feature_name}.offset.npy", np.int64, length=spec.num_users + 1)
-            _check_offset(folder / f"{feature_name}.offset.npy", offset, num_values=len(row))
+            _check_offset(folder / f"{feature_name}.offset.npy", offset, num_values=len(table_rows))
         if form in ("weighted_list", "number"):
-            weight = _read_array(folder / f"{feature_name}.weight.npy", np.float32, length=len(row))
-        features[feature_name] = Feature(table_rows=row, offset=offset, weights=weight)
+            weights = _read_array(folder / f"{feature_name}.weight.npy", np.float32, length=len(table_rows))
+        features[feature_name] = Feature(table_rows=table_rows, offset=offset, weights=weights)
     return FeatureStore(features)
 
 
-def _read_ids(path: Path, *, name: str, num_ids: int) -> IdMap:
+def _read_ids(path: Path, *, id_name: str, num_ids: int) -> IdMap:
     with _name_unreadable_file(path):
-        ids = IdMap.read(path, name=name)
+        ids = IdMap.read(path, id_name=id_name)
     if len(ids) != num_ids:
         raise _mismatch(path, f"{len(ids)} ids", str(num_ids))
     return ids

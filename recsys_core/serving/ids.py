@@ -28,9 +28,9 @@ class IdMap:
     rows need 16 bytes per id, about a tenth of the memory of a dictionary.
     """
 
-    def __init__(self, ids: pa.Array, *, name: str) -> None:
-        """name: name of the ids in error messages, e.g. "user_id"."""
-        self._id_name = name
+    def __init__(self, ids: pa.Array, *, id_name: str) -> None:
+        """id_name: name of the ids in error messages, e.g. "user_id"."""
+        self._id_name = id_name
         self._has_string_ids = not pa.types.is_integer(ids.type)
         self._ids = ids.cast(pa.large_string() if self._has_string_ids else pa.int64())
         key_I = self._keys(self._ids)
@@ -39,11 +39,12 @@ class IdMap:
         self._max_equal_keys = 1 if len(ids) == 0 else int(np.unique(self._sorted_keys, return_counts=True)[1].max())
 
     @classmethod
-    def read(cls, path: Path, *, name: str) -> "IdMap":
+    def read(cls, path: Path, *, id_name: str) -> "IdMap":
         """Read the column `id` of a parquet file."""
-        column = pq.read_table(path, columns=["id"])["id"]
+        id_column = pq.read_table(path, columns=["id"])["id"]
         return cls(
-            column.cast(pa.int64() if pa.types.is_integer(column.type) else pa.large_string()).combine_chunks(), name=name
+            id_column.cast(pa.int64() if pa.types.is_integer(id_column.type) else pa.large_string()).combine_chunks(),
+            id_name=id_name,
         )
 
     def __len__(self) -> int:
@@ -52,7 +53,7 @@ class IdMap:
     def rows(self, ids: Sequence[Id] | NDArray[Any]) -> NDArray[np.int64]:
         """Return the row of each id, -1 for an unknown id. Raises InputError for an invalid id.
 
-        >>> IdMap(pa.array(["b", "a"]), name="item_id").rows(["a", "z", "b"])
+        >>> IdMap(pa.array(["b", "a"]), id_name="item_id").rows(["a", "z", "b"])
         array([ 1, -1,  0])
         """
         rows = np.full(len(ids), -1, np.int64)
@@ -118,6 +119,6 @@ class IdMap:
         raise InputError(f"{self._id_name} is missing" if is_missing(raw_id) else f"{self._id_name} {shown(raw_id)} {reason}")
 
 
-def is_missing(value: Any) -> bool:
+def is_missing(request_value: Any) -> bool:
     """Return whether a request value is null: None, NaN, pandas.NA or NaT."""
-    return value is None or (pd.api.types.is_scalar(value) and bool(pd.isna(value)))
+    return request_value is None or (pd.api.types.is_scalar(request_value) and bool(pd.isna(request_value)))

@@ -76,7 +76,7 @@ def build_package(
         return stage.manifest
     large_files = (
         index.files[f"{index.served_index}.faiss"],
-        *(interactions.files[name] for name in ("user_offset.npy", "event_item.npy")),
+        *(interactions.files[file_name] for file_name in ("user_offset.npy", "event_item.npy")),
     )
     with stage.writing(min_bytes=sum(record.bytes for record in large_files)) as output_folder:
         package_folder = output_folder / "package"
@@ -85,19 +85,21 @@ def build_package(
         tower = build_tower(
             spec,
             history_items=np.load(export.path("history_items.npy"), mmap_mode="c"),
-            tables={name: np.load(export.path(f"table_{name}.npy"), mmap_mode="c") for name in served_tables(spec)},
+            tables={
+                table_name: np.load(export.path(f"table_{table_name}.npy"), mmap_mode="c") for table_name in served_tables(spec)
+            },
             dense=load_file(export.path("dense.safetensors")),
             quantization=config.quantization,
         )
         save_tower(tower, package_folder / "tower.safetensors")
         shutil.copyfile(index.path(f"{index.served_index}.faiss"), package_folder / "index.faiss")
-        for name in ("user_offset.npy", "event_item.npy"):
-            shutil.copyfile(interactions.path(name), package_folder / name)
-        for source_name, target_name in (("items.parquet", "item_ids.parquet"), ("users.parquet", "user_ids.parquet")):
-            pq.write_table(pq.read_table(interactions.path(source_name), columns=["id"]), package_folder / target_name)
-        for name in feature_files(spec):
+        for file_name in ("user_offset.npy", "event_item.npy"):
+            shutil.copyfile(interactions.path(file_name), package_folder / file_name)
+        for source_file, target_file in (("items.parquet", "item_ids.parquet"), ("users.parquet", "user_ids.parquet")):
+            pq.write_table(pq.read_table(interactions.path(source_file), columns=["id"]), package_folder / target_file)
+        for file_name in feature_files(spec):
             assert features is not None  # the spec has features
-            shutil.copyfile(features.path(name), package_folder / name)
+            shutil.copyfile(features.path(file_name), package_folder / file_name)
         shutil.copyfile(evaluation.path("popularity.npy"), package_folder / "popularity.npy")
         item_by_popularity_I = np.load(package_folder / "popularity.npy")
         np.save(package_folder / "popularity_share.npy", _popularity_share(interactions, item_by_popularity_I))

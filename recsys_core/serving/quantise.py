@@ -140,21 +140,23 @@ def build_tower(
         dense: state of the trained dense layers; names with the prefix `query.` are used.
     """
     tower = ServedQueryTower(spec, quantization=quantization)
-    weights_by_table = {HISTORY_TABLE: history_items} | {module_name(name): weight for name, weight in tables.items()}
-    for name, table in tower.tables.items():
+    weights_by_table = {HISTORY_TABLE: history_items} | {
+        module_name(table_name): weight for table_name, weight in tables.items()
+    }
+    for table_name, table in tower.tables.items():
         assert isinstance(table, FloatTable | Int8Table)
         try:
-            table.fill(weights_by_table[name])
+            table.fill(weights_by_table[table_name])
         except StageError as error:
-            raise StageError(f"table {name}, {error}") from None
-    query_state = {name.removeprefix("query."): value for name, value in dense.items() if name.startswith("query.")}
+            raise StageError(f"table {table_name}, {error}") from None
+    query_state = {name.removeprefix("query."): tensor for name, tensor in dense.items() if name.startswith("query.")}
     tower.dense.load_state_dict(query_state, strict=True)
     return tower
 
 
 def save_tower(tower: ServedQueryTower, path: Path) -> None:
     """Write tower.safetensors. An INT8 table has the tensors `code` uint8 [R, D] and `scale_offset` float16 [R, 2]."""
-    save_file({name: tensor.detach().contiguous() for name, tensor in tower.state_dict().items()}, path)
+    save_file({tensor_name: tensor.detach().contiguous() for tensor_name, tensor in tower.state_dict().items()}, path)
 
 
 def load_tower(path: Path, *, spec: ModelSpec, quantization: Quantization) -> ServedQueryTower:
@@ -165,13 +167,13 @@ def load_tower(path: Path, *, spec: ModelSpec, quantization: Quantization) -> Se
         tensors = load_file(path)
     except SafetensorError as error:
         raise StageError(f"{path}: not a valid safetensors file ({error}); package the model again") from error
-    expected_layout_by_tensor = {name: _dtype_and_shape(tensor) for name, tensor in tower.state_dict().items()}
-    stored_layout_by_tensor = {name: _dtype_and_shape(tensor) for name, tensor in tensors.items()}
+    expected_layout_by_tensor = {tensor_name: _dtype_and_shape(tensor) for tensor_name, tensor in tower.state_dict().items()}
+    stored_layout_by_tensor = {tensor_name: _dtype_and_shape(tensor) for tensor_name, tensor in tensors.items()}
     if stored_layout_by_tensor != expected_layout_by_tensor:
-        name = min(name for name, _ in stored_layout_by_tensor.items() ^ expected_layout_by_tensor.items())
+        tensor_name = min(tensor_name for tensor_name, _ in stored_layout_by_tensor.items() ^ expected_layout_by_tensor.items())
         raise StageError(
-            f"{path}: tensor {name} is {stored_layout_by_tensor.get(name, 'missing')}, but the model expects "
-            f"{expected_layout_by_tensor.get(name, 'no such tensor')}; package the model again"
+            f"{path}: tensor {tensor_name} is {stored_layout_by_tensor.get(tensor_name, 'missing')}, but the model expects "
+            f"{expected_layout_by_tensor.get(tensor_name, 'no such tensor')}; package the model again"
         )
     tower.load_state_dict(tensors, assign=True)
     return tower
@@ -181,7 +183,8 @@ def _table_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Return submodule name -> (number of rows, width) of each table."""
     history_shape = {HISTORY_TABLE: (spec.num_items, spec.config.history_dim)} if spec.config.history.length else {}
     return history_shape | {
-        module_name(name): (spec.tables[name].num_rows, spec.tables[name].dim) for name in served_tables(spec)
+        module_name(table_name): (spec.tables[table_name].num_rows, spec.tables[table_name].dim)
+        for table_name in served_tables(spec)
     }
 
 

@@ -100,8 +100,8 @@ class Retriever:
         user_rows = self._user_ids.rows(user_ids)
         item_ids: list[NDArray[Any]] = []
         scores: list[NDArray[np.float32]] = []
-        for start in range(0, len(user_rows), batch_size):
-            batch_slice = slice(start, start + batch_size)
+        for batch_start in range(0, len(user_rows), batch_size):
+            batch_slice = slice(batch_start, batch_start + batch_size)
             history, excluded_items = self._histories(
                 user_rows[batch_slice],
                 new_histories=histories and histories[batch_slice],
@@ -123,13 +123,13 @@ class Retriever:
         row_histories = [None] * len(user_ids) if histories is None else histories
         valid_users, valid_histories = [], []
         errors: dict[int, str] = {}
-        for row, (user_id, history) in enumerate(zip(user_ids, row_histories, strict=True)):
+        for request_index, (user_id, history) in enumerate(zip(user_ids, row_histories, strict=True)):
             try:
                 self._user_ids.parse([user_id])
                 valid_histories.append(self._parse_history(history))
                 valid_users.append(user_id)
             except InputError as error:
-                errors[row] = str(error)
+                errors[request_index] = str(error)
         item_ids, scores = self.recommend(
             valid_users,
             k,
@@ -139,8 +139,10 @@ class Retriever:
         valid_results = zip(item_ids, scores, strict=True)
         no_items: tuple[NDArray[Any], NDArray[np.float32]] = (np.zeros(0, np.int64), np.zeros(0, np.float32))
         return [
-            Recommendation(*no_items, error=errors[row]) if row in errors else Recommendation(*next(valid_results), error=None)
-            for row in range(len(user_ids))
+            Recommendation(*no_items, error=errors[request_index])
+            if request_index in errors
+            else Recommendation(*next(valid_results), error=None)
+            for request_index in range(len(user_ids))
         ]
 
     def is_known(self, user_ids: Sequence[Id]) -> NDArray[np.bool_]:

@@ -242,7 +242,7 @@ def _naive_plan(planner: TorchrecPlanner, sharding_type: ShardingType) -> NaiveP
             planner, planner.best_options(sharding_types_by_table=sharding_types_by_table, kernels_by_table=kernels_by_table)
         )
     except PlannerError:
-        problem = describe_shortage(
+        shortage = describe_shortage(
             planner,
             {
                 table_name: options[0]
@@ -251,7 +251,7 @@ def _naive_plan(planner: TorchrecPlanner, sharding_type: ShardingType) -> NaiveP
                 ).items()
             },
         )
-        return NaivePlan(name=f"all {sharding_type}", problem=f"does not fit: {problem}")
+        return NaivePlan(name=f"all {sharding_type}", problem=f"does not fit: {shortage}")
     return NaivePlan(
         name=f"all {sharding_type}",
         step_ms=max(rank.step_ms for rank in ranks),

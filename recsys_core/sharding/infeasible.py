@@ -48,7 +48,7 @@ def describe_shortage(planner: TorchrecPlanner, option_by_table: Mapping[str, Sh
     option_by_table: one layout per table.
     """
     name_by_tier = {"hbm": "HBM", "ddr": "main memory"} if planner.device == "cuda" else {"ddr": "main memory"}
-    message = ""
+    shortage = ""
     for tier, tier_name in name_by_tier.items():
         usable_bytes: int = getattr(planner.usable_memory, tier)
         shard_bytes_by_table = {
@@ -75,11 +75,11 @@ def describe_shortage(planner: TorchrecPlanner, option_by_table: Mapping[str, Sh
                 f"{largest_table} that all tables need on {planner.world_size} ranks together: "
                 f"{missing_bytes:,} bytes short in total"
             )
-        message = message or (
+        shortage = shortage or (
             f"{largest_table}; all ranks together have enough memory, but no layout was found in which each rank needs at most "
             f"{usable_bytes:,} bytes"
         )
-    return message
+    return shortage
 
 
 def _resident_options(planner: TorchrecPlanner) -> dict[str, list[ShardingOption]]:

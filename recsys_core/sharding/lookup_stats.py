@@ -84,7 +84,7 @@ def lookup_stats_of(
         curve_by_table["user"] = hot_row_curve(num_train_events_U.astype(np.float64))
     # The plan's fingerprint contains these numbers. They are rounded, because machines differ in the last digits.
     return LookupStats(
-        values_per_query={table_name: float(f"{value:.6g}") for table_name, value in values_per_query.items()},
+        values_per_query={table_name: float(f"{num_values:.6g}") for table_name, num_values in values_per_query.items()},
         hot_row_curve=curve_by_table,
     )
 

@@ -204,9 +204,9 @@ class PlanFile(Frozen):
         """Return two Markdown tables: the layout of each table, and the estimates of the ranks."""
         lines = ["| table | rows x dim | sharding | kernel | ranks |", "|---|---|---|---|---|"]
         lines += [
-            f"| {name} | {table.rows:,} x {table.dim} | {table.sharding_type} | {table.compute_kernel} | "
+            f"| {table_name} | {table.rows:,} x {table.dim} | {table.sharding_type} | {table.compute_kernel} | "
             f"{format_ranges(table.ranks)} |"
-            for name, table in self.tables.items()
+            for table_name, table in self.tables.items()
         ]
         lines += ["", "| ranks | HBM | DDR | est. step |", "|---|---|---|---|"]
         lines += [
@@ -224,11 +224,12 @@ class PlanFile(Frozen):
         return [(tuple(ranks), self.ranks[ranks[0]]) for ranks in ranks_by_estimate.values()]
 
 
-def layout_fingerprint(tables: dict[str, TablePlan], *, device: str, world_size: int) -> str:
+def layout_fingerprint(plan_by_table: dict[str, TablePlan], *, device: str, world_size: int) -> str:
     """Return the sha256 of the settings that training executes: tables, optimizers, sharding types, kernels, shards, ranks."""
     explanatory_fields = {"values_per_query", "constraint", "alternatives"}
     layout_by_table = {
-        table_name: table.model_dump(mode="json", exclude=explanatory_fields) for table_name, table in sorted(tables.items())
+        table_name: table.model_dump(mode="json", exclude=explanatory_fields)
+        for table_name, table in sorted(plan_by_table.items())
     }
     return hashlib.sha256(json.dumps([layout_by_table, device, world_size], sort_keys=True).encode()).hexdigest()
 

@@ -57,13 +57,13 @@ def _memory_parts(plan: PlanFile, rank: RankEstimate, table_name: str) -> list[t
     """Return (name, bytes, whether the part is in the memory that lookups read) for each part of a table's memory on a rank."""
     memory = rank.tables[table_name]
     is_offloaded = plan.tables[table_name].compute_kernel in OFFLOADING_KERNELS
-    parts = [
+    memory_parts = [
         ("weights", memory.weights, not is_offloaded),
         ("optimizer", memory.optimizer, not is_offloaded),
         ("cache", memory.cache, True),
         ("buffers", memory.buffers, True),
     ]
-    return [part for part in parts if part[1]]
+    return [memory_part for memory_part in memory_parts if memory_part[1]]
 
 
 def format_milliseconds(duration_ms: float | None) -> str:

@@ -155,8 +155,8 @@ class TorchrecPlanner:
             kernels_by_table=kernels_by_table,
         )
 
-    def _by_table(self, options: list[ShardingOption]) -> dict[str, ShardingOption]:
-        option_by_module = {option.name: option for option in options}
+    def _by_table(self, chosen_options: list[ShardingOption]) -> dict[str, ShardingOption]:
+        option_by_module = {option.name: option for option in chosen_options}
         return {table_name: option_by_module[module_name(table_name)] for table_name in sorted(self.model.tables)}
 
     @cached_property

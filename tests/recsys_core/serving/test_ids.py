@@ -17,7 +17,7 @@ text_ids = st.lists(
 @given(st.one_of(st.tuples(int_ids, int_ids), st.tuples(text_ids, text_ids)))
 def test_ids_are_mapped_to_rows_and_back(both: tuple[list, list]) -> None:
     known, requested = both
-    ids = IdMap(pa.array(known, pa.string() if all(isinstance(i, str) for i in known) and known else pa.int64()), name="id")
+    ids = IdMap(pa.array(known, pa.string() if all(isinstance(i, str) for i in known) and known else pa.int64()), id_name="id")
     if not known:
         assert (ids.rows([]) == []).all()
         return
@@ -49,16 +49,16 @@ def test_ids_are_mapped_to_rows_and_back(both: tuple[list, list]) -> None:
 def test_an_invalid_id_is_rejected(ids: list, value: object, message: str) -> None:
     for other_ids in ([], ids):
         with pytest.raises(InputError, match=message):
-            IdMap(pa.array(ids), name="user_id").rows([*other_ids, value])
+            IdMap(pa.array(ids), id_name="user_id").rows([*other_ids, value])
 
 
 def test_integer_ids_may_be_decimal_strings_and_whole_floats() -> None:
-    numbers = IdMap(pa.array([5, -7]), name="user_id")
+    numbers = IdMap(pa.array([5, -7]), id_name="user_id")
     assert numbers.rows(["5", np.int32(5), 5.0, np.float64(-7), "-7", "6"]).tolist() == [0, 0, 0, 1, 1, -1]
     assert numbers.rows(np.array([5.0, -7.0])).tolist() == [0, 1]
 
 
 def test_strings_with_equal_hashes_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pandas.util.hash_array", lambda values, categorize: np.array([len(v) for v in values], np.uint64))
-    ids = IdMap(pa.array(["bb", "aa", "c", "dd"]), name="id")
+    ids = IdMap(pa.array(["bb", "aa", "c", "dd"]), id_name="id")
     assert ids.rows(["dd", "aa", "zz", "c", "bb", "q", "long"]).tolist() == [3, 1, -1, 2, 0, -1, -1]

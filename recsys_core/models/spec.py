@@ -102,8 +102,8 @@ class ModelSpec(Frozen):
             config,
             num_users=dataset.interactions.num_users,
             num_items=dataset.interactions.num_items,
-            facts=facts_by_feature,
-            vector_dims=vector_dim_by_table,
+            facts_by_feature=facts_by_feature,
+            vector_dim_by_table=vector_dim_by_table,
             tables=tables or {},
             has_distillation=loss is not None and loss.distillation is not None,
         )
@@ -115,21 +115,25 @@ class ModelSpec(Frozen):
         *,
         num_users: int,
         num_items: int,
-        facts: Mapping[str, FeatureFacts] | None = None,
-        vector_dims: Mapping[str, int] | None = None,
+        facts_by_feature: Mapping[str, FeatureFacts] | None = None,
+        vector_dim_by_table: Mapping[str, int] | None = None,
         tables: Mapping[str, TableConfig] | None = None,
         has_distillation: bool = False,
     ) -> Self:
         """Return the spec for these sizes, without reading a dataset.
 
         Args:
-            facts: ingested features, by user.<name>, item.<name> or context.<name>.
-            vector_dims: width of the pretrained vectors, by table; tables without vectors are not listed.
+            facts_by_feature: ingested features, by user.<name>, item.<name> or context.<name>.
+            vector_dim_by_table: width of the pretrained vectors, by table; tables without vectors are not listed.
             tables: settings by table.
             has_distillation: whether the loss has a distillation term.
         """
-        settings_by_table, facts, vector_dims = tables or {}, facts or {}, vector_dims or {}
-        forms = {feature_name: feature_form(feature_facts) for feature_name, feature_facts in facts.items()}
+        settings_by_table, facts_by_feature, vector_dim_by_table = (
+            tables or {},
+            facts_by_feature or {},
+            vector_dim_by_table or {},
+        )
+        forms = {feature_name: feature_form(feature_facts) for feature_name, feature_facts in facts_by_feature.items()}
 
         def table_spec(table_name: str, num_rows: int, *, feature: str, side: Side, weighted: bool = False) -> TableSpec:
             table_settings = settings_by_table.get(table_name, TableConfig())
@@ -140,7 +144,7 @@ class ModelSpec(Frozen):
                 side=side,
                 weighted=weighted,
                 settings=table_settings,
-                pretrained=table_name in vector_dims,
+                pretrained=table_name in vector_dim_by_table,
             )
 
         spec_by_table = {"item": table_spec("item", num_items, feature="item", side="item")}
@@ -149,11 +153,11 @@ class ModelSpec(Frozen):
                 settings_by_table.get(OFFSET_TABLE, TableConfig()), num_items, dim=config.embedding_dim
             )
         if has_distillation:
-            check_distillation(vector_dims)
-            spec_by_table[TEACHER_TABLE] = _teacher_table(num_items, dim=vector_dims["item"])
+            check_distillation(vector_dim_by_table)
+            spec_by_table[TEACHER_TABLE] = _teacher_table(num_items, dim=vector_dim_by_table["item"])
         if config.learn_user_embedding:
             spec_by_table["user"] = table_spec("user", num_users, feature="user", side="query")
-        for feature_name, feature_facts in facts.items():
+        for feature_name, feature_facts in facts_by_feature.items():
             side: Side = "item" if feature_name.startswith("item.") else "query"
             weighted = side == "query" and forms[feature_name] in ("weighted_list", "number")
             spec_by_table[feature_name] = table_spec(
@@ -162,9 +166,9 @@ class ModelSpec(Frozen):
         configurable_tables = {table_name: spec for table_name, spec in spec_by_table.items() if table_name != TEACHER_TABLE}
         check_table_names("tables", settings_by_table, tables=configurable_tables)
         for table_name, spec in configurable_tables.items():
-            check_vectors_exist(table_name, spec.settings, tables_with_vectors=vector_dims)
-            if table_name in vector_dims:
-                check_width(vector_dims[table_name], spec.dim, table=table_name)
+            check_vectors_exist(table_name, spec.settings, tables_with_vectors=vector_dim_by_table)
+            if table_name in vector_dim_by_table:
+                check_width(vector_dim_by_table[table_name], spec.dim, table=table_name)
             check_table_settings(table_name, spec.settings)
         return cls(config=config, num_users=num_users, num_items=num_items, tables=spec_by_table, forms=forms)
 

@@ -35,8 +35,8 @@ def spec_of(
         TwoTowerConfig(embedding_dim=4, learn_user_embedding=True),
         num_users=USERS,
         num_items=ITEMS,
-        facts=facts(*features),
-        vector_dims=vectors,
+        facts_by_feature=facts(*features),
+        vector_dim_by_table=vectors,
         tables={name: TableConfig.model_validate(settings_of) for name, settings_of in (tables or {}).items()},
         has_distillation=has_distillation,
     )

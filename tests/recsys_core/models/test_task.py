@@ -46,8 +46,8 @@ def task_of(
         TwoTowerConfig.model_validate({"embedding_dim": 4, **config}),
         num_users=USERS,
         num_items=ITEMS,
-        facts=facts(*features) if features else None,
-        vector_dims=vectors,
+        facts_by_feature=facts(*features) if features else None,
+        vector_dim_by_table=vectors,
         tables={name: TableConfig.model_validate(of) for name, of in (tables or {}).items()},
         has_distillation=loss_config.distillation is not None,
     )

@@ -19,7 +19,7 @@ EMPTY_HISTORIES = (torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), torch.z
 
 def spec(*, tables: dict[str, TableConfig] | None = None, vectors: dict[str, int] | None = None, **config: Any) -> ModelSpec:
     model = TwoTowerConfig.model_validate({"embedding_dim": 4, **config})
-    return ModelSpec.sized(model, num_users=7, num_items=5, tables=tables, vector_dims=vectors)
+    return ModelSpec.sized(model, num_users=7, num_items=5, tables=tables, vector_dim_by_table=vectors)
 
 
 def residual_tower(**item: Any) -> CandidateTower:

@@ -60,7 +60,7 @@ class World:
                 if key in features
             }
         )
-        self.spec = ModelSpec.sized(config, num_users=USERS, num_items=ITEMS, facts=self.facts)
+        self.spec = ModelSpec.sized(config, num_users=USERS, num_items=ITEMS, facts_by_feature=self.facts)
         self.tables = {
             name: random.normal(0, 0.3, (table.num_rows, table.dim)).astype(np.float32)
             for name, table in sorted(self.spec.tables.items())

@@ -105,7 +105,11 @@ def test_adam_on_a_cpu_is_for_replicated_tables_and_frozen_tables_have_no_optimi
     plan = make_plan(ShardingConfig(cluster=cpu, tables=replicated), model=SPEC, batch_size=64, optimizer=adam)
     assert {table.compute_kernel for table in plan.tables.values()} == {"dense"}
     frozen = ModelSpec.sized(
-        TwoTowerConfig(), num_users=9, num_items=9, vector_dims={"item": 64}, tables={"item": TableConfig(transfer="frozen")}
+        TwoTowerConfig(),
+        num_users=9,
+        num_items=9,
+        vector_dim_by_table={"item": 64},
+        tables={"item": TableConfig(transfer="frozen")},
     )
     table = make_plan(ShardingConfig(cluster=cpu), model=frozen, batch_size=64, optimizer=adam).tables["item"]
     assert table.sharding_type != "data_parallel" and table.optimizer == "none"

@@ -80,7 +80,7 @@ def test_a_faster_sharding_type_may_not_fit_together_with_the_other_tables() -> 
         TwoTowerConfig(embedding_dim=128),
         num_users=1,
         num_items=1000,
-        facts={"user.a": large, "user.b": large, "user.c": third},
+        facts_by_feature={"user.a": large, "user.b": large, "user.c": third},
     )
     cluster = ClusterConfig(device="cuda", num_nodes=2, processes_per_node=8)
     kernels = {name: TableConstraint(compute_kernels=("fused",)) for name in model.tables}

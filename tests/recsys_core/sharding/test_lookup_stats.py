@@ -42,7 +42,7 @@ def test_expected_lookups_match_those_of_real_batches(ordered: bool, length: int
     store = skewed_store(ordered=ordered)
     features = feature_store(users=USERS, items=ITEMS, events=EVENTS)
     config = TwoTowerConfig(learn_user_embedding=True, history=HistoryConfig(length=length, last_item_feature=length > 0))
-    spec = ModelSpec.sized(config, num_users=USERS, num_items=ITEMS, facts=facts())
+    spec = ModelSpec.sized(config, num_users=USERS, num_items=ITEMS, facts_by_feature=facts())
     loss = LossConfig(num_negatives=NEGATIVES, negative_sampling_alpha=alpha)
     lookup_stats = lookup_stats_of(spec, batch_size=BATCH, loss=loss, store=store, features=features)
     loader = TrainLoader(

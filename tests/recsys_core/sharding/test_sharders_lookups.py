@@ -38,8 +38,8 @@ def spec_of() -> ModelSpec:
         TwoTowerConfig(embedding_dim=4, learn_user_embedding=True),
         num_users=USERS,
         num_items=ITEMS,
-        facts=facts(),
-        vector_dims={"item.single": 4},
+        facts_by_feature=facts(),
+        vector_dim_by_table={"item.single": 4},
         tables={"item": TableConfig(dim=8), "item.single": TableConfig(transfer="frozen")},
     )
 

@@ -78,8 +78,8 @@ def small_spec(
         config,
         num_users=USERS,
         num_items=ITEMS,
-        facts={name: _facts(form) for name, form in forms.items()},
-        vector_dims={name: (tables or {}).get(name, TableConfig()).dim or dim for name in vectors},
+        facts_by_feature={name: _facts(form) for name, form in forms.items()},
+        vector_dim_by_table={name: (tables or {}).get(name, TableConfig()).dim or dim for name in vectors},
         tables=tables,
     )
 

@@ -78,5 +78,7 @@ def test_a_parameter_name_gives_its_table_whatever_the_name_of_the_collection(pa
     brand = FeatureFacts(
         kind="categorical", rows=5, values=3, out_of_vocabulary=0, missing=0, definition="{}", is_continued=False
     )
-    spec = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True), num_users=3, num_items=4, facts={"item.brand": brand})
+    spec = ModelSpec.sized(
+        TwoTowerConfig(learn_user_embedding=True), num_users=3, num_items=4, facts_by_feature={"item.brand": brand}
+    )
     assert table_name_of(parameter, spec) == table

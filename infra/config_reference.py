@@ -34,12 +34,14 @@ def main() -> None:
 def reference_page() -> str:
     """Return the page: one table of settings per group, one section per top-level group."""
     sections = [HEADER]
-    for name, field in PipelineConfig.model_fields.items():
+    for setting_name, field in PipelineConfig.model_fields.items():
         if is_group(field):
-            sections.append(f"## {name}\n\n{description_sentence(field)}\n")
-            for group_name, config_class, default in setting_groups(name, field, default=field_default(field)):
-                sections.append(group_section(group_name, config_class, default, with_title=group_name != name))
-    top_level_settings = [(name, field) for name, field in PipelineConfig.model_fields.items() if not is_group(field)]
+            sections.append(f"## {setting_name}\n\n{description_sentence(field)}\n")
+            for group_name, config_class, default in setting_groups(setting_name, field, default=field_default(field)):
+                sections.append(group_section(group_name, config_class, default, with_title=group_name != setting_name))
+    top_level_settings = [
+        (setting_name, field) for setting_name, field in PipelineConfig.model_fields.items() if not is_group(field)
+    ]
     sections.insert(1, "## Top level\n\n" + settings_table(top_level_settings))
     return "\n".join(sections)
 
@@ -73,7 +75,7 @@ def group_section(group_title: str, config_class: type[BaseModel], default: Any,
     Args:
         default: a `config_class` with the default of each setting in this group. Any other value is ignored.
     """
-    settings = [(name, field) for name, field in config_class.model_fields.items() if not is_group(field)]
+    settings = [(setting_name, field) for setting_name, field in config_class.model_fields.items() if not is_group(field)]
     if not settings:
         return ""
     return (f"### {group_title}\n\n" if with_title else "") + settings_table(
@@ -84,11 +86,11 @@ def group_section(group_title: str, config_class: type[BaseModel], default: Any,
 def settings_table(settings: list[tuple[str, FieldInfo]], *, defaults: BaseModel | None = None) -> str:
     """Return a Markdown table of settings. If `defaults` is given, its values replace the defaults of the fields."""
     table_lines = ["| setting | default | description |", "|---|---|---|"]
-    for name, field in settings:
-        if name == "kind" and not field.description:  # the title of the table names it
+    for setting_name, field in settings:
+        if setting_name == "kind" and not field.description:  # the title of the table names it
             continue
-        default = field_default(field) if defaults is None else getattr(defaults, name)
-        table_lines.append(f"| `{name}` | {default_cell(default)} | {description_cell(field)} |")
+        default = field_default(field) if defaults is None else getattr(defaults, setting_name)
+        table_lines.append(f"| `{setting_name}` | {default_cell(default)} | {description_cell(field)} |")
     return "\n".join(table_lines) + "\n"
 
 

@@ -59,14 +59,16 @@ def lock(uv: str, *, uv_options: list[str]) -> None:
             f"pyproject.toml requires {torch_packages['torch'].split()[0]}, but TORCH_CPU_BUILDS is for "
             f"torch=={TORCH_VERSION}; change both"
         )
-    cuda_packages = {name: text for name, text in cpu_packages.items() if re.match(r"(nvidia|cuda)-|triton$", name)}
-    cpu_packages = {name: text for name, text in cpu_packages.items() if name not in cuda_packages and name != "torch"}
-    for (name, title), packages in zip(
+    cuda_packages = {package: text for package, text in cpu_packages.items() if re.match(r"(nvidia|cuda)-|triton$", package)}
+    cpu_packages = {
+        package: text for package, text in cpu_packages.items() if package not in cuda_packages and package != "torch"
+    }
+    for (file_name, title), packages in zip(
         TITLE_BY_FILE.items(), (bootstrap_packages, cpu_packages, torch_packages, cuda_packages, gpu_packages), strict=True
     ):
         lines = [f"# {title}", "# Written by `make lock`.", *packages.values()]
-        (LOCK_FOLDER / name).write_text("\n".join(lines) + "\n")
-        sys.stderr.write(f"infra/locks/{name}: {len(packages)} packages\n")
+        (LOCK_FOLDER / file_name).write_text("\n".join(lines) + "\n")
+        sys.stderr.write(f"infra/locks/{file_name}: {len(packages)} packages\n")
 
 
 def compile_lock(

@@ -62,13 +62,15 @@ def write_report(results: dict[str, Any], *, folder: Path) -> None:
 
 
 def _table(runs: Runs, metric_names: tuple[str, ...]) -> list[str]:
-    column_titles = [name.removeprefix("test/") for name in metric_names]
+    column_titles = [metric_name.removeprefix("test/") for metric_name in metric_names]
     lines = ["| | seeds | " + " | ".join(column_titles) + " | best epoch |", "|:---|---:|" + "---:|" * (len(column_titles) + 1)]
     for variant, result_by_seed in runs.items():
-        cells = [_spread([result["metrics"][name] for result in result_by_seed.values()]) for name in metric_names]
+        cells = [
+            _spread([result["metrics"][metric_name] for result in result_by_seed.values()]) for metric_name in metric_names
+        ]
         epochs = ", ".join(str(result["best_epoch"] or "-") for result in result_by_seed.values())
         lines.append(f"| {variant} | {len(result_by_seed)} | " + " | ".join(cells) + f" | {epochs} |")
-    for name, prefix in BASELINES.items():
+    for baseline, prefix in BASELINES.items():
         baseline_keys = [f"{prefix}/{metric.removeprefix('test/')}" for metric in metric_names]
         metrics_of_runs = [
             result["metrics"]
@@ -77,7 +79,7 @@ def _table(runs: Runs, metric_names: tuple[str, ...]) -> list[str]:
             if baseline_keys[0] in result["metrics"]
         ]
         if metrics_of_runs:  # the same in all results
-            lines.append(f"| {name} | | " + " | ".join(f"{metrics_of_runs[0][key]:.4f}" for key in baseline_keys) + " | |")
+            lines.append(f"| {baseline} | | " + " | ".join(f"{metrics_of_runs[0][key]:.4f}" for key in baseline_keys) + " | |")
     return lines
 
 

@@ -157,29 +157,30 @@ def _read_schema(parquet_path: Path) -> pa.Schema:
         raise InputError(f"{parquet_path}: not a readable parquet file ({str(error).splitlines()[0]})") from None
 
 
-def _find_column(schema: pa.Schema, names: Sequence[str], has_type: Callable[[pa.DataType], bool]) -> str | None:
-    """Return the first of the columns `names` whose type passes `has_type`; None if there is none. Case is ignored."""
+def _find_column(schema: pa.Schema, candidate_names: Sequence[str], has_type: Callable[[pa.DataType], bool]) -> str | None:
+    """Return the first of `candidate_names` that is a column with a suitable type, or None. Case is ignored."""
     field_by_name = {field.name.lower(): field for field in schema}
-    for name in names:
-        if name in field_by_name and has_type(field_by_name[name].type):
-            return str(field_by_name[name].name)
+    for candidate_name in candidate_names:
+        if candidate_name in field_by_name and has_type(field_by_name[candidate_name].type):
+            return str(field_by_name[candidate_name].name)
     return None
 
 
 def _require_column(
     schema: pa.Schema,
-    names: Sequence[str],
+    candidate_names: Sequence[str],
     has_type: Callable[[pa.DataType], bool],
     *,
     role: str,
     option: str,
     parquet_path: Path,
 ) -> str:
-    column_name = _find_column(schema, names, has_type)
+    column_name = _find_column(schema, candidate_names, has_type)
     if column_name is None:
         raise InputError(
-            f"{option} {parquet_path}: no column is recognised as the {role} ({', '.join(names[:4])}, ...); the columns are "
-            f"{', '.join(schema.names)}; rename one, or run `nightjar init` without {option} and set the columns by hand"
+            f"{option} {parquet_path}: no column is recognised as the {role} ({', '.join(candidate_names[:4])}, ...); the "
+            f"columns are {', '.join(schema.names)}; rename one, or run `nightjar init` without {option} and "
+            "set the columns by hand"
         )
     return column_name
 
@@ -195,8 +196,8 @@ def _guess_time_unit(parquet_path: Path, column_name: str) -> tuple[str, int]:
     """
     _, newest_time = _value_range(parquet_path, column_name)
     tomorrow_s = time.time() + 86_400
-    for unit, ticks in _TICKS_PER_S.items():
-        if _YEAR_1990_S <= newest_time / ticks <= tomorrow_s:
+    for unit, ticks_per_s in _TICKS_PER_S.items():
+        if _YEAR_1990_S <= newest_time / ticks_per_s <= tomorrow_s:
             return unit, int(newest_time)
     return "s", int(newest_time)
 
@@ -204,12 +205,12 @@ def _guess_time_unit(parquet_path: Path, column_name: str) -> tuple[str, int]:
 def _value_range(parquet_path: Path, column_name: str) -> tuple[float, float]:
     """Return the smallest and largest value of the column in the first row group; (0, 0) if it has no values."""
     with pq.ParquetFile(parquet_path) as parquet_file:
-        values = (
+        column_values = (
             parquet_file.read_row_group(0, columns=[column_name])[column_name]
             if parquet_file.num_row_groups
             else pa.chunked_array([[]])
         )
-    bounds = pc.min_max(values).as_py()
+    bounds = pc.min_max(column_values).as_py()
     return (0, 0) if bounds["min"] is None else (bounds["min"], bounds["max"])
 
 

@@ -89,8 +89,8 @@ class _TemplateWriter(NamedTuple):
     def lines(self, config: BaseModel, *, group_name: str = "", depth: int = 0) -> Iterator[str]:
         """Yield the lines of `config`, the group of settings with the dotted name `group_name`."""
         indent = "  " * depth
-        for name, field in type(config).model_fields.items():
-            value, dotted_name = getattr(config, name), f"{group_name}.{name}" if group_name else name
+        for setting_name, field in type(config).model_fields.items():
+            value, dotted_name = getattr(config, setting_name), f"{group_name}.{setting_name}" if group_name else setting_name
             if not self._is_written(dotted_name, field, value):
                 continue
             if depth == 0 and list(nested_config_classes(field.annotation)):
@@ -98,17 +98,17 @@ class _TemplateWriter(NamedTuple):
             if dotted_name in self.notes:
                 yield f"{indent}# {self.notes[dotted_name]}"
             if isinstance(value, BaseModel):
-                yield from _with_comment(f"{indent}{name}:", _comment(field))
+                yield from _with_comment(f"{indent}{setting_name}:", _comment(field))
                 yield from self.lines(value, group_name=dotted_name, depth=depth + 1)
             elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
-                yield from _with_comment(f"{indent}{name}:", _comment(field))
+                yield from _with_comment(f"{indent}{setting_name}:", _comment(field))
                 # A single group is written without a list, so that --set can name its settings without an index.
                 is_single_group = len(value) == 1 and dotted_name == "embeddings"
                 for inner_config in value:
                     inner_lines = self.lines(inner_config, group_name=dotted_name, depth=depth + 1)
                     yield from inner_lines if is_single_group else _as_yaml_list_element(inner_lines, depth=depth)
             else:
-                yield from _with_comment(f"{indent}{name}: {_inline_yaml(value)}", _comment(field))
+                yield from _with_comment(f"{indent}{setting_name}: {_inline_yaml(value)}", _comment(field))
 
     def _is_written(self, dotted_name: str, field: FieldInfo, value: Any) -> bool:
         if self.written_names is None or field.is_required() or value != field.get_default(call_default_factory=True):

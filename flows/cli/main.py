@@ -123,7 +123,7 @@ def plan(
         "hbm_bandwidth_gb_s": hbm_bandwidth_gb_s,
     }
     cluster_settings: dict[str, int | float | str] = {
-        name: value for name, value in cluster_options.items() if value is not None
+        setting: value for setting, value in cluster_options.items() if value is not None
     }
     if gpus_per_node is not None:
         cluster_settings["device"] = "cuda"
@@ -252,7 +252,7 @@ def format_command(
 ) -> str:
     """Return the command line, quoted for a shell.
 
-    >>> as_command("run", Path("nightly.yaml"), ["model.query.layers=[64, 32]"])
+    >>> format_command("run", Path("nightly.yaml"), ["model.query.layers=[64, 32]"])
     "nightjar run nightly.yaml --set 'model.query.layers=[64, 32]'"
     """
     override_options = [word for override in overrides or () for word in ("--set", override)]

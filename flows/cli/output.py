@@ -125,15 +125,15 @@ def print_metrics(table: "MetricTable", *, served_metrics: Mapping[str, float], 
             row_name,
             *(
                 Text("-" if value is None else f"{value:.4f}", "bold" if value == best_value else "")
-                for value, best_value in zip(values, table.best_comparable(row_name), strict=True)
+                for value, best_value in zip(row_values, table.best_comparable(row_name), strict=True)
             ),
         ]
-        for row_name, values in table.rows.items()
+        for row_name, row_values in table.rows.items()
     ]
     for ranker in dict.fromkeys(row_name.partition("/")[0] for row_name in served_metrics):
-        values = [served_metrics.get(f"{ranker}/{column}") for column in table.columns]
+        row_values = [served_metrics.get(f"{ranker}/{column}") for column in table.columns]
         row_name = "served" if ranker == "served" else f"{ranker.removesuffix('_champion')} served"
-        rows.append([row_name, *("-" if value is None else f"{value:.4f}" for value in values)])
+        rows.append([row_name, *("-" if value is None else f"{value:.4f}" for value in row_values)])
     print_table(["test", *table.columns], rows, console=console)
     if table.note:
         console.print(table.note, style="dim")
@@ -151,29 +151,37 @@ def print_table(column_titles: Sequence[str], rows: Sequence[Sequence[str | Text
 
 def print_facts(facts: Mapping[str, str], *, console: Console) -> None:
     """Print names and values in two columns."""
-    name_width = max(len(name) for name in facts)
-    for name, value in facts.items():
-        console.print(f"[dim]{name.ljust(name_width)}[/]  {escape(value)}", soft_wrap=True)
+    name_width = max(len(fact_name) for fact_name in facts)
+    for fact_name, fact_text in facts.items():
+        console.print(f"[dim]{fact_name.ljust(name_width)}[/]  {escape(fact_text)}", soft_wrap=True)
 
 
 def print_findings(findings: "Mapping[str, Finding]", *, console: Console) -> None:
     """Print subject, status and text of each finding."""
-    name_width, style_by_status = max(len(name) for name in findings), {"ok": "green", "problem": "red", "not used": "dim"}
+    name_width, style_by_status = (
+        max(len(subject) for subject in findings),
+        {"ok": "green", "problem": "red", "not used": "dim"},
+    )
     console.print()
-    for name, finding in findings.items():
+    for subject, finding in findings.items():
         status = f"[{style_by_status[finding.status]}]{finding.status:<8}[/]"
-        console.print(f"[dim]{name.ljust(name_width)}[/]  {status}  {escape(finding.text)}", soft_wrap=True)
+        console.print(f"[dim]{subject.ljust(name_width)}[/]  {status}  {escape(finding.text)}", soft_wrap=True)
 
 
 def print_releases(releases: Sequence[Mapping[str, Any]], *, console: Console) -> None:
     """Print one row per version: alias, creation, served metrics, run and reason."""
-    metric_names = sorted({name for release in releases for name in release["metrics"] if name.startswith("served/")})
+    metric_names = sorted(
+        {metric_name for release in releases for metric_name in release["metrics"] if metric_name.startswith("served/")}
+    )
     rows = [
         [
             str(release["version"]),
             release["alias"] or "-",
             release["created"],
-            *(f"{release['metrics'][name]:.4f}" if name in release["metrics"] else "-" for name in metric_names),
+            *(
+                f"{release['metrics'][metric_name]:.4f}" if metric_name in release["metrics"] else "-"
+                for metric_name in metric_names
+            ),
             release["run_id"],
             release["by_hand"] or release["reasons"] or f"smoke test {release['smoke']}",
         ]
@@ -183,7 +191,7 @@ def print_releases(releases: Sequence[Mapping[str, Any]], *, console: Console) -
         "version",
         "alias",
         "created (UTC)",
-        *(name.removeprefix("served/") for name in metric_names),
+        *(metric_name.removeprefix("served/") for metric_name in metric_names),
         "run",
         "reason",
     ]

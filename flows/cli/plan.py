@@ -84,14 +84,14 @@ def print_plan(plan: PlanFile, *, paths: Sequence[Path], console: Console) -> No
     """Print the placement of each table, memory and time by rank, and a comparison with simpler plans."""
     table_rows = [
         [
-            name,
+            table_name,
             f"{table.rows:,} x {table.dim}",
             table.sharding_type,
             table.compute_kernel,
             format_ranges(table.ranks),
             f"{table.values_per_query:.3g}",
         ]
-        for name, table in plan.tables.items()
+        for table_name, table in plan.tables.items()
     ]
     print_table(["table", "rows x dim", "sharding", "kernel", "ranks", "values/query"], table_rows, console=console)
     console.print()

@@ -41,13 +41,13 @@ class LoadedVersion(NamedTuple):
     """A loaded model, with the name and number of its registered version."""
 
     model: PyFuncModel
-    name: str
+    model_name: str
     version: str
 
 
 def recommend(config: PipelineConfig, *, user: str, k: int, model_uri: str | None) -> Answer:
     """Return the top `k` items for a user from the champion, or from the version at `model_uri`."""
-    model, name, version = load_version(config, model_uri)
+    model, model_name, version = load_version(config, model_uri)
     predictions: Any = model.predict(pd.DataFrame({"user_id": [user]}), params={"k": k})
     (prediction,) = predictions
     if prediction["error"] is not None:
@@ -57,7 +57,7 @@ def recommend(config: PipelineConfig, *, user: str, k: int, model_uri: str | Non
         RankedItem(item_id=item_id, score=score)
         for item_id, score in zip(prediction["item_ids"], prediction["scores"], strict=True)
     )
-    return Answer(model=name, version=version, known_user=known_user, items=items)
+    return Answer(model=model_name, version=version, known_user=known_user, items=items)
 
 
 def load_retriever(config: PipelineConfig, model_uri: str | None = None) -> "Retriever":
@@ -70,7 +70,7 @@ def load_version(config: PipelineConfig, model_uri: str | None) -> LoadedVersion
     """Load the champion, or the version at `model_uri`, from the MLflow of the config and verify its package."""
     client = connect(config.workspace)
     redacted_uri = redacted(client.tracking_uri)
-    version_uri, name, version = call_with_deadline(
+    version_uri, model_name, version = call_with_deadline(
         lambda: _resolve_version(model_uri or champion_uri(client, config.registry.model_name), client),
         uri=client.tracking_uri,
     )
@@ -87,19 +87,19 @@ def load_version(config: PipelineConfig, model_uri: str | None) -> LoadedVersion
         raise StageError(
             redacted(f"{version_uri}: cannot be loaded from {redacted_uri}: {type(error).__name__}: {error}")
         ) from None
-    return LoadedVersion(model, name, version)
+    return LoadedVersion(model, model_name, version)
 
 
-def _resolve_version(uri: str, client: mlflow.MlflowClient) -> tuple[str, str, str]:
+def _resolve_version(model_uri: str, client: mlflow.MlflowClient) -> tuple[str, str, str]:
     """Return the URI with the version number in place of an alias, the name and the version."""
-    name, separator, alias = uri.removeprefix("models:/").partition("@")
+    model_name, separator, alias = model_uri.removeprefix("models:/").partition("@")
     if not separator:
-        name, _, version = name.rpartition("/")
-        return uri, name, version
+        model_name, _, version = model_name.rpartition("/")
+        return model_uri, model_name, version
     try:
-        version = str(client.get_model_version_by_alias(name, alias).version)
+        version = str(client.get_model_version_by_alias(model_name, alias).version)
     except mlflow.exceptions.MlflowException as error:
         if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             raise
-        raise InputError(f"{uri}: no such alias in {redacted(client.tracking_uri)}: {redacted(error.message)}") from None
-    return f"models:/{name}/{version}", name, version
+        raise InputError(f"{model_uri}: no such alias in {redacted(client.tracking_uri)}: {redacted(error.message)}") from None
+    return f"models:/{model_name}/{version}", model_name, version

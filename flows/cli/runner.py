@@ -147,7 +147,7 @@ def print_results(results: RunResults, *, config_path: Path, command_line: str) 
     facts = {"run": str(results.run.folder)}
     train = results.manifests.get("train")
     if isinstance(train, TrainManifest) and train.best_epoch is not None:
-        metric_values = ", ".join(f"{name} {value:.4f}" for name, value in train.validation.items())
+        metric_values = ", ".join(f"{metric_name} {value:.4f}" for metric_name, value in train.validation.items())
         facts["best epoch"] = f"{train.best_epoch} of {train.epochs}, on the validation split: {metric_values}"
     data_report = results.manifests.get("check_data")
     if data_report is not None:

@@ -68,7 +68,7 @@ def print_study(study: "Study", *, config_path: Path) -> None:
             "-" if trial.value is None else f"{trial.value:.4f}",
             str(max(trial.epochs, default=0)),
             f"{trial.seconds:,.0f}",
-            *(short_label(trial.settings[name]) if name in trial.settings else "-" for name in best_trial.settings),
+            *(short_label(trial.settings[setting]) if setting in trial.settings else "-" for setting in best_trial.settings),
             trial.ending,
         ]
         for trial in sort_best_first(study.finished_trials)
@@ -92,4 +92,4 @@ def as_overrides(settings: Mapping[str, Any]) -> str:
     >>> as_overrides({"loss.kind": "bce", "model.query.layers": [64, 32]})
     "--set loss.kind=bce --set 'model.query.layers=[64, 32]'"
     """
-    return " ".join(f"--set {shlex.quote(f'{name}={label_of(value)}')}" for name, value in settings.items())
+    return " ".join(f"--set {shlex.quote(f'{setting}={label_of(value)}')}" for setting, value in settings.items())

@@ -35,8 +35,8 @@ def not_used(text: str) -> Finding:
 
 def run_checks(checks: Mapping[str, Callable[[], Finding]], *, timeout_s: float = CHECK_TIMEOUT_S) -> dict[str, Finding]:
     """Run all checks at the same time and return their findings. A check that raises or takes too long is a problem."""
-    futures = {name: _start_check(check) for name, check in checks.items()}
-    return {name: _finding_of(future, timeout_s=timeout_s) for name, future in futures.items()}
+    futures = {subject: _start_check(check) for subject, check in checks.items()}
+    return {subject: _finding_of(future, timeout_s=timeout_s) for subject, future in futures.items()}
 
 
 def _start_check(check: Callable[[], Finding]) -> Future[Finding]:

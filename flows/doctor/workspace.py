@@ -24,11 +24,11 @@ ADVICE_BY_STATE = {
 def check_disk(workspace: Path) -> Finding:
     """Compare the free space of the workspace's disk with the size of the previous run."""
     num_free_bytes = free_bytes(workspace)
-    folder = _newest_run_folder(workspace)
-    if folder is None:
+    run_folder = _newest_run_folder(workspace)
+    if run_folder is None:
         return ok(f"{format_gib(num_free_bytes)} free in {workspace}; no run yet")
-    run_bytes = sum(path.stat(follow_symlinks=False).st_size for path in folder.rglob("*") if path.is_file())
-    disk_text = f"{format_gib(num_free_bytes)} free in {workspace}; run {folder.name} takes {format_gib(run_bytes)}"
+    run_bytes = sum(path.stat(follow_symlinks=False).st_size for path in run_folder.rglob("*") if path.is_file())
+    disk_text = f"{format_gib(num_free_bytes)} free in {workspace}; run {run_folder.name} takes {format_gib(run_bytes)}"
     if num_free_bytes < DISK_RESERVE_FACTOR * run_bytes:
         return problem(
             f"{disk_text}, and the next run needs about the same space; remove old runs, or set workspace to a larger disk"
@@ -38,10 +38,10 @@ def check_disk(workspace: Path) -> Finding:
 
 def check_previous_run(config: PipelineConfig) -> Finding:
     """Report when the newest run ended and in which state; a failed, rejected or overdue run is a problem."""
-    folder = _newest_run_folder(config.workspace)
-    if folder is None:
+    run_folder = _newest_run_folder(config.workspace)
+    if run_folder is None:
         return not_used("no run yet")
-    run = Run(folder.name, workspace=config.workspace, experiment=config.registry.experiment)
+    run = Run(run_folder.name, workspace=config.workspace, experiment=config.registry.experiment)
     record = RunRecord.read(run)
     if record is None:
         return not_used(f"run {run.run_id} has no run.json: an older version of nightjar made it")

@@ -1,13 +1,16 @@
-"""Figures of the drills for the table in docs/operations.md."""
+"""Figures of the drills for the table in docs/operations.md, and a page of a browser."""
 
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
+from typing import Any
 
 import psutil
 import pytest
+
+from tests.drills.chromium import browser_page
 
 END_TIMEOUT_S = 10.0
 MARK_VARIABLE = "NIGHTJAR_DRILL"
@@ -27,6 +30,13 @@ def processes_left(monkeypatch: pytest.MonkeyPatch, record_property: Callable[[s
         time.sleep(0.2)
     record_property("processes_left", len(left_commands))
     assert not left_commands, left_commands
+
+
+@pytest.fixture
+def page() -> Iterator[Any]:
+    """A page of headless Chromium; the drill is skipped if chromium or playwright is not installed."""
+    with browser_page() as page:
+        yield page
 
 
 def _commands_with_mark(mark: str) -> list[str]:

@@ -60,8 +60,12 @@ class PrefectPage:
         return self.request("GET", f"/flow_runs/{flow_run_id}")
 
     def planned_run(self) -> str:
-        """Return the id of the flow run that the schedule starts next."""
-        runs = self.request("POST", "/flow_runs/filter", {"sort": "EXPECTED_START_TIME_ASC", "limit": 1})
+        """Wait until the scheduler has created the deployment's next flow run; return its id."""
+        query = {"deployments": {"name": {"any_": [self._pipeline]}}, "sort": "EXPECTED_START_TIME_ASC", "limit": 1}
+        deadline = time.monotonic() + PATIENCE_S
+        while not (runs := self.request("POST", "/flow_runs/filter", query)):
+            assert time.monotonic() < deadline, "the schedule creates no flow run"
+            time.sleep(0.3)
         assert "auto-scheduled" in runs[0]["tags"], runs[0]
         return str(runs[0]["id"])
 

@@ -50,6 +50,8 @@ def serving(name: str, folder: Path, *, health_path: str, overrides: Mapping[str
     replacements = {"0.0.0.0": "127.0.0.1", "4200": str(port), "5000": str(port), "2": "1"}  # one worker starts faster
     arguments = [replacements.get(text, text) for text in arguments]
     settings = clean_environment() | service_environment(name) | overrides
+    if name == "prefect":
+        settings["PREFECT_SERVER_UI_API_URL"] = f"http://127.0.0.1:{port}/api"
     environment = {key: value for key, value in settings.items() if value is not None}
     server = RestartableServer(
         [program, *arguments], port=port, health_path=health_path, environment=environment, log_file=folder / f"{name}.log"

@@ -1,13 +1,8 @@
-"""In a browser, the form of the Prefect UI starts a run of `nightjar up`, and the MLflow UI shows the registered version.
-
-Needs chromium and the package playwright: `.venv/bin/pip install playwright`. Set NIGHTJAR_PICTURES to a folder to keep the
-screenshots.
-"""
+"""In a browser, the form of the Prefect UI starts a run of `nightjar up`, and the MLflow UI shows the registered version."""
 
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -23,11 +18,10 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.drills.chromium import log_in_to_prefect, take_picture
 from tests.drills.test_kill_and_resume import write_config
 
-CHROMIUM = shutil.which("chromium")
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-pytestmark = [pytest.mark.drill, pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")]
+pytestmark = pytest.mark.drill
 ROOT = Path(__file__).resolve().parents[2]
 START_S, RUN_S, STOP_S = 240, 600, 10
 REASON = "new catalogue"
@@ -99,28 +93,8 @@ def up(tmp_path: Path) -> Iterator[Up]:
             process.wait()
 
 
-@pytest.fixture
-def page() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-        )
-        yield browser.new_page(viewport={"width": 1280, "height": 1000})
-        browser.close()
-
-
-def take_picture(page: Any, name: str, *, width: int = 1280) -> None:
-    page.wait_for_timeout(2_000)  # animations
-    folder = os.environ.get("NIGHTJAR_PICTURES")
-    if folder:
-        page.screenshot(path=Path(folder) / f"{name}.png", clip={"x": 0, "y": 0, "width": width, "height": 1000})
-
-
-def test_the_form_starts_a_run_that_registers_a_version_which_mlflow_shows(up: Up, page: Any) -> None:
-    page.goto(f"{up.prefect}/deployments")
-    page.locator("input").first.fill(up.password)
-    page.keyboard.press("Enter")
-    page.wait_for_url(re.compile("/(dashboard|deployments)"))
+def test_the_form_starts_a_run_that_registers_a_version_which_mlflow_shows(page: Any, up: Up) -> None:
+    log_in_to_prefect(page, up.prefect, password=up.password)
     (deployment,) = up.api("deployments/filter", {"flows": {"name": {"any_": ["nightly-retrain"]}}})
     page.goto(f"{up.prefect}/deployments/deployment/{deployment['id']}/run")
     page.get_by_text("Reason (Optional)").wait_for()

@@ -9,16 +9,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from tasks.run_record import RunRecord
 from tests.drills import postgresql_server as postgresql_module
 from tests.drills import s3_server as s3_module
+from tests.drills.chromium import log_in_to_prefect, take_picture
 from tests.drills.postgresql_server import PostgresqlServer, postgresql_server
 from tests.drills.process_worker import GONE_WITHIN_S, PATIENCE_S, PrefectPage, Worker, worker_of
-from tests.drills.production_servers import Servers, production_servers
+from tests.drills.production_servers import PREFECT_LOGIN, Servers, production_servers
 from tests.drills.s3_server import S3Server, s3_server
 from tests.drills.test_kill_and_resume import is_in, write_config
 
@@ -147,4 +150,41 @@ def test_a_cancelled_run_leaves_no_process_and_a_retry_or_a_resume_ends_well(
         {"champion": "2"} if state == "Promoted" else {"champion": "1", "challenger": "2"}
     )
     seconds = max(retried_s, resumed_s)
+    record_property("figures", f"After Cancel, all processes ended within {seconds:.1f} s. Lost runs: 0, wrong aliases: 0")
+
+
+def test_a_planned_run_is_cancelled_and_retried_on_its_page(
+    page: Any, production: Production, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    servers, file, runs = production.servers, write_config(tmp_path), tmp_path / "workspace" / "runs"
+    settings = yaml.safe_load(file.read_text()) | {"name": "browser", "registry": {"model_name": "browser"}}
+    settings["training"]["epochs"] = 12
+    file.write_text(yaml.safe_dump(settings))
+    with worker_of(servers, log_file=tmp_path / "worker.log") as worker:
+        api = PrefectPage(servers, pipeline="browser")
+        api.wait_for_pool()
+        planned_start = datetime.now(UTC) + LEAD
+        nightjar("deploy", str(file), "--work-pool", "nightjar", "--cron", f"{planned_start:%M %H} * * *", servers=servers)
+        flow_run = api.planned_run()
+        log_in_to_prefect(page, servers.prefect, password=PREFECT_LOGIN)
+        page.goto(f"{servers.prefect}/runs/flow-run/{flow_run}")
+        wait_until(lambda: any(is_in("train", run) for run in runs.glob("*")), description="training")
+        take_picture(page, "production-training")
+        processes = worker.children()
+        page.get_by_role("button", name="Cancel").click()
+        cancel_time_s = time.monotonic()
+        page.get_by_role("dialog").get_by_role("button", name="Cancel Run").click()
+        _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN_S)
+        seconds = time.monotonic() - cancel_time_s
+        assert not alive, [process.cmdline() for process in alive]
+        page.get_by_text("Cancelled").first.wait_for()
+        take_picture(page, "production-cancelled")
+        page.get_by_role("button", name="Retry").click()
+        page.get_by_role("dialog").get_by_role("button", name="Retry").click()
+        api.wait_for(flow_run, "Promoted")
+        page.get_by_text("Promoted").first.wait_for()
+        take_picture(page, "production-promoted")
+    (run,) = runs.iterdir()
+    assert record_of(run).num_starts == 2
+    assert production.aliases("browser") == {"champion": "1"}
     record_property("figures", f"After Cancel, all processes ended within {seconds:.1f} s. Lost runs: 0, wrong aliases: 0")

@@ -173,14 +173,15 @@ def test_a_planned_run_is_cancelled_and_retried_on_its_page(
         processes = worker.children()
         page.get_by_role("button", name="Cancel").click()
         cancel_time_s = time.monotonic()
-        page.get_by_role("dialog").get_by_role("button", name="Cancel Run").click()
+        page.get_by_role("button", name="Confirm").click()
         _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN_S)
         seconds = time.monotonic() - cancel_time_s
         assert not alive, [process.cmdline() for process in alive]
         page.get_by_text("Cancelled").first.wait_for()
         take_picture(page, "production-cancelled")
-        page.get_by_role("button", name="Retry").click()
-        page.get_by_role("dialog").get_by_role("button", name="Retry").click()
+        page.get_by_role("button", name="Retry").first.click()
+        page.get_by_text("This will retry flow run").wait_for()
+        page.get_by_role("button", name="Retry").last.click()
         api.wait_for(flow_run, "Promoted")
         page.get_by_text("Promoted").first.wait_for()
         take_picture(page, "production-promoted")

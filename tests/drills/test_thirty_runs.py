@@ -121,9 +121,10 @@ def _summary(first_half: list[Usage], second_half: list[Usage], *, growth_mib: f
         return f"{statistic(first):,.{digits}f} / {statistic(second):,.{digits}f}"
 
     return (
-        f"{len(first_half) + len(second_half)} runs in a row were measured. A pair of numbers has the value of the first "
-        f"{len(first_half)} runs and the value of the last {len(second_half)} runs. The median duration of a run was "
-        f"{halves('seconds', statistics.median)} s. The largest size of the run folders and model versions was "
+        f"{len(first_half) + len(second_half)} runs in a row were measured. Of two numbers such as 1 / 2, the first "
+        f"is for the first {len(first_half)} runs and the second is for the last {len(second_half)} runs. "
+        f"The median duration of a run was {halves('seconds', statistics.median)} s. The largest size of the run folders and "
+        "model versions was "
         f"{halves('bounded_mib')} MiB. A run used at most {halves('peak_rss_mib')} MiB of memory and "
         f"{halves('max_descriptors', digits=0)} file descriptors. It left at most {halves('shared_memory', digits=0)} files in "
         "shared memory. The "

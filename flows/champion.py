@@ -13,7 +13,7 @@ from pydantic import Field
 from flows.config import PipelineConfig
 from flows.config_file import load_config
 from flows.flow_run_labels import tag_flow_run
-from flows.form import ConfigPath, Overrides, shown_as
+from flows.form import ConfigPath, Overrides, titled_field
 from flows.history import run_history
 from flows.history_page import write_history_page
 from recsys_core.errors import InputError
@@ -23,7 +23,7 @@ from tasks.registry.by_hand import Decision, promote_version, roll_back
 from tasks.run import MAX_REASON_CHARACTERS
 
 LOG = logging.getLogger("nightjar")
-Reason = Annotated[str, shown_as("Reason"), Field(min_length=1, max_length=MAX_REASON_CHARACTERS)]
+Reason = Annotated[str, titled_field("Reason"), Field(min_length=1, max_length=MAX_REASON_CHARACTERS)]
 
 
 def _flow_run_name() -> str:
@@ -39,7 +39,7 @@ def _flow_run_name() -> str:
 @flow(name="promote", flow_run_name=_flow_run_name, validate_parameters=True)
 def promote(
     pipeline: ConfigPath,
-    version: Annotated[int, shown_as("Version"), Field(ge=1)],
+    version: Annotated[int, titled_field("Version"), Field(ge=1)],
     reason: Reason,
     overrides: Overrides = (),
 ) -> State:
@@ -70,7 +70,7 @@ def promote(
 def rollback(
     pipeline: ConfigPath,
     reason: Reason,
-    version: Annotated[int, shown_as("Version"), Field(ge=0)] = 0,
+    version: Annotated[int, titled_field("Version"), Field(ge=0)] = 0,
     overrides: Overrides = (),
 ) -> State:
     """Give the alias champion back to a former champion.

@@ -31,7 +31,7 @@ CANCEL_GRACE_S = 5.0
 RETRY_INTERVAL_S, GIVE_UP_AFTER_S, REQUEST_TIMEOUT_S = 1.0, 6.0, 3.0
 
 
-def end_with_worker() -> None:
+def tie_to_worker() -> None:
     """Make this process end when its Prefect worker ends, and start the process that reports the end.
 
     Do nothing under `nightjar up`, or in a process that no worker has started.
@@ -92,7 +92,7 @@ def main() -> None:
         try:
             report_crash(**settings)
             return
-        except OSError:  # the server does not respond; the next run of the deployment ends this flow run
+        except OSError:  # no response; the next run of the deployment sets this flow run to Crashed
             time.sleep(RETRY_INTERVAL_S)
 
 

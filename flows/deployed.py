@@ -8,9 +8,9 @@ from pydantic import Field
 
 from flows.cli.input_checks import check_inputs
 from flows.config_file import load_config
-from flows.crash_report import end_with_worker
+from flows.crash_report import tie_to_worker
 from flows.flow_run_labels import default_run_id, flow_run_name
-from flows.form import ConfigPath, Overrides, shown_as
+from flows.form import ConfigPath, Overrides, titled_field
 from flows.lost_runs import end_earlier_runs
 from flows.nightly import nightly_retrain
 from flows.resume import check_resume
@@ -36,13 +36,13 @@ def _flow_run_name() -> str:
 @flow(name="nightly-retrain", flow_run_name=_flow_run_name, validate_parameters=True)
 def deployed_retrain(
     pipeline: ConfigPath,
-    reason: Annotated[str, shown_as("Reason"), Field(max_length=MAX_REASON_CHARACTERS)] = "",
+    reason: Annotated[str, titled_field("Reason"), Field(max_length=MAX_REASON_CHARACTERS)] = "",
     overrides: Overrides = (),
-    resume: Annotated[str, shown_as("Run to resume"), Field(max_length=100)] = "",
-    until: Annotated[StageName, shown_as("Last stage")] = "register",
-    full_retrain: Annotated[bool, shown_as("Train from scratch")] = False,
-    dry_run: Annotated[bool, shown_as("Dry run")] = False,
-    promote: Annotated[Promote, shown_as("Promotion")] = "by_gate",
+    resume: Annotated[str, titled_field("Run to resume"), Field(max_length=100)] = "",
+    until: Annotated[StageName, titled_field("Last stage")] = "register",
+    full_retrain: Annotated[bool, titled_field("Train from scratch")] = False,
+    dry_run: Annotated[bool, titled_field("Dry run")] = False,
+    promote: Annotated[Promote, titled_field("Promotion")] = "by_gate",
 ) -> State:
     """Retrain the retriever from the newest data and register the result.
 
@@ -69,7 +69,7 @@ def deployed_retrain(
         InputError: the config, a setting, an option or the input is invalid, or the run cannot be resumed; no stage has begun.
     """
     die_with_parent()  # has an effect only under `nightjar up`
-    end_with_worker()
+    tie_to_worker()
     options = RunOptions(reason=reason, full_retrain=full_retrain, dry_run=dry_run, promote=promote)
     config = load_config(pipeline, overrides)
     is_scheduled = SCHEDULED_TAG in runtime.flow_run.tags

@@ -1,7 +1,7 @@
 """The deployments of a pipeline in a Prefect server, with their schedule, concurrency limit and default parameters.
 
-`nightjar deploy` creates deployments for the workers of a work pool. `nightjar up` creates deployments for its own process
-flows.deployment_process.
+`nightjar deploy` creates deployments for the workers of a work pool. The process flows.deployment_process, which
+`nightjar up` starts, creates deployments and runs them itself.
 """
 
 import os
@@ -58,7 +58,7 @@ def deployments_of(
         has_active_schedule: whether the schedule starts runs. False for a schedule that a person has paused.
     """
     schedule = config.schedule
-    planned_schedule = (
+    prefect_schedule = (
         Schedule(cron=schedule.cron, timezone=schedule.timezone, active=has_active_schedule) if schedule.cron else None
     )
     one_run_at_a_time = ConcurrencyLimitConfig(limit=1, collision_strategy=STRATEGY_BY_ON_OVERRUN[schedule.on_overrun])
@@ -66,7 +66,7 @@ def deployments_of(
     for flow in (deployed_retrain, promote, rollback):
         deployment = flow.to_deployment(
             config.name,
-            schedules=[planned_schedule] if planned_schedule is not None and flow is deployed_retrain else [],
+            schedules=[prefect_schedule] if prefect_schedule is not None and flow is deployed_retrain else [],
             concurrency_limit=one_run_at_a_time if flow is deployed_retrain else None,
             parameters={"pipeline": str(config_path.absolute()), "overrides": list(overrides)},
             tags=["nightjar", f"pipeline:{config.name}"],
@@ -96,10 +96,10 @@ def read_deployment(
 
 def is_schedule_paused(deployment: DeploymentResponse | None, config: PipelineConfig) -> bool:
     """Return whether a person has paused the schedule that `config` describes."""
-    planned_schedules = [] if deployment is None else deployment.schedules
+    prefect_schedules = [] if deployment is None else deployment.schedules
     return any(
-        not planned_schedule.active and getattr(planned_schedule.schedule, "cron", None) == config.schedule.cron
-        for planned_schedule in planned_schedules
+        not prefect_schedule.active and getattr(prefect_schedule.schedule, "cron", None) == config.schedule.cron
+        for prefect_schedule in prefect_schedules
     )
 
 
@@ -174,7 +174,7 @@ def choose_work_pool(client: SyncPrefectClient, requested_name: str | None) -> s
 
 
 def _deployment_settings(deployment: RunnerDeployment | DeploymentResponse) -> dict[str, str]:
-    """Return the settings that `changed_settings` compares: text by name of the setting."""
+    """Return the settings that `changed_settings` compares. The keys are names of settings, the values are text."""
     if isinstance(deployment, RunnerDeployment):
         max_concurrent_runs = deployment.concurrency_limit
     else:
@@ -195,8 +195,8 @@ def _deployment_settings(deployment: RunnerDeployment | DeploymentResponse) -> d
     return {setting: str(value) for setting, value in settings.items()}
 
 
-def _describe_schedule(planned_schedule: Any) -> str:
+def _describe_schedule(prefect_schedule: Any) -> str:
     """Describe a schedule of a deployment: cron expression, time zone, and whether it is paused."""
-    schedule = planned_schedule.schedule
+    schedule = prefect_schedule.schedule
     schedule_text = f"{schedule.cron} {schedule.timezone or 'UTC'}" if hasattr(schedule, "cron") else str(schedule)
-    return schedule_text if planned_schedule.active is not False else f"{schedule_text}, paused"
+    return schedule_text if prefect_schedule.active is not False else f"{schedule_text}, paused"

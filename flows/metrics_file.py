@@ -94,7 +94,7 @@ class _WorkspaceCollector(Collector):
             (metric_name, "new"): newest_run.new_version_metric(metric_name),
             (metric_name, "champion"): newest_run.champion_metric(metric_name),
         }
-        description = "registry.metric of the served recommendations, for the new version and the champion compared with it."
+        description = "Value of registry.metric for the served recommendations of the new version and of the champion."
         yield self._gauge("served_metric", description, value_by_model, labels=("metric", "model"))
         for entities, count in (("events", figures.events), ("users", figures.users), ("items", figures.items)):
             yield self._gauge(entities, f"Number of {entities} of the newest run.", {(): count})

@@ -28,8 +28,8 @@ class StageLog:
     def finish(self, manifest: ResultT, summary: str) -> ResultT:
         """Log the end of the stage in one line, and return `manifest`, which is None if the stage has no result.
 
-        The line has the name of the stage, `summary`, and the seconds. A stage that an earlier start of the run completed has
-        "(kept)" instead of the seconds, and a stage without a result has "(skipped)".
+        The line has the name of the stage, `summary`, and the seconds. Instead of the seconds, the line has "(kept)" if an
+        earlier process completed the stage, and "(skipped)" if the stage has no result.
         """
         if manifest is None:
             duration_or_status = "(skipped)"

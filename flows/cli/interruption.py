@@ -38,7 +38,7 @@ class _Unwind(KeyboardInterrupt):
     """Raised in the main thread by the signal. Prefect and libraries handle it as Ctrl-C."""
 
 
-class Interruption:
+class InterruptionState:
     """State that the signal handler and the watching thread share: the number of the signal, and the current flow run."""
 
     def __init__(self, how_to_resume: Callable[[], str]) -> None:
@@ -46,7 +46,7 @@ class Interruption:
         self._is_unwinding = False
         self.signal_number: int | None = None
         self.flow_run: Any = None
-        self.has_ended = threading.Event()
+        self.has_body_ended = threading.Event()
 
     def set_flow_run(self, flow: Any, flow_run: Any, state: Any) -> None:
         """Store the flow run; Prefect calls this hook when the flow starts."""
@@ -82,7 +82,7 @@ class Interruption:
         report_thread = threading.Thread(target=self._report, daemon=True)
         report_thread.start()
         report_thread.join(REPORT_S)
-        if not self.has_ended.is_set():
+        if not self.has_body_ended.is_set():
             end_process(self.error)
 
     def _report(self) -> None:
@@ -113,13 +113,13 @@ def _hide_unwind(unraisable: Any) -> None:
 
 
 @contextmanager
-def interruptible(how_to_resume: Callable[[], str]) -> Iterator[Interruption]:
+def interruptible(how_to_resume: Callable[[], str]) -> Iterator[InterruptionState]:
     """Raise Interrupted if a signal ended the body. If the body does not end in time, the process is ended.
 
     Args:
         how_to_resume: returns the advice for the user; called after the signal.
     """
-    interruption = Interruption(how_to_resume)
+    interruption = InterruptionState(how_to_resume)
     signal_socket, wakeup_socket = socket.socketpair()
     wakeup_socket.setblocking(False)
     previous_handlers = {signal_number: signal.signal(signal_number, interruption.unwind) for signal_number in SIGNALS}
@@ -134,7 +134,7 @@ def interruptible(how_to_resume: Callable[[], str]) -> Iterator[Interruption]:
             raise
         raise interruption.error from None  # the signal may have caused any error
     finally:
-        interruption.has_ended.set()
+        interruption.has_body_ended.set()
         signal.set_wakeup_fd(previous_wakeup_fd)
         sys.unraisablehook = previous_unraisable_hook
         for signal_number, handler in previous_handlers.items():

@@ -13,7 +13,7 @@ ItemRepresentation = Literal["embedding", "candidate_tower"]
 
 
 class TowerConfig(Settings):
-    """The layers of one tower. Their input is the concatenation of its features; the last layer has no activation."""
+    """The layers of one tower. The first layer reads the tower's concatenated features. The last layer has no activation."""
 
     layers: tuple[Width, ...] | None = Field(
         None,

@@ -25,7 +25,7 @@ class Process:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which writes every file that is written once."""
+        """Whether this is rank 0. It writes the files that the ranks do not write separately."""
         return self.rank == 0
 
 

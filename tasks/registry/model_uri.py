@@ -19,11 +19,11 @@ def load_model(uri: str, *, client: MlflowClient) -> PyFuncModel:
     Raises:
         StageError: the version does not have the tag, or its package was changed.
     """
-    uri, model_config = resolve_alias(uri, client=client)
+    uri, model_config = uri_and_model_config(uri, client=client)
     return mlflow.pyfunc.load_model(uri, model_config=model_config)
 
 
-def resolve_alias(uri: str, *, client: MlflowClient) -> tuple[str, dict[str, str] | None]:
+def uri_and_model_config(uri: str, *, client: MlflowClient) -> tuple[str, dict[str, str] | None]:
     """Return `uri` with the version number in place of an alias, and the model config for `load_model`.
 
     The config contains the sha256 in the version's tag. For the URI of a run, a folder or a logged model, the config is None

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from mlflow import MlflowClient
 
-from tasks.registry.model_uri import resolve_alias
+from tasks.registry.model_uri import uri_and_model_config
 
 EXIT_NOT_FETCHED = 3
 """Exit code if the version could not be downloaded from MLflow; any other failure exits with 1."""
@@ -32,7 +32,7 @@ def main() -> None:
     sample_table = pq.read_table(arguments.input_path)
     requests = pd.DataFrame({"user_id": sample_table["user_id"].to_pylist(), "history": sample_table["history"].to_pylist()})
     try:
-        uri, model_config = resolve_alias(arguments.model_uri, client=MlflowClient())
+        uri, model_config = uri_and_model_config(arguments.model_uri, client=MlflowClient())
         model_folder = mlflow.artifacts.download_artifacts(uri)
     except Exception as error:  # any error of MLflow, the artifact store or the network
         # The parent reports the last line of stderr as the reason.

@@ -68,11 +68,11 @@ def run_trial(trial: RunningTrial, train: TrainFunction, *, metric: str, folder:
                 "interactions.split so that the validation split holds events"
             )
         metric_value = manifest.validation[metric]
-    _keep_metrics(folder)
+    _remove_all_but_metrics_and_logs(folder)
     return TrialResult(ending=ending, value=metric_value, seconds=time.monotonic() - start_s, reason=reason)
 
 
-def _keep_metrics(folder: Path) -> None:
+def _remove_all_but_metrics_and_logs(folder: Path) -> None:
     """Move metrics.jsonl to the trial's folder, keep the logs, and remove all other files of the training."""
     train_folder, work_folder = folder / "train", folder / "train.work"
     for source_folder in (train_folder, work_folder):

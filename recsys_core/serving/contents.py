@@ -7,6 +7,7 @@ Shapes: U users, E events, I items, L values of one feature.
 """
 
 import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,12 +86,25 @@ def _read_description(path: Path, *, sha256: str) -> Package:
             f"{path}: the sha256 is {actual_sha256}, but the file was written with {sha256}; the file was changed. Download or "
             "package the model again"
         )
+    if (format_version := _format_version(content)) != FORMAT_VERSION:
+        raise StageError(
+            f"{path}: the package has format {format_version}, but this version of nightjar reads format {FORMAT_VERSION}; run "
+            "the pipeline again, or use the version of nightjar that wrote the package"
+        )
     try:
         return Package.model_validate_json(content)
     except ValidationError as error:
         raise StageError(
             f"{path}: not a package description of format {FORMAT_VERSION}; package the model again: {error}"
         ) from error
+
+
+def _format_version(content: bytes) -> Any:
+    """Return the format version of a package description of any format; None if there is none."""
+    try:
+        return json.loads(content)["format_version"]
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _verify_files(folder: Path, package: Package) -> None:

@@ -33,13 +33,13 @@ from recsys_core.serving.quantise import Quantization, build_tower, save_tower
 from recsys_core.serving.query_batch import served_tables, user_features
 
 DESCRIPTION_NAME = "package.json"
-FORMAT_VERSION: Final = 3
+FORMAT_VERSION: Final = 4
 
 
 class Package(Frozen):
     """package.json: the model, the index, and the size and checksum of every other file."""
 
-    format_version: Literal[3] = FORMAT_VERSION
+    format_version: Literal[4] = FORMAT_VERSION
     model: ModelSpec
     similarity: Literal["cosine", "dot"]
     quantization: Quantization

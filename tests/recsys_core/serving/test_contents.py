@@ -95,6 +95,12 @@ def test_an_edited_description_is_rejected_even_if_it_is_valid(
         read_package(copy, sha256=description_sha256(packaged))
 
 
+def test_a_package_of_another_format_is_rejected_in_one_line_with_both_formats(copy: Path) -> None:
+    sha256 = describe(copy, lambda described: described.update(format_version=3, removed_setting=True))
+    with pytest.raises(StageError, match=r"^\S+package.json: the package has format 3, .* reads format 4; .* nightjar .*\w$"):
+        read_package(copy, sha256=sha256)
+
+
 def test_updated_records_need_the_new_checksum_of_the_description(packaged: PackageManifest, copy: Path) -> None:
     order = np.load(copy / "popularity.npy")
     np.save(copy / "popularity.npy", order[::-1])

@@ -108,15 +108,15 @@ class OneEpochLoader:
 
     def __init__(self, loader: TrainLoader, *, num_steps: int, loads_in_advance: bool, pace: Pace | None) -> None:
         self._loader, self._num_steps, self._pace = loader, num_steps, pace
-        self.num_epoch_samples = num_steps * loader.num_batch_samples(0)
+        self.num_epoch_queries = num_steps * loader.num_batch_queries(0)
         self._batches = [loader.batch(0, step) for step in range(min(num_steps, len(loader)))] if loads_in_advance else None
 
     def __len__(self) -> int:
         return self._num_steps
 
-    def num_batch_samples(self, index: int) -> int:
+    def num_batch_queries(self, index: int) -> int:
         """Return the number of queries of a batch. The last batch of an epoch is full too."""
-        return self._loader.num_batch_samples(0)
+        return self._loader.num_batch_queries(0)
 
     def epoch(self, epoch: int, *, start_batch: int) -> Iterator[Batch]:
         """Yield the batches."""

@@ -84,7 +84,7 @@ class RunRecord(Frozen):
 
     format_version: Literal[1] = 1
     pipeline: str = Field(description="name of the pipeline")
-    options: RunOptions = Field(description="options of this start, with the reason that a person gave")
+    options: RunOptions = Field(description="options of this start, including the reason for which the run was started")
     host: str = Field(description="name of the host of the flow")
     pid: int = Field(description="process id of the flow")
     num_starts: int = Field(1, description="number of starts of the run, including this one; each resume is a start")
@@ -139,7 +139,7 @@ class RunEnding:
 
 @contextmanager
 def record_run(run: Run, *, pipeline: str) -> Iterator[RunEnding]:
-    """Write the record of `run` before the body and after any end of the body. The caller holds the lock of the run.
+    """Write the record of `run` before the body, and again after the body returns or raises. The caller holds the run's lock.
 
     The body calls `set` of the yielded RunEnding. An exception is recorded as Failed, or as Interrupted if a signal caused the
     exception. The traceback of an unexpected exception is written to error.log.

@@ -74,11 +74,11 @@ class Assembler:
         empty = np.zeros(0, np.int64)
         return self.batch(user_row_B=empty, event_index_B=empty, history=JaggedArray.empty(0), candidate_row_C=item_row)
 
-    def _query_features(self, user_B: Int64Array, event_B: Int64Array) -> dict[str, KeyedJaggedTensor]:
-        pooled = {"user": JaggedArray.from_single_values(user_B)} if self.user_batch_key == POOLED else {}
+    def _query_features(self, user_row_B: Int64Array, event_index_B: Int64Array) -> dict[str, KeyedJaggedTensor]:
+        pooled = {"user": JaggedArray.from_single_values(user_row_B)} if self.user_batch_key == POOLED else {}
         pooled_weighted: dict[str, JaggedArray] = {}
         weight_arrays: list[NDArray[np.float32]] = []
-        for side, index_B in (("user", user_B), ("context", event_B)):
+        for side, index_B in (("user", user_row_B), ("context", event_index_B)):
             for key, feature in self._keyed_features(side):
                 table_rows, weight_L = feature.rows_and_weights(index_B)
                 if weight_L is None:
@@ -88,10 +88,10 @@ class Assembler:
                     weight_arrays.append(weight_L)
         sparse = {}
         if pooled:
-            sparse[POOLED] = keyed_jagged(pooled, num_samples=len(user_B))
+            sparse[POOLED] = keyed_jagged(pooled, num_samples=len(user_row_B))
         if pooled_weighted:
             weight_L = np.concatenate(weight_arrays)
-            sparse[POOLED_WEIGHTED] = keyed_jagged(pooled_weighted, num_samples=len(user_B), weight_L=weight_L)
+            sparse[POOLED_WEIGHTED] = keyed_jagged(pooled_weighted, num_samples=len(user_row_B), weight_L=weight_L)
         return sparse
 
     def _keyed_features(self, side: str) -> list[tuple[str, Feature]]:

@@ -77,15 +77,15 @@ class TrainLoader:
         self._event_offset_U = store.user_offset[:-1] - store.first_example_U
         self._mean_weight = store.mean_weight()
         num_planned_ranks = num_planned_ranks or world_size
-        self.num_epoch_samples = store.num_train_events // num_planned_ranks * num_planned_ranks // world_size
+        self.num_epoch_queries = store.num_train_events // num_planned_ranks * num_planned_ranks // world_size
 
     def __len__(self) -> int:
         """Number of batches per epoch, the same on every rank."""
-        return -(-self.num_epoch_samples // self._batch_size)
+        return -(-self.num_epoch_queries // self._batch_size)
 
-    def num_batch_samples(self, batch_index: int) -> int:
+    def num_batch_queries(self, batch_index: int) -> int:
         """Return the number of queries in the batch with this index in an epoch."""
-        return min(self._batch_size, self.num_epoch_samples - batch_index * self._batch_size)
+        return min(self._batch_size, self.num_epoch_queries - batch_index * self._batch_size)
 
     def epoch(self, epoch: int, *, start_batch: int = 0) -> Iterator[Batch]:
         """Yield the batches of `epoch` from index `start_batch` on; a background thread builds them."""
@@ -103,17 +103,17 @@ class TrainLoader:
 
     def _chunk(self, epoch: int, first_batch: int, stop_batch: int) -> list[Batch]:
         """Build the batches with the indices first_batch, ..., stop_batch - 1."""
-        user_E, event_E = self._training_events(epoch, first_batch, stop_batch)
+        user_E, event_index_E = self._training_events(epoch, first_batch, stop_batch)
         negative_PN = self._draw_negatives(epoch, first_batch, stop_batch)
         batches = []
         for start, negative_N in zip(range(0, len(user_E), self._batch_size), negative_PN, strict=True):
             events_of_batch = slice(start, start + self._batch_size)
-            batches.append(self._assemble(user_E[events_of_batch], event_E[events_of_batch], negative_N))
+            batches.append(self._assemble(user_E[events_of_batch], event_index_E[events_of_batch], negative_N))
         return batches
 
     def _training_events(self, epoch: int, first_batch: int, stop_batch: int) -> tuple[Int64Array, Int64Array]:
         """Return the user and the index in the log of each training event of these batches."""
-        start, end = first_batch * self._batch_size, min(stop_batch * self._batch_size, self.num_epoch_samples)
+        start, end = first_batch * self._batch_size, min(stop_batch * self._batch_size, self.num_epoch_queries)
         index_in_epoch_E = np.arange(start, end, dtype=np.int64) * self._world_size + self._rank
         example_E = shuffled(index_in_epoch_E, n=self._store.num_train_events, key=(self._seed, epoch))
         user_E = self._store.train_user[example_E].astype(np.int64)
@@ -132,17 +132,17 @@ class TrainLoader:
         total_share = float(self._negative_cdf_I[-1]) if len(self._negative_cdf_I) else 0.0
         return np.searchsorted(self._negative_cdf_I, uniform_PN * total_share, side="right")
 
-    def _assemble(self, user_B: Int64Array, event_B: Int64Array, negative_N: Int64Array) -> Batch:
+    def _assemble(self, user_B: Int64Array, event_index_B: Int64Array, negative_N: Int64Array) -> Batch:
         store = self._store
         history = JaggedArray.empty(len(user_B))
         if self._max_history:
-            history = store.histories(event_B, user_B, max_history=self._max_history, include_target=self._include_target)
+            history = store.histories(event_index_B, user_B, max_history=self._max_history, include_target=self._include_target)
         return self._assembler.batch(
             user_row_B=user_B,
-            event_index_B=event_B,
+            event_index_B=event_index_B,
             history=history,
-            candidate_row_C=np.concatenate([store.event_item[event_B].astype(np.int64), negative_N]),
-            loss_weight_B=None if store.event_weight is None else store.event_weight[event_B] / self._mean_weight,
+            candidate_row_C=np.concatenate([store.event_item[event_index_B].astype(np.int64), negative_N]),
+            loss_weight_B=None if store.event_weight is None else store.event_weight[event_index_B] / self._mean_weight,
         )
 
 

@@ -20,15 +20,19 @@ NIGHTJAR_RAISED, SIGNALLED, RAISED, LOST_PEER, TERMINATED = range(5)
 def error_from_failures(
     host_failures: Iterable[HostFailure], *, num_nodes: int, folder: LaunchFolder
 ) -> InputError | StageError:
-    """Return the error for the failure that came first. An InputError or StageError of a rank keeps its class and message."""
+    """Return the error for the most likely cause of the failed launch.
+
+    If several failures are equally likely causes, the earliest one is chosen. An InputError or StageError of a rank keeps its
+    class and message.
+    """
     host_failures = sorted(host_failures, key=lambda failure: failure.node)
-    rejections = [failure for failure in host_failures if failure.reason]
+    agent_failures = [failure for failure in host_failures if failure.reason]
     rank_and_host_failures = [
         (failure, host_failure) for host_failure in host_failures for failure in host_failure.rank_failures
     ]
-    if rejections and all(_failure_kind(failure) in (LOST_PEER, TERMINATED) for failure, _ in rank_and_host_failures):
-        error_type = LaunchError if all(rejection.retryable for rejection in rejections) else InputError
-        return error_type("\n".join(rejection.reason for rejection in rejections))
+    if agent_failures and all(_failure_kind(failure) in (LOST_PEER, TERMINATED) for failure, _ in rank_and_host_failures):
+        error_type = LaunchError if all(agent_failure.retryable for agent_failure in agent_failures) else InputError
+        return error_type("\n".join(agent_failure.reason for agent_failure in agent_failures))
     cause, host_failure = min(
         rank_and_host_failures, key=lambda pair: (_failure_kind(pair[0]), pair[0].timestamp, pair[0].rank)
     )

@@ -70,12 +70,12 @@ class Monitor:
                 raise self._failure_error(group)
             self._update_phase(running=group_state == "running")
             if self._phase == "rendezvous":
-                self._raise_if_rejected(group)
+                self._raise_printed_error(group)
             if time.monotonic() - self._phase_start > self._deadlines[self._phase].limit_s:
                 raise self._timeout_error(group)
             time.sleep(POLL_S)
-        deadline = time.monotonic() + EXIT_TIMEOUT_S
-        while group.state() != "ended" and time.monotonic() < deadline:
+        end_time = time.monotonic() + EXIT_TIMEOUT_S
+        while group.state() != "ended" and time.monotonic() < end_time:
             time.sleep(POLL_S)
 
     @property
@@ -95,7 +95,7 @@ class Monitor:
         if next_phase != self._phase:
             self._phase, self._phase_start = next_phase, time.monotonic()
 
-    def _raise_if_rejected(self, group: HostGroup) -> None:
+    def _raise_printed_error(self, group: HostGroup) -> None:
         """Raise InputError if a missing host printed an error that its agent could not write into the folder."""
         for node in self._missing_nodes:
             error_lines = [line for line in group.last_log_lines(node).splitlines() if line.startswith(STDERR_PREFIX)]
@@ -109,10 +109,10 @@ class Monitor:
 
     def _wait_for_failures(self) -> None:
         """Wait until every host has reported its end. One failure ends all hosts, and the failed host may report last."""
-        deadline = time.monotonic() + FAILURES_TIMEOUT_S
+        end_time = time.monotonic() + FAILURES_TIMEOUT_S
         while (
             len(self._folder.failures()) + len(self._folder.finished_nodes()) < self._spec.num_nodes
-            and time.monotonic() < deadline
+            and time.monotonic() < end_time
         ):
             time.sleep(POLL_S)
 
@@ -120,7 +120,7 @@ class Monitor:
         failures = self._folder.failures()
         if failures:
             return error_from_failures(failures, num_nodes=self._spec.num_nodes, folder=self._folder)
-        self._raise_if_rejected(group)
+        self._raise_printed_error(group)
         if free_bytes(self._folder.path) < MIN_STAGE_BYTES:
             return disk_full_error(self._folder.path, reason="the output of hosts and ranks does not fit")
         return LaunchError(f"{group.exit_summary()}{self._quote_logs(group, range(self._spec.num_nodes))}")
@@ -133,21 +133,21 @@ class Monitor:
         deadline = self._deadlines[self._phase]
         if self._phase in ("queue", "rendezvous"):
             return self._rendezvous_error(group, deadline)
-        missed_deadline = "did not start within" if self._phase == "start" else "sent no heartbeat for"
+        timeout_text = "did not start within" if self._phase == "start" else "sent no heartbeat for"
         stack_dumps = self._dump_stacks()
         group.end()
         return LaunchError(
-            f"the ranks {missed_deadline} {deadline.limit_s:g} s; raise {deadline.setting} if this is normal for the model. "
+            f"the ranks {timeout_text} {deadline.limit_s:g} s; raise {deadline.setting} if this is normal for the model. "
             f"Innermost functions of each rank:\n{stack_dumps}"
         )
 
     def _dump_stacks(self) -> str:
         self._folder.stacks_request_path.touch()
         stack_paths = [self._folder.stack_path(rank) for rank in self._folder.started_ranks()]
-        deadline = time.monotonic() + STACKS_TIMEOUT_S
+        end_time = time.monotonic() + STACKS_TIMEOUT_S
         while (
             not all(stack_path.is_file() and stack_path.stat().st_size for stack_path in stack_paths)
-            and time.monotonic() < deadline
+            and time.monotonic() < end_time
         ):
             time.sleep(POLL_S)
         time.sleep(POLL_S)  # the last dump may not be complete yet
@@ -161,7 +161,7 @@ class Monitor:
             ", ".join(f"node {node} (host {host_ready.host})" for node, host_ready in sorted(ready_hosts.items())) or "none"
         )
         if missing_nodes:
-            self._raise_if_rejected(group)
+            self._raise_printed_error(group)
             return LaunchError(
                 f"{hosts_started} within {deadline.limit_s:g} s: {host_names}; missing: "
                 f"{', '.join(f'node {node}' for node in missing_nodes)}; {group.exit_summary()}; raise {deadline.setting} if "

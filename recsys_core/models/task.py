@@ -158,12 +158,12 @@ class RetrievalTask(nn.Module):
     def _look_up(self, batch: Batch, collection_names: list[str]) -> CollectionOutputs:
         embeddings: CollectionOutputs = {}
         for collection_name in collection_names:
-            features = batch.sparse[self._batch_key[collection_name]]
+            table_rows = batch.sparse[self._batch_key[collection_name]]
             if collection_name.endswith("_frozen"):
                 with torch.no_grad():
-                    embeddings[collection_name] = self.embedding_tables[collection_name](features)
+                    embeddings[collection_name] = self.embedding_tables[collection_name](table_rows)
             else:
-                embeddings[collection_name] = self.embedding_tables[collection_name](features)
+                embeddings[collection_name] = self.embedding_tables[collection_name](table_rows)
         return embeddings
 
     def encode_items(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,9 @@ def verify_file(path: Path, *, record: FileRecord) -> None:
 def search(
     index: Any, query_BD: NDArray[np.float32], *, kind: IndexKind, depth: int, parameters: Mapping[str, int]
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return inner products [B, N] and item rows [B, N], best first. Lists shorter than `depth` end with rows of -1.
+    """Return inner products [B, N] and item rows [B, N], best first.
+
+    If fewer than `depth` items are found for a query, its remaining rows are -1.
 
     parameters: the parameters of the IndexReport. nprobe is used for the IVF kinds. ef_search is used for hnsw, and raised to
         `depth` if it is smaller.
@@ -55,10 +57,13 @@ def search(
     return score_BN, row_BN
 
 
-def search_all(
+def search_exhaustively(
     index: Any, query_BD: NDArray[np.float32], *, kind: IndexKind, depth: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Search all vectors of the index. The `depth` items of each query are the best ones, except for quantization in ivf_pq."""
+    """Return the results of an exhaustive search, in the format of `search`.
+
+    They are exact for every kind except ivf_pq, whose scores are computed from quantized vectors.
+    """
     inner_index: Any = faiss.downcast_index(index.index)
     if kind == "hnsw":
         score_BN, index_BN = search(inner_index.storage, query_BD, kind="flat", depth=depth, parameters={})

@@ -21,9 +21,9 @@ from pydantic import ValidationError
 from recsys_core.data.features.store import Feature, FeatureStore
 from recsys_core.errors import StageError
 from recsys_core.models.spec import ModelSpec
-from recsys_core.retrieval.search import load_index, search, search_all, verify_file
+from recsys_core.retrieval.search import load_index, search, search_exhaustively, verify_file
 from recsys_core.serving.ids import IdMap
-from recsys_core.serving.package import DESCRIPTION_NAME, FORMAT_VERSION, Package, package_files
+from recsys_core.serving.package import DESCRIPTION_NAME, FORMAT_VERSION, PackageDescription, package_files
 from recsys_core.serving.quantise import ServedQueryTower, load_tower
 from recsys_core.serving.query_batch import user_features
 
@@ -32,7 +32,7 @@ from recsys_core.serving.query_batch import user_features
 class PackageContents:
     """The verified contents of a package."""
 
-    package: Package
+    package: PackageDescription
     tower: ServedQueryTower
     features: FeatureStore
     index: Any
@@ -55,7 +55,7 @@ def read_package(folder: Path, *, sha256: str) -> PackageContents:
         return _read_contents(folder, package)
 
 
-def _read_contents(folder: Path, package: Package) -> PackageContents:
+def _read_contents(folder: Path, package: PackageDescription) -> PackageContents:
     _verify_files(folder, package)
     spec = package.model
     user_offset, event_item = _read_events(folder, spec)
@@ -76,7 +76,7 @@ def _read_contents(folder: Path, package: Package) -> PackageContents:
     )
 
 
-def _read_description(path: Path, *, sha256: str) -> Package:
+def _read_description(path: Path, *, sha256: str) -> PackageDescription:
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -92,7 +92,7 @@ def _read_description(path: Path, *, sha256: str) -> Package:
             "the pipeline again, or use the version of nightjar that wrote the package"
         )
     try:
-        return Package.model_validate_json(content)
+        return PackageDescription.model_validate_json(content)
     except ValidationError as error:
         raise StageError(
             f"{path}: not a package description of format {FORMAT_VERSION}; package the model again: {error}"
@@ -107,7 +107,7 @@ def _format_version(content: bytes) -> Any:
         return None
 
 
-def _verify_files(folder: Path, package: Package) -> None:
+def _verify_files(folder: Path, package: PackageDescription) -> None:
     """Raise StageError unless the folder has exactly the files of the model, with the recorded checksums."""
     expected_names = package_files(package.model)
     for file_name in sorted(expected_names ^ package.files.keys()):
@@ -122,7 +122,7 @@ def _verify_files(folder: Path, package: Package) -> None:
             verify_file(folder / file_name, record=record)
 
 
-def _read_index(path: Path, package: Package) -> Any:
+def _read_index(path: Path, package: PackageDescription) -> Any:
     num_items, dim = package.model.num_items, package.model.config.output_dim
     with _name_unreadable_file(path):
         index = load_index(path, record=package.files[path.name])
@@ -131,7 +131,7 @@ def _read_index(path: Path, package: Package) -> Any:
         # These two searches fail if the kind or the parameters in package.json do not match the index.
         kind, query = package.index_kind, np.zeros((1, dim), np.float32)
         search(index, query, kind=kind, depth=1, parameters=package.index_parameters)
-        search_all(index, query, kind=kind, depth=1)
+        search_exhaustively(index, query, kind=kind, depth=1)
     return index
 
 

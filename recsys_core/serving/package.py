@@ -36,7 +36,7 @@ DESCRIPTION_NAME = "package.json"
 FORMAT_VERSION: Final = 4
 
 
-class Package(Frozen):
+class PackageDescription(Frozen):
     """package.json: the model, the index, and the size and checksum of every other file."""
 
     format_version: Literal[4] = FORMAT_VERSION
@@ -67,7 +67,7 @@ def build_package(
     - popularity.npy int32 [I]: item rows by falling popularity.
     - popularity_share.npy float32 [I]: share of each item in the events before the test split, in the order of popularity.npy.
     - user.<feature>.*.npy: user features in the format of FeaturesManifest.
-    - package.json: `Package`.
+    - package.json: `PackageDescription`.
     """
     interactions, features = dataset.interactions, dataset.features
     fingerprint = fingerprint_of("package", FORMAT_VERSION, config, export, index, interactions, features, evaluation)
@@ -105,7 +105,7 @@ def build_package(
         np.save(package_folder / "popularity_share.npy", _popularity_share(interactions, item_by_popularity_I))
 
         record_by_name = {path.name: record_file(path) for path in sorted(package_folder.iterdir())}
-        description = Package(
+        description = PackageDescription(
             model=spec,
             similarity=export.similarity,
             quantization=config.quantization,
@@ -133,7 +133,7 @@ def package_files(spec: ModelSpec) -> set[str]:
 
 
 def feature_files(spec: ModelSpec) -> list[str]:
-    """Return the names of the arrays of user features."""
+    """Return the file names of the arrays that hold the user features."""
     array_names_by_form = {
         "single": ("row",),
         "list": ("row", "offset"),

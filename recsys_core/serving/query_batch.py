@@ -59,12 +59,12 @@ class QueryBatchBuilder:
         features = {}
         for table_name in served_tables(self.spec):
             if table_name == "user":
-                rows_by_user, weight_L = JaggedArray.from_single_values(user_row_B[is_known_B]), None
+                row_lists, weight_L = JaggedArray.from_single_values(user_row_B[is_known_B]), None
             else:
-                rows_by_user, weight_L = self.features.feature_by_key[table_name].rows_and_weights(user_row_B[is_known_B])
+                row_lists, weight_L = self.features.feature_by_key[table_name].rows_and_weights(user_row_B[is_known_B])
             length_B = np.zeros(len(user_row_B), np.int64)
-            length_B[is_known_B] = rows_by_user.lengths
-            features[table_name] = _to_tensors(JaggedArray.from_lengths(length_B, rows_by_user.values_L), weight_L)
+            length_B[is_known_B] = row_lists.lengths
+            features[table_name] = _to_tensors(JaggedArray.from_lengths(length_B, row_lists.values_L), weight_L)
         return QueryBatch(history=_to_tensors(recent_history, None), features=features)
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from recsys_core.data.jagged import JaggedArray
 from recsys_core.errors import InputError
 from recsys_core.manifests import PackageManifest, require_manifest
-from recsys_core.retrieval.search import search, search_all
+from recsys_core.retrieval.search import search, search_exhaustively
 from recsys_core.serving.contents import PackageContents, read_package
 from recsys_core.serving.ids import Id, is_missing
 from recsys_core.serving.package import description_sha256
@@ -221,7 +221,7 @@ class Retriever:
             top_items.fill(query_indices[similar_depth_indices], row_BN, score_BN)
             short_indices = similar_depth_indices[top_items.is_short(query_indices[similar_depth_indices])]
             if len(short_indices):
-                score_BN, row_BN = search_all(self._index, query_BD[short_indices], kind=kind, depth=depth)
+                score_BN, row_BN = search_exhaustively(self._index, query_BD[short_indices], kind=kind, depth=depth)
                 top_items.fill(query_indices[short_indices], row_BN, score_BN)
 
 

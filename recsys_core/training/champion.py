@@ -107,7 +107,7 @@ def match_rows_by_id(table_name: str, *, from_stage: InteractionsManifest, to_st
 
 
 def match_rows_by_value(values: pa.ChunkedArray, vocabulary: pa.ChunkedArray) -> NDArray[np.int64]:
-    """Return the index of each of `values` in `vocabulary`, -1 for none. Null is a value.
+    """Return the index of each of `values` in `vocabulary`, -1 for none. A null matches a null.
 
     Values of different types are compared as strings: 5 equals "5".
 
@@ -222,14 +222,14 @@ def champion_layers(spec: ModelSpec, *, champion: Champion, champion_tensors: Ma
     Raises InputError if a layer has another shape.
     """
     carried_tensors = {}
-    for layer_name, shape in _layer_shapes(spec).items():
-        champion_name = _name_in_champion(layer_name, spec=spec, champion_spec=champion.spec)
-        if champion_name is None or (layer_name == _EMPTY_HISTORY_NAME and layer_name not in champion_tensors):
+    for parameter_path, shape in _layer_shapes(spec).items():
+        champion_name = _name_in_champion(parameter_path, spec=spec, champion_spec=champion.spec)
+        if champion_name is None or (parameter_path == _EMPTY_HISTORY_NAME and parameter_path not in champion_tensors):
             continue
         champion_shape = tuple(champion_tensors[champion_name].shape) if champion_name in champion_tensors else None
         if champion_shape != shape:
-            raise _incompatible_error(f"the shape of layer {layer_name}", shape, champion_shape, champion)
-        carried_tensors[layer_name] = champion_tensors[champion_name]
+            raise _incompatible_error(f"the shape of layer {parameter_path}", shape, champion_shape, champion)
+        carried_tensors[parameter_path] = champion_tensors[champion_name]
     if spec.config.learn_temperature and _TEMPERATURE_NAME in champion_tensors:
         carried_tensors[_TEMPERATURE_NAME] = champion_tensors[_TEMPERATURE_NAME]
     return carried_tensors
@@ -241,15 +241,15 @@ def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in towers.named_parameters()}
 
 
-def _name_in_champion(layer_name: str, *, spec: ModelSpec, champion_spec: ModelSpec) -> str | None:
+def _name_in_champion(parameter_path: str, *, spec: ModelSpec, champion_spec: ModelSpec) -> str | None:
     """Return the champion's name of a layer; None for the projection of an input that the champion does not have.
 
     Projections are numbered by input, so their numbers change when a feature is added or removed.
     """
-    side: Side = "query" if layer_name.startswith("query.") else "item"
-    if not layer_name.startswith(f"{side}.tower.projections."):
-        return layer_name
-    input_index, parameter_name = layer_name.split(".")[3:]
+    side: Side = "query" if parameter_path.startswith("query.") else "item"
+    if not parameter_path.startswith(f"{side}.tower.projections."):
+        return parameter_path
+    input_index, parameter_name = parameter_path.split(".")[3:]
     input_name, champion_inputs = tower_input_names(spec, side)[int(input_index)], tower_input_names(champion_spec, side)
     return (
         f"{side}.tower.projections.{champion_inputs.index(input_name)}.{parameter_name}"

@@ -185,7 +185,7 @@ def _write_accumulators(optimizer: CombinedOptimizer, *, job: ExportJob, writer:
         shards = accumulator_shards(optimizer, spec=job.spec, table=table_name)
         with writing_part(path, process=process) as part:
             for shard in shards if _writes_table(sharding_plan, table_name, process=process) else ():
-                part.add(*shard.in_table(is_rowwise=is_rowwise, dim=table.dim))
+                part.add(*shard.table_contribution(is_rowwise=is_rowwise, dim=table.dim))
         # Ranks that hold different columns of a row each add their share of the row's accumulator.
         writer.build(path, shape=(table.num_rows,) if is_rowwise else (table.num_rows, table.dim), accumulate=is_rowwise)
 

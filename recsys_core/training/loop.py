@@ -182,7 +182,7 @@ class Trainer:
                 raise_if_not_finite(
                     loss, step=self.step, epoch=epoch_index + 1, model=self.model, spec=self.job.spec, rank=self.process.rank
                 )
-            self.metrics_log.add(loss, num_samples=self.loader.num_batch_samples(batch_index) * self.process.world_size)
+            self.metrics_log.add(loss, num_samples=self.loader.num_batch_queries(batch_index) * self.process.world_size)
             if batch_index + 1 == self.steps_per_epoch:
                 break
             # A line is also written before each checkpoint. The next line then averages over the steps after the checkpoint,
@@ -246,7 +246,7 @@ class Trainer:
         result = TrainResult(
             steps=self.step,
             epochs=num_epochs,
-            examples=num_epochs * self.loader.num_epoch_samples * self.process.world_size,
+            examples=num_epochs * self.loader.num_epoch_queries * self.process.world_size,
             final_loss=self.metrics_log.last_loss,
             samples_per_s=self.metrics_log.samples_per_s,
             world_size=self.process.world_size,

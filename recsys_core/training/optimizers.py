@@ -38,16 +38,16 @@ _ACCUMULATOR_KEYS = ("momentum1", "sum")
 def make_optimizer(model: DistributedModelParallel, *, spec: ModelSpec, config: TrainingConfig) -> CombinedOptimizer:
     """Combine the fused optimizers of the sharded tables with regular ones for replicated tables and for the layers."""
     optimizers: list[KeyedOptimizer | tuple[str, KeyedOptimizer]] = [model.fused_optimizer]
-    layer_by_name: dict[str, Tensor] = {}
+    dense_parameter_by_name: dict[str, Tensor] = {}
     for name, parameter in in_backward_optimizer_filter(model.named_parameters()):
         table_name = table_name_of(name, spec)
         if table_name is None:
-            layer_by_name[name] = parameter
+            dense_parameter_by_name[name] = parameter
         elif not spec.tables[table_name].is_frozen:
             optimizer_config = spec.tables[table_name].settings.optimizer or config.table_optimizer
             optimizers.append((f"replicated.{table_name}", _replicated_table_optimizer(name, parameter, optimizer_config)))
-    if layer_by_name:
-        optimizers.append(("dense", _dense_optimizer(layer_by_name, config.dense_optimizer)))
+    if dense_parameter_by_name:
+        optimizers.append(("dense", _dense_optimizer(dense_parameter_by_name, config.dense_optimizer)))
     return CombinedOptimizer(optimizers)
 
 
@@ -80,7 +80,7 @@ def _replicated_table_optimizer(name: str, parameter: Tensor, optimizer_config: 
     )
 
 
-def _dense_optimizer(layer_by_name: dict[str, Tensor], optimizer_config: DenseOptimizer) -> KeyedOptimizer:
+def _dense_optimizer(dense_parameter_by_name: dict[str, Tensor], optimizer_config: DenseOptimizer) -> KeyedOptimizer:
     def build(parameters: list[Tensor]) -> torch.optim.Optimizer:
         # No fused kernel accepts sharded and plain tensors in one group. Only Adam has a fused kernel for sharded tensors.
         # Weight decay applies to matrices only: it does not help biases, scales of norms, pooling weights and the temperature.
@@ -102,12 +102,14 @@ def _dense_optimizer(layer_by_name: dict[str, Tensor], optimizer_config: DenseOp
         )
         return optimizer
 
-    optimizer = KeyedOptimizerWrapper(layer_by_name, build)
+    optimizer = KeyedOptimizerWrapper(dense_parameter_by_name, build)
     if optimizer_config.gradient_clip_norm is None:
         return optimizer
     # torch needs the process groups of the sharded parameters: otherwise the norm would cover only this rank's part of them.
     process_groups_by_parameter = {
-        parameter: [parameter.device_mesh.get_group()] for parameter in layer_by_name.values() if isinstance(parameter, DTensor)
+        parameter: [parameter.device_mesh.get_group()]
+        for parameter in dense_parameter_by_name.values()
+        if isinstance(parameter, DTensor)
     }
     return GradientClippingOptimizer(
         optimizer,
@@ -164,7 +166,7 @@ class AccumulatorShard:
     num_columns: int
     values_RC: Tensor
 
-    def in_table(self, *, is_rowwise: bool, dim: int) -> tuple[int, int, Tensor]:
+    def table_contribution(self, *, is_rowwise: bool, dim: int) -> tuple[int, int, Tensor]:
         """Return (row, column, values). The caller adds `values` to the whole table's accumulators at this row and column.
 
         With one accumulator per row, the shard's accumulator is a mean over the shard's columns, and the table's accumulator is

@@ -81,9 +81,9 @@ def test_over_all_ranks_an_epoch_covers_every_example_at_most_once(
         batches = [loader.batch(epoch, batch) for batch in range(len(loader))]
         seen += [item for batch in batches for item in positives(batch)]
         shapes.append([batch.batch_size for batch in batches])
-        assert shapes[-1] == [loader.num_batch_samples(batch) for batch in range(len(loader))]
+        assert shapes[-1] == [loader.num_batch_queries(batch) for batch in range(len(loader))]
     assert all(shape == shapes[0] for shape in shapes)
-    assert sum(shapes[0]) == loader.num_epoch_samples
+    assert sum(shapes[0]) == loader.num_epoch_queries
     assert all(0 < size <= batch_size for size in shapes[0])
     assert len(set(seen)) == len(seen)
     assert sum(sizes) - world_size < len(seen) <= sum(sizes)

@@ -12,7 +12,7 @@ from recsys_core.manifests import ExportManifest
 from recsys_core.retrieval.config import IndexConfig, IndexKind
 from recsys_core.retrieval.index import build_indexes, estimate_bytes
 from recsys_core.retrieval.plot import plot_indexes
-from recsys_core.retrieval.search import load_index, search, search_all
+from recsys_core.retrieval.search import load_index, search, search_exhaustively
 from tests.recsys_core.evaluation.stage_folders import export_stage
 
 KINDS = get_args(IndexKind)
@@ -78,7 +78,7 @@ def test_reported_recall_equals_the_overlap_with_brute_force(built, export: Expo
 def test_search_all_returns_all_items_exactly_up_to_the_quantization(kind: IndexKind, built, export: ExportManifest) -> None:
     query, exact_row, exact_score = _exact(export, export.num_items)
     index = load_index(built.path(f"{kind}.faiss"), record=built.files[f"{kind}.faiss"])
-    score, row = search_all(index, query, kind=kind, depth=export.num_items)
+    score, row = search_exhaustively(index, query, kind=kind, depth=export.num_items)
     assert (np.sort(row, axis=1) == np.arange(export.num_items)).all()
     if kind != "ivf_pq":
         np.testing.assert_allclose(score, exact_score, rtol=1e-4, atol=1e-4)
@@ -158,7 +158,7 @@ def test_with_equal_scores_no_index_prefers_popular_items(tmp_path: Path) -> Non
         index = load_index(collapsed.path(f"{kind}.faiss"), record=collapsed.files[f"{kind}.faiss"])
         for _, row in (
             search(index, query, kind=kind, depth=100, parameters=report.parameters),
-            search_all(index, query, kind=kind, depth=100),
+            search_exhaustively(index, query, kind=kind, depth=100),
         ):
             assert 0.3 < row[row >= 0].mean() / items < 0.7
         assert report.recall == 1.0  # all items have the score of the exact ones

@@ -101,7 +101,7 @@ def whole_state(setup: Setup, spec: ModelSpec) -> dict[str, np.ndarray]:
             for row, column, value in one[name]:
                 found[name][row : row + len(value), column : column + value.shape[1]] = value
             for shard in one[f"{name} accumulator"]:
-                row, column, value = shard.in_table(is_rowwise=by_row, dim=table.dim)
+                row, column, value = shard.table_contribution(is_rowwise=by_row, dim=table.dim)
                 accumulator = found[f"{name} accumulator"].reshape(table.num_rows, -1)
                 accumulator[row : row + len(value), column : column + value.shape[1]] += value.numpy()
     flat, _ = flatten_state_dict({"model": state, "optimizer": setup.optimizer.state_dict()})

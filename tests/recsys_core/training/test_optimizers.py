@@ -54,14 +54,14 @@ def test_only_matrices_decay(kind: str, dense_parallel: DenseParallel) -> None:
 def test_rowwise_accumulators_of_column_shards_add_up_to_the_mean_over_the_whole_row() -> None:
     first = AccumulatorShard(row=1, column=0, num_columns=4, values_RC=torch.tensor([[1.0], [2.0]]))
     second = AccumulatorShard(row=1, column=4, num_columns=12, values_RC=torch.tensor([[5.0], [2.0]]))
-    shares = [shard.in_table(is_rowwise=True, dim=16) for shard in (first, second)]
+    shares = [shard.table_contribution(is_rowwise=True, dim=16) for shard in (first, second)]
     assert [position for *position, _ in shares] == [[1, 0], [1, 0]]
     assert (shares[0][2] + shares[1][2]).tolist() == [[(1 * 4 + 5 * 12) / 16], [2.0]]
 
 
 def test_an_accumulator_per_value_keeps_its_position_in_the_table() -> None:
     shard = AccumulatorShard(row=1, column=2, num_columns=2, values_RC=torch.tensor([[5.0, 6.0]]))
-    row, column, values = shard.in_table(is_rowwise=False, dim=4)
+    row, column, values = shard.table_contribution(is_rowwise=False, dim=4)
     assert (row, column, values.tolist()) == (1, 2, [[5.0, 6.0]])
 
 

@@ -109,11 +109,14 @@ def prefect_session(server: PrefectServer | None, load_flow: Callable[[], FlowT]
         server.start_prefect(log_file=log_file)
     with fast_imports():
         from prefect.logging.handlers import APILogWorker
+        from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
         flow = load_flow()
     if server is not None:
         server.wait_until_ready()
-    try:
-        yield flow
-    finally:
-        APILogWorker.drain_all()  # by default Prefect sends the records at exit, after the end of the server
+    # A command reports how its run ends, so nothing needs the heartbeats of the flow run, and their thread ends up to 1 s late.
+    with temporary_settings(set_defaults={PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+        try:
+            yield flow
+        finally:
+            APILogWorker.drain_all()  # by default Prefect sends the records at exit, after the end of the server

@@ -42,22 +42,6 @@ class LaunchError(StageError):
     """The training processes ended early; a new launch may continue from the last checkpoint."""
 
 
-def remove_tracebacks(error: BaseException | None) -> None:
-    """Remove the tracebacks of `error` and of the errors that it was raised from.
-
-    Prefect keeps the exception of a failed run until the interpreter ends. The frames of its traceback would keep DuckDB's
-    connection alive, and nanobind, DuckDB's binding library, would print forty lines about leaks.
-    """
-    visited_ids: set[int] = set()
-    pending_errors = [error]
-    while pending_errors:
-        current_error = pending_errors.pop()
-        if current_error is not None and id(current_error) not in visited_ids:
-            visited_ids.add(id(current_error))
-            current_error.__traceback__ = None
-            pending_errors += [current_error.__cause__, current_error.__context__]
-
-
 def shown(value: object) -> str:
     """Format an input value for a message: on one line, with at most 80 characters, in quotes if it is text.
 

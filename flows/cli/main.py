@@ -12,7 +12,7 @@ from flows.cli import operations, output
 from flows.cli.arguments import DEFAULT_CONFIG_PATH, AsJson, ConfigPath, Overrides, Verbose
 from flows.cli.interruption import Interrupted, end_process
 from flows.environment import prepare_environment, silence_libraries
-from recsys_core.errors import NightjarError, remove_tracebacks
+from recsys_core.errors import NightjarError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -268,9 +268,4 @@ def main() -> None:
         end_process(error)
     except NightjarError as error:
         output.stderr.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        remove_tracebacks(error)
         sys.exit(error.exit_code)
-
-
-if __name__ == "__main__":
-    main()

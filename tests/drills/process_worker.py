@@ -11,6 +11,8 @@ from typing import Any
 
 import psutil
 import requests
+from requests.adapters import HTTPAdapter
+from urllib3.util import Retry
 
 from tests.drills.production_servers import PREFECT_LOGIN, SERVICES, Servers
 
@@ -25,10 +27,15 @@ class PrefectPage:
     def __init__(self, servers: Servers, *, pipeline: str = "nightly") -> None:
         self._pipeline = pipeline
         self._api = f"{servers.prefect}/api"
-        self._login = tuple(PREFECT_LOGIN.split(":"))
+        self._session = requests.Session()
+        self._session.auth = tuple(PREFECT_LOGIN.split(":"))
+        # A busy server answers 503, and a person clicks again.
+        self._session.mount(
+            self._api, HTTPAdapter(max_retries=Retry(3, status_forcelist=[503], allowed_methods=None, backoff_factor=1))
+        )
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
-        answer = requests.request(method, f"{self._api}{path}", json=body, auth=self._login, timeout=60)
+        answer = self._session.request(method, f"{self._api}{path}", json=body, timeout=60)
         answer.raise_for_status()
         return answer.json()
 

@@ -22,7 +22,7 @@ from prefect.runner import Runner
 from flows import automations
 from flows.config_file import load_config
 from flows.deployments import deployments_of, is_schedule_paused, prefect_client, read_deployment
-from flows.lost_runs import end_lost_runs
+from flows.flow_runs import end_lost_runs
 from recsys_core.errors import NightjarError
 from recsys_core.parent_process import die_with_parent, parent_environment
 

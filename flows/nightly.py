@@ -10,7 +10,7 @@ from pydantic.json_schema import SkipJsonSchema
 from flows.after_run import after_run
 from flows.config import PipelineConfig
 from flows.config_file import dump_config
-from flows.flow_run_labels import default_run_id, flow_run_name, flow_run_url, tag_flow_run
+from flows.flow_runs import default_run_id, flow_run_name, flow_run_url, tag_flow_run
 from flows.resume import check_resume
 from recsys_core.errors import DataRejectedError
 from recsys_core.manifests import Dataset, RegistrationManifest

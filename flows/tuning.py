@@ -7,7 +7,7 @@ from prefect import flow
 
 from flows.config import PipelineConfig
 from flows.config_file import dump_config, settings_as_yaml, with_settings
-from flows.flow_run_labels import tag_flow_run
+from flows.flow_runs import tag_flow_run
 from flows.nightly import ingest
 from recsys_core.errors import InputError
 from recsys_core.manifests import Dataset, fingerprint_of

@@ -23,7 +23,7 @@ from flows.cli.deploy import deploy_pipeline
 from flows.config import PipelineConfig
 from flows.config_file import load_config
 from flows.crash_report import start_reporter
-from flows.lost_runs import end_lost_runs
+from flows.flow_runs import end_lost_runs
 from flows.prefect_server import embedded_server
 from recsys_core.errors import InputError
 from tasks import ENVIRONMENT

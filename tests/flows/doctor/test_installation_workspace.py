@@ -7,7 +7,7 @@ import pytest
 
 from flows.cli.config_template import starter_config
 from flows.config import PipelineConfig
-from flows.doctor.workspace import check_disk, check_previous_run
+from flows.doctor.installation import check_disk, check_previous_run
 from flows.schedule import ScheduleConfig
 from recsys_core.errors import InputError, StageError
 from tasks.run import Run

@@ -8,7 +8,7 @@ import pytest
 from flows.cli.config_template import starter_config
 from flows.config import PipelineConfig
 from flows.doctor.finding import not_used, ok, run_checks
-from flows.doctor.machine import check_devices, check_network, check_shared_memory
+from flows.doctor.installation import check_devices, check_network, check_shared_memory
 from recsys_core.preflight import Gpu
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from flows.config import PipelineConfig
 from flows.config_file import dump_config, load_config
-from flows.unfinished import MAX_STARTS, choose_run_to_resume, find_unfinished_run
+from flows.resume import MAX_STARTS, choose_run_to_resume, find_unfinished_run
 from tasks.run import REDUCED_FILE_NAME, Run, RunOptions
 from tasks.run_record import RunRecord, RunState, record_run
 

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,7 @@ class EvalQueries:
         is_new_B: users without a training event.
         is_known_B: users who are served by their query vector. The other users are served by popularity.
         popularity_order_I: item rows by falling popularity before the split.
+        cold_row_C: rows of the items without an event before the split.
     """
 
     query_BD: Tensor
@@ -51,6 +53,7 @@ class EvalQueries:
     is_new_B: NDArray[np.bool_]
     is_known_B: NDArray[np.bool_]
     popularity_order_I: NDArray[np.int32]
+    cold_row_C: NDArray[np.int64]
 
 
 @dataclass
@@ -103,58 +106,75 @@ def evaluate(
     stage = StageFolder(folder, EvaluationManifest, fingerprint=fingerprint)
     if stage.manifest is not None:
         return stage.manifest
+    if not export.num_queries.get("test", 0):
+        raise InputError("the test split has no event, so nothing can be evaluated; change interactions.split")
     with stage.writing() as output_folder:
         item_ID = torch.from_numpy(np.load(export.path("item_vectors.npy")))
         store = EventStore.open(interactions)
-        # The zero-shot baseline ranks the catalogue a second time for each test query. The popularity baseline is fast and not
-        # part of the progress.
-        num_rankings_by_split = {"validation": 1, "test": 1 if item_embeddings is None else 2}
-        num_queries_by_split = {
-            split: min(count, config.max_users or count) * num_rankings_by_split[split]
-            for split, count in export.num_queries.items()
-        }
-        progress = _Progress(sum(num_queries_by_split.values()), on_progress)
+        load_queries = partial(_load_queries, config=config, store=store, export=export, interactions=interactions)
+        progress = _Progress(_num_rankings(config, export=export, has_zero_shot=item_embeddings is not None), on_progress)
         metric_values: dict[str, float] = {}
-
         if export.num_queries.get("validation", 0):
-            queries = _load_queries("validation", config=config, store=store, export=export, interactions=interactions)
-            ranking = _rank(queries, item_ID, config=config, progress=progress)
-            if len(ranking.position_T):
-                metric_values |= all_metrics("validation", ranking, config=config)
-            cold_row_C = cold_rows(store, "validation")
-            metric_values |= _cold_metrics("validation", queries, item_ID, cold_row_C=cold_row_C, config=config)
-
-        if not export.num_queries.get("test", 0):
-            raise InputError("the test split has no event, so nothing can be evaluated; change interactions.split")
-        queries = _load_queries("test", config=config, store=store, export=export, interactions=interactions)
-        ranking = _rank(queries, item_ID, config=config, progress=progress)
-        if not len(ranking.position_T):
-            raise InputError(
-                f"the users had already seen all {ranking.num_seen_targets} test targets; set evaluation.exclude_seen to false"
-            )
-        metric_values |= all_metrics("test", ranking, config=config)
-        metric_values |= _slice_metrics("test", ranking, store=store, queries=queries, config=config)
-        cold_row_C = cold_rows(store, "test")
-        metric_values |= _cold_metrics("test", queries, item_ID, cold_row_C=cold_row_C, config=config)
-
+            metric_values |= _validation_metrics(load_queries("validation"), item_ID, config=config, progress=progress)
+        test_queries = load_queries("test")
+        metric_values |= _test_metrics(test_queries, item_ID, store=store, config=config, progress=progress)
         # Popularity cannot rank items without an event, so it has no cold metrics.
-        metric_values |= all_metrics("baseline/popularity", _rank_by_popularity(queries, config=config), config=config)
+        popularity_ranking = _rank_by_popularity(test_queries, config=config)
+        metric_values |= all_metrics("baseline/popularity", popularity_ranking, config=config)
         if item_embeddings is not None:
-            zero_shot_query_BD, zero_shot_item_ID = baselines.zero_shot_vectors(
-                np.load(item_embeddings.vectors_path("item"), mmap_mode="r"),
-                vector_row_I=np.load(interactions.path("vector_row.npy")),
-                histories=queries.history,
+            vectors_RD = np.load(item_embeddings.vectors_path("item"), mmap_mode="r")
+            vector_row_I = np.load(interactions.path("vector_row.npy"))
+            metric_values |= _zero_shot_metrics(
+                test_queries, vectors_RD, vector_row_I=vector_row_I, config=config, progress=progress
             )
-            zero_shot_queries = replace(queries, query_BD=zero_shot_query_BD, is_known_B=np.ones_like(queries.is_known_B))
-            ranking = _rank(zero_shot_queries, zero_shot_item_ID, config=config, progress=progress)
-            metric_values |= all_metrics("baseline/zero_shot", ranking, config=config)
-            metric_values |= _cold_metrics(
-                "baseline/zero_shot", zero_shot_queries, zero_shot_item_ID, cold_row_C=cold_row_C, config=config
-            )
-
-        np.save(output_folder / "popularity.npy", queries.popularity_order_I)
+        np.save(output_folder / "popularity.npy", test_queries.popularity_order_I)
         (output_folder / "metrics.json").write_text(json.dumps(metric_values, indent=2))
         return stage.commit(metrics=metric_values)
+
+
+def _num_rankings(config: EvaluationConfig, *, export: ExportManifest, has_zero_shot: bool) -> int:
+    """Return for how many queries the catalogue is ranked, without the popularity baseline, which is fast."""
+    num_rankings_by_split = {"validation": 1, "test": 2 if has_zero_shot else 1}
+    return sum(
+        min(count, config.max_users or count) * num_rankings_by_split[split] for split, count in export.num_queries.items()
+    )
+
+
+def _validation_metrics(
+    queries: EvalQueries, item_ID: Tensor, *, config: EvaluationConfig, progress: _Progress
+) -> dict[str, float]:
+    ranking = _rank(queries, item_ID, config=config, progress=progress)
+    metric_values = all_metrics("validation", ranking, config=config) if len(ranking.position_T) else {}
+    return metric_values | _cold_metrics("validation", queries, item_ID, config=config)
+
+
+def _test_metrics(
+    queries: EvalQueries, item_ID: Tensor, *, store: EventStore, config: EvaluationConfig, progress: _Progress
+) -> dict[str, float]:
+    ranking = _rank(queries, item_ID, config=config, progress=progress)
+    if not len(ranking.position_T):
+        raise InputError(
+            f"the users had already seen all {ranking.num_seen_targets} test targets; set evaluation.exclude_seen to false"
+        )
+    metric_values = all_metrics("test", ranking, config=config)
+    metric_values |= _slice_metrics("test", ranking, store=store, queries=queries, config=config)
+    return metric_values | _cold_metrics("test", queries, item_ID, config=config)
+
+
+def _zero_shot_metrics(
+    queries: EvalQueries,
+    vectors_RD: NDArray[np.float32],
+    *,
+    vector_row_I: NDArray[np.int64],
+    config: EvaluationConfig,
+    progress: _Progress,
+) -> dict[str, float]:
+    """Return the metrics of the mean pretrained vector of a history as the query. Every user has such a query."""
+    query_BD, item_ID = baselines.zero_shot_vectors(vectors_RD, vector_row_I=vector_row_I, histories=queries.history)
+    zero_shot_queries = replace(queries, query_BD=query_BD, is_known_B=np.ones_like(queries.is_known_B))
+    ranking = _rank(zero_shot_queries, item_ID, config=config, progress=progress)
+    metric_values = all_metrics("baseline/zero_shot", ranking, config=config)
+    return metric_values | _cold_metrics("baseline/zero_shot", zero_shot_queries, item_ID, config=config)
 
 
 def _load_queries(
@@ -183,6 +203,7 @@ def _load_queries(
         is_new_B=store.train_end[user_row_B] == store.user_offset[user_row_B],
         is_known_B=spec.is_known(history_length_B=history.lengths, user_row_B=user_row_B),
         popularity_order_I=baselines.popularity_before(split, store=store, interactions=interactions),
+        cold_row_C=cold_rows(store, split),
     )
 
 
@@ -228,16 +249,14 @@ def all_metrics(prefix: str, ranking: Ranking, *, config: EvaluationConfig) -> d
     return {f"{prefix}/{metric_name}": float(value) for metric_name, value in metric_values.items() if not math.isnan(value)}
 
 
-def _cold_metrics(
-    prefix: str, queries: EvalQueries, item_ID: Tensor, *, cold_row_C: NDArray[np.int64], config: EvaluationConfig
-) -> dict[str, float]:
+def _cold_metrics(prefix: str, queries: EvalQueries, item_ID: Tensor, *, config: EvaluationConfig) -> dict[str, float]:
     """Return the metrics of cold items ranked among cold items; empty if no user has a cold target."""
     ranking = rank_among(
         queries.query_BD,
         is_known_B=queries.is_known_B,
         item_ID=item_ID,
         order_I=queries.popularity_order_I,
-        candidate_rows=cold_row_C,
+        candidate_rows=queries.cold_row_C,
         seen=JaggedArray.empty(len(queries.history)),  # a cold item is in no history
         targets=queries.targets,
         k=0,

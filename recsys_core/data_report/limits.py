@@ -83,14 +83,14 @@ def check_limits(metrics: Mapping[str, float], config: DataReportConfig) -> tupl
 
 def _check_limit(metric_limit: _MetricLimit, metric_value: float, limit_value: float | None) -> Check:
     is_minimum = metric_limit.setting.startswith("min_")
-    # Comparisons with NaN are false, so a metric that was not measured breaks no limit.
-    is_broken = limit_value is not None and (metric_value < limit_value if is_minimum else metric_value > limit_value)
+    # Comparisons with NaN are false, so a metric that was not measured violates no limit.
+    is_violated = limit_value is not None and (metric_value < limit_value if is_minimum else metric_value > limit_value)
     return Check(
         setting=metric_limit.setting,
         description=metric_limit.description,
         value=None if math.isnan(metric_value) else metric_value,
         limit=limit_value,
-        is_passed=not is_broken,
+        is_passed=not is_violated,
         value_text="not measured" if math.isnan(metric_value) else format_metric(metric_value, metric_limit.unit),
         limit_text="no limit"
         if limit_value is None
@@ -99,7 +99,7 @@ def _check_limit(metric_limit: _MetricLimit, metric_value: float, limit_value: f
 
 
 def describe_breaches(checks: tuple[Check, ...]) -> tuple[str, ...]:
-    """Return one sentence per broken limit."""
+    """Return one sentence per violated limit."""
     return tuple(
         f"{check.description}: {check.value_text}, but data_report.{check.setting} requires {check.limit_text}"
         for check in checks

@@ -75,10 +75,11 @@ def to_html(report: DataReport, *, run_name: str) -> str:
 def to_markdown(manifest: DataReportManifest, *, page_path: Path) -> str:
     """Return the verdict, the warnings, the metrics and the path of the page in GitHub's Markdown."""
     if manifest.breaches:
-        plural_suffix = "s" if len(manifest.breaches) > 1 else ""
-        lines = [f"**{len(manifest.breaches)} limit{plural_suffix} broken**", *(f"- {breach}" for breach in manifest.breaches)]
+        num_violations = len(manifest.breaches)
+        plural_suffix = "s" if num_violations > 1 else ""
+        lines = [f"**{num_violations} limit{plural_suffix} violated**", *(f"- {breach}" for breach in manifest.breaches)]
     else:
-        lines = ["**OK: no limit is broken**"]
+        lines = ["**OK: no limit is violated**"]
     if manifest.warnings:
         lines += ["", "Warnings", *(f"- {warning}" for warning in manifest.warnings)]
     lines += ["", "| | |", "|:---|---:|"]

@@ -1,4 +1,4 @@
-"""Stage `check_data`: the previous run that it compares with, logging to MLflow, and broken limits."""
+"""Stage `check_data`: the previous run that it compares with, logging to MLflow, and violated limits."""
 
 import logging
 from pathlib import Path
@@ -42,7 +42,7 @@ def check(workspace: Path, day: int, *, events: int, **limits: Any) -> DataRepor
     return data_report.check_data.fn(DataReportConfig(**limits), split=split, dataset=Dataset(interactions), run=run)
 
 
-def test_a_broken_limit_raises_an_error_that_names_the_page(workspace: Path, untracked: None) -> None:
+def test_a_violated_limit_raises_an_error_that_names_the_page(workspace: Path, untracked: None) -> None:
     with pytest.raises(InputError) as caught:
         check(workspace, 20, events=4, min_train_events=5, min_item_vector_share=0.5)
     message = str(caught.value)
@@ -50,7 +50,7 @@ def test_a_broken_limit_raises_an_error_that_names_the_page(workspace: Path, unt
     assert "- training events: 4, but data_report.min_train_events requires at least 5\n" in message
     assert "- items with a pretrained vector: 0 %, but data_report.min_item_vector_share requires at least 50 %\n" in message
     assert f"see {page}" in message and "--resume 20261120-020000-aaaa" in message
-    assert page.is_file() and "**2 limits broken**" in (workspace / "data-report.md").read_text()
+    assert page.is_file() and "**2 limits violated**" in (workspace / "data-report.md").read_text()
 
 
 def test_a_resumed_run_with_a_relaxed_limit_continues(workspace: Path, untracked: None) -> None:
@@ -69,7 +69,7 @@ def test_a_run_that_broke_a_limit_is_not_compared_with(workspace: Path, untracke
     assert check(workspace, 23, events=30).compared_with == "20261120-020000-aaaa"
 
 
-def test_page_and_metrics_are_logged_to_mlflow_also_when_a_limit_is_broken(workspace: Path) -> None:
+def test_page_and_metrics_are_logged_to_mlflow_also_when_a_limit_is_violated(workspace: Path) -> None:
     check(workspace, 20, events=10)
     with pytest.raises(InputError):
         check(workspace, 21, events=10, min_train_events=11)

@@ -45,4 +45,4 @@ def test_the_page_is_one_file_and_escapes_all_values_of_the_data(tmp_path: Path)
     hostile_run = to_html(report, run_name=HOSTILE)
     assert "<script>" not in hostile_run
     markdown = to_markdown(manifest, page_path=manifest.path("report.html"))
-    assert "**1 limit broken**" in markdown and "<script>" not in markdown
+    assert "**1 limit violated**" in markdown and "<script>" not in markdown

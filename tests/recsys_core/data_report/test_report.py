@@ -34,7 +34,7 @@ def test_a_log_with_less_than_half_the_events_breaks_the_default_limit(tmp_path:
         "drop of training events since the previous run: 60 %, but data_report.max_event_drop_share requires at most 50 %",
     )
     assert [check.setting for check in report.checks if not check.is_passed] == ["max_event_drop_share"]
-    assert "1 limit broken: the run stops before training" in manifest.path("report.html").read_text()
+    assert "1 limit violated: the run stops before training" in manifest.path("report.html").read_text()
     assert report_of(tmp_path, after, before=before, max_event_drop_share=None)[0].breaches == ()
 
 

@@ -3,6 +3,8 @@
 import os
 import signal
 import sqlite3
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -172,3 +174,23 @@ def _completed_run(client: httpx.Client, flow_id: str) -> str:
 
 def _log_runs(client: httpx.Client) -> set[str]:
     return {entry["flow_run_id"] for entry in _post(client, "/logs/filter", {})}
+
+
+@pytest.mark.parametrize(("variable_value", "heartbeat_seconds"), [(None, None), ("60", 60)])
+def test_the_run_of_a_command_sends_heartbeats_only_if_they_are_configured(
+    variable_value: str | None, heartbeat_seconds: int | None, tmp_path: Path
+) -> None:
+    environment = dict(os.environ)
+    environment.pop("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", None)
+    if variable_value is not None:
+        environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] = variable_value
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom flows.prefect_server import prefect_session\n"
+        "with prefect_session(None, lambda: None, log_file=Path(sys.argv[1])):\n"
+        "    from prefect.settings import get_current_settings\n"
+        "    print(get_current_settings().flows.heartbeat_frequency)\n"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "log")], env=environment, capture_output=True, text=True, check=True
+    )
+    assert answer.stdout.strip() == str(heartbeat_seconds)

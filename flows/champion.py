@@ -12,8 +12,7 @@ from pydantic import Field
 
 from flows.config import PipelineConfig
 from flows.config_file import load_config
-from flows.flow_runs import tag_flow_run
-from flows.form import ConfigPath, Overrides, titled_field
+from flows.flow_runs import ConfigPath, Overrides, tag_flow_run, titled_field
 from flows.history import run_history
 from flows.history_page import write_history_page
 from recsys_core.errors import InputError

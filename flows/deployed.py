@@ -9,8 +9,7 @@ from pydantic import Field
 from flows.cli.input_checks import check_inputs
 from flows.config_file import load_config
 from flows.crash_report import tie_to_worker
-from flows.flow_runs import default_run_id, end_earlier_runs, flow_run_name
-from flows.form import ConfigPath, Overrides, titled_field
+from flows.flow_runs import ConfigPath, Overrides, default_run_id, end_earlier_runs, flow_run_name, titled_field
 from flows.nightly import nightly_retrain
 from flows.resume import check_resume, choose_run_to_resume
 from recsys_core.disk import explain_disk_full

@@ -1,7 +1,8 @@
-"""Flow runs in Prefect: names, tags and addresses, and the end of runs whose process died."""
+"""Flow runs in Prefect: fields of their forms, names, tags and addresses, and the end of runs whose process died."""
 
 import logging
 from collections.abc import Sequence
+from typing import Annotated, Any
 from uuid import UUID
 
 from prefect import runtime
@@ -10,9 +11,22 @@ from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import State
 from prefect.states import Crashed
 from prefect.utilities.urls import url_for
+from pydantic import Field
+
+from recsys_core.config import MAX_PATH_CHARACTERS
 
 LOG = logging.getLogger("nightjar")
 MAX_TAG_CHARACTERS = 80
+MAX_OVERRIDES = 100
+
+
+def titled_field(title: str) -> Any:
+    """Return a field with a title for the form. The form describes the field with the text in the flow's docstring."""
+    return Field(json_schema_extra={"title": title})
+
+
+ConfigPath = Annotated[str, titled_field("Pipeline"), Field(min_length=1, max_length=MAX_PATH_CHARACTERS)]
+Overrides = Annotated[tuple[str, ...], titled_field("Settings to override"), Field(max_length=MAX_OVERRIDES)]
 
 
 def default_run_id() -> str:

@@ -5,8 +5,6 @@ import os
 import sys
 from contextlib import suppress
 
-from flows.cli.main import main
-
 
 def run_command() -> None:
     """Run the `nightjar` command, and end the process without freeing the objects of its modules.
@@ -22,7 +20,9 @@ def run_command() -> None:
                 stream.flush()
         os._exit(exit_code)
 
-    atexit.register(end_process)  # the first registered handler runs after those of the libraries
+    atexit.register(end_process)  # registered before the libraries are imported, so it runs after their exit handlers
+    from flows.cli.main import main
+
     try:
         main()
         exit_code = 0

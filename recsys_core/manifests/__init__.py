@@ -3,6 +3,7 @@
 from recsys_core.manifests.data_stages import (
     ColumnFacts,
     DataReportManifest,
+    Dataset,
     EmbeddingsManifest,
     FeatureFacts,
     FeaturesManifest,
@@ -14,7 +15,6 @@ from recsys_core.manifests.data_stages import (
     SourceFile,
     VectorTable,
 )
-from recsys_core.manifests.dataset import Dataset
 from recsys_core.manifests.model_stages import (
     EvaluationManifest,
     ExportManifest,

@@ -1,12 +1,13 @@
-"""Manifests of the stages that read the input: interactions, embeddings, features, data report."""
+"""Manifests of the stages that read the input (interactions, embeddings, features, data report), and the Dataset of a run."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 
 from recsys_core.config import Frozen
-from recsys_core.manifests.stage_folder import Manifest
+from recsys_core.manifests.stage_folder import Manifest, require_manifest
 
 
 class SourceFile(Frozen):
@@ -222,3 +223,32 @@ class DataReportManifest(Manifest):
     breaches: tuple[str, ...] = Field(description="violated limits, each with value, limit and setting")
     warnings: tuple[str, ...]
     compared_with: str | None = Field(description="run whose data this run's data was compared with")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The manifests of the ingest stages of one run.
+
+    Attributes:
+        interactions: vocabularies and the event store.
+        embeddings: pretrained vectors by table; None without pretrained vectors.
+        features: features of users, items and events; None without features.
+    """
+
+    interactions: InteractionsManifest
+    embeddings: EmbeddingsManifest | None = None
+    features: FeaturesManifest | None = None
+
+    @classmethod
+    def open(cls, *, interactions: Path, embeddings: Path | None = None, features: Path | None = None) -> Self:
+        """Open the stage folders without verifying checksums. Raise StageError if a stage is missing or incomplete."""
+        return cls(
+            require_manifest(interactions, InteractionsManifest, verify=False),
+            None if embeddings is None else require_manifest(embeddings, EmbeddingsManifest, verify=False),
+            None if features is None else require_manifest(features, FeaturesManifest, verify=False),
+        )
+
+    @property
+    def item_embeddings(self) -> EmbeddingsManifest | None:
+        """The embeddings if they hold vectors of items; otherwise None."""
+        return self.embeddings if self.embeddings is not None and "item" in self.embeddings.tables else None

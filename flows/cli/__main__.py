@@ -3,31 +3,31 @@
 import atexit
 import os
 import sys
-from contextlib import suppress
 
 
 def run_command() -> None:
     """Run the `nightjar` command, and end the process without freeing the objects of its modules.
 
     Python would free a million objects in half a second, and nanobind, DuckDB's binding library, would print forty lines
-    about the objects that Prefect keeps until then.
+    about the objects that Prefect keeps until then. If the output cannot be written or an exception is not handled, Python
+    ends the process as usual and reports the error.
     """
-    exit_code = 1
+    exit_code: int | None = None
 
     def end_process() -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):
-                stream.flush()
-        os._exit(exit_code)
+        if exit_code is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(exit_code)
 
     atexit.register(end_process)  # registered before the libraries are imported, so it runs after their exit handlers
     from flows.cli.main import main
 
     try:
         main()
-        exit_code = 0
     except SystemExit as system_exit:
-        exit_code = system_exit.code if isinstance(system_exit.code, int) else 0
+        if isinstance(system_exit.code, int):
+            exit_code = system_exit.code
         raise
 
 

@@ -25,7 +25,6 @@ ADVICE_BY_STATE = {
     "BrokenChampion": "return to a former champion with nightjar rollback --reason TEXT",
 }
 """States of a run after which a person must act, each with the next step."""
-
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 the mount point is a convention of Linux
 MIN_SHARED_MEMORY_BYTES = 128 * MIB
 """Twice the default of container engines. With the default size, NCCL fails to start."""

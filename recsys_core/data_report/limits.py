@@ -70,7 +70,7 @@ class Check(Frozen):
 
 
 def check_limits(metrics: Mapping[str, float], config: DataReportConfig) -> tuple[Check, ...]:
-    """Check every limit. A metric that was not measured (no previous run, no timestamps) breaks no limit.
+    """Check every limit. A metric that was not measured (no previous run, no timestamps) violates no limit.
 
     >>> checks = check_limits({"event_drop_share": 0.75}, DataReportConfig(max_event_drop_share=0.5))
     >>> [(check.setting, check.is_passed, check.value_text, check.limit_text) for check in checks if check.value is not None]

@@ -20,26 +20,26 @@ from torch import distributed as dist
 
 from benchmarks import torchrec_loop
 from benchmarks.turns import Turns
-from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch import Batch
-from recsys_core.data.events import EventStore
-from recsys_core.data.interactions.config import FileSplit, InteractionsConfig
-from recsys_core.data.interactions.ingest import ingest_interactions
-from recsys_core.data.loader import TrainLoader
+from recsys_core.dataset.assembly import Assembler
+from recsys_core.dataset.batch import Batch
+from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.loader import TrainLoader
+from recsys_core.ingest.log.config import FileSplit, InteractionsConfig
+from recsys_core.ingest.log.ingest import ingest_interactions
 from recsys_core.manifests import Dataset, InteractionsManifest, require_manifest
 from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
-from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.table_config import TableConfig
+from recsys_core.models.tables.table_config import TableConfig
 from recsys_core.patches import cpu_features, lookups
 from recsys_core.patches import rank as rank_patches
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, ShardingType, TableConstraint
 from recsys_core.sharding.planner import plan_sharding
 from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.job_spec import METRICS_FILE, Progress, TrainJob
+from recsys_core.training.job.job_spec import METRICS_FILE, Progress, TrainJob
+from recsys_core.training.job.process_group import Process
 from recsys_core.training.loop import Trainer, make_loader
-from recsys_core.training.process_group import Process
 from recsys_core.training.sharded_model import initial_model
 
 NUM_ROWS, DIM, LAYERS = 1 << 20, 64, (128, 64)

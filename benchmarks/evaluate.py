@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.measuring import run_in_new_process
-from recsys_core.data.jagged import JaggedArray
+from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import all_metrics
 from recsys_core.evaluation.ranking import rank_catalogue

@@ -105,8 +105,8 @@ def _pandas_work(parquet_path: Path, *, copies_block: bool) -> Callable[[], obje
 
 
 def _nightjar_work(parquet_path: Path, folder: Path) -> Callable[[], object]:
-    from recsys_core.data.embeddings.config import EmbeddingsConfig
-    from recsys_core.data.embeddings.ingest import ingest_embeddings
+    from recsys_core.ingest.vectors.config import EmbeddingsConfig
+    from recsys_core.ingest.vectors.ingest import ingest_embeddings
 
     column_settings = {"vector_column": "vector"} if parquet_path.stem == "list" else {"dimension_prefix": DIMENSION_PREFIX}
     config = EmbeddingsConfig(paths=(str(parquet_path),), **column_settings)

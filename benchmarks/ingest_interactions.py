@@ -144,8 +144,8 @@ def _pandas_work(paths: list[Path], output_folder: Path, *, use_factorize: bool)
 
 
 def _nightjar(paths: list[Path], folder: Path, *, memory_limit: str, previous: Any = None) -> Any:
-    from recsys_core.data.interactions.config import InteractionsConfig
-    from recsys_core.data.interactions.ingest import ingest_interactions
+    from recsys_core.ingest.log.config import InteractionsConfig
+    from recsys_core.ingest.log.ingest import ingest_interactions
 
     config = InteractionsConfig(
         paths=tuple(map(str, paths)), timestamp_column="timestamp", split=SPLIT, memory_limit=memory_limit
@@ -179,7 +179,7 @@ def _measure_one(method: str, paths: list[Path], output_folder: Path, memory_lim
         return _two_runs(paths, output_folder, memory_limit=memory_limit)
     num_events = sum(pq.read_metadata(path).num_rows for path in paths)
     if method == "nightjar":
-        from recsys_core.data.interactions import ingest  # noqa: F401  imported before the measurement
+        from recsys_core.ingest.log import ingest  # noqa: F401  imported before the measurement
 
         return measure_work(lambda: _nightjar(paths, output_folder / "stage", memory_limit=memory_limit)) | {
             "events": num_events

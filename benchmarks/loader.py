@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch_keys import UNPOOLED
-from recsys_core.data.events import EventStore, memory_map
-from recsys_core.data.features.store import Feature, FeatureStore
-from recsys_core.data.loader import TrainLoader
+from recsys_core.dataset.assembly import Assembler
+from recsys_core.dataset.batch_keys import UNPOOLED
+from recsys_core.dataset.events import EventStore, memory_map
+from recsys_core.dataset.feature_store import Feature, FeatureStore
+from recsys_core.dataset.loader import TrainLoader
 
 NUM_EVENTS, NUM_USERS, NUM_ITEMS = 20_000_000, 1_000_000, 200_000
 BATCH_SIZES = (1_024, 8_192)

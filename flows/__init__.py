@@ -10,26 +10,26 @@ from recsys_core.imports import lazy_attributes
 
 if TYPE_CHECKING:
     from flows.cli.query import load_retriever as load_retriever
-    from flows.config import PipelineConfig as PipelineConfig
-    from flows.config_file import load_config as load_config
-    from flows.history import run_history as run_history
     from flows.nightly import nightly_retrain as nightly_retrain
-    from flows.results import RunResults as RunResults
-    from flows.results import open_run as open_run
+    from flows.runs.results import RunResults as RunResults
+    from flows.runs.results import open_run as open_run
+    from flows.runs.run_history import run_history as run_history
+    from flows.settings.config_file import load_config as load_config
+    from flows.settings.pipeline import PipelineConfig as PipelineConfig
     from flows.tuning import tune_settings as tune_settings
-    from tasks.run import RunOptions as RunOptions
+    from tasks.runs.run import RunOptions as RunOptions
 
 __getattr__ = lazy_attributes(
     __name__,
     {
         "load_retriever": "flows.cli.query",
-        "PipelineConfig": "flows.config",
-        "load_config": "flows.config_file",
+        "PipelineConfig": "flows.settings.pipeline",
+        "load_config": "flows.settings.config_file",
         "nightly_retrain": "flows.nightly",
-        "RunOptions": "tasks.run",
-        "RunResults": "flows.results",
-        "open_run": "flows.results",
-        "run_history": "flows.history",
+        "RunOptions": "tasks.runs.run",
+        "RunResults": "flows.runs.results",
+        "open_run": "flows.runs.results",
+        "run_history": "flows.runs.run_history",
         "tune_settings": "flows.tuning",
     },
 )

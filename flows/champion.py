@@ -10,16 +10,16 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 from pydantic import Field
 
-from flows.config import PipelineConfig
-from flows.config_file import load_config
-from flows.flow_runs import ConfigPath, Overrides, tag_flow_run, titled_field
-from flows.history import run_history
-from flows.history_page import write_history_page
+from flows.prefect_runs import ConfigPath, Overrides, tag_flow_run, titled_field
+from flows.runs.history_page import write_history_page
+from flows.runs.run_history import run_history
+from flows.settings.config_file import load_config
+from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError
 from recsys_core.parent_process import die_with_parent
-from tasks.events import emit_alias_change
-from tasks.registry.by_hand import Decision, promote_version, roll_back
-from tasks.run import MAX_REASON_CHARACTERS
+from tasks.delivery.prefect_events import emit_alias_change
+from tasks.gate.by_hand import Decision, promote_version, roll_back
+from tasks.runs.run import MAX_REASON_CHARACTERS
 
 LOG = logging.getLogger("nightjar")
 Reason = Annotated[str, titled_field("Reason"), Field(min_length=1, max_length=MAX_REASON_CHARACTERS)]

@@ -7,27 +7,27 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 from pydantic.json_schema import SkipJsonSchema
 
-from flows.after_run import after_run
-from flows.config import PipelineConfig
-from flows.config_file import dump_config
-from flows.flow_runs import default_run_id, flow_run_name, flow_run_url, tag_flow_run
-from flows.resume import check_resume
+from flows.prefect_runs import default_run_id, flow_run_name, flow_run_url, tag_flow_run
+from flows.runs.after_run import after_run
+from flows.runs.resume import check_resume
+from flows.settings.config_file import dump_config
+from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import DataRejectedError
 from recsys_core.manifests import Dataset, RegistrationManifest
 from recsys_core.models.spec import ModelSpec
-from tasks.data_report import check_data
-from tasks.evaluate import evaluate
-from tasks.export import export_vectors
-from tasks.index import build_index
-from tasks.ingest import ingest_embeddings, ingest_features, ingest_interactions
-from tasks.package import build_package
-from tasks.plan import plan_sharding
-from tasks.register import register
 from tasks.retention.budget import ensure_disk_space
-from tasks.run import Run, RunOptions, StageName
-from tasks.run_record import RunState, record_run
-from tasks.stage import StoppedEarly
-from tasks.train import train
+from tasks.runs.run import Run, RunOptions, StageName
+from tasks.runs.run_record import RunState, record_run
+from tasks.stages.build_index import build_index
+from tasks.stages.check_data import check_data
+from tasks.stages.evaluate import evaluate
+from tasks.stages.export import export_vectors
+from tasks.stages.ingest import ingest_embeddings, ingest_features, ingest_interactions
+from tasks.stages.package import build_package
+from tasks.stages.plan_sharding import plan_sharding
+from tasks.stages.register import register
+from tasks.stages.stage import StoppedEarly
+from tasks.stages.train import train
 
 
 def _flow_run_name() -> str:
@@ -53,7 +53,7 @@ def nightly_retrain(
         options: options of this run, which are not part of the config.
 
     Returns:
-        The end state of the flow run; `tasks.run_record.RunState` lists the names. The result of a completed
+        The end state of the flow run; `tasks.runs.run_record.RunState` lists the names. The result of a completed
         state is the manifest of the registered version; None if the run registers no version.
     """
     if options.full_retrain:

@@ -5,18 +5,18 @@ from functools import partial
 
 from prefect import flow
 
-from flows.config import PipelineConfig
-from flows.config_file import dump_config, settings_as_yaml, with_settings
-from flows.flow_runs import tag_flow_run
 from flows.nightly import ingest
+from flows.prefect_runs import tag_flow_run
+from flows.settings.config_file import dump_config, settings_as_yaml, with_settings
+from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError
 from recsys_core.manifests import Dataset, fingerprint_of
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.lookup_stats import measure_lookups
 from recsys_core.sharding.planner import make_plan, plan_sharding
 from recsys_core.training.train import train
-from tasks.reporting import LOG
-from tasks.run import Run, new_run_id
+from tasks.progress.reporting import LOG
+from tasks.runs.run import Run, new_run_id
 from tasks.tuning.config import label_of, short_label
 from tasks.tuning.mlflow_runs import log_study
 from tasks.tuning.study import RunningTrial, Study, TrialResult

@@ -11,8 +11,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from flows.config import PipelineConfig
-from flows.config_errors import nested_config_classes
+from flows.settings.config_errors import nested_config_classes
+from flows.settings.pipeline import PipelineConfig
 
 PAGE_PATH = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 HEADER = """\

@@ -93,9 +93,9 @@ def screenshot(path_or_url: str, *, png_path: Path, width: int, height: int) -> 
 
 def screenshot_history(png_path: Path) -> None:
     """Write a PNG of the page of the last runs for a month of invented runs."""
-    from flows.cli.config_template import starter_config
-    from flows.history import newest_promoted_version, run_history
-    from flows.history_page import to_html
+    from flows.runs.history_page import to_html
+    from flows.runs.run_history import newest_promoted_version, run_history
+    from flows.settings.template import starter_config
     from tests.flows.run_folders import month_of_runs
 
     with tempfile.TemporaryDirectory() as folder:

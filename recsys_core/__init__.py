@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from recsys_core.imports import lazy_attributes
 
 if TYPE_CHECKING:
-    from recsys_core.data.events import EventStore as EventStore
+    from recsys_core.dataset.events import EventStore as EventStore
     from recsys_core.manifests import Dataset as Dataset
     from recsys_core.serving.retriever import Retriever as Retriever
 
@@ -18,7 +18,7 @@ __getattr__ = lazy_attributes(
     __name__,
     {
         "Dataset": "recsys_core.manifests",
-        "EventStore": "recsys_core.data.events",
+        "EventStore": "recsys_core.dataset.events",
         "Retriever": "recsys_core.serving.retriever",
     },
 )

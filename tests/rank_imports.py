@@ -7,5 +7,5 @@ with fast_imports():
     import pytest  # noqa: F401
     import torchrec  # noqa: F401
 
-    import recsys_core.training.export
+    import recsys_core.training.export.export
     import recsys_core.training.loop  # noqa: F401

@@ -12,22 +12,51 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("recsys_core", "tasks", "flows")
 """Each package may import itself and the packages to its left."""
 
-CORE_MAY_IMPORT = {
-    "": {""},
-    "manifests": {"", "manifests"},
-    "patches": {"", "patches"},
-    "parquet": {"", "manifests", "parquet"},
-    "data": {"", "manifests", "parquet", "data"},
-    "data_report": {"", "manifests", "parquet", "data", "data_report"},
-    "models": {"", "manifests", "data", "models"},
-    "sharding": {"", "manifests", "data", "models", "patches", "sharding"},
-    "launching": {"", "launching"},
-    "evaluation": {"", "manifests", "data", "models", "evaluation"},
-    "training": {"", "manifests", "data", "models", "patches", "sharding", "launching", "evaluation", "training"},
-    "retrieval": {"", "manifests", "retrieval"},
-    "serving": {"", "manifests", "data", "models", "retrieval", "serving"},
+MAY_IMPORT = {
+    "recsys_core": {
+        "": set(),
+        "manifests": set(),
+        "patches": set(),
+        "launching": set(),
+        "parquet": {"manifests"},
+        "dataset": {"manifests"},
+        "ingest": {"manifests", "parquet"},
+        "data_report": {"manifests", "parquet", "dataset", "ingest"},
+        "models": {"manifests", "dataset"},
+        "sharding": {"manifests", "dataset", "models", "patches"},
+        "evaluation": {"manifests", "dataset", "models"},
+        "training": {"manifests", "dataset", "models", "patches", "sharding", "launching", "evaluation"},
+        "retrieval": {"manifests"},
+        "serving": {"manifests", "dataset", "models", "retrieval"},
+    },
+    "tasks": {
+        "": set(),
+        "runs": set(),
+        "progress": {"runs"},
+        "registry": {"runs"},
+        "delivery": {"progress", "registry"},
+        "gate": {"runs", "registry"},
+        "retention": {"runs", "registry"},
+        "tuning": {"runs", "progress", "registry"},
+        "stages": {"runs", "progress", "registry", "delivery", "gate"},
+    },
+    "flows": {
+        "settings": set(),
+        "servers": set(),
+        "doctor": {"settings"},
+        "runs": {"settings", "servers"},
+        "": {"settings", "runs"},
+        "scheduled": {"", "settings", "runs"},
+        "cli": {"", "settings", "servers", "doctor", "runs", "scheduled"},
+    },
 }
-"""Packages that each package of recsys_core may import; "" means the modules directly in recsys_core, such as errors."""
+"""Folders that each folder of a package may import beside itself and the modules directly in recsys_core and tasks.
+
+"" means the modules directly in the package, such as recsys_core.errors and flows.nightly.
+"""
+
+MAX_MODULES = 12
+"""Modules of a folder, without its __init__.py and __main__.py."""
 
 NAMELESS = {"utils", "helpers", "common", "misc", "util"}
 
@@ -59,10 +88,10 @@ def imports_of(*folders: str) -> Iterator[tuple[str, str, str]]:
             yield f"{path.relative_to(ROOT)}:{line}", name_of(path), name
 
 
-def core_folder(name: str) -> str:
-    """Return the folder of a core module: data for recsys_core.data.events, "" for recsys_core.errors and recsys_core."""
-    parts = name.split(".")
-    return parts[1] if len(parts) > 1 and (ROOT / "recsys_core" / parts[1]).is_dir() else ""
+def folder_of(name: str) -> str:
+    """Return the first folder of a module in its package: dataset for recsys_core.dataset.events, "" for recsys_core.errors."""
+    package, *parts = name.split(".")
+    return parts[0] if parts and (ROOT / package / parts[0]).is_dir() else ""
 
 
 def test_imports_inside_functions_are_found() -> None:
@@ -87,32 +116,38 @@ def test_the_core_imports_neither_orchestrator_nor_tracker() -> None:
 
 
 def test_a_stage_imports_no_other_stage() -> None:
-    stages = {path.stem for path in (ROOT / "tasks").glob("*.py")} - {
-        "__init__",
-        "artifacts",
-        "events",
-        "reporting",
-        "run",
-        "run_record",
-        "stage",
-    }
+    shared = {"tasks.stages.__init__", "tasks.stages.stage", "tasks.stages.starting_champion"}
+    stages = {f"tasks.stages.{path.stem}" for path in (ROOT / "tasks" / "stages").glob("*.py")} - shared
+    wrong = [
+        f"{place}: {module} imports {name}"
+        for place, module, name in imports_of("tasks/stages")
+        if any(
+            f"{name}.".startswith(f"{stage}.")
+            for stage in stages - {module, "tasks.stages.__init__", "tasks.stages.starting_champion"}
+        )
+    ]
+    assert wrong == []
+
+
+def test_each_folder_imports_only_the_folders_it_may() -> None:
     wrong = []
-    for place, module, name in imports_of("tasks"):
-        own, other = module.split(".")[1:2], name.split(".")[1:2]
-        if name.startswith("tasks.") and other != own and set(other) <= stages:
+    for place, module, name in imports_of(*LAYERS):
+        package = module.split(".")[0]
+        is_door = module == package  # the names of a package for notebooks
+        if not name.startswith(f"{package}.") or is_door:
+            continue
+        allowed = MAY_IMPORT[package][folder_of(module)] | {folder_of(module)} | ({""} if package != "flows" else set())
+        if folder_of(name) not in allowed:
             wrong.append(f"{place}: {module} imports {name}")
     assert wrong == []
 
 
-def test_each_folder_of_the_core_imports_only_the_folders_it_may() -> None:
-    wrong = [
-        f"{place}: {module} imports {name}"
-        for place, module, name in imports_of("recsys_core")
-        if name.startswith("recsys_core.")
-        and core_folder(name) not in CORE_MAY_IMPORT[core_folder(module)]
-        and module != "recsys_core"  # its names for notebooks
-    ]
-    assert wrong == []
+def test_no_folder_has_more_modules_than_a_reader_can_list() -> None:
+    modules_by_folder: dict[Path, int] = {}
+    for path in sources(*LAYERS):
+        if not path.stem.startswith("__"):
+            modules_by_folder[path.parent] = modules_by_folder.get(path.parent, 0) + 1
+    assert {folder: count for folder, count in modules_by_folder.items() if count > MAX_MODULES} == {}
 
 
 IMPORT_ALL = """
@@ -162,14 +197,14 @@ def test_the_check_names_the_module_that_imports_a_tracker(tmp_path: Path) -> No
     [
         ("recsys_core/x.py", "import prefect", "imports no orchestrator"),
         (
-            "recsys_core/data/x.py",
+            "recsys_core/dataset/x.py",
             "def f():\n    from mlflow import log_metric\n    return log_metric",
             "imports no experiment tracker",
         ),
-        ("recsys_core/training/x.py", "from tasks.run import Run", "never back"),
-        ("tasks/x.py", "from flows.config import PipelineConfig", "never back"),
-        ("tasks/x.py", "from tasks.train import train", "a task imports no other stage"),
-        ("tasks/x.py", "from tasks import evaluate", "a task imports no other stage"),
+        ("recsys_core/training/x.py", "from tasks.runs.run import Run", "never back"),
+        ("tasks/x.py", "from flows.settings.pipeline import PipelineConfig", "never back"),
+        ("tasks/stages/x.py", "from tasks.stages.train import train", "a stage imports no other stage"),
+        ("tasks/stages/x.py", "from tasks.stages import evaluate", "a stage imports no other stage"),
     ],
 )
 def test_ruff_reports_a_forbidden_import(file: str, line: str, reason: str) -> None:

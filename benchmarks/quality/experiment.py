@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from flows.config import PipelineConfig
-from recsys_core.data.embeddings.ingest import ingest_embeddings
-from recsys_core.data.features.ingest import ingest_features
-from recsys_core.data.interactions.ingest import ingest_interactions
+from flows.settings.pipeline import PipelineConfig
 from recsys_core.evaluation.evaluate import evaluate
+from recsys_core.ingest.features.ingest import ingest_features
+from recsys_core.ingest.log.ingest import ingest_interactions
+from recsys_core.ingest.vectors.ingest import ingest_embeddings
 from recsys_core.manifests import Dataset
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.planner import plan_sharding
-from recsys_core.training.export import export_vectors
-from recsys_core.training.job_spec import Progress
+from recsys_core.training.export.export import export_vectors
+from recsys_core.training.job.job_spec import Progress
 from recsys_core.training.train import train
 
 Settings = dict[str, Any]

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from flows.cli import output
-from flows.config import PipelineConfig
+from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError
 
 
@@ -34,7 +34,7 @@ def deploy_pipeline(
         )
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")  # a user waits for the answer
-    from flows import automations, deployments
+    from flows.scheduled import automations, deployments
 
     automation_names: list[str] = []
     with deployments.prefect_client() as client:

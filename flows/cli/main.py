@@ -10,8 +10,8 @@ import typer
 
 from flows.cli import operations, output
 from flows.cli.arguments import DEFAULT_CONFIG_PATH, AsJson, ConfigPath, Overrides, Verbose
-from flows.cli.interruption import Interrupted, end_process
-from flows.environment import prepare_environment, silence_libraries
+from flows.interruption import Interrupted, end_process
+from flows.settings.environment import prepare_environment, silence_libraries
 from recsys_core.errors import NightjarError
 
 app = typer.Typer(
@@ -51,7 +51,7 @@ def demo(
     verbose: Verbose = False,
 ) -> None:
     """Run the whole pipeline on a generated dataset with topics, skewed popularity, drift and new items."""
-    from flows.cli.demo import write_demo
+    from flows.settings.demo import write_demo
 
     run(write_demo(workspace), overrides=overrides, as_json=as_json, verbose=verbose)
 
@@ -65,7 +65,7 @@ def init(
     every_setting: Annotated[bool, typer.Option("--all", help="write every setting, not only the important settings")] = False,
 ) -> None:
     """Write a config with the important settings and their descriptions; fill in the columns of the given files."""
-    from flows.cli.config_template import starter_config, to_commented_yaml
+    from flows.settings.template import starter_config, to_commented_yaml
     from recsys_core.errors import InputError
 
     if config_path.exists():
@@ -74,7 +74,7 @@ def init(
         raise InputError(f"{config_path}: the folder {config_path.parent} does not exist; create it first")
     config, notes = starter_config(), dict[str, str]()
     if log is not None or items is not None or vectors is not None:
-        from flows.cli.column_guesses import guess_config
+        from flows.settings.column_guesses import guess_config
 
         config, notes = guess_config(
             config, log_path=log, items_path=items, vectors_path=vectors, config_folder=config_path.parent
@@ -89,10 +89,10 @@ def init(
 @app.command(epilog="Example: nightjar validate nightly.yaml --set model.embedding_dim=128")
 def validate(config_path: ConfigPath = DEFAULT_CONFIG_PATH, overrides: Overrides = None) -> None:
     """Check the config, and the files, columns and types of the input, without a run."""
-    from flows.config_file import load_config
+    from flows.settings.config_file import load_config
 
     config = load_config(config_path, overrides or ())
-    from flows.cli.input_checks import check_inputs
+    from flows.runs.input_checks import check_inputs
 
     facts = check_inputs(config)
     output.print_facts(facts, console=output.stdout)
@@ -114,7 +114,7 @@ def plan(
 ) -> None:
     """Plan the sharding for any cluster, without training: ingest the data, write plan.json and plan.html."""
     from flows.cli.plan import plan_for, print_plan
-    from flows.config_file import load_config
+    from flows.settings.config_file import load_config
 
     cluster_options = {"num_nodes": nodes, "processes_per_node": gpus_per_node, "hbm_gb": hbm_gb, "ddr_gb": ddr_gb}
     cluster_options |= {
@@ -151,14 +151,14 @@ def run(
     verbose: Verbose = False,
 ) -> None:
     """Run the pipeline: ingest, plan, train, export, evaluate, index, package, register."""
-    from flows.prefect_server import embedded_server
+    from flows.servers.prefect_server import embedded_server
 
     with embedded_server() as server:  # the server starts while the config and the input are read
-        from flows.cli.input_checks import check_inputs
         from flows.cli.runner import Command, print_results, run_nightly
-        from flows.config_file import load_config
+        from flows.runs.input_checks import check_inputs
+        from flows.settings.config_file import load_config
         from recsys_core.errors import InputError
-        from tasks.run import STAGES, RunOptions
+        from tasks.runs.run import STAGES, RunOptions
 
         run_options = RunOptions(reason=reason, full_retrain=full_retrain, dry_run=dry_run, promote=promote)
         last_stage = next((stage for stage in STAGES if stage == until), None)
@@ -187,13 +187,13 @@ def tune(
     verbose: Verbose = False,
 ) -> None:
     """Search the ranges in `tuning` for the best validation metric. The same command resumes an interrupted search."""
-    from flows.prefect_server import embedded_server
+    from flows.servers.prefect_server import embedded_server
 
     with embedded_server() as server:
         from flows.cli import tune as tuning
-        from flows.cli.input_checks import check_inputs
         from flows.cli.runner import Command
-        from flows.config_file import load_config
+        from flows.runs.input_checks import check_inputs
+        from flows.settings.config_file import load_config
 
         config = load_config(config_path, overrides or ())
         tuning.check_tunable(config, config_path=config_path)
@@ -223,7 +223,7 @@ def query(
     as_json: AsJson = False,
 ) -> None:
     """Recommend items to a user with the champion, or with --model."""
-    from flows.config_file import load_config
+    from flows.settings.config_file import load_config
 
     config = load_config(config_path, overrides or ())
     prepare_environment(config.workspace)

@@ -8,7 +8,7 @@ import typer
 
 from flows.cli import output
 from flows.cli.arguments import DEFAULT_CONFIG_PATH, AsJson, ConfigPath, Overrides
-from flows.environment import prepare_environment
+from flows.settings.environment import prepare_environment
 from recsys_core.imports import fast_imports
 
 commands = typer.Typer()
@@ -27,7 +27,7 @@ def doctor(
     """Check the versions of the libraries and the hardware; with a config file, the whole installation."""
     config = None
     if config_path is not None:
-        from flows.config_file import load_config
+        from flows.settings.config_file import load_config
 
         config = load_config(config_path, overrides or ())
     from recsys_core.preflight import check_environment
@@ -54,7 +54,7 @@ def releases(config_path: ConfigPath = DEFAULT_CONFIG_PATH, overrides: Overrides
     """List the registered versions with alias, served metrics and run."""
     import json
 
-    from flows.config_file import load_config
+    from flows.settings.config_file import load_config
 
     config = load_config(config_path, overrides or ())
     prepare_environment(config.workspace)
@@ -104,11 +104,11 @@ def rollback(
 def _choose_champion(
     command: Literal["promote", "rollback"], config_path: Path, overrides: list[str] | None, parameters: dict[str, object]
 ) -> None:
-    from flows.config_file import load_config
+    from flows.settings.config_file import load_config
 
     config = load_config(config_path, overrides or ())
     prepare_environment(config.workspace)
-    from flows.cli.champion import choose_champion
+    from flows.cli.promote import choose_champion
 
     choose_champion(config, command, config_path=config_path, overrides=overrides or (), parameters=parameters)
 
@@ -131,7 +131,7 @@ def deploy(
     """Create or update the deployments of the pipeline in the Prefect server of PREFECT_API_URL."""
     import json
 
-    from flows.config_file import load_config
+    from flows.settings.config_file import load_config
 
     schedule_options = {"schedule.cron": cron, "schedule.timezone": timezone}
     schedule_overrides = [f"{setting}={json.dumps(value)}" for setting, value in schedule_options.items() if value is not None]
@@ -155,11 +155,11 @@ def clean(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="list the removals without removing anything")] = False,
 ) -> None:
     """Remove files of old runs and old model versions that `retention` does not keep. Each run does the same at its end."""
-    from flows.config_file import load_config
+    from flows.settings.config_file import load_config
 
     config = load_config(config_path, overrides or ())
     prepare_environment(config.workspace)
-    from flows.cli.clean import clean_workspace, print_removals
+    from flows.cli.workspace import clean_workspace, print_removals
 
     print_removals(clean_workspace(config, dry_run=dry_run), dry_run=dry_run, console=output.stdout)
 
@@ -172,10 +172,10 @@ def history(
     as_json: AsJson = False,
 ) -> None:
     """List the last runs: how each ended, served metrics, data sizes, duration and disk space."""
-    from flows.cli.history import as_json as history_as_json
-    from flows.cli.history import print_history
-    from flows.config_file import load_config
-    from flows.history import run_history
+    from flows.cli.workspace import as_json as history_as_json
+    from flows.cli.workspace import print_history
+    from flows.runs.run_history import run_history
+    from flows.settings.config_file import load_config
 
     config = load_config(config_path, overrides or ())
     runs, metric_name = run_history(config.workspace, max_runs=last), config.registry.metric
@@ -196,7 +196,7 @@ def ui(
     mlflow_port: Annotated[int, typer.Option(help="port of the MLflow UI")] = 5000,
 ) -> None:
     """Serve the Prefect and MLflow UIs on this machine until Ctrl-C."""
-    from flows.config_file import load_config
+    from flows.settings.config_file import load_config
 
     config = load_config(config_path, overrides or ())
     prepare_environment(config.workspace)
@@ -217,7 +217,7 @@ def up(
     metrics_port: Annotated[int | None, typer.Option(help="port of Prometheus metrics of the last run, e.g. 9464")] = None,
 ) -> None:
     """Run the pipeline as its schedule plans, and serve the Prefect and MLflow UIs on this machine, until Ctrl-C or SIGTERM."""
-    from flows.config_file import load_config
+    from flows.settings.config_file import load_config
 
     config = load_config(config_path, overrides or ())
     prepare_environment(config.workspace)

@@ -29,7 +29,7 @@ _STAGE_WIDTH, _DURATION_WIDTH, _MIN_FACTS_WIDTH, _MAX_FACTS_WIDTH = 19, 9, 20, 9
 
 
 class _StageLines(logging.Handler):
-    """Prints the log records of tasks.reporting: a line for a finished stage, a bar for the running one."""
+    """Prints the log records of tasks.progress.reporting: a line for a finished stage, a bar for the running one."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__(logging.DEBUG)

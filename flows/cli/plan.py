@@ -7,10 +7,10 @@ from typing import Any
 from rich.console import Console
 
 from flows.cli.output import print_table
-from flows.config import PipelineConfig
-from recsys_core.data.embeddings.ingest import ingest_embeddings
-from recsys_core.data.features.ingest import ingest_features
-from recsys_core.data.interactions.ingest import ingest_interactions
+from flows.settings.pipeline import PipelineConfig
+from recsys_core.ingest.features.ingest import ingest_features
+from recsys_core.ingest.log.ingest import ingest_interactions
+from recsys_core.ingest.vectors.ingest import ingest_embeddings
 from recsys_core.manifests import Dataset
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.config import ClusterConfig

@@ -6,7 +6,7 @@ import mlflow
 import pandas as pd
 from mlflow.pyfunc import PyFuncModel
 
-from flows.config import PipelineConfig
+from flows.settings.pipeline import PipelineConfig
 from recsys_core.config import Frozen
 from recsys_core.errors import InputError, NightjarError, StageError, redacted
 from tasks.registry.mlflow_client import call_with_deadline, connect, tracking_error

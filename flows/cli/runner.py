@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from flows.cli import output
-from flows.cli.interruption import interruptible
-from flows.config import PipelineConfig
-from flows.environment import set_flow_run_retention
-from flows.prefect_server import PrefectServer, prefect_session
-from flows.results import RunResults
-from flows.resume import check_resume
+from flows.interruption import interruptible
+from flows.runs.results import RunResults
+from flows.runs.resume import check_resume
+from flows.servers.prefect_server import PrefectServer, prefect_session
+from flows.settings.environment import set_flow_run_retention
+from flows.settings.pipeline import PipelineConfig
 from recsys_core.disk import explain_disk_full
 from recsys_core.errors import NightjarError, StageError, TrackingServerError, redacted
 from recsys_core.evaluation.report import metric_table
 from recsys_core.manifests import TrainManifest, require_own_folder
-from tasks.run import Run, RunOptions, StageName, new_run_id, workspace_lock
-from tasks.run_record import RunRecord, write_traceback
+from tasks.runs.run import Run, RunOptions, StageName, new_run_id, workspace_lock
+from tasks.runs.run_record import RunRecord, write_traceback
 
 
 class PrefectServerError(StageError):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.cli import output
 from flows.cli.runner import Command, flow_session
-from flows.config import PipelineConfig
+from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, StageError
 from tasks.tuning.config import label_of, short_label
 

@@ -16,10 +16,10 @@ from typing import TypeVar
 from filelock import FileLock, Timeout
 
 from flows.cli import output
-from flows.config import PipelineConfig
-from flows.environment import set_flow_run_retention
-from flows.prefect_server import PrefectServer
-from flows.server_process import HOST, LOG, WORKSPACE_VARIABLE, ServerProcess
+from flows.servers.prefect_server import PrefectServer
+from flows.servers.server_process import HOST, LOG, WORKSPACE_VARIABLE, ServerProcess
+from flows.settings.environment import set_flow_run_retention
+from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, StageError
 from recsys_core.parent_process import parent_environment
 
@@ -70,7 +70,7 @@ def up(
         )
         stack.enter_context(_up_lock(config.workspace))
         if metrics_port is not None:
-            from flows.metrics_file import serve_metrics
+            from flows.runs.metrics_file import serve_metrics
 
             facts["metrics"] = stack.enter_context(serve_metrics(config, port=metrics_port))
         # The runs log to the database, but their links to MLflow need the address of the UI.
@@ -129,7 +129,7 @@ def _start_servers(
     else:
 
         def create_mlflow_server() -> ServerProcess:
-            return ServerProcess("flows.mlflow_process", name="MLflow server", health_path="/health", port=mlflow_port)
+            return ServerProcess("flows.servers.mlflow_process", name="MLflow server", health_path="/health", port=mlflow_port)
 
         mlflow_server = _start_server(create_mlflow_server, mlflow_port, "--mlflow-port", stack)
         facts["MLflow"] = mlflow_server.url
@@ -205,7 +205,14 @@ def _planned_runs(config_path: Path, overrides: Sequence[str], *, log_file: Path
     read_end, write_end = os.pipe()
     with log_file.open("ab") as log_stream:
         runs_process = subprocess.Popen(
-            [sys.executable, "-m", "flows.deployment_process", str(write_end), str(config_path.absolute()), *overrides],
+            [
+                sys.executable,
+                "-m",
+                "flows.scheduled.deployment_process",
+                str(write_end),
+                str(config_path.absolute()),
+                *overrides,
+            ],
             env=os.environ | parent_environment(),
             stdin=subprocess.DEVNULL,
             stdout=log_stream,

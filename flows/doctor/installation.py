@@ -5,16 +5,16 @@ import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 
-from flows.config import PipelineConfig
 from flows.doctor.finding import Finding, not_used, ok, problem, run_checks
 from flows.doctor.servers import check_clocks, check_mlflow, check_prefect, check_schedule, check_worker
+from flows.settings.pipeline import PipelineConfig
 from recsys_core.disk import free_bytes
 from recsys_core.launching.config import LOCAL_SCHEDULERS, LOOPBACK_INTERFACE, LocalLauncher
 from recsys_core.launching.network import interface_addresses
 from recsys_core.preflight import Gpu
 from recsys_core.units import MIB, format_gib
-from tasks.run import Run
-from tasks.run_record import RunRecord
+from tasks.runs.run import Run
+from tasks.runs.run_record import RunRecord
 
 DISK_RESERVE_FACTOR = 1.2
 """Free space that a run needs, as a multiple of the size of the previous run."""

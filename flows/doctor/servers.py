@@ -16,8 +16,8 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
-from flows.config import PipelineConfig
 from flows.doctor.finding import Finding, not_used, ok, problem
+from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import redacted
 from tasks.registry.mlflow_client import tracking_uri
 

@@ -10,8 +10,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from recsys_core.data.events import EventStore
-from recsys_core.data.interactions.config import Split
+from recsys_core.dataset.events import EventStore
+from recsys_core.ingest.log.config import Split
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US, INT64_MAX
 

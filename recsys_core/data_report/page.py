@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from recsys_core import plots
 from recsys_core.data_report.limits import Unit, format_metric
-from recsys_core.data_report.schema import DataReport, Day
+from recsys_core.data_report.report_json import DataReport, Day
 from recsys_core.errors import MAX_SHOWN_CHARACTERS, printable
 from recsys_core.html_page import render_page
 from recsys_core.manifests import DataReportManifest

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from recsys_core.data.interactions.config import Split
 from recsys_core.data_report.config import DataReportConfig
 from recsys_core.data_report.drift import Mover, compare_runs
 from recsys_core.data_report.leaks import count_split
 from recsys_core.data_report.limits import check_limits, describe_breaches, find_warnings
 from recsys_core.data_report.page import to_html
-from recsys_core.data_report.schema import DataReport, Day
+from recsys_core.data_report.report_json import DataReport, Day
 from recsys_core.data_report.statistics import (
     history_histogram,
     popularity_curve,
@@ -21,6 +20,7 @@ from recsys_core.data_report.statistics import (
     size_metrics,
     train_lengths,
 )
+from recsys_core.ingest.log.config import Split
 from recsys_core.manifests import DataReportManifest, InteractionsManifest, StageFolder, fingerprint_of
 
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding_bag, normalize
 
-from recsys_core.data.events import EvaluationSplit, EventStore
-from recsys_core.data.jagged import JaggedArray
+from recsys_core.dataset.events import EvaluationSplit, EventStore
+from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.manifests import InteractionsManifest
 
 NO_VECTOR_SCORE = -4.0

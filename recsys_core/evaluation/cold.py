@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recsys_core.data.events import EvaluationSplit, EventStore
-from recsys_core.data.jagged import JaggedArray
+from recsys_core.dataset.events import EvaluationSplit, EventStore
+from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation.ranking import Ranking, rank_served
 
 

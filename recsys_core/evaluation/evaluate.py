@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recsys_core.data.events import EvaluationSplit, EventStore
-from recsys_core.data.jagged import JaggedArray
+from recsys_core.dataset.events import EvaluationSplit, EventStore
+from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import InputError, StageError
 from recsys_core.evaluation import baselines, metrics
 from recsys_core.evaluation.cold import cold_rows, rank_among

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recsys_core.data.jagged import JaggedArray
+from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import StageError
 from recsys_core.evaluation.metrics import TargetPositions
 from recsys_core.seeds import TIE_ORDER_SEED

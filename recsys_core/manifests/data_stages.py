@@ -216,7 +216,7 @@ class FeaturesManifest(Manifest):
 
 
 class DataReportManifest(Manifest):
-    """report.json (recsys_core.data_report.schema.DataReport) and report.html, one page for a browser."""
+    """report.json (recsys_core.data_report.report_json.DataReport) and report.html, one page for a browser."""
 
     kind: ClassVar[str] = "data_report"
     metrics: dict[str, float] = Field(description="metrics by name; a metric that could not be measured is left out")

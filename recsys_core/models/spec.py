@@ -9,20 +9,20 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from recsys_core.config import Frozen
-from recsys_core.data.batch_keys import POOLED, POOLED_WEIGHTED, UNPOOLED
-from recsys_core.data.features.store import FeatureForm, feature_form
+from recsys_core.dataset.batch_keys import POOLED, POOLED_WEIGHTED, UNPOOLED
+from recsys_core.dataset.feature_store import FeatureForm, feature_form
 from recsys_core.errors import InputError
 from recsys_core.manifests import Dataset, FeatureFacts
 from recsys_core.models.config import TwoTowerConfig
-from recsys_core.models.loss_config import LossConfig
-from recsys_core.models.table_checks import (
+from recsys_core.models.loss.loss_config import LossConfig
+from recsys_core.models.tables.table_checks import (
     check_distillation,
     check_table_names,
     check_table_settings,
     check_vectors_exist,
     check_width,
 )
-from recsys_core.models.table_config import OFFSET_TABLE, TEACHER_TABLE, TableConfig, random_norm
+from recsys_core.models.tables.table_config import OFFSET_TABLE, TEACHER_TABLE, TableConfig, random_norm
 
 Side = Literal["query", "item"]
 

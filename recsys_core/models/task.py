@@ -8,13 +8,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from recsys_core.data.batch import Batch
-from recsys_core.models.embedding_tables import CollectionOutputs, EmbeddingTables, table_outputs
-from recsys_core.models.loss_config import LossConfig
-from recsys_core.models.losses import l2_penalty
-from recsys_core.models.objective import Objective
+from recsys_core.dataset.batch import Batch
+from recsys_core.models.loss.loss_config import LossConfig
+from recsys_core.models.loss.losses import l2_penalty
+from recsys_core.models.loss.objective import Objective
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.table_config import TEACHER_TABLE
+from recsys_core.models.tables.embedding_tables import CollectionOutputs, EmbeddingTables, table_outputs
+from recsys_core.models.tables.table_config import TEACHER_TABLE
 from recsys_core.models.towers import CandidateTower, QueryTower
 
 TABLES_PATH = "embedding_tables"

@@ -10,7 +10,7 @@ from recsys_core.models.config import TowerConfig
 from recsys_core.models.history import HistoryPooling, last_items
 from recsys_core.models.normalisation import unit_vectors
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.table_config import OFFSET_TABLE
+from recsys_core.models.tables.table_config import OFFSET_TABLE
 
 
 class MLP(nn.Module):

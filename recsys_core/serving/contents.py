@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from recsys_core.data.features.store import Feature, FeatureStore
+from recsys_core.dataset.feature_store import Feature, FeatureStore
 from recsys_core.errors import StageError
 from recsys_core.models.spec import ModelSpec
 from recsys_core.retrieval.search import load_index, search, search_exhaustively, verify_file

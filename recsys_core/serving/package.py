@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from recsys_core.config import Frozen
-from recsys_core.data.events import EventStore
+from recsys_core.dataset.events import EventStore
 from recsys_core.manifests import (
     Dataset,
     EvaluationManifest,

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recsys_core.data.features.store import FeatureForm, FeatureStore
-from recsys_core.data.jagged import JaggedArray
+from recsys_core.dataset.feature_store import FeatureForm, FeatureStore
+from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.models.spec import ModelSpec
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from recsys_core.data.jagged import JaggedArray
+from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import InputError
 from recsys_core.manifests import PackageManifest, require_manifest
 from recsys_core.retrieval.search import search, search_exhaustively

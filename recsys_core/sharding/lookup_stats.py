@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recsys_core.config import Frozen
-from recsys_core.data.events import EventStore
-from recsys_core.data.features.store import FeatureStore
+from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.manifests import Dataset
-from recsys_core.models.loss_config import LossConfig
-from recsys_core.models.sampling import negative_share
+from recsys_core.models.loss.loss_config import LossConfig
+from recsys_core.models.loss.sampling import negative_share
 from recsys_core.models.spec import ModelSpec
 
 Floats = NDArray[np.float64]

@@ -12,8 +12,8 @@ from torchrec.distributed.types import CacheParams, EmbeddingModuleShardingPlan,
 
 from recsys_core.config import Frozen
 from recsys_core.errors import InputError
-from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec, module_name
+from recsys_core.models.tables.optimizer_config import TableOptimizer
 from recsys_core.sharding.config import ClusterConfig, ComputeKernel, QuantizedCommsConfig, ShardingType
 from recsys_core.sharding.constraints import ssd_parameters, table_optimizer_kind
 from recsys_core.units import MIB

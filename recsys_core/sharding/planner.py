@@ -9,8 +9,8 @@ from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
 from recsys_core.errors import InputError
 from recsys_core.manifests import PlanManifest, StageFolder, fingerprint_of
-from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
+from recsys_core.models.tables.optimizer_config import TableOptimizer
 from recsys_core.preflight import cgroup_limits
 from recsys_core.sharding.config import PLAN_NAME, ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, check_constraints, num_values_per_query, table_optimizer_kind

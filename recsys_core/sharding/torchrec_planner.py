@@ -25,9 +25,9 @@ from torchrec.distributed.planner.types import (
 from torchrec.optim.optimizers import SGD, Adagrad, Adam, PartialRowWiseAdam
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from recsys_core.models.embedding_tables import EmbeddingTables, parameter_name
-from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec, module_name
+from recsys_core.models.tables.embedding_tables import EmbeddingTables, parameter_name
+from recsys_core.models.tables.optimizer_config import TableOptimizer
 from recsys_core.models.task import TABLES_PATH
 from recsys_core.sharding.config import ClusterConfig, ComputeKernel, ShardingConfig, ShardingType
 from recsys_core.sharding.constraints import parameter_constraints, table_optimizer_kind

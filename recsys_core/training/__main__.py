@@ -17,10 +17,10 @@ if __name__ == "__main__":
 
         from recsys_core.patches.rank import prepare_rank
         from recsys_core.sharding.plan_file import PlanFile
-        from recsys_core.training.export import run_export
-        from recsys_core.training.job_spec import JOB_ADAPTER, TrainJob
+        from recsys_core.training.export.export import run_export
+        from recsys_core.training.job.job_spec import JOB_ADAPTER, TrainJob
+        from recsys_core.training.job.process_group import join_process_group
         from recsys_core.training.loop import run_training
-        from recsys_core.training.process_group import join_process_group
 
     job = JOB_ADAPTER.validate_json(Path(sys.argv[1]).read_bytes())
     device = PlanFile.read(job.plan).device

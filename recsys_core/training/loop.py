@@ -7,19 +7,19 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_un
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer
 
-from recsys_core.data.assembly import Assembler
-from recsys_core.data.events import EventStore
-from recsys_core.data.features.store import FeatureStore
-from recsys_core.data.loader import TrainLoader
+from recsys_core.dataset.assembly import Assembler
+from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.feature_store import FeatureStore
+from recsys_core.dataset.loader import TrainLoader
 from recsys_core.errors import InputError
 from recsys_core.manifests import require_manifest
-from recsys_core.models.sampling import negative_share
+from recsys_core.models.loss.sampling import negative_share
 from recsys_core.models.task import RetrievalTask
 from recsys_core.seeds import step_seed
 from recsys_core.sharding.config import PLAN_NAME
 from recsys_core.training.checkpoint import BestValidation, Checkpointer, CheckpointManifest, checkpoint_name, restore
-from recsys_core.training.encoding import Encoder
-from recsys_core.training.job_spec import (
+from recsys_core.training.export.encoding import Encoder
+from recsys_core.training.job.job_spec import (
     CHECKPOINTS_FOLDER,
     JOB_FILE,
     METRICS_FILE,
@@ -28,13 +28,13 @@ from recsys_core.training.job_spec import (
     TrainJob,
     TrainResult,
 )
+from recsys_core.training.job.process_group import Process
 from recsys_core.training.metrics_log import MetricsLog, raise_if_not_finite
 from recsys_core.training.optimizers import LearningRates, make_optimizer
-from recsys_core.training.process_group import Process
 from recsys_core.training.sharded_model import initial_model
 from recsys_core.training.step_timer import StepTimer, make_profiler
 from recsys_core.training.validation import Validator
-from recsys_core.training.warm_start import load_champion_accumulators, load_champion_weights
+from recsys_core.training.warm.warm_start import load_champion_accumulators, load_champion_weights
 
 
 def run_training(job: TrainJob, *, process: Process) -> None:

@@ -14,11 +14,11 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys_core.atomic import write_text
 from recsys_core.errors import StageError
-from recsys_core.models.embedding_tables import table_shards
 from recsys_core.models.spec import ModelSpec
+from recsys_core.models.tables.embedding_tables import table_shards
 from recsys_core.training.dense_parallel import local_part
-from recsys_core.training.job_spec import Progress
-from recsys_core.training.process_group import Process
+from recsys_core.training.job.job_spec import Progress
+from recsys_core.training.job.process_group import Process
 from recsys_core.training.step_timer import StepTimes
 
 

@@ -17,9 +17,9 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from recsys_core.models.embedding_tables import local_shards
-from recsys_core.models.optimizer_config import DenseOptimizer, Schedule, TableOptimizer
 from recsys_core.models.spec import ModelSpec, module_name
+from recsys_core.models.tables.embedding_tables import local_shards
+from recsys_core.models.tables.optimizer_config import DenseOptimizer, Schedule, TableOptimizer
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.sharded_model import ADAGRAD_EPS
 

@@ -16,10 +16,12 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.optimizers import SGD, Adagrad, Adam, PartialRowWiseAdam
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from recsys_core.data.events import EventStore, memory_map
+from recsys_core.dataset.events import EventStore, memory_map
 from recsys_core.manifests import Dataset, InteractionsManifest
-from recsys_core.models.embedding_tables import parameter_name, table_shards
-from recsys_core.models.initialisation import (
+from recsys_core.models.loss.loss_config import LossConfig
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.tables.embedding_tables import parameter_name, table_shards
+from recsys_core.models.tables.initialisation import (
     copy_pretrained,
     fill_missing,
     fill_random,
@@ -28,18 +30,16 @@ from recsys_core.models.initialisation import (
     rows_with_vector,
     zero_rows,
 )
-from recsys_core.models.loss_config import LossConfig
-from recsys_core.models.optimizer_config import TableOptimizer
-from recsys_core.models.spec import ModelSpec
-from recsys_core.models.table_checks import ID_TABLES
-from recsys_core.models.table_config import OFFSET_TABLE, TEACHER_TABLE, random_norm
+from recsys_core.models.tables.optimizer_config import TableOptimizer
+from recsys_core.models.tables.table_checks import ID_TABLES
+from recsys_core.models.tables.table_config import OFFSET_TABLE, TEACHER_TABLE, random_norm
 from recsys_core.models.task import TABLES_PATH, RetrievalHead, RetrievalTask
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.sharders import sharders
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.dense_parallel import shard_layers
-from recsys_core.training.job_spec import TrainJob
-from recsys_core.training.process_group import Process
+from recsys_core.training.job.job_spec import TrainJob
+from recsys_core.training.job.process_group import Process
 
 logger = logging.getLogger(__name__)
 ADAGRAD_EPS = 1e-8

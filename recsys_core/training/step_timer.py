@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from recsys_core.data.batch import Batch
+from recsys_core.dataset.batch import Batch
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training.config import ProfileConfig
-from recsys_core.training.process_group import Process
+from recsys_core.training.job.process_group import Process
 
 FLOAT32_BYTES = 4
 PROFILER_WARMUP_STEPS = 2

@@ -13,15 +13,14 @@ from recsys_core.launching.heartbeat import HeartbeatFile
 from recsys_core.launching.launch import launch
 from recsys_core.launching.rank_output import RankOutput
 from recsys_core.manifests import Dataset, InteractionsManifest, PlanManifest, StageFolder, TrainManifest, fingerprint_of
-from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.config import PLAN_NAME, ShardingConfig
-from recsys_core.training.attempts import make_attempts
-from recsys_core.training.champion import Champion
 from recsys_core.training.config import TrainingConfig, WarmStartConfig
 from recsys_core.training.dense_parallel import require_shardable_layers
-from recsys_core.training.disk_estimate import training_bytes
-from recsys_core.training.job_spec import (
+from recsys_core.training.job.attempts import make_attempts
+from recsys_core.training.job.disk_estimate import training_bytes
+from recsys_core.training.job.job_spec import (
     CHECKPOINTS_FOLDER,
     JOB_FILE,
     METRICS_FILE,
@@ -31,9 +30,10 @@ from recsys_core.training.job_spec import (
     TrainJob,
     TrainResult,
 )
-from recsys_core.training.leaked_events import count_leaked_events
 from recsys_core.training.metrics_log import MetricsTail
-from recsys_core.training.warm_start import prepare_warm_start
+from recsys_core.training.warm.leaked_events import count_leaked_events
+from recsys_core.training.warm.starting_model import Champion
+from recsys_core.training.warm.warm_start import prepare_warm_start
 
 logger = logging.getLogger(__name__)
 HARD_LINK_ERRORS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)

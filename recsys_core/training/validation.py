@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch import distributed as dist
 
-from recsys_core.data.events import EventStore
-from recsys_core.data.jagged import Int64Array
+from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.jagged import Int64Array
 from recsys_core.errors import InputError
 from recsys_core.evaluation import metrics
 from recsys_core.evaluation.baselines import popularity_before
@@ -23,8 +23,8 @@ from recsys_core.evaluation.ranking import rank_served
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.seeds import VALIDATION_USERS_SEED
 from recsys_core.training.config import ValidationConfig
-from recsys_core.training.encoding import Encoder, RankWriter
-from recsys_core.training.sharded_array import fill_array, remove_part, writing_part
+from recsys_core.training.export.encoding import Encoder, RankWriter
+from recsys_core.training.export.sharded_array import fill_array, remove_part, writing_part
 
 _METRIC_BY_NAME = {"recall": metrics.recall, "ndcg": metrics.ndcg, "hit_rate": metrics.hit_rate}
 

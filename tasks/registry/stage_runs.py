@@ -9,7 +9,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME, MLFL
 from recsys_core.manifests import MANIFEST_NAME, Manifest, load_manifest
 from tasks.registry.mlflow_client import call_or_warn
 from tasks.registry.tracking import open_run
-from tasks.run import STAGES, Run, StageName
+from tasks.runs.run import STAGES, Run, StageName
 
 STAGE_TAG = "nightjar.stage"
 FINGERPRINT_TAG = "nightjar.fingerprint"

@@ -33,7 +33,7 @@ from recsys_core.manifests import (
     fingerprint_of,
 )
 from recsys_core.retrieval.plot import plot_indexes
-from recsys_core.training.job_spec import Progress
+from recsys_core.training.job.job_spec import Progress
 from tasks.registry.mlflow_client import (
     ANSWER_TIMEOUT_S,
     LOG,
@@ -44,7 +44,7 @@ from tasks.registry.mlflow_client import (
     tracking_error,
     tracking_uri,
 )
-from tasks.run import Run
+from tasks.runs.run import Run
 
 # The monitor logs an outage of MLflow with passwords. MetricRelay reports the outage without them.
 logging.getLogger("mlflow.system_metrics.system_metrics_monitor").setLevel(logging.CRITICAL)

@@ -22,7 +22,7 @@ from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import LOG, RUN_ID_TAG, tracking_uri
 from tasks.registry.model_uri import PACKAGE_SHA256_KEY, PACKAGE_SHA256_TAG
 from tasks.registry.releases import delete_logged_model
-from tasks.run import Run
+from tasks.runs.run import Run
 
 PACKAGE_TAG = "nightjar.package"
 _MODEL_CODE_FILE = Path(__file__).with_name("pyfunc_model.py")

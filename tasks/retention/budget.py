@@ -9,7 +9,7 @@ from recsys_core.manifests import MARKER_NAME, PackageManifest, RegistrationMani
 from recsys_core.units import GIB, format_gib
 from tasks.retention.config import RetentionConfig
 from tasks.retention.run_folders import RUNS_FOLDER_NAME, run_ids
-from tasks.run import REDUCED_FILE_NAME, Run
+from tasks.runs.run import REDUCED_FILE_NAME, Run
 
 LOG = logging.getLogger("nightjar")
 

@@ -33,7 +33,7 @@ from recsys_core.manifests import (
 )
 from recsys_core.manifests.ownership import remove_own_folder
 from tasks.retention.config import RetentionConfig
-from tasks.run import CHAMPION_FILE_NAME, LOCK_NAME, REDUCED_FILE_NAME, RUN_ID_PATTERN, STAGES, Run, StageName
+from tasks.runs.run import CHAMPION_FILE_NAME, LOCK_NAME, REDUCED_FILE_NAME, RUN_ID_PATTERN, STAGES, Run, StageName
 
 REPORT_SUFFIXES = (".html", ".json", ".jsonl", ".png")
 """Files of a stage that a reduced run keeps: its manifest, its report and the training log."""

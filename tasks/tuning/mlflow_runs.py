@@ -8,7 +8,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
 
 from tasks.registry.mlflow_client import call_or_warn
 from tasks.registry.tracking import as_metrics, log_metrics, log_params, open_run
-from tasks.run import Run
+from tasks.runs.run import Run
 from tasks.tuning.study import FinishedTrial, Study, TrialEnding
 
 TRIAL_TAG = "nightjar.trial"

@@ -11,8 +11,8 @@ from prefect.cache_policies import NO_CACHE
 
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import TrainManifest
-from recsys_core.training.job_spec import METRICS_FILE, Progress
-from tasks.reporting import show_bar, training_note
+from recsys_core.training.job.job_spec import METRICS_FILE, Progress
+from tasks.progress.reporting import show_bar, training_note
 from tasks.tuning.study import RunningTrial, TrialEnding, TrialResult
 
 

@@ -13,9 +13,9 @@ import yaml
 from typer.main import get_command
 
 from flows.cli.main import app
-from flows.config import PipelineConfig
-from flows.config_errors import setting_keys
-from flows.config_file import load_config
+from flows.settings.config_errors import setting_keys
+from flows.settings.config_file import load_config
+from flows.settings.pipeline import PipelineConfig
 from infra.config_reference import PAGE_PATH, reference_page
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,11 +22,11 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Completed, Failed, Running, Scheduled, State
 
-from flows import automations
-from flows.automations import BLOCK_NAME, create_automations
-from flows.cli.config_template import starter_config
+from flows.scheduled import automations
+from flows.scheduled.automations import BLOCK_NAME, create_automations
+from flows.settings.template import starter_config
 from recsys_core.errors import InputError
-from tasks.events import emit_alias_change
+from tasks.delivery.prefect_events import emit_alias_change
 from tasks.registry.promotion import AliasChange
 
 pytestmark = pytest.mark.drill

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.config_file import load_config
-from flows.prefect_server import embedded_server
+from flows.servers.prefect_server import embedded_server
+from flows.settings.config_file import load_config
 from recsys_core.launching.messages import LaunchFolder
 from tests.drills.test_kill_and_resume import write_config
 

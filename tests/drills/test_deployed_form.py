@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from flows.config_file import load_config
-from flows.prefect_server import embedded_server
+from flows.servers.prefect_server import embedded_server
+from flows.settings.config_file import load_config
 from tasks.registry.mlflow_client import connect
 from tests.drills.test_kill_and_resume import write_config
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.drill
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 600.0
-SERVE = "from flows.deployed import deployed_retrain as flow; flow.serve('drill', pause_on_shutdown=False)"
+SERVE = "from flows.scheduled.deployed import deployed_retrain as flow; flow.serve('drill', pause_on_shutdown=False)"
 
 
 class Form:

@@ -16,7 +16,7 @@ import yaml
 
 from recsys_core.disk import used_bytes
 from recsys_core.manifests import MARKER_NAME, read_unchecked_manifest
-from tasks.run import STAGES, StageName
+from tasks.runs.run import STAGES, StageName
 from tests.drills.interrupted_run import ROOT
 from tests.drills.test_kill_and_resume import NIGHTJAR, RUN_ID, write_config
 
@@ -32,8 +32,8 @@ FILES_WITH_TIMES = ("metrics.jsonl", "checkpoint/.metadata", "checkpoint/job.jso
 RUN_STAGES = """
 import json, os, sys
 from pathlib import Path
-from flows.prefect_server import embedded_server, prefect_session
-from tasks.run import STAGES
+from flows.servers.prefect_server import embedded_server, prefect_session
+from tasks.runs.run import STAGES
 from tests.drills.test_disk_full import RUN_ID, bytes_to_leave, fill, checksums_of
 
 file, disk = Path(sys.argv[1]), Path(sys.argv[2])
@@ -41,7 +41,7 @@ os.environ["PREFECT_HOME"] = str(file.parent / "prefect")
 os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{file.parent}/mlflow.db"
 
 def load_flow():
-    from flows.deployed import deployed_retrain
+    from flows.scheduled.deployed import deployed_retrain
     return deployed_retrain
 
 with embedded_server() as server, prefect_session(server, load_flow, log_file=file.parent / "prefect.log") as flow:

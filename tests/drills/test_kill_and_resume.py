@@ -12,9 +12,9 @@ import psutil
 import pytest
 import yaml
 
-from recsys_core.data.synthetic import generate
+from recsys_core.ingest.synthetic import generate
 from recsys_core.manifests import MARKER_NAME
-from tasks.run import STAGES
+from tasks.runs.run import STAGES
 
 pytestmark = pytest.mark.drill
 NIGHTJAR = [sys.executable, "-m", "flows.cli"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.run import STAGES
+from tasks.runs.run import STAGES
 from tests.drills.restartable_server import prefect_server, running
 from tests.drills.started_run import StartedRun, started_run
 from tests.drills.test_kill_and_resume import is_in, write_config
@@ -40,7 +40,7 @@ def assert_promoted(run: StartedRun, prefect_home: Path) -> None:
 def test_the_embedded_server_is_killed_in_the_training_and_another_one_takes_its_place(tmp_path: Path) -> None:
     with started_run(write_config(tmp_path)) as run:
         wait_for_training(run)
-        (server,) = [child for child in run.children() if "flows.prefect_process" in child.cmdline()]
+        (server,) = [child for child in run.children() if "flows.servers.prefect_process" in child.cmdline()]
         server.send_signal(signal.SIGKILL)
         assert_promoted(run, tmp_path / "workspace" / "prefect")
         assert "the embedded Prefect server was ended by SIGKILL; another server is started" in run.stderr

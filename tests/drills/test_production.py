@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from tasks.run_record import RunRecord
+from tasks.runs.run_record import RunRecord
 from tests.drills import postgresql_server as postgresql_module
 from tests.drills import s3_server as s3_module
 from tests.drills.chromium import log_in_to_prefect, take_picture

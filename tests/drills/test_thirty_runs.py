@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recsys_core.data.synthetic import generate
 from recsys_core.disk import used_bytes
+from recsys_core.ingest.synthetic import generate
 from recsys_core.units import MIB
 from tasks.registry.mlflow_client import connect
 from tasks.retention.run_folders import run_ids

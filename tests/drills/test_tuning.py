@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from flows.cli import main as cli
-from recsys_core.data.synthetic import generate
+from recsys_core.ingest.synthetic import generate
 from tasks.registry.tracking import connect
 from tests.flows.tuning_config import CONFIG, RATE
 

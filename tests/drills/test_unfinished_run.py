@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from flows.config_file import load_config
+from flows.settings.config_file import load_config
 from tests.drills.interrupted_run import ROOT
-from tests.flows.test_resume_scheduled import add_run
+from tests.flows.runs.test_resume_scheduled import add_run
 
 pytestmark = pytest.mark.drill
 SCHEDULED_RUN = """
 import logging, os, sys
 from pathlib import Path
-from flows.prefect_server import embedded_server, prefect_session
+from flows.servers.prefect_server import embedded_server, prefect_session
 file = Path(sys.argv[1])
 os.environ["PREFECT_HOME"] = str(file.parent / "prefect")
 logging.basicConfig(level=logging.WARNING)
 def load_flow():
-    from flows.deployed import deployed_retrain
+    from flows.scheduled.deployed import deployed_retrain
     return deployed_retrain
 with embedded_server() as server, prefect_session(server, load_flow, log_file=file.parent / "prefect.log") as deployed_retrain:
     from prefect import tags

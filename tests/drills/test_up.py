@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 import pytest
 
-from flows.config_file import load_config
-from tasks.run_record import RunRecord
+from flows.settings.config_file import load_config
+from tasks.runs.run_record import RunRecord
 from tests.drills.test_kill_and_resume import write_config
 
 pytestmark = pytest.mark.drill

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flows import nightly
-from recsys_core.data.synthetic import generate
+from recsys_core.ingest.synthetic import generate
 from recsys_core.manifests import TrainManifest, require_manifest
 
 CONFIG = """

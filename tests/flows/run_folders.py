@@ -6,8 +6,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from tasks.run import STAGES, Run, RunOptions
-from tasks.run_record import RunFigures, RunRecord, RunState
+from tasks.runs.run import STAGES, Run, RunOptions
+from tasks.runs.run_record import RunFigures, RunRecord, RunState
 
 METRIC = "recall@20"
 FIRST_START = datetime(2026, 10, 24, 2, 15, tzinfo=UTC)

@@ -20,16 +20,16 @@ from fastapi.testclient import TestClient
 from mlflow.pyfunc import scoring_server
 
 from flows import nightly
-from flows.cli.config_template import starter_config
-from flows.config import PipelineConfig
-from flows.config_file import load_config
-from recsys_core.data.synthetic import generate
+from flows.settings.config_file import load_config
+from flows.settings.pipeline import PipelineConfig
+from flows.settings.template import starter_config
 from recsys_core.errors import DataRejectedError, InputError
+from recsys_core.ingest.synthetic import generate
 from recsys_core.manifests import RegistrationManifest
 from recsys_core.training.config import WarmStartConfig
 from tasks.registry.mlflow_client import connect, tracking_uri
-from tasks.run import STAGES, Run, RunOptions
-from tasks.run_record import RunRecord
+from tasks.runs.run import STAGES, Run, RunOptions
+from tasks.runs.run_record import RunRecord
 from tests.recsys_core.launching.listening_sockets import Listening, collect_listening
 
 ROOT = Path(nightly.__file__).parents[1]
@@ -99,7 +99,7 @@ def outcome(workspace: Workspace, sockets: Listening) -> Any:
 
 
 def test_during_a_run_processes_listen_on_the_loopback_only(outcome: Any, sockets: Listening) -> None:
-    assert {"flows.prefect_process", "recsys_core.training"} <= {name for name, _ in sockets}
+    assert {"flows.servers.prefect_process", "recsys_core.training"} <= {name for name, _ in sockets}
     assert {address for _, address in sockets} <= {"127.0.0.1", "::1"}, sockets
 
 

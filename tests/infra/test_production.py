@@ -13,10 +13,10 @@ import kubernetes.client
 import pytest
 import yaml
 
-from flows.cli.config_template import starter_config
-from flows.metrics_file import metrics_registry
-from tasks.run import Run
-from tasks.run_record import RunFigures, RunRecord, RunState, record_run
+from flows.runs.metrics_file import metrics_registry
+from flows.settings.template import starter_config
+from tasks.runs.run import Run
+from tasks.runs.run_record import RunFigures, RunRecord, RunState, record_run
 
 ROOT = Path(__file__).resolve().parents[2]
 INFRA = ROOT / "infra"

@@ -6,8 +6,8 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from recsys_core.config import OPERATIONAL, FilePath, Settings
-from recsys_core.data.embeddings.config import EmbeddingsConfig
-from recsys_core.data.interactions.config import InteractionsConfig
+from recsys_core.ingest.log.config import InteractionsConfig
+from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.launching.config import TorchxLauncher
 from recsys_core.training.config import TrainingConfig
 

@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recsys_core.data.interactions.config import FileSplit
 from recsys_core.data_report.config import DataReportConfig
 from recsys_core.data_report.report import report_data
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
+from recsys_core.ingest.log.config import FileSplit
 from recsys_core.manifests import (
     DataReportManifest,
     Dataset,
@@ -34,9 +34,9 @@ from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.config import PackageConfig
 from recsys_core.serving.package import build_package
-from recsys_core.training.job_spec import Progress
-from tasks.registry import version_tester
-from tasks.registry.smoke_test import K, ServedSample, UnusableVersionError
+from recsys_core.training.job.job_spec import Progress
+from tasks.gate import version_tester
+from tasks.gate.smoke_test import K, ServedSample, UnusableVersionError
 from tests.recsys_core.evaluation.stage_folders import export_stage, interactions_stage
 from tests.recsys_core.manifests.committed_stage import commit_stage
 

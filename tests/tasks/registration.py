@@ -6,9 +6,9 @@ from typing import Any
 from mlflow import MlflowClient
 
 from recsys_core.manifests import RegistrationManifest
-from tasks.register import register
 from tasks.registry.config import RegistryConfig
-from tasks.run import Run, RunOptions
+from tasks.runs.run import Run, RunOptions
+from tasks.stages.register import register
 from tests.tasks.conftest import Stages
 
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from flows.cli import main as cli
-from flows.config_file import load_config
+from flows.settings.config_file import load_config
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from flows.cli import output
 from recsys_core.evaluation.report import metric_table
-from tasks.reporting import LOG, show_bar
+from tasks.progress.reporting import LOG, show_bar
 
 WIDTH = 80
 FACTS = (

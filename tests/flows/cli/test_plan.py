@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from flows.cli.main import app
 from recsys_core.sharding.plan_file import PlanFile
-from tests.recsys_core.data.parquet_files import write
+from tests.recsys_core.ingest.parquet_files import write
 
 CLUSTER = [
     "--nodes",

@@ -10,12 +10,12 @@ import pytest
 
 from flows.cli import main as cli
 from flows.cli import runner
-from flows.cli.config_template import starter_config
 from flows.cli.runner import Command, run_nightly, save_traceback
+from flows.settings.template import starter_config
 from recsys_core.errors import StageError, TrackingServerError
 from recsys_core.manifests.ownership import create_own_folder
 from tasks.registry import mlflow_client
-from tasks.run import RunOptions
+from tasks.runs.run import RunOptions
 from tests.tasks.unhealthy_servers import answering, closed, silent
 
 COMMANDS = (["query", "--user", "1"], ["releases"])

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from flows.cli.tune import check_tunable
-from flows.config_file import load_config, settings_as_yaml
+from flows.settings.config_file import load_config, settings_as_yaml
 from recsys_core.errors import InputError
 from tasks.tuning.config import RangeConfig, TuningConfig
 from tasks.tuning.study import Study, TrialResult, sort_best_first

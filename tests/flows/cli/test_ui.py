@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flows.cli import ui
-from flows.cli.config_template import starter_config
+from flows.settings.template import starter_config
 from recsys_core.errors import InputError
 from tasks.registry.mlflow_client import connect
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.config_template import starter_config
-from flows.config import PipelineConfig
 from flows.doctor.finding import not_used, ok, run_checks
 from flows.doctor.installation import check_devices, check_network, check_shared_memory
+from flows.settings.pipeline import PipelineConfig
+from flows.settings.template import starter_config
 from recsys_core.preflight import Gpu
 
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.config_template import starter_config
-from flows.config import PipelineConfig
 from flows.doctor.installation import check_disk, check_previous_run
-from flows.schedule import ScheduleConfig
+from flows.settings.pipeline import PipelineConfig
+from flows.settings.schedule import ScheduleConfig
+from flows.settings.template import starter_config
 from recsys_core.errors import InputError, StageError
-from tasks.run import Run
-from tasks.run_record import RunRecord, record_run
+from tasks.runs.run import Run
+from tasks.runs.run_record import RunRecord, record_run
 
 
 def test_the_free_disk_is_compared_with_the_newest_run(small_disk: Path) -> None:

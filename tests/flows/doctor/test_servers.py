@@ -12,12 +12,12 @@ from threading import Thread
 import pytest
 from filelock import FileLock
 
-from flows.cli.config_template import starter_config
-from flows.config import PipelineConfig
 from flows.doctor.finding import Finding
 from flows.doctor.servers import UP_LOCK_NAME, check_clocks, check_mlflow, check_prefect, check_schedule, check_worker
-from flows.prefect_server import embedded_server
-from flows.schedule import ScheduleConfig
+from flows.servers.prefect_server import embedded_server
+from flows.settings.pipeline import PipelineConfig
+from flows.settings.schedule import ScheduleConfig
+from flows.settings.template import starter_config
 from tests.tasks.unhealthy_servers import answering, closed
 
 

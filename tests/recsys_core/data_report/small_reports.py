@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from recsys_core.data.interactions.config import FileSplit, Split
 from recsys_core.data_report.config import DataReportConfig
 from recsys_core.data_report.report import PreviousRun, report_data
-from recsys_core.data_report.schema import DataReport
+from recsys_core.data_report.report_json import DataReport
+from recsys_core.ingest.log.config import FileSplit, Split
 from recsys_core.manifests import DataReportManifest, InteractionsManifest
 from recsys_core.units import DAY_US
-from tests.recsys_core.data.interactions_with_times import Parts
+from tests.recsys_core.ingest.interactions_with_times import Parts
 
 FILES = FileSplit(test_paths=("test.parquet",))
 

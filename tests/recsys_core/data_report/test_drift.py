@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys_core.data_report.drift import match_rows, popularity_buckets, stability_index
-from tests.recsys_core.data.interactions_with_times import Parts, interactions_of
 from tests.recsys_core.data_report.small_reports import report_of, user
+from tests.recsys_core.ingest.interactions_with_times import Parts, interactions_of
 
 
 @pytest.mark.parametrize("same_rows", [True, False])

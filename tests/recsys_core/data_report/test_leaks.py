@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recsys_core.data.interactions.config import FileSplit, LeaveLastOut, Split, TimeSplit
 from recsys_core.data_report.leaks import SplitCounts, count_split
+from recsys_core.ingest.log.config import FileSplit, LeaveLastOut, Split, TimeSplit
 from recsys_core.units import DAY_US
-from tests.recsys_core.data.interactions_with_times import Parts, interactions_of
+from tests.recsys_core.ingest.interactions_with_times import Parts, interactions_of
 
 FILES = FileSplit(test_paths=("test.parquet",))
 ITEMS = 5

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from recsys_core.data_report.page import to_html, to_markdown
 from recsys_core.manifests import ColumnFacts
-from tests.recsys_core.data.interactions_with_times import interactions_of
 from tests.recsys_core.data_report.small_reports import report_of, user
+from tests.recsys_core.ingest.interactions_with_times import interactions_of
 
 HOSTILE = "<script>alert('&')</script>\u202e\x00\""
 

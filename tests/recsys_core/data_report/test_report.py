@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from recsys_core.data.interactions.config import LeaveLastOut, Split, TimeSplit
+from recsys_core.ingest.log.config import LeaveLastOut, Split, TimeSplit
 from recsys_core.units import DAY_US
-from tests.recsys_core.data.interactions_with_times import Parts, interactions_of
 from tests.recsys_core.data_report.small_reports import FILES, report_of, user
+from tests.recsys_core.ingest.interactions_with_times import Parts, interactions_of
 
 
 def test_the_first_run_breaks_no_limit_and_is_compared_with_no_run(tmp_path: Path) -> None:

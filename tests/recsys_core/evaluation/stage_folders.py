@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import save_file
 
-from recsys_core.data.features.store import FeatureStore
+from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.manifests import (
     EmbeddingsManifest,
     ExportManifest,

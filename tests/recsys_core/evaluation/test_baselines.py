@@ -2,7 +2,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from recsys_core.data.jagged import JaggedArray
+from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation import baselines
 
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recsys_core.data.events import EventStore
-from recsys_core.data.jagged import JaggedArray
+from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation.cold import cold_rows, rank_among
 from recsys_core.evaluation.ranking import rank_served
 

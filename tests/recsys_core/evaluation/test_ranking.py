@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recsys_core.data.jagged import JaggedArray
+from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import StageError
 from recsys_core.evaluation import ranking as ranking_module
 from recsys_core.evaluation.ranking import Ranking, rank_by_order, rank_catalogue, rank_served, tie_order

@@ -10,8 +10,8 @@ from recsys_core.manifests import Dataset, ExportManifest, PlanManifest, TrainMa
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.planner import plan_sharding
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.export import export_vectors
-from recsys_core.training.job_spec import Progress
+from recsys_core.training.export.export import export_vectors
+from recsys_core.training.job.job_spec import Progress
 from recsys_core.training.train import train
 from tests.recsys_core.launching.scripted_launches import ONE_HOST, TWO_HOSTS
 from tests.recsys_core.training.forked_training import Experiment, generate_dataset, make_experiment

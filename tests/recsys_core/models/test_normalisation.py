@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from recsys_core.data.batch import Batch
+from recsys_core.dataset.batch import Batch
 from recsys_core.models.normalisation import unit_vectors
 from recsys_core.models.task import RetrievalTask
 from tests.recsys_core.models.test_task import ITEMS, batch_of, task_of, weight_of

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from recsys_core.errors import InputError
 from recsys_core.models.config import HistoryConfig, TwoTowerConfig
-from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec, TableSpec
-from recsys_core.models.table_checks import check_width
-from recsys_core.models.table_config import TableConfig
-from tests.recsys_core.data.random_features import FORMS, ROWS, SIDES, facts
+from recsys_core.models.tables.optimizer_config import TableOptimizer
+from recsys_core.models.tables.table_checks import check_width
+from recsys_core.models.tables.table_config import TableConfig
+from tests.recsys_core.ingest.random_features import FORMS, ROWS, SIDES, facts
 from tests.recsys_core.models.error_messages import raises_message
 
 DIM = 8

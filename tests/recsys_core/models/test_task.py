@@ -8,19 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch import Batch
-from recsys_core.data.batch_keys import UNPOOLED
-from recsys_core.data.features.store import FeatureStore
-from recsys_core.data.jagged import JaggedArray
+from recsys_core.dataset.assembly import Assembler
+from recsys_core.dataset.batch import Batch
+from recsys_core.dataset.batch_keys import UNPOOLED
+from recsys_core.dataset.feature_store import FeatureStore
+from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.models.config import TwoTowerConfig
-from recsys_core.models.embedding_tables import EmbeddingTables, parameter_name
-from recsys_core.models.loss_config import LossConfig
-from recsys_core.models.sampling import negative_share
+from recsys_core.models.loss.loss_config import LossConfig
+from recsys_core.models.loss.sampling import negative_share
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.table_config import TableConfig
+from recsys_core.models.tables.embedding_tables import EmbeddingTables, parameter_name
+from recsys_core.models.tables.table_config import TableConfig
 from recsys_core.models.task import RetrievalHead, RetrievalTask
-from tests.recsys_core.data.random_features import facts, feature_store
+from tests.recsys_core.ingest.random_features import facts, feature_store
 
 USERS, ITEMS = 6, 9
 COUNTS = np.array([9, 4, 0, 2, 1, 1, 3, 5, 2])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from recsys_core.models.config import TowerConfig, TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.table_config import OFFSET_TABLE, TableConfig
+from recsys_core.models.tables.table_config import OFFSET_TABLE, TableConfig
 from recsys_core.models.towers import MLP, CandidateTower, QueryTower
 
 NO_HISTORY = {"length": 0, "last_item_feature": False}

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from recsys_core.parquet.duckdb_session import database
-from tests.recsys_core.data.parquet_files import refusal
+from tests.recsys_core.ingest.parquet_files import refusal
 
 
 def test_a_spill_folder_without_disk_space_is_not_reported_as_too_little_memory(tmp_path: Path) -> None:

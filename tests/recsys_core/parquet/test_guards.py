@@ -13,8 +13,8 @@ import pytest
 from recsys_core.errors import InputError
 from recsys_core.parquet.guards import check_expansion, verify_pages
 from recsys_core.parquet.sources import open_sources
-from tests.recsys_core.data.forged_parquet import list_bomb, text_bomb
-from tests.recsys_core.data.parquet_files import refusal, write
+from tests.recsys_core.ingest.forged_parquet import list_bomb, text_bomb
+from tests.recsys_core.ingest.parquet_files import refusal, write
 
 ALL = ["user", "item", "t"]
 JUDGE = """

@@ -7,7 +7,7 @@ import pytest
 
 from recsys_core.parquet.locations import find_files
 from recsys_core.parquet.sources import open_sources
-from tests.recsys_core.data.parquet_files import refusal, write
+from tests.recsys_core.ingest.parquet_files import refusal, write
 
 
 def names(pattern: object, folder: Path, *, allowed_data_root: Path | None = None) -> list[str]:

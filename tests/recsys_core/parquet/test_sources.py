@@ -8,7 +8,7 @@ import pytest
 
 from recsys_core.parquet.columns import id_type, require_column
 from recsys_core.parquet.sources import open_sources
-from tests.recsys_core.data.parquet_files import refusal, write
+from tests.recsys_core.ingest.parquet_files import refusal, write
 
 
 def test_files_come_sorted_and_each_once(tmp_path: Path) -> None:

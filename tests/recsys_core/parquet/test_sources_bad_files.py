@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recsys_core.data.embeddings.config import EmbeddingsConfig
-from recsys_core.data.embeddings.ingest import ingest_embeddings
 from recsys_core.errors import InputError
-from tests.recsys_core.data import interaction_logs
-from tests.recsys_core.data.forged_parquet import list_bomb, patch_footer
-from tests.recsys_core.data.parquet_files import refuses, write
+from recsys_core.ingest.vectors.config import EmbeddingsConfig
+from recsys_core.ingest.vectors.ingest import ingest_embeddings
+from tests.recsys_core.ingest import interaction_logs
+from tests.recsys_core.ingest.forged_parquet import list_bomb, patch_footer
+from tests.recsys_core.ingest.parquet_files import refuses, write
 
 LAST_OUT: dict[str, Any] = {"kind": "leave_last_out"}
 ROWS = 300

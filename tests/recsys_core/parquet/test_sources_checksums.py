@@ -8,14 +8,14 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from recsys_core.data.embeddings.config import EmbeddingsConfig
-from recsys_core.data.embeddings.ingest import ingest_embeddings
-from recsys_core.data.features.config import FeaturesConfig
-from recsys_core.data.features.ingest import ingest_features
+from recsys_core.ingest.features.config import FeaturesConfig
+from recsys_core.ingest.features.ingest import ingest_features
+from recsys_core.ingest.vectors.config import EmbeddingsConfig
+from recsys_core.ingest.vectors.ingest import ingest_embeddings
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US
-from tests.recsys_core.data.interaction_logs import ingest
-from tests.recsys_core.data.parquet_files import refusal, write
+from tests.recsys_core.ingest.interaction_logs import ingest
+from tests.recsys_core.ingest.parquet_files import refusal, write
 
 SPLIT = {"kind": "time", "test_days": 1, "validation_days": 1}
 

@@ -8,7 +8,7 @@ import pytest
 
 from recsys_core.parquet.columns import id_type, require_column, require_same_types
 from recsys_core.parquet.sources import open_sources
-from tests.recsys_core.data.parquet_files import refusal, write
+from tests.recsys_core.ingest.parquet_files import refusal, write
 
 
 def test_hive_keys_are_columns_of_the_type_that_fits_all_files(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from recsys_core.parquet import locations
 from recsys_core.parquet.local_copies import local_files
 from recsys_core.parquet.sources import open_sources
-from tests.recsys_core.data.parquet_files import refusal, write
+from tests.recsys_core.ingest.parquet_files import refusal, write
 from tests.recsys_core.parquet.fake_s3 import KEY, Store, running
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from recsys_core.data.features.store import FeatureStore
+from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.manifests import Dataset, PackageManifest
@@ -19,8 +19,8 @@ from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.config import PackageConfig
 from recsys_core.serving.package import build_package
 from recsys_core.serving.query_batch import QueryBatchBuilder
-from tests.recsys_core.data.random_features import facts, feature_store, values_of
 from tests.recsys_core.evaluation.stage_folders import export_stage, features_stage, interactions_stage
+from tests.recsys_core.ingest.random_features import facts, feature_store, values_of
 
 ITEMS, USERS, DIM = 300, 40, 16
 ITEM_IDS = [f"item-{(7 * row) % ITEMS:03d}" for row in range(ITEMS)]

@@ -5,9 +5,9 @@ from pydantic import ValidationError
 
 from recsys_core.errors import InputError
 from recsys_core.models.config import TwoTowerConfig
-from recsys_core.models.optimizer_config import TableOptimizer
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.table_config import TableConfig
+from recsys_core.models.tables.optimizer_config import TableOptimizer
+from recsys_core.models.tables.table_config import TableConfig
 from recsys_core.sharding.config import ClusterConfig, QuantizedCommsConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.planner import make_plan
 

@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 
-from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch_keys import POOLED, UNPOOLED
-from recsys_core.data.events import EventStore
-from recsys_core.data.loader import TrainLoader
+from recsys_core.dataset.assembly import Assembler
+from recsys_core.dataset.batch_keys import POOLED, UNPOOLED
+from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.loader import TrainLoader
 from recsys_core.models.config import HistoryConfig, TwoTowerConfig
-from recsys_core.models.loss_config import LossConfig
-from recsys_core.models.sampling import negative_share
+from recsys_core.models.loss.loss_config import LossConfig
+from recsys_core.models.loss.sampling import negative_share
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.lookup_stats import lookup_stats_of
-from tests.recsys_core.data.random_features import facts, feature_store
+from tests.recsys_core.ingest.random_features import facts, feature_store
 
 USERS, ITEMS, EVENTS, BATCH, NEGATIVES = 300, 2000, 9000, 128, 64
 

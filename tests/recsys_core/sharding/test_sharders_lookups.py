@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch_keys import UNPOOLED
-from recsys_core.data.features.store import FeatureStore
-from recsys_core.data.jagged import JaggedArray
+from recsys_core.dataset.assembly import Assembler
+from recsys_core.dataset.batch_keys import UNPOOLED
+from recsys_core.dataset.feature_store import FeatureStore
+from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.models.config import TwoTowerConfig
-from recsys_core.models.embedding_tables import LocalShard, table_outputs
-from recsys_core.models.initialisation import fill_random
-from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.table_config import TableConfig
+from recsys_core.models.tables.embedding_tables import LocalShard, table_outputs
+from recsys_core.models.tables.initialisation import fill_random
+from recsys_core.models.tables.table_config import TableConfig
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.planner import make_plan
 from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.process_group import Process
+from recsys_core.training.job.process_group import Process
 from recsys_core.training.sharded_model import build_model
 from tests.gloo import run_ranks
-from tests.recsys_core.data.random_features import facts, feature_store, values_of
+from tests.recsys_core.ingest.random_features import facts, feature_store, values_of
 
 USERS, ITEMS, EVENTS, SEED = 5, 9, 20, 3
 HISTORIES = {"both ranks": ([[1, 2], [3]], [[4, 4], []]), "one rank": ([[], []], [[7, 1], [0]]), "none": ([[], []], [[], []])}

@@ -9,10 +9,10 @@ import pyarrow as pa
 import torch
 from torch import distributed as dist
 
-from recsys_core.data.embeddings.config import EmbeddingsConfig
-from recsys_core.data.embeddings.ingest import ingest_embeddings
-from recsys_core.data.features.config import FeatureConfig, FeaturesConfig, FeatureTableConfig
-from recsys_core.data.features.ingest import ingest_features
+from recsys_core.ingest.features.config import FeatureConfig, FeaturesConfig, FeatureTableConfig
+from recsys_core.ingest.features.ingest import ingest_features
+from recsys_core.ingest.vectors.config import EmbeddingsConfig
+from recsys_core.ingest.vectors.ingest import ingest_embeddings
 from recsys_core.manifests import (
     Dataset,
     EmbeddingsManifest,
@@ -22,20 +22,20 @@ from recsys_core.manifests import (
     TrainManifest,
 )
 from recsys_core.models.config import TwoTowerConfig
-from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.table_config import TableConfig
+from recsys_core.models.tables.table_config import TableConfig
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.planner import make_plan
-from recsys_core.training.champion import Champion
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.export import run_export
-from recsys_core.training.job_spec import CHECKPOINTS_FOLDER, RESULT_FILE, ExportJob, TrainJob, TrainResult
+from recsys_core.training.export.export import run_export
+from recsys_core.training.job.job_spec import CHECKPOINTS_FOLDER, RESULT_FILE, ExportJob, TrainJob, TrainResult
+from recsys_core.training.job.process_group import Process
 from recsys_core.training.loop import run_training
-from recsys_core.training.process_group import Process
+from recsys_core.training.warm.starting_model import Champion
 from tests.gloo import run_ranks
-from tests.recsys_core.data.interaction_logs import Event, ingest, write_log
-from tests.recsys_core.data.parquet_files import write
+from tests.recsys_core.ingest.interaction_logs import Event, ingest, write_log
+from tests.recsys_core.ingest.parquet_files import write
 from tests.recsys_core.manifests.committed_stage import commit_stage
 
 RANKS, DIM = 2, 8

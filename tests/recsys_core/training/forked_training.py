@@ -12,25 +12,25 @@ import torch
 from safetensors.torch import load_file
 from torch import distributed as dist
 
-from recsys_core.data.embeddings.config import EmbeddingsConfig
-from recsys_core.data.embeddings.ingest import ingest_embeddings
-from recsys_core.data.features.config import FeatureConfig, FeaturesConfig, FeatureTableConfig
-from recsys_core.data.features.ingest import ingest_features
-from recsys_core.data.interactions.config import InteractionsConfig, TimeSplit
-from recsys_core.data.interactions.ingest import ingest_interactions
-from recsys_core.data.synthetic import generate
+from recsys_core.ingest.features.config import FeatureConfig, FeaturesConfig, FeatureTableConfig
+from recsys_core.ingest.features.ingest import ingest_features
+from recsys_core.ingest.log.config import InteractionsConfig, TimeSplit
+from recsys_core.ingest.log.ingest import ingest_interactions
+from recsys_core.ingest.synthetic import generate
+from recsys_core.ingest.vectors.config import EmbeddingsConfig
+from recsys_core.ingest.vectors.ingest import ingest_embeddings
 from recsys_core.manifests import Dataset, PlanManifest
 from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
-from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.table_config import TableConfig
+from recsys_core.models.tables.table_config import TableConfig
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.planner import plan_sharding
 from recsys_core.training import loop
 from recsys_core.training.checkpoint import latest_checkpoint
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.export import run_export
-from recsys_core.training.job_spec import (
+from recsys_core.training.export.export import run_export
+from recsys_core.training.job.job_spec import (
     CHECKPOINTS_FOLDER,
     METRICS_FILE,
     RESULT_FILE,
@@ -39,7 +39,7 @@ from recsys_core.training.job_spec import (
     TrainJob,
     TrainResult,
 )
-from recsys_core.training.process_group import Process
+from recsys_core.training.job.process_group import Process
 from recsys_core.training.validation import Validator
 from tests.gloo import run_ranks
 

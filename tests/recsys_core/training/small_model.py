@@ -9,23 +9,23 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch import Batch
-from recsys_core.data.features.store import Feature, FeatureForm, FeatureStore
-from recsys_core.data.jagged import JaggedArray
+from recsys_core.dataset.assembly import Assembler
+from recsys_core.dataset.batch import Batch
+from recsys_core.dataset.feature_store import Feature, FeatureForm, FeatureStore
+from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.manifests import FeatureFacts
 from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
-from recsys_core.models.embedding_tables import EmbeddingTables, LocalShard, parameter_name
-from recsys_core.models.initialisation import copy_pretrained, fill_missing, fill_random
-from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.table_config import TableConfig, random_norm
+from recsys_core.models.tables.embedding_tables import EmbeddingTables, LocalShard, parameter_name
+from recsys_core.models.tables.initialisation import copy_pretrained, fill_missing, fill_random
+from recsys_core.models.tables.table_config import TableConfig, random_norm
 from recsys_core.models.task import RetrievalHead, RetrievalTask
 from recsys_core.sharding.config import ClusterConfig, QuantizedCommsConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.process_group import Process
+from recsys_core.training.job.process_group import Process
 from recsys_core.training.sharded_model import PretrainedVectors, build_model, fill_pretrained
 
 USERS, ITEMS, EVENTS = 50, 41, 300

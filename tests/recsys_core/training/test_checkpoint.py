@@ -20,11 +20,11 @@ from torchrec.optim.keyed import CombinedOptimizer
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import load_manifest, stage_folder
 from recsys_core.manifests.ownership import MARKER_NAME
-from recsys_core.models.embedding_tables import table_shards
-from recsys_core.models.loss_config import LossConfig
-from recsys_core.models.optimizer_config import TableOptimizer
+from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.table_config import TableConfig
+from recsys_core.models.tables.embedding_tables import table_shards
+from recsys_core.models.tables.optimizer_config import TableOptimizer
+from recsys_core.models.tables.table_config import TableConfig
 from recsys_core.training.checkpoint import (
     BestValidation,
     Checkpointer,
@@ -34,8 +34,8 @@ from recsys_core.training.checkpoint import (
     restore,
 )
 from recsys_core.training.config import TrainingConfig
+from recsys_core.training.job.process_group import Process
 from recsys_core.training.optimizers import accumulator_shards, make_optimizer
-from recsys_core.training.process_group import Process
 from tests.gloo import run_ranks
 from tests.recsys_core.training.small_model import make_batch, sharded_model, small_spec
 

@@ -17,21 +17,21 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from recsys_core.errors import InputError, StageError
 from recsys_core.models.config import HistoryConfig, TowerConfig
-from recsys_core.models.embedding_tables import table_shards
-from recsys_core.models.loss_config import LossConfig
-from recsys_core.models.optimizer_config import DenseOptimizer
+from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.table_config import TableConfig
+from recsys_core.models.tables.embedding_tables import table_shards
+from recsys_core.models.tables.optimizer_config import DenseOptimizer
+from recsys_core.models.tables.table_config import TableConfig
 from recsys_core.models.task import RetrievalHead
 from recsys_core.training.checkpoint import Checkpointer, checkpoint_name, restore
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.dense_parallel import gather_tensors, local_part, require_shardable_layers
-from recsys_core.training.job_spec import WarmStart
+from recsys_core.training.job.job_spec import WarmStart
+from recsys_core.training.job.process_group import Process
 from recsys_core.training.metrics_log import raise_if_not_finite
 from recsys_core.training.optimizers import LearningRates, make_optimizer
-from recsys_core.training.process_group import Process
 from recsys_core.training.train import train as train_stage
-from recsys_core.training.warm_start import load_champion_weights
+from recsys_core.training.warm.warm_start import load_champion_weights
 from tests.gloo import run_ranks
 from tests.recsys_core.training.small_model import make_batch, sharded_model, small_spec
 

@@ -10,25 +10,25 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recsys_core.data.assembly import Assembler
-from recsys_core.data.batch_keys import UNPOOLED
-from recsys_core.data.events import EventStore
-from recsys_core.data.features.store import FeatureStore
+from recsys_core.dataset.assembly import Assembler
+from recsys_core.dataset.batch_keys import UNPOOLED
+from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.errors import InputError, LaunchError, StageError
 from recsys_core.manifests import Dataset, PlanManifest, TrainManifest
-from recsys_core.models.embedding_tables import EmbeddingTables, parameter_name
-from recsys_core.models.optimizer_config import DenseOptimizer, TableOptimizer
+from recsys_core.models.tables.embedding_tables import EmbeddingTables, parameter_name
+from recsys_core.models.tables.optimizer_config import DenseOptimizer, TableOptimizer
 from recsys_core.models.task import RetrievalHead, RetrievalTask
 from recsys_core.serving.quantise import build_tower
 from recsys_core.serving.query_batch import QueryBatchBuilder, user_features
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig
 from recsys_core.sharding.planner import plan_sharding
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.encoding import Encoder
-from recsys_core.training.export import export_vectors
-from recsys_core.training.job_spec import Progress
+from recsys_core.training.export.encoding import Encoder
+from recsys_core.training.export.export import export_vectors
+from recsys_core.training.job.job_spec import Progress
+from recsys_core.training.job.process_group import Process
 from recsys_core.training.metrics_log import MetricsTail
-from recsys_core.training.process_group import Process
 from recsys_core.training.train import train
 from tests.recsys_core.launching.listening_sockets import collect_listening
 from tests.recsys_core.training.forked_training import Experiment, generate_dataset, make_experiment

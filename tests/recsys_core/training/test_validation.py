@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from recsys_core.data.assembly import Assembler
-from recsys_core.data.events import EventStore
+from recsys_core.dataset.assembly import Assembler
+from recsys_core.dataset.events import EventStore
 from recsys_core.manifests import Dataset
 from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
-from recsys_core.models.loss_config import LossConfig
+from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.task import RetrievalHead, RetrievalTask
 from recsys_core.training.config import ValidationConfig
-from recsys_core.training.encoding import Encoder
-from recsys_core.training.process_group import Process
+from recsys_core.training.export.encoding import Encoder
+from recsys_core.training.job.process_group import Process
 from recsys_core.training.validation import Validator, users_to_validate
 from tests.gloo import run_ranks
 from tests.recsys_core.evaluation.stage_folders import interactions_stage

@@ -14,10 +14,10 @@ from mlflow.exceptions import MlflowException
 
 from recsys_core.errors import InputError, TrackingServerError
 from tasks.registry import mlflow_client
-from tasks.registry.champion import starting_champion
 from tasks.registry.mlflow_client import call_with_deadline, call_with_retries, connect
 from tasks.registry.tracking import MetricRelay
-from tasks.run import Run
+from tasks.runs.run import Run
+from tasks.stages.starting_champion import starting_champion
 from tests.tasks.conftest import progress
 from tests.tasks.unhealthy_servers import answering, closed, silent
 

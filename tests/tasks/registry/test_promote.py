@@ -8,12 +8,12 @@ import pytest
 
 from recsys_core.errors import StageError
 from recsys_core.manifests import RegistrationManifest, load_manifest
-from tasks.registry import version_tester
+from tasks.gate import version_tester
+from tasks.gate.smoke_test import K, ServedSample
 from tasks.registry.mlflow_client import connect
-from tasks.registry.smoke_test import K, ServedSample
 from tests.tasks.conftest import Stages
+from tests.tasks.gate.test_gate import flip_a_bit
 from tests.tasks.registration import aliases, do_register, run_of, version_tags
-from tests.tasks.registry.test_gate import flip_a_bit
 
 BuildStages = Callable[..., Stages]
 

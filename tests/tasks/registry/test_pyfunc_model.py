@@ -25,7 +25,7 @@ from tasks.registry import tracking
 from tasks.registry.config import RegistryConfig
 from tasks.registry.model_uri import PACKAGE_SHA256_TAG, load_model
 from tasks.registry.versions import get_or_create_version, pinned_requirements
-from tasks.run import Run
+from tasks.runs.run import Run
 from tests.tasks.conftest import Stages
 
 BuildStages = Callable[..., Stages]

@@ -18,7 +18,7 @@ from tasks.registry.tracking import (
     run_address,
     server_address,
 )
-from tasks.run import Run, RunOptions
+from tasks.runs.run import Run, RunOptions
 from tests.tasks.conftest import STEPS, progress
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from recsys_core.manifests import DataReportManifest, Manifest, RegistrationManifest, create_own_folder
-from tasks.run import CHAMPION_FILE_NAME, Run
+from tasks.runs.run import CHAMPION_FILE_NAME, Run
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
 from tests.recsys_core.manifests.committed_stage import commit_stage
 

@@ -16,7 +16,7 @@ from tasks.retention.clean import clean
 from tasks.retention.config import RetentionConfig
 from tasks.retention.model_versions import delete_versions, find_aliased_runs, find_old_versions
 from tasks.retention.run_folders import run_ids
-from tasks.run import Run
+from tasks.runs.run import Run
 
 AddRun = Callable[..., Run]
 

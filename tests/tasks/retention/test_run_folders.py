@@ -23,7 +23,7 @@ from recsys_core.manifests import (
 )
 from tasks.retention.config import RetentionConfig
 from tasks.retention.run_folders import TRASH_FOLDER_NAME, find_removals, remove_files, run_ids
-from tasks.run import Run
+from tasks.runs.run import Run
 from tests.tasks.retention.run_folders_by_hand import LARGE, files_below, run_of
 
 AddRun = Callable[..., Run]

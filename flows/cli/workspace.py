@@ -1,0 +1,96 @@
+"""`nightjar history` and `nightjar clean`: the runs of a workspace, and their removal."""
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from flows.cli.output import print_table
+from flows.settings.pipeline import PipelineConfig
+from recsys_core.units import format_bytes, format_duration, format_gib
+
+if TYPE_CHECKING:
+    from flows.runs.run_history import PastRun
+    from tasks.retention.clean import Removals
+
+_COLOURS = {"Promoted": "green", "NotPromoted": "yellow", "Running": "", "DryRun": "", "StoppedEarly": ""}
+"""Colour by state; all other states are red."""
+
+
+def as_json(runs: "Sequence[PastRun]", *, metric_name: str) -> str:
+    """Return the line that --json prints: a list with one object per run, the newest first."""
+    return json.dumps([past_run.as_json(metric_name=metric_name) for past_run in runs])
+
+
+def print_history(runs: "Sequence[PastRun]", *, metric_name: str, console: Console) -> None:
+    """Print one row per run, the newest first, then the reasons of runs and the messages of runs that were not promoted."""
+    from flows.runs.run_history import STATE_NAMES, format_count
+
+    rows: list[list[str | Text]] = []
+    for past_run in runs:
+        record, figures = past_run.record, past_run.record.figures
+        scores = (past_run.new_version_metric(metric_name), past_run.champion_metric(metric_name))
+        rows.append(
+            [
+                past_run.run.run_id,
+                Text(STATE_NAMES[record.state], _COLOURS.get(record.state, "red")),
+                figures.version or "-",
+                *("-" if score is None else f"{score:.4f}" for score in scores),
+                *(format_count(count) for count in (figures.events, figures.users, figures.items)),
+                format_duration(record.seconds),
+                format_bytes(past_run.disk_bytes),
+            ]
+        )
+    titles = ["run (UTC)", "ended as", "version", metric_name, "champion", "events", "users", "items", "duration", "disk"]
+    print_table(titles, rows, console=console)
+    runs_with_note = [past_run for past_run in runs if past_run.record.state != "Promoted" or past_run.record.options.reason]
+    if runs_with_note:
+        console.print()
+    for past_run in runs_with_note:
+        record = past_run.record
+        reason = f"reason: {record.options.reason}" if record.options.reason else ""
+        message = record.message if record.state != "Promoted" else ""
+        note = "; ".join(filter(None, (reason, message))) or STATE_NAMES[record.state]
+        console.print(f"{past_run.run.run_id}  {note}", markup=False, soft_wrap=True)
+
+
+def clean_workspace(config: PipelineConfig, *, dry_run: bool) -> "Removals":
+    """Remove files and versions that `config.retention` does not keep; with `dry_run`, only return the removals.
+
+    Raises:
+        InputError: another command is using the workspace.
+        TrackingServerError: MLflow does not answer; nothing is removed.
+    """
+    from tasks.retention.clean import clean, find_all_removals, open_registry
+    from tasks.runs.run import workspace_lock
+
+    if dry_run:
+        return find_all_removals(
+            config.workspace, config.retention, model_name=config.registry.model_name, client=open_registry(config.workspace)
+        )
+    with workspace_lock(config.workspace, run_id="clean"):
+        return clean(config.workspace, config.retention, model_name=config.registry.model_name)
+
+
+def print_removals(removals: "Removals", *, dry_run: bool, console: Console) -> None:
+    """Print one row per run and version, and the total."""
+    rows = [
+        [removal.run_id, "folder" if removal.action == "remove" else "all but reports", f"{removal.bytes:,}"]
+        for removal in removals.run_removals
+    ]
+    rows += [
+        [removal.run_id, f"{removal.model_name} version {removal.version}", f"{removal.bytes:,}" if removal.bytes else "-"]
+        for removal in removals.version_removals
+    ]
+    if rows:
+        print_table(["run", "to remove" if dry_run else "removed", "bytes"], rows, console=console)
+    num_runs, num_versions = len(removals.run_removals), len(removals.version_removals)
+    summary = f"{format_gib(removals.bytes, digits=3)} in {num_runs} runs and {num_versions} model versions"
+    if not rows:
+        console.print("Nothing to remove.")
+    elif dry_run:
+        console.print(f"{summary}; remove them with the same command without --dry-run", soft_wrap=True)
+    else:
+        console.print(f"removed {summary}", soft_wrap=True)

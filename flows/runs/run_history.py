@@ -1,0 +1,153 @@
+"""The history of a workspace: its runs, with the end state, counts, durations and metrics of each run."""
+
+import math
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from recsys_core.disk import used_bytes
+from recsys_core.manifests import DataReportManifest, RegistrationManifest, read_unchecked_manifest
+from tasks.runs.run import RUN_ID_PATTERN, Run
+from tasks.runs.run_record import ERROR_LOG_NAME, RECORD_NAME, RunFigures, RunRecord, RunState
+
+PATH_BY_LINK = {
+    "report": "check_data/report.html",
+    "plan": "plan_sharding/plan.html",
+    "loss": "loss.png",
+    "recall": "recall.png",
+    "indexes": "indexes.png",
+    "error log": ERROR_LOG_NAME,
+}
+"""Text of each link to a page or plot of a run, with the path of the file in the run's folder."""
+STATE_NAMES: dict[RunState, str] = {
+    "Running": "running",
+    "Promoted": "promoted",
+    "NotPromoted": "not promoted",
+    "BrokenChampion": "broken champion",
+    "DataRejected": "data rejected",
+    "DryRun": "dry run",
+    "StoppedEarly": "stopped early",
+    "Failed": "failed",
+    "Interrupted": "interrupted",
+}
+"""Text of each state in tables and on the page of the last runs."""
+_START_TIME_PATTERN = re.compile(r"(\d{8}-\d{6})-")
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """One run of the history.
+
+    Attributes:
+        run: the run, with its folder.
+        record: how the run ended, and its figures: counts, durations and metrics.
+    """
+
+    run: Run
+    record: RunRecord
+
+    @cached_property
+    def disk_bytes(self) -> int:
+        """Space that the run's folder takes on the disk."""
+        return used_bytes(self.run.folder)
+
+    @property
+    def page_paths(self) -> dict[str, str]:
+        """Paths of the existing pages and plots relative to the workspace, by text of the link."""
+        path_by_link = {link: self.run.folder / path for link, path in PATH_BY_LINK.items()}
+        return {link: str(path.relative_to(self.run.workspace)) for link, path in path_by_link.items() if path.is_file()}
+
+    def new_version_metric(self, metric_name: str) -> float | None:
+        """Return a metric of the new version's served recommendations, e.g. recall@20; None if it was not measured."""
+        return self._metric(f"served/{metric_name}")
+
+    def champion_metric(self, metric_name: str) -> float | None:
+        """Return a metric of the champion that the new version was compared with; None without a comparison."""
+        return self._metric(f"champion/{metric_name}")
+
+    def _metric(self, logged_name: str) -> float | None:
+        value = self.record.figures.metrics.get(logged_name)
+        return None if value is None or math.isnan(value) else value
+
+    def as_json(self, *, metric_name: str) -> dict[str, Any]:
+        """Return the run as a JSON object. Times are in UTC."""
+        record_fields = self.record.model_dump(mode="json", exclude={"format_version", "figures", "options", "pid"})
+        figure_fields = self.record.figures.model_dump(mode="json", exclude={"metrics"})
+        return {
+            "run_id": self.run.run_id,
+            "run_dir": str(self.run.folder),
+            **record_fields,
+            "reason": self.record.options.reason,
+            "seconds": self.record.seconds,
+            "metric": metric_name,
+            "new": self.new_version_metric(metric_name),
+            "champion": self.champion_metric(metric_name),
+            **figure_fields,
+            "disk_bytes": self.disk_bytes,
+        }
+
+
+def run_history(workspace: str | Path, *, max_runs: int | None = None) -> list[PastRun]:
+    """Return the runs of `workspace`, the newest start first; at most `max_runs` runs."""
+    workspace = Path(workspace).absolute()
+    run_folders = [
+        path for path in (workspace / "runs").glob("*") if RUN_ID_PATTERN.fullmatch(path.name) and _is_run_folder(path)
+    ]
+    runs = [Run(path.name, workspace=workspace, experiment="") for path in run_folders]
+    past_runs = [PastRun(run, RunRecord.read(run) or _record_from_manifests(run)) for run in runs]
+    return sorted(past_runs, key=lambda past_run: (past_run.record.started, past_run.run.run_id), reverse=True)[:max_runs]
+
+
+def newest_promoted_version(past_runs: list[PastRun]) -> str | None:
+    """Return the version that was promoted by the newest promotion in `past_runs`; None without a promotion.
+
+    The champion may be another version, because a rollback is not in the history.
+    """
+    return next((past_run.record.figures.version for past_run in past_runs if past_run.record.figures.promoted), None)
+
+
+def format_count(count: int | None) -> str:
+    """Format a count with at most three digits and a unit.
+
+    >>> [format_count(count) for count in (None, 0, 999, 1_000, 25_431, 999_999, 1_234_567, 20_000_000_000)]
+    ['-', '0', '999', '1.00 k', '25.4 k', '1.00 M', '1.23 M', '20.0 G']
+    """
+    if count is None:
+        return "-"
+    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        scaled_count = count / factor
+        if scaled_count >= 0.9995:
+            num_decimals = 2 if scaled_count < 9.995 else 1 if scaled_count < 99.95 else 0
+            return f"{scaled_count:.{num_decimals}f} {unit}"
+    return str(count)
+
+
+def _is_run_folder(folder: Path) -> bool:
+    return not folder.is_symlink() and any((folder / name).is_file() for name in (RECORD_NAME, "config.yaml"))
+
+
+def _record_from_manifests(run: Run) -> RunRecord:
+    """Return a record for a run of an earlier version of nightjar, which did not write run.json."""
+    registration = read_unchecked_manifest(run.stage_folder("register"), RegistrationManifest)
+    data_report = read_unchecked_manifest(run.stage_folder("check_data"), DataReportManifest)
+    state: RunState
+    if run.is_locked():
+        state, message = "Running", ""
+    elif registration is not None:
+        state, message = "Promoted" if registration.promoted else "NotPromoted", "; ".join(registration.reasons)
+    elif data_report is not None and data_report.breaches:
+        state, message = "DataRejected", "; ".join(data_report.breaches)
+    else:
+        state, message = "Interrupted", f"the folder has no {RECORD_NAME} and no registered version"
+    start_time_match = _START_TIME_PATTERN.match(run.run_id)
+    if start_time_match is not None:
+        started = datetime.strptime(start_time_match[1], "%Y%m%d-%H%M%S").replace(tzinfo=UTC)
+    else:
+        started = datetime.fromtimestamp(run.folder.stat().st_mtime, UTC)
+    return RunRecord(
+        pipeline="", options=run.options, host="", pid=0, started=started, state=state, message=message,
+        figures=RunFigures.read(run),
+    )  # fmt: skip

@@ -1,0 +1,202 @@
+"""The deployments of a pipeline in a Prefect server, with their schedule, concurrency limit and default parameters.
+
+`nightjar deploy` creates deployments for the workers of a work pool. The process flows.scheduled.deployment_process, which
+`nightjar up` starts, creates deployments and runs them itself.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy, VersionInfo
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.deployments.runner import RunnerDeployment
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.schedules import Schedule
+from prefect.types.entrypoint import EntrypointType
+
+import recsys_core
+from flows.champion import promote, rollback
+from flows.scheduled.deployed import deployed_retrain
+from flows.settings.pipeline import PipelineConfig
+from recsys_core.errors import InputError, first_line, redacted, shown, shown_names
+from tasks import ENVIRONMENT
+
+STRATEGY_BY_ON_OVERRUN = {"skip": ConcurrencyLimitStrategy.CANCEL_NEW, "queue": ConcurrencyLimitStrategy.ENQUEUE}
+"""Prefect's collision strategy for each value of schedule.on_overrun."""
+
+
+class SettingChange(NamedTuple):
+    """A setting of a deployment and its values before and after `deploy`."""
+
+    setting: str
+    current_value: str
+    new_value: str
+
+
+def deployments_of(
+    config: PipelineConfig,
+    *,
+    config_path: Path,
+    overrides: Sequence[str],
+    work_pool_name: str | None,
+    has_active_schedule: bool = True,
+) -> tuple[RunnerDeployment, ...]:
+    """Return the deployments nightly-retrain, promote and rollback of a pipeline.
+
+    Only nightly-retrain has a schedule and a limit of one run at a time, so a person can roll back while a run trains.
+
+    Args:
+        config_path: config file of the pipeline. Each run reads the file when it starts.
+        overrides: default of the field "Settings to override" in the forms.
+        work_pool_name: work pool whose workers run the deployments. None: the process of `nightjar up` runs the deployments.
+        has_active_schedule: whether the schedule starts runs. False for a schedule that a person has paused.
+    """
+    schedule = config.schedule
+    prefect_schedule = (
+        Schedule(cron=schedule.cron, timezone=schedule.timezone, active=has_active_schedule) if schedule.cron else None
+    )
+    one_run_at_a_time = ConcurrencyLimitConfig(limit=1, collision_strategy=STRATEGY_BY_ON_OVERRUN[schedule.on_overrun])
+    deployments = []
+    for flow in (deployed_retrain, promote, rollback):
+        deployment = flow.to_deployment(
+            config.name,
+            schedules=[prefect_schedule] if prefect_schedule is not None and flow is deployed_retrain else [],
+            concurrency_limit=one_run_at_a_time if flow is deployed_retrain else None,
+            parameters={"pipeline": str(config_path.absolute()), "overrides": list(overrides)},
+            tags=["nightjar", f"pipeline:{config.name}"],
+            version=recsys_core.__version__,
+            entrypoint_type=EntrypointType.MODULE_PATH,
+            job_variables={"env": ENVIRONMENT} if work_pool_name else {},
+        )
+        assert isinstance(deployment, RunnerDeployment)
+        deployment.work_pool_name = work_pool_name  # None removes the work pool of an existing deployment
+        deployments.append(deployment)
+    return tuple(deployments)
+
+
+def read_deployment(
+    client: SyncPrefectClient, pipeline_name: str, *, flow_name: str = deployed_retrain.name
+) -> DeploymentResponse | None:
+    """Return a deployment of a pipeline; None if it does not exist. Raise InputError if Prefect rejects the pipeline's name."""
+    if "/" in pipeline_name or "%" in pipeline_name:
+        raise InputError(
+            f"name: {shown(pipeline_name)} contains / or %, which the name of a Prefect deployment may not contain"
+        )
+    try:
+        return client.read_deployment_by_name(f"{flow_name}/{pipeline_name}")
+    except ObjectNotFound:
+        return None
+
+
+def is_schedule_paused(deployment: DeploymentResponse | None, config: PipelineConfig) -> bool:
+    """Return whether a person has paused the schedule that `config` describes."""
+    prefect_schedules = [] if deployment is None else deployment.schedules
+    return any(
+        not prefect_schedule.active and getattr(prefect_schedule.schedule, "cron", None) == config.schedule.cron
+        for prefect_schedule in prefect_schedules
+    )
+
+
+def changed_settings(current_deployment: DeploymentResponse | None, new_deployment: RunnerDeployment) -> list[SettingChange]:
+    """Return the settings that differ; all settings if there is no current deployment."""
+    current_settings = {} if current_deployment is None else _deployment_settings(current_deployment)
+    changes = [
+        SettingChange(setting, current_settings.get(setting, "-"), new_value)
+        for setting, new_value in _deployment_settings(new_deployment).items()
+    ]
+    return [change for change in changes if change.current_value != change.new_value]
+
+
+def apply_deployment(deployment: RunnerDeployment) -> UUID:
+    """Create or update the deployment; return its id."""
+    # With explicit version information, Prefect does not look for a git repository in the current folder.
+    deployment_id = deployment.apply(version_info=VersionInfo(type="prefect:simple", version=recsys_core.__version__))
+    return UUID(str(deployment_id))
+
+
+@contextmanager
+def prefect_client() -> Iterator[SyncPrefectClient]:
+    """Yield a client of the server in PREFECT_API_URL; raise InputError if the server does not answer or is incompatible."""
+    shown_url = redacted(os.environ["PREFECT_API_URL"])
+    try:
+        with get_client(sync_client=True) as client:
+            _check_server_version(client.api_version(), shown_url=shown_url)
+            yield client
+    except (httpx.HTTPError, PrefectHTTPStatusError, RuntimeError) as error:
+        http_status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else None
+        if http_status in (401, 403):
+            raise InputError(
+                f"the Prefect server at {shown_url} rejects the request with HTTP status {http_status}; set "
+                "PREFECT_API_AUTH_STRING or PREFECT_API_KEY to the secret of the server"
+            ) from None
+        cause = error.__cause__ or error
+        problem = f"{type(cause).__name__}: {first_line(cause)}"
+        raise InputError(
+            redacted(f"the Prefect server at {shown_url} does not work: {problem}; check the server and PREFECT_API_URL")
+        ) from None
+
+
+def _check_server_version(server_version: str, *, shown_url: str) -> None:
+    import prefect
+
+    server_version_parts, client_version_parts = (version.split(".")[:2] for version in (server_version, prefect.__version__))
+    is_server_older = [int(part) for part in server_version_parts] < [int(part) for part in client_version_parts]
+    if server_version_parts[0] != client_version_parts[0] or is_server_older:
+        raise InputError(
+            f"the Prefect server at {shown_url} has version {server_version}, but this installation of nightjar has Prefect "
+            f"{prefect.__version__}, which needs a server of version {'.'.join(client_version_parts)} or a later "
+            f"{client_version_parts[0]}.x; upgrade the server"
+        )
+
+
+def choose_work_pool(client: SyncPrefectClient, requested_name: str | None) -> str:
+    """Return `requested_name`, or the value of PREFECT_DEPLOYMENTS_DEFAULT_WORK_POOL_NAME if it is None.
+
+    Raise InputError if the server has no work pool of this name.
+    """
+    from prefect.settings import get_current_settings
+
+    name = requested_name or get_current_settings().deployments.default_work_pool_name
+    existing_names = [work_pool.name for work_pool in client.read_work_pools()]
+    if name in existing_names:
+        return name
+    problem = "--work-pool is missing" if name is None else f"--work-pool {name}: the Prefect server has no such work pool"
+    raise InputError(
+        f"{problem}; its work pools are {shown_names(existing_names) if existing_names else 'none'}; create one with: "
+        f"prefect work-pool create {name or 'nightjar'} --type process"
+    )
+
+
+def _deployment_settings(deployment: RunnerDeployment | DeploymentResponse) -> dict[str, str]:
+    """Return the settings that `changed_settings` compares. The keys are names of settings, the values are text."""
+    if isinstance(deployment, RunnerDeployment):
+        max_concurrent_runs = deployment.concurrency_limit
+    else:
+        global_limit = deployment.global_concurrency_limit
+        max_concurrent_runs = global_limit.limit if global_limit else None
+    concurrency_options = deployment.concurrency_options
+    settings: dict[str, Any] = {
+        "schedule": ", ".join(map(_describe_schedule, deployment.schedules or [])) or "none",
+        "concurrent runs": str(max_concurrent_runs or "any number")
+        + (f", {concurrency_options.collision_strategy.value}" if concurrency_options else ""),
+        "pipeline": deployment.parameters.get("pipeline"),
+        "overrides": ", ".join(deployment.parameters.get("overrides") or []) or "none",
+        "work pool": deployment.work_pool_name or "none",
+        "entry point": deployment.entrypoint,
+        "tags": ", ".join(sorted(deployment.tags)),
+        "version": deployment.version,
+    }
+    return {setting: str(value) for setting, value in settings.items()}
+
+
+def _describe_schedule(prefect_schedule: Any) -> str:
+    """Describe a schedule of a deployment: cron expression, time zone, and whether it is paused."""
+    schedule = prefect_schedule.schedule
+    schedule_text = f"{schedule.cron} {schedule.timezone or 'UTC'}" if hasattr(schedule, "cron") else str(schedule)
+    return schedule_text if prefect_schedule.active is not False else f"{schedule_text}, paused"

@@ -1,0 +1,1 @@
+"""Prefect and MLflow servers as subprocesses of a command."""

@@ -1,0 +1,122 @@
+"""Prefect server of a command: embedded in `nightjar run`, with UI and scheduler in `nightjar ui` and `nightjar up`."""
+
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from flows.servers.server_process import MIN_FREE_BYTES, ServerProcess
+from recsys_core.disk import require_free_space
+from recsys_core.imports import fast_imports
+
+FlowT = TypeVar("FlowT")
+INTERVAL_S_BY_VARIABLE = {
+    "PREFECT_SERVER_SERVICES_LATE_RUNS_LOOP_SECONDS": "60",
+    "PREFECT_SERVER_SERVICES_PAUSE_EXPIRATIONS_LOOP_SECONDS": "60",
+    "PREFECT_SERVER_SERVICES_FOREMAN_LOOP_SECONDS": "60",
+}
+"""Seconds between the runs of Prefect's services in a server with a UI. Prefect's defaults are 5 to 15 s."""
+
+
+class PrefectServer(ServerProcess):
+    """A Prefect server with its database in PREFECT_HOME.
+
+    Args:
+        port: port of the server; 0: any free port.
+        has_ui: whether to serve the UI and run all services, such as the scheduler.
+    """
+
+    def __init__(self, *, port: int = 0, has_ui: bool = False) -> None:
+        self._has_ui = has_ui
+        server_name = "Prefect server" if has_ui else "embedded Prefect server"
+        super().__init__("flows.servers.prefect_process", name=server_name, health_path="/api/health", port=port)
+
+    @property
+    def api_url(self) -> str:
+        """Address of the API."""
+        return f"{self.url}/api"
+
+    def start_prefect(self, *, log_file: Path, password: str | None = None) -> None:
+        """Start to serve the database in PREFECT_HOME; set PREFECT_API_URL and the server's password for this process.
+
+        Call before Prefect is imported.
+
+        Args:
+            log_file: file for the output of the server.
+            password: password of the server, as user:password; None: a random password.
+        """
+        for folder in (log_file.parent, Path(os.environ.get("PREFECT_HOME", log_file.parent))):
+            require_free_space(folder, MIN_FREE_BYTES, subject=f"the {self._name} with its database")
+        if password is None:
+            password = f"nightjar:{secrets.token_urlsafe(32)}"  # because other users of this host can connect to the port
+        os.environ.update(PREFECT_API_URL=self.api_url, PREFECT_API_AUTH_STRING=password)
+        # Empty for a server without UI. If the variable were not set, Prefect would derive a URL from PREFECT_API_URL.
+        os.environ.setdefault("PREFECT_UI_URL", self.url if self._has_ui else "")
+        server_environment = {
+            **(INTERVAL_S_BY_VARIABLE if self._has_ui else {}),
+            **os.environ,
+            "PREFECT_SERVER_API_AUTH_STRING": password,
+            "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
+            "PREFECT__SERVER_FINAL": "1",
+        }
+        if self._has_ui:
+            server_environment["PREFECT_SERVER_UI_API_URL"] = self.api_url  # by default, the UI sends its requests to port 4200
+            # By default, leases of concurrency slots are in memory. If the server died, the leases would be lost, and the slot
+            # of a running flow run would never become free.
+            server_environment["PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"] = (
+                "prefect.server.concurrency.lease_storage.filesystem"
+            )
+        else:
+            server_environment |= {
+                # Only the UI uses blocks, and a server with the UI registers them.
+                "PREFECT_API_BLOCKS_REGISTER_ON_START": "false",
+                "PREFECT_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",
+                "PREFECT_UI_ENABLED": "0",
+                "PREFECT__SERVER_EPHEMERAL": "1",
+            }
+        self.start_serving(log_file=log_file, environment=server_environment)
+
+
+@contextmanager
+def embedded_server() -> Iterator[PrefectServer | None]:
+    """Yield a server that is stopped after the body; None if PREFECT_API_URL is set, because then the user has a server."""
+    if "PREFECT_API_URL" in os.environ:
+        yield None
+        return
+    user_password = os.environ.get("PREFECT_API_AUTH_STRING")
+    server = PrefectServer()
+    try:
+        yield server
+    finally:
+        server.stop()
+        os.environ.pop("PREFECT_API_URL", None)
+        os.environ.pop("PREFECT_API_AUTH_STRING", None)
+        if user_password is not None:
+            os.environ["PREFECT_API_AUTH_STRING"] = user_password
+
+
+@contextmanager
+def prefect_session(server: PrefectServer | None, load_flow: Callable[[], FlowT], *, log_file: Path) -> Iterator[FlowT]:
+    """Yield the flow that `load_flow` imports, once the server answers. After the body, send the queued log records to Prefect.
+
+    Args:
+        load_flow: imports the flow and the libraries that its run needs, while the server starts.
+        log_file: file for the output of the server.
+    """
+    if server is not None:
+        server.start_prefect(log_file=log_file)
+    with fast_imports():
+        from prefect.logging.handlers import APILogWorker
+        from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+
+        flow = load_flow()
+    if server is not None:
+        server.wait_until_ready()
+    # A command reports how its run ends, so nothing needs the heartbeats of the flow run, and their thread ends up to 1 s late.
+    with temporary_settings(set_defaults={PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+        try:
+            yield flow
+        finally:
+            APILogWorker.drain_all()  # by default Prefect sends the records at exit, after the end of the server

@@ -1,0 +1,102 @@
+"""Validation errors of a config as sentences: the key as the user wrote it, the problem, and the nearest valid key."""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from flows.settings.pipeline import PipelineConfig
+from recsys_core.errors import printable, shown
+from recsys_core.ingest.log.config import Split
+from recsys_core.launching.config import Launcher
+
+
+def relevant_errors(error: ValidationError) -> Sequence[ErrorDetails]:
+    """Return the errors about unknown keys; if there are none, return all errors.
+
+    Pydantic reports a misspelt key twice: as unknown and as missing.
+    """
+    all_errors = error.errors(include_url=False)
+    return [details for details in all_errors if details["type"] == "extra_forbidden"] or all_errors
+
+
+def describe_error(details: ErrorDetails, raw_settings: Mapping[str, Any]) -> str:
+    """Describe one validation error of `raw_settings`: the dotted key, the problem, and what to do."""
+    key = printable(dotted_key_of(details["loc"], raw_settings), max_characters=200)
+    match details["type"]:
+        case "extra_forbidden":
+            return f"{key}: unknown key; {_suggestion(key)}"
+        case "missing":
+            return f"{key}: is missing and has no default; set it"
+        case "union_tag_not_found" | "union_tag_invalid":
+            union_type = Launcher if key == "launcher" else Split
+            kinds = [member_class.model_fields["kind"].default for member_class in nested_config_classes(union_type)]
+            return f"{key}: set kind to one of {', '.join(kinds)}"
+        case "value_error":
+            message = details["msg"].removeprefix("Value error, ")
+            return f"{key}: {message}" if key else message
+        case _:
+            return f"{key}: {details['msg']}, but it is {shown(details['input'])}"
+
+
+def dotted_key_of(location: tuple[int | str, ...], raw_settings: Any) -> str:
+    """Convert the location of a validation error to a dotted key of `raw_settings`.
+
+    A location may also contain the name of a union member, which is not a key of the file.
+    """
+    names: list[str] = []
+    group = raw_settings
+    for index, location_part in enumerate(location):
+        if _contains(group, location_part):
+            group = group[location_part]
+            names.append(str(location_part))
+        elif index == len(location) - 1 and isinstance(location_part, str) and isinstance(group, dict):
+            names.append(location_part)  # a missing key
+    return ".".join(names)
+
+
+def _contains(group: Any, location_part: int | str) -> bool:
+    if isinstance(group, dict):
+        return location_part in group
+    return isinstance(group, list) and isinstance(location_part, int) and location_part < len(group)
+
+
+def _suggestion(key: str) -> str:
+    valid_keys = sorted(set(setting_keys(PipelineConfig)))
+    key_without_index = re.sub(r"\.\d+(?=\.)", "", key)  # an index is the position of a group in a list of groups
+    parent, _, name = key_without_index.rpartition(".")
+    sibling_names = {
+        valid_key.rpartition(".")[2] for valid_key in valid_keys if fnmatchcase(parent, valid_key.rpartition(".")[0])
+    }
+    similar_names = difflib.get_close_matches(name, sibling_names, n=1)
+    if similar_names:
+        return f"did you mean {parent}{'.' if parent else ''}{similar_names[0]}?"
+    same_name_keys = [valid_key for valid_key in valid_keys if valid_key.rpartition(".")[2] == name]
+    if not same_name_keys and sibling_names:
+        return f"the known keys are {', '.join(sorted(sibling_names))}"
+    similar_keys = same_name_keys or difflib.get_close_matches(key_without_index, valid_keys, n=1)
+    return f"did you mean {' or '.join(similar_keys)}?" if similar_keys else f"{parent} is not a group of settings"
+
+
+def setting_keys(config_class: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of all settings and groups of `config_class`, with the settings of every member of a union.
+
+    `*` replaces a key that the user chooses, such as the name of a table.
+    """
+    for name, field in config_class.model_fields.items():
+        yield prefix + name
+        member_prefix = f"{prefix}{name}.*." if get_origin(field.annotation) is dict else f"{prefix}{name}."
+        for member_class in nested_config_classes(field.annotation):
+            yield from setting_keys(member_class, member_prefix)
+
+
+def nested_config_classes(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the config classes that a field with this annotation may hold."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from nested_config_classes(argument)

@@ -1,0 +1,239 @@
+"""Config files: reading YAML and `--set a.b=value` options into a PipelineConfig, and writing a PipelineConfig as YAML."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+from yaml import YAMLError
+
+from flows.settings import yaml_loader
+from flows.settings.config_errors import describe_error, dotted_key_of, relevant_errors
+from flows.settings.pipeline import PipelineConfig
+from recsys_core.atomic import write_text
+from recsys_core.errors import InputError, printable, shown
+from tasks.tuning.config import RangeConfig, label_of
+
+TUNABLE_GROUPS = ("model", "tables", "loss", "training", "sharding")
+"""Groups of settings that `nightjar tune` may vary."""
+NOT_TUNABLE = {
+    "training.validation": "trials are compared by this setting, so all trials need the same value; leave it out",
+    "training.warm_start": "trials start from scratch; leave it out",
+}
+MAX_PROBLEMS = 20
+"""Number of problems listed in one message."""
+_NAME_PATTERN = r'(?:"[^"]+"|[^".]+)'
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConfig:
+    """Read the config in `path` and apply `overrides`.
+
+    Args:
+        path: config file. Relative paths in the file and in the overrides are relative to the file's folder.
+        overrides: settings as "a.b=value" with the value in YAML, such as "training.batch_size=8192". A name that contains a
+            dot is quoted: 'tables."item.brand".dim=8'.
+
+    Raises:
+        InputError: the file cannot be read, or the config is invalid. The message lists the problems.
+    """
+    path = Path(path)
+    raw_settings = _read_settings(path)
+    for override in overrides:
+        _apply_override(raw_settings, override)
+    try:
+        config = PipelineConfig.model_validate(raw_settings)
+    except ValidationError as error:
+        errors = relevant_errors(error)
+        problems = [describe_error(details, raw_settings) for details in errors[:MAX_PROBLEMS]]
+        raise _input_error(path, problems, num_omitted=len(errors) - len(problems)) from None
+    if config.tuning is None:
+        return config.with_absolute_paths(path.parent)
+    range_problems: list[str] = []
+    range_by_key: dict[str, RangeConfig] = {}
+    for key, value_range in config.tuning.ranges.items():
+        try:
+            range_by_key[key] = _check_range(config, key, value_range)
+        except InputError:  # the key of the setting is invalid
+            raise
+        except ValueError as error:
+            range_problems += [f"tuning.ranges: {line}" for line in str(error).splitlines()]
+    if range_problems:
+        raise _input_error(path, range_problems)
+    tuning = config.tuning.model_copy(update={"ranges": range_by_key})
+    return config.model_copy(update={"tuning": tuning}).with_absolute_paths(path.parent)
+
+
+def with_settings(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineConfig:
+    """Return `config` with the values of `settings`, a mapping by dotted key, and without the group `tuning`.
+
+    Raise InputError if the resulting config is invalid.
+    """
+    result = _validate(config, settings)
+    if result.config is None:
+        raise InputError("; ".join(result.problems))
+    return result.config
+
+
+def settings_as_yaml(config: PipelineConfig, settings: Mapping[str, Any]) -> str:
+    """Return `settings` as YAML for the user's config file. If a setting is in a list, the YAML contains the whole list."""
+    raw_settings = with_settings(config, settings).model_dump(mode="json")
+    groups: dict[str, Any] = {}
+    for key in settings:
+        key_or_list_key = re.sub(r"\.\d+(\..*)?$", "", key)  # without the index in a list and the keys below it
+        value = _get_setting(raw_settings, key_or_list_key)
+        _put_setting(groups, key_or_list_key, value, shown_source=key)
+    return yaml_loader.dump(groups)
+
+
+def dump_config(config: PipelineConfig, path: Path) -> None:
+    """Write `config` as YAML that load_config reads. The file is written atomically, because a resumed run replaces it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, yaml_loader.dump(config.model_dump(mode="json")))
+
+
+def _input_error(path: Path, problems: Sequence[str], *, num_omitted: int = 0) -> InputError:
+    lines = [*problems, f"and {num_omitted:,} more"] if num_omitted else problems
+    return InputError("\n".join([f"{path}:", *(f"  {line}" for line in lines)]))
+
+
+class _ValidationResult(NamedTuple):
+    """Result of the validation of a config with changed settings.
+
+    Attributes:
+        config: the valid config; None if it is invalid.
+        has_invalid_settings: whether a changed setting is invalid by itself. False if it only contradicts another setting.
+        problems: the problems of an invalid config.
+    """
+
+    config: PipelineConfig | None
+    has_invalid_settings: bool = False
+    problems: tuple[str, ...] = ()
+
+
+def _validate(config: PipelineConfig, settings: Mapping[str, Any]) -> _ValidationResult:
+    """Validate `config` with the values of `settings`, a mapping by dotted key."""
+    raw_settings = config.model_dump(mode="json") | {"tuning": None}
+    for key, value in settings.items():
+        _put_setting(raw_settings, key, value, shown_source=f"tuning.ranges.{key}")
+    try:
+        return _ValidationResult(PipelineConfig.model_validate(raw_settings))
+    except ValidationError as error:
+        errors = relevant_errors(error)
+        unquoted_keys = tuple(key.replace('"', "") for key in settings)
+        errors_of_settings = [
+            details
+            for details in errors
+            if details["type"] != "value_error" or dotted_key_of(details["loc"], raw_settings).startswith(unquoted_keys)
+        ]
+        problems = tuple(describe_error(details, raw_settings) for details in errors_of_settings or errors)
+        return _ValidationResult(None, bool(errors_of_settings), problems)
+
+
+def _check_range(config: PipelineConfig, key: str, value_range: RangeConfig) -> RangeConfig:
+    """Return the range of the setting `key` with all values converted to the type of the setting.
+
+    Only probes of the range are validated: some of its values, such as its ends. Raise ValueError if a probe is invalid. Each
+    line of the message describes one problem.
+    """
+    if key.partition(".")[0] not in TUNABLE_GROUPS or "." not in key:
+        raise ValueError(
+            f"{key}: all trials share one ingest and end after training, so only these groups of settings can have a "
+            f"range: {', '.join(TUNABLE_GROUPS)}"
+        )
+    for fixed_key, reason in NOT_TUNABLE.items():
+        if f"{key}.".startswith(f"{fixed_key}."):
+            raise ValueError(f"{key}: {reason}")
+    results = [_validate(config, {key: probe}) for probe in value_range.probes]
+    value_by_label = {
+        label_of(probe): _get_setting(result.config.model_dump(mode="json"), key)
+        for probe, result in zip(value_range.probes, results, strict=True)
+        if result.config is not None
+    }
+    # A probe may contradict another setting, because that setting may vary too. But at least one probe must be valid.
+    failed_results = [result for result in results if result.has_invalid_settings or not value_by_label]
+    if failed_results:
+        raise ValueError("\n".join(failed_results[0].problems))
+    try:
+        return value_range.convert_to_setting_type(value_by_label)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(yaml_loader.MAX_CHARACTERS + 1)
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; `nightjar init {path}` writes one") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
+    raw_settings = _parse(text, subject=f"{path}:")
+    if not isinstance(raw_settings, dict):
+        raise InputError(
+            f"{path}: holds {type(raw_settings).__name__}, expected a mapping with keys like interactions: and workspace:"
+        )
+    return raw_settings
+
+
+def _parse(text: str, *, subject: str) -> Any:
+    try:
+        return yaml_loader.load(text)
+    except YAMLError as error:
+        raise InputError(f"{subject} is not valid YAML: {error}") from None
+    except yaml_loader.TooLargeError as error:
+        raise InputError(f"{subject} {error}") from None
+
+
+def _apply_override(raw_settings: dict[str, Any], override: str) -> None:
+    shown_source = f"--set {printable(override, max_characters=200)}"
+    key, separator, value_yaml = override.partition("=")
+    if not separator or not key:
+        raise InputError(f"{shown_source}: expected a.b=value, e.g. --set training.batch_size=8192")
+    value = _parse(value_yaml, subject=f"{shown_source}: the value")
+    _put_setting(raw_settings, key.strip(), value, shown_source=shown_source)
+
+
+def _split_key(dotted_key: str, *, shown_source: str) -> list[str]:
+    """Split a."b.c".d into a, b.c, d. `shown_source` is the user's text, for error messages."""
+    if re.fullmatch(rf"{_NAME_PATTERN}(\.{_NAME_PATTERN})*", dotted_key) is None:
+        raise InputError(
+            f'{shown_source}: expected a.b=value; put quotes only around a name that contains a dot: a."b.c"=value'
+        )
+    matches = re.findall(r'"([^"]+)"|([^".]+)', dotted_key)
+    names = [quoted_name or plain_name for quoted_name, plain_name in matches]
+    if len(names) > yaml_loader.MAX_DEPTH:
+        raise InputError(f"{shown_source}: {len(names):,} nested names, but no setting is nested that deep")
+    return names
+
+
+def _get_setting(raw_settings: Any, dotted_key: str) -> Any:
+    value = raw_settings
+    for name in _split_key(dotted_key, shown_source=dotted_key):
+        value = value[int(name)] if isinstance(value, list) else value[name]
+    return value
+
+
+def _put_setting(raw_settings: dict[str, Any], dotted_key: str, value: Any, *, shown_source: str) -> None:
+    """Set raw_settings[a][b] for the key a.b and create missing groups.
+
+    Args:
+        shown_source: the user's text, for error messages.
+    """
+    *group_names, setting_name = _split_key(dotted_key, shown_source=shown_source)
+    group: Any = raw_settings
+    for depth, name in enumerate(group_names):
+        if isinstance(group, list):
+            # int() would reject a text of thousands of digits.
+            if not (name.isdecimal() and name.isascii() and int(name[:9]) < len(group)):
+                list_key = ".".join(group_names[:depth])
+                raise InputError(f"{shown_source}: {list_key} is a list of {len(group)}; name an entry by its index, from 0")
+            group = group[int(name[:9])]
+        else:
+            group[name] = {} if group.get(name) is None else group[name]
+            group = group[name]
+        is_list_entry = isinstance(group, list) and depth + 1 == len(group_names)
+        if not isinstance(group, dict | list) or is_list_entry:
+            group_key = ".".join(group_names[: depth + 1])
+            raise InputError(f"{shown_source}: {group_key} is the value {shown(group)}, not a group of settings")
+    group[setting_name] = value

@@ -1,0 +1,242 @@
+"""The config of a pipeline: the configs of its stages, and the rules between them."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from flows.settings.schedule import ScheduleConfig
+from recsys_core.config import Folder, Name, Paths, Settings, is_uri
+from recsys_core.data_report.config import DataReportConfig
+from recsys_core.evaluation.config import EvaluationConfig
+from recsys_core.ingest.features.config import FeaturesConfig
+from recsys_core.ingest.log.config import FileSplit, InteractionsConfig
+from recsys_core.ingest.vectors.config import EmbeddingsConfig, EmbeddingsConfigs
+from recsys_core.launching.config import Launcher, LocalLauncher
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.loss.loss_config import LossConfig
+from recsys_core.models.tables.table_checks import check_distillation, check_table_names, check_vectors_exist
+from recsys_core.models.tables.table_config import OFFSET_TABLE, TableConfig
+from recsys_core.retrieval.config import IndexConfig
+from recsys_core.serving.config import PackageConfig
+from recsys_core.sharding.config import ShardingConfig
+from recsys_core.training.config import TrainingConfig
+from tasks.registry.config import RegistryConfig
+from tasks.retention.config import RetentionConfig
+from tasks.tuning.config import TuningConfig
+
+
+class PipelineConfig(Settings):
+    """Config of a pipeline: input, model, training, evaluation, serving and promotion."""
+
+    name: Name = Field("nightly", description="name of the pipeline, shown in the Prefect UI")
+    workspace: Folder = Field(
+        Path("workspace"), description="folder for runs, the embedded MLflow database and Prefect's files"
+    )
+    allowed_data_root: Folder | None = Field(
+        None,
+        description="folder that must contain every input file after links are resolved. If empty, a file may be anywhere",
+    )
+    interactions: InteractionsConfig = Field(
+        description="the interaction log, and how it is split into training, validation and test events"
+    )
+    data_report: DataReportConfig = Field(
+        default_factory=DataReportConfig,
+        description="limits on the data. A run stops before the training if the data violates one of them. If a limit is "
+        "empty, the measured value is only reported",
+    )
+    embeddings: EmbeddingsConfigs = Field(
+        (),
+        description="pretrained vectors, as one group of settings or a list of groups. If empty, there are no pretrained "
+        "vectors",
+    )
+    features: FeaturesConfig | None = Field(
+        None, description="features of users, items and events in addition to their ids. If empty, there are no features"
+    )
+    model: TwoTowerConfig = Field(default_factory=TwoTowerConfig, description="the two-tower model")
+    tables: dict[str, TableConfig] = Field(
+        default_factory=dict,
+        max_length=10_000,
+        description="settings of embedding tables: width, use of pretrained vectors, and optimizer. The name of a table is "
+        "item, user, or the name of a feature such as item.brand",
+    )
+    loss: LossConfig = Field(default_factory=LossConfig, description="the loss function and its negatives")
+    sharding: ShardingConfig = Field(
+        default_factory=ShardingConfig, description="the cluster, and constraints for TorchRec's sharding planner"
+    )
+    training: TrainingConfig = Field(
+        default_factory=TrainingConfig, description="training loop, optimizers, checkpoints and restarts"
+    )
+    launcher: Launcher = Field(
+        default_factory=LocalLauncher,
+        description="where the training and export run: on this host (local), or on other hosts through TorchX (torchx)",
+    )
+    evaluation: EvaluationConfig = Field(
+        default_factory=EvaluationConfig, description="settings of the evaluation, which ranks all items of the catalogue"
+    )
+    index: IndexConfig = Field(default_factory=IndexConfig, description="the FAISS indexes of the item vectors")
+    package: PackageConfig = Field(default_factory=PackageConfig, description="the files of the served model")
+    registry: RegistryConfig = Field(
+        default_factory=RegistryConfig,
+        description="registration in MLflow, and the rule by which a new version becomes champion",
+    )
+    schedule: ScheduleConfig = Field(
+        default_factory=ScheduleConfig, description="when `nightjar up` or a Prefect worker starts runs of the pipeline"
+    )
+    retention: RetentionConfig = Field(
+        default_factory=RetentionConfig,
+        description="which runs and model versions are kept, and the disk budget of the workspace",
+    )
+    tuning: TuningConfig | None = Field(
+        None, description="the settings that `nightjar tune` varies, and their ranges. If empty, there is no tuning"
+    )
+
+    @model_validator(mode="after")
+    def _last_items_need_an_order(self) -> Self:
+        history = self.model.history
+        if not self.interactions.is_ordered and (history.last_item_feature or history.pooling == "recency"):
+            problem = "last_item_feature is true" if history.last_item_feature else "pooling is recency"
+            raise ValueError(
+                f"model.history.{problem}, but interactions has neither timestamp_column nor order_column, so no item is the "
+                "last; set one of the columns, or set model.history.last_item_feature to false and pooling to mean, sum or "
+                "attention"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _include_target_needs_no_order(self) -> Self:
+        if self.interactions.is_ordered and self.model.history.include_target:
+            raise ValueError(
+                "model.history.include_target is for logs without order, but interactions has an order; set it to false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _query_tower_has_a_feature(self) -> Self:
+        features = self.features
+        has_query_features = features is not None and (features.users is not None or features.context)
+        if not self.model.learn_user_embedding and self.model.history.length == 0 and not has_query_features:
+            raise ValueError(
+                "the query tower has no feature: set model.learn_user_embedding to true or model.history.length above 0, or "
+                "declare features of users or of the context"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pq_m_divides_vector_width(self) -> Self:
+        if "ivf_pq" in self.index.built_kinds and self.model.output_dim % self.index.pq_m:
+            raise ValueError(
+                f"index.pq_m is {self.index.pq_m}, but does not divide the vector width {self.model.output_dim}; set "
+                "index.pq_m to a divisor of the width, or the last layers of the towers to a multiple of index.pq_m"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _cosine_loss_needs_cosine_similarity(self) -> Self:
+        if self.loss.kind == "cosine_contrastive" and self.model.similarity != "cosine":
+            raise ValueError(
+                f"loss.kind is cosine_contrastive, whose margin is a cosine, but model.similarity is {self.model.similarity}; "
+                "set model.similarity to cosine"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _torchx_needs_device_and_process_count(self) -> Self:
+        cluster = self.sharding.cluster
+        if self.launcher.kind == "torchx" and (cluster.device == "auto" or cluster.processes_per_node is None):
+            raise ValueError(
+                f"launcher.kind is torchx, but sharding.cluster.device is {cluster.device} and processes_per_node is "
+                f"{cluster.processes_per_node or 'empty'}; this host cannot detect the devices of other hosts: set device to "
+                "cpu or cuda, and processes_per_node to the number of ranks on one host"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _named_tables_exist(self) -> Self:
+        check_table_names("tables", self.tables, tables=self.table_names)
+        check_table_names("sharding.tables", self.sharding.tables, tables=self.table_names)
+        return self
+
+    @model_validator(mode="after")
+    def _vectors_are_used_by_tables(self) -> Self:
+        tables_with_vectors = {embeddings_config.table for embeddings_config in self.embeddings}
+        if "user" in tables_with_vectors and not self.model.learn_user_embedding:
+            raise ValueError(
+                "embeddings has vectors of users, but the model has no user table; set model.learn_user_embedding to true"
+            )
+        for table_name, table_config in self.tables.items():
+            check_vectors_exist(table_name, table_config, tables_with_vectors=tables_with_vectors)
+        if self.loss.distillation is not None:
+            check_distillation(tables_with_vectors)
+        return self
+
+    @property
+    def table_names(self) -> set[str]:
+        """Names of all embedding tables of the model."""
+        names = {"item"} | ({"user"} if self.model.learn_user_embedding else set())
+        if "item" in self.tables and self.tables["item"].transfer == "residual":
+            names.add(OFFSET_TABLE)
+        if self.features is not None:
+            for prefix, feature_table in (("user", self.features.users), ("item", self.features.items)):
+                features = () if feature_table is None else feature_table.features
+                names |= {f"{prefix}.{feature.name}" for feature in features}
+            names |= {f"context.{feature.name}" for feature in self.features.context}
+        return names
+
+    @property
+    def interactions_with_context(self) -> InteractionsConfig:
+        """`interactions` with the columns of the context features added to `context_columns`."""
+        if self.features is None:
+            return self.interactions
+        context_columns = dict.fromkeys([*self.interactions.context_columns, *self.features.context_columns])
+        return self.interactions.model_copy(update={"context_columns": tuple(context_columns)})
+
+    def for_full_retrain(self) -> Self:
+        """Return the config with the settings that rebuild the vocabularies, read all files and train from scratch."""
+        vocabulary = self.interactions.vocabulary.model_copy(update={"rebuild": "always"})
+        interactions = self.interactions.model_copy(update={"vocabulary": vocabulary})
+        training = self.training.model_copy(update={"warm_start": None})
+        return self.model_copy(update={"interactions": interactions, "training": training})
+
+    def with_absolute_paths(self, base_folder: Path) -> Self:
+        """Return the config with relative paths resolved against `base_folder`."""
+
+        def absolute_paths(paths: Paths) -> Paths:
+            return tuple(path if is_uri(path) else str(_absolute_path(base_folder, path)) for path in paths)
+
+        split = self.interactions.split
+        if isinstance(split, FileSplit):
+            validation_paths = None if split.validation_paths is None else absolute_paths(split.validation_paths)
+            split = split.model_copy(
+                update={"test_paths": absolute_paths(split.test_paths), "validation_paths": validation_paths}
+            )
+        interactions = self.interactions.model_copy(update={"paths": absolute_paths(self.interactions.paths), "split": split})
+        changed_settings: dict[str, object] = {
+            "workspace": _absolute_path(base_folder, self.workspace),
+            "interactions": interactions,
+            "embeddings": tuple(
+                _embeddings_with_absolute_paths(embeddings_config, absolute_paths) for embeddings_config in self.embeddings
+            ),
+        }
+        if self.features is not None:
+            feature_tables = {"users": self.features.users, "items": self.features.items}
+            absolute_tables = {
+                field_name: feature_table and feature_table.model_copy(update={"paths": absolute_paths(feature_table.paths)})
+                for field_name, feature_table in feature_tables.items()
+            }
+            changed_settings["features"] = self.features.model_copy(update=absolute_tables)
+        if self.allowed_data_root is not None:
+            changed_settings["allowed_data_root"] = _absolute_path(base_folder, self.allowed_data_root)
+        return self.model_copy(update=changed_settings)
+
+
+def _embeddings_with_absolute_paths(config: EmbeddingsConfig, absolute_paths: Callable[[Paths], Paths]) -> EmbeddingsConfig:
+    id_map = config.id_map and config.id_map.model_copy(update={"paths": absolute_paths(config.id_map.paths)})
+    return config.model_copy(update={"paths": absolute_paths(config.paths), "id_map": id_map})
+
+
+def _absolute_path(base_folder: Path, path: str | Path) -> Path:
+    # Symbolic links are not resolved: a link to the newest export must be followed at each run.
+    return Path(os.path.normpath(Path.cwd() / base_folder / Path(path).expanduser()))

@@ -1,0 +1,159 @@
+"""The commented config file of `nightjar init`, generated from the descriptions of the config models."""
+
+import json
+import textwrap
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from flows.settings import yaml_loader
+from flows.settings.config_errors import nested_config_classes
+from flows.settings.pipeline import PipelineConfig
+from recsys_core.ingest.log.config import InteractionsConfig
+from recsys_core.ingest.vectors.config import EmbeddingsConfig
+
+HEADER = "# Config of nightjar. Relative paths are relative to the folder of this file. Check it with `nightjar validate`.\n"
+HEADER_IMPORTANT = "# These are the important settings; `nightjar init --all` writes every setting.\n"
+HEADER_ALL = "# These are all settings; a setting that you delete has its default.\n"
+IMPORTANT_SETTINGS = (
+    "workspace",
+    "interactions.paths",
+    "interactions.user_column",
+    "interactions.item_column",
+    "interactions.timestamp_column",
+    "interactions.timestamp_unit",
+    "interactions.label_column",
+    "interactions.label_threshold",
+    "interactions.split.kind",
+    "interactions.split.test_days",
+    "interactions.split.validation_days",
+    "embeddings.paths",
+    "embeddings.id_column",
+    "embeddings.vector_column",
+    "features",
+    "model.embedding_dim",
+    "model.history.length",
+    "model.query.layers",
+    "model.candidate.layers",
+    "model.temperature",
+    "loss.kind",
+    "loss.num_negatives",
+    "training.epochs",
+    "training.batch_size",
+    "training.dense_optimizer.learning_rate",
+    "training.table_optimizer.learning_rate",
+    "index.served_kind",
+    "registry.model_name",
+    "registry.max_relative_drop",
+    "schedule.cron",
+    "schedule.timezone",
+)
+"""Settings that `nightjar init` writes. It also writes every setting whose value is not the default."""
+_WIDTH = 128
+_COMMENT_COLUMN = 42
+
+
+def starter_config() -> PipelineConfig:
+    """Return a minimal config: an interaction log with timestamps, and pretrained vectors."""
+    return PipelineConfig(
+        interactions=InteractionsConfig(paths=("data/interactions/*.parquet",), timestamp_column="timestamp"),
+        embeddings=(EmbeddingsConfig(paths=("data/item_embeddings.parquet",), vector_column="embedding"),),
+    )
+
+
+def to_commented_yaml(config: PipelineConfig, *, notes: Mapping[str, str] | None = None, every_setting: bool = True) -> str:
+    """Format `config` as YAML with the description and choices of each setting. The text loads back to an equal config.
+
+    Args:
+        notes: comments by dotted name, written above the setting.
+        every_setting: write all settings, instead of IMPORTANT_SETTINGS and those that differ from their default.
+    """
+    header = HEADER + (HEADER_ALL if every_setting else HEADER_IMPORTANT)
+    writer = _TemplateWriter(notes or {}, None if every_setting else IMPORTANT_SETTINGS)
+    return header + "\n".join(writer.lines(config)) + "\n"
+
+
+class _TemplateWriter(NamedTuple):
+    """Writer of a config as commented YAML.
+
+    Attributes:
+        notes: comments by dotted name of a setting.
+        written_names: dotted names of the settings to write; None: all settings.
+    """
+
+    notes: Mapping[str, str]
+    written_names: Collection[str] | None
+
+    def lines(self, config: BaseModel, *, group_name: str = "", depth: int = 0) -> Iterator[str]:
+        """Yield the lines of `config`, the group of settings with the dotted name `group_name`."""
+        indent = "  " * depth
+        for setting_name, field in type(config).model_fields.items():
+            value, dotted_name = getattr(config, setting_name), f"{group_name}.{setting_name}" if group_name else setting_name
+            if not self._is_written(dotted_name, field, value):
+                continue
+            if depth == 0 and list(nested_config_classes(field.annotation)):
+                yield ""
+            if dotted_name in self.notes:
+                yield f"{indent}# {self.notes[dotted_name]}"
+            if isinstance(value, BaseModel):
+                yield from _with_comment(f"{indent}{setting_name}:", _comment(field))
+                yield from self.lines(value, group_name=dotted_name, depth=depth + 1)
+            elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+                yield from _with_comment(f"{indent}{setting_name}:", _comment(field))
+                # A single group is written without a list, so that --set can name its settings without an index.
+                is_single_group = len(value) == 1 and dotted_name == "embeddings"
+                for inner_config in value:
+                    inner_lines = self.lines(inner_config, group_name=dotted_name, depth=depth + 1)
+                    yield from inner_lines if is_single_group else _as_yaml_list_element(inner_lines, depth=depth)
+            else:
+                yield from _with_comment(f"{indent}{setting_name}: {_inline_yaml(value)}", _comment(field))
+
+    def _is_written(self, dotted_name: str, field: FieldInfo, value: Any) -> bool:
+        if self.written_names is None or field.is_required() or value != field.get_default(call_default_factory=True):
+            return True
+        return any(name == dotted_name or name.startswith(f"{dotted_name}.") for name in self.written_names)
+
+
+def _as_yaml_list_element(lines: Iterator[str], *, depth: int) -> Iterator[str]:
+    indent = "  " * depth
+    for index, line in enumerate(lines):
+        yield f"{indent}{'- ' if index == 0 else '  '}{line[len(indent) + 2 :]}"
+
+
+def _comment(field: FieldInfo) -> str:
+    choices = _choices(field)
+    return (field.description or "") + (f" ({' | '.join(choices)})" if choices else "")
+
+
+def _choices(field: FieldInfo) -> list[str]:
+    config_classes = list(nested_config_classes(field.annotation))
+    if len(config_classes) > 1:
+        return [
+            f"{config_class.model_fields['kind'].default}: "
+            + ", ".join(name for name in config_class.model_fields if name != "kind")
+            for config_class in config_classes
+        ]
+    if config_classes:
+        return []
+    literal_choices = [argument for argument in get_args(field.annotation) if isinstance(argument, str)]
+    return literal_choices if len(literal_choices) > 1 else []
+
+
+def _inline_yaml(value: Any) -> str:
+    plain_value = json.loads(json.dumps(value, default=str))
+    if isinstance(plain_value, list) and len(plain_value) == 1 and isinstance(plain_value[0], str):
+        plain_value = plain_value[0]
+    return yaml_loader.dump(plain_value, default_flow_style=True, width=10_000).removesuffix("\n...\n").rstrip("\n")
+
+
+def _with_comment(setting_line: str, comment: str) -> Iterator[str]:
+    if not comment:
+        yield setting_line
+        return
+    column = max(_COMMENT_COLUMN, len(setting_line) + 2)
+    first_line, *other_lines = textwrap.wrap(comment, _WIDTH - column - 2)
+    yield f"{setting_line.ljust(column)}# {first_line}"
+    for line in other_lines:
+        yield f"{' ' * column}# {line}"

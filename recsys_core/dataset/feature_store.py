@@ -1,0 +1,75 @@
+"""Memory-mapped feature arrays (see FeaturesManifest), and the lookup of the features of a batch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recsys_core.dataset.events import memory_map
+from recsys_core.dataset.jagged import Int64Array, JaggedArray, ragged_ranges
+from recsys_core.manifests import FeatureFacts, FeaturesManifest
+
+FeatureForm = Literal["single", "list", "weighted_list", "number"]
+"""Content of a feature for one user, item or event.
+
+single: one row; list: any number of rows; weighted_list: rows with weights; number: one row, with the number as its weight.
+"""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One feature of all users, items or events.
+
+    `table_rows` contains rows of the feature's embedding table. Without `offset`, it has one entry per user, item or event.
+    With `offset`, the n-th user, item or event has the list table_rows[offset[n]:offset[n + 1]]. `weights` is None or has one
+    entry for each entry of `table_rows`.
+    """
+
+    table_rows: NDArray[np.int32]
+    offset: Int64Array | None
+    weights: NDArray[np.float32] | None
+
+    def rows_and_weights(self, owner_index: Int64Array) -> tuple[JaggedArray, NDArray[np.float32] | None]:
+        """Return the table rows of each user, item or event in `owner_index`, and the weight of each of these rows, if any."""
+        if self.offset is None:
+            lists = JaggedArray(np.arange(len(owner_index) + 1), self.table_rows[owner_index].astype(np.int64))
+            return lists, None if self.weights is None else self.weights[owner_index]
+        start = self.offset[owner_index]
+        length = self.offset[owner_index + 1] - start
+        index_L = ragged_ranges(start, length)
+        lists = JaggedArray.from_lengths(length, self.table_rows[index_L])
+        return lists, None if self.weights is None else self.weights[index_L]
+
+
+@dataclass(frozen=True)
+class FeatureStore:
+    """All features by key: user.<name>, item.<name>, context.<name>."""
+
+    feature_by_key: dict[str, Feature]
+
+    @classmethod
+    def open(cls, manifest: FeaturesManifest) -> Self:
+        """Map the arrays of a completed stage."""
+        return cls.read(manifest.folder, {key: feature_form(facts) for key, facts in manifest.features.items()})
+
+    @classmethod
+    def read(cls, folder: Path, form_by_key: Mapping[str, FeatureForm]) -> Self:
+        """Map the arrays of the features in `form_by_key`, from any folder with the file names of FeaturesManifest."""
+        feature_by_key = {}
+        for key, form in form_by_key.items():
+            feature_by_key[key] = Feature(
+                table_rows=memory_map(folder / f"{key}.row.npy"),
+                offset=memory_map(folder / f"{key}.offset.npy") if form in ("list", "weighted_list") else None,
+                weights=memory_map(folder / f"{key}.weight.npy") if form in ("weighted_list", "number") else None,
+            )
+        return cls(feature_by_key)
+
+
+def feature_form(facts: FeatureFacts) -> FeatureForm:
+    """Return the form of a feature."""
+    if facts.kind in ("list", "weighted_list"):
+        return facts.kind
+    return "number" if facts.is_weighted else "single"

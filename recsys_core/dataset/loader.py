@@ -1,0 +1,200 @@
+"""Training and query batches, built from the memory-mapped event store and prefetched by a background thread.
+
+A training batch is a function of (seed, epoch, rank, batch index), so a run can resume at any batch. The background thread
+builds several consecutive batches, a chunk, at a time. If it built one small batch at a time, switching between the threads
+would take longer than building the batches.
+
+Shapes: B queries, N drawn negatives, C candidates, U users, I items, P batches of a chunk, E events of a chunk.
+"""
+
+import queue
+import threading
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recsys_core.dataset.assembly import Assembler
+from recsys_core.dataset.batch import Batch
+from recsys_core.dataset.events import EvaluationSplit, EventStore
+from recsys_core.dataset.jagged import Int64Array, JaggedArray
+from recsys_core.dataset.shuffle import shuffled
+from recsys_core.seeds import negatives_key
+
+CHUNK_CANDIDATES = 20_000
+"""Number of positives and drawn negatives in a chunk. A batch that has more is a chunk of its own."""
+PREFETCHED_CHUNKS = 2
+PHILOX_VALUES_PER_INCREMENT = 4
+"""Number of values that numpy's Philox generator returns for each increment of its counter."""
+
+T = TypeVar("T")
+
+
+class TrainLoader:
+    """Training batches of one rank.
+
+    Every epoch is a new global shuffle. Rank r takes the examples at indices r, r + world_size, r + 2 * world_size and so on.
+    Up to world_size - 1 examples are left out of each epoch, so that all ranks have the same batch sizes.
+
+    Args:
+        batch_size: queries per rank and step; the last batch of an epoch may be smaller.
+        assembler: builds the batches.
+        max_history: longest history, in items; 0: no histories.
+        include_target: whether the history of an event starts with the event's own item; used only for an unordered log.
+        num_negatives: number of items drawn for each batch, in addition to the positives.
+        negative_share_I: float64 [I], probability of each item in one draw; the sum is 1.
+        num_planned_ranks: number of ranks in the original sharding plan, a multiple of world_size. A retry may have fewer
+            ranks than the plan, with proportionally larger batches. It then has as many examples and batches per epoch as the
+            first attempt. None: world_size.
+    """
+
+    def __init__(
+        self,
+        store: EventStore,
+        *,
+        assembler: Assembler,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        max_history: int,
+        include_target: bool = False,
+        num_negatives: int = 0,
+        negative_share_I: NDArray[np.float64] | None = None,
+        num_planned_ranks: int | None = None,
+    ) -> None:
+        if num_negatives and negative_share_I is None:
+            raise ValueError(f"num_negatives is {num_negatives}, but negative_share_I is missing")
+        self._store, self._assembler, self._batch_size = store, assembler, batch_size
+        self._rank, self._world_size, self._seed = rank, world_size, seed
+        self._max_history, self._include_target = max_history, include_target
+        self._num_negatives = num_negatives
+        self._negative_cdf_I = np.zeros(0) if negative_share_I is None else np.cumsum(negative_share_I)
+        self._batches_per_chunk = max(1, CHUNK_CANDIDATES // (batch_size + num_negatives))
+        # The index of a training example plus the offset of its user is the index of the event in the log.
+        self._event_offset_U = store.user_offset[:-1] - store.first_example_U
+        self._mean_weight = store.mean_weight()
+        num_planned_ranks = num_planned_ranks or world_size
+        self.num_epoch_queries = store.num_train_events // num_planned_ranks * num_planned_ranks // world_size
+
+    def __len__(self) -> int:
+        """Number of batches per epoch, the same on every rank."""
+        return -(-self.num_epoch_queries // self._batch_size)
+
+    def num_batch_queries(self, batch_index: int) -> int:
+        """Return the number of queries in the batch with this index in an epoch."""
+        return min(self._batch_size, self.num_epoch_queries - batch_index * self._batch_size)
+
+    def epoch(self, epoch: int, *, start_batch: int = 0) -> Iterator[Batch]:
+        """Yield the batches of `epoch` from index `start_batch` on; a background thread builds them."""
+        with closing(prefetch(self._chunks(epoch, start_batch), depth=PREFETCHED_CHUNKS)) as chunks:
+            for chunk in chunks:
+                yield from chunk
+
+    def batch(self, epoch: int, batch_index: int) -> Batch:
+        """Build the batch with this index in `epoch`."""
+        return self._chunk(epoch, batch_index, batch_index + 1)[0]
+
+    def _chunks(self, epoch: int, start_batch: int) -> Iterator[list[Batch]]:
+        for first_batch in range(start_batch, len(self), self._batches_per_chunk):
+            yield self._chunk(epoch, first_batch, min(first_batch + self._batches_per_chunk, len(self)))
+
+    def _chunk(self, epoch: int, first_batch: int, stop_batch: int) -> list[Batch]:
+        """Build the batches with the indices first_batch, ..., stop_batch - 1."""
+        user_E, event_index_E = self._training_events(epoch, first_batch, stop_batch)
+        negative_PN = self._draw_negatives(epoch, first_batch, stop_batch)
+        batches = []
+        for start, negative_N in zip(range(0, len(user_E), self._batch_size), negative_PN, strict=True):
+            events_of_batch = slice(start, start + self._batch_size)
+            batches.append(self._assemble(user_E[events_of_batch], event_index_E[events_of_batch], negative_N))
+        return batches
+
+    def _training_events(self, epoch: int, first_batch: int, stop_batch: int) -> tuple[Int64Array, Int64Array]:
+        """Return the user and the index in the log of each training event of these batches."""
+        start, end = first_batch * self._batch_size, min(stop_batch * self._batch_size, self.num_epoch_queries)
+        index_in_epoch_E = np.arange(start, end, dtype=np.int64) * self._world_size + self._rank
+        example_E = shuffled(index_in_epoch_E, n=self._store.num_train_events, key=(self._seed, epoch))
+        user_E = self._store.train_user[example_E].astype(np.int64)
+        return user_E, example_E + self._event_offset_U[user_E]
+
+    def _draw_negatives(self, epoch: int, first_batch: int, stop_batch: int) -> Int64Array:
+        """Draw num_negatives items for each of these batches, [P, N]."""
+        # Philox is counter-based: the negatives of a batch do not depend on the batches drawn before it.
+        increments_per_batch = -(-self._num_negatives // PHILOX_VALUES_PER_INCREMENT)
+        philox_key = negatives_key(self._seed, epoch=epoch, rank=self._rank)
+        generator = np.random.Generator(np.random.Philox(key=philox_key, counter=first_batch * increments_per_batch))
+        num_uniform_values = increments_per_batch * PHILOX_VALUES_PER_INCREMENT
+        uniform_PN = generator.random((stop_batch - first_batch, num_uniform_values))[:, : self._num_negatives]
+        # Rounding may leave the last value of the CDF slightly below 1, and a random number above it would select no item. The
+        # random numbers are therefore scaled by this last value.
+        total_share = float(self._negative_cdf_I[-1]) if len(self._negative_cdf_I) else 0.0
+        return np.searchsorted(self._negative_cdf_I, uniform_PN * total_share, side="right")
+
+    def _assemble(self, user_B: Int64Array, event_index_B: Int64Array, negative_N: Int64Array) -> Batch:
+        store = self._store
+        history = JaggedArray.empty(len(user_B))
+        if self._max_history:
+            history = store.histories(event_index_B, user_B, max_history=self._max_history, include_target=self._include_target)
+        return self._assembler.batch(
+            user_row_B=user_B,
+            event_index_B=event_index_B,
+            history=history,
+            candidate_row_C=np.concatenate([store.event_item[event_index_B].astype(np.int64), negative_N]),
+            loss_weight_B=None if store.event_weight is None else store.event_weight[event_index_B] / self._mean_weight,
+        )
+
+
+def prefetch(values: Iterable[T], *, depth: int) -> Generator[T, None, None]:
+    """Yield `values`; a background thread computes up to `depth` values ahead.
+
+    If computing a value raises an exception, the generator yields the values before it and then raises the exception. Closing
+    the generator ends the thread.
+    """
+    results: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(maxsize=depth)
+    is_closed = threading.Event()
+
+    def put(result: tuple[T] | BaseException | None) -> bool:
+        while not is_closed.is_set():
+            try:
+                results.put(result, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def compute() -> None:
+        try:
+            for value in values:
+                if not put((value,)):
+                    return
+            put(None)
+        except BaseException as error:
+            put(error)
+
+    thread = threading.Thread(target=compute, name="loader", daemon=True)
+    thread.start()
+    try:
+        while (result := results.get()) is not None:
+            if isinstance(result, BaseException):
+                raise result
+            yield result[0]
+    finally:
+        is_closed.set()
+        thread.join()  # a thread that runs numpy or torch code at interpreter shutdown crashes the process
+
+
+def query_batch(
+    store: EventStore, user_B: Int64Array, split: EvaluationSplit, *, assembler: Assembler, max_history: int
+) -> Batch:
+    """Build the users' queries at the start of `split`, without candidates.
+
+    A query consists of the user's history before `split` and the context of the user's first event in `split`.
+    """
+    return assembler.batch(
+        user_row_B=user_B,
+        event_index_B=store.first_event_index(user_B, split),
+        history=store.items_before(user_B, split, max_items=max_history),
+        candidate_row_C=np.zeros(0, np.int64),
+    )

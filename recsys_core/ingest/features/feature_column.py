@@ -1,0 +1,92 @@
+"""FeatureColumn: one feature during its encoding, with its values in DuckDB and its files in the folder of the stage.
+
+The side of a feature is user, item or context. Context features belong to events.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+from numpy.typing import NDArray
+
+from recsys_core.disk import allocate_npy
+from recsys_core.ingest.features.config import FeatureConfig
+from recsys_core.manifests import FeatureFacts, IdType
+
+BATCH_ROWS = 1_000_000
+
+
+@dataclass(frozen=True)
+class PreviousFeature:
+    """The same feature in the previous run."""
+
+    facts: FeatureFacts
+    vocabulary_path: Path | None
+    """None for a feature without a vocabulary."""
+
+
+@dataclass(frozen=True)
+class FeatureColumn:
+    """One feature during its encoding.
+
+    Its values are in DuckDB's table `joined`, which has one row for each user, item or event with features. Columns:
+    row: the row of the user, item or event.
+    in_training: whether the user or item has a training event; for a context feature, whether the event is a training event.
+    v<n>, w<n>: the value (or list of values) and the list of weights of the feature with index n.
+    """
+
+    connection: duckdb.DuckDBPyConnection
+    feature: FeatureConfig
+    feature_index: int
+    """Index of the feature among the features of its side."""
+    key: str
+    """<side>.<name>: start of the names of its files."""
+    value_type: IdType | None
+    num_rows: int
+    """Number of users, items or events of the side."""
+    counted_row_sql: str
+    """SQL condition on the rows of `joined`; values in the other rows do not count for the vocabulary."""
+    previous: PreviousFeature | None
+    """The feature in the previous run, whose vocabulary, boundaries or mean are reused. None: they are computed again."""
+    output_folder: Path
+    vector_ids_path: Path | None = None
+    """Parquet file with the value of each pretrained vector; None without vectors."""
+
+    def value_sql(self) -> str:
+        """Return SQL for the value; for a list feature, for the first `max_values` values."""
+        return self._truncated_sql(f"v{self.feature_index}")
+
+    def weight_sql(self) -> str:
+        """Return SQL for the weights of the values."""
+        return self._truncated_sql(f"w{self.feature_index}")
+
+    def _truncated_sql(self, column_name: str) -> str:
+        return column_name if self.feature.max_values is None else f"{column_name}[:{self.feature.max_values}]"
+
+    def fetch_count(self, query: str) -> int:
+        """Return the single number that `query` selects."""
+        return int(self.connection.sql(query).fetchall()[0][0])
+
+    def allocate(self, array_name: str, *, dtype: type[np.generic], length: int) -> NDArray[Any]:
+        """Return a new memory-mapped array of the feature, filled with zeros."""
+        return allocate_npy(self.output_folder / f"{self.key}.{array_name}.npy", dtype=dtype, shape=(length,))
+
+    def facts(self, **fields: Any) -> FeatureFacts:
+        """Return the facts of the feature for the manifest."""
+        return FeatureFacts(
+            kind=self.feature.kind,
+            definition=feature_definition(self.feature, self.value_type),
+            is_continued=self.previous is not None,
+            **fields,
+        )
+
+
+def feature_definition(feature: FeatureConfig, value_type: IdType | None) -> str:
+    """Return the settings that decide the row of a value. A change of the definition starts a new vocabulary."""
+    settings: dict[str, Any] = {"kind": feature.kind, "column": feature.source_column, "type": value_type}
+    settings |= {setting: getattr(feature, setting) for setting in ("hash_rows", "buckets", "boundaries")}
+    settings["standardise"] = feature.standardise or None
+    return json.dumps({setting: value for setting, value in settings.items() if value is not None})

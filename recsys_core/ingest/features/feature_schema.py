@@ -1,0 +1,195 @@
+"""Schema check of the feature tables: files, columns and types, from the parquet footers alone."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from recsys_core.errors import MAX_SHOWN_CHARACTERS, InputError
+from recsys_core.ingest.features.config import FeatureConfig, FeaturesConfig, Side
+from recsys_core.manifests import IdType
+from recsys_core.parquet.columns import (
+    id_type,
+    is_list,
+    is_text,
+    require_column,
+    require_one_type,
+    require_unambiguous_case,
+    value_type,
+)
+from recsys_core.parquet.guards import require_sidecars
+from recsys_core.parquet.sources import Source, open_sources
+
+ID_TABLES = ("item", "user")
+"""Embedding tables with one row per id of the log. The interactions stage checks the pretrained vectors of these tables."""
+
+
+@dataclass(frozen=True)
+class FeatureTable:
+    """The files and features of one side (user, item or context). The schemas of the files have been checked."""
+
+    side: Side
+    setting: str
+    sources: tuple[Source, ...]
+    features: tuple[FeatureConfig, ...]
+    value_type_by_feature: dict[str, IdType]
+    """Type in which the values of a feature are stored, by the name of the feature; numeric features are left out."""
+    id_column: str | None = None
+    """None for the context, whose rows are the events."""
+    id_type: IdType | None = None
+    has_sidecars: bool = False
+    """Whether a sidecar, a file with the sha256, is next to each file."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All columns to read, without repeats."""
+        id_columns = () if self.id_column is None else (self.id_column,)
+        return tuple(dict.fromkeys([*id_columns, *(name for feature in self.features for name in feature.columns)]))
+
+
+def open_feature_tables(
+    config: FeaturesConfig,
+    *,
+    user_id_type: IdType,
+    item_id_type: IdType,
+    context_sources: Sequence[Source],
+    allowed_data_root: Path | None = None,
+) -> tuple[FeatureTable, ...]:
+    """Open the feature tables. Raise InputError for a missing or invalid file, or for a missing or unsuitable column.
+
+    Args:
+        context_sources: files with the columns of the context features.
+        allowed_data_root: folder that has to contain every file of a table.
+    """
+    tables = []
+    sides: tuple[tuple[Side, IdType], ...] = (("user", user_id_type), ("item", item_id_type))
+    for side, log_id_type in sides:
+        table_config = config.users if side == "user" else config.items
+        if table_config is None:
+            continue
+        setting = f"features.{side}s"
+        sources = open_sources(table_config.paths, setting=f"{setting}.paths", allowed_data_root=allowed_data_root)
+        if table_config.checksums == "sidecar":
+            require_sidecars(sources)
+        table_id_type = id_type(sources, table_config.id_column, setting=f"{setting}.id_column")
+        require_one_type(
+            table_id_type,
+            subject=f"{sources[0].name}: column {table_config.id_column!r}",
+            other_type=log_id_type,
+            other_subject=f"the {side} id of the log",
+        )
+        table = FeatureTable(
+            side,
+            setting,
+            sources,
+            table_config.features,
+            _value_types(sources, table_config.features, setting=setting),
+            table_config.id_column,
+            table_id_type,
+            has_sidecars=table_config.checksums == "sidecar",
+        )
+        _check_column_names(table)
+        tables.append(table)
+    if config.context:
+        setting = "features.context"
+        types = _value_types(context_sources, config.context, setting=setting)
+        tables.append(FeatureTable("context", setting, tuple(context_sources), config.context, types))
+        _check_column_names(tables[-1])
+    return tuple(tables)
+
+
+def check_feature_vectors(tables: Sequence[FeatureTable], *, id_type_by_table: Mapping[str, IdType]) -> None:
+    """Check the pretrained vectors of feature values. Such vectors need a feature with a vocabulary.
+
+    Args:
+        id_type_by_table: type of the ids of the vectors, by the name of the embedding table.
+
+    Raises:
+        InputError: an unknown table, a numeric or hashed feature, or ids of another type than the values of the feature.
+    """
+    feature_by_table = {f"{table.side}.{feature.name}": (table, feature) for table in tables for feature in table.features}
+    for table_name, vector_id_type in id_type_by_table.items():
+        if table_name in ID_TABLES:
+            continue
+        if table_name not in feature_by_table:
+            raise InputError(
+                f"embeddings: vectors are given for table {table_name!r}, but the tables are "
+                f"{', '.join([*ID_TABLES, *feature_by_table])}; set table to one of these, or declare the feature"
+            )
+        table, feature = feature_by_table[table_name]
+        if feature.kind == "numeric" or feature.hash_rows is not None:
+            encoding, fix = ("numeric", "kind to categorical") if feature.kind == "numeric" else ("hashed", "hash_rows to null")
+            raise InputError(
+                f"embeddings: vectors are given for table {table_name!r}, but feature {feature.name!r} of {table.setting} is "
+                f"{encoding}: a row of its table does not belong to a single value; set {fix}, or remove the vectors"
+            )
+        require_one_type(
+            table.value_type_by_feature[feature.name],
+            subject=f"{table.sources[0].name}: column {feature.source_column!r}",
+            other_type=vector_id_type,
+            other_subject=f"the id of the {table_name} vectors",
+        )
+
+
+def _check_column_names(table: FeatureTable) -> None:
+    for source in table.sources:
+        for column in table.columns:
+            if table.side != "context" and column in source.partition_values:
+                raise InputError(
+                    f"{source.name}: column {column!r} of {table.setting} is also a key in a folder name; write it as a "
+                    "column, and remove the key from the folder names"
+                )
+        require_unambiguous_case(source, table.columns)
+
+
+def _value_types(sources: Sequence[Source], features: Sequence[FeatureConfig], *, setting: str) -> dict[str, IdType]:
+    type_by_feature: dict[str, IdType] = {}
+    first_source = sources[0]
+    for feature in features:
+        column = feature.source_column
+        stored_types = [_stored_type(source, feature, setting=f"{setting}, feature {feature.name!r}") for source in sources]
+        for source, stored_type in zip(sources, stored_types, strict=True):
+            require_one_type(
+                stored_type,
+                subject=f"{source.name}: column {column!r}",
+                other_type=stored_types[0],
+                other_subject=f"column {column!r} of {first_source.name}",
+            )
+        if stored_types[0] is not None:
+            type_by_feature[feature.name] = stored_types[0]
+    return type_by_feature
+
+
+def _stored_type(source: Source, feature: FeatureConfig, *, setting: str) -> IdType | None:
+    """Return the type in which the values of a feature are stored; None for a numeric feature."""
+    column = feature.source_column
+    data_type = require_column(source, column, setting=setting)
+    if feature.kind == "numeric":
+        if not _is_number(data_type):
+            raise _type_error(source, column, data_type, setting, "numeric needs a number; cast it, or set kind to categorical")
+        return None
+    element_type = data_type
+    if feature.is_list:
+        if not is_list(data_type):
+            fix = f"{feature.kind} needs a list; write one, or set kind to categorical"
+            raise _type_error(source, column, data_type, setting, fix)
+        element_type = data_type.value_type
+    if feature.weight_column is not None:
+        weight_type = require_column(source, feature.weight_column, setting=setting)
+        if not is_list(weight_type) or not _is_number(weight_type.value_type):
+            raise _type_error(source, feature.weight_column, weight_type, setting, "weights are a list of numbers; cast it")
+    element_type = value_type(element_type)
+    if pa.types.is_integer(element_type):
+        return "int64"
+    if is_text(element_type) or pa.types.is_boolean(element_type):
+        return "string"
+    raise _type_error(source, column, data_type, setting, f"{feature.kind} needs integers, strings or booleans; cast it")
+
+
+def _type_error(source: Source, column: str, data_type: pa.DataType, setting: str, fix: str) -> InputError:
+    return InputError(f"{source.name}: column {column!r} is {str(data_type)[:MAX_SHOWN_CHARACTERS]} ({setting}); {fix}")
+
+
+def _is_number(data_type: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(data_type) or pa.types.is_floating(data_type) or pa.types.is_decimal(data_type))

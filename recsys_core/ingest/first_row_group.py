@@ -1,0 +1,181 @@
+"""Checks that read one row group of an input: vector length, matching ids of log and embeddings, and the unit of times.
+
+They find common mistakes within seconds, before an ingest that takes hours.
+"""
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from recsys_core.errors import InputError, first_line, shown
+from recsys_core.ingest.log.config import InteractionsConfig
+from recsys_core.ingest.vectors.vector_schema import VectorFiles, check_pca_dim
+from recsys_core.parquet.columns import value_type
+from recsys_core.parquet.duckdb_session import database, quoted, scan_all_sql
+from recsys_core.parquet.sources import Source
+from recsys_core.units import DAY_S
+
+MAX_ROWS = 65_536
+_MAX_VECTOR_ROWS = 256
+_TICKS_PER_S = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+_YEAR_1971_S, _YEAR_1990_S, _YEAR_6000_S = 31_536_000, 631_152_000, 2**37
+
+
+def first_values(sources: Sequence[Source], column: str, *, max_rows: int = MAX_ROWS) -> pa.Array | None:
+    """Return the first values of `column` in a row group of the first non-empty file; None if the column is a hive key.
+
+    Raises:
+        InputError: the values cannot be read.
+    """
+    source = _first_non_empty(sources)
+    if column not in source.schema.names:
+        return None
+    group_index = next(index for index, num_rows in enumerate(source.footer.num_group_rows) if num_rows)
+    try:
+        with source.open(page_checksum_verification=True) as file:
+            batch = next(file.iter_batches(max_rows, row_groups=[group_index], columns=[column]), None)
+    except (pa.ArrowException, OSError, UnicodeError) as error:
+        raise InputError(
+            f"{source.name}: column {column!r}: damaged, or not readable ({first_line(error)}); write the file again"
+        ) from error
+    return None if batch is None else batch.column(0)
+
+
+def _first_non_empty(sources: Sequence[Source]) -> Source:
+    return next(source for source in sources if source.record.rows)
+
+
+def stored_vector_dim(files: VectorFiles) -> int | None:
+    """Return the width of the vectors after the projection (pca_dim), from the config, the schema or the first rows.
+
+    Return None if the vectors of the first rows differ in length.
+
+    Raises:
+        InputError: pca_dim is larger than the width of the input vectors.
+    """
+    pca_dim = files.config.pca_dim
+    if files.source_dim is not None:
+        return pca_dim or files.source_dim
+    first_vectors = first_values(files.sources, files.columns[0], max_rows=_MAX_VECTOR_ROWS)
+    distinct_lengths = set() if first_vectors is None else set(pc.list_value_length(first_vectors).drop_null().to_pylist())
+    if len(distinct_lengths) != 1:
+        return pca_dim
+    length: int = distinct_lengths.pop()
+    check_pca_dim(files, length)
+    return pca_dim or length
+
+
+def check_time_unit(config: InteractionsConfig, sources: Sequence[Source]) -> None:
+    """Raise InputError if the times are in 1970 or in the future, but would be plausible in another unit."""
+    column = config.timestamp_column
+    times = first_values(sources, column) if column is not None else None
+    if times is None or pa.types.is_date(times.type):
+        return
+    unit = times.type.unit if pa.types.is_timestamp(times.type) else config.timestamp_unit
+    tick_range = pc.min_max(times.view(pa.int64()) if pa.types.is_timestamp(times.type) else times.drop_null()).as_py()
+    latest_valid_s = time.time() + config.max_future_days * DAY_S
+    if tick_range["min"] is None or tick_range["max"] < 0:
+        return
+    max_time_s = tick_range["max"] // _TICKS_PER_S[unit]
+    if max_time_s >= _YEAR_1971_S and tick_range["min"] // _TICKS_PER_S[unit] <= latest_valid_s:
+        return
+    for other_unit, ticks_per_s in _TICKS_PER_S.items():
+        if _YEAR_1990_S <= tick_range["max"] // ticks_per_s <= latest_valid_s:
+            is_unit_from_config = times.type != pa.timestamp(unit)
+            fix = f"set interactions.timestamp_unit to {other_unit}" if is_unit_from_config else "write the column again"
+            raise InputError(
+                f"{_first_non_empty(sources).name}: column {column!r}: {tick_range['max']} is {_date_text(max_time_s)} in "
+                f"{unit}, and {_date_text(tick_range['max'] // ticks_per_s)} in {other_unit}; {fix}"
+            )
+
+
+def _date_text(seconds: int) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d}" if seconds < _YEAR_6000_S else "after the year 6000"
+
+
+def check_shared_ids(
+    config: InteractionsConfig,
+    log_sources: Sequence[Source],
+    vector_files: Sequence[VectorFiles],
+    *,
+    id_column_by_table: Mapping[str, str],
+) -> None:
+    """Raise InputError if the log and the vectors of a table do not have a single id in common.
+
+    The ids of one row group of the log and one row group of the vectors are compared first. If they have no id in common, all
+    ids are compared, unless a file is in an object store.
+
+    Args:
+        id_column_by_table: column of the log that contains the ids of each table, by table.
+    """
+    for table, column in id_column_by_table.items():
+        table_files = [files for files in vector_files if files.config.table == table]
+        log_ids = first_values(log_sources, column) if table_files else None
+        if log_ids is None or any(_have_common_id(log_ids, files) for files in table_files):
+            continue
+        sources = (*log_sources, *(source for files in table_files for source in (*files.sources, *files.id_map_sources)))
+        if not all(source.is_local for source in sources) or not all(column in source.schema.names for source in log_sources):
+            continue
+        if not _files_have_common_id(config, log_sources, column, table_files):
+            num_vectors, first_files = sum(files.num_rows for files in table_files), table_files[0]
+            vector_ids = first_values(first_files.sources, first_files.config.id_column)
+            raise InputError(
+                f"embeddings: none of the {num_vectors:,} {table} vectors belongs to one of the log's {table}s: column "
+                f"{column!r} of {log_sources[0].name} has ids such as {_example_id(log_ids)}, but "
+                f"{first_files.sources[0].name} has ids such as {_example_id(vector_ids)}; write both with the same ids"
+            )
+
+
+def _have_common_id(log_ids: pa.Array, files: VectorFiles) -> bool:
+    if files.config.id_map is not None:
+        return False
+    vector_ids = first_values(files.sources, files.config.id_column)
+    return vector_ids is None or bool(pc.any(pc.is_in(_as_text(log_ids), value_set=_as_text(vector_ids))).as_py())
+
+
+def _as_text(ids: pa.Array) -> pa.Array:
+    return ids.cast(value_type(ids.type)).cast(pa.string()).drop_null()
+
+
+def _files_have_common_id(
+    config: InteractionsConfig, log_sources: Sequence[Source], column: str, vector_files: Sequence[VectorFiles]
+) -> bool:
+    with (
+        tempfile.TemporaryDirectory(prefix="nightjar-ids-") as folder,
+        database(
+            memory_limit=config.memory_limit,
+            num_threads=config.threads,
+            spill_folder=Path(folder),
+            subject="the ids of log and vectors",
+        ) as connection,
+    ):
+        log_ids_sql = f"SELECT {quoted(column)}::VARCHAR AS id FROM {_scan_files_sql(log_sources)}"
+        for files in vector_files:
+            vector_ids_sql = f"SELECT {quoted(files.config.id_column)}::VARCHAR AS id FROM {_scan_files_sql(files.sources)}"
+            if files.config.id_map is not None:
+                source_id_sql, target_id_sql = quoted(files.config.id_map.from_column), quoted(files.config.id_map.to_column)
+                id_map_sql = (
+                    f"SELECT {source_id_sql}::VARCHAR AS source, {target_id_sql}::VARCHAR AS id "
+                    f"FROM {_scan_files_sql(files.id_map_sources)}"
+                )
+                vector_ids_sql = (
+                    f"SELECT pairs.id FROM ({id_map_sql}) pairs "
+                    f"SEMI JOIN ({vector_ids_sql}) vector_ids ON pairs.source = vector_ids.id"
+                )
+            if connection.sql(f"SELECT 1 FROM ({log_ids_sql}) SEMI JOIN ({vector_ids_sql}) USING (id) LIMIT 1").fetchall():
+                return True
+    return False
+
+
+def _scan_files_sql(sources: Sequence[Source]) -> str:
+    return scan_all_sql([source.path for source in sources])
+
+
+def _example_id(ids: pa.Array | None) -> str:
+    non_null = None if ids is None else ids.drop_null()
+    return "none" if non_null is None or not len(non_null) else shown(non_null[0].as_py())

@@ -1,0 +1,153 @@
+"""Writer of the event store: the sorted log streams from DuckDB into the memory maps that InteractionsManifest describes.
+
+E is the number of events of a batch, S the number of splits.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from recsys_core.disk import allocate_npy, save_npy
+from recsys_core.ingest.log.config import SPLITS, InteractionsConfig
+from recsys_core.ingest.log.filters import extra_column_names
+from recsys_core.ingest.log.vocabulary import Vocabulary
+
+BATCH_ROWS = 1_000_000
+Counts = NDArray[np.int64]
+
+
+class EventWriter:
+    """Writes the sorted log, and counts the events of each user and item by split."""
+
+    def __init__(self, output_folder: Path, *, users: Vocabulary, items: Vocabulary, config: InteractionsConfig) -> None:
+        self.user_count_US: Counts = np.zeros((len(users), len(SPLITS)), np.int64)
+        self.item_count_IS: Counts = np.zeros((len(items), len(SPLITS)), np.int64)
+        self._output_folder, self._users, self._items, self._config = output_folder, users, items, config
+
+    def write_events(self, connection: duckdb.DuckDBPyConnection) -> None:
+        """Write event_item.npy and, as configured, event_time.npy, event_weight.npy and context.parquet."""
+        extra_names = extra_column_names(connection, "log")
+        user_row_sql, user_join_sql = self._users.row_and_join_sql('log."user"')
+        item_row_sql, item_join_sql = self._items.row_and_join_sql("log.item")
+        select_list = [
+            f"{user_row_sql} AS user_row",
+            f"{item_row_sql} AS item_row",
+            "log.split AS split",
+            "log.position AS position",
+            *(f"log.{column_name}" for column_name in extra_names),
+        ]
+        ((num_events,),) = connection.sql("SELECT count(*) FROM log").fetchall()
+        reader = connection.sql(
+            f"SELECT {', '.join(select_list)} FROM log{user_join_sql}{item_join_sql} "
+            "ORDER BY user_row, split, position, item_row" + "".join(f", log.{column_name}" for column_name in extra_names)
+        ).to_arrow_reader(BATCH_ROWS)
+        array_by_column = {
+            "item_row": allocate_npy(self._output_folder / "event_item.npy", dtype=np.int32, shape=(num_events,))
+        }
+        if self._config.timestamp_column is not None:
+            array_by_column["position"] = allocate_npy(
+                self._output_folder / "event_time.npy", dtype=np.int64, shape=(num_events,)
+            )
+        if "weight" in extra_names:
+            array_by_column["weight"] = allocate_npy(
+                self._output_folder / "event_weight.npy", dtype=np.float32, shape=(num_events,)
+            )
+        start_event = 0
+        with _ContextWriter(self._output_folder / "context.parquet", self._config.context_columns) as context_writer:
+            for batch in _merge_batches(reader):
+                for column_name, array in array_by_column.items():
+                    array[start_event : start_event + batch.num_rows] = batch.column(column_name).to_numpy()
+                self._count_events(batch)
+                context_writer.write(batch)
+                start_event += batch.num_rows
+        assert start_event == num_events, f"the join of {num_events} events with the vocabularies returned {start_event} events"
+
+    def write_offsets(self) -> None:
+        """Write the arrays that have one entry per user, per item or per training event."""
+        count_U_by_split = dict(zip(SPLITS, self.user_count_US.T, strict=True))
+        user_offset = np.concatenate(([0], np.cumsum(self.user_count_US.sum(axis=1))))
+        train_end_U = user_offset[:-1] + count_U_by_split["train"]
+        train_count_I = self.item_count_IS[:, SPLITS.index("train")]
+        popularity_rank_I = np.empty(len(train_count_I), np.int64)
+        popularity_rank_I[np.argsort(-train_count_I, kind="stable")] = np.arange(len(train_count_I))
+        for name, array in {
+            "user_offset": user_offset,
+            "train_end": train_end_U,
+            "validation_end": train_end_U + count_U_by_split["validation"],
+            "item_count": np.ascontiguousarray(train_count_I),
+            "item_rank": popularity_rank_I,
+            "vector_row": self._items.vector_row_R,
+        }.items():
+            save_npy(self._output_folder / f"{name}.npy", array)
+        if (self._users.vector_row_R >= 0).any():
+            save_npy(self._output_folder / "user_vector_row.npy", self._users.vector_row_R)
+        self._write_train_user(count_U_by_split["train"])
+
+    def _write_train_user(self, train_count_U: Counts) -> None:
+        """Write the user of each training event, BATCH_ROWS users at a time."""
+        train_user = allocate_npy(self._output_folder / "train_user.npy", dtype=np.int32, shape=(int(train_count_U.sum()),))
+        start_event = 0
+        for first_user in range(0, len(train_count_U), BATCH_ROWS):
+            train_counts = train_count_U[first_user : first_user + BATCH_ROWS]
+            stop_event = start_event + int(train_counts.sum())
+            train_user[start_event:stop_event] = np.repeat(
+                np.arange(first_user, first_user + len(train_counts), dtype=np.int32), train_counts
+            )
+            start_event = stop_event
+
+    def _count_events(self, batch: pa.RecordBatch) -> None:
+        user_E, item_E, split_E = (batch.column(name).to_numpy() for name in ("user_row", "item_row", "split"))
+        first_user, stop_user = int(user_E[0]), int(user_E[-1]) + 1  # events are sorted by user
+        user_split_key_E = (user_E - first_user) * len(SPLITS) + split_E
+        num_counts = (stop_user - first_user) * len(SPLITS)
+        self.user_count_US[first_user:stop_user] += np.bincount(user_split_key_E, minlength=num_counts).reshape(-1, len(SPLITS))
+        item_split_key_E = item_E.astype(np.int64) * len(SPLITS) + split_E
+        self.item_count_IS += np.bincount(item_split_key_E, minlength=self.item_count_IS.size).reshape(-1, len(SPLITS))
+
+
+def _merge_batches(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
+    """Merge batches until they have at least BATCH_ROWS rows; the last batch may have fewer rows.
+
+    Counting the events of a batch takes time proportional to the number of items, even if the batch is small.
+    """
+    small_batches: list[pa.RecordBatch] = []
+    for batch in reader:
+        small_batches.append(batch)
+        if sum(small_batch.num_rows for small_batch in small_batches) >= BATCH_ROWS:
+            yield pa.concat_batches(small_batches)
+            small_batches = []
+    if small_batches:
+        yield pa.concat_batches(small_batches)
+
+
+class _ContextWriter:
+    """Writer of context.parquet: the unchanged context columns, one row per event. Without context columns there is no file."""
+
+    def __init__(self, path: Path, column_names: tuple[str, ...]) -> None:
+        self._path, self._column_names = path, column_names
+        self._writer: pq.ParquetWriter | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Append the context columns of `batch`."""
+        if not self._column_names:
+            return
+        table = pa.table(
+            {column_name: batch.column(f"context_{index}") for index, column_name in enumerate(self._column_names)}
+        )
+        if self._writer is None:
+            self._writer = pq.ParquetWriter(self._path, table.schema)
+        self._writer.write_table(table)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._writer is not None:
+            self._writer.close()

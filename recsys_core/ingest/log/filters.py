@@ -1,0 +1,229 @@
+"""Filters and split of the log. They read the parts and create `log` (user, item, position, split, extra columns).
+
+`log` is a table or a view in DuckDB. User and item are codes (see vocabulary.py). Position is the sort key of a user's events
+(see incremental.py). The extra columns are the weight and the context columns.
+"""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import duckdb
+
+from recsys_core.errors import InputError
+from recsys_core.ingest.log.config import SPLITS, FileSplit, InteractionsConfig, LeaveLastOut, LogFilter, TimeSplit
+from recsys_core.manifests import IngestedFile, LogPart, SourceFile
+from recsys_core.parquet.duckdb_session import scan_sql
+from recsys_core.units import DAY_US
+
+
+def load_log(
+    connection: duckdb.DuckDBPyConnection,
+    config: InteractionsConfig,
+    *,
+    parts: Sequence[LogPart],
+    folder: Path,
+    split_code_by_file: Mapping[SourceFile, int],
+) -> dict[str, int]:
+    """Create `log` from the parts in `folder`; return the number of removed events by reason.
+
+    Args:
+        split_code_by_file: code of the split of each input file; events of other files are not in `log`.
+    """
+    # A part from an earlier run is left out if none of its files is a current input file.
+    current_parts = [part for part in parts if any(file.source in split_code_by_file for file in part.files)]
+    all_events_sql = " UNION ALL ".join(
+        _part_sql(
+            part, folder=folder, split_code_by_file=split_code_by_file, is_split_by_files=isinstance(config.split, FileSplit)
+        )
+        for part in current_parts
+    )
+    connection.execute(f"CREATE VIEW events AS {all_events_sql}").fetchall()
+    num_events = _fetch_count(connection, "SELECT count(*) FROM events")
+    if num_events == 0:
+        raise InputError(_no_events_message(config, parts))
+    current_files = [file for part in parts for file in part.files if file.source in split_code_by_file]
+    num_removed_by_reason = {"below_threshold": sum(file.below_threshold for file in current_files)}
+    newest_us = _newest_time_us(current_files, config.timestamp_column) if config.timestamp_column else 0
+    events_sql = "events"
+    if config.filter.window_days is not None:
+        events_sql = f"(SELECT * FROM events WHERE position > {newest_us - int(config.filter.window_days * DAY_US)})"
+    if config.filter != LogFilter(window_days=config.filter.window_days):
+        connection.execute(f"CREATE TABLE remaining AS SELECT * FROM {events_sql}").fetchall()
+        num_removed_by_reason["outside_window"] = num_events - _fetch_count(connection, "SELECT count(*) FROM remaining")
+        num_removed_by_reason |= _apply_filters(connection, config.filter)
+        events_sql = "remaining"
+    elif config.filter.window_days is not None:
+        num_removed_by_reason["outside_window"] = num_events - _fetch_count(connection, f"SELECT count(*) FROM {events_sql}")
+    split_sql = _split_code_sql(config, newest_us=newest_us, tie_breaker_columns=extra_column_names(connection, "events"))
+    # A view is evaluated at each use. This is cheap except for leave_last_out, which needs a window function.
+    log_kind = "TABLE" if isinstance(config.split, LeaveLastOut) else "VIEW"
+    connection.execute(
+        f"CREATE {log_kind} log AS SELECT * EXCLUDE (split), ({split_sql})::TINYINT AS split FROM {events_sql}"
+    ).fetchall()
+    return {reason: count for reason, count in num_removed_by_reason.items() if count}
+
+
+def extra_column_names(connection: duckdb.DuckDBPyConnection, table_name: str) -> list[str]:
+    """Return the weight and context columns of `table_name`.
+
+    Events that are equal in all other columns are sorted by these columns, so that their order is reproducible.
+    """
+    return [name for name in connection.table(table_name).columns if name == "weight" or name.startswith("context_")]
+
+
+def read_time_span(
+    connection: duckdb.DuckDBPyConnection, config: InteractionsConfig, *, first_file_name: str
+) -> dict[str, str]:
+    """Return the times of the first and the last event; an empty dictionary if the log has no event times.
+
+    Raises:
+        InputError: the training or the test split is empty, or the log has a single user or a single item.
+    """
+    num_events_by_code = dict(connection.sql("SELECT split, count(*) FROM log GROUP BY split").fetchall())
+    if not num_events_by_code:
+        raise InputError(f"{first_file_name}: interactions.filter removes all events; relax it")
+    split_sizes_text = ", ".join(f"{num_events_by_code.get(code, 0):,} {split_name}" for code, split_name in enumerate(SPLITS))
+    for code, split_name in enumerate(SPLITS):
+        if not num_events_by_code.get(code) and split_name != "validation":
+            raise InputError(
+                f"{first_file_name}: the split {config.split.kind!r} leaves no {split_name} events ({split_sizes_text}); "
+                "change interactions.split"
+            )
+    for side, column in (("user", config.user_column), ("item", config.item_column)):
+        if _fetch_count(connection, f'SELECT count(*) FROM (SELECT DISTINCT "{side}" FROM log LIMIT 2)') < 2:
+            raise InputError(f"{first_file_name}: column {column!r}: the log has a single {side}; a model needs at least two")
+    if config.timestamp_column is None:
+        return {}
+    ((first_us, last_us),) = connection.sql("SELECT min(position), max(position) FROM log").fetchall()
+    return {"first_time": iso_time(first_us), "last_time": iso_time(last_us)}
+
+
+def _part_sql(part: LogPart, *, folder: Path, split_code_by_file: Mapping[SourceFile, int], is_split_by_files: bool) -> str:
+    """Return SQL for the events of `part`, without files that are no longer input, and with the split of each file."""
+    part_scan_sql = scan_sql(folder / part.file_name)
+    index_and_code_pairs = [
+        (index, split_code_by_file[file.source]) for index, file in enumerate(part.files) if file.source in split_code_by_file
+    ]
+    if len(index_and_code_pairs) == len(part.files) and not is_split_by_files:
+        return f"SELECT * EXCLUDE (source), 0 AS split FROM {part_scan_sql}"
+    values_sql = ", ".join(f"({index}, {split_code})" for index, split_code in index_and_code_pairs)
+    return (
+        f"SELECT * EXCLUDE (source) FROM {part_scan_sql} "
+        f"JOIN (VALUES {values_sql}) AS source_splits(source, split) USING (source)"
+    )
+
+
+def _apply_filters(connection: duckdb.DuckDBPyConnection, filters: LogFilter) -> dict[str, int]:
+    """Remove events from table `remaining`; return the number of removed events by reason, and the number of bot users."""
+    num_removed_by_reason: dict[str, int] = {}
+    if filters.duplicates != "keep":
+        num_removed_by_reason["duplicates"] = _remove_duplicates(connection, filters.duplicates)
+    if filters.bot_threshold is not None:
+        bots_sql = f'SELECT "user" FROM remaining GROUP BY "user" HAVING count(*) > {filters.bot_threshold}'
+        num_removed_by_reason["bot_users"] = _fetch_count(connection, f"SELECT count(*) FROM ({bots_sql})")
+        num_removed_by_reason["bot_events"] = _replace_remaining(
+            connection, f'SELECT * FROM remaining ANTI JOIN ({bots_sql}) USING ("user")'
+        )
+    num_removed_by_reason["rare"] = _remove_rare(connection, filters)
+    if filters.max_user_events is not None:
+        order_sql = _newest_first_sql(("split", *extra_column_names(connection, "remaining")))
+        is_newest_sql = f'row_number() OVER (PARTITION BY "user" ORDER BY {order_sql}) <= {filters.max_user_events}'
+        num_removed_by_reason["over_cap"] = _replace_remaining(connection, f"SELECT * FROM remaining QUALIFY {is_newest_sql}")
+    return num_removed_by_reason
+
+
+def _remove_duplicates(connection: duckdb.DuckDBPyConnection, policy: str) -> int:
+    key_sql = '"user", item, position' if policy == "exact" else '"user", item'
+    time_order_sql = "position DESC" if policy == "last" else "position"
+    # `split` comes before the extra columns: if an event is in both the training and the test files, the training event stays.
+    order_sql = ", ".join([time_order_sql, "split", *extra_column_names(connection, "remaining")])
+    return _replace_remaining(
+        connection, f"SELECT * FROM remaining QUALIFY row_number() OVER (PARTITION BY {key_sql} ORDER BY {order_sql}) = 1"
+    )
+
+
+def _remove_rare(connection: duckdb.DuckDBPyConnection, filters: LogFilter) -> int:
+    """Remove the events of rare items and users until every item and user has enough events (k-core).
+
+    One pass is not enough: removing an item takes events from users, and removing a user takes events from items.
+
+    Return the number of removed events.
+    """
+    min_events_by_side = {"item": filters.min_item_events, "user": filters.min_user_events}
+    total_num_removed = 0
+    while True:
+        num_removed = 0
+        for side, min_events in min_events_by_side.items():
+            if min_events > 1:
+                rare_sql = f'SELECT "{side}" FROM remaining GROUP BY "{side}" HAVING count(*) < {min_events}'
+                num_removed += _replace_remaining(
+                    connection, f'SELECT * FROM remaining ANTI JOIN ({rare_sql}) USING ("{side}")'
+                )
+        total_num_removed += num_removed
+        if num_removed == 0:
+            return total_num_removed
+
+
+def _replace_remaining(connection: duckdb.DuckDBPyConnection, query: str) -> int:
+    """Replace table `remaining` by the rows of `query`; return the number of removed rows."""
+    num_before = _fetch_count(connection, "SELECT count(*) FROM remaining")
+    connection.execute(f"CREATE TABLE next_remaining AS {query}").fetchall()
+    connection.execute("DROP TABLE remaining").fetchall()
+    connection.execute("ALTER TABLE next_remaining RENAME TO remaining").fetchall()
+    return num_before - _fetch_count(connection, "SELECT count(*) FROM remaining")
+
+
+def _newest_first_sql(tie_breaker_columns: Sequence[str]) -> str:
+    """Return SQL that orders the events of a user, the newest first."""
+    return ", ".join(f"{column} DESC" for column in ("position", "item", *tie_breaker_columns))
+
+
+def _split_code_sql(config: InteractionsConfig, *, newest_us: int, tie_breaker_columns: Sequence[str]) -> str:
+    """Return SQL for the code of an event's split.
+
+    Args:
+        newest_us: newest time of the log.
+        tie_breaker_columns: columns that order the events of a user with the same position and item.
+    """
+    split_config = config.split
+    if isinstance(split_config, TimeSplit):
+        test_start_us = newest_us - int(split_config.test_days * DAY_US)
+        validation_start_us = test_start_us - int(split_config.validation_days * DAY_US)
+        return f"CASE WHEN position > {test_start_us} THEN 2 WHEN position > {validation_start_us} THEN 1 ELSE 0 END"
+    if isinstance(split_config, LeaveLastOut):
+        window_sql = f'PARTITION BY "user" ORDER BY {_newest_first_sql(tie_breaker_columns)}'
+        has_few_events_sql = f'count(*) OVER (PARTITION BY "user") < {split_config.min_events}'
+        return f"CASE WHEN {has_few_events_sql} THEN 0 ELSE greatest(0, 3 - row_number() OVER ({window_sql})) END"
+    if split_config.validation_share > 0:
+        return f"CASE WHEN split = 0 AND draw < {int(split_config.validation_share * 1_000_000)} THEN 1 ELSE split END"
+    return "split"
+
+
+def _newest_time_us(files: Sequence[IngestedFile], timestamp_column: str) -> int:
+    """Return the newest time of the files in microseconds. The spans are floats, which are exact until the year 2255."""
+    return int(max(file.spans[timestamp_column][1] for file in files if timestamp_column in file.spans))
+
+
+def _no_events_message(config: InteractionsConfig, parts: Sequence[LogPart]) -> str:
+    file_path = parts[0].files[0].source.path
+    if config.label_column:
+        return (
+            f"{file_path}: column {config.label_column!r}: no event reaches interactions.label_threshold, "
+            f"{config.label_threshold}; lower it"
+        )
+    return f"{file_path}: all rows of the log are bad; see interactions.on_bad_rows"
+
+
+def _fetch_count(connection: duckdb.DuckDBPyConnection, query: str) -> int:
+    ((count,),) = connection.sql(query).fetchall()
+    return int(count)
+
+
+def iso_time(time_us: int) -> str:
+    """Return an ISO 8601 time in UTC, to the second.
+
+    >>> iso_time(1_763_600_000_000_000)
+    '2025-11-20T00:53:20+00:00'
+    """
+    return datetime.fromtimestamp(time_us / 1e6, UTC).isoformat(timespec="seconds")

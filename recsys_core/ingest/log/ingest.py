@@ -1,0 +1,175 @@
+"""Stage `interactions`: vocabularies and a CSR event store from the parquet log, out of core in DuckDB."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from recsys_core.errors import InputError
+from recsys_core.ingest.log.column_statistics import bad_row_counts, column_statistics
+from recsys_core.ingest.log.config import SPLITS, InteractionsConfig, LogFilter
+from recsys_core.ingest.log.event_writer import EventWriter
+from recsys_core.ingest.log.filters import load_log, read_time_span
+from recsys_core.ingest.log.incremental import gather_parts
+from recsys_core.ingest.log.log_schema import InteractionsInput, open_interactions
+from recsys_core.ingest.log.vocabulary import assign_rows, create_id_table, write_vocabulary
+from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest, StageFolder, fingerprint_of
+from recsys_core.parquet.columns import require_one_type
+from recsys_core.parquet.duckdb_session import database
+
+
+def ingest_interactions(
+    config: InteractionsConfig,
+    *,
+    embeddings: EmbeddingsManifest | None,
+    folder: Path,
+    previous: InteractionsManifest | None = None,
+    allowed_data_root: Path | None = None,
+) -> InteractionsManifest:
+    """Write the vocabularies and the event store that InteractionsManifest describes.
+
+    DuckDB reads, splits, counts and sorts within config.memory_limit, and spills to the folder of the stage. Its results
+    stream into memory maps. The result does not depend on the number of threads.
+
+    Args:
+        embeddings: pretrained vectors. An item with a vector is in the catalogue even without an event.
+        previous: manifest of the previous run. Unless a rebuild is due, ids keep their rows, and only new files are read.
+        allowed_data_root: folder that has to contain every input file.
+
+    Raises:
+        InputError: bad rows (see config.on_bad_rows), ids of another type than the ids of the vectors, vectors that
+            share no id with the log, an empty training or test split, or too little memory or disk.
+    """
+    log = open_interactions(config, allowed_data_root=allowed_data_root)
+    _check_vector_id_types(config, log, embeddings)
+    source_records = tuple(source.record for source in log.sources)
+    settings = config.result_settings()
+    fingerprint = fingerprint_of("interactions", settings, embeddings, source_records, previous)
+    stage = StageFolder(folder, InteractionsManifest, fingerprint=fingerprint)
+    if stage.manifest is not None:
+        return stage.manifest
+    rebuild_reason = _rebuild_reason(config, log, previous)
+    continued_run = None if rebuild_reason else previous
+    with stage.writing() as output_folder:
+        spill_folder = output_folder / "spill"
+        with database(
+            memory_limit=config.memory_limit, num_threads=config.threads, spill_folder=spill_folder, subject="interactions"
+        ) as connection:
+            manifest_fields = _write_store(connection, config, log, embeddings, output_folder, continued_run=continued_run)
+        shutil.rmtree(spill_folder, ignore_errors=True)
+        return stage.commit(
+            **manifest_fields,
+            continued_fingerprint=continued_run.fingerprint if continued_run else None,
+            lineage=continued_run.lineage if continued_run else fingerprint,
+            run_number=continued_run.run_number + 1 if continued_run else 1,
+            rebuild_reason=rebuild_reason,
+            user_id_type=log.user_id_type,
+            item_id_type=log.item_id_type,
+            sources=source_records,
+        )
+
+
+def _write_store(
+    connection: duckdb.DuckDBPyConnection,
+    config: InteractionsConfig,
+    log: InteractionsInput,
+    embeddings: EmbeddingsManifest | None,
+    output_folder: Path,
+    *,
+    continued_run: InteractionsManifest | None,
+) -> dict[str, Any]:
+    num_users_without_row = create_id_table(connection, "user", id_type=log.user_id_type, continued_run=continued_run)
+    num_items_without_row = create_id_table(connection, "item", id_type=log.item_id_type, continued_run=continued_run)
+    parts, new_sources = gather_parts(connection, config, log, output_folder, continued_run=continued_run)
+    num_removed_by_reason = load_log(
+        connection, config, parts=parts, folder=output_folder, split_code_by_file=log.split_code_by_file
+    )
+    time_span = read_time_span(connection, config, first_file_name=log.sources[0].name)
+
+    is_filtered = bool(num_removed_by_reason or num_users_without_row or num_items_without_row) or config.filter != LogFilter()
+    ids_path_by_table = {table: embeddings.ids_path(table) for table in embeddings.tables} if embeddings else {}
+    users = assign_rows(connection, "user", is_filtered=is_filtered, vector_ids_path=ids_path_by_table.get("user"))
+    items = assign_rows(
+        connection, "item", is_filtered=is_filtered, vector_ids_path=ids_path_by_table.get("item"), add_vector_ids=True
+    )
+
+    writer = EventWriter(output_folder, users=users, items=items, config=config)
+    writer.write_events(connection)
+    writer.write_offsets()
+    user_count_U, item_count_I = writer.user_count_US.sum(axis=1), writer.item_count_IS.sum(axis=1)
+    has_event_I, has_vector_I = item_count_I > 0, items.vector_row_R >= 0
+    _require_match(embeddings, "user", has_match=bool((users.vector_row_R >= 0).any()))
+    _require_match(embeddings, "item", has_match=bool((has_vector_I & has_event_I).any()))
+    write_vocabulary(
+        connection, users, train_count_R=writer.user_count_US[:, 0], event_count_R=user_count_U, output_folder=output_folder
+    )
+    write_vocabulary(
+        connection, items, train_count_R=writer.item_count_IS[:, 0], event_count_R=item_count_I, output_folder=output_folder
+    )
+    num_events_by_split = dict(zip(SPLITS, writer.user_count_US.sum(axis=0).tolist(), strict=True))
+    return {
+        **time_span,
+        "num_users": len(users),
+        "num_items": len(items),
+        **{f"{split}_events": count for split, count in num_events_by_split.items()},
+        "is_ordered": config.is_ordered,
+        "id_columns": (config.user_column, config.item_column),
+        "items_with_vector": int(has_vector_I.sum()),
+        "items_vector_only": int((has_vector_I & ~has_event_I).sum()),
+        "idle_users": int((user_count_U == 0).sum()),
+        "idle_items": int((~has_event_I & ~has_vector_I).sum()),
+        "rows_read": sum(source.record.rows for source in new_sources),
+        "files_read": len(new_sources),
+        "columns": column_statistics(connection, config, log, parts=parts, output_folder=output_folder),
+        "removed_events": num_removed_by_reason,
+        "bad_rows": bad_row_counts(parts, log),
+        "parts": parts,
+    }
+
+
+def _check_vector_id_types(config: InteractionsConfig, log: InteractionsInput, embeddings: EmbeddingsManifest | None) -> None:
+    for table, column, id_type in (
+        ("item", config.item_column, log.item_id_type),
+        ("user", config.user_column, log.user_id_type),
+    ):
+        if embeddings is not None and table in embeddings.tables:
+            require_one_type(
+                id_type,
+                subject=f"{log.sources[0].name}: column {column!r}",
+                other_type=embeddings.tables[table].id_type,
+                other_subject=f"the id of the {table} vectors",
+            )
+
+
+def _require_match(embeddings: EmbeddingsManifest | None, side: str, *, has_match: bool) -> None:
+    if embeddings is not None and side in embeddings.tables and not has_match:
+        raise InputError(
+            f"embeddings: none of the {embeddings.tables[side].rows:,} ids of the {side} vectors is an id of the "
+            f"{side}s of the log; check that both use the same ids"
+        )
+
+
+def _rebuild_reason(config: InteractionsConfig, log: InteractionsInput, previous: InteractionsManifest | None) -> str | None:
+    """Return the reason to build the vocabularies from scratch; None to continue the vocabularies of the previous run."""
+    if previous is None:
+        return "there is no previous run"
+    if config.vocabulary.rebuild == "always":
+        return "interactions.vocabulary.rebuild is always"
+    id_columns = (config.user_column, config.item_column)
+    if id_columns != previous.id_columns:
+        return f"the ids come from the columns {id_columns}, but came from {previous.id_columns} in the previous run"
+    id_types, previous_id_types = (log.user_id_type, log.item_id_type), (previous.user_id_type, previous.item_id_type)
+    if id_types != previous_id_types:
+        return f"the id types are {id_types}, but were {previous_id_types} in the previous run"
+    if previous.run_number >= config.vocabulary.rebuild_after_runs:
+        return f"{previous.run_number} runs have used the same vocabularies (interactions.vocabulary.rebuild_after_runs)"
+    for side, num_idle, num_rows in (
+        ("users", previous.idle_users, previous.num_users),
+        ("items", previous.idle_items, previous.num_items),
+    ):
+        if num_idle > config.vocabulary.max_idle_share * num_rows:
+            return (
+                f"{num_idle:,} of {num_rows:,} {side} had no event in the previous run (interactions.vocabulary.max_idle_share)"
+            )
+    return None

@@ -1,0 +1,127 @@
+"""Schema check of the interaction log: files, columns and types, from the parquet footers alone."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from recsys_core.errors import InputError
+from recsys_core.ingest.log.config import SPLITS, FileSplit, InteractionsConfig
+from recsys_core.manifests import IdType, SourceFile
+from recsys_core.parquet.columns import id_type, require_column, require_same_types, require_unambiguous_case
+from recsys_core.parquet.guards import check_expansion, require_sidecars
+from recsys_core.parquet.sources import Source, check_distinct_files, open_sources
+
+
+@dataclass(frozen=True)
+class InteractionsInput:
+    """The files of the log, with checked schemas."""
+
+    sources_by_split: Mapping[str, tuple[Source, ...]]
+    """The files by the name of their split. All files are in "train" unless the log is split by files."""
+    user_id_type: IdType
+    item_id_type: IdType
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """All files."""
+        return tuple(source for sources in self.sources_by_split.values() for source in sources)
+
+    @property
+    def split_code_by_file(self) -> dict[SourceFile, int]:
+        """Code of the split of each file. All codes are 0 unless the log is split by files."""
+        return {source.record: SPLITS.index(name) for name, sources in self.sources_by_split.items() for source in sources}
+
+
+def open_interactions(config: InteractionsConfig, *, allowed_data_root: Path | None = None) -> InteractionsInput:
+    """Open the files of the log. Raise InputError for a missing or invalid file, or for a missing or unsuitable column.
+
+    Args:
+        allowed_data_root: folder that has to contain every file.
+    """
+    sources_by_split = {"train": open_sources(config.paths, setting="interactions.paths", allowed_data_root=allowed_data_root)}
+    if isinstance(config.split, FileSplit):
+        if config.split.validation_paths is not None:
+            sources_by_split["validation"] = open_sources(
+                config.split.validation_paths,
+                setting="interactions.split.validation_paths",
+                allowed_data_root=allowed_data_root,
+            )
+        sources_by_split["test"] = open_sources(
+            config.split.test_paths, setting="interactions.split.test_paths", allowed_data_root=allowed_data_root
+        )
+    all_sources = tuple(source for sources in sources_by_split.values() for source in sources)
+    if config.checksums == "sidecar":
+        require_sidecars(all_sources)
+    _require_distinct_files(sources_by_split)
+    user_id_type = id_type(all_sources, config.user_column, setting="interactions.user_column")
+    item_id_type = id_type(all_sources, config.item_column, setting="interactions.item_column")
+    if config.timestamp_column is not None:
+        _check_timestamps(all_sources, config.timestamp_column)
+    for source in all_sources:
+        _check_column_names(source, config)
+        _check_number_columns(source, config)
+    require_same_types(all_sources, config.context_columns)
+    check_expansion(
+        all_sources,
+        columns=config.columns,
+        max_expansion_ratio=config.max_expansion_ratio,
+        setting="interactions.max_expansion_ratio",
+        count_text_bytes=False,
+    )
+    return InteractionsInput(sources_by_split, user_id_type, item_id_type)
+
+
+def _require_distinct_files(sources_by_split: Mapping[str, Sequence[Source]]) -> None:
+    split_by_file_name: dict[str, str] = {}
+    for split, sources in sources_by_split.items():
+        for source in sources:
+            other_split = split_by_file_name.setdefault(source.name, split)
+            if other_split != split:
+                raise InputError(
+                    f"{source.name}: is in both the {other_split} and the {split} files, so events would be used twice; "
+                    "list the file in one split"
+                )
+    locations = [source.location for sources in sources_by_split.values() for source in sources]
+    check_distinct_files(locations, setting=f"interactions, {' and '.join(sources_by_split)}")
+
+
+def _check_timestamps(sources: Sequence[Source], column: str) -> None:
+    """Require one kind of time in all files: DuckDB would convert a mixture with the time zone of this machine, or fail."""
+    first_type = require_column(sources[0], column, setting="interactions.timestamp_column")
+    for source in sources:
+        data_type = require_column(source, column, setting="interactions.timestamp_column")
+        is_time = pa.types.is_timestamp(data_type) or pa.types.is_date(data_type) or pa.types.is_integer(data_type)
+        _require_type(is_time, source, column, data_type, "a timestamp, a date or an integer")
+        if _time_family(data_type) != _time_family(first_type):
+            raise InputError(
+                f"{source.name}: column {column!r} is {data_type}, but {first_type} in {sources[0].name}; write one type"
+            )
+
+
+def _time_family(data_type: pa.DataType) -> str:
+    if pa.types.is_integer(data_type):
+        return "integer"
+    return "with time zone" if pa.types.is_timestamp(data_type) and data_type.tz is not None else "without time zone"
+
+
+def _check_column_names(source: Source, config: InteractionsConfig) -> None:
+    require_unambiguous_case(source, config.columns)
+    for name in source.schema.names:
+        if name.lower() in ("file_index", "file_row_number"):
+            raise InputError(f"{source.name}: column {name!r} has a name that DuckDB reserves for row numbers; rename it")
+
+
+def _check_number_columns(source: Source, config: InteractionsConfig) -> None:
+    for setting in ("order_column", "label_column", "weight_column"):
+        column = getattr(config, setting)
+        if column is not None:
+            data_type = require_column(source, column, setting=f"interactions.{setting}")
+            is_number = pa.types.is_integer(data_type) or pa.types.is_floating(data_type) or pa.types.is_decimal(data_type)
+            _require_type(is_number or pa.types.is_boolean(data_type), source, column, data_type, "a number")
+
+
+def _require_type(is_expected_type: bool, source: Source, column: str, data_type: pa.DataType, expected_type: str) -> None:
+    if not is_expected_type:
+        raise InputError(f"{source.name}: column {column!r} is {data_type}, but has to be {expected_type}; cast it")

@@ -1,0 +1,200 @@
+"""Schema check of pretrained embeddings: files, columns, types and dimensions, from the parquet footers alone."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from recsys_core.errors import InputError, shown_names
+from recsys_core.ingest.vectors.config import EmbeddingsConfig
+from recsys_core.manifests import IdType
+from recsys_core.parquet.columns import id_type, require_column, require_one_type
+from recsys_core.parquet.guards import check_expansion, require_sidecars
+from recsys_core.parquet.sources import Source, open_sources
+
+
+@dataclass(frozen=True)
+class VectorFiles:
+    """The files of one entry of the config list `embeddings`, with checked schemas."""
+
+    config: EmbeddingsConfig
+    setting: str
+    """Config key of the entry, for messages."""
+    sources: tuple[Source, ...]
+    columns: tuple[str, ...]
+    """The list column, or the column of each dimension."""
+    source_id_type: IdType
+    """Type of the ids in `sources`, before the id map."""
+    id_map_sources: tuple[Source, ...]
+    id_type: IdType
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of all files."""
+        return sum(source.record.rows for source in self.sources)
+
+    @property
+    def source_dim(self) -> int | None:
+        """Length of the vectors in the files; None if the schema does not determine it."""
+        if self.config.vector_column is None:
+            return len(self.columns)
+        data_type = self.sources[0].schema.field(self.columns[0]).type
+        return int(data_type.list_size) if pa.types.is_fixed_size_list(data_type) else None
+
+    @property
+    def dim(self) -> int | None:
+        """Length of the stored vectors; None if neither the config nor the schema determines it."""
+        return self.config.pca_dim or self.source_dim
+
+
+def open_embeddings(configs: Sequence[EmbeddingsConfig], *, allowed_data_root: Path | None = None) -> tuple[VectorFiles, ...]:
+    """Open the files of all entries. Raise InputError for a missing or invalid file, or for a missing or unsuitable column.
+
+    Args:
+        allowed_data_root: folder that has to contain every file.
+    """
+    settings = ["embeddings"] if len(configs) == 1 else [f"embeddings.{index}" for index in range(len(configs))]
+    entries = tuple(
+        _open_entry(config, setting=setting, allowed_data_root=allowed_data_root)
+        for config, setting in zip(configs, settings, strict=True)
+    )
+    first_entry_by_table: dict[str, VectorFiles] = {}
+    for files in entries:
+        first_entry = first_entry_by_table.setdefault(files.config.table, files)
+        require_one_type(
+            files.id_type,
+            subject=f"the id of {files.setting}",
+            other_type=first_entry.id_type,
+            other_subject=f"the id of {first_entry.setting} for the same table, {files.config.table!r},",
+        )
+        if files.dim and first_entry.dim:
+            require_one_dim(files, files.dim, other=first_entry, other_dim=first_entry.dim)
+    return entries
+
+
+def require_one_dim(files: VectorFiles, dim: int, *, other: VectorFiles, other_dim: int) -> None:
+    """Raise InputError if the stored vectors of two entries of one table differ in length."""
+    if dim != other_dim:
+        raise InputError(
+            f"{files.setting}: the vectors have {dim} numbers, but those of {other.setting} for the same table, "
+            f"{files.config.table!r}, have {other_dim}; set pca_dim of both entries to the same value"
+        )
+
+
+def check_pca_dim(files: VectorFiles, source_dim: int) -> None:
+    """Raise InputError if pca_dim is larger than the length of the vectors in the files."""
+    if files.config.pca_dim and files.config.pca_dim > source_dim:
+        raise InputError(
+            f"{files.setting}.pca_dim is {files.config.pca_dim}, but the vectors of {files.sources[0].name} have {source_dim} "
+            f"numbers; set it to at most {source_dim}, or remove it"
+        )
+
+
+def _open_entry(config: EmbeddingsConfig, *, setting: str, allowed_data_root: Path | None) -> VectorFiles:
+    sources = open_sources(config.paths, setting=f"{setting}.paths", allowed_data_root=allowed_data_root)
+    if config.checksums == "sidecar":
+        require_sidecars(sources)
+    source_id_type = id_type(sources, config.id_column, setting=f"{setting}.id_column")
+    columns = _vector_columns(sources[0], config, setting=setting)
+    for source in sources[1:]:
+        other_columns = _vector_columns(source, config, setting=setting)
+        if other_columns != columns:
+            raise InputError(
+                f"{source.name}: the vectors have {len(other_columns)} columns ({other_columns[0]} to {other_columns[-1]}), "
+                f"but the vectors of {sources[0].name} have {len(columns)} ({columns[0]} to {columns[-1]}); write the same "
+                "columns to every file"
+            )
+    _require_same_vector_types(sources, columns)
+    check_expansion(
+        sources,
+        columns=(config.id_column, *columns),
+        max_expansion_ratio=config.max_expansion_ratio,
+        setting=f"{setting}.max_expansion_ratio",
+    )
+    id_map_sources: tuple[Source, ...] = ()
+    target_id_type = source_id_type
+    if config.id_map is not None:
+        id_map_sources = open_sources(
+            config.id_map.paths, setting=f"{setting}.id_map.paths", allowed_data_root=allowed_data_root
+        )
+        if config.checksums == "sidecar":
+            require_sidecars(id_map_sources)
+        from_column = config.id_map.from_column
+        require_one_type(
+            id_type(id_map_sources, from_column, setting=f"{setting}.id_map.from_column"),
+            subject=f"{id_map_sources[0].name}: column {from_column!r}",
+            other_type=source_id_type,
+            other_subject=f"column {config.id_column!r} of {sources[0].name}",
+        )
+        target_id_type = id_type(id_map_sources, config.id_map.to_column, setting=f"{setting}.id_map.to_column")
+    files = VectorFiles(config, setting, sources, columns, source_id_type, id_map_sources, target_id_type)
+    if files.source_dim:
+        check_pca_dim(files, files.source_dim)
+    return files
+
+
+def _require_same_vector_types(sources: Sequence[Source], columns: Sequence[str]) -> None:
+    """Require one type in all files. Different float types suggest that the vectors are from different models."""
+    first_source = sources[0]
+    for source in sources[1:]:
+        for column in columns:
+            data_type, first_type = source.schema.field(column).type, first_source.schema.field(column).type
+            if _element_type_and_length(data_type) != _element_type_and_length(first_type):
+                raise InputError(
+                    f"{source.name}: column {column!r} is {data_type}, but {first_type} in {first_source.name}; write one type"
+                )
+
+
+def _element_type_and_length(data_type: pa.DataType) -> tuple[str, int | None]:
+    """Return the number type and the list length. Only these have to be equal in all files."""
+    if pa.types.is_floating(data_type):
+        return str(data_type), None
+    return str(data_type.value_type), data_type.list_size if pa.types.is_fixed_size_list(data_type) else None
+
+
+def _vector_columns(source: Source, config: EmbeddingsConfig, *, setting: str) -> tuple[str, ...]:
+    """Return the list column, or the columns of the dimensions in the order of their numbers."""
+    if config.vector_column is not None:
+        data_type = require_column(source, config.vector_column, setting=f"{setting}.vector_column")
+        is_list = pa.types.is_list(data_type) or pa.types.is_large_list(data_type) or pa.types.is_fixed_size_list(data_type)
+        if not is_list or not pa.types.is_floating(data_type.value_type):
+            raise InputError(
+                f"{source.name}: column {config.vector_column!r} is {data_type}, but a vector is a list of floats; "
+                f"cast it, or set {setting}.dimension_prefix for one column per dimension"
+            )
+        return (config.vector_column,)
+    columns = _numbered_columns(source, config.dimension_prefix or "")
+    for name in columns:
+        data_type = source.schema.field(name).type
+        if not pa.types.is_floating(data_type):
+            raise InputError(f"{source.name}: column {name!r} is {data_type}, but a dimension is a float; cast it")
+    return columns
+
+
+def _numbered_columns(source: Source, prefix: str) -> tuple[str, ...]:
+    """Return the columns named `prefix` and a number, in the order of the numbers, which have to be consecutive."""
+    name_by_number: dict[int, str] = {}
+    for name in source.schema.names:
+        match = re.fullmatch(re.escape(prefix) + r"([0-9]{1,9})", name)
+        if match is None:
+            continue
+        number = int(match[1])
+        if number in name_by_number:
+            raise InputError(
+                f"{source.name}: columns {name_by_number[number]!r} and {name!r} are both dimension {number}; keep one of them"
+            )
+        name_by_number[number] = name
+    if not name_by_number:
+        raise InputError(
+            f"{source.name}: no column is named {prefix!r} and a number; the file has "
+            f"{shown_names(source.schema.names, max_names=20)}"
+        )
+    first_number, last_number = min(name_by_number), max(name_by_number)
+    for number in range(first_number, first_number + len(name_by_number)):
+        if number not in name_by_number:
+            raise InputError(
+                f"{source.name}: column {prefix}{number} is missing between {prefix}{first_number} and {prefix}{last_number}"
+            )
+    return tuple(name_by_number[number] for number in sorted(name_by_number))

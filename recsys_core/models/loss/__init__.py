@@ -1,0 +1,1 @@
+"""Losses: config, functions, negative sampling, and the training objective."""

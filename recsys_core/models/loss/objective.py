@@ -1,0 +1,215 @@
+"""The training objective: candidates of all ranks, masked negatives, logQ correction, and the configured loss."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+
+from recsys_core.dataset.batch import Batch
+from recsys_core.models.loss.collectives import gather_candidates, gather_rows
+from recsys_core.models.loss.loss_config import LossConfig
+from recsys_core.models.loss.losses import (
+    bce_loss,
+    bpr_loss,
+    cosine_contrastive_loss,
+    distillation_loss,
+    softmax_loss,
+)
+from recsys_core.models.loss.sampling import StreamingFrequency, log_expected_count, negative_share, seen_pairs
+from recsys_core.models.spec import ModelSpec
+
+FREQUENCY_RATE = 0.01
+"""Weight of one occurrence in the streaming estimate of an item's share."""
+
+
+@dataclass(frozen=True)
+class ScoreColumns:
+    """The N candidates whose scores are the columns of the score matrix.
+
+    Attributes:
+        vector_ND: candidate vectors.
+        item_row_N: item rows.
+        positive_column_B: column of each query's own positive; None if the positives are not columns.
+        num_positives: number of columns that are positives of a query, on this rank or another rank.
+        num_negatives: number of columns that are drawn negatives.
+    """
+
+    vector_ND: Tensor
+    item_row_N: Tensor
+    positive_column_B: Tensor | None
+    num_positives: int
+    num_negatives: int
+
+
+class Objective(nn.Module):
+    """The loss of a batch, with the temperature and the logQ estimates.
+
+    Args:
+        item_count_I: number of training events per item, for the logQ correction.
+        group: process group of the ranks that train together; None for a single process.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, *, loss: LossConfig, item_count_I: NDArray[np.int64], group: ProcessGroup | None
+    ) -> None:
+        super().__init__()
+        self.config = loss
+        self.group = group
+        self.min_norm = spec.row_norm
+        log_temperature = torch.tensor(math.log(spec.config.temperature))
+        self.log_temperature = nn.Parameter(log_temperature) if spec.config.learn_temperature else None
+        self.fixed_temperature = spec.config.temperature
+        self.positive_share_I: Tensor
+        self.negative_share_I: Tensor
+        self.steps: Tensor
+        self.frequency: StreamingFrequency | None = None
+        if loss.kind != "softmax" or loss.logq_correction == "none":
+            return
+        positive_share_I = item_count_I / max(item_count_I.sum(), 1)
+        negative_share_I = np.zeros(len(item_count_I))
+        if loss.num_negatives:
+            negative_share_I = negative_share(item_count_I, loss.negative_sampling_alpha)
+        self.register_buffer("positive_share_I", torch.from_numpy(positive_share_I).float(), persistent=False)
+        self.register_buffer("negative_share_I", torch.from_numpy(negative_share_I).float(), persistent=False)
+        if loss.logq_correction == "streaming":
+            self.frequency = StreamingFrequency(spec.num_items, rate=FREQUENCY_RATE)
+            self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    @property
+    def temperature(self) -> Tensor | float:
+        """The temperature: logits are scores / temperature."""
+        return self.fixed_temperature if self.log_temperature is None else self.log_temperature.exp()
+
+    def forward(self, query_BD: Tensor, candidate_CD: Tensor, *, batch: Batch, teacher_CD: Tensor | None) -> Tensor:
+        """Return the scalar loss.
+
+        Args:
+            query_BD: query vectors.
+            candidate_CD: vectors of the rank's own candidates: the B positives, then the drawn negatives.
+            teacher_CD: pretrained vectors of the candidates, zeros for a candidate without a vector; None without distillation.
+        """
+        loss = self._retrieval_loss(query_BD, candidate_CD, batch=batch)
+        distillation = self.config.distillation
+        if distillation is None or teacher_CD is None:
+            return loss
+        has_teacher_C, candidate_C, batch_size = teacher_CD.any(dim=1), batch.candidate_index_C, batch.batch_size
+        return loss + distillation.weight * distillation_loss(
+            candidate_CD[:batch_size],
+            candidate_CD,
+            teacher_BD=teacher_CD[:batch_size],
+            teacher_CD=teacher_CD,
+            has_teacher_B=has_teacher_C[:batch_size],
+            has_teacher_C=has_teacher_C,
+            same_item_BC=candidate_C[:batch_size, None] == candidate_C[None, :],
+            temperature=distillation.temperature,
+            min_norm=self.min_norm,
+        )
+
+    def _retrieval_loss(self, query_BD: Tensor, candidate_CD: Tensor, *, batch: Batch) -> Tensor:
+        item_row_C = batch.item_row_V[batch.candidate_index_C]
+        item_row_B = item_row_C[: batch.batch_size]
+        columns = self._score_columns(candidate_CD, item_row_C, batch_size=batch.batch_size)
+        negative_score_BN = functional.linear(query_BD, columns.vector_ND)
+        positive_score_B = _positive_scores(query_BD, candidate_CD[: batch.batch_size], precision=negative_score_BN.dtype)
+        is_masked_BN = self._negative_mask(columns, item_row_B, batch=batch)
+        config, weight_B, temperature = self.config, batch.loss_weight, self.temperature
+        if config.kind == "cosine_contrastive":
+            return cosine_contrastive_loss(
+                positive_score_B,
+                negative_score_BN,
+                is_masked_BN=is_masked_BN,
+                margin=config.margin,
+                negative_weight=config.negative_weight,
+                weight_B=weight_B,
+            )
+        if config.kind != "softmax":
+            loss_function = bce_loss if config.kind == "bce" else bpr_loss
+            return loss_function(
+                positive_score_B, negative_score_BN, is_masked_BN=is_masked_BN, temperature=temperature, weight_B=weight_B
+            )
+        log_q_B, log_q_N = self._log_q(columns, item_row_B)
+        return softmax_loss(
+            positive_score_B,
+            negative_score_BN,
+            is_masked_BN=is_masked_BN,
+            temperature=temperature,
+            log_q_B=log_q_B,
+            log_q_N=log_q_N,
+            weight_B=weight_B,
+        )
+
+    def _score_columns(self, candidate_CD: Tensor, item_row_C: Tensor, *, batch_size: int) -> ScoreColumns:
+        num_candidates = len(item_row_C)
+        if not self.config.uses_in_batch_negatives:
+            num_negatives = num_candidates - batch_size
+            return ScoreColumns(candidate_CD[batch_size:], item_row_C[batch_size:], None, 0, num_negatives)
+        positive_column_B = torch.arange(batch_size, device=item_row_C.device)
+        world_size = 1
+        if self.config.cross_rank_negatives and self.group is not None and self.group.size() > 1:
+            world_size = self.group.size()
+            positive_column_B = positive_column_B + self.group.rank() * num_candidates
+            candidate_CD, item_row_C = gather_candidates(candidate_CD, item_row_C, group=self.group)
+        num_positives = world_size * batch_size
+        return ScoreColumns(candidate_CD, item_row_C, positive_column_B, num_positives, len(item_row_C) - num_positives)
+
+    def _negative_mask(self, columns: ScoreColumns, item_row_B: Tensor, *, batch: Batch) -> Tensor | None:
+        """Return True for each candidate that must not count as a negative of the query."""
+        if self.config.mask_negatives == "none":
+            if columns.positive_column_B is None:
+                return None
+            device = columns.item_row_N.device
+            is_masked_BN = torch.zeros(len(item_row_B), len(columns.item_row_N), dtype=torch.bool, device=device)
+            is_masked_BN.scatter_(1, columns.positive_column_B[:, None], True)
+            return is_masked_BN
+        is_masked_BN = item_row_B[:, None] == columns.item_row_N[None, :]
+        if self.config.mask_negatives == "seen":
+            history_row_H = batch.item_row_V[batch.history_index_H]
+            query_index, column_index = seen_pairs(history_row_H, batch.history_offset, columns.item_row_N)
+            is_masked_BN[query_index, column_index] = True
+        return is_masked_BN
+
+    def _log_q(self, columns: ScoreColumns, item_row_B: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the log expected counts of the positives and of the columns."""
+        if self.config.logq_correction == "none":
+            return None, None
+        if self.frequency is not None and self.training:
+            self.frequency.update(self._positives_of_all_ranks(columns, item_row_B), self.steps)
+            self.steps += 1
+        # If other columns of the positive's item are masked, the positive occurs exactly once, and a correction of its logit
+        # would be wrong (Khrylchenko et al., "Correcting the LogQ correction", RecSys 2025).
+        log_q_B = self._log_expected_count(item_row_B, columns) if self.config.mask_negatives == "none" else None
+        return log_q_B, self._log_expected_count(columns.item_row_N, columns)
+
+    def _log_expected_count(self, item_row_N: Tensor, columns: ScoreColumns) -> Tensor:
+        if self.frequency is None:
+            positive_share_N = self.positive_share_I[item_row_N]
+        else:
+            positive_share_N = self.frequency.log_share(item_row_N).exp()
+        return log_expected_count(
+            positive_share_N,
+            self.negative_share_I[item_row_N],
+            num_positives=columns.num_positives,
+            num_negatives=columns.num_negatives,
+        )
+
+    def _positives_of_all_ranks(self, columns: ScoreColumns, item_row_B: Tensor) -> Tensor:
+        """Return the positives of all ranks in the same order on each rank, so that every rank has the same estimate."""
+        batch_size = len(item_row_B)
+        if columns.num_positives > batch_size:  # the columns are already gathered
+            world_size = columns.num_positives // batch_size
+            return columns.item_row_N.view(world_size, -1)[:, :batch_size].flatten()
+        return gather_rows(item_row_B, group=self.group)
+
+
+def _positive_scores(query_BD: Tensor, positive_BD: Tensor, *, precision: torch.dtype) -> Tensor:
+    """Return the score of each query with its own positive, rounded like a matrix product in `precision`.
+
+    Without the rounding, the positive and the same item among the negatives would have different scores.
+    """
+    query_BD, positive_BD = query_BD.to(precision).float(), positive_BD.to(precision).float()
+    return (query_BD * positive_BD).sum(dim=1).to(precision)

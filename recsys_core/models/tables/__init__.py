@@ -1,0 +1,1 @@
+"""Embedding tables: config, optimizers, initial values, and the pooled lookup."""

@@ -1,0 +1,162 @@
+"""Embedding tables as TorchRec modules: EmbeddingCollection for items and users, EmbeddingBagCollection for query features.
+
+Item and user embeddings are unpooled: a batch looks up each distinct item once, and uses the row for all candidates and history
+entries with that item (docs/adr/0005). Features of queries are pooled by the EmbeddingBagCollection. Frozen tables are in
+collections of their own, which run without autograd.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.nn.functional import embedding_bag
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+from recsys_core.dataset.batch import Batch
+from recsys_core.dataset.batch_keys import POOLED, POOLED_WEIGHTED
+from recsys_core.models.spec import ModelSpec, Side, TableSpec, module_name
+
+CollectionOutputs = dict[str, Any]
+"""Output of each collection: {feature: JaggedTensor} for an EmbeddingCollection, KeyedTensor for an EmbeddingBagCollection."""
+_TINY = torch.finfo(torch.float32).tiny
+
+
+class EmbeddingTables(nn.ModuleDict):
+    """All tables of a model, by collection (see TableSpec.collection)."""
+
+    def __init__(self, spec: ModelSpec, *, device: torch.device) -> None:
+        super().__init__()
+        for collection in sorted({table.collection for table in spec.tables.values()}):
+            table_by_name = {table_name: table for table_name, table in spec.tables.items() if table.collection == collection}
+            if next(iter(table_by_name.values())).is_unpooled:
+                self[collection] = EmbeddingCollection(
+                    tables=[_unpooled_config(table_name, table) for table_name, table in table_by_name.items()], device=device
+                )
+            else:
+                self[collection] = EmbeddingBagCollection(
+                    tables=[pooled_config(table_name, table) for table_name, table in table_by_name.items()],
+                    is_weighted=collection.startswith(POOLED_WEIGHTED),
+                    device=device,
+                )
+
+
+def parameter_name(spec: ModelSpec, table: str) -> str:
+    """Return the name of the weights of `table` among the parameters of EmbeddingTables."""
+    table_spec = spec.tables[table]
+    module_dict = "embeddings" if table_spec.is_unpooled else "embedding_bags"
+    return f"{table_spec.collection}.{module_dict}.{module_name(table)}.weight"
+
+
+def _unpooled_config(table_name: str, table: TableSpec) -> EmbeddingConfig:
+    return EmbeddingConfig(
+        name=module_name(table_name), num_embeddings=table.num_rows, embedding_dim=table.dim, feature_names=[table.feature]
+    )
+
+
+def pooled_config(table_name: str, table: TableSpec) -> EmbeddingBagConfig:
+    """Return the config of a table with sum pooling. For mean pooling, `table_outputs` divides the sum by the list length.
+
+    TorchRec's own mean is wrong under grid_shard: TorchRec 1.9 divides by the number of values on each rank.
+    The same fault of row_wise (meta-pytorch/torchrec#2362) is fixed.
+    """
+    return EmbeddingBagConfig(
+        name=module_name(table_name),
+        num_embeddings=table.num_rows,
+        embedding_dim=table.dim,
+        feature_names=[table.feature],
+        pooling=PoolingType.SUM,
+    )
+
+
+def table_outputs(spec: ModelSpec, embeddings: CollectionOutputs, batch: Batch, *, side: Side) -> dict[str, Tensor]:
+    """Return the outputs of the tables of `side`, by table: [B, D] for queries, [V, D] for the distinct items."""
+    outputs_by_collection: dict[str, dict[str, Tensor]] = {}
+    output_by_table = {}
+    for table_name, table in spec.on_side(side).items():
+        output_name = spec.output_name(table_name)
+        if table.is_unpooled:
+            num_vectors = len(batch.item_row_V) if side == "item" else batch.batch_size
+            output_by_table[table_name] = _unpooled_output(
+                spec, table_name, embeddings[table.collection][output_name], batch, num_vectors
+            )
+            continue
+        if table.collection not in outputs_by_collection:
+            outputs_by_collection[table.collection] = embeddings[table.collection].to_dict()
+        output_BD = outputs_by_collection[table.collection][output_name]
+        if spec.forms.get(table_name) in ("list", "weighted_list") and table.settings.pooling == "mean":
+            output_BD = output_BD / _mean_divisor(batch, table_name, is_weighted=table.weighted)[:, None]
+        output_by_table[table_name] = output_BD
+    return output_by_table
+
+
+def _unpooled_output(spec: ModelSpec, table_name: str, jagged_rows: Any, batch: Batch, num_vectors: int) -> Tensor:
+    value_LD: Tensor = jagged_rows.values()
+    weight_L = batch.item_feature_weight.get(table_name)
+    if spec.forms.get(table_name, "single") in ("single", "number"):
+        if len(value_LD) > num_vectors:  # a batch without a value looks up one row, because FBGEMM rejects an empty lookup
+            value_LD = value_LD[:num_vectors]
+        return value_LD if weight_L is None else value_LD * weight_L[:, None]
+    offset = jagged_rows.offsets()[: num_vectors + 1]
+    return _pool(value_LD, offset, weight_L=weight_L, is_mean=spec.tables[table_name].settings.pooling == "mean")
+
+
+def _pool(value_LD: Tensor, offset: Tensor, *, weight_L: Tensor | None, is_mean: bool) -> Tensor:
+    """Pool each list of rows into one vector; an empty list gives zeros."""
+    index_L = torch.arange(len(value_LD), device=value_LD.device)
+    weight_L = torch.ones_like(value_LD[:, 0]) if weight_L is None else weight_L
+    if is_mean:
+        total_weight = torch.segment_reduce(weight_L, "sum", offsets=offset.long(), initial=0.0)
+        weight_L = weight_L / torch.repeat_interleave(total_weight.clamp(min=_TINY), offset.diff(), output_size=len(weight_L))
+    pooled: Tensor = embedding_bag(
+        index_L, value_LD, offset.long(), mode="sum", per_sample_weights=weight_L, include_last_offset=True
+    )
+    return pooled
+
+
+def _mean_divisor(batch: Batch, feature: str, *, is_weighted: bool) -> Tensor:
+    """Return the divisor [B] of each list's mean: the length of the list or the sum of its weights; 1 for an empty list."""
+    jagged = batch.sparse[POOLED_WEIGHTED if is_weighted else POOLED][feature]
+    if not is_weighted:
+        length_B: Tensor = jagged.lengths().clamp(min=1)
+        return length_B
+    total_weight_B = torch.segment_reduce(jagged.weights(), "sum", offsets=jagged.offsets().long(), initial=0.0)
+    return torch.where(total_weight_B > 0, total_weight_B, 1.0)
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """A rectangle of a table that is in this rank's memory.
+
+    Attributes:
+        row, column: first row and first column of the rectangle in the table.
+        weight_RD: values of the rectangle, a view of the table's memory.
+    """
+
+    row: int
+    column: int
+    weight_RD: Tensor
+
+
+def local_shards(parameter: Any) -> list[LocalShard]:
+    """Return this rank's shards of a value in a sharded model's state dict. A data-parallel table is one shard."""
+    if isinstance(parameter, ShardedTensor):
+        shards = ((shard.metadata.shard_offsets, shard.tensor) for shard in parameter.local_shards())
+        return [LocalShard(first_row, first_column, tensor) for (first_row, first_column), tensor in shards]
+    return [LocalShard(0, 0, parameter)]
+
+
+def table_shards(parameter_by_name: Mapping[str, Any], *, table: str) -> list[LocalShard]:
+    """Return this rank's shards of `table`, from the state dict of a RetrievalTask; empty if the rank has no shard."""
+    parameter = next(
+        (
+            parameter
+            for parameter_path, parameter in parameter_by_name.items()
+            if parameter_path.endswith(f".{module_name(table)}.weight")
+        ),
+        None,
+    )
+    return local_shards(parameter) if parameter is not None else []

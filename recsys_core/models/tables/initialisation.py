@@ -1,0 +1,124 @@
+"""Initial values of the embedding tables: random rows, and pretrained vectors copied into each rank's shards.
+
+An initial value depends on the table, row and column, never on the sharding: every plan starts from the same model.
+"""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recsys_core.models.tables.embedding_tables import LocalShard
+from recsys_core.seeds import table_chunk_seed
+
+CHUNK_ROWS = 8_192
+
+
+def fill_random(shard: LocalShard, *, table: str, dim: int, seed: int, std: float) -> None:
+    """Fill `shard` with values from N(0, std), a function of (seed, table, row, column)."""
+    num_rows, shard_dim = shard.weight_RD.shape
+    shard_end = shard.row + num_rows
+    for chunk_index in range(shard.row // CHUNK_ROWS, math.ceil(shard_end / CHUNK_ROWS)):
+        chunk_start = chunk_index * CHUNK_ROWS
+        start_row, stop_row = max(chunk_start, shard.row), min(chunk_start + CHUNK_ROWS, shard_end)
+        generator = torch.Generator().manual_seed(table_chunk_seed(seed, table=table, chunk=chunk_index))
+        # Always draw a whole chunk: the order in which torch draws values depends on the tensor's size.
+        values_RD = torch.empty(CHUNK_ROWS, dim).normal_(0.0, std, generator=generator)
+        shard.weight_RD[start_row - shard.row : stop_row - shard.row].copy_(
+            values_RD[start_row - chunk_start : stop_row - chunk_start, shard.column : shard.column + shard_dim]
+        )
+
+
+def zero_rows(shard: LocalShard, *, is_zero_R: NDArray[np.bool_]) -> None:
+    """Set the marked rows of `shard` to zero.
+
+    The caller marks the rows without a training example. Training would leave these rows random, and they would affect scores.
+
+    Args:
+        is_zero_R: one flag per row of the whole table.
+    """
+    num_rows = len(shard.weight_RD)
+    zero_index = np.flatnonzero(is_zero_R[shard.row : shard.row + num_rows])
+    shard.weight_RD[torch.from_numpy(zero_index).to(shard.weight_RD.device)] = 0.0
+
+
+def copy_pretrained(
+    shard: LocalShard, *, vectors: NDArray[np.float32], vector_row: NDArray[np.int64], norm: float | None
+) -> None:
+    """Overwrite the rows of `shard` that have a pretrained vector.
+
+    Args:
+        vectors: memory-mapped, one vector per row; only the vectors of this shard's rows are read from the file.
+        vector_row: for each row of the whole table, the index of its vector in `vectors`; -1 if it has none.
+        norm: norm to which each vector is scaled; None: no scaling. The caller usually passes the norm of a random
+            row (`random_norm`). A step of row-wise Adagrad is about as long as the learning rate, so it would hardly change a
+            much longer vector.
+    """
+    num_rows, shard_dim = shard.weight_RD.shape
+    for chunk_start in range(0, num_rows, CHUNK_ROWS):
+        vector_row_R = vector_row[shard.row + chunk_start : shard.row + min(chunk_start + CHUNK_ROWS, num_rows)]
+        row_index = np.flatnonzero(vector_row_R >= 0)
+        values_RD = torch.from_numpy(vectors[vector_row_R[row_index]])
+        if norm is not None:
+            values_RD = scale_to_norm(values_RD, norm=norm)
+        target_row_R = torch.from_numpy(row_index + chunk_start).to(shard.weight_RD.device)
+        shard.weight_RD[target_row_R] = values_RD[:, shard.column : shard.column + shard_dim].to(shard.weight_RD.device)
+
+
+def mean_vector(vectors: NDArray[np.float32], *, vector_row: NDArray[np.int64], norm: float | None) -> Tensor:
+    """Return the mean [D] of the rows that `copy_pretrained` writes into the whole table; zeros if no row has a vector.
+
+    Every rank computes the same mean.
+    """
+    sum_D, num_vectors = torch.zeros(vectors.shape[1], dtype=torch.float64), 0
+    for vector_row_R in rows_with_vector(vector_row):
+        chunk_RD = torch.from_numpy(vectors[vector_row_R])
+        sum_D += (chunk_RD if norm is None else scale_to_norm(chunk_RD, norm=norm)).sum(dim=0, dtype=torch.float64)
+        num_vectors += len(vector_row_R)
+    return (sum_D / max(num_vectors, 1)).float()
+
+
+def rows_with_vector(vector_row: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Yield the entries of `vector_row` that are not -1, in order, in arrays of CHUNK_ROWS to save memory.
+
+    >>> [vector_rows.tolist() for vector_rows in rows_with_vector(np.array([4, -1, 0]))]
+    [[4, 0]]
+    """
+    pending_rows = vector_row[:0]
+    for chunk_start in range(0, len(vector_row), CHUNK_ROWS):
+        chunk_vector_rows = vector_row[chunk_start : chunk_start + CHUNK_ROWS]
+        pending_rows = np.concatenate([pending_rows, chunk_vector_rows[chunk_vector_rows >= 0]])
+        if len(pending_rows) >= CHUNK_ROWS:
+            yield pending_rows[:CHUNK_ROWS]
+            pending_rows = pending_rows[CHUNK_ROWS:]
+    if len(pending_rows):
+        yield pending_rows
+
+
+def no_vectors(num_rows: int) -> NDArray[np.int64]:
+    """Return the `vector_row` of a table without any vector: -1 for each row, without using memory."""
+    return np.broadcast_to(np.int64(-1), num_rows)
+
+
+def fill_missing(shard: LocalShard, *, vector_row: NDArray[np.int64], value_D: Tensor | None) -> None:
+    """Set the rows of `shard` without a pretrained vector to `value_D`; None: to zero."""
+    num_rows, shard_dim = shard.weight_RD.shape
+    shard_vector = torch.zeros(shard_dim) if value_D is None else value_D[shard.column : shard.column + shard_dim]
+    for chunk_start in range(0, num_rows, CHUNK_ROWS):
+        vector_row_R = vector_row[shard.row + chunk_start : shard.row + min(chunk_start + CHUNK_ROWS, num_rows)]
+        missing_rows = torch.from_numpy(np.flatnonzero(vector_row_R < 0) + chunk_start)
+        shard.weight_RD[missing_rows.to(shard.weight_RD.device)] = shard_vector.to(shard.weight_RD.device)
+
+
+def scale_to_norm(values_RD: Tensor, *, norm: float) -> Tensor:
+    """Return the vectors scaled to length `norm`; a zero vector stays zero.
+
+    >>> scale_to_norm(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), norm=10.0).tolist()
+    [[6.0, 8.0], [0.0, 0.0]]
+    """
+    norm_R1 = values_RD.norm(dim=1, keepdim=True).clamp(min=torch.finfo(values_RD.dtype).tiny)
+    unit_RD: Tensor = values_RD / norm_R1  # divide first: norm / tiny may be infinite, and 0 * inf is NaN
+    return unit_RD.mul(norm)

@@ -1,0 +1,116 @@
+"""Settings of one embedding table: width, initial values, transfer of pretrained vectors, optimizer."""
+
+import math
+from itertools import pairwise
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from recsys_core.config import Settings
+from recsys_core.models.tables.optimizer_config import TableOptimizer
+
+Transfer = Literal["full", "frozen", "gradual", "residual"]
+OFFSET_TABLE = "item_offset"
+"""Table of the learned offsets that are added to frozen item vectors (transfer: residual)."""
+TEACHER_TABLE = "item_teacher"
+"""Frozen table of the pretrained item vectors, for the distillation loss."""
+
+
+def random_norm(std: float, dim: int) -> float:
+    """Return the expected norm of a random row: `dim` values from a normal distribution with standard deviation `std`."""
+    return std * math.sqrt(dim)
+
+
+class UnfreezeStep(Settings):
+    """One step of the schedule of transfer `gradual`: from `epoch` on, `share` of the rows are trained."""
+
+    epoch: int = Field(
+        ge=1, le=10_000, description="first epoch in which this share of the rows is trained. 1 is the first epoch of the run"
+    )
+    share: float = Field(
+        ge=0,
+        le=1,
+        description="share of the table's rows that are trained. The rows with the most training events are trained first",
+    )
+
+
+class TableConfig(Settings):
+    """One embedding table."""
+
+    dim: int | None = Field(
+        None, ge=4, le=16_384, multiple_of=4, description="width of a row. If empty, it is model.embedding_dim"
+    )
+    init_std: float = Field(0.02, gt=0, le=1_000, description="standard deviation of the initial values of random rows")
+    transfer: Transfer = Field(
+        "full",
+        description="how rows with a pretrained vector are trained. With full, they are trained from the first step. With "
+        "frozen, they are never trained. With gradual, the schedule in unfreeze sets when they are trained. "
+        "With residual (only for the table item), they are never trained, but a learned offset that starts at "
+        "zero is added to each item",
+    )
+    unfreeze: tuple[UnfreezeStep, ...] = Field(
+        (),
+        max_length=10_000,
+        description="schedule for transfer: gradual, as a list of {epoch, share} with rising values. No row is trained "
+        "before the first epoch of the list",
+    )
+    id_dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of the items whose offset is removed at random in each training step, so that the towers also "
+        "work without offsets. Only for transfer: residual",
+    )
+    rescale: bool = Field(
+        True,
+        description="scale pretrained vectors to the norm of a random row. Another norm would change the effective learning "
+        "rate",
+    )
+    missing_vector_init: Literal["random", "zero", "mean"] = Field(
+        "random",
+        description="initial value of a row without a pretrained vector: random numbers, zeros, or the mean of the "
+        "pretrained vectors",
+    )
+    optimizer: TableOptimizer | None = Field(
+        None, description="optimizer of this table. If empty, it is training.table_optimizer"
+    )
+    lookup: Literal["unpooled", "pooled"] | None = Field(
+        None,
+        description="how the ranks exchange the rows of the table user. With unpooled, the default, the rows are sent "
+        "together with the rows of items. With pooled, the rows are sent together with the query features. "
+        "Only pooled allows the sharding types table_row_wise, table_column_wise and grid_shard",
+    )
+    pooling: Literal["mean", "sum"] = Field(
+        "mean", description="how the embeddings of the values of a list feature become one vector"
+    )
+
+    @model_validator(mode="after")
+    def _check_transfer(self) -> Self:
+        if self.transfer == "gradual" and not self.unfreeze:
+            raise ValueError("transfer is gradual, but unfreeze is empty; give it steps such as {epoch: 2, share: 0.25}")
+        if self.transfer != "gradual" and self.unfreeze:
+            raise ValueError(
+                f"unfreeze is not empty, but transfer is {self.transfer}; set transfer to gradual, or leave unfreeze out"
+            )
+        if self.transfer != "residual" and self.id_dropout:
+            raise ValueError(
+                f"id_dropout drops the offsets of transfer residual, but transfer is {self.transfer}; leave it out"
+            )
+        for step, next_step in pairwise(self.unfreeze):
+            if next_step.epoch <= step.epoch or next_step.share <= step.share:
+                raise ValueError(
+                    f"unfreeze does not rise: epoch {step.epoch} share {step.share:g} is followed by epoch {next_step.epoch} "
+                    f"share {next_step.share:g}; make both rise, because a trained row cannot be frozen again"
+                )
+        return self
+
+    def trained_share(self, epoch: int) -> float:
+        """Return the share of rows that `epoch` (1-based) trains.
+
+        >>> table = TableConfig(transfer="gradual", unfreeze=({"epoch": 3, "share": 0.25}, {"epoch": 5, "share": 1}))
+        >>> [table.trained_share(epoch) for epoch in range(1, 6)]
+        [0.0, 0.0, 0.25, 0.25, 1.0]
+        """
+        if self.transfer != "gradual":
+            return 0.0 if self.transfer in ("frozen", "residual") else 1.0
+        return max((step.share for step in self.unfreeze if step.epoch <= epoch), default=0.0)

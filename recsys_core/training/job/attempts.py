@@ -1,0 +1,132 @@
+"""Attempts of a training: each is a new process group that resumes from the last verified checkpoint."""
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from recsys_core.errors import InputError
+from recsys_core.launching.config import Launcher
+from recsys_core.launching.messages import ProcessLayout
+from recsys_core.sharding.config import ShardingConfig
+from recsys_core.sharding.lookup_stats import measure_lookups
+from recsys_core.sharding.plan_file import PlanFile
+from recsys_core.sharding.planner import make_plan
+from recsys_core.training.checkpoint import latest_checkpoint
+from recsys_core.training.job.job_spec import CHECKPOINTS_FOLDER, JOB_FILE, TrainJob
+
+logger = logging.getLogger(__name__)
+MAX_FAILURES_PER_WORLD_SIZE = 2
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One launch of a training, with the job that its ranks run. The job file already exists.
+
+    Attributes:
+        number: number of the launch, from 1.
+        folder: folder for the messages and logs of the launch.
+    """
+
+    number: int
+    job: TrainJob
+    layout: ProcessLayout
+    folder: Path
+
+
+def make_attempts(job: TrainJob, *, launcher: Launcher, sharding: ShardingConfig | None) -> Iterator[Attempt]:
+    """Yield at most job.training.max_attempts attempts of `job`; the caller leaves the loop after the first success.
+
+    Each attempt resumes from the newest checkpoint. After two failures in a row, or after one if this machine now has too few
+    GPUs, the next attempt uses fewer ranks, if job.training.min_processes allows it.
+
+    Args:
+        sharding: settings of the plan, from which plans with fewer ranks are made; None: all attempts use the same plan.
+    """
+    num_failures = 0
+    for number in range(1, job.training.max_attempts + 1):
+        job, sharding_plan = _prepare_attempt(job, attempt_number=number)
+        layout = ProcessLayout(
+            device=sharding_plan.device, num_nodes=sharding_plan.num_nodes, processes_per_node=sharding_plan.processes_per_node
+        )
+        yield Attempt(number, job, layout, job.work / "logs" / f"attempt-{number}")
+        num_failures += 1
+        should_reduce_ranks = num_failures >= MAX_FAILURES_PER_WORLD_SIZE or (
+            launcher.kind == "local" and _lacks_gpus(sharding_plan)
+        )
+        if sharding is not None and should_reduce_ranks:
+            smaller_job = _with_fewer_ranks(job, sharding_plan=sharding_plan, sharding=sharding)
+            if smaller_job is not None:
+                job, num_failures = smaller_job, 0
+
+
+def _prepare_attempt(job: TrainJob, *, attempt_number: int) -> tuple[TrainJob, PlanFile]:
+    """Write the job file of the next attempt, which resumes from the newest checkpoint; return the job and its plan."""
+    checkpoint = latest_checkpoint(job.work / CHECKPOINTS_FOLDER, fingerprint=job.fingerprint)
+    job = job.model_copy(update={"attempt": attempt_number, "resume": None if checkpoint is None else checkpoint.folder})
+    (job.work / JOB_FILE).write_text(job.model_dump_json(indent=2))
+    sharding_plan = PlanFile.read(job.plan)
+    if attempt_number > 1 or checkpoint is not None:
+        step = 0 if checkpoint is None else checkpoint.step
+        logger.info("attempt %d: %d ranks, from step %d", attempt_number, sharding_plan.world_size, step)
+    return job, sharding_plan
+
+
+def _lacks_gpus(sharding_plan: PlanFile) -> bool:
+    return (
+        sharding_plan.device == "cuda"
+        and sharding_plan.num_nodes == 1
+        and torch.cuda.device_count() < sharding_plan.processes_per_node
+    )
+
+
+def _with_fewer_ranks(job: TrainJob, *, sharding_plan: PlanFile, sharding: ShardingConfig) -> TrainJob | None:
+    """Return `job` with a plan for fewer ranks and the same number of examples per step; None if there is no such plan.
+
+    The new world size divides the world size of the original plan and is at least training.min_processes.
+    """
+    num_planned_ranks = job.planned_ranks or sharding_plan.world_size
+    min_world_size = job.training.min_processes or num_planned_ranks
+    cluster_sizes = (
+        cluster_size for cluster_size in _smaller_clusters(sharding_plan) if num_planned_ranks % math.prod(cluster_size) == 0
+    )
+    num_nodes, processes_per_node = next(cluster_sizes, (0, 0))
+    world_size = num_nodes * processes_per_node
+    if world_size < min_world_size:
+        return None
+    batch_size = job.training.batch_size * sharding_plan.world_size // world_size
+    smaller_cluster = sharding.cluster.model_copy(
+        update={
+            "device": sharding_plan.device,
+            "num_nodes": num_nodes,
+            "processes_per_node": processes_per_node,
+            "hbm_gb": sharding_plan.cluster.hbm_gb,
+            "ddr_gb": sharding_plan.cluster.ddr_gb,
+        }
+    )
+    try:
+        smaller_plan = make_plan(
+            sharding.model_copy(update={"cluster": smaller_cluster}),
+            model=job.spec,
+            batch_size=batch_size,
+            optimizer=job.training.table_optimizer,
+            lookup_stats=measure_lookups(job.spec, batch_size=batch_size, loss=job.loss, dataset=job.open_dataset()),
+            compare=False,
+        )
+    except InputError as error:
+        logger.warning("there is no plan with %d ranks instead of %d: %s", world_size, sharding_plan.world_size, error)
+        return None
+    plan_path = job.work / f"plan-{world_size}.json"
+    plan_path.write_text(smaller_plan.model_dump_json(indent=2))
+    logger.warning("continuing with %d ranks instead of %d", world_size, sharding_plan.world_size)
+    training_config = job.training.model_copy(update={"batch_size": batch_size})
+    return job.model_copy(update={"plan": plan_path, "planned_ranks": num_planned_ranks, "training": training_config})
+
+
+def _smaller_clusters(sharding_plan: PlanFile) -> Iterator[tuple[int, int]]:
+    """Yield (number of nodes, processes per node): first with fewer nodes, then with fewer processes on one node."""
+    yield from ((num_nodes, sharding_plan.processes_per_node) for num_nodes in range(sharding_plan.num_nodes - 1, 0, -1))
+    yield from ((1, num_processes) for num_processes in range(sharding_plan.processes_per_node - 1, 0, -1))

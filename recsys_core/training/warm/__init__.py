@@ -1,0 +1,1 @@
+"""Warm start: the training continues from the model of an earlier run."""

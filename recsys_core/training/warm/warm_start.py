@@ -1,0 +1,117 @@
+"""Warm start: prepare the champion's rows and layers before the launch, and load them into each rank's shards."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import no_grad
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
+from torchrec.optim.keyed import KeyedOptimizer
+
+from recsys_core.dataset.events import memory_map
+from recsys_core.manifests import Dataset
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.tables.embedding_tables import LocalShard, table_shards
+from recsys_core.models.tables.initialisation import copy_pretrained
+from recsys_core.models.tables.optimizer_config import TableOptimizer
+from recsys_core.models.task import RetrievalTask
+from recsys_core.training.dense_parallel import copy_into
+from recsys_core.training.job.job_spec import WarmStart
+from recsys_core.training.optimizers import accumulator_shards, has_accumulators
+from recsys_core.training.sharded_model import pretrained_vectors_by_table
+from recsys_core.training.warm.starting_model import (
+    Champion,
+    carried_table_names,
+    champion_layers,
+    champion_rows,
+    require_compatible,
+)
+
+logger = logging.getLogger(__name__)
+DENSE_FILE = "dense.safetensors"
+
+
+def prepare_warm_start(
+    champion: Champion, *, spec: ModelSpec, dataset: Dataset, default_optimizer: TableOptimizer, folder: Path
+) -> WarmStart:
+    """Write the files that WarmStart describes to the new folder `folder`, and log how many rows are carried over.
+
+    Raises:
+        InputError: the champion is not compatible with the settings of this run.
+        StageError: a file of the champion has changed.
+    """
+    require_compatible(spec, champion=champion, dataset=dataset, default_optimizer=default_optimizer)
+    layer_by_name = champion_layers(spec, champion=champion, champion_tensors=load_file(champion.export.path(DENSE_FILE)))
+    folder.mkdir(parents=True)
+    save_file(layer_by_name, folder / DENSE_FILE)
+    pretrained_by_table = {} if dataset.embeddings is None else pretrained_vectors_by_table(spec, dataset=dataset)
+    carried_names = carried_table_names(spec, champion=champion)
+    for table_name, table in spec.tables.items():
+        if table_name in carried_names:
+            champion_row = champion_rows(table_name, dataset=dataset, champion=champion)
+            np.save(folder / f"rows_{table_name}.npy", champion_row)
+            vector_row = pretrained_by_table[table_name].vector_row if table_name in pretrained_by_table else None
+            description = _describe_rows(champion_row, vector_row=vector_row, initialisation=table.settings.missing_vector_init)
+        else:
+            reason = (
+                "frozen" if table.is_frozen else "new" if table_name not in champion.spec.tables else "frozen in the champion"
+            )
+            description = f"{reason}, initialised as in a training from scratch"
+        logger.info("warm start from run %s: table %s: %s", champion.run_id, table_name, description)
+    return WarmStart(run_id=champion.run_id, export=champion.export.folder, prepared=folder)
+
+
+def _describe_rows(champion_row: NDArray[np.int64], *, vector_row: NDArray[np.int64] | None, initialisation: str) -> str:
+    """Describe the origin of the initial values of a table's rows.
+
+    >>> _describe_rows(np.array([3, 0, -1, -1]), vector_row=np.array([0, -1, 1, -1]), initialisation="random")
+    '2 of 4 rows from the champion, 2 new (1 from their vector, 1 random)'
+    """
+    is_new = champion_row < 0
+    counts_text = f"{(~is_new).sum():,} of {len(champion_row):,} rows from the champion, {is_new.sum():,} new"
+    if not is_new.any():
+        return counts_text
+    num_with_vector = 0 if vector_row is None else int((vector_row[is_new] >= 0).sum())
+    return f"{counts_text} ({num_with_vector:,} from their vector, {is_new.sum() - num_with_vector:,} {initialisation})"
+
+
+def load_champion_weights(model: DistributedModelParallel, *, warm_start: WarmStart) -> None:
+    """Collective. Overwrite the rows and layers that are carried over from the champion, on this rank's part of the model."""
+    tensor_by_name = model.state_dict()
+    task: RetrievalTask = get_unwrapped_module(model)
+    parameter_by_name = dict(task.head.named_parameters())
+    with no_grad():
+        for table_name, path in warm_start.row_path_by_table().items():
+            champion_row, weights = memory_map(path), memory_map(warm_start.export / f"table_{table_name}.npy")
+            for shard in table_shards(tensor_by_name, table=table_name):
+                copy_pretrained(shard, vectors=weights, vector_row=champion_row, norm=None)
+        for parameter_name, tensor in load_file(warm_start.prepared / DENSE_FILE).items():
+            copy_into(parameter_by_name[parameter_name], tensor)
+
+
+def load_champion_accumulators(
+    optimizer: KeyedOptimizer, *, spec: ModelSpec, default_optimizer: TableOptimizer, warm_start: WarmStart
+) -> None:
+    """Copy the champion's Adagrad accumulators of the rows that are carried over. The accumulators of new rows remain zero.
+
+    Without the accumulators, Adagrad's first step on a trained row would be as large as the learning rate. Adam's moments are
+    not carried over, because Adam estimates them again within its warm-up.
+
+    default_optimizer: optimizer of the tables without an `optimizer` setting.
+    """
+    for table_name, path in warm_start.row_path_by_table().items():
+        if not has_accumulators(spec, table_name, default_optimizer=default_optimizer):
+            continue
+        champion_row, accumulators = memory_map(path), memory_map(warm_start.export / f"state_{table_name}.npy")
+        for shard in accumulator_shards(optimizer, spec=spec, table=table_name):
+            is_rowwise = shard.values_RC.shape[1] == 1
+            if is_rowwise:  # an accumulator per value becomes the row's mean
+                champion_values = (accumulators if accumulators.ndim == 1 else accumulators.mean(axis=1))[:, None]
+            elif accumulators.ndim == 1:  # an accumulator per row is repeated for each value
+                champion_values = np.broadcast_to(accumulators[:, None], (len(accumulators), spec.tables[table_name].dim))
+            else:
+                champion_values = accumulators
+            accumulator_shard = LocalShard(shard.row, 0 if is_rowwise else shard.column, shard.values_RC)
+            copy_pretrained(accumulator_shard, vectors=champion_values, vector_row=champion_row, norm=None)

@@ -1,0 +1,1 @@
+"""Delivery: notices of a new champion to other systems."""

@@ -1,0 +1,195 @@
+"""The champion that a person chooses: promotion of a registered version, and rollback to a former champion.
+
+The version is tested as in the champion gate before the alias `champion` moves to it. The users of the test come from the log
+of a run in the workspace.
+"""
+
+import getpass
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from mlflow import MlflowClient
+from mlflow.entities.model_registry import ModelVersion
+
+from recsys_core.errors import InputError, StageError, redacted
+from recsys_core.manifests import InteractionsManifest, load_manifest
+from tasks.gate.smoke_test import NotFetchedError, UnusableVersionError, prepare_sample
+from tasks.gate.version_tester import VersionTester
+from tasks.registry.config import RegistryConfig
+from tasks.registry.mlflow_client import RUN_ID_TAG, call_with_retries, connect
+from tasks.registry.promotion import AliasChange, move_champion
+from tasks.registry.releases import (
+    BY_HAND_TAG,
+    FORMER_CHAMPION_TAG,
+    MAX_FORMER_CHAMPIONS,
+    champion_of,
+    former_champions,
+    version_number_by_alias,
+)
+from tasks.runs.run import Run, check_reason, new_run_id
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The decision of a person about the champion.
+
+    Attributes:
+        reason: why the person changes the champion; it becomes a tag of both versions.
+        on_alias_change: called after each move of an alias.
+    """
+
+    config: RegistryConfig
+    workspace: Path
+    reason: str
+    on_alias_change: Callable[[AliasChange], None]
+
+    def __post_init__(self) -> None:
+        """Raise InputError for a missing or invalid reason."""
+        check_reason(self.reason)
+        if not self.reason.strip():
+            raise InputError("there is no reason; give a reason, which is recorded on the version")
+
+
+def promote_version(version_number: int, decision: Decision) -> str:
+    """Make a version the champion if it passes the smoke test; return one sentence about the change.
+
+    Raises:
+        InputError: the version does not exist, or it is already champion.
+        StageError: the version failed the smoke test, or another version became champion during the test.
+        TrackingServerError: MLflow does not work.
+    """
+    client, model_name = connect(decision.workspace), decision.config.model_name
+    versions = call_with_retries(lambda: client.search_model_versions(f"name = '{model_name}'"), uri=client.tracking_uri)
+    version = next((version for version in versions if int(version.version) == version_number), None)
+    if version is None:
+        raise InputError(
+            f"{model_name}: there is no version {version_number} in {redacted(client.tracking_uri)} (newest versions: "
+            f"{_version_numbers(versions)}); list the versions with `nightjar releases`"
+        )
+    champion = call_with_retries(lambda: champion_of(client, model_name), uri=client.tracking_uri)
+    if champion is not None and str(champion.version) == str(version.version):
+        raise InputError(f"{model_name}: version {version_number} is already champion; nothing changes")
+    with _open_tester(client, decision, run_id=version.tags.get(RUN_ID_TAG)) as tester:
+        metrics = tester.smoke_test(version)
+        return _make_champion(tester, version, decision, champion=champion, metrics=metrics, is_rollback=False)
+
+
+def roll_back(version_number: int | None, decision: Decision) -> str:
+    """Give the alias champion to a former champion; return one sentence about the change.
+
+    Args:
+        version_number: version of the former champion; None: the newest former champion that loads.
+
+    Raises:
+        InputError: there is no former champion, or version `version_number` is not a former champion.
+        StageError: no former champion loads, or another version became champion during the test.
+        TrackingServerError: MLflow does not work.
+    """
+    client, model_name = connect(decision.workspace), decision.config.model_name
+    champion = call_with_retries(lambda: champion_of(client, model_name), uri=client.tracking_uri)
+    former_versions = [
+        version
+        for version in call_with_retries(lambda: former_champions(client, model_name), uri=client.tracking_uri)
+        if champion is None or str(version.version) != str(champion.version)
+    ]
+    candidates = [version for version in former_versions if version_number in (None, int(version.version))]
+    if not candidates:
+        problem = (
+            "there is no former champion" if version_number is None else f"version {version_number} is not a former champion"
+        )
+        raise InputError(
+            f"{model_name}: {problem} (former champions: {_version_numbers(former_versions)}); list the versions with "
+            "`nightjar releases`, and make one of them the champion with `nightjar promote --version N`"
+        )
+    load_errors = []
+    with _open_tester(client, decision, run_id=None) as tester:
+        for version in candidates[:MAX_FORMER_CHAMPIONS]:
+            try:
+                metrics = tester.measure(version, metric_prefix="served")
+            except (UnusableVersionError, NotFetchedError) as error:
+                load_errors.append(str(error))
+                continue
+            return _make_champion(tester, version, decision, champion=champion, metrics=metrics, is_rollback=True)
+    raise StageError(f"{model_name}: nothing has changed, because no former champion loads: {'; '.join(load_errors)}")
+
+
+def _version_numbers(versions: Sequence[ModelVersion]) -> str:
+    return ", ".join(str(version.version) for version in versions[:10]) or "none"
+
+
+@contextmanager
+def _open_tester(client: MlflowClient, decision: Decision, *, run_id: str | None) -> Iterator[VersionTester]:
+    """Yield a tester with users from the log of run `run_id`, or of the newest run that has a log in the workspace."""
+    workspace, interactions = decision.workspace, None
+    if run_id is not None:
+        folder = Run(run_id, workspace=workspace, experiment="").stage_folder("ingest_interactions")
+        interactions = load_manifest(folder, InteractionsManifest)
+    new_run = Run(new_run_id(), workspace=workspace, experiment="")  # every run in the workspace is earlier
+    interactions = interactions or new_run.previous_manifest("ingest_interactions", InteractionsManifest)
+    if interactions is None:
+        raise InputError(
+            f"{workspace}: no run has an ingested interaction log, but the smoke test needs users of a log; "
+            "ingest a log with `nightjar run --until ingest_interactions`"
+        )
+    with TemporaryDirectory(prefix="nightjar-") as folder_name:
+        sample = prepare_sample(
+            interactions, max_users=decision.config.smoke_test_users, folder=Path(folder_name) / "smoke_test"
+        )
+        yield VersionTester(client, sample)
+
+
+def _make_champion(
+    tester: VersionTester,
+    version: ModelVersion,
+    decision: Decision,
+    *,
+    champion: ModelVersion | None,
+    metrics: dict[str, float],
+    is_rollback: bool,
+) -> str:
+    """Move the alias from `champion` to `version`, and tag both versions with the decision; return one sentence."""
+    client, model_name, version_number = tester.client, version.name, str(version.version)
+    is_moved = tester.retry(
+        move_champion, client, version, expected_champion=champion, mark_as_former=not is_rollback, turn_version=version
+    )
+    new_champion = None if is_moved else tester.retry(champion_of, client, model_name)
+    if not is_moved and (new_champion is None or str(new_champion.version) != version_number):
+        raise StageError(
+            f"{model_name}: nothing has changed, because the champion was replaced while version {version_number} was "
+            "tested; look at `nightjar releases`, then repeat the command"
+        )
+    action = "rolled back by hand" if is_rollback else "promoted by hand"
+    old_version_number = None if champion is None else str(champion.version)
+    decision.on_alias_change(
+        AliasChange(model_name, "champion", old_version_number, version_number, f"{action}: {decision.reason}")
+    )
+    replaced_text = "no version" if old_version_number is None else f"version {old_version_number}"
+    _tag_decision(tester, version, f"{action}, replaces {replaced_text}", decision)
+    if champion is not None:
+        _tag_decision(tester, champion, f"replaced by version {version_number}, {action}", decision)
+        if is_rollback and FORMER_CHAMPION_TAG in champion.tags:  # a later rollback must not return to this version
+            tester.retry(client.delete_model_version_tag, model_name, champion.version, FORMER_CHAMPION_TAG)
+    if (tester.retry(version_number_by_alias, client, model_name) or {}).get("challenger") == version_number:
+        tester.retry(client.delete_registered_model_alias, model_name, "challenger")
+        decision.on_alias_change(AliasChange(model_name, "challenger", version_number, None, f"{action}: {decision.reason}"))
+    metric_name = decision.config.metric
+    instead_text = "" if old_version_number is None else f" instead of version {old_version_number}"
+    return (
+        f"{model_name} version {version_number} is champion{instead_text}: {metric_name} is "
+        f"{metrics[f'served/{metric_name}']:.4f} for {tester.sample.num_users:,} users"
+    )
+
+
+def _tag_decision(tester: VersionTester, version: ModelVersion, change: str, decision: Decision) -> None:
+    try:
+        user_name = getpass.getuser()
+    except (OSError, KeyError):  # a container may run with a user id without a name
+        user_name = f"user {os.getuid()}"
+    tag_value = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {user_name} on {socket.gethostname()}: {change}: {decision.reason}"
+    tester.set_tag(version, BY_HAND_TAG, tag_value)

@@ -1,0 +1,255 @@
+"""Champion gate: smoke test of a new version, comparison with the champion on the same users, promotion.
+
+1. Smoke test: the new version recommends items to a sample of test users in a fresh process, as it will be served.
+2. Comparison: the champion recommends items to the same users. The new version is promoted unless `registry.metric` dropped by
+   more than `registry.max_relative_drop`.
+3. Fallback: if the champion does not load, the new version is compared with the last former champion that loads, and the winner
+   becomes champion. If no former champion loads either, the new version must be at least as good as popularity.
+4. Promotion: the winner gets the alias `champion`. A new version that does not win gets `challenger`. `RunOptions.promote` can
+   override the comparison.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mlflow import MlflowClient
+from mlflow.entities.model_registry import ModelVersion
+
+from recsys_core.errors import StageError
+from recsys_core.manifests import EvaluationManifest, InteractionsManifest
+from tasks.gate.smoke_test import (
+    UnusableVersionError,
+    prepare_sample,
+    recommend_popular,
+    served_metrics,
+)
+from tasks.gate.version_tester import VersionTester
+from tasks.registry.config import RegistryConfig
+from tasks.registry.mlflow_client import LOG, RUN_REASON_TAG
+from tasks.registry.promotion import AliasChange, move_champion
+from tasks.registry.releases import (
+    ALARM_TAG,
+    MAX_FORMER_CHAMPIONS,
+    METRICS_TAG,
+    PROMOTE_TAG,
+    REASONS_TAG,
+    champion_of,
+    former_champions,
+    version_number_by_alias,
+)
+from tasks.registry.tracking import as_metrics, log_metrics
+from tasks.runs.run import RunOptions
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of a comparison.
+
+    Attributes:
+        is_promoted: whether the new version becomes champion.
+        reason: the comparison in one sentence.
+        metrics: metrics of all compared versions, as <served | champion | former_champion | popularity>/<metric>.
+        alarm: error of a champion that does not load, and the version that replaces it; None if the champion loads.
+        reinstated_champion: the former champion that becomes champion again, if any.
+    """
+
+    is_promoted: bool
+    reason: str
+    metrics: dict[str, float]
+    alarm: str | None = None
+    reinstated_champion: ModelVersion | None = None
+
+
+@dataclass(frozen=True)
+class _Gate:
+    """The new version, with the settings and the tester for its comparison.
+
+    Attributes:
+        on_alias_change: called after each move of an alias.
+    """
+
+    version: ModelVersion
+    config: RegistryConfig
+    options: RunOptions
+    tester: VersionTester
+    evaluation: EvaluationManifest
+    on_alias_change: Callable[[AliasChange], None]
+
+    def report_alias_change(self, alias: str, *, old_version: object, new_version: object, reason: str) -> None:
+        """Report that `alias` moved, unless both versions are equal. A version is None if no version had or has the alias."""
+        old_number, new_number = (None if number is None else str(number) for number in (old_version, new_version))
+        if old_number != new_number:
+            self.on_alias_change(AliasChange(self.version.name, alias, old_number, new_number, reason))
+
+
+def run_champion_gate(
+    version: ModelVersion,
+    *,
+    config: RegistryConfig,
+    options: RunOptions,
+    client: MlflowClient,
+    interactions: InteractionsManifest,
+    evaluation: EvaluationManifest,
+    folder: Path,
+    on_alias_change: Callable[[AliasChange], None],
+) -> dict[str, Any]:
+    """Test `version`, compare it with the champion, set its alias and its tags; return the fields of RegistrationManifest.
+
+    Args:
+        options: `promote` is the rule of the promotion, and `reason` becomes a tag of the version.
+        folder: receives the users of the smoke test and each version's recommendations.
+        on_alias_change: called after each move of an alias.
+
+    Raises:
+        StageError: the version failed the smoke test, or no version can be champion.
+    """
+    sample = prepare_sample(interactions, max_users=config.smoke_test_users, folder=folder / "smoke_test")
+    gate = _Gate(version, config, options, VersionTester(client, sample), evaluation, on_alias_change)
+    gate.tester.set_tag(version, PROMOTE_TAG, options.promote)
+    if options.reason:
+        gate.tester.set_tag(version, RUN_REASON_TAG, options.reason)
+    verdict = _compare_and_promote(gate, gate.tester.smoke_test(version))
+    assert version.run_id is not None  # get_or_create_version creates every version from an MLflow run
+    gate.tester.retry(log_metrics, client, version.run_id, as_metrics(verdict.metrics))
+    registration_fields = {
+        "model_name": version.name,
+        "version": str(version.version),
+        "alias": "champion" if verdict.is_promoted else "challenger",
+        "promoted": verdict.is_promoted,
+        "reasons": (verdict.reason,),
+        "promote": options.promote,
+        "run_reason": options.reason,
+        "alarm": verdict.alarm,
+        "mlflow_run_id": version.run_id,
+        "metrics": verdict.metrics,
+    }
+    (folder / "registration.json").write_text(json.dumps(registration_fields, indent=2))
+    return registration_fields
+
+
+def _compare_and_promote(gate: _Gate, new_metrics: dict[str, float]) -> Verdict:
+    """Compare the new version with the champion and set the aliases.
+
+    If another run promotes its version during the comparison, repeat the comparison with the new champion.
+    """
+    version, client = gate.version, gate.tester.client
+    while True:
+        champion = gate.tester.retry(champion_of, client, version.name)
+        verdict = _decide(gate, new_metrics, champion=champion)
+        gate.tester.set_tag(version, METRICS_TAG, json.dumps(verdict.metrics))
+        gate.tester.set_tag(version, REASONS_TAG, verdict.reason)
+        if verdict.alarm is not None:
+            gate.tester.set_tag(version, ALARM_TAG, verdict.alarm)
+        winner = version if verdict.is_promoted else verdict.reinstated_champion
+        if winner is None:  # the champion keeps its alias
+            break
+        # A champion that does not load is not marked as a former champion, because the gate could not fall back on it.
+        move_alias = partial(
+            move_champion, expected_champion=champion, mark_as_former=verdict.alarm is None, turn_version=version
+        )
+        if gate.tester.retry(move_alias, client, winner):
+            old_version = None if champion is None else champion.version
+            gate.report_alias_change("champion", old_version=old_version, new_version=winner.version, reason=verdict.reason)
+            break
+        LOG.info("%s: another version became champion; version %s is compared with it", version.name, version.version)
+    if not verdict.is_promoted:
+        old_challenger = (gate.tester.retry(version_number_by_alias, client, version.name) or {}).get("challenger")
+        gate.tester.retry(client.set_registered_model_alias, version.name, "challenger", version.version)
+        gate.report_alias_change("challenger", old_version=old_challenger, new_version=version.version, reason=verdict.reason)
+    elif "challenger" in gate.tester.retry(client.get_model_version, version.name, version.version).aliases:
+        # An earlier start of the run did not promote the version, but this start has another `promote`.
+        gate.tester.retry(client.delete_registered_model_alias, version.name, "challenger")
+        gate.report_alias_change("challenger", old_version=version.version, new_version=None, reason=verdict.reason)
+    if verdict.alarm is not None:
+        LOG.error("%s: %s", version.name, verdict.alarm)
+        if winner is None and gate.options.promote == "by_gate":
+            raise StageError(f"{version.name}: {verdict.alarm}; {verdict.reason}")
+    return verdict
+
+
+def _decide(gate: _Gate, new_metrics: dict[str, float], *, champion: ModelVersion | None) -> Verdict:
+    """Compare the new version, whose metrics are `new_metrics`, with the champion, and apply `promote` to the result."""
+    version = gate.version
+    if champion is not None and str(champion.version) == str(version.version):
+        # The run was interrupted after the promotion and resumed: repeat the first verdict.
+        tags = gate.tester.retry(gate.tester.client.get_model_version, version.name, version.version).tags
+        return Verdict(True, tags[REASONS_TAG], json.loads(tags[METRICS_TAG]), tags.get(ALARM_TAG))
+    verdict = _compare(gate, new_metrics, champion=champion)
+    match gate.options.promote:
+        case "never":
+            verdict = replace(
+                verdict, is_promoted=False, reinstated_champion=None, reason=f"promote is never; {verdict.reason}"
+            )
+        case "force":
+            reason = f"promotion was forced ({gate.options.reason}); {verdict.reason}"
+            verdict = replace(verdict, is_promoted=True, reinstated_champion=None, reason=reason)
+    if verdict.alarm is None:
+        return verdict
+    winner = version if verdict.is_promoted else verdict.reinstated_champion
+    outcome = "no other version becomes champion" if winner is None else f"version {winner.version} is champion instead"
+    return replace(verdict, alarm=f"{verdict.alarm}; {outcome}")
+
+
+def _compare(gate: _Gate, new_metrics: dict[str, float], *, champion: ModelVersion | None) -> Verdict:
+    """Compare the new version with the champion or, if the champion does not load, with a former champion or popularity."""
+    if champion is None:
+        return Verdict(True, "there was no champion", new_metrics)
+    try:
+        metrics = new_metrics | gate.tester.measure(champion, metric_prefix="champion", control_version=gate.version)
+    except UnusableVersionError as error:
+        verdict = _compare_with_former_champion(gate, new_metrics) or _compare_with_popularity(gate, new_metrics)
+        return replace(verdict, alarm=f"the champion, version {champion.version}, does not load ({error})")
+    return judge(metrics, config=gate.config, baseline="champion", baseline_label=f"version {champion.version}")
+
+
+def _compare_with_former_champion(gate: _Gate, new_metrics: dict[str, float]) -> Verdict | None:
+    """Compare with the last former champion that loads; return None if none of them loads. The winner becomes champion."""
+    for former_champion in gate.tester.retry(former_champions, gate.tester.client, gate.version.name)[:MAX_FORMER_CHAMPIONS]:
+        try:
+            metrics = new_metrics | gate.tester.measure(
+                former_champion, metric_prefix="former_champion", control_version=gate.version
+            )
+        except UnusableVersionError:
+            continue
+        verdict = judge(
+            metrics, config=gate.config, baseline="former_champion", baseline_label=f"version {former_champion.version}"
+        )
+        return verdict if verdict.is_promoted else replace(verdict, reinstated_champion=former_champion)
+    return None
+
+
+def _compare_with_popularity(gate: _Gate, new_metrics: dict[str, float]) -> Verdict:
+    """Compare with popularity. A version that is worse than popularity is not promoted."""
+    popular_item_I = np.load(gate.evaluation.path("popularity.npy")).astype(np.int64)
+    answers = recommend_popular(gate.tester.sample, popular_item_I=popular_item_I)
+    popularity_metrics = {
+        f"popularity/{metric_name}": value for metric_name, value in served_metrics(answers, sample=gate.tester.sample).items()
+    }
+    strict_config = gate.config.model_copy(update={"max_relative_drop": 0.0})
+    return judge(new_metrics | popularity_metrics, config=strict_config, baseline="popularity", baseline_label="popularity")
+
+
+def judge(metrics: dict[str, float], *, config: RegistryConfig, baseline: str, baseline_label: str) -> Verdict:
+    """Promote the new version if served/<metric> is at least (1 - max_relative_drop) times <baseline>/<metric>.
+
+    Args:
+        baseline_label: name of the baseline in the reason.
+
+    >>> metrics = {"served/recall@20": 0.2, "champion/recall@20": 0.25}
+    >>> judge(metrics, config=RegistryConfig(), baseline="champion", baseline_label="version 3").reason
+    'recall@20 is 0.2000, less than 0.98 times the 0.2500 of version 3'
+    """
+    min_ratio = 1 - config.max_relative_drop
+    new_value, baseline_value = metrics[f"served/{config.metric}"], metrics[f"{baseline}/{config.metric}"]
+    is_promoted = new_value >= baseline_value * min_ratio
+    relation = "at least" if is_promoted else "less than"
+    return Verdict(
+        is_promoted,
+        f"{config.metric} is {new_value:.4f}, {relation} {min_ratio:g} times the {baseline_value:.4f} of {baseline_label}",
+        metrics,
+    )

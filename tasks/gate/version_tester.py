@@ -1,0 +1,101 @@
+"""Tests of registered versions on one sample of users. Each version is loaded in a fresh process, as it is served."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import pyarrow as pa
+from mlflow import MlflowClient
+from mlflow.entities.model_registry import ModelVersion
+
+from tasks.gate.smoke_test import (
+    NotFetchedError,
+    ServedSample,
+    UnusableVersionError,
+    invalid_answers,
+    predict_in_subprocess,
+    served_metrics,
+)
+from tasks.registry.mlflow_client import call_with_retries
+from tasks.registry.releases import BROKEN_TAG, SMOKE_TAG
+
+_MAX_TAG_LENGTH = 500
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class VersionTester:
+    """Tester of versions: a sample of users that is the same for all versions, and the metrics by version number."""
+
+    client: MlflowClient
+    sample: ServedSample
+    metrics_by_version: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def retry(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Return call(*args, **kwargs), retried while MLflow is temporarily unavailable."""
+        return call_with_retries(partial(call, *args, **kwargs), uri=self.client.tracking_uri)
+
+    def set_tag(self, version: ModelVersion, tag_name: str, tag_value: str) -> None:
+        """Set a tag of a version."""
+        self.retry(self.client.set_model_version_tag, version.name, version.version, tag_name, tag_value)
+
+    def smoke_test(self, version: ModelVersion) -> dict[str, float]:
+        """Return served/<metric> of a version; raise UnusableVersionError if its answers are invalid."""
+        try:
+            answers = self._predict(version)
+            problems = invalid_answers(answers, sample=self.sample)
+            if problems:
+                uri = f"models:/{version.name}/{version.version}"
+                raise UnusableVersionError(f"{uri}: the smoke test found {'; '.join(problems)}")
+        except UnusableVersionError as error:
+            self.set_tag(version, SMOKE_TAG, f"failed: {error}"[:_MAX_TAG_LENGTH])
+            raise
+        self.set_tag(version, SMOKE_TAG, "passed")
+        return {f"served/{metric_name}": value for metric_name, value in served_metrics(answers, sample=self.sample).items()}
+
+    def measure(
+        self, version: ModelVersion, *, metric_prefix: str, control_version: ModelVersion | None = None
+    ) -> dict[str, float]:
+        """Return <metric_prefix>/<metric> of a version of an earlier run.
+
+        If the version does not load, tag it and raise UnusableVersionError. Remove the tag when the version loads again.
+
+        Args:
+            metric_prefix: first part of the keys of the returned metrics.
+            control_version: a version whose files exist. If `version` cannot be downloaded, the control version is downloaded
+                to find the cause. If that works, MLflow works, so the files of `version` are missing and `version` is unusable.
+                None: raise NotFetchedError if `version` cannot be downloaded.
+        """
+        version_number = str(version.version)
+        if version_number not in self.metrics_by_version:
+            try:
+                answers = self._predict_or_raise_unusable(version, control_version)
+            except UnusableVersionError as error:
+                self.set_tag(version, BROKEN_TAG, str(error)[:_MAX_TAG_LENGTH])
+                raise
+            if BROKEN_TAG in version.tags:
+                self.retry(self.client.delete_model_version_tag, version.name, version.version, BROKEN_TAG)
+            self.metrics_by_version[version_number] = served_metrics(answers, sample=self.sample)
+        return {
+            f"{metric_prefix}/{metric_name}": value for metric_name, value in self.metrics_by_version[version_number].items()
+        }
+
+    def _predict_or_raise_unusable(self, version: ModelVersion, control_version: ModelVersion | None) -> pa.ListArray:
+        try:
+            return self._predict(version)
+        except NotFetchedError as error:
+            if control_version is None:
+                raise
+            self._predict(control_version)  # raises NotFetchedError if MLflow does not work
+            raise UnusableVersionError(str(error)) from None
+
+    def _predict(self, version: ModelVersion) -> pa.ListArray:
+        return self.retry(
+            predict_in_subprocess,
+            self.sample,
+            model_uri=f"models:/{version.name}/{version.version}",
+            tracking_uri=self.client.tracking_uri,
+            output_file=self.sample.histories_file.with_name(f"answers-{version.version}.parquet"),
+        )

@@ -1,0 +1,1 @@
+"""Progress of a run in the log and in the Prefect UI."""

@@ -1,0 +1,140 @@
+"""Artifacts of a run in the Prefect UI: pages, images, links, and the progress of the training.
+
+The keys contain the name of the pipeline, so two pipelines on one server have separate histories. Outside a flow run
+nothing is sent. An artifact that cannot be sent within half a minute causes a warning only, because the run does not need it.
+"""
+
+import base64
+import hashlib
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import cast
+from uuid import UUID
+
+from prefect.artifacts import (
+    create_image_artifact,
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    update_progress_artifact,
+)
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+from recsys_core.training.job.job_spec import Progress
+from tasks.progress.reporting import LOG, show_bar, training_note
+from tasks.runs.run import Run
+
+_NUM_RETRIES = 4
+"""Largest number of retries of a request. The pauses between them take 2 + 4 + 8 + 16 s, in which a server can restart."""
+_PROGRESS_INTERVAL_S = 5.0
+_PROGRESS_PAUSE_S = 30.0
+"""Pause after a failed update of the progress."""
+
+
+def artifact_key(pipeline: str, artifact_name: str) -> str:
+    """Return `<pipeline>-<name>` in the characters that Prefect allows: lower-case letters, digits and dashes.
+
+    If the name of the pipeline has other characters, a hash of the name is added, because two names may differ only in these
+    characters.
+
+    >>> artifact_key("films", "metrics")
+    'films-metrics'
+    >>> artifact_key("Films (EU)", "metrics")
+    'films-eu-f044-metrics'
+    """
+    slug = re.sub(r"[^a-z0-9]+", "-", pipeline.lower()).strip("-")
+    suffix = "" if slug == pipeline else hashlib.sha256(pipeline.encode()).hexdigest()[:4]
+    return "-".join(key_part for key_part in (slug, suffix, artifact_name) if key_part)
+
+
+def show_markdown(run: Run, artifact_name: str, markdown: str) -> None:
+    """Create a markdown artifact."""
+    _send(run, artifact_name, lambda key: create_markdown_artifact(markdown, key=key))
+
+
+def show_image(run: Run, artifact_name: str, png_path: Path) -> None:
+    """Create an image artifact. Prefect stores only an address, so the image is embedded in a data URL."""
+    data_url = "data:image/png;base64," + base64.b64encode(png_path.read_bytes()).decode()
+    _send(run, artifact_name, lambda key: create_image_artifact(data_url, key=key))
+
+
+def show_link(run: Run, artifact_name: str, address: str, *, link_text: str) -> None:
+    """Create a link artifact, or a markdown artifact with `link_text` and `address` if a browser cannot open the address."""
+    if address.startswith(("http://", "https://")):
+        _send(run, artifact_name, lambda key: create_link_artifact(address, link_text=link_text, key=key))
+    else:
+        show_markdown(run, artifact_name, f"{link_text}: `{address}`")
+
+
+def _send(
+    run: Run,
+    artifact_name: str,
+    create: Callable[[str], object],
+    *,
+    num_retries: int = _NUM_RETRIES,
+    level: int = logging.WARNING,
+) -> UUID | None:
+    """Send an artifact with `create`. Return its id; None if the artifact was not sent.
+
+    Args:
+        create: function that sends the artifact with the key that it gets.
+        level: level of the log record about an artifact that was not sent.
+    """
+    if run.flow_run_id is None:
+        return None
+    key = artifact_key(run.pipeline, artifact_name)
+    try:
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: min(num_retries, PREFECT_CLIENT_MAX_RETRIES.value())}):
+            return cast(UUID, create(key))
+    except Exception as error:  # any error of the server or the network
+        LOG.log(
+            level, "could not send the artifact %s to Prefect (%s: %s); the run continues", key, type(error).__name__, error
+        )
+        return None
+
+
+class TrainingProgress:
+    """The progress of training: sent to the terminal at once, and to a Prefect artifact every few seconds.
+
+    The thread that supervises the training sends the updates of the artifact, so a request is retried only once. After a failed
+    update, the next update waits for _PROGRESS_PAUSE_S. A second failure in a row logs no warning.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._artifact_id: UUID | None = None  # None before the first update
+        self._next_update_s, self._has_failed = 0.0, False
+        self._validation_metrics: Mapping[str, float] = {}
+
+    def send(self, progress: Progress) -> None:
+        """Send one line of metrics.jsonl."""
+        self._validation_metrics = progress.validation or self._validation_metrics
+        note = training_note(progress, validation=self._validation_metrics)
+        show_bar("train", num_done=progress.step, num_total=progress.total_steps, note=note)
+        if time.monotonic() >= self._next_update_s:
+            description = f"{note}  {progress.samples_per_s:,.0f} samples/s"
+            was_sent = self._update(100 * progress.step / progress.total_steps, description, num_retries=1)
+            self._next_update_s = time.monotonic() + (_PROGRESS_INTERVAL_S if was_sent else _PROGRESS_PAUSE_S)
+
+    def finish(self, summary: str) -> str:
+        """Set the artifact, if it exists, to 100 % with the text `summary`, also after early stopping. Return `summary`."""
+        if self._artifact_id is not None:
+            self._update(100.0, summary, num_retries=_NUM_RETRIES)
+        return summary
+
+    def _update(self, percent: float, description: str, *, num_retries: int) -> bool:
+        """Create or update the artifact; return whether it was sent."""
+
+        def send(key: str) -> UUID:
+            if self._artifact_id is None:
+                return cast(UUID, create_progress_artifact(percent, key=key, description=description))
+            update_progress_artifact(self._artifact_id, percent, description=description)
+            return self._artifact_id
+
+        level = logging.DEBUG if self._has_failed else logging.WARNING
+        sent_id = _send(self._run, "training-progress", send, num_retries=num_retries, level=level)
+        self._artifact_id, self._has_failed = sent_id or self._artifact_id, sent_id is None
+        return sent_id is not None

@@ -1,0 +1,204 @@
+"""The record of a run: its start, its end, and figures that remain when its stage folders are removed.
+
+A run writes <run>/run.json when it starts and again when it ends. A process that is killed leaves the state Running in the
+file; such a record is read as Interrupted once the run's lock is free.
+"""
+
+import logging
+import os
+import socket
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, cast
+
+from pydantic import AwareDatetime, Field, ValidationError
+
+from recsys_core.atomic import write_text
+from recsys_core.config import Frozen
+from recsys_core.errors import NightjarError, printable, redacted
+from recsys_core.manifests import InteractionsManifest, Manifest, RegistrationManifest, read_unchecked_manifest
+from tasks.runs.run import STAGES, Run, RunOptions, StageName
+
+LOG = logging.getLogger("nightjar")
+RECORD_NAME = "run.json"
+ERROR_LOG_NAME = "error.log"
+_MESSAGE_CHARACTERS = 1_000
+
+RunState = Literal[
+    "Running",
+    "Promoted",
+    "NotPromoted",
+    "BrokenChampion",
+    "DataRejected",
+    "DryRun",
+    "StoppedEarly",
+    "Failed",
+    "Interrupted",
+]
+"""State of a run. States that Prefect also has are named as in Prefect."""
+
+
+class RunFigures(Frozen):
+    """Figures of a run's completed stages. They remain when the files of the stages are removed."""
+
+    stage_seconds: dict[StageName, float] = Field(default_factory=dict, description="duration of each completed stage")
+    events: int | None = Field(None, description="events in all parts of the split")
+    users: int | None = Field(None, description="users of the vocabulary")
+    items: int | None = Field(None, description="items of the catalogue")
+    model_name: str | None = Field(None, description="registered model in MLflow; null before the stage register")
+    version: str | None = Field(None, description="registered version; null before the stage register")
+    promoted: bool = Field(False, description="whether the registered version became the champion")
+    mlflow_run_id: str | None = Field(None, description="MLflow run; null before the stage register")
+    metrics: dict[str, float] = Field(
+        default_factory=dict,
+        description="metrics of the recommendations of new version and champion, e.g. served/recall@20",
+    )
+
+    @classmethod
+    def read(cls, run: Run) -> "RunFigures":
+        """Read the figures from the manifests in the folder of `run`, also if retention has removed the stages' files."""
+        manifest_by_stage = {stage: read_unchecked_manifest(run.stage_folder(stage), STAGES[stage]) for stage in STAGES}
+        complete_manifests: dict[StageName, Manifest] = {
+            stage: manifest for stage, manifest in manifest_by_stage.items() if manifest is not None
+        }
+        interactions = cast(InteractionsManifest | None, complete_manifests.get("ingest_interactions"))
+        registration = cast(RegistrationManifest | None, complete_manifests.get("register"))
+        return cls(
+            stage_seconds={stage: round(manifest.seconds, 3) for stage, manifest in complete_manifests.items()},
+            events=interactions and interactions.train_events + interactions.validation_events + interactions.test_events,
+            users=interactions and interactions.num_users,
+            items=interactions and interactions.num_items,
+            model_name=registration and registration.model_name,
+            version=registration and registration.version,
+            promoted=registration is not None and registration.promoted,
+            mlflow_run_id=registration and registration.mlflow_run_id,
+            metrics={} if registration is None else registration.metrics,
+        )
+
+
+class RunRecord(Frozen):
+    """run.json: one start of a run. A resumed run replaces the record of its earlier start."""
+
+    format_version: Literal[1] = 1
+    pipeline: str = Field(description="name of the pipeline")
+    options: RunOptions = Field(description="options of this start, including the reason for which the run was started")
+    host: str = Field(description="name of the host of the flow")
+    pid: int = Field(description="process id of the flow")
+    num_starts: int = Field(1, description="number of starts of the run, including this one; each resume is a start")
+    started: AwareDatetime = Field(description="time of this start, UTC")
+    ended: AwareDatetime | None = Field(
+        None, description="time of the end, UTC; null while the run is running, or if it was killed"
+    )
+    state: RunState = "Running"
+    message: str = Field("", description="why the run ended in this state; without passwords")
+    figures: RunFigures = RunFigures()
+
+    @property
+    def seconds(self) -> float | None:
+        """Time between start and end; None while the run is running, or if it was killed."""
+        return None if self.ended is None else (self.ended - self.started).total_seconds()
+
+    @classmethod
+    def read(cls, run: Run) -> "RunRecord | None":
+        """Read the record of `run`; None if there is none, or if it is damaged.
+
+        A record in the state Running whose run is not locked belongs to a killed process: it is returned as Interrupted. In
+        a record without an end, the figures are those of the stages that are complete now.
+        """
+        try:
+            record = cls.model_validate_json((run.folder / RECORD_NAME).read_bytes())
+        except (OSError, ValidationError):
+            return None
+        if record.state != "Running":
+            return record
+        record = record.model_copy(update={"figures": RunFigures.read(run)})
+        if run.is_locked():
+            return record
+        message = f"process {record.pid} on {record.host} ended without a record: it was killed, or the host restarted"
+        return record.model_copy(update={"state": "Interrupted", "message": message})
+
+    def write(self, run: Run) -> None:
+        """Replace the record of `run`."""
+        write_text(run.folder / RECORD_NAME, self.model_dump_json(indent=2))
+
+
+class RunEnding:
+    """End state of the body of `record_run`, set by the body or derived from its exception."""
+
+    def __init__(self) -> None:
+        self.state: RunState = "Failed"
+        self.message = ""
+
+    def set(self, state: RunState, message: str) -> None:
+        """Set the state and the message of the record."""
+        self.state, self.message = state, message
+
+
+@contextmanager
+def record_run(run: Run, *, pipeline: str) -> Iterator[RunEnding]:
+    """Write the record of `run` before the body, and again after the body returns or raises. The caller holds the run's lock.
+
+    The body calls `set` of the yielded RunEnding. An exception is recorded as Failed, or as Interrupted if a signal caused the
+    exception. The traceback of an unexpected exception is written to error.log.
+    """
+    previous_record = RunRecord.read(run)
+    start_record = RunRecord(
+        pipeline=pipeline,
+        options=run.options,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        num_starts=1 if previous_record is None else previous_record.num_starts + 1,
+        started=datetime.now(UTC),
+    )
+    (run.folder / ERROR_LOG_NAME).unlink(missing_ok=True)
+    start_record.write(run)
+    ending = RunEnding()
+    try:
+        yield ending
+    except BaseException as error:
+        if _is_caused_by_signal(error):
+            ending.set("Interrupted", "a signal ended the run: Ctrl-C, SIGTERM or a cancellation")
+        else:
+            ending.set("Failed", str(error) if isinstance(error, NightjarError) else f"{type(error).__name__}: {error}")
+            _save_unexpected_error(error, run.folder)
+        raise
+    finally:
+        try:
+            _ended_record(start_record, ending).model_copy(update={"figures": RunFigures.read(run)}).write(run)
+        except OSError as error:  # e.g. a full disk, which the exception of the body reports
+            LOG.warning("could not write %s (%s); the run is listed as interrupted", run.folder / RECORD_NAME, error)
+
+
+def _ended_record(start_record: RunRecord, ending: RunEnding) -> RunRecord:
+    message = printable(redacted(" ".join(ending.message.split())), max_characters=_MESSAGE_CHARACTERS)
+    return start_record.model_copy(update={"ended": datetime.now(UTC), "state": ending.state, "message": message})
+
+
+def _is_caused_by_signal(error: BaseException | None) -> bool:
+    """Return whether a signal caused `error`. Prefect and libraries may raise another error while they handle it."""
+    from prefect.exceptions import ExternalSignal
+
+    error_chain: list[BaseException] = []
+    while error is not None and error not in error_chain:
+        error_chain.append(error)
+        error = error.__cause__ or error.__context__
+    return any(isinstance(chained_error, KeyboardInterrupt | ExternalSignal) for chained_error in error_chain)
+
+
+def _save_unexpected_error(error: BaseException, folder: Path) -> None:
+    if not isinstance(error, NightjarError):
+        try:
+            write_traceback(error, folder=folder)
+        except OSError as write_error:
+            LOG.warning("could not write %s (%s)", folder / ERROR_LOG_NAME, write_error)
+
+
+def write_traceback(error: BaseException, *, folder: Path) -> Path:
+    """Write the traceback of an unexpected error to error.log in `folder`; return the path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log_file = folder / ERROR_LOG_NAME
+    log_file.write_text(redacted("".join(traceback.format_exception(error))))
+    return log_file

@@ -1,0 +1,130 @@
+"""Stage `register`."""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from recsys_core.evaluation.report import MetricTable, metric_table, to_markdown
+from recsys_core.manifests import (
+    DataReportManifest,
+    Dataset,
+    EvaluationManifest,
+    IndexManifest,
+    PackageManifest,
+    PlanManifest,
+    RegistrationManifest,
+    StageFolder,
+    TrainManifest,
+    fingerprint_of,
+)
+from tasks.progress.artifacts import show_markdown
+from tasks.progress.reporting import StageLog
+from tasks.registry.config import RegistryConfig
+from tasks.runs.run import Run
+from tasks.stages.stage import stage
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+
+@stage("register")
+def register(
+    config: RegistryConfig,
+    *,
+    package: PackageManifest,
+    evaluation: EvaluationManifest,
+    index: IndexManifest,
+    train_manifest: TrainManifest,
+    plan: PlanManifest,
+    data_report: DataReportManifest,
+    dataset: Dataset,
+    run: Run,
+) -> RegistrationManifest | None:
+    """Log the results of the run to MLflow, register the package as a model version, and compare the version with the champion.
+
+    A dry run only logs the results. Its manifest is None.
+    """
+    stage_log = StageLog("register")
+    from tasks.delivery.prefect_events import emit_alias_change
+    from tasks.gate.gate import run_champion_gate
+    from tasks.registry import tracking
+    from tasks.registry.mlflow_client import call_with_retries, connect, tracking_uri
+    from tasks.registry.versions import get_or_create_version
+
+    uri, interactions = tracking_uri(run.workspace), dataset.interactions
+    retry = partial(call_with_retries, uri=uri)
+
+    def log_run_results() -> "tuple[MlflowClient, str]":
+        client = retry(lambda: connect(run.workspace))
+        mlflow_run_id = retry(lambda: tracking.open_run(client, run))
+        log_results = partial(
+            tracking.log_results, run=run, plan=plan, train=train_manifest, evaluation=evaluation, index=index
+        )
+        retry(lambda: log_results(client, mlflow_run_id))
+        manifests = (dataset.embeddings, interactions)
+        retry(lambda: tracking.log_data(client, mlflow_run_id, manifests=manifests, data_report=data_report))
+        return client, mlflow_run_id
+
+    if run.options.dry_run:
+        log_run_results()
+        return stage_log.finish(None, "dry run: no version is registered")
+    fingerprint = fingerprint_of("registration", config, uri, package, evaluation, train_manifest, run.options.promote)
+    register_stage = StageFolder(run.stage_folder("register"), RegistrationManifest, fingerprint=fingerprint)
+    manifest = register_stage.manifest
+    if manifest is None:
+        with register_stage.writing() as new_folder:
+            client, mlflow_run_id = log_run_results()
+            version = retry(
+                lambda: get_or_create_version(
+                    package,
+                    config=config,
+                    client=client,
+                    mlflow_run_id=mlflow_run_id,
+                    interactions=interactions,
+                    run=run,
+                )
+            )
+            registration_fields = run_champion_gate(
+                version,
+                config=config,
+                options=run.options,
+                client=client,
+                interactions=interactions,
+                evaluation=evaluation,
+                folder=new_folder,
+                on_alias_change=partial(
+                    emit_alias_change,
+                    flow_run_id=run.flow_run_id,
+                    pipeline=run.pipeline,
+                    run_reason=run.options.reason,
+                    run_id=run.run_id,
+                ),
+            )
+            manifest = register_stage.commit(**registration_fields)
+    show_markdown(run, "verdict", verdict_page(manifest, evaluation=evaluation))
+    return stage_log.finish(
+        manifest, f"{manifest.model_name} version {manifest.version} is {manifest.alias}: {manifest.reasons[0]}"
+    )
+
+
+def verdict_page(registration: RegistrationManifest, *, evaluation: EvaluationManifest) -> str:
+    """Return the verdict in Markdown, with the metrics of the new version, the versions compared with it, and the baselines."""
+    metrics_by_ranker: dict[str, dict[str, float]] = {}
+    for metric_key, value in registration.metrics.items():
+        ranker, _, metric_name = metric_key.partition("/")
+        title = ranker.replace("served", f"version {registration.version}").replace("_", " ")
+        metrics_by_ranker.setdefault(title, {})[metric_name] = value
+    metric_names = tuple(next(iter(metrics_by_ranker.values())))
+    values_by_ranker = {
+        ranker: tuple(metrics.get(metric_name) for metric_name in metric_names) for ranker, metrics in metrics_by_ranker.items()
+    }
+    lines = [
+        f"## {registration.model_name} version {registration.version} is {registration.alias}",
+        *registration.reasons,
+        *([f"**Alarm:** {registration.alarm}"] if registration.alarm is not None else []),
+        "### Served recommendations, for the users of the smoke test",
+        to_markdown(MetricTable(columns=metric_names, rows=values_by_ranker)),
+        "### Over the full catalogue",
+        to_markdown(metric_table(evaluation.metrics)),
+        f"MLflow run `{registration.mlflow_run_id}`",
+    ]
+    return "\n\n".join(lines)

@@ -1,0 +1,66 @@
+"""`nightjar clean`: its table, --dry-run, and a workspace that another command uses."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from flows.cli.workspace import clean_workspace, print_removals
+from flows.settings.config_file import load_config
+from flows.settings.pipeline import PipelineConfig
+from recsys_core.errors import InputError
+from recsys_core.manifests import create_own_folder
+from tasks.retention.clean import Removals
+from tasks.retention.model_versions import VersionRemoval
+from tasks.retention.run_folders import run_ids
+from tasks.runs.run import Run, workspace_lock
+
+MEBIBYTE = 2**20
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
+    """A workspace with four runs, of which it keeps two."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    file = tmp_path / "nightly.yaml"
+    file.write_text(
+        "workspace: .\ninteractions: {paths: log.parquet, timestamp_column: t}\n"
+        "retention: {keep_full_runs: 1, keep_report_runs: 2}\n"
+    )
+    for index in range(4):
+        work = Run(f"2026{index}", workspace=tmp_path, experiment="e").stage_folder("train").with_name("train.work")
+        create_own_folder(work.parent)
+        work.mkdir()
+        (work / "checkpoint").write_bytes(bytes(MEBIBYTE))
+    return load_config(file, ())
+
+
+def table(removals: Removals, *, dry_run: bool) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    print_removals(removals, dry_run=dry_run, console=console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_dry_run_lists_runs_and_bytes_and_removes_nothing_and_the_command_removes_them(config: PipelineConfig) -> None:
+    planned = table(clean_workspace(config, dry_run=True), dry_run=True)
+    assert [line.split() for line in planned.splitlines()[:4]] == [
+        ["run", "to", "remove", "bytes"],
+        ["20260", "folder", "1,052,672"],
+        ["20261", "folder", "1,052,672"],
+        ["20262", "all", "but", "reports", "1,048,576"],
+    ]
+    assert "0.003 GiB in 3 runs and 0 model versions; remove them with the same command without --dry-run" in planned
+    assert run_ids(config.workspace) == ["20260", "20261", "20262", "20263"]
+    with workspace_lock(config.workspace, run_id="other"), pytest.raises(InputError, match="with run other, since"):
+        clean_workspace(config, dry_run=False)
+    assert "removed 0.003 GiB in 3 runs" in table(clean_workspace(config, dry_run=False), dry_run=False)
+    assert run_ids(config.workspace) == ["20262", "20263"]
+    assert table(clean_workspace(config, dry_run=False), dry_run=False) == "Nothing to remove.\n"
+
+
+def test_versions_are_listed_with_their_model_and_a_dash_for_files_elsewhere() -> None:
+    removals = Removals([], [VersionRemoval("m", "3", "20261", 5_000), VersionRemoval("m", "4", "20262", None)])
+    rows = [line.split() for line in table(removals, dry_run=False).splitlines()]
+    assert rows[1:3] == [["20261", "m", "version", "3", "5,000"], ["20262", "m", "version", "4", "-"]]

@@ -1,0 +1,89 @@
+"""Prometheus metrics of the newest run, parsed by prometheus_client's own parser, from the file and over HTTP."""
+
+import re
+import urllib.request
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from flows.runs.metrics_file import METRICS_FILE_NAME, serve_metrics, write_metrics_file
+from flows.runs.run_history import run_history
+from flows.settings.pipeline import PipelineConfig
+from flows.settings.template import starter_config
+from recsys_core.errors import InputError
+from tests.flows.run_folders import FIRST_START, METRIC, month_of_runs, past_run
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def config_of(workspace: Path, *, name: str = "films") -> PipelineConfig:
+    return starter_config().model_copy(update={"workspace": workspace, "name": name})
+
+
+def parsed(text: str) -> dict[str, dict[tuple[str, ...], float]]:
+    """Return name -> label values after the pipeline -> value."""
+    return {
+        family.name.removeprefix("nightjar_"): {
+            tuple(value for name, value in sample.labels.items() if name != "pipeline"): sample.value
+            for sample in family.samples
+        }
+        for family in text_string_to_metric_families(text)
+    }
+
+
+def test_the_file_has_the_figures_of_the_newest_run(tmp_path: Path) -> None:
+    run = month_of_runs(tmp_path)[-1]
+    write_metrics_file(config_of(tmp_path), run)
+    metrics, record = parsed((tmp_path / METRICS_FILE_NAME).read_text()), run_history(tmp_path)[0].record
+    figures = record.figures
+    assert record.ended is not None
+    assert metrics["run_start_timestamp_seconds"] == {(): record.started.timestamp()}
+    assert (
+        metrics["run_end_timestamp_seconds"] == metrics["last_registration_timestamp_seconds"] == {(): record.ended.timestamp()}
+    )
+    assert {state for state, value in metrics["run_state"].items() if value == 1} == {("Promoted",)}
+    assert metrics["run_state"][("Failed",)] == 0
+    assert metrics["stage_duration_seconds"][("train",)] == 1900
+    new, champion = figures.metrics[f"served/{METRIC}"], figures.metrics[f"champion/{METRIC}"]
+    assert metrics["served_metric"] == {(METRIC, "new"): new, (METRIC, "champion"): champion}
+    assert [metrics[name][()] for name in ("events", "users", "items")] == [figures.events, figures.users, figures.items]
+    assert metrics["champion_version"] == {(): float(figures.version or 0)}
+    assert metrics["workspace_bytes"][()] > 10_000
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [METRICS_FILE_NAME]  # no temporary file
+
+
+def test_a_failed_run_leaves_out_what_it_does_not_have(tmp_path: Path) -> None:
+    past_run(tmp_path, FIRST_START, state="Promoted", version="7")
+    run = past_run(tmp_path, FIRST_START + timedelta(days=1), state="Failed", stages=0, message="no such file")
+    write_metrics_file(config_of(tmp_path), run)
+    metrics = parsed((tmp_path / METRICS_FILE_NAME).read_text())
+    assert metrics["run_state"][("Failed",)] == 1
+    assert metrics["events"] == metrics["served_metric"] == metrics["stage_duration_seconds"] == {}
+    assert metrics["champion_version"] == {(): 7}
+
+
+def test_served_metrics_are_current_and_have_any_pipeline_name(tmp_path: Path) -> None:
+    name = 'films "new"\\'
+    with serve_metrics(config_of(tmp_path, name=name), port=0) as url:
+        assert url.startswith("http://127.0.0.1:")
+        assert "run_state" not in parsed(urllib.request.urlopen(url).read().decode())
+        past_run(tmp_path, FIRST_START, state="NotPromoted")
+        text = urllib.request.urlopen(url).read().decode()
+        assert parsed(text)["run_state"][("NotPromoted",)] == 1
+        (family,) = (family for family in text_string_to_metric_families(text) if family.name == "nightjar_workspace_bytes")
+        assert family.samples[0].labels == {"pipeline": name}
+        port = int(url.split(":")[2].partition("/")[0])
+        message = f"port {port} on 127.0.0.1: Address already in use; set --metrics-port"
+        with pytest.raises(InputError, match=message), serve_metrics(config_of(tmp_path), port=port):
+            pass
+
+
+def test_alerts_and_dashboard_use_existing_metrics(tmp_path: Path) -> None:
+    write_metrics_file(config_of(tmp_path), month_of_runs(tmp_path)[-1])
+    exported = parsed((tmp_path / METRICS_FILE_NAME).read_text()).keys()
+    files = [ROOT / "infra/compose/alerts.yaml", ROOT / "infra/compose/grafana/nightjar.json", ROOT / "docs/operations.md"]
+    for file in files:
+        used = set(re.findall(r"\bnightjar_([a-z_]+)", file.read_text(encoding="utf-8")))
+        assert used and used <= exported, file

@@ -1,0 +1,62 @@
+"""The Python API: names that are imported on first use, and results that are read from the folder of a run."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flows
+import recsys_core
+from flows import RunResults, open_run
+from recsys_core.errors import InputError, StageError
+from recsys_core.manifests import EvaluationManifest
+from tasks.runs.run import Run
+from tests.recsys_core.manifests.committed_stage import commit_stage
+
+
+def test_every_name_of_the_api_exists_and_no_other() -> None:
+    for package in (flows, recsys_core):
+        with pytest.raises(AttributeError, match="has no attribute 'absent'; it has ") as caught:
+            package.absent  # noqa: B018
+        for name in str(caught.value).split("; it has ")[1].split(", "):
+            assert getattr(package, name).__name__ == name
+
+
+def test_importing_the_packages_imports_neither_prefect_nor_torch() -> None:
+    code = "import sys, flows, recsys_core; print(*(name for name in ('torch', 'prefect', 'mlflow') if name in sys.modules))"
+    root = Path(__file__).parents[3]
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True).stdout.split() == []
+    )
+
+
+def evaluated(workspace: Path, run_id: str) -> None:
+    run = Run(run_id, workspace=workspace, experiment="e")
+    commit_stage(
+        run.stage_folder("evaluate"),
+        EvaluationManifest,
+        fingerprint="f",
+        build=lambda folder: {"metrics": {"test/ndcg@10": 0.5}},
+    )
+
+
+def test_open_run_reads_the_newest_run_or_the_named_one(tmp_path: Path) -> None:
+    evaluated(tmp_path, "20261121-000000-aaaa")
+    evaluated(tmp_path, "20261122-000000-aaaa")
+    assert open_run(tmp_path).run.run_id == "20261122-000000-aaaa"
+    results = open_run(str(tmp_path), "20261121-000000-aaaa")
+    assert isinstance(results, RunResults) and results.metrics == {"test/ndcg@10": 0.5}
+    assert '"metrics": {"test/ndcg@10": 0.5}' in results.as_json()
+
+
+def test_a_missing_result_is_reported_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there is no run; start one"):
+        open_run(tmp_path)
+    evaluated(tmp_path, "r")
+    with pytest.raises(InputError, match="there is no run x; there are r"):
+        open_run(tmp_path, "x")
+    with pytest.raises(StageError, match="no completed stage ingest_interactions"):
+        open_run(tmp_path, "r").dataset  # noqa: B018
+    with pytest.raises(StageError, match="no completed stage train"):
+        open_run(tmp_path, "r").training_log  # noqa: B018

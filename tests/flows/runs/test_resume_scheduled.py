@@ -1,0 +1,136 @@
+"""The choice of a scheduled run after an unfinished run: resume it, or start a new run."""
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+from datetime import UTC, datetime
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from flows.runs.resume import MAX_STARTS, choose_run_to_resume, find_unfinished_run
+from flows.settings.config_file import dump_config, load_config
+from flows.settings.pipeline import PipelineConfig
+from tasks.runs.run import REDUCED_FILE_NAME, Run, RunOptions
+from tasks.runs.run_record import RunRecord, RunState, record_run
+
+AddRun = Callable[..., Run]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> PipelineConfig:
+    file = tmp_path / "nightly.yaml"
+    file.write_text(
+        "name: p\nworkspace: .\ninteractions: {paths: log.parquet, timestamp_column: t}\nschedule: {unfinished_run: resume}\n"
+    )
+    return load_config(file, ())
+
+
+def add_run(
+    config: PipelineConfig, run_id: str, state: RunState = "Failed", *, num_starts: int = 1, options: RunOptions | None = None
+) -> Run:
+    run = Run(run_id, workspace=config.workspace, experiment="e")
+    dump_config(config, run.config_file)
+    record = RunRecord(
+        pipeline=config.name,
+        options=options or RunOptions(),
+        host="h",
+        pid=1,
+        num_starts=num_starts,
+        started=datetime.now(UTC),
+        state=state,
+        message="the disk is full",
+    )
+    record.write(run)
+    return run
+
+
+@pytest.mark.parametrize("state", ["Failed", "Interrupted"])
+def test_the_newest_run_is_resumed_if_it_failed_or_was_interrupted(
+    config: PipelineConfig, state: RunState, caplog: pytest.LogCaptureFixture
+) -> None:
+    add_run(config, "1")
+    add_run(config, "2", state)
+    with caplog.at_level(logging.WARNING, "nightjar"):
+        assert choose_run_to_resume(config) == "2"
+    (line,) = caplog.messages
+    assert line == (
+        f"run 2 is unfinished: {state}, started 0.0 h ago (the disk is full); it is resumed, and stages whose input has "
+        "changed are repeated"
+    )
+
+
+@pytest.mark.parametrize("state", ["Promoted", "NotPromoted", "BrokenChampion", "DataRejected"])
+def test_an_unfinished_run_before_a_run_that_ended_is_history(config: PipelineConfig, state: RunState) -> None:
+    add_run(config, "1")
+    add_run(config, "2", state)
+    assert choose_run_to_resume(config) is None
+
+
+def test_trials_and_other_pipelines_and_reduced_runs_are_skipped(config: PipelineConfig) -> None:
+    add_run(config, "1")
+    add_run(config, "2", "StoppedEarly")
+    add_run(config, "3", "DryRun")
+    add_run(config.model_copy(update={"name": "other"}), "4", "Promoted")
+    (config.workspace / "runs" / "no run!").mkdir()
+    assert choose_run_to_resume(config) == "1"
+    (config.workspace / "runs" / "1" / REDUCED_FILE_NAME).write_text("{}")
+    assert choose_run_to_resume(config) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("new", "schedule.unfinished_run is new"),
+        ("starts", f"started {MAX_STARTS} times"),
+        ("options", "options such as --full-retrain"),
+        ("config", "the config differs from "),
+        ("damaged", "the config differs from "),
+    ],
+)
+def test_a_new_run_starts_and_the_log_says_why(
+    config: PipelineConfig, change: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = add_run(
+        config,
+        "1",
+        num_starts=MAX_STARTS if change == "starts" else 1,
+        options=RunOptions(reason="a test", full_retrain=change == "options"),
+    )
+    if change == "new":
+        config = config.model_copy(update={"schedule": config.schedule.model_copy(update={"unfinished_run": "new"})})
+    if change == "config":
+        config = config.model_copy(update={"training": config.training.model_copy(update={"epochs": 99})})
+    if change == "damaged":
+        run.config_file.write_text("name: [")
+    with caplog.at_level(logging.WARNING, "nightjar"):
+        assert choose_run_to_resume(config) is None
+    (line,) = caplog.messages
+    assert "run 1 is unfinished" in line and "a new run starts, because" in line and reason in line
+
+
+def test_another_retention_does_not_prevent_a_resume(config: PipelineConfig) -> None:
+    add_run(config, "1")
+    retention = config.retention.model_copy(update={"keep_full_runs": 3})
+    assert choose_run_to_resume(config.model_copy(update={"retention": retention})) == "1"
+
+
+def _die_in_a_run(run: Run) -> None:
+    with run.lock(), record_run(run, pipeline="p"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_run_that_a_process_works_on_is_not_unfinished_until_the_process_is_killed(config: PipelineConfig) -> None:
+    run = Run("2", workspace=config.workspace, experiment="e")
+    with run.lock(), record_run(run, pipeline="p") as ending:
+        assert find_unfinished_run(config.workspace, pipeline_name="p") is None
+        ending.set("Promoted", "")
+    for num_starts in (2, 3):
+        process = get_context("fork").Process(target=_die_in_a_run, args=(run,))
+        process.start()
+        process.join()
+        unfinished = find_unfinished_run(config.workspace, pipeline_name="p")
+        assert unfinished is not None
+        assert (unfinished[0].run_id, unfinished[1].state, unfinished[1].num_starts) == ("2", "Interrupted", num_starts)

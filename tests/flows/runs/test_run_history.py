@@ -1,0 +1,80 @@
+"""The history of a workspace, read from records and, for runs without a record, from manifests."""
+
+import json
+import math
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows import run_history
+from flows.runs.run_history import newest_promoted_version
+from recsys_core.manifests import DataReportManifest, Manifest, RegistrationManifest
+from tasks.runs.run import Run
+from tests.flows.run_folders import FIRST_START, METRIC, month_of_runs, past_run
+from tests.recsys_core.manifests.committed_stage import commit_stage
+
+REGISTERED = {
+    "model_name": "films", "version": "3", "alias": "champion", "promoted": True, "reasons": ("better",), "mlflow_run_id": "r",
+    "metrics": {f"served/{METRIC}": 0.25},
+}  # fmt: skip
+REJECTED = {"metrics": {}, "breaches": ("too few events",), "warnings": (), "compared_with": None}
+
+
+def test_runs_are_listed_from_the_newest_start_with_their_figures(tmp_path: Path) -> None:
+    written = month_of_runs(tmp_path)
+    runs = run_history(tmp_path)
+    assert [past_run.run.run_id for past_run in runs] == [run.run_id for run in reversed(written)]
+    states = {past_run.record.state for past_run in runs}
+    assert states == {"Promoted", "NotPromoted", "DataRejected", "Failed", "Interrupted"}
+    assert runs[0].record.figures.events and runs[0].disk_bytes > 0
+    assert runs[0].page_paths["plan"] == f"runs/{written[-1].run_id}/plan_sharding/plan.html"
+    assert [past_run.run.run_id for past_run in run_history(tmp_path, max_runs=2)] == [run.run_id for run in written[:-3:-1]]
+
+
+def test_the_champion_is_the_version_of_the_newest_promotion(tmp_path: Path) -> None:
+    assert newest_promoted_version(run_history(tmp_path)) is None
+    for day, state, version in ((0, "Promoted", "1"), (1, "Promoted", "2"), (2, "NotPromoted", "3")):
+        past_run(tmp_path, FIRST_START + timedelta(days=day), state=state, version=version)  # type: ignore[arg-type]
+    assert newest_promoted_version(run_history(tmp_path)) == "2"
+    past_run(tmp_path, FIRST_START + timedelta(days=3), state="BrokenChampion", version="4", promoted=True)
+    assert newest_promoted_version(run_history(tmp_path)) == "4"
+
+
+@pytest.mark.parametrize(
+    ("stage", "manifest_type", "fields", "state", "message"),
+    [
+        ("register", RegistrationManifest, REGISTERED, "Promoted", "better"),
+        ("register", RegistrationManifest, REGISTERED | {"promoted": False}, "NotPromoted", "better"),
+        ("check_data", DataReportManifest, REJECTED, "DataRejected", "too few events"),
+    ],
+)
+def test_a_run_of_an_earlier_version_is_read_from_its_manifests(
+    tmp_path: Path, stage: Any, manifest_type: type[Manifest], fields: dict[str, Any], state: str, message: str
+) -> None:
+    run = Run("20261121-021500-aaaa", workspace=tmp_path, experiment="e")
+    with run.lock():
+        run.config_file.write_text("name: films\n")
+        assert run_history(tmp_path)[0].record.state == "Running"
+    assert run_history(tmp_path)[0].record.state == "Interrupted"
+    commit_stage(run.stage_folder(stage), manifest_type, fingerprint="f", build=lambda folder: fields)
+    record = run_history(tmp_path)[0].record
+    assert (record.state, record.message) == (state, message)
+    assert record.started == datetime(2026, 11, 21, 2, 15, tzinfo=UTC)
+
+
+def test_a_metric_that_is_not_a_number_is_missing(tmp_path: Path) -> None:
+    past_run(tmp_path, FIRST_START, state="NotPromoted", metrics={f"served/{METRIC}": math.nan})
+    (past,) = run_history(tmp_path)
+    assert past.new_version_metric(METRIC) is None
+    assert json.dumps(past.as_json(metric_name=METRIC), allow_nan=False)
+
+
+def test_other_folders_are_not_runs(tmp_path: Path) -> None:
+    past_run(tmp_path, FIRST_START, state="Promoted")
+    (tmp_path / "runs" / "theirs").mkdir()
+    (tmp_path / "runs" / "a b").mkdir()
+    (tmp_path / "runs" / "a b" / "config.yaml").touch()
+    (tmp_path / "runs" / "link").symlink_to(run_history(tmp_path)[0].run.folder)
+    assert len(run_history(tmp_path)) == 1

@@ -1,0 +1,74 @@
+"""The automations of one pipeline, made from infra/automations; tests/drills/test_automations.py runs them on a server."""
+
+from typing import Any, get_args
+from uuid import UUID, uuid4
+
+import pytest
+import yaml
+from prefect.client.schemas.objects import BlockDocument, BlockSchema, BlockType
+from prefect.events.actions import CallWebhook, SendNotification
+from prefect.events.schemas.automations import AutomationCore, EventTrigger
+
+from flows.scheduled.automations import AUTOMATION_FOLDER, automation_of
+from flows.settings.schedule import ScheduleConfig
+from flows.settings.template import starter_config
+from tasks.runs.run_record import RunState
+
+FILES = sorted(AUTOMATION_FOLDER.glob("*.yaml"))
+DEPLOYMENT = uuid4()
+CONFIG = starter_config().model_copy(update={"name": "films", "schedule": ScheduleConfig(deadline_minutes=90)})
+
+
+def block(slug: str, *capabilities: str) -> BlockDocument:
+    return BlockDocument(
+        name="nightjar-alerts",
+        block_type=BlockType(name=slug, slug=slug),
+        block_type_id=uuid4(),
+        block_schema=BlockSchema(checksum="", fields={}, block_type_id=uuid4(), capabilities=list(capabilities)),
+        block_schema_id=uuid4(),
+    )
+
+
+def automations(document: BlockDocument) -> dict[str, AutomationCore]:
+    return {file.stem: automation_of(file, CONFIG, deployment_id=DEPLOYMENT, block=document) for file in FILES}
+
+
+def event_trigger(automation: AutomationCore) -> EventTrigger:
+    assert isinstance(automation.trigger, EventTrigger)
+    return automation.trigger
+
+
+def match_of(specification: Any) -> dict[str, Any]:
+    return dict(specification.root)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_each_file_is_also_an_automation_for_prefects_own_command(file: Any) -> None:
+    automation = AutomationCore.model_validate(yaml.safe_load(file.read_text()))
+    assert [action.block_document_id for action in automation.actions if isinstance(action, CallWebhook)] == [UUID(int=0)]
+
+
+def test_automations_watch_the_deployment_or_the_model_of_their_pipeline() -> None:
+    webhook = block("webhook")
+    for stem, automation in automations(webhook).items():
+        trigger = event_trigger(automation)
+        if stem == "champion-changed":
+            assert match_of(trigger.match) == {"prefect.resource.id": f"nightjar.model.{CONFIG.registry.model_name}"}
+        else:
+            assert match_of(trigger.match_related)["prefect.resource.id"] == f"prefect.deployment.{DEPLOYMENT}"
+        assert automation.name.startswith("films: ")
+        assert [action.block_document_id for action in automation.actions] == [webhook.id]
+
+
+def test_a_notification_block_gets_a_subject_and_a_text() -> None:
+    (action,) = automations(block("sendgrid-email", "notify"))["run-failed"].actions
+    assert isinstance(action, SendNotification)
+    assert action.subject == "films: run failed"
+    assert action.body.startswith("{{ (automation.name ~ ") and action.body.endswith("(flow_run | ui_url)) }}")
+
+
+def test_no_end_of_a_run_counts_as_an_overrun_and_the_config_sets_the_deadline() -> None:
+    trigger = event_trigger(automations(block("webhook"))["overran"])
+    ends = set(get_args(RunState)) - {"Running", "Interrupted"} | {"Cancelled", "Crashed", "Completed"}
+    assert {f"prefect.flow-run.{state}" for state in ends} <= trigger.expect
+    assert trigger.within.total_seconds() == 90 * 60

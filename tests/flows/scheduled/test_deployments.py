@@ -1,0 +1,282 @@
+"""Deployments in a real Prefect server: created, compared, updated, and rejected before anything is created."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import psutil
+import pytest
+import yaml
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import State
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.states import Completed, Pending, Running
+
+from flows.cli.deploy import deploy_pipeline
+from flows.prefect_runs import end_lost_runs
+from flows.scheduled import deployments
+from flows.scheduled.crash_report import start_reporter
+from flows.servers.prefect_server import embedded_server
+from flows.settings import yaml_loader
+from flows.settings.config_file import load_config
+from flows.settings.pipeline import PipelineConfig
+from recsys_core.errors import InputError
+from tasks import ENVIRONMENT
+
+ROOT = Path(__file__).resolve().parents[3]
+LOG = {"interactions": {"paths": "log/*.parquet", "timestamp_column": "ts"}}
+POOL = "workers"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A Prefect server with a work pool, named by PREFECT_API_URL."""
+    folder = tmp_path_factory.mktemp("server")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith("PREFECT_"):
+                patch.delenv(name)
+        patch.setenv("PREFECT_HOME", str(folder / "prefect"))
+        with embedded_server() as server:
+            assert server is not None
+            server.start_prefect(log_file=folder / "prefect.log")
+            server.wait_until_ready()
+            # Prefect has read its settings at import, which may have been before this test.
+            settings = {
+                PREFECT_API_URL: server.api_url,
+                PREFECT_API_AUTH_STRING: os.environ["PREFECT_API_AUTH_STRING"],
+                PREFECT_CLIENT_MAX_RETRIES: 3,  # a busy sqlite database answers 503
+            }
+            with temporary_settings(settings), deployments.prefect_client() as client:
+                client._client.post("/work_pools/", json={"name": POOL, "type": "process"}).raise_for_status()
+                yield
+
+
+@pytest.fixture
+def client() -> Iterator[SyncPrefectClient]:
+    with deployments.prefect_client() as client:
+        yield client
+
+
+def pipeline(folder: Path, **settings: object) -> tuple[Path, PipelineConfig]:
+    file = folder / "nightly.yaml"
+    file.write_text(yaml_loader.dump({**LOG, **settings}))
+    return file, load_config(file)
+
+
+def deploy(folder: Path, *, work_pool: str | None = POOL, dry_run: bool = False, **settings: object) -> None:
+    file, config = pipeline(folder, **settings)
+    deploy_pipeline(config, config_path=file, overrides=["training.epochs=1"], work_pool_name=work_pool, dry_run=dry_run)
+
+
+def test_a_deployment_has_the_schedule_the_limit_and_the_defaults_of_the_form(
+    tmp_path: Path, client: SyncPrefectClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = {"cron": "15 2 * * *", "timezone": "Europe/Berlin"}
+    deploy(tmp_path, name="movies", schedule=schedule, dry_run=True)
+    assert deployments.read_deployment(client, "movies") is None
+    assert re.search(r"nightly-retrain/movies +would be created", capsys.readouterr().out)
+
+    deploy(tmp_path, name="movies", schedule=schedule)
+    deployment = deployments.read_deployment(client, "movies")
+    assert deployment is not None
+    assert deployment.entrypoint == "flows.scheduled.deployed.deployed_retrain"
+    assert deployment.pull_steps in (None, [])
+    assert deployment.parameters == {"pipeline": str(tmp_path / "nightly.yaml"), "overrides": ["training.epochs=1"]}
+    assert deployment.global_concurrency_limit is not None
+    assert deployment.global_concurrency_limit.limit == 1
+    assert deployment.concurrency_options is not None
+    assert deployment.concurrency_options.collision_strategy.value == "CANCEL_NEW"
+    assert deployment.job_variables["env"]["PREFECT_LOGGING_EXTRA_LOGGERS"] == "nightjar,recsys_core"
+    assert {"reason", "resume", "promote"} <= set(deployment.parameter_openapi_schema["properties"])
+    assert capsys.readouterr().out.count("02:15 CET") == 1
+
+    for name in ("promote", "rollback"):
+        by_hand = deployments.read_deployment(client, "movies", flow_name=name)
+        assert by_hand is not None
+        assert (by_hand.entrypoint, by_hand.schedules, by_hand.global_concurrency_limit) == (f"flows.champion.{name}", [], None)
+        assert by_hand.parameters == deployment.parameters
+
+
+def test_only_the_changes_of_an_existing_deployment_are_printed_and_another_pipeline_is_not_touched(
+    tmp_path: Path, client: SyncPrefectClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("books", "music"):
+        deploy(tmp_path, name=name, schedule={"cron": "15 2 * * *"})
+    capsys.readouterr()
+    deploy(tmp_path, name="books", schedule={"cron": "15 2 * * *"})
+    out = capsys.readouterr().out
+    assert [line.split() for line in out.splitlines()[:3]] == [
+        [f"{flow}/books", "unchanged"] for flow in ("nightly-retrain", "promote", "rollback")
+    ]
+    deploy(tmp_path, name="books", schedule={"on_overrun": "queue"})
+    out = capsys.readouterr().out
+    assert [line.split() for line in out.splitlines()[1:3]] == [
+        ["nightly-retrain", "schedule", "15", "2", "*", "*", "*", "UTC", "none"],
+        ["nightly-retrain", "concurrent", "runs", "1,", "CANCEL_NEW", "1,", "ENQUEUE"],
+    ]
+    assert "by hand only" in out
+    books, music = (deployments.read_deployment(client, name) for name in ("books", "music"))
+    assert books is not None
+    assert music is not None
+    assert books.schedules == []
+    assert [schedule.schedule.cron for schedule in music.schedules] == ["15 2 * * *"]
+
+
+def test_a_schedule_that_a_person_has_paused_stays_paused(tmp_path: Path, client: SyncPrefectClient) -> None:
+    deploy(tmp_path, name="paused", schedule={"cron": "15 2 * * *"})
+    deployment = deployments.read_deployment(client, "paused")
+    assert deployment is not None
+    client.update_deployment_schedule(deployment.id, deployment.schedules[0].id, active=False)
+    deploy(tmp_path, name="paused", schedule={"cron": "15 2 * * *"})
+    deployment = deployments.read_deployment(client, "paused")
+    assert deployment is not None
+    assert [schedule.active for schedule in deployment.schedules] == [False]
+
+
+@pytest.mark.parametrize(
+    ("work_pool", "problem"),
+    [("gpus", "--work-pool gpus: the Prefect server has no such work pool"), (None, "--work-pool is missing")],
+)
+def test_a_work_pool_that_does_not_exist_is_an_input_error_with_the_command_that_creates_it(
+    tmp_path: Path, client: SyncPrefectClient, work_pool: str | None, problem: str
+) -> None:
+    way_out = (
+        f"its work pools are ['{POOL}']; create one with: prefect work-pool create {work_pool or 'nightjar'} --type process"
+    )
+    with pytest.raises(InputError) as caught:
+        deploy(tmp_path, name="nowhere", work_pool=work_pool)
+    assert str(caught.value) == f"{problem}; {way_out}"
+    assert deployments.read_deployment(client, "nowhere") is None
+
+
+def test_a_name_that_prefect_does_not_accept_is_an_input_error(tmp_path: Path) -> None:
+    with pytest.raises(
+        InputError, match=r"^name: 'a/b' contains / or %, which the name of a Prefect deployment may not contain"
+    ):
+        deploy(tmp_path, name="a/b")
+
+
+@pytest.mark.parametrize("last_state", [Running, Completed])
+def test_the_death_of_a_running_flow_run_is_reported_and_frees_its_slot(
+    tmp_path: Path, client: SyncPrefectClient, last_state: Callable[[], State]
+) -> None:
+    deploy(tmp_path, name="killed")
+    deployment = deployments.read_deployment(client, "killed")
+    assert deployment is not None
+    run, next_run = (client.create_flow_run_from_deployment(deployment.id) for _ in range(2))
+    for state in (Pending(), Running(), last_state()):
+        client.set_flow_run_state(run.id, state)
+    reporter, pipe = start_reporter(str(run.id))
+    os.close(pipe)  # as the kernel does when this process dies
+    assert reporter.wait(30) == 0
+    state_type = client.read_flow_run(run.id).state_type
+    assert state_type is not None and state_type.value == ("CRASHED" if last_state is Running else "COMPLETED")
+    assert client.set_flow_run_state(next_run.id, Pending()).status.value == "ACCEPT"
+
+
+@pytest.mark.parametrize("version", ["2.20.4", "3.1.0"])
+def test_a_server_of_an_incompatible_version_is_an_input_error_with_both_versions(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    class OldServer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(f'"{version}"'.encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), OldServer) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/api"
+        monkeypatch.setenv("PREFECT_API_URL", url)
+        message = rf"{url} has version {version}, but this installation of nightjar has Prefect 3\.\d+\.\d+"
+        with (
+            temporary_settings({PREFECT_API_URL: url}),
+            pytest.raises(InputError, match=message),
+            deployments.prefect_client(),
+        ):
+            pass
+        server.shutdown()
+
+
+@pytest.mark.parametrize(("secret", "problem"), [("a:wrong", "with HTTP status 401; set PREFECT_API_AUTH_STRING")])
+def test_a_wrong_secret_is_an_input_error(secret: str, problem: str) -> None:
+    with (
+        temporary_settings({PREFECT_API_AUTH_STRING: secret}),
+        pytest.raises(InputError, match=problem),
+        deployments.prefect_client(),
+    ):
+        pass
+
+
+def test_a_server_that_does_not_answer_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "http://ada:s3cret@127.0.0.1:9/api"
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    with (
+        temporary_settings({PREFECT_API_URL: url}),
+        pytest.raises(
+            InputError, match=r"^the Prefect server at http://ada:\*\*\*@127.0.0.1:9/api does not work: ConnectError: "
+        ),
+        deployments.prefect_client(),
+    ):
+        pass
+
+
+def test_a_run_whose_process_has_died_ends_as_crashed_and_frees_its_slot(tmp_path: Path, client: SyncPrefectClient) -> None:
+    deploy(tmp_path, name="lost")
+    deployment = deployments.read_deployment(client, "lost")
+    assert deployment is not None
+    lost, current = (client.create_flow_run_from_deployment(deployment.id) for _ in range(2))
+    for state in (Pending(), Running()):
+        client.set_flow_run_state(lost.id, state)
+    client.set_flow_run_state(current.id, Pending())
+    assert client.read_flow_run(current.id).state_name == "Cancelled"  # the lost run still has the slot
+
+    current = client.create_flow_run_from_deployment(deployment.id)
+    end_lost_runs(client, deployment.id, state_types=["RUNNING"])
+    for state in (Pending(), Running()):
+        client.set_flow_run_state(current.id, state)
+    end_lost_runs(client, deployment.id, state_types=["RUNNING"], current_flow_run_id=current.id)
+    assert [client.read_flow_run(run.id).state_name for run in (lost, current)] == ["Crashed", "Running"]
+
+
+def test_prefect_yaml_describes_the_deployments_that_nightjar_deploy_creates(tmp_path: Path) -> None:
+    retrain, *by_hand = entries = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    file, config = pipeline(tmp_path, schedule=retrain["schedules"][0])
+    new_deployments = deployments.deployments_of(config, config_path=file, overrides=[], work_pool_name="nightjar")
+    for entry, deployment in zip(entries, new_deployments, strict=True):
+        assert entry["name"] == deployment.name
+        assert entry["entrypoint"] == deployment.entrypoint
+        assert entry["tags"] == deployment.tags
+        assert set(entry["parameters"]) <= set(deployment.parameters)
+        assert entry["work_pool"]["job_variables"]["env"].items() <= ENVIRONMENT.items()
+    assert retrain["concurrency_limit"] == {"limit": 1, "collision_strategy": "CANCEL_NEW"}
+    assert not any({"concurrency_limit", "schedules"} & set(entry) for entry in by_hand)
+
+
+HANGING = (
+    "import os, signal, sys, time; from flows import crash_report; crash_report.tie_to_worker(); "
+    "signal.signal(signal.SIGTERM, lambda *_: None); print('ready', flush=True); time.sleep(60); time.sleep(60)"
+)
+
+
+def test_a_cancelled_flow_run_that_does_not_end_is_killed() -> None:
+    environment = os.environ | {
+        "PREFECT__FLOW_RUN_ID": "d3b07384-d9a0-4c9b-8f3e-6f1d2c3b4a59",
+        "PREFECT_API_URL": "http://127.0.0.1:1/api",
+    }
+    environment.pop("NIGHTJAR_PARENT_PID", None)
+    with subprocess.Popen([sys.executable, "-c", HANGING], env=environment, stdout=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        (reporter,) = psutil.Process(process.pid).children()
+        process.terminate()
+        assert process.wait(30) == -signal.SIGKILL
+    reporter.wait(30)

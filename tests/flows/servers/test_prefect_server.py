@@ -1,0 +1,196 @@
+"""The embedded Prefect server: it needs a password, is restarted when it dies, and reports why it cannot start."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from flows.servers.prefect_server import PrefectServer, embedded_server
+from flows.settings.environment import set_flow_run_retention
+from recsys_core.errors import InputError, StageError
+
+
+@contextmanager
+def isolated_home(folder: Path) -> Iterator[None]:
+    """Remove the environment's Prefect settings and use a new PREFECT_HOME."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith("PREFECT_"):
+                patch.delenv(name)
+        patch.setenv("PREFECT_HOME", str(folder / "prefect"))
+        yield
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    with isolated_home(tmp_path):
+        yield tmp_path
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("served") / "prefect.log"
+
+
+@pytest.fixture(scope="module")
+def server(log: Path) -> Iterator[PrefectServer]:
+    with isolated_home(log.parent), embedded_server() as server:
+        assert server is not None
+        server.start_prefect(log_file=log)
+        server.wait_until_ready()
+        yield server
+
+
+def status(url: str, *, secret: str | None = None) -> int:
+    """Return the HTTP status of a request for flow runs."""
+    manager = urllib.request.HTTPPasswordMgrWithPriorAuth()
+    if secret is not None:
+        manager.add_password(None, url, *secret.split(":", 1), is_authenticated=True)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPBasicAuthHandler(manager))
+    request = urllib.request.Request(f"{url}/flow_runs/filter", data=b"{}", headers={"Content-Type": "application/json"})
+    try:
+        with opener.open(request, timeout=120) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_requests_need_the_password_and_no_command_line_or_log_holds_it(server: PrefectServer, log: Path) -> None:
+    secret = os.environ["PREFECT_API_AUTH_STRING"]
+    assert status(server.api_url) == 401
+    assert status(server.api_url, secret="nightjar:guess") == 401
+    assert status(server.api_url, secret=secret) == 200
+    password = secret.partition(":")[2]
+    assert password not in " ".join(psutil.Process(server.pid).cmdline())
+    assert password not in log.read_text()
+
+
+def test_the_server_is_in_a_session_of_its_own(server: PrefectServer) -> None:
+    assert os.getsid(server.pid) == server.pid != os.getsid(0)
+
+
+def test_a_killed_server_is_restarted_and_clients_wait_meanwhile(
+    server: PrefectServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret, first = os.environ["PREFECT_API_AUTH_STRING"], server.pid
+    os.kill(first, signal.SIGKILL)
+    # Not psutil's wait: it would take the exit status from the supervisor, which waits for the same child.
+    deadline = time.monotonic() + 30
+    while server.pid == first and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert server.pid != first
+    assert status(server.api_url, secret=secret) == 200
+    assert "the embedded Prefect server was ended by SIGKILL; another server is started" in caplog.text
+
+
+def test_the_error_of_a_server_that_cannot_start_has_its_last_log_lines(home: Path) -> None:
+    (home / "prefect").mkdir()
+    (home / "prefect" / "prefect.db").write_bytes(b"no database" * 100)
+    with embedded_server() as server:
+        assert server is not None
+        server.start_prefect(log_file=home / "prefect.log")
+        with pytest.raises(StageError, match=r"(?s)ended with exit code \d; the last lines of .*prefect.log:.*not a database"):
+            server.wait_until_ready()
+
+
+@pytest.mark.drill
+def test_two_first_servers_of_one_workspace_both_start(home: Path) -> None:
+    servers = [PrefectServer(), PrefectServer()]
+    try:
+        for number, server in enumerate(servers):
+            server.start_prefect(log_file=home / f"{number}.log")
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(PrefectServer.wait_until_ready, servers))
+        assert all(psutil.Process(server.pid).is_running() for server in servers)
+    finally:
+        for server in servers:
+            server.stop()
+
+
+def test_the_embedded_prefect_server_is_not_started_on_a_disk_without_room(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setenv("PREFECT_HOME", str(small_disk / "prefect"))
+    message = rf"^{small_disk}: the embedded Prefect server with its database takes at least 0\.031 GiB, but the disk has"
+    with embedded_server() as server:
+        assert server is not None
+        with pytest.raises(InputError, match=message):
+            server.start_prefect(log_file=small_disk / "prefect.log")
+    assert not (small_disk / "prefect").exists()
+
+
+@pytest.mark.drill
+def test_the_embedded_server_deletes_old_flow_runs_with_their_logs(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    os.environ["PREFECT_SERVER_SERVICES_DB_VACUUM_LOOP_SECONDS"] = "1"  # so that the test sees it within a second
+    set_flow_run_retention(num_days=7)
+    with embedded_server() as server:
+        assert server is not None
+        server.start_prefect(log_file=home / "prefect.log")
+        server.wait_until_ready()
+        user, password = os.environ["PREFECT_API_AUTH_STRING"].split(":", 1)
+        with httpx.Client(base_url=server.api_url, auth=(user, password), timeout=60) as client:
+            flow_id = _post(client, "/flows/", {"name": "f"})["id"]
+            old_id, new_id = (_completed_run(client, flow_id) for _ in range(2))
+            with closing(sqlite3.connect(home / "prefect" / "prefect.db", timeout=60)) as database, database:
+                database.execute("UPDATE flow_run SET end_time = '2020-01-01 00:00:00.000000' WHERE id = ?", [old_id])
+            deadline = time.monotonic() + 120
+            while client.get(f"/flow_runs/{old_id}").status_code != 404 or len(_log_runs(client)) > 1:
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+            assert client.get(f"/flow_runs/{new_id}").status_code == 200
+            assert _log_runs(client) == {new_id}
+
+
+def _post(client: httpx.Client, path: str, content: Any) -> Any:
+    """Return the answer; repeat the request while the database is locked, as Prefect's own client does."""
+    while (answer := client.post(path, json=content)).status_code == 503:
+        time.sleep(0.2)
+    answer.raise_for_status()
+    return answer.json() if answer.content else None
+
+
+def _completed_run(client: httpx.Client, flow_id: str) -> str:
+    """Create a completed flow run with a log line; return its id."""
+    run_id = str(_post(client, "/flow_runs/", {"flow_id": flow_id, "state": {"type": "COMPLETED"}})["id"])
+    log = {"name": "l", "level": 20, "message": "m", "timestamp": "2026-01-01T00:00:00Z", "flow_run_id": run_id}
+    _post(client, "/logs/", [log])
+    return run_id
+
+
+def _log_runs(client: httpx.Client) -> set[str]:
+    return {entry["flow_run_id"] for entry in _post(client, "/logs/filter", {})}
+
+
+@pytest.mark.parametrize(("variable_value", "heartbeat_seconds"), [(None, None), ("60", 60)])
+def test_the_run_of_a_command_sends_heartbeats_only_if_they_are_configured(
+    variable_value: str | None, heartbeat_seconds: int | None, tmp_path: Path
+) -> None:
+    environment = dict(os.environ)
+    environment.pop("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", None)
+    if variable_value is not None:
+        environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] = variable_value
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom flows.servers.prefect_server import prefect_session\n"
+        "with prefect_session(None, lambda: None, log_file=Path(sys.argv[1])):\n"
+        "    from prefect.settings import get_current_settings\n"
+        "    print(get_current_settings().flows.heartbeat_frequency)\n"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "log")], env=environment, capture_output=True, text=True, check=True
+    )
+    assert answer.stdout.strip() == str(heartbeat_seconds)

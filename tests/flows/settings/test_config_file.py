@@ -1,0 +1,305 @@
+"""Config files: defaults, overrides, and one readable message for each problem."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flows.settings.config_file import load_config
+from flows.settings.pipeline import PipelineConfig
+from recsys_core.errors import InputError
+from recsys_core.ingest.log.config import FileSplit, InteractionsConfig
+from recsys_core.ingest.vectors.config import EmbeddingsConfig
+from recsys_core.launching.config import TorchxLauncher
+from recsys_core.models.tables.optimizer_config import TableOptimizer
+
+GOOD = "interactions: {paths: log/*.parquet, timestamp_column: ts}\n"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "nightly.yaml"
+    path.write_text(GOOD)
+    return path
+
+
+def message(file: Path, *overrides: str, text: str | None = None) -> str:
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(InputError) as caught:
+        load_config(file, overrides)
+    return str(caught.value)
+
+
+def test_a_missing_setting_has_its_default(file: Path) -> None:
+    config = load_config(file)
+    assert config == PipelineConfig(
+        workspace=file.parent / "workspace",
+        interactions=InteractionsConfig(paths=(str(file.parent / "log/*.parquet"),), timestamp_column="ts"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("training: {batchsize: 3}", "training.batchsize: unknown key; did you mean training.batch_size?"),
+        ("batch_size: 3", "batch_size: unknown key; did you mean training.batch_size?"),
+        ("trainin: {epochs: 3}", "trainin: unknown key; did you mean training?"),
+        (
+            "sharding: {tables: {item: {sharding_type: [row_wise]}}}",
+            "sharding.tables.item.sharding_type: unknown key; did you mean sharding.tables.item.sharding_types?",
+        ),
+        ("package: {zzz: 1}", "package.zzz: unknown key; the known keys are quantization"),
+        ("training: {epochs: 0}", "training.epochs: Input should be greater than or equal to 1, but it is 0"),
+        ("model: {similarity: l2}", "model.similarity: Input should be 'cosine' or 'dot', but it is 'l2'"),
+        ("model: {query: {layers: [64, x]}}", "model.query.layers.1: Input should be a valid integer"),
+        ("model: {max_history: 3}", "model.max_history: unknown key; did you mean model.history?"),
+        ("model: {history: {lenght: 3}}", "model.history.lenght: unknown key; did you mean model.history.length?"),
+        ("model: {history: {length: 0}}", "model.history: last_item_feature is true, but length is 0; set length"),
+        ("loss: {uniform_negatives: 0}", "loss.uniform_negatives: unknown key; did you mean loss.num_negatives?"),
+        ("loss: {kind: bce, num_negatives: 0}", "loss: loss.kind is bce, which needs negatives"),
+        ("tables: {item: {dims: 8}}", "tables.item.dims: unknown key; did you mean tables.item.dim?"),
+        ("tables: {item.brand: {dims: 8}}", "tables.item.brand.dims: unknown key; did you mean tables.item.brand.dim?"),
+        ("tables: {item: {dim: 6}}", "tables.item.dim: Input should be a multiple of 4, but it is 6"),
+        ("tables: {item: {transfer: gradual}}", "tables.item: transfer is gradual, but unfreeze is empty"),
+        ("registry: {model_name: a/b}", "registry.model_name: String should match pattern"),
+    ],
+)
+def test_each_mistake_is_reported_with_its_key(file: Path, text: str, expected: str) -> None:
+    assert expected in message(file, text=GOOD + text)
+
+
+def test_a_key_of_a_split_is_reported_without_the_name_of_the_union_member(file: Path) -> None:
+    text = "interactions: {paths: x, timestamp_column: ts, split: {kind: time, test_day: 1}}"
+    assert "interactions.split.test_day: unknown key; did you mean interactions.split.test_days?" in message(file, text=text)
+
+
+def test_a_launcher_without_kind_or_image_is_rejected(file: Path) -> None:
+    assert "launcher: set kind to one of local, torchx" in message(file, "launcher.scheduler=slurm")
+    assert "launcher: set kind to one of local, torchx" in message(file, "launcher={kind: slurm}")
+    slurm = "launcher={kind: torchx, scheduler: slurm, args: {partition: gpu}}"
+    said = "launcher.kind is torchx, but sharding.cluster.device is auto and processes_per_node is empty"
+    assert said in message(file, slurm)
+    config = load_config(file, [slurm, "sharding.cluster={device: cuda, num_nodes: 2, processes_per_node: 8}"])
+    assert isinstance(config.launcher, TorchxLauncher) and config.launcher.args == {"partition": "gpu"}
+    kubernetes = "launcher={kind: torchx, scheduler: kubernetes}"
+    assert "scheduler is kubernetes, which starts containers, but image is empty" in message(file, kubernetes)
+
+
+def test_a_split_without_a_known_kind_lists_the_kinds(file: Path) -> None:
+    expected = "interactions.split: set kind to one of time, leave_last_out, files"
+    assert expected in message(file, "interactions.split={test_days: 1}")
+    assert expected in message(file, "interactions.split.kind=weekly")
+
+
+def test_all_unknown_keys_are_reported_at_once(file: Path) -> None:
+    error = message(file, text=GOOD + "training: {batchsize: 3, epoch: 2}\nevaluation: {k: [10]}\n")
+    assert [line.split(":")[0].strip() for line in error.splitlines()[1:]] == [
+        "training.batchsize", "training.epoch", "evaluation.k",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("interactions: [", "is not valid YAML"),
+        ("- a list", "holds list, expected a mapping"),
+        ("", "holds NoneType, expected a mapping"),
+        ("name: a\nname: b\n" + GOOD, "the key 'name' is given twice"),
+        ("name: nightly", "interactions: is missing and has no default"),
+        ("!!python/object/apply:os.system [ls]", "is not valid YAML"),
+    ],
+)
+def test_a_file_that_is_not_a_config_is_rejected(file: Path, text: str, expected: str) -> None:
+    assert expected in message(file, text=text)
+
+
+def test_the_message_about_a_missing_file_names_nightjar_init(tmp_path: Path) -> None:
+    path = tmp_path / "absent.yaml"
+    assert message(path) == f"{path}: no such file; `nightjar init {path}` writes one"
+
+
+def test_overrides_are_yaml_and_reach_any_depth(file: Path) -> None:
+    config = load_config(
+        file,
+        [
+            "training.batch_size=8192",
+            "training.dense_optimizer.learning_rate=1e-3",
+            "model.query.layers=[128, 64]",
+            "tables.item.optimizer={kind: sgd, learning_rate: 0.5}",
+            "loss.distillation=null",
+            "sharding.tables.item.sharding_types=[row_wise]",
+            "interactions.split={kind: time, test_days: 2}",
+            "evaluation.max_users=null",
+            "name=a=b",
+        ],
+    )
+    assert config.training.batch_size == 8192
+    assert config.training.dense_optimizer.learning_rate == 0.001
+    assert config.model.query.layers == (128, 64)
+    assert config.tables["item"].optimizer == TableOptimizer(kind="sgd", learning_rate=0.5)
+    assert config.loss.distillation is None
+    assert config.sharding.tables["item"].sharding_types == ("row_wise",)
+    assert config.interactions.split.test_days == 2  # type: ignore[union-attr]
+    assert config.name == "a=b"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("training.batchsize=3", "training.batchsize: unknown key; did you mean training.batch_size?"),
+        ("training", "expected a.b=value"),
+        ("training.epochs=[", "the value is not valid YAML"),
+        ("name.x=1", "name is the value 'demo', not a group of settings"),
+    ],
+)
+def test_an_invalid_override_is_rejected_like_an_invalid_file(file: Path, override: str, expected: str) -> None:
+    assert expected in message(file, override, text=GOOD + "name: demo\n")
+
+
+def test_an_entry_of_a_list_is_reached_by_its_number(file: Path) -> None:
+    two = GOOD + "embeddings: [{paths: a, vector_column: v}, {paths: b, vector_column: v}]\n"
+    file.write_text(two)
+    config = load_config(file, ["embeddings.1.pca_dim=8"])
+    assert [entry.pca_dim for entry in config.embeddings] == [None, 8]
+    expected = "--set embeddings.2.pca_dim=8: embeddings is a list of 2; name an entry by its index, from 0"
+    assert expected in message(file, "embeddings.2.pca_dim=8")
+    assert "embeddings is a list of 2" in message(file, "embeddings.first.pca_dim=8")
+    assert "not a group of settings" in message(file, "embeddings.1=8")
+
+
+def test_relative_paths_are_relative_to_the_folder_of_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    config = load_config(
+        file,
+        [
+            "workspace=../elsewhere",
+            "interactions.paths=[log/a.parquet, /data/b.parquet]",
+            "interactions.split={kind: files, test_paths: test.parquet}",
+            "embeddings={paths: vectors.parquet, vector_column: v}",
+        ],
+    )
+    here = file.parent
+    assert config.workspace == here.parent / "elsewhere"
+    assert config.interactions.paths == (str(here / "log/a.parquet"), "/data/b.parquet")
+    assert config.interactions.split == FileSplit(test_paths=(str(here / "test.parquet"),))
+    assert config.embeddings == (EmbeddingsConfig(paths=(str(here / "vectors.parquet"),), vector_column="v"),)
+
+
+def test_embeddings_are_one_group_of_settings_or_a_list_of_them(file: Path) -> None:
+    one = GOOD + "embeddings: {paths: a.parquet, vector_column: v}\n"
+    file.write_text(one)
+    config = load_config(file, ["embeddings.paths=b.parquet", "embeddings.pca_dim=8"])
+    assert [(entry.paths, entry.pca_dim) for entry in config.embeddings] == [((str(file.parent / "b.parquet"),), 8)]
+    ids = "{paths: map.parquet, from_column: a, to_column: b}"
+    file.write_text(
+        f"{GOOD}embeddings: [{{paths: a.parquet, vector_column: v}}, {{paths: c, dimension_prefix: d, id_map: {ids}}}]"
+    )
+    first, second = load_config(file).embeddings
+    assert first.table == second.table == "item"
+    assert second.id_map is not None and second.id_map.paths == (str(file.parent / "map.parquet"),)
+    assert load_config(file, ["embeddings=null"]).embeddings == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{paths: a, vector_colum: v}", "embeddings.vector_colum: unknown key; did you mean embeddings.vector_column?"),
+        ("[{paths: a, vector_colum: v}]", "embeddings.0.vector_colum: unknown key; did you mean embeddings.vector_column?"),
+        ("{paths: a}", "embeddings: set exactly one of vector_column (list column) and dimension_prefix"),
+        ("[{paths: a, vector_column: v}, {paths: a}]", "embeddings.1: set exactly one of vector_column"),
+        ("{paths: a, vector_column: v, table: ../x}", "embeddings.table: String should match pattern"),
+        (
+            "{paths: a, vector_column: v, table: user}",
+            "embeddings has vectors of users, but the model has no user table; set",
+        ),
+    ],
+)
+def test_a_mistake_in_an_embeddings_entry_is_reported_with_its_key(file: Path, text: str, expected: str) -> None:
+    assert expected in message(file, text=f"{GOOD}embeddings: {text}")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("index={pq_m: 7, compared_kinds: [ivf_pq]}", "index.pq_m is 7, but does not divide the vector width 64"),
+        ("sharding.tables.user.sharding_types=[row_wise]", "sharding.tables.user: the model has no such table; it has"),
+        (
+            "interactions={paths: x, split: {kind: files, test_paths: y}}",
+            "model.history.last_item_feature is true, but interactions has nei",
+        ),
+        (
+            "model.history={length: 0, last_item_feature: false}",
+            "the query tower has no feature: set model.learn_user_embedding to true or",
+        ),
+        ("tables.user.dim=8", "tables.user: the model has no such table; it has ['item']; set model.learn_user_embedding"),
+        (
+            "tables.item.transfer=frozen",
+            "tables.item.transfer is frozen, but embeddings has no vectors of table 'item' (it has",
+        ),
+    ],
+)
+def test_contradicting_stages_are_rejected_with_advice(file: Path, override: str, expected: str) -> None:
+    error = message(file, override)
+    assert expected in error
+    assert "set " in error
+
+
+def test_a_setting_of_an_unknown_table_lists_the_known_tables(file: Path) -> None:
+    for table in ("item.brand", "item_offset", "item_teacher"):
+        for group in ("tables", "sharding.tables"):
+            error = message(file, f"{group}={{{table}: {{}}}}")
+            assert f"{group}.{table}: the model has no such table; it has ['item']; name one of them, or declare" in error
+
+
+UNORDERED = "interactions={paths: x, split: {kind: files, test_paths: y}}"
+
+
+def test_a_log_without_order_allows_neither_a_last_item_nor_recency_pooling(file: Path) -> None:
+    no_last = "model.history.last_item_feature=false"
+    assert not load_config(file, [UNORDERED, no_last, "model.history.include_target=true"]).interactions.is_ordered
+    assert "model.history.include_target is for logs without order" in message(file, "model.history.include_target=true")
+    error = message(file, UNORDERED, no_last, "model.history.pooling=recency")
+    assert "model.history.pooling is recency, but interactions has neither timestamp_column nor order_column" in error
+
+
+def test_a_cosine_loss_needs_cosine_similarity(file: Path) -> None:
+    error = message(file, "loss.kind=cosine_contrastive", "model.similarity=dot")
+    assert (
+        "loss.kind is cosine_contrastive, whose margin is a cosine, but model.similarity is dot; set model.similarity to cosine"
+        in error
+    )
+
+
+def test_distillation_needs_pretrained_item_vectors(file: Path) -> None:
+    vectors = "embeddings={paths: a, vector_column: v}"
+    distils = "loss.distillation={weight: 0.5}"
+    assert load_config(file, [vectors, distils]).loss.distillation is not None
+    assert "loss.distillation keeps the similarities of the pretrained item vectors, but embeddings has no vectors" in message(
+        file, distils
+    )
+
+
+def test_the_model_has_tables_of_ids_features_and_offsets(file: Path) -> None:
+    users, items = (
+        f"{side}: {{paths: p, id_column: id, features: [{{name: {name}}}]}}"
+        for side, name in (("users", "age"), ("items", "brand"))
+    )
+    config = load_config(
+        file,
+        [
+            f"features={{{users}, {items}, context: [{{name: device}}]}}",
+            "embeddings={paths: a, vector_column: v}",
+            "model.learn_user_embedding=true",
+            "tables={item: {transfer: residual}, item_offset: {init_std: 1}, item.brand: {dim: 8}}",
+        ],
+    )
+    assert config.table_names == {"item", "item_offset", "user", "user.age", "item.brand", "context.device"}
+
+
+def test_uris_are_unchanged_and_data_root_is_relative_to_the_file(file: Path) -> None:
+    uris = ["s3://bucket/log/dt=*/*.parquet?region=eu-west-1", "gs://bucket/log", "file:///data/log"]
+    config = load_config(file, [f"interactions.paths={json.dumps([*uris, 'log'])}", "allowed_data_root=../data"])
+    assert config.interactions.paths == (*uris, str(file.parent / "log"))
+    assert config.allowed_data_root == file.parent.parent / "data"
+    assert load_config(file).allowed_data_root is None

@@ -1,0 +1,217 @@
+"""Config limits: every number and text is bounded, and any file gives either a config or one InputError."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from yaml import YAMLError
+
+from flows.settings import yaml_loader
+from flows.settings.config_errors import setting_keys
+from flows.settings.config_file import dump_config, load_config
+from flows.settings.pipeline import PipelineConfig
+from recsys_core.errors import InputError
+
+GOOD = {"interactions": {"paths": "log/*.parquet", "timestamp_column": "ts"}}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "nightly.yaml"
+    path.write_text(yaml_loader.dump(GOOD))
+    return path
+
+
+def message(file: Path, *overrides: str, text: str | None = None) -> str:
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(InputError) as caught:
+        load_config(file, overrides)
+    return str(caught.value)
+
+
+def leaves(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the parts of a JSON schema that have a plain type, with their paths."""
+    if isinstance(schema, dict):
+        if isinstance(schema.get("type"), str):
+            yield path, schema
+        for name, part in schema.items():
+            yield from leaves(part, f"{path}.{name}") if name not in ("default", "examples") else ()
+    if isinstance(schema, list):
+        for part in schema:
+            yield from leaves(part, path)
+
+
+def test_every_number_has_both_bounds_and_every_text_a_length() -> None:
+    unbounded = []
+    for path, schema in leaves(PipelineConfig.model_json_schema()):
+        if schema["type"] in ("integer", "number"):
+            low, high = (
+                ("minimum" in schema or "exclusiveMinimum" in schema),
+                ("maximum" in schema or "exclusiveMaximum" in schema),
+            )
+            unbounded += [] if low and high else [path]
+        if schema["type"] == "string" and not {"maxLength", "enum", "const"} & set(schema) and schema.get("format") != "path":
+            unbounded.append(path)
+    assert unbounded == []
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("training.dense_optimizer.learning_rate=.inf", "should be a finite number"),
+        ("training.dense_optimizer.learning_rate=1e308", "less than or equal to 1000"),
+        ("training.epochs=1e26", "training.epochs"),
+        ("training.batch_size=100000000000000", "less than or equal to 1048576"),
+        ("training.seed=18446744073709551616", "less than or equal to 4294967295"),
+        ("tuning={seed: 4294967296, ranges: {model.temperature: {low: 0.1, high: 1}}}", "less than or equal to 40000"),
+        ("registry.model_name=it's", "registry.model_name: String should match pattern"),
+        ('registry.model_name="a\\nb"', "registry.model_name: String should match pattern"),
+        ("registry.model_name=two words", "registry.model_name: String should match pattern"),
+        ("registry.model_name=" + 300 * "n", "registry.model_name: String should have at most 128 characters"),
+        ('registry.experiment="a\\nb"', "registry.experiment: contains the control character U+000A"),
+        ("registry.experiment=' a'", "registry.experiment: is ' a', with a blank at its beginning or end"),
+        ('name="\\u2028"', "name: contains the control character U+2028"),
+        ('workspace="a\\0b"', "workspace: "),
+        ("workspace=~stranger-here/x", "workspace: is '~stranger-here/x', but the user after ~ does not exist"),
+        (
+            "interactions.paths=~stranger-here/x",
+            "interactions.paths: is '~stranger-here/x', but the user after ~ does not exist",
+        ),
+        ("interactions.paths=' '", "interactions.paths: is an empty path"),
+        ("interactions.user_column=", "interactions.user_column: Input should be a valid string"),
+        ("interactions.user_column=''", "interactions.user_column: String should have at least 1 character"),
+        ("interactions.user_column=item_id", "interactions: user_column and item_column are both 'item_id'"),
+        ("interactions.item_column=ts", "interactions: item_column and timestamp_column are both 'ts'"),
+        ("interactions.memory_limit=0GB", "interactions.memory_limit: is 0GB; set a value from 1MB to 1000TB"),
+        ("training.epochs=1:30", "training.epochs: Input should be a valid integer"),
+        ("training.epochs=yes", "training.epochs: Input should be a valid integer"),
+        ("training.epochs=true", "training: epochs is true, which is not a value of this setting"),
+        ("model.candidate.layers=[true]", "model.candidate: layers is [true], which is not a value of this setting"),
+        ("training={epochs: 1, epochs: 2}", "the key 'epochs' is given twice"),
+        ("=1", "expected a.b=value"),
+        (".=1", "expected a.b=value"),
+        ("training..epochs=1", "expected a.b=value"),
+        ("a." * 40 + "b=1", "41 nested names"),
+    ],
+)
+def test_an_invalid_value_is_rejected_with_its_key(file: Path, override: str, expected: str) -> None:
+    assert expected in message(file, override)
+
+
+def test_numbers_are_those_of_yaml_1_2(file: Path) -> None:
+    config = load_config(
+        file, ["training.epochs=012", "training.batch_size=0x40", "model.learn_user_embedding=true", "name=1e5x"]
+    )
+    assert (config.training.epochs, config.training.batch_size) == (12, 64)
+    assert config.model.learn_user_embedding and config.name == "1e5x"
+    assert yaml_loader.load("{a: 1:30, b: yes, c: 2026-11-19, d: 0o14, e: .inf, f: ~, g: 1e-3, h: 'x'}") == {
+        "a": "1:30", "b": "yes", "c": "2026-11-19", "d": 12, "e": math.inf, "f": None, "g": 0.001, "h": "x",
+    }  # fmt: skip
+
+
+def test_a_name_with_a_dot_is_written_in_quotes(file: Path) -> None:
+    brand = "features={items: {paths: p, id_column: id, features: [{name: brand}]}}"
+    config = load_config(file, [brand, 'tables."item.brand".dim=8', 'sharding.tables."item.brand".pooling_factor=2'])
+    assert config.tables["item.brand"].dim == 8
+    assert config.sharding.tables["item.brand"].pooling_factor == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: " + "[" * 3_000, "nests groups more than 32 deep in line 1"),
+        ("{a: " * 3_000, "nests groups more than 32 deep in line 1"),
+        ("\n".join(f"key{i}: 1" for i in range(20_000)), "has more than 20,000 keys and values"),
+        ("\n".join(f"key{i}: 1" for i in range(5_000)), "and 4,980 more"),
+        (
+            "a0: &a0 [1, 1, 1]\n" + "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)),
+            "has more than 20,000 keys and values, and each use of an alias counts",
+        ),
+        ("a: &a [*a]", "has an alias in line 1 for a group that contains the alias"),
+        ("a: '" + "x" * (1 << 20) + "'", "has more than 1,048,576 characters"),
+        ("a: " + "9" * 5_000, "is not valid YAML: not a whole number"),
+        ("a: !!python/name:os.system", "is not valid YAML: line 1: the tag"),
+        ("? [a]\n: 1", "a key must be a scalar"),
+    ],
+    ids=range(10),
+)
+def test_a_config_that_is_too_deep_or_too_slow_to_parse_is_rejected_with_a_short_message(
+    file: Path, text: str, expected: str
+) -> None:
+    error = message(file, text=text)
+    assert expected in error
+    assert len(error) < 20_000
+
+
+HOSTILE = [
+    "", " ", "~", "~stranger", "/dev/null", "it's", 'a"b', "a\nb", "a\0b", "x" * 5_000, "\ufeff", "1:30", "012", "0o7", "yes",
+    "1e5", ".inf", "nan", "-0", "<<", "=", "..", "../..", "s3://", "s3://a:b@c/d", "{}", "\u202e", 2**64, -1, 1e308, 5e-324,
+]  # fmt: skip
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12) | st.sampled_from(HOSTILE)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+)
+NAMES = sorted({name.replace("*", "item") for name in setting_keys(PipelineConfig)})
+
+
+def with_setting(name: str, value: Any) -> dict[str, Any]:
+    raw: dict[str, Any] = {"interactions": dict(GOOD["interactions"])}
+    *parents, last = name.split(".")
+    level = raw
+    for key in parents:
+        level = level.setdefault(key, {})
+        if not isinstance(level, dict):
+            return raw
+    level[last] = value
+    return raw
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(NAMES), values)
+@example("tables", {"": {}})
+@example("launcher", {"kind": "torchx", "scheduler": "slurm", "env": {"A B": "c"}})
+def test_any_value_of_any_setting_gives_a_config_that_reads_back_or_one_message(tmp_path: Path, name: str, value: Any) -> None:
+    file = tmp_path / "nightly.yaml"
+    try:
+        text = yaml_loader.dump(with_setting(name, value))
+        file.write_text(text, encoding="utf-8")
+    except UnicodeEncodeError:
+        return
+    try:
+        config = load_config(file)
+    except InputError as error:
+        assert len(str(error)) < 10_000
+        return
+    dump_config(config, tmp_path / "again.yaml")
+    assert load_config(tmp_path / "again.yaml") == config
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text(max_size=60) | st.text("{}[]&*!|>'\"%@`#:,-? \n\tab1", max_size=60))
+def test_any_text_ends_in_a_config_or_in_one_message(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "nightly.yaml"
+    try:
+        file.write_text(text, encoding="utf-8")
+    except UnicodeEncodeError:
+        return
+    with pytest.raises(InputError):
+        load_config(file)
+    with pytest.raises(InputError):
+        load_config(file, [text])
+
+
+@settings(max_examples=100, deadline=None)
+@given(values)
+def test_dumped_values_load_back_unchanged(value: Any) -> None:
+    def same(one: Any, other: Any) -> bool:
+        return repr(one) == repr(other)
+
+    try:
+        assert same(yaml_loader.load(yaml_loader.dump(value)), value)
+    except YAMLError as error:  # YAML cannot hold an unpaired surrogate
+        assert "special characters" in str(error)

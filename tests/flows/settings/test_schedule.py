@@ -1,0 +1,94 @@
+"""The schedule of a pipeline: cron expressions and time zones that Prefect also accepts, and messages for the others."""
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from zoneinfo import ZoneInfo
+
+import pytest
+
+from flows.settings import yaml_loader
+from flows.settings.config_file import load_config
+from flows.settings.schedule import ScheduleConfig
+from recsys_core.errors import InputError
+
+LOG = {"interactions": {"paths": "log/*.parquet", "timestamp_column": "ts"}}
+WAY_OUT = "write the five fields minute, hour, day of month, month and day of week, e.g. 15 2 * * * for 02:15 on every day"
+
+
+def message(folder: Path, **schedule: object) -> str:
+    file = folder / "nightly.yaml"
+    file.write_text(yaml_loader.dump({**LOG, "schedule": schedule}))
+    with pytest.raises(InputError) as caught:
+        load_config(file)
+    return str(caught.value).removeprefix(f"{file}:\n  ")
+
+
+@pytest.mark.parametrize(
+    ("expression", "problem"),
+    [
+        ("61 2 * * *", "is not a cron expression: Bad minute"),
+        ("every day at two", "is not a cron expression: Wrong number of fields"),
+        ("@daily", "is not a cron expression: Wrong number of fields"),
+        ("0 0 31 2 *", "is not a cron expression: Bad day-of-month"),
+        ("15 15 2 * * *", "has a field for seconds"),
+        ("0 0 LW * *", "has LW or a number before L, which Prefect does not support"),
+    ],
+)
+def test_a_cron_expression_that_is_none_is_reported_with_its_problem_and_an_example(
+    tmp_path: Path, expression: str, problem: str
+) -> None:
+    assert message(tmp_path, cron=expression) == f"schedule.cron: '{expression}' {problem}; {WAY_OUT}"
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("Europe/Berln", "did you mean Europe/Berlin?"),
+        ("europe/berlin", "did you mean Europe/Berlin?"),
+        ("at home", "write a name such as Europe/Berlin"),
+        ("../etc/passwd", "write a name such as Europe/Berlin"),
+    ],
+)
+def test_a_time_zone_that_does_not_exist_is_reported_with_the_nearest_name(tmp_path: Path, name: str, advice: str) -> None:
+    assert message(tmp_path, timezone=name) == f"schedule.timezone: '{name}' is not a time zone of the IANA database; {advice}"
+
+
+@pytest.mark.parametrize(
+    "expression", ["15 2 * * *", "*/5 * * * *", "0 0 L * *", "30 4 * * mon-fri", "0 0 * * 1#2", "0 0 * * 7"]
+)
+def test_prefect_plans_the_same_next_start(expression: str) -> None:
+    import asyncio
+
+    from prefect.server.schemas.schedules import CronSchedule
+
+    after = datetime(2026, 11, 22, 12, 1, tzinfo=UTC)
+    schedule = CronSchedule(cron=expression, timezone="Europe/Berlin")
+    (next_start,) = asyncio.run(schedule.get_dates(1, start=after))
+    assert ScheduleConfig(cron=expression, timezone="Europe/Berlin").next_start(after) == next_start
+
+
+@pytest.mark.parametrize(
+    ("day", "planned_hours"),
+    [(datetime(2027, 3, 28, tzinfo=UTC), (3, 2, 2)), (datetime(2026, 10, 25, tzinfo=UTC), (2, 2, 2))],
+    ids=["spring", "autumn"],
+)
+def test_a_start_in_the_hour_of_a_clock_change_happens_once(day: datetime, planned_hours: tuple[int, ...]) -> None:
+    import asyncio
+
+    from prefect.server.schemas.schedules import CronSchedule
+
+    schedule = CronSchedule(cron="15 2 * * *", timezone="Europe/Berlin")
+    times = [day + timedelta(minutes=10 * step) for step in range(-12, 18)]  # Prefect plans the next starts again and again
+    plans = [[start.astimezone(UTC) for start in asyncio.run(schedule.get_dates(3, start=time))] for time in times]
+    starts = sorted({start for plan in plans for start in plan if start < day + timedelta(days=3)})
+    local_starts = [start.astimezone(ZoneInfo("Europe/Berlin")) for start in starts]
+    assert [(start.day - day.day, start.hour, start.minute) for start in local_starts] == [
+        (number, hour, 15) for number, hour in enumerate(planned_hours)
+    ]
+    own_start = ScheduleConfig(cron="15 2 * * *", timezone="Europe/Berlin").next_start(times[0])
+    assert own_start is not None
+    assert (own_start.day, own_start.hour) == (day.day, planned_hours[0])
+
+
+def test_a_pipeline_without_a_cron_expression_has_no_planned_start() -> None:
+    assert ScheduleConfig().next_start(datetime.now(UTC)) is None

@@ -1,0 +1,39 @@
+"""The config file of `nightjar init`: it loads back, explains every setting, and has the important ones."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flows.settings.config_errors import setting_keys
+from flows.settings.config_file import load_config
+from flows.settings.pipeline import PipelineConfig
+from flows.settings.template import IMPORTANT_SETTINGS, starter_config, to_commented_yaml
+from recsys_core.ingest.vectors.config import EmbeddingsConfig
+
+
+@pytest.mark.parametrize("every_setting", [True, False])
+def test_the_starter_config_loads_back_to_itself(tmp_path: Path, every_setting: bool) -> None:
+    file = tmp_path / "nightly.yaml"
+    file.write_text(to_commented_yaml(starter_config(), every_setting=every_setting))
+    assert load_config(file) == starter_config().with_absolute_paths(tmp_path)
+    assert load_config(file, ["embeddings.pca_dim=8"]).embeddings[0].pca_dim == 8
+    second = EmbeddingsConfig(paths=("b.parquet",), table="item.brand", dimension_prefix="d")
+    both = starter_config().model_copy(update={"embeddings": (*starter_config().embeddings, second)})
+    file.write_text(to_commented_yaml(both, every_setting=every_setting))
+    assert load_config(file) == both.with_absolute_paths(tmp_path)
+
+
+def test_every_setting_is_explained_in_lines_that_fit() -> None:
+    lines = to_commented_yaml(starter_config()).splitlines()
+    assert max(map(len, lines)) <= 128
+    assert [line for line in lines if line.strip() and "#" not in line] == ["    kind: time", "  kind: local"]
+    assert any("(cosine | dot)" in line for line in lines)
+
+
+def test_the_important_settings_exist_and_are_written() -> None:
+    assert set(IMPORTANT_SETTINGS) <= set(setting_keys(PipelineConfig))
+    text = to_commented_yaml(starter_config(), every_setting=False)
+    assert all(f"{name.rpartition('.')[2]}:" in text for name in IMPORTANT_SETTINGS)
+    num_written = len(re.findall(r"^[^#\n]*: [^ \n]", text, flags=re.MULTILINE))
+    assert len(IMPORTANT_SETTINGS) <= num_written <= len(IMPORTANT_SETTINGS) + 2

@@ -1,0 +1,144 @@
+"""Histories compared with plain Python over the same events."""
+
+import tracemalloc
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recsys_core.dataset.events import EvaluationSplit, EventStore
+from recsys_core.dataset.jagged import JaggedArray, ragged_ranges
+from tests.recsys_core.ingest.interaction_logs import ingest, write_log
+
+Nested = list[list[int]]
+few = st.lists(st.integers(0, 30), max_size=5)
+users = st.lists(st.tuples(st.lists(st.integers(0, 30), min_size=1, max_size=8), few, few), min_size=1, max_size=6)
+Users = list[tuple[list[int], list[int], list[int]]]
+"""Train, validation and test items of each user."""
+
+
+def store_of(log: Users, *, ordered: bool = True) -> EventStore:
+    lengths = np.array([[len(part) for part in user] for user in log], np.int64)
+    offset = np.concatenate([[0], np.cumsum(lengths.sum(axis=1))])
+    train = [item for user in log for item in user[0]]
+    return EventStore(
+        is_ordered=ordered,
+        user_offset=offset,
+        train_end=offset[:-1] + lengths[:, 0],
+        validation_end=offset[:-1] + lengths[:, 0] + lengths[:, 1],
+        event_item=np.array([item for user in log for part in user for item in part], np.int32),
+        train_user=np.repeat(np.arange(len(log), dtype=np.int32), lengths[:, 0]),
+        item_count=np.bincount(train, minlength=31),
+        vector_row=np.full(31, -1),
+    )
+
+
+def lists_of(ragged: JaggedArray) -> Nested:
+    assert ragged.offset[-1] == len(ragged.values_L) and ragged.values_L.dtype == np.int64
+    return [ragged.values_L[start:stop].tolist() for start, stop in pairwise(ragged.offset)]
+
+
+def train_positions(store: EventStore) -> tuple[np.ndarray, np.ndarray]:
+    """Return position and user of every training event."""
+    user = store.train_user.astype(np.int64)
+    return store.user_offset[user] + np.arange(store.num_train_events) - store.first_example_U[user], user
+
+
+def places(log: Users) -> Users:
+    """Return `log` with the position of each event instead of its item."""
+    counter = iter(range(10_000))
+    return [tuple([next(counter) for _ in part] for part in user) for user in log]
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 6))))
+def test_ragged_ranges_count_up_from_every_start(pairs: list[tuple[int, int]]) -> None:
+    starts, lengths = np.array(pairs, np.int64).reshape(-1, 2).T
+    wanted = [number for start, length in pairs for number in range(start, start + length)]
+    assert ragged_ranges(starts, lengths).tolist() == wanted
+
+
+@given(log=users, max_history=st.integers(0, 6))
+def test_an_ordered_history_holds_the_preceding_events_but_not_the_event_itself(log: Users, max_history: int) -> None:
+    where = store_of(places(log))
+    position, user = train_positions(where)
+    histories = lists_of(where.histories(position, user, max_history=max_history))
+    wanted = [train[max(0, at - max_history) : at] for train, _, _ in places(log) for at in range(len(train))]
+    assert histories == wanted
+    assert all(before < event for event, history in zip(position.tolist(), histories, strict=True) for before in history)
+    items = store_of(log)
+    expected = [train[max(0, at - max_history) : at] for train, _, _ in log for at in range(len(train))]
+    assert lists_of(items.histories(position, user, max_history=max_history)) == expected
+
+
+@given(log=users, max_history=st.integers(0, 10))
+def test_an_unordered_history_is_other_training_events_of_the_user_each_once(log: Users, max_history: int) -> None:
+    where = store_of(places(log), ordered=False)
+    position, user = train_positions(where)
+    histories = lists_of(where.histories(position, user, max_history=max_history))
+    for event, owner, history in zip(position.tolist(), user.tolist(), histories, strict=True):
+        others = set(places(log)[owner][0]) - {event}
+        assert set(history) <= others
+        assert len(history) == len(set(history)) == min(len(others), max_history)
+
+
+@given(log=users, max_history=st.integers(1, 4))
+def test_in_unordered_histories_no_event_of_a_user_is_favoured(log: Users, max_history: int) -> None:
+    where = store_of(places(log), ordered=False)
+    position, user = train_positions(where)
+    drawn = np.bincount(where.histories(position, user, max_history=max_history).values_L, minlength=len(where.event_item))
+    for train, _, _ in places(log):
+        assert len(set(drawn[train].tolist())) == 1
+
+
+@settings(deadline=None)
+@given(log=users, split=st.sampled_from(["validation", "test"]), last=st.none() | st.integers(0, 6), data=st.data())
+def test_targets_and_histories_equal_those_of_plain_python(
+    log: Users, split: EvaluationSplit, last: int | None, data: st.DataObject
+) -> None:
+    store = store_of(log)
+    chosen = data.draw(st.lists(st.integers(0, len(log) - 1), max_size=8))
+    user = np.array(chosen, np.int64)
+    part = {"validation": 1, "test": 2}[split]
+    assert lists_of(store.targets(user, split)) == [log[one][part] for one in chosen]
+    before = [[item for items in log[one][:part] for item in items] for one in chosen]
+    wanted = before if last is None else [items[max(0, len(items) - last) :] for items in before]
+    assert lists_of(store.items_before(user, split, max_items=last)) == wanted
+    assert store.users_with_targets(split).tolist() == [row for row, one in enumerate(log) if one[part]]
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_the_store_opens_what_the_ingest_wrote(tmp_path: Path, timed: bool) -> None:
+    train = write_log(tmp_path / "a.parquet", [("ann", 10 + at, at) for at in range(6)] + [("bob", 11, 1)])
+    test = write_log(tmp_path / "b.parquet", [("ann", 99, 50)])
+    manifest = ingest(
+        tmp_path / "stage", train, split={"kind": "files", "test_paths": test}, **({} if timed else {"timestamp_column": None})
+    )
+    store = EventStore.open(manifest)
+    assert (store.is_ordered, store.num_train_events, store.event_item.tolist()[-1]) == (timed, 7, 0)
+    assert store.users_with_targets("test").tolist() == [0]
+    position, user = train_positions(store)
+    lengths = store.histories(position, user, max_history=3).lengths.tolist()
+    assert lengths == ([0, 1, 2, 3, 3, 3, 0] if timed else [3] * 6 + [0])
+
+
+def test_events_are_counted_without_a_copy_of_the_log() -> None:
+    users, each, items = 40_000, 100, 50
+    event_item = np.tile(np.arange(items, dtype=np.int32), users * each // items)
+    offset = np.arange(users + 1) * each
+    whole = store_of([([0], [], [])])
+    ends = {"train_end": offset[:-1] + each - 20, "validation_end": offset[:-1] + each - 10}
+    store = replace(whole, user_offset=offset, event_item=event_item, item_count=np.zeros(items, np.int64), **ends)
+    tracemalloc.start()
+    try:
+        counts = {split: store.item_counts_before(split) for split in ("validation", "test")}
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < event_item.nbytes, f"{peak:,} bytes for a log of {event_item.nbytes:,}"
+    for split, length in (("validation", each - 20), ("test", each - 10)):
+        expected = np.bincount(event_item.reshape(users, each)[:, :length].ravel(), minlength=items)
+        np.testing.assert_array_equal(counts[split], expected)

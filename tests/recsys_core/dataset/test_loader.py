@@ -1,0 +1,297 @@
+"""An epoch has every example once over all ranks, with its own history; a batch depends on seed, epoch, rank and index only."""
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recsys_core.dataset.assembly import Assembler
+from recsys_core.dataset.batch import Batch
+from recsys_core.dataset.batch_keys import UNPOOLED
+from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.loader import TrainLoader, prefetch, query_batch
+from recsys_core.errors import InputError
+from recsys_core.models.loss.sampling import negative_share
+from tests.recsys_core.dataset.test_events import Users, store_of, users
+
+MAX_HISTORY, ITEMS = 3, 10_000
+TENSORS = ("item_row_V", "candidate_index_C", "history_index_H", "history_offset")
+
+
+def loader_of(store: EventStore, **settings_of: Any) -> TrainLoader:
+    """Return a loader. By default every item is drawn with the same probability."""
+    items = len(store.item_count)
+    base = {"batch_size": 4, "rank": 0, "world_size": 1, "seed": 5, "max_history": MAX_HISTORY, "num_negatives": 0}
+    base |= {"assembler": Assembler(user_batch_key=UNPOOLED), "negative_share_I": np.full(items, 1 / items)}
+    return TrainLoader(store, **(base | settings_of))
+
+
+def numbered(sizes: list[int]) -> Users:
+    """Return users with the given numbers of training events, each of another item, so that an item identifies its event."""
+    counter = iter(range(1_000_000))
+    return [([next(counter) for _ in range(size)], [], []) for size in sizes]
+
+
+def candidates(batch: Batch) -> list[int]:
+    """Return the catalogue rows of the candidates."""
+    return batch.item_row_V[batch.candidate_index_C].tolist()
+
+
+def positives(batch: Batch) -> list[int]:
+    return candidates(batch)[: batch.batch_size]
+
+
+def histories(batch: Batch) -> list[list[int]]:
+    """Return the catalogue rows of the history of each query."""
+    row_H = batch.item_row_V[batch.history_index_H]
+    return [row_H[start:end].tolist() for start, end in pairwise(batch.history_offset.tolist())]
+
+
+def same(one: Batch, other: Batch) -> bool:
+    pairs = [(getattr(one, name), getattr(other, name)) for name in TENSORS]
+    for key in one.sparse:
+        pairs += [(one.sparse[key].values(), other.sparse[key].values())]
+        pairs += [(one.sparse[key].lengths(), other.sparse[key].lengths())]
+    fits = one.batch_size == other.batch_size and set(one.sparse) == set(other.sparse)
+    return fits and all(torch.equal(left, right) for left, right in pairs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    world_size=st.integers(1, 4),
+    batch_size=st.integers(1, 7),
+    epoch=st.integers(0, 3),
+)
+def test_over_all_ranks_an_epoch_covers_every_example_at_most_once(
+    sizes: list[int], world_size: int, batch_size: int, epoch: int
+) -> None:
+    store = store_of(numbered(sizes))
+    seen, shapes = [], []
+    for rank in range(world_size):
+        loader = loader_of(store, rank=rank, world_size=world_size, batch_size=batch_size)
+        batches = [loader.batch(epoch, batch) for batch in range(len(loader))]
+        seen += [item for batch in batches for item in positives(batch)]
+        shapes.append([batch.batch_size for batch in batches])
+        assert shapes[-1] == [loader.num_batch_queries(batch) for batch in range(len(loader))]
+    assert all(shape == shapes[0] for shape in shapes)
+    assert sum(shapes[0]) == loader.num_epoch_queries
+    assert all(0 < size <= batch_size for size in shapes[0])
+    assert len(set(seen)) == len(seen)
+    assert sum(sizes) - world_size < len(seen) <= sum(sizes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    log=users,
+    batch_size=st.integers(1, 9),
+    negatives=st.integers(0, 5),
+    max_history=st.integers(0, MAX_HISTORY),
+    ordered=st.booleans(),
+    include_target=st.booleans(),
+)
+def test_positives_users_and_histories_are_those_of_one_example(
+    log: Users, batch_size: int, negatives: int, max_history: int, ordered: bool, include_target: bool
+) -> None:
+    counter = iter(range(ITEMS))
+    log = [([next(counter) for _ in train], validation, test) for train, validation, test in log]  # an item tells its event
+    owner = {item: (row, at) for row, (train, _, _) in enumerate(log) for at, item in enumerate(train)}
+    loader = loader_of(
+        store_of(log, ordered=ordered),
+        batch_size=batch_size, num_negatives=negatives, max_history=max_history, include_target=include_target and not ordered,
+    )  # fmt: skip
+    for batch in (loader.batch(0, number) for number in range(len(loader))):
+        assert len(batch.candidate_index_C) == batch.batch_size + negatives
+        users_B = batch.sparse[UNPOOLED]["user"].to_dense()[: batch.batch_size]
+        for item, history, user in zip(positives(batch), histories(batch), users_B, strict=True):
+            row, at = owner[item]
+            train = log[row][0]
+            before = train[max(0, at - max_history) : at] if max_history else []
+            around = train[at : at + include_target] + train[at + 1 :] + train[:at]
+            assert user.tolist() == [row]
+            assert history == (before if ordered else around[:max_history])
+
+
+@settings(max_examples=40, deadline=None)
+@given(log=users, batch_size=st.integers(1, 9), negatives=st.integers(0, 9), ordered=st.booleans())
+def test_an_item_is_looked_up_once_however_often_it_occurs(log: Users, batch_size: int, negatives: int, ordered: bool) -> None:
+    loader = loader_of(store_of(log, ordered=ordered), batch_size=batch_size, num_negatives=negatives)
+    for batch in loader.epoch(0):
+        occurring = set(candidates(batch)) | {item for history in histories(batch) for item in history}
+        assert sorted(batch.item_row_V.tolist()) == sorted(occurring)
+        assert batch.sparse[UNPOOLED]["item"].values().tolist() == batch.item_row_V.tolist()
+
+
+def test_negatives_come_from_the_whole_catalogue_and_differ_by_rank_and_batch() -> None:
+    store = store_of(numbered([50]))
+    made = [
+        loader_of(store, rank=rank, world_size=2, batch_size=5, num_negatives=400).batch(0, batch)
+        for rank in range(2)
+        for batch in range(2)
+    ]
+    drawn = [tuple(candidates(batch)[5:]) for batch in made]
+    assert len(set(drawn)) == 4
+    assert set(drawn[0]) == set(range(len(store.item_count)))
+
+
+def test_negatives_are_drawn_in_proportion_to_their_share() -> None:
+    share_I = np.array([0.0, 0.5, 0.0, 0.2, 0.3, 0.0])
+    loader = loader_of(store_of([([1, 3, 4], [], [])]), batch_size=3, num_negatives=100_000, negative_share_I=share_I)
+    drawn = np.bincount(candidates(loader.batch(0, 0))[3:], minlength=6) / 100_000
+    assert drawn[share_I == 0].sum() == 0
+    np.testing.assert_allclose(drawn, share_I, atol=0.01)
+
+
+@given(count=st.lists(st.integers(0, 5), min_size=1, max_size=50).filter(any), alpha=st.sampled_from([0.0, 0.5, 1.0]))
+@settings(max_examples=60, deadline=None)
+def test_only_items_with_a_training_event_are_drawn(count: list[int], alpha: float) -> None:
+    share_I = negative_share(np.array(count), alpha)
+    batch = loader_of(store_of([([0], [], [])]), num_negatives=200, negative_share_I=share_I).batch(0, 0)
+    assert all(count[item] for item in candidates(batch)[1:])
+
+
+@pytest.mark.parametrize("start", [0, 1, 5, 12, 13])
+def test_resuming_at_a_batch_gives_exactly_the_later_batches(start: int, small_chunks: None) -> None:
+    loader = loader_of(store_of(numbered([13] * 4)), num_negatives=3)
+    assert len(loader) == 13
+    whole, resumed = list(loader.epoch(2)), list(loader.epoch(2, start_batch=start))
+    assert len(whole) == 13 and len(resumed) == 13 - start
+    assert all(same(one, other) for one, other in zip(whole[start:], resumed, strict=True))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    log=users,
+    ordered=st.booleans(),
+    batch_size=st.integers(1, 9),
+    world_size=st.integers(1, 3),
+    seed=st.integers(0, 2**31),
+    epoch=st.integers(0, 5),
+    data=st.data(),
+)
+def test_a_batch_is_a_function_of_seed_epoch_rank_and_number(
+    log: Users, ordered: bool, batch_size: int, world_size: int, seed: int, epoch: int, data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, world_size - 1))
+    settings_of = {"batch_size": batch_size, "world_size": world_size, "rank": rank, "seed": seed, "num_negatives": 3}
+    store = store_of(log, ordered=ordered)
+    one, other = loader_of(store, **settings_of), loader_of(store, **settings_of)
+    in_order = list(one.epoch(epoch))
+    assert len(in_order) == len(one)
+    for number in data.draw(st.permutations(range(len(one)))):
+        assert same(other.batch(epoch, number), in_order[number])
+    start = data.draw(st.integers(0, len(one)))
+    resumed = other.epoch(epoch, start_batch=start)
+    assert all(same(here, there) for here, there in zip(in_order[start:], resumed, strict=True))
+
+
+def test_epochs_and_seeds_differ_and_the_same_ones_are_equal() -> None:
+    store = store_of(numbered([40] * 3))
+
+    def order(seed: int, epoch: int) -> list[int]:
+        batches = loader_of(store, seed=seed, batch_size=50).epoch(epoch)
+        return [item for batch in batches for item in candidates(batch)]
+
+    orders = [order(seed, epoch) for seed in (1, 2) for epoch in (0, 1)]
+    assert all(sorted(found) == list(range(120)) for found in orders)
+    assert len({tuple(found) for found in orders}) == 4
+    assert order(2, 1) == orders[3]
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make chunks of three batches of the size in loader_of, or of two batches with three negatives each."""
+    monkeypatch.setattr("recsys_core.dataset.loader.CHUNK_CANDIDATES", 14)
+
+
+def loader_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "loader"]
+
+
+def test_closing_an_epoch_early_ends_its_thread(small_chunks: None) -> None:
+    batches = loader_of(store_of(numbered([400]))).epoch(0)
+    next(batches)
+    assert len(loader_threads()) == 1
+    batches.close()
+    assert loader_threads() == []
+
+
+@pytest.mark.parametrize("error", [ValueError("page 7 is gone"), SystemExit(3)])
+def test_an_error_of_the_background_thread_is_raised_after_the_items_before_it(error: BaseException) -> None:
+    def fail_after_six() -> Iterator[int]:
+        yield from range(6)
+        raise error
+
+    received = []
+    with pytest.raises(type(error)) as caught:
+        for item in prefetch(fail_after_six(), depth=2):
+            received.append(item)
+    assert caught.value is error and received == [*range(6)]
+    assert loader_threads() == []
+
+
+def test_the_background_thread_computes_no_more_than_depth_items_ahead() -> None:
+    computed, full = [], threading.Event()
+
+    def count() -> Iterator[int]:
+        for number in range(100):
+            computed.append(number)
+            if number == 3:
+                full.set()
+            yield number
+
+    numbers = prefetch(count(), depth=2)
+    next(numbers)
+    assert full.wait(10)
+    time.sleep(0.05)
+    assert computed == [0, 1, 2, 3]  # one received, two in the queue, one waiting for room
+    numbers.close()
+    assert loader_threads() == []
+
+
+def test_the_batch_moves_as_a_whole() -> None:
+    batch = loader_of(store_of(numbered([9])), num_negatives=2).batch(0, 0)
+    assert same(batch, batch.to(torch.device("cpu")))
+    meta = batch.to(torch.device("meta"))
+    parts = [getattr(meta, name) for name in TENSORS] + [sparse.values() for sparse in meta.sparse.values()]
+    assert {part.device.type for part in parts} == {"meta"}
+
+
+def test_a_query_batch_has_the_history_of_each_user_before_the_split() -> None:
+    store = store_of([([1, 2, 3], [4], [5]), ([6], [], [7]), ([8, 9], [10], [])])
+    for split, expected in (("test", [[3, 4], [6]]), ("validation", [[2, 3], [6]])):
+        batch = query_batch(store, np.array([0, 1]), split, assembler=Assembler(user_batch_key=UNPOOLED), max_history=2)
+        assert histories(batch) == expected
+        assert batch.sparse[UNPOOLED]["user"].values().tolist() == [0, 1]
+        assert candidates(batch) == []
+
+
+def test_without_a_history_a_query_batch_points_at_no_item() -> None:
+    store = store_of([([1, 2, 3], [4], [5])])
+    batch = query_batch(store, np.array([0, 0]), "test", assembler=Assembler(user_batch_key=UNPOOLED), max_history=0)
+    assert histories(batch) == [[], []] and candidates(batch) == []
+
+
+def test_the_weight_of_an_example_is_that_of_its_event_over_the_mean_of_the_training_events() -> None:
+    store = replace(store_of(numbered([3, 4])), event_weight=np.arange(7, dtype=np.float32))
+    for batch in loader_of(store, num_negatives=2).epoch(0):
+        assert batch.loss_weight is not None and (3 * batch.loss_weight).tolist() == pytest.approx(positives(batch))
+
+
+def test_weights_of_held_out_events_do_not_count_in_the_mean() -> None:
+    store = replace(store_of([([1, 2], [3], [4]), ([5], [], [6])]), event_weight=np.array([1, 2, 70, 80, 6, 90], np.float32))
+    assert store.mean_weight() == 3
+
+
+def test_a_log_whose_training_events_all_weigh_nothing_is_rejected() -> None:
+    store = replace(store_of([([1, 2], [3], [4])]), event_weight=np.array([0, 0, 1, 1], np.float32))
+    with pytest.raises(InputError, match="all 2 training events have the weight 0"):
+        loader_of(store)

@@ -1,0 +1,261 @@
+"""Invalid feature tables are rejected with file, column, row and value, and no file of the stage is left."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pydantic import ValidationError
+
+from recsys_core.ingest.features.config import FeatureConfig, FeaturesConfig
+from recsys_core.ingest.features.ingest import ingest_features
+from tests.recsys_core.ingest.interactions_with_context import write_interactions
+from tests.recsys_core.ingest.parquet_files import damage_data, refuses, write
+
+LOG = [([0, 1, 2], [], [1]), ([1], [], [0])]
+LIST, WEIGHTS = pa.list_(pa.string()), pa.list_(pa.float64())
+
+
+def assert_rejected(folder: Path, *words: str, features: list[dict[str, Any]], path: str | None = None, **columns: Any) -> None:
+    """Assert that the item table with `columns` is rejected with `words`. Without an id column its ids are 10 to 12."""
+    interactions = write_interactions(folder / "log", users=["ann", "bob"], items=[10, 11, 12], log=LOG)
+    path = path or write(folder / "items.parquet", **({"id": [10, 11, 12]} | columns))
+    config = FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id", "features": features}})
+    refuses(
+        lambda out: ingest_features(
+            config, interactions=interactions, previous=None, memory_limit="200MB", threads=1, folder=out
+        ),
+        folder,
+        *words,
+    )
+
+
+BRAND = [{"name": "brand"}]
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    assert_rejected(tmp_path, "features.items.paths", "no such file", features=BRAND, path=str(tmp_path / "none.parquet"))
+
+
+def test_a_missing_column_names_the_feature_and_the_nearest_column(tmp_path: Path) -> None:
+    assert_rejected(
+        tmp_path,
+        "items.parquet",
+        "'brand'",
+        "features.items, feature 'brand'",
+        "did you mean 'brandt'",
+        features=BRAND,
+        brandt=["a"] * 3,
+    )
+
+
+def test_a_missing_id_column_is_named(tmp_path: Path) -> None:
+    assert_rejected(
+        tmp_path, "'id'", "features.items.id_column", features=BRAND, path=write(tmp_path / "items.parquet", brand=["a"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "words"),
+    [
+        ("categorical", [1.5, 2.0, 3.0], ("'brand' is double", "categorical needs")),
+        ("categorical", [["a"], ["b"], []], ("'brand' is list", "categorical needs")),
+        ("list", ["a", "b", "c"], ("'brand' is string", "list needs a list", "categorical")),
+        ("list", [[1.5], [], []], ("'brand' is list", "list needs")),
+        ("numeric", ["1", "2", "3"], ("'brand' is string", "numeric needs a number")),
+    ],
+)
+def test_a_column_type_that_does_not_fit_the_feature_kind_is_rejected(
+    tmp_path: Path, kind: str, values: list[Any], words: tuple[str, ...]
+) -> None:
+    feature = {"name": "brand", "kind": kind} | ({"buckets": 4} if kind == "numeric" else {})
+    assert_rejected(tmp_path, "items.parquet", *words, features=[feature], brand=values)
+
+
+def test_files_with_different_types_are_rejected(tmp_path: Path) -> None:
+    write(tmp_path / "data" / "a.parquet", id=[10], brand=[1])
+    write(tmp_path / "data" / "b.parquet", id=[11], brand=["x"])
+    path = str(tmp_path / "data" / "*.parquet")
+    assert_rejected(
+        tmp_path,
+        "b.parquet: column 'brand' is string, but column 'brand' of",
+        "a.parquet is int64; write both as one type",
+        features=BRAND,
+        path=path,
+    )
+
+
+def test_ids_of_another_type_than_those_of_the_log_are_rejected(tmp_path: Path) -> None:
+    assert_rejected(
+        tmp_path,
+        "items.parquet",
+        "'id' is string, but the item id of the log is int64",
+        features=BRAND,
+        id=["10", "11", "12"],
+        brand=["a"] * 3,
+    )
+
+
+def test_a_null_id_is_rejected(tmp_path: Path) -> None:
+    assert_rejected(
+        tmp_path,
+        "items.parquet: column 'id', row 1: null (2 of 3 rows); drop these rows",
+        features=BRAND,
+        id=[10, None, None],
+        brand=["a"] * 3,
+    )
+
+
+def test_an_id_that_occurs_twice_is_rejected_even_in_two_files(tmp_path: Path) -> None:
+    assert_rejected(
+        tmp_path,
+        "items.parquet: column 'id', row 0: 11 is the id of more than one row",
+        "(2 of 3 rows); keep one row for each id",
+        features=BRAND,
+        id=[11, 10, 11],
+        brand=["a"] * 3,
+    )
+    write(tmp_path / "data" / "a.parquet", id=["10", "it's"], brand=[1, 2])
+    write(tmp_path / "data" / "b.parquet", id=["it's"], brand=[3])
+    interactions = write_interactions(tmp_path / "log2", users=[1], items=["10", "it's"], log=[([0, 1], [], [1])])
+    config = {"items": {"paths": str(tmp_path / "data" / "*.parquet"), "id_column": "id", "features": BRAND}}
+    refuses(
+        lambda out: ingest_features(
+            FeaturesConfig.model_validate(config),
+            interactions=interactions, previous=None, memory_limit="200MB", threads=1, folder=out,
+        ),
+        tmp_path, "a.parquet: column 'id', row 1: ", "it's",
+    )  # fmt: skip
+
+
+def test_ids_without_a_match_in_the_log_are_rejected(tmp_path: Path) -> None:
+    assert_rejected(
+        tmp_path,
+        "items.parquet",
+        "'id'",
+        "none of the 3 ids is in the items of the log",
+        features=BRAND,
+        id=[1, 2, 3],
+        brand=["a"] * 3,
+    )
+
+
+def test_numbers_over_int64_are_rejected(tmp_path: Path) -> None:
+    huge = pa.array([1, 2**64 - 1, 3], pa.uint64())
+    assert_rejected(
+        tmp_path,
+        "column 'brand', row 1: 18446744073709551615 is too large for int64 (1 of 3 rows); write the values as strings",
+        features=BRAND,
+        brand=huge,
+    )
+
+
+def test_ids_over_int64_are_rejected(tmp_path: Path) -> None:
+    huge = pa.array([1, 2**64 - 1, 3], pa.uint64())
+    assert_rejected(
+        tmp_path,
+        "column 'id', row 1",
+        "too large for int64",
+        "write the ids as strings",
+        features=BRAND,
+        id=huge,
+        brand=["a"] * 3,
+    )
+
+
+LIKES = [{"name": "likes", "kind": "weighted_list", "weight_column": "much"}]
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0, None, 1e300])
+def test_a_weight_that_is_negative_or_not_finite_is_rejected(tmp_path: Path, weight: float | None) -> None:
+    assert_rejected(
+        tmp_path, "items.parquet: column 'much', row 2", "is a list with a weight that is null, negative, or not finite",
+        "(2 of 4 rows)",
+        features=LIKES, id=[10, 11, 12, 13], likes=pa.array([["a"], [], ["a", "b"], ["c"]], LIST),
+        much=pa.array([[1.0], [], [2.0, weight], [weight]], WEIGHTS),
+    )  # fmt: skip
+
+
+def test_more_weights_than_values_are_rejected(tmp_path: Path) -> None:
+    assert_rejected(
+        tmp_path, "items.parquet: column 'much', row 1: [1.0, 2.0] is", "not as long as the list in 'likes'", features=LIKES,
+        likes=pa.array([["a"], ["b"], None], LIST), much=pa.array([[1.0], [1.0, 2.0], None], WEIGHTS),
+    )  # fmt: skip
+
+
+def test_weights_that_are_not_a_list_of_numbers_are_rejected(tmp_path: Path) -> None:
+    assert_rejected(
+        tmp_path,
+        "'much' is string",
+        "weights are a list of numbers",
+        features=LIKES,
+        likes=pa.array([["a"]] * 3, LIST),
+        much=["1"] * 3,
+    )
+
+
+def test_a_damaged_file_is_rejected(tmp_path: Path) -> None:
+    path = write(tmp_path / "items.parquet", id=list(range(1000)), brand=[f"b{row}" for row in range(1000)])
+    damage_data(path)
+    assert_rejected(tmp_path, "the features: ", features=BRAND, path=path)
+
+
+def test_columns_whose_names_differ_only_in_case_are_rejected(tmp_path: Path) -> None:
+    assert_rejected(
+        tmp_path, "columns ['brand', 'Brand'] differ by case alone", features=BRAND, brand=["a"] * 3, Brand=["b"] * 3
+    )
+
+
+def test_column_names_with_quotes_and_very_long_values_are_harmless(tmp_path: Path) -> None:
+    column = 'much" FROM x; DROP TABLE joined; --'
+    feature = [{"name": "likes", "kind": "weighted_list", "weight_column": column}]
+    likes, much = pa.array([["\u202e" + "x" * 10_000], ["b"] * 5_000, None], LIST), [[1.0], [-1.0] * 5_000, None]
+    assert_rejected(
+        tmp_path,
+        "DROP TABLE",
+        "row 1: [-1.0, -1.0",
+        "... is a list with a weight",
+        features=feature,
+        likes=likes,
+        **{column: pa.array(much, WEIGHTS)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kind": "numeric"}, "set exactly one of buckets (a number), boundaries (a list) and standardise (true)"),
+        ({"kind": "numeric", "standardise": True, "buckets": 3}, "set exactly one of buckets"),
+        ({"kind": "numeric", "standardise": True, "min_count": 2}, "only a vocabulary counts"),
+        ({"standardise": True}, "standardise is True, but is only for kind numeric, not categorical"),
+        ({"kind": "numeric", "buckets": 3, "boundaries": [1.0]}, "set exactly one of buckets"),
+        ({"kind": "numeric", "boundaries": [1.0, 5.0, 5.0]}, "boundaries have to increase, but 5 comes after 5"),
+        ({"kind": "numeric", "boundaries": [1.0, float("inf")]}, "should be a finite number"),
+        ({"kind": "numeric", "buckets": 3, "min_count": 2}, "only a vocabulary counts"),
+        ({"hash_rows": 10, "min_count": 2}, "remove hash_rows"),
+        ({"weight_column": "w"}, "weight_column is 'w', but is only for kind weighted_list, not categorical"),
+        ({"kind": "list", "buckets": 2}, "buckets is 2, but is only for kind numeric, not list"),
+        ({"max_values": 3}, "max_values is 3, but is only for kind list or weighted_list"),
+        ({"kind": "weighted_list"}, "has no weight_column"),
+        ({"kind": "weighted_list", "weight_column": "x"}, "is both the column of the values and weight_column"),
+        ({"name": "../x"}, "should match pattern"),
+    ],
+)
+def test_contradicting_settings_of_a_feature_are_rejected(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        FeatureConfig.model_validate({"name": "x"} | settings)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, "no feature is declared"),
+        ({"context": [{"name": "a"}, {"name": "a"}]}, "2 features are named 'a'; rename all but one"),
+        ({"users": {"paths": "u", "id_column": "id", "features": [{"name": "a"}] * 3}}, "3 features are named 'a'"),
+    ],
+)
+def test_declared_features_have_names_of_their_own(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        FeaturesConfig.model_validate(config)
+    assert words in str(caught.value)

@@ -1,0 +1,254 @@
+"""Incremental ingest: a second run reads new files only, every id keeps its row, and no event is lost or repeated."""
+
+import errno
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recsys_core.ingest.log import incremental as log_parts
+from recsys_core.manifests import InteractionsManifest
+from recsys_core.units import DAY_US
+from tests.recsys_core.ingest.interaction_logs import Event, ingest, read, write_log
+from tests.recsys_core.ingest.parquet_files import refusal, write
+
+TIME = {"kind": "time", "test_days": 1, "validation_days": 1}
+DAYS: list[list[Event]] = [
+    [("ann", "x", 1), ("bob", "x", 2), ("ann", "y", 3)],
+    [("bob", "y", DAY_US), ("cat", "z", DAY_US + 1), ("ann", "x", DAY_US + 2)],
+    [("ann", "z", 2 * DAY_US), ("bob", "x", 2 * DAY_US + 1), ("cat", "x", 2 * DAY_US + 2)],
+    [("dan", "w", 3 * DAY_US), ("ann", "w", 3 * DAY_US + 1), ("dan", "x", 3 * DAY_US + 2)],
+]
+
+
+def partitions(folder: Path, days: list[list[Event]]) -> str:
+    for number, events in enumerate(days):
+        path = folder / f"day{number}.parquet"
+        if not path.exists():
+            write_log(path, events)
+    return str(folder / "*.parquet")
+
+
+def two_runs(
+    folder: Path, *, split: dict[str, Any] = TIME, **settings: Any
+) -> tuple[InteractionsManifest, InteractionsManifest]:
+    """Ingest three days, then in a second run one more."""
+    first = ingest(folder / "run1", partitions(folder / "in", DAYS[:3]), split=split, **settings)
+    paths = partitions(folder / "in", DAYS)
+    return first, ingest(folder / "run2", paths, split=split, previous=first, **settings)
+
+
+def rows(manifest: InteractionsManifest, side: str) -> dict[Any, int]:
+    ids = pq.read_table(manifest.path(f"{side}.parquet")).column("id").to_pylist()
+    return {one: row for row, one in enumerate(ids)}
+
+
+def same_events(manifest: InteractionsManifest, other: InteractionsManifest) -> None:
+    for one, two in zip(read(manifest).parts, read(other).parts, strict=True):
+        assert sorted(one) == sorted(two)
+
+
+def test_only_the_new_day_is_read_and_every_id_keeps_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[list[str]] = []
+    read_part = log_parts.read_part
+
+    def spy(*args: Any, sources: Any, **kwargs: Any) -> Any:
+        opened.append([Path(source.name).name for source in sources])
+        return read_part(*args, sources=sources, **kwargs)
+
+    monkeypatch.setattr(log_parts, "read_part", spy)
+    first, second = two_runs(tmp_path)
+    assert opened == [["day0.parquet", "day1.parquet", "day2.parquet"], ["day3.parquet"]]
+    assert (first.files_read, first.rows_read, second.files_read, second.rows_read) == (3, 9, 1, 3)
+    for side in ("users", "items"):
+        assert rows(first, side).items() <= rows(second, side).items()
+    assert list(rows(second, "users"))[3:] == ["dan"] and list(rows(second, "items"))[3:] == ["w"]
+    assert (first.lineage, first.run_number, second.run_number) == (second.lineage, 1, 2)
+    assert second.rebuild_reason is None
+    same_events(second, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME))
+
+
+def test_a_part_of_the_previous_run_is_shared_not_copied(tmp_path: Path) -> None:
+    first, second = two_runs(tmp_path)
+    assert [part.file_name for part in first.parts] == [second.parts[0].file_name]
+    assert first.path(first.parts[0].file_name).samefile(second.path(second.parts[0].file_name))
+
+
+def test_a_run_without_new_files_reads_no_file(tmp_path: Path) -> None:
+    first, _ = two_runs(tmp_path)
+    (tmp_path / "in" / "day3.parquet").unlink()
+    again = ingest(tmp_path / "again", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
+    assert (again.files_read, again.run_number) == (0, 2)
+    assert read(again) == read(first)
+
+
+def test_a_changed_file_is_read_again_and_counts_once(tmp_path: Path) -> None:
+    first, _ = two_runs(tmp_path)
+    write_log(tmp_path / "in" / "day1.parquet", [("eve", "v", DAY_US), ("eve", "x", DAY_US + 1)])
+    manifest = ingest(tmp_path / "again", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
+    assert manifest.files_read == 2
+    same_events(manifest, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME))
+
+
+def test_events_of_deleted_files_are_removed_but_their_ids_keep_their_rows(tmp_path: Path) -> None:
+    first = ingest(tmp_path / "run1", partitions(tmp_path / "in", DAYS), split=TIME)
+    (tmp_path / "in" / "day3.parquet").unlink()
+    manifest = ingest(tmp_path / "run2", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
+    assert (manifest.files_read, manifest.num_users, manifest.idle_users, manifest.idle_items) == (0, 4, 1, 1)
+    assert rows(manifest, "users") == rows(first, "users")
+    assert sum(len(part) for part in read(manifest).parts) == 9
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"vocabulary": {"rebuild": "always"}}, "rebuild is always"),
+        ({"vocabulary": {"rebuild_after_runs": 1}}, "1 runs have used the same vocabularies"),
+    ],
+)
+def test_a_rebuild_numbers_ids_again_by_frequency(tmp_path: Path, settings: dict[str, Any], why: str) -> None:
+    first, second = two_runs(tmp_path, **settings)
+    assert second.rebuild_reason is not None and why in second.rebuild_reason
+    assert (second.run_number, second.files_read, second.lineage == first.lineage) == (1, 4, False)
+    counts = [sum(event[1] == item for day in DAYS for event in day) for item in rows(second, "items")]
+    assert counts == sorted(counts, reverse=True)
+
+
+def test_a_rebuild_is_due_when_most_ids_are_idle(tmp_path: Path) -> None:
+    first = ingest(tmp_path / "run1", partitions(tmp_path / "in", DAYS), split=TIME)
+    for number in (0, 1):
+        (tmp_path / "in" / f"day{number}.parquet").unlink()
+    new = [[("new", "w", day * DAY_US), ("ann", "x", day * DAY_US)] for day in (20, 21, 22)]
+    for number, events in enumerate(new):
+        write_log(tmp_path / "in" / f"late{number}.parquet", events)
+    paths = str(tmp_path / "in" / "late*.parquet")
+    second = ingest(tmp_path / "run2", paths, split=TIME, previous=first)
+    assert (second.rebuild_reason, second.idle_users, second.num_users) == (None, 3, 5)
+    third = ingest(tmp_path / "run3", paths, split=TIME, previous=second)
+    assert third.rebuild_reason is not None and "3 of 5 users had no event in the previous run" in third.rebuild_reason
+    assert (third.num_users, third.idle_users) == (2, 0)
+
+
+def test_other_reading_settings_read_all_files_again_and_keep_the_rows(tmp_path: Path) -> None:
+    for number, events in enumerate(DAYS):
+        write_log(tmp_path / "in" / f"day{number}.parquet", events, stars=[5, 1, 5])
+    paths = str(tmp_path / "in" / "*.parquet")
+    first = ingest(tmp_path / "run1", paths, split=TIME)
+    second = ingest(tmp_path / "run2", paths, split=TIME, previous=first, label_column="stars", label_threshold=3)
+    assert (second.files_read, second.run_number, second.removed_events) == (4, 2, {"below_threshold": 4})
+    assert rows(second, "users") == rows(first, "users")
+
+
+def test_an_id_below_the_minimum_gets_a_row_once_it_has_enough_events(tmp_path: Path) -> None:
+    chosen = {"filter": {"min_user_events": 3}}
+    first, second = two_runs(tmp_path, **chosen)
+    assert set(rows(first, "users")) == {"ann", "bob"}
+    assert rows(first, "users").items() <= rows(second, "users").items()
+    more = write_log(tmp_path / "in" / "day4.parquet", [("cat", "x", 3 * DAY_US + 5), ("dan", "y", 3 * DAY_US + 6)])
+    third = ingest(tmp_path / "run3", str(Path(more).parent / "*.parquet"), split=TIME, previous=second, **chosen)
+    assert rows(second, "users").items() <= rows(third, "users").items()
+    assert set(rows(third, "users")) == {"ann", "bob", "cat", "dan"}
+    same_events(third, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME, **chosen))
+
+
+def test_parts_are_copied_where_they_cannot_be_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    first, second = two_runs(tmp_path)
+    assert second.files_read == 1
+    assert not first.path(first.parts[0].file_name).samefile(second.path(second.parts[0].file_name))
+
+
+def test_ids_of_another_column_are_numbered_again(tmp_path: Path) -> None:
+    first = ingest(tmp_path / "run1", partitions(tmp_path / "in", DAYS), split=TIME)
+    turned = {"user_column": "item_id", "item_column": "user_id"}
+    second = ingest(tmp_path / "run2", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first, **turned)
+    assert second.rebuild_reason is not None and "('item_id', 'user_id')" in second.rebuild_reason
+    assert set(rows(second, "users")) == set(rows(first, "items"))
+
+
+def test_a_row_from_the_future_is_used_once_its_time_is_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = partitions(tmp_path / "in", DAYS)
+    dropping = {"on_bad_rows": "drop", "max_bad_share": 0.5, "max_future_days": 0}
+    monkeypatch.setattr(time, "time_ns", lambda: (3 * DAY_US - 1) * 1_000)
+    first = ingest(tmp_path / "run1", path, split=TIME, **dropping)
+    assert first.bad_rows == {"t: in the future": 3}
+    monkeypatch.setattr(time, "time_ns", lambda: 4 * DAY_US * 1_000)
+    second = ingest(tmp_path / "run2", path, split=TIME, previous=first, **dropping)
+    assert (second.bad_rows, second.files_read) == ({}, 4)
+    same_events(second, ingest(tmp_path / "whole", path, split=TIME))
+
+
+def test_a_bad_new_day_leaves_the_previous_run_unchanged(tmp_path: Path) -> None:
+    first, _ = two_runs(tmp_path)
+    write(tmp_path / "in" / "day4.parquet", user_id=["ann", None], item_id=["x", "x"], t=[4 * DAY_US, 4 * DAY_US])
+    with refusal("day4.parquet: column 'user_id', row 1: null"):
+        ingest(tmp_path / "bad", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
+    assert not (tmp_path / "bad").exists()
+    assert first.path(first.parts[0].file_name).stat().st_size == first.files[first.parts[0].file_name].bytes
+
+
+def test_a_file_without_rows_may_be_deleted(tmp_path: Path) -> None:
+    log, empty = write_log(tmp_path / "log.parquet", DAYS[0] + DAYS[1] + DAYS[2]), tmp_path / "empty.parquet"
+    pq.write_table(pq.read_table(log).slice(0, 0), empty)
+    first = ingest(tmp_path / "run1", log, split=TIME)
+    second = ingest(tmp_path / "run2", log, str(empty), split=TIME, previous=first)
+    same_events(ingest(tmp_path / "run3", log, split=TIME, previous=second), first)
+
+
+def test_an_id_of_a_deleted_file_gets_no_row_when_its_filter_is_removed(tmp_path: Path) -> None:
+    old, new = (
+        write_log(tmp_path / "old.parquet", [("rare", "r", 5)]),
+        write_log(tmp_path / "new.parquet", [event for events in DAYS for event in events]),
+    )
+    filtered = {"min_item_events": 2}
+    first = ingest(tmp_path / "run1", old, new, split=TIME, filter=filtered)
+    second = ingest(tmp_path / "run2", new, split=TIME, previous=first)
+    assert not {"rare", "r"} & {*rows(second, "users"), *rows(second, "items")}
+    assert (second.idle_users, second.idle_items) == (0, 0)
+
+
+@pytest.mark.parametrize("folder", ["user=bob", "item=x", "split=1", "position=5", "id=7"])
+def test_a_workspace_in_a_folder_named_like_a_hive_key_is_read_like_any_other(tmp_path: Path, folder: str) -> None:
+    first, second = two_runs(tmp_path / folder)
+    plain_first, plain_second = two_runs(tmp_path / "plain")
+    for manifest, plain in ((first, plain_first), (second, plain_second)):
+        same_events(manifest, plain)
+        assert rows(manifest, "users") == rows(plain, "users") and rows(manifest, "items") == rows(plain, "items")
+
+
+day = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(0, DAY_US - 1)), min_size=1, max_size=8)
+days = st.lists(day, min_size=4, max_size=7)
+
+
+@settings(max_examples=10, deadline=None)
+@given(days=days, cuts=st.sets(st.integers(1, 6), min_size=1, max_size=3), least=st.integers(1, 2))
+def test_the_last_of_several_runs_has_the_events_of_one_run_over_all_days(
+    tmp_path_factory: pytest.TempPathFactory, days: list[list[Event]], cuts: set[int], least: int
+) -> None:
+    log = [[(user, item, day * DAY_US + time) for user, item, time in events] for day, events in enumerate(days)]
+    log[0] += [(user, item, time) for user in (8, 9) for item in (8, 9) for time in (1, 2)]  # something is always left
+    folder = tmp_path_factory.mktemp("runs")
+    test = write_log(folder / "test.parquet", log[0])
+    chosen = {"split": {"kind": "files", "test_paths": test}, "filter": {"min_item_events": least}}
+    manifest: InteractionsManifest | None = None
+    for number, stop in enumerate(sorted({2, *(min(cut + 1, len(log)) for cut in cuts), len(log)})):
+        before = manifest
+        manifest = ingest(folder / f"run{number}", partitions(folder / "in", log[:stop]), previous=before, **chosen)
+        if before is not None:
+            for side in ("users", "items"):
+                assert rows(before, side).items() <= rows(manifest, side).items()
+    assert manifest is not None
+    whole = ingest(folder / "whole", str(folder / "in" / "*.parquet"), **chosen)
+    same_events(manifest, whole)
+    rank = np.load(manifest.path("item_rank.npy"))
+    counts = np.load(manifest.path("item_count.npy"))
+    assert sorted(rank.tolist()) == list(range(manifest.num_items))
+    assert (np.diff(counts[np.argsort(rank)]) <= 0).all()

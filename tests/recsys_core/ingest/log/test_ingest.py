@@ -1,0 +1,306 @@
+"""No event is lost, repeated or put into the wrong split, for any ids, times and number of threads."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from recsys_core.ingest.vectors.config import EmbeddingsConfig
+from recsys_core.ingest.vectors.ingest import ingest_embeddings
+from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest
+from recsys_core.manifests.ownership import MARKER_NAME
+from recsys_core.units import DAY_US
+from tests.recsys_core.ingest.interaction_logs import Event, check, ingest, leave_last_out, read, split_by_time, write_log
+from tests.recsys_core.ingest.parquet_files import write
+
+LAST_OUT = {"kind": "leave_last_out"}
+BEAUTY = Path(__file__).parents[5] / "shared" / "data" / "beauty"
+
+int64 = st.integers(-(2**63), 2**63 - 1)
+ids = st.sampled_from([int64, st.text(min_size=1, max_size=3), st.integers(0, 3)])
+times = st.integers(0, 40).map(lambda step: step * DAY_US // 4)
+
+
+@st.composite
+def logs(draw: st.DrawFn, smallest: int = 1) -> list[Event]:
+    """Draw events of few ids, which repeat, and times on a grid, of which some are equal or on the edge of a split."""
+    users, items = (draw(st.lists(draw(ids), min_size=2, max_size=6, unique=True)) for _ in range(2))
+    log = draw(st.lists(st.tuples(st.sampled_from(users), st.sampled_from(items), times), min_size=smallest, max_size=30))
+    return [(users[0], items[0], draw(times)), (users[1], items[1], draw(times)), *log]  # a single user or item is refused
+
+
+@settings(max_examples=40, deadline=None)
+@given(log=logs(), test_days=st.sampled_from([0.25, 1.0, 1.3]), validation_days=st.sampled_from([0.0, 0.5, 2.0]))
+def test_a_time_split_holds_every_event_once_in_order(
+    tmp_path_factory: pytest.TempPathFactory, log: list[Event], test_days: float, validation_days: float
+) -> None:
+    parts = split_by_time(log, test_days=test_days, validation_days=validation_days)
+    assume(parts[0])
+    folder = tmp_path_factory.mktemp("time")
+    split = {"kind": "time", "test_days": test_days, "validation_days": validation_days}
+    manifest = ingest(folder / "stage", write_log(folder / "log.parquet", log), split=split)
+    check(manifest, parts)
+    assert (manifest.removed_events, manifest.items_with_vector, manifest.items_vector_only, manifest.is_ordered) == (
+        {},
+        0,
+        0,
+        True,
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(log=logs(), min_events=st.integers(3, 5))
+def test_leave_last_out_holds_every_event_once_in_order(
+    tmp_path_factory: pytest.TempPathFactory, log: list[Event], min_events: int
+) -> None:
+    log += [(*log[0][:2], step * DAY_US) for step in range(min_events)]  # at least one user has test events
+    parts = leave_last_out(log, min_events=min_events)
+    folder = tmp_path_factory.mktemp("last")
+    path = write_log(folder / "log.parquet", log)
+    check(ingest(folder / "stage", path, split=LAST_OUT | {"min_events": min_events}), parts)
+
+
+@settings(max_examples=20, deadline=None)
+@given(log=logs(smallest=3), cuts=st.tuples(st.integers(0, 30), st.integers(0, 30)))
+def test_given_files_are_the_splits(tmp_path_factory: pytest.TempPathFactory, log: list[Event], cuts: tuple[int, int]) -> None:
+    first = 1 + cuts[0] % (len(log) - 2)
+    second = first + 1 + cuts[1] % (len(log) - first - 1)
+    parts = (log[:first], log[first:second], log[second:])
+    folder = tmp_path_factory.mktemp("files")
+    train, validation, test = (write_log(folder / f"{index}.parquet", part) for index, part in enumerate(parts))
+    check(ingest(folder / "stage", train, split={"kind": "files", "validation_paths": validation, "test_paths": test}), parts)
+
+
+def test_several_files_make_one_log(tmp_path: Path) -> None:
+    log = [("ann", 5, 3), ("bob", 6, 1), ("ann", 7, 2), ("ann", 8, 1), ("ann", 5, 9)]
+    for index, event in enumerate(log):
+        write_log(tmp_path / "in" / f"{index}.parquet", [event], **({"extra": [1]} if index else {}))
+    manifest = ingest(tmp_path / "stage", str(tmp_path / "in" / "*.parquet"), split=LAST_OUT)
+    check(manifest, leave_last_out(log, min_events=3))
+    assert [Path(source.path).name for source in manifest.sources] == [f"{index}.parquet" for index in range(5)]
+
+
+def test_a_file_without_rows_between_others_is_read_as_such(tmp_path: Path) -> None:
+    log = [("ann", 5, 3), ("bob", 6, 1), ("ann", 7, 2), ("ann", 8, 1), ("ann", 5, 9)]
+    write_log(tmp_path / "in" / "0.parquet", log[:2])
+    pq.write_table(pq.read_table(tmp_path / "in" / "0.parquet").slice(0, 0), tmp_path / "in" / "1.parquet")
+    write_log(tmp_path / "in" / "2.parquet", log[2:])
+    manifest = ingest(tmp_path / "stage", str(tmp_path / "in"), split=LAST_OUT)
+    check(manifest, leave_last_out(log, min_events=3))
+    assert (manifest.files_read, [file.source.rows for file in manifest.parts[0].files]) == (3, [2, 0, 3])
+
+
+@pytest.mark.parametrize("name", ["day[1].parquet", "day?.parquet", "day*.parquet", "day{1,2}.parquet", "d'ay\".parquet"])
+def test_a_file_name_is_no_pattern(tmp_path: Path, name: str) -> None:
+    log = [("ann", 5, 3), ("ann", 6, 4), ("ann", 7, 5)]
+    write_log(tmp_path / "in" / name, log)
+    write_log(tmp_path / "in" / "day1.parquet", [("bob", *event[1:]) for event in log])
+    manifest = ingest(tmp_path / "run[1]" / "stage", str(tmp_path / "in" / "d*"), split=LAST_OUT)
+    check(manifest, leave_last_out(log + [("bob", *event[1:]) for event in log], min_events=3))
+
+
+def big_log(rows: int = 300_000) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(3)
+    return {
+        "user_id": random.integers(0, 3000, rows),
+        "item_id": random.zipf(1.5, rows) % 500,
+        "t": random.integers(0, 5000, rows) * DAY_US // 500,
+    }
+
+
+def test_the_result_is_the_same_bytes_for_any_number_of_threads(tmp_path: Path) -> None:
+    columns = big_log()
+    path = write(tmp_path / "log.parquet", row_group=30_000, **columns)
+    manifests = [ingest(tmp_path / f"stage{n}", path, split={"kind": "time"}, threads=n) for n in (1, 2, 4)]
+    # The order of rows within a part depends on the threads.
+    first, *others = ({name: file for name, file in manifest.files.items() if "parts/" not in name} for manifest in manifests)
+    assert others == [first, first]
+    stage = manifests[0]
+    offset, item, time = (np.load(stage.path(f"{name}.npy")) for name in ("user_offset", "event_item", "event_time"))
+    users, items = (pq.read_table(stage.path(f"{side}.parquet")).column("id").to_numpy() for side in ("users", "items"))
+    stored = np.stack([np.repeat(users, np.diff(offset)), items[item], time])
+    expected = np.stack(list(columns.values()))
+    np.testing.assert_array_equal(stored[:, np.lexsort(stored)], expected[:, np.lexsort(expected)])
+    same_user = np.repeat(np.arange(len(users)), np.diff(offset))
+    assert (np.diff(time)[np.diff(same_user) == 0] >= 0).all()
+
+
+MOMENTS = [1_700_000_000_123_456 + step * DAY_US for step in (0, 5, 9)]
+MILLIS, SECONDS = ([moment // unit for moment in MOMENTS] for unit in (1000, 1_000_000))
+TIMES: dict[str, tuple[pa.Array, dict[str, str], int]] = {
+    "us": (pa.array(MOMENTS, pa.timestamp("us")), {}, 1),
+    "ns": (pa.array([moment * 1000 for moment in MOMENTS], pa.timestamp("ns")), {}, 1),
+    "ms": (pa.array(MILLIS, pa.timestamp("ms")), {}, 1000),
+    "us with zone": (pa.array(MOMENTS, pa.timestamp("us", tz="Asia/Kolkata")), {}, 1),
+    "ns with zone": (pa.array([moment * 1000 for moment in MOMENTS], pa.timestamp("ns", tz="UTC")), {}, 1),
+    "integer us": (pa.array(MOMENTS), {"timestamp_unit": "us"}, 1),
+    "integer ns": (pa.array([moment * 1000 for moment in MOMENTS]), {"timestamp_unit": "ns"}, 1),
+    "integer ms": (pa.array(MILLIS, pa.uint64()), {"timestamp_unit": "ms"}, 1000),
+    "integer s": (pa.array(SECONDS, pa.int32()), {"timestamp_unit": "s"}, 1_000_000),
+    "date": (pa.array([moment // DAY_US for moment in MOMENTS], pa.int32()).cast(pa.date32()), {}, DAY_US),
+}
+
+
+@pytest.mark.parametrize("case", TIMES)
+def test_every_kind_of_time_becomes_microseconds(tmp_path: Path, case: str) -> None:
+    column, unit, grain = TIMES[case]
+    path = write(tmp_path / "log.parquet", user_id=[1, 2, 3], item_id=[1, 2, 3], t=column)
+    manifest = ingest(tmp_path / "stage", path, split={"kind": "time"}, **unit)
+    times = np.load(manifest.path("event_time.npy"))
+    assert times.tolist() == [moment // grain * grain for moment in MOMENTS]
+    assert manifest.first_time is not None and manifest.first_time.startswith("2023-11-14T")
+    assert manifest.last_time is not None and manifest.last_time.endswith("+00:00")
+
+
+@pytest.mark.parametrize("kind", [pa.float32(), pa.int16(), pa.float64()])
+def test_an_order_column_orders_the_events_without_a_time(tmp_path: Path, kind: pa.DataType) -> None:
+    order = pa.array([3, -1, 2, 0, 7], pa.float64()).cast(kind)
+    path = write(tmp_path / "log.parquet", user_id=[1] * 4 + [2], item_id=[30, 10, 25, 20, 10], at=order)
+    manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, order_column="at")
+    assert [[item for _, item, _ in part] for part in read(manifest).parts] == [[10, 20, 10], [25], [30]]
+    assert (manifest.is_ordered, manifest.first_time, "event_time.npy" in manifest.files) == (True, None, False)
+
+
+LABELS = [
+    pa.array([5.0, 2.9, 3.0, 4.0, 0.0, 9.0]),
+    pa.array([5, 2, 3, 4, 0, 9]),
+    pa.array([True, False, True, True, False, True]),
+]
+
+
+@pytest.mark.parametrize(("label", "threshold"), list(zip(LABELS, [3.0, 3.0, 1.0], strict=True)))
+def test_events_below_the_label_threshold_are_counted_and_left_out(tmp_path: Path, label: pa.Array, threshold: float) -> None:
+    log = [*((1, item, item) for item in range(5)), (2, 0, 0)]
+    path = write_log(tmp_path / "log.parquet", log, stars=label)
+    manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, label_column="stars", label_threshold=threshold)
+    check(manifest, leave_last_out([log[0], log[2], log[3], log[5]], min_events=3))
+    assert manifest.removed_events == {"below_threshold": 2}
+
+
+def test_the_label_threshold_holds_for_given_test_files_too(tmp_path: Path) -> None:
+    train = write_log(tmp_path / "a.parquet", [(1, 1, 1), (1, 2, 2), (2, 1, 1)], stars=[5, 1, 5])
+    test = write_log(tmp_path / "b.parquet", [(1, 3, 3), (1, 4, 4)], stars=[1, 5])
+    manifest = ingest(
+        tmp_path / "stage", train, split={"kind": "files", "test_paths": test}, label_column="stars", label_threshold=2
+    )
+    check(manifest, ([(1, 1, 1), (2, 1, 1)], [], [(1, 4, 4)]))
+    assert manifest.removed_events == {"below_threshold": 2}
+
+
+def test_the_validation_share_is_taken_from_train_only_and_is_reproducible(tmp_path: Path) -> None:
+    log = [(user, item, item) for user in range(100) for item in range(50)]
+    train = write_log(tmp_path / "train.parquet", log)
+    backwards = write_log(tmp_path / "backwards.parquet", log[::-1])
+    test = write_log(tmp_path / "test.parquet", [(1, 60, 60)])
+    split = {"kind": "files", "test_paths": test, "validation_share": 0.2}
+    manifests = [ingest(tmp_path / str(index), path, split=split) for index, path in enumerate((train, backwards))]
+    first, second = (read(manifest) for manifest in manifests)
+    assert first == second
+    assert 850 < manifests[0].validation_events < 1150  # 5 standard deviations of 28 around 1000
+    assert sorted(first.parts[0] + first.parts[1]) == log
+    assert len({user for user, _, _ in first.parts[1]}) > 90
+
+
+@pytest.mark.parametrize("name", [str, int])
+def test_held_out_items_have_no_training_events_and_are_the_same_in_every_run(tmp_path: Path, name: type) -> None:
+    log = [(user, name(item), item) for user in range(5) for item in range(1000)]
+    first = write_log(tmp_path / "a.parquet", log)
+    test = write_log(tmp_path / "test.parquet", [(1, name(60), 60), (1, name(1000), 60)])
+    split = {"kind": "files", "test_paths": test, "validation_share": 0.2, "validation_unit": "item"}
+    earlier = ingest(tmp_path / "earlier", first, split=split)
+    train, validation, tested = read(earlier).parts
+    held_out = {item for _, item, _ in validation}
+    assert not held_out & {item for _, item, _ in train}
+    assert sorted(train + validation) == sorted(log)  # all events of an item are on one side
+    assert 137 < len(held_out) < 263  # 5 standard deviations of 12.6 around 200
+    assert sorted(tested) == sorted([(1, name(60), 60), (1, name(1000), 60)])
+
+    # The next run reads one more file: held-out items stay held out in it, also when it starts from scratch.
+    more = write_log(tmp_path / "b.parquet", [(user, name(item), 2000) for user in (7, 8) for item in range(900, 1100)])
+    later = ingest(tmp_path / "later", first, more, split=split, previous=earlier)
+    assert later.files_read == 1
+    train, validation, _ = read(later).parts
+    new = {item for _, item, _ in validation}
+    assert not new & {item for _, item, _ in train}
+    assert {item for item in new if int(item) < 1000} == held_out
+    rebuilt = read(ingest(tmp_path / "rebuilt", first, more, split=split)).parts
+    assert [sorted(part) for part in rebuilt] == [sorted(part) for part in read(later).parts]
+
+
+def test_a_changed_split_reads_the_whole_log_again(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "a.parquet", [(user, item, item) for user in range(20) for item in range(20)])
+    split = {"kind": "files", "test_paths": write_log(tmp_path / "test.parquet", [(1, 60, 60)]), "validation_share": 0.5}
+    pairs = ingest(tmp_path / "pairs", log, split=split)
+    items = ingest(tmp_path / "items", log, split=split | {"validation_unit": "item"}, previous=pairs)
+    train, validation, _ = read(items).parts
+    assert validation and not {item for _, item, _ in validation} & {item for _, item, _ in train}
+
+
+def test_a_log_without_order_keeps_each_users_events_together(tmp_path: Path) -> None:
+    train = write_log(tmp_path / "a.parquet", log := [(user, item, 0) for item in range(20) for user in range(5)])
+    test = write_log(tmp_path / "b.parquet", [(0, 99, 0)])
+    manifest = ingest(tmp_path / "stage", train, split={"kind": "files", "test_paths": test}, timestamp_column=None)
+    check(manifest, (log, [], [(0, 99, 0)]))
+    orders = {tuple(item for user, item, _ in read(manifest).parts[0] if user == one) for one in range(5)}
+    assert not manifest.is_ordered and len(orders) == 5
+
+
+def vectors(folder: Path, ids: Sequence[Any]) -> EmbeddingsManifest:
+    path = write(folder / "vectors.parquet", item_id=pa.array(ids), v=[[1.0 + row] for row in range(len(ids))])
+    return ingest_embeddings((EmbeddingsConfig(paths=path, vector_column="v"),), folder=folder / "embeddings")
+
+
+@pytest.mark.parametrize("name", [str, int])
+def test_items_known_by_their_vector_alone_are_in_the_vocabulary(tmp_path: Path, name: type) -> None:
+    as_id = {str: lambda number: f"i{number}", int: lambda number: number}[name]
+    log = [("u", as_id(3), 1), ("u", as_id(1), 2), ("u", as_id(3), 3), ("v", as_id(3), 3), ("u", as_id(5), 4)]
+    embeddings = vectors(tmp_path / "run [1]'s", [as_id(number) for number in (9, 3, 7, 5)])
+    path = write_log(tmp_path / "log.parquet", log)
+    manifest = ingest(tmp_path / "stage", path, split={"kind": "leave_last_out"}, embeddings=embeddings)
+    assert read(manifest).items == [as_id(number) for number in (3, 1, 5, 9, 7)]
+    assert np.load(manifest.path("vector_row.npy")).tolist() == [1, -1, 3, 0, 2]
+    assert (manifest.items_with_vector, manifest.items_vector_only) == (4, 2)
+
+
+def test_columns_may_be_named_anything(tmp_path: Path) -> None:
+    names = {"user_column": 'a "user"', "item_column": "x'); DROP TABLE log; --", "timestamp_column": "select"}
+    names |= {"label_column": "ü.label"}
+    log = [("ann", 5, 3), ("ann", 6, 4), ("ann", 7, 5), ("bob", 5, 1)]
+    columns = dict(zip(names.values(), [*zip(*log, strict=True), (1, 1, 1, 1)], strict=True))
+    path = write(tmp_path / "log.parquet", filename=[1] * 4, split=[7] * 4, position=[7] * 4, **columns)
+    manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, label_threshold=1, **names)
+    check(manifest, leave_last_out(log, min_events=3))
+
+
+def test_the_spill_folder_is_deleted(tmp_path: Path) -> None:
+    path = write(tmp_path / "log.parquet", **big_log(1_000_000))
+    manifest = ingest(tmp_path / "stage", path, split={"kind": "time"}, memory_limit="40MB", threads=1)
+    left = {str(path.relative_to(manifest.folder)) for path in manifest.folder.rglob("*") if path.is_file()}
+    assert left == {*manifest.files, "manifest.json", MARKER_NAME}
+    assert {path.name for path in manifest.folder.iterdir() if path.is_dir()} == {"parts"}
+    assert manifest.train_events + manifest.validation_events + manifest.test_events == 1_000_000
+
+
+@pytest.mark.skipif(not BEAUTY.exists(), reason="the Beauty log is not on this machine")
+def test_data_real_beauty_gives_the_published_numbers(tmp_path: Path) -> None:
+    embeddings = ingest_embeddings(
+        (EmbeddingsConfig(paths=str(BEAUTY / "item_embeddings.parquet"), vector_column="embedding"),),
+        folder=tmp_path / "vectors",
+    )
+    path = str(BEAUTY / "interactions.parquet")
+    manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, order_column="position", embeddings=embeddings)
+    assert (manifest.num_users, manifest.num_items, manifest.items_with_vector) == (22_363, 12_101, 12_101)
+    assert (manifest.train_events, manifest.validation_events, manifest.test_events) == (198_502 - 2 * 22_363, 22_363, 22_363)
+    assert targets_never_seen(manifest) == {"train": 138, "train and validation": 52}
+
+
+def targets_never_seen(manifest: InteractionsManifest) -> dict[str, int]:
+    train, validation, test = ([item for _, item, _ in part] for part in read(manifest).parts)
+    known = {"train": set(train), "train and validation": {*train, *validation}}
+    return {name: sum(item not in items for item in test) for name, items in known.items()}

@@ -1,0 +1,173 @@
+"""An invalid log is rejected with file, column and row, and no file of the stage is left."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recsys_core.ingest.vectors.config import EmbeddingsConfig
+from recsys_core.ingest.vectors.ingest import ingest_embeddings
+from recsys_core.manifests import InteractionsManifest
+from tests.recsys_core.ingest.interaction_logs import ingest
+from tests.recsys_core.ingest.parquet_files import damage_data, refusal, refuses, write
+
+LAST_OUT = {"kind": "leave_last_out"}
+GOOD = {"user_id": [1, 1, 1, 2], "item_id": [5, 6, 7, 5], "t": [1, 2, 3, 4], "stars": [1.0, 2.0, 3.0, 4.0]}
+
+
+def ingest_of(*paths: str, split: dict[str, Any] = LAST_OUT, **settings: Any) -> Callable[[Path], InteractionsManifest]:
+    return lambda folder: ingest(folder, *paths, split=split, **settings)
+
+
+@pytest.mark.parametrize("column", GOOD)
+def test_a_null_is_named_with_file_and_row(tmp_path: Path, column: str) -> None:
+    write(tmp_path / "a.parquet", **GOOD)
+    write(tmp_path / "b.parquet", **(GOOD | {column: [*GOOD[column][:2], None, None]}))
+    stage = ingest_of(str(tmp_path / "*.parquet"), label_column="stars", label_threshold=1)
+    refuses(stage, tmp_path, f"b.parquet: column {column!r}, row 2: null", "(2 of 8 rows)")
+
+
+@pytest.mark.parametrize("settings", [{"label_column": "x", "label_threshold": 0.0}, {"order_column": "x"}])
+def test_a_nan_label_or_weight_is_rejected(tmp_path: Path, settings: dict[str, Any]) -> None:
+    path = write(tmp_path / "a.parquet", **GOOD, x=[1.0, float("nan"), 2.0, 3.0])
+    refuses(ingest_of(path, **settings), tmp_path, "a.parquet: column 'x', row 1: nan is null or not a number (1 of 4 rows")
+
+
+def test_the_row_of_a_null_is_found_next_to_columns_of_any_name(tmp_path: Path) -> None:
+    columns = GOOD | {"filename": ["x"] * 4, "source": [9] * 4, "row": [9] * 4, "item_id": [1, 2, 3, None]}
+    refuses(ingest_of(write(tmp_path / "a.parquet", **columns)), tmp_path, "a.parquet: column 'item_id', row 3: null")
+
+
+@pytest.mark.parametrize("name", ["file_row_number", "File_Index"])
+def test_a_column_with_a_name_that_counts_rows_is_rejected(tmp_path: Path, name: str) -> None:
+    refuses(
+        ingest_of(write(tmp_path / "a.parquet", **GOOD, **{name: [1] * 4})),
+        tmp_path,
+        f"column {name!r} has a name that DuckDB reserves",
+        "rename it",
+    )
+
+
+BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "time as text": ({"t": list("abcd")}, {}, ("a.parquet: column 't' is string, but has to be a timestamp",)),
+    "label as text": (
+        {"stars": list("abcd")},
+        {"label_column": "stars", "label_threshold": 1},
+        ("a.parquet: column 'stars' is string, but has to be a number",),
+    ),
+    "order as text": ({"t": list("abcd")}, {"order_column": "t"}, ("a.parquet: column 't' is string",)),
+    "float ids": ({"user_id": [1.0, 1.0, 1.0, 2.0]}, {}, ("a.parquet: column 'user_id' is double, but ids are",)),
+    "missing column": (
+        {},
+        {"item_column": "itemid"},
+        ("no column 'itemid' (interactions.item_column); did you mean 'item_id'",),
+    ),
+    "two columns for DuckDB": ({"USER_ID": [9] * 4}, {}, ("a.parquet: columns ['user_id', 'USER_ID'] differ by case alone",)),
+    "uint64 too large for int64": (
+        {"item_id": pa.array([1, 2, 3, 2**63], pa.uint64())},
+        {},
+        ("a.parquet: column 'item_id', row 3: 9223372036854775808 is too large for int64 (1 of 4", "fit into int64"),
+    ),
+    "milliseconds read as seconds": (
+        {"t": [1_700_000_000_000] * 4},
+        {"timestamp_unit": "s"},
+        ("a.parquet: column 't', row 0: 1700000000000 is in the future (4 of 4", "check interactions.timestamp_unit"),
+    ),
+    "nanoseconds read as seconds": (
+        {"t": [1_700_000_000_000_000_000] * 4},
+        {"timestamp_unit": "s"},
+        ("a.parquet: column 't', row 0: 1700000000000000000 is in the future", "check interactions.timestamp_unit"),
+    ),
+    "nothing liked": (
+        {},
+        {"label_column": "stars", "label_threshold": 5},
+        ("a.parquet: column 'stars': no event reaches interactions.label_threshold, 5",),
+    ),
+    "no train events": (
+        {},
+        {"split": {"kind": "time"}},
+        ("the split 'time' leaves no train events (0 train, 0 validation, 4 test)",),
+    ),
+    "no test events": (
+        {},
+        {"split": {"kind": "leave_last_out", "min_events": 4}},
+        ("the split 'leave_last_out' leaves no test events (4 train, 0 validation, 0 test)",),
+    ),
+    "too little memory": ({}, {"memory_limit": "1MB"}, ("interactions.memory_limit is 1MB, which is too little",)),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_log_is_rejected_and_no_file_is_left(tmp_path: Path, case: str) -> None:
+    columns, settings, parts = BAD[case]
+    refuses(ingest_of(write(tmp_path / "a.parquet", **(GOOD | columns)), **settings), tmp_path, *parts)
+
+
+def test_a_sort_that_outgrows_the_memory_is_rejected_by_its_setting(tmp_path: Path) -> None:
+    random = np.random.default_rng(1)
+    columns = {name: random.integers(0, 2**60, 300_000) for name in ("user_id", "item_id")} | {"t": np.arange(300_000)}
+    stage = ingest_of(write(tmp_path / "a.parquet", **columns), memory_limit="4MB", order_column="t")
+    refuses(stage, tmp_path, "interactions.memory_limit is 4MB, which is too little")
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (pa.array([1, 2, 3, 4], pa.timestamp("us")), "timestamp[us], but int64"),
+        (pa.array([1, 2, 3, 4], pa.timestamp("us", tz="UTC")), "timestamp[us, tz=UTC], but int64"),
+    ],
+)
+def test_files_with_times_of_different_types_are_rejected(tmp_path: Path, other: pa.Array, message: str) -> None:
+    first, second = write(tmp_path / "a.parquet", **GOOD), write(tmp_path / "b.parquet", **(GOOD | {"t": other}))
+    refuses(ingest_of(first, second), tmp_path, f"b.parquet: column 't' is {message} in ", "a.parquet")
+    given = {"kind": "files", "test_paths": second}
+    refuses(ingest_of(first, split=given), tmp_path, f"b.parquet: column 't' is {message} in ", "a.parquet")
+
+
+def test_local_times_and_times_with_a_zone_are_not_mixed(tmp_path: Path) -> None:
+    local = write(tmp_path / "a.parquet", **(GOOD | {"t": pa.array([1, 2, 3, 4], pa.timestamp("us"))}))
+    zoned = write(tmp_path / "b.parquet", **(GOOD | {"t": pa.array([1, 2, 3, 4], pa.timestamp("us", tz="Asia/Kolkata"))}))
+    refuses(ingest_of(local, zoned), tmp_path, "b.parquet: column 't' is timestamp[us, tz=Asia/Kolkata], but timestamp[us] in ")
+
+
+def test_ids_of_another_type_in_the_test_files_are_rejected(tmp_path: Path) -> None:
+    train = write(tmp_path / "a.parquet", **GOOD)
+    test = write(tmp_path / "b.parquet", **(GOOD | {"user_id": list("abcd")}))
+    stage = ingest_of(train, split={"kind": "files", "test_paths": test})
+    refuses(stage, tmp_path, "b.parquet: column 'user_id' is string, but column 'user_id' of ", "a.parquet is int64")
+
+
+def test_given_files_that_are_missing_are_named_with_their_setting(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", **GOOD)
+    for split, name in (
+        ({"test_paths": "gone.parquet"}, "test_paths"),
+        ({"test_paths": path, "validation_paths": "gone.parquet"}, "validation_paths"),
+    ):
+        with refusal(f"interactions.split.{name}: no such file: gone.parquet"):
+            ingest(tmp_path / "stage", path, split={"kind": "files"} | split)
+
+
+@pytest.mark.parametrize(
+    ("ids", "parts"),
+    [
+        (["5", "6"], ("column 'item_id' is int64, but the id of the item vectors is string",)),
+        ([50, 60, 70], ("embeddings: none of the 3 ids of the item vectors is an id of the items of the log",)),
+    ],
+)
+def test_vectors_of_other_items_are_rejected(tmp_path: Path, ids: list[Any], parts: tuple[str, ...]) -> None:
+    vectors = write(tmp_path / "v.parquet", item_id=ids, v=[[1.0]] * len(ids))
+    config = EmbeddingsConfig(paths=vectors, vector_column="v")
+    embeddings = ingest_embeddings((config,), folder=tmp_path / "embeddings")
+    refuses(ingest_of(write(tmp_path / "a.parquet", **GOOD), embeddings=embeddings), tmp_path, *parts)
+
+
+@pytest.mark.parametrize("compression", ["snappy", "zstd", "none"])
+def test_damage_behind_an_intact_footer_is_rejected(tmp_path: Path, compression: str) -> None:
+    columns = {name: np.random.default_rng(0).integers(0, 10**9, 5000) for name in ("user_id", "item_id", "t")}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet", compression=compression)
+    damage_data(str(tmp_path / "a.parquet"))
+    refuses(ingest_of(str(tmp_path / "a.parquet")), tmp_path, "a.parquet: column 'user_id', rows 0 to 4,999: a page is damaged")

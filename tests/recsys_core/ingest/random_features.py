@@ -1,0 +1,50 @@
+"""Random features of every form for users, items and events, and their expected lookups."""
+
+from typing import Any
+
+import numpy as np
+
+from recsys_core.dataset.feature_store import Feature, FeatureForm, FeatureStore
+from recsys_core.manifests import FeatureFacts
+
+FORMS: tuple[FeatureForm, ...] = ("single", "list", "weighted_list", "number")
+SIDES = ("user", "item", "context")
+ROWS = 6
+"""Rows of the table of each feature."""
+
+
+def feature_store(*, users: int, items: int, events: int, seed: int = 0, weightless: bool = False) -> FeatureStore:
+    """Return a random feature <side>.<form> for each side and form. Lists hold 0 to 3 values. weightless: all weights are 0."""
+    rng = np.random.default_rng(seed)
+    features = {}
+    for side, count in zip(SIDES, (users, items, events), strict=True):
+        for form in FORMS:
+            length = rng.integers(0, 4, count) if "list" in form else np.ones(count, np.int64)
+            values = int(length.sum())
+            weight = (rng.normal(size=values) if form == "number" else rng.uniform(0.1, 2.0, values)).astype(np.float32)
+            features[f"{side}.{form}"] = Feature(
+                table_rows=rng.integers(0, ROWS, values).astype(np.int32),
+                offset=np.concatenate([[0], length.cumsum()]).astype(np.int64) if "list" in form else None,
+                weights=weight * (not weightless) if form in ("weighted_list", "number") else None,
+            )
+    return FeatureStore(features)
+
+
+def facts(*keys: str) -> dict[str, FeatureFacts]:
+    """Return the manifest entries of the features `keys`, each called <side>.<form>; of all features without `keys`."""
+    every = keys or tuple(f"{side}.{form}" for side in SIDES for form in FORMS)
+    kinds: dict[str, dict[str, Any]] = {
+        "single": {"kind": "categorical"},
+        "list": {"kind": "list"},
+        "weighted_list": {"kind": "weighted_list"},
+        "number": {"kind": "numeric", "mean": 0.0, "std": 1.0},
+    }
+    counted = {"rows": ROWS, "values": 0, "out_of_vocabulary": 0, "missing": 0, "definition": "", "is_continued": False}
+    return {key: FeatureFacts.model_validate(counted | kinds[key.split(".")[1]]) for key in every}
+
+
+def values_of(store: FeatureStore, key: str, index: int) -> tuple[list[int], list[float] | None]:
+    """Return the table rows and the weights of one user, item or event by plain indexing."""
+    feature = store.feature_by_key[key]
+    start, end = (index, index + 1) if feature.offset is None else feature.offset[index : index + 2].tolist()
+    return feature.table_rows[start:end].tolist(), None if feature.weights is None else feature.weights[start:end].tolist()

@@ -1,0 +1,286 @@
+"""The objective compared with a loop over queries and candidates."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from recsys_core.dataset.assembly import Assembler
+from recsys_core.dataset.batch import Batch
+from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.loss.loss_config import DistillationConfig, LossConfig
+from recsys_core.models.loss.losses import distillation_loss
+from recsys_core.models.loss.objective import FREQUENCY_RATE, Objective
+from recsys_core.models.loss.sampling import StreamingFrequency, negative_share
+from recsys_core.models.spec import ModelSpec
+
+ITEMS, WIDTH, TEMPERATURE = 7, 4, 0.5
+COUNTS = np.array([9, 4, 0, 2, 1, 1, 3])
+KINDS = ("softmax", "bce", "bpr", "cosine_contrastive")
+
+
+@dataclass
+class Case:
+    """Queries with their histories, and the item rows of the candidates: the positives of the queries first."""
+
+    histories: list[list[int]]
+    candidates: list[int]
+    weights: list[float] | None
+    seed: int
+
+    def batch(self) -> Batch:
+        user, flat = np.arange(len(self.histories)), [item for one in self.histories for item in one]
+        return Assembler(user_batch_key=None).batch(
+            user_row_B=user,
+            event_index_B=user,
+            history=JaggedArray.from_lengths(np.array([len(one) for one in self.histories]), np.array(flat, np.int64)),
+            candidate_row_C=np.array(self.candidates, np.int64),
+            loss_weight_B=None if self.weights is None else np.array(self.weights, np.float32),
+        )
+
+    def vectors(self) -> tuple[Tensor, Tensor]:
+        """Return query and candidate vectors of unit length; equal items have equal vectors."""
+        torch.manual_seed(self.seed)
+        query_BD = torch.nn.functional.normalize(torch.randn(len(self.histories), WIDTH), dim=1)
+        item_ID = torch.nn.functional.normalize(torch.randn(ITEMS, WIDTH), dim=1)
+        return query_BD, item_ID[self.candidates]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    size, drawn = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    rows = st.integers(0, ITEMS - 1)
+    weights = st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=size, max_size=size)
+    return Case(
+        histories=draw(st.lists(st.lists(rows, max_size=4), min_size=size, max_size=size)),
+        candidates=draw(st.lists(rows, min_size=size + drawn, max_size=size + drawn)),
+        weights=draw(st.none() | weights),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+CASE = Case(histories=[[0, 1], [3], []], candidates=[4, 6, 0, 1, 3, 6], weights=None, seed=5)
+
+
+def objective_of(loss: LossConfig, **config: Any) -> Objective:
+    spec = ModelSpec.sized(
+        TwoTowerConfig.model_validate({"embedding_dim": WIDTH, "temperature": TEMPERATURE, **config}),
+        num_users=1,
+        num_items=ITEMS,
+    )
+    return Objective(spec, loss=loss, item_count_I=COUNTS, group=None)
+
+
+def value_of(case: Case, loss: LossConfig, *, teacher_CD: Tensor | None = None, **config: Any) -> float:
+    return objective_of(loss, **config)(*case.vectors(), batch=case.batch(), teacher_CD=teacher_CD).item()
+
+
+def slow(case: Case, loss: LossConfig) -> float:
+    """Return the loss, computed with plain floats for one query at a time."""
+    query_BD, candidate_CD = case.vectors()
+    score_BC = (query_BD @ candidate_CD.T).tolist()
+    size, rows = len(case.histories), case.candidates
+    positives, drawn = size if loss.uses_in_batch_negatives else 0, len(rows) - size
+    share, drawn_share = COUNTS / COUNTS.sum(), negative_share(COUNTS, loss.negative_sampling_alpha)
+
+    def log_q(row: int) -> float:
+        if loss.logq_correction == "none":
+            return 0.0
+        return math.log(max(positives * share[row] + drawn * drawn_share[row], float(np.finfo(np.float32).tiny)))
+
+    total = 0.0
+    for b, history in enumerate(case.histories):
+        hidden = {"none": set(), "positive": {rows[b]}, "seen": {rows[b], *history}}[loss.mask_negatives]
+        columns = [k for k in range(0 if loss.uses_in_batch_negatives else size, len(rows)) if k != b and rows[k] not in hidden]
+        weight = 1.0 if case.weights is None else case.weights[b]
+        found = one_loss(
+            loss,
+            score_BC[b][b],
+            [score_BC[b][k] for k in columns],
+            log_q_positive=log_q(rows[b]) if loss.mask_negatives == "none" else 0.0,
+            log_q_columns=[log_q(rows[k]) for k in columns],
+        )
+        total += weight * found
+    return total / size
+
+
+def one_loss(
+    loss: LossConfig, positive: float, negatives: list[float], *, log_q_positive: float, log_q_columns: list[float]
+) -> float:
+    def mean(values: list[float]) -> float:
+        return sum(values) / len(values) if values else 0.0
+
+    match loss.kind:
+        case "softmax":
+            logits = [score / TEMPERATURE - log_q for score, log_q in zip(negatives, log_q_columns, strict=True)]
+            own = positive / TEMPERATURE - log_q_positive
+            return float(np.logaddexp.reduce([own, *logits]) - own)
+        case "bce":
+            return float(
+                np.logaddexp(0, -positive / TEMPERATURE) + mean([float(np.logaddexp(0, s / TEMPERATURE)) for s in negatives])
+            )
+        case "bpr":
+            return mean([float(np.logaddexp(0, (s - positive) / TEMPERATURE)) for s in negatives])
+        case _:
+            return 1 - positive + loss.negative_weight * mean([max(0.0, s - loss.margin) for s in negatives])
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    case=cases(),
+    kind=st.sampled_from(KINDS),
+    in_batch_negatives=st.sampled_from([None, True, False]),
+    mask=st.sampled_from(["none", "positive", "seen"]),
+    logq_correction=st.sampled_from(["counts", "none"]),
+    alpha=st.sampled_from([0.0, 0.75]),
+)
+def test_every_loss_equals_a_loop_over_queries_and_columns(
+    case: Case, kind: Any, in_batch_negatives: bool | None, mask: Any, logq_correction: Any, alpha: float
+) -> None:
+    loss = LossConfig(
+        kind=kind,
+        in_batch_negatives=in_batch_negatives,
+        mask_negatives=mask,
+        logq_correction=logq_correction,
+        negative_sampling_alpha=alpha,
+        margin=0.1,
+        negative_weight=3.0,
+    )
+    assert value_of(case, loss) == pytest.approx(slow(case, loss), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_drawn_negatives_only_in_batch_negatives_are_used(kind: Any) -> None:
+    case = Case(histories=[[0], [3], []], candidates=[4, 6, 0], weights=None, seed=1)
+    loss = LossConfig(kind=kind, in_batch_negatives=True, num_negatives=0, margin=-1.0)
+    if kind == "softmax":  # no negative is drawn: the expected counts depend on the batch only
+        share = COUNTS / COUNTS.sum()
+        query_BD, candidate_CD = case.vectors()
+        logits = query_BD @ candidate_CD.T / TEMPERATURE - torch.tensor(3 * share[case.candidates]).log().float()
+        own = (query_BD * candidate_CD).sum(dim=1) / TEMPERATURE
+        logits[range(3), range(3)] = own  # the positive occurs exactly once, without correction
+        assert value_of(case, loss) == pytest.approx((logits.logsumexp(dim=1) - own).mean().item(), rel=1e-5)
+    else:
+        assert value_of(case, loss) == pytest.approx(slow(case, loss), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("in_batch_negatives", [True, False])
+def test_a_query_without_an_unmasked_negative_has_a_finite_loss_and_gradient(kind: Any, in_batch_negatives: bool) -> None:
+    case = Case(histories=[[3, 1], [1]], candidates=[3, 3, 1, 3], weights=None, seed=2)
+    query_BD, candidate_CD = (vectors.requires_grad_() for vectors in case.vectors())
+    loss = LossConfig(kind=kind, in_batch_negatives=in_batch_negatives, mask_negatives="seen")
+    value = objective_of(loss)(query_BD, candidate_CD, batch=case.batch(), teacher_CD=None)
+    value.backward()
+    assert value.isfinite() and query_BD.grad is not None and query_BD.grad.isfinite().all()
+
+
+def test_a_masked_column_has_no_gradient() -> None:
+    for mask, pushed in (("none", [1, 3, 6]), ("positive", [1, 3, 6]), ("seen", [3, 6])):
+        loss = LossConfig(in_batch_negatives=False, mask_negatives=mask)  # of item 4 in candidates 4; 1, 3 and 6 are drawn
+        case = Case(histories=[[0, 1]], candidates=[4, 1, 3, 6], weights=None, seed=5)
+        query_BD, candidate_CD = case.vectors()
+        candidate_CD.requires_grad_()
+        objective_of(loss)(query_BD, candidate_CD, batch=case.batch(), teacher_CD=None).backward()
+        assert candidate_CD.grad is not None
+        moved = [row for row, gradient in zip(case.candidates, candidate_CD.grad, strict=True) if gradient.any()]
+        assert moved == [4, *pushed]
+
+
+def test_a_learned_temperature_starts_at_the_fixed_one_and_has_a_gradient() -> None:
+    for kind in ("softmax", "bce", "bpr"):
+        loss = LossConfig(kind=kind)
+        learned = objective_of(loss, learn_temperature=True)
+        value = learned(*CASE.vectors(), batch=CASE.batch(), teacher_CD=None)
+        assert value.item() == pytest.approx(value_of(CASE, loss), rel=1e-6)
+        value.backward()
+        assert learned.log_temperature is not None and learned.log_temperature.grad.abs() > 0
+        with torch.no_grad():
+            learned.log_temperature.fill_(math.log(2.0))
+        halved = learned(*CASE.vectors(), batch=CASE.batch(), teacher_CD=None).item()
+        assert halved == pytest.approx(value_of(CASE, loss, temperature=2.0), rel=1e-6)
+    assert not list(objective_of(LossConfig()).parameters())
+
+
+def test_streaming_correction_uses_the_streaming_estimate() -> None:
+    loss = LossConfig(logq_correction="streaming", mask_negatives="positive")
+    objective = objective_of(loss)
+    by_hand = StreamingFrequency(ITEMS, rate=FREQUENCY_RATE)
+    query_BD, candidate_CD = CASE.vectors()
+    size, rows = 3, torch.tensor(CASE.candidates)
+    for step in range(3):
+        found = objective(query_BD, candidate_CD, batch=CASE.batch(), teacher_CD=None)
+        by_hand.update(rows[:size], torch.tensor(step))
+        expected_K = size * by_hand.log_share(rows).exp() + 3 * torch.from_numpy(negative_share(COUNTS, 0.0))[rows].float()
+        logits_BC = query_BD @ candidate_CD.T / TEMPERATURE - expected_K.log()
+        own_B = (query_BD * candidate_CD[:size]).sum(dim=1) / TEMPERATURE
+        logits_BC = logits_BC.masked_fill(rows[:size, None] == rows, -torch.inf)
+        wanted = (torch.cat([own_B[:, None], logits_BC], dim=1).logsumexp(dim=1) - own_B).mean()
+        torch.testing.assert_close(found, wanted)
+    assert int(objective.steps) == 3 and {"steps", "frequency.gap_I"} <= set(objective.state_dict())
+    before = objective.frequency.gap_I.clone()
+    objective.eval()(query_BD, candidate_CD, batch=CASE.batch(), teacher_CD=None)
+    assert int(objective.steps) == 3 and torch.equal(objective.frequency.gap_I, before)  # updated only while training
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("logq_correction", ["counts", "streaming", "none"])
+@pytest.mark.parametrize("mask", ["none", "positive"])
+def test_no_step_synchronises_with_the_accelerator(kind: Any, logq_correction: Any, mask: Any) -> None:
+    """Tensors on the meta device have no values: reading one raises."""
+    meta = torch.device("meta")
+    objective = objective_of(
+        LossConfig(kind=kind, logq_correction=logq_correction, mask_negatives=mask), learn_temperature=True
+    ).to(meta)
+    query_BD, candidate_CD = (vectors.to(meta) for vectors in CASE.vectors())
+    for _ in range(2):
+        assert objective(query_BD, candidate_CD, batch=CASE.batch().to(meta), teacher_CD=None).shape == ()
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 999))
+def test_a_positive_has_the_same_score_as_the_same_item_among_the_negatives(seed: int) -> None:
+    case = Case(histories=[[]], candidates=[4, 4], weights=None, seed=seed)  # drawn once more, and not masked
+    with torch.autocast("cpu", torch.bfloat16):
+        value = value_of(case, LossConfig(kind="bpr", in_batch_negatives=False, mask_negatives="none"), temperature=0.01)
+    assert value == pytest.approx(math.log(2), abs=1e-6)  # equal scores
+
+
+def test_counts_are_not_part_of_the_checkpoint() -> None:
+    assert set(objective_of(LossConfig()).state_dict()) == set()  # they come from the ingest of each run
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_distillation_adds_the_divergence_over_items_with_a_pretrained_vector(kind: Any) -> None:
+    plain = LossConfig(kind=kind)
+    loss = plain.model_copy(update={"distillation": DistillationConfig(weight=0.25, temperature=0.3)})
+    torch.manual_seed(0)
+    teacher_ID = torch.randn(ITEMS, 5)
+    teacher_ID[[1, 6]] = 0.0  # no vector
+    teacher_CD = teacher_ID[CASE.candidates]
+    _, candidate_CD = CASE.vectors()
+    rows = torch.tensor(CASE.candidates)
+    has_teacher_C = torch.tensor([row not in (1, 6) for row in CASE.candidates])
+    added = distillation_loss(
+        candidate_CD[:3],
+        candidate_CD,
+        teacher_BD=teacher_CD[:3],
+        teacher_CD=teacher_CD,
+        has_teacher_B=has_teacher_C[:3],
+        has_teacher_C=has_teacher_C,
+        same_item_BC=rows[:3, None] == rows,
+        temperature=0.3,
+        min_norm=0.01,
+    )
+    assert added > 0.01
+    assert value_of(CASE, loss, teacher_CD=teacher_CD) == pytest.approx(value_of(CASE, plain) + 0.25 * added.item(), rel=1e-5)
+    assert value_of(CASE, loss, teacher_CD=torch.zeros(6, 5)) == pytest.approx(value_of(CASE, plain), rel=1e-6)
+    agreeing = value_of(CASE, loss, teacher_CD=candidate_CD * 3)
+    assert agreeing == pytest.approx(value_of(CASE, plain), rel=1e-5)

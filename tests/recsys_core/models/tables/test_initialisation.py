@@ -1,0 +1,146 @@
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recsys_core.models.tables import initialisation
+from recsys_core.models.tables.embedding_tables import LocalShard
+from recsys_core.models.tables.initialisation import (
+    copy_pretrained,
+    fill_missing,
+    fill_random,
+    mean_vector,
+    no_vectors,
+    rows_with_vector,
+    scale_to_norm,
+    zero_rows,
+)
+from recsys_core.models.tables.table_config import random_norm
+
+ROWS, DIM, STD = 23, 8, 0.02
+
+
+def whole_table() -> torch.Tensor:
+    table = torch.empty(ROWS, DIM)
+    fill_random(LocalShard(0, 0, table), table="item", dim=DIM, seed=3, std=STD)
+    return table
+
+
+@settings(deadline=None)
+@given(
+    row=st.integers(0, ROWS - 1),
+    column=st.integers(0, DIM - 1),
+    height=st.integers(1, ROWS),
+    width=st.integers(1, DIM),
+    chunk=st.integers(1, ROWS),
+)
+def test_initial_values_do_not_depend_on_the_sharding(row, column, height, width, chunk):
+    initialisation.CHUNK_ROWS, before = chunk, initialisation.CHUNK_ROWS
+    try:
+        shard = torch.full((min(height, ROWS - row), min(width, DIM - column)), torch.nan)
+        fill_random(LocalShard(row, column, shard), table="item", dim=DIM, seed=3, std=STD)
+        expected = whole_table()[row : row + shard.shape[0], column : column + shard.shape[1]]
+        torch.testing.assert_close(shard, expected, rtol=0, atol=0)
+    finally:
+        initialisation.CHUNK_ROWS = before
+
+
+def test_seed_and_table_give_different_values():
+    tables = [torch.empty(ROWS, DIM) for _ in range(3)]
+    fill_random(LocalShard(0, 0, tables[0]), table="item", dim=DIM, seed=3, std=STD)
+    fill_random(LocalShard(0, 0, tables[1]), table="item", dim=DIM, seed=4, std=STD)
+    fill_random(LocalShard(0, 0, tables[2]), table="user", dim=DIM, seed=3, std=STD)
+    assert not torch.equal(tables[0], tables[1]) and not torch.equal(tables[0], tables[2])
+
+
+def test_a_shard_gets_the_vectors_of_its_own_rows_and_columns_and_keeps_rows_without_one():
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(9, DIM)).astype(np.float32)
+    vector_row = np.full(ROWS, -1)
+    vector_row[[4, 10, 11]] = [8, 0, 3]
+    shard = torch.full((12, 4), 7.0)
+    copy_pretrained(LocalShard(2, 4, shard), vectors=vectors, vector_row=vector_row, norm=None)
+    torch.testing.assert_close(shard[[2, 8, 9]], torch.from_numpy(vectors[[8, 0, 3], 4:]))
+    untouched = [i for i in range(12) if i not in (2, 8, 9)]
+    assert (shard[untouched] == 7.0).all()
+
+
+def test_rows_without_a_vector_take_the_mean_or_zero_and_the_others_are_kept():
+    vectors = np.random.default_rng(0).normal(size=(9, DIM)).astype(np.float32)
+    vector_row = np.full(ROWS, -1)
+    vector_row[[4, 10, 11]] = [8, 0, 3]
+    mean = mean_vector(vectors, vector_row=vector_row, norm=None)
+    torch.testing.assert_close(mean, torch.from_numpy(vectors[[8, 0, 3]].mean(axis=0)))
+    scaled = mean_vector(vectors * 7, vector_row=vector_row, norm=3.0)
+    torch.testing.assert_close(scaled, scale_to_norm(torch.from_numpy(vectors[[8, 0, 3]]), norm=3.0).mean(dim=0))
+    for value, expected in ((mean, mean[4:]), (None, torch.zeros(4))):
+        shard = torch.full((12, 4), 7.0)
+        fill_missing(LocalShard(2, 4, shard), vector_row=vector_row, value_D=value)
+        assert (shard[[2, 8, 9]] == 7).all()
+        torch.testing.assert_close(shard[[0, 5, 11]], expected.expand(3, 4))
+
+
+def test_zero_rows_sets_the_marked_rows_of_any_shard_and_keeps_the_others():
+    is_zero_R = np.zeros(ROWS, bool)
+    is_zero_R[[3, 9]] = True
+    shard = torch.full((6, 4), 7.0)
+    zero_rows(LocalShard(4, 4, shard), is_zero_R=is_zero_R)
+    assert (shard[5] == 0).all() and (shard[:5] == 7).all()
+
+
+def test_random_rows_have_the_configured_standard_deviation_and_norm():
+    table = torch.empty(2_000, 64)
+    for std in (0.02, 0.5):
+        fill_random(LocalShard(0, 0, table), table="item", dim=64, seed=3, std=std)
+        assert table.std().item() == pytest.approx(std, rel=0.01)
+        assert table.norm(dim=1).square().mean().sqrt().item() == pytest.approx(random_norm(std, 64), rel=0.01)
+
+
+def test_the_standard_deviation_only_scales_the_values():
+    narrow, wide = torch.empty(ROWS, DIM), torch.empty(ROWS, DIM)
+    fill_random(LocalShard(0, 0, narrow), table="item", dim=DIM, seed=3, std=0.5)
+    fill_random(LocalShard(0, 0, wide), table="item", dim=DIM, seed=3, std=1.0)
+    torch.testing.assert_close(wide, 2 * narrow)
+
+
+def test_vectors_scaled_to_a_norm_keep_their_direction():
+    vectors = (np.random.default_rng(0).normal(size=(3, DIM)) * 50).astype(np.float32)
+    shard = torch.zeros(3, DIM)
+    copy_pretrained(LocalShard(0, 0, shard), vectors=vectors, vector_row=np.arange(3), norm=random_norm(STD, DIM))
+    torch.testing.assert_close(shard.norm(dim=1), torch.full((3,), STD * math.sqrt(DIM)))
+    torch.testing.assert_close(torch.cosine_similarity(shard, torch.from_numpy(vectors)), torch.ones(3))
+
+
+def test_a_shard_of_some_columns_is_scaled_by_the_norm_of_the_whole_vector():
+    vectors = np.array([[3.0, 0.0, 0.0, 4.0]], np.float32)
+    shard = torch.zeros(1, 2)
+    copy_pretrained(LocalShard(0, 2, shard), vectors=vectors, vector_row=np.array([0]), norm=10.0)
+    assert shard.tolist() == [[0.0, 8.0]]
+
+
+def test_a_table_of_many_rows_is_filled_without_a_copy_of_its_row_numbers():
+    rows = 1_000_000
+    vectors, vector_row = np.ones((9, 2), np.float32), np.arange(rows) % 10 - 1
+    shard = LocalShard(0, 0, torch.full((rows, 2), 5.0))
+    tracemalloc.start()
+    try:
+        assert mean_vector(vectors, vector_row=vector_row, norm=None).tolist() == [1.0, 1.0]
+        fill_missing(shard, vector_row=vector_row, value_D=None)
+        copy_pretrained(shard, vectors=vectors, vector_row=vector_row, norm=None)
+        fill_missing(LocalShard(0, 0, torch.empty(rows, 2)), vector_row=no_vectors(rows), value_D=None)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < rows, f"{peak:,} bytes for {rows:,} rows"
+    assert shard.weight_RD.mean() == pytest.approx(0.9)
+
+
+def test_rows_with_a_vector_come_in_chunks_and_in_order():
+    vector_row = np.random.default_rng(0).integers(-1, 5, 3 * initialisation.CHUNK_ROWS)
+    chunks = list(rows_with_vector(vector_row))
+    assert {len(chunk) for chunk in chunks[:-1]} == {initialisation.CHUNK_ROWS}
+    np.testing.assert_array_equal(np.concatenate(chunks), vector_row[vector_row >= 0])

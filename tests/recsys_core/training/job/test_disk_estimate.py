@@ -1,0 +1,113 @@
+"""Estimated sizes of checkpoints and exports compared with the files that are written; disks that are too small."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from recsys_core.errors import InputError
+from recsys_core.manifests import Dataset, ExportManifest, TrainManifest
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.tables.optimizer_config import TableOptimizer
+from recsys_core.models.tables.table_config import TableConfig
+from recsys_core.retrieval.config import IndexConfig
+from recsys_core.retrieval.index import build_indexes
+from recsys_core.training.config import TrainingConfig
+from recsys_core.training.export.export import export_vectors
+from recsys_core.training.job.disk_estimate import export_bytes, training_bytes
+from recsys_core.training.train import link_or_copy, train
+from tests.recsys_core.training.forked_training import (
+    checkpoint_of,
+    export_in_forks,
+    generate_dataset,
+    make_experiment,
+    train_in_forks,
+)
+
+CONFIG = TrainingConfig(epochs=1, batch_size=128, validation=None, checkpoint_every_steps=1000, seed=5)
+TABLES = {"item": TableConfig(optimizer=TableOptimizer(kind="adagrad"))}
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory):
+    root = tmp_path_factory.mktemp("experiment")
+    return make_experiment(generate_dataset(root), root / "plan", training=CONFIG, tables=TABLES)
+
+
+def test_a_checkpoint_and_an_export_are_at_least_as_large_as_their_estimates(experiment, tmp_path):
+    trained = train_in_forks(experiment, tmp_path / "work")
+    arrays = export_in_forks(experiment, checkpoint_of(trained), tmp_path / "export")
+    rows = {name: array.nbytes for name, array in arrays.items() if name.startswith(("table_", "state_"))}
+    items = {name: arrays[name].nbytes for name in ("item_vectors.npy", "history_items.npy")}
+    largest = max(size for name, size in (rows | items).items() if not name.startswith("state_"))
+    estimate = training_bytes(CONFIG, spec=experiment.spec, work_folder=tmp_path / "none", steps_per_epoch=10)
+    assert estimate == sum(rows.values()) < sum(path.stat().st_size for path in checkpoint_of(trained).glob("*.distcp"))
+    assert export_bytes(CONFIG.table_optimizer, spec=experiment.spec) == sum((rows | items).values()) + largest
+
+
+def test_files_of_an_earlier_attempt_reduce_the_estimate(experiment, tmp_path):
+    whole = training_bytes(CONFIG, spec=experiment.spec, work_folder=tmp_path, steps_per_epoch=10)
+    (tmp_path / "checkpoint").write_bytes(bytes(1_000))
+    assert training_bytes(CONFIG, spec=experiment.spec, work_folder=tmp_path, steps_per_epoch=10) == whole - 1_000
+
+
+def test_training_starts_only_if_its_checkpoints_fit_on_the_disk(experiment, small_disk: Path):
+    (small_disk / "already").write_bytes(bytes(2**20 - 2**16))
+    config = CONFIG.model_copy(update={"checkpoint_every_steps": 1})
+    with pytest.raises(InputError, match=rf"^{small_disk}/train: the train stage takes at least 0\.000 GiB, but the disk has"):
+        train(
+            config,
+            model=experiment.spec,
+            loss=experiment.loss,
+            dataset=experiment.data,
+            plan=experiment.plan,
+            folder=small_disk / "train",
+            on_progress=lambda _: pytest.fail("it began"),
+        )
+    assert {path.name for path in small_disk.iterdir()} == {"already"}
+
+
+def facts(**changes) -> dict:
+    return {"fingerprint": "f", "seconds": 1.0, "files": {}} | changes
+
+
+def test_export_and_index_begin_only_where_their_arrays_fit(experiment, small_disk: Path):
+    spec = ModelSpec.sized(TwoTowerConfig(), num_users=10, num_items=100_000)
+    trained = TrainManifest(
+        world_size=2,
+        steps=1,
+        epochs=1,
+        examples=1,
+        final_loss=0.1,
+        samples_per_s=1.0,
+        attempts=1,
+        best_epoch=None,
+        validation={},
+        warm_from=None,
+        folder=small_disk,
+        **facts(),
+    )
+    with pytest.raises(InputError, match=rf"^{small_disk}/export: the export stage takes at least 0\.0\d\d GiB, but the disk"):
+        export_vectors(
+            CONFIG,
+            model=spec,
+            loss=experiment.loss,
+            dataset=Dataset(experiment.data.interactions),
+            train=trained,
+            folder=small_disk / "export",
+        )
+    exported = ExportManifest(num_items=100_000, dim=64, similarity="dot", num_queries={}, folder=small_disk, **facts())
+    with pytest.raises(InputError, match=rf"^{small_disk}/index: the index stage takes at least 0\.073 GiB, but the disk"):
+        build_indexes(IndexConfig(), export=exported, folder=small_disk / "index")
+
+
+def test_a_checkpoint_on_another_disk_is_copied_where_it_cannot_be_linked(tmp_path: Path, small_disk: Path):
+    (tmp_path / "file").write_bytes(b"state")
+    with pytest.raises(OSError, match="cross-device") as caught:
+        (small_disk / "file").hardlink_to(tmp_path / "file")
+    assert caught.value.errno == errno.EXDEV
+    link_or_copy(str(tmp_path / "file"), str(small_disk / "file"))
+    link_or_copy(str(tmp_path / "file"), str(tmp_path / "other"))
+    assert (small_disk / "file").read_bytes() == b"state"
+    assert (tmp_path / "other").samefile(tmp_path / "file")

@@ -1,0 +1,277 @@
+"""Compatibility of the champion with the settings of a run, checked before the launch; when to train from scratch."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from recsys_core.errors import InputError
+from recsys_core.manifests import Dataset, ExportManifest, FeatureFacts, FeaturesManifest, PlanManifest, TrainManifest
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.loss.loss_config import LossConfig
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.tables.optimizer_config import TableOptimizer
+from recsys_core.models.tables.table_config import TableConfig
+from recsys_core.training.config import TrainingConfig, WarmStartConfig
+from recsys_core.training.train import choose_start, train
+from recsys_core.training.warm.starting_model import Champion, carried_table_names, champion_layers, require_compatible
+from tests.recsys_core.ingest.interaction_logs import ingest
+from tests.recsys_core.ingest.parquet_files import write
+from tests.recsys_core.manifests.committed_stage import commit_stage
+from tests.recsys_core.training.consecutive_runs import PreparedRun, prepare_run
+
+ADVICE = "set training.warm_start to null for this run, or go back to the old setting"
+ADAGRAD = TableOptimizer()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> PreparedRun:
+    return prepare_run(tmp_path_factory.mktemp("runs") / "run", 1)
+
+
+@pytest.fixture(scope="module")
+def champion(run: PreparedRun) -> Champion:
+    """A champion with the same model; the files of its tables are empty."""
+
+    def build(out: Path) -> dict[str, Any]:
+        for table in run.spec.tables:
+            (out / f"state_{table}.npy").touch()
+        (out / "model.json").write_text(run.spec.model_dump_json())
+        return {"num_items": 1, "dim": 8, "similarity": "cosine", "num_queries": {}}
+
+    commit_stage(run.folder / "export", ExportManifest, fingerprint="export", build=build)
+    commit_stage(run.folder / "train", TrainManifest, fingerprint="train", build=lambda out: TRAINED)
+    champion = open_champion(run)
+    assert champion is not None
+    return champion
+
+
+TRAINED = {
+    "world_size": 2,
+    "steps": 1,
+    "epochs": 1,
+    "examples": 1,
+    "final_loss": 1.0,
+    "samples_per_s": 1.0,
+    "attempts": 1,
+    "best_epoch": None,
+    "validation": {},
+    "num_warm_starts": 3,
+}
+
+
+def open_champion(run: PreparedRun) -> Champion | None:
+    return Champion.open(
+        "first", **{f"{name}_folder": run.folder / name for name in ("train", "export", "interactions", "features")}
+    )
+
+
+def spec_with(run: PreparedRun, *, tables: dict[str, TableConfig] | None = None, **settings: Any) -> ModelSpec:
+    """Return the spec of the same model with other settings."""
+    config = TwoTowerConfig.model_validate(run.spec.config.model_dump() | settings)
+    return ModelSpec.of(config, dataset=Dataset(run.interactions, features=run.features), tables=tables)
+
+
+def check_compatible(run: PreparedRun, champion: Champion, spec: ModelSpec, *, optimizer: TableOptimizer = ADAGRAD) -> None:
+    require_compatible(
+        spec, champion=champion, dataset=Dataset(run.interactions, features=run.features), default_optimizer=optimizer
+    )
+
+
+def test_an_equal_model_is_compatible_also_with_other_training_settings(run: PreparedRun, champion: Champion) -> None:
+    check_compatible(run, champion, run.spec)
+    history = run.spec.config.history.model_dump() | {"length": 9, "item_dropout": 0.5}
+    check_compatible(run, champion, spec_with(run, history=history, temperature=0.5, learn_temperature=True))
+    check_compatible(run, champion, run.spec, optimizer=TableOptimizer(kind="sgd"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"embedding_dim": 16}, r"model.embedding_dim is 16 in this run, but 8 in the champion \(run first\)"),
+        ({"query": {"layers": [16, 8]}}, r"model.query.layers is \[16, 8\] in this run, but \[8\] in the champion"),
+        ({"candidate": {"layers": [8]}}, r"model.candidate.layers is \[8\] in this run, but \[\] in the champion"),
+        ({"similarity": "dot"}, "model.similarity is dot in this run, but cosine in the champion"),
+        (
+            {"learn_user_embedding": False},
+            r"the input list of the query tower is \['history', 'last_item'\] in this run, but .*'user'\]",
+        ),
+        ({"tables": {"user": TableConfig(dim=12)}}, "the width of tables.user is 12 in this run, but 8 in the champion"),
+    ],
+)
+def test_another_architecture_is_rejected_with_the_setting_and_both_values(
+    run: PreparedRun, champion: Champion, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=f"{message}.*{ADVICE}"):
+        check_compatible(run, champion, spec_with(run, **settings))
+
+
+def test_adagrad_rejects_a_champion_without_accumulators(run: PreparedRun, champion: Champion) -> None:
+    export = champion.export.model_copy(update={"files": {}})
+    with pytest.raises(
+        InputError, match="optimizer of table item is adagrad in this run, but one without Adagrad accumulators"
+    ):
+        check_compatible(run, replace(champion, export=export), run.spec, optimizer=TableOptimizer(kind="adagrad"))
+
+
+def test_a_champion_with_another_id_column_is_rejected(run: PreparedRun, champion: Champion) -> None:
+    other = champion.interactions.model_copy(update={"id_columns": ("user_id", "sku")})
+    with pytest.raises(InputError, match=r"item_column\) is .*item_id.* in this run, but .*sku"):
+        check_compatible(run, replace(champion, interactions=other), run.spec)
+
+
+def facts(definition: str) -> FeatureFacts:
+    return FeatureFacts(
+        kind="categorical", rows=5, values=3, out_of_vocabulary=0, missing=0, definition=definition, is_continued=False
+    )
+
+
+def with_hashed_features(run: PreparedRun, **definitions: str) -> FeaturesManifest:
+    """Return the features of `run` and hashed ones in addition. definitions: definition of each hashed feature by its name."""
+    hashed = {f"item.{name}": facts(definition) for name, definition in definitions.items()}
+    return run.features.model_copy(update={"features": hashed | run.features.features})
+
+
+def test_a_hashed_feature_with_another_definition_is_rejected(run: PreparedRun, champion: Champion) -> None:
+    before, current = with_hashed_features(run, colour="hash 4"), with_hashed_features(run, colour="hash 8")
+    specs = [
+        ModelSpec.of(
+            run.spec.config,
+            dataset=Dataset(run.interactions, features=features),
+        )
+        for features in (before, current)
+    ]
+    old = replace(champion, spec=specs[0], features=before, export=champion.export)
+    with pytest.raises(
+        InputError, match=r"definition of feature item.colour is hash 8 in this run, but hash 4 in the champion"
+    ):
+        require_compatible(
+            specs[1],
+            champion=old,
+            dataset=Dataset(run.interactions, features=current),
+            default_optimizer=TableOptimizer(kind="sgd"),
+        )
+
+
+def test_a_new_item_feature_is_compatible_and_the_other_projections_are_carried_over(
+    run: PreparedRun, champion: Champion
+) -> None:
+    tables = {"item.brand": TableConfig(dim=12), "item.colour": TableConfig(dim=12)}
+    old = ModelSpec.of(
+        run.spec.config,
+        dataset=Dataset(run.interactions, features=run.features),
+        tables={"item.brand": tables["item.brand"]},
+    )
+    current = with_hashed_features(run, colour="hash 4")  # in front of the brand
+    spec = ModelSpec.of(run.spec.config, dataset=Dataset(run.interactions, features=current), tables=tables)
+    before = replace(champion, spec=old)
+    require_compatible(spec, champion=before, dataset=Dataset(run.interactions, features=current), default_optimizer=ADAGRAD)
+    assert "item.colour" not in carried_table_names(spec, champion=before)
+    brand = torch.rand(8, 12)
+    dense = {
+        "query.tower.layers.0.weight": torch.rand(8, 24),
+        "item.tower.projections.1.weight": brand,
+    }
+    carried = champion_layers(spec, champion=before, champion_tensors=dense)
+    assert set(carried) == {"query.tower.layers.0.weight", "item.tower.projections.2.weight"}
+    assert carried["item.tower.projections.2.weight"] is brand
+
+
+def test_the_vector_of_an_empty_history_is_carried_over_if_the_export_has_it(run: PreparedRun, champion: Champion) -> None:
+    dense = {"query.tower.layers.0.weight": torch.rand(8, 24)}
+    assert set(champion_layers(run.spec, champion=champion, champion_tensors=dense)) == set(dense)  # an export of version 0.1
+    dense["query.pooling.start"] = torch.rand(8)
+    assert (
+        champion_layers(run.spec, champion=champion, champion_tensors=dense)["query.pooling.start"]
+        is dense["query.pooling.start"]
+    )
+
+
+def test_a_layer_of_another_shape_is_rejected_with_both_shapes(run: PreparedRun, champion: Champion) -> None:
+    dense = {"query.tower.layers.0.weight": torch.rand(8, 16)}
+    with pytest.raises(InputError, match=r"layer query.tower.layers.0.weight is \[8, 24\] in this run, but \[8, 16\] in"):
+        champion_layers(run.spec, champion=champion, champion_tensors=dense)
+
+
+def test_the_stage_rejects_an_incompatible_champion_before_the_launch(
+    run: PreparedRun, champion: Champion, tmp_path: Path
+) -> None:
+    plan = commit_stage(
+        tmp_path / "plan", PlanManifest, fingerprint="plan", build=lambda out: {"world_size": 2, "device": "cpu"}
+    )
+    plan = plan.model_copy(update={"files": {"plan.json": None}})
+    with pytest.raises(InputError, match=r"model.embedding_dim is 16 in this run"):
+        train(
+            TrainingConfig(),
+            model=spec_with(run, embedding_dim=16),
+            loss=LossConfig(),
+            dataset=Dataset(run.interactions, features=run.features),
+            plan=plan,
+            folder=tmp_path / "train",
+            on_progress=lambda line: None,
+            champion=champion,
+        )
+    assert not list(tmp_path.glob("train*"))
+
+
+def test_the_stage_trains_from_scratch_if_the_champion_was_trained_on_held_out_events(
+    run: PreparedRun, champion: Champion, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = commit_stage(
+        tmp_path / "plan", PlanManifest, fingerprint="plan", build=lambda out: {"world_size": 2, "device": "cpu"}
+    )
+    plan = plan.model_copy(update={"files": {"plan.json": None}})
+    shorter = pq.read_table(run.folder / "data/log.parquet").filter(pc.field("t") < 7)
+    log = write(tmp_path / "log.parquet", **shorter.to_pydict())
+    interactions = ingest(tmp_path / "interactions", log, split={"kind": "leave_last_out"})
+    # Layers that the champion does not have: a warm start is rejected for them, a full training gets as far as the plan.
+    with caplog.at_level(logging.INFO, logger="recsys_core"), pytest.raises(FileNotFoundError, match=r"plan\.json"):
+        train(
+            TrainingConfig(),
+            model=spec_with(run, embedding_dim=16),
+            loss=LossConfig(),
+            dataset=Dataset(interactions, features=run.features),
+            plan=plan,
+            folder=tmp_path / "train",
+            on_progress=lambda line: None,
+            champion=champion,
+        )
+    (line,) = [line for line in caplog.messages if line.startswith("full training: ")]
+    assert "the champion (run first) was trained on 30 of the 60 validation and test events of this run" in line
+
+
+@pytest.mark.parametrize(("every", "is_warm"), [(7, True), (5, True), (4, False), (1, False)])
+def test_every_nth_run_trains_from_scratch(run: PreparedRun, champion: Champion, every: int, is_warm: bool) -> None:
+    assert champion.train.num_warm_starts == 3
+    config = WarmStartConfig(full_retrain_every=every)
+    start, reason = choose_start(config, champion=champion, interactions=run.interactions)
+    assert (start, reason is None) == ((champion, True) if is_warm else (None, False))
+    assert reason is None or f"run 4 since the last full training (training.warm_start.full_retrain_every is {every})" in reason
+
+
+def test_without_setting_or_champion_the_training_starts_from_scratch_without_a_message(
+    run: PreparedRun, champion: Champion
+) -> None:
+    assert choose_start(None, champion=champion, interactions=run.interactions) == (None, None)
+    assert choose_start(WarmStartConfig(), champion=None, interactions=run.interactions) == (None, None)
+
+
+def test_a_champion_with_a_missing_or_damaged_stage_is_not_opened(run: PreparedRun, champion: Champion) -> None:
+    model = champion.export.path("model.json")
+    content = model.read_text()
+    model.write_text(content + " ")
+    assert open_champion(run) is None
+    model.write_text(content)
+    assert open_champion(run) is not None
+    events = run.interactions.path("event_item.npy")
+    events.rename(events.with_suffix(".moved"))
+    assert open_champion(run) is None
+    events.with_suffix(".moved").rename(events)
+    (run.folder / "features").rename(run.folder / "elsewhere")
+    assert open_champion(run) is None
+    (run.folder / "elsewhere").rename(run.folder / "features")

@@ -1,0 +1,244 @@
+"""A warm start on two gloo ranks: rows, accumulators and layers of one run in the model of the next."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.optim.keyed import CombinedOptimizer
+
+from recsys_core.dataset.assembly import Assembler
+from recsys_core.dataset.batch_keys import UNPOOLED
+from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.feature_store import FeatureStore
+from recsys_core.manifests import Dataset, FeaturesManifest, InteractionsManifest, require_manifest
+from recsys_core.models.tables.embedding_tables import table_shards
+from recsys_core.models.tables.table_config import TableConfig, random_norm
+from recsys_core.training.checkpoint import restore
+from recsys_core.training.config import TrainingConfig
+from recsys_core.training.job.job_spec import CHECKPOINTS_FOLDER, TrainJob, WarmStart
+from recsys_core.training.loop import make_loader
+from recsys_core.training.optimizers import accumulator_shards, make_optimizer
+from recsys_core.training.sharded_model import initial_model
+from recsys_core.training.warm.starting_model import Champion, match_rows_by_value
+from recsys_core.training.warm.warm_start import load_champion_accumulators, load_champion_weights, prepare_warm_start
+from tests.gloo import run_ranks
+from tests.recsys_core.training.consecutive_runs import (
+    RANKS,
+    PreparedRun,
+    prepare_run,
+    process,
+    train_and_export,
+    train_champion,
+    train_job,
+)
+
+VOCABULARIES = {"item": ("items.parquet", "id"), "user": ("users.parquet", "id")}
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> PreparedRun:
+    return prepare_run(tmp_path_factory.mktemp("runs") / "first", 1)
+
+
+@pytest.fixture(scope="module")
+def champion(first: PreparedRun) -> Champion:
+    return train_champion(first)
+
+
+def prepare(champion: Champion, run: PreparedRun, folder: Path) -> WarmStart:
+    return prepare_warm_start(
+        champion,
+        spec=run.spec,
+        dataset=Dataset(run.interactions, run.embeddings, run.features),
+        default_optimizer=TrainingConfig().table_optimizer,
+        folder=folder,
+    )
+
+
+def values(run: PreparedRun, table: str) -> list[str | None]:
+    """Return the id or feature value of each row of `table`."""
+    if table in VOCABULARIES:
+        file, column = VOCABULARIES[table]
+        ids: list[str | None] = pq.read_table(run.interactions.path(file))[column].to_pylist()
+        return ids
+    return pq.read_table(run.features.path(f"{table}.vocabulary.parquet"))["value"].to_pylist()
+
+
+def untrained_model(job: TrainJob, *, rank: int) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    """Return model and optimizer as the training loop makes them, before the champion is loaded."""
+    dataset = job.open_dataset()
+    store = EventStore.open(dataset.interactions)
+    model = initial_model(job, store=store, dataset=dataset, process=process(rank))
+    return model, make_optimizer(model, spec=job.spec, config=job.training)
+
+
+def check_start(rank: int, job: TrainJob, expected: Path) -> None:
+    """Compare the tables with <table>.npy and state_<table>.npy in `expected`; NaN: the row starts as in a full training."""
+    assert job.warm is not None
+    model, optimizer = untrained_model(job, rank=rank)
+    before = {
+        name: [shard.weight_RD.clone() for shard in table_shards(model.state_dict(), table=name)] for name in job.spec.tables
+    }
+    load_champion_weights(model, warm_start=job.warm)
+    load_champion_accumulators(optimizer, spec=job.spec, default_optimizer=job.training.table_optimizer, warm_start=job.warm)
+    for name in job.spec.tables:
+        expected_RD, accumulator_R = (torch.from_numpy(np.load(expected / f"{kind}{name}.npy")) for kind in ("", "state_"))
+        shards = table_shards(model.state_dict(), table=name)
+        for shard, old_RC in zip(shards, before[name], strict=True):
+            expected_RC = expected_RD[shard.row : shard.row + len(old_RC)]
+            torch.testing.assert_close(shard.weight_RD, torch.where(expected_RC.isnan(), old_RC, expected_RC), rtol=0, atol=0)
+        (shard,) = accumulator_shards(optimizer, spec=job.spec, table=name)
+        expected_R = accumulator_R[shard.row : shard.row + len(shard.values_RC)]
+        torch.testing.assert_close(shard.values_RC[:, 0], expected_R.nan_to_num(0.0), rtol=0, atol=0)
+    head = get_unwrapped_module(model).head
+    for name, value in load_file(job.warm.export / "dense.safetensors").items():
+        torch.testing.assert_close(head.state_dict()[name], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("continued", [True, False], ids=["continued vocabulary", "new vocabulary"])
+def test_rows_accumulators_and_layers_are_carried_over_by_id(
+    first: PreparedRun, champion: Champion, tmp_path: Path, caplog: pytest.LogCaptureFixture, continued: bool
+) -> None:
+    second = prepare_run(tmp_path / "second", 2, after=first if continued else None)
+    assert (second.interactions.lineage == first.interactions.lineage) == continued
+    with caplog.at_level(logging.INFO, logger="recsys_core"):
+        warm = prepare(champion, second, tmp_path / "warm")
+    log_text = "\n".join(caplog.messages)
+    for table in second.spec.tables:
+        champion_row = {value: row for row, value in enumerate(values(first, table))}
+        rows = [champion_row.get(value) for value in values(second, table)]
+        moved = [row for row, old in enumerate(rows) if old is not None and old != row]
+        assert bool(moved) != continued
+        for kind in ("table_", "state_"):
+            old = np.load(champion.export.path(f"{kind}{table}.npy"))
+            new = np.full((len(rows), *old.shape[1:]), np.nan, np.float32)
+            for row, source in enumerate(rows):
+                if source is not None:
+                    new[row] = old[source]
+            np.save(tmp_path / f"{kind.replace('table_', '')}{table}.npy", new)
+        num_carried = sum(row is not None for row in rows)
+        assert f"warm start from run first: table {table}: {num_carried} of {len(rows)} rows from the champion" in log_text
+    assert np.load(champion.export.path("state_item.npy")).max() > 0
+    new_items = [value for value in values(second, "item") if value not in values(first, "item")]
+    num_with_vector = sum(int(str(value)[1:]) % 3 == 0 for value in new_items)
+    assert 0 < num_with_vector < len(new_items)
+    num_random = len(new_items) - num_with_vector
+    assert f"{len(new_items)} new ({num_with_vector} from their vector, {num_random} random)" in log_text
+    job = train_job(second).model_copy(update={"warm": warm})
+    run_ranks(check_start, world_size=RANKS, arguments=(job, tmp_path))
+
+
+def check_new_items(rank: int, job: TrainJob, rows: list[int], vector_ND: NDArray[np.float32]) -> None:
+    assert job.warm is not None
+    model, _ = untrained_model(job, rank=rank)
+    load_champion_weights(model, warm_start=job.warm)
+    for shard in table_shards(model.state_dict(), table="item"):
+        for row, vector_D in zip(rows, torch.from_numpy(vector_ND), strict=True):
+            if shard.row <= row < shard.row + len(shard.weight_RD):
+                expected_D = vector_D * random_norm(0.02, len(vector_D)) / vector_D.norm()
+                torch.testing.assert_close(shard.weight_RD[row - shard.row], expected_D)
+
+
+def test_a_new_item_starts_with_its_pretrained_vector(first: PreparedRun, champion: Champion, tmp_path: Path) -> None:
+    second = prepare_run(tmp_path / "second", 2, after=first)
+    vector_row = np.load(second.interactions.path("vector_row.npy"))
+    rows = [row for row in range(first.spec.num_items, second.spec.num_items) if vector_row[row] >= 0]
+    vectors = np.load(second.embeddings.vectors_path("item"))[vector_row[rows]]
+    job = train_job(second).model_copy(update={"warm": prepare(champion, second, tmp_path / "warm")})
+    run_ranks(check_new_items, world_size=RANKS, arguments=(job, rows, vectors))
+
+
+def step(
+    job: TrainJob, *, rank: int, checkpoint: Path | None, accumulators: bool = True
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Train one step from `checkpoint`, or from the champion if it is None; return rows and accumulators of the item table."""
+    model, optimizer = untrained_model(job, rank=rank)
+    if checkpoint is not None:
+        restore(model, optimizer, checkpoint=checkpoint)
+    else:
+        assert job.warm is not None
+        load_champion_weights(model, warm_start=job.warm)
+        if accumulators:
+            load_champion_accumulators(
+                optimizer, spec=job.spec, default_optimizer=job.training.table_optimizer, warm_start=job.warm
+            )
+    interactions = require_manifest(job.interactions, InteractionsManifest)
+    assert job.features is not None
+    assembler = Assembler(user_batch_key=UNPOOLED, features=FeatureStore.open(require_manifest(job.features, FeaturesManifest)))
+    loader = make_loader(job, store=EventStore.open(interactions), assembler=assembler, process=process(rank))
+    pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
+    pipeline.progress(iter([loader.batch(7, 0)]))
+    return [
+        (shard.weight_RD.clone(), accumulator.values_RC.clone())
+        for shard, accumulator in zip(
+            table_shards(model.state_dict(), table="item"),
+            accumulator_shards(optimizer, spec=job.spec, table="item"),
+            strict=True,
+        )
+    ]
+
+
+def check_next_step(rank: int, job: TrainJob, out: Path) -> None:
+    train_and_export(rank, job, out)
+    (checkpoint,) = (job.work / CHECKPOINTS_FOLDER).glob("step-*[0-9]")
+    warm = job.model_copy(update={"warm": WarmStart(run_id="first", export=out, prepared=out)})
+    uninterrupted, carried = step(job, rank=rank, checkpoint=checkpoint), step(warm, rank=rank, checkpoint=None)
+    for (weight_RC, values_RC), (warm_RC, warm_RS) in zip(uninterrupted, carried, strict=True):
+        torch.testing.assert_close(warm_RC, weight_RC, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(warm_RS, values_RC, rtol=1e-5, atol=1e-9)
+    without_accumulators = step(warm, rank=rank, checkpoint=None, accumulators=False)
+    assert any(
+        (weight - other).abs().max() > 1e-3 for (weight, _), (other, _) in zip(uninterrupted, without_accumulators, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "dim"),
+    [("row_wise", "rowwise_adagrad", 8), ("data_parallel", "rowwise_adagrad", 8), ("column_wise", "adagrad", 256)],
+)
+def test_the_next_step_after_a_warm_start_equals_the_next_step_of_the_champion(
+    tmp_path: Path, kind: str, optimizer: str, dim: int
+) -> None:
+    run = prepare_run(tmp_path / "run", 1, dim=dim, tables={"user": TableConfig(), "item": TableConfig()})
+    training = TrainingConfig.model_validate(
+        {"epochs": 2, "batch_size": 16, "validation": None, "table_optimizer": {"kind": optimizer}}
+    )
+    out = tmp_path / "export"
+    out.mkdir()
+    for name, table in run.spec.tables.items():
+        np.save(out / f"rows_{name}.npy", np.arange(table.num_rows))
+    run_ranks(check_next_step, world_size=RANKS, arguments=(train_job(run, kind=kind, training=training), out))
+
+
+@given(
+    values=st.lists(st.text(max_size=2) | st.none(), unique=True),
+    before=st.lists(st.text(max_size=2) | st.none(), unique=True),
+)
+def test_each_value_gets_its_row_in_the_other_vocabulary(values: list[str | None], before: list[str | None]) -> None:
+    rows = match_rows_by_value(*(pa.chunked_array([pa.array(column, pa.string())]) for column in (values, before)))
+    assert rows.tolist() == [before.index(value) if value in before else -1 for value in values]
+
+
+def test_integer_ids_match_equal_strings() -> None:
+    rows = match_rows_by_value(pa.chunked_array([[7, 5]]), pa.chunked_array([["5", "6"]]))
+    assert rows.tolist() == [-1, 0]
+
+
+def test_frozen_rows_are_never_carried_over(first: PreparedRun, champion: Champion, tmp_path: Path) -> None:
+    residual = prepare_run(tmp_path / "residual", 2, after=first, tables={"item": TableConfig(transfer="residual")})
+    warm = prepare(champion, residual, tmp_path / "warm")
+    assert set(warm.row_path_by_table()) == {"user", "item.brand"}
+    was_frozen = replace(champion, spec=residual.spec)
+    full = prepare_run(tmp_path / "full", 2, after=first)
+    assert set(prepare(was_frozen, full, tmp_path / "other").row_path_by_table()) == {"user", "item.brand"}

@@ -1,0 +1,140 @@
+"""The champion that a person chooses: promote and rollback; real packages on a real MLflow."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from recsys_core.errors import InputError, StageError, TrackingServerError
+from tasks.gate import by_hand, version_tester
+from tasks.gate.by_hand import Decision, promote_version, roll_back
+from tasks.gate.smoke_test import K, ServedSample
+from tasks.registry.config import RegistryConfig
+from tasks.registry.mlflow_client import RUN_ID_TAG, connect
+from tasks.registry.promotion import TURN_TAG, AliasChange, move_champion
+from tasks.registry.releases import BROKEN_TAG, BY_HAND_TAG, FORMER_CHAMPION_TAG
+from tests.tasks.conftest import Stages
+from tests.tasks.gate.test_gate import flip_a_bit, package_of
+from tests.tasks.registration import aliases, do_register, run_of, version_tags
+
+BuildStages = Callable[..., Stages]
+Decide = Callable[..., Decision]
+
+
+@pytest.fixture
+def changes() -> list[AliasChange]:
+    return []
+
+
+@pytest.fixture
+def decide(workspace: Path, changes: list[AliasChange]) -> Decide:
+    """A function that returns the decision of a person, whose changes of aliases are in the list."""
+
+    def decide(reason: str = "sold-out items") -> Decision:
+        return Decision(RegistryConfig(model_name="m"), workspace, reason, changes.append)
+
+    return decide
+
+
+@pytest.fixture
+def three_versions(workspace: Path, stages: BuildStages, predicted_here: list[str]) -> Path:
+    """A workspace whose versions 1 and 2 were champion in turn; version 3 is challenger. One run has an ingested log."""
+    client = connect(workspace)
+    do_register(stages(), run_of(workspace, "20260101"))
+    for number in ("2", "3"):
+        copy = shutil.copytree(package_of(workspace, "1"), workspace / f"version-{number}")
+        client.create_model_version("m", f"file://{copy}", tags={RUN_ID_TAG: "20260102"})
+    client.set_registered_model_alias("m", "champion", "2")
+    client.set_registered_model_alias("m", "challenger", "3")
+    client.set_model_version_tag("m", "1", FORMER_CHAMPION_TAG, "1760000000")
+    log = run_of(workspace, "20260101").stage_folder("ingest_interactions")
+    shutil.copytree(stages().dataset.interactions.folder, log)
+    return workspace
+
+
+def test_promote_makes_the_challenger_champion_and_rollback_returns_to_the_former_champion(
+    three_versions: Path, decide: Decide, changes: list[AliasChange]
+) -> None:
+    client = connect(three_versions)
+    assert promote_version(3, decide("legal: item 7")).startswith(
+        "m version 3 is champion instead of version 2: recall@20 is 0."
+    )
+    assert aliases(client) == {"champion": "3"}
+    assert "promoted by hand, replaces version 2: legal: item 7" in version_tags(client, "3")[BY_HAND_TAG]
+    assert "replaced by version 3, promoted by hand: legal: item 7" in version_tags(client, "2")[BY_HAND_TAG]
+    assert FORMER_CHAMPION_TAG in version_tags(client, "2")
+    assert [(change.alias, change.old_version, change.new_version, change.reason) for change in changes] == [
+        ("champion", "2", "3", "promoted by hand: legal: item 7"),
+        ("challenger", "3", None, "promoted by hand: legal: item 7"),
+    ]
+    changes.clear()
+
+    assert roll_back(None, decide()).startswith("m version 2 is champion instead of version 3")
+    assert FORMER_CHAMPION_TAG not in version_tags(client, "3")
+    assert roll_back(None, decide()).startswith("m version 1 is champion instead of version 2")  # not back to version 3
+    assert FORMER_CHAMPION_TAG not in version_tags(client, "2")
+    assert "rolled back by hand, replaces version 2: sold-out items" in version_tags(client, "1")[BY_HAND_TAG]
+    assert [(change.old_version, change.new_version) for change in changes] == [("3", "2"), ("2", "1")]
+    with pytest.raises(InputError, match=r"^m: there is no former champion \(former champions: none\); list the versions"):
+        roll_back(None, decide())
+    assert aliases(client) == {"champion": "1"}
+    assert not any(TURN_TAG in version_tags(client, number) for number in "123")
+
+    # A former champion that does not load is skipped, and is no former champion from then on.
+    for number in (2, 3):
+        promote_version(number, decide())
+    flip_a_bit(three_versions, "2")
+    assert roll_back(None, decide()).startswith("m version 1 is champion instead of version 3")
+    assert BROKEN_TAG in version_tags(client, "2")
+    flip_a_bit(three_versions, "3")
+    with pytest.raises(StageError, match=r"^models:/m/3: "):
+        promote_version(3, decide())
+    with pytest.raises(InputError, match=r"version 2 is not a former champion \(former champions: none\)"):
+        roll_back(2, decide())
+    assert aliases(client) == {"champion": "1"}
+
+
+def test_a_promotion_that_cannot_be_is_one_message_and_changes_nothing(
+    three_versions: Path, decide: Decide, changes: list[AliasChange], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def recommend_unknown_items(sample: ServedSample, **_: object) -> pa.ListArray:
+        return pa.array([[-1] * K] * sample.num_users)
+
+    client = connect(three_versions)
+    for number, reason, message in (
+        (9, "x", r"^m: there is no version 9 in sqlite:.* \(newest versions: 3, 2, 1\); list the versions with"),
+        (2, "x", r"^m: version 2 is already champion; nothing changes$"),
+        (3, "  ", r"^there is no reason; give a reason, which is recorded on the version$"),
+        (3, "a\nb", r"^reason 'a\\nb': a reason is one line"),
+    ):
+        with pytest.raises(InputError, match=message):
+            promote_version(number, decide(reason))
+    with pytest.raises(InputError, match=r"^m: version 3 is not a former champion \(former champions: 1\)"):
+        roll_back(3, decide())
+    with monkeypatch.context() as patch:
+        patch.setattr(version_tester, "predict_in_subprocess", recommend_unknown_items)
+        with pytest.raises(StageError, match="items that are not in the catalogue"):
+            promote_version(3, decide())
+    assert (aliases(client), changes) == ({"champion": "2", "challenger": "3"}, [])
+    assert not any(BY_HAND_TAG in version_tags(client, number) for number in "123")
+
+    def promote_another(*arguments: object, **options: object) -> bool:
+        client.set_registered_model_alias("m", "champion", "1")
+        return move_champion(*arguments, **options)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(by_hand, "move_champion", promote_another)
+        with pytest.raises(StageError, match="nothing has changed, because the champion was replaced while version 3 was test"):
+            promote_version(3, decide())
+    assert (aliases(client), changes) == ({"champion": "1", "challenger": "3"}, [])
+
+    shutil.rmtree(three_versions / "runs" / "20260101" / "ingest_interactions")
+    with pytest.raises(InputError, match="no run has an ingested interaction log, but the smoke test needs users"):
+        promote_version(2, decide())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ada:s3cret@127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    for change in (lambda: promote_version(2, decide()), lambda: roll_back(None, decide())):
+        with pytest.raises(TrackingServerError, match=r"^MLflow at http://ada:\*\*\*@127.0.0.1:9 does not work"):
+            change()

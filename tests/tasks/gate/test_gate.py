@@ -1,0 +1,146 @@
+"""The gate with concurrent runs and with a broken champion; real packages on a real sqlite MLflow."""
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from recsys_core.errors import StageError, TrackingServerError
+from tasks.gate import gate, version_tester
+from tasks.gate.smoke_test import NotFetchedError, ServedSample
+from tasks.registry import mlflow_client
+from tasks.registry.mlflow_client import connect
+from tasks.registry.releases import BROKEN_TAG
+from tests.tasks.conftest import Stages
+from tests.tasks.registration import aliases, do_register, run_of, version_tags
+
+BuildStages = Callable[..., Stages]
+
+
+@pytest.fixture(autouse=True)
+def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
+
+
+def package_of(workspace: Path, version: str) -> Path:
+    client = connect(workspace)
+    source = client.get_model_version_download_uri("m", version)
+    if source.startswith("models:"):
+        source = client.get_logged_model(source.removeprefix("models:/")).artifact_location
+    return Path(source.removeprefix("file://"))
+
+
+def flip_a_bit(workspace: Path, version: str) -> None:
+    file = max(package_of(workspace, version).rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_run_is_compared_with_a_champion_promoted_during_its_comparison(
+    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    do_register(stages(confused=True), run_of(workspace, "one"))
+    predict, others = version_tester.predict_in_subprocess, [stages()]
+
+    def promote_meanwhile(sample: ServedSample, *, model_uri: str, **rest: Any) -> pa.ListArray:
+        answers = predict(sample, model_uri=model_uri, **rest)
+        if model_uri == "models:/m/1" and others:
+            do_register(others.pop(), run_of(workspace, "better"))
+        return answers
+
+    monkeypatch.setattr(version_tester, "predict_in_subprocess", promote_meanwhile)
+    slower = do_register(stages(confused=True), run_of(workspace, "slower"))
+    assert aliases(connect(workspace)) == {"champion": "3", "challenger": "2"}
+    assert (slower.alias, slower.reasons[0].endswith("of version 3")) == ("challenger", True)
+    assert predicted_here.count("models:/m/2") == 1  # its own answers are used again
+
+
+def test_a_champion_with_a_flipped_bit_is_replaced_and_reported(
+    workspace: Path, stages: BuildStages, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> None:
+    in_fresh_processes = version_tester.predict_in_subprocess
+    request.getfixturevalue("predicted_here")
+    do_register(stages(), run_of(workspace, "one"))
+    flip_a_bit(workspace, "1")
+    request.getfixturevalue("monkeypatch").setattr(version_tester, "predict_in_subprocess", in_fresh_processes)
+    made = do_register(stages(), run_of(workspace, "two"))
+    assert (made.alias, aliases(connect(workspace))) == ("champion", {"champion": "2"})
+    assert made.reasons[0].endswith("of popularity")
+    assert made.metrics["served/recall@20"] > made.metrics["popularity/recall@20"]
+    assert made.alarm is not None
+    assert made.alarm.startswith("the champion, version 1, does not load (models:/m/1: does not answer in a fresh process")
+    assert made.alarm.endswith("; version 2 is champion instead")
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [f"m: {made.alarm}"]
+    assert version_tags(connect(workspace), "1")[BROKEN_TAG].startswith("models:/m/1: ")
+
+
+def test_a_version_that_is_worse_than_the_last_loadable_champion_restores_that_champion(
+    workspace: Path, stages: BuildStages, predicted_here: list[str]
+) -> None:
+    for run_id in ("one", "two"):
+        do_register(stages(), run_of(workspace, run_id))
+    flip_a_bit(workspace, "2")
+    worse = do_register(stages(confused=True), run_of(workspace, "three"))
+    assert aliases(connect(workspace)) == {"champion": "1", "challenger": "3"}
+    assert worse.reasons[0].endswith("of version 1")
+    assert worse.alarm is not None and worse.alarm.endswith("; version 1 is champion instead")
+    better = do_register(stages(), run_of(workspace, "four"))
+    assert (better.alarm, aliases(connect(workspace))["champion"]) == (None, "4")
+
+
+def test_where_no_version_can_be_champion_the_stage_fails_until_the_champion_loads_again(
+    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    do_register(stages(), run_of(workspace, "one"))
+    kept = shutil.copytree(package_of(workspace, "1"), workspace / "kept")
+    flip_a_bit(workspace, "1")
+    monkeypatch.setattr(gate, "recommend_popular", lambda sample, **_: all_targets(sample))
+    with pytest.raises(
+        StageError, match=r"^m: the champion, version 1, does not load .*; no other version becomes champion; rec"
+    ):
+        do_register(stages(confused=True), run_of(workspace, "two"))
+    client = connect(workspace)
+    assert aliases(client) == {"champion": "1", "challenger": "2"}
+    assert BROKEN_TAG in version_tags(client, "1")
+    shutil.copytree(kept, package_of(workspace, "1"), dirs_exist_ok=True)
+    resumed = do_register(stages(confused=True), run_of(workspace, "two"))
+    assert (resumed.version, resumed.alias, resumed.alarm) == ("2", "challenger", None)
+    assert BROKEN_TAG not in version_tags(client, "1")
+
+
+def all_targets(sample: ServedSample) -> pa.ListArray:
+    """Return all targets of each user: as recommendations of the popularity baseline they are better than any version."""
+    items = sample.num_items
+    rows = [[pair % items for pair in sample.target_pair_T if pair // items == user] for user in range(sample.num_users)]
+    return pa.array([[sample.item_ids[int(row)].as_py() for row in user_rows] for user_rows in rows])
+
+
+@pytest.mark.parametrize("cause", ["the files of the champion are gone", "MLflow does not work"])
+def test_a_champion_that_cannot_be_fetched_is_broken_only_where_mlflow_works(
+    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
+    do_register(stages(), run_of(workspace, "one"))
+    predict, unreachable = version_tester.predict_in_subprocess, {"models:/m/1"}
+
+    def fetch(sample: ServedSample, *, model_uri: str, **rest: Any) -> pa.ListArray:
+        if model_uri in unreachable:
+            if cause == "MLflow does not work":
+                unreachable.add("models:/m/2")
+            raise NotFetchedError(f"{model_uri}: not fetched")
+        return predict(sample, model_uri=model_uri, **rest)
+
+    monkeypatch.setattr(version_tester, "predict_in_subprocess", fetch)
+    monkeypatch.setattr(mlflow_client, "RETRY_TIMEOUT_S", 0.0)
+    if cause == "MLflow does not work":
+        with pytest.raises(TrackingServerError, match="models:/m/2: not fetched"):
+            do_register(stages(), run_of(workspace, "two"))
+        assert aliases(connect(workspace)) == {"champion": "1"}
+        assert BROKEN_TAG not in version_tags(connect(workspace), "1")
+    else:
+        assert do_register(stages(), run_of(workspace, "two")).alias == "champion"
+        assert BROKEN_TAG in version_tags(connect(workspace), "1")

@@ -1,0 +1,73 @@
+"""Smoke test: the sample, invalid answers and metrics, compared with values computed by hand."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tasks.gate.smoke_test import K, ServedSample, invalid_answers, prepare_sample, served_metrics
+from tests.recsys_core.evaluation.stage_folders import interactions_stage
+
+ITEMS = 30
+
+
+@pytest.fixture
+def sample(tmp_path: Path) -> ServedSample:
+    """Item row r has the id 100 + r; the second user has no test event, the only target of the third is in its history."""
+    interactions = interactions_stage(
+        tmp_path / "interactions",
+        train=[[0, 1], [2], [3]],
+        validation=[[2], [], []],
+        test=[[4, 5, 4], [], [3]],
+        items=ITEMS,
+        item_ids=list(range(100, 100 + ITEMS)),
+        user_ids=[7, 8, 9],
+    )
+    return prepare_sample(interactions, max_users=10, folder=tmp_path / "sample")
+
+
+def answers(first: list[int], second: list[int]) -> pa.ListArray:
+    return pa.array([first, second], type=pa.list_(pa.int64()))
+
+
+def test_the_sample_holds_users_with_test_events_and_their_items_before_the_test(sample: ServedSample) -> None:
+    assert pq.read_table(sample.histories_file).to_pydict() == {"user_id": [7, 9], "history": [[100, 101, 102], [103]]}
+
+
+def test_metrics_count_each_target_once_and_skip_users_whose_targets_are_in_their_history(sample: ServedSample) -> None:
+    metrics = served_metrics(answers([110, 104, *range(111, 129)], [*range(105, 125)]), sample=sample)
+    # One of the targets 104 and 105, at position 2: gain 1/log2(3) of an ideal 1 + 1/log2(3).
+    assert metrics == pytest.approx({"recall@20": 0.5, "hit_rate@10": 1.0, "ndcg@20": 0.6309298 / 1.6309298})
+
+
+def test_a_target_at_position_11_does_not_count_for_hit_rate_at_10(sample: ServedSample) -> None:
+    metrics = served_metrics(answers([*range(110, 120), 105], []), sample=sample)
+    assert (metrics["hit_rate@10"], metrics["recall@20"]) == (0.0, 0.5)
+
+
+def test_valid_answers_have_no_problems(sample: ServedSample) -> None:
+    assert invalid_answers(answers(list(range(103, 123)), list(range(104, 124))), sample=sample) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "problem"),
+    [
+        ([-1, *range(104, 123)], "1 items that are not in the catalogue"),
+        ([100 + ITEMS, *range(104, 123)], "1 items that are not in the catalogue"),
+        ([101, 102, *range(104, 122)], "2 items the user had before"),
+        ([104, *range(104, 123)], "1 items recommended twice to one user"),
+        (list(range(104, 114)), "1 users whose number of items is not min(20, number of unseen items)"),
+    ],
+)
+def test_each_problem_is_found_and_counted(sample: ServedSample, first: list[int], problem: str) -> None:
+    assert invalid_answers(answers(first, list(range(104, 104 + K))), sample=sample) == [f"{problem} (of 2 users)"]
+
+
+def test_the_sample_is_reproducible(tmp_path: Path) -> None:
+    interactions = interactions_stage(
+        tmp_path / "interactions", train=[[0]] * 50, validation=[[]] * 50, test=[[1]] * 50, items=3
+    )
+    first, second = (prepare_sample(interactions, max_users=5, folder=tmp_path / name) for name in ("a", "b"))
+    assert first.num_users == 5
+    assert pq.read_table(first.histories_file).equals(pq.read_table(second.histories_file))

@@ -1,0 +1,88 @@
+"""Artifacts in Prefect: their keys, the progress of training, and a server that does not answer."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from recsys_core.training.job.job_spec import Progress
+from tasks.progress import artifacts
+from tasks.progress.artifacts import TrainingProgress, artifact_key, show_markdown
+from tasks.runs.run import Run
+
+RUN = Run("r", workspace=Path("workspace"), experiment="e", pipeline="films", flow_run_id="f")
+
+
+def test_no_two_pipelines_share_a_key_and_each_key_is_valid_in_prefect() -> None:
+    names = ["films", "Films", "films ", "films-", "films.eu", "films-eu", "映画", "ドラマ", "-"]
+    keys = [artifact_key(name, "metrics") for name in names]
+    assert len(set(keys)) == len(names)
+    assert all(set(key) <= set("abcdefghijklmnopqrstuvwxyz0123456789-") for key in keys)
+    assert keys[0] == "films-metrics"
+
+
+@pytest.mark.filterwarnings("ignore:Artifact creation outside of a flow")
+def test_a_prefect_server_that_does_not_answer_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):  # no process listens there
+        show_markdown(RUN, "metrics", "# Metrics")
+    (record,) = [record for record in caplog.records if record.name == "nightjar"]
+    assert "could not send the artifact films-metrics to Prefect (ConnectError" in record.getMessage()
+
+
+def test_the_progress_artifact_ends_at_100_percent_where_training_stopped_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[float] = []  # a Prefect server takes half a minute to start
+
+    def send(first: Any, percent: float | None = None, **_: str) -> str:
+        sent.append(first if percent is None else percent)
+        return "id"
+
+    monkeypatch.setattr(artifacts, "create_progress_artifact", send)
+    monkeypatch.setattr(artifacts, "update_progress_artifact", send)
+    progress = TrainingProgress(RUN)
+    progress.finish("kept")  # no artifact, nothing to end
+    assert sent == []
+    progress.send(Progress(step=7, total_steps=10, epoch=7, loss=1.0, learning_rate=0.1, samples_per_s=10.0))
+    progress.finish("stopped early")
+    assert sent == [70.0, 100.0]
+
+
+def test_the_progress_artifact_is_sent_again_after_an_outage_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
+    monkeypatch.setattr(artifacts, "_PROGRESS_PAUSE_S", 0.0)
+    sent: list[float] = []
+
+    def send(percent: float, **_: str) -> str:
+        if len(sent) < 2:
+            sent.append(0.0)
+            raise ConnectionError("refused")
+        sent.append(percent)
+        return "id"
+
+    monkeypatch.setattr(artifacts, "create_progress_artifact", send)
+    progress = TrainingProgress(RUN)
+    for step in (1, 2, 3):
+        progress.send(Progress(step=step, total_steps=4, epoch=1, loss=1.0, learning_rate=0.1, samples_per_s=10.0))
+    assert sent == [0.0, 0.0, 75.0]
+    assert [record.levelname for record in caplog.records if "training-progress" in record.getMessage()] == ["WARNING"]
+
+
+def test_the_bar_of_training_keeps_the_last_validation_metric(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(artifacts, "create_progress_artifact", lambda *_, **__: "id")
+    progress = TrainingProgress(RUN)
+    line = Progress(step=5, total_steps=10, epoch=1, loss=1.0, learning_rate=0.1, samples_per_s=10.0)
+    with caplog.at_level(logging.DEBUG, logger="nightjar.steps"):
+        progress.send(line.model_copy(update={"validation": {"ndcg@10": 0.25, "recall@20": 0.5}}))
+        progress.send(line.model_copy(update={"step": 6, "epoch": 2}))
+    assert [record.__dict__["note"] for record in caplog.records] == [
+        "epoch 1  loss 1.0000  ndcg@10 0.2500",
+        "epoch 2  loss 1.0000  ndcg@10 0.2500",
+    ]

@@ -1,0 +1,33 @@
+"""Log lines and progress records of stages."""
+
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from recsys_core.manifests import TrainManifest
+from recsys_core.training.config import TrainingConfig
+from tasks.progress.reporting import show_bar, training_summary
+from tests.tasks.conftest import Stages
+
+
+@pytest.fixture
+def trained(stages: Callable[..., Stages]) -> TrainManifest:
+    """The manifest of a training of one epoch with an ndcg@10 of 0.5."""
+    return stages(confused=False).train_manifest
+
+
+def test_the_log_line_of_training_has_early_stopping_and_the_best_epoch(trained: TrainManifest) -> None:
+    stopped = trained.model_copy(update={"epochs": 5, "best_epoch": 2})
+    facts = training_summary(stopped, config=TrainingConfig(epochs=10))
+    assert "stopped early after epoch 5 of 10, best epoch 2: validation ndcg@10 0.5000" in facts
+    assert "stopped early" not in training_summary(stopped, config=TrainingConfig(epochs=5))
+    unmeasured = stopped.model_copy(update={"best_epoch": None, "validation": {}})
+    assert "best epoch" not in training_summary(unmeasured, config=TrainingConfig(epochs=5, validation=None))
+
+
+def test_a_bar_is_a_record_for_the_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="nightjar.steps"):
+        show_bar("evaluate", num_done=3, num_total=9, note="3 of 9 queries")
+    (record,) = caplog.records
+    assert (record.__dict__["stage"], record.__dict__["done"], record.__dict__["total"]) == ("evaluate", 3, 9)

@@ -1,0 +1,84 @@
+"""Ids and folders of runs, and the lock of a run and of a workspace."""
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recsys_core.errors import InputError
+from tasks.runs.run import STAGES, Run, new_run_id, workspace_lock
+
+
+def test_run_ids_sort_by_time_and_differ() -> None:
+    ids = [new_run_id() for _ in range(5)]
+    assert all(re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{4}", run_id) for run_id in ids)
+    assert len(set(ids)) > 1
+
+
+def test_each_stage_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    run = Run("r", workspace=tmp_path, experiment="e")
+    folders = [run.stage_folder(stage) for stage in STAGES]
+    assert len(set(folders)) == len(STAGES)
+    assert {folder.parent for folder in folders} == {tmp_path / "runs" / "r"}
+
+
+def test_a_second_process_is_rejected_until_the_first_is_gone(tmp_path: Path) -> None:
+    run = Run("r", workspace=tmp_path, experiment="e")
+    with run.lock():
+        with pytest.raises(InputError, match="another process is working on run r"), run.lock():
+            pass
+        with Run("other", workspace=tmp_path, experiment="e").lock():
+            pass
+    with run.lock():
+        pass
+
+
+@pytest.mark.parametrize(
+    "run_id", ["", ".", "..", "../../x", "/etc", "a/b", "a\\b", "a.b", "a b", "a\n", "-a", "~", "ü", "a" * 101, "a\0", "%2e%2e"]
+)
+def test_a_run_id_is_the_name_of_a_folder_and_never_a_path(tmp_path: Path, run_id: str) -> None:
+    with pytest.raises(InputError, match="a run id consists of letters, digits, - and _"):
+        Run(run_id, workspace=tmp_path, experiment="e")
+
+
+def test_a_folder_that_nightjar_did_not_make_is_no_run(tmp_path: Path) -> None:
+    theirs = tmp_path / "runs" / "theirs"
+    (theirs / "embeddings").mkdir(parents=True)
+    (theirs / "embeddings" / "mine.npy").write_text("kept")
+    (theirs / "config.yaml").write_text("kept")
+    (tmp_path / "runs" / "link").symlink_to(theirs)
+    for run_id, message in (("theirs", "holds files, but not the marker .nightjar"), ("link", "is a link")):
+        with pytest.raises(InputError, match=message), Run(run_id, workspace=tmp_path, experiment="e").lock():
+            pass
+    assert sorted(path.name for path in theirs.rglob("*")) == ["config.yaml", "embeddings", "mine.npy"]
+
+
+def _hold(workspace: Path, ready: Any, finish: Any) -> None:
+    with workspace_lock(workspace, run_id="first"):
+        ready.set()
+        finish.wait()
+
+
+@pytest.mark.parametrize("end", ["finished", "killed"])
+def test_a_second_command_in_a_workspace_is_rejected_with_pid_and_run_of_the_first(tmp_path: Path, end: str) -> None:
+    fork = multiprocessing.get_context("fork")
+    ready, finish = fork.Event(), fork.Event()
+    first = fork.Process(target=_hold, args=(tmp_path, ready, finish))
+    first.start()
+    assert ready.wait(60) and first.pid is not None
+    message = rf"process {first.pid} on {socket.gethostname()} with run first, since \d{{4}}-.* UTC, is using this workspace"
+    with pytest.raises(InputError, match=message), workspace_lock(tmp_path, run_id="second"):
+        pass
+    if end == "killed":
+        os.kill(first.pid, signal.SIGKILL)
+    else:
+        finish.set()  # not for a process that is killed: set() waits for the processes that wait for the event
+    first.join()
+    with workspace_lock(tmp_path, run_id="second"):
+        assert json.loads((tmp_path / ".command.json").read_text())["run_id"] == "second"

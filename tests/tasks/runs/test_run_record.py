@@ -1,0 +1,104 @@
+"""Records of runs: how a run ended, also after an exception, a signal or a kill."""
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recsys_core.errors import StageError
+from recsys_core.manifests import DataReportManifest, RegistrationManifest
+from tasks.runs.run import Run, RunOptions
+from tasks.runs.run_record import RunRecord, record_run
+from tests.recsys_core.manifests.committed_stage import commit_stage
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run("20261121-021500-aaaa", workspace=tmp_path, experiment="e", options=RunOptions(reason="new prices"))
+    with run.lock():
+        pass
+    return run
+
+
+def read(run: Run) -> RunRecord:
+    record = RunRecord.read(run)
+    assert record is not None
+    return record
+
+
+def test_a_record_has_state_reason_and_the_figures_of_the_stages(run: Run) -> None:
+    metrics = {"served/recall@20": 0.25, "champion/recall@20": 0.2}
+    with run.lock(), record_run(run, pipeline="films") as ending:
+        assert (read(run).state, read(run).seconds) == ("Running", None)
+        commit_stage(run.stage_folder("register"), RegistrationManifest, fingerprint="f", build=lambda folder: {
+            "model_name": "m", "version": "3", "alias": "champion", "promoted": True, "reasons": ("better",),
+            "mlflow_run_id": "r", "metrics": metrics,
+        })  # fmt: skip
+        ending.set("Promoted", "version 3 is champion")
+    record = read(run)
+    assert (record.state, record.pipeline, record.options.reason) == ("Promoted", "films", "new prices")
+    assert record.message == "version 3 is champion"
+    assert (record.figures.version, record.figures.metrics, record.figures.events) == ("3", metrics, None)
+    assert list(record.figures.stage_seconds) == ["register"]
+    assert record.seconds is not None and 0 <= record.seconds < 60
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "message"),
+    [
+        (StageError("rank 1 died\nsee its log"), "Failed", "rank 1 died see its log"),
+        (
+            ValueError("no answer from postgresql://ada:s3cret@db/x"),
+            "Failed",
+            "ValueError: no answer from postgresql://ada:***@db/x",
+        ),
+        (KeyboardInterrupt(), "Interrupted", "a signal ended the run: Ctrl-C, SIGTERM or a cancellation"),
+    ],
+)
+def test_an_exception_is_recorded_without_its_passwords(run: Run, error: BaseException, state: str, message: str) -> None:
+    with pytest.raises(type(error)), record_run(run, pipeline="films"):
+        raise error
+    assert (read(run).state, read(run).message) == (state, message)
+    log = run.folder / "error.log"
+    assert log.exists() == isinstance(error, ValueError) and (not log.exists() or "s3cret" not in log.read_text())
+
+
+def test_an_error_during_the_handling_of_a_signal_is_an_interruption(run: Run) -> None:
+    with pytest.raises(ValueError, match="Task run is not set"), record_run(run, pipeline="films"):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise ValueError("Task run is not set")  # noqa: B904  as Prefect does
+    assert read(run).state == "Interrupted" and not (run.folder / "error.log").exists()
+
+
+def _work(run: Run, ready: Any) -> None:
+    with run.lock(), record_run(run, pipeline="films"):
+        ready.set()
+        signal.pause()
+
+
+def test_a_run_is_running_while_its_process_lives_and_interrupted_after_a_kill(run: Run) -> None:
+    fork = multiprocessing.get_context("fork")
+    ready = fork.Event()
+    process = fork.Process(target=_work, args=(run, ready), daemon=True)  # ends with this process if an assertion fails
+    process.start()
+    assert ready.wait(60) and process.pid is not None
+    assert read(run).state == "Running"
+    fields = {"metrics": {}, "breaches": (), "warnings": (), "compared_with": None}
+    commit_stage(run.stage_folder("check_data"), DataReportManifest, fingerprint="f", build=lambda folder: fields)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    record = read(run)
+    assert (record.state, record.ended) == ("Interrupted", None)
+    assert list(record.figures.stage_seconds) == ["check_data"]
+    assert f"process {process.pid} on " in record.message
+
+
+def test_a_missing_or_damaged_record_is_none(run: Run) -> None:
+    assert RunRecord.read(run) is None
+    (run.folder / "run.json").write_text("{")
+    assert RunRecord.read(run) is None

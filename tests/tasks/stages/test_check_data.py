@@ -1,0 +1,106 @@
+"""Stage `check_data`: the previous run that it compares with, logging to MLflow, and violated limits."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recsys_core.data_report.config import DataReportConfig
+from recsys_core.errors import InputError
+from recsys_core.ingest.log.config import FileSplit
+from recsys_core.manifests import DataReportManifest, Dataset
+from recsys_core.units import DAY_US
+from tasks.registry import mlflow_client, tracking
+from tasks.registry.mlflow_client import connect
+from tasks.registry.tracking import open_run
+from tasks.runs.run import Run
+from tasks.stages import check_data as data_report
+from tests.recsys_core.ingest.interactions_with_times import interactions_of
+from tests.tasks.unhealthy_servers import silent
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(data_report, "show_markdown", lambda run, name, words: (tmp_path / f"{name}.md").write_text(words))
+    return tmp_path
+
+
+@pytest.fixture
+def untracked(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "log_data_report_or_warn", lambda run, report: None)
+
+
+def check(workspace: Path, day: int, *, events: int, **limits: Any) -> DataReportManifest:
+    """Run the stage for a log of `events` training events on one day of November."""
+    run = Run(f"202611{day}-020000-aaaa", workspace=workspace, experiment="tests")
+    log = [([(0, at * DAY_US) for at in range(events)], [], [(0, 99 * DAY_US)])]
+    interactions = interactions_of(run.stage_folder("ingest_interactions"), log, item_ids=[7])
+    run.config_file.write_text("name: tests\n")
+    split = FileSplit(test_paths=("test.parquet",))
+    return data_report.check_data.fn(DataReportConfig(**limits), split=split, dataset=Dataset(interactions), run=run)
+
+
+def test_a_violated_limit_raises_an_error_that_names_the_page(workspace: Path, untracked: None) -> None:
+    with pytest.raises(InputError) as caught:
+        check(workspace, 20, events=4, min_train_events=5, min_item_vector_share=0.5)
+    message = str(caught.value)
+    page = workspace / "runs" / "20261120-020000-aaaa" / "check_data" / "report.html"
+    assert "- training events: 4, but data_report.min_train_events requires at least 5\n" in message
+    assert "- items with a pretrained vector: 0 %, but data_report.min_item_vector_share requires at least 50 %\n" in message
+    assert f"see {page}" in message and "--resume 20261120-020000-aaaa" in message
+    assert page.is_file() and "**2 limits violated**" in (workspace / "data-report.md").read_text()
+
+
+def test_a_resumed_run_with_a_relaxed_limit_continues(workspace: Path, untracked: None) -> None:
+    with pytest.raises(InputError):
+        check(workspace, 20, events=4, min_train_events=5)
+    with pytest.raises(InputError):
+        check(workspace, 20, events=4, min_train_events=5)
+    assert check(workspace, 20, events=4).breaches == ()
+
+
+def test_a_run_that_broke_a_limit_is_not_compared_with(workspace: Path, untracked: None) -> None:
+    assert check(workspace, 20, events=40).compared_with is None
+    for day in (21, 22):  # compared with day 21, day 22 would pass
+        with pytest.raises(InputError, match="drop of training events since the previous run: 90 %"):
+            check(workspace, day, events=4)
+    assert check(workspace, 23, events=30).compared_with == "20261120-020000-aaaa"
+
+
+def test_page_and_metrics_are_logged_to_mlflow_also_when_a_limit_is_violated(workspace: Path) -> None:
+    check(workspace, 20, events=10)
+    with pytest.raises(InputError):
+        check(workspace, 21, events=10, min_train_events=11)
+    client = connect(workspace)
+    for run_id, breaches, status in (("20261120-020000-aaaa", 0, "FINISHED"), ("20261121-020000-aaaa", 1, "FAILED")):
+        logged = client.get_run(open_run(client, Run(run_id, workspace=workspace, experiment="tests")))
+        assert (logged.data.metrics["data/breaches"], logged.info.status) == (breaches, status)
+        assert logged.data.metrics["data/train_events"] == 10
+        assert [file.path for file in client.list_artifacts(logged.info.run_id, "data_report")] == ["data_report/report.html"]
+
+
+def test_an_outage_of_mlflow_is_a_warning_and_the_run_continues(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # a port without a server
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
+    assert check(workspace, 20, events=10).breaches == ()
+    assert (
+        "could not log the data report to MLflow; it will be logged at registration (MLflow at http://127.0.0.1:9"
+        in caplog.text
+    )
+
+
+def test_a_tracking_server_that_never_answers_delays_the_run_by_a_bounded_time(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
+    with silent() as address:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        assert check(workspace, 20, events=10).breaches == ()
+    assert "could not log the data report to MLflow; it will be logged at registration" in caplog.text
+    assert "no answer within 0.5 s" in caplog.text

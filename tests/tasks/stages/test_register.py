@@ -1,0 +1,172 @@
+"""Registration of real packages on a real sqlite MLflow; tests of the subprocess start a real one."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import mlflow
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from recsys_core.errors import InputError, StageError
+from tasks.delivery import prefect_events as events
+from tasks.gate import version_tester
+from tasks.gate.smoke_test import K, ServedSample, prepare_sample
+from tasks.registry.mlflow_client import connect
+from tasks.registry.promotion import AliasChange
+from tasks.registry.releases import champion_uri, list_releases
+from tests.tasks.conftest import ITEMS, STEPS, Stages
+from tests.tasks.registration import aliases, do_register, run_of, version_tags
+
+BuildStages = Callable[..., Stages]
+
+
+def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(workspace: Path, stages: BuildStages) -> None:
+    made = do_register(stages(), run_of(workspace, "one"))
+    assert (made.version, made.alias, made.promoted, made.reasons) == ("1", "champion", True, ("there was no champion",))
+    exact = stages().evaluation.metrics
+    for name in ("recall@20", "hit_rate@10", "ndcg@20"):  # INT8 moves a score, not a cluster
+        assert made.metrics[f"served/{name}"] == pytest.approx(exact[f"test/{name}"], abs=0.15)
+    assert made.metrics["served/recall@20"] > 0.5
+
+    client = connect(workspace)
+    assert champion_uri(client, "m") == "models:/m/1"
+    found = client.get_run(made.mlflow_run_id)
+    names = {file.path for file in client.list_artifacts(made.mlflow_run_id)}
+    assert names == {
+        "config.yaml",
+        "plan.json",
+        "data_fingerprints.json",
+        "data_report",
+        "loss.png",
+        "recall.png",
+        "indexes.png",
+    }
+    assert found.data.metrics["test/recall_at_20"] == exact["test/recall@20"]
+    assert {metric.step for metric in client.get_metric_history(made.mlflow_run_id, "train/loss")} == set(STEPS)
+    assert [entry.dataset.name for entry in found.inputs.dataset_inputs] == ["interactions"]
+    (release,) = list_releases(client, "m")
+    assert (release["version"], release["alias"], release["smoke"], release["run_id"]) == ("1", "champion", "passed", "one")
+    assert release["metrics"] == made.metrics
+
+
+def test_the_logged_model_has_its_own_code_and_no_pickle(
+    workspace: Path, stages: BuildStages, predicted_here: list[str]
+) -> None:
+    do_register(stages(), run_of(workspace, "one"))
+    (model,) = (workspace / "mlartifacts" / "models").iterdir()
+    files = {str(path.relative_to(model / "artifacts")) for path in model.rglob("*") if path.is_file()}
+    assert not [name for name in files if name.endswith((".pkl", ".pickle", ".pt", ".pyc"))]
+    assert {"pyfunc_model.py", "code/recsys_core/serving/retriever.py"} <= files
+    required = (model / "artifacts" / "requirements.txt").read_text().split()
+    assert all("==" in line for line in required)
+    assert any(line.startswith("faiss-") for line in required)
+
+
+def test_a_worse_version_becomes_challenger_and_an_equal_one_champion(
+    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: list[AliasChange] = []
+    monkeypatch.setattr(events, "emit_alias_change", lambda change, **_: changes.append(change))
+    do_register(stages(), run_of(workspace, "one"))
+    worse = do_register(stages(confused=True), run_of(workspace, "two"))
+    assert (worse.version, worse.alias, worse.promoted) == ("2", "challenger", False)
+    assert worse.metrics["served/recall@20"] < worse.metrics["champion/recall@20"]
+    assert "less than 0.98 times the" in worse.reasons[0]
+    client = connect(workspace)
+    assert aliases(client) == {"champion": "1", "challenger": "2"}
+    assert version_tags(client, "2")["nightjar.reasons"] == worse.reasons[0]
+
+    same = do_register(stages(), run_of(workspace, "three"))
+    assert (same.version, same.alias) == ("3", "champion")
+    assert aliases(client) == {"champion": "3", "challenger": "2"}
+    assert [(change.alias, change.old_version, change.new_version) for change in changes] == [
+        ("champion", None, "1"),
+        ("challenger", None, "2"),
+        ("champion", "1", "3"),
+    ]
+    assert predicted_here == [f"models:/m/{version}" for version in (1, 2, 1, 3, 1)]
+
+
+@pytest.mark.parametrize("killed_after", ["the alias", "the version"])
+def test_a_run_killed_while_it_registers_finds_its_version_again(
+    workspace: Path, stages: BuildStages, predicted_here: list[str], killed_after: str
+) -> None:
+    do_register(stages(confused=True), run_of(workspace, "zero"))
+    undisturbed = do_register(stages(), run_of(workspace, "one"))
+    run, client = run_of(workspace, "one"), connect(workspace)
+    shutil.rmtree(run.stage_folder("register"))
+    if killed_after == "the version":
+        client.set_registered_model_alias("m", "champion", "1")
+        for tag in version_tags(client, "2"):
+            if tag not in ("nightjar.run_id", "nightjar.package", "nightjar.package_sha256"):
+                client.delete_model_version_tag("m", "2", tag)
+    again = do_register(stages(), run)
+    assert again.model_dump(exclude={"seconds", "files"}) == undisturbed.model_dump(exclude={"seconds", "files"})
+    assert len(client.search_model_versions("name = 'm'")) == 2
+    assert aliases(client)["champion"] == "2"
+
+
+def test_a_run_killed_before_it_created_a_version_leaves_no_model_without_a_version(
+    workspace: Path, stages: BuildStages, predicted_here: list[str]
+) -> None:
+    run, client = run_of(workspace, "one"), connect(workspace)
+    do_register(stages(), run)
+    shutil.rmtree(run.stage_folder("register"))
+    client.delete_model_version("m", "1")  # the logged model stays, as after a kill
+    registration = do_register(stages(), run)
+    (model_file,) = (workspace / "mlartifacts" / "models").glob("*/artifacts/MLmodel")
+    assert client.get_model_version("m", registration.version).source == f"models:/{model_file.parents[1].name}"
+
+
+def test_a_finished_registration_is_kept(workspace: Path, stages: BuildStages, predicted_here: list[str]) -> None:
+    first = do_register(stages(), run_of(workspace, "one"))
+    assert do_register(stages(), run_of(workspace, "one")) == first
+    assert len(predicted_here) == 1
+
+
+def test_a_version_that_fails_the_smoke_test_gets_no_alias_and_says_why(
+    workspace: Path, stages: BuildStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def recommend_unknown_items(sample: ServedSample, **_: object) -> pa.ListArray:
+        return pa.array([[-1] * K] * sample.num_users)
+
+    monkeypatch.setattr(version_tester, "predict_in_subprocess", recommend_unknown_items)
+    run = run_of(workspace, "one")
+    with pytest.raises(StageError, match="600 items that are not in the catalogue"):
+        do_register(stages(), run)
+    client = connect(workspace)
+    assert version_tags(client, "1")["nightjar.smoke"].startswith("failed: models:/m/1: the smoke test found")
+    assert aliases(client) == {}
+    assert not run.stage_folder("register").exists()
+    with pytest.raises(InputError, match="has no champion"):
+        champion_uri(client, "m")
+
+
+def test_a_version_that_cannot_be_fetched_fails_with_the_last_line_of_its_process(workspace: Path, stages: BuildStages) -> None:
+    sample = prepare_sample(stages().dataset.interactions, max_users=3, folder=workspace / "sample")
+    with pytest.raises(StageError, match=r"models:/absent/1: does not answer in a fresh process \(exit 3\): .*absent"):
+        version_tester.predict_in_subprocess(
+            sample,
+            model_uri="models:/absent/1",
+            tracking_uri=connect(workspace).tracking_uri,
+            output_file=workspace / "answers.parquet",
+        )
+
+
+def test_the_logged_model_takes_and_gives_raw_ids(workspace: Path, stages: BuildStages, predicted_here: list[str]) -> None:
+    do_register(stages(), run_of(workspace, "one"))
+    model = mlflow.pyfunc.load_model("models:/m@champion")
+    users = pd.DataFrame({"user_id": ["user-0", "user-1"]})
+    first = model.predict(users, params={"k": 3})
+    assert [len(answer["item_ids"]) for answer in first] == [3, 3]
+    assert all(type(item) is int and 5000 <= item < 5000 + 3 * ITEMS for answer in first for item in answer["item_ids"])
+    json.dumps(first)  # plain numbers, so that a server can send them
+    assert [len(answer["item_ids"]) for answer in model.predict(users)] == [10, 10]
+    histories = users.assign(history=[first[1]["item_ids"], None])
+    given = model.predict(histories, params={"k": 3})
+    assert given[1] == first[1]
+    assert given[0] != first[0]
+    assert not set(given[0]["item_ids"]) & set(histories["history"][0])

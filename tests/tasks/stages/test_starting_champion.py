@@ -1,0 +1,75 @@
+"""The champion that a run starts from: read once from a real MLflow and saved; a missing champion is no error."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from recsys_core.training.warm.starting_model import Champion
+from tasks.registry.mlflow_client import RUN_ID_TAG, connect
+from tasks.runs.run import CHAMPION_FILE_NAME, Run
+from tasks.stages.starting_champion import starting_champion
+
+
+@pytest.fixture
+def run(workspace: Path) -> Run:
+    return Run("20261121-020000-ab12", workspace=workspace, experiment="e")
+
+
+@pytest.fixture(autouse=True)
+def complete_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workspace has all stages of every run."""
+    monkeypatch.setattr(
+        Champion, "open", lambda run_id, *, export_folder, **_: SimpleNamespace(run_id=run_id, export=export_folder)
+    )
+
+
+@pytest.fixture
+def set_champion(workspace: Path) -> Callable[[str], None]:
+    """Register a version of a run and make it champion of the model "shop"."""
+    client = connect(workspace)
+
+    def register(run_id: str) -> None:
+        if not client.search_registered_models():
+            client.create_registered_model("shop")
+        version = client.create_model_version("shop", f"file://{workspace}/model", tags={RUN_ID_TAG: run_id})
+        client.set_registered_model_alias("shop", "champion", version.version)
+
+    return register
+
+
+def test_a_first_run_is_a_full_training_and_stays_one_when_it_is_resumed(
+    run: Run, set_champion: Callable[[str], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger="nightjar"):
+        assert starting_champion("shop", run=run) is None
+    assert "full training: shop has no champion yet, or had none when this run began" in caplog.messages
+    set_champion("another")
+    assert starting_champion("shop", run=run) is None
+
+
+def test_a_resumed_run_starts_from_the_champion_that_it_began_with(run: Run, set_champion: Callable[[str], None]) -> None:
+    set_champion("first")
+    champion = starting_champion("shop", run=run)
+    set_champion("newer")
+    resumed = starting_champion("shop", run=run)
+    assert champion is not None and resumed is not None
+    assert champion.run_id == resumed.run_id == "first"
+    assert champion.export == run.workspace / "runs/first/export"
+    assert json.loads((run.folder / CHAMPION_FILE_NAME).read_bytes()) == {"run_id": "first"}
+
+
+def test_a_champion_whose_stages_are_gone_means_a_full_training_and_one_line_in_the_log(
+    run: Run, set_champion: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    set_champion("removed")
+    monkeypatch.setattr(Champion, "open", lambda run_id, **folders: None)
+    monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger="nightjar"):
+        assert starting_champion("shop", run=run) is None
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "nightjar"]
+    assert line.startswith("full training: stages of run removed, which trained the champion, are missing in ")

@@ -50,7 +50,7 @@ MAY_IMPORT = {
         "cli": {"", "settings", "servers", "doctor", "runs", "scheduled"},
     },
 }
-"""Folders that each folder of a package may import beside itself and the modules directly in recsys_core and tasks.
+"""Folders that each folder of a package may import, apart from itself and the modules directly in recsys_core and tasks.
 
 "" means the modules directly in the package, such as recsys_core.errors and flows.nightly.
 """

@@ -1,7 +1,6 @@
 """Flows `promote` and `rollback`: a person chooses the champion, on the command line or in the form of a deployment."""
 
 import logging
-from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
@@ -19,7 +18,8 @@ from recsys_core.errors import InputError
 from recsys_core.parent_process import die_with_parent
 from tasks.delivery.prefect_events import emit_alias_change
 from tasks.gate.by_hand import Decision, promote_version, roll_back
-from tasks.runs.run import MAX_REASON_CHARACTERS
+from tasks.runs.context import StageContext
+from tasks.runs.options import MAX_REASON_CHARACTERS
 
 LOG = logging.getLogger("nightjar")
 Reason = Annotated[str, titled_field("Reason"), Field(min_length=1, max_length=MAX_REASON_CHARACTERS)]
@@ -107,7 +107,7 @@ def _rewrite_history_page(config: PipelineConfig) -> None:
     """Write the page of the last runs with the new champion. An error is logged as a warning."""
     try:
         for past_run in run_history(config.workspace, max_runs=1):
-            run = replace(past_run.run, experiment=config.registry.experiment)
-            write_history_page(config, run, has_mlflow=True)
+            context = StageContext(past_run.run, experiment=config.registry.experiment)
+            write_history_page(config, context, has_mlflow=True)
     except Exception as error:  # any error of a library
         LOG.warning("could not write the page of the last runs (%s: %s); the champion has changed", type(error).__name__, error)

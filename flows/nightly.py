@@ -13,16 +13,18 @@ from flows.runs.resume import check_resume
 from flows.settings.config_file import dump_config
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import DataRejectedError
-from recsys_core.manifests import Dataset, RegistrationManifest
-from recsys_core.models.spec import ModelSpec
+from recsys_core.manifests import RegistrationManifest, StageName
 from tasks.retention.budget import ensure_disk_space
-from tasks.runs.run import Run, RunOptions, StageName
+from tasks.runs.context import StageContext
+from tasks.runs.options import RunOptions
+from tasks.runs.run import Run
 from tasks.runs.run_record import RunState, record_run
+from tasks.runs.workspace import Workspace
 from tasks.stages.build_index import build_index
 from tasks.stages.check_data import check_data
 from tasks.stages.evaluate import evaluate
 from tasks.stages.export import export_vectors
-from tasks.stages.ingest import ingest_embeddings, ingest_features, ingest_interactions
+from tasks.stages.ingest import ingest
 from tasks.stages.package import build_package
 from tasks.stages.plan_sharding import plan_sharding
 from tasks.stages.register import register
@@ -58,27 +60,27 @@ def nightly_retrain(
     """
     if options.full_retrain:
         config = config.for_full_retrain()
-    run = Run(
-        run_id or default_run_id(),
-        workspace=config.workspace.absolute(),
+    context = StageContext(
+        Workspace(config.workspace.absolute()).run(run_id or default_run_id()),
         experiment=config.registry.experiment,
-        until=None if until == "register" else until,
         options=options,
+        until=None if until == "register" else until,
         pipeline=config.name,
         flow_run_id=runtime.flow_run.id,
         flow_run_url=flow_run_url(),
     )
+    run = context.run
     tag_flow_run(config.name, reason=options.reason)
     with run.lock():
         if run.config_file.is_file():
             check_resume(config, run)
         try:
-            with record_run(run, pipeline=config.name) as ending:
+            with record_run(context) as ending:
                 dump_config(config, run.config_file)
-                if run.until is None:
+                if context.until is None:
                     ensure_disk_space(config.retention, run, model_name=config.registry.model_name)
                 try:
-                    state = end_state(retrain(config, run), run=run)
+                    state = end_state(retrain(config, context), run=run)
                 except StoppedEarly as stop:
                     state = Completed(name="StoppedEarly", message=f"stopped after {stop.stage}, as requested")
                 except DataRejectedError as error:
@@ -86,66 +88,21 @@ def nightly_retrain(
                 ending.set(cast(RunState, state.name), state.message or "")
                 return state
         finally:
-            after_run(config, run)
+            after_run(config, context)
 
 
-def retrain(config: PipelineConfig, run: Run) -> RegistrationManifest | None:
+def retrain(config: PipelineConfig, context: StageContext) -> RegistrationManifest | None:
     """Run the stages in order. A stage is skipped if the run already has its complete result. A dry run returns None."""
-    dataset = ingest(config, run)
-    data_report = check_data(config.data_report, split=config.interactions.split, dataset=dataset, run=run)
-    model = ModelSpec.of(config.model, dataset=dataset, tables=config.tables, loss=config.loss)
-    plan = plan_sharding(config.sharding, model=model, loss=config.loss, training=config.training, dataset=dataset, run=run)
-    train_manifest = train(
-        config.training,
-        model=model,
-        loss=config.loss,
-        dataset=dataset,
-        plan=plan,
-        sharding=config.sharding,
-        launcher=config.launcher,
-        model_name=config.registry.model_name,
-        run=run,
-    )
-    export = export_vectors(
-        config.training,
-        model=model,
-        loss=config.loss,
-        dataset=dataset,
-        train_manifest=train_manifest,
-        launcher=config.launcher,
-        run=run,
-    )
-    evaluation = evaluate(config.evaluation, export=export, dataset=dataset, run=run)
-    index = build_index(config.index, export=export, run=run)
-    package = build_package(config.package, export=export, index=index, dataset=dataset, evaluation=evaluation, run=run)
-    return register(
-        config.registry,
-        package=package,
-        evaluation=evaluation,
-        index=index,
-        train_manifest=train_manifest,
-        plan=plan,
-        data_report=data_report,
-        dataset=dataset,
-        run=run,
-    )
-
-
-def ingest(config: PipelineConfig, run: Run) -> Dataset:
-    """Ingest pretrained embeddings, the interaction log and features."""
-    allowed_data_root = config.allowed_data_root
-    embeddings = ingest_embeddings(config.embeddings, allowed_data_root=allowed_data_root, run=run)
-    interactions = ingest_interactions(
-        config.interactions_with_context, embeddings=embeddings, allowed_data_root=allowed_data_root, run=run
-    )
-    features = ingest_features(
-        config.features,
-        interactions_config=config.interactions_with_context,
-        dataset=Dataset(interactions, embeddings),
-        allowed_data_root=allowed_data_root,
-        run=run,
-    )
-    return Dataset(interactions, embeddings, features)
+    dataset = ingest(context, config.inputs)
+    check_data(context, config.data_report, split=config.interactions.split)
+    setup = config.training_setup(dataset)
+    plan_sharding(context, setup)
+    train(context, setup, model_name=config.registry.model_name)
+    export_vectors(context, setup)
+    evaluate(context, config.evaluation)
+    build_index(context, config.index)
+    build_package(context, config.package)
+    return register(context, config.registry)
 
 
 def end_state(registration: RegistrationManifest | None, *, run: Run) -> State:

@@ -5,18 +5,17 @@ from functools import partial
 
 from prefect import flow
 
-from flows.nightly import ingest
 from flows.prefect_runs import tag_flow_run
 from flows.settings.config_file import dump_config, settings_as_yaml, with_settings
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError
 from recsys_core.manifests import Dataset, fingerprint_of
-from recsys_core.models.spec import ModelSpec
-from recsys_core.sharding.lookup_stats import measure_lookups
-from recsys_core.sharding.planner import make_plan, plan_sharding
 from recsys_core.training.train import train
 from tasks.progress.reporting import LOG
+from tasks.runs.context import StageContext
 from tasks.runs.run import Run, new_run_id
+from tasks.runs.workspace import Workspace
+from tasks.stages.ingest import ingest
 from tasks.tuning.config import label_of, short_label
 from tasks.tuning.mlflow_runs import log_study
 from tasks.tuning.study import RunningTrial, Study, TrialResult
@@ -33,7 +32,7 @@ def tune_settings(config: PipelineConfig) -> Study:
     assert tuning is not None
     deadline = time.monotonic() + (tuning.timeout_s or float("inf"))
     tag_flow_run(config.name)
-    run = Run("data", workspace=config.workspace.absolute(), experiment=config.registry.experiment, parent=TUNING_FOLDER_NAME)
+    run = Run("data", workspace=config.workspace.absolute(), parent=TUNING_FOLDER_NAME)
     with run.lock():
         dataset = _ingest_with_validation(config, run)
         check_probes(config, dataset)
@@ -49,17 +48,13 @@ def tune_settings(config: PipelineConfig) -> Study:
 
 
 def _ingest_with_validation(config: PipelineConfig, run: Run) -> Dataset:
-    dataset = ingest(config, run)
+    dataset = ingest(StageContext(run), config.inputs)
     if dataset.interactions.validation_events == 0:
         raise InputError(
             "tuning compares trials on the validation split, but the split holds no event; set interactions.split, e.g. "
             "{kind: time, validation_days: 1}"
         )
     return dataset
-
-
-def _model_spec(config: PipelineConfig, dataset: Dataset) -> ModelSpec:
-    return ModelSpec.of(config.model, dataset=dataset, tables=config.tables, loss=config.loss)
 
 
 def check_probes(config: PipelineConfig, dataset: Dataset) -> None:
@@ -76,12 +71,7 @@ def check_probes(config: PipelineConfig, dataset: Dataset) -> None:
             except InputError:  # the probe may be valid together with a value of another range
                 continue
             try:
-                make_plan(
-                    trial_config.sharding,
-                    model=_model_spec(trial_config, dataset),
-                    batch_size=trial_config.training.batch_size,
-                    optimizer=trial_config.training.table_optimizer,
-                )
+                trial_config.training_setup(dataset).make_plan()
             except InputError as error:
                 raise InputError(
                     f"tuning.ranges.{key}: {label_of(probe)} contradicts other settings of the file: {error}"
@@ -119,29 +109,11 @@ def _plan_and_run_trial(config: PipelineConfig, trial: RunningTrial, dataset: Da
     assert config.tuning is not None
     folder = study.folder / f"trial-{trial.number}"
     try:
-        trial_config = with_settings(config, trial.settings)
-        model = _model_spec(trial_config, dataset)
-        training = trial_config.training
-        plan = plan_sharding(
-            trial_config.sharding,
-            model=model,
-            batch_size=training.batch_size,
-            optimizer=training.table_optimizer,
-            lookup_stats=measure_lookups(model, batch_size=training.batch_size, loss=trial_config.loss, dataset=dataset),
-            folder=folder / "plan",
-        )
+        setup = with_settings(config, trial.settings).training_setup(dataset)
+        plan = setup.plan(dataset, folder=folder / "plan")
     except InputError as error:
         return TrialResult(ending="failed", seconds=0, reason=str(error))
-    train_trial = partial(
-        train,
-        training,
-        model=model,
-        loss=trial_config.loss,
-        dataset=dataset,
-        plan=plan,
-        folder=folder / "train",
-        launcher=config.launcher,
-    )
+    train_trial = partial(train, setup, dataset=dataset, plan=plan, folder=folder / "train")
     best_value_text = "" if study.best_trial is None else f", best {study.best_trial.value:.4f}"
     progress_label = f"trial {trial.number + 1}/{config.tuning.trials}{best_value_text}"
     return run_trial(trial, train_trial, metric=study.metric, folder=folder, label=progress_label)
@@ -167,5 +139,5 @@ def report_study(config: PipelineConfig, study: Study, *, is_done: bool) -> None
         value_text = f"{study.metric} {best_trial.value:.4f} on the validation split"
         header = f"# trial {best_trial.number} of study {study.name}: {value_text}\n"
         study.best_file.write_text(header + settings_as_yaml(config, best_trial.settings), encoding="utf-8")
-    run = Run(study.run_id, workspace=config.workspace.absolute(), experiment=config.registry.experiment)
-    log_study(run, study, is_done=is_done)
+    run = Workspace(config.workspace.absolute()).run(study.run_id)
+    log_study(StageContext(run, experiment=config.registry.experiment), study, is_done=is_done)

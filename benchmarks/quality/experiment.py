@@ -22,6 +22,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.planner import plan_sharding
 from recsys_core.training.export.export import export_vectors
 from recsys_core.training.job.job_spec import Progress
+from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.train import train
 
 Settings = dict[str, Any]
@@ -56,9 +57,7 @@ def train_only(settings: Settings, *, folder: Path) -> list[tuple[float, Progres
     )
     timed_lines: list[tuple[float, Progress]] = []
     train(
-        config.training,
-        model=model_spec,
-        loss=config.loss,
+        TrainingSetup(model_spec, config.training, config.loss),
         dataset=Dataset(interactions),
         plan=plan,
         folder=folder / "train",
@@ -147,18 +146,14 @@ def _train_and_evaluate(experiment: Experiment, *, folder: Path, core: int) -> d
     )
     progress_lines: list[Progress] = []
     train_manifest = train(
-        config.training,
-        model=model_spec,
-        loss=config.loss,
+        TrainingSetup(model_spec, config.training, config.loss),
         dataset=Dataset(interactions, embeddings, features),
         plan=plan,
         folder=run_folder / "train",
         on_progress=progress_lines.append,
     )
     export = export_vectors(
-        config.training,
-        model=model_spec,
-        loss=config.loss,
+        TrainingSetup(model_spec, config.training, config.loss),
         dataset=Dataset(interactions, features=features),
         train=train_manifest,
         folder=run_folder / "export",

@@ -158,7 +158,8 @@ def run(
         from flows.runs.input_checks import check_inputs
         from flows.settings.config_file import load_config
         from recsys_core.errors import InputError
-        from tasks.runs.run import STAGES, RunOptions
+        from recsys_core.manifests import STAGES
+        from tasks.runs.options import RunOptions
 
         run_options = RunOptions(reason=reason, full_retrain=full_retrain, dry_run=dry_run, promote=promote)
         last_stage = next((stage for stage in STAGES if stage == until), None)

@@ -8,17 +8,14 @@ from rich.console import Console
 
 from flows.cli.output import print_table
 from flows.settings.pipeline import PipelineConfig
-from recsys_core.ingest.features.ingest import ingest_features
-from recsys_core.ingest.log.ingest import ingest_interactions
-from recsys_core.ingest.vectors.ingest import ingest_embeddings
-from recsys_core.manifests import Dataset
-from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.config import ClusterConfig
-from recsys_core.sharding.lookup_stats import measure_lookups
 from recsys_core.sharding.plan_file import PlanFile, format_ranges
 from recsys_core.sharding.plan_page import compared_plans, format_milliseconds, lookup_memory_field
-from recsys_core.sharding.planner import make_plan, write_plan
+from recsys_core.sharding.planner import write_plan
 from recsys_core.units import format_bytes
+from tasks.runs.context import StageContext
+from tasks.runs.run import Run
+from tasks.stages.ingest import ingest
 
 MAX_RANK_LINES = 16
 
@@ -31,53 +28,12 @@ def plan_for(config: PipelineConfig, *, cluster_settings: dict[str, Any]) -> tup
     Args:
         cluster_settings: settings of the cluster that replace those of sharding.cluster.
     """
-    plan_folder = config.workspace / "plan"
-    dataset = _ingest(config, plan_folder=plan_folder)
-    model_spec = ModelSpec.of(
-        config.model,
-        dataset=dataset,
-        tables=config.tables,
-        loss=config.loss,
-    )
+    run = Run("plan", workspace=config.workspace.absolute(), parent="")
+    dataset = ingest(StageContext(run), config.inputs)
     cluster = ClusterConfig(**(config.sharding.cluster.model_dump() | cluster_settings))
     sharding = config.sharding.model_copy(update={"cluster": cluster})
-    batch_size, optimizer = config.training.batch_size, config.training.table_optimizer
-    lookup_stats = measure_lookups(
-        model_spec,
-        batch_size=batch_size,
-        loss=config.loss,
-        dataset=dataset,
-    )
-    plan = make_plan(sharding, model=model_spec, batch_size=batch_size, optimizer=optimizer, lookup_stats=lookup_stats)
-    return plan, write_plan(plan, plan_folder)
-
-
-def _ingest(config: PipelineConfig, *, plan_folder: Path) -> Dataset:
-    allowed_data_root = config.allowed_data_root
-    embeddings = (
-        ingest_embeddings(config.embeddings, folder=plan_folder / "embeddings", allowed_data_root=allowed_data_root)
-        if config.embeddings
-        else None
-    )
-    interactions = ingest_interactions(
-        config.interactions_with_context,
-        embeddings=embeddings,
-        folder=plan_folder / "interactions",
-        allowed_data_root=allowed_data_root,
-    )
-    if config.features is None:
-        return Dataset(interactions, embeddings)
-    features = ingest_features(
-        config.features,
-        interactions=interactions,
-        embeddings=embeddings,
-        previous=None,
-        memory_limit=config.interactions.memory_limit,
-        threads=config.interactions.threads,
-        folder=plan_folder / "features",
-        allowed_data_root=allowed_data_root,
-    )
-    return Dataset(interactions, embeddings, features)
+    plan = config.model_copy(update={"sharding": sharding}).training_setup(dataset).make_plan(dataset)
+    return plan, write_plan(plan, run.folder)
 
 
 def print_plan(plan: PlanFile, *, paths: Sequence[Path], console: Console) -> None:

@@ -17,9 +17,12 @@ from flows.settings.pipeline import PipelineConfig
 from recsys_core.disk import explain_disk_full
 from recsys_core.errors import NightjarError, StageError, TrackingServerError, redacted
 from recsys_core.evaluation.report import metric_table
-from recsys_core.manifests import TrainManifest, require_own_folder
-from tasks.runs.run import Run, RunOptions, StageName, new_run_id, workspace_lock
+from recsys_core.manifests import DataReportManifest, EvaluationManifest, StageName, TrainManifest, require_own_folder
+from tasks.runs.context import StageContext
+from tasks.runs.options import RunOptions
+from tasks.runs.run import new_run_id
 from tasks.runs.run_record import RunRecord, write_traceback
+from tasks.runs.workspace import Workspace
 
 
 class PrefectServerError(StageError):
@@ -59,7 +62,7 @@ def flow_session(
     """
     workspace = command.config.workspace
     set_flow_run_retention(num_days=command.config.retention.flow_run_days)
-    with workspace_lock(workspace, run_id=run_id), output.stage_lines(), interruptible(how_to_resume) as interruption:
+    with Workspace(workspace).lock(run_id=run_id), output.stage_lines(), interruptible(how_to_resume) as interruption:
         output.stderr.print(f"run {run_id}", style="bold")
         try:
             session = prefect_session(command.server, load_flow, log_file=workspace / "prefect.log")
@@ -90,13 +93,7 @@ def save_traceback(error: Exception, *, folder: Path) -> StageError:
 def run_nightly(command: Command, *, resume: str | None, until: StageName | None, options: RunOptions) -> RunResults:
     """Run the nightly flow to its end, or to the stage `until`; resume the run `resume` unless it is None."""
     config = command.config
-    run = Run(
-        resume or new_run_id(),
-        workspace=config.workspace,
-        experiment=config.registry.experiment,
-        until=until,
-        options=options,
-    )
+    run = StageContext(Workspace(config.workspace).run(resume or new_run_id()), options=options, until=until).run
     if resume is not None:
         check_resume(config, run)
     require_own_folder(run.folder)
@@ -138,18 +135,18 @@ def print_results(results: RunResults, *, config_path: Path, command_line: str) 
         command_line: text of the command that resumes the run, without --resume.
     """
     registration = results.registration
-    if "evaluate" in results.manifests:
+    if results.stages.get(EvaluationManifest) is not None:
         output.stdout.print("\n[bold]Metrics over the full catalogue[/]")
         output.print_metrics(
             metric_table(results.metrics), served_metrics=registration.metrics if registration else {}, console=output.stdout
         )
         output.stdout.print()
     facts = {"run": str(results.run.folder)}
-    train = results.manifests.get("train")
-    if isinstance(train, TrainManifest) and train.best_epoch is not None:
+    train = results.stages.get(TrainManifest)
+    if train is not None and train.best_epoch is not None:
         metric_values = ", ".join(f"{metric_name} {value:.4f}" for metric_name, value in train.validation.items())
         facts["best epoch"] = f"{train.best_epoch} of {train.epochs}, on the validation split: {metric_values}"
-    data_report = results.manifests.get("check_data")
+    data_report = results.stages.get(DataReportManifest)
     if data_report is not None:
         facts["data report"] = str(data_report.path("report.html"))
     if registration is not None:

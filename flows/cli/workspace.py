@@ -64,13 +64,13 @@ def clean_workspace(config: PipelineConfig, *, dry_run: bool) -> "Removals":
         TrackingServerError: MLflow does not answer; nothing is removed.
     """
     from tasks.retention.clean import clean, find_all_removals, open_registry
-    from tasks.runs.run import workspace_lock
+    from tasks.runs.workspace import Workspace
 
     if dry_run:
         return find_all_removals(
             config.workspace, config.retention, model_name=config.registry.model_name, client=open_registry(config.workspace)
         )
-    with workspace_lock(config.workspace, run_id="clean"):
+    with Workspace(config.workspace).lock(run_id="clean"):
         return clean(config.workspace, config.retention, model_name=config.registry.model_name)
 
 

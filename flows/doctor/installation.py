@@ -13,8 +13,8 @@ from recsys_core.launching.config import LOCAL_SCHEDULERS, LOOPBACK_INTERFACE, L
 from recsys_core.launching.network import interface_addresses
 from recsys_core.preflight import Gpu
 from recsys_core.units import MIB, format_gib
-from tasks.runs.run import Run
 from tasks.runs.run_record import RunRecord
+from tasks.runs.workspace import Workspace
 
 DISK_RESERVE_FACTOR = 1.2
 """Free space that a run needs, as a multiple of the size of the previous run."""
@@ -56,11 +56,11 @@ def examine(config: PipelineConfig, *, gpus: tuple[Gpu, ...]) -> dict[str, Findi
 def check_disk(workspace: Path) -> Finding:
     """Compare the free space of the workspace's disk with the size of the previous run."""
     num_free_bytes = free_bytes(workspace)
-    run_folder = _newest_run_folder(workspace)
-    if run_folder is None:
+    run = Workspace(workspace).newest_run()
+    if run is None:
         return ok(f"{format_gib(num_free_bytes)} free in {workspace}; no run yet")
-    run_bytes = sum(path.stat(follow_symlinks=False).st_size for path in run_folder.rglob("*") if path.is_file())
-    disk_text = f"{format_gib(num_free_bytes)} free in {workspace}; run {run_folder.name} takes {format_gib(run_bytes)}"
+    run_bytes = sum(path.stat(follow_symlinks=False).st_size for path in run.folder.rglob("*") if path.is_file())
+    disk_text = f"{format_gib(num_free_bytes)} free in {workspace}; run {run.run_id} takes {format_gib(run_bytes)}"
     if num_free_bytes < DISK_RESERVE_FACTOR * run_bytes:
         return problem(
             f"{disk_text}, and the next run needs about the same space; remove old runs, or set workspace to a larger disk"
@@ -70,10 +70,9 @@ def check_disk(workspace: Path) -> Finding:
 
 def check_previous_run(config: PipelineConfig) -> Finding:
     """Report when the newest run ended and in which state; a failed, rejected or overdue run is a problem."""
-    run_folder = _newest_run_folder(config.workspace)
-    if run_folder is None:
+    run = Workspace(config.workspace).newest_run()
+    if run is None:
         return not_used("no run yet")
-    run = Run(run_folder.name, workspace=config.workspace, experiment=config.registry.experiment)
     record = RunRecord.read(run)
     if record is None:
         return not_used(f"run {run.run_id} has no run.json: an older version of nightjar made it")
@@ -91,10 +90,6 @@ def check_previous_run(config: PipelineConfig) -> Finding:
     if record.state in ADVICE_BY_STATE:
         return problem(f"{run_text}; {ADVICE_BY_STATE[record.state].format(run_id=run.run_id)}")
     return ok(run_text)
-
-
-def _newest_run_folder(workspace: Path) -> Path | None:
-    return max((path for path in (workspace / "runs").glob("*") if path.is_dir()), default=None)
 
 
 def check_shared_memory(folder: Path) -> Finding:

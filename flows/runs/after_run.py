@@ -7,7 +7,9 @@ from functools import partial
 from flows.runs.history_page import write_history_page
 from flows.runs.metrics_file import write_metrics_file
 from flows.settings.pipeline import PipelineConfig
+from recsys_core.manifests import DataReportManifest
 from recsys_core.units import format_gib
+from tasks.runs.context import StageContext
 from tasks.runs.run import Run
 from tasks.runs.run_record import RunRecord
 
@@ -16,29 +18,30 @@ MLFLOW_TIMEOUT_S = 10.0
 """Time limit for the first request to MLflow after a run. If MLflow does not answer in time, no further request is sent."""
 
 
-def after_run(config: PipelineConfig, run: Run) -> None:
+def after_run(config: PipelineConfig, context: StageContext) -> None:
     """Write the metrics and the page of the last runs, log the stages to MLflow, and remove files of old runs.
 
     A step that fails logs a warning. After an interruption, only the metrics are written, because the process must end at once.
     The next run then writes the page and removes the files. A run that --until stops before `check_data` has no MLflow run.
     After such a run, all steps that need MLflow are skipped, because the import of MLflow takes two seconds.
     """
+    run = context.run
     record = RunRecord.read(run)
-    _call_or_warn("write the Prometheus metrics", partial(write_metrics_file, config, run))
+    _call_or_warn("write the Prometheus metrics", partial(write_metrics_file, config))
     if record is None or record.state == "Interrupted":
         return
-    if record.state == "StoppedEarly" and "check_data" not in record.figures.stage_seconds:
-        _call_or_warn("write the page of the last runs", partial(write_history_page, config, run, has_mlflow=False))
+    if record.state == "StoppedEarly" and DataReportManifest.stage not in record.figures.stage_seconds:
+        _call_or_warn("write the page of the last runs", partial(write_history_page, config, context, has_mlflow=False))
         return
     try:
         has_mlflow = _is_mlflow_available(run)
     except Exception as error:  # any error of a library
         LOG.warning("could neither log the stages to MLflow nor remove files of old runs; the run is not affected (%s)", error)
-        _call_or_warn("write the page of the last runs", partial(write_history_page, config, run, has_mlflow=False))
+        _call_or_warn("write the page of the last runs", partial(write_history_page, config, context, has_mlflow=False))
         return
-    _call_or_warn("write the page of the last runs", partial(write_history_page, config, run, has_mlflow=has_mlflow))
+    _call_or_warn("write the page of the last runs", partial(write_history_page, config, context, has_mlflow=has_mlflow))
     if has_mlflow:
-        _call_or_warn("log the stages to MLflow", partial(_log_to_mlflow, run, record))
+        _call_or_warn("log the stages to MLflow", partial(_log_to_mlflow, context, record))
     _call_or_warn("remove files of old runs", partial(_remove_old_files, config, run))
 
 
@@ -62,12 +65,12 @@ def _is_mlflow_available(run: Run) -> bool:
     return True
 
 
-def _log_to_mlflow(run: Run, record: RunRecord) -> None:
+def _log_to_mlflow(context: StageContext, record: RunRecord) -> None:
     """Log the end of a run that has an MLflow run. The stage `check_data` creates the MLflow run."""
-    if run.stage_folder("check_data").is_dir():
+    if context.folder(DataReportManifest).is_dir():
         from tasks.registry.stage_runs import log_run_end
 
-        log_run_end(run, state=record.state, message=record.message)
+        log_run_end(context, state=record.state, message=record.message)
 
 
 def _remove_old_files(config: PipelineConfig, run: Run) -> None:

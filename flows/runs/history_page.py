@@ -14,8 +14,10 @@ from recsys_core import plots
 from recsys_core.atomic import write_text
 from recsys_core.disk import free_bytes, used_bytes
 from recsys_core.html_page import render_page
+from recsys_core.manifests import STAGES, DataReportManifest
+from recsys_core.manifests.stage_folder import StageGroup
 from recsys_core.units import format_bytes, format_duration
-from tasks.runs.run import Run, StageName
+from tasks.runs.context import StageContext
 from tasks.runs.run_record import RunState
 
 PAGE_FILE_NAME = "index.html"
@@ -35,27 +37,28 @@ _TONE_BY_STATE: dict[RunState, Tone] = {
     "Interrupted": "bad",
 }
 """Colour of a state. The other states have no colour."""
-_STAGE_GROUPS: dict[str, tuple[tuple[StageName, ...], str]] = {
-    "data": (("ingest_embeddings", "ingest_interactions", "ingest_features", "check_data"), plots.GREEN),
-    "training": (("plan_sharding", "train"), plots.BLUE),
-    "evaluation": (("export", "evaluate"), plots.ORANGE),
-    "release": (("build_index", "package", "register"), plots.GREY),
+_COLOUR_BY_GROUP: dict[StageGroup, str] = {
+    "data": plots.GREEN,
+    "training": plots.BLUE,
+    "evaluation": plots.ORANGE,
+    "release": plots.GREY,
 }
-"""Stages and colour of each group of stages in the plot of the durations."""
+"""Colour of each group of stages in the plot of the durations."""
 
 
-def write_history_page(config: PipelineConfig, run: Run, *, has_mlflow: bool) -> None:
-    """Replace <workspace>/index.html after `run`, and log the page to MLflow if the run has an MLflow run.
+def write_history_page(config: PipelineConfig, context: StageContext, *, has_mlflow: bool) -> None:
+    """Replace <workspace>/index.html after the run, and log the page to MLflow if the run has an MLflow run.
 
     If MLflow does not answer, the page shows the newest promoted version as champion.
 
     Args:
         has_mlflow: whether MLflow answers.
     """
+    run = context.run
     past_runs = run_history(run.workspace, max_runs=MAX_RUNS)
     page_path = run.workspace / PAGE_FILE_NAME
     run_figures = next(past_run.record.figures for past_run in past_runs if past_run.run.run_id == run.run_id)
-    if not has_mlflow or "check_data" not in run_figures.stage_seconds:  # check_data creates the MLflow run
+    if not has_mlflow or DataReportManifest.stage not in run_figures.stage_seconds:  # check_data creates the MLflow run
         write_text(page_path, to_html(past_runs, config=config, champion_version=newest_promoted_version(past_runs)))
         return
 
@@ -76,7 +79,7 @@ def write_history_page(config: PipelineConfig, run: Run, *, has_mlflow: bool) ->
     champion_version = None if champion is None else str(champion.version)
     write_text(page_path, to_html(past_runs, config=config, champion_version=champion_version))
     call_mlflow(
-        lambda client: client.log_artifact(run_figures.mlflow_run_id or open_run(client, run), str(page_path), "history"),
+        lambda client: client.log_artifact(run_figures.mlflow_run_id or open_run(client, context), str(page_path), "history"),
         warning="could not log the page of the last runs to MLflow",
     )
 
@@ -206,11 +209,12 @@ def plot_durations(past_runs: Sequence[PastRun]) -> Markup | None:
     unit, unit_s = ("hours", 3600) if longest_s >= 7200 else ("minutes", 60) if longest_s >= 120 else ("seconds", 1)
     figure, axes = plots.new_figure(size=_NARROW_SIZE_INCHES, grid_axis="y")
     bar_bottoms = [0.0] * len(past_runs)
-    for label, (stages, colour) in _STAGE_GROUPS.items():
+    for group, colour in _COLOUR_BY_GROUP.items():
+        stages = [stage for stage, manifest_type in STAGES.items() if manifest_type.group == group]
         bar_heights = [
             sum(past_run.record.figures.stage_seconds.get(stage, 0.0) for stage in stages) / unit_s for past_run in past_runs
         ]
-        axes.bar(range(len(past_runs)), bar_heights, 0.8, bottom=bar_bottoms, color=colour, label=label)
+        axes.bar(range(len(past_runs)), bar_heights, 0.8, bottom=bar_bottoms, color=colour, label=group)
         bar_bottoms = [bottom + height for bottom, height in zip(bar_bottoms, bar_heights, strict=True)]
     _label_runs(axes, past_runs)
     axes.set_ylabel(unit)

@@ -18,7 +18,6 @@ from flows.servers.server_process import HOST
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.disk import free_bytes, used_bytes
 from recsys_core.errors import InputError
-from tasks.runs.run import Run
 from tasks.runs.run_record import RunState
 
 METRICS_FILE_NAME = "metrics.prom"
@@ -47,9 +46,9 @@ def serve_metrics(config: PipelineConfig, *, port: int) -> Iterator[str]:
         server_thread.join()
 
 
-def write_metrics_file(config: PipelineConfig, run: Run) -> None:
-    """Replace <workspace>/metrics.prom after the end of `run`. If a newer run has started, the file describes the newer run."""
-    write_to_textfile(str(run.workspace / METRICS_FILE_NAME), metrics_registry(config))
+def write_metrics_file(config: PipelineConfig) -> None:
+    """Replace <workspace>/metrics.prom after the end of a run. If a newer run has started, the file describes the newer run."""
+    write_to_textfile(str(config.workspace / METRICS_FILE_NAME), metrics_registry(config))
 
 
 class _WorkspaceCollector(Collector):

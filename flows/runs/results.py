@@ -5,20 +5,22 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import (
+    STAGES,
+    DataReportManifest,
     Dataset,
-    EmbeddingsManifest,
     EvaluationManifest,
-    FeaturesManifest,
-    InteractionsManifest,
     Manifest,
     RegistrationManifest,
-    load_manifest,
+    StageName,
+    TrainManifest,
 )
-from tasks.runs.run import STAGES, Run, StageName
+from tasks.runs.results import Results
+from tasks.runs.run import Run
+from tasks.runs.workspace import Workspace
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,35 +32,31 @@ class RunResults:
 
     Attributes:
         run: the run, with its folder.
-        manifests: the manifest of each completed stage.
+        stages: the manifests of the completed stages by type.
     """
 
     run: Run
-    manifests: dict[StageName, Manifest]
+    stages: Results
 
     @classmethod
     def read(cls, run: Run, *, until: StageName | None = None) -> "RunResults":
         """Read the manifests in the run's folder, up to the stage `until`, without verifying checksums."""
-        all_stages = list(STAGES)
-        included_stages = all_stages if until is None else all_stages[: all_stages.index(until) + 1]
-        manifests = {stage: load_manifest(run.stage_folder(stage), STAGES[stage], verify=False) for stage in included_stages}
-        return cls(run, {stage: manifest for stage, manifest in manifests.items() if manifest is not None})
+        return cls(run, Results.read(run, until=until))
+
+    @property
+    def manifests(self) -> dict[str, Manifest]:
+        """The manifest of each completed stage, by name of the stage."""
+        return {manifest.stage: manifest for manifest in self.stages}
 
     @property
     def dataset(self) -> Dataset:
         """The ingested data; StageError if the interactions are not ingested yet."""
-        if "ingest_interactions" not in self.manifests:
-            raise StageError(f"{self.run.folder} has no completed stage ingest_interactions; resume the run")
-        return Dataset(
-            cast(InteractionsManifest, self.manifests["ingest_interactions"]),
-            cast(EmbeddingsManifest | None, self.manifests.get("ingest_embeddings")),
-            cast(FeaturesManifest | None, self.manifests.get("ingest_features")),
-        )
+        return self.stages.dataset
 
     @property
     def registration(self) -> RegistrationManifest | None:
         """The registered version; None if the stage register is not complete."""
-        return cast(RegistrationManifest | None, self.manifests.get("register"))
+        return self.stages.get(RegistrationManifest)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -67,7 +65,7 @@ class RunResults:
         The stage `evaluate` measures the model and the baselines exactly. The stage `register` measures the recommendations
         that the new version and the champion serve.
         """
-        evaluation = cast(EvaluationManifest | None, self.manifests.get("evaluate"))
+        evaluation = self.stages.get(EvaluationManifest)
         exact_metrics = {} if evaluation is None else evaluation.metrics
         return exact_metrics | ({} if self.registration is None else self.registration.metrics)
 
@@ -76,7 +74,7 @@ class RunResults:
         """metrics.jsonl as a table: step, epoch, loss, learning_rate, samples_per_s, and a column per validation metric."""
         import pandas as pd
 
-        log_path = self.run.stage_folder("train") / "metrics.jsonl"
+        log_path = self.run.stage_folder(TrainManifest) / "metrics.jsonl"
         if not log_path.is_file():
             raise StageError(f"{log_path} does not exist: the run has no completed stage train; resume the run")
         return pd.json_normalize([json.loads(line) for line in log_path.read_text().splitlines()])
@@ -84,20 +82,15 @@ class RunResults:
     @property
     def report_path(self) -> Path:
         """Path of the data report, an HTML page; StageError if the data is not checked yet."""
-        path = self.run.stage_folder("check_data") / "report.html"
+        path = self.run.stage_folder(DataReportManifest) / "report.html"
         if not path.is_file():
             raise StageError(f"{path} does not exist: the run has no completed stage check_data; resume the run")
         return path
 
     @property
     def page_paths(self) -> dict[str, Path]:
-        """Paths of reports and plots of the run by file name: report.html, plan.html, loss.png, indexes.png."""
-        paths = [
-            self.run.stage_folder("check_data") / "report.html",
-            self.run.stage_folder("plan_sharding") / "plan.html",
-            self.run.folder / "loss.png",
-            self.run.folder / "indexes.png",
-        ]
+        """Paths of reports and plots of the run by file name, such as report.html, plan.html, loss.png and indexes.png."""
+        paths = [self.run.folder / path for stage in STAGES.values() for path in stage.pages.values()]
         return {path.name: path for path in paths if path.is_file()}
 
     def as_json(self) -> str:
@@ -111,18 +104,17 @@ class RunResults:
             "alarm": registration and registration.alarm,
             # JSON cannot represent NaN.
             "metrics": {name: None if math.isnan(value) else value for name, value in self.metrics.items()},
-            "stages": {stage: {"seconds": round(manifest.seconds, 3)} for stage, manifest in self.manifests.items()},
+            "stages": {manifest.stage: {"seconds": round(manifest.seconds, 3)} for manifest in self.stages},
         }
         return json.dumps(summary, allow_nan=False)
 
 
 def open_run(workspace: str | Path, run_id: str | None = None) -> RunResults:
     """Open a run of `workspace`, by default the newest run; raise InputError if it does not exist."""
+    runs = {run.run_id: run for run in Workspace(Path(workspace).absolute()).runs()}
     runs_folder = Path(workspace).absolute() / "runs"
-    run_ids = sorted(path.name for path in runs_folder.glob("*") if path.is_dir())
-    if not run_ids:
+    if not runs:
         raise InputError(f"{runs_folder}: there is no run; start one with `nightjar run`")
-    if run_id is not None and run_id not in run_ids:
-        raise InputError(f"{runs_folder}: there is no run {run_id}; there are {', '.join(run_ids)}")
-    run = Run(run_id or run_ids[-1], workspace=Path(workspace).absolute(), experiment="")
-    return RunResults.read(run)
+    if run_id is not None and run_id not in runs:
+        raise InputError(f"{runs_folder}: there is no run {run_id}; there are {', '.join(runs)}")
+    return RunResults.read(runs[run_id] if run_id is not None else list(runs.values())[-1])

@@ -11,8 +11,10 @@ from flows.settings import yaml_loader
 from flows.settings.config_file import load_config
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, shown
-from tasks.runs.run import REDUCED_FILE_NAME, Run, RunOptions
+from tasks.runs.options import RunOptions
+from tasks.runs.run import REDUCED_FILE_NAME, Run
 from tasks.runs.run_record import RunRecord
+from tasks.runs.workspace import Workspace
 
 LOG = logging.getLogger("nightjar")
 MAX_STARTS = 3
@@ -27,7 +29,7 @@ IGNORED_STATES = ("StoppedEarly", "DryRun")
 def check_resume(config: PipelineConfig, run: Run) -> None:
     """Raise InputError if `run` does not exist, or if its config.yaml names another pipeline or registered model."""
     if not run.config_file.is_file():
-        run_ids = sorted(path.name for path in run.folder.parent.glob("*") if path.is_dir())
+        run_ids = [existing_run.run_id for existing_run in Workspace(run.workspace).runs()]
         raise InputError(
             f"cannot resume {run.run_id}: no such run in {run.folder.parent}; the runs are {', '.join(run_ids) or 'none'}"
         )
@@ -83,15 +85,7 @@ def find_unfinished_run(workspace: Path, *, pipeline_name: str) -> tuple[Run, Ru
     Runs of other pipelines, dry runs, and runs that --until stopped early are ignored. The result is also None if
     the data of the newest run was rejected, or if retention has removed the large files of this run.
     """
-    runs_folder = workspace / "runs"
-    run_ids = (
-        sorted((path.name for path in runs_folder.iterdir() if path.is_dir()), reverse=True) if runs_folder.is_dir() else []
-    )
-    for run_id in run_ids:
-        try:
-            run = Run(run_id, workspace=workspace, experiment="")
-        except InputError:  # a folder that is not a run
-            continue
+    for run in reversed(Workspace(workspace).runs()):
         record = RunRecord.read(run)
         if record is None or record.pipeline != pipeline_name or record.state in IGNORED_STATES:
             continue

@@ -9,19 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from recsys_core.disk import used_bytes
-from recsys_core.manifests import DataReportManifest, RegistrationManifest, read_unchecked_manifest
-from tasks.runs.run import RUN_ID_PATTERN, Run
+from recsys_core.manifests import STAGES, DataReportManifest, RegistrationManifest, read_unchecked_manifest
+from tasks.runs.options import RunOptions
+from tasks.runs.run import Run
 from tasks.runs.run_record import ERROR_LOG_NAME, RECORD_NAME, RunFigures, RunRecord, RunState
+from tasks.runs.workspace import Workspace
 
-PATH_BY_LINK = {
-    "report": "check_data/report.html",
-    "plan": "plan_sharding/plan.html",
-    "loss": "loss.png",
-    "recall": "recall.png",
-    "indexes": "indexes.png",
-    "error log": ERROR_LOG_NAME,
-}
-"""Text of each link to a page or plot of a run, with the path of the file in the run's folder."""
 STATE_NAMES: dict[RunState, str] = {
     "Running": "running",
     "Promoted": "promoted",
@@ -57,7 +50,8 @@ class PastRun:
     @property
     def page_paths(self) -> dict[str, str]:
         """Paths of the existing pages and plots relative to the workspace, by text of the link."""
-        path_by_link = {link: self.run.folder / path for link, path in PATH_BY_LINK.items()}
+        links = {link: path for stage in STAGES.values() for link, path in stage.pages.items()}
+        path_by_link = {link: self.run.folder / path for link, path in (links | {"error log": ERROR_LOG_NAME}).items()}
         return {link: str(path.relative_to(self.run.workspace)) for link, path in path_by_link.items() if path.is_file()}
 
     def new_version_metric(self, metric_name: str) -> float | None:
@@ -93,10 +87,7 @@ class PastRun:
 def run_history(workspace: str | Path, *, max_runs: int | None = None) -> list[PastRun]:
     """Return the runs of `workspace`, the newest start first; at most `max_runs` runs."""
     workspace = Path(workspace).absolute()
-    run_folders = [
-        path for path in (workspace / "runs").glob("*") if RUN_ID_PATTERN.fullmatch(path.name) and _is_run_folder(path)
-    ]
-    runs = [Run(path.name, workspace=workspace, experiment="") for path in run_folders]
+    runs = [run for run in Workspace(workspace).runs() if _has_started(run)]
     past_runs = [PastRun(run, RunRecord.read(run) or _record_from_manifests(run)) for run in runs]
     return sorted(past_runs, key=lambda past_run: (past_run.record.started, past_run.run.run_id), reverse=True)[:max_runs]
 
@@ -125,14 +116,14 @@ def format_count(count: int | None) -> str:
     return str(count)
 
 
-def _is_run_folder(folder: Path) -> bool:
-    return not folder.is_symlink() and any((folder / name).is_file() for name in (RECORD_NAME, "config.yaml"))
+def _has_started(run: Run) -> bool:
+    return (run.folder / RECORD_NAME).is_file() or run.config_file.is_file()
 
 
 def _record_from_manifests(run: Run) -> RunRecord:
     """Return a record for a run of an earlier version of nightjar, which did not write run.json."""
-    registration = read_unchecked_manifest(run.stage_folder("register"), RegistrationManifest)
-    data_report = read_unchecked_manifest(run.stage_folder("check_data"), DataReportManifest)
+    registration = read_unchecked_manifest(run.stage_folder(RegistrationManifest), RegistrationManifest)
+    data_report = read_unchecked_manifest(run.stage_folder(DataReportManifest), DataReportManifest)
     state: RunState
     if run.is_locked():
         state, message = "Running", ""
@@ -148,6 +139,6 @@ def _record_from_manifests(run: Run) -> RunRecord:
     else:
         started = datetime.fromtimestamp(run.folder.stat().st_mtime, UTC)
     return RunRecord(
-        pipeline="", options=run.options, host="", pid=0, started=started, state=state, message=message,
+        pipeline="", options=RunOptions(), host="", pid=0, started=started, state=state, message=message,
         figures=RunFigures.read(run),
     )  # fmt: skip

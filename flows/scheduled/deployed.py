@@ -14,8 +14,11 @@ from flows.scheduled.crash_report import tie_to_worker
 from flows.settings.config_file import load_config
 from recsys_core.disk import explain_disk_full
 from recsys_core.errors import InputError, StageError, TrackingServerError
+from recsys_core.manifests import StageName
 from recsys_core.parent_process import die_with_parent
-from tasks.runs.run import MAX_REASON_CHARACTERS, Promote, Run, RunOptions, StageName, workspace_lock
+from tasks.runs.context import StageContext
+from tasks.runs.options import MAX_REASON_CHARACTERS, Promote, RunOptions
+from tasks.runs.workspace import Workspace
 
 SCHEDULED_TAG = "auto-scheduled"
 """Tag with which Prefect marks the flow runs of a schedule."""
@@ -71,17 +74,12 @@ def deployed_retrain(
     config = load_config(pipeline, overrides)
     is_scheduled = SCHEDULED_TAG in runtime.flow_run.tags
     resumed_run_id = resume or (choose_run_to_resume(config) if is_scheduled else None)
-    run = Run(
-        resumed_run_id or default_run_id(),
-        workspace=config.workspace,
-        experiment=config.registry.experiment,
-        until=until,
-        options=options,
-    )
+    workspace = Workspace(config.workspace)
+    run = StageContext(workspace.run(resumed_run_id or default_run_id()), options=options, until=until).run
     if resumed_run_id:
         check_resume(config, run)
     check_inputs(config)
-    with workspace_lock(config.workspace, run_id=run.run_id), explain_disk_full(run.folder):
+    with workspace.lock(run_id=run.run_id), explain_disk_full(run.folder):
         end_earlier_runs()
         try:
             state: State = nightly_retrain.fn(config, run_id=run.run_id, until=until, options=options)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from pydantic import Field, model_validator
 
@@ -12,6 +12,7 @@ from recsys_core.config import Folder, Name, Paths, Settings, is_uri
 from recsys_core.data_report.config import DataReportConfig
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.ingest.features.config import FeaturesConfig
+from recsys_core.ingest.inputs import InputConfig
 from recsys_core.ingest.log.config import FileSplit, InteractionsConfig
 from recsys_core.ingest.vectors.config import EmbeddingsConfig, EmbeddingsConfigs
 from recsys_core.launching.config import Launcher, LocalLauncher
@@ -26,6 +27,10 @@ from recsys_core.training.config import TrainingConfig
 from tasks.registry.config import RegistryConfig
 from tasks.retention.config import RetentionConfig
 from tasks.tuning.config import TuningConfig
+
+if TYPE_CHECKING:
+    from recsys_core.manifests import Dataset
+    from recsys_core.training.setup import TrainingSetup
 
 
 class PipelineConfig(Settings):
@@ -184,6 +189,19 @@ class PipelineConfig(Settings):
                 names |= {f"{prefix}.{feature.name}" for feature in features}
             names |= {f"context.{feature.name}" for feature in self.features.context}
         return names
+
+    @property
+    def inputs(self) -> InputConfig:
+        """The settings of the three ingest stages."""
+        return InputConfig(self.interactions_with_context, self.embeddings, self.features, self.allowed_data_root)
+
+    def training_setup(self, dataset: "Dataset") -> "TrainingSetup":
+        """Return the setup of a training on `dataset`: the model with its tables, and all settings of the training."""
+        from recsys_core.models.spec import ModelSpec
+        from recsys_core.training.setup import TrainingSetup
+
+        model = ModelSpec.of(self.model, dataset=dataset, tables=self.tables, loss=self.loss)
+        return TrainingSetup(model, self.training, self.loss, self.sharding, self.launcher)
 
     @property
     def interactions_with_context(self) -> InteractionsConfig:

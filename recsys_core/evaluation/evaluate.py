@@ -102,7 +102,7 @@ def evaluate(
             " export again"
         )
 
-    fingerprint = fingerprint_of("evaluation", config, export, interactions, dataset.embeddings)
+    fingerprint = fingerprint_of("evaluate", config, export, interactions, dataset.embeddings)
     stage = StageFolder(folder, EvaluationManifest, fingerprint=fingerprint)
     if stage.manifest is not None:
         return stage.manifest

@@ -16,6 +16,7 @@ from recsys_core.manifests.data_stages import (
     VectorTable,
 )
 from recsys_core.manifests.model_stages import (
+    STAGES,
     EvaluationManifest,
     ExportManifest,
     IndexManifest,
@@ -23,6 +24,7 @@ from recsys_core.manifests.model_stages import (
     PackageManifest,
     PlanManifest,
     RegistrationManifest,
+    StageName,
     TrainManifest,
 )
 from recsys_core.manifests.ownership import MARKER_NAME, create_own_folder, require_own_folder
@@ -43,6 +45,7 @@ from recsys_core.manifests.stage_folder import (
 __all__ = [
     "MANIFEST_NAME",
     "MARKER_NAME",
+    "STAGES",
     "ColumnFacts",
     "DataReportManifest",
     "Dataset",
@@ -66,6 +69,7 @@ __all__ = [
     "RegistrationManifest",
     "SourceFile",
     "StageFolder",
+    "StageName",
     "TrainManifest",
     "VectorTable",
     "commit_folder",

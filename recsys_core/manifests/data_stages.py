@@ -1,5 +1,6 @@
 """Manifests of the stages that read the input (interactions, embeddings, features, data report), and the Dataset of a run."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Self
@@ -7,7 +8,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field
 
 from recsys_core.config import Frozen
-from recsys_core.manifests.stage_folder import Manifest, require_manifest
+from recsys_core.manifests.stage_folder import Manifest, StageGroup, require_manifest
 
 
 class SourceFile(Frozen):
@@ -47,7 +48,8 @@ class EmbeddingsManifest(Manifest):
         <table>.ids.parquet: column `id`, the id of each row of the matrix.
     """
 
-    kind: ClassVar[str] = "embeddings"
+    stage: ClassVar[str] = "ingest_embeddings"
+    group: ClassVar[StageGroup] = "data"
     tables: dict[str, VectorTable]
     sources: tuple[SourceFile, ...]
 
@@ -121,7 +123,8 @@ class InteractionsManifest(Manifest):
         user_vector_row.npy: int64 [users], row in user.vectors.npy; only if there are vectors of users.
     """
 
-    kind: ClassVar[str] = "interactions"
+    stage: ClassVar[str] = "ingest_interactions"
+    group: ClassVar[StageGroup] = "data"
     num_users: int
     num_items: int
     train_events: int
@@ -208,7 +211,8 @@ class FeaturesManifest(Manifest):
             <side>.<name>.vectors.npy (embeddings stage), -1 without a vector. Only if there are vectors of the feature.
     """
 
-    kind: ClassVar[str] = "features"
+    stage: ClassVar[str] = "ingest_features"
+    group: ClassVar[StageGroup] = "data"
     lineage: str = Field(description="lineage of the interactions stage, which determines the order of the arrays")
     features: dict[str, FeatureFacts]
     tables: dict[str, FeatureTableFacts] = Field(description="statistics of the input table, by side (user, item)")
@@ -218,7 +222,9 @@ class FeaturesManifest(Manifest):
 class DataReportManifest(Manifest):
     """report.json (recsys_core.data_report.report_json.DataReport) and report.html, one page for a browser."""
 
-    kind: ClassVar[str] = "data_report"
+    stage: ClassVar[str] = "check_data"
+    group: ClassVar[StageGroup] = "data"
+    pages: ClassVar[Mapping[str, str]] = {"report": "check_data/report.html"}
     metrics: dict[str, float] = Field(description="metrics by name; a metric that could not be measured is left out")
     breaches: tuple[str, ...] = Field(description="violated limits, each with value, limit and setting")
     warnings: tuple[str, ...]

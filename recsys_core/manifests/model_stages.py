@@ -1,17 +1,26 @@
-"""Manifests of the stages from the sharding plan to the registration."""
+"""Manifests of the stages from the sharding plan to the registration, and the list of all stages."""
 
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal, cast
 
 from pydantic import Field
 
 from recsys_core.config import Frozen
-from recsys_core.manifests.stage_folder import Manifest
+from recsys_core.manifests.data_stages import (
+    DataReportManifest,
+    EmbeddingsManifest,
+    FeaturesManifest,
+    InteractionsManifest,
+)
+from recsys_core.manifests.stage_folder import Manifest, StageGroup
 
 
 class PlanManifest(Manifest):
     """plan.json (recsys_core.sharding.plan_file.PlanFile): the sharding that training executes."""
 
-    kind: ClassVar[str] = "plan"
+    stage: ClassVar[str] = "plan_sharding"
+    group: ClassVar[StageGroup] = "training"
+    pages: ClassVar[Mapping[str, str]] = {"plan": "plan_sharding/plan.html"}
     world_size: int
     device: Literal["cpu", "cuda"]
 
@@ -24,7 +33,9 @@ class TrainManifest(Manifest):
     attempt.
     """
 
-    kind: ClassVar[str] = "train"
+    stage: ClassVar[str] = "train"
+    group: ClassVar[StageGroup] = "training"
+    pages: ClassVar[Mapping[str, str]] = {"loss": "loss.png"}
     world_size: int
     steps: int
     epochs: int
@@ -57,7 +68,8 @@ class ExportManifest(Manifest):
         model.json: recsys_core.models.spec.ModelSpec.
     """
 
-    kind: ClassVar[str] = "export"
+    stage: ClassVar[str] = "export"
+    group: ClassVar[StageGroup] = "evaluation"
     num_items: int
     dim: int
     similarity: Literal["cosine", "dot"]
@@ -67,7 +79,9 @@ class ExportManifest(Manifest):
 class EvaluationManifest(Manifest):
     """metrics.json, and popularity.npy int32 [items]: item rows by descending popularity over train and validation."""
 
-    kind: ClassVar[str] = "evaluation"
+    stage: ClassVar[str] = "evaluate"
+    group: ClassVar[StageGroup] = "evaluation"
+    pages: ClassVar[Mapping[str, str]] = {"recall": "recall.png"}
     metrics: dict[str, float] = Field(description="metrics by name, e.g. test/recall@20, baseline/popularity/recall@20")
 
 
@@ -84,7 +98,9 @@ class IndexReport(Frozen):
 class IndexManifest(Manifest):
     """One file <kind>.faiss for each kind of index that was built."""
 
-    kind: ClassVar[str] = "index"
+    stage: ClassVar[str] = "build_index"
+    group: ClassVar[StageGroup] = "release"
+    pages: ClassVar[Mapping[str, str]] = {"indexes": "indexes.png"}
     served_index: str = Field(description="kind of the index that goes into the package")
     similarity: Literal["cosine", "dot"]
     dim: int
@@ -95,7 +111,8 @@ class IndexManifest(Manifest):
 class PackageManifest(Manifest):
     """package/: the files that recsys_core.serving.retriever.Retriever loads, with their own checksums."""
 
-    kind: ClassVar[str] = "package"
+    stage: ClassVar[str] = "package"
+    group: ClassVar[StageGroup] = "release"
     bytes: int
     served_index: str
     quantization: Literal["int8", "none"]
@@ -104,7 +121,8 @@ class PackageManifest(Manifest):
 class RegistrationManifest(Manifest):
     """registration.json: the registered MLflow model version."""
 
-    kind: ClassVar[str] = "registration"
+    stage: ClassVar[str] = "register"
+    group: ClassVar[StageGroup] = "release"
     model_name: str
     version: str
     alias: Literal["champion", "challenger"]
@@ -120,3 +138,35 @@ class RegistrationManifest(Manifest):
     )
     mlflow_run_id: str
     metrics: dict[str, float]
+
+
+StageName = Literal[
+    "ingest_embeddings",
+    "ingest_interactions",
+    "ingest_features",
+    "check_data",
+    "plan_sharding",
+    "train",
+    "export",
+    "evaluate",
+    "build_index",
+    "package",
+    "register",
+]
+STAGES: dict[StageName, type[Manifest]] = {
+    cast(StageName, manifest_type.stage): manifest_type
+    for manifest_type in (
+        EmbeddingsManifest,
+        InteractionsManifest,
+        FeaturesManifest,
+        DataReportManifest,
+        PlanManifest,
+        TrainManifest,
+        ExportManifest,
+        EvaluationManifest,
+        IndexManifest,
+        PackageManifest,
+        RegistrationManifest,
+    )
+}
+"""The stages in their order. The manifest of a stage declares its name, its group on the pages, and its pages."""

@@ -36,10 +36,21 @@ class FileRecord(Frozen):
     sha256: str
 
 
-class Manifest(Frozen):
-    """Base of the manifests of all stages. `folder` is the folder of the manifest; manifest.json does not contain it."""
+StageGroup = Literal["data", "training", "evaluation", "release"]
 
-    kind: ClassVar[str]
+
+class Manifest(Frozen):
+    """Base of the manifests of all stages. `folder` is the folder of the manifest; manifest.json does not contain it.
+
+    Attributes:
+        stage: name of the stage, which is also the name of its folder.
+        group: group of the stage in the plot of the durations.
+        pages: pages and plots of the stage for people: text of the link, and path in the folder of the run.
+    """
+
+    stage: ClassVar[str]
+    group: ClassVar[StageGroup] = "data"
+    pages: ClassVar[Mapping[str, str]] = {}
 
     format_version: Literal[2] = 2
     fingerprint: str
@@ -51,7 +62,7 @@ class Manifest(Frozen):
         """Return the path of the file `file_name`; raise StageError if the manifest does not list it."""
         if file_name not in self.files:
             raise StageError(
-                f"{self.folder}: the {self.kind} manifest does not list the file {file_name!r}; it lists {sorted(self.files)}"
+                f"{self.folder}: the {self.stage} manifest does not list the file {file_name!r}; it lists {sorted(self.files)}"
             )
         return self.folder / file_name
 
@@ -68,7 +79,7 @@ def fingerprint_of(*inputs: object) -> str:
 
 def _canonical(fingerprint_input: object) -> Any:
     if isinstance(fingerprint_input, Manifest):
-        return [fingerprint_input.kind, fingerprint_input.fingerprint]
+        return [fingerprint_input.stage, fingerprint_input.fingerprint]
     if isinstance(fingerprint_input, BaseModel):
         return fingerprint_input.model_dump(mode="json")
     if isinstance(fingerprint_input, Mapping):
@@ -112,7 +123,7 @@ class StageFolder(Generic[ManifestT]):
         """
         for old_folder in (self._folder, self._staging_folder):
             remove_own_folder(old_folder)
-        require_free_space(self._folder, max(min_bytes, MIN_STAGE_BYTES), subject=f"the {self._manifest_type.kind} stage")
+        require_free_space(self._folder, max(min_bytes, MIN_STAGE_BYTES), subject=f"the {self._manifest_type.stage} stage")
         try:
             with explain_disk_full(self._folder):
                 create_own_folder(self._staging_folder)
@@ -186,7 +197,7 @@ def require_manifest(folder: Path, manifest_type: type[ManifestT], *, verify: bo
     manifest = load_manifest(folder, manifest_type, verify=verify)
     if manifest is None:
         raise StageError(
-            f"{folder}: the {manifest_type.kind} stage is incomplete, or one of its files changed; run the stage again"
+            f"{folder}: the {manifest_type.stage} stage is incomplete, or one of its files changed; run the stage again"
         )
     return manifest
 

@@ -44,7 +44,7 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
     if export.num_items < 2:
         raise InputError(f"the catalogue has {export.num_items} item(s), but an index needs at least 2; add items")
 
-    stage = StageFolder(folder, IndexManifest, fingerprint=fingerprint_of("index", config, export))
+    stage = StageFolder(folder, IndexManifest, fingerprint=fingerprint_of("build_index", config, export))
     if stage.manifest is not None:
         return stage.manifest
     min_bytes = estimate_bytes(config, num_items=export.num_items, dim=export.dim)

@@ -54,7 +54,7 @@ def plan_sharding(
     device, processes_per_node = resolve_cluster(config.cluster)
     cluster = with_default_memory(config.cluster)
     fingerprint = fingerprint_of(
-        "plan", config, cluster, model, batch_size, optimizer.kind, device, processes_per_node, lookup_stats
+        "plan_sharding", config, cluster, model, batch_size, optimizer.kind, device, processes_per_node, lookup_stats
     )
     stage = StageFolder(folder, PlanManifest, fingerprint=fingerprint)
     if stage.manifest is not None:

@@ -51,7 +51,7 @@ class BestValidation(Frozen):
 class CheckpointManifest(Manifest):
     """A checkpoint after `step` steps. Its folder also holds job.json and plan.json of the training."""
 
-    kind: ClassVar[str] = "checkpoint"
+    stage: ClassVar[str] = "checkpoint"
     step: int
     world_size: int
     best: BestValidation | None

@@ -8,15 +8,12 @@ from functools import partial
 from pathlib import Path
 
 from recsys_core.errors import LaunchError
-from recsys_core.launching.config import Launcher, LocalLauncher
 from recsys_core.launching.heartbeat import HeartbeatFile
 from recsys_core.launching.launch import launch
 from recsys_core.launching.rank_output import RankOutput
 from recsys_core.manifests import Dataset, InteractionsManifest, PlanManifest, StageFolder, TrainManifest, fingerprint_of
-from recsys_core.models.loss.loss_config import LossConfig
-from recsys_core.models.spec import ModelSpec
-from recsys_core.sharding.config import PLAN_NAME, ShardingConfig
-from recsys_core.training.config import TrainingConfig, WarmStartConfig
+from recsys_core.sharding.config import PLAN_NAME
+from recsys_core.training.config import WarmStartConfig
 from recsys_core.training.dense_parallel import require_shardable_layers
 from recsys_core.training.job.attempts import make_attempts
 from recsys_core.training.job.disk_estimate import training_bytes
@@ -29,8 +26,10 @@ from recsys_core.training.job.job_spec import (
     Progress,
     TrainJob,
     TrainResult,
+    WarmStart,
 )
 from recsys_core.training.metrics_log import MetricsTail
+from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.warm.leaked_events import count_leaked_events
 from recsys_core.training.warm.starting_model import Champion
 from recsys_core.training.warm.warm_start import prepare_warm_start
@@ -41,37 +40,33 @@ HARD_LINK_ERRORS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, er
 
 
 def train(
-    config: TrainingConfig,
+    setup: TrainingSetup,
     *,
-    model: ModelSpec,
-    loss: LossConfig,
     dataset: Dataset,
     plan: PlanManifest,
     folder: Path,
     on_progress: Callable[[Progress], None],
-    sharding: ShardingConfig | None = None,
     champion: Champion | None = None,
-    launcher: Launcher = LocalLauncher(),  # noqa: B008  it is frozen
 ) -> TrainManifest:
     """Train in `<folder>.work` and commit the best checkpoint to `folder`; an interrupted run resumes in the work folder.
 
     Args:
-        plan: the sharding plan to train with.
+        plan: the sharding plan to train with. A retry with fewer ranks (training.min_processes) makes a new plan.
         on_progress: called with each new line of metrics.jsonl.
-        sharding: settings of `plan`. A retry with fewer processes (config.min_processes) makes a new plan from them.
         champion: the training starts from this model, unless `choose_start` rejects it.
 
     Raises:
         InputError: the settings do not fit the data, or the champion is not compatible with the settings.
         StageError, LaunchError: the training failed; see `launch`.
     """
+    config, model = setup.training, setup.model
     require_shardable_layers(config.dense_parallel, spec=model)
     interactions, embeddings, features = dataset.interactions, dataset.embeddings, dataset.features
     start_champion, full_training_reason = choose_start(config.warm_start, champion=champion, interactions=interactions)
     result_settings = config.result_settings()
     champion_export = start_champion and start_champion.export
     fingerprint = fingerprint_of(
-        "train", result_settings, model, loss, interactions, embeddings, features, plan, champion_export
+        "train", result_settings, model, setup.loss, interactions, embeddings, features, plan, champion_export
     )
     work_folder = folder.with_name(folder.name + ".work")
     stage = StageFolder(folder, TrainManifest, fingerprint=fingerprint)
@@ -84,21 +79,25 @@ def train(
         if full_training_reason is not None:
             logger.info("full training: %s", full_training_reason)
         _remove_unrelated_work(work_folder, fingerprint=fingerprint)
-        job = _make_job(
-            config,
-            model=model,
-            loss=loss,
-            dataset=dataset,
-            plan=plan,
-            champion=start_champion,
-            work_folder=work_folder,
+        job = TrainJob(
+            work=work_folder,
             fingerprint=fingerprint,
+            spec=model,
+            loss=setup.loss,
+            training=config,
+            interactions=interactions.folder,
+            embeddings=embeddings.folder if embeddings else None,
+            features=features.folder if features else None,
+            plan=plan.path(PLAN_NAME),
+            warm=None
+            if start_champion is None
+            else _prepare_warm_start(start_champion, setup, dataset, folder=work_folder / "warm"),
         )
         work_folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(work_folder / "logs", ignore_errors=True)
         (work_folder / RESULT_FILE).unlink(missing_ok=True)
         metrics_tail = MetricsTail(work_folder / METRICS_FILE, on_progress)
-        for attempt in make_attempts(job, launcher=launcher, sharding=sharding):
+        for attempt in make_attempts(job, launcher=setup.launcher, sharding=setup.sharding):
             try:
                 launch(
                     work_folder / JOB_FILE,
@@ -106,7 +105,7 @@ def train(
                     folder=attempt.folder,
                     heartbeat_file=HeartbeatFile(job.heartbeat, config.start_timeout_s, config.heartbeat_timeout_s),
                     poll=partial(_relay, metrics_tail, RankOutput(attempt.folder)),
-                    launcher=launcher,
+                    launcher=setup.launcher,
                 )
                 break
             except LaunchError as error:
@@ -161,36 +160,11 @@ def _remove_unrelated_work(work_folder: Path, *, fingerprint: str) -> None:
         shutil.rmtree(work_folder, ignore_errors=True)
 
 
-def _make_job(
-    config: TrainingConfig,
-    *,
-    model: ModelSpec,
-    loss: LossConfig,
-    dataset: Dataset,
-    plan: PlanManifest,
-    champion: Champion | None,
-    work_folder: Path,
-    fingerprint: str,
-) -> TrainJob:
-    """Return the job of the ranks. If the training starts from `champion`, prepare the champion's rows and layers for them."""
-    warm_start = None
-    if champion is not None:
-        warm_start_folder = work_folder / "warm"
-        shutil.rmtree(warm_start_folder, ignore_errors=True)
-        warm_start = prepare_warm_start(
-            champion, spec=model, dataset=dataset, default_optimizer=config.table_optimizer, folder=warm_start_folder
-        )
-    return TrainJob(
-        work=work_folder,
-        fingerprint=fingerprint,
-        spec=model,
-        loss=loss,
-        training=config,
-        interactions=dataset.interactions.folder,
-        embeddings=dataset.embeddings.folder if dataset.embeddings else None,
-        features=dataset.features.folder if dataset.features else None,
-        plan=plan.path(PLAN_NAME),
-        warm=warm_start,
+def _prepare_warm_start(champion: Champion, setup: TrainingSetup, dataset: Dataset, *, folder: Path) -> WarmStart:
+    """Write the champion's rows and layers for the ranks."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return prepare_warm_start(
+        champion, spec=setup.model, dataset=dataset, default_optimizer=setup.training.table_optimizer, folder=folder
     )
 
 

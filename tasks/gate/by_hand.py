@@ -32,7 +32,8 @@ from tasks.registry.releases import (
     former_champions,
     version_number_by_alias,
 )
-from tasks.runs.run import Run, check_reason, new_run_id
+from tasks.runs.options import check_reason
+from tasks.runs.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -126,15 +127,14 @@ def _version_numbers(versions: Sequence[ModelVersion]) -> str:
 @contextmanager
 def _open_tester(client: MlflowClient, decision: Decision, *, run_id: str | None) -> Iterator[VersionTester]:
     """Yield a tester with users from the log of run `run_id`, or of the newest run that has a log in the workspace."""
-    workspace, interactions = decision.workspace, None
+    workspace, interactions = Workspace(decision.workspace), None
     if run_id is not None:
-        folder = Run(run_id, workspace=workspace, experiment="").stage_folder("ingest_interactions")
+        folder = workspace.run(run_id).stage_folder(InteractionsManifest)
         interactions = load_manifest(folder, InteractionsManifest)
-    new_run = Run(new_run_id(), workspace=workspace, experiment="")  # every run in the workspace is earlier
-    interactions = interactions or new_run.previous_manifest("ingest_interactions", InteractionsManifest)
+    interactions = interactions or workspace.newest_manifest(InteractionsManifest)
     if interactions is None:
         raise InputError(
-            f"{workspace}: no run has an ingested interaction log, but the smoke test needs users of a log; "
+            f"{workspace.folder}: no run has an ingested interaction log, but the smoke test needs users of a log; "
             "ingest a log with `nightjar run --until ingest_interactions`"
         )
     with TemporaryDirectory(prefix="nightjar-") as folder_name:

@@ -43,7 +43,7 @@ from tasks.registry.releases import (
     version_number_by_alias,
 )
 from tasks.registry.tracking import as_metrics, log_metrics
-from tasks.runs.run import RunOptions
+from tasks.runs.options import RunOptions
 
 
 @dataclass(frozen=True)

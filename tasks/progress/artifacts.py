@@ -25,7 +25,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from recsys_core.training.job.job_spec import Progress
 from tasks.progress.reporting import LOG, show_bar, training_note
-from tasks.runs.run import Run
+from tasks.runs.context import StageContext
 
 _NUM_RETRIES = 4
 """Largest number of retries of a request. The pauses between them take 2 + 4 + 8 + 16 s, in which a server can restart."""
@@ -50,27 +50,27 @@ def artifact_key(pipeline: str, artifact_name: str) -> str:
     return "-".join(key_part for key_part in (slug, suffix, artifact_name) if key_part)
 
 
-def show_markdown(run: Run, artifact_name: str, markdown: str) -> None:
+def show_markdown(context: StageContext, artifact_name: str, markdown: str) -> None:
     """Create a markdown artifact."""
-    _send(run, artifact_name, lambda key: create_markdown_artifact(markdown, key=key))
+    _send(context, artifact_name, lambda key: create_markdown_artifact(markdown, key=key))
 
 
-def show_image(run: Run, artifact_name: str, png_path: Path) -> None:
+def show_image(context: StageContext, artifact_name: str, png_path: Path) -> None:
     """Create an image artifact. Prefect stores only an address, so the image is embedded in a data URL."""
     data_url = "data:image/png;base64," + base64.b64encode(png_path.read_bytes()).decode()
-    _send(run, artifact_name, lambda key: create_image_artifact(data_url, key=key))
+    _send(context, artifact_name, lambda key: create_image_artifact(data_url, key=key))
 
 
-def show_link(run: Run, artifact_name: str, address: str, *, link_text: str) -> None:
+def show_link(context: StageContext, artifact_name: str, address: str, *, link_text: str) -> None:
     """Create a link artifact, or a markdown artifact with `link_text` and `address` if a browser cannot open the address."""
     if address.startswith(("http://", "https://")):
-        _send(run, artifact_name, lambda key: create_link_artifact(address, link_text=link_text, key=key))
+        _send(context, artifact_name, lambda key: create_link_artifact(address, link_text=link_text, key=key))
     else:
-        show_markdown(run, artifact_name, f"{link_text}: `{address}`")
+        show_markdown(context, artifact_name, f"{link_text}: `{address}`")
 
 
 def _send(
-    run: Run,
+    context: StageContext,
     artifact_name: str,
     create: Callable[[str], object],
     *,
@@ -83,9 +83,9 @@ def _send(
         create: function that sends the artifact with the key that it gets.
         level: level of the log record about an artifact that was not sent.
     """
-    if run.flow_run_id is None:
+    if context.flow_run_id is None:
         return None
-    key = artifact_key(run.pipeline, artifact_name)
+    key = artifact_key(context.pipeline, artifact_name)
     try:
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: min(num_retries, PREFECT_CLIENT_MAX_RETRIES.value())}):
             return cast(UUID, create(key))
@@ -103,8 +103,8 @@ class TrainingProgress:
     update, the next update waits for _PROGRESS_PAUSE_S. A second failure in a row logs no warning.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, context: StageContext) -> None:
+        self._context = context
         self._artifact_id: UUID | None = None  # None before the first update
         self._next_update_s, self._has_failed = 0.0, False
         self._validation_metrics: Mapping[str, float] = {}
@@ -135,6 +135,6 @@ class TrainingProgress:
             return self._artifact_id
 
         level = logging.DEBUG if self._has_failed else logging.WARNING
-        sent_id = _send(self._run, "training-progress", send, num_retries=num_retries, level=level)
+        sent_id = _send(self._context, "training-progress", send, num_retries=num_retries, level=level)
         self._artifact_id, self._has_failed = sent_id or self._artifact_id, sent_id is None
         return sent_id is not None

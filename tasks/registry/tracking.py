@@ -24,10 +24,8 @@ from recsys_core.errors import redacted
 from recsys_core.evaluation.report import plot_loss, plot_recall
 from recsys_core.manifests import (
     DataReportManifest,
-    EmbeddingsManifest,
     EvaluationManifest,
     IndexManifest,
-    InteractionsManifest,
     PlanManifest,
     TrainManifest,
     fingerprint_of,
@@ -44,7 +42,7 @@ from tasks.registry.mlflow_client import (
     tracking_error,
     tracking_uri,
 )
-from tasks.runs.run import Run
+from tasks.runs.context import StageContext
 
 # The monitor logs an outage of MLflow with passwords. MetricRelay reports the outage without them.
 logging.getLogger("mlflow.system_metrics.system_metrics_monitor").setLevel(logging.CRITICAL)
@@ -65,23 +63,23 @@ _MAX_PATHS = 100
 """Number of input paths in the source of an MLflow dataset; data_fingerprints.json holds all of them."""
 
 
-def open_run(client: MlflowClient, run: Run) -> str:
-    """Return the id of the MLflow run of `run`; create the experiment and the MLflow run if they do not exist.
+def open_run(client: MlflowClient, context: StageContext) -> str:
+    """Return the id of the MLflow run of the run; create the experiment and the MLflow run if they do not exist.
 
     An existing MLflow run gets the current tags, because a resume has another Prefect flow run.
     """
-    tags = _tags_of(run)
-    with FileLock(run.workspace / ".mlflow.lock"):
-        experiment = client.get_experiment_by_name(run.experiment)
+    tags = _tags_of(context)
+    with FileLock(context.run.workspace / ".mlflow.lock"):
+        experiment = client.get_experiment_by_name(context.experiment)
         if experiment is None:
             # The artifact location of an experiment cannot change. A server chooses the location. For a database, the default
             # location would be relative to the current folder.
-            has_server = tracking_uri(run.workspace).startswith(("http://", "https://"))
-            artifact_location = None if has_server else (run.workspace.absolute() / "mlartifacts").as_uri()
-            experiment_id = client.create_experiment(run.experiment, artifact_location=artifact_location)
+            has_server = tracking_uri(context.run.workspace).startswith(("http://", "https://"))
+            artifact_location = None if has_server else (context.run.workspace.absolute() / "mlartifacts").as_uri()
+            experiment_id = client.create_experiment(context.experiment, artifact_location=artifact_location)
         else:
             experiment_id = experiment.experiment_id
-        filter_string = f"tags.`{RUN_ID_TAG}` = '{run.run_id}'"
+        filter_string = f"tags.`{RUN_ID_TAG}` = '{context.run.run_id}'"
         existing_runs = client.search_runs([experiment_id], filter_string, ViewType.ACTIVE_ONLY, max_results=1)
         if existing_runs:
             (mlflow_run,) = existing_runs
@@ -92,15 +90,15 @@ def open_run(client: MlflowClient, run: Run) -> str:
         return str(client.create_run(experiment_id, tags=tags).info.run_id)
 
 
-def _tags_of(run: Run) -> dict[str, str]:
-    """Return the tags of the MLflow run of `run`."""
+def _tags_of(context: StageContext) -> dict[str, str]:
+    """Return the tags of the MLflow run of the run."""
     value_by_tag = {
-        RUN_ID_TAG: run.run_id,
-        MLFLOW_RUN_NAME: run.run_id,
-        PIPELINE_TAG: run.pipeline,
-        RUN_REASON_TAG: run.options.reason,
-        FLOW_RUN_TAG: run.flow_run_id,
-        FLOW_RUN_URL_TAG: run.flow_run_url,
+        RUN_ID_TAG: context.run.run_id,
+        MLFLOW_RUN_NAME: context.run.run_id,
+        PIPELINE_TAG: context.pipeline,
+        RUN_REASON_TAG: context.options.reason,
+        FLOW_RUN_TAG: context.flow_run_id,
+        FLOW_RUN_URL_TAG: context.flow_run_url,
     }
     return {tag_name: tag_value for tag_name, tag_value in value_by_tag.items() if tag_value}
 
@@ -194,14 +192,11 @@ def as_metrics(value_by_name: Mapping[str, float]) -> list[Metric]:
 def log_results(
     client: MlflowClient,
     mlflow_run_id: str,
-    *,
-    run: Run,
-    plan: PlanManifest,
-    train: TrainManifest,
-    evaluation: EvaluationManifest,
-    index: IndexManifest,
+    context: StageContext,
 ) -> None:
     """Log the params, all metrics, the config, the sharding plan and the plots of a finished run."""
+    run, results = context.run, context.results
+    train, evaluation, index = results[TrainManifest], results[EvaluationManifest], results[IndexManifest]
     log_params(client, mlflow_run_id, config_file=run.config_file)
     log_training_metrics(client, mlflow_run_id, metrics_file=train.path("metrics.jsonl"))
     recall_by_metric = {f"index/{kind}/recall": report.recall for kind, report in index.reports.items()}
@@ -213,21 +208,20 @@ def log_results(
         plot_recall(evaluation.metrics, path=run.folder / "recall.png"),
         plot_indexes(index.reports, served_kind=index.served_index, path=run.folder / "indexes.png"),
     )
-    for path in (run.config_file, plan.path("plan.json"), *plots):
+    for path in (run.config_file, results[PlanManifest].path("plan.json"), *plots):
         client.log_artifact(mlflow_run_id, str(path))
 
 
-def log_data(
-    client: MlflowClient,
-    mlflow_run_id: str,
-    *,
-    manifests: Sequence[EmbeddingsManifest | InteractionsManifest | None],
-    data_report: DataReportManifest,
-) -> None:
+def log_data(client: MlflowClient, mlflow_run_id: str, context: StageContext) -> None:
     """Log the input files as MLflow datasets and in data_fingerprints.json; log the data report if it is not logged yet."""
+    dataset = context.dataset
     if "data/breaches" not in client.get_run(mlflow_run_id).data.metrics:  # log_data_report_or_warn failed
-        log_data_report(client, mlflow_run_id, data_report)
-    sources_by_kind = {manifest.kind: manifest.sources for manifest in manifests if manifest is not None}
+        log_data_report(client, mlflow_run_id, context.results[DataReportManifest])
+    sources_by_kind = {
+        manifest.stage.removeprefix("ingest_"): manifest.sources
+        for manifest in (dataset.embeddings, dataset.interactions)
+        if manifest is not None
+    }
     records_by_kind = {kind: [source.model_dump() for source in sources] for kind, sources in sources_by_kind.items()}
     client.log_dict(mlflow_run_id, records_by_kind, "data_fingerprints.json")
     datasets = [
@@ -250,15 +244,15 @@ def log_data_report(client: MlflowClient, mlflow_run_id: str, data_report: DataR
     client.log_artifact(mlflow_run_id, str(data_report.path("report.html")), "data_report")
 
 
-def log_data_report_or_warn(run: Run, data_report: DataReportManifest) -> str | None:
+def log_data_report_or_warn(context: StageContext, data_report: DataReportManifest) -> str | None:
     """Log the data report; return the address of the MLflow run.
 
     If MLflow does not work, log a warning and return None; the report is then logged at registration.
     """
 
     def log(client: MlflowClient) -> str:
-        mlflow_run_id = open_run(client, run)
-        log_params(client, mlflow_run_id, config_file=run.config_file)
+        mlflow_run_id = open_run(client, context)
+        log_params(client, mlflow_run_id, config_file=context.run.config_file)
         log_data_report(client, mlflow_run_id, data_report)
         client.set_terminated(
             mlflow_run_id, RunStatus.to_string(RunStatus.FAILED if data_report.breaches else RunStatus.FINISHED)
@@ -266,7 +260,7 @@ def log_data_report_or_warn(run: Run, data_report: DataReportManifest) -> str | 
         return run_address(client, mlflow_run_id)
 
     warning = "could not log the data report to MLflow; it will be logged at registration"
-    return call_or_warn(log, workspace=run.workspace, warning=warning)
+    return call_or_warn(log, workspace=context.run.workspace, warning=warning)
 
 
 class MetricRelay:
@@ -276,8 +270,8 @@ class MetricRelay:
     metrics. After the first failure the relay logs one warning and stops; the missing metrics are logged at registration.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, context: StageContext) -> None:
+        self._context = context
         self._line_queue: queue.SimpleQueue[tuple[int, Progress]] = queue.SimpleQueue()
         self._close_event = threading.Event()
         self._status = RunStatus.to_string(RunStatus.FINISHED)
@@ -311,10 +305,10 @@ class MetricRelay:
 
     def _relay(self) -> None:
         try:
-            client = connect(self._run.workspace)
-            mlflow_run_id = open_run(client, self._run)
+            client = connect(self._context.run.workspace)
+            mlflow_run_id = open_run(client, self._context)
             client.update_run(mlflow_run_id, status=RunStatus.to_string(RunStatus.RUNNING))
-            log_params(client, mlflow_run_id, config_file=self._run.config_file)
+            log_params(client, mlflow_run_id, config_file=self._context.run.config_file)
             monitor = SystemMetricsMonitor(
                 mlflow_run_id, _SYSTEM_METRICS_INTERVAL_S, resume_logging=True, tracking_uri=client.tracking_uri
             )
@@ -327,5 +321,5 @@ class MetricRelay:
         except Exception as error:  # any error of MLflow, its database or the network
             LOG.warning(
                 "could not log training metrics to MLflow; training continues, and registration will log them (%s)",
-                tracking_error(error, uri=tracking_uri(self._run.workspace)),
+                tracking_error(error, uri=tracking_uri(self._context.run.workspace)),
             )

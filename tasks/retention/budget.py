@@ -8,8 +8,8 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import MARKER_NAME, PackageManifest, RegistrationManifest, read_unchecked_manifest
 from recsys_core.units import GIB, format_gib
 from tasks.retention.config import RetentionConfig
-from tasks.retention.run_folders import RUNS_FOLDER_NAME, run_ids
-from tasks.runs.run import REDUCED_FILE_NAME, Run
+from tasks.retention.run_folders import run_ids
+from tasks.runs.run import REDUCED_FILE_NAME, RUNS_FOLDER_NAME, Run
 
 LOG = logging.getLogger("nightjar")
 
@@ -58,8 +58,8 @@ def estimated_bytes(run: Run) -> int:
         folder = run.workspace / RUNS_FOLDER_NAME / run_id
         if run_id == run.run_id or (folder / REDUCED_FILE_NAME).exists():
             continue
-        if read_unchecked_manifest(folder / "register", RegistrationManifest) is not None:
-            package = read_unchecked_manifest(folder / "package", PackageManifest)
+        if read_unchecked_manifest(folder / RegistrationManifest.stage, RegistrationManifest) is not None:
+            package = read_unchecked_manifest(folder / PackageManifest.stage, PackageManifest)
             package_bytes = sum(record.bytes for record in package.files.values()) if package is not None else 0
             return max(0, _new_file_bytes(folder) + package_bytes - used_bytes(run.folder))
     return 0

@@ -28,7 +28,8 @@ from tasks.registry.releases import (
     former_champions,
     version_number_by_alias,
 )
-from tasks.retention.run_folders import RUNS_FOLDER_NAME, run_ids
+from tasks.retention.run_folders import run_ids
+from tasks.runs.run import RUNS_FOLDER_NAME
 
 _LOGGED_MODEL_PATTERN = re.compile(r"models:/(m-[0-9a-f]+)")
 MAX_GATE_MS = 1_000 * DAY_S

@@ -24,20 +24,22 @@ from filelock import FileLock, Timeout
 from recsys_core.atomic import write_text
 from recsys_core.manifests import (
     MARKER_NAME,
+    STAGES,
     DataReportManifest,
     FeaturesManifest,
     InteractionsManifest,
     ManifestT,
+    StageName,
     create_own_folder,
     load_manifest,
 )
 from recsys_core.manifests.ownership import remove_own_folder
 from tasks.retention.config import RetentionConfig
-from tasks.runs.run import CHAMPION_FILE_NAME, LOCK_NAME, REDUCED_FILE_NAME, RUN_ID_PATTERN, STAGES, Run, StageName
+from tasks.runs.run import CHAMPION_FILE_NAME, LOCK_NAME, REDUCED_FILE_NAME, RUN_ID_PATTERN, RUNS_FOLDER_NAME
+from tasks.runs.workspace import Workspace
 
 REPORT_SUFFIXES = (".html", ".json", ".jsonl", ".png")
 """Files of a stage that a reduced run keeps: its manifest, its report and the training log."""
-RUNS_FOLDER_NAME = "runs"
 TRASH_FOLDER_NAME = ".trash"
 BLOCK_BYTES = 512
 ALL_STAGES = frozenset(STAGES)
@@ -105,7 +107,7 @@ def find_kept_stages(workspace: Path, config: RetentionConfig, *, aliased_runs: 
     its stages, and a new run would build its vocabulary again.
     """
     runs_folder, all_run_ids = workspace / RUNS_FOLDER_NAME, run_ids(workspace)
-    locked_runs = [run_id for run_id in all_run_ids if Run(run_id, workspace=workspace, experiment="").is_locked()]
+    locked_runs = [run_id for run_id in all_run_ids if Workspace(workspace).run(run_id).is_locked()]
     newest_or_locked_runs = [*all_run_ids[-config.keep_full_runs :], *locked_runs]
     starting_runs = [starting_run for run_id in newest_or_locked_runs if (starting_run := _starting_run(runs_folder / run_id))]
     kept_stages_by_run: StagesByRun = dict.fromkeys([*newest_or_locked_runs, *starting_runs, *aliased_runs], ALL_STAGES)
@@ -117,21 +119,19 @@ def find_kept_stages(workspace: Path, config: RetentionConfig, *, aliased_runs: 
 
 
 def _stages_read_by_next(runs_folder: Path, earlier_runs: list[str]) -> StagesByRun:
-    """Return the stages that a run after `earlier_runs` reads through `Run.previous_manifest`."""
+    """Return the stages that a run after `earlier_runs` reads through `StageContext.previous`."""
 
-    def newest_run_with(
-        stage: StageName, manifest_type: type[ManifestT], *, where: Callable[[ManifestT], bool] = lambda _: True
-    ) -> str | None:
+    def newest_run_with(manifest_type: type[ManifestT], *, where: Callable[[ManifestT], bool] = lambda _: True) -> str | None:
         for run_id in reversed(earlier_runs):
-            manifest = load_manifest(runs_folder / run_id / stage, manifest_type, verify=False)
+            manifest = load_manifest(runs_folder / run_id / manifest_type.stage, manifest_type, verify=False)
             if manifest is not None and where(manifest):
                 return run_id
         return None
 
-    reference_run = newest_run_with("check_data", DataReportManifest, where=lambda report: not report.breaches)
+    reference_run = newest_run_with(DataReportManifest, where=lambda report: not report.breaches)
     run_stage_pairs: list[tuple[str | None, StageName]] = [
-        (newest_run_with("ingest_interactions", InteractionsManifest), "ingest_interactions"),
-        (newest_run_with("ingest_features", FeaturesManifest), "ingest_features"),
+        (newest_run_with(InteractionsManifest), "ingest_interactions"),
+        (newest_run_with(FeaturesManifest), "ingest_features"),
         (reference_run, "check_data"),
         (reference_run, "ingest_interactions"),  # the next data report compares its events with the events of this run
     ]

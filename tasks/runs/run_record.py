@@ -12,15 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from pydantic import AwareDatetime, Field, ValidationError
 
 from recsys_core.atomic import write_text
 from recsys_core.config import Frozen
 from recsys_core.errors import NightjarError, printable, redacted
-from recsys_core.manifests import InteractionsManifest, Manifest, RegistrationManifest, read_unchecked_manifest
-from tasks.runs.run import STAGES, Run, RunOptions, StageName
+from recsys_core.manifests import STAGES, InteractionsManifest, RegistrationManifest, read_unchecked_manifest
+from tasks.runs.context import StageContext
+from tasks.runs.options import RunOptions
+from tasks.runs.results import Results
+from tasks.runs.run import Run
 
 LOG = logging.getLogger("nightjar")
 RECORD_NAME = "run.json"
@@ -44,7 +47,7 @@ RunState = Literal[
 class RunFigures(Frozen):
     """Figures of a run's completed stages. They remain when the files of the stages are removed."""
 
-    stage_seconds: dict[StageName, float] = Field(default_factory=dict, description="duration of each completed stage")
+    stage_seconds: dict[str, float] = Field(default_factory=dict, description="duration of each completed stage")
     events: int | None = Field(None, description="events in all parts of the split")
     users: int | None = Field(None, description="users of the vocabulary")
     items: int | None = Field(None, description="items of the catalogue")
@@ -60,14 +63,11 @@ class RunFigures(Frozen):
     @classmethod
     def read(cls, run: Run) -> "RunFigures":
         """Read the figures from the manifests in the folder of `run`, also if retention has removed the stages' files."""
-        manifest_by_stage = {stage: read_unchecked_manifest(run.stage_folder(stage), STAGES[stage]) for stage in STAGES}
-        complete_manifests: dict[StageName, Manifest] = {
-            stage: manifest for stage, manifest in manifest_by_stage.items() if manifest is not None
-        }
-        interactions = cast(InteractionsManifest | None, complete_manifests.get("ingest_interactions"))
-        registration = cast(RegistrationManifest | None, complete_manifests.get("register"))
+        manifests = (read_unchecked_manifest(run.stage_folder(stage), stage) for stage in STAGES.values())
+        results = Results(manifest for manifest in manifests if manifest is not None)
+        interactions, registration = results.get(InteractionsManifest), results.get(RegistrationManifest)
         return cls(
-            stage_seconds={stage: round(manifest.seconds, 3) for stage, manifest in complete_manifests.items()},
+            stage_seconds={manifest.stage: round(manifest.seconds, 3) for manifest in results},
             events=interactions and interactions.train_events + interactions.validation_events + interactions.test_events,
             users=interactions and interactions.num_users,
             items=interactions and interactions.num_items,
@@ -138,16 +138,17 @@ class RunEnding:
 
 
 @contextmanager
-def record_run(run: Run, *, pipeline: str) -> Iterator[RunEnding]:
-    """Write the record of `run` before the body, and again after the body returns or raises. The caller holds the run's lock.
+def record_run(context: StageContext) -> Iterator[RunEnding]:
+    """Write the record of the run before the body, and again after the body returns or raises. The caller holds the run's lock.
 
     The body calls `set` of the yielded RunEnding. An exception is recorded as Failed, or as Interrupted if a signal caused the
     exception. The traceback of an unexpected exception is written to error.log.
     """
+    run = context.run
     previous_record = RunRecord.read(run)
     start_record = RunRecord(
-        pipeline=pipeline,
-        options=run.options,
+        pipeline=context.pipeline,
+        options=context.options,
         host=socket.gethostname(),
         pid=os.getpid(),
         num_starts=1 if previous_record is None else previous_record.num_starts + 1,

@@ -6,20 +6,20 @@ from recsys_core.data_report.config import DataReportConfig
 from recsys_core.errors import DataRejectedError
 from recsys_core.imports import fast_imports
 from recsys_core.ingest.log.config import Split
-from recsys_core.manifests import DataReportManifest, Dataset, InteractionsManifest, load_manifest
+from recsys_core.manifests import DataReportManifest, InteractionsManifest, load_manifest
 from tasks.progress.artifacts import show_link, show_markdown
-from tasks.progress.reporting import LOG, StageLog
-from tasks.runs.run import Run
+from tasks.progress.reporting import LOG
+from tasks.runs.context import StageContext
+from tasks.runs.workspace import Workspace
 from tasks.stages.stage import stage
 
 if TYPE_CHECKING:
     from recsys_core.data_report.report import PreviousRun
 
 
-@stage("check_data")
-def check_data(config: DataReportConfig, *, split: Split, dataset: Dataset, run: Run) -> DataReportManifest:
+@stage(DataReportManifest)
+def check_data(context: StageContext, config: DataReportConfig, *, split: Split) -> tuple[DataReportManifest, str]:
     """Write the data report; raise DataRejectedError if the data violates a limit of the config."""
-    stage_log = StageLog("check_data")
     with fast_imports():
         from recsys_core.data_report.page import to_markdown
         from recsys_core.data_report.report import report_data
@@ -28,33 +28,34 @@ def check_data(config: DataReportConfig, *, split: Split, dataset: Dataset, run:
     manifest = report_data(
         config,
         split=split,
-        interactions=dataset.interactions,
-        previous=_reference_run(run),
-        folder=run.stage_folder("check_data"),
+        interactions=context.dataset.interactions,
+        previous=_reference_run(context),
+        folder=context.folder(DataReportManifest),
     )
     page_path = manifest.path("report.html")
-    show_markdown(run, "data-report", to_markdown(manifest, page_path=page_path))
-    mlflow_address = log_data_report_or_warn(run, manifest)
+    show_markdown(context, "data-report", to_markdown(manifest, page_path=page_path))
+    mlflow_address = log_data_report_or_warn(context, manifest)
     if mlflow_address is not None:
-        show_link(run, "mlflow-run", mlflow_address, link_text="MLflow run")
+        show_link(context, "mlflow-run", mlflow_address, link_text="MLflow run")
     for warning in manifest.warnings:
         LOG.warning("data: %s", warning)
     if manifest.breaches:
         violations = "\n".join(f"- {breach}" for breach in manifest.breaches)
         raise DataRejectedError(
             f"the data violates {len(manifest.breaches)} of the limits in data_report:\n{violations}\nsee {page_path}; "
-            f"fix the data, or relax the limit and rerun with --resume {run.run_id}"
+            f"fix the data, or relax the limit and rerun with --resume {context.run.run_id}"
         )
-    return stage_log.finish(manifest, f"no limit is violated; reference run: {manifest.compared_with or 'none'}")
+    return manifest, f"no limit is violated; reference run: {manifest.compared_with or 'none'}"
 
 
-def _reference_run(run: Run) -> "PreviousRun | None":
+def _reference_run(context: StageContext) -> "PreviousRun | None":
     """Return the newest earlier run without violated limits. A comparison with bad data would accept similar bad data."""
     from recsys_core.data_report.report import PreviousRun
 
-    report = run.previous_manifest("check_data", DataReportManifest, where=lambda manifest: not manifest.breaches)
+    workspace = Workspace(context.run.workspace)
+    report = workspace.newest_manifest(DataReportManifest, before=context.run, where=lambda manifest: not manifest.breaches)
     if report is None:
         return None
-    run_folder = report.folder.parent
-    interactions = load_manifest(run_folder / "ingest_interactions", InteractionsManifest)
-    return None if interactions is None else PreviousRun(run_folder.name, interactions, report.metrics)
+    run = workspace.run(report.folder.parent.name)
+    interactions = load_manifest(run.stage_folder(InteractionsManifest), InteractionsManifest)
+    return None if interactions is None else PreviousRun(run.run_id, interactions, report.metrics)

@@ -2,29 +2,28 @@
 
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.report import metric_table, to_markdown
-from recsys_core.manifests import Dataset, EvaluationManifest, ExportManifest
+from recsys_core.manifests import EvaluationManifest, ExportManifest
 from tasks.progress.artifacts import show_markdown
-from tasks.progress.reporting import StageLog, show_bar
-from tasks.runs.run import Run
+from tasks.progress.reporting import show_bar
+from tasks.runs.context import StageContext
 from tasks.stages.stage import stage
 
 
-@stage("evaluate")
-def evaluate(config: EvaluationConfig, *, export: ExportManifest, dataset: Dataset, run: Run) -> EvaluationManifest:
+@stage(EvaluationManifest)
+def evaluate(context: StageContext, config: EvaluationConfig) -> tuple[EvaluationManifest, str]:
     """Measure the exported vectors and the baselines over the full catalogue."""
-    stage_log = StageLog("evaluate")
     from recsys_core.evaluation import evaluate as evaluate_core
 
     manifest = evaluate_core.evaluate(
         config,
-        export=export,
-        dataset=dataset,
-        folder=run.stage_folder("evaluate"),
+        export=context.results[ExportManifest],
+        dataset=context.dataset,
+        folder=context.folder(EvaluationManifest),
         on_progress=lambda num_done, num_queries: show_bar(
             "evaluate", num_done=num_done, num_total=num_queries, note=f"{num_done:,} of {num_queries:,} queries"
         ),
     )
     table = metric_table(manifest.metrics)
-    show_markdown(run, "metrics", to_markdown(table))
+    show_markdown(context, "metrics", to_markdown(table))
     metric_texts = [f"{metric_name} {value:.4f}" for metric_name, value in zip(table.columns, table.rows["model"], strict=True)]
-    return stage_log.finish(manifest, ", ".join(metric_texts[:3]))
+    return manifest, ", ".join(metric_texts[:3])

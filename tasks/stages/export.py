@@ -1,38 +1,25 @@
 """Stage `export`."""
 
-from recsys_core.launching.config import Launcher
-from recsys_core.manifests import Dataset, ExportManifest, TrainManifest
-from recsys_core.models.loss.loss_config import LossConfig
-from recsys_core.models.spec import ModelSpec
-from recsys_core.training.config import TrainingConfig
-from tasks.progress.reporting import StageLog
-from tasks.runs.run import Run
+from typing import TYPE_CHECKING
+
+from recsys_core.manifests import ExportManifest, TrainManifest
+from tasks.runs.context import StageContext
 from tasks.stages.stage import stage
 
+if TYPE_CHECKING:
+    from recsys_core.training.setup import TrainingSetup
 
-@stage("export")
-def export_vectors(
-    config: TrainingConfig,
-    *,
-    model: ModelSpec,
-    loss: LossConfig,
-    dataset: Dataset,
-    train_manifest: TrainManifest,
-    launcher: Launcher,
-    run: Run,
-) -> ExportManifest:
+
+@stage(ExportManifest)
+def export_vectors(context: StageContext, setup: "TrainingSetup") -> tuple[ExportManifest, str]:
     """Compute item vectors, query vectors and tables from the checkpoint."""
-    stage_log = StageLog("export")
     from recsys_core.training.export import export as export_core
 
     manifest = export_core.export_vectors(
-        config,
-        model=model,
-        loss=loss,
-        dataset=dataset,
-        train=train_manifest,
-        folder=run.stage_folder("export"),
-        launcher=launcher,
+        setup,
+        dataset=context.dataset,
+        train=context.results[TrainManifest],
+        folder=context.folder(ExportManifest),
     )
     query_counts = ", ".join(f"{count:,} {split} queries" for split, count in manifest.num_queries.items())
-    return stage_log.finish(manifest, f"{manifest.num_items:,} x {manifest.dim} item vectors, {query_counts}")
+    return manifest, f"{manifest.num_items:,} x {manifest.dim} item vectors, {query_counts}"

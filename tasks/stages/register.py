@@ -5,70 +5,51 @@ from typing import TYPE_CHECKING
 
 from recsys_core.evaluation.report import MetricTable, metric_table, to_markdown
 from recsys_core.manifests import (
-    DataReportManifest,
-    Dataset,
     EvaluationManifest,
-    IndexManifest,
     PackageManifest,
-    PlanManifest,
     RegistrationManifest,
     StageFolder,
     TrainManifest,
     fingerprint_of,
 )
 from tasks.progress.artifacts import show_markdown
-from tasks.progress.reporting import StageLog
 from tasks.registry.config import RegistryConfig
-from tasks.runs.run import Run
+from tasks.runs.context import StageContext
 from tasks.stages.stage import stage
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 
-@stage("register")
-def register(
-    config: RegistryConfig,
-    *,
-    package: PackageManifest,
-    evaluation: EvaluationManifest,
-    index: IndexManifest,
-    train_manifest: TrainManifest,
-    plan: PlanManifest,
-    data_report: DataReportManifest,
-    dataset: Dataset,
-    run: Run,
-) -> RegistrationManifest | None:
+@stage(RegistrationManifest)
+def register(context: StageContext, config: RegistryConfig) -> tuple[RegistrationManifest | None, str]:
     """Log the results of the run to MLflow, register the package as a model version, and compare the version with the champion.
 
     A dry run only logs the results. Its manifest is None.
     """
-    stage_log = StageLog("register")
     from tasks.delivery.prefect_events import emit_alias_change
     from tasks.gate.gate import run_champion_gate
     from tasks.registry import tracking
     from tasks.registry.mlflow_client import call_with_retries, connect, tracking_uri
     from tasks.registry.versions import get_or_create_version
 
-    uri, interactions = tracking_uri(run.workspace), dataset.interactions
+    run, results, options = context.run, context.results, context.options
+    uri, interactions = tracking_uri(run.workspace), context.dataset.interactions
+    package, evaluation = results[PackageManifest], results[EvaluationManifest]
     retry = partial(call_with_retries, uri=uri)
 
     def log_run_results() -> "tuple[MlflowClient, str]":
         client = retry(lambda: connect(run.workspace))
-        mlflow_run_id = retry(lambda: tracking.open_run(client, run))
-        log_results = partial(
-            tracking.log_results, run=run, plan=plan, train=train_manifest, evaluation=evaluation, index=index
-        )
-        retry(lambda: log_results(client, mlflow_run_id))
-        manifests = (dataset.embeddings, interactions)
-        retry(lambda: tracking.log_data(client, mlflow_run_id, manifests=manifests, data_report=data_report))
+        mlflow_run_id = retry(lambda: tracking.open_run(client, context))
+        retry(lambda: tracking.log_results(client, mlflow_run_id, context))
+        retry(lambda: tracking.log_data(client, mlflow_run_id, context))
         return client, mlflow_run_id
 
-    if run.options.dry_run:
+    if options.dry_run:
         log_run_results()
-        return stage_log.finish(None, "dry run: no version is registered")
-    fingerprint = fingerprint_of("registration", config, uri, package, evaluation, train_manifest, run.options.promote)
-    register_stage = StageFolder(run.stage_folder("register"), RegistrationManifest, fingerprint=fingerprint)
+        return None, "dry run: no version is registered"
+    fingerprint = fingerprint_of("register", config, uri, package, evaluation, results[TrainManifest], options.promote)
+    register_stage = StageFolder(context.folder(RegistrationManifest), RegistrationManifest, fingerprint=fingerprint)
     manifest = register_stage.manifest
     if manifest is None:
         with register_stage.writing() as new_folder:
@@ -86,24 +67,22 @@ def register(
             registration_fields = run_champion_gate(
                 version,
                 config=config,
-                options=run.options,
+                options=options,
                 client=client,
                 interactions=interactions,
                 evaluation=evaluation,
                 folder=new_folder,
                 on_alias_change=partial(
                     emit_alias_change,
-                    flow_run_id=run.flow_run_id,
-                    pipeline=run.pipeline,
-                    run_reason=run.options.reason,
+                    flow_run_id=context.flow_run_id,
+                    pipeline=context.pipeline,
+                    run_reason=options.reason,
                     run_id=run.run_id,
                 ),
             )
             manifest = register_stage.commit(**registration_fields)
-    show_markdown(run, "verdict", verdict_page(manifest, evaluation=evaluation))
-    return stage_log.finish(
-        manifest, f"{manifest.model_name} version {manifest.version} is {manifest.alias}: {manifest.reasons[0]}"
-    )
+    show_markdown(context, "verdict", verdict_page(manifest, evaluation=evaluation))
+    return manifest, f"{manifest.model_name} version {manifest.version} is {manifest.alias}: {manifest.reasons[0]}"
 
 
 def verdict_page(registration: RegistrationManifest, *, evaluation: EvaluationManifest) -> str:

@@ -1,45 +1,73 @@
-"""The decorator for the stages of a run: it makes a stage a Prefect task, and ends the run after `Run.until`."""
+"""The decorator for the stages of a run: a Prefect task with a log line, whose result joins the results of the run."""
 
+import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar, cast
-
-from prefect import task
-from prefect.cache_policies import NO_CACHE
+from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 from recsys_core.manifests import Manifest
-from tasks.runs.run import Run, StageName
+from tasks.progress.reporting import StageLog
+from tasks.runs.context import StageContext
 
 P = ParamSpec("P")
-ResultT = TypeVar("ResultT", bound=Manifest | None)
+ManifestT = TypeVar("ManifestT", bound=Manifest)
+StageFunction = Callable[Concatenate[StageContext, P], tuple[ManifestT | None, str]]
 
 
 class StoppedEarly(Exception):
-    """The run has completed the stage that `Run.until` names."""
+    """The run has completed the stage that `StageContext.until` names."""
 
-    def __init__(self, stage: StageName) -> None:
-        super().__init__(stage)
-        self.stage = stage
+    def __init__(self, stage_name: str) -> None:
+        super().__init__(stage_name)
+        self.stage = stage_name
 
 
-def stage(stage_name: StageName) -> Callable[[Callable[P, ResultT]], Callable[P, ResultT]]:
-    """Run the decorated function as a Prefect task. Raise StoppedEarly after the stage that `run.until` names.
+def _is_in_flow() -> bool:
+    """Return whether a Prefect flow calls the stage. Commands without a flow do not import Prefect, which takes seconds."""
+    if "prefect" not in sys.modules:
+        return False
+    from prefect.context import FlowRunContext
 
-    The function has the keyword argument `run`, and returns its manifest, or None if the stage has no result.
+    return FlowRunContext.get() is not None
+
+
+def _as_task(run: Callable[P, ManifestT | None], stage_name: str) -> Callable[P, ManifestT | None]:
+    from prefect import task
+    from prefect.cache_policies import NO_CACHE
+
+    return task(name=stage_name, cache_policy=NO_CACHE)(run)
+
+
+class Stage(Generic[P, ManifestT]):
+    """A stage of a run. Calling it runs its function, in a flow as a Prefect task, and returns the manifest.
+
+    Attributes:
+        manifest_type: type of the manifest, which declares the name of the stage.
+        function: returns the manifest and a summary for the log. The manifest is None if the stage has no result.
     """
 
-    def decorate(function: Callable[P, ResultT]) -> Callable[P, ResultT]:
-        prefect_task = task(name=stage_name, cache_policy=NO_CACHE)(function)
+    def __init__(self, manifest_type: type[ManifestT], function: StageFunction[P, ManifestT]) -> None:
+        self.manifest_type, self.function = manifest_type, function
+        wraps(function)(self)
 
-        @wraps(function)
-        def run_stage(*args: P.args, **kwargs: P.kwargs) -> ResultT:
-            manifest = prefect_task(*args, **kwargs)
-            # Not raised in the task, because Prefect would mark the task as failed.
-            if cast(Run, kwargs["run"]).until == stage_name:
-                raise StoppedEarly(stage_name)
-            return manifest
+    def __call__(self, context: StageContext, *args: P.args, **kwargs: P.kwargs) -> ManifestT | None:
+        """Run the stage; raise StoppedEarly if it is the last stage that the context names."""
+        run = _as_task(self.run, self.manifest_type.stage) if _is_in_flow() else self.run
+        manifest = run(context, *args, **kwargs)
+        # Not raised in the task, because Prefect would mark the task as failed.
+        if context.until == self.manifest_type.stage:
+            raise StoppedEarly(context.until)
+        return manifest
 
-        run_stage.fn = function  # type: ignore[attr-defined]  # the function without Prefect, as in Prefect's own tasks
-        return run_stage
+    def run(self, context: StageContext, *args: P.args, **kwargs: P.kwargs) -> ManifestT | None:
+        """Run the function, log its summary, and add its manifest to the results of the run."""
+        log = StageLog(self.manifest_type.stage)
+        manifest, summary = self.function(context, *args, **kwargs)
+        if manifest is not None:
+            context.results.add(manifest)
+        return log.finish(manifest, summary)
 
-    return decorate
+
+def stage(manifest_type: type[ManifestT]) -> Callable[[StageFunction[P, ManifestT]], Stage[P, ManifestT]]:
+    """Make a function the stage that `manifest_type` names."""
+    return lambda function: Stage(manifest_type, function)

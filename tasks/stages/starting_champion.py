@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 from recsys_core.atomic import write_text
+from recsys_core.manifests import ExportManifest, FeaturesManifest, InteractionsManifest, TrainManifest
 from recsys_core.training.warm.starting_model import Champion
 from tasks.registry.mlflow_client import LOG, RUN_ID_TAG, call_or_warn
 from tasks.registry.releases import champion_of
 from tasks.runs.run import CHAMPION_FILE_NAME, Run
+from tasks.runs.workspace import Workspace
 
 
 def starting_champion(model_name: str, *, run: Run) -> Champion | None:
@@ -30,13 +32,13 @@ def starting_champion(model_name: str, *, run: Run) -> Champion | None:
     if run_id is None:
         LOG.info("full training: %s has no champion yet, or had none when this run began", model_name)
         return None
-    champion_run = Run(run_id, workspace=run.workspace, experiment=run.experiment)
+    champion_run = Workspace(run.workspace).run(run_id)
     champion = Champion.open(
         run_id,
-        train_folder=champion_run.stage_folder("train"),
-        export_folder=champion_run.stage_folder("export"),
-        interactions_folder=champion_run.stage_folder("ingest_interactions"),
-        features_folder=champion_run.stage_folder("ingest_features"),
+        train_folder=champion_run.stage_folder(TrainManifest),
+        export_folder=champion_run.stage_folder(ExportManifest),
+        interactions_folder=champion_run.stage_folder(InteractionsManifest),
+        features_folder=champion_run.stage_folder(FeaturesManifest),
     )
     if champion is None:
         LOG.info(

@@ -8,7 +8,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
 
 from tasks.registry.mlflow_client import call_or_warn
 from tasks.registry.tracking import as_metrics, log_metrics, log_params, open_run
-from tasks.runs.run import Run
+from tasks.runs.context import StageContext
 from tasks.tuning.study import FinishedTrial, Study, TrialEnding
 
 TRIAL_TAG = "nightjar.trial"
@@ -23,14 +23,14 @@ _MAX_REASON_LENGTH = 500
 _MAX_TRIALS = 10_000
 
 
-def log_study(run: Run, study: Study, *, is_done: bool) -> None:
+def log_study(context: StageContext, study: Study, *, is_done: bool) -> None:
     """Log the finished trials that are not in MLflow yet. If the study is done, also log its files and its best trial.
 
     If MLflow does not work, a warning is logged, and the next call logs the missing trials.
     """
 
     def log(client: MlflowClient) -> None:
-        parent_run_id, best_trial = open_run(client, run), study.best_trial
+        parent_run_id, best_trial = open_run(client, context), study.best_trial
         client.update_run(parent_run_id, status=RunStatus.to_string(RunStatus.RUNNING))
         log_params(client, parent_run_id, config_file=study.config_file)
         _log_trials(client, parent_run_id, study)
@@ -43,7 +43,7 @@ def log_study(run: Run, study: Study, *, is_done: bool) -> None:
             client.log_artifact(parent_run_id, str(path))
         client.set_terminated(parent_run_id, RunStatus.to_string(RunStatus.FINISHED if best_trial else RunStatus.FAILED))
 
-    call_or_warn(log, workspace=run.workspace, warning="could not log the trials to MLflow; tuning continues")
+    call_or_warn(log, workspace=context.run.workspace, warning="could not log the trials to MLflow; tuning continues")
 
 
 def _log_trials(client: MlflowClient, parent_run_id: str, study: Study) -> None:

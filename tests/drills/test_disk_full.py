@@ -15,8 +15,7 @@ import pytest
 import yaml
 
 from recsys_core.disk import used_bytes
-from recsys_core.manifests import MARKER_NAME, read_unchecked_manifest
-from tasks.runs.run import STAGES, StageName
+from recsys_core.manifests import MARKER_NAME, STAGES, StageName, read_unchecked_manifest
 from tests.drills.interrupted_run import ROOT
 from tests.drills.test_kill_and_resume import NIGHTJAR, RUN_ID, write_config
 
@@ -33,7 +32,7 @@ RUN_STAGES = """
 import json, os, sys
 from pathlib import Path
 from flows.servers.prefect_server import embedded_server, prefect_session
-from tasks.runs.run import STAGES
+from recsys_core.manifests import STAGES
 from tests.drills.test_disk_full import RUN_ID, bytes_to_leave, fill, checksums_of
 
 file, disk = Path(sys.argv[1]), Path(sys.argv[2])

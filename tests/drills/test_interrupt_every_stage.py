@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from recsys_core.manifests import MARKER_NAME
-from tasks.runs.run import STAGES
+from recsys_core.manifests import MARKER_NAME, STAGES
 from tests.drills.interrupted_run import interrupt_run, states
 from tests.drills.test_kill_and_resume import RUN_ID, is_in, run_pipeline, write_config
 

@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from recsys_core.ingest.synthetic import generate
-from recsys_core.manifests import MARKER_NAME
-from tasks.runs.run import STAGES
+from recsys_core.manifests import MARKER_NAME, STAGES
 
 pytestmark = pytest.mark.drill
 NIGHTJAR = [sys.executable, "-m", "flows.cli"]

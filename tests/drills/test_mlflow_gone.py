@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from recsys_core.manifests import MANIFEST_NAME
-from tasks.runs.run import STAGES
+from recsys_core.manifests import MANIFEST_NAME, STAGES
 from tests.drills.restartable_server import mlflow_server, running
 from tests.drills.started_run import StartedRun, started_run
 from tests.drills.test_kill_and_resume import is_in, write_config

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.runs.run import STAGES
+from recsys_core.manifests import STAGES
 from tests.drills.restartable_server import prefect_server, running
 from tests.drills.started_run import StartedRun, started_run
 from tests.drills.test_kill_and_resume import is_in, write_config

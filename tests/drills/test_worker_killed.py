@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import requests
 
-from tasks.runs.run import STAGES
+from recsys_core.manifests import STAGES
 from tests.drills.process_worker import GONE_WITHIN_S, PATIENCE_S, PrefectPage, worker_of
 from tests.drills.production_servers import USER_PASSWORD, Servers, production_servers
 from tests.drills.test_kill_and_resume import is_in, write_config

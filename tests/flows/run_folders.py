@@ -6,7 +6,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from tasks.runs.run import STAGES, Run, RunOptions
+from recsys_core.manifests import STAGES
+from tasks.runs.options import RunOptions
+from tasks.runs.run import Run
 from tasks.runs.run_record import RunFigures, RunRecord, RunState
 
 METRIC = "recall@20"
@@ -25,7 +27,7 @@ def past_run(
     **fields: Any,
 ) -> Run:
     """Write one run folder with the first `stages` stages; `fields` are of RunRecord, or of its figures."""
-    run = Run(f"{start:%Y%m%d-%H%M%S}-{start.day:04x}", workspace=workspace, experiment="e")
+    run = Run(f"{start:%Y%m%d-%H%M%S}-{start.day:04x}", workspace=workspace)
     run.folder.mkdir(parents=True)
     with (run.folder / "weights.bin").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, stage_bytes * (stages + 1))

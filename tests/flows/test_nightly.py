@@ -25,10 +25,11 @@ from flows.settings.pipeline import PipelineConfig
 from flows.settings.template import starter_config
 from recsys_core.errors import DataRejectedError, InputError
 from recsys_core.ingest.synthetic import generate
-from recsys_core.manifests import RegistrationManifest
+from recsys_core.manifests import STAGES, RegistrationManifest
 from recsys_core.training.config import WarmStartConfig
 from tasks.registry.mlflow_client import connect, tracking_uri
-from tasks.runs.run import STAGES, Run, RunOptions
+from tasks.runs.options import RunOptions
+from tasks.runs.run import Run
 from tasks.runs.run_record import RunRecord
 from tests.recsys_core.launching.listening_sockets import Listening, collect_listening
 
@@ -105,11 +106,11 @@ def test_during_a_run_processes_listen_on_the_loopback_only(outcome: Any, socket
 
 def test_a_run_ends_with_a_registered_champion(workspace: Workspace, outcome: Any) -> None:
     assert outcome["model"] == {"name": "small", "version": "1", "alias": "champion"}
-    run = Run(outcome["run_id"], workspace=workspace.folder, experiment="nightjar")
+    run = Run(outcome["run_id"], workspace=workspace.folder)
     assert outcome["run_dir"] == str(run.folder)
     assert set(outcome["stages"]) == set(STAGES)
     assert all(stage["seconds"] >= 0 for stage in outcome["stages"].values())
-    assert all((run.stage_folder(stage) / "manifest.json").is_file() for stage in STAGES)
+    assert all((run.folder / stage / "manifest.json").is_file() for stage in STAGES)
     names = ("recall@20", "ndcg@20", "hit_rate@10")
     assert all(0 <= outcome["metrics"][f"{who}/{name}"] <= 1 for who in ("test", "baseline/popularity") for name in names)
     assert outcome["metrics"]["served/recall@20"] == pytest.approx(outcome["metrics"]["test/recall@20"], abs=0.05)
@@ -223,7 +224,7 @@ def test_a_challenger_and_a_broken_champion_end_the_flow_in_named_states(
     state = nightly.nightly_retrain.fn(config, run_id="r")
     assert (state.name, state.is_completed()) == (name, True)
     assert state.message == message
-    assert Run("r", workspace=tmp_path / "workspace", experiment="e").config_file.is_file()
+    assert Run("r", workspace=tmp_path / "workspace").config_file.is_file()
 
 
 def test_rejected_data_end_the_flow_in_a_failed_state_and_a_dry_run_in_a_completed_one(
@@ -238,7 +239,7 @@ def test_rejected_data_end_the_flow_in_a_failed_state_and_a_dry_run_in_a_complet
     assert (state.name, state.is_failed()) == ("DataRejected", True)
     with pytest.raises(DataRejectedError, match="violates 1 of the limits"):
         state.result(_sync=True)
-    record = RunRecord.read(Run("r", workspace=tmp_path / "workspace", experiment="e"))
+    record = RunRecord.read(Run("r", workspace=tmp_path / "workspace"))
     assert record is not None and record.state == "DataRejected"
     assert record.message == "the data violates 1 of the limits in data_report: - too few events"
 

@@ -15,6 +15,7 @@ import yaml
 
 from flows.runs.metrics_file import metrics_registry
 from flows.settings.template import starter_config
+from tasks.runs.context import StageContext
 from tasks.runs.run import Run
 from tasks.runs.run_record import RunFigures, RunRecord, RunState, record_run
 
@@ -81,9 +82,9 @@ def test_create_env_writes_each_secret_of_compose_once_and_for_its_owner_only(tm
 
 def test_dashboard_and_alerts_use_metrics_that_nightjar_exports(tmp_path: Path) -> None:
     config = starter_config().with_absolute_paths(tmp_path)
-    run = Run("20261121-000000-bbbb", workspace=config.workspace, experiment="nightjar")
+    run = Run("20261121-000000-bbbb", workspace=config.workspace)
     run.folder.mkdir(parents=True)
-    with record_run(run, pipeline=config.name) as ending:
+    with record_run(StageContext(run, pipeline=config.name)) as ending:
         ending.set("Promoted", "first version")
     record = RunRecord.read(run)
     assert record is not None

@@ -7,20 +7,24 @@ from mlflow import MlflowClient
 
 from recsys_core.manifests import RegistrationManifest
 from tasks.registry.config import RegistryConfig
-from tasks.runs.run import Run, RunOptions
+from tasks.runs.context import StageContext
+from tasks.runs.options import RunOptions
+from tasks.runs.workspace import Workspace
 from tasks.stages.register import register
 from tests.tasks.conftest import Stages
 
 
-def run_of(workspace: Path, run_id: str, **options: Any) -> Run:
-    run = Run(run_id, workspace=workspace, experiment="tests", options=RunOptions(**options))
+def run_of(workspace: Path, run_id: str, **options: Any) -> StageContext:
+    run = Workspace(workspace).run(run_id)
     run.folder.mkdir(parents=True, exist_ok=True)
     run.config_file.write_text("name: tests\n")
-    return run
+    return StageContext(run, experiment="tests", options=RunOptions(**options))
 
 
-def do_register(stages: Stages, run: Run, **config: Any) -> RegistrationManifest:
-    return register.fn(RegistryConfig(model_name="m", **config), run=run, **stages._asdict())
+def do_register(stages: Stages, context: StageContext, **config: Any) -> RegistrationManifest:
+    for manifest in (stages.dataset.interactions, *stages[1:]):
+        context.results.add(manifest)
+    return register(context, RegistryConfig(model_name="m", **config))
 
 
 def aliases(client: MlflowClient) -> dict[str, str]:

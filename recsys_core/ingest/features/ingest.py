@@ -75,7 +75,7 @@ def ingest_features(
     vector_tables = {} if embeddings is None else embeddings.tables
     check_feature_vectors(tables, id_type_by_table={name: table.id_type for name, table in vector_tables.items()})
     source_records = tuple(source.record for table in tables if table.side != "context" for source in table.sources)
-    fingerprint = fingerprint_of("features", config, interactions, previous, embeddings, source_records)
+    fingerprint = fingerprint_of("ingest_features", config, interactions, previous, embeddings, source_records)
     stage = StageFolder(folder, FeaturesManifest, fingerprint=fingerprint)
     if stage.manifest is not None:
         return stage.manifest

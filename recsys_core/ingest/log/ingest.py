@@ -45,7 +45,7 @@ def ingest_interactions(
     _check_vector_id_types(config, log, embeddings)
     source_records = tuple(source.record for source in log.sources)
     settings = config.result_settings()
-    fingerprint = fingerprint_of("interactions", settings, embeddings, source_records, previous)
+    fingerprint = fingerprint_of("ingest_interactions", settings, embeddings, source_records, previous)
     stage = StageFolder(folder, InteractionsManifest, fingerprint=fingerprint)
     if stage.manifest is not None:
         return stage.manifest

@@ -44,7 +44,7 @@ def ingest_embeddings(
     entries = open_embeddings(configs, allowed_data_root=allowed_data_root)
     source_records = tuple(source.record for files in entries for source in (*files.sources, *files.id_map_sources))
     settings = [config.result_settings() for config in configs]
-    stage = StageFolder(folder, EmbeddingsManifest, fingerprint=fingerprint_of("embeddings", settings, source_records))
+    stage = StageFolder(folder, EmbeddingsManifest, fingerprint=fingerprint_of("ingest_embeddings", settings, source_records))
     if stage.manifest is not None:
         return stage.manifest
     with stage.writing() as output_folder:

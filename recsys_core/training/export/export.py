@@ -16,19 +16,15 @@ from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.dataset.jagged import Int64Array
 from recsys_core.disk import save_npy
-from recsys_core.launching.config import Launcher, LocalLauncher
 from recsys_core.launching.heartbeat import HeartbeatFile
 from recsys_core.launching.launch import launch
 from recsys_core.launching.messages import ProcessLayout
 from recsys_core.manifests import Dataset, ExportManifest, StageFolder, TrainManifest, fingerprint_of
-from recsys_core.models.loss.loss_config import LossConfig
-from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import table_shards
 from recsys_core.models.task import RetrievalTask
 from recsys_core.sharding.config import PLAN_NAME
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.checkpoint import restore
-from recsys_core.training.config import TrainingConfig
 from recsys_core.training.dense_parallel import gather_tensors
 from recsys_core.training.export.encoding import Encoder, RankWriter
 from recsys_core.training.export.sharded_array import writing_part
@@ -36,25 +32,18 @@ from recsys_core.training.job.disk_estimate import export_bytes
 from recsys_core.training.job.job_spec import JOB_FILE, ExportJob
 from recsys_core.training.job.process_group import Process
 from recsys_core.training.optimizers import accumulator_shards, has_accumulators, make_optimizer
+from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.sharded_model import build_model
 
 HELD_OUT_SPLITS: tuple[EvaluationSplit, ...] = ("validation", "test")
 
 
-def export_vectors(
-    config: TrainingConfig,
-    *,
-    model: ModelSpec,
-    loss: LossConfig,
-    dataset: Dataset,
-    train: TrainManifest,
-    folder: Path,
-    launcher: Launcher = LocalLauncher(),  # noqa: B008  it is frozen
-) -> ExportManifest:
+def export_vectors(setup: TrainingSetup, *, dataset: Dataset, train: TrainManifest, folder: Path) -> ExportManifest:
     """Launch as many ranks as the training had. Together they write the arrays of the model; no rank gathers a whole table.
 
     Raises InputError, StageError or LaunchError as `launch` does.
     """
+    config, model = setup.training, setup.model
     work_folder = folder.with_name(folder.name + ".work")
     fingerprint = fingerprint_of("export", model, dataset.interactions, train)
     stage = StageFolder(folder, ExportManifest, fingerprint=fingerprint)
@@ -68,7 +57,7 @@ def export_vectors(
             work=work_folder,
             out=output_folder,
             spec=model,
-            loss=loss,
+            loss=setup.loss,
             training=config,
             interactions=dataset.interactions.folder,
             features=dataset.features.folder if dataset.features else None,
@@ -86,7 +75,7 @@ def export_vectors(
             ),
             folder=work_folder / "logs",
             heartbeat_file=HeartbeatFile(job.heartbeat, config.start_timeout_s, config.heartbeat_timeout_s),
-            launcher=launcher,
+            launcher=setup.launcher,
         )
         (output_folder / "model.json").write_text(model.model_dump_json(indent=2))
         num_queries_by_split = {split: len(np.load(output_folder / f"query_users_{split}.npy")) for split in HELD_OUT_SPLITS}

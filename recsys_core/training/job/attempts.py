@@ -37,14 +37,14 @@ class Attempt:
     folder: Path
 
 
-def make_attempts(job: TrainJob, *, launcher: Launcher, sharding: ShardingConfig | None) -> Iterator[Attempt]:
+def make_attempts(job: TrainJob, *, launcher: Launcher, sharding: ShardingConfig) -> Iterator[Attempt]:
     """Yield at most job.training.max_attempts attempts of `job`; the caller leaves the loop after the first success.
 
     Each attempt resumes from the newest checkpoint. After two failures in a row, or after one if this machine now has too few
     GPUs, the next attempt uses fewer ranks, if job.training.min_processes allows it.
 
     Args:
-        sharding: settings of the plan, from which plans with fewer ranks are made; None: all attempts use the same plan.
+        sharding: settings of the plan, from which plans with fewer ranks are made.
     """
     num_failures = 0
     for number in range(1, job.training.max_attempts + 1):
@@ -57,7 +57,7 @@ def make_attempts(job: TrainJob, *, launcher: Launcher, sharding: ShardingConfig
         should_reduce_ranks = num_failures >= MAX_FAILURES_PER_WORLD_SIZE or (
             launcher.kind == "local" and _lacks_gpus(sharding_plan)
         )
-        if sharding is not None and should_reduce_ranks:
+        if should_reduce_ranks:
             smaller_job = _with_fewer_ranks(job, sharding_plan=sharding_plan, sharding=sharding)
             if smaller_job is not None:
                 job, num_failures = smaller_job, 0

@@ -10,11 +10,12 @@ from flows.cli.workspace import clean_workspace, print_removals
 from flows.settings.config_file import load_config
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError
-from recsys_core.manifests import create_own_folder
+from recsys_core.manifests import TrainManifest, create_own_folder
 from tasks.retention.clean import Removals
 from tasks.retention.model_versions import VersionRemoval
 from tasks.retention.run_folders import run_ids
-from tasks.runs.run import Run, workspace_lock
+from tasks.runs.run import Run
+from tasks.runs.workspace import Workspace
 
 MEBIBYTE = 2**20
 
@@ -29,7 +30,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
         "retention: {keep_full_runs: 1, keep_report_runs: 2}\n"
     )
     for index in range(4):
-        work = Run(f"2026{index}", workspace=tmp_path, experiment="e").stage_folder("train").with_name("train.work")
+        work = Run(f"2026{index}", workspace=tmp_path).stage_folder(TrainManifest).with_name("train.work")
         create_own_folder(work.parent)
         work.mkdir()
         (work / "checkpoint").write_bytes(bytes(MEBIBYTE))
@@ -53,7 +54,7 @@ def test_a_dry_run_lists_runs_and_bytes_and_removes_nothing_and_the_command_remo
     ]
     assert "0.003 GiB in 3 runs and 0 model versions; remove them with the same command without --dry-run" in planned
     assert run_ids(config.workspace) == ["20260", "20261", "20262", "20263"]
-    with workspace_lock(config.workspace, run_id="other"), pytest.raises(InputError, match="with run other, since"):
+    with Workspace(config.workspace).lock(run_id="other"), pytest.raises(InputError, match="with run other, since"):
         clean_workspace(config, dry_run=False)
     assert "removed 0.003 GiB in 3 runs" in table(clean_workspace(config, dry_run=False), dry_run=False)
     assert run_ids(config.workspace) == ["20262", "20263"]

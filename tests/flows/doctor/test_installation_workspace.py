@@ -10,6 +10,7 @@ from flows.settings.pipeline import PipelineConfig
 from flows.settings.schedule import ScheduleConfig
 from flows.settings.template import starter_config
 from recsys_core.errors import InputError, StageError
+from tasks.runs.context import StageContext
 from tasks.runs.run import Run
 from tasks.runs.run_record import RunRecord, record_run
 
@@ -35,7 +36,7 @@ def config(tmp_path: Path) -> PipelineConfig:
 
 @pytest.fixture
 def run(config: PipelineConfig) -> Run:
-    run = Run("20261121-000000-bbbb", workspace=config.workspace, experiment="nightjar")
+    run = Run("20261121-000000-bbbb", workspace=config.workspace)
     run.folder.mkdir(parents=True)
     return run
 
@@ -45,7 +46,7 @@ def test_without_a_run_there_is_no_previous_run(config: PipelineConfig) -> None:
 
 
 def test_a_run_that_promoted_is_reported_with_its_end(config: PipelineConfig, run: Run) -> None:
-    with record_run(run, pipeline=config.name) as ending:
+    with record_run(StageContext(run, pipeline=config.name)) as ending:
         ending.set("Promoted", "first version")
     finding = check_previous_run(config)
     assert finding.status == "ok" and finding.text.endswith(" UTC: Promoted, first version")
@@ -55,7 +56,7 @@ def test_a_run_that_promoted_is_reported_with_its_end(config: PipelineConfig, ru
 def test_a_failed_run_is_a_problem_with_its_reason_and_the_command_that_resumes_it(
     config: PipelineConfig, run: Run, error: Exception
 ) -> None:
-    with pytest.raises(type(error)), record_run(run, pipeline=config.name):
+    with pytest.raises(type(error)), record_run(StageContext(run, pipeline=config.name)):
         raise error
     finding = check_previous_run(config)
     assert finding.status == "problem"
@@ -64,7 +65,7 @@ def test_a_failed_run_is_a_problem_with_its_reason_and_the_command_that_resumes_
 
 @pytest.mark.parametrize(("minutes", "status"), [(5, "ok"), (90, "problem")])
 def test_a_running_run_is_a_problem_after_its_deadline(config: PipelineConfig, run: Run, minutes: int, status: str) -> None:
-    with run.lock(), record_run(run, pipeline=config.name) as ending:
+    with run.lock(), record_run(StageContext(run, pipeline=config.name)) as ending:
         record = RunRecord.read(run)
         assert record is not None
         record.model_copy(update={"started": datetime.now(UTC) - timedelta(minutes=minutes)}).write(run)

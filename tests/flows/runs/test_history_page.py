@@ -13,9 +13,11 @@ from flows.runs.history_page import to_html, write_history_page
 from flows.runs.run_history import newest_promoted_version, run_history
 from flows.settings.pipeline import PipelineConfig
 from flows.settings.template import starter_config
+from recsys_core.manifests import STAGES
 from tasks.registry.mlflow_client import connect, tracking_uri
 from tasks.registry.tracking import open_run
-from tasks.runs.run import STAGES, RunOptions
+from tasks.runs.context import StageContext
+from tasks.runs.options import RunOptions
 from tests.flows.run_folders import FIRST_START, METRIC, month_of_runs, past_run
 
 
@@ -94,12 +96,12 @@ def test_the_page_shows_the_champion_of_the_registry_and_is_logged_to_mlflow(
     shutil.copy(new_database, tmp_path)
     run = past_run(tmp_path, FIRST_START, state="Promoted", version="2", stages=len(STAGES))
     client = connect(tmp_path)
-    mlflow_run_id = open_run(client, run)
+    mlflow_run_id = open_run(client, StageContext(run, experiment="e"))
     client.create_registered_model(config_of(tmp_path).registry.model_name)
     for _ in range(2):
         client.create_model_version("nightjar", "file:///nowhere", mlflow_run_id)
     client.set_registered_model_alias("nightjar", "champion", "1")  # a rollback
-    write_history_page(config_of(tmp_path), run, has_mlflow=True)
+    write_history_page(config_of(tmp_path), StageContext(run, experiment="e"), has_mlflow=True)
     assert "Promoted: version 1 is the champion" in (tmp_path / "index.html").read_text()
     artifacts = MlflowClient(tracking_uri(tmp_path)).list_artifacts(mlflow_run_id, "history")
     assert [artifact.path for artifact in artifacts] == ["history/index.html"]
@@ -107,12 +109,12 @@ def test_the_page_shows_the_champion_of_the_registry_and_is_logged_to_mlflow(
     (tmp_path / "index.html").unlink()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    write_history_page(config_of(tmp_path), run, has_mlflow=True)
+    write_history_page(config_of(tmp_path), StageContext(run, experiment="e"), has_mlflow=True)
     assert "version 2 is the champion" in (tmp_path / "index.html").read_text()
     assert "could not read the champion" in caplog.text
 
     (tmp_path / "index.html").unlink()
     caplog.clear()
-    write_history_page(config_of(tmp_path), run, has_mlflow=False)
+    write_history_page(config_of(tmp_path), StageContext(run, experiment="e"), has_mlflow=False)
     assert "version 2 is the champion" in (tmp_path / "index.html").read_text()
     assert caplog.text == ""

@@ -34,8 +34,8 @@ def parsed(text: str) -> dict[str, dict[tuple[str, ...], float]]:
 
 
 def test_the_file_has_the_figures_of_the_newest_run(tmp_path: Path) -> None:
-    run = month_of_runs(tmp_path)[-1]
-    write_metrics_file(config_of(tmp_path), run)
+    month_of_runs(tmp_path)
+    write_metrics_file(config_of(tmp_path))
     metrics, record = parsed((tmp_path / METRICS_FILE_NAME).read_text()), run_history(tmp_path)[0].record
     figures = record.figures
     assert record.ended is not None
@@ -56,8 +56,8 @@ def test_the_file_has_the_figures_of_the_newest_run(tmp_path: Path) -> None:
 
 def test_a_failed_run_leaves_out_what_it_does_not_have(tmp_path: Path) -> None:
     past_run(tmp_path, FIRST_START, state="Promoted", version="7")
-    run = past_run(tmp_path, FIRST_START + timedelta(days=1), state="Failed", stages=0, message="no such file")
-    write_metrics_file(config_of(tmp_path), run)
+    past_run(tmp_path, FIRST_START + timedelta(days=1), state="Failed", stages=0, message="no such file")
+    write_metrics_file(config_of(tmp_path))
     metrics = parsed((tmp_path / METRICS_FILE_NAME).read_text())
     assert metrics["run_state"][("Failed",)] == 1
     assert metrics["events"] == metrics["served_metric"] == metrics["stage_duration_seconds"] == {}
@@ -81,7 +81,8 @@ def test_served_metrics_are_current_and_have_any_pipeline_name(tmp_path: Path) -
 
 
 def test_alerts_and_dashboard_use_existing_metrics(tmp_path: Path) -> None:
-    write_metrics_file(config_of(tmp_path), month_of_runs(tmp_path)[-1])
+    month_of_runs(tmp_path)
+    write_metrics_file(config_of(tmp_path))
     exported = parsed((tmp_path / METRICS_FILE_NAME).read_text()).keys()
     files = [ROOT / "infra/compose/alerts.yaml", ROOT / "infra/compose/grafana/nightjar.json", ROOT / "docs/operations.md"]
     for file in files:

@@ -32,9 +32,9 @@ def test_importing_the_packages_imports_neither_prefect_nor_torch() -> None:
 
 
 def evaluated(workspace: Path, run_id: str) -> None:
-    run = Run(run_id, workspace=workspace, experiment="e")
+    run = Run(run_id, workspace=workspace)
     commit_stage(
-        run.stage_folder("evaluate"),
+        run.stage_folder(EvaluationManifest),
         EvaluationManifest,
         fingerprint="f",
         build=lambda folder: {"metrics": {"test/ndcg@10": 0.5}},

@@ -22,7 +22,7 @@ def config_of(folder: Path, *, name: str = "nightly", model_name: str = "nightja
 
 
 def run_of(config: PipelineConfig) -> Run:
-    return Run("20261121-070312-ab12", workspace=config.workspace, experiment="e")
+    return Run("20261121-070312-ab12", workspace=config.workspace)
 
 
 def test_a_run_of_the_same_pipeline_may_be_resumed_with_other_settings(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ import pytest
 from flows.runs.resume import MAX_STARTS, choose_run_to_resume, find_unfinished_run
 from flows.settings.config_file import dump_config, load_config
 from flows.settings.pipeline import PipelineConfig
-from tasks.runs.run import REDUCED_FILE_NAME, Run, RunOptions
+from tasks.runs.context import StageContext
+from tasks.runs.options import RunOptions
+from tasks.runs.run import REDUCED_FILE_NAME, Run
 from tasks.runs.run_record import RunRecord, RunState, record_run
 
 AddRun = Callable[..., Run]
@@ -31,7 +33,7 @@ def config(tmp_path: Path) -> PipelineConfig:
 def add_run(
     config: PipelineConfig, run_id: str, state: RunState = "Failed", *, num_starts: int = 1, options: RunOptions | None = None
 ) -> Run:
-    run = Run(run_id, workspace=config.workspace, experiment="e")
+    run = Run(run_id, workspace=config.workspace)
     dump_config(config, run.config_file)
     record = RunRecord(
         pipeline=config.name,
@@ -118,13 +120,13 @@ def test_another_retention_does_not_prevent_a_resume(config: PipelineConfig) -> 
 
 
 def _die_in_a_run(run: Run) -> None:
-    with run.lock(), record_run(run, pipeline="p"):
+    with run.lock(), record_run(StageContext(run, pipeline="p")):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_run_that_a_process_works_on_is_not_unfinished_until_the_process_is_killed(config: PipelineConfig) -> None:
-    run = Run("2", workspace=config.workspace, experiment="e")
-    with run.lock(), record_run(run, pipeline="p") as ending:
+    run = Run("2", workspace=config.workspace)
+    with run.lock(), record_run(StageContext(run, pipeline="p")) as ending:
         assert find_unfinished_run(config.workspace, pipeline_name="p") is None
         ending.set("Promoted", "")
     for num_starts in (2, 3):

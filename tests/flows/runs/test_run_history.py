@@ -43,22 +43,22 @@ def test_the_champion_is_the_version_of_the_newest_promotion(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("stage", "manifest_type", "fields", "state", "message"),
+    ("manifest_type", "fields", "state", "message"),
     [
-        ("register", RegistrationManifest, REGISTERED, "Promoted", "better"),
-        ("register", RegistrationManifest, REGISTERED | {"promoted": False}, "NotPromoted", "better"),
-        ("check_data", DataReportManifest, REJECTED, "DataRejected", "too few events"),
+        (RegistrationManifest, REGISTERED, "Promoted", "better"),
+        (RegistrationManifest, REGISTERED | {"promoted": False}, "NotPromoted", "better"),
+        (DataReportManifest, REJECTED, "DataRejected", "too few events"),
     ],
 )
 def test_a_run_of_an_earlier_version_is_read_from_its_manifests(
-    tmp_path: Path, stage: Any, manifest_type: type[Manifest], fields: dict[str, Any], state: str, message: str
+    tmp_path: Path, manifest_type: type[Manifest], fields: dict[str, Any], state: str, message: str
 ) -> None:
-    run = Run("20261121-021500-aaaa", workspace=tmp_path, experiment="e")
+    run = Run("20261121-021500-aaaa", workspace=tmp_path)
     with run.lock():
         run.config_file.write_text("name: films\n")
         assert run_history(tmp_path)[0].record.state == "Running"
     assert run_history(tmp_path)[0].record.state == "Interrupted"
-    commit_stage(run.stage_folder(stage), manifest_type, fingerprint="f", build=lambda folder: fields)
+    commit_stage(run.stage_folder(manifest_type), manifest_type, fingerprint="f", build=lambda folder: fields)
     record = run_history(tmp_path)[0].record
     assert (record.state, record.message) == (state, message)
     assert record.started == datetime(2026, 11, 21, 2, 15, tzinfo=UTC)

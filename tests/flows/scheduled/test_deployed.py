@@ -8,7 +8,10 @@ import pytest
 from flows.scheduled.deployed import deployed_retrain
 from flows.settings.config_file import load_config
 from recsys_core.errors import InputError
-from tasks.runs.run import STAGES, Run, RunOptions
+from recsys_core.manifests import STAGES
+from tasks.runs.context import StageContext
+from tasks.runs.options import RunOptions
+from tasks.runs.run import Run
 
 CONFIG = "interactions: {paths: log.parquet, timestamp_column: timestamp}\n"
 
@@ -83,4 +86,4 @@ def test_a_missing_config_file_is_an_input_error(tmp_path: Path) -> None:
 def test_an_unknown_rule_of_promotion_is_rejected_and_a_forced_run_may_name_the_last_stage(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="promote is 'always'; set it to one of by_gate, never, force"):
         RunOptions(promote="always")  # type: ignore[arg-type]
-    Run("r", workspace=tmp_path, experiment="e", until="register", options=RunOptions(promote="force", reason="x"))
+    StageContext(Run("r", workspace=tmp_path), until="register", options=RunOptions(promote="force", reason="x"))

@@ -12,6 +12,7 @@ from recsys_core.sharding.planner import plan_sharding
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export.export import export_vectors
 from recsys_core.training.job.job_spec import Progress
+from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.train import train
 from tests.recsys_core.launching.scripted_launches import ONE_HOST, TWO_HOSTS
 from tests.recsys_core.training.forked_training import Experiment, generate_dataset, make_experiment
@@ -35,26 +36,21 @@ def plan_for(experiment: Experiment, folder: Path, *, nodes: int) -> PlanManifes
 
 
 def run(experiment: Experiment, folder: Path, *, launcher: Launcher) -> tuple[TrainManifest, list[Progress], ExportManifest]:
+    setup = TrainingSetup(experiment.spec, CONFIG, experiment.loss, launcher=launcher)
     plan = plan_for(experiment, folder / "plan", nodes=1 if launcher.kind == "local" else 2)
     lines: list[Progress] = []
     trained = train(
-        CONFIG,
-        model=experiment.spec,
-        loss=experiment.loss,
+        setup,
         dataset=experiment.data,
         plan=plan,
         folder=folder / "train",
         on_progress=lines.append,
-        launcher=launcher,
     )
     exported = export_vectors(
-        CONFIG,
-        model=experiment.spec,
-        loss=experiment.loss,
+        setup,
         dataset=Dataset(experiment.data.interactions, features=experiment.data.features),
         train=trained,
         folder=folder / "export",
-        launcher=launcher,
     )
     return trained, lines, exported
 

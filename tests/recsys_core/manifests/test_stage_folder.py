@@ -38,7 +38,7 @@ from tests.recsys_core.manifests.committed_stage import commit_stage
 class SquaresManifest(Manifest):
     """Write squares.txt and deep/cubes.txt."""
 
-    kind: ClassVar[str] = "squares"
+    stage: ClassVar[str] = "squares"
     count: int
     mean: float = 0.0
 
@@ -157,7 +157,7 @@ def test_a_missing_or_longer_file_is_noticed_even_without_hashing(tmp_path: Path
 
 def test_a_manifest_of_another_kind_or_format_counts_as_none(tmp_path: Path) -> None:
     class CubesManifest(Manifest):
-        kind: ClassVar[str] = "cubes"
+        stage: ClassVar[str] = "cubes"
         sides: int
 
     make(tmp_path / "stage")

@@ -20,6 +20,7 @@ from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export.export import RankWriter, run_export
 from recsys_core.training.job.job_spec import METRICS_FILE, ExportJob, TrainJob
 from recsys_core.training.metrics_log import MetricsLog
+from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.train import train
 from recsys_core.training.validation import Validator
 from tests.gloo import _CONTEXT
@@ -156,7 +157,8 @@ def export_and_die(rank: int, job: ExportJob, kill: Kill) -> None:
 def flow(experiment: Experiment, folder: Path) -> None:
     """Run the train stage as the process of the flow does."""
     train(
-        experiment.training, model=experiment.spec, loss=experiment.loss, dataset=experiment.data, plan=experiment.plan,
+        TrainingSetup(experiment.spec, experiment.training, experiment.loss),
+        dataset=experiment.data, plan=experiment.plan,
         folder=folder, on_progress=lambda line: None,
     )  # fmt: skip
 

@@ -30,6 +30,7 @@ from recsys_core.training.job.job_spec import WarmStart
 from recsys_core.training.job.process_group import Process
 from recsys_core.training.metrics_log import raise_if_not_finite
 from recsys_core.training.optimizers import LearningRates, make_optimizer
+from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.train import train as train_stage
 from recsys_core.training.warm.warm_start import load_champion_weights
 from tests.gloo import run_ranks
@@ -266,9 +267,7 @@ def test_sharding_towers_without_layers_is_rejected_before_the_launch(tmp_path):
     require_shardable_layers("auto", spec=bare)
     with pytest.raises(InputError, match=r"is sharded, .*layers are \[\], .* or set training.dense_parallel to auto"):
         train_stage(
-            TrainingConfig(dense_parallel="sharded"),
-            model=bare,
-            loss=LOSS,
+            TrainingSetup(bare, TrainingConfig(dense_parallel="sharded"), LOSS),
             dataset=None,
             plan=None,
             folder=tmp_path / "train",

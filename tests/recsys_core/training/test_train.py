@@ -29,6 +29,7 @@ from recsys_core.training.export.export import export_vectors
 from recsys_core.training.job.job_spec import Progress
 from recsys_core.training.job.process_group import Process
 from recsys_core.training.metrics_log import MetricsTail
+from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.train import train
 from tests.recsys_core.launching.listening_sockets import collect_listening
 from tests.recsys_core.training.forked_training import Experiment, generate_dataset, make_experiment
@@ -51,17 +52,19 @@ def experiment(tmp_path_factory) -> Experiment:
 
 
 def run_train(
-    experiment: Experiment, folder: Path, *, config: TrainingConfig = CONFIG, on_progress=lambda progress: None, sharding=None
+    experiment: Experiment,
+    folder: Path,
+    *,
+    config: TrainingConfig = CONFIG,
+    on_progress=lambda progress: None,
+    sharding=None,
 ) -> TrainManifest:
     return train(
-        config,
-        model=experiment.spec,
-        loss=experiment.loss,
+        TrainingSetup(experiment.spec, config, experiment.loss, sharding or ShardingConfig()),
         dataset=experiment.data,
         plan=experiment.plan,
         folder=folder,
         on_progress=on_progress,
-        sharding=sharding,
     )
 
 
@@ -82,9 +85,7 @@ def trained(experiment, tmp_path_factory, sockets):
 
 def export(experiment: Experiment, manifest: TrainManifest, folder: Path):
     return export_vectors(
-        CONFIG,
-        model=experiment.spec,
-        loss=experiment.loss,
+        TrainingSetup(experiment.spec, CONFIG, experiment.loss),
         dataset=Dataset(experiment.data.interactions, features=experiment.data.features),
         train=manifest,
         folder=folder,

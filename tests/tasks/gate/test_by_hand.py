@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 from recsys_core.errors import InputError, StageError, TrackingServerError
+from recsys_core.manifests import InteractionsManifest
 from tasks.gate import by_hand, version_tester
 from tasks.gate.by_hand import Decision, promote_version, roll_back
 from tasks.gate.smoke_test import K, ServedSample
@@ -49,7 +50,7 @@ def three_versions(workspace: Path, stages: BuildStages, predicted_here: list[st
     client.set_registered_model_alias("m", "champion", "2")
     client.set_registered_model_alias("m", "challenger", "3")
     client.set_model_version_tag("m", "1", FORMER_CHAMPION_TAG, "1760000000")
-    log = run_of(workspace, "20260101").stage_folder("ingest_interactions")
+    log = run_of(workspace, "20260101").folder(InteractionsManifest)
     shutil.copytree(stages().dataset.interactions.folder, log)
     return workspace
 

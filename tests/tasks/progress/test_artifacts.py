@@ -10,9 +10,10 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from recsys_core.training.job.job_spec import Progress
 from tasks.progress import artifacts
 from tasks.progress.artifacts import TrainingProgress, artifact_key, show_markdown
+from tasks.runs.context import StageContext
 from tasks.runs.run import Run
 
-RUN = Run("r", workspace=Path("workspace"), experiment="e", pipeline="films", flow_run_id="f")
+CONTEXT = StageContext(Run("r", workspace=Path("workspace")), pipeline="films", flow_run_id="f")
 
 
 def test_no_two_pipelines_share_a_key_and_each_key_is_valid_in_prefect() -> None:
@@ -29,7 +30,7 @@ def test_a_prefect_server_that_does_not_answer_is_a_warning(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):  # no process listens there
-        show_markdown(RUN, "metrics", "# Metrics")
+        show_markdown(CONTEXT, "metrics", "# Metrics")
     (record,) = [record for record in caplog.records if record.name == "nightjar"]
     assert "could not send the artifact films-metrics to Prefect (ConnectError" in record.getMessage()
 
@@ -43,7 +44,7 @@ def test_the_progress_artifact_ends_at_100_percent_where_training_stopped_early(
 
     monkeypatch.setattr(artifacts, "create_progress_artifact", send)
     monkeypatch.setattr(artifacts, "update_progress_artifact", send)
-    progress = TrainingProgress(RUN)
+    progress = TrainingProgress(CONTEXT)
     progress.finish("kept")  # no artifact, nothing to end
     assert sent == []
     progress.send(Progress(step=7, total_steps=10, epoch=7, loss=1.0, learning_rate=0.1, samples_per_s=10.0))
@@ -66,7 +67,7 @@ def test_the_progress_artifact_is_sent_again_after_an_outage_with_one_warning(
         return "id"
 
     monkeypatch.setattr(artifacts, "create_progress_artifact", send)
-    progress = TrainingProgress(RUN)
+    progress = TrainingProgress(CONTEXT)
     for step in (1, 2, 3):
         progress.send(Progress(step=step, total_steps=4, epoch=1, loss=1.0, learning_rate=0.1, samples_per_s=10.0))
     assert sent == [0.0, 0.0, 75.0]
@@ -77,7 +78,7 @@ def test_the_bar_of_training_keeps_the_last_validation_metric(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(artifacts, "create_progress_artifact", lambda *_, **__: "id")
-    progress = TrainingProgress(RUN)
+    progress = TrainingProgress(CONTEXT)
     line = Progress(step=5, total_steps=10, epoch=1, loss=1.0, learning_rate=0.1, samples_per_s=10.0)
     with caplog.at_level(logging.DEBUG, logger="nightjar.steps"):
         progress.send(line.model_copy(update={"validation": {"ndcg@10": 0.25, "recall@20": 0.5}}))

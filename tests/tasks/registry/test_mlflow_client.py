@@ -16,6 +16,7 @@ from recsys_core.errors import InputError, TrackingServerError
 from tasks.registry import mlflow_client
 from tasks.registry.mlflow_client import call_with_deadline, call_with_retries, connect
 from tasks.registry.tracking import MetricRelay
+from tasks.runs.context import StageContext
 from tasks.runs.run import Run
 from tasks.stages.starting_champion import starting_champion
 from tests.tasks.conftest import progress
@@ -69,10 +70,10 @@ def test_each_mlflow_failure_is_one_sentence_with_the_address_and_without_its_pa
 def test_training_starts_and_ends_without_an_mlflow_that_works(
     tmp_path: Path, trouble: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run("20261121-020000-ab12", workspace=tmp_path, experiment="e")
+    run = Run("20261121-020000-ab12", workspace=tmp_path)
     run.folder.mkdir(parents=True)
     assert starting_champion("m", run=run) is None
-    with MetricRelay(run) as relay:
+    with MetricRelay(StageContext(run)) as relay:
         relay.send(progress(20))
     assert [record.name for record in caplog.records if record.levelno >= logging.WARNING] == ["nightjar", "nightjar"]
     assert "s3cret" not in caplog.text

@@ -43,8 +43,8 @@ def test_force_promotes_a_worse_version_that_passes_the_smoke_test_and_records_t
     workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     do_register(stages(), run_of(workspace, "one"))
-    run = run_of(workspace, "two", promote="force", reason="legal: item 7 must go")
-    forced = do_register(stages(confused=True), run)
+    context = run_of(workspace, "two", promote="force", reason="legal: item 7 must go")
+    forced = do_register(stages(confused=True), context)
     assert (forced.alias, forced.promoted) == ("champion", True)
     assert forced.reasons[0].startswith("promotion was forced (legal: item 7 must go); recall@20 is")
     assert "less than 0.98 times the" in forced.reasons[0]
@@ -54,7 +54,7 @@ def test_force_promotes_a_worse_version_that_passes_the_smoke_test_and_records_t
     assert (tags["nightjar.promote"], tags["nightjar.reasons"]) == ("force", forced.reasons[0])
     assert "nightjar.champion_until" in version_tags(client, "1")
     assert client.get_run(forced.mlflow_run_id).data.tags["nightjar.run_reason"] == "legal: item 7 must go"
-    written = load_manifest(run.stage_folder("register"), RegistrationManifest)
+    written = load_manifest(context.folder(RegistrationManifest), RegistrationManifest)
     assert written is not None and (written.promote, written.run_reason) == ("force", "legal: item 7 must go")
 
     # Force does not skip the smoke test.
@@ -82,9 +82,9 @@ def test_a_broken_champion_is_reported_and_replaced_only_by_force(
 def test_a_dry_run_logs_the_metrics_and_registers_nothing_until_it_is_resumed(
     workspace: Path, stages: BuildStages, predicted_here: list[str]
 ) -> None:
-    run, client = run_of(workspace, "one", dry_run=True, reason="look first"), connect(workspace)
-    assert do_register(stages(), run) is None
-    assert client.search_registered_models() == [] and not run.stage_folder("register").exists()
+    context, client = run_of(workspace, "one", dry_run=True, reason="look first"), connect(workspace)
+    assert do_register(stages(), context) is None
+    assert client.search_registered_models() == [] and not context.folder(RegistrationManifest).exists()
     (logged,) = client.search_runs(["1"])
     assert logged.data.metrics["test/recall_at_20"] == stages().evaluation.metrics["test/recall@20"]
     assert logged.data.tags["nightjar.run_reason"] == "look first"

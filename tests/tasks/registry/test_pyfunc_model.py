@@ -25,6 +25,7 @@ from tasks.registry import tracking
 from tasks.registry.config import RegistryConfig
 from tasks.registry.model_uri import PACKAGE_SHA256_TAG, load_model
 from tasks.registry.versions import get_or_create_version, pinned_requirements
+from tasks.runs.context import StageContext
 from tasks.runs.run import Run
 from tests.tasks.conftest import Stages
 
@@ -52,7 +53,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, stages: BuildStages) -> 
     """A workspace with version 1 of the model m."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        run = Run("one", workspace=tmp_path_factory.mktemp("workspace"), experiment="tests")
+        run = Run("one", workspace=tmp_path_factory.mktemp("workspace"))
         run.folder.mkdir(parents=True)
         run.config_file.write_text("name: tests\n")
         client = tracking.connect(run.workspace)
@@ -60,7 +61,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, stages: BuildStages) -> 
             stages().package,
             config=RegistryConfig(model_name="m"),
             client=client,
-            mlflow_run_id=tracking.open_run(client, run),
+            mlflow_run_id=tracking.open_run(client, StageContext(run, experiment="tests")),
             interactions=stages().dataset.interactions,
             run=run,
         )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mlflow.entities import Run as MlflowRun
 
+from recsys_core.manifests import PlanManifest, TrainManifest
 from tasks.registry.mlflow_client import connect
 from tasks.registry.stage_runs import log_run_end
 from tasks.registry.tracking import open_run
@@ -21,16 +22,16 @@ def nested_runs(workspace: Path, parent_id: str) -> dict[str, MlflowRun]:
 def test_each_stage_is_a_nested_run_and_a_resumed_run_adds_the_missing_stages(
     workspace: Path, stages: Callable[..., Stages]
 ) -> None:
-    run, manifests = run_of(workspace, "one"), stages()
-    run.stage_folder("plan_sharding").symlink_to(manifests.plan.folder)
-    log_run_end(run, state="Failed", message="rank 1 died")
+    context, manifests = run_of(workspace, "one"), stages()
+    context.folder(PlanManifest).symlink_to(manifests.plan.folder)
+    log_run_end(context, state="Failed", message="rank 1 died")
     client = connect(workspace)
-    parent_id = open_run(client, run)
+    parent_id = open_run(client, context)
     assert client.get_run(parent_id).info.status == "FAILED"
     assert nested_runs(workspace, parent_id).keys() == {"plan_sharding"}
 
-    run.stage_folder("train").symlink_to(manifests.train_manifest.folder)
-    log_run_end(replace(run, flow_run_url="http://prefect/1"), state="NotPromoted", message="recall is less")
+    context.folder(TrainManifest).symlink_to(manifests.train_manifest.folder)
+    log_run_end(replace(context, flow_run_url="http://prefect/1"), state="NotPromoted", message="recall is less")
     parent, nested = client.get_run(parent_id), nested_runs(workspace, parent_id)
     assert (parent.info.status, parent.data.tags["nightjar.state"]) == ("FINISHED", "NotPromoted")
     description = "**NotPromoted**: recall is less\n\n[Flow run in Prefect](http://prefect/1)"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recsys_core.manifests import DataReportManifest, Manifest, RegistrationManifest, create_own_folder
+from recsys_core.manifests import DataReportManifest, InteractionsManifest, Manifest, RegistrationManifest, create_own_folder
 from tasks.runs.run import CHAMPION_FILE_NAME, Run
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
 from tests.recsys_core.manifests.committed_stage import commit_stage
@@ -19,7 +19,7 @@ LARGE = 40_000
 
 
 def run_of(workspace: Path, run_id: str) -> Run:
-    return Run(run_id, workspace=workspace, experiment="tests")
+    return Run(run_id, workspace=workspace)
 
 
 def _stage(folder: Path, manifest_type: type[Manifest], fields: dict[str, Any]) -> None:
@@ -78,11 +78,11 @@ def add_run(template: Path, rejected_report: Path) -> Callable[..., Run]:
         if end != "complete":
             for stage in ("register", "train.work"):
                 shutil.rmtree(run.folder / stage)
-            shutil.rmtree(run.stage_folder("check_data"))
+            shutil.rmtree(run.stage_folder(DataReportManifest))
         if end == "rejected":
-            shutil.copytree(rejected_report, run.stage_folder("check_data"))
+            shutil.copytree(rejected_report, run.stage_folder(DataReportManifest))
         if end == "failed":
-            shutil.rmtree(run.stage_folder("ingest_interactions"))
+            shutil.rmtree(run.stage_folder(InteractionsManifest))
         if champion is not None:
             (run.folder / CHAMPION_FILE_NAME).write_text(json.dumps({"run_id": champion}))
         return run

@@ -9,6 +9,7 @@ import pytest
 
 from recsys_core.disk import used_bytes
 from recsys_core.errors import InputError
+from recsys_core.manifests import RegistrationManifest
 from recsys_core.units import GIB
 from tasks.registry.mlflow_client import connect
 from tasks.retention.budget import ensure_disk_space, estimated_bytes, require_disk_space
@@ -35,7 +36,7 @@ def test_the_newest_whole_run_is_the_estimate(tmp_path: Path, add_run: AddRun) -
     newer_run = add_large_run(tmp_path, add_run, "2", num_bytes=2 * MEBIBYTE)
     assert 2 * MEBIBYTE < estimated_bytes(new_run) < 3 * MEBIBYTE
     (newer_run.folder / REDUCED_FILE_NAME).write_text("{}")
-    shutil.rmtree(add_run(tmp_path, "3").stage_folder("register"))
+    shutil.rmtree(add_run(tmp_path, "3").stage_folder(RegistrationManifest))
     assert 5 * MEBIBYTE < estimated_bytes(new_run) < 6 * MEBIBYTE
 
 
@@ -46,7 +47,7 @@ def test_files_shared_with_earlier_runs_and_files_of_a_resumed_run_are_not_count
     os.utime(part, (1, 1))  # a hard link has the time of an earlier run
     assert estimated_bytes(run_of(tmp_path, "9")) < MEBIBYTE
     resumed = add_large_run(tmp_path, add_run, "2", num_bytes=MEBIBYTE)
-    shutil.rmtree(resumed.stage_folder("register"))
+    shutil.rmtree(resumed.stage_folder(RegistrationManifest))
     assert estimated_bytes(resumed) == 0
 
 

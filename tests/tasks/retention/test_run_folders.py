@@ -24,6 +24,7 @@ from recsys_core.manifests import (
 from tasks.retention.config import RetentionConfig
 from tasks.retention.run_folders import TRASH_FOLDER_NAME, find_removals, remove_files, run_ids
 from tasks.runs.run import Run
+from tasks.runs.workspace import Workspace
 from tests.tasks.retention.run_folders_by_hand import LARGE, files_below, run_of
 
 AddRun = Callable[..., Run]
@@ -45,7 +46,7 @@ def test_the_newest_runs_stay_whole_older_ones_keep_reports_and_the_oldest_are_r
     assert run_ids(tmp_path) == ["20262", "20263", "20264", "20265"]
     assert files_below(runs[5].folder) == files_below(runs[4].folder) == whole
     # The run before the whole runs keeps its interactions: a resumed run reads them.
-    assert load_manifest(runs[3].stage_folder("ingest_interactions"), InteractionsManifest) is not None
+    assert load_manifest(runs[3].stage_folder(InteractionsManifest), InteractionsManifest) is not None
     assert files_below(runs[2].folder) == {
         ".nightjar", ".lock", "config.yaml", "loss.png", "reduced.json", "ingest_interactions/.nightjar",
         "ingest_interactions/manifest.json", *(
@@ -53,9 +54,9 @@ def test_the_newest_runs_stay_whole_older_ones_keep_reports_and_the_oldest_are_r
             for name in (".nightjar", "manifest.json", "report.html", "report.json")
         ),
     }  # fmt: skip
-    manifest = read_unchecked_manifest(runs[2].stage_folder("register"), RegistrationManifest)
+    manifest = read_unchecked_manifest(runs[2].stage_folder(RegistrationManifest), RegistrationManifest)
     assert manifest is not None and manifest.version == "1"
-    assert load_manifest(runs[2].stage_folder("register"), RegistrationManifest, verify=False) is None
+    assert load_manifest(runs[2].stage_folder(RegistrationManifest), RegistrationManifest, verify=False) is None
     assert not (tmp_path / TRASH_FOLDER_NAME).exists()
     assert clean(tmp_path) == {}
 
@@ -75,18 +76,19 @@ def test_the_vocabulary_and_the_reference_data_survive_many_rejected_and_failed_
         add_run(tmp_path, f"2026{index}", end="rejected" if index == 2 else "failed")
     clean(tmp_path)
     new_run = run_of(tmp_path, "20269")
-    interactions = new_run.previous_manifest("ingest_interactions", InteractionsManifest)
-    report = new_run.previous_manifest("check_data", DataReportManifest, where=lambda manifest: not manifest.breaches)
+    workspace = Workspace(tmp_path)
+    interactions = workspace.newest_manifest(InteractionsManifest, before=new_run)
+    report = workspace.newest_manifest(DataReportManifest, before=new_run, where=lambda manifest: not manifest.breaches)
     assert interactions is not None and interactions.folder.parent.name == "20262"
     assert report is not None and report.folder.parent == good.folder
-    assert load_manifest(good.stage_folder("ingest_interactions"), InteractionsManifest) is not None
+    assert load_manifest(good.stage_folder(InteractionsManifest), InteractionsManifest) is not None
     assert not (good.folder / "train.work").exists()
     assert "20260" not in run_ids(tmp_path)
 
 
 def test_a_hard_link_of_a_newer_run_is_kept_and_not_counted(tmp_path: Path, add_run: AddRun) -> None:
     runs = [add_run(tmp_path, f"2026{index}") for index in range(4)]
-    part, link = (run.stage_folder("ingest_interactions") / "part.parquet" for run in (runs[0], runs[3]))
+    part, link = (run.stage_folder(InteractionsManifest) / "part.parquet" for run in (runs[0], runs[3]))
     part.write_bytes(bytes(10 * LARGE))
     link.hardlink_to(part)
     assert find_removals(tmp_path, CONFIG, aliased_runs=())[0].bytes < 10 * LARGE
@@ -160,7 +162,7 @@ def test_a_clean_killed_at_any_point_leaves_a_readable_workspace_and_the_next_on
         for run_id in run_ids(workspace):
             run = run_of(workspace, run_id)
             assert run.config_file.is_file()
-            assert read_unchecked_manifest(run.stage_folder("register"), RegistrationManifest) is not None
+            assert read_unchecked_manifest(run.stage_folder(RegistrationManifest), RegistrationManifest) is not None
             is_whole = files_below(run.folder) - {".lock"} == files_of_whole_run
             assert is_whole or (run.folder / "reduced.json").is_file()
         clean(workspace)
@@ -208,13 +210,14 @@ def test_whatever_happens_a_clean_touches_no_aliased_run_and_nothing_that_a_new_
 
 
 def _is_whole(run: Run) -> bool:
-    return load_manifest(run.stage_folder("register"), RegistrationManifest) is not None
+    return load_manifest(run.stage_folder(RegistrationManifest), RegistrationManifest) is not None
 
 
 def _read_by(run: Run) -> tuple[Path | None, Path | None, bool]:
     """Return the folders that a run reads from earlier runs, and whether the run of its reference data is readable."""
-    interactions = run.previous_manifest("ingest_interactions", InteractionsManifest)
-    report = run.previous_manifest("check_data", DataReportManifest, where=lambda manifest: not manifest.breaches)
-    folder = report and report.folder.parent / "ingest_interactions"
+    workspace = Workspace(run.workspace)
+    interactions = workspace.newest_manifest(InteractionsManifest, before=run)
+    report = workspace.newest_manifest(DataReportManifest, before=run, where=lambda manifest: not manifest.breaches)
+    folder = report and report.folder.parent / InteractionsManifest.stage
     has_reference = folder is not None and load_manifest(folder, InteractionsManifest) is not None
     return interactions and interactions.folder, report and report.folder, has_reference

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from recsys_core.errors import InputError
-from tasks.runs.run import STAGES, Run, new_run_id, workspace_lock
+from recsys_core.manifests import STAGES
+from tasks.runs.run import Run, new_run_id
+from tasks.runs.workspace import Workspace
 
 
 def test_run_ids_sort_by_time_and_differ() -> None:
@@ -22,18 +24,18 @@ def test_run_ids_sort_by_time_and_differ() -> None:
 
 
 def test_each_stage_has_a_folder_of_its_own(tmp_path: Path) -> None:
-    run = Run("r", workspace=tmp_path, experiment="e")
-    folders = [run.stage_folder(stage) for stage in STAGES]
+    run = Run("r", workspace=tmp_path)
+    folders = [run.stage_folder(stage) for stage in STAGES.values()]
     assert len(set(folders)) == len(STAGES)
     assert {folder.parent for folder in folders} == {tmp_path / "runs" / "r"}
 
 
 def test_a_second_process_is_rejected_until_the_first_is_gone(tmp_path: Path) -> None:
-    run = Run("r", workspace=tmp_path, experiment="e")
+    run = Run("r", workspace=tmp_path)
     with run.lock():
         with pytest.raises(InputError, match="another process is working on run r"), run.lock():
             pass
-        with Run("other", workspace=tmp_path, experiment="e").lock():
+        with Run("other", workspace=tmp_path).lock():
             pass
     with run.lock():
         pass
@@ -44,7 +46,7 @@ def test_a_second_process_is_rejected_until_the_first_is_gone(tmp_path: Path) ->
 )
 def test_a_run_id_is_the_name_of_a_folder_and_never_a_path(tmp_path: Path, run_id: str) -> None:
     with pytest.raises(InputError, match="a run id consists of letters, digits, - and _"):
-        Run(run_id, workspace=tmp_path, experiment="e")
+        Run(run_id, workspace=tmp_path)
 
 
 def test_a_folder_that_nightjar_did_not_make_is_no_run(tmp_path: Path) -> None:
@@ -54,13 +56,13 @@ def test_a_folder_that_nightjar_did_not_make_is_no_run(tmp_path: Path) -> None:
     (theirs / "config.yaml").write_text("kept")
     (tmp_path / "runs" / "link").symlink_to(theirs)
     for run_id, message in (("theirs", "holds files, but not the marker .nightjar"), ("link", "is a link")):
-        with pytest.raises(InputError, match=message), Run(run_id, workspace=tmp_path, experiment="e").lock():
+        with pytest.raises(InputError, match=message), Run(run_id, workspace=tmp_path).lock():
             pass
     assert sorted(path.name for path in theirs.rglob("*")) == ["config.yaml", "embeddings", "mine.npy"]
 
 
 def _hold(workspace: Path, ready: Any, finish: Any) -> None:
-    with workspace_lock(workspace, run_id="first"):
+    with Workspace(workspace).lock(run_id="first"):
         ready.set()
         finish.wait()
 
@@ -73,12 +75,12 @@ def test_a_second_command_in_a_workspace_is_rejected_with_pid_and_run_of_the_fir
     first.start()
     assert ready.wait(60) and first.pid is not None
     message = rf"process {first.pid} on {socket.gethostname()} with run first, since \d{{4}}-.* UTC, is using this workspace"
-    with pytest.raises(InputError, match=message), workspace_lock(tmp_path, run_id="second"):
+    with pytest.raises(InputError, match=message), Workspace(tmp_path).lock(run_id="second"):
         pass
     if end == "killed":
         os.kill(first.pid, signal.SIGKILL)
     else:
         finish.set()  # not for a process that is killed: set() waits for the processes that wait for the event
     first.join()
-    with workspace_lock(tmp_path, run_id="second"):
+    with Workspace(tmp_path).lock(run_id="second"):
         assert json.loads((tmp_path / ".command.json").read_text())["run_id"] == "second"

@@ -10,14 +10,16 @@ import pytest
 
 from recsys_core.errors import StageError
 from recsys_core.manifests import DataReportManifest, RegistrationManifest
-from tasks.runs.run import Run, RunOptions
+from tasks.runs.context import StageContext
+from tasks.runs.options import RunOptions
+from tasks.runs.run import Run
 from tasks.runs.run_record import RunRecord, record_run
 from tests.recsys_core.manifests.committed_stage import commit_stage
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    run = Run("20261121-021500-aaaa", workspace=tmp_path, experiment="e", options=RunOptions(reason="new prices"))
+    run = Run("20261121-021500-aaaa", workspace=tmp_path)
     with run.lock():
         pass
     return run
@@ -31,9 +33,9 @@ def read(run: Run) -> RunRecord:
 
 def test_a_record_has_state_reason_and_the_figures_of_the_stages(run: Run) -> None:
     metrics = {"served/recall@20": 0.25, "champion/recall@20": 0.2}
-    with run.lock(), record_run(run, pipeline="films") as ending:
+    with run.lock(), record_run(StageContext(run, pipeline="films", options=RunOptions(reason="new prices"))) as ending:
         assert (read(run).state, read(run).seconds) == ("Running", None)
-        commit_stage(run.stage_folder("register"), RegistrationManifest, fingerprint="f", build=lambda folder: {
+        commit_stage(run.stage_folder(RegistrationManifest), RegistrationManifest, fingerprint="f", build=lambda folder: {
             "model_name": "m", "version": "3", "alias": "champion", "promoted": True, "reasons": ("better",),
             "mlflow_run_id": "r", "metrics": metrics,
         })  # fmt: skip
@@ -59,7 +61,7 @@ def test_a_record_has_state_reason_and_the_figures_of_the_stages(run: Run) -> No
     ],
 )
 def test_an_exception_is_recorded_without_its_passwords(run: Run, error: BaseException, state: str, message: str) -> None:
-    with pytest.raises(type(error)), record_run(run, pipeline="films"):
+    with pytest.raises(type(error)), record_run(StageContext(run, pipeline="films")):
         raise error
     assert (read(run).state, read(run).message) == (state, message)
     log = run.folder / "error.log"
@@ -67,7 +69,7 @@ def test_an_exception_is_recorded_without_its_passwords(run: Run, error: BaseExc
 
 
 def test_an_error_during_the_handling_of_a_signal_is_an_interruption(run: Run) -> None:
-    with pytest.raises(ValueError, match="Task run is not set"), record_run(run, pipeline="films"):
+    with pytest.raises(ValueError, match="Task run is not set"), record_run(StageContext(run, pipeline="films")):
         try:
             raise KeyboardInterrupt
         except KeyboardInterrupt:
@@ -76,7 +78,7 @@ def test_an_error_during_the_handling_of_a_signal_is_an_interruption(run: Run) -
 
 
 def _work(run: Run, ready: Any) -> None:
-    with run.lock(), record_run(run, pipeline="films"):
+    with run.lock(), record_run(StageContext(run, pipeline="films")):
         ready.set()
         signal.pause()
 
@@ -89,7 +91,7 @@ def test_a_run_is_running_while_its_process_lives_and_interrupted_after_a_kill(r
     assert ready.wait(60) and process.pid is not None
     assert read(run).state == "Running"
     fields = {"metrics": {}, "breaches": (), "warnings": (), "compared_with": None}
-    commit_stage(run.stage_folder("check_data"), DataReportManifest, fingerprint="f", build=lambda folder: fields)
+    commit_stage(run.stage_folder(DataReportManifest), DataReportManifest, fingerprint="f", build=lambda folder: fields)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     record = read(run)

@@ -9,13 +9,15 @@ import pytest
 from recsys_core.data_report.config import DataReportConfig
 from recsys_core.errors import InputError
 from recsys_core.ingest.log.config import FileSplit
-from recsys_core.manifests import DataReportManifest, Dataset
+from recsys_core.manifests import DataReportManifest, InteractionsManifest
 from recsys_core.units import DAY_US
 from tasks.registry import mlflow_client, tracking
 from tasks.registry.mlflow_client import connect
 from tasks.registry.tracking import open_run
+from tasks.runs.context import StageContext
+from tasks.runs.results import Results
 from tasks.runs.run import Run
-from tasks.stages import check_data as data_report
+from tasks.stages import check_data
 from tests.recsys_core.ingest.interactions_with_times import interactions_of
 from tests.tasks.unhealthy_servers import silent
 
@@ -23,23 +25,24 @@ from tests.tasks.unhealthy_servers import silent
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr(data_report, "show_markdown", lambda run, name, words: (tmp_path / f"{name}.md").write_text(words))
+    monkeypatch.setattr(check_data, "show_markdown", lambda context, name, words: (tmp_path / f"{name}.md").write_text(words))
     return tmp_path
 
 
 @pytest.fixture
 def untracked(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "log_data_report_or_warn", lambda run, report: None)
+    monkeypatch.setattr(tracking, "log_data_report_or_warn", lambda context, report: None)
 
 
 def check(workspace: Path, day: int, *, events: int, **limits: Any) -> DataReportManifest:
     """Run the stage for a log of `events` training events on one day of November."""
-    run = Run(f"202611{day}-020000-aaaa", workspace=workspace, experiment="tests")
+    run = Run(f"202611{day}-020000-aaaa", workspace=workspace)
     log = [([(0, at * DAY_US) for at in range(events)], [], [(0, 99 * DAY_US)])]
-    interactions = interactions_of(run.stage_folder("ingest_interactions"), log, item_ids=[7])
+    interactions = interactions_of(run.stage_folder(InteractionsManifest), log, item_ids=[7])
     run.config_file.write_text("name: tests\n")
     split = FileSplit(test_paths=("test.parquet",))
-    return data_report.check_data.fn(DataReportConfig(**limits), split=split, dataset=Dataset(interactions), run=run)
+    context = StageContext(run, experiment="tests", results=Results([interactions]))
+    return check_data.check_data(context, DataReportConfig(**limits), split=split)
 
 
 def test_a_violated_limit_raises_an_error_that_names_the_page(workspace: Path, untracked: None) -> None:
@@ -75,7 +78,7 @@ def test_page_and_metrics_are_logged_to_mlflow_also_when_a_limit_is_violated(wor
         check(workspace, 21, events=10, min_train_events=11)
     client = connect(workspace)
     for run_id, breaches, status in (("20261120-020000-aaaa", 0, "FINISHED"), ("20261121-020000-aaaa", 1, "FAILED")):
-        logged = client.get_run(open_run(client, Run(run_id, workspace=workspace, experiment="tests")))
+        logged = client.get_run(open_run(client, StageContext(Run(run_id, workspace=workspace), experiment="tests")))
         assert (logged.data.metrics["data/breaches"], logged.info.status) == (breaches, status)
         assert logged.data.metrics["data/train_events"] == 10
         assert [file.path for file in client.list_artifacts(logged.info.run_id, "data_report")] == ["data_report/report.html"]

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 from recsys_core.errors import InputError, StageError
+from recsys_core.manifests import RegistrationManifest
 from tasks.delivery import prefect_events as events
 from tasks.gate import version_tester
 from tasks.gate.smoke_test import K, ServedSample, prepare_sample
@@ -96,14 +97,14 @@ def test_a_run_killed_while_it_registers_finds_its_version_again(
 ) -> None:
     do_register(stages(confused=True), run_of(workspace, "zero"))
     undisturbed = do_register(stages(), run_of(workspace, "one"))
-    run, client = run_of(workspace, "one"), connect(workspace)
-    shutil.rmtree(run.stage_folder("register"))
+    context, client = run_of(workspace, "one"), connect(workspace)
+    shutil.rmtree(context.folder(RegistrationManifest))
     if killed_after == "the version":
         client.set_registered_model_alias("m", "champion", "1")
         for tag in version_tags(client, "2"):
             if tag not in ("nightjar.run_id", "nightjar.package", "nightjar.package_sha256"):
                 client.delete_model_version_tag("m", "2", tag)
-    again = do_register(stages(), run)
+    again = do_register(stages(), context)
     assert again.model_dump(exclude={"seconds", "files"}) == undisturbed.model_dump(exclude={"seconds", "files"})
     assert len(client.search_model_versions("name = 'm'")) == 2
     assert aliases(client)["champion"] == "2"
@@ -112,11 +113,11 @@ def test_a_run_killed_while_it_registers_finds_its_version_again(
 def test_a_run_killed_before_it_created_a_version_leaves_no_model_without_a_version(
     workspace: Path, stages: BuildStages, predicted_here: list[str]
 ) -> None:
-    run, client = run_of(workspace, "one"), connect(workspace)
-    do_register(stages(), run)
-    shutil.rmtree(run.stage_folder("register"))
+    context, client = run_of(workspace, "one"), connect(workspace)
+    do_register(stages(), context)
+    shutil.rmtree(context.folder(RegistrationManifest))
     client.delete_model_version("m", "1")  # the logged model stays, as after a kill
-    registration = do_register(stages(), run)
+    registration = do_register(stages(), context)
     (model_file,) = (workspace / "mlartifacts" / "models").glob("*/artifacts/MLmodel")
     assert client.get_model_version("m", registration.version).source == f"models:/{model_file.parents[1].name}"
 
@@ -134,13 +135,13 @@ def test_a_version_that_fails_the_smoke_test_gets_no_alias_and_says_why(
         return pa.array([[-1] * K] * sample.num_users)
 
     monkeypatch.setattr(version_tester, "predict_in_subprocess", recommend_unknown_items)
-    run = run_of(workspace, "one")
+    context = run_of(workspace, "one")
     with pytest.raises(StageError, match="600 items that are not in the catalogue"):
-        do_register(stages(), run)
+        do_register(stages(), context)
     client = connect(workspace)
     assert version_tags(client, "1")["nightjar.smoke"].startswith("failed: models:/m/1: the smoke test found")
     assert aliases(client) == {}
-    assert not run.stage_folder("register").exists()
+    assert not context.folder(RegistrationManifest).exists()
     with pytest.raises(InputError, match="has no champion"):
         champion_uri(client, "m")
 

@@ -2,44 +2,39 @@
 
 import logging
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from recsys_core.manifests import PlanManifest
-from tasks.progress.reporting import StageLog
-from tasks.runs.run import Run, StageName
+from recsys_core.errors import StageError
+from recsys_core.manifests import PlanManifest, StageName
+from tasks.runs.context import StageContext
+from tasks.runs.results import Results
+from tasks.runs.run import Run
 from tasks.stages.stage import StoppedEarly, stage
 from tests.recsys_core.manifests.committed_stage import commit_stage
 
 
-@pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PlanManifest | None]:
-    """A stage without Prefect's engine, which would start a server; tests/flows/test_nightly.py runs stages with it."""
-    monkeypatch.setattr("tasks.stages.stage.task", lambda **_: lambda function: function)
-
-    @stage("plan_sharding")
-    def plan(folder: Path | None, *, run: Run) -> PlanManifest | None:
-        stage_log = StageLog("plan_sharding")
-        if folder is None:
-            return stage_log.finish(None, "nothing to plan")
-        manifest = commit_stage(folder, PlanManifest, fingerprint="f", build=lambda out: {"world_size": 2, "device": "cpu"})
-        return stage_log.finish(manifest, "2 cpu ranks")
-
-    return plan
+@stage(PlanManifest)
+def plan(context: StageContext, *, is_skipped: bool = False) -> tuple[PlanManifest | None, str]:
+    if is_skipped:
+        return None, "nothing to plan"
+    folder = context.folder(PlanManifest)
+    manifest = commit_stage(folder, PlanManifest, fingerprint="f", build=lambda out: {"world_size": 2, "device": "cpu"})
+    return manifest, "2 cpu ranks"
 
 
-def run_of(folder: Path, *, until: StageName | None = None) -> Run:
-    return Run("r", workspace=folder, experiment="e", until=until)
+def context_of(folder: Path, *, until: StageName | None = None) -> StageContext:
+    return StageContext(Run("r", workspace=folder), until=until)
 
 
 def test_a_stage_returns_its_manifest_and_logs_whether_it_was_kept_or_skipped(
-    tmp_path: Path, plan: Callable[..., PlanManifest | None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
-    assert plan(tmp_path / "plan", run=run_of(tmp_path)) == plan(tmp_path / "plan", run=run_of(tmp_path))
-    assert plan(None, run=run_of(tmp_path)) is None
+    context = context_of(tmp_path)
+    assert plan(context) == plan(context_of(tmp_path)) == context.results[PlanManifest]
+    assert plan(context_of(tmp_path), is_skipped=True) is None
     lines = [record.getMessage() for record in caplog.records if hasattr(record, "stage_line")]
     patterns = (
         r"plan_sharding +2 cpu ranks +\d+\.\d s",
@@ -49,10 +44,13 @@ def test_a_stage_returns_its_manifest_and_logs_whether_it_was_kept_or_skipped(
     assert [bool(re.fullmatch(pattern, line)) for pattern, line in zip(patterns, lines, strict=True)] == [True] * 3
 
 
-def test_the_run_ends_after_the_stage_that_until_names_and_its_manifest_is_there(
-    tmp_path: Path, plan: Callable[..., PlanManifest | None]
-) -> None:
+def test_a_run_stops_after_its_last_stage_and_keeps_the_manifest_of_this_stage(tmp_path: Path) -> None:
     with pytest.raises(StoppedEarly, match="plan_sharding"):
-        plan(tmp_path / "plan", run=run_of(tmp_path, until="plan_sharding"))
-    assert (tmp_path / "plan" / "manifest.json").is_file()
-    plan(tmp_path / "plan", run=run_of(tmp_path, until="train"))
+        plan(context_of(tmp_path, until="plan_sharding"))
+    assert Results.read(Run("r", workspace=tmp_path)).get(PlanManifest) is not None
+    plan(context_of(tmp_path, until="train"))
+
+
+def test_a_stage_without_its_input_is_an_error_that_names_the_missing_stage(tmp_path: Path) -> None:
+    with pytest.raises(StageError, match="the run has no completed stage ingest_interactions"):
+        _ = context_of(tmp_path).dataset

@@ -16,7 +16,7 @@ from tasks.stages.starting_champion import starting_champion
 
 @pytest.fixture
 def run(workspace: Path) -> Run:
-    return Run("20261121-020000-ab12", workspace=workspace, experiment="e")
+    return Run("20261121-020000-ab12", workspace=workspace)
 
 
 @pytest.fixture(autouse=True)

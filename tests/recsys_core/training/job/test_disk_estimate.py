@@ -16,6 +16,7 @@ from recsys_core.retrieval.index import build_indexes
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export.export import export_vectors
 from recsys_core.training.job.disk_estimate import export_bytes, training_bytes
+from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.train import link_or_copy, train
 from tests.recsys_core.training.forked_training import (
     checkpoint_of,
@@ -57,9 +58,7 @@ def test_training_starts_only_if_its_checkpoints_fit_on_the_disk(experiment, sma
     config = CONFIG.model_copy(update={"checkpoint_every_steps": 1})
     with pytest.raises(InputError, match=rf"^{small_disk}/train: the train stage takes at least 0\.000 GiB, but the disk has"):
         train(
-            config,
-            model=experiment.spec,
-            loss=experiment.loss,
+            TrainingSetup(experiment.spec, config, experiment.loss),
             dataset=experiment.data,
             plan=experiment.plan,
             folder=small_disk / "train",
@@ -90,15 +89,15 @@ def test_export_and_index_begin_only_where_their_arrays_fit(experiment, small_di
     )
     with pytest.raises(InputError, match=rf"^{small_disk}/export: the export stage takes at least 0\.0\d\d GiB, but the disk"):
         export_vectors(
-            CONFIG,
-            model=spec,
-            loss=experiment.loss,
+            TrainingSetup(spec, CONFIG, experiment.loss),
             dataset=Dataset(experiment.data.interactions),
             train=trained,
             folder=small_disk / "export",
         )
     exported = ExportManifest(num_items=100_000, dim=64, similarity="dot", num_queries={}, folder=small_disk, **facts())
-    with pytest.raises(InputError, match=rf"^{small_disk}/index: the index stage takes at least 0\.073 GiB, but the disk"):
+    with pytest.raises(
+        InputError, match=rf"^{small_disk}/index: the build_index stage takes at least 0\.073 GiB, but the disk"
+    ):
         build_indexes(IndexConfig(), export=exported, folder=small_disk / "index")
 
 

@@ -18,6 +18,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.optimizer_config import TableOptimizer
 from recsys_core.models.tables.table_config import TableConfig
 from recsys_core.training.config import TrainingConfig, WarmStartConfig
+from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.train import choose_start, train
 from recsys_core.training.warm.starting_model import Champion, carried_table_names, champion_layers, require_compatible
 from tests.recsys_core.ingest.interaction_logs import ingest
@@ -207,9 +208,7 @@ def test_the_stage_rejects_an_incompatible_champion_before_the_launch(
     plan = plan.model_copy(update={"files": {"plan.json": None}})
     with pytest.raises(InputError, match=r"model.embedding_dim is 16 in this run"):
         train(
-            TrainingConfig(),
-            model=spec_with(run, embedding_dim=16),
-            loss=LossConfig(),
+            TrainingSetup(spec_with(run, embedding_dim=16), TrainingConfig(), LossConfig()),
             dataset=Dataset(run.interactions, features=run.features),
             plan=plan,
             folder=tmp_path / "train",
@@ -232,9 +231,7 @@ def test_the_stage_trains_from_scratch_if_the_champion_was_trained_on_held_out_e
     # Layers that the champion does not have: a warm start is rejected for them, a full training gets as far as the plan.
     with caplog.at_level(logging.INFO, logger="recsys_core"), pytest.raises(FileNotFoundError, match=r"plan\.json"):
         train(
-            TrainingConfig(),
-            model=spec_with(run, embedding_dim=16),
-            loss=LossConfig(),
+            TrainingSetup(spec_with(run, embedding_dim=16), TrainingConfig(), LossConfig()),
             dataset=Dataset(interactions, features=run.features),
             plan=plan,
             folder=tmp_path / "train",

@@ -20,16 +20,10 @@ from tasks.runs.options import RunOptions
 from tasks.runs.run import Run
 from tasks.runs.run_record import RunState, record_run
 from tasks.runs.workspace import Workspace
-from tasks.stages.build_index import build_index
-from tasks.stages.check_data import check_data
-from tasks.stages.evaluate import evaluate
-from tasks.stages.export import export_vectors
-from tasks.stages.ingest import ingest
-from tasks.stages.package import build_package
-from tasks.stages.plan_sharding import plan_sharding
+from tasks.stages.data_stages import check_data, ingest
+from tasks.stages.model_stages import build_index, build_package, evaluate, export_vectors, plan_sharding, train
 from tasks.stages.register import register
 from tasks.stages.stage import StoppedEarly
-from tasks.stages.train import train
 
 
 def _flow_run_name() -> str:

@@ -15,7 +15,7 @@ from tasks.progress.reporting import LOG
 from tasks.runs.context import StageContext
 from tasks.runs.run import Run, new_run_id
 from tasks.runs.workspace import Workspace
-from tasks.stages.ingest import ingest
+from tasks.stages.data_stages import ingest
 from tasks.tuning.config import label_of, short_label
 from tasks.tuning.mlflow_runs import log_study
 from tasks.tuning.study import RunningTrial, Study, TrialResult

@@ -15,7 +15,7 @@ from recsys_core.sharding.planner import write_plan
 from recsys_core.units import format_bytes
 from tasks.runs.context import StageContext
 from tasks.runs.run import Run
-from tasks.stages.ingest import ingest
+from tasks.stages.data_stages import ingest
 
 MAX_RANK_LINES = 16
 

@@ -38,11 +38,11 @@ def plot_indexes(report_by_kind: Mapping[str, IndexReport], *, served_kind: str,
     return plots.save_png(figure, path)
 
 
-def to_markdown(report_by_kind: Mapping[str, IndexReport], *, served_kind: str) -> str:
+def index_table(report_by_kind: Mapping[str, IndexReport], *, served_kind: str) -> str:
     """Return the comparison as a table in GitHub's Markdown.
 
     >>> report = IndexReport(recall=0.99, k=20, ms_per_query=0.5, bytes=3 * MIB, parameters={"nlist": 8})
-    >>> print(to_markdown({"ivf_flat": report}, served_kind="ivf_flat"))
+    >>> print(index_table({"ivf_flat": report}, served_kind="ivf_flat"))
     | index | recall@20 of exact search | ms per query | MiB | parameters |
     |:---|---:|---:|---:|:---|
     | **ivf_flat** (served) | 0.9900 | 0.500 | 3.0 | nlist 8 |

@@ -18,7 +18,7 @@ from tasks.registry.mlflow_client import call_with_deadline, call_with_retries, 
 from tasks.registry.tracking import MetricRelay
 from tasks.runs.context import StageContext
 from tasks.runs.run import Run
-from tasks.stages.starting_champion import starting_champion
+from tasks.stages.model_stages import starting_champion
 from tests.tasks.conftest import progress
 from tests.tasks.unhealthy_servers import answering, closed, silent
 

@@ -11,7 +11,7 @@ import pytest
 from recsys_core.training.warm.starting_model import Champion
 from tasks.registry.mlflow_client import RUN_ID_TAG, connect
 from tasks.runs.run import CHAMPION_FILE_NAME, Run
-from tasks.stages.starting_champion import starting_champion
+from tasks.stages.model_stages import starting_champion
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tasks.registry.tracking import open_run
 from tasks.runs.context import StageContext
 from tasks.runs.results import Results
 from tasks.runs.run import Run
-from tasks.stages import check_data
+from tasks.stages import data_stages
 from tests.recsys_core.ingest.interactions_with_times import interactions_of
 from tests.tasks.unhealthy_servers import silent
 
@@ -25,7 +25,7 @@ from tests.tasks.unhealthy_servers import silent
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr(check_data, "show_markdown", lambda context, name, words: (tmp_path / f"{name}.md").write_text(words))
+    monkeypatch.setattr(data_stages, "show_markdown", lambda context, name, words: (tmp_path / f"{name}.md").write_text(words))
     return tmp_path
 
 
@@ -42,7 +42,7 @@ def check(workspace: Path, day: int, *, events: int, **limits: Any) -> DataRepor
     run.config_file.write_text("name: tests\n")
     split = FileSplit(test_paths=("test.parquet",))
     context = StageContext(run, experiment="tests", results=Results([interactions]))
-    return check_data.check_data(context, DataReportConfig(**limits), split=split)
+    return data_stages.check_data(context, DataReportConfig(**limits), split=split)
 
 
 def test_a_violated_limit_raises_an_error_that_names_the_page(workspace: Path, untracked: None) -> None:

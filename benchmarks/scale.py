@@ -178,7 +178,6 @@ def measure(model_size: dict[str, Any], *, has_pooled_users: bool = False) -> di
         / plan_file.num_nodes,
         "checkpoint_hash_s": (weight_bytes + optimizer_bytes) / 1e9 / ASSUMPTIONS["checkpoint_hash_gb_per_s"],
         "plan_seconds": plan_s,
-        "naive": {naive_plan.name: naive_plan.model_dump() for naive_plan in plan_file.naive},
     }
 
 

@@ -10,7 +10,7 @@ from flows.cli.output import print_table
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.sharding.config import ClusterConfig
 from recsys_core.sharding.plan_file import PlanFile, format_ranges
-from recsys_core.sharding.plan_page import compared_plans, format_milliseconds, lookup_memory_field
+from recsys_core.sharding.plan_page import format_milliseconds, lookup_memory_field
 from recsys_core.sharding.planner import write_plan
 from recsys_core.units import format_bytes
 from tasks.runs.context import StageContext
@@ -37,7 +37,7 @@ def plan_for(config: PipelineConfig, *, cluster_settings: dict[str, Any]) -> tup
 
 
 def print_plan(plan: PlanFile, *, paths: Sequence[Path], console: Console) -> None:
-    """Print the placement of each table, memory and time by rank, and a comparison with simpler plans."""
+    """Print the placement of each table, memory and time by rank."""
     table_rows = [
         [
             table_name,
@@ -65,23 +65,10 @@ def print_plan(plan: PlanFile, *, paths: Sequence[Path], console: Console) -> No
     if len(rank_groups) > MAX_RANK_LINES:
         console.print(f"... and {len(rank_groups) - MAX_RANK_LINES} more, see {paths[1].name}", markup=False)
     console.print()
-    plan_rows = [
-        [
-            candidate.name,
-            f"{format_milliseconds(candidate.step_ms)} ms" if candidate.step_ms is not None else "-",
-            format_bytes(candidate.hbm_bytes),
-            format_bytes(candidate.ddr_bytes),
-        ]
-        for candidate in compared_plans(plan)
-    ]
-    print_table(["plan", "est. step", "max. HBM", "max. main memory"], plan_rows, console=console)
-    for naive_plan in plan.naive:
-        if naive_plan.problem is not None:
-            console.print(f"{naive_plan.name}: {naive_plan.problem}", style="yellow", markup=False, soft_wrap=True)
     console.print(
         f"maximum / mean over the ranks: memory {plan.imbalance(lookup_memory_field(plan)):.2f}, "
         f"time {plan.imbalance('step_ms'):.2f}; "
-        f"the reasons for each placement: {paths[1]} (and {paths[0].name})",
+        f"memory and time of each rank: {paths[1]} (and {paths[0].name})",
         markup=False,
         soft_wrap=True,
     )

@@ -25,8 +25,6 @@ OFFLOADING_KERNELS: tuple[ComputeKernel, ...] = ("fused_uvm", "fused_uvm_caching
 INT8_DIM_MULTIPLE = 32
 INT8_POOLED_TYPES: tuple[ShardingType, ...] = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
 """Sharding types that can send the rows of pooled tables in int8, because each row comes from one rank."""
-NOT_SUPPORTED_PREFIX = "not supported"
-"""Start of the reason that `why_not_default` returns for a sharding type that the table cannot use."""
 SSD_OPTIMIZERS = ("rowwise_adagrad", "partial_rowwise_adam", "adam")
 WITHIN_HOST_TYPES: tuple[ShardingType, ...] = ("table_row_wise", "table_column_wise", "grid_shard")
 
@@ -150,30 +148,27 @@ def offered_sharding_types(
 ) -> tuple[ShardingType, ...]:
     """Return the configured sharding types of a table, or the default types if none are configured.
 
-    `why_not_default` returns why a sharding type is not a default type.
+    data_parallel is never a default type: every rank would store a copy and exchange gradients as large as the table.
     """
     return constraint.sharding_types or tuple(
         sharding_type
         for sharding_type in ("table_wise", "row_wise", "column_wise", *WITHIN_HOST_TYPES)
-        if why_not_default(sharding_type, table, num_nodes=num_nodes, world_size=world_size) is None
+        if _is_default_type(sharding_type, table, num_nodes=num_nodes, world_size=world_size)
     )
 
 
-def why_not_default(sharding_type: ShardingType, table: TableSpec, *, num_nodes: int, world_size: int) -> str | None:
-    """Return why a sharding type is not a default type of a table; None if the type is a default type."""
-    if sharding_type == "data_parallel":
-        return "only if listed in sharding_types: every rank would store a copy and exchange gradients as large as the table"
+def _is_default_type(sharding_type: ShardingType, table: TableSpec, *, num_nodes: int, world_size: int) -> bool:
+    """Return whether the table supports a sharding type, and the type differs from the simpler types on this cluster."""
     if table.is_unpooled and sharding_type not in UNPOOLED_SHARDING_TYPES:
-        return f"{NOT_SUPPORTED_PREFIX}: it supports pooled lookups only, and the lookup of this table is unpooled"
-    if sharding_type != "table_wise" and world_size == 1:
-        return "the same as table_wise with one rank"
-    if sharding_type in WITHIN_HOST_TYPES and num_nodes == 1:
-        return f"the same as {'column_wise' if sharding_type == 'table_column_wise' else 'row_wise'} on one host"
-    if sharding_type in ("column_wise", "table_column_wise") and table.dim <= MIN_COLUMN_SHARD_DIM:
-        return f"the same as table_wise: column shards have {MIN_COLUMN_SHARD_DIM} columns, and the table has {table.dim}"
-    if sharding_type == "grid_shard" and table.dim <= MIN_COLUMN_SHARD_DIM:
-        return f"the same as table_row_wise: column shards have {MIN_COLUMN_SHARD_DIM} columns, and the table has {table.dim}"
-    return None
+        return False
+    if sharding_type == "table_wise":
+        return True
+    splits_columns = sharding_type in ("column_wise", "table_column_wise", "grid_shard")
+    return (
+        world_size > 1
+        and (num_nodes > 1 or sharding_type not in WITHIN_HOST_TYPES)
+        and (table.dim > MIN_COLUMN_SHARD_DIM or not splits_columns)
+    )
 
 
 def offered_kernels(constraint: TableConstraint, *, device: str) -> tuple[ComputeKernel, ...]:

@@ -29,20 +29,6 @@ class ShardPlan(Frozen):
     size: tuple[int, int]
 
 
-class Alternative(Frozen):
-    """Estimates for one sharding type of a table, with the fastest kernel of that type.
-
-    The estimates ignore the other tables. Memory and time are maxima over the ranks. verdict: why the type was chosen or not.
-    """
-
-    sharding_type: ShardingType
-    compute_kernel: ComputeKernel | None = None
-    step_ms: float | None = None
-    hbm_bytes: int | None = None
-    ddr_bytes: int | None = None
-    verdict: str
-
-
 class TablePlan(Frozen):
     """The layout of one table. values_per_query: the lookups that the estimates assume, see LookupStats."""
 
@@ -57,7 +43,6 @@ class TablePlan(Frozen):
     shards: tuple[ShardPlan, ...]
     values_per_query: float
     constraint: str | None = None
-    alternatives: tuple[Alternative, ...] = ()
 
 
 class TableMemory(Frozen):
@@ -87,20 +72,10 @@ class RankEstimate(Frozen):
     tables: dict[str, TableMemory]
 
 
-class NaivePlan(Frozen):
-    """A plan with one sharding type for all tables. problem: why the plan is not feasible; None for a feasible plan."""
-
-    name: str
-    step_ms: float | None = None
-    hbm_bytes: int | None = None
-    ddr_bytes: int | None = None
-    problem: str | None = None
-
-
 class PlanFile(Frozen):
     """Content of plan.json. usable_hbm_bytes, usable_ddr_bytes: memory per rank for tables and their buffers."""
 
-    format_version: Literal[2] = 2
+    format_version: Literal[3] = 3
 
     device: Literal["cpu", "cuda"]
     num_nodes: int
@@ -113,7 +88,6 @@ class PlanFile(Frozen):
     usable_ddr_bytes: int
     tables: dict[str, TablePlan]
     ranks: tuple[RankEstimate, ...]
-    naive: tuple[NaivePlan, ...]
 
     @property
     def world_size(self) -> int:
@@ -226,7 +200,7 @@ class PlanFile(Frozen):
 
 def layout_fingerprint(plan_by_table: dict[str, TablePlan], *, device: str, world_size: int) -> str:
     """Return the sha256 of the settings that training executes: tables, optimizers, sharding types, kernels, shards, ranks."""
-    explanatory_fields = {"values_per_query", "constraint", "alternatives"}
+    explanatory_fields = {"values_per_query", "constraint"}
     layout_by_table = {
         table_name: table.model_dump(mode="json", exclude=explanatory_fields)
         for table_name, table in sorted(plan_by_table.items())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from recsys_core.html_page import render_page
 from recsys_core.sharding.constraints import OFFLOADING_KERNELS
-from recsys_core.sharding.plan_file import NaivePlan, PlanFile, RankEstimate, RankMeasure, format_ranges
+from recsys_core.sharding.plan_file import PlanFile, RankEstimate, RankMeasure, format_ranges
 from recsys_core.units import format_bytes
 
 _TEMPLATE = Path(__file__).with_name("plan.html")
@@ -24,7 +24,6 @@ def to_html(plan: PlanFile) -> str:
         _TEMPLATE,
         filters={"bytes": format_bytes, "ranges": format_ranges, "ms": format_milliseconds},
         plan=plan,
-        compared_plans=compared_plans(plan),
         groups=plan.rank_groups(),
         times=TIME_FIELDS,
         memory_name="HBM" if memory_field == "hbm_bytes" else "main memory",
@@ -40,17 +39,6 @@ def to_html(plan: PlanFile) -> str:
 def lookup_memory_field(plan: PlanFile) -> RankMeasure:
     """Return the name of the field with the memory that lookups read: GPU memory, or main memory on a CPU."""
     return "hbm_bytes" if plan.device == "cuda" else "ddr_bytes"
-
-
-def compared_plans(plan: PlanFile) -> tuple[NaivePlan, ...]:
-    """Return this plan and the naive plans."""
-    this_plan = NaivePlan(
-        name="as planned",
-        step_ms=plan.step_ms,
-        hbm_bytes=max(rank.hbm_bytes for rank in plan.ranks),
-        ddr_bytes=max(rank.ddr_bytes for rank in plan.ranks),
-    )
-    return (this_plan, *plan.naive)
 
 
 def _memory_parts(plan: PlanFile, rank: RankEstimate, table_name: str) -> list[tuple[str, int, bool]]:

@@ -14,10 +14,10 @@ from recsys_core.models.tables.optimizer_config import TableOptimizer
 from recsys_core.preflight import cgroup_limits
 from recsys_core.sharding.config import PLAN_NAME, ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, check_constraints, num_values_per_query, table_optimizer_kind
-from recsys_core.sharding.estimates import compare_alternatives, naive_plans, rank_estimates
+from recsys_core.sharding.estimates import rank_estimates
 from recsys_core.sharding.infeasible import infeasible_error
 from recsys_core.sharding.lookup_stats import LookupStats
-from recsys_core.sharding.plan_file import Alternative, PlanFile, ShardPlan, TablePlan, layout_fingerprint
+from recsys_core.sharding.plan_file import PlanFile, ShardPlan, TablePlan, layout_fingerprint
 from recsys_core.sharding.plan_page import to_html
 from recsys_core.sharding.torchrec_planner import TorchrecPlanner
 from recsys_core.units import GIB
@@ -109,7 +109,6 @@ def make_plan(
     batch_size: int,
     optimizer: TableOptimizer | None = None,
     lookup_stats: LookupStats | None = None,
-    compare: bool = True,
 ) -> PlanFile:
     """Return the plan with the shortest estimated step, without a process group, a GPU or memory for the tables.
 
@@ -118,8 +117,6 @@ def make_plan(
         optimizer: optimizer of tables without an `optimizer` setting.
         lookup_stats: measured lookups. None: the estimates assume that every query has a full history, and that no two queries
             of a batch look up the same item.
-        compare: also estimate the other sharding types of each table, and simpler plans. Only people read these estimates, and
-            they take most of the time.
 
     Raises:
         InputError: a table, its optimizer or the device does not support a constraint, or no plan fits the cluster. If no plan
@@ -142,10 +139,8 @@ def make_plan(
         options_by_table = planner.best_options()
     except PlannerError:
         raise infeasible_error(planner) from None
-    alternatives_by_table = compare_alternatives(planner, options_by_table) if compare else {}
     plan_by_table = {
-        table_name: _table_plan(planner, table_name, option=option, alternatives=alternatives_by_table.get(table_name, ()))
-        for table_name, option in options_by_table.items()
+        table_name: _table_plan(planner, table_name, option=option) for table_name, option in options_by_table.items()
     }
     return PlanFile(
         device=device,
@@ -159,13 +154,10 @@ def make_plan(
         usable_ddr_bytes=planner.usable_memory.ddr,
         tables=plan_by_table,
         ranks=rank_estimates(planner, options_by_table),
-        naive=naive_plans(planner) if compare else (),
     )
 
 
-def _table_plan(
-    planner: TorchrecPlanner, table_name: str, *, option: ShardingOption, alternatives: tuple[Alternative, ...]
-) -> TablePlan:
+def _table_plan(planner: TorchrecPlanner, table_name: str, *, option: ShardingOption) -> TablePlan:
     table, constraint = planner.model.tables[table_name], planner.config.tables.get(table_name)
     shards = tuple(
         ShardPlan(rank=shard.rank, offset=(shard.offset[0], shard.offset[1]), size=(shard.size[0], shard.size[1]))
@@ -186,7 +178,6 @@ def _table_plan(
             table_name, model=planner.model, constraint=constraint or TableConstraint(), lookup_stats=planner.lookup_stats
         ),
         constraint=_format_constraint(constraint) if constraint is not None else None,
-        alternatives=alternatives,
     )
 
 

@@ -114,7 +114,6 @@ def _with_fewer_ranks(job: TrainJob, *, sharding_plan: PlanFile, sharding: Shard
             batch_size=batch_size,
             optimizer=job.training.table_optimizer,
             lookup_stats=measure_lookups(job.spec, batch_size=batch_size, loss=job.loss, dataset=job.open_dataset()),
-            compare=False,
         )
     except InputError as error:
         logger.warning("there is no plan with %d ranks instead of %d: %s", world_size, sharding_plan.world_size, error)

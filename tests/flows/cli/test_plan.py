@@ -51,13 +51,13 @@ def test_a_plan_is_written_as_json_and_as_a_page_and_shown_as_tables(config: Pat
     assert plan.world_size == 8 and plan.device == "cuda"
     assert (plan.cluster.inter_host_gb_s, plan.cluster.intra_host_gb_s, plan.cluster.ddr_gb) == (25, 300, 500)
     assert 1 < plan.tables["item"].values_per_query < 1 + 3 + 4 / 16, "fewer than all draws: each distinct item once"
-    for word in ("as planned", "all row_wise", "all table_wise", plan.tables["item"].sharding_type, "plan.html"):
+    for word in (plan.tables["item"].sharding_type, "HBM", "plan.html"):
         assert word in answer.output
-    assert "Sharding plan for 8 GPUs" in page and "all table_wise" in page
+    assert "Sharding plan for 8 GPUs" in page and "Time by rank" in page
 
 
 def test_json_is_the_whole_plan(config: Path) -> None:
     answer = CliRunner().invoke(app, ["plan", str(config), *CLUSTER, "--json"])
     assert answer.exit_code == 0, answer.output
     plan = PlanFile.model_validate_json(answer.output.splitlines()[-1])
-    assert plan.world_size == 8 and {one.name for one in plan.naive} == {"all row_wise", "all table_wise"}
+    assert plan.world_size == 8

@@ -47,13 +47,6 @@ def test_shards_cover_each_table_exactly_once(kind):
         assert all(0 <= shard.rank < 4 for shard in table.shards)
 
 
-def test_a_plan_without_comparisons_is_the_same_plan():
-    plan, without_comparisons = (make_plan(config(), model=SPEC, batch_size=64, compare=compare) for compare in (True, False))
-    assert plan.naive and all(table.alternatives for table in plan.tables.values())
-    tables = {name: table.model_copy(update={"alternatives": ()}) for name, table in plan.tables.items()}
-    assert without_comparisons == plan.model_copy(update={"naive": (), "tables": tables})
-
-
 def test_a_plan_for_another_cluster_allocates_no_tables():
     huge = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True, embedding_dim=128), num_users=10**9, num_items=10**8)
     plan = make_plan(config(device="cuda", num_nodes=2, processes_per_node=8, hbm_gb=80), model=huge, batch_size=8192)

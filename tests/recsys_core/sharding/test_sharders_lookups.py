@@ -69,7 +69,7 @@ def look_up(rank: int, kind: str) -> None:
         loss=LossConfig(num_negatives=0),
         item_count_I=np.ones(ITEMS, np.int64),
         popularity_rank_by_table={},
-        plan=make_plan(sharding, model=spec, batch_size=4, compare=False),
+        plan=make_plan(sharding, model=spec, batch_size=4),
         process=Process(rank, ranks, torch.device("cpu")),
         config=TrainingConfig(seed=SEED),
     )

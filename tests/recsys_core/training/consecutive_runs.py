@@ -114,9 +114,7 @@ def train_job(run: PreparedRun, *, kind: str = "row_wise", training: TrainingCon
         cluster=ClusterConfig(device="cpu", processes_per_node=RANKS),
         tables=dict.fromkeys(run.spec.tables, TableConstraint.model_validate({"sharding_types": (kind,)})),
     )
-    plan = make_plan(
-        sharding, model=run.spec, batch_size=training.batch_size, optimizer=training.table_optimizer, compare=False
-    )
+    plan = make_plan(sharding, model=run.spec, batch_size=training.batch_size, optimizer=training.table_optimizer)
     run.folder.mkdir(exist_ok=True)
     (run.folder / "plan.json").write_text(plan.model_dump_json())
     work = run.folder / "train.work"

@@ -174,7 +174,7 @@ def sharded_model(
         tables={name: TableConstraint(sharding_types=(kind,)) for name, kind in kinds.items()},
         quantized_comms=quantized_comms,
     )
-    plan = make_plan(sharding, model=spec, batch_size=6, optimizer=training.table_optimizer, compare=False)
+    plan = make_plan(sharding, model=spec, batch_size=6, optimizer=training.table_optimizer)
     gradual = {name: rank for name, rank in RANKS.items() if spec.tables[name].settings.transfer == "gradual"}
     model = build_model(
         spec,

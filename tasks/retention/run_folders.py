@@ -152,14 +152,23 @@ def _starting_run(folder: Path) -> str | None:
 
 
 def _large_files(folder: Path, *, kept_stages: Collection[StageName]) -> Iterator[Path]:
-    """Yield the files and folders that a reduced run does not keep."""
+    """Yield the files and folders that a reduced run does not keep.
+
+    A link is not followed, and a stage folder without the marker is left alone: nightjar did not create its files.
+    """
     for stage in STAGES:
         if stage in kept_stages:
             continue
-        yield from (path for path in (folder / f"{stage}.work", folder / f"{stage}.tmp") if path.is_dir())
-        for path in sorted((folder / stage).iterdir()) if (folder / stage).is_dir() else ():
-            if path.is_dir() or (path.suffix not in REPORT_SUFFIXES and path.name != MARKER_NAME):
-                yield path
+        yield from (path for path in (folder / f"{stage}.work", folder / f"{stage}.tmp") if _is_real_folder(path))
+        stage_folder = folder / stage
+        if _is_real_folder(stage_folder) and (stage_folder / MARKER_NAME).is_file():
+            for path in sorted(stage_folder.iterdir()):
+                if path.is_dir() or (path.suffix not in REPORT_SUFFIXES and path.name != MARKER_NAME):
+                    yield path
+
+
+def _is_real_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _freed_bytes(path_groups: Iterable[tuple[Path, ...]]) -> Iterator[int]:
@@ -210,7 +219,9 @@ def _reduce_run(folder: Path, paths: Iterable[Path]) -> None:
     if not (folder / REDUCED_FILE_NAME).exists():
         write_text(folder / REDUCED_FILE_NAME, json.dumps({"reduced_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}))
     for path in paths:
-        if path.is_dir() and not path.is_symlink():
+        if path.parent != folder and path.parent.is_symlink():  # it was a folder when the removal was planned
+            continue
+        if _is_real_folder(path):
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)

@@ -18,6 +18,7 @@ from recsys_core.manifests import (
     DataReportManifest,
     InteractionsManifest,
     RegistrationManifest,
+    TrainManifest,
     load_manifest,
     read_unchecked_manifest,
 )
@@ -59,6 +60,26 @@ def test_the_newest_runs_stay_whole_older_ones_keep_reports_and_the_oldest_are_r
     assert load_manifest(runs[2].stage_folder(RegistrationManifest), RegistrationManifest, verify=False) is None
     assert not (tmp_path / TRASH_FOLDER_NAME).exists()
     assert clean(tmp_path) == {}
+
+
+def test_files_behind_a_link_and_stage_folders_without_a_marker_are_never_removed(tmp_path: Path, add_run: AddRun) -> None:
+    workspace = tmp_path / "workspace"
+    runs = [add_run(workspace, f"2026{index}") for index in range(4)]
+    foreign = tmp_path / "archive"
+    (foreign / "checkpoint").mkdir(parents=True)
+    for name in (".nightjar", "values.npy", "checkpoint/weights.bin"):
+        (foreign / name).write_bytes(b"precious")
+    runs[0].stage_folder(TrainManifest).symlink_to(foreign)
+    shutil.rmtree(runs[0].folder / "train.work")
+    (runs[0].folder / "train.work").symlink_to(foreign)
+    unmarked = runs[1].stage_folder(TrainManifest)
+    unmarked.mkdir()
+    (unmarked / "values.npy").write_bytes(b"precious")
+    before = files_below(foreign)
+    assert clean(workspace) == {"20260": "reduce", "20261": "reduce"}
+    assert files_below(foreign) == before and (unmarked / "values.npy").is_file()
+    assert clean(workspace, config=RetentionConfig(keep_full_runs=1, keep_report_runs=1))["20260"] == "remove"
+    assert files_below(foreign) == before
 
 
 def test_a_run_behind_an_alias_and_the_champion_of_a_whole_run_are_never_touched(tmp_path: Path, add_run: AddRun) -> None:

@@ -76,7 +76,7 @@ def load_version(config: PipelineConfig, model_uri: str | None) -> LoadedVersion
     )
     mlflow.set_tracking_uri(client.tracking_uri)
     try:
-        model = load_model(version_uri, client=client)
+        model = load_model(version_uri, client=client, workspace=config.workspace)
     except mlflow.exceptions.MlflowException as error:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":
             raise InputError(f"{version_uri}: cannot be loaded from {redacted_uri}: {redacted(error.message)}") from None

@@ -16,6 +16,7 @@ from typing import TypeVar
 from filelock import FileLock, Timeout
 
 from flows.cli import output
+from flows.servers.mlflow_process import PASSWORD_VARIABLE
 from flows.servers.prefect_server import PrefectServer
 from flows.servers.server_process import HOST, LOG, WORKSPACE_VARIABLE, ServerProcess
 from flows.settings.environment import set_flow_run_retention
@@ -28,6 +29,7 @@ RUNS_STOP_TIMEOUT_S = 5.5
 WATCH_INTERVAL_S = 0.5
 LOOPBACK_HOSTS = (HOST, "localhost", "::1")
 READY_MESSAGE = "ready"
+PASSWORD_FILE_NAME = "server-password"  # noqa: S105 a name
 ServerT = TypeVar("ServerT", bound=ServerProcess)
 
 
@@ -133,13 +135,15 @@ def _start_servers(
 
         mlflow_server = _start_server(create_mlflow_server, mlflow_port, "--mlflow-port", stack)
         facts["MLflow"] = mlflow_server.url
+    if prefect_server is None and mlflow_server is None:
+        return facts, None
+    password, shown_password = _server_password(config.workspace)
+    facts |= {"password": shown_password} if shown_password else {}
     if prefect_server is not None:
-        password, shown_password = _prefect_password(config.workspace)
-        facts |= {"Prefect password": shown_password} if shown_password else {}
         set_flow_run_retention(num_days=config.retention.flow_run_days)
         prefect_server.start_prefect(log_file=log_file, password=password)
     if mlflow_server is not None:
-        mlflow_server.start_serving(log_file=log_file, environment=_mlflow_environment(config.workspace))
+        mlflow_server.start_serving(log_file=log_file, environment=_mlflow_environment(config.workspace, password=password))
     for server in (prefect_server, mlflow_server):
         if server is not None:
             server.wait_until_ready()
@@ -157,8 +161,8 @@ def _start_server(create_server: Callable[[], ServerT], port: int, port_option: 
     return server
 
 
-def _prefect_password(workspace: Path) -> tuple[str, str | None]:
-    """Return the password of the Prefect server, and the text to print about it.
+def _server_password(workspace: Path) -> tuple[str, str | None]:
+    """Return the password of both servers as user:password, and the text to print about it.
 
     If PREFECT_SERVER_API_AUTH_STRING is set, it is the password, and the text is None. Otherwise the command creates a password
     and saves it in a file that only the user can read, so a browser stays signed in after a restart. The password is printed to
@@ -166,7 +170,7 @@ def _prefect_password(workspace: Path) -> tuple[str, str | None]:
     """
     if password_of_user := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
         return password_of_user, None
-    password_path = workspace / "prefect-password"
+    password_path = workspace / PASSWORD_FILE_NAME
     if not password_path.is_file():
         with os.fdopen(os.open(password_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as password_file:
             password_file.write(f"nightjar:{secrets.token_urlsafe(12)}\n")
@@ -174,11 +178,12 @@ def _prefect_password(workspace: Path) -> tuple[str, str | None]:
     return password, password if sys.stdout.isatty() else f"in {password_path}"
 
 
-def _mlflow_environment(workspace: Path) -> dict[str, str]:
+def _mlflow_environment(workspace: Path, *, password: str) -> dict[str, str]:
     return {
         "MLFLOW_ARTIFACTS_DESTINATION": str(workspace / "mlartifacts"),
         **os.environ,
         WORKSPACE_VARIABLE: str(workspace),
+        PASSWORD_VARIABLE: password,
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # its workers would take about 1 GB
     }
 

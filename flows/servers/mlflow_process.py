@@ -4,11 +4,42 @@
 subprocess, which would survive a SIGKILL of the command.
 """
 
+import base64
 import os
+import secrets
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flows.servers.server_process import REQUEST_GRACE_S, WORKSPACE_VARIABLE, inherited_socket, receive_start_message
 from recsys_core.parent_process import die_with_parent
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+PASSWORD_VARIABLE = "NIGHTJAR_MLFLOW_PASSWORD"  # noqa: S105 a name
+"""Environment variable of the server process with its password, as user:password. It is not in the environment of a command."""
+
+
+class BasicAuthentication:
+    """ASGI middleware that asks for a password (HTTP basic authentication) before every request except the health check."""
+
+    def __init__(self, app: "ASGIApp", *, password: str) -> None:
+        self._app = app
+        self._expected_header = b"Basic " + base64.b64encode(password.encode())
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Pass on a request with the password, the health check, and the start and stop of the application."""
+        header = dict(scope.get("headers", ())).get(b"authorization", b"")
+        is_health_check = scope["type"] == "http" and scope["path"] == "/health"
+        if scope["type"] == "lifespan" or is_health_check or secrets.compare_digest(header, self._expected_header):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            from starlette.responses import PlainTextResponse
+
+            headers = {"WWW-Authenticate": 'Basic realm="nightjar", charset="UTF-8"'}
+            await PlainTextResponse("a password is required", status_code=401, headers=headers)(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
 
 
 def main() -> None:
@@ -30,7 +61,8 @@ def main() -> None:
     os.environ[constants.SERVE_ARTIFACTS_ENV_VAR] = "true"
     from mlflow.server.fastapi_app import app
 
-    server_config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=REQUEST_GRACE_S)
+    protected_app = BasicAuthentication(app, password=os.environ[PASSWORD_VARIABLE])
+    server_config = uvicorn.Config(protected_app, log_level="error", timeout_graceful_shutdown=REQUEST_GRACE_S)
     uvicorn.Server(server_config).run(sockets=[inherited_socket()])
 
 

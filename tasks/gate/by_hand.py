@@ -141,7 +141,7 @@ def _open_tester(client: MlflowClient, decision: Decision, *, run_id: str | None
         sample = prepare_sample(
             interactions, max_users=decision.config.smoke_test_users, folder=Path(folder_name) / "smoke_test"
         )
-        yield VersionTester(client, sample)
+        yield VersionTester(client, sample, decision.workspace)
 
 
 def _make_champion(

@@ -95,6 +95,7 @@ def run_champion_gate(
     client: MlflowClient,
     interactions: InteractionsManifest,
     evaluation: EvaluationManifest,
+    workspace: Path,
     folder: Path,
     on_alias_change: Callable[[AliasChange], None],
 ) -> dict[str, Any]:
@@ -102,6 +103,7 @@ def run_champion_gate(
 
     Args:
         options: `promote` is the rule of the promotion, and `reason` becomes a tag of the version.
+        workspace: the version's model must have been logged from it, if its MLflow is in the workspace.
         folder: receives the users of the smoke test and each version's recommendations.
         on_alias_change: called after each move of an alias.
 
@@ -109,7 +111,7 @@ def run_champion_gate(
         StageError: the version failed the smoke test, or no version can be champion.
     """
     sample = prepare_sample(interactions, max_users=config.smoke_test_users, folder=folder / "smoke_test")
-    gate = _Gate(version, config, options, VersionTester(client, sample), evaluation, on_alias_change)
+    gate = _Gate(version, config, options, VersionTester(client, sample, workspace), evaluation, on_alias_change)
     gate.tester.set_tag(version, PROMOTE_TAG, options.promote)
     if options.reason:
         gate.tester.set_tag(version, RUN_REASON_TAG, options.reason)

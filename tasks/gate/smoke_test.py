@@ -4,6 +4,7 @@ The recommendations are validated and measured. All compared versions get the sa
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,14 @@ from tasks.gate.smoke_process import EXIT_NOT_FETCHED
 K = 20
 """Number of items that a version recommends to each user: the largest cut-off of the served metrics."""
 _TIMEOUT_S = 1_800.0
+_ALLOWED_VARIABLE_PATTERN = re.compile(
+    r"(PATH|HOME|USER|TMPDIR|TZ|LANG|LC_\w+|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|PYTHON\w+|\w+_NUM_THREADS|CUDA_\w+|DO_NOT_TRACK"
+    r"|MLFLOW_\w+|AWS_\w+|AZURE_\w+|GOOGLE_\w+|\w+_(proxy|PROXY)|SSL_\w+|\w+_CA_BUNDLE)$"
+)
+"""Environment variables of the process that runs the code of a version: those that Python, MLflow and object stores read.
+
+The secrets of Prefect, of databases and of other programs are left out.
+"""
 _KILL_EXIT_CODES = (-signal.SIGKILL, -signal.SIGTERM)
 
 IntArray = npt.NDArray[np.int64]
@@ -103,7 +112,9 @@ def prepare_sample(interactions: InteractionsManifest, *, max_users: int, folder
     )
 
 
-def predict_in_subprocess(sample: ServedSample, *, model_uri: str, tracking_uri: str, output_file: Path) -> pa.ListArray:
+def predict_in_subprocess(
+    sample: ServedSample, *, model_uri: str, tracking_uri: str, workspace: Path, output_file: Path
+) -> pa.ListArray:
     """Return the ids of the K items that the version at `model_uri` recommends to each user, computed in a fresh process.
 
     Raises:
@@ -112,11 +123,11 @@ def predict_in_subprocess(sample: ServedSample, *, model_uri: str, tracking_uri:
         StageError: a signal ended the process.
     """
     import_root = str(Path(__file__).parents[2])
-    environment = os.environ | {
+    environment = {name: value for name, value in os.environ.items() if _ALLOWED_VARIABLE_PATTERN.match(name)} | {
         "MLFLOW_TRACKING_URI": tracking_uri,
         "PYTHONPATH": os.pathsep.join(filter(None, [import_root, os.environ.get("PYTHONPATH")])),
     }
-    arguments = [model_uri, str(sample.histories_file), str(output_file), "--k", str(K)]
+    arguments = [model_uri, str(sample.histories_file), str(output_file), "--k", str(K), "--workspace", str(workspace)]
     command = [sys.executable, "-m", "tasks.gate.smoke_process", *arguments]
     try:
         subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
@@ -132,7 +143,23 @@ def predict_in_subprocess(sample: ServedSample, *, model_uri: str, tracking_uri:
         raise UnusableVersionError(
             f"{model_uri}: no answer for {sample.num_users:,} users within {_TIMEOUT_S:,.0f} s"
         ) from None
-    return pq.read_table(output_file)["item_ids"].combine_chunks()
+    return _read_answers(output_file, sample=sample, model_uri=model_uri)
+
+
+def _read_answers(output_file: Path, *, sample: ServedSample, model_uri: str) -> pa.ListArray:
+    """Return the column item_ids of the process's answers; raise UnusableVersionError without one list of ids per user."""
+    try:
+        answers = pq.read_table(output_file)["item_ids"].combine_chunks()
+    except (OSError, KeyError, pa.ArrowInvalid) as error:
+        problem = f"its process ended without a file of answers ({type(error).__name__})"
+        raise UnusableVersionError(f"{model_uri}: {problem}") from None
+    if len(answers) != sample.num_users:
+        raise UnusableVersionError(f"{model_uri}: {sample.num_users:,} users, but {len(answers):,} answers")
+    if not pa.types.is_list(answers.type) or answers.type.value_type != sample.item_ids.type:
+        raise UnusableVersionError(
+            f"{model_uri}: the answers have the type {answers.type}, but lists of {sample.item_ids.type} are expected"
+        )
+    return answers
 
 
 def recommend_popular(sample: ServedSample, *, popular_item_I: IntArray) -> pa.ListArray:
@@ -203,8 +230,6 @@ class _Recommendations(NamedTuple):
 
 
 def _parse_answers(answers: pa.ListArray, sample: ServedSample) -> _Recommendations:
-    if len(answers) != sample.num_users:
-        raise StageError(f"{sample.histories_file}: {sample.num_users:,} users, but {len(answers):,} answers")
     num_items_U = pc.list_value_length(answers).to_numpy(zero_copy_only=False).astype(np.int64)
     item_rows = pc.fill_null(pc.index_in(answers.flatten(), value_set=sample.item_ids), -1)
     item_row_L = item_rows.to_numpy(zero_copy_only=False).astype(np.int64)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -31,6 +32,7 @@ class VersionTester:
 
     client: MlflowClient
     sample: ServedSample
+    workspace: Path
     metrics_by_version: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def retry(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -97,5 +99,6 @@ class VersionTester:
             self.sample,
             model_uri=f"models:/{version.name}/{version.version}",
             tracking_uri=self.client.tracking_uri,
+            workspace=self.workspace,
             output_file=self.sample.histories_file.with_name(f"answers-{version.version}.parquet"),
         )

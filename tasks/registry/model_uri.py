@@ -3,6 +3,12 @@
 The module imports recsys_core only to raise an error: a version must run with the copy of recsys_core that was logged with it.
 """
 
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+import mlflow.artifacts
 import mlflow.pyfunc
 from mlflow import MlflowClient
 from mlflow.pyfunc import PyFuncModel
@@ -13,14 +19,82 @@ PACKAGE_SHA256_KEY = "package_sha256"
 """Key of the model config in MLmodel that holds the sha256 of package.json."""
 
 
-def load_model(uri: str, *, client: MlflowClient) -> PyFuncModel:
-    """Load the model at `uri`. The package of a registered version must have the sha256 in the version's tag.
+LOGGED_MODELS_FILE_NAME = "logged-models.sha256"
+"""File of a workspace with the sha256 of each model that its runs logged to the MLflow of the workspace.
+
+A model contains code. MLflow's server can change versions and artifacts, but not this file.
+"""
+_UNHASHED_NAMES = ("registered_model_meta", "__pycache__")
+"""A file that MLflow writes when a version is loaded, and the bytecode of the model's code, which is removed before loading."""
+
+
+def load_model(uri: str, *, client: MlflowClient, workspace: Path) -> PyFuncModel:
+    """Load the model at `uri` after `fetch_model` has verified it."""
+    folder, model_config = fetch_model(uri, client=client, workspace=workspace)
+    return mlflow.pyfunc.load_model(str(folder), model_config=model_config)
+
+
+def fetch_model(uri: str, *, client: MlflowClient, workspace: Path) -> tuple[Path, dict[str, str] | None]:
+    """Return the folder of the model at `uri`, downloaded if it is remote, and the model config for MLflow.
+
+    The package of a registered version must have the sha256 in the version's tag. A version in the MLflow of the workspace must
+    be a model that a run of the workspace logged: its files are below the workspace and unchanged. Code of the model
+    is not executed.
 
     Raises:
-        StageError: the version does not have the tag, or its package was changed.
+        StageError: the version does not have the tag, or is another model.
     """
     uri, model_config = uri_and_model_config(uri, client=client)
-    return mlflow.pyfunc.load_model(uri, model_config=model_config)
+    is_embedded = client.tracking_uri == f"sqlite:///{workspace.absolute()}/mlflow.db"
+    folder = Path(mlflow.artifacts.download_artifacts(uri, tracking_uri=client.tracking_uri))
+    if is_embedded and model_config is not None:
+        _require_logged_model(folder, workspace, uri)
+    return folder, model_config
+
+
+def record_logged_model(uri: str, *, client: MlflowClient, workspace: Path) -> None:
+    """Add the sha256 of a model that was just logged to LOGGED_MODELS_FILE_NAME, before it becomes a version."""
+    folder = Path(mlflow.artifacts.download_artifacts(uri, tracking_uri=client.tracking_uri))
+    with (workspace / LOGGED_MODELS_FILE_NAME).open("a") as file:
+        file.write(f"{model_sha256(folder)}  {uri}\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def model_sha256(folder: Path) -> str:
+    """Return a sha256 over names and contents of the files of a model, without bytecode.
+
+    The files of the package are left out, because package.json, which is included, has their checksums.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        relative_path = path.relative_to(folder)
+        is_in_package = relative_path.parts[:2] == ("artifacts", "package") and path.name != "package.json"
+        if path.is_symlink() or (path.is_file() and not is_in_package and not set(_UNHASHED_NAMES) & set(relative_path.parts)):
+            content = str(path.readlink()).encode() if path.is_symlink() else path.read_bytes()
+            digest.update(f"{relative_path}\0{hashlib.sha256(content).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def _require_logged_model(folder: Path, workspace: Path, uri: str) -> None:
+    artifact_folder, record_file = workspace.absolute() / "mlartifacts", workspace / LOGGED_MODELS_FILE_NAME
+    if not folder.resolve().is_relative_to(artifact_folder.resolve()):
+        raise _untrusted_error(uri, f"its files are in {folder}, which is not below {artifact_folder}")
+    recorded_sha256 = {line.split()[0] for line in record_file.read_text().splitlines()} if record_file.is_file() else set()
+    for bytecode_folder in [path for path in folder.rglob("__pycache__") if path.is_dir() and not path.is_symlink()]:
+        shutil.rmtree(bytecode_folder, ignore_errors=True)
+    sha256 = model_sha256(folder)
+    if sha256 not in recorded_sha256:
+        raise _untrusted_error(uri, f"{folder} has the sha256 {sha256[:12]}, which is not in {record_file}")
+
+
+def _untrusted_error(uri: str, problem: str) -> Exception:
+    from recsys_core.errors import StageError
+
+    return StageError(
+        f"{uri}: no run of this workspace logged this model: {problem}; the code of the model was not executed; register a new "
+        "version with `nightjar run`, and delete this version"
+    )
 
 
 def uri_and_model_config(uri: str, *, client: MlflowClient) -> tuple[str, dict[str, str] | None]:

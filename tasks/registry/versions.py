@@ -19,8 +19,8 @@ import recsys_core
 from recsys_core.manifests import InteractionsManifest, PackageManifest
 from recsys_core.serving.package import description_sha256
 from tasks.registry.config import RegistryConfig
-from tasks.registry.mlflow_client import LOG, RUN_ID_TAG, tracking_uri
-from tasks.registry.model_uri import PACKAGE_SHA256_KEY, PACKAGE_SHA256_TAG
+from tasks.registry.mlflow_client import LOG, RUN_ID_TAG, SQLITE_PREFIX, tracking_uri
+from tasks.registry.model_uri import PACKAGE_SHA256_KEY, PACKAGE_SHA256_TAG, record_logged_model
 from tasks.registry.releases import delete_logged_model
 from tasks.runs.run import Run
 
@@ -55,6 +55,8 @@ def get_or_create_version(
     _delete_unregistered_models(client, mlflow_run_id, registered_uris={version.source for version in versions})
     mlflow.set_tracking_uri(tracking_uri(run.workspace))
     logged_model = _log_model(package, mlflow_run_id=mlflow_run_id, interactions=interactions)
+    if client.tracking_uri.startswith(SQLITE_PREFIX):
+        record_logged_model(logged_model.model_uri, client=client, workspace=run.workspace)
     return client.create_model_version(
         model_name, logged_model.model_uri, run_id=mlflow_run_id, tags=tags, model_id=logged_model.model_id
     )

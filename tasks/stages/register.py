@@ -71,6 +71,7 @@ def register(context: StageContext, config: RegistryConfig) -> tuple[Registratio
                 client=client,
                 interactions=interactions,
                 evaluation=evaluation,
+                workspace=run.workspace,
                 folder=new_folder,
                 on_alias_change=partial(
                     emit_alias_change,

@@ -37,12 +37,23 @@ class Up:
     mlflow: str
     password: str
 
+    @property
+    def authorization(self) -> str:
+        """Header with the password of both servers."""
+        return "Basic " + b64encode(self.password.encode()).decode()
+
+    def mlflow_api(self, path: str) -> Any:
+        """Return the JSON answer of MLflow's API."""
+        request = urllib.request.Request(f"{self.mlflow}/api/2.0/mlflow/{path}", headers={"Authorization": self.authorization})
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return json.load(answer)
+
     def api(self, path: str, content: Any = None) -> Any:
         """Return the JSON answer of Prefect's API."""
         request = urllib.request.Request(
             f"{self.prefect}/api/{path}", None if content is None else json.dumps(content).encode()
         )
-        request.add_header("Authorization", "Basic " + b64encode(self.password.encode()).decode())
+        request.add_header("Authorization", self.authorization)
         request.add_header("Content-Type", "application/json")
         with urllib.request.urlopen(request, timeout=10) as answer:
             return json.load(answer)
@@ -83,7 +94,7 @@ def up(tmp_path: Path) -> Iterator[Up]:
             seconds=START_S,
             subject="the addresses of `nightjar up`",
         )
-        password = (tmp_path / "workspace" / "prefect-password").read_text().strip()
+        password = (tmp_path / "workspace" / "server-password").read_text().strip()
         up = Up(process, address_by_server["Prefect"], address_by_server["MLflow"], password)
         wait_for(lambda: up.api("deployments/filter", {}), seconds=START_S, subject="the deployment")
         yield up
@@ -115,6 +126,7 @@ def test_the_form_starts_a_run_that_registers_a_version_which_mlflow_shows(page:
     page.get_by_text("Artifacts", exact=True).click()
     take_picture(page, "prefect-artifacts")
 
+    page.set_extra_http_headers({"Authorization": up.authorization})
     page.goto(f"{up.mlflow}/#/models/nightjar/versions/1")
     page.get_by_text("champion").first.wait_for()
     take_picture(page, "mlflow-version", width=945)  # without the assistant on the right
@@ -136,7 +148,5 @@ def test_the_form_starts_a_run_that_registers_a_version_which_mlflow_shows(page:
 
 def find_mlflow_run(up: Up) -> dict[str, str]:
     """Return experiment_id and run_id of the MLflow run of version 1."""
-    with urllib.request.urlopen(f"{up.mlflow}/api/2.0/mlflow/model-versions/get?name=nightjar&version=1", timeout=10) as answer:
-        run_id = json.load(answer)["model_version"]["run_id"]
-    with urllib.request.urlopen(f"{up.mlflow}/api/2.0/mlflow/runs/get?run_id={run_id}", timeout=10) as answer:
-        return {"run_id": run_id, "experiment_id": json.load(answer)["run"]["info"]["experiment_id"]}
+    run_id = up.mlflow_api("model-versions/get?name=nightjar&version=1")["model_version"]["run_id"]
+    return {"run_id": run_id, "experiment_id": up.mlflow_api(f"runs/get?run_id={run_id}")["run"]["info"]["experiment_id"]}

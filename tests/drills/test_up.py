@@ -61,7 +61,7 @@ class Up:
 
     def api(self, path: str, body: Any = None) -> Any:
         """Return the answer of the Prefect server to a POST request; repeat a request that found the database locked."""
-        secret = (self.workspace / "prefect-password").read_text().strip()
+        secret = (self.workspace / "server-password").read_text().strip()
         headers = {"Content-Type": "application/json", "Authorization": f"Basic {b64encode(secret.encode()).decode()}"}
         url = f"http://127.0.0.1:{self.ports[0]}/api{path}"
         request = urllib.request.Request(url, data=json.dumps(body or {}).encode(), headers=headers)

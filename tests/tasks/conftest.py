@@ -57,7 +57,7 @@ def predicted_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run predict_in_subprocess in this process, which is faster; the list holds the URIs of its calls."""
     uris: list[str] = []
 
-    def predict(sample: ServedSample, *, model_uri: str, tracking_uri: str, output_file: Path) -> pa.ListArray:
+    def predict(sample: ServedSample, *, model_uri: str, tracking_uri: str, workspace: Path, output_file: Path) -> pa.ListArray:
         uris.append(model_uri)
         mlflow.set_tracking_uri(tracking_uri)
         cases = pq.read_table(sample.histories_file).to_pydict()

@@ -48,6 +48,10 @@ print(json.dumps([answer["item_ids"] for answer in answers]))
 """
 
 
+FOREIGN = Path("the folder of another workspace")
+"""For a registry that is not in the workspace, the sha256 in the tag of a version decides."""
+
+
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory, stages: BuildStages) -> Iterator[Path]:
     """A workspace with version 1 of the model m."""
@@ -192,7 +196,7 @@ def test_an_edited_package_is_rejected_wherever_it_is_loaded(stored: Path) -> No
     with pytest.raises(StageError, match=r"package.json: the sha256 is"):
         mlflow.pyfunc.load_model(URI)
     with pytest.raises(StageError, match=r"package.json: the sha256 is"):
-        load_model(URI, client=MlflowClient())
+        load_model(URI, client=MlflowClient(), workspace=FOREIGN)
 
 
 def test_a_package_whose_edit_was_hashed_into_mlmodel_does_not_have_the_sha256_of_its_version(
@@ -204,7 +208,7 @@ def test_a_package_whose_edit_was_hashed_into_mlmodel_does_not_have_the_sha256_o
     _edit(mlmodel, before, hashlib.sha256(description.read_bytes()).hexdigest())
     mlflow.pyfunc.load_model(URI)  # nothing in the folder contradicts it
     with pytest.raises(StageError, match=rf"package.json: the sha256 is \w+, but the file was written with {before}"):
-        load_model(URI, client=MlflowClient())
+        load_model(URI, client=MlflowClient(), workspace=FOREIGN)
 
 
 def test_an_mlmodel_without_the_checksum_is_rejected(stored: Path) -> None:
@@ -212,7 +216,7 @@ def test_an_mlmodel_without_the_checksum_is_rejected(stored: Path) -> None:
     del content["flavors"]["python_function"]["config"]
     (stored / "MLmodel").write_text(yaml.safe_dump(content))
     with pytest.raises(StageError, match="MLmodel: the python_function flavor has no config package_sha256"):
-        load_model(URI, client=MlflowClient())
+        load_model(URI, client=MlflowClient(), workspace=FOREIGN)
 
 
 def test_a_version_without_the_checksum_in_its_tags_is_rejected(workspace: Path) -> None:
@@ -221,7 +225,7 @@ def test_a_version_without_the_checksum_in_its_tags_is_rejected(workspace: Path)
     client.delete_model_version_tag("m", "1", PACKAGE_SHA256_TAG)
     try:
         with pytest.raises(StageError, match=f"models:/m/1 does not have the tag {PACKAGE_SHA256_TAG}"):
-            load_model(URI, client=client)
+            load_model(URI, client=client, workspace=FOREIGN)
     finally:
         client.set_model_version_tag("m", "1", PACKAGE_SHA256_TAG, version.tags[PACKAGE_SHA256_TAG])
-    assert load_model(URI, client=client).predict(pd.DataFrame({"user_id": ["user-0"]}))[0]["error"] is None
+    assert load_model(URI, client=client, workspace=FOREIGN).predict(pd.DataFrame({"user_id": ["user-0"]}))[0]["error"] is None

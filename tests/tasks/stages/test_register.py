@@ -153,6 +153,7 @@ def test_a_version_that_cannot_be_fetched_fails_with_the_last_line_of_its_proces
             sample,
             model_uri="models:/absent/1",
             tracking_uri=connect(workspace).tracking_uri,
+            workspace=workspace,
             output_file=workspace / "answers.parquet",
         )
 

@@ -1,0 +1,48 @@
+"""The MLflow server of `nightjar ui` and `nightjar up`: password, address and health check."""
+
+import os
+import urllib.error
+import urllib.request
+from base64 import b64encode
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows.cli import ui
+from flows.servers.server_process import ServerProcess
+from tasks.registry.mlflow_client import connect
+
+SEARCH = "/api/2.0/mlflow/experiments/search?max_results=5"
+PAGES = ("/", SEARCH, "/ajax-api/2.0/mlflow/experiments/search?max_results=5", "/health/../api", "//health", "/version")
+
+
+def status_of(url: str, *, login: str | None = None) -> int:
+    request = urllib.request.Request(url)
+    if login is not None:
+        request.add_header("Authorization", "Basic " + b64encode(login.encode()).decode())
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_every_page_except_the_health_check_requires_the_password_and_only_the_loopback_address_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    connect(tmp_path)  # creates the database
+    server = ServerProcess("flows.servers.mlflow_process", name="MLflow server", health_path="/health")
+    try:
+        environment = ui._mlflow_environment(tmp_path, password="nightjar:s3cret")
+        server.start_serving(log_file=tmp_path / "ui.log", environment=environment)
+        server.wait_until_ready()
+        for page in PAGES:
+            assert status_of(server.url + page) == status_of(server.url + page, login="nightjar:wrong") == 401, page
+        assert status_of(server.url + SEARCH, login="nightjar:s3cret") == 200
+        listening = [c for c in psutil.Process(server.pid).net_connections() if c.status == psutil.CONN_LISTEN]
+        assert {connection.laddr.ip for connection in listening} == {"127.0.0.1"}
+    finally:
+        server.stop()
+    assert "s3cret" not in (tmp_path / "ui.log").read_text() and "s3cret" not in str(dict(os.environ))

@@ -1,0 +1,83 @@
+"""Models in the MLflow of a workspace whose files or tags an attacker wrote: their code is never executed."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import mlflow
+import pytest
+
+from flows.cli.query import load_version
+from flows.settings.template import starter_config
+from recsys_core.errors import StageError
+from tasks.gate.smoke_test import UnusableVersionError, predict_in_subprocess, prepare_sample
+from tasks.registry.mlflow_client import connect
+from tasks.registry.model_uri import LOGGED_MODELS_FILE_NAME, PACKAGE_SHA256_TAG
+from tests.tasks.conftest import Stages
+from tests.tasks.registration import do_register, run_of
+
+BuildStages = Callable[..., Stages]
+EVIL_MODEL = """
+import pathlib
+from mlflow.models import set_model
+from mlflow.pyfunc import PythonModel
+pathlib.Path({marker!r}).touch()
+class Evil(PythonModel):
+    def predict(self, context, model_input, params=None):
+        return []
+set_model(Evil())
+"""
+
+
+def register_foreign_model(workspace: Path, outside: Path) -> Path:
+    """Register a model with its own code and a forged tag as champion; return the file that its code creates."""
+    marker, code_file = outside / "executed", outside / "evil.py"
+    code_file.write_text(EVIL_MODEL.format(marker=str(marker)))
+    client = connect(workspace)
+    mlflow.set_tracking_uri(client.tracking_uri)
+    experiment_id = client.create_experiment("foreign", artifact_location=(outside / "artifacts").as_uri())
+    with mlflow.start_run(experiment_id=experiment_id):
+        model = mlflow.pyfunc.log_model(name="retriever", python_model=str(code_file), pip_requirements=[])
+    marker.unlink(missing_ok=True)  # log_model runs the code
+    client.create_registered_model("m")
+    version = client.create_model_version("m", model.model_uri, tags={PACKAGE_SHA256_TAG: "0" * 64})
+    client.set_registered_model_alias("m", "champion", version.version)
+    return marker
+
+
+def config_of(workspace: Path):
+    config = starter_config().model_copy(update={"workspace": workspace})
+    return config.model_copy(update={"registry": config.registry.model_copy(update={"model_name": "m"})})
+
+
+@pytest.fixture
+def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("outside")
+
+
+def test_the_code_of_a_model_outside_the_workspace_is_not_executed(workspace: Path, outside: Path, stages: BuildStages) -> None:
+    marker = register_foreign_model(workspace, outside)
+    with pytest.raises(StageError, match=r"^models:/m/1: no run of this workspace logged this model: its files are in .*out"):
+        load_version(config_of(workspace), None)
+    sample = prepare_sample(stages().dataset.interactions, max_users=3, folder=workspace / "sample")
+    with pytest.raises(UnusableVersionError, match="no run of this workspace logged this model"):
+        predict_in_subprocess(
+            sample,
+            model_uri="models:/m/1",
+            tracking_uri=connect(workspace).tracking_uri,
+            workspace=workspace,
+            output_file=workspace / "answers.parquet",
+        )
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("edited_file", ["pyfunc_model.py", "code/recsys_core/errors.py", "MLmodel", "new.py"])
+def test_a_registered_model_with_a_changed_or_new_file_is_not_executed(
+    workspace: Path, outside: Path, stages: BuildStages, predicted_here: list[str], edited_file: str
+) -> None:
+    do_register(stages(), run_of(workspace, "one"))
+    load_version(config_of(workspace), None)
+    (mlmodel,) = (workspace / "mlartifacts").rglob("MLmodel")
+    with (mlmodel.parent / edited_file).open("a") as file:
+        file.write(f"\n# {outside}\n")
+    with pytest.raises(StageError, match=rf"has the sha256 \w+, which is not in {workspace / LOGGED_MODELS_FILE_NAME}"):
+        load_version(config_of(workspace), None)

@@ -14,6 +14,7 @@ MAX_DAYS = 36_500
 """Largest value of a setting in days: a hundred years."""
 WEEK_S = 604_800
 MAX_PATH_CHARACTERS = 4_096
+PREFECT_BANNED_CHARACTERS = ("/", "%", "&", ">", "<")
 
 
 OPERATIONAL = "operational"
@@ -111,6 +112,22 @@ def _check_folder(folder: Path) -> Path:
     return folder
 
 
+def _reject_uri(folder: Any) -> Any:
+    """Reject a URI before pathlib makes a relative path such as s3:/bucket of it."""
+    if isinstance(folder, str) and is_uri(folder):
+        raise ValueError(f"is {folder[:80]!r}, but it must be a folder on this machine, such as /var/lib/nightjar")
+    return folder
+
+
+def _check_flow_name(name: str) -> str:
+    if found_characters := sorted(set(name) & set(PREFECT_BANNED_CHARACTERS)):
+        raise ValueError(
+            f"is {name[:80]!r}, but Prefect allows none of {' '.join(PREFECT_BANNED_CHARACTERS)} in the name of a deployment; "
+            f"remove {' '.join(found_characters)}"
+        )
+    return name
+
+
 def _as_tuple(paths: Any) -> Any:
     return (paths,) if isinstance(paths, str) else paths
 
@@ -127,9 +144,12 @@ ColumnName = Annotated[str, Field(min_length=1, max_length=1_000), AfterValidato
 Name = Annotated[
     str, Field(min_length=1, max_length=200), AfterValidator(_check_control_characters), AfterValidator(_check_outer_blanks)
 ]
+PipelineName = Annotated[Name, AfterValidator(_check_flow_name)]
+"""The name of a pipeline and of its deployment in Prefect."""
 FilePath = Annotated[str, Field(min_length=1, max_length=MAX_PATH_CHARACTERS), AfterValidator(_check_path)]
 """A path, a glob or a URI."""
-Folder = Annotated[Path, AfterValidator(_check_folder)]
+Folder = Annotated[Path, BeforeValidator(_reject_uri), AfterValidator(_check_folder)]
+"""A folder on this machine."""
 Paths = Annotated[tuple[FilePath, ...], BeforeValidator(_as_tuple)]
 """One path or glob, or a list of them; always a tuple after parsing."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 from pydantic import Field, model_validator
 
 from flows.settings.schedule import ScheduleConfig
-from recsys_core.config import Folder, Name, Paths, Settings, is_uri
+from recsys_core.config import Folder, Paths, PipelineName, Settings, is_uri
 from recsys_core.data_report.config import DataReportConfig
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.ingest.features.config import FeaturesConfig
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class PipelineConfig(Settings):
     """Config of a pipeline: input, model, training, evaluation, serving and promotion."""
 
-    name: Name = Field("nightly", description="name of the pipeline, shown in the Prefect UI")
+    name: PipelineName = Field("nightly", description="name of the pipeline, shown in the Prefect UI")
     workspace: Folder = Field(
         Path("workspace"), description="folder for runs, the embedded MLflow database and Prefect's files"
     )

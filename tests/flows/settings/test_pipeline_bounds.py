@@ -77,6 +77,10 @@ def test_every_number_has_both_bounds_and_every_text_a_length() -> None:
         ("registry.experiment=' a'", "registry.experiment: is ' a', with a blank at its beginning or end"),
         ('name="\\u2028"', "name: contains the control character U+2028"),
         ('workspace="a\\0b"', "workspace: "),
+        ("workspace=s3://bucket/nightly", "workspace: is 's3://bucket/nightly', but it must be a folder on this machine"),
+        ("workspace=http://host/nightly", "workspace: is 'http://host/nightly', but it must be a folder on this machine"),
+        ("workspace=file:///nightly", "workspace: is 'file:///nightly', but it must be a folder on this machine"),
+        ("name=a/b", "name: is 'a/b', but Prefect allows none of / % & > < in the name of a deployment; remove /"),
         ("workspace=~stranger-here/x", "workspace: is '~stranger-here/x', but the user after ~ does not exist"),
         (
             "interactions.paths=~stranger-here/x",

@@ -7,7 +7,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 from pydantic.json_schema import SkipJsonSchema
 
-from flows.prefect_runs import default_run_id, flow_run_name, flow_run_url, tag_flow_run
+from flows.prefect_runs import flow_run_name, flow_run_url, run_id_in, tag_flow_run
 from flows.runs.after_run import after_run
 from flows.runs.resume import check_resume
 from flows.settings.config_file import dump_config
@@ -54,8 +54,9 @@ def nightly_retrain(
     """
     if options.full_retrain:
         config = config.for_full_retrain()
+    workspace = Workspace(config.workspace.absolute())
     context = StageContext(
-        Workspace(config.workspace.absolute()).run(run_id or default_run_id()),
+        workspace.run(run_id or run_id_in(workspace)),
         experiment=config.registry.experiment,
         options=options,
         until=None if until == "register" else until,

@@ -14,6 +14,7 @@ from prefect.utilities.urls import url_for
 from pydantic import Field
 
 from recsys_core.config import MAX_PATH_CHARACTERS
+from tasks.runs.workspace import Workspace
 
 LOG = logging.getLogger("nightjar")
 MAX_TAG_CHARACTERS = 80
@@ -35,6 +36,20 @@ def default_run_id() -> str:
     If Prefect itself retries the flow run, the flow run keeps its id, so the retry resumes the run in the same folder.
     """
     return f"{runtime.flow_run.scheduled_start_time:%Y%m%d-%H%M%S}-{runtime.flow_run.id[:4]}"
+
+
+def run_id_in(workspace: Workspace) -> str:
+    """Return the run id of the current flow run in `workspace`: its default id, or an id that sorts after all earlier runs.
+
+    The default id does not sort after the earlier runs if the clock was set back, or if a run has an id in the future. The
+    other id ends with eight characters of the flow run's id, by which a retry of the flow run finds it again.
+    """
+    run_ids, flow_run_id = [run.run_id for run in workspace.runs()], runtime.flow_run.id
+    for run_id in run_ids:
+        if run_id in (default_run_id(), f"{run_id[:15]}-{flow_run_id[:8]}"):
+            return run_id
+    new_id = workspace.new_run_id(at=runtime.flow_run.scheduled_start_time)
+    return default_run_id() if new_id[:15] == default_run_id()[:15] else f"{new_id[:15]}-{flow_run_id[:8]}"
 
 
 def flow_run_name(pipeline_name: str, *, run_id: str | None, reason: str = "") -> str:

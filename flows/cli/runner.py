@@ -20,7 +20,6 @@ from recsys_core.evaluation.report import metric_table
 from recsys_core.manifests import DataReportManifest, EvaluationManifest, StageName, TrainManifest, require_own_folder
 from tasks.runs.context import StageContext
 from tasks.runs.options import RunOptions
-from tasks.runs.run import new_run_id
 from tasks.runs.run_record import RunRecord, write_traceback
 from tasks.runs.workspace import Workspace
 
@@ -93,7 +92,8 @@ def save_traceback(error: Exception, *, folder: Path) -> StageError:
 def run_nightly(command: Command, *, resume: str | None, until: StageName | None, options: RunOptions) -> RunResults:
     """Run the nightly flow to its end, or to the stage `until`; resume the run `resume` unless it is None."""
     config = command.config
-    run = StageContext(Workspace(config.workspace).run(resume or new_run_id()), options=options, until=until).run
+    workspace = Workspace(config.workspace)
+    run = StageContext(workspace.run(resume or workspace.new_run_id()), options=options, until=until).run
     if resume is not None:
         check_resume(config, run)
     require_own_folder(run.folder)

@@ -85,11 +85,10 @@ class PastRun:
 
 
 def run_history(workspace: str | Path, *, max_runs: int | None = None) -> list[PastRun]:
-    """Return the runs of `workspace`, the newest start first; at most `max_runs` runs."""
+    """Return the runs of `workspace`, the newest first (see Workspace.runs); at most `max_runs` runs."""
     workspace = Path(workspace).absolute()
-    runs = [run for run in Workspace(workspace).runs() if _has_started(run)]
-    past_runs = [PastRun(run, RunRecord.read(run) or _record_from_manifests(run)) for run in runs]
-    return sorted(past_runs, key=lambda past_run: (past_run.record.started, past_run.run.run_id), reverse=True)[:max_runs]
+    runs = [run for run in reversed(Workspace(workspace).runs()) if _has_started(run)]
+    return [PastRun(run, RunRecord.read(run) or _record_from_manifests(run)) for run in runs[:max_runs]]
 
 
 def newest_promoted_version(past_runs: list[PastRun]) -> str | None:

@@ -7,7 +7,7 @@ from prefect.client.schemas.objects import State
 from pydantic import Field
 
 from flows.nightly import nightly_retrain
-from flows.prefect_runs import ConfigPath, Overrides, default_run_id, end_earlier_runs, flow_run_name, titled_field
+from flows.prefect_runs import ConfigPath, Overrides, end_earlier_runs, flow_run_name, run_id_in, titled_field
 from flows.runs.input_checks import check_inputs
 from flows.runs.resume import check_resume, choose_run_to_resume
 from flows.scheduled.crash_report import tie_to_worker
@@ -75,7 +75,7 @@ def deployed_retrain(
     is_scheduled = SCHEDULED_TAG in runtime.flow_run.tags
     resumed_run_id = resume or (choose_run_to_resume(config) if is_scheduled else None)
     workspace = Workspace(config.workspace)
-    run = StageContext(workspace.run(resumed_run_id or default_run_id()), options=options, until=until).run
+    run = StageContext(workspace.run(resumed_run_id or run_id_in(workspace)), options=options, until=until).run
     if resumed_run_id:
         check_resume(config, run)
     check_inputs(config)

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -15,6 +15,9 @@ from recsys_core.manifests import Manifest, create_own_folder
 
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 """A run id is the name of one folder, never a path."""
+
+_TIME_FORMAT = "%Y%m%d-%H%M%S"
+TIMED_ID_PATTERN = re.compile(r"\d{4}(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])-([01]\d|2[0-3])[0-5]\d[0-5]\d-")
 
 RUNS_FOLDER_NAME = "runs"
 LOCK_NAME = ".lock"
@@ -99,6 +102,14 @@ class Run:
         return False
 
 
-def new_run_id() -> str:
-    """Return the UTC time and four random hex digits, e.g. 20261121-070312-ab12. Run ids sort by time."""
-    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+def new_run_id(*, after: str = "", at: datetime | None = None) -> str:
+    """Return the UTC time and four random hex digits, e.g. 20261121-070312-ab12.
+
+    Args:
+        after: the newest run id. If the time is not after the time of this id, the new id is one second later than this id.
+        at: time of the id in UTC; None: now.
+    """
+    time = f"{at or datetime.now(UTC):{_TIME_FORMAT}}"
+    if time <= after[: len(time)] and TIMED_ID_PATTERN.match(after):
+        time = f"{datetime.strptime(after[: len(time)], _TIME_FORMAT) + timedelta(seconds=1):{_TIME_FORMAT}}"
+    return f"{time}-{secrets.token_hex(2)}"

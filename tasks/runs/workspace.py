@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from recsys_core.atomic import write_text
 from recsys_core.errors import InputError
 from recsys_core.manifests import ManifestT, load_manifest
-from tasks.runs.run import RUN_ID_PATTERN, RUNS_FOLDER_NAME, Run
+from tasks.runs.run import RUN_ID_PATTERN, RUNS_FOLDER_NAME, TIMED_ID_PATTERN, Run, new_run_id
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,19 @@ class Workspace:
         return Run(run_id, workspace=self.folder)
 
     def runs(self) -> list[Run]:
-        """Return the runs whose folder exists, the oldest first."""
+        """Return the runs whose folder exists, the oldest first.
+
+        The order of the run ids decides, not the clock: `new_run_id` continues from the newest id.
+        """
         names = sorted(
             path.name for path in (self.folder / RUNS_FOLDER_NAME).glob("*") if path.is_dir() and not path.is_symlink()
         )
         return [self.run(name) for name in names if RUN_ID_PATTERN.fullmatch(name)]
+
+    def new_run_id(self, *, at: datetime | None = None) -> str:
+        """Return an id that sorts after the ids of all runs of the workspace, also if the clock was set back."""
+        run_ids = [run.run_id for run in self.runs()]
+        return new_run_id(after=max(filter(TIMED_ID_PATTERN.match, run_ids), default=""), at=at)
 
     def newest_run(self) -> Run | None:
         """Return the newest run; None if there is none."""

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,19 @@ def test_run_ids_sort_by_time_and_differ() -> None:
     ids = [new_run_id() for _ in range(5)]
     assert all(re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{4}", run_id) for run_id in ids)
     assert len(set(ids)) > 1
+
+
+@pytest.mark.parametrize("newest", ["20991231-235959-ab12", f"{datetime.now(UTC):%Y%m%d-%H%M%S}-ffff"])
+def test_a_run_id_sorts_after_all_runs_if_the_clock_is_behind_the_newest_run(tmp_path: Path, newest: str) -> None:
+    workspace, created_ids = Workspace(tmp_path), [newest]
+    for run_id in ("20260101-000000-ab12", "by-hand", newest):
+        workspace.run(run_id).folder.mkdir(parents=True)
+    for _ in range(3):
+        created_ids.append(workspace.new_run_id())
+        workspace.run(created_ids[-1]).folder.mkdir()
+    assert created_ids == sorted(created_ids) and len({run_id[:15] for run_id in created_ids}) == 4
+    timed_runs = [run.run_id for run in workspace.runs() if run.run_id != "by-hand"]
+    assert timed_runs[-3:] == created_ids[1:]
 
 
 def test_each_stage_has_a_folder_of_its_own(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ MAY_IMPORT = {
     },
     "flows": {
         "settings": set(),
-        "servers": set(),
+        "servers": {"settings"},
         "doctor": {"settings"},
         "runs": {"settings", "servers"},
         "": {"settings", "runs"},

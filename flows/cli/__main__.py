@@ -21,6 +21,8 @@ def run_command() -> None:
             os._exit(exit_code)
 
     atexit.register(end_process)  # registered before the libraries are imported, so it runs after their exit handlers
+    for stream in (sys.stdout, sys.stderr):  # in an ASCII locale, other characters are escaped
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     from flows.cli.main import main
 
     try:

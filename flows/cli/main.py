@@ -12,7 +12,7 @@ from flows.cli import operations, output
 from flows.cli.arguments import DEFAULT_CONFIG_PATH, AsJson, ConfigPath, Overrides, Verbose
 from flows.interruption import Interrupted, end_process
 from flows.settings.environment import prepare_environment, silence_libraries
-from recsys_core.errors import NightjarError
+from recsys_core.errors import NightjarError, printable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -268,5 +268,6 @@ def main() -> None:
     except Interrupted as error:
         end_process(error)
     except NightjarError as error:
-        output.stderr.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        message = "\n".join(printable(line) for line in str(error).split("\n"))
+        output.stderr.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
         sys.exit(error.exit_code)

@@ -14,6 +14,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from rich.table import Column, Table
 from rich.text import Text
 
+from recsys_core.errors import printable
+
 if TYPE_CHECKING:
     from flows.doctor.finding import Finding
     from recsys_core.evaluation.report import MetricTable
@@ -140,12 +142,12 @@ def print_metrics(table: "MetricTable", *, served_metrics: Mapping[str, float], 
 
 
 def print_table(column_titles: Sequence[str], rows: Sequence[Sequence[str | Text]], *, console: Console) -> None:
-    """Print a table without borders; the first column is aligned left, the others right."""
+    """Print a table without borders; the first column is aligned left, the others right. Control characters are escaped."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for index, title in enumerate(column_titles):
         table.add_column(title, justify="left" if index == 0 else "right")
     for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
+        table.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
     console.print(table)
 
 
@@ -153,7 +155,8 @@ def print_facts(facts: Mapping[str, str], *, console: Console) -> None:
     """Print names and values in two columns."""
     name_width = max(len(fact_name) for fact_name in facts)
     for fact_name, fact_text in facts.items():
-        console.print(f"[dim]{fact_name.ljust(name_width)}[/]  {escape(fact_text)}", soft_wrap=True)
+        lines = "\n".join(printable(line) for line in fact_text.split("\n"))
+        console.print(f"[dim]{fact_name.ljust(name_width)}[/]  {escape(lines)}", soft_wrap=True)
 
 
 def print_findings(findings: "Mapping[str, Finding]", *, console: Console) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from flows.servers.server_process import MIN_FREE_BYTES, ServerProcess
+from flows.settings.environment import require_home
 from recsys_core.disk import require_free_space
 from recsys_core.imports import fast_imports
 
@@ -85,6 +86,7 @@ def embedded_server() -> Iterator[PrefectServer | None]:
     if "PREFECT_API_URL" in os.environ:
         yield None
         return
+    require_home()
     user_password = os.environ.get("PREFECT_API_AUTH_STRING")
     server = PrefectServer()
     try:

@@ -15,8 +15,9 @@ def prepare_environment(workspace: Path, *, verbose: bool = False) -> None:
 
     Variables that the user has set keep their values. Call this function before a flow is imported.
 
-    Raises InputError if `workspace` is not writable.
+    Raises InputError if `workspace` is not writable, or if the user has no home folder.
     """
+    require_home()
     require_writable(workspace)
     workspace.mkdir(parents=True, exist_ok=True)
     default_by_variable = {
@@ -38,6 +39,17 @@ def set_flow_run_retention(*, num_days: int) -> None:
     }
     for variable, value in default_by_variable.items():
         os.environ.setdefault(variable, value)
+
+
+def require_home() -> None:
+    """Raise InputError if the user has no home folder, which Prefect needs. A container may run with an unknown user id."""
+    try:
+        Path.home()
+    except RuntimeError:
+        raise InputError(
+            f"the user id {os.getuid()} has no home folder, but Prefect needs one: set HOME to a folder that this "
+            "user can write"
+        ) from None
 
 
 def require_writable(workspace: Path) -> None:

@@ -75,6 +75,11 @@ class Workspace:
         lock, holder_file = FileLock(self.folder / ".command.lock"), self.folder / ".command.json"
         try:
             lock.acquire(timeout=0)
+        except PermissionError:
+            raise InputError(
+                f"{lock.lock_file}: permission denied; run nightjar as the user who created this file, or set workspace to "
+                "another folder"
+            ) from None
         except Timeout:
             raise InputError(
                 f"{self.folder}: {_describe_holder(holder_file)} is using this workspace; wait for it to end, or set "

@@ -172,3 +172,17 @@ def test_a_bad_row_ends_a_run_with_2_and_one_message_that_no_id_can_break(file: 
     assert "nanobind" not in answer.stderr
     (run,) = (file.parent / "workspace" / "runs").iterdir()
     assert not list(run.glob("ingest_interactions*")) and not list(run.glob("**/*.tmp"))
+
+
+def run_nightjar(*arguments: str, cwd: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(cli.__file__).parents[2]), **variables}
+    command = [sys.executable, "-m", "flows.cli", *arguments]
+    return subprocess.run(command, capture_output=True, cwd=cwd, env=environment, encoding="utf-8", check=False)
+
+
+def test_in_an_ascii_locale_other_characters_are_escaped(tmp_path: Path) -> None:
+    answer = run_nightjar("validate", "größe.yaml", cwd=tmp_path, PYTHONIOENCODING="ascii", HOME=str(tmp_path))
+    assert (answer.returncode, answer.stderr) == (
+        2,
+        "error: gr\\xf6\\xdfe.yaml: no such file; `nightjar init gr\\xf6\\xdfe.yaml` writes one\n",
+    )

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import sys
 
 import pytest
 from rich.console import Console
@@ -66,3 +67,13 @@ def test_the_metrics_fit_and_the_best_of_each_column_is_marked(console: Console)
     lines = printed(console)
     assert len(lines) == 1 + 3 + 2 + 2 + 1 and all(len(line) <= WIDTH for line in lines)
     assert lines[-1].strip() == "cold: 312 items without an earlier event, for 45 users"
+
+
+def test_control_characters_of_ids_are_escaped_and_a_newline_does_not_make_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(file=sys.stdout, width=200)
+    hostile = "a\x1b]0;title\x07\x1b[31m\nb\u202e"
+    output.print_table(["item", "score"], [[hostile, "0.5"]], console=console)
+    output.print_facts({"item": hostile}, console=console)
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed and "\x07" not in printed and "\u202e" not in printed
+    assert len(printed.splitlines()) == 4 and r"a\x1b]0;title\x07\x1b[31m\nb\u202e" in printed

@@ -98,3 +98,13 @@ def test_a_second_command_in_a_workspace_is_rejected_with_pid_and_run_of_the_fir
     first.join()
     with Workspace(tmp_path).lock(run_id="second"):
         assert json.loads((tmp_path / ".command.json").read_text())["run_id"] == "second"
+
+
+def test_the_lock_file_of_another_user_is_an_input_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_as_another_user(*_: object, **__: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", open_as_another_user)
+    message = f"{tmp_path}/.command.lock: permission denied; run nightjar as the user who"
+    with pytest.raises(InputError, match=message), Workspace(tmp_path).lock(run_id="first"):
+        pass

@@ -1,5 +1,6 @@
 """Input parquet files with checked footers, their columns, and the hive keys in their paths."""
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,9 @@ from recsys_core.errors import InputError, first_line, printable
 from recsys_core.manifests import SourceFile
 from recsys_core.parquet.footers import Footer, read_footers
 from recsys_core.parquet.locations import Location, find_files, retrying
+from recsys_core.units import MIB
 
+_HASH_BLOCK_BYTES = 4 * MIB
 NULL_KEY_VALUE = "__HIVE_DEFAULT_PARTITION__"
 """Value that Hive and Spark write for a null key."""
 
@@ -117,6 +120,39 @@ def check_distinct_files(locations: Sequence[Location], *, setting: str) -> None
                 f"{setting}: {location.name}: is the same file as {other_name}, through a link or another spelling of its "
                 "path, and its rows would count twice; list it once, or remove the link"
             )
+
+
+def reject_copies(sources: Sequence[Source], *, setting: str) -> None:
+    """Raise InputError if a file is a byte copy of another file of the same partition: its rows would count twice.
+
+    Only files with equal sizes and footers are read.
+    """
+    sources_by_footer: dict[tuple[object, ...], list[Source]] = {}
+    for source in sources:
+        if source.record.rows:
+            record = source.record
+            footer_key = (record.footer_sha256, record.bytes, tuple(sorted(source.partition_values.items())))
+            sources_by_footer.setdefault(footer_key, []).append(source)
+    for candidates in sources_by_footer.values():
+        source_by_sha256: dict[str, Source] = {}
+        for source in candidates if len(candidates) > 1 else ():
+            original = source_by_sha256.setdefault(_content_sha256(source), source)
+            if original is not source:
+                raise InputError(
+                    f"{setting}: {source.name} is a byte copy of {original.name}, so its {source.record.rows:,} rows would "
+                    "count twice; remove one of the two files"
+                )
+
+
+def _content_sha256(source: Source) -> str:
+    digest = hashlib.sha256()
+    try:
+        with source.location.filesystem.open_input_stream(source.location.path, compression=None) as stream:
+            while block := stream.read(_HASH_BLOCK_BYTES):
+                digest.update(block)
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{source.name}: cannot be read: {first_line(error)}") from error
+    return digest.hexdigest()
 
 
 def _make_source(location: Location, footer: Footer) -> Source:

@@ -11,7 +11,7 @@ from recsys_core.ingest.log.config import SPLITS, FileSplit, InteractionsConfig
 from recsys_core.manifests import IdType, SourceFile
 from recsys_core.parquet.columns import id_type, require_column, require_same_types, require_unambiguous_case
 from recsys_core.parquet.guards import check_expansion, require_sidecars
-from recsys_core.parquet.sources import Source, check_distinct_files, open_sources
+from recsys_core.parquet.sources import Source, check_distinct_files, open_sources, reject_copies
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class InteractionsInput:
 
 
 def open_interactions(config: InteractionsConfig, *, allowed_data_root: Path | None = None) -> InteractionsInput:
-    """Open the files of the log. Raise InputError for a missing or invalid file, or for a missing or unsuitable column.
+    """Open the files of the log. Raise InputError for a missing, invalid or copied file, or an unsuitable column.
 
     Args:
         allowed_data_root: folder that has to contain every file.
@@ -55,6 +55,8 @@ def open_interactions(config: InteractionsConfig, *, allowed_data_root: Path | N
     if config.checksums == "sidecar":
         require_sidecars(all_sources)
     _require_distinct_files(sources_by_split)
+    for sources in sources_by_split.values():
+        reject_copies(sources, setting="interactions")
     user_id_type = id_type(all_sources, config.user_column, setting="interactions.user_column")
     item_id_type = id_type(all_sources, config.item_column, setting="interactions.item_column")
     if config.timestamp_column is not None:

@@ -6,8 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recsys_core.errors import InputError
 from recsys_core.parquet.columns import id_type, require_column
-from recsys_core.parquet.sources import open_sources
+from recsys_core.parquet.sources import open_sources, reject_copies
 from tests.recsys_core.ingest.parquet_files import refusal, write
 
 
@@ -115,3 +116,17 @@ def test_ids_of_different_types_in_two_files_are_rejected_with_both_names(tmp_pa
     found = open_sources([str(tmp_path / "*.parquet")], setting="s")
     with refusal("b.parquet: column 'id' is string, but column 'id' of ", "a.parquet is int64"):
         id_type(found, "id", setting="t")
+
+
+def test_a_byte_copy_of_a_file_is_rejected_by_both_names_unless_its_partition_differs(tmp_path: Path) -> None:
+    rows = pa.table({"a": [1, 2]})
+    for name in ("dt=1/x.parquet", "dt=2/x.parquet", "dt=2/y.parquet", "dt=2/empty-1.parquet", "dt=2/empty-2.parquet"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        pq.write_table(rows if "empty" not in name else rows.slice(0, 0), tmp_path / name)
+    # Equal footers without statistics, but other values.
+    pq.write_table(pa.table({"a": [3, 4]}), tmp_path / "dt=1/y.parquet", write_statistics=False, use_dictionary=False)
+    pq.write_table(pa.table({"a": [5, 6]}), tmp_path / "dt=1/z.parquet", write_statistics=False, use_dictionary=False)
+    with pytest.raises(InputError, match=r"^log: .*dt=2/y\.parquet is a byte copy of .*dt=2/x\.parquet, so its 2 rows would"):
+        reject_copies(open_sources([str(tmp_path)], setting="log"), setting="log")
+    (tmp_path / "dt=2/y.parquet").unlink()
+    reject_copies(open_sources([str(tmp_path)], setting="log"), setting="log")

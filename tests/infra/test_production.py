@@ -142,6 +142,18 @@ def test_a_kubernetes_object_has_only_keys_of_the_api(document: dict[str, Any]) 
     assert unknown_keys(document, f"V1{kind}", kind) == []
 
 
+def test_the_leases_of_runs_survive_a_restart_of_the_prefect_server() -> None:
+    service = COMPOSE["services"]["prefect"]
+    (volume,) = service["volumes"]
+    source, _, mount_path = volume.partition(":")
+    assert source in COMPOSE["volumes"] and service["environment"]["PREFECT_HOME"].startswith(f"{mount_path}/")
+    (pod,) = (pod for pod in PODS if pod["containers"][0]["name"] == "prefect")
+    claims = {volume["name"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume}
+    mount_paths = [mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"] if mount["name"] in claims]
+    (home,) = (variable["value"] for variable in pod["containers"][0]["env"] if variable["name"] == "PREFECT_HOME")
+    assert any(home.startswith(f"{mount_path}/") for mount_path in mount_paths)
+
+
 @pytest.mark.parametrize("pod", PODS, ids=lambda pod: pod["containers"][0]["name"])
 def test_a_pod_has_no_root_user_no_token_and_bounded_memory(pod: dict[str, Any]) -> None:
     (container,) = pod["containers"]

@@ -94,7 +94,8 @@ def validate(config_path: ConfigPath = DEFAULT_CONFIG_PATH, overrides: Overrides
     config = load_config(config_path, overrides or ())
     from flows.runs.input_checks import check_inputs
 
-    facts = check_inputs(config)
+    with output.log_lines():
+        facts = check_inputs(config)
     output.print_facts(facts, console=output.stdout)
     output.stdout.print(f"{config_path}: OK. Run it with: nightjar run {config_path}", markup=False, soft_wrap=True)
 
@@ -166,7 +167,8 @@ def run(
         if until is not None and last_stage is None:
             raise InputError(f"--until {until}: no such stage; the stages are {', '.join(STAGES)}")
         config = load_config(config_path, overrides or ())
-        check_inputs(config)
+        with output.log_lines():  # tens of thousands of files take minutes
+            check_inputs(config)
         prepare_environment(config.workspace, verbose=verbose)
         command_options = ["--reason", reason] * bool(reason) + ["--full-retrain"] * full_retrain
         command_options += ["--promote", promote] * (promote != "by_gate")

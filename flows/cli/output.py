@@ -115,6 +115,18 @@ def stage_lines() -> Iterator[None]:
             logging.getLogger("recsys_core").removeHandler(handler)
 
 
+@contextmanager
+def log_lines() -> Iterator[None]:
+    """Print the log of the library on stderr, for work before a run such as the check of many files."""
+    handler, logger = logging.StreamHandler(), logging.getLogger("recsys_core")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
 def print_metrics(table: "MetricTable", *, served_metrics: Mapping[str, float], console: Console) -> None:
     """Print models and baselines by row and metrics by column. The best value of each column is bold.
 

@@ -6,7 +6,9 @@ histogram contradicts the schema, because a C++ exception is not caught (seen wi
 """
 
 import hashlib
+import logging
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ from numpy.typing import NDArray
 from recsys_core.errors import InputError, first_line, shown
 from recsys_core.parquet.locations import Location, retrying
 
+logger = logging.getLogger(__name__)
+_LOG_INTERVAL_S = 5.0
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 64 * 1024
 _CHUNK_COLUMNS = (
@@ -73,12 +77,12 @@ def read_footers(locations: Sequence[Location]) -> list[Footer]:
         InputError: a file is not parquet, is truncated or encrypted, or its footer contradicts itself or the size of the file.
     """
     raw_footers = []
-    for location in locations:
+    for location in _logged(locations, "read"):
         with _explain_errors(location):
             raw_footers.append(retrying(lambda location=location: _read_footer_bytes(location)))  # type: ignore[misc]
     footers = []
     with tempfile.TemporaryDirectory(prefix="nightjar-footers-") as folder, duckdb.connect(config={"threads": 1}) as connection:
-        for index, (location, raw_footer) in enumerate(zip(locations, raw_footers, strict=True)):
+        for index, (location, raw_footer) in enumerate(zip(_logged(locations, "checked"), raw_footers, strict=True)):
             # The footer between two magic numbers is a valid parquet file without data. DuckDB and pyarrow parse this file, so
             # they parse the same bytes that are hashed.
             footer_file_content = _MAGIC + raw_footer + len(raw_footer).to_bytes(4, "little") + _MAGIC
@@ -89,6 +93,16 @@ def read_footers(locations: Sequence[Location]) -> list[Footer]:
                 footers.append(_parse_footer(footer_file_content, footer_path, sha256, connection, data_end=data_end))
             footer_path.unlink()
     return footers
+
+
+def _logged(locations: Sequence[Location], verb: str) -> Iterator[Location]:
+    """Yield the locations; log every few seconds how many are done, because tens of thousands of files take minutes."""
+    next_line_s = time.monotonic() + _LOG_INTERVAL_S
+    for index, location in enumerate(locations):
+        if time.monotonic() >= next_line_s:
+            logger.info("%s the footers of %s of %s parquet files", verb, f"{index:,}", f"{len(locations):,}")
+            next_line_s = time.monotonic() + _LOG_INTERVAL_S
+        yield location
 
 
 class _InvalidFooterError(Exception):

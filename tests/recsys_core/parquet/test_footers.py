@@ -1,5 +1,6 @@
 """An inconsistent footer is rejected before any other part of the file is read."""
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recsys_core.parquet import footers
+from recsys_core.parquet.footers import read_footers
 from recsys_core.parquet.guards import check_expansion, verify_pages
+from recsys_core.parquet.locations import find_files
 from recsys_core.parquet.sources import open_sources
 from tests.recsys_core.ingest.forged_parquet import patch_footer
 from tests.recsys_core.ingest.parquet_files import refusal, write
@@ -150,3 +154,15 @@ def test_columns_of_any_name_are_found(tmp_path: Path) -> None:
     assert source.schema.names == names
     check_expansion([source], columns=names, max_expansion_ratio=1000, setting="s")
     verify_pages(source, names)
+
+
+def test_reading_many_footers_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(footers, "_LOG_INTERVAL_S", 0.0)
+    for index in range(3):
+        pq.write_table(pa.table({"a": [index]}), tmp_path / f"{index}.parquet")
+    with caplog.at_level(logging.INFO, logger="recsys_core"):
+        read_footers(list(find_files(str(tmp_path), setting="s")))
+    assert "read the footers of 2 of 3 parquet files" in caplog.messages
+    assert "checked the footers of 2 of 3 parquet files" in caplog.messages

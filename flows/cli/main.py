@@ -59,12 +59,15 @@ def demo(
 @app.command(epilog="Example: nightjar init --log ratings.parquet --items movies.parquet --vectors vectors.parquet")
 def init(
     config_path: Annotated[Path, typer.Argument(metavar="FILE", help="file to write")] = DEFAULT_CONFIG_PATH,
-    log: Annotated[Path | None, typer.Option(help="parquet file, folder or glob with the interaction log")] = None,
-    items: Annotated[Path | None, typer.Option(help="parquet file with features of the items")] = None,
-    vectors: Annotated[Path | None, typer.Option(help="parquet file with pretrained vectors of the items")] = None,
+    log: Annotated[str | None, typer.Option(help="parquet file, folder or glob with the interaction log")] = None,
+    items: Annotated[str | None, typer.Option(help="parquet file with features of the items")] = None,
+    vectors: Annotated[str | None, typer.Option(help="parquet file with pretrained vectors of the items")] = None,
+    user_column: Annotated[str | None, typer.Option(help="column of the log with the users")] = None,
+    item_column: Annotated[str | None, typer.Option(help="column of the log with the items")] = None,
+    time_column: Annotated[str | None, typer.Option(help="column of the log with the times")] = None,
     every_setting: Annotated[bool, typer.Option("--all", help="write every setting, not only the important settings")] = False,
 ) -> None:
-    """Write a config with the important settings and their descriptions; fill in the columns of the given files."""
+    """Write a config with the important settings and their descriptions; guess the columns of the given files."""
     from flows.settings.template import starter_config, to_commented_yaml
     from recsys_core.errors import InputError
 
@@ -72,15 +75,17 @@ def init(
         raise InputError(f"{config_path}: exists already; remove it, or name another file")
     if not config_path.parent.is_dir():
         raise InputError(f"{config_path}: the folder {config_path.parent} does not exist; create it first")
-    config, notes = starter_config(), dict[str, str]()
+    if log is None and (user_column or item_column or time_column):
+        raise InputError("--user-column, --item-column and --time-column name columns of the log; add --log")
+    config, notes, next_step = starter_config(), dict[str, str](), "set your paths and columns"
     if log is not None or items is not None or vectors is not None:
-        from flows.settings.column_guesses import guess_config
+        from flows.settings.column_guesses import InitInputs, guess_config, unknown_settings
 
-        config, notes = guess_config(
-            config, log_path=log, items_path=items, vectors_path=vectors, config_folder=config_path.parent
-        )
+        inputs = InitInputs(log, items, vectors, user_column, item_column, time_column)
+        config, notes = guess_config(config, inputs, config_folder=config_path.parent)
+        unknown = unknown_settings(notes)
+        next_step = f"fill in {' and '.join(unknown)}" if unknown else "check the guessed columns"
     config_path.write_text(to_commented_yaml(config, notes=notes, every_setting=every_setting), encoding="utf-8")
-    next_step = "check the guessed columns" if notes else "set your paths and columns"
     output.stdout.print(
         f"wrote {config_path}; {next_step}, then: nightjar validate {config_path}", markup=False, soft_wrap=True
     )

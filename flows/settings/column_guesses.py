@@ -1,236 +1,242 @@
-"""Columns guessed from parquet schemas, for `nightjar init --log ... --items ... --vectors ...`."""
+"""Columns guessed from parquet files, for `nightjar init --log ... --items ... --vectors ...`.
+
+A user or item column is known by its name, or is the only other id column whose values repeat. A time column is known by its
+values and its name. A column that is not known has a placeholder, and its note starts with FILL_IN.
+"""
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
+from pydantic import ValidationError
 
 from flows.settings.pipeline import PipelineConfig
-from recsys_core.errors import InputError
-from recsys_core.ingest.features.config import FeatureConfig, FeaturesConfig, FeatureTableConfig
+from recsys_core.config import is_uri
+from recsys_core.errors import InputError, shown, shown_names
+from recsys_core.ingest.features.config import FeatureConfig, FeatureKind, FeaturesConfig, FeatureTableConfig
+from recsys_core.ingest.first_row_group import first_values
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
+from recsys_core.parquet.columns import is_list, is_text, require_column, value_type
+from recsys_core.parquet.sources import open_sources
+from recsys_core.units import DAY_S
 
-USER_COLUMN_NAMES = ("user_id", "userid", "user", "uid", "customer_id", "visitor_id", "session_id", "account_id")
-ITEM_COLUMN_NAMES = ("item_id", "itemid", "item", "iid", "movie_id", "movieid", "product_id", "article_id", "asin", "sku", "id")
-TIME_COLUMN_NAMES = ("timestamp", "time", "ts", "event_time", "datetime", "date", "created_at", "unix_timestamp")
-LABEL_COLUMN_NAMES = ("rating", "label", "score", "stars", "overall")
-VECTOR_COLUMN_NAMES = ("embedding", "vector", "embeddings", "vec", "emb")
+FILL_IN = "FILL IN"
+USER_NAMES = ("user", "u", "customer", "client", "visitor", "member", "account", "buyer", "reviewer", "session")
+ITEM_NAMES = ("item", "i", "product", "article", "movie", "film", "book", "track", "song", "video", "sku", "asin", "isbn")
+LABEL_NAMES = ("rating", "label", "score", "stars", "overall")
+TIME_NAME = re.compile(r"(time|stamp|date|(^|_)(ts|at))$", re.IGNORECASE)
+MIN_DISTINCT_IDS = 20
+"""A column with fewer distinct values is taken for a category, such as the kind of an event, unless its name says otherwise."""
 MAX_FEATURES = 20
 _TICKS_PER_S = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _YEAR_1990_S = 631_152_000
 
-Notes = dict[str, str]
-"""Comments by dotted name of a setting."""
+
+@dataclass(frozen=True)
+class InitInputs:
+    """The options of `nightjar init`: paths, globs or URIs of the inputs, and the columns that the user named."""
+
+    log: str | None = None
+    items: str | None = None
+    vectors: str | None = None
+    user_column: str | None = None
+    item_column: str | None = None
+    time_column: str | None = None
 
 
-def guess_config(
-    config: PipelineConfig, *, log_path: Path | None, items_path: Path | None, vectors_path: Path | None, config_folder: Path
-) -> tuple[PipelineConfig, Notes]:
-    """Return `config` with the given inputs and their guessed columns, and a note for each guess.
+def guess_config(config: PipelineConfig, inputs: InitInputs, *, config_folder: Path) -> tuple[PipelineConfig, dict[str, str]]:
+    """Return `config` with the given inputs and their columns, and a note by dotted name for each guessed setting.
 
     Args:
-        log_path: parquet file, folder or glob of the interaction log; None keeps the log of `config`.
-        items_path: parquet file with features of the items; None for no features.
-        vectors_path: parquet file with pretrained vectors of the items; None for no vectors.
         config_folder: folder of the config file. Relative paths in the config are relative to it.
 
     Raises:
-        InputError: a file is missing or is not parquet, or a required column cannot be guessed.
+        InputError: a file is missing or is not parquet, or a column that the user named is missing or unsuitable.
     """
-    notes: Notes = {}
-    interactions = (
-        config.interactions if log_path is None else _guess_interactions(log_path, notes=notes, config_folder=config_folder)
-    )
-    embeddings = () if vectors_path is None else (_guess_embeddings(vectors_path, notes=notes, config_folder=config_folder),)
-    features = (
-        None if items_path is None else FeaturesConfig(items=_guess_items(items_path, notes=notes, config_folder=config_folder))
-    )
-    return config.model_copy(update={"interactions": interactions, "embeddings": embeddings, "features": features}), notes
-
-
-def _guess_interactions(input_path: Path, *, notes: Notes, config_folder: Path) -> InteractionsConfig:
-    parquet_path = _first_file(input_path)
-    schema = _read_schema(parquet_path)
-    user_column = _require_column(schema, USER_COLUMN_NAMES, _is_id, role="user", option="--log", parquet_path=parquet_path)
-    item_column = _require_column(
-        schema,
-        [name for name in ITEM_COLUMN_NAMES if name != user_column],
-        _is_id,
-        role="item",
-        option="--log",
-        parquet_path=parquet_path,
-    )
-    timestamp_column = _require_column(
-        schema, TIME_COLUMN_NAMES, _is_time, role="timestamp", option="--log", parquet_path=parquet_path
-    )
-    settings: dict[str, Any] = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
-    for setting, column_name in settings.items():
-        _note(notes, f"interactions.{setting}", schema, column_name)
-    if pa.types.is_integer(schema.field(timestamp_column).type):
-        settings["timestamp_unit"], newest_time = _guess_time_unit(parquet_path, timestamp_column)
-        notes["interactions.timestamp_unit"] = f"guessed: the newest time of the first row group is {newest_time}"
-    label_column = _find_column(schema, LABEL_COLUMN_NAMES, _is_number)
-    if label_column is not None:
-        settings["label_column"] = label_column
-        notes["interactions.label_column"] = (
-            f"guessed: column {label_column!r} is {schema.field(label_column).type}; events below "
-            "label_threshold are left out; delete both settings to keep all events"
-        )
-        min_label, max_label = _value_range(parquet_path, label_column)
-        settings["label_threshold"] = (min_label + max_label) / 2
-        notes["interactions.label_threshold"] = f"guessed: the middle of {min_label:g} to {max_label:g} in the first row group"
-    return InteractionsConfig(paths=(_path_in_config(input_path, config_folder),), **settings)
-
-
-def _guess_embeddings(input_path: Path, *, notes: Notes, config_folder: Path) -> EmbeddingsConfig:
-    parquet_path = _first_file(input_path)
-    schema = _read_schema(parquet_path)
-    id_column = _require_column(
-        schema, ITEM_COLUMN_NAMES, _is_id, role="item id", option="--vectors", parquet_path=parquet_path
-    )
-    _note(notes, "embeddings.id_column", schema, id_column)
-    vector_column = _find_column(schema, VECTOR_COLUMN_NAMES, _is_vector)
-    if vector_column is not None:
-        _note(notes, "embeddings.vector_column", schema, vector_column)
-        return EmbeddingsConfig(
-            paths=(_path_in_config(input_path, config_folder),), id_column=id_column, vector_column=vector_column
-        )
-    prefixes = [match[1] for name in schema.names if (match := re.fullmatch(r"(.*\D)\d+", name))]
-    if not prefixes:
-        raise InputError(
-            f"--vectors {parquet_path}: no list column and no numbered columns such as dim_0, dim_1; the columns are "
-            f"{', '.join(schema.names)}"
-        )
-    prefix = max(set(prefixes), key=prefixes.count)
-    notes["embeddings.dimension_prefix"] = f"guessed: {prefixes.count(prefix)} columns are named {prefix}<number>"
-    return EmbeddingsConfig(paths=(_path_in_config(input_path, config_folder),), id_column=id_column, dimension_prefix=prefix)
-
-
-def _guess_items(input_path: Path, *, notes: Notes, config_folder: Path) -> FeatureTableConfig:
-    parquet_path = _first_file(input_path)
-    schema = _read_schema(parquet_path)
-    id_column = _require_column(schema, ITEM_COLUMN_NAMES, _is_id, role="item id", option="--items", parquet_path=parquet_path)
-    _note(notes, "features.items.id_column", schema, id_column)
-    features = [feature for field in schema if field.name != id_column and (feature := _guess_feature(field)) is not None]
-    if not features:
-        raise InputError(f"--items {parquet_path}: no column can be a feature; the columns are {', '.join(schema.names)}")
-    notes["features.items.features"] = "guessed from the types of the columns: delete the columns that do not describe an item"
-    return FeatureTableConfig(
-        paths=(_path_in_config(input_path, config_folder),), id_column=id_column, features=tuple(features[:MAX_FEATURES])
-    )
-
-
-def _guess_feature(field: pa.Field) -> FeatureConfig | None:
-    """Return a categorical, list or numeric feature for a column, or None if its type or name does not allow one."""
-    if re.fullmatch(r"[A-Za-z0-9_]{1,100}", field.name) is None:
-        return None
-    if pa.types.is_floating(field.type):
-        return FeatureConfig(name=field.name, kind="numeric", standardise=True)
-    if _is_id(field.type):
-        return FeatureConfig(name=field.name)
-    if pa.types.is_list(field.type) and _is_id(field.type.value_type):
-        return FeatureConfig(name=field.name, kind="list")
-    return None
-
-
-def _first_file(path: Path) -> Path:
-    """Return the first parquet file of a file, a folder or a glob."""
-    if path.is_dir():
-        files = sorted(path.rglob("*.parquet"))
-    else:
-        files = [path] if path.is_file() else sorted(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor))))
-    if not files:
-        raise InputError(f"{path}: no such parquet file; give a file, a folder or a glob on this machine")
-    return files[0]
-
-
-def _read_schema(parquet_path: Path) -> pa.Schema:
+    groups: dict[str, Any] = {"embeddings": (), "features": None}
+    notes: dict[str, str] = {}
+    item_column = inputs.item_column
     try:
-        return pq.read_schema(parquet_path)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise InputError(f"{parquet_path}: not a readable parquet file ({str(error).splitlines()[0]})") from None
+        if inputs.log is not None:
+            groups["interactions"] = _guess_interactions(_Table("interactions", inputs.log, config_folder, notes), inputs)
+            item_column = groups["interactions"].item_column
+        if inputs.vectors is not None:
+            groups["embeddings"] = (_guess_embeddings(_Table("embeddings", inputs.vectors, config_folder, notes), item_column),)
+        if inputs.items is not None:
+            table = _Table("features.items", inputs.items, config_folder, notes)
+            groups["features"] = FeaturesConfig(items=_guess_items(table, item_column))
+    except ValidationError as error:
+        raise InputError(f"nightjar init: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+    return config.model_copy(update=groups), notes
 
 
-def _find_column(schema: pa.Schema, candidate_names: Sequence[str], has_type: Callable[[pa.DataType], bool]) -> str | None:
-    """Return the first of `candidate_names` that is a column with a suitable type, or None. Case is ignored."""
-    field_by_name = {field.name.lower(): field for field in schema}
-    for candidate_name in candidate_names:
-        if candidate_name in field_by_name and has_type(field_by_name[candidate_name].type):
-            return str(field_by_name[candidate_name].name)
-    return None
+def unknown_settings(notes: Mapping[str, str]) -> list[str]:
+    """Return the dotted names of the settings whose column is not known."""
+    return [setting for setting, note in notes.items() if note.startswith(FILL_IN)]
 
 
-def _require_column(
-    schema: pa.Schema,
-    candidate_names: Sequence[str],
-    has_type: Callable[[pa.DataType], bool],
-    *,
-    role: str,
-    option: str,
-    parquet_path: Path,
-) -> str:
-    column_name = _find_column(schema, candidate_names, has_type)
-    if column_name is None:
-        raise InputError(
-            f"{option} {parquet_path}: no column is recognised as the {role} ({', '.join(candidate_names[:4])}, ...); the "
-            f"columns are {', '.join(schema.names)}; rename one, or run `nightjar init` without {option} and "
-            "set the columns by hand"
+class _Table:
+    """One input. Its columns are judged by their names and types, and by the first values of its first file."""
+
+    def __init__(self, group: str, path: str, config_folder: Path, notes: dict[str, str]) -> None:
+        self.group, self.notes = group, notes
+        self.sources = open_sources((path,), setting=f"{group}.paths")
+        schema = self.sources[0].schema
+        self.types = {**self.sources[0].partition_types, **{name: value_type(schema.field(name).type) for name in schema.names}}
+        absolute_path, absolute_folder = Path.cwd() / path, Path.cwd() / config_folder
+        is_below = absolute_path.is_relative_to(absolute_folder)
+        self.path_in_config = (
+            path if is_uri(path) else str(absolute_path.relative_to(absolute_folder) if is_below else absolute_path)
         )
-    return column_name
+
+    def columns(self, has_type: Callable[[pa.DataType], bool]) -> list[str]:
+        """Return the columns with a suitable type."""
+        return [column for column, column_type in self.types.items() if has_type(column_type)]
+
+    def values(self, column: str) -> pa.Array:
+        """Return the first values of the column without nulls; no values for a partition key."""
+        values = first_values(self.sources, column)
+        return pa.array([], self.types[column]) if values is None else values.cast(self.types[column]).drop_null()
+
+    def use(self, setting: str, column: str | None, *, role: str, num_distinct: Mapping[str, int] | None = None) -> str:
+        """Note how `setting` was guessed and return `column`; return a placeholder if `column` is None."""
+        if column is not None:
+            self.notes[f"{self.group}.{setting}"] = f"guessed: column {shown(column)} is {self.types[column]}"
+            return column
+        choices = [f"{shown(column)} ({count:,} distinct values)" for column, count in (num_distinct or {}).items()]
+        choices_text = " or ".join(choices) or f"one of {shown_names(list(self.types))}"
+        self.notes[f"{self.group}.{setting}"] = f"{FILL_IN} the column of the {role}: {choices_text}"
+        return f"<column of the {role}>"
 
 
-def _note(notes: Notes, setting: str, schema: pa.Schema, column_name: str) -> None:
-    notes[setting] = f"guessed: column {column_name!r} is {schema.field(column_name).type}"
+def _guess_interactions(table: _Table, inputs: InitInputs) -> InteractionsConfig:
+    named_by_user = zip(
+        ("user_column", "item_column", "timestamp_column"),
+        (inputs.user_column, inputs.item_column, inputs.time_column),
+        strict=True,
+    )
+    settings: dict[str, Any] = {setting: column for setting, column in named_by_user if column is not None}
+    for setting, column in settings.items():
+        require_column(table.sources[0], column, setting=f"interactions.{setting}")
+    if "timestamp_column" not in settings:
+        time_column = _time_column(table, settings.values())
+        settings["timestamp_column"] = table.use("timestamp_column", time_column, role="times")
+        if time_column is None:
+            table.notes["interactions.timestamp_column"] += "; for a log without times, set order_column or another split"
+    if settings["timestamp_column"] in table.columns(pa.types.is_integer):
+        unit, newest_time = _time_unit(table, settings["timestamp_column"])
+        settings["timestamp_unit"] = unit or "s"
+        table.notes["interactions.timestamp_unit"] = f"guessed: the newest of the first times is {newest_time}"
+    settings |= _guess_label(table, settings.values())
+
+    id_columns = [column for column in table.columns(_is_id) if column not in settings.values()]
+    user_column = inputs.user_column or _named_column(id_columns, USER_NAMES)
+    item_column = inputs.item_column or _named_column([column for column in id_columns if column != user_column], ITEM_NAMES)
+    other_columns = [column for column in id_columns if column not in (user_column, item_column)]
+    num_distinct = {column: pc.count_distinct(table.values(column)).as_py() for column in other_columns}
+    num_distinct = {
+        column: count for column, count in num_distinct.items() if MIN_DISTINCT_IDS <= count < len(table.values(column))
+    }
+    if len(num_distinct) == 1 and (user_column is None) != (item_column is None):
+        (other_column,) = num_distinct
+        user_column, item_column = user_column or other_column, item_column or other_column
+    for setting, column, role in (("user_column", user_column, "users"), ("item_column", item_column, "items")):
+        if setting not in settings:
+            settings[setting] = table.use(setting, column, role=role, num_distinct=num_distinct)
+    return InteractionsConfig(paths=(table.path_in_config,), **settings)
 
 
-def _guess_time_unit(parquet_path: Path, column_name: str) -> tuple[str, int]:
-    """Return the guessed unit of a time column, and the newest time in the first row group.
-
-    In the guessed unit, the newest time is between 1990 and tomorrow. If no unit fits, the guess is seconds.
-    """
-    _, newest_time = _value_range(parquet_path, column_name)
-    tomorrow_s = time.time() + 86_400
-    for unit, ticks_per_s in _TICKS_PER_S.items():
-        if _YEAR_1990_S <= newest_time / ticks_per_s <= tomorrow_s:
-            return unit, int(newest_time)
-    return "s", int(newest_time)
-
-
-def _value_range(parquet_path: Path, column_name: str) -> tuple[float, float]:
-    """Return the smallest and largest value of the column in the first row group; (0, 0) if it has no values."""
-    with pq.ParquetFile(parquet_path) as parquet_file:
-        column_values = (
-            parquet_file.read_row_group(0, columns=[column_name])[column_name]
-            if parquet_file.num_row_groups
-            else pa.chunked_array([[]])
-        )
-    bounds = pc.min_max(column_values).as_py()
-    return (0, 0) if bounds["min"] is None else (bounds["min"], bounds["max"])
+def _guess_label(table: _Table, used_columns: Collection[str]) -> dict[str, Any]:
+    """Return the settings of a label column with at least two values; no settings if there is none."""
+    numbers = table.columns(lambda data_type: pa.types.is_integer(data_type) or pa.types.is_floating(data_type))
+    column = _named_column([column for column in numbers if column not in used_columns], LABEL_NAMES)
+    if column is None:
+        return {}
+    smallest, largest = pc.min_max(table.values(column)).as_py().values()
+    if smallest == largest:
+        return {}
+    table.use("label_column", column, role="labels")
+    table.notes["interactions.label_threshold"] = (
+        f"guessed: the middle of {smallest:g} to {largest:g}; events below it are left out; delete both settings to keep all"
+    )
+    return {"label_column": column, "label_threshold": (smallest + largest) / 2}
 
 
-def _path_in_config(path: Path, config_folder: Path) -> str:
-    """Return `path` relative to the folder of the config file. A path outside of this folder becomes absolute."""
-    absolute_path, absolute_folder = Path.cwd() / path, Path.cwd() / config_folder
-    return str(absolute_path.relative_to(absolute_folder) if absolute_path.is_relative_to(absolute_folder) else absolute_path)
+def _guess_embeddings(table: _Table, item_column: str | None) -> EmbeddingsConfig:
+    settings = {"id_column": _item_id_column(table, item_column)}
+    vector_columns = table.columns(lambda data_type: is_list(data_type) and pa.types.is_floating(data_type.value_type))
+    matches = [re.fullmatch(r"(.*\D)\d+", column) for column in table.columns(pa.types.is_floating)]
+    prefixes = Counter(match[1] for match in matches if match is not None)
+    if prefixes and not vector_columns:
+        ((prefix, num_columns),) = prefixes.most_common(1)
+        settings["dimension_prefix"] = prefix
+        table.notes["embeddings.dimension_prefix"] = f"guessed: the names of {num_columns} columns start with {shown(prefix)}"
+    else:
+        vector_column = vector_columns[0] if len(vector_columns) == 1 else None
+        settings["vector_column"] = table.use("vector_column", vector_column, role="vectors")
+    return EmbeddingsConfig.model_validate({"paths": table.path_in_config, **settings})
+
+
+def _guess_items(table: _Table, item_column: str | None) -> FeatureTableConfig:
+    id_column = _item_id_column(table, item_column)
+    kind_by_column: dict[str, FeatureKind] = dict.fromkeys(table.columns(_is_id), "categorical")
+    kind_by_column |= dict.fromkeys(table.columns(pa.types.is_floating), "numeric")
+    kind_by_column |= dict.fromkeys(
+        table.columns(lambda data_type: is_list(data_type) and _is_id(data_type.value_type)), "list"
+    )
+    features = [
+        FeatureConfig(name=column, kind=kind_by_column[column], standardise=kind_by_column[column] == "numeric")
+        for column in table.types
+        if column in kind_by_column and column != id_column and re.fullmatch(r"[A-Za-z0-9_]{1,100}", column)
+    ]
+    if not features:
+        raise InputError(f"--items: no column of {table.sources[0].name} can be a feature; leave --items out")
+    table.notes["features.items.features"] = "guessed from the types: delete the columns that do not describe an item"
+    return FeatureTableConfig(paths=(table.path_in_config,), id_column=id_column, features=tuple(features[:MAX_FEATURES]))
+
+
+def _item_id_column(table: _Table, item_column: str | None) -> str:
+    """Return the item column of the log if the table has it, else the column that is named as an item or as id."""
+    id_columns = table.columns(_is_id)
+    return table.use(
+        "id_column", item_column if item_column in id_columns else _named_column(id_columns, (*ITEM_NAMES, "")), role="item ids"
+    )
+
+
+def _named_column(columns: Sequence[str], names: Sequence[str]) -> str | None:
+    """Return the column whose name is earliest in `names`, without its case, punctuation and ending id, key or code."""
+    letters_by_column = {column: re.sub(r"[^a-z]", "", column.lower()) for column in reversed(columns)}
+    column_by_name = {re.sub(r"(id|key|code)$", "", letters): column for column, letters in letters_by_column.items()}
+    return next((column_by_name[name] for name in names if name in column_by_name), None)
+
+
+def _time_column(table: _Table, used_columns: Collection[str]) -> str | None:
+    """Return the column with plausible times and the name of a time; else the only column with either of them."""
+    timestamps = table.columns(lambda data_type: pa.types.is_timestamp(data_type) or pa.types.is_date(data_type))
+    score_by_column = {
+        column: bool(TIME_NAME.search(column)) + (column in timestamps or _time_unit(table, column)[0] is not None)
+        for column in [*timestamps, *table.columns(pa.types.is_integer)]
+        if column not in used_columns
+    }
+    best_score = max(score_by_column.values(), default=0)
+    best_columns = [column for column, score in score_by_column.items() if score == best_score > 0]
+    return best_columns[0] if best_score == 2 or len(best_columns) == 1 else None
+
+
+def _time_unit(table: _Table, column: str) -> tuple[str | None, int]:
+    """Return the unit in which the newest of the first values is between 1990 and tomorrow, if any, and that value."""
+    newest_time = pc.max(table.values(column)).as_py() or 0
+    tomorrow_s = time.time() + DAY_S
+    units = (unit for unit, ticks_per_s in _TICKS_PER_S.items() if _YEAR_1990_S <= newest_time / ticks_per_s <= tomorrow_s)
+    return next(units, None), newest_time
 
 
 def _is_id(data_type: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(data_type) or pa.types.is_string(data_type) or pa.types.is_large_string(data_type))
-
-
-def _is_time(data_type: pa.DataType) -> bool:
-    return bool(pa.types.is_timestamp(data_type) or pa.types.is_date(data_type) or pa.types.is_integer(data_type))
-
-
-def _is_number(data_type: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(data_type) or pa.types.is_floating(data_type))
-
-
-def _is_vector(data_type: pa.DataType) -> bool:
-    return bool(pa.types.is_fixed_size_list(data_type) or pa.types.is_list(data_type) or pa.types.is_large_list(data_type))
+    return bool(pa.types.is_integer(data_type) or is_text(data_type))

@@ -80,6 +80,24 @@ def test_init_writes_a_config_and_does_not_overwrite_a_file(
     assert path.read_text() == "kept"
 
 
+def test_init_marks_the_columns_that_it_cannot_guess_and_takes_them_as_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, config = tmp_path / "log.parquet", tmp_path / "a.yaml"
+    numbers = np.arange(1_000)
+    pq.write_table(pa.table({"a": numbers % 90, "b": numbers % 70, "ts": 1_700_000_000 + numbers}), log)
+    assert nightjar("init", config, "--log", log, monkeypatch=monkeypatch) == 0
+    next_step = "fill in interactions.user_column and interactions.item_column, then: nightjar validate"
+    assert f"wrote {config}; {next_step} {config}" in capsys.readouterr().out
+    assert nightjar("validate", config, monkeypatch=monkeypatch) == 2
+    assert "no column '<column of the users>' (interactions.user_column)" in capsys.readouterr().err
+    named = ["--user-column", "a", "--item-column", "b"]
+    assert nightjar("init", tmp_path / "b.yaml", "--log", log, *named, monkeypatch=monkeypatch) == 0
+    assert nightjar("validate", tmp_path / "b.yaml", monkeypatch=monkeypatch) == 0
+    assert nightjar("init", tmp_path / "c.yaml", *named, monkeypatch=monkeypatch) == 2
+    assert "name columns of the log; add --log" in capsys.readouterr().err
+
+
 def test_validate_accepts_good_input_and_writes_nothing(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

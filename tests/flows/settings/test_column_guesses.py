@@ -2,46 +2,66 @@
 
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flows.settings.column_guesses import guess_config
+from flows.settings.column_guesses import InitInputs, guess_config, unknown_settings
 from flows.settings.config_file import load_config
+from flows.settings.pipeline import PipelineConfig
 from flows.settings.template import starter_config, to_commented_yaml
 from recsys_core.errors import InputError
+from recsys_core.ingest.log.config import InteractionsConfig
+
+NUM_EVENTS = 1_000
+RANDOM = np.random.default_rng(0)
+SECONDS = 1_700_000_000 + np.arange(NUM_EVENTS)
 
 
-def write(path: Path, **columns: object) -> Path:
+def ids(num_distinct: int) -> np.ndarray:
+    return RANDOM.integers(0, num_distinct, NUM_EVENTS)
+
+
+def write(path: Path, **columns: object) -> str:
     pq.write_table(pa.table(columns), path)
-    return path
+    return str(path)
+
+
+def guess(folder: Path, **inputs: str) -> tuple[PipelineConfig, dict[str, str]]:
+    return guess_config(starter_config(), InitInputs(**inputs), config_folder=folder)
+
+
+def guess_log(folder: Path, columns: dict[str, object], **named: str) -> tuple[InteractionsConfig, dict[str, str]]:
+    config, notes = guess(folder, log=write(folder / "log.parquet", **columns), **named)
+    return config.interactions, notes
+
+
+def columns_of(log: InteractionsConfig) -> tuple[str, str, str | None]:
+    return log.user_column, log.item_column, log.timestamp_column
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Path:
+def log(tmp_path: Path) -> str:
     return write(
         tmp_path / "ratings.parquet", userId=[1, 2], movieId=[7, 8], rating=[1.0, 5.0], timestamp=[1_700_000_000_000] * 2
     )
 
 
-def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log: Path) -> None:
+def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log: str) -> None:
     items = write(tmp_path / "movies.parquet", movieId=[7], title=["Up"], genres=[["a", "b"]], year=[2009.0])
     vector = pa.FixedSizeListArray.from_arrays(pa.array([0.0, 1.0], pa.float32()), 2)
-    vectors = write(tmp_path / "vectors.parquet", item_id=[7], embedding=vector)
-    config, notes = guess_config(starter_config(), log_path=log, items_path=items, vectors_path=vectors, config_folder=tmp_path)
+    vectors = write(tmp_path / "vectors.parquet", item_id=[7], values=vector)
+    config, notes = guess(tmp_path, log=log, items=items, vectors=vectors)
     file = tmp_path / "nightly.yaml"
     file.write_text(to_commented_yaml(config, notes=notes, every_setting=False))
     loaded = load_config(file)
     assert loaded == config.with_absolute_paths(tmp_path)
     interactions = loaded.interactions
-    assert (interactions.user_column, interactions.item_column, interactions.timestamp_column) == (
-        "userId",
-        "movieId",
-        "timestamp",
-    )
+    assert columns_of(interactions) == ("userId", "movieId", "timestamp")
     assert (interactions.timestamp_unit, interactions.label_column, interactions.label_threshold) == ("ms", "rating", 3.0)
-    assert interactions.paths == (str(log),)
-    assert loaded.embeddings[0].vector_column == "embedding"
+    assert interactions.paths == (log,)
+    assert loaded.embeddings[0].vector_column == "values"
     assert loaded.features is not None and loaded.features.items is not None
     kinds = {feature.name: feature.kind for feature in loaded.features.items.features}
     assert kinds == {"title": "categorical", "genres": "list", "year": "numeric"}
@@ -50,29 +70,76 @@ def test_guessed_columns_are_written_with_a_comment_and_load(tmp_path: Path, log
     assert all(f"# {note}" in lines for note in notes.values())
 
 
-def test_a_column_per_dimension_is_recognised_by_its_prefix(tmp_path: Path, log: Path) -> None:
-    vectors = write(tmp_path / "vectors.parquet", id=[7], dim_0=[0.5], dim_1=[0.25])
-    config, _ = guess_config(starter_config(), log_path=log, items_path=None, vectors_path=vectors, config_folder=tmp_path)
-    assert (config.embeddings[0].id_column, config.embeddings[0].dimension_prefix) == ("id", "dim_")
-
-
 @pytest.mark.parametrize(
-    ("columns", "expected"),
+    "columns",
     [
-        ({"a": [1], "item_id": [1], "ts": [1]}, "no column is recognised as the user .* the columns are a, item_id, ts"),
-        ({"user_id": [1], "item_id": [1]}, "no column is recognised as the timestamp"),
+        ("customer", "sku", "ts"),
+        ("CUSTOMER_KEY", "product_code", "created_at"),
+        ("u", "i", "event_time"),
+        ("uid", "asin", "date"),
     ],
 )
-def test_a_column_that_cannot_be_guessed_is_an_input_error(
-    tmp_path: Path, columns: dict[str, list[int]], expected: str
-) -> None:
-    log = write(tmp_path / "other.parquet", **columns)
-    with pytest.raises(InputError, match=expected):
-        guess_config(starter_config(), log_path=log, items_path=None, vectors_path=None, config_folder=tmp_path)
+def test_columns_are_known_by_their_names(tmp_path: Path, columns: tuple[str, str, str]) -> None:
+    log, notes = guess_log(tmp_path, dict(zip(columns, (ids(200), ids(50), SECONDS), strict=True)))
+    assert columns_of(log) == columns and unknown_settings(notes) == []
+
+
+def test_the_other_id_column_is_known_by_its_repeated_values(tmp_path: Path) -> None:
+    columns = {"event": np.arange(NUM_EVENTS), "kind": ids(3), "who": ids(200), "product": ids(50), "happened": SECONDS * 1_000}
+    log, notes = guess_log(tmp_path, columns)
+    assert columns_of(log) == ("who", "product", "happened") and log.timestamp_unit == "ms"
+    assert unknown_settings(notes) == []
+
+
+def test_a_timestamp_is_preferred_to_an_id_that_could_be_a_time(tmp_path: Path) -> None:
+    columns = {"customer": SECONDS, "item": ids(50), "loaded": pa.array(SECONDS, pa.timestamp("s")), "time": SECONDS}
+    assert columns_of(guess_log(tmp_path, columns)[0]) == ("customer", "item", "time")
+    assert guess_log(tmp_path, columns, time_column="loaded")[0].timestamp_column == "loaded"
+
+
+def test_a_column_that_is_not_known_is_marked_with_the_possible_columns(tmp_path: Path) -> None:
+    config, notes = guess(
+        tmp_path, log=write(tmp_path / "log.parquet", a=np.arange(NUM_EVENTS) % 200, b=np.arange(NUM_EVENTS) % 50)
+    )
+    settings = ["interactions.timestamp_column", "interactions.user_column", "interactions.item_column"]
+    assert unknown_settings(notes) == settings
+    assert notes["interactions.user_column"] == (
+        "FILL IN the column of the users: 'a' (200 distinct values) or 'b' (50 distinct values)"
+    )
+    file = tmp_path / "nightly.yaml"
+    file.write_text(to_commented_yaml(config, notes=notes, every_setting=False))
+    assert columns_of(load_config(file).interactions) == (
+        "<column of the users>", "<column of the items>", "<column of the times>",
+    )  # fmt: skip
+
+
+def test_the_columns_that_the_user_names_are_not_guessed(tmp_path: Path) -> None:
+    columns = {"user": ids(200), "a": ids(300), "b": ids(50), "c": SECONDS}
+    log, notes = guess_log(tmp_path, columns, user_column="a", item_column="b", time_column="c")
+    assert columns_of(log) == ("a", "b", "c") and list(notes) == ["interactions.timestamp_unit"]
+    with pytest.raises(InputError, match=r"log.parquet: no column 'usr' \(interactions.user_column\); did you mean 'user'?"):
+        guess_log(tmp_path, columns, user_column="usr")
+    with pytest.raises(InputError, match="user_column and item_column are both 'a'"):
+        guess_log(tmp_path, columns, user_column="a", item_column="a")
+
+
+def test_the_vectors_have_the_id_column_of_the_log(tmp_path: Path) -> None:
+    log = write(tmp_path / "log.parquet", user=ids(200), thing=ids(50), ts=SECONDS)
+    vectors = write(tmp_path / "vectors.parquet", id=[7], thing=[7], dim_0=[0.5], dim_1=[0.25])
+    config, _ = guess(tmp_path, log=log, vectors=vectors)
+    assert (config.embeddings[0].id_column, config.embeddings[0].dimension_prefix) == ("thing", "dim_")
+    config, notes = guess(tmp_path, vectors=write(tmp_path / "none.parquet", id=[7], thing=[7]))
+    assert config.embeddings[0].id_column == "id" and unknown_settings(notes) == ["embeddings.vector_column"]
+
+
+def test_partition_folders_are_columns(tmp_path: Path) -> None:
+    folder = tmp_path / "log" / "dt=2026-11-19"
+    folder.mkdir(parents=True)
+    write(folder / "0.parquet", user=ids(200), item=ids(50))
+    config, _ = guess(tmp_path, log=str(tmp_path / "log"))
+    assert columns_of(config.interactions) == ("user", "item", "dt") and config.interactions.paths == ("log",)
 
 
 def test_a_missing_file_is_an_input_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"absent.parquet: no such parquet file"):
-        guess_config(
-            starter_config(), log_path=tmp_path / "absent.parquet", items_path=None, vectors_path=None, config_folder=tmp_path
-        )
+    with pytest.raises(InputError, match=r"absent.parquet"):
+        guess(tmp_path, log=str(tmp_path / "absent.parquet"))

@@ -30,8 +30,7 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
             )
         dim = stored_vector_dim(vectors)
         if dim is not None:
-            table_config = config.tables.get(table)
-            check_width(dim, (table_config and table_config.dim) or config.model.embedding_dim, table=table)
+            check_width(dim, config.tables[table].dim if table in config.tables else None, table=table)
         width_text = f"{dim} numbers each" if dim else "lengths differ in the first rows"
         facts[vectors.setting] = f"{vectors.num_rows:,} vectors of {table} in {len(vectors.sources)} files, {width_text}"
     id_column_by_table = {

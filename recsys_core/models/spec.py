@@ -139,7 +139,7 @@ class ModelSpec(Frozen):
             table_settings = settings_by_table.get(table_name, TableConfig())
             return TableSpec(
                 num_rows=num_rows,
-                dim=table_settings.dim or config.embedding_dim,
+                dim=table_settings.dim or vector_dim_by_table.get(table_name, config.embedding_dim),
                 feature=feature,
                 side=side,
                 weighted=weighted,
@@ -168,7 +168,7 @@ class ModelSpec(Frozen):
         for table_name, spec in configurable_tables.items():
             check_vectors_exist(table_name, spec.settings, tables_with_vectors=vector_dim_by_table)
             if table_name in vector_dim_by_table:
-                check_width(vector_dim_by_table[table_name], spec.dim, table=table_name)
+                check_width(vector_dim_by_table[table_name], spec.settings.dim, table=table_name)
             check_table_settings(table_name, spec.settings)
         return cls(config=config, num_users=num_users, num_items=num_items, tables=spec_by_table, forms=forms)
 

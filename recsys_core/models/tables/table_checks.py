@@ -37,13 +37,23 @@ def check_distillation(tables_with_vectors: Collection[str]) -> None:
         )
 
 
-def check_width(vector_dim: int, table_dim: int, *, table: str) -> None:
-    """Raise InputError if the pretrained vectors of a table have another width than the table."""
-    if vector_dim != table_dim:
-        pca_advice = f", or embeddings.pca_dim to {table_dim}" if vector_dim > table_dim else ""
+def check_width(vector_dim: int, table_dim: int | None, *, table: str) -> None:
+    """Raise InputError if a table cannot have the width of its pretrained vectors.
+
+    Args:
+        table_dim: the setting `dim` of the table; None if the table takes the width of its vectors.
+    """
+    if table_dim is None and vector_dim % 4:
+        pca_advice = f"set embeddings.pca_dim to {vector_dim // 4 * 4}" if vector_dim > 4 else "add zeros to them"
         raise InputError(
-            f"embeddings: the vectors of table {table!r} have {vector_dim} numbers, but the table has {table_dim}; set "
-            f"tables.{table}.dim to {vector_dim} (a learned layer then projects it to model.embedding_dim){pca_advice}"
+            f"embeddings: the vectors of table {table!r} have {vector_dim} numbers, but the width of a table is a multiple of "
+            f"4; {pca_advice}"
+        )
+    if table_dim not in (None, vector_dim):
+        raise InputError(
+            f"embeddings: the vectors of table {table!r} have {vector_dim} numbers, but tables.{table}.dim is {table_dim}; "
+            f"leave it out, and the table takes the width of its vectors"
+            + (f", or set embeddings.pca_dim to {table_dim}" if table_dim is not None and vector_dim > table_dim else "")
         )
 
 

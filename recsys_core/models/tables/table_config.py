@@ -38,7 +38,12 @@ class TableConfig(Settings):
     """One embedding table."""
 
     dim: int | None = Field(
-        None, ge=4, le=16_384, multiple_of=4, description="width of a row. If empty, it is model.embedding_dim"
+        None,
+        ge=4,
+        le=16_384,
+        multiple_of=4,
+        description="width of a row. If empty, it is the width of the table's pretrained vectors, or model.embedding_dim for a "
+        "table without vectors",
     )
     init_std: float = Field(0.02, gt=0, le=1_000, description="standard deviation of the initial values of random rows")
     transfer: Transfer = Field(

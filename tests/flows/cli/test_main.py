@@ -114,7 +114,7 @@ def test_validate_accepts_good_input_and_writes_nothing(
         ("interactions.paths=absent.parquet", ["absent.parquet", "interactions.paths"]),
         ("interactions.user_column=usr", ["log.parquet", "usr", "user_id"]),
         ("embeddings.vector_column=vector", ["vectors.parquet", "vector"]),
-        ("model={embedding_dim: 16}", ["8", "16"]),
+        ("tables.item.dim=16", ["8", "16"]),
     ],
 )
 def test_bad_config_and_bad_input_exit_with_2_and_one_message_before_anything_is_started(

@@ -40,7 +40,7 @@ def test_vectors_of_a_feature_that_is_not_declared_are_found_before_the_run(tmp_
         check_inputs(wrong)
 
 
-def test_vectors_of_another_width_than_their_table_are_found_before_the_run(tmp_path: Path) -> None:
+def test_vectors_of_another_width_than_the_setting_are_found_before_the_run(tmp_path: Path) -> None:
     log = write(tmp_path / "log.parquet", user_id=[1, 2], item_id=[1, 2], t=[1, 2])
     wide = pa.FixedSizeListArray.from_arrays(pa.array([1.0] * 24, pa.float32()), 12)
     vectors = write(tmp_path / "vectors.parquet", item_id=[1, 2], v=wide)
@@ -49,12 +49,10 @@ def test_vectors_of_another_width_than_their_table_are_found_before_the_run(tmp_
         "embeddings": {"paths": vectors, "vector_column": "v"},
         "model": {"embedding_dim": 8},
     }
-    message = refusal(
-        "the vectors of table 'item' have 12 numbers, but the table has 8; set tables.item.dim to 12", "pca_dim to 8"
-    )
-    with message:
-        check_inputs(PipelineConfig.model_validate(config))
+    with refusal("the vectors of table 'item' have 12 numbers, but tables.item.dim is 8; leave it out", "pca_dim to 8"):
+        check_inputs(PipelineConfig.model_validate(config | {"tables": {"item": {"dim": 8}}}))
     check_inputs(PipelineConfig.model_validate(config | {"tables": {"item": {"dim": 12}}}))
+    check_inputs(PipelineConfig.model_validate(config))
 
 
 @pytest.mark.parametrize(
@@ -90,9 +88,9 @@ LOG = {"user_id": [1, 2], "item_id": [1, 2], "t": [1, 2]}
 
 def test_vectors_in_lists_are_measured_in_their_first_rows(tmp_path: Path) -> None:
     twelve = {"item_id": [1, 2], "v": [[1.0] * 12, None]}
-    with refusal("the vectors of table 'item' have 12 numbers, but the table has 8; set tables.item.dim to 12"):
-        check_config(tmp_path, LOG, twelve)
-    assert "12 numbers each" in check_config(tmp_path, LOG, twelve, tables={"item": {"dim": 12}})["embeddings"]
+    with refusal("the vectors of table 'item' have 12 numbers, but tables.item.dim is 8; leave it out"):
+        check_config(tmp_path, LOG, twelve, tables={"item": {"dim": 8}})
+    assert "12 numbers each" in check_config(tmp_path, LOG, twelve)["embeddings"]
     assert "8 numbers each" in check_config(tmp_path, LOG, twelve, embeddings={"pca_dim": 8})["embeddings"]
     with refusal("embeddings.pca_dim is 16, but the vectors of ", "have 12 numbers"):
         check_config(tmp_path, LOG, twelve, embeddings={"pca_dim": 16}, model={"embedding_dim": 16})

@@ -166,25 +166,33 @@ def test_weight_decay_is_only_for_id_tables_and_offsets() -> None:
         sized(features=("item.single",), tables={"item.single": decay})
 
 
-def test_vectors_of_another_width_than_their_table_raise() -> None:
+@pytest.mark.parametrize("table", ["item", "user", "item.single"])
+def test_a_table_has_the_width_of_its_vectors_by_default(table: str) -> None:
+    spec = sized(learn_user_embedding=True, features=("item.single",), vectors={table: 12})
+    assert {name: table.dim for name, table in spec.tables.items()} == {"item": DIM, "user": DIM, "item.single": DIM} | {
+        table: 12
+    }
+
+
+def test_vectors_of_another_width_than_the_setting_raise() -> None:
     with raises_message(
-        "embeddings: the vectors of table 'item' have 12 numbers, but the table has 8; set tables.item.dim to 12 (a learned "
-        "layer then projects it to model.embedding_dim), or embeddings.pca_dim to 8"
+        "embeddings: the vectors of table 'item' have 12 numbers, but tables.item.dim is 8; leave it out, and the table takes "
+        "the width of its vectors, or set embeddings.pca_dim to 8"
     ):
-        sized(vectors={"item": 12})
-    with pytest.raises(InputError) as caught:  # a projection gives no more numbers than there are
-        sized(vectors={"item": 4})
-    assert str(caught.value).endswith("set tables.item.dim to 4 (a learned layer then projects it to model.embedding_dim)")
+        sized(vectors={"item": 12}, tables={"item": {"dim": 8}})
+    with raises_message("the width of a table is a multiple of 4; set embeddings.pca_dim to 48"):
+        sized(vectors={"item": 50})
 
 
-@given(vectors=st.integers(1, 99), dim=st.integers(1, 99))
-def test_check_width_accepts_only_the_width_of_the_table(vectors: int, dim: int) -> None:
+@given(vectors=st.integers(1, 99), dim=st.none() | st.integers(1, 99))
+def test_check_width_accepts_the_width_of_the_setting_or_a_multiple_of_4(vectors: int, dim: int | None) -> None:
     try:
         check_width(vectors, dim, table="item")
-    except InputError as error:
-        assert vectors != dim and ("pca_dim" in str(error)) == (vectors > dim)
+    except InputError as error:  # a projection gives no more numbers than there are
+        assert ("pca_dim" in str(error)) == (vectors > (4 if dim is None else dim))
+        assert vectors != dim if dim is not None else vectors % 4
     else:
-        assert vectors == dim
+        assert vectors == dim if dim is not None else vectors % 4 == 0
 
 
 @pytest.mark.parametrize("table", ["user", "item_offset", "item.brand"])

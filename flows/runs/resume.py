@@ -5,8 +5,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from yaml import YAMLError
-
 from flows.settings import yaml_loader
 from flows.settings.config_file import load_config
 from flows.settings.pipeline import PipelineConfig
@@ -46,9 +44,9 @@ def check_resume(config: PipelineConfig, run: Run) -> None:
 
 def _read_run_config(run: Run) -> Any:
     try:
-        return yaml_loader.load(run.config_file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, YAMLError, yaml_loader.TooLargeError) as error:
-        raise InputError(f"cannot resume {run.run_id}: {run.config_file} cannot be read: {error}; start a new run") from None
+        return yaml_loader.load(run.config_file.read_text(encoding="utf-8"), subject=str(run.config_file))
+    except (OSError, UnicodeDecodeError, InputError) as error:
+        raise InputError(f"cannot resume {run.run_id}: its config cannot be read: {error}; start a new run") from None
 
 
 def _pipeline_identity(settings: Any) -> dict[str, Any]:

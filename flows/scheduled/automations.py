@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-import yaml
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import BlockDocument
 from prefect.events.actions import CallWebhook, SendNotification
 from prefect.events.schemas.automations import AutomationCore
+from ruamel.yaml import YAML
 
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError
@@ -72,7 +72,7 @@ def require_alert_block(client: SyncPrefectClient) -> BlockDocument:
 
 def automation_of(path: Path, config: PipelineConfig, *, deployment_id: UUID, block: BlockDocument) -> AutomationCore:
     """Return the automation in the file `path`, with its name, trigger and actions set for the pipeline of `config`."""
-    fields: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    fields: dict[str, Any] = YAML(typ="safe", pure=True).load(path)
     trigger: dict[str, Any] = fields["trigger"]
     if "match_related" in trigger:
         trigger["match_related"] = {

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
-from yaml import YAMLError
 
 from flows.settings import yaml_loader
 from flows.settings.config_errors import describe_error, dotted_key_of, relevant_errors
@@ -168,7 +167,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: no such file; `nightjar init {path}` writes one") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
-    raw_settings = _parse(text, subject=f"{path}:")
+    raw_settings = yaml_loader.load(text, subject=str(path))
     if not isinstance(raw_settings, dict):
         raise InputError(
             f"{path}: holds {type(raw_settings).__name__}, expected a mapping with keys like interactions: and workspace:"
@@ -176,21 +175,12 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return raw_settings
 
 
-def _parse(text: str, *, subject: str) -> Any:
-    try:
-        return yaml_loader.load(text)
-    except YAMLError as error:
-        raise InputError(f"{subject} is not valid YAML: {error}") from None
-    except yaml_loader.TooLargeError as error:
-        raise InputError(f"{subject} {error}") from None
-
-
 def _apply_override(raw_settings: dict[str, Any], override: str) -> None:
     shown_source = f"--set {printable(override, max_characters=200)}"
     key, separator, value_yaml = override.partition("=")
     if not separator or not key:
         raise InputError(f"{shown_source}: expected a.b=value, e.g. --set training.batch_size=8192")
-    value = _parse(value_yaml, subject=f"{shown_source}: the value")
+    value = yaml_loader.load(value_yaml, subject=shown_source)
     _put_setting(raw_settings, key.strip(), value, shown_source=shown_source)
 
 

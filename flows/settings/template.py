@@ -145,7 +145,7 @@ def _inline_yaml(value: Any) -> str:
     plain_value = json.loads(json.dumps(value, default=str))
     if isinstance(plain_value, list) and len(plain_value) == 1 and isinstance(plain_value[0], str):
         plain_value = plain_value[0]
-    return yaml_loader.dump(plain_value, default_flow_style=True, width=10_000).removesuffix("\n...\n").rstrip("\n")
+    return yaml_loader.dump(plain_value, is_inline=True).removesuffix("\n...\n").rstrip("\n")
 
 
 def _with_comment(setting_line: str, comment: str) -> Iterator[str]:

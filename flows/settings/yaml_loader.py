@@ -1,179 +1,124 @@
-"""YAML 1.2 (core schema) with limits on size and nesting.
+"""YAML 1.2, read and written with ruamel.yaml, with limits on size and nesting.
 
-PyYAML reads YAML 1.1, in which `1:30` is 90, `012` is 10 and `yes` is true. In YAML 1.2, `1:30` is a string, `012` is 12 and
-`yes` is a string.
+In YAML 1.2, `1:30` is a string, `012` is 12 and `yes` is a string.
 """
 
-import re
-from collections.abc import Hashable
-from typing import Any, ClassVar
+from io import StringIO
+from typing import Any
 
-import yaml
-from yaml.nodes import CollectionNode, MappingNode, Node, ScalarNode
+from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer, ComposerError, MaxDepthExceededError
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.events import AliasEvent
+from ruamel.yaml.nodes import Node, ScalarNode
+
+from recsys_core.errors import InputError, first_line, printable
 
 MAX_CHARACTERS = 1 << 20
 MAX_DEPTH = 32
 """Nesting depth of groups and lists; a config has eight levels."""
 MAX_NODES = 20_000
 """Number of keys and values; an alias counts as the nodes that it refers to."""
-
 _TAG_PREFIX = "tag:yaml.org,2002:"
-_SCALAR_TYPES = {
-    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
-    "float": (
-        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        list("-+.0123456789"),
-    ),
-}
-"""Pattern and possible first characters of each scalar type of the core schema."""
 
 
-class TooLargeError(Exception):
-    """The document exceeds a limit. The message starts with a verb, so the caller can write the document's name before it."""
+class _Composer(Composer):
+    """Rejects tags and too many nodes. All nodes are counted before the first alias is expanded."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self.warn_double_anchors = False
+        self.num_nodes = 0
+        self.num_nodes_by_id: dict[int, int] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Node:
+        event, num_nodes_before = self.parser.peek_event(), self.num_nodes
+        is_alias = isinstance(event, AliasEvent)
+        if not is_alias and event.tag is not None:
+            raise ComposerError(
+                problem=f"the tag {event.tag} is not in YAML's core schema; leave tags out", problem_mark=event.start_mark
+            )
+        node: Node = super().compose_node(parent, index)
+        if is_alias and id(node) not in self.num_nodes_by_id:
+            raise ComposerError(problem="an alias refers to a group that contains the alias", problem_mark=event.start_mark)
+        self.num_nodes += self.num_nodes_by_id[id(node)] if is_alias else 1
+        self.num_nodes_by_id[id(node)] = self.num_nodes - num_nodes_before
+        if self.num_nodes > MAX_NODES:
+            raise ComposerError(
+                problem=f"more than {MAX_NODES:,} keys and values, and each use of an alias counts; name files by glob",
+                problem_mark=event.start_mark,
+            )
+        return node
 
 
-class _Loader(yaml.SafeLoader):
-    """Supports the tags of the core schema only, and rejects duplicate keys."""
+class _Constructor(SafeConstructor):
+    """Reads what is not in the core schema of YAML 1.2 as strings: dates, 1_000, 0b11, and the keys << and =."""
 
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  the base class declares an instance variable
-    yaml_constructors: ClassVar[dict[str | None, Any]] = {}
-
-    def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys: set[Hashable] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, Hashable):
-                raise yaml.constructor.ConstructorError(
-                    None, None, "a key must be a scalar, not a list or a group", key_node.start_mark
-                )
-            if key in keys:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
-            keys.add(key)
-        return super().construct_mapping(node, deep=deep)
+    def flatten_mapping(self, node: Any) -> None:
+        """Leave the merge key << as it is."""
 
 
-class _Dumper(yaml.SafeDumper):
-    """Quotes a string that YAML 1.1 or 1.2 would read as another type."""
+def _construct_int(constructor: _Constructor, node: ScalarNode) -> int | str:
+    return (
+        str(node.value)
+        if "_" in node.value or node.value.lstrip("+-").startswith("0b")
+        else constructor.construct_yaml_int(node)
+    )
 
 
-def _construct_bool(_: _Loader, node: ScalarNode) -> bool:
-    return str(node.value).lower() == "true"
+def _construct_float(constructor: _Constructor, node: ScalarNode) -> float | str:
+    return str(node.value) if "_" in node.value else constructor.construct_yaml_float(node)
 
 
-def _construct_int(_: _Loader, node: ScalarNode) -> int:
-    text = str(node.value)
-    number_base = {"0o": 8, "0x": 16}.get(text[:2], 10)
-    try:
-        return int(text, number_base)
-    except ValueError as error:  # thousands of digits, or text tagged !!int
-        raise yaml.constructor.ConstructorError(None, None, f"not a whole number: {error}", node.start_mark) from None
+_Constructor.add_constructor(f"{_TAG_PREFIX}int", _construct_int)
+_Constructor.add_constructor(f"{_TAG_PREFIX}float", _construct_float)
+for _type in ("timestamp", "merge", "value"):
+    _Constructor.add_constructor(f"{_TAG_PREFIX}{_type}", SafeConstructor.construct_yaml_str)
 
 
-def _construct_float(_: _Loader, node: ScalarNode) -> float:
-    text = str(node.value).lower()
-    try:
-        return float(text.replace(".inf", "inf").replace(".nan", "nan"))
-    except ValueError as error:
-        raise yaml.constructor.ConstructorError(None, None, f"not a number: {error}", node.start_mark) from None
-
-
-for _scalar_type, (_pattern, _first_characters) in _SCALAR_TYPES.items():
-    for _yaml_class in (_Loader, _Dumper):
-        _yaml_class.add_implicit_resolver(
-            f"{_TAG_PREFIX}{_scalar_type}", re.compile(rf"^(?:{_pattern})$(?!\n)"), _first_characters
-        )
-_Loader.yaml_constructors |= {
-    f"{_TAG_PREFIX}null": yaml.SafeLoader.construct_yaml_null,
-    f"{_TAG_PREFIX}bool": _construct_bool,
-    f"{_TAG_PREFIX}int": _construct_int,
-    f"{_TAG_PREFIX}float": _construct_float,
-    f"{_TAG_PREFIX}str": yaml.SafeLoader.construct_yaml_str,
-    f"{_TAG_PREFIX}seq": yaml.SafeLoader.construct_yaml_seq,
-    f"{_TAG_PREFIX}map": yaml.SafeLoader.construct_yaml_map,
-}
-
-
-def load(text: str) -> Any:
+def load(text: str, *, subject: str) -> Any:
     """Parse one YAML document.
 
-    >>> load("{a: 012, b: 1:30, c: yes, d: 1e-3, e: 0o14}")
-    {'a': 12, 'b': '1:30', 'c': 'yes', 'd': 0.001, 'e': 12}
+    >>> load("{a: 012, b: 1:30, c: yes, d: 1e-3, e: 0o14, f: 2026-11-19}", subject="an example")
+    {'a': 12, 'b': '1:30', 'c': 'yes', 'd': 0.001, 'e': 12, 'f': '2026-11-19'}
 
     Raises:
-        yaml.YAMLError: the text is not YAML of the core schema.
-        TooLargeError: the document exceeds a limit.
+        InputError: the text is not YAML of the core schema, or exceeds a limit. The message starts with `subject`.
     """
     if len(text) > MAX_CHARACTERS:
-        raise TooLargeError(f"has more than {MAX_CHARACTERS:,} characters; name files by folder or glob")
-    _check_limits(text)
-    loader = _Loader(text)
+        raise InputError(f"{subject}: more than {MAX_CHARACTERS:,} characters; name files by folder or glob")
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Composer = _Composer  # type: ignore[assignment]
+    yaml.Constructor, yaml.max_depth = _Constructor, MAX_DEPTH
     try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _count_nodes(node, {})
-        return loader.construct_document(node)
-    finally:
-        loader.dispose()
+        return yaml.load(text)
+    except MaxDepthExceededError as error:
+        line_number = error.problem_mark.line + 1
+        raise InputError(
+            f"{subject}: groups are nested more than {MAX_DEPTH} deep in line {line_number}, but no setting is nested that deep"
+        ) from None
+    except (YAMLError, ValueError) as error:  # int() raises ValueError for a number of thousands of digits
+        mark = getattr(error, "problem_mark", None)
+        place = "" if mark is None else f"line {mark.line + 1}: "
+        problem = printable(getattr(error, "problem", None) or first_line(error), max_characters=200)
+        raise InputError(f"{subject}: cannot be read as YAML: {place}{problem}") from None
 
 
-def dump(value: Any, **options: Any) -> str:
-    """Format `value` as YAML that both YAML 1.1 and 1.2 read back unchanged; keys keep their order.
-
-    >>> dump({"name": "1e5", "rate": 1e-05, "text": "yes"}).split()
-    ['name:', "'1e5'", 'rate:', '1.0e-05', 'text:', "'yes'"]
-    """
-    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, **options))
-
-
-def _check_limits(text: str) -> None:
-    """Check tags, nesting and number of nodes with the parser.
-
-    The parser is iterative. All later steps are recursive, so a deeply nested document could exceed the stack.
-    """
-    depth = num_nodes = 0
-    for event in yaml.parse(text, Loader=_Loader):
-        line_number = event.start_mark.line + 1 if event.start_mark is not None else 0
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        num_nodes += isinstance(event, yaml.NodeEvent)
-        if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag is not None:
-            raise yaml.YAMLError(f"line {line_number}: the tag {event.tag!r} is not in the core schema; leave tags out")
-        if depth > MAX_DEPTH:
-            raise TooLargeError(
-                f"nests groups more than {MAX_DEPTH} deep in line {line_number}, but no setting is nested that deep"
-            )
-        if num_nodes > MAX_NODES:
-            raise _too_many_nodes()
-
-
-def _count_nodes(node: Node, num_nodes_by_id: dict[int, int | None]) -> int:
-    """Count `node` and the keys and values below it; an alias counts as the nodes that it refers to.
+def dump(value: Any, *, is_inline: bool = False) -> str:
+    """Format `value` as YAML that `load` reads back unchanged; keys keep their order.
 
     Args:
-        num_nodes_by_id: number of nodes of each collection by the collection's id; None while the collection is being counted.
+        is_inline: write groups and lists in braces, on one line.
+
+    >>> dump({"name": "1e5", "rate": 1e-05, "date": "2026-11-19"}).split()
+    ['name:', "'1e5'", 'rate:', '1e-05', 'date:', "'2026-11-19'"]
     """
-    if not isinstance(node, CollectionNode):
-        return 1
-    if id(node) in num_nodes_by_id:
-        num_nodes = num_nodes_by_id[id(node)]
-        if num_nodes is None:
-            line_number = node.start_mark.line + 1 if node.start_mark is not None else 0
-            raise TooLargeError(f"has an alias in line {line_number} for a group that contains the alias; write the group out")
-        return num_nodes
-    num_nodes_by_id[id(node)] = None
-    children = (
-        [child for key_and_value in node.value for child in key_and_value] if isinstance(node, MappingNode) else node.value
-    )
-    num_nodes = 1 + sum(_count_nodes(child, num_nodes_by_id) for child in children)
-    if num_nodes > MAX_NODES:
-        raise _too_many_nodes()
-    num_nodes_by_id[id(node)] = num_nodes
-    return num_nodes
-
-
-def _too_many_nodes() -> TooLargeError:
-    return TooLargeError(
-        f"has more than {MAX_NODES:,} keys and values, and each use of an alias counts; name files by folder or glob"
-    )
+    yaml = YAML(typ="safe", pure=True)
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    yaml.default_flow_style = is_inline
+    yaml.allow_unicode = False  # unescaped, some control characters would be read as blanks
+    yaml.width = 1 << 20 if is_inline else None
+    stream = StringIO()
+    yaml.dump(value, stream)
+    return stream.getvalue()

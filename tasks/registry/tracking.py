@@ -13,12 +13,12 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-import yaml
 from filelock import FileLock
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, Metric, Param, RunStatus, ViewType
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NAME
+from ruamel.yaml import YAML
 
 from recsys_core.errors import redacted
 from recsys_core.evaluation.report import plot_loss, plot_recall
@@ -126,7 +126,7 @@ def log_params(client: MlflowClient, mlflow_run_id: str, *, config_file: Path) -
 
     MLflow cannot change the value of a param, so settings that differ in a resumed run are logged as a tag.
     """
-    value_by_name = flatten_settings(yaml.safe_load(config_file.read_text(encoding="utf-8")))
+    value_by_name = flatten_settings(YAML(typ="safe", pure=True).load(config_file))
     logged_params = client.get_run(mlflow_run_id).data.params
     new_params = [Param(name, value) for name, value in value_by_name.items() if name not in logged_params]
     for start_index in range(0, len(new_params), _PARAMS_PER_CALL):

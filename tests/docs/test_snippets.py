@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from ruamel.yaml import YAML
 from typer.main import get_command
 
 from flows.cli.main import app
+from flows.settings import yaml_loader
 from flows.settings.config_errors import setting_keys
 from flows.settings.config_file import load_config
 from flows.settings.pipeline import PipelineConfig
@@ -71,8 +72,8 @@ def merged(base: Any, update: Any) -> Any:
 
 @pytest.mark.parametrize("text", blocks("yaml"))
 def test_a_yaml_block_of_the_documentation_is_a_valid_config(text: str, tmp_path: Path) -> None:
-    config = merged(BASE, yaml.safe_load(text))
-    (tmp_path / "nightly.yaml").write_text(yaml.safe_dump(config))
+    config = merged(BASE, YAML(typ="safe", pure=True).load(text))
+    (tmp_path / "nightly.yaml").write_text(yaml_loader.dump(config))
     load_config(tmp_path / "nightly.yaml")
 
 

@@ -6,12 +6,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
+from ruamel.yaml import YAML
 
 from tests.drills.restartable_server import RestartableServer, clean_environment, free_port, running
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVICES = yaml.safe_load((ROOT / "infra" / "compose.yaml").read_text())["services"]
+SERVICES = YAML(typ="safe", pure=True).load((ROOT / "infra" / "compose.yaml").read_text())["services"]
 USER_PASSWORD, PREFECT_LOGIN = "mlflow-pa55-4f1c", "nightjar:prefect-pa55-90b2"
 DATABASE_PASSWORDS = {"PREFECT_DATABASE_PASSWORD": "prefect-db-pa55-77aa", "MLFLOW_DATABASE_PASSWORD": "mlflow-db-pa55-c0de"}
 SECRETS = {

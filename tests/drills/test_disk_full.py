@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from ruamel.yaml import YAML
 
+from flows.settings import yaml_loader
 from recsys_core.disk import used_bytes
 from recsys_core.manifests import MARKER_NAME, STAGES, StageName, read_unchecked_manifest
 from tests.drills.interrupted_run import ROOT
@@ -107,10 +108,10 @@ def checksums_of(folder: Path, kind: Any) -> dict[str, str]:
 def short_config(folder: Path) -> Path:
     """Write the config of a pipeline that trains one epoch on one rank."""
     file = write_config(folder)
-    config = yaml.safe_load(file.read_text())
+    config = YAML(typ="safe", pure=True).load(file.read_text())
     config["training"] |= {"epochs": 1}
     config["sharding"] = {"cluster": {"processes_per_node": 1}}
-    file.write_text(yaml.safe_dump(config))
+    file.write_text(yaml_loader.dump(config))
     return file
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
+from flows.settings import yaml_loader
 from recsys_core.ingest.synthetic import generate
 from recsys_core.manifests import MARKER_NAME, STAGES
 
@@ -38,7 +38,7 @@ def write_config(folder: Path) -> Path:
         "index": {"nlist": 8},
     }
     file = folder / "nightly.yaml"
-    file.write_text(yaml.safe_dump(config))
+    file.write_text(yaml_loader.dump(config))
     return file
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
+from ruamel.yaml import YAML
 
+from flows.settings import yaml_loader
 from tasks.runs.run_record import RunRecord
 from tests.drills import postgresql_server as postgresql_module
 from tests.drills import s3_server as s3_module
@@ -160,9 +161,9 @@ def test_a_planned_run_is_cancelled_and_retried_on_its_page(
     page: Any, production: Production, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     servers, file, runs = production.servers, write_config(tmp_path), tmp_path / "workspace" / "runs"
-    settings = yaml.safe_load(file.read_text()) | {"name": "browser", "registry": {"model_name": "browser"}}
+    settings = YAML(typ="safe", pure=True).load(file.read_text()) | {"name": "browser", "registry": {"model_name": "browser"}}
     settings["training"]["epochs"] = 12
-    file.write_text(yaml.safe_dump(settings))
+    file.write_text(yaml_loader.dump(settings))
     with worker_of(servers, log_file=tmp_path / "worker.log") as worker:
         api = PrefectPage(servers, pipeline="browser")
         api.wait_for_pool()

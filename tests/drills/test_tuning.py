@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
+from ruamel.yaml import YAML
 
 from flows.cli import main as cli
 from recsys_core.ingest.synthetic import generate
@@ -85,7 +85,7 @@ def test_trials_end_complete_failed_or_pruned_and_the_best_comes_first(tuned: Tu
 def test_the_best_settings_are_printed_as_yaml_and_the_history_is_plotted(tuned: Tuning) -> None:
     text = (tuned.study / "best.yaml").read_text()
     assert text.startswith("# trial 0 of study")
-    assert yaml.safe_load(text) == {"training": {"table_optimizer": {"learning_rate": 10}}}
+    assert YAML(typ="safe", pure=True).load(text) == {"training": {"table_optimizer": {"learning_rate": 10}}}
     assert (tuned.study / "history.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import kubernetes.client
 import pytest
-import yaml
+from ruamel.yaml import YAML
 
 from flows.runs.metrics_file import metrics_registry
 from flows.settings.template import starter_config
@@ -21,12 +21,12 @@ from tasks.runs.run_record import RunFigures, RunRecord, RunState, record_run
 
 ROOT = Path(__file__).resolve().parents[2]
 INFRA = ROOT / "infra"
-COMPOSE = yaml.safe_load((INFRA / "compose.yaml").read_text())
+COMPOSE = YAML(typ="safe", pure=True).load((INFRA / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]
 SECRET = re.compile(r"PASSWORD|SECRET|AUTH_STRING|ACCESS_KEY")
 DOCKERFILE = (INFRA / "Dockerfile").read_text()
 K8S_FILES = sorted(path for path in (INFRA / "k8s").glob("*.yaml") if path.name not in ("kustomization.yaml", "nightly.yaml"))
-OBJECTS = [document for path in K8S_FILES for document in yaml.safe_load_all(path.read_text())]
+OBJECTS = [document for path in K8S_FILES for document in YAML(typ="safe", pure=True).load_all(path.read_text())]
 PODS = [document["spec"]["template"]["spec"] for document in OBJECTS if "template" in document.get("spec", {})]
 UNITS = sorted((INFRA / "systemd").glob("*.service"))
 
@@ -185,7 +185,7 @@ def test_services_of_the_cluster_are_not_reachable_from_outside() -> None:
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 def test_kustomize_renders_all_objects_in_one_namespace() -> None:
     rendered = subprocess.run(["kubectl", "kustomize", str(INFRA / "k8s")], check=True, capture_output=True, text=True).stdout
-    objects = list(yaml.safe_load_all(rendered))
+    objects = list(YAML(typ="safe", pure=True).load_all(rendered))
     assert len(objects) == len(OBJECTS) + 2  # the two config maps
     assert {item["metadata"].get("namespace", "nightjar") for item in objects} == {"nightjar"}
 

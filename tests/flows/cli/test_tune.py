@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from ruamel.yaml import YAML
 
 from flows.cli.tune import check_tunable
 from flows.settings.config_file import load_config, settings_as_yaml
@@ -78,7 +78,7 @@ def test_settings_as_yaml_writes_a_list_with_one_varied_entry_as_a_whole(tmp_pat
     config = load_config(file, ["embeddings={paths: vectors.parquet, vector_column: embedding}", gradual])
     settings = {"tables.item.unfreeze.0.share": 0.5, "loss.kind": "bce"}
     unfreeze = [{"epoch": 1, "share": 0.5}, {"epoch": 2, "share": 1.0}]
-    assert yaml.safe_load(settings_as_yaml(config, settings)) == {
+    assert YAML(typ="safe", pure=True).load(settings_as_yaml(config, settings)) == {
         "tables": {"item": {"unfreeze": unfreeze}},
         "loss": {"kind": "bce"},
     }

@@ -4,10 +4,10 @@ from typing import Any, get_args
 from uuid import UUID, uuid4
 
 import pytest
-import yaml
 from prefect.client.schemas.objects import BlockDocument, BlockSchema, BlockType
 from prefect.events.actions import CallWebhook, SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger
+from ruamel.yaml import YAML
 
 from flows.scheduled.automations import AUTOMATION_FOLDER, automation_of
 from flows.settings.schedule import ScheduleConfig
@@ -44,7 +44,7 @@ def match_of(specification: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_each_file_is_also_an_automation_for_prefects_own_command(file: Any) -> None:
-    automation = AutomationCore.model_validate(yaml.safe_load(file.read_text()))
+    automation = AutomationCore.model_validate(YAML(typ="safe", pure=True).load(file.read_text()))
     assert [action.block_document_id for action in automation.actions if isinstance(action, CallWebhook)] == [UUID(int=0)]
 
 

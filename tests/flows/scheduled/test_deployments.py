@@ -12,11 +12,11 @@ from threading import Thread
 
 import psutil
 import pytest
-import yaml
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Completed, Pending, Running
+from ruamel.yaml import YAML
 
 from flows.cli.deploy import deploy_pipeline
 from flows.prefect_runs import end_lost_runs
@@ -249,7 +249,7 @@ def test_a_run_whose_process_has_died_ends_as_crashed_and_frees_its_slot(tmp_pat
 
 
 def test_prefect_yaml_describes_the_deployments_that_nightjar_deploy_creates(tmp_path: Path) -> None:
-    retrain, *by_hand = entries = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    retrain, *by_hand = entries = YAML(typ="safe", pure=True).load((ROOT / "prefect.yaml").read_text())["deployments"]
     file, config = pipeline(tmp_path, schedule=retrain["schedules"][0])
     new_deployments = deployments.deployments_of(config, config_path=file, overrides=[], work_pool_name="nightjar")
     for entry, deployment in zip(entries, new_deployments, strict=True):

@@ -13,13 +13,14 @@ from typing import Any
 import mlflow
 import pandas as pd
 import pytest
-import yaml
 from fastapi.testclient import TestClient
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import PyFuncModel, scoring_server
+from ruamel.yaml import YAML
 
+from flows.settings import yaml_loader
 from recsys_core.errors import StageError
 from tasks.registry import tracking
 from tasks.registry.config import RegistryConfig
@@ -212,9 +213,9 @@ def test_a_package_whose_edit_was_hashed_into_mlmodel_does_not_have_the_sha256_o
 
 
 def test_an_mlmodel_without_the_checksum_is_rejected(stored: Path) -> None:
-    content = yaml.safe_load((stored / "MLmodel").read_text())
+    content = YAML(typ="safe", pure=True).load((stored / "MLmodel").read_text())
     del content["flavors"]["python_function"]["config"]
-    (stored / "MLmodel").write_text(yaml.safe_dump(content))
+    (stored / "MLmodel").write_text(yaml_loader.dump(content))
     with pytest.raises(StageError, match="MLmodel: the python_function flavor has no config package_sha256"):
         load_model(URI, client=MlflowClient(), workspace=FOREIGN)
 

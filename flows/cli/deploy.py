@@ -1,24 +1,14 @@
 """`nightjar deploy`: the deployments of a pipeline in the user's Prefect server, for the workers of a work pool."""
 
 import os
-from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 
 from flows.cli import output
-from flows.settings.pipeline import PipelineConfig
+from flows.settings.config_file import LoadedConfig
 from recsys_core.errors import InputError
 
 
-def deploy_pipeline(
-    config: PipelineConfig,
-    *,
-    config_path: Path,
-    overrides: Sequence[str],
-    work_pool_name: str | None,
-    with_automations: bool = False,
-    dry_run: bool,
-) -> None:
+def deploy_pipeline(loaded: LoadedConfig, *, work_pool_name: str | None, with_automations: bool = False, dry_run: bool) -> None:
     """Print how the deployments change and, without `dry_run`, change them.
 
     Args:
@@ -27,10 +17,11 @@ def deploy_pipeline(
     Raises:
         InputError: PREFECT_API_URL is not set, or the server, work pool or alert block cannot be used; nothing is created.
     """
+    config = loaded.config
     if not os.environ.get("PREFECT_API_URL"):
         raise InputError(
             "PREFECT_API_URL is not set; set it to the API of your Prefect server, e.g. http://127.0.0.1:4200/api, or start "
-            f"servers and schedule on this machine with: nightjar up {config_path}"
+            f"servers and schedule on this machine with: nightjar up {loaded.path}"
         )
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")  # a user waits for the answer
@@ -43,9 +34,7 @@ def deploy_pipeline(
             automations.require_alert_block(client)
         retrain_deployment = deployments.read_deployment(client, config.name)
         new_deployments = deployments.deployments_of(
-            config,
-            config_path=config_path,
-            overrides=overrides,
+            loaded,
             work_pool_name=work_pool_name,
             has_active_schedule=not deployments.is_schedule_paused(retrain_deployment, config),
         )

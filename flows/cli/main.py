@@ -4,15 +4,18 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from flows.cli import operations, output
-from flows.cli.arguments import DEFAULT_CONFIG_PATH, AsJson, ConfigPath, Overrides, Verbose
+from flows.cli.arguments import DEFAULT_CONFIG_PATH, AsJson, ConfigPath, Overrides, Verbose, read_config
 from flows.interruption import Interrupted, end_process
 from flows.settings.environment import prepare_environment, silence_libraries
 from recsys_core.errors import NightjarError, printable
+
+if TYPE_CHECKING:
+    from flows.settings.config_file import LoadedConfig
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -94,9 +97,7 @@ def init(
 @app.command(epilog="Example: nightjar validate nightly.yaml --set model.embedding_dim=128")
 def validate(config_path: ConfigPath = DEFAULT_CONFIG_PATH, overrides: Overrides = None) -> None:
     """Check the config, and the files, columns and types of the input, without a run."""
-    from flows.settings.config_file import load_config
-
-    config = load_config(config_path, overrides or ())
+    config = read_config(config_path, overrides).config
     from flows.runs.input_checks import check_inputs
 
     with output.log_lines():
@@ -120,7 +121,6 @@ def plan(
 ) -> None:
     """Plan the sharding for any cluster, without training: ingest the data, write plan.json and plan.html."""
     from flows.cli.plan import plan_for, print_plan
-    from flows.settings.config_file import load_config
 
     cluster_options = {"num_nodes": nodes, "processes_per_node": gpus_per_node, "hbm_gb": hbm_gb, "ddr_gb": ddr_gb}
     cluster_options |= {
@@ -133,7 +133,7 @@ def plan(
     }
     if gpus_per_node is not None:
         cluster_settings["device"] = "cuda"
-    sharding_plan, paths = plan_for(load_config(config_path, overrides or ()), cluster_settings=cluster_settings)
+    sharding_plan, paths = plan_for(read_config(config_path, overrides).config, cluster_settings=cluster_settings)
     if as_json:
         sys.stdout.write(sharding_plan.model_dump_json() + "\n")
     else:
@@ -162,7 +162,6 @@ def run(
     with embedded_server() as server:  # the server starts while the config and the input are read
         from flows.cli.runner import Command, print_results, run_nightly
         from flows.runs.input_checks import check_inputs
-        from flows.settings.config_file import load_config
         from recsys_core.errors import InputError
         from recsys_core.manifests import STAGES
         from tasks.runs.options import RunOptions
@@ -171,13 +170,14 @@ def run(
         last_stage = next((stage for stage in STAGES if stage == until), None)
         if until is not None and last_stage is None:
             raise InputError(f"--until {until}: no such stage; the stages are {', '.join(STAGES)}")
-        config = load_config(config_path, overrides or ())
+        loaded = read_config(config_path, overrides)
+        config = loaded.config
         with output.log_lines():  # tens of thousands of files take minutes
             check_inputs(config)
         prepare_environment(config.workspace, verbose=verbose)
         command_options = ["--reason", reason] * bool(reason) + ["--full-retrain"] * full_retrain
         command_options += ["--promote", promote] * (promote != "by_gate")
-        command_line = format_command("run", config_path, overrides, command_options)
+        command_line = format_command("run", loaded, command_options)
         command = Command(config, server, command_line=command_line + " --dry-run" * dry_run)
         results = run_nightly(command, resume=resume, until=last_stage, options=run_options)
     if as_json:
@@ -201,18 +201,16 @@ def tune(
         from flows.cli import tune as tuning
         from flows.cli.runner import Command
         from flows.runs.input_checks import check_inputs
-        from flows.settings.config_file import load_config
 
-        config = load_config(config_path, overrides or ())
-        tuning.check_tunable(config, config_path=config_path)
+        loaded = read_config(config_path, overrides)
+        config = loaded.config
+        tuning.check_tunable(loaded)
         check_inputs(config)
         if trials is not None and config.tuning is not None:
             config = config.model_copy(update={"tuning": config.tuning.model_copy(update={"trials": trials})})
         prepare_environment(config.workspace, verbose=verbose)
         command_options = [] if trials is None else ["--trials", str(trials)]
-        study = tuning.run_study(
-            Command(config, server, command_line=format_command("tune", config_path, overrides, command_options))
-        )
+        study = tuning.run_study(Command(config, server, command_line=format_command("tune", loaded, command_options)))
     if as_json:
         sys.stdout.write(tuning.as_json(study) + "\n")
     else:
@@ -231,9 +229,7 @@ def query(
     as_json: AsJson = False,
 ) -> None:
     """Recommend items to a user with the champion, or with --model."""
-    from flows.settings.config_file import load_config
-
-    config = load_config(config_path, overrides or ())
+    config = read_config(config_path, overrides).config
     prepare_environment(config.workspace)
     from flows.cli.query import recommend
 
@@ -255,16 +251,10 @@ def query(
 app.registered_commands += operations.commands.registered_commands
 
 
-def format_command(
-    command_name: str, config_path: Path, overrides: list[str] | None, command_options: Sequence[str] = ()
-) -> str:
-    """Return the command line, quoted for a shell.
-
-    >>> format_command("run", Path("nightly.yaml"), ["model.query.layers=[64, 32]"])
-    "nightjar run nightly.yaml --set 'model.query.layers=[64, 32]'"
-    """
-    override_options = [word for override in overrides or () for word in ("--set", override)]
-    return shlex.join(["nightjar", command_name, str(config_path), *override_options, *command_options])
+def format_command(command_name: str, loaded: "LoadedConfig", command_options: Sequence[str] = ()) -> str:
+    """Return the command line, quoted for a shell."""
+    override_options = [word for override in loaded.overrides for word in ("--set", override)]
+    return shlex.join(["nightjar", command_name, str(loaded.path), *override_options, *command_options])
 
 
 def main() -> None:

@@ -2,14 +2,17 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from flows.cli import output
-from flows.cli.arguments import DEFAULT_CONFIG_PATH, AsJson, ConfigPath, Overrides
+from flows.cli.arguments import DEFAULT_CONFIG_PATH, AsJson, ConfigPath, Overrides, read_config
 from flows.settings.environment import prepare_environment
 from recsys_core.imports import fast_imports
+
+if TYPE_CHECKING:
+    from flows.settings.config_file import LoadedConfig
 
 commands = typer.Typer()
 HELP_PANEL = "Operations"
@@ -27,9 +30,7 @@ def doctor(
     """Check the versions of the libraries and the hardware; with a config file, the whole installation."""
     config = None
     if config_path is not None:
-        from flows.settings.config_file import load_config
-
-        config = load_config(config_path, overrides or ())
+        config = read_config(config_path, overrides).config
     from recsys_core.preflight import check_environment
 
     preflight = check_environment(folder if config is None else config.workspace)
@@ -54,9 +55,7 @@ def releases(config_path: ConfigPath = DEFAULT_CONFIG_PATH, overrides: Overrides
     """List the registered versions with alias, served metrics and run."""
     import json
 
-    from flows.settings.config_file import load_config
-
-    config = load_config(config_path, overrides or ())
+    config = read_config(config_path, overrides).config
     prepare_environment(config.workspace)
     with fast_imports():
         from tasks.registry.mlflow_client import call_with_deadline, connect
@@ -85,7 +84,7 @@ def promote(
     overrides: Overrides = None,
 ) -> None:
     """Make a registered version the champion if it passes the smoke test."""
-    _choose_champion("promote", config_path, overrides, {"version": version, "reason": reason})
+    _choose_champion("promote", read_config(config_path, overrides), {"version": version, "reason": reason})
 
 
 @commands.command(rich_help_panel=HELP_PANEL, epilog='Example: nightjar rollback --reason "recommends items that are sold out"')
@@ -98,19 +97,14 @@ def rollback(
     overrides: Overrides = None,
 ) -> None:
     """Give the alias champion back to a former champion."""
-    _choose_champion("rollback", config_path, overrides, {"version": version or 0, "reason": reason})
+    _choose_champion("rollback", read_config(config_path, overrides), {"version": version or 0, "reason": reason})
 
 
-def _choose_champion(
-    command: Literal["promote", "rollback"], config_path: Path, overrides: list[str] | None, parameters: dict[str, object]
-) -> None:
-    from flows.settings.config_file import load_config
-
-    config = load_config(config_path, overrides or ())
-    prepare_environment(config.workspace)
+def _choose_champion(command: Literal["promote", "rollback"], loaded: "LoadedConfig", parameters: dict[str, object]) -> None:
+    prepare_environment(loaded.config.workspace)
     from flows.cli.promote import choose_champion
 
-    choose_champion(config, command, config_path=config_path, overrides=overrides or (), parameters=parameters)
+    choose_champion(loaded, command, parameters=parameters)
 
 
 @commands.command(
@@ -131,17 +125,17 @@ def deploy(
     """Create or update the deployments of the pipeline in the Prefect server of PREFECT_API_URL."""
     import json
 
-    from flows.settings.config_file import load_config
+    from flows.settings.config_file import LoadedConfig, load_config
 
     schedule_options = {"schedule.cron": cron, "schedule.timezone": timezone}
     schedule_overrides = [f"{setting}={json.dumps(value)}" for setting, value in schedule_options.items() if value is not None]
+    # Runs read the schedule from the deployment, so these overrides are not in the form.
     config = load_config(config_path, [*(overrides or ()), *schedule_overrides])
+    loaded = LoadedConfig(config, config_path, tuple(overrides or ()))
     from flows.cli.deploy import deploy_pipeline
 
     deploy_pipeline(
-        config,
-        config_path=config_path,
-        overrides=overrides or (),
+        loaded,
         work_pool_name=work_pool,
         with_automations=automations,
         dry_run=dry_run,
@@ -155,9 +149,7 @@ def clean(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="list the removals without removing anything")] = False,
 ) -> None:
     """Remove files of old runs and old model versions that `retention` does not keep. Each run does the same at its end."""
-    from flows.settings.config_file import load_config
-
-    config = load_config(config_path, overrides or ())
+    config = read_config(config_path, overrides).config
     prepare_environment(config.workspace)
     from flows.cli.workspace import clean_workspace, print_removals
 
@@ -175,9 +167,8 @@ def history(
     from flows.cli.workspace import as_json as history_as_json
     from flows.cli.workspace import print_history
     from flows.runs.run_history import run_history
-    from flows.settings.config_file import load_config
 
-    config = load_config(config_path, overrides or ())
+    config = read_config(config_path, overrides).config
     runs, metric_name = run_history(config.workspace, max_runs=last), config.registry.metric
     if as_json:
         sys.stdout.write(history_as_json(runs, metric_name=metric_name) + "\n")
@@ -196,9 +187,7 @@ def ui(
     mlflow_port: Annotated[int, typer.Option(help="port of the MLflow UI")] = 5000,
 ) -> None:
     """Serve the Prefect and MLflow UIs on this machine until Ctrl-C."""
-    from flows.settings.config_file import load_config
-
-    config = load_config(config_path, overrides or ())
+    config = read_config(config_path, overrides).config
     prepare_environment(config.workspace)
     from flows.cli.ui import serve
 
@@ -217,16 +206,12 @@ def up(
     metrics_port: Annotated[int | None, typer.Option(help="port of Prometheus metrics of the last run, e.g. 9464")] = None,
 ) -> None:
     """Run the pipeline as its schedule plans, and serve the Prefect and MLflow UIs on this machine, until Ctrl-C or SIGTERM."""
-    from flows.settings.config_file import load_config
-
-    config = load_config(config_path, overrides or ())
-    prepare_environment(config.workspace)
+    loaded = read_config(config_path, overrides)
+    prepare_environment(loaded.config.workspace)
     from flows.cli import ui
 
     ui.up(
-        config,
-        config_path=config_path,
-        overrides=overrides or (),
+        loaded,
         prefect_port=prefect_port,
         mlflow_port=mlflow_port,
         metrics_port=metrics_port,

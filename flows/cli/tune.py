@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.cli import output
 from flows.cli.runner import Command, flow_session
-from flows.settings.pipeline import PipelineConfig
+from flows.settings.config_file import LoadedConfig
 from recsys_core.errors import InputError, StageError
 from tasks.tuning.config import label_of, short_label
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from tasks.tuning.study import Study
 
 
-def check_tunable(config: PipelineConfig, *, config_path: Path) -> None:
+def check_tunable(loaded: LoadedConfig) -> None:
     """Raise InputError unless the config has ranges to search and a validation metric to compare trials by."""
-    if config.tuning is None:
+    if loaded.config.tuning is None:
         raise InputError(
-            f"{config_path}: tuning is not set; name the settings to vary, e.g. "
+            f"{loaded.path}: tuning is not set; name the settings to vary, e.g. "
             "tuning: {ranges: {model.temperature: {low: 0.03, high: 0.3, log: true}}}"
         )
-    if config.training.validation is None:
+    if loaded.config.training.validation is None:
         raise InputError(
-            f"{config_path}: training.validation is null, but trials are compared by its metric; leave the "
+            f"{loaded.path}: training.validation is null, but trials are compared by its metric; leave the "
             "setting out to use ndcg@10"
         )
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +19,7 @@ from flows.cli import output
 from flows.servers.mlflow_process import PASSWORD_VARIABLE
 from flows.servers.prefect_server import PrefectServer
 from flows.servers.server_process import HOST, LOG, WORKSPACE_VARIABLE, ServerProcess
+from flows.settings.config_file import LoadedConfig
 from flows.settings.environment import set_flow_run_retention
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, StageError
@@ -51,20 +52,13 @@ def serve(config: PipelineConfig, *, prefect_port: int, mlflow_port: int) -> Non
         _watch(prefect_server, None, log_file=log_file)
 
 
-def up(
-    config: PipelineConfig,
-    *,
-    config_path: Path,
-    overrides: Sequence[str],
-    prefect_port: int,
-    mlflow_port: int,
-    metrics_port: int | None = None,
-) -> None:
+def up(loaded: LoadedConfig, *, prefect_port: int, mlflow_port: int, metrics_port: int | None = None) -> None:
     """Serve the same pages as `serve`, and run the pipeline as its schedule plans, until Ctrl-C or SIGTERM.
 
     A run that is in progress at the signal ends as interrupted and can be resumed. With `metrics_port`, also serve metrics for
     Prometheus.
     """
+    config = loaded.config
     log_file = config.workspace / "up.log"
     with _until_signal() as stack:
         facts, prefect_server = _start_servers(
@@ -77,7 +71,7 @@ def up(
             facts["metrics"] = stack.enter_context(serve_metrics(config, port=metrics_port))
         # The runs log to the database, but their links to MLflow need the address of the UI.
         os.environ.setdefault("NIGHTJAR_MLFLOW_UI_URL", facts["MLflow"])
-        runs_process = stack.enter_context(_planned_runs(config_path, overrides, log_file=log_file))
+        runs_process = stack.enter_context(_planned_runs(loaded, log_file=log_file))
         next_start = config.schedule.next_start(datetime.now(UTC))
         facts["deployments"] = f"nightly-retrain/{config.name}, and promote and rollback"
         facts["next start"] = f"{next_start:%Y-%m-%d %H:%M %Z}" if next_start else "by hand in Prefect only; set schedule.cron"
@@ -205,7 +199,7 @@ def _up_lock(workspace: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _planned_runs(config_path: Path, overrides: Sequence[str], *, log_file: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _planned_runs(loaded: LoadedConfig, *, log_file: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start the process that creates the deployment and starts its runs; end the process and its runs after the body."""
     read_end, write_end = os.pipe()
     with log_file.open("ab") as log_stream:
@@ -215,8 +209,8 @@ def _planned_runs(config_path: Path, overrides: Sequence[str], *, log_file: Path
                 "-m",
                 "flows.scheduled.deployment_process",
                 str(write_end),
-                str(config_path.absolute()),
-                *overrides,
+                str(loaded.path.absolute()),
+                *loaded.overrides,
             ],
             env=os.environ | parent_environment(),
             stdin=subprocess.DEVNULL,

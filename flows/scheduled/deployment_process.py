@@ -24,7 +24,8 @@ from prefect.runner import Runner
 from flows.prefect_runs import end_lost_runs
 from flows.scheduled import automations
 from flows.scheduled.deployments import deployments_of, is_schedule_paused, prefect_client, read_deployment
-from flows.settings.config_file import load_config
+from flows.settings.config_file import LoadedConfig
+from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import NightjarError
 from recsys_core.parent_process import die_with_parent, parent_environment
 
@@ -61,23 +62,22 @@ def main() -> None:
     os.environ.update(parent_environment())  # the process of a run ends with this process
     ready_fd, config_path, *overrides = sys.argv[1:]
     try:
-        deployments = prepare_deployments(Path(config_path), overrides)
+        loaded = LoadedConfig.read(Path(config_path), overrides)
+        deployments = prepare_deployments(loaded)
     except NightjarError as error:
         os.write(int(ready_fd), str(error).encode())
         sys.exit(error.exit_code)
-    create_automations = partial(create_alert_automations, Path(config_path), overrides)
+    create_automations = partial(create_alert_automations, loaded.config)
     asyncio.run(_serve(deployments, ready_fd=int(ready_fd), create_automations=create_automations))
     os._exit(0)  # the exit handlers of libraries take seconds
 
 
-def prepare_deployments(config_path: Path, overrides: list[str]) -> tuple[RunnerDeployment, ...]:
-    """Return the deployments of the pipeline in `config_path`; end the runs that an earlier process left behind in Prefect."""
-    config = load_config(config_path, overrides)
+def prepare_deployments(loaded: LoadedConfig) -> tuple[RunnerDeployment, ...]:
+    """Return the deployments of a pipeline; end the runs that an earlier process left behind in Prefect."""
+    config = loaded.config
     with prefect_client() as client:
         has_active_schedule = not is_schedule_paused(read_deployment(client, config.name), config)
-        deployments = deployments_of(
-            config, config_path=config_path, overrides=overrides, work_pool_name=None, has_active_schedule=has_active_schedule
-        )
+        deployments = deployments_of(loaded, work_pool_name=None, has_active_schedule=has_active_schedule)
         for deployment in deployments:
             current_deployment = read_deployment(client, config.name, flow_name=str(deployment.flow_name))
             if current_deployment is not None:
@@ -85,10 +85,9 @@ def prepare_deployments(config_path: Path, overrides: list[str]) -> tuple[Runner
     return deployments
 
 
-def create_alert_automations(config_path: Path, overrides: list[str], deployment_id: UUID) -> None:
+def create_alert_automations(config: PipelineConfig, deployment_id: UUID) -> None:
     """Create or update the automations if the server has the block nightjar-alerts. Log an error as a warning."""
     try:
-        config = load_config(config_path, overrides)
         with prefect_client() as client:
             if automations.find_alert_block(client) is not None:
                 automations.create_automations(client, config, deployment_id=deployment_id)

@@ -5,9 +5,8 @@
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -23,6 +22,7 @@ from prefect.types.entrypoint import EntrypointType
 import recsys_core
 from flows.champion import promote, rollback
 from flows.scheduled.deployed import deployed_retrain
+from flows.settings.config_file import LoadedConfig
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, first_line, redacted, shown, shown_names
 from tasks import ENVIRONMENT
@@ -40,24 +40,19 @@ class SettingChange(NamedTuple):
 
 
 def deployments_of(
-    config: PipelineConfig,
-    *,
-    config_path: Path,
-    overrides: Sequence[str],
-    work_pool_name: str | None,
-    has_active_schedule: bool = True,
+    loaded: LoadedConfig, *, work_pool_name: str | None, has_active_schedule: bool = True
 ) -> tuple[RunnerDeployment, ...]:
     """Return the deployments nightly-retrain, promote and rollback of a pipeline.
 
     Only nightly-retrain has a schedule and a limit of one run at a time, so a person can roll back while a run trains.
 
     Args:
-        config_path: config file of the pipeline. Each run reads the file when it starts.
-        overrides: default of the field "Settings to override" in the forms.
+        loaded: config of the pipeline. Each run reads the file again when it starts. The overrides are the default of the
+            field "Settings to override" in the forms.
         work_pool_name: work pool whose workers run the deployments. None: the process of `nightjar up` runs the deployments.
         has_active_schedule: whether the schedule starts runs. False for a schedule that a person has paused.
     """
-    schedule = config.schedule
+    config, schedule = loaded.config, loaded.config.schedule
     prefect_schedule = (
         Schedule(cron=schedule.cron, timezone=schedule.timezone, active=has_active_schedule) if schedule.cron else None
     )
@@ -68,7 +63,7 @@ def deployments_of(
             config.name,
             schedules=[prefect_schedule] if prefect_schedule is not None and flow is deployed_retrain else [],
             concurrency_limit=one_run_at_a_time if flow is deployed_retrain else None,
-            parameters={"pipeline": str(config_path.absolute()), "overrides": list(overrides)},
+            parameters=loaded.flow_parameters,
             tags=["nightjar", f"pipeline:{config.name}"],
             version=recsys_core.__version__,
             entrypoint_type=EntrypointType.MODULE_PATH,

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,25 @@ NOT_TUNABLE = {
 MAX_PROBLEMS = 20
 """Number of problems listed in one message."""
 _NAME_PATTERN = r'(?:"[^"]+"|[^".]+)'
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A config with the file and the overrides that it was read from."""
+
+    config: PipelineConfig
+    path: Path
+    overrides: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, path: Path, overrides: Sequence[str] | None = None) -> "LoadedConfig":
+        """Read the config in `path` and apply `overrides`, as `load_config` does."""
+        return cls(load_config(path, overrides or ()), path, tuple(overrides or ()))
+
+    @property
+    def flow_parameters(self) -> dict[str, Any]:
+        """The parameters with which a deployed flow reads the config again."""
+        return {"pipeline": str(self.path.absolute()), "overrides": list(self.overrides)}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConfig:

@@ -7,7 +7,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from flows.cli.tune import check_tunable
-from flows.settings.config_file import load_config, settings_as_yaml
+from flows.settings.config_file import LoadedConfig, load_config, settings_as_yaml
 from recsys_core.errors import InputError
 from tasks.tuning.config import RangeConfig, TuningConfig
 from tasks.tuning.study import Study, TrialResult, sort_best_first
@@ -59,7 +59,7 @@ def test_a_file_without_ranges_or_without_validation_is_rejected(tmp_path: Path,
     file = tmp_path / "nightly.yaml"
     file.write_text(CONFIG)
     with pytest.raises(InputError, match=message):
-        check_tunable(load_config(file, [override]), config_path=file)
+        check_tunable(LoadedConfig.read(file, [override]))
 
 
 def test_a_range_has_the_number_type_of_its_setting(tmp_path: Path) -> None:

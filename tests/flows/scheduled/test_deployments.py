@@ -24,8 +24,7 @@ from flows.scheduled import deployments
 from flows.scheduled.crash_report import start_reporter
 from flows.servers.prefect_server import embedded_server
 from flows.settings import yaml_loader
-from flows.settings.config_file import load_config
-from flows.settings.pipeline import PipelineConfig
+from flows.settings.config_file import LoadedConfig
 from recsys_core.errors import InputError
 from tasks import ENVIRONMENT
 
@@ -64,15 +63,15 @@ def client() -> Iterator[SyncPrefectClient]:
         yield client
 
 
-def pipeline(folder: Path, **settings: object) -> tuple[Path, PipelineConfig]:
+def pipeline(folder: Path, *overrides: str, **settings: object) -> LoadedConfig:
     file = folder / "nightly.yaml"
     file.write_text(yaml_loader.dump({**LOG, **settings}))
-    return file, load_config(file)
+    return LoadedConfig.read(file, overrides)
 
 
 def deploy(folder: Path, *, work_pool: str | None = POOL, dry_run: bool = False, **settings: object) -> None:
-    file, config = pipeline(folder, **settings)
-    deploy_pipeline(config, config_path=file, overrides=["training.epochs=1"], work_pool_name=work_pool, dry_run=dry_run)
+    loaded = pipeline(folder, "training.epochs=1", **settings)
+    deploy_pipeline(loaded, work_pool_name=work_pool, dry_run=dry_run)
 
 
 def test_a_deployment_has_the_schedule_the_limit_and_the_defaults_of_the_form(
@@ -250,8 +249,8 @@ def test_a_run_whose_process_has_died_ends_as_crashed_and_frees_its_slot(tmp_pat
 
 def test_prefect_yaml_describes_the_deployments_that_nightjar_deploy_creates(tmp_path: Path) -> None:
     retrain, *by_hand = entries = YAML(typ="safe", pure=True).load((ROOT / "prefect.yaml").read_text())["deployments"]
-    file, config = pipeline(tmp_path, schedule=retrain["schedules"][0])
-    new_deployments = deployments.deployments_of(config, config_path=file, overrides=[], work_pool_name="nightjar")
+    loaded = pipeline(tmp_path, schedule=retrain["schedules"][0])
+    new_deployments = deployments.deployments_of(loaded, work_pool_name="nightjar")
     for entry, deployment in zip(entries, new_deployments, strict=True):
         assert entry["name"] == deployment.name
         assert entry["entrypoint"] == deployment.entrypoint

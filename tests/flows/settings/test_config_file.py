@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.settings.config_file import load_config
+from flows.settings.config_file import LoadedConfig, load_config
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError
 from recsys_core.ingest.log.config import FileSplit, InteractionsConfig
@@ -303,3 +303,11 @@ def test_uris_are_unchanged_and_data_root_is_relative_to_the_file(file: Path) ->
     assert config.interactions.paths == (*uris, str(file.parent / "log"))
     assert config.allowed_data_root == file.parent.parent / "data"
     assert load_config(file).allowed_data_root is None
+
+
+def test_a_loaded_config_has_the_parameters_to_read_it_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(file.parent)
+    loaded = LoadedConfig.read(Path(file.name), ["training.epochs=2"])
+    parameters = loaded.flow_parameters
+    assert parameters == {"pipeline": str(file), "overrides": ["training.epochs=2"]}
+    assert load_config(parameters["pipeline"], parameters["overrides"]) == loaded.config

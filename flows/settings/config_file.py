@@ -4,12 +4,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 
 from flows.settings import yaml_loader
-from flows.settings.config_errors import describe_error, dotted_key_of, relevant_errors
+from flows.settings.config_errors import describe_error, relevant_errors
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.atomic import write_text
 from recsys_core.errors import InputError, printable, shown
@@ -63,24 +63,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConf
     try:
         config = PipelineConfig.model_validate(raw_settings)
     except ValidationError as error:
-        errors = relevant_errors(error)
-        problems = [describe_error(details, raw_settings) for details in errors[:MAX_PROBLEMS]]
-        raise _input_error(path, problems, num_omitted=len(errors) - len(problems)) from None
-    if config.tuning is None:
-        return config.with_absolute_paths(path.parent)
-    range_problems: list[str] = []
-    range_by_key: dict[str, RangeConfig] = {}
-    for key, value_range in config.tuning.ranges.items():
+        raise InputError(f"{path}:\n  " + "\n  ".join(_problems(error, raw_settings))) from None
+    if config.tuning is not None:
         try:
-            range_by_key[key] = _check_range(config, key, value_range)
-        except InputError:  # the key of the setting is invalid
-            raise
-        except ValueError as error:
-            range_problems += [f"tuning.ranges: {line}" for line in str(error).splitlines()]
-    if range_problems:
-        raise _input_error(path, range_problems)
-    tuning = config.tuning.model_copy(update={"ranges": range_by_key})
-    return config.model_copy(update={"tuning": tuning}).with_absolute_paths(path.parent)
+            range_by_key = {key: _typed_range(config, key, value) for key, value in config.tuning.ranges.items()}
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+        config = config.model_copy(update={"tuning": config.tuning.model_copy(update={"ranges": range_by_key})})
+    return config.with_absolute_paths(path.parent)
 
 
 def with_settings(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineConfig:
@@ -88,10 +78,11 @@ def with_settings(config: PipelineConfig, settings: Mapping[str, Any]) -> Pipeli
 
     Raise InputError if the resulting config is invalid.
     """
-    result = _validate(config, settings)
-    if result.config is None:
-        raise InputError("; ".join(result.problems))
-    return result.config
+    raw_settings = _changed_settings(config, settings)
+    try:
+        return PipelineConfig.model_validate(raw_settings)
+    except ValidationError as error:
+        raise InputError("; ".join(_problems(error, raw_settings))) from None
 
 
 def settings_as_yaml(config: PipelineConfig, settings: Mapping[str, Any]) -> str:
@@ -111,72 +102,53 @@ def dump_config(config: PipelineConfig, path: Path) -> None:
     write_text(path, yaml_loader.dump(config.model_dump(mode="json")))
 
 
-def _input_error(path: Path, problems: Sequence[str], *, num_omitted: int = 0) -> InputError:
-    lines = [*problems, f"and {num_omitted:,} more"] if num_omitted else problems
-    return InputError("\n".join([f"{path}:", *(f"  {line}" for line in lines)]))
+def _problems(error: ValidationError, raw_settings: Mapping[str, Any]) -> list[str]:
+    """Describe the first problems of `raw_settings`."""
+    errors = relevant_errors(error)
+    problems = [describe_error(details, raw_settings) for details in errors[:MAX_PROBLEMS]]
+    return problems if len(errors) <= MAX_PROBLEMS else [*problems, f"and {len(errors) - MAX_PROBLEMS:,} more"]
 
 
-class _ValidationResult(NamedTuple):
-    """Result of the validation of a config with changed settings.
-
-    Attributes:
-        config: the valid config; None if it is invalid.
-        has_invalid_settings: whether a changed setting is invalid by itself. False if it only contradicts another setting.
-        problems: the problems of an invalid config.
-    """
-
-    config: PipelineConfig | None
-    has_invalid_settings: bool = False
-    problems: tuple[str, ...] = ()
-
-
-def _validate(config: PipelineConfig, settings: Mapping[str, Any]) -> _ValidationResult:
-    """Validate `config` with the values of `settings`, a mapping by dotted key."""
+def _changed_settings(config: PipelineConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of `config` without `tuning`, and with the values of `settings`, a mapping by dotted key."""
     raw_settings = config.model_dump(mode="json") | {"tuning": None}
     for key, value in settings.items():
         _put_setting(raw_settings, key, value, shown_source=f"tuning.ranges.{key}")
-    try:
-        return _ValidationResult(PipelineConfig.model_validate(raw_settings))
-    except ValidationError as error:
-        errors = relevant_errors(error)
-        unquoted_keys = tuple(key.replace('"', "") for key in settings)
-        errors_of_settings = [
-            details
-            for details in errors
-            if details["type"] != "value_error" or dotted_key_of(details["loc"], raw_settings).startswith(unquoted_keys)
-        ]
-        problems = tuple(describe_error(details, raw_settings) for details in errors_of_settings or errors)
-        return _ValidationResult(None, bool(errors_of_settings), problems)
+    return raw_settings
 
 
-def _check_range(config: PipelineConfig, key: str, value_range: RangeConfig) -> RangeConfig:
+def _typed_range(config: PipelineConfig, key: str, value_range: RangeConfig) -> RangeConfig:
     """Return the range of the setting `key` with all values converted to the type of the setting.
 
-    Only probes of the range are validated: some of its values, such as its ends. Raise ValueError if a probe is invalid. Each
-    line of the message describes one problem.
+    Only probes of the range are validated: some of its values, such as its ends. Raise InputError if a probe is invalid.
     """
     if key.partition(".")[0] not in TUNABLE_GROUPS or "." not in key:
-        raise ValueError(
-            f"{key}: all trials share one ingest and end after training, so only these groups of settings can have a "
-            f"range: {', '.join(TUNABLE_GROUPS)}"
+        raise InputError(
+            f"tuning.ranges: {key}: all trials share one ingest and end after training, so only these groups of settings can "
+            f"have a range: {', '.join(TUNABLE_GROUPS)}"
         )
     for fixed_key, reason in NOT_TUNABLE.items():
         if f"{key}.".startswith(f"{fixed_key}."):
-            raise ValueError(f"{key}: {reason}")
-    results = [_validate(config, {key: probe}) for probe in value_range.probes]
-    value_by_label = {
-        label_of(probe): _get_setting(result.config.model_dump(mode="json"), key)
-        for probe, result in zip(value_range.probes, results, strict=True)
-        if result.config is not None
-    }
+            raise InputError(f"tuning.ranges: {key}: {reason}")
+    value_by_label: dict[str, Any] = {}
+    contradictions: list[str] = []
+    for probe in value_range.probes:
+        raw_settings = _changed_settings(config, {key: probe})
+        try:
+            valid_config = PipelineConfig.model_validate(raw_settings)
+            value_by_label[label_of(probe)] = _get_setting(valid_config.model_dump(mode="json"), key)
+        except ValidationError as error:
+            problems = _problems(error, raw_settings)
+            if any(details["type"] != "value_error" for details in error.errors()):
+                raise InputError(f"tuning.ranges: {'; '.join(problems)}") from None
+            contradictions += problems
     # A probe may contradict another setting, because that setting may vary too. But at least one probe must be valid.
-    failed_results = [result for result in results if result.has_invalid_settings or not value_by_label]
-    if failed_results:
-        raise ValueError("\n".join(failed_results[0].problems))
+    if not value_by_label:
+        raise InputError(f"tuning.ranges: {'; '.join(contradictions)}")
     try:
         return value_range.convert_to_setting_type(value_by_label)
     except ValueError as error:
-        raise ValueError(f"{key}: {error}") from None
+        raise InputError(f"tuning.ranges: {key}: {error}") from None
 
 
 def _read_settings(path: Path) -> dict[str, Any]:

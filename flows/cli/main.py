@@ -82,11 +82,11 @@ def init(
         raise InputError("--user-column, --item-column and --time-column name columns of the log; add --log")
     config, notes, next_step = starter_config(), dict[str, str](), "set your paths and columns"
     if log is not None or items is not None or vectors is not None:
-        from flows.settings.column_guesses import InitInputs, guess_config, unknown_settings
+        from flows.settings.column_guesses import FILL_IN, InitInputs, guess_config
 
         inputs = InitInputs(log, items, vectors, user_column, item_column, time_column)
         config, notes = guess_config(config, inputs, config_folder=config_path.parent)
-        unknown = unknown_settings(notes)
+        unknown = [setting for setting, note in notes.items() if note.startswith(FILL_IN)]
         next_step = f"fill in {' and '.join(unknown)}" if unknown else "check the guessed columns"
     config_path.write_text(to_commented_yaml(config, notes=notes, every_setting=every_setting), encoding="utf-8")
     output.stdout.print(

@@ -20,7 +20,7 @@ from flows.settings.pipeline import PipelineConfig
 from recsys_core.config import is_uri
 from recsys_core.errors import InputError, shown, shown_names
 from recsys_core.ingest.features.config import FeatureConfig, FeatureKind, FeaturesConfig, FeatureTableConfig
-from recsys_core.ingest.first_row_group import first_values
+from recsys_core.ingest.first_row_group import first_values, plausible_time_unit
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.parquet.columns import is_list, is_text, require_column, value_type
@@ -35,8 +35,6 @@ TIME_NAME = re.compile(r"(time|stamp|date|(^|_)(ts|at))$", re.IGNORECASE)
 MIN_DISTINCT_IDS = 20
 """A column with fewer distinct values is taken for a category, such as the kind of an event, unless its name says otherwise."""
 MAX_FEATURES = 20
-_TICKS_PER_S = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
-_YEAR_1990_S = 631_152_000
 
 
 @dataclass(frozen=True)
@@ -75,11 +73,6 @@ def guess_config(config: PipelineConfig, inputs: InitInputs, *, config_folder: P
     except ValidationError as error:
         raise InputError(f"nightjar init: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
     return config.model_copy(update=groups), notes
-
-
-def unknown_settings(notes: Mapping[str, str]) -> list[str]:
-    """Return the dotted names of the settings whose column is not known."""
-    return [setting for setting, note in notes.items() if note.startswith(FILL_IN)]
 
 
 class _Table:
@@ -231,11 +224,9 @@ def _time_column(table: _Table, used_columns: Collection[str]) -> str | None:
 
 
 def _time_unit(table: _Table, column: str) -> tuple[str | None, int]:
-    """Return the unit in which the newest of the first values is between 1990 and tomorrow, if any, and that value."""
+    """Return the unit in which the newest of the first values is a plausible time, if there is one, and that value."""
     newest_time = pc.max(table.values(column)).as_py() or 0
-    tomorrow_s = time.time() + DAY_S
-    units = (unit for unit, ticks_per_s in _TICKS_PER_S.items() if _YEAR_1990_S <= newest_time / ticks_per_s <= tomorrow_s)
-    return next(units, None), newest_time
+    return plausible_time_unit(newest_time, latest_s=time.time() + DAY_S), newest_time
 
 
 def _is_id(data_type: pa.DataType) -> bool:

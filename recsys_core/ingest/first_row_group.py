@@ -84,14 +84,24 @@ def check_time_unit(config: InteractionsConfig, sources: Sequence[Source]) -> No
     max_time_s = tick_range["max"] // _TICKS_PER_S[unit]
     if max_time_s >= _YEAR_1971_S and tick_range["min"] // _TICKS_PER_S[unit] <= latest_valid_s:
         return
-    for other_unit, ticks_per_s in _TICKS_PER_S.items():
-        if _YEAR_1990_S <= tick_range["max"] // ticks_per_s <= latest_valid_s:
-            is_unit_from_config = times.type != pa.timestamp(unit)
-            fix = f"set interactions.timestamp_unit to {other_unit}" if is_unit_from_config else "write the column again"
-            raise InputError(
-                f"{_first_non_empty(sources).name}: column {column!r}: {tick_range['max']} is {_date_text(max_time_s)} in "
-                f"{unit}, and {_date_text(tick_range['max'] // ticks_per_s)} in {other_unit}; {fix}"
-            )
+    other_unit = plausible_time_unit(tick_range["max"], latest_s=latest_valid_s)
+    if other_unit is not None:
+        is_unit_from_config = times.type != pa.timestamp(unit)
+        fix = f"set interactions.timestamp_unit to {other_unit}" if is_unit_from_config else "write the column again"
+        raise InputError(
+            f"{_first_non_empty(sources).name}: column {column!r}: {tick_range['max']} is {_date_text(max_time_s)} in "
+            f"{unit}, and {_date_text(tick_range['max'] // _TICKS_PER_S[other_unit])} in {other_unit}; {fix}"
+        )
+
+
+def plausible_time_unit(ticks: int, *, latest_s: float) -> str | None:
+    """Return the unit in which the time `ticks` is between the year 1990 and `latest_s`; None if there is no such unit.
+
+    >>> plausible_time_unit(1_700_000_000_000, latest_s=1_800_000_000), plausible_time_unit(42, latest_s=1_800_000_000)
+    ('ms', None)
+    """
+    units = (unit for unit, per_s in _TICKS_PER_S.items() if _YEAR_1990_S <= ticks // per_s <= latest_s)
+    return next(units, None)
 
 
 def _date_text(seconds: int) -> str:

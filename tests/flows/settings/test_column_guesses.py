@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flows.settings.column_guesses import InitInputs, guess_config, unknown_settings
+from flows.settings.column_guesses import FILL_IN, InitInputs, guess_config
 from flows.settings.config_file import load_config
 from flows.settings.pipeline import PipelineConfig
 from flows.settings.template import starter_config, to_commented_yaml
@@ -35,6 +35,10 @@ def guess(folder: Path, **inputs: str) -> tuple[PipelineConfig, dict[str, str]]:
 def guess_log(folder: Path, columns: dict[str, object], **named: str) -> tuple[InteractionsConfig, dict[str, str]]:
     config, notes = guess(folder, log=write(folder / "log.parquet", **columns), **named)
     return config.interactions, notes
+
+
+def unknown_settings(notes: dict[str, str]) -> list[str]:
+    return [setting for setting, note in notes.items() if note.startswith(FILL_IN)]
 
 
 def columns_of(log: InteractionsConfig) -> tuple[str, str, str | None]:

@@ -27,7 +27,10 @@ class HistoryPooling(nn.Module):
 
     def __init__(self, config: HistoryConfig, *, dim: int, std: float) -> None:
         super().__init__()
-        self.start = nn.Parameter(torch.randn(dim) * std)
+        start = torch.empty(dim)
+        if not start.is_meta:  # on the meta device, both calls import torch._dynamo and SymPy, which takes two seconds
+            start.normal_().mul_(std)
+        self.start = nn.Parameter(start)
         self.kind, self.item_dropout = config.pooling, config.item_dropout
         if self.kind == "recency":
             self.recency = nn.Parameter(torch.zeros(config.length))

@@ -1,4 +1,6 @@
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +49,15 @@ def test_known_users_get_the_exact_best_unseen_items(flat, retriever: Retriever)
         assert ids[user].tolist() == world.best(query, seen=world.log[user], k=10)
         rows = [ITEM_IDS.index(item) for item in ids[user]]
         np.testing.assert_allclose(scores[user], world.item_vectors[rows] @ query, rtol=1e-4, atol=1e-5)
+
+
+def test_a_package_loads_without_the_compiler_of_torch(flat) -> None:
+    code = (
+        "import sys; from pathlib import Path; from recsys_core.serving.retriever import Retriever; "
+        f"Retriever.load(Path({str(flat[1].folder)!r})); print('torch' in sys.modules, 'torch._dynamo' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert result.stdout.split() == ["True", "False"]
 
 
 def test_int8_agrees_with_float_on_most_of_the_top(build: Build, flat, retriever: Retriever) -> None:

@@ -21,8 +21,9 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 
 from recsys_core.errors import StageError
-from recsys_core.manifests import EvaluationManifest, InteractionsManifest
+from recsys_core.manifests import EvaluationManifest
 from tasks.gate.smoke_test import (
+    ModelProcess,
     UnusableVersionError,
     prepare_sample,
     recommend_popular,
@@ -43,6 +44,7 @@ from tasks.registry.releases import (
     version_number_by_alias,
 )
 from tasks.registry.tracking import as_metrics, log_metrics
+from tasks.runs.context import StageContext
 from tasks.runs.options import RunOptions
 
 
@@ -91,27 +93,27 @@ def run_champion_gate(
     version: ModelVersion,
     *,
     config: RegistryConfig,
-    options: RunOptions,
+    context: StageContext,
     client: MlflowClient,
-    interactions: InteractionsManifest,
-    evaluation: EvaluationManifest,
-    workspace: Path,
+    processes: list[ModelProcess],
     folder: Path,
     on_alias_change: Callable[[AliasChange], None],
 ) -> dict[str, Any]:
     """Test `version`, compare it with the champion, set its alias and its tags; return the fields of RegistrationManifest.
 
     Args:
-        options: `promote` is the rule of the promotion, and `reason` becomes a tag of the version.
-        workspace: the version's model must have been logged from it, if its MLflow is in the workspace.
+        context: its option `promote` is the rule of the promotion, and `reason` becomes a tag of the version.
+        processes: processes of `start_processes` for the first versions that are tested.
         folder: receives the users of the smoke test and each version's recommendations.
         on_alias_change: called after each move of an alias.
 
     Raises:
         StageError: the version failed the smoke test, or no version can be champion.
     """
-    sample = prepare_sample(interactions, max_users=config.smoke_test_users, folder=folder / "smoke_test")
-    gate = _Gate(version, config, options, VersionTester(client, sample, workspace), evaluation, on_alias_change)
+    options, smoke_test_folder = context.options, folder / "smoke_test"
+    sample = prepare_sample(context.dataset.interactions, max_users=config.smoke_test_users, folder=smoke_test_folder)
+    tester = VersionTester(client, sample, context.run.workspace, processes)
+    gate = _Gate(version, config, options, tester, context.results[EvaluationManifest], on_alias_change)
     gate.tester.set_tag(version, PROMOTE_TAG, options.promote)
     if options.reason:
         gate.tester.set_tag(version, RUN_REASON_TAG, options.reason)

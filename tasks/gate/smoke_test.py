@@ -3,27 +3,32 @@
 The recommendations are validated and measured. All compared versions get the same sample.
 """
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import mlflow
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from mlflow import MlflowClient
 
 from recsys_core.dataset.events import EventStore
 from recsys_core.errors import StageError, TrackingServerError, redacted
 from recsys_core.evaluation.metrics import TargetPositions, hit_rate, ndcg, recall
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.seeds import SMOKE_TEST_USERS_SEED
-from tasks.gate.smoke_process import EXIT_NOT_FETCHED
+from tasks.registry.model_uri import fetch_model
 
 K = 20
 """Number of items that a version recommends to each user: the largest cut-off of the served metrics."""
@@ -39,6 +44,7 @@ The secrets of Prefect, of databases and of other programs are left out.
 _KILL_EXIT_CODES = (-signal.SIGKILL, -signal.SIGTERM)
 
 IntArray = npt.NDArray[np.int64]
+ModelProcess: TypeAlias = "subprocess.Popen[str]"
 
 
 class UnusableVersionError(StageError):
@@ -112,37 +118,63 @@ def prepare_sample(interactions: InteractionsManifest, *, max_users: int, folder
     )
 
 
+@contextmanager
+def start_processes(count: int) -> Iterator[list[ModelProcess]]:
+    """Start processes for `predict_in_subprocess` before their versions exist; end the unused ones after the block.
+
+    A process imports the libraries of a model, which takes seconds, while the caller works. It loads its version later.
+    """
+    processes = [_start_process() for _ in range(count)]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            with process:  # closes the pipes and waits
+                process.kill()
+
+
 def predict_in_subprocess(
-    sample: ServedSample, *, model_uri: str, tracking_uri: str, workspace: Path, output_file: Path
+    sample: ServedSample,
+    *,
+    model_uri: str,
+    client: MlflowClient,
+    workspace: Path,
+    processes: list[ModelProcess],
+    output_file: Path,
 ) -> pa.ListArray:
     """Return the ids of the K items that the version at `model_uri` recommends to each user, computed in a fresh process.
+
+    Args:
+        processes: processes of `start_processes`. One is taken from the list; if the list is empty, a process is started.
 
     Raises:
         UnusableVersionError: the process failed; the message ends with the last line of its stderr.
         NotFetchedError: the version could not be downloaded.
         StageError: a signal ended the process.
     """
-    import_root = str(Path(__file__).parents[2])
-    environment = {name: value for name, value in os.environ.items() if _ALLOWED_VARIABLE_PATTERN.match(name)} | {
-        "MLFLOW_TRACKING_URI": tracking_uri,
-        "PYTHONPATH": os.pathsep.join(filter(None, [import_root, os.environ.get("PYTHONPATH")])),
+    model_folder, model_config = _fetch(model_uri, client=client, workspace=workspace)
+    request = {
+        "model_folder": str(model_folder),
+        "model_config": model_config,
+        "input_path": str(sample.histories_file),
+        "output_path": str(output_file),
+        "k": K,
     }
-    arguments = [model_uri, str(sample.histories_file), str(output_file), "--k", str(K), "--workspace", str(workspace)]
-    command = [sys.executable, "-m", "tasks.gate.smoke_process", *arguments]
-    try:
-        subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
-    except subprocess.CalledProcessError as error:
-        last_line = ((error.stderr or "").strip().splitlines() or ["no message"])[-1]
-        reason = redacted(f"{model_uri}: does not answer in a fresh process (exit {error.returncode}): {last_line}")
-        if error.returncode == EXIT_NOT_FETCHED:
-            raise NotFetchedError(reason) from None
-        if error.returncode in _KILL_EXIT_CODES:
-            raise StageError(f"{reason}; a signal ended the process, perhaps for lack of memory") from None
-        raise UnusableVersionError(reason) from None
-    except subprocess.TimeoutExpired:
-        raise UnusableVersionError(
-            f"{model_uri}: no answer for {sample.num_users:,} users within {_TIMEOUT_S:,.0f} s"
-        ) from None
+    with processes.pop() if processes else _start_process() as process:
+        try:
+            _, stderr = process.communicate(json.dumps(request), timeout=_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise UnusableVersionError(
+                f"{model_uri}: no answer for {sample.num_users:,} users within {_TIMEOUT_S:,.0f} s"
+            ) from None
+        finally:
+            process.kill()  # no effect on a process that has ended
+    if process.returncode:
+        last_line = (stderr.strip().splitlines() or ["no message"])[-1]
+        reason = redacted(f"{model_uri}: does not answer in a fresh process (exit {process.returncode}): {last_line}")
+        if process.returncode in _KILL_EXIT_CODES:
+            raise StageError(f"{reason}; a signal ended the process, perhaps for lack of memory")
+        raise UnusableVersionError(reason)
     return _read_answers(output_file, sample=sample, model_uri=model_uri)
 
 
@@ -160,6 +192,28 @@ def _read_answers(output_file: Path, *, sample: ServedSample, model_uri: str) ->
             f"{model_uri}: the answers have the type {answers.type}, but lists of {sample.item_ids.type} are expected"
         )
     return answers
+
+
+def _start_process() -> ModelProcess:
+    import_root = str(Path(__file__).parents[2])
+    environment = {name: value for name, value in os.environ.items() if _ALLOWED_VARIABLE_PATTERN.match(name)} | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [import_root, os.environ.get("PYTHONPATH")]))
+    }
+    command = [sys.executable, "-m", "tasks.gate.smoke_process"]
+    pipe, no_file = subprocess.PIPE, subprocess.DEVNULL
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=no_file, stderr=pipe, text=True)
+
+
+def _fetch(model_uri: str, *, client: MlflowClient, workspace: Path) -> tuple[Path, dict[str, str] | None]:
+    """Call `fetch_model`; raise UnusableVersionError or NotFetchedError."""
+    mlflow.set_tracking_uri(client.tracking_uri)  # MLflow reads the address of the registry from the global settings
+    try:
+        return fetch_model(model_uri, client=client, workspace=workspace)
+    except StageError as error:  # another model than the registered one
+        raise UnusableVersionError(redacted(str(error))) from None
+    except Exception as error:  # any error of MLflow, the artifact store or the network
+        reason = f"{model_uri}: could not be downloaded: {type(error).__name__}: {error}"
+        raise NotFetchedError(redacted(reason)) from None
 
 
 def recommend_popular(sample: ServedSample, *, popular_item_I: IntArray) -> pa.ListArray:

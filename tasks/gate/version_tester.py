@@ -11,6 +11,7 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 
 from tasks.gate.smoke_test import (
+    ModelProcess,
     NotFetchedError,
     ServedSample,
     UnusableVersionError,
@@ -28,11 +29,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class VersionTester:
-    """Tester of versions: a sample of users that is the same for all versions, and the metrics by version number."""
+    """Tester of versions on a sample of users that is the same for all versions.
+
+    Attributes:
+        processes: processes of `start_processes` that have no version yet.
+        metrics_by_version: metrics by version number.
+    """
 
     client: MlflowClient
     sample: ServedSample
     workspace: Path
+    processes: list[ModelProcess] = field(default_factory=list)
     metrics_by_version: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def retry(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -98,7 +105,8 @@ class VersionTester:
             predict_in_subprocess,
             self.sample,
             model_uri=f"models:/{version.name}/{version.version}",
-            tracking_uri=self.client.tracking_uri,
+            client=self.client,
             workspace=self.workspace,
+            processes=self.processes,
             output_file=self.sample.histories_file.with_name(f"answers-{version.version}.parquet"),
         )

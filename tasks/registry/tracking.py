@@ -21,7 +21,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NAME
 from ruamel.yaml import YAML
 
 from recsys_core.errors import redacted
-from recsys_core.evaluation.report import plot_loss, plot_recall
+from recsys_core.evaluation.report import plot_recall
 from recsys_core.manifests import (
     DataReportManifest,
     EvaluationManifest,
@@ -194,7 +194,10 @@ def log_results(
     mlflow_run_id: str,
     context: StageContext,
 ) -> None:
-    """Log the params, all metrics, the config, the sharding plan and the plots of a finished run."""
+    """Log the params, all metrics, the config, the sharding plan and the plots of a finished run.
+
+    The stage `train` has drawn loss.png.
+    """
     run, results = context.run, context.results
     train, evaluation, index = results[TrainManifest], results[EvaluationManifest], results[IndexManifest]
     log_params(client, mlflow_run_id, config_file=run.config_file)
@@ -204,7 +207,7 @@ def log_results(
     value_by_metric = {**evaluation.metrics, **recall_by_metric, **epoch_by_metric, "train/final_loss": train.final_loss}
     log_metrics(client, mlflow_run_id, as_metrics(value_by_metric))
     plots = (
-        plot_loss(train, path=run.folder / "loss.png"),
+        run.folder / "loss.png",
         plot_recall(evaluation.metrics, path=run.folder / "recall.png"),
         plot_indexes(index.reports, served_kind=index.served_index, path=run.folder / "indexes.png"),
     )

@@ -29,8 +29,10 @@ def register(context: StageContext, config: RegistryConfig) -> tuple[Registratio
     """
     from tasks.delivery.prefect_events import emit_alias_change
     from tasks.gate.gate import run_champion_gate
+    from tasks.gate.smoke_test import start_processes
     from tasks.registry import tracking
     from tasks.registry.mlflow_client import call_with_retries, connect, tracking_uri
+    from tasks.registry.releases import champion_of
     from tasks.registry.versions import get_or_create_version
 
     run, results, options = context.run, context.results, context.options
@@ -38,22 +40,23 @@ def register(context: StageContext, config: RegistryConfig) -> tuple[Registratio
     package, evaluation = results[PackageManifest], results[EvaluationManifest]
     retry = partial(call_with_retries, uri=uri)
 
-    def log_run_results() -> "tuple[MlflowClient, str]":
-        client = retry(lambda: connect(run.workspace))
-        mlflow_run_id = retry(lambda: tracking.open_run(client, context))
+    def log_run_results(client: "MlflowClient") -> str:
+        mlflow_run_id: str = retry(lambda: tracking.open_run(client, context))
         retry(lambda: tracking.log_results(client, mlflow_run_id, context))
         retry(lambda: tracking.log_data(client, mlflow_run_id, context))
-        return client, mlflow_run_id
+        return mlflow_run_id
 
     if options.dry_run:
-        log_run_results()
+        log_run_results(retry(lambda: connect(run.workspace)))
         return None, "dry run: no version is registered"
     fingerprint = fingerprint_of("register", config, uri, package, evaluation, results[TrainManifest], options.promote)
     register_stage = StageFolder(context.folder(RegistrationManifest), RegistrationManifest, fingerprint=fingerprint)
     manifest = register_stage.manifest
     if manifest is None:
-        with register_stage.writing() as new_folder:
-            client, mlflow_run_id = log_run_results()
+        client = retry(lambda: connect(run.workspace))
+        has_champion = retry(lambda: champion_of(client, config.model_name)) is not None
+        with register_stage.writing() as new_folder, start_processes(1 + has_champion) as processes:
+            mlflow_run_id = log_run_results(client)
             version = retry(
                 lambda: get_or_create_version(
                     package,
@@ -67,11 +70,9 @@ def register(context: StageContext, config: RegistryConfig) -> tuple[Registratio
             registration_fields = run_champion_gate(
                 version,
                 config=config,
-                options=options,
+                context=context,
                 client=client,
-                interactions=interactions,
-                evaluation=evaluation,
-                workspace=run.workspace,
+                processes=processes,
                 folder=new_folder,
                 on_alias_change=partial(
                     emit_alias_change,

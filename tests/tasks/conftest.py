@@ -3,8 +3,9 @@
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlflow
 import numpy as np
@@ -12,6 +13,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from mlflow import MlflowClient
 
 from recsys_core.data_report.config import DataReportConfig
 from recsys_core.data_report.report import report_data
@@ -35,7 +37,7 @@ from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.config import PackageConfig
 from recsys_core.serving.package import build_package
 from recsys_core.training.job.job_spec import Progress
-from tasks.gate import version_tester
+from tasks.gate import smoke_test, version_tester
 from tasks.gate.smoke_test import K, ServedSample, UnusableVersionError
 from tests.recsys_core.evaluation.stage_folders import export_stage, interactions_stage
 from tests.recsys_core.manifests.committed_stage import commit_stage
@@ -57,9 +59,9 @@ def predicted_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run predict_in_subprocess in this process, which is faster; the list holds the URIs of its calls."""
     uris: list[str] = []
 
-    def predict(sample: ServedSample, *, model_uri: str, tracking_uri: str, workspace: Path, output_file: Path) -> pa.ListArray:
+    def predict(sample: ServedSample, *, model_uri: str, client: MlflowClient, **_: Any) -> pa.ListArray:
         uris.append(model_uri)
-        mlflow.set_tracking_uri(tracking_uri)
+        mlflow.set_tracking_uri(client.tracking_uri)
         cases = pq.read_table(sample.histories_file).to_pydict()
         try:
             model = mlflow.pyfunc.load_model(model_uri)
@@ -68,6 +70,7 @@ def predicted_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         answers = model.predict(pd.DataFrame(cases), params={"k": K, "exclude_stored_history": False})
         return pa.array([answer["item_ids"] for answer in answers])
 
+    monkeypatch.setattr(smoke_test, "start_processes", lambda count: nullcontext([]))
     monkeypatch.setattr(version_tester, "predict_in_subprocess", predict)
     return uris
 

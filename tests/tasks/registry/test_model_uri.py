@@ -63,8 +63,9 @@ def test_the_code_of_a_model_outside_the_workspace_is_not_executed(workspace: Pa
         predict_in_subprocess(
             sample,
             model_uri="models:/m/1",
-            tracking_uri=connect(workspace).tracking_uri,
+            client=connect(workspace),
             workspace=workspace,
+            processes=[],
             output_file=workspace / "answers.parquet",
         )
     assert not marker.exists()

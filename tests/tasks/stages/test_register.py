@@ -146,15 +146,16 @@ def test_a_version_that_fails_the_smoke_test_gets_no_alias_and_says_why(
         champion_uri(client, "m")
 
 
-def test_a_version_that_cannot_be_fetched_fails_with_the_last_line_of_its_process(workspace: Path, stages: BuildStages) -> None:
+def test_a_version_that_cannot_be_downloaded_fails_with_the_error_of_mlflow(workspace: Path, stages: BuildStages) -> None:
     sample = prepare_sample(stages().dataset.interactions, max_users=3, folder=workspace / "sample")
-    with pytest.raises(StageError, match=r"models:/absent/1: does not answer in a fresh process \(exit 3\): .*absent"):
+    with pytest.raises(StageError, match=r"models:/absent/1: could not be downloaded: MlflowException: .*absent"):
         version_tester.predict_in_subprocess(
             sample,
             model_uri="models:/absent/1",
-            tracking_uri=connect(workspace).tracking_uri,
+            client=connect(workspace),
             workspace=workspace,
             output_file=workspace / "answers.parquet",
+            processes=[],
         )
 
 

@@ -35,12 +35,9 @@ K = 20
 _TIMEOUT_S = 1_800.0
 _ALLOWED_VARIABLE_PATTERN = re.compile(
     r"(PATH|HOME|USER|TMPDIR|TZ|LANG|LC_\w+|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|PYTHON\w+|\w+_NUM_THREADS|CUDA_\w+|DO_NOT_TRACK"
-    r"|MLFLOW_\w+|AWS_\w+|AZURE_\w+|GOOGLE_\w+|\w+_(proxy|PROXY)|SSL_\w+|\w+_CA_BUNDLE)$"
+    r"|MLFLOW_ALLOW_PICKLE_DESERIALIZATION|MLFLOW_DISABLE_TELEMETRY)$"
 )
-"""Environment variables of the process that runs the code of a version: those that Python, MLflow and object stores read.
-
-The secrets of Prefect, of databases and of other programs are left out.
-"""
+"""Environment variables of the process that runs the code of a version. None of them is a secret."""
 _KILL_EXIT_CODES = (-signal.SIGKILL, -signal.SIGTERM)
 
 IntArray = npt.NDArray[np.int64]

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import socket
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ def test_run_ids_sort_by_time_and_differ() -> None:
     assert len(set(ids)) > 1
 
 
-@pytest.mark.parametrize("newest", ["20991231-235959-ab12", f"{datetime.now(UTC):%Y%m%d-%H%M%S}-ffff"])
-def test_a_run_id_sorts_after_all_runs_if_the_clock_is_behind_the_newest_run(tmp_path: Path, newest: str) -> None:
+@pytest.mark.parametrize("seconds_ahead", [0, 3_000_000_000])
+def test_a_run_id_sorts_after_all_runs_if_the_clock_is_behind_the_newest_run(tmp_path: Path, seconds_ahead: int) -> None:
+    newest = f"{datetime.now(UTC) + timedelta(seconds=seconds_ahead):%Y%m%d-%H%M%S}-ffff"
     workspace, created_ids = Workspace(tmp_path), [newest]
     for run_id in ("20260101-000000-ab12", "by-hand", newest):
         workspace.run(run_id).folder.mkdir(parents=True)

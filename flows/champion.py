@@ -1,7 +1,6 @@
 """Flows `promote` and `rollback`: a person chooses the champion, on the command line or in the form of a deployment."""
 
 import logging
-from functools import partial
 from typing import Annotated
 
 from prefect import flow, runtime
@@ -16,7 +15,7 @@ from flows.settings.config_file import load_config
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError
 from recsys_core.parent_process import die_with_parent
-from tasks.delivery.prefect_events import emit_alias_change
+from tasks.delivery.prefect_events import PrefectEvents
 from tasks.gate.by_hand import Decision, promote_version, roll_back
 from tasks.runs.context import StageContext
 from tasks.runs.options import MAX_REASON_CHARACTERS
@@ -96,11 +95,9 @@ def rollback(
 
 
 def _make_decision(config: PipelineConfig, reason: str) -> Decision:
-    """Return the person's decision, with a function that sends an event to Prefect for each moved alias."""
-    emit_event = partial(
-        emit_alias_change, flow_run_id=runtime.flow_run.id, pipeline=config.name, run_reason=reason, run_id=None
-    )
-    return Decision(config.registry, config.workspace.absolute(), reason, emit_event)
+    """Return the person's decision, with a publisher that sends an event to Prefect for each moved alias."""
+    events = PrefectEvents(runtime.flow_run.id, config.name, reason, run_id=None)
+    return Decision(config.registry, config.workspace.absolute(), reason, [events])
 
 
 def _rewrite_history_page(config: PipelineConfig) -> None:

@@ -1,37 +1,45 @@
 """Prefect events: one for each alias that moves to another version, so that an automation can deploy the version."""
 
+from dataclasses import dataclass
+
 from prefect.events import emit_event
 
 from tasks.progress.reporting import LOG
-from tasks.registry.promotion import AliasChange
+from tasks.registry.registry import AliasChange
 
 
-def emit_alias_change(
-    change: AliasChange, *, flow_run_id: str | None, pipeline: str, run_reason: str, run_id: str | None
-) -> None:
-    """Send the event nightjar.<alias>.changed of the resource nightjar.model.<name>.
+@dataclass(frozen=True)
+class PrefectEvents:
+    """Publisher that sends the event nightjar.<alias>.changed of the resource nightjar.model.<name>.
 
-    Prefect adds the flow run, its deployment and its tags as related resources. Outside a flow run nothing is sent. If an event
-    cannot be sent, a warning is logged.
+    Prefect adds the flow run, its deployment and its tags as related resources. Outside a flow run nothing is sent.
 
-    Args:
-        run_id: the run that moved the alias; None if a person moved it.
+    Attributes:
+        run_id: the run that moves the alias; None if a person moves it.
     """
-    if flow_run_id is None:
-        return
-    event_name = f"nightjar.{change.alias}.changed"
-    resource = {"prefect.resource.id": f"nightjar.model.{change.model_name}", "prefect.resource.name": change.model_name}
-    payload = {
-        "model": change.model_name,
-        "alias": change.alias,
-        "old_version": change.old_version,
-        "new_version": change.new_version,
-        "reason": change.reason,
-        "run_reason": run_reason,
-        "pipeline": pipeline,
-        "run_id": run_id,
-    }
-    try:
-        emit_event(event_name, resource=resource, payload=payload)
-    except Exception as error:  # any error of Prefect's events client
-        LOG.warning("could not send the event %s to Prefect (%s: %s)", event_name, type(error).__name__, error)
+
+    flow_run_id: str | None
+    pipeline: str
+    run_reason: str
+    run_id: str | None
+
+    def publish(self, change: AliasChange) -> None:
+        """Send the event. If it cannot be sent, log a warning."""
+        if self.flow_run_id is None:
+            return
+        event_name = f"nightjar.{change.alias}.changed"
+        resource = {"prefect.resource.id": f"nightjar.model.{change.model_name}", "prefect.resource.name": change.model_name}
+        payload = {
+            "model": change.model_name,
+            "alias": change.alias,
+            "old_version": change.old_version,
+            "new_version": change.new_version,
+            "reason": change.reason,
+            "run_reason": self.run_reason,
+            "pipeline": self.pipeline,
+            "run_id": self.run_id,
+        }
+        try:
+            emit_event(event_name, resource=resource, payload=payload)
+        except Exception as error:  # any error of Prefect's events client
+            LOG.warning("could not send the event %s to Prefect (%s: %s)", event_name, type(error).__name__, error)

@@ -7,14 +7,13 @@ of a run in the workspace.
 import getpass
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 
 from recsys_core.errors import InputError, StageError, redacted
@@ -22,15 +21,12 @@ from recsys_core.manifests import InteractionsManifest, load_manifest
 from tasks.gate.smoke_test import NotFetchedError, UnusableVersionError, prepare_sample
 from tasks.gate.version_tester import VersionTester
 from tasks.registry.config import RegistryConfig
-from tasks.registry.mlflow_client import RUN_ID_TAG, call_with_retries, connect
-from tasks.registry.promotion import AliasChange, move_champion
+from tasks.registry.mlflow_client import RUN_ID_TAG
+from tasks.registry.registry import Publisher, Registry
 from tasks.registry.releases import (
     BY_HAND_TAG,
     FORMER_CHAMPION_TAG,
     MAX_FORMER_CHAMPIONS,
-    champion_of,
-    former_champions,
-    version_number_by_alias,
 )
 from tasks.runs.options import check_reason
 from tasks.runs.workspace import Workspace
@@ -42,19 +38,23 @@ class Decision:
 
     Attributes:
         reason: why the person changes the champion; it becomes a tag of both versions.
-        on_alias_change: called after each move of an alias.
+        publishers: systems that are informed of each moved alias.
     """
 
     config: RegistryConfig
     workspace: Path
     reason: str
-    on_alias_change: Callable[[AliasChange], None]
+    publishers: Sequence[Publisher]
 
     def __post_init__(self) -> None:
         """Raise InputError for a missing or invalid reason."""
         check_reason(self.reason)
         if not self.reason.strip():
             raise InputError("there is no reason; give a reason, which is recorded on the version")
+
+    def connect(self) -> Registry:
+        """Return the registry of the decision."""
+        return Registry.connect(self.workspace, self.config.model_name, publishers=self.publishers)
 
 
 def promote_version(version_number: int, decision: Decision) -> str:
@@ -65,18 +65,18 @@ def promote_version(version_number: int, decision: Decision) -> str:
         StageError: the version failed the smoke test, or another version became champion during the test.
         TrackingServerError: MLflow does not work.
     """
-    client, model_name = connect(decision.workspace), decision.config.model_name
-    versions = call_with_retries(lambda: client.search_model_versions(f"name = '{model_name}'"), uri=client.tracking_uri)
+    registry, model_name = decision.connect(), decision.config.model_name
+    versions = registry.versions()
     version = next((version for version in versions if int(version.version) == version_number), None)
     if version is None:
         raise InputError(
-            f"{model_name}: there is no version {version_number} in {redacted(client.tracking_uri)} (newest versions: "
+            f"{model_name}: there is no version {version_number} in {redacted(registry.client.tracking_uri)} (newest versions: "
             f"{_version_numbers(versions)}); list the versions with `nightjar releases`"
         )
-    champion = call_with_retries(lambda: champion_of(client, model_name), uri=client.tracking_uri)
+    champion = registry.champion()
     if champion is not None and str(champion.version) == str(version.version):
         raise InputError(f"{model_name}: version {version_number} is already champion; nothing changes")
-    with _open_tester(client, decision, run_id=version.tags.get(RUN_ID_TAG)) as tester:
+    with _open_tester(registry, decision, run_id=version.tags.get(RUN_ID_TAG)) as tester:
         metrics = tester.smoke_test(version)
         return _make_champion(tester, version, decision, champion=champion, metrics=metrics, is_rollback=False)
 
@@ -92,12 +92,10 @@ def roll_back(version_number: int | None, decision: Decision) -> str:
         StageError: no former champion loads, or another version became champion during the test.
         TrackingServerError: MLflow does not work.
     """
-    client, model_name = connect(decision.workspace), decision.config.model_name
-    champion = call_with_retries(lambda: champion_of(client, model_name), uri=client.tracking_uri)
+    registry, model_name = decision.connect(), decision.config.model_name
+    champion = registry.champion()
     former_versions = [
-        version
-        for version in call_with_retries(lambda: former_champions(client, model_name), uri=client.tracking_uri)
-        if champion is None or str(version.version) != str(champion.version)
+        version for version in registry.former_champions() if champion is None or str(version.version) != str(champion.version)
     ]
     candidates = [version for version in former_versions if version_number in (None, int(version.version))]
     if not candidates:
@@ -109,7 +107,7 @@ def roll_back(version_number: int | None, decision: Decision) -> str:
             "`nightjar releases`, and make one of them the champion with `nightjar promote --version N`"
         )
     load_errors = []
-    with _open_tester(client, decision, run_id=None) as tester:
+    with _open_tester(registry, decision, run_id=None) as tester:
         for version in candidates[:MAX_FORMER_CHAMPIONS]:
             try:
                 metrics = tester.measure(version, metric_prefix="served")
@@ -125,7 +123,7 @@ def _version_numbers(versions: Sequence[ModelVersion]) -> str:
 
 
 @contextmanager
-def _open_tester(client: MlflowClient, decision: Decision, *, run_id: str | None) -> Iterator[VersionTester]:
+def _open_tester(registry: Registry, decision: Decision, *, run_id: str | None) -> Iterator[VersionTester]:
     """Yield a tester with users from the log of run `run_id`, or of the newest run that has a log in the workspace."""
     workspace, interactions = Workspace(decision.workspace), None
     if run_id is not None:
@@ -141,7 +139,7 @@ def _open_tester(client: MlflowClient, decision: Decision, *, run_id: str | None
         sample = prepare_sample(
             interactions, max_users=decision.config.smoke_test_users, folder=Path(folder_name) / "smoke_test"
         )
-        yield VersionTester(client, sample, decision.workspace)
+        yield VersionTester(registry, sample, decision.workspace)
 
 
 def _make_champion(
@@ -154,42 +152,35 @@ def _make_champion(
     is_rollback: bool,
 ) -> str:
     """Move the alias from `champion` to `version`, and tag both versions with the decision; return one sentence."""
-    client, model_name, version_number = tester.client, version.name, str(version.version)
-    is_moved = tester.retry(
-        move_champion, client, version, expected_champion=champion, mark_as_former=not is_rollback, turn_version=version
-    )
-    new_champion = None if is_moved else tester.retry(champion_of, client, model_name)
-    if not is_moved and (new_champion is None or str(new_champion.version) != version_number):
+    registry, version_number = tester.registry, str(version.version)
+    action = "rolled back by hand" if is_rollback else "promoted by hand"
+    reason = f"{action}: {decision.reason}"
+    is_moved = registry.move_champion(version, expected=champion, reason=reason, mark_as_former=not is_rollback)
+    if not is_moved and registry.aliases().get("champion") != version_number:
         raise StageError(
-            f"{model_name}: nothing has changed, because the champion was replaced while version {version_number} was "
+            f"{registry.model_name}: nothing has changed, because the champion was replaced while version {version_number} was "
             "tested; look at `nightjar releases`, then repeat the command"
         )
-    action = "rolled back by hand" if is_rollback else "promoted by hand"
-    old_version_number = None if champion is None else str(champion.version)
-    decision.on_alias_change(
-        AliasChange(model_name, "champion", old_version_number, version_number, f"{action}: {decision.reason}")
-    )
-    replaced_text = "no version" if old_version_number is None else f"version {old_version_number}"
-    _tag_decision(tester, version, f"{action}, replaces {replaced_text}", decision)
+    replaced_text = "no version" if champion is None else f"version {champion.version}"
+    _tag_decision(registry, version, f"{action}, replaces {replaced_text}", decision)
     if champion is not None:
-        _tag_decision(tester, champion, f"replaced by version {version_number}, {action}", decision)
-        if is_rollback and FORMER_CHAMPION_TAG in champion.tags:  # a later rollback must not return to this version
-            tester.retry(client.delete_model_version_tag, model_name, champion.version, FORMER_CHAMPION_TAG)
-    if (tester.retry(version_number_by_alias, client, model_name) or {}).get("challenger") == version_number:
-        tester.retry(client.delete_registered_model_alias, model_name, "challenger")
-        decision.on_alias_change(AliasChange(model_name, "challenger", version_number, None, f"{action}: {decision.reason}"))
+        _tag_decision(registry, champion, f"replaced by version {version_number}, {action}", decision)
+        if is_rollback:  # a later rollback must not return to this version
+            registry.remove_tag(champion, FORMER_CHAMPION_TAG)
+    if registry.aliases().get("challenger") == version_number:
+        registry.move_challenger(None, reason=reason)
     metric_name = decision.config.metric
-    instead_text = "" if old_version_number is None else f" instead of version {old_version_number}"
+    instead_text = "" if champion is None else f" instead of version {champion.version}"
     return (
-        f"{model_name} version {version_number} is champion{instead_text}: {metric_name} is "
+        f"{registry.model_name} version {version_number} is champion{instead_text}: {metric_name} is "
         f"{metrics[f'served/{metric_name}']:.4f} for {tester.sample.num_users:,} users"
     )
 
 
-def _tag_decision(tester: VersionTester, version: ModelVersion, change: str, decision: Decision) -> None:
+def _tag_decision(registry: Registry, version: ModelVersion, change: str, decision: Decision) -> None:
     try:
         user_name = getpass.getuser()
     except (OSError, KeyError):  # a container may run with a user id without a name
         user_name = f"user {os.getuid()}"
     tag_value = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {user_name} on {socket.gethostname()}: {change}: {decision.reason}"
-    tester.set_tag(version, BY_HAND_TAG, tag_value)
+    registry.set_tag(version, BY_HAND_TAG, tag_value)

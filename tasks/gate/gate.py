@@ -10,14 +10,11 @@
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 
 from recsys_core.errors import StageError
@@ -32,16 +29,13 @@ from tasks.gate.smoke_test import (
 from tasks.gate.version_tester import VersionTester
 from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import LOG, RUN_REASON_TAG
-from tasks.registry.promotion import AliasChange, move_champion
+from tasks.registry.registry import Registry
 from tasks.registry.releases import (
     ALARM_TAG,
     MAX_FORMER_CHAMPIONS,
     METRICS_TAG,
     PROMOTE_TAG,
     REASONS_TAG,
-    champion_of,
-    former_champions,
-    version_number_by_alias,
 )
 from tasks.registry.tracking import as_metrics, log_metrics
 from tasks.runs.context import StageContext
@@ -69,24 +63,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _Gate:
-    """The new version, with the settings and the tester for its comparison.
-
-    Attributes:
-        on_alias_change: called after each move of an alias.
-    """
+    """The new version, with the settings, the registry and the tester for its comparison."""
 
     version: ModelVersion
     config: RegistryConfig
     options: RunOptions
+    registry: Registry
     tester: VersionTester
     evaluation: EvaluationManifest
-    on_alias_change: Callable[[AliasChange], None]
-
-    def report_alias_change(self, alias: str, *, old_version: object, new_version: object, reason: str) -> None:
-        """Report that `alias` moved, unless both versions are equal. A version is None if no version had or has the alias."""
-        old_number, new_number = (None if number is None else str(number) for number in (old_version, new_version))
-        if old_number != new_number:
-            self.on_alias_change(AliasChange(self.version.name, alias, old_number, new_number, reason))
 
 
 def run_champion_gate(
@@ -94,10 +78,9 @@ def run_champion_gate(
     *,
     config: RegistryConfig,
     context: StageContext,
-    client: MlflowClient,
+    registry: Registry,
     processes: list[ModelProcess],
     folder: Path,
-    on_alias_change: Callable[[AliasChange], None],
 ) -> dict[str, Any]:
     """Test `version`, compare it with the champion, set its alias and its tags; return the fields of RegistrationManifest.
 
@@ -105,21 +88,20 @@ def run_champion_gate(
         context: its option `promote` is the rule of the promotion, and `reason` becomes a tag of the version.
         processes: processes of `start_processes` for the first versions that are tested.
         folder: receives the users of the smoke test and each version's recommendations.
-        on_alias_change: called after each move of an alias.
 
     Raises:
         StageError: the version failed the smoke test, or no version can be champion.
     """
     options, smoke_test_folder = context.options, folder / "smoke_test"
     sample = prepare_sample(context.dataset.interactions, max_users=config.smoke_test_users, folder=smoke_test_folder)
-    tester = VersionTester(client, sample, context.run.workspace, processes)
-    gate = _Gate(version, config, options, tester, context.results[EvaluationManifest], on_alias_change)
-    gate.tester.set_tag(version, PROMOTE_TAG, options.promote)
+    tester = VersionTester(registry, sample, context.run.workspace, processes)
+    gate = _Gate(version, config, options, registry, tester, context.results[EvaluationManifest])
+    registry.set_tag(version, PROMOTE_TAG, options.promote)
     if options.reason:
-        gate.tester.set_tag(version, RUN_REASON_TAG, options.reason)
-    verdict = _compare_and_promote(gate, gate.tester.smoke_test(version))
+        registry.set_tag(version, RUN_REASON_TAG, options.reason)
+    verdict = _compare_and_promote(gate, tester.smoke_test(version))
     assert version.run_id is not None  # get_or_create_version creates every version from an MLflow run
-    gate.tester.retry(log_metrics, client, version.run_id, as_metrics(verdict.metrics))
+    registry.call(log_metrics, registry.client, version.run_id, as_metrics(verdict.metrics))
     registration_fields = {
         "model_name": version.name,
         "version": str(version.version),
@@ -141,34 +123,26 @@ def _compare_and_promote(gate: _Gate, new_metrics: dict[str, float]) -> Verdict:
 
     If another run promotes its version during the comparison, repeat the comparison with the new champion.
     """
-    version, client = gate.version, gate.tester.client
+    version, registry = gate.version, gate.registry
     while True:
-        champion = gate.tester.retry(champion_of, client, version.name)
+        champion = registry.champion()
         verdict = _decide(gate, new_metrics, champion=champion)
-        gate.tester.set_tag(version, METRICS_TAG, json.dumps(verdict.metrics))
-        gate.tester.set_tag(version, REASONS_TAG, verdict.reason)
+        registry.set_tag(version, METRICS_TAG, json.dumps(verdict.metrics))
+        registry.set_tag(version, REASONS_TAG, verdict.reason)
         if verdict.alarm is not None:
-            gate.tester.set_tag(version, ALARM_TAG, verdict.alarm)
+            registry.set_tag(version, ALARM_TAG, verdict.alarm)
         winner = version if verdict.is_promoted else verdict.reinstated_champion
-        if winner is None:  # the champion keeps its alias
-            break
         # A champion that does not load is not marked as a former champion, because the gate could not fall back on it.
-        move_alias = partial(
-            move_champion, expected_champion=champion, mark_as_former=verdict.alarm is None, turn_version=version
-        )
-        if gate.tester.retry(move_alias, client, winner):
-            old_version = None if champion is None else champion.version
-            gate.report_alias_change("champion", old_version=old_version, new_version=winner.version, reason=verdict.reason)
+        if winner is None or registry.move_champion(
+            winner, expected=champion, reason=verdict.reason, mark_as_former=verdict.alarm is None
+        ):
             break
         LOG.info("%s: another version became champion; version %s is compared with it", version.name, version.version)
     if not verdict.is_promoted:
-        old_challenger = (gate.tester.retry(version_number_by_alias, client, version.name) or {}).get("challenger")
-        gate.tester.retry(client.set_registered_model_alias, version.name, "challenger", version.version)
-        gate.report_alias_change("challenger", old_version=old_challenger, new_version=version.version, reason=verdict.reason)
-    elif "challenger" in gate.tester.retry(client.get_model_version, version.name, version.version).aliases:
+        registry.move_challenger(version, reason=verdict.reason)
+    elif "challenger" in registry.version(version.version).aliases:
         # An earlier start of the run did not promote the version, but this start has another `promote`.
-        gate.tester.retry(client.delete_registered_model_alias, version.name, "challenger")
-        gate.report_alias_change("challenger", old_version=version.version, new_version=None, reason=verdict.reason)
+        registry.move_challenger(None, reason=verdict.reason)
     if verdict.alarm is not None:
         LOG.error("%s: %s", version.name, verdict.alarm)
         if winner is None and gate.options.promote == "by_gate":
@@ -181,7 +155,7 @@ def _decide(gate: _Gate, new_metrics: dict[str, float], *, champion: ModelVersio
     version = gate.version
     if champion is not None and str(champion.version) == str(version.version):
         # The run was interrupted after the promotion and resumed: repeat the first verdict.
-        tags = gate.tester.retry(gate.tester.client.get_model_version, version.name, version.version).tags
+        tags = gate.registry.version(version.version).tags
         return Verdict(True, tags[REASONS_TAG], json.loads(tags[METRICS_TAG]), tags.get(ALARM_TAG))
     verdict = _compare(gate, new_metrics, champion=champion)
     match gate.options.promote:
@@ -213,7 +187,7 @@ def _compare(gate: _Gate, new_metrics: dict[str, float], *, champion: ModelVersi
 
 def _compare_with_former_champion(gate: _Gate, new_metrics: dict[str, float]) -> Verdict | None:
     """Compare with the last former champion that loads; return None if none of them loads. The winner becomes champion."""
-    for former_champion in gate.tester.retry(former_champions, gate.tester.client, gate.version.name)[:MAX_FORMER_CHAMPIONS]:
+    for former_champion in gate.registry.former_champions()[:MAX_FORMER_CHAMPIONS]:
         try:
             metrics = new_metrics | gate.tester.measure(
                 former_champion, metric_prefix="former_champion", control_version=gate.version

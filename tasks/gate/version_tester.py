@@ -1,13 +1,9 @@
 """Tests of registered versions on one sample of users. Each version is loaded in a fresh process, as it is served."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pyarrow as pa
-from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 
 from tasks.gate.smoke_test import (
@@ -19,12 +15,10 @@ from tasks.gate.smoke_test import (
     predict_in_subprocess,
     served_metrics,
 )
-from tasks.registry.mlflow_client import call_with_retries
+from tasks.registry.registry import Registry
 from tasks.registry.releases import BROKEN_TAG, SMOKE_TAG
 
 _MAX_TAG_LENGTH = 500
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,19 +30,11 @@ class VersionTester:
         metrics_by_version: metrics by version number.
     """
 
-    client: MlflowClient
+    registry: Registry
     sample: ServedSample
     workspace: Path
     processes: list[ModelProcess] = field(default_factory=list)
     metrics_by_version: dict[str, dict[str, float]] = field(default_factory=dict)
-
-    def retry(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Return call(*args, **kwargs), retried while MLflow is temporarily unavailable."""
-        return call_with_retries(partial(call, *args, **kwargs), uri=self.client.tracking_uri)
-
-    def set_tag(self, version: ModelVersion, tag_name: str, tag_value: str) -> None:
-        """Set a tag of a version."""
-        self.retry(self.client.set_model_version_tag, version.name, version.version, tag_name, tag_value)
 
     def smoke_test(self, version: ModelVersion) -> dict[str, float]:
         """Return served/<metric> of a version; raise UnusableVersionError if its answers are invalid."""
@@ -59,9 +45,9 @@ class VersionTester:
                 uri = f"models:/{version.name}/{version.version}"
                 raise UnusableVersionError(f"{uri}: the smoke test found {'; '.join(problems)}")
         except UnusableVersionError as error:
-            self.set_tag(version, SMOKE_TAG, f"failed: {error}"[:_MAX_TAG_LENGTH])
+            self.registry.set_tag(version, SMOKE_TAG, f"failed: {error}"[:_MAX_TAG_LENGTH])
             raise
-        self.set_tag(version, SMOKE_TAG, "passed")
+        self.registry.set_tag(version, SMOKE_TAG, "passed")
         return {f"served/{metric_name}": value for metric_name, value in served_metrics(answers, sample=self.sample).items()}
 
     def measure(
@@ -82,10 +68,9 @@ class VersionTester:
             try:
                 answers = self._predict_or_raise_unusable(version, control_version)
             except UnusableVersionError as error:
-                self.set_tag(version, BROKEN_TAG, str(error)[:_MAX_TAG_LENGTH])
+                self.registry.set_tag(version, BROKEN_TAG, str(error)[:_MAX_TAG_LENGTH])
                 raise
-            if BROKEN_TAG in version.tags:
-                self.retry(self.client.delete_model_version_tag, version.name, version.version, BROKEN_TAG)
+            self.registry.remove_tag(version, BROKEN_TAG)
             self.metrics_by_version[version_number] = served_metrics(answers, sample=self.sample)
         return {
             f"{metric_prefix}/{metric_name}": value for metric_name, value in self.metrics_by_version[version_number].items()
@@ -101,11 +86,11 @@ class VersionTester:
             raise UnusableVersionError(str(error)) from None
 
     def _predict(self, version: ModelVersion) -> pa.ListArray:
-        return self.retry(
+        return self.registry.call(
             predict_in_subprocess,
             self.sample,
             model_uri=f"models:/{version.name}/{version.version}",
-            client=self.client,
+            client=self.registry.client,
             workspace=self.workspace,
             processes=self.processes,
             output_file=self.sample.histories_file.with_name(f"answers-{version.version}.parquet"),

@@ -1,6 +1,5 @@
 """Stage `register`."""
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from recsys_core.evaluation.report import MetricTable, metric_table, to_markdown
@@ -14,11 +13,12 @@ from recsys_core.manifests import (
 )
 from tasks.progress.artifacts import show_markdown
 from tasks.registry.config import RegistryConfig
+from tasks.registry.mlflow_client import tracking_uri
 from tasks.runs.context import StageContext
 from tasks.stages.stage import stage
 
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
+    from tasks.registry.registry import Registry
 
 
 @stage(RegistrationManifest)
@@ -27,64 +27,53 @@ def register(context: StageContext, config: RegistryConfig) -> tuple[Registratio
 
     A dry run only logs the results. Its manifest is None.
     """
-    from tasks.delivery.prefect_events import emit_alias_change
+    from tasks.delivery.prefect_events import PrefectEvents
     from tasks.gate.gate import run_champion_gate
     from tasks.gate.smoke_test import start_processes
-    from tasks.registry import tracking
-    from tasks.registry.mlflow_client import call_with_retries, connect, tracking_uri
-    from tasks.registry.releases import champion_of
+    from tasks.registry.registry import Registry
     from tasks.registry.versions import get_or_create_version
 
     run, results, options = context.run, context.results, context.options
-    uri, interactions = tracking_uri(run.workspace), context.dataset.interactions
-    package, evaluation = results[PackageManifest], results[EvaluationManifest]
-    retry = partial(call_with_retries, uri=uri)
-
-    def log_run_results(client: "MlflowClient") -> str:
-        mlflow_run_id: str = retry(lambda: tracking.open_run(client, context))
-        retry(lambda: tracking.log_results(client, mlflow_run_id, context))
-        retry(lambda: tracking.log_data(client, mlflow_run_id, context))
-        return mlflow_run_id
-
+    events = PrefectEvents(context.flow_run_id, context.pipeline, options.reason, run.run_id)
     if options.dry_run:
-        log_run_results(retry(lambda: connect(run.workspace)))
+        _log_results(Registry.connect(run.workspace, config.model_name), context)
         return None, "dry run: no version is registered"
-    fingerprint = fingerprint_of("register", config, uri, package, evaluation, results[TrainManifest], options.promote)
+    package, evaluation = results[PackageManifest], results[EvaluationManifest]
+    fingerprint = fingerprint_of(
+        "register", config, tracking_uri(run.workspace), package, evaluation, results[TrainManifest], options.promote
+    )
     register_stage = StageFolder(context.folder(RegistrationManifest), RegistrationManifest, fingerprint=fingerprint)
     manifest = register_stage.manifest
     if manifest is None:
-        client = retry(lambda: connect(run.workspace))
-        has_champion = retry(lambda: champion_of(client, config.model_name)) is not None
+        registry = Registry.connect(run.workspace, config.model_name, publishers=[events])
+        has_champion = registry.champion() is not None
         with register_stage.writing() as new_folder, start_processes(1 + has_champion) as processes:
-            mlflow_run_id = log_run_results(client)
-            version = retry(
-                lambda: get_or_create_version(
-                    package,
-                    config=config,
-                    client=client,
-                    mlflow_run_id=mlflow_run_id,
-                    interactions=interactions,
-                    run=run,
-                )
+            mlflow_run_id = _log_results(registry, context)
+            version = registry.call(
+                get_or_create_version,
+                package,
+                config=config,
+                client=registry.client,
+                mlflow_run_id=mlflow_run_id,
+                interactions=context.dataset.interactions,
+                run=run,
             )
             registration_fields = run_champion_gate(
-                version,
-                config=config,
-                context=context,
-                client=client,
-                processes=processes,
-                folder=new_folder,
-                on_alias_change=partial(
-                    emit_alias_change,
-                    flow_run_id=context.flow_run_id,
-                    pipeline=context.pipeline,
-                    run_reason=options.reason,
-                    run_id=run.run_id,
-                ),
+                version, config=config, context=context, registry=registry, processes=processes, folder=new_folder
             )
             manifest = register_stage.commit(**registration_fields)
     show_markdown(context, "verdict", verdict_page(manifest, evaluation=evaluation))
     return manifest, f"{manifest.model_name} version {manifest.version} is {manifest.alias}: {manifest.reasons[0]}"
+
+
+def _log_results(registry: "Registry", context: StageContext) -> str:
+    """Log the results of the run; return the id of its MLflow run."""
+    from tasks.registry import tracking
+
+    mlflow_run_id = registry.call(tracking.open_run, registry.client, context)
+    registry.call(tracking.log_results, registry.client, mlflow_run_id, context)
+    registry.call(tracking.log_data, registry.client, mlflow_run_id, context)
+    return mlflow_run_id
 
 
 def verdict_page(registration: RegistrationManifest, *, evaluation: EvaluationManifest) -> str:

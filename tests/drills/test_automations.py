@@ -26,8 +26,8 @@ from flows.scheduled import automations
 from flows.scheduled.automations import BLOCK_NAME, create_automations
 from flows.settings.template import starter_config
 from recsys_core.errors import InputError
-from tasks.delivery.prefect_events import emit_alias_change
-from tasks.registry.promotion import AliasChange
+from tasks.delivery.prefect_events import PrefectEvents
+from tasks.registry.registry import AliasChange
 
 pytestmark = pytest.mark.drill
 PATIENCE_S = 180.0
@@ -155,7 +155,7 @@ def test_each_automation_delivers_its_alert_for_runs_of_its_pipeline_only(
     planned_start = datetime.now(UTC) - timedelta(hours=1)
     late_run = client.create_flow_run_from_deployment(films, state=Scheduled(scheduled_time=planned_start))
     alias_change = AliasChange("nightjar", "champion", "3", "4", "recall@20 is at least as good")
-    emit_alias_change(alias_change, flow_run_id="f", pipeline="films", run_reason="", run_id="r")
+    PrefectEvents("f", "films", run_reason="", run_id="r").publish(alias_change)
 
     expected = {"run failed": 2, "not promoted three times": 1, "did not start": 1, "overran": 1, "champion changed": 1}
     wait_until(

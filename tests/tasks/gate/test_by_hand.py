@@ -3,18 +3,19 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from recsys_core.errors import InputError, StageError, TrackingServerError
 from recsys_core.manifests import InteractionsManifest
-from tasks.gate import by_hand, version_tester
+from tasks.gate import version_tester
 from tasks.gate.by_hand import Decision, promote_version, roll_back
 from tasks.gate.smoke_test import K, ServedSample
 from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import RUN_ID_TAG, connect
-from tasks.registry.promotion import TURN_TAG, AliasChange, move_champion
+from tasks.registry.registry import AliasChange, Registry
 from tasks.registry.releases import BROKEN_TAG, BY_HAND_TAG, FORMER_CHAMPION_TAG
 from tests.tasks.conftest import Stages
 from tests.tasks.gate.test_gate import flip_a_bit, package_of
@@ -22,6 +23,16 @@ from tests.tasks.registration import aliases, do_register, run_of, version_tags
 
 BuildStages = Callable[..., Stages]
 Decide = Callable[..., Decision]
+
+
+class Recorder:
+    """Publisher that keeps the changes."""
+
+    def __init__(self, changes: list[AliasChange]) -> None:
+        self._changes = changes
+
+    def publish(self, change: AliasChange) -> None:
+        self._changes.append(change)
 
 
 @pytest.fixture
@@ -34,7 +45,7 @@ def decide(workspace: Path, changes: list[AliasChange]) -> Decide:
     """A function that returns the decision of a person, whose changes of aliases are in the list."""
 
     def decide(reason: str = "sold-out items") -> Decision:
-        return Decision(RegistryConfig(model_name="m"), workspace, reason, changes.append)
+        return Decision(RegistryConfig(model_name="m"), workspace, reason, [Recorder(changes)])
 
     return decide
 
@@ -81,7 +92,6 @@ def test_promote_makes_the_challenger_champion_and_rollback_returns_to_the_forme
     with pytest.raises(InputError, match=r"^m: there is no former champion \(former champions: none\); list the versions"):
         roll_back(None, decide())
     assert aliases(client) == {"champion": "1"}
-    assert not any(TURN_TAG in version_tags(client, number) for number in "123")
 
     # A former champion that does not load is skipped, and is no former champion from then on.
     for number in (2, 3):
@@ -121,12 +131,14 @@ def test_a_promotion_that_cannot_be_is_one_message_and_changes_nothing(
     assert (aliases(client), changes) == ({"champion": "2", "challenger": "3"}, [])
     assert not any(BY_HAND_TAG in version_tags(client, number) for number in "123")
 
-    def promote_another(*arguments: object, **options: object) -> bool:
+    move_champion = Registry.move_champion
+
+    def promote_another(*arguments: Any, **options: Any) -> bool:
         client.set_registered_model_alias("m", "champion", "1")
-        return move_champion(*arguments, **options)  # type: ignore[arg-type]
+        return move_champion(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(by_hand, "move_champion", promote_another)
+        patch.setattr(Registry, "move_champion", promote_another)
         with pytest.raises(StageError, match="nothing has changed, because the champion was replaced while version 3 was test"):
             promote_version(3, decide())
     assert (aliases(client), changes) == ({"champion": "1", "challenger": "3"}, [])

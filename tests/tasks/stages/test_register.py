@@ -16,7 +16,7 @@ from tasks.delivery import prefect_events as events
 from tasks.gate import version_tester
 from tasks.gate.smoke_test import K, ServedSample, prepare_sample
 from tasks.registry.mlflow_client import connect
-from tasks.registry.promotion import AliasChange
+from tasks.registry.registry import AliasChange
 from tasks.registry.releases import champion_uri, list_releases
 from tests.tasks.conftest import ITEMS, STEPS, Stages
 from tests.tasks.registration import aliases, do_register, run_of, version_tags
@@ -70,7 +70,7 @@ def test_a_worse_version_becomes_challenger_and_an_equal_one_champion(
     workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes: list[AliasChange] = []
-    monkeypatch.setattr(events, "emit_alias_change", lambda change, **_: changes.append(change))
+    monkeypatch.setattr(events.PrefectEvents, "publish", lambda _, change: changes.append(change))
     do_register(stages(), run_of(workspace, "one"))
     worse = do_register(stages(confused=True), run_of(workspace, "two"))
     assert (worse.version, worse.alias, worse.promoted) == ("2", "challenger", False)

@@ -1,0 +1,139 @@
+"""The registered model of a pipeline in MLflow: its versions, their tags and its aliases.
+
+Every call is retried while MLflow is temporarily unavailable. `Registry.move_alias` is the only function that moves an alias.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, Self, TypeVar
+
+from mlflow import MlflowClient
+from mlflow.entities.model_registry import ModelVersion
+
+from tasks.registry.mlflow_client import call_with_retries, connect, tracking_uri
+from tasks.registry.releases import FORMER_CHAMPION_TAG, champion_of, former_champions, version_number_by_alias
+
+SETTLE_S = 0.2
+"""Pause before a moved alias is read back, so that a process that moves it at the same time is seen."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class AliasChange:
+    """An alias that moved to another version of a model.
+
+    Attributes:
+        old_version: version that had the alias; None if there was none.
+        new_version: version that has the alias; None if the alias was removed.
+        reason: why the alias moved.
+    """
+
+    model_name: str
+    alias: str
+    old_version: str | None
+    new_version: str | None
+    reason: str
+
+
+class Publisher(Protocol):
+    """Another system that is informed of moved aliases."""
+
+    def publish(self, change: AliasChange) -> None:
+        """Send the change. Log an error as a warning, because the alias has moved."""
+
+
+def number_of(version: ModelVersion | None) -> str | None:
+    """Return the number of a version as text: MLflow gives an int from sqlite and a str over REST."""
+    return None if version is None else str(version.version)
+
+
+@dataclass(frozen=True)
+class Registry:
+    """The versions and aliases of one registered model.
+
+    Attributes:
+        publishers: systems that are informed of each moved alias.
+    """
+
+    client: MlflowClient
+    model_name: str
+    publishers: Sequence[Publisher] = ()
+
+    @classmethod
+    def connect(cls, workspace: Path, model_name: str, *, publishers: Sequence[Publisher] = ()) -> Self:
+        """Connect to the MLflow of the workspace; raise TrackingServerError if it does not answer."""
+        client = call_with_retries(lambda: connect(workspace), uri=tracking_uri(workspace))
+        return cls(client, model_name, publishers)
+
+    def call(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """Return function(*arguments, **options), repeated with backoff while MLflow is temporarily unavailable."""
+        return call_with_retries(partial(function, *arguments, **options), uri=self.client.tracking_uri)
+
+    def champion(self) -> ModelVersion | None:
+        """Return the version with the alias champion; None if there is none."""
+        return self.call(champion_of, self.client, self.model_name)
+
+    def former_champions(self) -> list[ModelVersion]:
+        """Return the former champions, the most recent first, except versions that did not load in a later comparison."""
+        return self.call(former_champions, self.client, self.model_name)
+
+    def aliases(self) -> dict[str, str]:
+        """Return the version number by alias."""
+        return self.call(version_number_by_alias, self.client, self.model_name) or {}
+
+    def version(self, number: object) -> ModelVersion:
+        """Return a version with its current tags and aliases."""
+        return self.call(self.client.get_model_version, self.model_name, str(number))
+
+    def versions(self) -> list[ModelVersion]:
+        """Return all versions."""
+        return list(self.call(self.client.search_model_versions, f"name = '{self.model_name}'"))
+
+    def set_tag(self, version: ModelVersion, tag: str, value: str) -> None:
+        """Set a tag of a version."""
+        self.call(self.client.set_model_version_tag, self.model_name, str(version.version), tag, value)
+
+    def remove_tag(self, version: ModelVersion, tag: str) -> None:
+        """Remove a tag of a version, if the version has it."""
+        if tag in version.tags:
+            self.call(self.client.delete_model_version_tag, self.model_name, str(version.version), tag)
+
+    def move_champion(
+        self, version: ModelVersion, *, expected: ModelVersion | None, reason: str, mark_as_former: bool = True
+    ) -> bool:
+        """Make `version` the champion if `expected` still is; return False if another version is champion now.
+
+        MLflow sets an alias unconditionally. The alias is therefore read before and after it is set, and a move that another
+        process has overwritten counts as lost.
+
+        Args:
+            mark_as_former: tag the replaced champion, so that the gate can fall back on it later.
+        """
+        if number_of(self.champion()) != number_of(expected):
+            return False
+        if expected is not None and mark_as_former and number_of(expected) != number_of(version):
+            self.set_tag(expected, FORMER_CHAMPION_TAG, f"{time.time():.0f}")
+        self.call(self.client.set_registered_model_alias, self.model_name, "champion", str(version.version))
+        time.sleep(SETTLE_S)
+        if self.aliases().get("champion") != number_of(version):
+            return False
+        self._publish("champion", number_of(expected), number_of(version), reason)
+        return True
+
+    def move_challenger(self, version: ModelVersion | None, *, reason: str) -> None:
+        """Give the alias challenger to `version`; remove it if `version` is None."""
+        old_number, new_number = self.aliases().get("challenger"), number_of(version)
+        if new_number is not None:
+            self.call(self.client.set_registered_model_alias, self.model_name, "challenger", new_number)
+        elif old_number is not None:
+            self.call(self.client.delete_registered_model_alias, self.model_name, "challenger")
+        self._publish("challenger", old_number, new_number, reason)
+
+    def _publish(self, alias: str, old_number: str | None, new_number: str | None, reason: str) -> None:
+        if old_number != new_number:
+            for publisher in self.publishers:
+                publisher.publish(AliasChange(self.model_name, alias, old_number, new_number, reason))

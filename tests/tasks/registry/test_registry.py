@@ -1,0 +1,74 @@
+"""The aliases of a registered model on a real MLflow, also if two processes move the alias `champion` at the same time."""
+
+from pathlib import Path
+
+import pytest
+
+from tasks.registry import registry as registry_module
+from tasks.registry.registry import AliasChange, Registry, number_of
+
+
+class Recorder:
+    """Publisher that keeps the changes."""
+
+    def __init__(self) -> None:
+        self.changes: list[AliasChange] = []
+
+    def publish(self, change: AliasChange) -> None:
+        self.changes.append(change)
+
+
+@pytest.fixture
+def registry(workspace: Path) -> Registry:
+    """A model with versions 1 to 3, of which the first is champion."""
+    registry = Registry.connect(workspace, "m", publishers=[Recorder()])
+    registry.client.create_registered_model("m")
+    for number in range(1, 4):
+        registry.client.create_model_version("m", f"file://{workspace}/{number}")
+    registry.client.set_registered_model_alias("m", "champion", "1")
+    return registry
+
+
+def changes(registry: Registry) -> list[tuple[str, str | None, str | None]]:
+    (recorder,) = registry.publishers
+    assert isinstance(recorder, Recorder)
+    return [(change.alias, change.old_version, change.new_version) for change in recorder.changes]
+
+
+def test_a_promotion_moves_the_alias_marks_the_former_champion_and_is_published(registry: Registry) -> None:
+    assert registry.move_champion(registry.version(2), expected=registry.version(1), reason="better")
+    assert number_of(registry.champion()) == "2"
+    assert [number_of(version) for version in registry.former_champions()] == ["1"]
+    assert changes(registry) == [("champion", "1", "2")]
+
+
+def test_a_version_that_was_compared_with_another_champion_is_not_promoted(registry: Registry) -> None:
+    assert not registry.move_champion(registry.version(3), expected=registry.version(2), reason="better")
+    assert not registry.move_champion(registry.version(3), expected=None, reason="first")
+    assert (number_of(registry.champion()), registry.former_champions(), changes(registry)) == ("1", [], [])
+
+
+def test_of_two_processes_that_move_the_alias_at_the_same_time_the_one_that_is_overwritten_has_lost(
+    registry: Registry, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Registry.connect(workspace, "m", publishers=[Recorder()])
+    pauses: list[float] = []
+
+    def other_process_moves_it(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 1:  # both have read version 1, and the other process sets the alias last
+            other.client.set_registered_model_alias("m", "champion", "3")
+
+    monkeypatch.setattr(registry_module.time, "sleep", other_process_moves_it)
+    assert not registry.move_champion(registry.version(2), expected=registry.version(1), reason="better")
+    assert (number_of(registry.champion()), changes(registry)) == ("3", [])
+    # The comparison is repeated with version 3.
+    assert registry.move_champion(registry.version(2), expected=registry.version(3), reason="better than 3")
+    assert changes(registry) == [("champion", "3", "2")]
+
+
+def test_the_challenger_moves_and_is_removed_with_one_change_each(registry: Registry) -> None:
+    for version in (registry.version(2), registry.version(2), registry.version(3), None, None):
+        registry.move_challenger(version, reason="not better")
+    assert changes(registry) == [("challenger", None, "2"), ("challenger", "2", "3"), ("challenger", "3", None)]
+    assert registry.aliases() == {"champion": "1"}

@@ -3,7 +3,7 @@
 script --quiet --command "nightjar demo" run.log           # capture a session
 python -m infra.pictures terminal run.log docs/img/run.svg --title "nightjar demo"
 python -m infra.pictures page <run>/check_data/report.html docs/img/data-report.png --height 1100
-python -m infra.pictures history docs/img/history.png      # the page of the last runs, with invented runs
+python -m infra.pictures page <workspace>/index.html docs/img/history.png --width 1200 --height 1270
 """
 
 import argparse
@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from rich.console import Console
@@ -32,17 +31,13 @@ def main() -> None:
     page_parser = subparsers.add_parser("page", help="a screenshot of an HTML page as PNG")
     page_parser.add_argument("--width", type=int, default=1100)
     page_parser.add_argument("--height", type=int, default=900)
-    history_parser = subparsers.add_parser("history", help="a screenshot of the page of the last runs, with invented runs")
     for subparser in (terminal_parser, page_parser):
         subparser.add_argument("source", help="the captured session, or a file or URL of a page")
-    for subparser in (terminal_parser, page_parser, history_parser):
         subparser.add_argument("target", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "terminal":
         session = Path(arguments.source).read_bytes().decode()  # read_text would replace each \r
         arguments.target.write_text(terminal_svg(session, title=arguments.title, columns=arguments.columns), encoding="utf-8")
-    elif arguments.command == "history":
-        screenshot_history(arguments.target)
     else:
         screenshot(arguments.source, png_path=arguments.target, width=arguments.width, height=arguments.height)
 
@@ -89,24 +84,6 @@ def screenshot(path_or_url: str, *, png_path: Path, width: int, height: int) -> 
         check=True,
         capture_output=True,
     )
-
-
-def screenshot_history(png_path: Path) -> None:
-    """Write a PNG of the page of the last runs for a month of invented runs."""
-    from flows.runs.history_page import to_html
-    from flows.runs.run_history import newest_promoted_version, run_history
-    from flows.settings.template import starter_config
-    from tests.flows.run_folders import month_of_runs
-
-    with tempfile.TemporaryDirectory() as folder:
-        workspace = Path(folder)
-        month_of_runs(workspace, stage_bytes=700_000)
-        runs = run_history(workspace)
-        config = starter_config().model_copy(update={"workspace": workspace, "name": "films"})
-        html = to_html(runs, config=config, champion_version=newest_promoted_version(runs))
-        page_path = workspace / "index.html"
-        page_path.write_text(html.replace(folder, "/srv/films"), encoding="utf-8")
-        screenshot(str(page_path), png_path=png_path, width=1200, height=1270)
 
 
 if __name__ == "__main__":

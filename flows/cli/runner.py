@@ -14,6 +14,7 @@ from flows.runs.resume import check_resume
 from flows.servers.prefect_server import PrefectServer, prefect_session
 from flows.settings.environment import set_flow_run_retention
 from flows.settings.pipeline import PipelineConfig
+from recsys_core.data_report.limits import describe_held_out_users
 from recsys_core.disk import explain_disk_full
 from recsys_core.errors import NightjarError, StageError, TrackingServerError, redacted
 from recsys_core.evaluation.report import metric_table
@@ -148,6 +149,7 @@ def print_results(results: RunResults, *, config_path: Path, command_line: str) 
         facts["best epoch"] = f"{train.best_epoch} of {train.epochs}, on the validation split: {metric_values}"
     data_report = results.stages.get(DataReportManifest)
     if data_report is not None:
+        facts["data"] = describe_held_out_users(data_report.metrics)
         facts["data report"] = str(data_report.path("report.html"))
     if registration is not None:
         version_name = f"{registration.model_name} version {registration.version}"

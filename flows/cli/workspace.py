@@ -38,12 +38,13 @@ def print_history(runs: "Sequence[PastRun]", *, metric_name: str, console: Conso
                 Text(STATE_NAMES[record.state], _COLOURS.get(record.state, "red")),
                 figures.version or "-",
                 *("-" if score is None else f"{score:.4f}" for score in scores),
-                *(format_count(count) for count in (figures.events, figures.users, figures.items)),
+                *(format_count(count) for count in (figures.events, figures.users, figures.test_users, figures.items)),
                 format_duration(record.seconds),
                 format_bytes(past_run.disk_bytes),
             ]
         )
-    titles = ["run (UTC)", "ended as", "version", metric_name, "champion", "events", "users", "items", "duration", "disk"]
+    count_titles = ["events", "users", "test users", "items"]
+    titles = ["run (UTC)", "ended as", "version", metric_name, "champion", *count_titles, "duration", "disk"]
     print_table(titles, rows, console=console)
     runs_with_note = [past_run for past_run in runs if past_run.record.state != "Promoted" or past_run.record.options.reason]
     if runs_with_note:

@@ -16,6 +16,20 @@ class DataReportConfig(Settings):
     min_train_events: int | None = Field(
         None, ge=1, le=1_000 * MAX_COUNT, description="smallest allowed number of training events"
     )
+    min_validation_users: int | None = Field(
+        50,
+        ge=1,
+        le=MAX_COUNT,
+        description="smallest allowed number of users with a validation event. A split without a validation part has no such "
+        "limit",
+    )
+    min_test_users: int | None = Field(
+        50,
+        ge=1,
+        le=MAX_COUNT,
+        description="smallest allowed number of users with a test event. With fewer users, metrics of two versions differ by "
+        "chance alone",
+    )
     max_event_drop_share: float | None = Field(
         0.5,
         gt=0,

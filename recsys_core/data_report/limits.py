@@ -23,6 +23,8 @@ class _MetricLimit(NamedTuple):
 
 LIMITS = (
     _MetricLimit("min_train_events", "train_events", "training events", "count"),
+    _MetricLimit("min_validation_users", "validation_users", "users with a validation event", "count"),
+    _MetricLimit("min_test_users", "test_users", "users with a test event", "count"),
     _MetricLimit("max_event_drop_share", "event_drop_share", "drop of training events since the previous run"),
     _MetricLimit("max_new_user_share", "new_user_share", "users without an event in the previous run"),
     _MetricLimit("max_new_item_share", "new_item_share", "items without an event in the previous run"),
@@ -104,6 +106,17 @@ def describe_breaches(checks: tuple[Check, ...]) -> tuple[str, ...]:
         f"{check.description}: {check.value_text}, but data_report.{check.setting} requires {check.limit_text}"
         for check in checks
         if not check.is_passed
+    )
+
+
+def describe_held_out_users(metrics: Mapping[str, float]) -> str:
+    """Return the numbers of validation and test users, which limit the precision of the metrics of a run.
+
+    >>> describe_held_out_users({"validation_users": 1_200.0, "test_users": 950.0})
+    '1,200 validation users, 950 test users'
+    """
+    return ", ".join(
+        f"{metrics[f'{part}_users']:,.0f} {part} users" for part in ("validation", "test") if f"{part}_users" in metrics
     )
 
 

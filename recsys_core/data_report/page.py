@@ -22,6 +22,8 @@ _METRICS: tuple[tuple[str, str, Unit], ...] = (
     ("validation_events", "validation events", "count"),
     ("test_events", "test events", "count"),
     ("users", "users with an event", "count"),
+    ("validation_users", "users with a validation event", "count"),
+    ("test_users", "users with a test event", "count"),
     ("items", "items with an event", "count"),
     ("items_in_catalogue", "items in the catalogue", "count"),
     ("new_users", "users without an event in the previous run", "count"),

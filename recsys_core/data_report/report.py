@@ -79,6 +79,8 @@ def build_report(
     split_counts = count_split(interactions, split=split)
     item_count_I = np.load(interactions.path("item_count.npy"), mmap_mode="r")
     metrics = size_metrics(interactions, split_counts) | share_metrics(interactions, split_counts, item_count_I)
+    if not split.has_validation:
+        metrics["validation_users"] = math.nan
     previous_item_count_I = np.zeros(0, np.int64)
     movers: tuple[Mover, ...] = ()
     if previous is not None:

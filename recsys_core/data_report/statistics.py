@@ -33,6 +33,7 @@ def size_metrics(interactions: InteractionsManifest, split_counts: SplitCounts) 
         "validation_events": float(interactions.validation_events),
         "test_events": float(interactions.test_events),
         "users": float(np.sum(np.diff(user_offset) > 0)),
+        **num_held_out_users(interactions),
         "items": float(np.sum(split_counts.num_events_I > 0)),
         "items_in_catalogue": float(interactions.num_items),
         "days": float(num_days),
@@ -41,6 +42,17 @@ def size_metrics(interactions: InteractionsManifest, split_counts: SplitCounts) 
         "history_p95": float(np.percentile(nonempty_lengths, 95)),
         "history_longest": float(nonempty_lengths.max()),
         "files_without_checksums": float(_num_files_without_checksums(interactions)),
+    }
+
+
+def num_held_out_users(interactions: InteractionsManifest) -> dict[str, float]:
+    """Return the number of users with a validation event and the number of users with a test event."""
+    user_offset, train_end, validation_end = (
+        np.load(interactions.path(f"{name}.npy"), mmap_mode="r") for name in ("user_offset", "train_end", "validation_end")
+    )
+    return {
+        "validation_users": float(np.sum(validation_end > train_end)),
+        "test_users": float(np.sum(user_offset[1:] > validation_end)),
     }
 
 

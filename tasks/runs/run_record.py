@@ -19,7 +19,13 @@ from pydantic import AwareDatetime, Field, ValidationError
 from recsys_core.atomic import write_text
 from recsys_core.config import Frozen
 from recsys_core.errors import NightjarError, printable, redacted
-from recsys_core.manifests import STAGES, InteractionsManifest, RegistrationManifest, read_unchecked_manifest
+from recsys_core.manifests import (
+    STAGES,
+    DataReportManifest,
+    InteractionsManifest,
+    RegistrationManifest,
+    read_unchecked_manifest,
+)
 from tasks.runs.context import StageContext
 from tasks.runs.options import RunOptions
 from tasks.runs.results import Results
@@ -50,6 +56,8 @@ class RunFigures(Frozen):
     stage_seconds: dict[str, float] = Field(default_factory=dict, description="duration of each completed stage")
     events: int | None = Field(None, description="events in all parts of the split")
     users: int | None = Field(None, description="users of the vocabulary")
+    validation_users: int | None = Field(None, description="users with a validation event; null without a validation part")
+    test_users: int | None = Field(None, description="users with a test event")
     items: int | None = Field(None, description="items of the catalogue")
     model_name: str | None = Field(None, description="registered model in MLflow; null before the stage register")
     version: str | None = Field(None, description="registered version; null before the stage register")
@@ -66,10 +74,14 @@ class RunFigures(Frozen):
         manifests = (read_unchecked_manifest(run.stage_folder(stage), stage) for stage in STAGES.values())
         results = Results(manifest for manifest in manifests if manifest is not None)
         interactions, registration = results.get(InteractionsManifest), results.get(RegistrationManifest)
+        data_report = results.get(DataReportManifest)
+        data_metrics = {} if data_report is None else data_report.metrics
         return cls(
             stage_seconds={manifest.stage: round(manifest.seconds, 3) for manifest in results},
             events=interactions and interactions.train_events + interactions.validation_events + interactions.test_events,
             users=interactions and interactions.num_users,
+            validation_users=_as_count(data_metrics.get("validation_users")),
+            test_users=_as_count(data_metrics.get("test_users")),
             items=interactions and interactions.num_items,
             model_name=registration and registration.model_name,
             version=registration and registration.version,
@@ -77,6 +89,10 @@ class RunFigures(Frozen):
             mlflow_run_id=registration and registration.mlflow_run_id,
             metrics={} if registration is None else registration.metrics,
         )
+
+
+def _as_count(metric_value: float | None) -> int | None:
+    return None if metric_value is None else int(metric_value)
 
 
 class RunRecord(Frozen):

@@ -87,6 +87,7 @@ def ingest_features(context: StageContext, config: InputConfig) -> tuple[Feature
 def check_data(context: StageContext, config: DataReportConfig, *, split: Split) -> tuple[DataReportManifest, str]:
     """Write the data report; raise DataRejectedError if the data violates a limit of the config."""
     with fast_imports():
+        from recsys_core.data_report.limits import describe_held_out_users
         from recsys_core.data_report.page import to_markdown
         from recsys_core.data_report.report import report_data
         from tasks.registry.tracking import log_data_report_or_warn
@@ -111,7 +112,8 @@ def check_data(context: StageContext, config: DataReportConfig, *, split: Split)
             f"the data violates {len(manifest.breaches)} of the limits in data_report:\n{violations}\nsee {page_path}; "
             f"fix the data, or relax the limit and rerun with --resume {context.run.run_id}"
         )
-    return manifest, f"no limit is violated; reference run: {manifest.compared_with or 'none'}"
+    users_text = describe_held_out_users(manifest.metrics)
+    return manifest, f"{users_text}, no limit is violated, reference run: {manifest.compared_with or 'none'}"
 
 
 def _reference_run(context: StageContext) -> "PreviousRun | None":

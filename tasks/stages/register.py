@@ -2,8 +2,10 @@
 
 from typing import TYPE_CHECKING
 
+from recsys_core.data_report.limits import describe_held_out_users
 from recsys_core.evaluation.report import MetricTable, metric_table, to_markdown
 from recsys_core.manifests import (
+    DataReportManifest,
     EvaluationManifest,
     PackageManifest,
     RegistrationManifest,
@@ -62,7 +64,8 @@ def register(context: StageContext, config: RegistryConfig) -> tuple[Registratio
                 version, config=config, context=context, registry=registry, processes=processes, folder=new_folder
             )
             manifest = register_stage.commit(**registration_fields)
-    show_markdown(context, "verdict", verdict_page(manifest, evaluation=evaluation))
+    page = verdict_page(manifest, evaluation=evaluation, data_report=results[DataReportManifest])
+    show_markdown(context, "verdict", page)
     return manifest, f"{manifest.model_name} version {manifest.version} is {manifest.alias}: {manifest.reasons[0]}"
 
 
@@ -76,7 +79,7 @@ def _log_results(registry: "Registry", context: StageContext) -> str:
     return mlflow_run_id
 
 
-def verdict_page(registration: RegistrationManifest, *, evaluation: EvaluationManifest) -> str:
+def verdict_page(registration: RegistrationManifest, *, evaluation: EvaluationManifest, data_report: DataReportManifest) -> str:
     """Return the verdict in Markdown, with the metrics of the new version, the versions compared with it, and the baselines."""
     metrics_by_ranker: dict[str, dict[str, float]] = {}
     for metric_key, value in registration.metrics.items():
@@ -90,6 +93,7 @@ def verdict_page(registration: RegistrationManifest, *, evaluation: EvaluationMa
     lines = [
         f"## {registration.model_name} version {registration.version} is {registration.alias}",
         *registration.reasons,
+        f"Users of the split: {describe_held_out_users(data_report.metrics)}",
         *([f"**Alarm:** {registration.alarm}"] if registration.alarm is not None else []),
         "### Served recommendations, for the users of the smoke test",
         to_markdown(MetricTable(columns=metric_names, rows=values_by_ranker)),

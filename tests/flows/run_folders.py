@@ -54,6 +54,8 @@ def month_of_runs(workspace: Path, *, num_runs: int = 30, stage_bytes: int = 4_0
             "stage_bytes": int(stage_bytes * growth),
             "events": int(18_400_000 * growth * dice.uniform(0.985, 1.015)),
             "users": int(1_240_000 * growth),
+            "validation_users": 1_234,
+            "test_users": 5_678,
             "items": int(86_000 + 310 * day),
         }
         if day == 11:

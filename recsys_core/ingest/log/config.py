@@ -39,6 +39,11 @@ class TimeSplit(Settings):
         description="Length of the validation period in days. The period ends where the test period starts",
     )
 
+    @property
+    def has_validation(self) -> bool:
+        """Whether the split has a validation part."""
+        return self.validation_days > 0
+
 
 class LeaveLastOut(Settings):
     """Leave-last-out split: the last event of each user is a test event, and the event before it a validation event."""
@@ -50,6 +55,11 @@ class LeaveLastOut(Settings):
         le=MAX_COUNT,
         description="Users with fewer events than this have training events only",
     )
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether the split has a validation part."""
+        return True
 
 
 class FileSplit(Settings):
@@ -70,6 +80,11 @@ class FileSplit(Settings):
         description="Whether validation_share selects pairs of user and item (pair) or items (item). With item, all "
         "events of a selected item become validation events. The validation then measures items without a training event",
     )
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether the split has a validation part."""
+        return self.validation_paths is not None or self.validation_share > 0
 
     @model_validator(mode="after")
     def _check_validation(self) -> Self:

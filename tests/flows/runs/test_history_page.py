@@ -60,6 +60,7 @@ def test_the_page_has_verdict_values_plots_and_links_to_existing_files(tmp_path:
     for state in ("not promoted", "data rejected", "failed", "interrupted"):
         assert state in page.text
     assert "8.91 M" in page.text and "reason: new prices from the shop" in page.text
+    assert "1,234 validation users" in page.text and page.text.count("5,678") == 1 + 29
     assert page.tags.count("svg") == 4
     assert len(page.links) > 60 and all((tmp_path / link).is_file() for link in page.links)
     assert any(link.endswith("error.log") for link in page.links)

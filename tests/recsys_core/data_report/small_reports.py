@@ -27,6 +27,7 @@ def report_of(
     split: Split = FILES,
     **limits: Any,
 ) -> tuple[DataReportManifest, DataReport]:
+    limits = {"min_validation_users": None, "min_test_users": None} | limits
     previous = before and PreviousRun("20261120-020000-aa11", before, {"train_events": float(before.train_events)})
     manifest = report_data(
         DataReportConfig(**limits),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from recsys_core.data_report.config import DataReportConfig
 from recsys_core.ingest.log.config import LeaveLastOut, Split, TimeSplit
 from recsys_core.units import DAY_US
 from tests.recsys_core.data_report.small_reports import FILES, report_of, user
@@ -36,6 +37,21 @@ def test_a_log_with_less_than_half_the_events_breaks_the_default_limit(tmp_path:
     assert [check.setting for check in report.checks if not check.is_passed] == ["max_event_drop_share"]
     assert "1 limit violated: the run stops before training" in manifest.path("report.html").read_text()
     assert report_of(tmp_path, after, before=before, max_event_drop_share=None)[0].breaches == ()
+
+
+def test_too_few_validation_or_test_users_break_a_limit_by_default(tmp_path: Path) -> None:
+    log: list[Parts] = [([(0, 1)], [(1, 2)], [(0, 3)]), ([(0, 1)], [], [(1, 3)])]
+    interactions = interactions_of(tmp_path / "one", log, item_ids=range(2))
+    minimum = DataReportConfig().min_test_users
+    default_limits = {"min_validation_users": minimum, "min_test_users": minimum}
+    manifest, _ = report_of(tmp_path, interactions, split=LeaveLastOut(), **default_limits)
+    assert (manifest.metrics["validation_users"], manifest.metrics["test_users"]) == (1, 2)
+    assert manifest.breaches == (
+        "users with a validation event: 1, but data_report.min_validation_users requires at least 50",
+        "users with a test event: 2, but data_report.min_test_users requires at least 50",
+    )
+    manifest, report = report_of(tmp_path, interactions, split=FILES, **default_limits)  # this split has no validation part
+    assert [check.setting for check in report.checks if not check.is_passed] == ["min_test_users"]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,9 @@ def check(workspace: Path, day: int, *, events: int, **limits: Any) -> DataRepor
     run.config_file.write_text("name: tests\n")
     split = FileSplit(test_paths=("test.parquet",))
     context = StageContext(run, experiment="tests", results=Results([interactions]))
-    return data_stages.check_data(context, DataReportConfig(**limits), split=split)
+    limits = {"min_test_users": None} | limits
+    manifest: DataReportManifest = data_stages.check_data(context, DataReportConfig(**limits), split=split)
+    return manifest
 
 
 def test_a_violated_limit_raises_an_error_that_names_the_page(workspace: Path, untracked: None) -> None:
@@ -54,6 +56,12 @@ def test_a_violated_limit_raises_an_error_that_names_the_page(workspace: Path, u
     assert "- items with a pretrained vector: 0 %, but data_report.min_item_vector_share requires at least 50 %\n" in message
     assert f"see {page}" in message and "--resume 20261120-020000-aaaa" in message
     assert page.is_file() and "**2 limits violated**" in (workspace / "data-report.md").read_text()
+
+
+def test_by_default_too_few_test_users_end_the_run(workspace: Path, untracked: None) -> None:
+    with pytest.raises(InputError, match=r"users with a test event: 1, but data_report\.min_test_users requires at least 50"):
+        check(workspace, 20, events=4, min_test_users=DataReportConfig().min_test_users)
+    assert "| users with a test event | 1 |" in (workspace / "data-report.md").read_text()
 
 
 def test_a_resumed_run_with_a_relaxed_limit_continues(workspace: Path, untracked: None) -> None:

@@ -16,12 +16,15 @@ from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from mlflow.types.schema import AnyType, Array
 
 import recsys_core
-from recsys_core.manifests import InteractionsManifest, PackageManifest
+from recsys_core.data_report.limits import describe_held_out_users
+from recsys_core.evaluation.report import metric_table
+from recsys_core.manifests import DataReportManifest, EvaluationManifest, InteractionsManifest, PackageManifest
 from recsys_core.serving.package import description_sha256
 from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import LOG, RUN_ID_TAG, SQLITE_PREFIX, tracking_uri
 from tasks.registry.model_uri import PACKAGE_SHA256_KEY, PACKAGE_SHA256_TAG, record_logged_model
 from tasks.registry.releases import delete_logged_model
+from tasks.runs.context import StageContext
 from tasks.runs.run import Run
 
 PACKAGE_TAG = "nightjar.package"
@@ -37,8 +40,12 @@ def get_or_create_version(
     mlflow_run_id: str,
     interactions: InteractionsManifest,
     run: Run,
+    description: str,
 ) -> ModelVersion:
-    """Return the registered version of `package`. Create it, unless this run created it before an interruption."""
+    """Return the registered version of `package`. Create it, unless this run created it before an interruption.
+
+    description: text in Markdown, which MLflow shows on the page of the version.
+    """
     model_name = config.model_name
     tags = {RUN_ID_TAG: run.run_id, PACKAGE_TAG: package.fingerprint, PACKAGE_SHA256_TAG: description_sha256(package)}
     # Two runs in one workspace may create the same model at the same time.
@@ -58,7 +65,32 @@ def get_or_create_version(
     if client.tracking_uri.startswith(SQLITE_PREFIX):
         record_logged_model(logged_model.model_uri, client=client, workspace=run.workspace)
     return client.create_model_version(
-        model_name, logged_model.model_uri, run_id=mlflow_run_id, tags=tags, model_id=logged_model.model_id
+        model_name,
+        logged_model.model_uri,
+        run_id=mlflow_run_id,
+        tags=tags,
+        model_id=logged_model.model_id,
+        description=description,
+    )
+
+
+def version_description(context: StageContext, *, client: MlflowClient, mlflow_run_id: str) -> str:
+    """Return the period and sizes of the data, the test metrics, and a link to the MLflow run, in Markdown."""
+    interactions, results = context.dataset.interactions, context.results
+    period = f" from {interactions.first_time} to {interactions.last_time}" if interactions.first_time else ""
+    num_events = interactions.train_events + interactions.validation_events + interactions.test_events
+    table = metric_table(results[EvaluationManifest].metrics)
+    metrics_text = ", ".join(
+        f"{name} {value:.4f}" for name, value in zip(table.columns, table.rows["model"], strict=True) if value is not None
+    )
+    experiment_id = client.get_run(mlflow_run_id).info.experiment_id
+    return "\n\n".join(
+        (
+            f"Data: {num_events:,} events{period}, {interactions.num_users:,} users, {interactions.num_items:,} items, "
+            f"{describe_held_out_users(results[DataReportManifest].metrics)}",
+            f"Test metrics over the full catalogue: {metrics_text}",
+            f"Run {context.run.run_id}: [MLflow run](#/experiments/{experiment_id}/runs/{mlflow_run_id})",
+        )
     )
 
 

@@ -33,7 +33,7 @@ def register(context: StageContext, config: RegistryConfig) -> tuple[Registratio
     from tasks.gate.gate import run_champion_gate
     from tasks.gate.smoke_test import start_processes
     from tasks.registry.registry import Registry
-    from tasks.registry.versions import get_or_create_version
+    from tasks.registry.versions import get_or_create_version, version_description
 
     run, results, options = context.run, context.results, context.options
     events = PrefectEvents(context.flow_run_id, context.pipeline, options.reason, run.run_id)
@@ -59,6 +59,7 @@ def register(context: StageContext, config: RegistryConfig) -> tuple[Registratio
                 mlflow_run_id=mlflow_run_id,
                 interactions=context.dataset.interactions,
                 run=run,
+                description=registry.call(version_description, context, client=registry.client, mlflow_run_id=mlflow_run_id),
             )
             registration_fields = run_champion_gate(
                 version, config=config, context=context, registry=registry, processes=processes, folder=new_folder

@@ -69,6 +69,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, stages: BuildStages) -> 
             mlflow_run_id=tracking.open_run(client, StageContext(run, experiment="tests")),
             interactions=stages().dataset.interactions,
             run=run,
+            description="a test",
         )
         yield run.workspace
 

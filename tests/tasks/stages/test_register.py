@@ -51,6 +51,10 @@ def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(works
     (release,) = list_releases(client, "m")
     assert (release["version"], release["alias"], release["smoke"], release["run_id"]) == ("1", "champion", "passed", "one")
     assert release["metrics"] == made.metrics
+    data_text, metrics_text, run_text = client.get_model_version("m", "1").description.split("\n\n")
+    assert data_text == "Data: 270 events, 30 users, 120 items, 30 test users"
+    assert f"recall@20 {exact['test/recall@20']:.4f}, " in metrics_text
+    assert run_text == f"Run one: [MLflow run](#/experiments/{found.info.experiment_id}/runs/{made.mlflow_run_id})"
 
 
 def test_the_logged_model_has_its_own_code_and_no_pickle(

@@ -1,23 +1,41 @@
 """Heartbeats: a file that changes while the ranks work, and a thread that calls a function at a fixed interval."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+MIN_TIMEOUT_S, UNMEASURED_TIMEOUT_S = 60.0, 600.0
+TIMEOUT_FACTOR = 10
+"""Factor between the longest duration of an activity and its timeout."""
+
+Activity = Literal["steps", "validation", "checkpoint"]
+"""steps: the steps between two lines of the log. checkpoint: from the copy of the state to the commit in the background."""
 
 
 @dataclass(frozen=True)
 class HeartbeatFile:
-    """A file that the ranks touch or extend while they work. Each change of the file is a heartbeat.
+    """A file that the ranks touch or write while they work. Each change of the file is a heartbeat.
 
     start_timeout_s: longest time from the start of all ranks to the first heartbeat. timeout_s: longest time between two
-    heartbeats.
+    heartbeats; None: the number of seconds in the file.
     """
 
     path: Path
     start_timeout_s: float
-    timeout_s: float
+    timeout_s: float | None
+
+    def current_timeout_s(self) -> float:
+        """Return the longest time until the next heartbeat; without a number in the file, the timeout of unmeasured work."""
+        if self.timeout_s is not None:
+            return self.timeout_s
+        try:
+            return float(self.path.read_text())
+        except (OSError, ValueError):  # the file is being written, or the ranks only touch it
+            return UNMEASURED_TIMEOUT_S
 
     def mtime_and_size(self) -> tuple[int, int] | None:
         """Return (mtime, size) of the file, or None if the file does not exist.
@@ -29,6 +47,38 @@ class HeartbeatFile:
             return None
         file_stat = self.path.stat()
         return file_stat.st_mtime_ns, file_stat.st_size
+
+
+class HeartbeatWriter:
+    """Writes the timeout of the next activity of the ranks as a heartbeat. Only rank 0 writes.
+
+    The timeout is ten times the longest duration of the activity so far, but at least `min_timeout_s`. Until the activity has
+    ended once, the timeout is 600 s.
+    """
+
+    def __init__(self, path: Path, *, is_main: bool, min_timeout_s: float = MIN_TIMEOUT_S) -> None:
+        self.path = path
+        self._is_main, self._min_timeout_s = is_main, min_timeout_s
+        self._longest_s_by_activity: dict[Activity, float] = {}
+
+    def begin(self, activity: Activity) -> float:
+        """Write the timeout of `activity`; return the start time for `end`."""
+        if self._is_main:
+            self.path.write_text(f"{self.timeout_s(activity):.0f}")
+        return time.perf_counter()
+
+    def end(self, activity: Activity, *, start_time: float) -> None:
+        """Measure an activity that started at `start_time`."""
+        self.record(activity, time.perf_counter() - start_time)
+
+    def record(self, activity: Activity, seconds: float) -> None:
+        """Record a measured duration of `activity`."""
+        self._longest_s_by_activity[activity] = max(seconds, self._longest_s_by_activity.get(activity, 0.0))
+
+    def timeout_s(self, activity: Activity) -> float:
+        """Return the longest time from the start of `activity` to the next heartbeat."""
+        longest_s = self._longest_s_by_activity.get(activity)
+        return UNMEASURED_TIMEOUT_S if longest_s is None else max(self._min_timeout_s, TIMEOUT_FACTOR * longest_s)
 
 
 @contextmanager

@@ -78,7 +78,7 @@ def launch(
         "queue": Deadline(launcher.queue_timeout_s, "launcher.queue_timeout_s"),
         "rendezvous": Deadline(launcher.rendezvous_timeout_s, "launcher.rendezvous_timeout_s"),
         "start": Deadline(heartbeat_file.start_timeout_s, "training.start_timeout_s"),
-        "work": Deadline(heartbeat_file.timeout_s, "training.heartbeat_timeout_s"),
+        "work": Deadline(heartbeat_file.current_timeout_s(), "training.heartbeat_timeout_s"),
     }
     monitor = Monitor(spec, launch_folder, deadlines=deadlines, heartbeat=heartbeat_file)
     launch_folder.write("launch.json", spec)

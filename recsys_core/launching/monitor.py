@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from recsys_core.disk import MIN_STAGE_BYTES, disk_full_error, free_bytes
@@ -52,7 +52,7 @@ class Monitor:
     def __init__(
         self, spec: LaunchSpec, folder: LaunchFolder, *, deadlines: dict[Phase, Deadline], heartbeat: HeartbeatFile
     ) -> None:
-        self._spec, self._folder, self._deadlines, self._heartbeat = spec, folder, deadlines, heartbeat
+        self._spec, self._folder, self._deadlines, self._heartbeat = spec, folder, dict(deadlines), heartbeat
         self._last_heartbeat_state = heartbeat.mtime_and_size()  # the file of an earlier attempt may exist
         self._phase: Phase = "queue"
         self._phase_start = time.monotonic()
@@ -92,6 +92,7 @@ class Monitor:
         heartbeat_state = self._heartbeat.mtime_and_size()
         if heartbeat_state != self._last_heartbeat_state:
             self._last_heartbeat_state, self._phase_start, next_phase = heartbeat_state, time.monotonic(), "work"
+            self._deadlines["work"] = replace(self._deadlines["work"], limit_s=self._heartbeat.current_timeout_s())
         if next_phase != self._phase:
             self._phase, self._phase_start = next_phase, time.monotonic()
 

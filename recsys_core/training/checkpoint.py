@@ -31,6 +31,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from recsys_core.config import Frozen
 from recsys_core.disk import disk_full_error, explain_disk_full
 from recsys_core.errors import StageError
+from recsys_core.launching.heartbeat import HeartbeatWriter
 from recsys_core.launching.heartbeat import heartbeat as heartbeat_thread
 from recsys_core.manifests import Manifest, commit_folder, load_manifest
 from recsys_core.training.dense_parallel import local_part
@@ -69,8 +70,8 @@ class Checkpointer:
         attempt_number: number of the launch, a part of the temporary folder's name: two attempts never share this folder.
         keep_checkpoints: number of newest checkpoints that are kept, in addition to the best one.
         text_by_extra_file: files that are added to each checkpoint, text by file name.
-        heartbeat: file that the launcher watches for changes while the ranks work. The checkpointer touches the file while it
-            hashes a checkpoint, because after the last step no rank touches it.
+        heartbeat: heartbeats of the training. The checkpointer touches the file while it hashes a checkpoint, because after the
+            last step no rank touches it.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Checkpointer:
         attempt_number: int,
         keep_checkpoints: int,
         text_by_extra_file: dict[str, str],
-        heartbeat: Path,
+        heartbeat: HeartbeatWriter,
         process: Process,
     ) -> None:
         self._folder, self._fingerprint, self._attempt_number, self._keep_checkpoints = (
@@ -113,16 +114,18 @@ class Checkpointer:
         checkpoint_folder = self._folder / checkpoint_name(step)
         staging_folder = checkpoint_folder.with_name(f"{checkpoint_folder.name}.tmp-{self._attempt_number}")
         self._require_free_space(state, staging_folder=staging_folder)
+        start_time = self._heartbeat.begin("checkpoint")
         write_future = async_save(
             state, checkpoint_id=staging_folder, process_group=self._process_group, async_stager=BlockingAsyncStager()
         )
         self._commit_future = self._executor.submit(
-            self._commit, cast("Future[None]", write_future), staging_folder, checkpoint_folder, step, best
+            self._commit, cast("Future[None]", write_future), staging_folder, checkpoint_folder, step, best, start_time
         )
 
     def finish(self) -> None:
         """Wait until the last save is committed; raise its error, if any."""
         if self._commit_future is not None:
+            self._heartbeat.begin("checkpoint")
             commit_future, self._commit_future = self._commit_future, None
             with explain_disk_full(self._folder):
                 commit_future.result()
@@ -134,8 +137,8 @@ class Checkpointer:
         checkpoint_folder: Path,
         step: int,
         best: BestValidation | None,
+        start_time: float,
     ) -> None:
-        start_time = time.perf_counter()
         write_future.result()  # on rank 0, it ends when all ranks have written their files and .metadata exists
         if not self._process.is_main:
             return
@@ -144,7 +147,7 @@ class Checkpointer:
         # If this step already has a checkpoint, it is damaged or belongs to other settings: otherwise training would have
         # resumed from it.
         shutil.rmtree(checkpoint_folder, ignore_errors=True)
-        with heartbeat_thread(self._heartbeat.touch, interval_s=HEARTBEAT_INTERVAL_S):
+        with heartbeat_thread(self._heartbeat.path.touch, interval_s=HEARTBEAT_INTERVAL_S):
             commit_folder(
                 staging_folder,
                 checkpoint_folder,
@@ -155,6 +158,7 @@ class Checkpointer:
                 world_size=self._process.world_size,
                 best=best,
             )
+        self._heartbeat.end("checkpoint", start_time=start_time)
         for old_folder in _committed_folders(self._folder)[: -self._keep_checkpoints]:
             if best is None or old_folder.name != checkpoint_name(best.step):
                 shutil.rmtree(old_folder)

@@ -115,6 +115,11 @@ class TrainingConfig(Settings):
         le=WEEK_S,
         description="Longest time in seconds from the start of all ranks to the first heartbeat of the training",
     )
-    heartbeat_timeout_s: Annotated[float, OPERATIONAL] = Field(
-        600.0, gt=0, le=WEEK_S, description="Longest time in seconds between two heartbeats of the training"
+    heartbeat_timeout_s: Annotated[float | None, OPERATIONAL] = Field(
+        None,
+        gt=0,
+        le=WEEK_S,
+        description="Longest time in seconds between two heartbeats of the training. If empty, it is ten times the longest "
+        "measured duration of log_every_steps steps, a validation or a checkpoint, but at least 60. It is 600 before the first "
+        "measurement, with profile, and in the export",
     )

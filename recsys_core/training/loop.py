@@ -12,6 +12,7 @@ from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.dataset.loader import TrainLoader
 from recsys_core.errors import InputError
+from recsys_core.launching.heartbeat import MIN_TIMEOUT_S, UNMEASURED_TIMEOUT_S, HeartbeatWriter
 from recsys_core.manifests import require_manifest
 from recsys_core.models.loss.sampling import negative_share
 from recsys_core.models.task import RetrievalTask
@@ -123,6 +124,9 @@ class Trainer:
         # TorchRec's prefetching pipeline is not used for cached tables: it locks cache lines, so it fails after detach().
         self.pipeline = TrainPipelineSparseDist(model, self.optimizer, process.device)
         self.dropout_generator = default_generator(process.device)
+        # torch.profiler writes its trace between two steps, which may take longer than the steps before.
+        min_timeout_s = MIN_TIMEOUT_S if self.config.profile is None else UNMEASURED_TIMEOUT_S
+        self.heartbeat = HeartbeatWriter(job.heartbeat, is_main=process.is_main, min_timeout_s=min_timeout_s)
         self.step, self.best_validation = load_state(job, model=model, optimizer=self.optimizer)
         self.saved_step = self.step
         self.checkpointer = Checkpointer(
@@ -131,7 +135,7 @@ class Trainer:
             attempt_number=job.attempt,
             keep_checkpoints=self.config.keep_checkpoints,
             text_by_extra_file={JOB_FILE: job.model_dump_json(indent=2), PLAN_NAME: job.plan.read_text()},
-            heartbeat=job.heartbeat,
+            heartbeat=self.heartbeat,
             process=process,
         )
         self.metrics_log = MetricsLog(
@@ -165,6 +169,7 @@ class Trainer:
         epoch_index, first_batch_index = divmod(self.step, self.steps_per_epoch)  # both start from 0
         self.model.train()
         self.trained_share_by_table = self.head.set_epoch(epoch_index + 1)
+        start_time = self.heartbeat.begin("steps")
         batches = self.step_timer.batches(self.loader.epoch(epoch_index, start_batch=first_batch_index))
         for batch_index in range(first_batch_index, self.steps_per_epoch):
             self.learning_rates.set_step(self.step)
@@ -189,11 +194,14 @@ class Trainer:
             # whether or not the training was interrupted and resumed from the checkpoint.
             if is_log_due or is_save_due:
                 self._log(epoch_index + 1)
-            if is_save_due:
-                self._save()
+                self.heartbeat.end("steps", start_time=start_time)
+                if is_save_due:
+                    self._save()
+                start_time = self.heartbeat.begin("steps")
         # The pipeline replaces the forward methods of the tables, but validation needs the original methods. Here the pipeline
         # can be detached, because it has no unfinished batch.
         self.pipeline.detach()
+        self.heartbeat.end("steps", start_time=start_time)
 
     def end_epoch(self) -> None:
         """Collective. Validate if it is due, and write a log line.
@@ -221,7 +229,9 @@ class Trainer:
             return {}
         if epoch % self.validator.config.every_epochs != 0 and epoch != self.config.epochs:
             return {}
+        start_time = self.heartbeat.begin("validation")
         metrics, metric_name = self.validator.measure(), self.validator.metric_name
+        self.heartbeat.end("validation", start_time=start_time)
         if self.best_validation is None or metrics[metric_name] > self.best_validation.metrics[metric_name]:
             self.best_validation = BestValidation(step=self.step, metrics=metrics)
         return metrics

@@ -70,7 +70,7 @@ class TrainJob(Frozen):
     @property
     def heartbeat(self) -> Path:
         """File that the ranks change while they work; the launching process watches it."""
-        return self.work / METRICS_FILE
+        return self.work / "heartbeat"
 
 
 class ExportJob(Frozen):

@@ -1,5 +1,6 @@
 """The deadlines of a launch, with the files that hosts and ranks would write, but without processes."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,9 @@ class RunningGroup:
         self.has_ended = True
 
 
-def error_of_launch(folder: Path, *, num_ready_hosts: int, num_started_ranks: int) -> str:
+def error_of_launch(
+    folder: Path, *, num_ready_hosts: int, num_started_ranks: int, poll: Callable[[], None] = lambda: None
+) -> str:
     """Return the error of a launch in which no further host or rank starts, and check that its hosts were ended."""
     spec = LaunchSpec(
         device="cpu",
@@ -56,9 +59,9 @@ def error_of_launch(folder: Path, *, num_ready_hosts: int, num_started_ranks: in
         launch_folder.write(f"ready-{node}.json", HostReady(node=node, host=f"h{node}", pid=1, address="10.0.0.1", port=29500))
     for rank in range(num_started_ranks):
         launch_folder.write(f"rank-{rank}.json", RankStarted(rank=rank, node=rank, host=f"h{rank}", pid=1))
-    heartbeat_file = HeartbeatFile(folder / "heartbeat", start_timeout_s=1, timeout_s=1)
+    heartbeat_file = HeartbeatFile(folder / "heartbeat", start_timeout_s=1, timeout_s=None)
     with pytest.raises(LaunchError) as caught:
-        Monitor(spec, launch_folder, deadlines=LIMITS, heartbeat=heartbeat_file).wait(group, poll=lambda: None)
+        Monitor(spec, launch_folder, deadlines=LIMITS, heartbeat=heartbeat_file).wait(group, poll=poll)
     assert group.has_ended
     return str(caught.value)
 
@@ -79,3 +82,12 @@ def test_ranks_without_a_first_heartbeat_are_reported_with_the_setting_for_slow_
     message = error_of_launch(tmp_path, num_ready_hosts=2, num_started_ranks=2)
     assert message.startswith("the ranks did not start within 0.3 s; raise training.start_timeout_s if")
     assert "rank 0 (host h0, process 1): did not respond" in message
+
+
+def test_each_heartbeat_sets_the_longest_time_until_the_next_one(tmp_path: Path) -> None:
+    def write_heartbeat() -> None:
+        if not (tmp_path / "heartbeat").exists():
+            (tmp_path / "heartbeat").write_text("0.4")
+
+    message = error_of_launch(tmp_path, num_ready_hosts=2, num_started_ranks=2, poll=write_heartbeat)
+    assert message.startswith("the ranks sent no heartbeat for 0.4 s; raise training.heartbeat_timeout_s if")

@@ -18,6 +18,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer
 
 from recsys_core.errors import InputError, StageError
+from recsys_core.launching.heartbeat import HeartbeatWriter
 from recsys_core.manifests import load_manifest, stage_folder
 from recsys_core.manifests.ownership import MARKER_NAME
 from recsys_core.models.loss.loss_config import LossConfig
@@ -79,7 +80,8 @@ def train(setup: Setup, rank: int, *, spec: ModelSpec, steps: range) -> None:
 
 def checkpointer(rank: int, folder: Path, **settings: Any) -> Checkpointer:
     process = Process(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
-    defaults = {"keep_checkpoints": 9, "text_by_extra_file": {"job.json": "{}"}, "heartbeat": folder.with_name("heartbeat")}
+    heartbeat = HeartbeatWriter(folder.with_name("heartbeat"), is_main=process.is_main)
+    defaults = {"keep_checkpoints": 9, "text_by_extra_file": {"job.json": "{}"}, "heartbeat": heartbeat}
     return Checkpointer(folder, fingerprint="f", attempt_number=1, process=process, **defaults | settings)
 
 

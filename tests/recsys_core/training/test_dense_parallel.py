@@ -16,6 +16,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer
 
 from recsys_core.errors import InputError, StageError
+from recsys_core.launching.heartbeat import HeartbeatWriter
 from recsys_core.models.config import HistoryConfig, TowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
@@ -181,14 +182,14 @@ def save_one(rank: int, mode: str, folder: Path) -> None:
     setup = make(rank, spec, dense_parallel=mode)
     train(setup, rank, spec, steps=range(2))
     process = process_of(rank)
-    target, heartbeat = folder / saved_name(mode, process.world_size), folder / "heartbeat"
+    target = folder / saved_name(mode, process.world_size)
     saver = Checkpointer(
         target,
         fingerprint="f",
         attempt_number=1,
         keep_checkpoints=1,
         text_by_extra_file={},
-        heartbeat=heartbeat,
+        heartbeat=HeartbeatWriter(folder / "heartbeat", is_main=process.is_main),
         process=process,
     )
     saver.save(setup.model, setup.optimizer, step=2, best=None)

@@ -99,6 +99,7 @@ def test_a_run_that_is_stopped_twice_ends_bit_for_bit_like_an_undisturbed_one(da
     assert without_timings(stopped.lines) == without_timings(whole.lines)
     assert stopped.result.model_dump(exclude={"samples_per_s"}) == whole.result.model_dump(exclude={"samples_per_s"})
     assert sum(bool(line.validation) for line in whole.lines) == TRAINING.epochs
+    assert 60 <= float((whole.work / "heartbeat").read_text()) < 600  # it follows the measured checkpoints
     expected = export_in_forks(experiment, checkpoint_of(whole), tmp_path / "a")
     resumed = export_in_forks(experiment, checkpoint_of(stopped), tmp_path / "b")
     assert resumed.keys() == expected.keys()

@@ -46,7 +46,7 @@ IMPORTANT_SETTINGS = (
     "training.table_optimizer.learning_rate",
     "index.served_kind",
     "registry.model_name",
-    "registry.max_relative_drop",
+    "registry.gate.max_relative_drop",
     "schedule.cron",
     "schedule.timezone",
 )

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 
 from mlflow.entities.model_registry import ModelVersion
 
+from recsys_core.comparison.user_metrics import UserMetrics
 from recsys_core.errors import InputError, StageError, redacted
 from recsys_core.manifests import InteractionsManifest, load_manifest
 from tasks.gate.smoke_test import NotFetchedError, UnusableVersionError, prepare_sample
@@ -110,7 +111,7 @@ def roll_back(version_number: int | None, decision: Decision) -> str:
     with _open_tester(registry, decision, run_id=None) as tester:
         for version in candidates[:MAX_FORMER_CHAMPIONS]:
             try:
-                metrics = tester.measure(version, metric_prefix="served")
+                metrics = tester.measure(version)
             except (UnusableVersionError, NotFetchedError) as error:
                 load_errors.append(str(error))
                 continue
@@ -148,7 +149,7 @@ def _make_champion(
     decision: Decision,
     *,
     champion: ModelVersion | None,
-    metrics: dict[str, float],
+    metrics: UserMetrics,
     is_rollback: bool,
 ) -> str:
     """Move the alias from `champion` to `version`, and tag both versions with the decision; return one sentence."""
@@ -173,7 +174,7 @@ def _make_champion(
     instead_text = "" if champion is None else f" instead of version {champion.version}"
     return (
         f"{registry.model_name} version {version_number} is champion{instead_text}: {metric_name} is "
-        f"{metrics[f'served/{metric_name}']:.4f} for {tester.sample.num_users:,} users"
+        f"{metrics.means('served')[f'served/{metric_name}']:.4f} for {tester.sample.num_users:,} users"
     )
 
 

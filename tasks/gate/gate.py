@@ -2,7 +2,7 @@
 
 1. Smoke test: the new version recommends items to a sample of test users in a fresh process, as it will be served.
 2. Comparison: the champion recommends items to the same users. The new version is promoted unless `registry.metric` dropped by
-   more than `registry.max_relative_drop`.
+   more than `registry.gate` allows.
 3. Fallback: if the champion does not load, the new version is compared with the last former champion that loads, and the winner
    becomes champion. If no former champion loads either, the new version must be at least as good as popularity.
 4. Promotion: the winner gets the alias `champion`. A new version that does not win gets `challenger`. `RunOptions.promote` can
@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from mlflow.entities.model_registry import ModelVersion
 
+from recsys_core.comparison.rules import Margin, Rule
+from recsys_core.comparison.user_metrics import UserMetrics
 from recsys_core.errors import StageError
 from recsys_core.manifests import EvaluationManifest
 from tasks.gate.smoke_test import (
@@ -24,7 +26,7 @@ from tasks.gate.smoke_test import (
     UnusableVersionError,
     prepare_sample,
     recommend_popular,
-    served_metrics,
+    user_metrics,
 )
 from tasks.gate.version_tester import VersionTester
 from tasks.registry.config import RegistryConfig
@@ -118,7 +120,7 @@ def run_champion_gate(
     return registration_fields
 
 
-def _compare_and_promote(gate: _Gate, new_metrics: dict[str, float]) -> Verdict:
+def _compare_and_promote(gate: _Gate, new_metrics: UserMetrics) -> Verdict:
     """Compare the new version with the champion and set the aliases.
 
     If another run promotes its version during the comparison, repeat the comparison with the new champion.
@@ -150,7 +152,7 @@ def _compare_and_promote(gate: _Gate, new_metrics: dict[str, float]) -> Verdict:
     return verdict
 
 
-def _decide(gate: _Gate, new_metrics: dict[str, float], *, champion: ModelVersion | None) -> Verdict:
+def _decide(gate: _Gate, new_metrics: UserMetrics, *, champion: ModelVersion | None) -> Verdict:
     """Compare the new version, whose metrics are `new_metrics`, with the champion, and apply `promote` to the result."""
     version = gate.version
     if champion is not None and str(champion.version) == str(version.version):
@@ -173,61 +175,58 @@ def _decide(gate: _Gate, new_metrics: dict[str, float], *, champion: ModelVersio
     return replace(verdict, alarm=f"{verdict.alarm}; {outcome}")
 
 
-def _compare(gate: _Gate, new_metrics: dict[str, float], *, champion: ModelVersion | None) -> Verdict:
+def _compare(gate: _Gate, new_metrics: UserMetrics, *, champion: ModelVersion | None) -> Verdict:
     """Compare the new version with the champion or, if the champion does not load, with a former champion or popularity."""
     if champion is None:
-        return Verdict(True, "there was no champion", new_metrics)
+        return Verdict(True, "there was no champion", new_metrics.means("served"))
     try:
-        metrics = new_metrics | gate.tester.measure(champion, metric_prefix="champion", control_version=gate.version)
+        champion_metrics = gate.tester.measure(champion, control_version=gate.version)
     except UnusableVersionError as error:
         verdict = _compare_with_former_champion(gate, new_metrics) or _compare_with_popularity(gate, new_metrics)
         return replace(verdict, alarm=f"the champion, version {champion.version}, does not load ({error})")
-    return judge(metrics, config=gate.config, baseline="champion", baseline_label=f"version {champion.version}")
+    return _judge(gate, new_metrics, champion_metrics, baseline="champion", baseline_label=f"version {champion.version}")
 
 
-def _compare_with_former_champion(gate: _Gate, new_metrics: dict[str, float]) -> Verdict | None:
+def _compare_with_former_champion(gate: _Gate, new_metrics: UserMetrics) -> Verdict | None:
     """Compare with the last former champion that loads; return None if none of them loads. The winner becomes champion."""
     for former_champion in gate.registry.former_champions()[:MAX_FORMER_CHAMPIONS]:
         try:
-            metrics = new_metrics | gate.tester.measure(
-                former_champion, metric_prefix="former_champion", control_version=gate.version
-            )
+            former_metrics = gate.tester.measure(former_champion, control_version=gate.version)
         except UnusableVersionError:
             continue
-        verdict = judge(
-            metrics, config=gate.config, baseline="former_champion", baseline_label=f"version {former_champion.version}"
-        )
+        label = f"version {former_champion.version}"
+        verdict = _judge(gate, new_metrics, former_metrics, baseline="former_champion", baseline_label=label)
         return verdict if verdict.is_promoted else replace(verdict, reinstated_champion=former_champion)
     return None
 
 
-def _compare_with_popularity(gate: _Gate, new_metrics: dict[str, float]) -> Verdict:
+def _compare_with_popularity(gate: _Gate, new_metrics: UserMetrics) -> Verdict:
     """Compare with popularity. A version that is worse than popularity is not promoted."""
     popular_item_I = np.load(gate.evaluation.path("popularity.npy")).astype(np.int64)
     answers = recommend_popular(gate.tester.sample, popular_item_I=popular_item_I)
-    popularity_metrics = {
-        f"popularity/{metric_name}": value for metric_name, value in served_metrics(answers, sample=gate.tester.sample).items()
-    }
-    strict_config = gate.config.model_copy(update={"max_relative_drop": 0.0})
-    return judge(new_metrics | popularity_metrics, config=strict_config, baseline="popularity", baseline_label="popularity")
+    metrics = user_metrics(answers, sample=gate.tester.sample)
+    no_drop = Margin(max_relative_drop=0)
+    return _judge(gate, new_metrics, metrics, baseline="popularity", baseline_label="popularity", rule=no_drop)
 
 
-def judge(metrics: dict[str, float], *, config: RegistryConfig, baseline: str, baseline_label: str) -> Verdict:
-    """Promote the new version if served/<metric> is at least (1 - max_relative_drop) times <baseline>/<metric>.
+def _judge(
+    gate: _Gate,
+    new: UserMetrics,
+    other: UserMetrics,
+    *,
+    baseline: str,
+    baseline_label: str,
+    rule: Rule | None = None,
+) -> Verdict:
+    """Apply the rule of the config, or `rule`, to the metric of the config. Both versions have answered for the same users.
 
     Args:
+        baseline: first part of the keys of the other metrics.
         baseline_label: name of the baseline in the reason.
-
-    >>> metrics = {"served/recall@20": 0.2, "champion/recall@20": 0.25}
-    >>> judge(metrics, config=RegistryConfig(), baseline="champion", baseline_label="version 3").reason
-    'recall@20 is 0.2000, less than 0.98 times the 0.2500 of version 3'
     """
-    min_ratio = 1 - config.max_relative_drop
-    new_value, baseline_value = metrics[f"served/{config.metric}"], metrics[f"{baseline}/{config.metric}"]
-    is_promoted = new_value >= baseline_value * min_ratio
-    relation = "at least" if is_promoted else "less than"
-    return Verdict(
-        is_promoted,
-        f"{config.metric} is {new_value:.4f}, {relation} {min_ratio:g} times the {baseline_value:.4f} of {baseline_label}",
-        metrics,
+    metric = gate.config.metric
+    comparison = (rule or gate.config.gate).compare(
+        new.value_U_by_metric[metric], other.value_U_by_metric[metric], baseline=baseline_label
     )
+    metrics = new.means("served") | other.means(baseline)
+    return Verdict(comparison.is_accepted, f"{metric} is {comparison.reason}", metrics)

@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from mlflow import MlflowClient
 
+from recsys_core.comparison.user_metrics import UserMetrics
 from recsys_core.dataset.events import EventStore
 from recsys_core.errors import StageError, TrackingServerError, redacted
 from recsys_core.evaluation.metrics import TargetPositions, hit_rate, ndcg, recall
@@ -248,8 +249,8 @@ def invalid_answers(answers: pa.ListArray, *, sample: ServedSample) -> list[str]
     return [f"{count:,} {problem} (of {sample.num_users:,} users)" for problem, count in count_by_problem.items() if count]
 
 
-def served_metrics(answers: pa.ListArray, *, sample: ServedSample) -> dict[str, float]:
-    """Return the mean recall@20, hit_rate@10 and ndcg@20 over the users with a target that is not in their history.
+def user_metrics(answers: pa.ListArray, *, sample: ServedSample) -> UserMetrics:
+    """Return recall@20, hit_rate@10 and ndcg@20 of each user with a target that is not in the user's history.
 
     The metrics are defined as in the exact evaluation. A target that is not recommended has the last position.
     """
@@ -264,12 +265,13 @@ def served_metrics(answers: pa.ListArray, *, sample: ServedSample) -> dict[str, 
     target_positions = TargetPositions.from_pairs(
         user_T=sample.target_pair_T // num_items, position_T=target_position_T, num_candidates_B=num_items - sample.num_seen_U
     )
-    value_by_metric = {
-        "recall@20": recall(target_positions, k=20),
-        "hit_rate@10": hit_rate(target_positions, k=10),
-        "ndcg@20": ndcg(target_positions, k=20),
-    }
-    return {metric_name: float(value_U.mean()) for metric_name, value_U in value_by_metric.items()}
+    return UserMetrics(
+        {
+            "recall@20": recall(target_positions, k=20),
+            "hit_rate@10": hit_rate(target_positions, k=10),
+            "ndcg@20": ndcg(target_positions, k=20),
+        }
+    )
 
 
 class _Recommendations(NamedTuple):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 from mlflow.entities.model_registry import ModelVersion
 
+from recsys_core.comparison.user_metrics import UserMetrics
 from tasks.gate.smoke_test import (
     ModelProcess,
     NotFetchedError,
@@ -13,7 +14,7 @@ from tasks.gate.smoke_test import (
     UnusableVersionError,
     invalid_answers,
     predict_in_subprocess,
-    served_metrics,
+    user_metrics,
 )
 from tasks.registry.registry import Registry
 from tasks.registry.releases import BROKEN_TAG, SMOKE_TAG
@@ -27,17 +28,17 @@ class VersionTester:
 
     Attributes:
         processes: processes of `start_processes` that have no version yet.
-        metrics_by_version: metrics by version number.
+        metrics_by_version: metrics of the users by version number.
     """
 
     registry: Registry
     sample: ServedSample
     workspace: Path
     processes: list[ModelProcess] = field(default_factory=list)
-    metrics_by_version: dict[str, dict[str, float]] = field(default_factory=dict)
+    metrics_by_version: dict[str, UserMetrics] = field(default_factory=dict)
 
-    def smoke_test(self, version: ModelVersion) -> dict[str, float]:
-        """Return served/<metric> of a version; raise UnusableVersionError if its answers are invalid."""
+    def smoke_test(self, version: ModelVersion) -> UserMetrics:
+        """Return the metrics of a version; raise UnusableVersionError if its answers are invalid."""
         try:
             answers = self._predict(version)
             problems = invalid_answers(answers, sample=self.sample)
@@ -48,33 +49,35 @@ class VersionTester:
             self.registry.set_tag(version, SMOKE_TAG, f"failed: {error}"[:_MAX_TAG_LENGTH])
             raise
         self.registry.set_tag(version, SMOKE_TAG, "passed")
-        return {f"served/{metric_name}": value for metric_name, value in served_metrics(answers, sample=self.sample).items()}
+        return self._keep(version, answers)
 
-    def measure(
-        self, version: ModelVersion, *, metric_prefix: str, control_version: ModelVersion | None = None
-    ) -> dict[str, float]:
-        """Return <metric_prefix>/<metric> of a version of an earlier run.
+    def measure(self, version: ModelVersion, *, control_version: ModelVersion | None = None) -> UserMetrics:
+        """Return the metrics of a version of an earlier run.
 
         If the version does not load, tag it and raise UnusableVersionError. Remove the tag when the version loads again.
 
         Args:
-            metric_prefix: first part of the keys of the returned metrics.
             control_version: a version whose files exist. If `version` cannot be downloaded, the control version is downloaded
                 to find the cause. If that works, MLflow works, so the files of `version` are missing and `version` is unusable.
                 None: raise NotFetchedError if `version` cannot be downloaded.
         """
-        version_number = str(version.version)
-        if version_number not in self.metrics_by_version:
-            try:
-                answers = self._predict_or_raise_unusable(version, control_version)
-            except UnusableVersionError as error:
-                self.registry.set_tag(version, BROKEN_TAG, str(error)[:_MAX_TAG_LENGTH])
-                raise
-            self.registry.remove_tag(version, BROKEN_TAG)
-            self.metrics_by_version[version_number] = served_metrics(answers, sample=self.sample)
-        return {
-            f"{metric_prefix}/{metric_name}": value for metric_name, value in self.metrics_by_version[version_number].items()
-        }
+        known_metrics = self.metrics_by_version.get(str(version.version))
+        if known_metrics is not None:
+            return known_metrics
+        try:
+            answers = self._predict_or_raise_unusable(version, control_version)
+        except UnusableVersionError as error:
+            self.registry.set_tag(version, BROKEN_TAG, str(error)[:_MAX_TAG_LENGTH])
+            raise
+        self.registry.remove_tag(version, BROKEN_TAG)
+        return self._keep(version, answers)
+
+    def _keep(self, version: ModelVersion, answers: pa.ListArray) -> UserMetrics:
+        """Keep the metrics of the users for later comparisons, also in a file next to the answers."""
+        metrics = user_metrics(answers, sample=self.sample)
+        metrics.write(self.sample.histories_file.with_name(f"metrics-{version.version}.parquet"))
+        self.metrics_by_version[str(version.version)] = metrics
+        return metrics
 
     def _predict_or_raise_unusable(self, version: ModelVersion, control_version: ModelVersion | None) -> pa.ListArray:
         try:

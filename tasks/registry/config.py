@@ -1,9 +1,10 @@
 """Config of MLflow tracking, the model registry and the champion gate."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from recsys_core.comparison.rules import Margin, RuleConfig
 from recsys_core.config import Name, Settings
 
 ServedMetric = Literal["recall@20", "hit_rate@10", "ndcg@20"]
@@ -24,16 +25,19 @@ class RegistryConfig(Settings):
         description="metric by which a new version is compared with the champion. It is measured on the recommendations of "
         "both packaged models",
     )
-    max_relative_drop: float = Field(
-        0.02,
-        ge=0,
-        lt=1,
-        description="largest relative drop of the metric. A new version becomes champion if its metric is at least (1 - "
-        "max_relative_drop) times the champion's metric",
-    )
+    gate: RuleConfig = Field(default_factory=Margin, description="the rule that compares a new version with the champion")
     smoke_test_users: int = Field(
         2_000,
         ge=1,
         le=10_000_000,
         description="number of test users in the smoke test. The new version and the champion are tested with the same users",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_margin_outside_gate(cls, settings: Any) -> Any:
+        """Accept max_relative_drop without its group `gate`, where earlier configs have it."""
+        if not isinstance(settings, dict) or "max_relative_drop" not in settings or "gate" in settings:
+            return settings
+        other_settings = {name: value for name, value in settings.items() if name != "max_relative_drop"}
+        return other_settings | {"gate": {"max_relative_drop": settings["max_relative_drop"]}}

@@ -27,7 +27,11 @@ def test_the_starter_config_loads_back_to_itself(tmp_path: Path, every_setting: 
 def test_every_setting_is_explained_in_lines_that_fit() -> None:
     lines = to_commented_yaml(starter_config()).splitlines()
     assert max(map(len, lines)) <= 128
-    assert [line for line in lines if line.strip() and "#" not in line] == ["    kind: time", "  kind: local"]
+    assert [line for line in lines if line.strip() and "#" not in line] == [
+        "    kind: time",
+        "  kind: local",
+        "    kind: margin",
+    ]
     assert any("(cosine | dot)" in line for line in lines)
 
 

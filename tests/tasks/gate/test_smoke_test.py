@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.gate.smoke_test import K, ServedSample, invalid_answers, prepare_sample, served_metrics
+from tasks.gate.smoke_test import K, ServedSample, invalid_answers, prepare_sample, user_metrics
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
 
 ITEMS = 30
@@ -36,14 +36,15 @@ def test_the_sample_holds_users_with_test_events_and_their_items_before_the_test
 
 
 def test_metrics_count_each_target_once_and_skip_users_whose_targets_are_in_their_history(sample: ServedSample) -> None:
-    metrics = served_metrics(answers([110, 104, *range(111, 129)], [*range(105, 125)]), sample=sample)
+    metrics = user_metrics(answers([110, 104, *range(111, 129)], [*range(105, 125)]), sample=sample).means("served")
     # One of the targets 104 and 105, at position 2: gain 1/log2(3) of an ideal 1 + 1/log2(3).
-    assert metrics == pytest.approx({"recall@20": 0.5, "hit_rate@10": 1.0, "ndcg@20": 0.6309298 / 1.6309298})
+    expected = {"served/recall@20": 0.5, "served/hit_rate@10": 1.0, "served/ndcg@20": 0.6309298 / 1.6309298}
+    assert metrics == pytest.approx(expected)
 
 
 def test_a_target_at_position_11_does_not_count_for_hit_rate_at_10(sample: ServedSample) -> None:
-    metrics = served_metrics(answers([*range(110, 120), 105], []), sample=sample)
-    assert (metrics["hit_rate@10"], metrics["recall@20"]) == (0.0, 0.5)
+    metrics = user_metrics(answers([*range(110, 120), 105], []), sample=sample).means("served")
+    assert (metrics["served/hit_rate@10"], metrics["served/recall@20"]) == (0.0, 0.5)
 
 
 def test_valid_answers_have_no_problems(sample: ServedSample) -> None:

@@ -60,13 +60,29 @@ def setting_groups(group_name: str, field: FieldInfo, *, default: Any) -> Iterat
         )
         yield group_title, config_class, default
         for setting_name, inner_field in config_class.model_fields.items():
+            twins = [
+                name for name, other in config_class.model_fields.items() if is_union(other) and is_same(other, inner_field)
+            ]
+            if twins and twins[0] != setting_name:  # index.compared: its tables are those of index.served
+                continue
             inner_default = getattr(default, setting_name) if isinstance(default, config_class) else field_default(inner_field)
-            yield from setting_groups(f"{group_name}.{setting_name}", inner_field, default=inner_default)
+            inner_name = " and ".join(f"{group_name}.{name}" for name in twins or [setting_name])
+            yield from setting_groups(inner_name, inner_field, default=inner_default)
 
 
 def is_group(field: FieldInfo) -> bool:
     """Return whether a field holds a group of settings."""
     return any(nested_config_classes(field.annotation))
+
+
+def is_union(field: FieldInfo) -> bool:
+    """Return whether a field holds one of several groups of settings."""
+    return len(list(nested_config_classes(field.annotation))) > 1
+
+
+def is_same(field: FieldInfo, other_field: FieldInfo) -> bool:
+    """Return whether both fields hold the same groups of settings."""
+    return list(nested_config_classes(field.annotation)) == list(nested_config_classes(other_field.annotation))
 
 
 def group_section(group_title: str, config_class: type[BaseModel], default: Any, *, with_title: bool) -> str:
@@ -75,11 +91,19 @@ def group_section(group_title: str, config_class: type[BaseModel], default: Any,
     Args:
         default: a `config_class` with the default of each setting in this group. Any other value is ignored.
     """
-    settings = [(setting_name, field) for setting_name, field in config_class.model_fields.items() if not is_group(field)]
+    settings = [
+        (setting_name, field)
+        for setting_name, field in config_class.model_fields.items()
+        if not is_group(field) or is_union(field)
+    ]
     if not settings:
         return ""
-    return (f"### {group_title}\n\n" if with_title else "") + settings_table(
-        settings, defaults=default if isinstance(default, config_class) else None
+    title, tag_field = f"### {group_title}\n\n" if with_title else "", config_class.model_fields.get("kind")
+    if tag_field is not None and tag_field.description and len(get_args(tag_field.annotation)) == 1:
+        title += f"{description_sentence(tag_field)}\n\n"
+        settings = [(setting_name, field) for setting_name, field in settings if setting_name != "kind"]
+    return title + (
+        settings_table(settings, defaults=default if isinstance(default, config_class) else None) if settings else ""
     )
 
 
@@ -103,6 +127,8 @@ def default_cell(default: Any) -> str:
     """Return a default as YAML, or "required"."""
     if default is PydanticUndefined:
         return "required"
+    if isinstance(default, BaseModel):  # a member of a union
+        default = getattr(default, "kind", None)
     return f"`{json.dumps(default, default=str)}`".replace('"', "").replace("|", "\\|")
 
 

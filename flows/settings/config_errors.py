@@ -4,15 +4,13 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import printable, shown
-from recsys_core.ingest.log.config import Split
-from recsys_core.launching.config import Launcher
 
 
 def relevant_errors(error: ValidationError) -> Sequence[ErrorDetails]:
@@ -33,9 +31,8 @@ def describe_error(details: ErrorDetails, raw_settings: Mapping[str, Any]) -> st
         case "missing":
             return f"{key}: is missing and has no default; set it"
         case "union_tag_not_found" | "union_tag_invalid":
-            union_type = Launcher if key == "launcher" else Split
-            kinds = [member_class.model_fields["kind"].default for member_class in nested_config_classes(union_type)]
-            return f"{key}: set kind to one of {', '.join(kinds)}"
+            tag_name, tags = _tags_at(details["loc"])
+            return f"{key}: set {tag_name} to one of {', '.join(tags)}"
         case "value_error":
             message = details["msg"].removeprefix("Value error, ")
             return f"{key}: {message}" if key else message
@@ -57,6 +54,29 @@ def dotted_key_of(location: tuple[int | str, ...], raw_settings: Any) -> str:
         elif index == len(location) - 1 and isinstance(location_part, str) and isinstance(group, dict):
             names.append(location_part)  # a missing key
     return ".".join(names)
+
+
+def _tags_at(location: tuple[int | str, ...]) -> tuple[str, list[str]]:
+    """Return the setting that selects a member of the union at `location`, such as kind, and its values."""
+    member_classes: list[type[BaseModel]] = [PipelineConfig]
+    for name in (part for part in location if isinstance(part, str)):
+        fields = [member_class.model_fields[name] for member_class in member_classes if name in member_class.model_fields]
+        member_classes = list(nested_config_classes(fields[0].annotation)) if fields else member_classes
+    tag_name = union_tag(member_classes[0])
+    assert tag_name is not None
+    return tag_name, [member_class.model_fields[tag_name].default for member_class in member_classes]
+
+
+def union_tag(config_class: type[BaseModel]) -> str | None:
+    """Return the setting with a single value, which selects this class in a union; None if there is no such setting."""
+    return next(
+        (
+            name
+            for name, field in config_class.model_fields.items()
+            if get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
+        ),
+        None,
+    )
 
 
 def _contains(group: Any, location_part: int | str) -> bool:

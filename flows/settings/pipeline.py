@@ -130,12 +130,9 @@ class PipelineConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _pq_m_divides_vector_width(self) -> Self:
-        if "ivf_pq" in self.index.built_kinds and self.model.output_dim % self.index.pq_m:
-            raise ValueError(
-                f"index.pq_m is {self.index.pq_m}, but does not divide the vector width {self.model.output_dim}; set "
-                "index.pq_m to a divisor of the width, or the last layers of the towers to a multiple of index.pq_m"
-            )
+    def _indexes_fit_vector_width(self) -> Self:
+        if (problem := self.index.problem(self.model.output_dim)) is not None:
+            raise ValueError(f"index: {problem}")
         return self
 
     @model_validator(mode="after")

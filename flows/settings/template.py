@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from flows.settings import yaml_loader
-from flows.settings.config_errors import nested_config_classes
+from flows.settings.config_errors import nested_config_classes, union_tag
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
@@ -44,7 +44,7 @@ IMPORTANT_SETTINGS = (
     "training.batch_size",
     "training.dense_optimizer.learning_rate",
     "training.table_optimizer.learning_rate",
-    "index.served_kind",
+    "index.served.kind",
     "registry.model_name",
     "registry.gate.max_relative_drop",
     "schedule.cron",
@@ -130,15 +130,19 @@ def _comment(field: FieldInfo) -> str:
 def _choices(field: FieldInfo) -> list[str]:
     config_classes = list(nested_config_classes(field.annotation))
     if len(config_classes) > 1:
-        return [
-            f"{config_class.model_fields['kind'].default}: "
-            + ", ".join(name for name in config_class.model_fields if name != "kind")
-            for config_class in config_classes
-        ]
+        return [_member_and_settings(config_class) for config_class in config_classes]
     if config_classes:
         return []
     literal_choices = [argument for argument in get_args(field.annotation) if isinstance(argument, str)]
     return literal_choices if len(literal_choices) > 1 else []
+
+
+def _member_and_settings(config_class: type[BaseModel]) -> str:
+    tag_name = union_tag(config_class)
+    assert tag_name is not None  # of a member of a union
+    settings = ", ".join(name for name in config_class.model_fields if name != tag_name)
+    member_name = str(config_class.model_fields[tag_name].default)
+    return f"{member_name}: {settings}" if settings else member_name
 
 
 def _inline_yaml(value: Any) -> str:

@@ -1,51 +1,81 @@
 """Configuration of the FAISS indexes."""
 
-from typing import Literal
+from typing import Any, Self, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from recsys_core.config import Settings
+from recsys_core.retrieval.kinds import AnyIndexKind, Flat, Hnsw
 
-IndexKind = Literal["flat", "ivf_flat", "ivf_pq", "hnsw"]
+_CLASS_BY_KIND = {kind_class.model_fields["kind"].default: kind_class for kind_class in get_args(get_args(AnyIndexKind)[0])}
+_EARLIER_NAMES = {"served_kind": "served", "compared_kinds": "compared"}
+_EARLIER_SETTINGS = ("nlist", "nprobe", "pq_m", "pq_nbits", "hnsw_m", "ef_construction", "ef_search")
+"""Settings of single kinds that were settings of all indexes in earlier versions."""
 
 
 class IndexConfig(Settings):
     """FAISS indexes that search the item vectors by inner product. For cosine similarity, the vectors have length 1."""
 
-    served_kind: IndexKind = Field("hnsw", description="kind of the index in the served model")
-    compared_kinds: tuple[IndexKind, ...] = Field(
+    served: AnyIndexKind = Field(
+        default_factory=Hnsw, description="index in the served model: its kind, or its kind and the settings of the kind"
+    )
+    compared: tuple[AnyIndexKind, ...] = Field(
         (),
-        description="further kinds of indexes that are built and measured for comparison. flat is always built, because the "
-        "recall of the other kinds is measured against it",
-    )
-    nlist: int = Field(
-        100,
-        ge=1,
-        le=1_000_000,
-        description="Number of cells of an IVF index. A catalogue with fewer than 39 items per cell gets fewer cells",
-    )
-    nprobe: int = Field(16, ge=1, le=1_000_000, description="Number of cells of an IVF index that a query searches")
-    pq_m: int = Field(
-        8,
-        ge=1,
-        le=16_384,
-        description="number of sub-vectors of product quantization (ivf_pq). It must divide the width of the vectors",
-    )
-    pq_nbits: int = Field(8, ge=4, le=12, description="number of bits per sub-vector of product quantization (ivf_pq)")
-    hnsw_m: int = Field(32, ge=4, le=1_024, description="Number of links per node of an HNSW index (M)")
-    ef_construction: int = Field(
-        200, ge=8, le=100_000, description="Size of the candidate list while an HNSW index is built (efConstruction)"
-    )
-    ef_search: int = Field(
-        128, ge=8, le=100_000, description="Size of the candidate list while an HNSW index is searched (efSearch)"
+        description="further indexes that are built and measured for comparison. flat is always built, because the recall of "
+        "the other kinds is measured against it",
     )
     recall_k: int = Field(20, ge=1, le=10_000, description="cut-off K of the recall of an index compared with an exact search")
 
     @property
-    def built_kinds(self) -> tuple[IndexKind, ...]:
-        """Index kinds to build, without repetitions. flat is first, because the others are measured against it.
+    def built(self) -> tuple[AnyIndexKind, ...]:
+        """Indexes to build, without repetitions. flat is first, because the others are measured against it.
 
-        >>> IndexConfig(served_kind="hnsw", compared_kinds=("ivf_pq", "hnsw")).built_kinds
-        ('flat', 'hnsw', 'ivf_pq')
+        >>> [index.kind for index in IndexConfig(served="hnsw", compared=("ivf_pq", "hnsw")).built]
+        ['flat', 'hnsw', 'ivf_pq']
         """
-        return tuple(dict.fromkeys(("flat", self.served_kind, *self.compared_kinds)))
+        return tuple(dict.fromkeys((Flat(), self.served, *self.compared)))
+
+    def problem(self, dim: int) -> str | None:
+        """Return the first problem of an index with vectors of width `dim`; None if there is no problem."""
+        return next((problem for index in self.built if (problem := index.problem(dim)) is not None), None)
+
+    @model_validator(mode="after")
+    def _check_settings_are_equal(self) -> Self:
+        for index in self.compared:
+            for other_index in self.built:
+                if index.kind == other_index.kind and index != other_index:
+                    raise ValueError(
+                        f"two indexes have the kind {index.kind}, but different settings ({other_index!r} and {index!r}); "
+                        "only one index of a kind is built, so remove one of them"
+                    )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_short_forms(cls, settings: Any) -> Any:
+        """Convert the name of a kind to its group of settings, and the settings of earlier versions to the present ones."""
+        if not isinstance(settings, dict):
+            return settings
+        settings = dict(settings)
+        for earlier_name, name in _EARLIER_NAMES.items():
+            if earlier_name in settings and name in settings:
+                raise ValueError(f"{earlier_name} is the earlier name of {name}, and both are set; remove {earlier_name}")
+            if earlier_name in settings:
+                settings[name] = settings.pop(earlier_name)
+        shared_settings = {name: settings.pop(name) for name in _EARLIER_SETTINGS if name in settings}
+        settings["served"] = _as_group(settings.get("served", {}), shared_settings, default_kind="hnsw")
+        if isinstance(compared := settings.get("compared"), list | tuple):
+            settings["compared"] = tuple(_as_group(index, shared_settings) for index in compared)
+        return settings
+
+
+def _as_group(index: Any, shared_settings: dict[str, Any], *, default_kind: str | None = None) -> Any:
+    """Return the settings of an index, with the shared settings that its kind has. Other types than text and dict stay."""
+    group = {"kind": index} if isinstance(index, str) else index
+    if not isinstance(group, dict):
+        return group
+    if default_kind is not None:
+        group = {"kind": default_kind} | group
+    kind_class = _CLASS_BY_KIND.get(str(group.get("kind")))
+    known_settings = kind_class.model_fields if kind_class is not None else {}
+    return {name: value for name, value in shared_settings.items() if name in known_settings} | group

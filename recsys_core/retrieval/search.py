@@ -3,7 +3,6 @@
 Shapes: B queries, D width, N search depth.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from recsys_core.errors import StageError
 from recsys_core.manifests import FileRecord, record_file
-from recsys_core.retrieval.config import IndexKind
+from recsys_core.retrieval.kinds import AnyIndexKind
 
 
 def load_index(path: Path, *, record: FileRecord) -> Any:
@@ -39,33 +38,23 @@ def verify_file(path: Path, *, record: FileRecord) -> None:
 
 
 def search(
-    index: Any, query_BD: NDArray[np.float32], *, kind: IndexKind, depth: int, parameters: Mapping[str, int]
+    index: Any, query_BD: NDArray[np.float32], *, kind: AnyIndexKind, depth: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Return inner products [B, N] and item rows [B, N], best first.
 
     If fewer than `depth` items are found for a query, its remaining rows are -1.
-
-    parameters: the parameters of the IndexReport. nprobe is used for the IVF kinds. ef_search is used for hnsw, and raised to
-        `depth` if it is smaller.
     """
-    search_parameters: Any = None
-    if kind in ("ivf_flat", "ivf_pq"):
-        search_parameters = faiss.SearchParametersIVF(nprobe=parameters["nprobe"])  # type: ignore[call-arg]  # faiss's stubs lag
-    elif kind == "hnsw":
-        search_parameters = faiss.SearchParametersHNSW(efSearch=max(parameters["ef_search"], depth))  # type: ignore[attr-defined]
-    score_BN, row_BN = index.search(np.ascontiguousarray(query_BD, dtype=np.float32), depth, params=search_parameters)
+    score_BN, row_BN = index.search(
+        np.ascontiguousarray(query_BD, dtype=np.float32), depth, params=kind.search_parameters(depth)
+    )
     return score_BN, row_BN
 
 
 def search_exhaustively(
-    index: Any, query_BD: NDArray[np.float32], *, kind: IndexKind, depth: int
+    index: Any, query_BD: NDArray[np.float32], *, kind: AnyIndexKind, depth: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Return the results of an exhaustive search, in the format of `search`.
 
-    They are exact for every kind except ivf_pq, whose scores are computed from quantized vectors.
+    They are exact unless the index holds compressed vectors, from which it computes the scores.
     """
-    inner_index: Any = faiss.downcast_index(index.index)
-    if kind == "hnsw":
-        score_BN, index_BN = search(inner_index.storage, query_BD, kind="flat", depth=depth, parameters={})
-        return score_BN, faiss.vector_to_array(index.id_map)[index_BN]
-    return search(index, query_BD, kind=kind, depth=depth, parameters={"nprobe": getattr(inner_index, "nlist", 0)})
+    return kind.search_exhaustively(index, np.ascontiguousarray(query_BD, dtype=np.float32), depth)

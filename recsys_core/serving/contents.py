@@ -129,9 +129,9 @@ def _read_index(path: Path, package: PackageDescription) -> Any:
         if (index.ntotal, index.d) != (num_items, dim):
             raise _mismatch(path, f"{index.ntotal} vectors of width {index.d}", f"{num_items} vectors of width {dim}")
         # These two searches fail if the kind or the parameters in package.json do not match the index.
-        kind, query = package.index_kind, np.zeros((1, dim), np.float32)
-        search(index, query, kind=kind, depth=1, parameters=package.index_parameters)
-        search_exhaustively(index, query, kind=kind, depth=1)
+        query = np.zeros((1, dim), np.float32)
+        search(index, query, kind=package.index, depth=1)
+        search_exhaustively(index, query, kind=package.index, depth=1)
     return index
 
 

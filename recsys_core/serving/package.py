@@ -5,11 +5,12 @@ Shapes: I items.
 
 import shutil
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, Self
 
 import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from pydantic import TypeAdapter, model_validator
 from safetensors.torch import load_file
 
 from recsys_core.config import Frozen
@@ -27,13 +28,14 @@ from recsys_core.manifests import (
     record_file,
 )
 from recsys_core.models.spec import ModelSpec
-from recsys_core.retrieval.config import IndexKind
+from recsys_core.retrieval.kinds import AnyIndexKind
 from recsys_core.serving.config import PackageConfig
 from recsys_core.serving.quantise import Quantization, build_tower, save_tower
 from recsys_core.serving.query_batch import served_tables, user_features
 
 DESCRIPTION_NAME = "package.json"
 FORMAT_VERSION: Final = 4
+_INDEX_KIND: TypeAdapter[AnyIndexKind] = TypeAdapter(AnyIndexKind)
 
 
 class PackageDescription(Frozen):
@@ -43,9 +45,19 @@ class PackageDescription(Frozen):
     model: ModelSpec
     similarity: Literal["cosine", "dot"]
     quantization: Quantization
-    index_kind: IndexKind
+    index_kind: str
     index_parameters: dict[str, int]
     files: dict[str, FileRecord]
+
+    @property
+    def index(self) -> AnyIndexKind:
+        """Kind of the index, with the settings with which it was built."""
+        return _INDEX_KIND.validate_python({"kind": self.index_kind} | self.index_parameters)
+
+    @model_validator(mode="after")
+    def _index_is_valid(self) -> Self:
+        _ = self.index  # raises ValidationError
+        return self
 
 
 def build_package(

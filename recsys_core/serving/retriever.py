@@ -209,15 +209,13 @@ class Retriever:
         Queries that need a similar number of candidates are searched together. If an approximate index returns too few items
         for a query, the query is searched again over all vectors.
         """
-        kind, parameters = self.package.index_kind, self.package.index_parameters
+        kind = self.package.index
         depth_B = top_items.depth_B[query_indices]
         log_depth_B = np.ceil(np.log2(np.maximum(depth_B, 1))).astype(np.int64)
         for log_depth in np.unique(log_depth_B):
             similar_depth_indices = np.flatnonzero(log_depth_B == log_depth)
             depth = int(depth_B[similar_depth_indices].max())
-            score_BN, row_BN = search(
-                self._index, query_BD[similar_depth_indices], kind=kind, depth=depth, parameters=parameters
-            )
+            score_BN, row_BN = search(self._index, query_BD[similar_depth_indices], kind=kind, depth=depth)
             top_items.fill(query_indices[similar_depth_indices], row_BN, score_BN)
             short_indices = similar_depth_indices[top_items.is_short(query_indices[similar_depth_indices])]
             if len(short_indices):

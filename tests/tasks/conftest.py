@@ -129,7 +129,7 @@ def _build(folder: Path, *, confused: bool) -> Stages:
         history_items=table,
         dense={f"query.{name}": value for name, value in QueryTower(spec).state_dict().items()},
     )
-    index = build_indexes(IndexConfig(served_kind="flat", nlist=2, pq_m=4), export=export, folder=folder / "index")
+    index = build_indexes(IndexConfig(served="flat"), export=export, folder=folder / "index")
     evaluation = evaluate(EvaluationConfig(), export=export, dataset=Dataset(interactions), folder=folder / "evaluation")
     package = build_package(
         PackageConfig(),

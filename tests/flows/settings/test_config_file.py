@@ -90,6 +90,10 @@ def test_a_split_without_a_known_kind_lists_the_kinds(file: Path) -> None:
     expected = "interactions.split: set kind to one of time, leave_last_out, files"
     assert expected in message(file, "interactions.split={test_days: 1}")
     assert expected in message(file, "interactions.split.kind=weekly")
+    kinds = "set kind to one of flat, ivf_flat, ivf_pq, hnsw"
+    assert f"index.served: {kinds}" in message(file, "index.served=annoy")
+    assert f"index.compared.0: {kinds}" in message(file, "index.compared=[{nlist: 8}]")
+    assert "launcher: set kind to one of local, torchx" in message(file, "launcher.kind=ssh")
 
 
 def test_all_unknown_keys_are_reported_at_once(file: Path) -> None:
@@ -222,7 +226,10 @@ def test_a_mistake_in_an_embeddings_entry_is_reported_with_its_key(file: Path, t
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("index={pq_m: 7, compared_kinds: [ivf_pq]}", "index.pq_m is 7, but does not divide the vector width 64"),
+        (
+            "index={pq_m: 7, compared_kinds: [ivf_pq]}",
+            "index: pq_m of the kind ivf_pq is 7, which does not divide the vector width 64",
+        ),
         ("sharding.tables.user.sharding_types=[row_wise]", "sharding.tables.user: the model has no such table; it has"),
         (
             "interactions={paths: x, split: {kind: files, test_paths: y}}",

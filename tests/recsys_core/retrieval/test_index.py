@@ -1,22 +1,25 @@
 from pathlib import Path
-from typing import get_args
+from typing import Any
 
-import faiss
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
 from recsys_core import plots
 from recsys_core.errors import InputError, StageError
-from recsys_core.manifests import ExportManifest
-from recsys_core.retrieval.config import IndexConfig, IndexKind
-from recsys_core.retrieval.index import build_indexes, estimate_bytes
+from recsys_core.manifests import ExportManifest, IndexManifest
+from recsys_core.retrieval.config import IndexConfig
+from recsys_core.retrieval.index import build_indexes
+from recsys_core.retrieval.kinds import AnyIndexKind, Hnsw, IvfFlat, IvfPq
 from recsys_core.retrieval.plot import plot_indexes
 from recsys_core.retrieval.search import load_index, search, search_exhaustively
 from tests.recsys_core.evaluation.stage_folders import export_stage
 
-KINDS = get_args(IndexKind)
-CONFIG = IndexConfig(compared_kinds=KINDS, nlist=10, nprobe=2, pq_m=4, pq_nbits=6, ef_search=16, recall_k=10)
+CONFIG = IndexConfig(
+    served=Hnsw(ef_search=16),
+    compared=(IvfFlat(nlist=10, nprobe=2), IvfPq(nlist=10, nprobe=2, pq_m=4, pq_nbits=6)),
+    recall_k=10,
+)
 
 
 def _export(folder: Path, *, items: int = 800, dim: int = 16, queries: int = 60) -> ExportManifest:
@@ -47,57 +50,33 @@ def _exact(export: ExportManifest, k: int) -> tuple[np.ndarray, np.ndarray, np.n
     return query, row, np.take_along_axis(score, row, axis=1)
 
 
-def test_every_kind_is_built_for_inner_product_and_holds_every_item(built, export: ExportManifest) -> None:
-    for kind in KINDS:
-        index = load_index(built.path(f"{kind}.faiss"), record=built.files[f"{kind}.faiss"])
-        assert index.metric_type == faiss.METRIC_INNER_PRODUCT
-        assert index.ntotal == export.num_items
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_size_estimate_is_a_close_lower_bound(built, export: ExportManifest, kind: IndexKind) -> None:
-    kinds = CONFIG.model_copy(update={"served_kind": kind, "compared_kinds": ()})
-    estimate = estimate_bytes(kinds, num_items=export.num_items, dim=export.dim)
-    assert estimate <= sum(built.reports[one].bytes for one in kinds.built_kinds) < 1.2 * estimate
+def _load(manifest: IndexManifest, kind: AnyIndexKind) -> Any:
+    return load_index(manifest.path(f"{kind.kind}.faiss"), record=manifest.files[f"{kind.kind}.faiss"])
 
 
 def test_reported_recall_equals_the_overlap_with_brute_force(built, export: ExportManifest) -> None:
     query, exact_row, _ = _exact(export, CONFIG.recall_k)
-    for kind, report in built.reports.items():
-        index = load_index(built.path(f"{kind}.faiss"), record=built.files[f"{kind}.faiss"])
-        _, row = search(index, query, kind=kind, depth=CONFIG.recall_k, parameters=report.parameters)
+    for kind in CONFIG.built:
+        index, report = _load(built, kind), built.reports[kind.kind]
+        _, row = search(index, query, kind=kind, depth=CONFIG.recall_k)
         overlap = np.mean([len({*returned} & {*exact}) / len(exact) for returned, exact in zip(row, exact_row, strict=True)])
         assert report.recall == pytest.approx(overlap, abs=1e-3)
-        assert report.bytes == built.path(f"{kind}.faiss").stat().st_size
+        assert report.bytes == built.path(f"{kind.kind}.faiss").stat().st_size
     assert built.reports["flat"].recall == 1.0
     assert built.reports["hnsw"].recall > 0.9
     assert built.reports["ivf_pq"].recall < 1.0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_search_all_returns_all_items_exactly_up_to_the_quantization(kind: IndexKind, built, export: ExportManifest) -> None:
-    query, exact_row, exact_score = _exact(export, export.num_items)
-    index = load_index(built.path(f"{kind}.faiss"), record=built.files[f"{kind}.faiss"])
-    score, row = search_exhaustively(index, query, kind=kind, depth=export.num_items)
-    assert (np.sort(row, axis=1) == np.arange(export.num_items)).all()
-    if kind != "ivf_pq":
-        np.testing.assert_allclose(score, exact_score, rtol=1e-4, atol=1e-4)
-        assert np.mean(row == exact_row) > 0.99
-
-
 def test_a_larger_nprobe_searches_more_cells(built, export: ExportManifest) -> None:
     query, _, _ = _exact(export, 1)
-    index = load_index(built.path("ivf_flat.faiss"), record=built.files["ivf_flat.faiss"])
-    few, many = (
-        (search(index, query, kind="ivf_flat", depth=export.num_items, parameters={"nprobe": nprobe})[1] >= 0).sum()
-        for nprobe in (1, 5)
-    )
+    index = _load(built, IvfFlat())
+    few, many = ((search(index, query, kind=IvfFlat(nprobe=nprobe), depth=export.num_items)[1] >= 0).sum() for nprobe in (1, 5))
     assert few < many < export.num_items * len(query)
 
 
 def test_a_small_catalogue_lowers_nlist_and_pq_nbits(tmp_path: Path) -> None:
     manifest = build_indexes(
-        IndexConfig(compared_kinds=("ivf_pq",), recall_k=50),
+        IndexConfig(compared=(IvfPq(),), recall_k=50),
         export=_export(tmp_path / "export", items=100, queries=5),
         folder=tmp_path / "index",
     )
@@ -109,8 +88,8 @@ def test_a_small_catalogue_lowers_nlist_and_pq_nbits(tmp_path: Path) -> None:
 
 
 def test_a_pq_m_that_does_not_divide_the_width_is_rejected(tmp_path: Path, export: ExportManifest) -> None:
-    with pytest.raises(InputError, match=r"pq_m is 5, which does not divide the vector width 16"):
-        build_indexes(IndexConfig(compared_kinds=("ivf_pq",), pq_m=5), export=export, folder=tmp_path / "index")
+    with pytest.raises(InputError, match=r"pq_m of the kind ivf_pq is 5, which does not divide the vector width 16"):
+        build_indexes(IndexConfig(compared=(IvfPq(pq_m=5),)), export=export, folder=tmp_path / "index")
     assert not any(tmp_path.iterdir())
 
 
@@ -140,12 +119,10 @@ def test_the_plot_has_a_labelled_point_per_index(built, tmp_path: Path, monkeypa
 
 
 def test_only_flat_the_served_and_the_compared_kinds_are_built(tmp_path: Path, export: ExportManifest) -> None:
-    served = build_indexes(IndexConfig(pq_m=5), export=export, folder=tmp_path / "served")  # only ivf_pq uses pq_m
+    served = build_indexes(IndexConfig(), export=export, folder=tmp_path / "served")
     assert {*served.reports} == {"flat", "hnsw"}
     assert {*served.files} == {"flat.faiss", "hnsw.faiss"}
-    compared = build_indexes(
-        IndexConfig(served_kind="flat", compared_kinds=("ivf_flat",)), export=export, folder=tmp_path / "compared"
-    )
+    compared = build_indexes(IndexConfig(served="flat", compared=("ivf_flat",)), export=export, folder=tmp_path / "compared")
     assert {*compared.reports} == {"flat", "ivf_flat"}
 
 
@@ -154,11 +131,8 @@ def test_with_equal_scores_no_index_prefers_popular_items(tmp_path: Path) -> Non
     query = np.ones((3, 8), np.float32)
     export = export_stage(tmp_path / "export", item_vectors=np.ones((items, 8)), queries={"test": (range(3), query)})
     collapsed = build_indexes(CONFIG, export=export, folder=tmp_path / "index")
-    for kind, report in collapsed.reports.items():
-        index = load_index(collapsed.path(f"{kind}.faiss"), record=collapsed.files[f"{kind}.faiss"])
-        for _, row in (
-            search(index, query, kind=kind, depth=100, parameters=report.parameters),
-            search_exhaustively(index, query, kind=kind, depth=100),
-        ):
+    for kind in CONFIG.built:
+        index = _load(collapsed, kind)
+        for _, row in (search(index, query, kind=kind, depth=100), search_exhaustively(index, query, kind=kind, depth=100)):
             assert 0.3 < row[row >= 0].mean() / items < 0.7
-        assert report.recall == 1.0  # all items have the score of the exact ones
+        assert collapsed.reports[kind.kind].recall == 1.0  # all items have the score of the exact ones

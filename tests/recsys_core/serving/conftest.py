@@ -14,7 +14,7 @@ from recsys_core.manifests import Dataset, PackageManifest
 from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.towers import CandidateTower, QueryTower
-from recsys_core.retrieval.config import IndexConfig, IndexKind
+from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.config import PackageConfig
 from recsys_core.serving.package import build_package
@@ -131,7 +131,7 @@ Build = Callable[..., tuple[World, PackageManifest]]
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     def build_it(
         *,
-        index: IndexKind = "flat",
+        index: str = "flat",
         quantization: str = "none",
         nprobe: int = 1,
         features: Sequence[str] = (),

@@ -27,7 +27,7 @@ from recsys_core.dataset.loader import TrainLoader
 from recsys_core.ingest.log.config import FileSplit, InteractionsConfig
 from recsys_core.ingest.log.ingest import ingest_interactions
 from recsys_core.manifests import Dataset, InteractionsManifest, require_manifest
-from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
+from recsys_core.models.config import MeanHistory, TowerConfig, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import TableConfig
@@ -136,7 +136,7 @@ def train_with_nightjar(contestant: Contestant, *, folder: Path, process: Proces
         similarity="dot",
         temperature=1.0,
         learn_user_embedding=True,
-        history=HistoryConfig(length=0, last_item_feature=False),
+        history=MeanHistory(length=0, last_item_feature=False),
         query=TowerConfig(layers=LAYERS, skip_connection=False, dropout=0.0),
         candidate=TowerConfig(layers=LAYERS, skip_connection=False, dropout=0.0),
     )

@@ -3,15 +3,15 @@
 import json
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from flows.settings.config_errors import nested_config_classes
+from flows.settings.config_errors import nested_config_classes, union_tag
 from flows.settings.pipeline import PipelineConfig
 
 PAGE_PATH = Path(__file__).resolve().parents[1] / "docs" / "config.md"
@@ -37,8 +37,8 @@ def reference_page() -> str:
     for setting_name, field in PipelineConfig.model_fields.items():
         if is_group(field):
             sections.append(f"## {setting_name}\n\n{description_sentence(field)}\n")
-            for group_name, config_class, default in setting_groups(setting_name, field, default=field_default(field)):
-                sections.append(group_section(group_name, config_class, default, with_title=group_name != setting_name))
+            for group in setting_groups(setting_name, field, default=field_default(field)):
+                sections.append(group_section(group, with_title=group.title != setting_name))
     top_level_settings = [
         (setting_name, field) for setting_name, field in PipelineConfig.model_fields.items() if not is_group(field)
     ]
@@ -46,19 +46,39 @@ def reference_page() -> str:
     return "\n".join(sections)
 
 
-def setting_groups(group_name: str, field: FieldInfo, *, default: Any) -> Iterator[tuple[str, type[BaseModel], Any]]:
-    """Yield the title, the class and the default of `field` and of each group of settings inside it.
+class Group(NamedTuple):
+    """A group of settings at one place of the config.
+
+    Attributes:
+        default: a `config_class` with the default of each setting at this place. Any other value is ignored.
+        shared_settings: settings in the table of another group, because all members of a union have them.
+    """
+
+    title: str
+    config_class: type[BaseModel]
+    default: Any
+    shared_settings: Collection[str] = ()
+
+
+def setting_groups(group_name: str, field: FieldInfo, *, default: Any) -> Iterator[Group]:
+    """Yield `field` and each group of settings inside it.
 
     The defaults of a group depend on its place: `model.query` and `model.candidate` have the same class.
     """
     group_name += ".<name>" if get_origin(field.annotation) is dict else ""
     config_classes = list(nested_config_classes(field.annotation))
-    for config_class in config_classes:
-        kind_field = config_class.model_fields.get("kind")
-        group_title = (
-            f"{group_name} (kind: {kind_field.default})" if len(config_classes) > 1 and kind_field is not None else group_name
+    shared_settings: Collection[str] = ()
+    if is_union(field):
+        shared_class = next(
+            parent for parent in config_classes[0].__mro__ if all(issubclass(c, parent) for c in config_classes)
         )
-        yield group_title, config_class, default
+        shared_settings = shared_class.model_fields
+        if shared_settings:
+            yield Group(group_name, shared_class, default)
+    for config_class in config_classes:
+        tag_name = union_tag(config_class)
+        title = f"{group_name} ({tag_name}: {config_class.model_fields[tag_name].default})" if tag_name else group_name
+        yield Group(title, config_class, default, shared_settings)
         for setting_name, inner_field in config_class.model_fields.items():
             twins = [
                 name for name, other in config_class.model_fields.items() if is_union(other) and is_same(other, inner_field)
@@ -85,34 +105,27 @@ def is_same(field: FieldInfo, other_field: FieldInfo) -> bool:
     return list(nested_config_classes(field.annotation)) == list(nested_config_classes(other_field.annotation))
 
 
-def group_section(group_title: str, config_class: type[BaseModel], default: Any, *, with_title: bool) -> str:
-    """Return the table of the settings of one group, with a title if `with_title`.
-
-    Args:
-        default: a `config_class` with the default of each setting in this group. Any other value is ignored.
-    """
+def group_section(group: Group, *, with_title: bool) -> str:
+    """Return the table of the settings of one group, with a title if `with_title`."""
+    tag_name = union_tag(group.config_class)
     settings = [
         (setting_name, field)
-        for setting_name, field in config_class.model_fields.items()
-        if not is_group(field) or is_union(field)
+        for setting_name, field in group.config_class.model_fields.items()
+        if setting_name != tag_name and setting_name not in group.shared_settings and (not is_group(field) or is_union(field))
     ]
-    if not settings:
-        return ""
-    title, tag_field = f"### {group_title}\n\n" if with_title else "", config_class.model_fields.get("kind")
-    if tag_field is not None and tag_field.description and len(get_args(tag_field.annotation)) == 1:
-        title += f"{description_sentence(tag_field)}\n\n"
-        settings = [(setting_name, field) for setting_name, field in settings if setting_name != "kind"]
-    return title + (
-        settings_table(settings, defaults=default if isinstance(default, config_class) else None) if settings else ""
-    )
+    paragraphs = [f"### {group.title}\n"] if with_title else []
+    if tag_name is not None and (description := description_sentence(group.config_class.model_fields[tag_name])):
+        paragraphs.append(f"{description}\n")
+    if settings:
+        defaults = group.default if isinstance(group.default, group.config_class) else None
+        paragraphs.append(settings_table(settings, defaults=defaults))
+    return "\n".join(paragraphs) if settings or tag_name else ""
 
 
 def settings_table(settings: list[tuple[str, FieldInfo]], *, defaults: BaseModel | None = None) -> str:
     """Return a Markdown table of settings. If `defaults` is given, its values replace the defaults of the fields."""
     table_lines = ["| setting | default | description |", "|---|---|---|"]
     for setting_name, field in settings:
-        if setting_name == "kind" and not field.description:  # the title of the table names it
-            continue
         default = field_default(field) if defaults is None else getattr(defaults, setting_name)
         table_lines.append(f"| `{setting_name}` | {default_cell(default)} | {description_cell(field)} |")
     return "\n".join(table_lines) + "\n"
@@ -128,7 +141,7 @@ def default_cell(default: Any) -> str:
     if default is PydanticUndefined:
         return "required"
     if isinstance(default, BaseModel):  # a member of a union
-        default = getattr(default, "kind", None)
+        default = getattr(default, union_tag(type(default)) or "")
     return f"`{json.dumps(default, default=str)}`".replace('"', "").replace("|", "\\|")
 
 

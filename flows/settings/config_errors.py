@@ -24,7 +24,9 @@ def relevant_errors(error: ValidationError) -> Sequence[ErrorDetails]:
 
 def describe_error(details: ErrorDetails, raw_settings: Mapping[str, Any]) -> str:
     """Describe one validation error of `raw_settings`: the dotted key, the problem, and what to do."""
-    key = printable(dotted_key_of(details["loc"], raw_settings), max_characters=200)
+    key = printable(
+        dotted_key_of(details["loc"], raw_settings, may_be_missing=details["type"] != "value_error"), max_characters=200
+    )
     match details["type"]:
         case "extra_forbidden":
             return f"{key}: unknown key; {_suggestion(key)}"
@@ -40,10 +42,11 @@ def describe_error(details: ErrorDetails, raw_settings: Mapping[str, Any]) -> st
             return f"{key}: {details['msg']}, but it is {shown(details['input'])}"
 
 
-def dotted_key_of(location: tuple[int | str, ...], raw_settings: Any) -> str:
+def dotted_key_of(location: tuple[int | str, ...], raw_settings: Any, *, may_be_missing: bool = False) -> str:
     """Convert the location of a validation error to a dotted key of `raw_settings`.
 
-    A location may also contain the name of a union member, which is not a key of the file.
+    A location may also contain the name of a union member, which is not a key of the file. may_be_missing: whether the last
+    part of the location may be a key that is not in the file.
     """
     names: list[str] = []
     group = raw_settings
@@ -51,7 +54,7 @@ def dotted_key_of(location: tuple[int | str, ...], raw_settings: Any) -> str:
         if _contains(group, location_part):
             group = group[location_part]
             names.append(str(location_part))
-        elif index == len(location) - 1 and isinstance(location_part, str) and isinstance(group, dict):
+        elif may_be_missing and index == len(location) - 1 and isinstance(location_part, str) and isinstance(group, dict):
             names.append(location_part)  # a missing key
     return ".".join(names)
 

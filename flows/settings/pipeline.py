@@ -16,7 +16,7 @@ from recsys_core.ingest.inputs import InputConfig
 from recsys_core.ingest.log.config import FileSplit, InteractionsConfig
 from recsys_core.ingest.vectors.config import EmbeddingsConfig, EmbeddingsConfigs
 from recsys_core.launching.config import Launcher, LocalLauncher
-from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.config import ORDER_FREE_POOLINGS, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.tables.table_checks import check_distillation, check_table_names, check_vectors_exist
 from recsys_core.models.tables.table_config import OFFSET_TABLE, TableConfig
@@ -101,12 +101,12 @@ class PipelineConfig(Settings):
     @model_validator(mode="after")
     def _last_items_need_an_order(self) -> Self:
         history = self.model.history
-        if not self.interactions.is_ordered and (history.last_item_feature or history.pooling == "recency"):
-            problem = "last_item_feature is true" if history.last_item_feature else "pooling is recency"
+        if not self.interactions.is_ordered and (history.last_item_feature or history.needs_order):
+            problem = "last_item_feature is true" if history.last_item_feature else f"pooling is {history.pooling}"
             raise ValueError(
                 f"model.history.{problem}, but interactions has neither timestamp_column nor order_column, so no item is the "
-                "last; set one of the columns, or set model.history.last_item_feature to false and pooling to mean, sum or "
-                "attention"
+                "last; set one of the columns, or set model.history.last_item_feature to false and pooling to one of "
+                f"{', '.join(ORDER_FREE_POOLINGS)}"
             )
         return self
 

@@ -130,17 +130,18 @@ def _comment(field: FieldInfo) -> str:
 def _choices(field: FieldInfo) -> list[str]:
     config_classes = list(nested_config_classes(field.annotation))
     if len(config_classes) > 1:
-        return [_member_and_settings(config_class) for config_class in config_classes]
+        shared_names = set.intersection(*(set(config_class.model_fields) for config_class in config_classes))
+        return [_member_and_settings(config_class, shared_names=shared_names) for config_class in config_classes]
     if config_classes:
         return []
     literal_choices = [argument for argument in get_args(field.annotation) if isinstance(argument, str)]
     return literal_choices if len(literal_choices) > 1 else []
 
 
-def _member_and_settings(config_class: type[BaseModel]) -> str:
+def _member_and_settings(config_class: type[BaseModel], *, shared_names: set[str]) -> str:
     tag_name = union_tag(config_class)
     assert tag_name is not None  # of a member of a union
-    settings = ", ".join(name for name in config_class.model_fields if name != tag_name)
+    settings = ", ".join(name for name in config_class.model_fields if name not in shared_names)
     member_name = str(config_class.model_fields[tag_name].default)
     return f"{member_name}: {settings}" if settings else member_name
 

@@ -1,6 +1,6 @@
 """Settings of the two towers."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -8,7 +8,6 @@ from recsys_core.config import Settings
 
 MAX_WIDTH = 16_384
 Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
-PoolingKind = Literal["mean", "sum", "recency", "attention"]
 ItemRepresentation = Literal["embedding", "candidate_tower"]
 
 
@@ -32,8 +31,18 @@ class TowerConfig(Settings):
     hidden_dropout: float = Field(0.0, ge=0, lt=1, description="dropout rate after each activation function")
 
 
-class HistoryConfig(Settings):
-    """The history feature of the query tower: the user's last items, pooled into one vector."""
+class HistorySettings(Settings):
+    """The history feature of the query tower: the user's last items, which an encoder converts to one vector.
+
+    A new encoder is a subclass with a value of `pooling`, a member of HistoryConfig, and a class in models/history.py.
+
+    Attributes:
+        needs_order: whether the encoder reads the order of the items.
+        architecture_settings: settings that must be equal in two models, so that one can start from the weights of the other.
+    """
+
+    needs_order: ClassVar[bool] = False
+    architecture_settings: ClassVar[tuple[str, ...]] = ("pooling", "item_representation")
 
     length: int = Field(
         20,
@@ -41,12 +50,6 @@ class HistoryConfig(Settings):
         le=10_000,
         description="maximum number of items in a history. A history contains the last items of the user before the event. "
         "In a log without order, it contains other items of the user in random order. With 0, the model has no history",
-    )
-    pooling: PoolingKind = Field(
-        "mean",
-        description="how the vectors of a history's items become one vector. mean and sum weight all items equally. recency "
-        "learns one weight for each position from the end of the history. attention computes the weights with "
-        "one learned attention vector",
     )
     item_representation: ItemRepresentation = Field(
         "embedding",
@@ -71,6 +74,57 @@ class HistoryConfig(Settings):
             )
         return self
 
+    @property
+    def input_names(self) -> list[str]:
+        """Names of the inputs of the query tower that are computed from the history, in order."""
+        return ["history"] * bool(self.length) + ["last_item"] * self.last_item_feature
+
+    def architecture(self) -> dict[str, object]:
+        """Return the values of `architecture_settings` by dotted key."""
+        return {f"model.history.{name}": getattr(self, name) for name in self.architecture_settings}
+
+
+class MeanHistory(HistorySettings):
+    """Mean of the items."""
+
+    pooling: Literal["mean"] = Field("mean", description="mean of the vectors of the items")
+
+
+class SumHistory(HistorySettings):
+    """Sum of the items."""
+
+    pooling: Literal["sum"] = Field("sum", description="sum of the vectors of the items")
+
+
+class RecencyHistory(HistorySettings):
+    """Weighted mean of the items, with one weight per position."""
+
+    needs_order: ClassVar[bool] = True
+    architecture_settings: ClassVar[tuple[str, ...]] = (*HistorySettings.architecture_settings, "length")
+
+    pooling: Literal["recency"] = Field(
+        "recency",
+        description="weighted mean of the vectors of the items. One weight is learned for each position from the end of the "
+        "history",
+    )
+
+
+class AttentionHistory(HistorySettings):
+    """Weighted mean of the items, with weights by attention."""
+
+    pooling: Literal["attention"] = Field(
+        "attention",
+        description="weighted mean of the vectors of the items. The weights are computed with one learned attention vector",
+    )
+
+
+HistoryConfig = Annotated[MeanHistory | SumHistory | RecencyHistory | AttentionHistory, Field(discriminator="pooling")]
+ORDER_FREE_POOLINGS = tuple(
+    history_class.model_fields["pooling"].default
+    for history_class in get_args(get_args(HistoryConfig)[0])
+    if not history_class.needs_order
+)
+
 
 class TwoTowerConfig(Settings):
     """The query tower reads the user's id, history and features, and event features. The candidate tower reads the item."""
@@ -87,7 +141,11 @@ class TwoTowerConfig(Settings):
         description="learn an embedding for each user. The query of a user without an embedding is computed from the other "
         "features",
     )
-    history: HistoryConfig = Field(default_factory=HistoryConfig, description="the user's items, a feature of the query tower")
+    history: HistoryConfig = Field(
+        default_factory=MeanHistory,
+        description="the user's last items, a feature of the query tower. The setting pooling selects how the vectors of the "
+        "items become one vector",
+    )
     query: TowerConfig = Field(
         default_factory=lambda: TowerConfig(skip_connection=True), description="layers of the query tower"
     )
@@ -99,6 +157,12 @@ class TwoTowerConfig(Settings):
         0.1, ge=1e-4, le=1e4, description="temperature of the loss. The logits are the scores divided by the temperature"
     )
     learn_temperature: bool = Field(False, description="train the temperature. It starts from model.temperature")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_default_pooling(cls, settings: Any) -> Any:
+        history = settings.get("history") if isinstance(settings, dict) else None
+        return settings | {"history": {"pooling": "mean"} | history} if isinstance(history, dict) else settings
 
     @model_validator(mode="after")
     def _check_widths(self) -> Self:

@@ -1,44 +1,38 @@
-"""Pooling of a user's history into one vector: mean, sum, learned recency weights, or attention."""
+"""Encoders of a user's history into one vector: mean, sum, learned recency weights, or attention."""
+
+import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
 
-from recsys_core.models.config import HistoryConfig
+from recsys_core.models.config import AttentionHistory, HistorySettings, MeanHistory, RecencyHistory, SumHistory
 
 
-class HistoryPooling(nn.Module):
-    """Weighted sum of the item vectors of each history.
+class HistoryEncoder(nn.Module):
+    """Weighted sum of the item vectors of each history; the methods of an encoder.
 
-    Weight of an item before normalisation, by kind of pooling:
-
-    - mean, sum: 1.
-    - recency: exp(a[p]) for position p from the end, with a learned vector a.
-    - attention: exp(q . x / sqrt(D)) for item vector x, with a learned query q. This is one head of Yang et al., "Hierarchical
-      Attention Networks", NAACL 2016.
-
-    Except for sum, the weights are divided by their sum over the history. a and q start at zero, so that training starts from
-    the mean. An empty history gives the learned vector `start`.
+    The weights are divided by their sum over the history, unless `is_normalised` is false. An empty history gives the learned
+    vector `start`. An encoder that is no weighted sum overrides `forward`.
 
     Args:
-        dim: width of an item vector.
-        std: standard deviation of the initial values of `start`.
+        dim: width of an item vector, and of the result.
+        std: standard deviation of the values of an item vector at the start of training, and of the initial values of `start`.
     """
 
-    def __init__(self, config: HistoryConfig, *, dim: int, std: float) -> None:
+    is_normalised: ClassVar[bool] = True
+
+    def __init__(self, config: HistorySettings, *, dim: int, std: float) -> None:
         super().__init__()
         start = torch.empty(dim)
         if not start.is_meta:  # on the meta device, both calls import torch._dynamo and SymPy, which takes two seconds
             start.normal_().mul_(std)
         self.start = nn.Parameter(start)
-        self.kind, self.item_dropout = config.pooling, config.item_dropout
-        if self.kind == "recency":
-            self.recency = nn.Parameter(torch.zeros(config.length))
-        if self.kind == "attention":
-            self.attention = nn.Parameter(torch.zeros(dim))
+        self.length, self.item_dropout = config.length, config.item_dropout
 
     def forward(self, item_VD: Tensor, history_H: Tensor, offset: Tensor) -> Tensor:
-        """Return the pooled histories [B, D]; `start` for a history that is empty, or that dropout left empty.
+        """Return one vector per history [B, D]; `start` for a history that is empty, or that dropout left empty.
 
         Args:
             item_VD: vectors of the distinct items of the batch.
@@ -56,7 +50,7 @@ class HistoryPooling(nn.Module):
         total_weight_B = torch.zeros(len(length_B), dtype=weight_H.dtype, device=weight_H.device).index_add(
             0, query_H, weight_H
         )
-        if self.kind != "sum":
+        if self.is_normalised:
             weight_H = weight_H / total_weight_B.clamp(min=torch.finfo(weight_H.dtype).tiny)[query_H]
         pooled_BD: Tensor = embedding_bag(
             history_H, item_VD, offset, mode="sum", per_sample_weights=weight_H.to(item_VD.dtype), include_last_offset=True
@@ -64,17 +58,74 @@ class HistoryPooling(nn.Module):
         return torch.where(total_weight_B[:, None] > 0, pooled_BD, self.start.to(pooled_BD.dtype))
 
     def _weights(self, item_VD: Tensor, history_H: Tensor, *, query_H: Tensor, offset: Tensor) -> Tensor:
-        if self.kind == "recency":
-            position_from_end_H = offset[1:][query_H] - 1 - torch.arange(len(history_H), device=history_H.device)
-            weight_H: Tensor = self.recency.exp()[position_from_end_H]
-            return weight_H
-        if self.kind == "attention":
-            score_H = (item_VD @ self.attention / self.attention.shape[0] ** 0.5)[history_H]
-            # Subtract the maximum of each history. With the maximum of the batch, all weights of a history could underflow.
-            max_score_B = score_H.new_full((len(offset) - 1,), -torch.inf).scatter_reduce(0, query_H, score_H.detach(), "amax")
-            attention_H: Tensor = (score_H - max_score_B[query_H]).exp()
-            return attention_H
+        """Return the weight of each history entry before normalisation, [H]. query_H: the query of each entry."""
         return torch.ones(len(history_H), device=history_H.device)
+
+    def min_norm(self, row_norm: float) -> float:
+        """Return the expected length of an encoded history of random rows of length `row_norm`: that of their mean."""
+        return row_norm / math.sqrt(self.length)
+
+    def shardable_modules(self) -> list[nn.Module]:
+        """Return the submodules that FSDP may shard. `forward` must call them and not read their parameters."""
+        return []
+
+
+class MeanEncoder(HistoryEncoder):
+    """Mean of the item vectors."""
+
+
+class SumEncoder(HistoryEncoder):
+    """Sum of the item vectors."""
+
+    is_normalised = False
+
+
+class RecencyEncoder(HistoryEncoder):
+    """Weights exp(a[p]) for position p from the end, with a learned vector a.
+
+    The vector starts at zero, so that training starts from the mean.
+    """
+
+    def __init__(self, config: HistorySettings, *, dim: int, std: float) -> None:
+        super().__init__(config, dim=dim, std=std)
+        self.recency = nn.Parameter(torch.zeros(config.length))
+
+    def _weights(self, item_VD: Tensor, history_H: Tensor, *, query_H: Tensor, offset: Tensor) -> Tensor:
+        position_from_end_H = offset[1:][query_H] - 1 - torch.arange(len(history_H), device=history_H.device)
+        weight_H: Tensor = self.recency.exp()[position_from_end_H]
+        return weight_H
+
+
+class AttentionEncoder(HistoryEncoder):
+    """Weights exp(q . x / sqrt(D)) for item vector x, with a learned query q.
+
+    The query starts at zero, so that training starts from the mean. This is one head of Yang et al., "Hierarchical Attention
+    Networks", NAACL 2016.
+    """
+
+    def __init__(self, config: HistorySettings, *, dim: int, std: float) -> None:
+        super().__init__(config, dim=dim, std=std)
+        self.attention = nn.Parameter(torch.zeros(dim))
+
+    def _weights(self, item_VD: Tensor, history_H: Tensor, *, query_H: Tensor, offset: Tensor) -> Tensor:
+        score_H = (item_VD @ self.attention / self.attention.shape[0] ** 0.5)[history_H]
+        # Subtract the maximum of each history. With the maximum of the batch, all weights of a history could underflow.
+        max_score_B = score_H.new_full((len(offset) - 1,), -torch.inf).scatter_reduce(0, query_H, score_H.detach(), "amax")
+        attention_H: Tensor = (score_H - max_score_B[query_H]).exp()
+        return attention_H
+
+
+_ENCODER_BY_CONFIG: dict[type[HistorySettings], type[HistoryEncoder]] = {
+    MeanHistory: MeanEncoder,
+    SumHistory: SumEncoder,
+    RecencyHistory: RecencyEncoder,
+    AttentionHistory: AttentionEncoder,
+}
+
+
+def make_encoder(config: HistorySettings, *, dim: int, std: float) -> HistoryEncoder:
+    """Return the encoder of a config, with the arguments of HistoryEncoder."""
+    return _ENCODER_BY_CONFIG[type(config)](config, dim=dim, std=std)
 
 
 def last_items(item_VD: Tensor, history_H: Tensor, offset: Tensor, *, start: Tensor) -> Tensor:

@@ -193,7 +193,7 @@ class ModelSpec(Frozen):
         reads_user_row = self.config.learn_user_embedding or any(
             feature_name.startswith("user.") for feature_name in self.forms
         )
-        has_history_B = (history_length_B > 0) & (self.config.history.length > 0)
+        has_history_B = (history_length_B > 0) & (self.history_length > 0)
         is_known_B: NDArray[np.bool_] = has_history_B | ((user_row_B >= 0) & reads_user_row)
         return is_known_B
 
@@ -201,6 +201,11 @@ class ModelSpec(Frozen):
     def row_norm(self) -> float:
         """Expected length of a random row of table item. `unit_vectors` limits the gradients of vectors below this length."""
         return random_norm(self.tables["item"].settings.init_std, self.config.embedding_dim)
+
+    @property
+    def history_length(self) -> int:
+        """Maximum number of items in a history; 0 if the model reads no history."""
+        return self.config.history.length
 
     @property
     def history_std(self) -> float:

@@ -1,13 +1,12 @@
 """Query tower and candidate tower: the dense layers on top of the embeddings."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from recsys_core.models.config import TowerConfig
-from recsys_core.models.history import HistoryPooling, last_items
+from recsys_core.models.history import HistoryEncoder, last_items, make_encoder
 from recsys_core.models.normalisation import unit_vectors
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import OFFSET_TABLE
@@ -72,7 +71,7 @@ def _make_layers(input_dim: int, layers: Sequence[int], *, config: TowerConfig, 
 
 
 class QueryTower(nn.Module):
-    """The query tower: pooling of the history, and the layers. It is the only dense part of the model that is served."""
+    """The query tower: encoder of the history, and the layers. It is the only dense part of the model that is served."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -81,11 +80,12 @@ class QueryTower(nn.Module):
         self.uses_last_item = config.history.last_item_feature
         self.feature_names = (["user"] if config.learn_user_embedding else []) + spec.features("query")
         feature_dims = [spec.tables[table_name].dim for table_name in self.feature_names]
-        self.pooling: HistoryPooling | None = None
-        if config.history.length:
-            self.pooling = HistoryPooling(config.history, dim=config.history_dim, std=spec.history_std)
-            num_history_features = 2 if self.uses_last_item else 1
-            feature_dims = [config.history_dim] * num_history_features + feature_dims
+        self.pooling: HistoryEncoder | None = None
+        self.min_norm = spec.row_norm
+        if spec.history_length:
+            self.pooling = make_encoder(config.history, dim=config.history_dim, std=spec.history_std)
+            self.min_norm = self.pooling.min_norm(spec.row_norm)
+            feature_dims = [config.history_dim] * len(config.history.input_names) + feature_dims
         # A bias next to the skip connection moves all queries in one direction. On Amazon Beauty, the bias does not change the
         # validation metric, but it lowers NDCG@10 of the later test events by 2 %.
         has_last_bias = not config.query.skip_connection
@@ -93,14 +93,12 @@ class QueryTower(nn.Module):
         self.tower = MLP(
             config.query, layers=layers, feature_dims=feature_dims, dim=config.embedding_dim, has_last_bias=has_last_bias
         )
-        # The mean over a history of random rows is shorter than a random row.
-        self.min_norm = spec.row_norm / math.sqrt(max(config.history.length, 1))
 
     def forward(self, item_VD: Tensor, history_H: Tensor, offset: Tensor, *, features: Mapping[str, Tensor]) -> Tensor:
         """Return query vectors [B, D], of unit length under cosine similarity.
 
         Args:
-            item_VD, history_H, offset: histories, as in HistoryPooling.forward.
+            item_VD, history_H, offset: histories, as in HistoryEncoder.forward.
             features: vectors [B, D] by table.
         """
         inputs = []

@@ -181,7 +181,7 @@ def load_tower(path: Path, *, spec: ModelSpec, quantization: Quantization) -> Se
 
 def _table_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Return submodule name -> (number of rows, width) of each table."""
-    history_shape = {HISTORY_TABLE: (spec.num_items, spec.config.history_dim)} if spec.config.history.length else {}
+    history_shape = {HISTORY_TABLE: (spec.num_items, spec.config.history_dim)} if spec.history_length else {}
     return history_shape | {
         module_name(table_name): (spec.tables[table_name].num_rows, spec.tables[table_name].dim)
         for table_name in served_tables(spec)

@@ -54,7 +54,7 @@ class QueryBatchBuilder:
             user_row_B: -1 for a user who is not in the vocabulary. Such a user has no features.
             history: item rows, oldest first. Only the newest items are used, up to the history length of the model.
         """
-        recent_history = history.last_values(self.spec.config.history.length)
+        recent_history = history.last_values(self.spec.history_length)
         is_known_B = user_row_B >= 0
         features = {}
         for table_name in served_tables(self.spec):

@@ -189,7 +189,7 @@ def num_values_per_query(
         return constraint.pooling_factor
     if lookup_stats is not None:
         return lookup_stats.values_per_query[table_name]
-    return 1.0 + model.config.history.length if model.tables[table_name].side == "item" else 1.0
+    return 1.0 + model.history_length if model.tables[table_name].side == "item" else 1.0
 
 
 def parameter_constraints(

@@ -92,21 +92,20 @@ def lookup_stats_of(
 def mean_history_length(num_train_events_U: NDArray[np.int64], *, model: ModelSpec, is_ordered: bool) -> float:
     """Return the mean number of history items of a training event. num_train_events_U: number of training events of each user.
 
-    >>> from recsys_core.models.config import HistoryConfig, TwoTowerConfig
-    >>> model = ModelSpec.sized(TwoTowerConfig(history=HistoryConfig(length=2)), num_users=1, num_items=9)
+    >>> from recsys_core.models.config import MeanHistory, TwoTowerConfig
+    >>> model = ModelSpec.sized(TwoTowerConfig(history=MeanHistory(length=2)), num_users=1, num_items=9)
     >>> mean_history_length(np.array([4]), model=model, is_ordered=True)  # the mean of 0, 1, 2, 2
     1.25
     >>> mean_history_length(np.array([4]), model=model, is_ordered=False)
     2.0
     """
-    history = model.config.history
-    num_events_U, max_length = num_train_events_U.astype(np.float64), history.length
+    num_events_U, max_length = num_train_events_U.astype(np.float64), model.history_length
     if is_ordered:
         # The first max_length events of a user have histories of 0, 1, 2, ... items. All later histories are full.
         num_shorter_U = np.minimum(num_events_U, max_length)
         total_length_U = num_shorter_U * (num_shorter_U - 1) / 2 + (num_events_U - num_shorter_U) * max_length
     else:
-        num_other_events_U = num_events_U if history.include_target else np.maximum(num_events_U - 1, 0)
+        num_other_events_U = num_events_U if model.config.history.include_target else np.maximum(num_events_U - 1, 0)
         total_length_U = num_events_U * np.minimum(num_other_events_U, max_length)
     return float(total_length_U.sum() / max(1.0, num_events_U.sum()))
 

@@ -84,7 +84,8 @@ def _modules_with_parameters(query_tower: QueryTower, candidate_tower: Candidate
     FSDP gathers the parameters of a module in a hook that runs when the module is called. The towers therefore have to call
     these modules and must not use their parameters directly.
     """
-    modules = (query_tower.tower, candidate_tower.tower, candidate_tower.projection)
+    encoder_modules = query_tower.pooling.shardable_modules() if query_tower.pooling is not None else []
+    modules = (*encoder_modules, query_tower.tower, candidate_tower.tower, candidate_tower.projection)
     return [module for module in modules if next(module.parameters(), None) is not None]
 
 

@@ -82,7 +82,7 @@ def make_loader(job: TrainJob, *, store: EventStore, assembler: Assembler, proce
         rank=process.rank,
         world_size=process.world_size,
         seed=job.training.seed,
-        max_history=history_config.length,
+        max_history=job.spec.history_length,
         include_target=history_config.include_target,
         num_negatives=loss_config.num_negatives,
         negative_share_I=negative_share(store.item_count, loss_config.negative_sampling_alpha)

@@ -29,7 +29,7 @@ from recsys_core.manifests import (
     PlanManifest,
     TrainManifest,
 )
-from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
+from recsys_core.models.config import MeanHistory, TowerConfig, TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.towers import QueryTower
 from recsys_core.retrieval.config import IndexConfig
@@ -116,7 +116,7 @@ def _build(folder: Path, *, confused: bool) -> Stages:
     )
     if confused:
         table = table[random.permutation(ITEMS)]
-    config = TwoTowerConfig(embedding_dim=DIM, query=TowerConfig(layers=()), history=HistoryConfig(length=5))
+    config = TwoTowerConfig(embedding_dim=DIM, query=TowerConfig(layers=()), history=MeanHistory(length=5))
     spec = ModelSpec.sized(config, num_users=USERS, num_items=ITEMS)
     vectors = table / np.linalg.norm(table, axis=1, keepdims=True)
     queries = np.stack([vectors[rows[1:6]].mean(axis=0) for rows in own])

@@ -44,7 +44,7 @@ class Encoder:
 
     def encode_queries(self, users: Int64Array, *, split: EvaluationSplit) -> Tensor:
         """Collective. Return query vectors [B, D] of `users`, from their events before `split`."""
-        history_length = self.spec.config.history.length
+        history_length = self.spec.history_length
         batch = query_batch(self.store, users, split, assembler=self.assembler, max_history=history_length)
         return self.task.encode_queries(batch.to(self.process.device))
 

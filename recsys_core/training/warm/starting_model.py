@@ -181,15 +181,11 @@ def architecture_settings(spec: ModelSpec) -> dict[str, object]:
 
     With other settings, layers of the same shape would have another meaning.
     """
-    config, history = spec.config, spec.config.history
+    config = spec.config
     value_by_setting: dict[str, object] = {
         "model.embedding_dim": config.embedding_dim,
         "model.similarity": config.similarity,
-        "model.history.pooling": history.pooling,
-        "model.history.item_representation": history.item_representation,
-    }
-    if history.pooling == "recency":
-        value_by_setting["model.history.length"] = history.length  # the pooling has one weight per history entry
+    } | config.history.architecture()
     towers: tuple[tuple[Side, str], ...] = (("query", "query"), ("item", "candidate"))
     for side, tower_name in towers:
         tower_config, layers = getattr(config, tower_name), getattr(config, f"{tower_name}_layers")
@@ -205,9 +201,7 @@ def tower_input_names(spec: ModelSpec, side: Side) -> list[str]:
     """Return the names of the inputs of a tower, in order."""
     if side == "item":
         return ["item", *spec.features("item")]
-    history = spec.config.history
-    input_names = ["history"] * bool(history.length) + ["last_item"] * history.last_item_feature
-    return input_names + ["user"] * spec.config.learn_user_embedding + spec.features("query")
+    return spec.config.history.input_names + ["user"] * spec.config.learn_user_embedding + spec.features("query")
 
 
 def champion_layers(spec: ModelSpec, *, champion: Champion, champion_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

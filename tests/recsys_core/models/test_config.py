@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
+from recsys_core.models.config import MeanHistory, TowerConfig, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.tables.optimizer_config import Schedule
 from tests.recsys_core.models.error_messages import raises_message
@@ -35,7 +35,7 @@ def test_the_width_of_a_history_is_that_of_its_item_representation() -> None:
 
 def test_a_last_item_without_a_history_raises() -> None:
     with raises_message("last_item_feature is true, but length is 0; set length to 1 or more, or last_item_feature to false"):
-        HistoryConfig(length=0)
+        MeanHistory(length=0)
 
 
 @pytest.mark.parametrize("tower", ["query", "candidate"])

@@ -1,26 +1,42 @@
-"""Each history pooling compared with a slow loop over the histories."""
+"""The contract of a history encoder, checked for every member of HistoryConfig. Encoders are compared with a slow loop."""
 
 import math
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from recsys_core.models.config import HistoryConfig
-from recsys_core.models.history import HistoryPooling, last_items
+from recsys_core.dataset.feature_store import FeatureStore
+from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.models.config import HistoryConfig, HistorySettings, TwoTowerConfig
+from recsys_core.models.history import HistoryEncoder, last_items, make_encoder
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.towers import QueryTower
+from recsys_core.serving.quantise import build_tower
+from recsys_core.serving.query_batch import QueryBatchBuilder
+from recsys_core.training.warm.starting_model import Champion, architecture_settings, champion_layers
 
-KINDS = ("mean", "sum", "recency", "attention")
+CONFIG_BY_KIND = {
+    config_class.model_fields["pooling"].default: config_class for config_class in get_args(get_args(HistoryConfig)[0])
+}
+KINDS = tuple(CONFIG_BY_KIND)
 WIDTH, LONGEST = 3, 6
 histories = st.lists(st.lists(st.integers(0, 4), max_size=LONGEST), max_size=6)
 """Histories of up to six queries: indices into five distinct items."""
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def pooling_of(kind: Any, **settings_of: Any) -> HistoryPooling:
-    return HistoryPooling(HistoryConfig(length=LONGEST, pooling=kind, **settings_of), dim=WIDTH, std=0.5)
+def pooling_of(kind: Any, **settings_of: Any) -> HistoryEncoder:
+    config: HistorySettings = CONFIG_BY_KIND[kind](length=LONGEST, **settings_of)
+    return make_encoder(config, dim=WIDTH, std=0.5)
+
+
+WEIGHTED_KINDS = [kind for kind in KINDS if type(pooling_of(kind)).forward is HistoryEncoder.forward]
+every_weighted_kind = pytest.mark.parametrize("kind", WEIGHTED_KINDS)
 
 
 def ragged(lists: list[list[int]]) -> tuple[Tensor, Tensor]:
@@ -28,7 +44,7 @@ def ragged(lists: list[list[int]]) -> tuple[Tensor, Tensor]:
     return torch.tensor([item for one in lists for item in one], dtype=torch.int64), lengths.cumsum(0)
 
 
-def slow(pooling: HistoryPooling, item_VD: Tensor, lists: list[list[int]]) -> list[list[float]]:
+def slow(kind: str, pooling: Any, item_VD: Tensor, lists: list[list[int]]) -> list[list[float]]:
     """Return the pooled histories, computed with plain floats."""
     vectors = []
     for items in lists:
@@ -36,7 +52,7 @@ def slow(pooling: HistoryPooling, item_VD: Tensor, lists: list[list[int]]) -> li
             vectors.append(pooling.start.tolist())
             continue
         rows = [item_VD[item].tolist() for item in items]
-        match pooling.kind:
+        match kind:
             case "recency":
                 ages = range(len(items) - 1, -1, -1)
                 scores = [pooling.recency[age].item() for age in ages]
@@ -47,13 +63,13 @@ def slow(pooling: HistoryPooling, item_VD: Tensor, lists: list[list[int]]) -> li
                 scores = [0.0] * len(items)
         top = max(scores)
         weights = [math.exp(score - top) for score in scores]
-        total = 1.0 if pooling.kind == "sum" else sum(weights)
+        total = 1.0 if kind == "sum" else sum(weights)
         vectors.append([sum(w * row[h] for w, row in zip(weights, rows, strict=True)) / total for h in range(WIDTH)])
     return vectors
 
 
 @settings(deadline=None)
-@given(kind=st.sampled_from(KINDS), lists=histories, seed=st.integers(0, 99), scale=st.sampled_from([0.1, 1.0, 300.0]))
+@given(kind=st.sampled_from(WEIGHTED_KINDS), lists=histories, seed=st.integers(0, 99), scale=st.sampled_from([0.1, 1.0, 300.0]))
 def test_every_pooling_equals_a_loop_over_the_items(kind: str, lists: list[list[int]], seed: int, scale: float) -> None:
     torch.manual_seed(seed)
     pooling = pooling_of(kind)
@@ -61,7 +77,7 @@ def test_every_pooling_equals_a_loop_over_the_items(kind: str, lists: list[list[
         torch.nn.init.normal_(parameter)
     item_VD = torch.randn(5, WIDTH) * scale
     result = pooling(item_VD, *ragged(lists))
-    wanted = torch.tensor(slow(pooling, item_VD, lists)).reshape(len(lists), WIDTH)
+    wanted = torch.tensor(slow(kind, pooling, item_VD, lists)).reshape(len(lists), WIDTH)
     torch.testing.assert_close(result, wanted, rtol=1e-3, atol=1e-4 * scale)
 
 
@@ -127,6 +143,16 @@ def test_recency_weights_depend_on_the_position_from_the_end() -> None:
 
 
 @every_kind
+def test_a_history_that_dropout_left_empty_gives_start(kind: str) -> None:
+    encoder = pooling_of(kind, item_dropout=0.5)
+    encoder.item_dropout = 1.0
+    item_VD, history = torch.randn(5, WIDTH), ragged([[0, 3], [4]])
+    assert encoder(item_VD, *history).tolist() == [encoder.start.tolist()] * 2
+    encoder.eval()
+    assert not torch.equal(encoder(item_VD, *history)[0], encoder.start)
+
+
+@every_weighted_kind
 def test_items_are_dropped_only_while_training(kind: str) -> None:
     torch.manual_seed(0)
     pooling = pooling_of(kind, item_dropout=0.5)
@@ -141,6 +167,65 @@ def test_items_are_dropped_only_while_training(kind: str) -> None:
         torch.testing.assert_close(trained[kept.any(dim=1)].sum(dim=1), torch.ones(int(kept.any(dim=1).sum())))
     kept_out = pooling_of(kind)(item_VD, *history)
     assert torch.equal(pooling.eval()(item_VD, *history), kept_out)
+
+
+@every_kind
+def test_the_order_of_the_items_matters_only_for_an_encoder_that_needs_it(kind: str) -> None:
+    encoder = pooling_of(kind)
+    for parameter in encoder.parameters():
+        torch.nn.init.normal_(parameter)
+    item_VD = torch.randn(5, WIDTH)
+    one, reverse = encoder(item_VD, *ragged([[0, 3, 4]])), encoder(item_VD, *ragged([[4, 3, 0]]))
+    assert torch.allclose(one, reverse) != CONFIG_BY_KIND[kind].needs_order
+
+
+@every_kind
+def test_the_norm_is_at_most_that_of_an_item_and_only_called_modules_are_sharded(kind: str) -> None:
+    encoder = pooling_of(kind)
+    assert 0 < encoder.min_norm(8.0) <= 8.0
+    called = []
+    for module in (shardable := encoder.shardable_modules()):
+        module.register_forward_pre_hook(lambda module, inputs: called.append(module))
+    encoder(torch.randn(5, WIDTH), *ragged([[0, 3, 4]]))
+    assert called == shardable
+
+
+@every_kind
+def test_a_model_starts_from_its_own_layers(kind: str) -> None:
+    spec = spec_of(kind)
+    tower = QueryTower(spec)
+    state = {f"query.{name}": tensor for name, tensor in tower.state_dict().items()}
+    same_spec = ModelSpec.model_validate_json(spec.model_dump_json())
+    assert architecture_settings(same_spec) == architecture_settings(spec)
+    assert architecture_settings(spec)["model.history.pooling"] == kind
+    champion = Champion("run", same_spec, *[None] * 4)  # type: ignore[arg-type]  # no stage is read
+    carried = champion_layers(spec, champion=champion, champion_tensors=state)
+    assert carried.keys() == state.keys()
+    assert all(carried[name] is tensor for name, tensor in state.items())
+
+
+@every_kind
+def test_the_served_tower_of_8_bit_rows_gives_nearly_the_query_of_float_rows(kind: str) -> None:
+    torch.manual_seed(0)
+    spec = spec_of(kind)
+    tower = torch.nn.ModuleDict({"query": QueryTower(spec)})
+    history = JaggedArray.from_lengths(np.array([3, 0, 6]), np.array([0, 3, 4, 8, 7, 6, 5, 4, 3]))
+    batch = QueryBatchBuilder(spec, FeatureStore({})).build(np.zeros(3, np.int64), history)
+    items = torch.randn(spec.num_items, spec.config.history_dim).numpy()
+    compressed, exact = (
+        build_tower(spec, history_items=items, tables={}, dense=tower.state_dict(), quantization=quantization)(batch)
+        for quantization in ("int8", "none")
+    )
+    torch.testing.assert_close(compressed, exact, atol=0.02, rtol=0)
+
+
+def spec_of(kind: str) -> ModelSpec:
+    config = TwoTowerConfig.model_validate({"embedding_dim": 16, "history": {"length": LONGEST, "pooling": kind}})
+    return ModelSpec.sized(config, num_users=1, num_items=9)
+
+
+def test_a_history_without_pooling_is_the_mean() -> None:
+    assert TwoTowerConfig.model_validate({"history": {"length": 5}}).history == CONFIG_BY_KIND["mean"](length=5)
 
 
 @settings(deadline=None)

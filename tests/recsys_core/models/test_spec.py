@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys_core.errors import InputError
-from recsys_core.models.config import HistoryConfig, TwoTowerConfig
+from recsys_core.models.config import MeanHistory, TwoTowerConfig
 from recsys_core.models.spec import ModelSpec, TableSpec
 from recsys_core.models.tables.optimizer_config import TableOptimizer
 from recsys_core.models.tables.table_checks import check_width
@@ -235,7 +235,7 @@ def test_a_spec_is_read_back_from_its_json() -> None:
     [
         ({}, {}, [True, False, True, False]),
         (
-            {"history": HistoryConfig(length=0, last_item_feature=False), "learn_user_embedding": True},
+            {"history": MeanHistory(length=0, last_item_feature=False), "learn_user_embedding": True},
             {},
             [True, True, False, False],
         ),

@@ -11,7 +11,7 @@ from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.manifests import Dataset, PackageManifest
-from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
+from recsys_core.models.config import TowerConfig, TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.towers import CandidateTower, QueryTower
 from recsys_core.retrieval.config import IndexConfig
@@ -39,7 +39,7 @@ def config_of(
     return TwoTowerConfig(
         **{
             "embedding_dim": DIM,
-            "history": HistoryConfig(**{"length": 6} | (history or {})),
+            "history": {"length": 6} | (history or {}),
             "query": TowerConfig(layers=layers, dropout=0.5),
             **model,
         }

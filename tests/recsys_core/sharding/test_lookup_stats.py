@@ -7,7 +7,7 @@ from recsys_core.dataset.assembly import Assembler
 from recsys_core.dataset.batch_keys import POOLED, UNPOOLED
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.loader import TrainLoader
-from recsys_core.models.config import HistoryConfig, TwoTowerConfig
+from recsys_core.models.config import MeanHistory, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.loss.sampling import negative_share
 from recsys_core.models.spec import ModelSpec
@@ -41,7 +41,7 @@ def skewed_store(*, ordered: bool) -> EventStore:
 def test_expected_lookups_match_those_of_real_batches(ordered: bool, length: int, alpha: float) -> None:
     store = skewed_store(ordered=ordered)
     features = feature_store(users=USERS, items=ITEMS, events=EVENTS)
-    config = TwoTowerConfig(learn_user_embedding=True, history=HistoryConfig(length=length, last_item_feature=length > 0))
+    config = TwoTowerConfig(learn_user_embedding=True, history=MeanHistory(length=length, last_item_feature=length > 0))
     spec = ModelSpec.sized(config, num_users=USERS, num_items=ITEMS, facts_by_feature=facts())
     loss = LossConfig(num_negatives=NEGATIVES, negative_sampling_alpha=alpha)
     lookup_stats = lookup_stats_of(spec, batch_size=BATCH, loss=loss, store=store, features=features)

@@ -20,7 +20,7 @@ from recsys_core.ingest.synthetic import generate
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.ingest.vectors.ingest import ingest_embeddings
 from recsys_core.manifests import Dataset, PlanManifest
-from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
+from recsys_core.models.config import RecencyHistory, TowerConfig, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import TableConfig
@@ -47,7 +47,7 @@ USERS, ITEMS, DIM = 200, 150, 16
 MODEL = TwoTowerConfig(
     embedding_dim=DIM,
     learn_user_embedding=True,
-    history=HistoryConfig(length=8, pooling="recency"),
+    history=RecencyHistory(length=8),
     query=TowerConfig(layers=(DIM,), skip_connection=True, dropout=0.2),
 )
 

@@ -14,7 +14,7 @@ from recsys_core.dataset.batch import Batch
 from recsys_core.dataset.feature_store import Feature, FeatureForm, FeatureStore
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.manifests import FeatureFacts
-from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
+from recsys_core.models.config import AttentionHistory, TowerConfig, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, LocalShard, parameter_name
@@ -70,7 +70,7 @@ def small_spec(
     config = TwoTowerConfig(
         embedding_dim=dim,
         learn_user_embedding=True,
-        history=HistoryConfig(length=HISTORY, pooling="attention"),
+        history=AttentionHistory(length=HISTORY),
         query=TowerConfig(layers=(12, dim), skip_connection=True),
         candidate=TowerConfig(layers=(dim,), skip_connection=True),
     )

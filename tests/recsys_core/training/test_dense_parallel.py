@@ -17,7 +17,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from recsys_core.errors import InputError, StageError
 from recsys_core.launching.heartbeat import HeartbeatWriter
-from recsys_core.models.config import HistoryConfig, TowerConfig
+from recsys_core.models.config import HistoryConfig, RecencyHistory, TowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import table_shards
@@ -153,7 +153,7 @@ def test_steps_with_sharded_layers_are_those_with_replicated_ones(world_size, na
 
 
 def encode_both(rank: int) -> None:
-    spec = spec_of(HistoryConfig(length=4, pooling="recency", item_representation="candidate_tower"))
+    spec = spec_of(RecencyHistory(length=4, item_representation="candidate_tower"))
     found: list[list[torch.Tensor]] = []
     for mode in ("replicated", "sharded"):
         setup = make(rank, spec, dense_parallel=mode)

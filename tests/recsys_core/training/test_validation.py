@@ -8,7 +8,7 @@ import torch
 from recsys_core.dataset.assembly import Assembler
 from recsys_core.dataset.events import EventStore
 from recsys_core.manifests import Dataset
-from recsys_core.models.config import HistoryConfig, TowerConfig, TwoTowerConfig
+from recsys_core.models.config import MeanHistory, TowerConfig, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.task import RetrievalHead, RetrievalTask
@@ -37,7 +37,7 @@ def _validate_new_users(rank: int, folder: Path) -> None:
         test=[[]] * (len(with_history) + new),
         items=ITEMS,
     )
-    config = TwoTowerConfig(embedding_dim=8, history=HistoryConfig(length=5), query=TowerConfig(layers=(8,)))
+    config = TwoTowerConfig(embedding_dim=8, history=MeanHistory(length=5), query=TowerConfig(layers=(8,)))
     spec = ModelSpec.of(config, dataset=Dataset(interactions))
     store, device = EventStore.open(interactions), torch.device("cpu")
     process = Process(rank=rank, world_size=1, device=device)

@@ -42,7 +42,7 @@ def random_data(num_queries: int) -> tuple[NDArray[np.float32], NDArray[np.float
     """Return query vectors, item vectors, seen items and targets; no target is a seen item."""
     rng = np.random.default_rng(0)
     query_BD = rng.normal(size=(num_queries, DIM)).astype(np.float32)
-    item_ID = rng.normal(size=(NUM_ITEMS, DIM)).astype(np.float32)
+    item_vector_ID = rng.normal(size=(NUM_ITEMS, DIM)).astype(np.float32)
     num_targets = round(num_queries * TARGETS_PER_QUERY)
     pair_counts = (num_targets, num_targets * SEEN_PER_TARGET)
     query_indices = [np.sort(rng.integers(0, num_queries, num_pairs)) for num_pairs in pair_counts]
@@ -51,17 +51,17 @@ def random_data(num_queries: int) -> tuple[NDArray[np.float32], NDArray[np.float
         for query_L in query_indices
     )
     targets, seen = targets.distinct(bound=NUM_ITEMS), seen.distinct(bound=NUM_ITEMS)
-    return query_BD, item_ID, seen, targets.difference(seen, bound=NUM_ITEMS)
+    return query_BD, item_vector_ID, seen, targets.difference(seen, bound=NUM_ITEMS)
 
 
 def evaluate_with_numpy(
-    query_BD: NDArray[np.float32], item_ID: NDArray[np.float32], seen: JaggedArray, targets: JaggedArray
+    query_BD: NDArray[np.float32], item_vector_ID: NDArray[np.float32], seen: JaggedArray, targets: JaggedArray
 ) -> float:
     """Return Recall@20, the mean over the queries with a target."""
     num_hits_B = np.zeros(len(query_BD))
     for start in range(0, len(query_BD), QUERIES_PER_CHUNK):
         end = min(start + QUERIES_PER_CHUNK, len(query_BD))
-        score_BI = query_BD[start:end] @ item_ID.T
+        score_BI = query_BD[start:end] @ item_vector_ID.T
         chunk_seen = seen.slice(start, end)
         score_BI[chunk_seen.list_index_L, chunk_seen.values_L] = -np.inf
         top_BK = np.argpartition(score_BI, NUM_ITEMS - K, axis=1)[:, NUM_ITEMS - K :]
@@ -74,12 +74,16 @@ def evaluate_with_numpy(
 
 
 def evaluate_with_nightjar(
-    query_BD: NDArray[np.float32], item_ID: NDArray[np.float32], seen: JaggedArray, targets: JaggedArray
+    query_BD: NDArray[np.float32], item_vector_ID: NDArray[np.float32], seen: JaggedArray, targets: JaggedArray
 ) -> float:
     """Compute all metrics with the default cut-offs, and return Recall@20."""
     config = EvaluationConfig()
     ranking = rank_catalogue(
-        torch.from_numpy(query_BD), item_ID=torch.from_numpy(item_ID), seen=seen, targets=targets, k=max(config.ks)
+        torch.from_numpy(query_BD),
+        item_vector_ID=torch.from_numpy(item_vector_ID),
+        seen=seen,
+        targets=targets,
+        k=max(config.ks),
     )
     return all_metrics("test", ranking, config=config)[f"test/recall@{K}"]
 

@@ -53,14 +53,14 @@ def zero_shot_vectors(
         histories: item rows of each query.
     """
     has_vector_I = torch.from_numpy(np.asarray(vector_row_I) >= 0)
-    item_ID = torch.zeros((len(vector_row_I), vectors_RD.shape[1]))
-    item_ID[has_vector_I] = normalize(
+    item_vector_ID = torch.zeros((len(vector_row_I), vectors_RD.shape[1]))
+    item_vector_ID[has_vector_I] = normalize(
         torch.from_numpy(vectors_RD[vector_row_I[has_vector_I.numpy()]].astype(np.float32)), dim=1
     )
     items_with_vector = histories.filter(has_vector_I.numpy()[histories.values_L])
     query_BD = embedding_bag(
         torch.from_numpy(items_with_vector.values_L),
-        item_ID,
+        item_vector_ID,
         torch.from_numpy(items_with_vector.offset),
         mode="mean",
         include_last_offset=True,
@@ -68,5 +68,5 @@ def zero_shot_vectors(
     penalty_I1 = torch.where(has_vector_I, 0.0, NO_VECTOR_SCORE)[:, None]
     return (
         torch.cat([normalize(query_BD, dim=1), torch.ones((len(query_BD), 1))], dim=1),
-        torch.cat([item_ID, penalty_I1], dim=1),
+        torch.cat([item_vector_ID, penalty_I1], dim=1),
     )

@@ -27,7 +27,7 @@ def rank_among(
     query_BD: Tensor,
     *,
     is_known_B: NDArray[np.bool_],
-    item_ID: Tensor,
+    item_vector_ID: Tensor,
     order_I: NDArray[Any],
     candidate_rows: NDArray[np.int64],
     seen: JaggedArray,
@@ -40,8 +40,8 @@ def rank_among(
     returned ranking is an index into `candidate_rows`.
 
     Args:
-        query_BD, is_known_B, item_ID, order_I: as in `rank_served`.
-        candidate_rows: int64 [C], distinct rows of item_ID, ascending.
+        query_BD, is_known_B, item_vector_ID, order_I: as in `rank_served`.
+        candidate_rows: int64 [C], distinct rows of item_vector_ID, ascending.
         seen, targets: item rows of each query; rows that are not candidates are ignored.
         k: length of the top list.
 
@@ -51,16 +51,16 @@ def rank_among(
     Below, the last two of five items are candidates. Only the second query has a target among them (the item with score 6),
     and the item with score 7 is ranked above it.
 
-    >>> item_ID = torch.tensor([[9.0], [8.0], [5.0], [7.0], [6.0]])
+    >>> item_vector_ID = torch.tensor([[9.0], [8.0], [5.0], [7.0], [6.0]])
     >>> targets = JaggedArray(np.array([0, 1, 3]), np.array([0, 1, 4]))
     >>> ranking = rank_among(
-    ...     torch.ones(2, 1), is_known_B=np.ones(2, bool), item_ID=item_ID, order_I=np.arange(5),
+    ...     torch.ones(2, 1), is_known_B=np.ones(2, bool), item_vector_ID=item_vector_ID, order_I=np.arange(5),
     ...     candidate_rows=np.array([3, 4]), seen=JaggedArray.empty(2), targets=targets, k=2,
     ... )
     >>> ranking.query_T.tolist(), ranking.item_T.tolist(), ranking.position_T.tolist(), ranking.top_BK.tolist()
     ([0], [1], [1], [[0, 1]])
     """
-    candidate_index_I = np.full(len(item_ID), -1, np.int64)
+    candidate_index_I = np.full(len(item_vector_ID), -1, np.int64)
     candidate_index_I[candidate_rows] = np.arange(len(candidate_rows))
     candidate_targets = _to_candidates(targets, candidate_index_I)
     query_indices = np.flatnonzero(candidate_targets.lengths)
@@ -68,7 +68,7 @@ def rank_among(
     return rank_served(
         query_BD[torch.from_numpy(query_indices)],
         is_known_B=is_known_B[query_indices],
-        item_ID=item_ID[torch.from_numpy(candidate_rows)],
+        item_vector_ID=item_vector_ID[torch.from_numpy(candidate_rows)],
         order_I=candidate_order_I[candidate_order_I >= 0],
         seen=_to_candidates(seen.take(query_indices), candidate_index_I),
         targets=candidate_targets.take(query_indices),

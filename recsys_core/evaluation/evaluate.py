@@ -109,15 +109,15 @@ def evaluate(
     if not export.num_queries.get("test", 0):
         raise InputError("the test split has no event, so nothing can be evaluated; change interactions.split")
     with stage.writing() as output_folder:
-        item_ID = torch.from_numpy(np.load(export.path("item_vectors.npy")))
+        item_vector_ID = torch.from_numpy(np.load(export.path("item_vectors.npy")))
         store = EventStore.open(interactions)
         load_queries = partial(_load_queries, config=config, store=store, export=export, interactions=interactions)
         progress = _Progress(_num_rankings(config, export=export, has_zero_shot=item_embeddings is not None), on_progress)
         metric_values: dict[str, float] = {}
         if export.num_queries.get("validation", 0):
-            metric_values |= _validation_metrics(load_queries("validation"), item_ID, config=config, progress=progress)
+            metric_values |= _validation_metrics(load_queries("validation"), item_vector_ID, config=config, progress=progress)
         test_queries = load_queries("test")
-        metric_values |= _test_metrics(test_queries, item_ID, store=store, config=config, progress=progress)
+        metric_values |= _test_metrics(test_queries, item_vector_ID, store=store, config=config, progress=progress)
         # Popularity cannot rank items without an event, so it has no cold metrics.
         popularity_ranking = _rank_by_popularity(test_queries, config=config)
         metric_values |= all_metrics("baseline/popularity", popularity_ranking, config=config)
@@ -141,24 +141,24 @@ def _num_rankings(config: EvaluationConfig, *, export: ExportManifest, has_zero_
 
 
 def _validation_metrics(
-    queries: EvalQueries, item_ID: Tensor, *, config: EvaluationConfig, progress: _Progress
+    queries: EvalQueries, item_vector_ID: Tensor, *, config: EvaluationConfig, progress: _Progress
 ) -> dict[str, float]:
-    ranking = _rank(queries, item_ID, config=config, progress=progress)
+    ranking = _rank(queries, item_vector_ID, config=config, progress=progress)
     metric_values = all_metrics("validation", ranking, config=config) if len(ranking.position_T) else {}
-    return metric_values | _cold_metrics("validation", queries, item_ID, config=config)
+    return metric_values | _cold_metrics("validation", queries, item_vector_ID, config=config)
 
 
 def _test_metrics(
-    queries: EvalQueries, item_ID: Tensor, *, store: EventStore, config: EvaluationConfig, progress: _Progress
+    queries: EvalQueries, item_vector_ID: Tensor, *, store: EventStore, config: EvaluationConfig, progress: _Progress
 ) -> dict[str, float]:
-    ranking = _rank(queries, item_ID, config=config, progress=progress)
+    ranking = _rank(queries, item_vector_ID, config=config, progress=progress)
     if not len(ranking.position_T):
         raise InputError(
             f"the users had already seen all {ranking.num_seen_targets} test targets; set evaluation.exclude_seen to false"
         )
     metric_values = all_metrics("test", ranking, config=config)
     metric_values |= _slice_metrics("test", ranking, store=store, queries=queries, config=config)
-    return metric_values | _cold_metrics("test", queries, item_ID, config=config)
+    return metric_values | _cold_metrics("test", queries, item_vector_ID, config=config)
 
 
 def _zero_shot_metrics(
@@ -170,11 +170,11 @@ def _zero_shot_metrics(
     progress: _Progress,
 ) -> dict[str, float]:
     """Return the metrics of the mean pretrained vector of a history as the query. Every user has such a query."""
-    query_BD, item_ID = baselines.zero_shot_vectors(vectors_RD, vector_row_I=vector_row_I, histories=queries.history)
+    query_BD, item_vector_ID = baselines.zero_shot_vectors(vectors_RD, vector_row_I=vector_row_I, histories=queries.history)
     zero_shot_queries = replace(queries, query_BD=query_BD, is_known_B=np.ones_like(queries.is_known_B))
-    ranking = _rank(zero_shot_queries, item_ID, config=config, progress=progress)
+    ranking = _rank(zero_shot_queries, item_vector_ID, config=config, progress=progress)
     metric_values = all_metrics("baseline/zero_shot", ranking, config=config)
-    return metric_values | _cold_metrics("baseline/zero_shot", zero_shot_queries, item_ID, config=config)
+    return metric_values | _cold_metrics("baseline/zero_shot", zero_shot_queries, item_vector_ID, config=config)
 
 
 def _load_queries(
@@ -207,11 +207,11 @@ def _load_queries(
     )
 
 
-def _rank(queries: EvalQueries, item_ID: Tensor, *, config: EvaluationConfig, progress: _Progress) -> Ranking:
+def _rank(queries: EvalQueries, item_vector_ID: Tensor, *, config: EvaluationConfig, progress: _Progress) -> Ranking:
     return rank_served(
         queries.query_BD,
         is_known_B=queries.is_known_B,
-        item_ID=item_ID,
+        item_vector_ID=item_vector_ID,
         order_I=queries.popularity_order_I,
         seen=_seen_items(queries, config=config),
         targets=queries.targets,
@@ -249,12 +249,12 @@ def all_metrics(prefix: str, ranking: Ranking, *, config: EvaluationConfig) -> d
     return {f"{prefix}/{metric_name}": float(value) for metric_name, value in metric_values.items() if not math.isnan(value)}
 
 
-def _cold_metrics(prefix: str, queries: EvalQueries, item_ID: Tensor, *, config: EvaluationConfig) -> dict[str, float]:
+def _cold_metrics(prefix: str, queries: EvalQueries, item_vector_ID: Tensor, *, config: EvaluationConfig) -> dict[str, float]:
     """Return the metrics of cold items ranked among cold items; empty if no user has a cold target."""
     ranking = rank_among(
         queries.query_BD,
         is_known_B=queries.is_known_B,
-        item_ID=item_ID,
+        item_vector_ID=item_vector_ID,
         order_I=queries.popularity_order_I,
         candidate_rows=queries.cold_row_C,
         seen=JaggedArray.empty(len(queries.history)),  # a cold item is in no history

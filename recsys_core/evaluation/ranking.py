@@ -88,7 +88,7 @@ class Ranking:
 def rank_catalogue(
     query_BD: Tensor,
     *,
-    item_ID: Tensor,
+    item_vector_ID: Tensor,
     seen: JaggedArray,
     targets: JaggedArray,
     k: int,
@@ -100,7 +100,7 @@ def rank_catalogue(
     ranked in chunks by as many threads as torch uses.
 
     Args:
-        query_BD, item_ID: vectors of the same floating-point type.
+        query_BD, item_vector_ID: vectors of the same floating-point type.
         seen, targets: item rows of each query.
         k: length of the top list; 0 for no top list.
         on_progress: called with the number of queries ranked since the previous call.
@@ -108,11 +108,11 @@ def rank_catalogue(
     Raises:
         StageError: a vector is not finite.
     """
-    for vector_kind, vectors in (("query", query_BD), ("item", item_ID)):
+    for vector_kind, vectors in (("query", query_BD), ("item", item_vector_ID)):
         if not torch.isfinite(vectors).all():
             vector_index = int(torch.nonzero(~torch.isfinite(vectors).all(dim=1))[0])
             raise StageError(f"{vector_kind} vector {vector_index} is not finite: training diverged; lower the learning rates")
-    num_queries, num_items = len(query_BD), len(item_ID)
+    num_queries, num_items = len(query_BD), len(item_vector_ID)
     targets, seen, num_seen_targets = _exclude_seen(targets, seen=seen, num_items=num_items)
     k = min(k, num_items)
     top_BK = np.full((num_queries, k), -1, np.int32)
@@ -122,7 +122,7 @@ def rank_catalogue(
     # is ranked first.
     row_C = tie_order(num_items)
     column_I = np.argsort(row_C)
-    item_DC = item_ID[torch.from_numpy(row_C)].T
+    item_DC = item_vector_ID[torch.from_numpy(row_C)].T
     num_threads = torch.get_num_threads()
     num_workers = max(1, min(num_threads, MAX_SCORES // (MIN_CHUNK_QUERIES * max(1, num_items))))
     chunk_queries = max(MIN_CHUNK_QUERIES, CHUNK_SCORES // max(1, num_items))
@@ -212,7 +212,7 @@ def rank_served(
     query_BD: Tensor,
     *,
     is_known_B: NDArray[np.bool_],
-    item_ID: Tensor,
+    item_vector_ID: Tensor,
     order_I: NDArray[Any],
     seen: JaggedArray,
     targets: JaggedArray,
@@ -226,7 +226,7 @@ def rank_served(
     known_query_indices, unknown_query_indices = np.flatnonzero(is_known_B), np.flatnonzero(~is_known_B)
     ranking_by_score = rank_catalogue(
         query_BD[torch.from_numpy(known_query_indices)],
-        item_ID=item_ID,
+        item_vector_ID=item_vector_ID,
         seen=seen.take(known_query_indices),
         targets=targets.take(known_query_indices),
         k=k,

@@ -41,14 +41,14 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
         return stage.manifest
     min_bytes = sum(kind.min_bytes(num_items=export.num_items, dim=export.dim) for kind in config.built)
     with stage.writing(min_bytes=min_bytes) as output_folder:
-        item_ID = np.load(export.path("item_vectors.npy"), mmap_mode="r")
+        item_vector_ID = np.load(export.path("item_vectors.npy"), mmap_mode="r")
         query_BD = _load_queries(export)
         depth = min(config.recall_k, export.num_items)
         report_by_kind: dict[str, IndexReport] = {}
         exact_row_BK: NDArray[np.int64] | None = None
         for kind in (configured_kind.fitted(export.num_items) for configured_kind in config.built):
             index_path = output_folder / f"{kind.kind}.faiss"
-            index = build_index(kind, item_ID)
+            index = build_index(kind, item_vector_ID)
             faiss.write_index(index, str(index_path))
             with _faiss_threads(1):
                 start_time = time.perf_counter()
@@ -56,7 +56,7 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
                 duration_s = time.perf_counter() - start_time
             exact_row_BK = row_BK if exact_row_BK is None else exact_row_BK  # the first index is exact
             report_by_kind[kind.kind] = IndexReport(
-                recall=recall_of_exact(row_BK, exact_row_BK=exact_row_BK, query_BD=query_BD, item_ID=item_ID),
+                recall=recall_of_exact(row_BK, exact_row_BK=exact_row_BK, query_BD=query_BD, item_vector_ID=item_vector_ID),
                 k=config.recall_k,
                 ms_per_query=1000 * duration_s / len(query_BD),
                 bytes=index_path.stat().st_size,
@@ -76,32 +76,34 @@ def recall_of_exact(
     *,
     exact_row_BK: NDArray[np.int64],
     query_BD: NDArray[np.float32],
-    item_ID: NDArray[np.float32],
+    item_vector_ID: NDArray[np.float32],
 ) -> float:
     """Return the share of the exact top K that an index returns, over all queries. Row -1 marks a missing item.
 
     An item with the same score as the last exact item counts as correct, because the order of equal scores is arbitrary.
 
-    >>> item_ID = np.array([[3], [2], [2], [1]], np.float32)
+    >>> item_vector_ID = np.array([[3], [2], [2], [1]], np.float32)
     >>> exact_row_BK = np.array([[0, 1], [0, 1]])
-    >>> recall_of_exact(np.array([[0, 2], [3, -1]]), exact_row_BK=exact_row_BK, query_BD=np.ones((2, 1)), item_ID=item_ID)
+    >>> query_BD = np.ones((2, 1), np.float32)
+    >>> row_BN = np.array([[0, 2], [3, -1]])
+    >>> recall_of_exact(row_BN, exact_row_BK=exact_row_BK, query_BD=query_BD, item_vector_ID=item_vector_ID)
     0.5
     """
     num_correct = 0
     for query_D, row_N, exact_row_K in zip(query_BD, row_BN, exact_row_BK, strict=True):
         returned_rows = row_N[row_N >= 0]
-        scores = (item_ID[np.concatenate([exact_row_K, returned_rows])] * query_D).sum(axis=1)
+        scores = (item_vector_ID[np.concatenate([exact_row_K, returned_rows])] * query_D).sum(axis=1)
         exact_scores, returned_scores = scores[: len(exact_row_K)], scores[len(exact_row_K) :]
         num_correct += min(len(exact_row_K), int(np.count_nonzero(returned_scores >= exact_scores.min())))
     return num_correct / exact_row_BK.size
 
 
-def build_index(kind: AnyIndexKind, item_ID: NDArray[np.float32]) -> Any:
+def build_index(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32]) -> Any:
     """Return an IndexIDMap with all vectors. `kind` has the settings for this number of items."""
-    num_items, dim = item_ID.shape
+    num_items, dim = item_vector_ID.shape
     index = kind.empty_index(dim)
     if num_training_vectors := kind.num_training_vectors():
-        index.train(_random_rows(item_ID, num_rows=num_training_vectors))
+        index.train(_random_rows(item_vector_ID, num_rows=num_training_vectors))
 
     # FAISS returns equal scores in the order in which the vectors were added. Row order would favour popular items,
     # because rows are numbered by falling popularity.
@@ -110,7 +112,7 @@ def build_index(kind: AnyIndexKind, item_ID: NDArray[np.float32]) -> Any:
     with _faiss_threads(1 if kind.uses_one_thread(num_items) else faiss.omp_get_max_threads()):
         for batch_start in range(0, num_items, ADD_BATCH_ROWS):
             item_rows = order_I[batch_start : batch_start + ADD_BATCH_ROWS]
-            index_with_row_numbers.add_with_ids(np.ascontiguousarray(item_ID[item_rows]), item_rows)
+            index_with_row_numbers.add_with_ids(np.ascontiguousarray(item_vector_ID[item_rows]), item_rows)
     return index_with_row_numbers
 
 

@@ -75,13 +75,13 @@ class Validator:
         """Collective. Return recall, ndcg and hit_rate at k: means over the users, the same on every rank."""
         task, process = self._encoder.task, self._encoder.process
         task.eval()
-        item_ID = self._encode_items()
+        item_vector_ID = self._encode_items()
         totals = torch.zeros(1 + len(_METRIC_BY_NAME), dtype=torch.float64)  # number of users, then the total of each metric
         for user_index_B, keep_vectors in self._writer.batches(len(self._users)):
             query_BD = self._encoder.encode_queries(self._users[user_index_B], split="validation").cpu()
             if not keep_vectors:
                 continue
-            positions = self._target_positions(user_index_B, query_BD=query_BD, item_ID=item_ID)
+            positions = self._target_positions(user_index_B, query_BD=query_BD, item_vector_ID=item_vector_ID)
             totals[0] += positions.num_users
             for metric_index, metric in enumerate(_METRIC_BY_NAME.values(), 1):
                 totals[metric_index] += metric(positions, k=self.config.k).sum()
@@ -105,12 +105,12 @@ class Validator:
                 encode=lambda rows: self._encoder.encode_items(rows)[1:],
                 array_name="validation",
             )
-        item_ID = np.zeros((spec.num_items, spec.config.output_dim), np.float32)
-        fill_array(vectors_path, item_ID, process=process, on_record=self._writer.touch_heartbeat)
+        item_vector_ID = np.zeros((spec.num_items, spec.config.output_dim), np.float32)
+        fill_array(vectors_path, item_vector_ID, process=process, on_record=self._writer.touch_heartbeat)
         remove_part(vectors_path, process=process)
-        return torch.from_numpy(item_ID)
+        return torch.from_numpy(item_vector_ID)
 
-    def _target_positions(self, user_index_B: Int64Array, *, query_BD: Tensor, item_ID: Tensor) -> TargetPositions:
+    def _target_positions(self, user_index_B: Int64Array, *, query_BD: Tensor, item_vector_ID: Tensor) -> TargetPositions:
         """Rank the candidates for the users `self._users[user_index_B]`."""
         users = self._users[user_index_B]
         seen_items, targets = self._store.items_before(users, "validation"), self._store.targets(users, "validation")
@@ -118,7 +118,7 @@ class Validator:
         ranking = rank_items(
             query_BD,
             is_known_B=self._is_known_U[user_index_B],
-            item_ID=item_ID,
+            item_vector_ID=item_vector_ID,
             order_I=self._popularity_order_I,
             seen=seen_items,
             targets=targets,

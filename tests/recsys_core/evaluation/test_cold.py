@@ -30,8 +30,8 @@ def test_ranking_among_candidates_equals_the_full_ranking_without_the_other_item
     query, item = query.double(), item.double() + torch.tensor(random.permutation(ITEMS))[:, None] / 1e3
     known, order = random.random(QUERIES) < 0.7, random.permutation(ITEMS)
     arguments = {"is_known_B": known, "order_I": order, "seen": _lists(seen), "targets": _lists(targets), "k": ITEMS}
-    full_ranking = rank_served(query + 1e-3, item_ID=item, **arguments)
-    ranking = rank_among(query + 1e-3, item_ID=item, candidate_rows=candidate_rows, **arguments)
+    full_ranking = rank_served(query + 1e-3, item_vector_ID=item, **arguments)
+    ranking = rank_among(query + 1e-3, item_vector_ID=item, candidate_rows=candidate_rows, **arguments)
 
     queries = [number for number in range(QUERIES) if candidates & set(targets[number])]
     order = [[row for row in full_ranking.top_BK[number].tolist() if row in candidates] for number in queries]

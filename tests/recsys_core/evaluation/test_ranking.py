@@ -50,7 +50,7 @@ def test_positions_and_top_lists_equal_a_sort_with_ties_in_a_fixed_permutation(
     query, item = random.integers(-1, 2, (QUERIES, 3)), random.integers(-1, 2, (ITEMS, 3))
     ranking = rank_catalogue(
         torch.tensor(query, dtype=torch.float32),
-        item_ID=torch.tensor(item, dtype=torch.float32),
+        item_vector_ID=torch.tensor(item, dtype=torch.float32),
         seen=_lists(seen),
         targets=_lists(targets),
         k=k,
@@ -82,7 +82,7 @@ def test_unknown_queries_are_ranked_by_popularity(
     ranking = rank_served(
         torch.tensor(query, dtype=torch.float32),
         is_known_B=np.array(known),
-        item_ID=torch.tensor(item, dtype=torch.float32),
+        item_vector_ID=torch.tensor(item, dtype=torch.float32),
         order_I=order,
         seen=_lists(seen),
         targets=_lists(targets),
@@ -99,7 +99,7 @@ def test_a_model_with_equal_scores_ranks_at_random_and_not_by_popularity() -> No
     items, queries = 2_000, 300
     popular = JaggedArray(np.arange(queries + 1), np.arange(queries) % 100)  # rows are numbered by falling popularity
     ranking = rank_catalogue(
-        torch.ones((queries, 4)), item_ID=torch.ones((items, 4)), seen=JaggedArray.empty(queries), targets=popular, k=100
+        torch.ones((queries, 4)), item_vector_ID=torch.ones((items, 4)), seen=JaggedArray.empty(queries), targets=popular, k=100
     )
     assert 0.4 < ranking.position_T.mean() / items < 0.6
     assert 0.4 < ranking.top_BK.mean() / items < 0.6
@@ -110,14 +110,14 @@ def test_chunk_size_and_number_of_threads_do_not_change_the_ranking(monkeypatch:
     query, item = (torch.tensor(random.integers(-2, 3, shape), dtype=torch.float32) for shape in ((40, 4), (30, 4)))
     seen = _lists([random.integers(0, 30, 3).tolist() for _ in range(40)])
     targets = _lists([random.integers(0, 30, 4).tolist() for _ in range(40)])
-    whole = rank_catalogue(query, item_ID=item, seen=seen, targets=targets, k=7)
+    whole = rank_catalogue(query, item_vector_ID=item, seen=seen, targets=targets, k=7)
     monkeypatch.setattr(ranking_module, "MIN_CHUNK_QUERIES", 1)
     monkeypatch.setattr(ranking_module, "CHUNK_SCORES", 70)
     threads = torch.get_num_threads()
     for count in (1, 3):
         torch.set_num_threads(count)
         try:
-            small = rank_catalogue(query, item_ID=item, seen=seen, targets=targets, k=7)
+            small = rank_catalogue(query, item_vector_ID=item, seen=seen, targets=targets, k=7)
             assert torch.get_num_threads() == count
         finally:
             torch.set_num_threads(threads)
@@ -129,7 +129,7 @@ def test_a_catalogue_of_many_blocks_is_ranked_exactly() -> None:
     random = np.random.default_rng(5)
     query, item = (torch.tensor(random.integers(-3, 4, shape), dtype=torch.float32) for shape in ((6, 3), (3_001, 3)))
     seen, targets = ([random.integers(0, 3_001, n).tolist() for _ in range(6)] for n in (50, 9))
-    ranking = rank_catalogue(query, item_ID=item, seen=_lists(seen), targets=_lists(targets), k=20)
+    ranking = rank_catalogue(query, item_vector_ID=item, seen=_lists(seen), targets=_lists(targets), k=20)
     positions, orders = _oracle((query @ item.T).numpy(), seen=seen, targets=targets)
     _check(ranking, positions=positions, orders=orders, k=20)
 
@@ -138,4 +138,4 @@ def test_a_vector_that_is_not_finite_is_rejected() -> None:
     item = torch.ones((3, 2))
     item[1, 0] = torch.nan
     with pytest.raises(StageError, match="item vector 1 "):
-        rank_catalogue(torch.ones((1, 2)), item_ID=item, seen=JaggedArray.empty(1), targets=JaggedArray.empty(1), k=1)
+        rank_catalogue(torch.ones((1, 2)), item_vector_ID=item, seen=JaggedArray.empty(1), targets=JaggedArray.empty(1), k=1)

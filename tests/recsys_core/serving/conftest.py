@@ -74,9 +74,11 @@ class World:
         self.test = [random.choice(ITEMS, 1).tolist() for _ in range(USERS)]
         self.test[3] = [0]
         with torch.no_grad():
-            item_ID = self.towers["item"].embed({"item": torch.from_numpy(self.tables["item"])})
-            self.item_vectors = self.towers["item"](item_ID, features={}).numpy()
-        self.history_items = self.item_vectors if config.history.item_representation == "candidate_tower" else item_ID.numpy()
+            item_vector_ID = self.towers["item"].embed({"item": torch.from_numpy(self.tables["item"])})
+            self.item_vectors = self.towers["item"](item_vector_ID, features={}).numpy()
+        self.history_items = (
+            self.item_vectors if config.history.item_representation == "candidate_tower" else item_vector_ID.numpy()
+        )
 
     @property
     def log(self) -> list[list[int]]:

@@ -49,8 +49,8 @@ class Case:
         """Return query and candidate vectors of unit length; equal items have equal vectors."""
         torch.manual_seed(self.seed)
         query_BD = torch.nn.functional.normalize(torch.randn(len(self.histories), WIDTH), dim=1)
-        item_ID = torch.nn.functional.normalize(torch.randn(ITEMS, WIDTH), dim=1)
-        return query_BD, item_ID[self.candidates]
+        item_vector_ID = torch.nn.functional.normalize(torch.randn(ITEMS, WIDTH), dim=1)
+        return query_BD, item_vector_ID[self.candidates]
 
 
 @st.composite

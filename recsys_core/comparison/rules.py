@@ -58,4 +58,4 @@ class Margin(Settings):
 
 
 RuleConfig = Margin
-"""The config of a rule: a union of the classes above, told apart by `kind`."""
+"""The config of a rule: a union of the classes above, distinguished by `kind`."""

@@ -8,7 +8,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 from pydantic import Field
 
-from flows.prefect_runs import ConfigPath, Overrides, tag_flow_run, titled_field
+from flows.prefect_runs import ConfigPath, Overrides, load_form_config, name_unknown_parameters, tag_flow_run, titled_field
 from flows.runs.history_page import write_history_page
 from flows.runs.run_history import run_history
 from flows.settings.config_file import load_config
@@ -34,7 +34,7 @@ def _flow_run_name() -> str:
     return f"{pipeline_name} {runtime.flow_run.flow_name}{version_suffix}: {parameters['reason']}"
 
 
-@flow(name="promote", flow_run_name=_flow_run_name, validate_parameters=True)
+@flow(name="promote", flow_run_name=_flow_run_name, validate_parameters=True, on_crashed=[name_unknown_parameters])
 def promote(
     pipeline: ConfigPath,
     version: Annotated[int, titled_field("Version"), Field(ge=1)],
@@ -57,14 +57,14 @@ def promote(
         StageError: the version failed the smoke test, or MLflow does not work; nothing has changed.
     """
     die_with_parent()  # has an effect only under `nightjar up`
-    config = load_config(pipeline, overrides)
+    config = load_form_config(pipeline, overrides)
     tag_flow_run(config.name, reason=reason)
     message = promote_version(version, _make_decision(config, reason))
     _rewrite_history_page(config)
     return Completed(name="Promoted", message=message)
 
 
-@flow(name="rollback", flow_run_name=_flow_run_name, validate_parameters=True)
+@flow(name="rollback", flow_run_name=_flow_run_name, validate_parameters=True, on_crashed=[name_unknown_parameters])
 def rollback(
     pipeline: ConfigPath,
     reason: Reason,
@@ -87,7 +87,7 @@ def rollback(
         StageError: no former champion can be loaded, or MLflow does not work; nothing has changed.
     """
     die_with_parent()  # has an effect only under `nightjar up`
-    config = load_config(pipeline, overrides)
+    config = load_form_config(pipeline, overrides)
     tag_flow_run(config.name, reason=reason)
     message = roll_back(version or None, _make_decision(config, reason))
     _rewrite_history_page(config)

@@ -2,18 +2,22 @@
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 from uuid import UUID
 
-from prefect import runtime
+from prefect import Flow, runtime
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter
-from prefect.client.schemas.objects import State
-from prefect.states import Crashed
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.states import Crashed, Failed
 from prefect.utilities.urls import url_for
 from pydantic import Field
 
+from flows.settings.config_file import load_config
+from flows.settings.pipeline import PipelineConfig
 from recsys_core.config import MAX_PATH_CHARACTERS
+from recsys_core.errors import InputError, printable
 from tasks.runs.workspace import Workspace
 
 LOG = logging.getLogger("nightjar")
@@ -28,6 +32,40 @@ def titled_field(title: str) -> Any:
 
 ConfigPath = Annotated[str, titled_field("Pipeline"), Field(min_length=1, max_length=MAX_PATH_CHARACTERS)]
 Overrides = Annotated[tuple[str, ...], titled_field("Settings to override"), Field(max_length=MAX_OVERRIDES)]
+
+
+def load_form_config(path: str, overrides: Sequence[str] = ()) -> PipelineConfig:
+    """Read the config that a form names, as `load_config` does.
+
+    The person who fills in the form may not be allowed to read the files of the worker. In a run of a deployment, an error
+    therefore quotes a file only if it is in the folder of the deployment's own config.
+    """
+    try:
+        return load_config(path, overrides)
+    except InputError:
+        if runtime.deployment.id is None:
+            raise
+        with get_client(sync_client=True) as client:
+            own_path = client.read_deployment(UUID(runtime.deployment.id)).parameters.get("pipeline")
+        if own_path is not None and Path(path).resolve().is_relative_to(Path(own_path).parent.resolve()):
+            raise
+    raise InputError(
+        f"{printable(path)}: this file or one of the overrides is not a valid config; the reason is shown only for files in "
+        "the folder of the deployment's own config; run nightjar validate on the worker"
+    )
+
+
+def name_unknown_parameters(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
+    """Set a flow run with unknown parameters to Failed. A hook for crashed runs, because Prefect does not start such a run."""
+    unknown_names = sorted(flow_run.parameters.keys() - flow.parameters.properties.keys())
+    if unknown_names:
+        message = (
+            f"unknown parameters {', '.join(map(printable, unknown_names))}; the parameters of {flow.name} are "
+            f"{', '.join(flow.parameters.properties)}; give settings of the config as overrides, e.g. training.epochs=3"
+        )
+        failed_state: State = Failed(message=message)
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(flow_run.id, failed_state, force=True)
 
 
 def default_run_id() -> str:

@@ -7,7 +7,16 @@ from prefect.client.schemas.objects import State
 from pydantic import Field
 
 from flows.nightly import nightly_retrain
-from flows.prefect_runs import ConfigPath, Overrides, end_earlier_runs, flow_run_name, run_id_in, titled_field
+from flows.prefect_runs import (
+    ConfigPath,
+    Overrides,
+    end_earlier_runs,
+    flow_run_name,
+    load_form_config,
+    name_unknown_parameters,
+    run_id_in,
+    titled_field,
+)
 from flows.runs.input_checks import check_inputs
 from flows.runs.resume import check_resume, choose_run_to_resume
 from flows.scheduled.crash_report import tie_to_worker
@@ -33,7 +42,7 @@ def _flow_run_name() -> str:
     return flow_run_name(pipeline_name, run_id=parameters.get("resume"), reason=parameters.get("reason", ""))
 
 
-@flow(name="nightly-retrain", flow_run_name=_flow_run_name, validate_parameters=True)
+@flow(name="nightly-retrain", flow_run_name=_flow_run_name, validate_parameters=True, on_crashed=[name_unknown_parameters])
 def deployed_retrain(
     pipeline: ConfigPath,
     reason: Annotated[str, titled_field("Reason"), Field(max_length=MAX_REASON_CHARACTERS)] = "",
@@ -71,7 +80,7 @@ def deployed_retrain(
     die_with_parent()  # has an effect only under `nightjar up`
     tie_to_worker()
     options = RunOptions(reason=reason, full_retrain=full_retrain, dry_run=dry_run, promote=promote)
-    config = load_config(pipeline, overrides)
+    config = load_form_config(pipeline, overrides)
     is_scheduled = SCHEDULED_TAG in runtime.flow_run.tags
     resumed_run_id = resume or (choose_run_to_resume(config) if is_scheduled else None)
     workspace = Workspace(config.workspace)

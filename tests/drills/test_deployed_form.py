@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.drill
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 600.0
-SERVE = "from flows.scheduled.deployed import deployed_retrain as flow; flow.serve('drill', pause_on_shutdown=False)"
+SERVE = """
+import sys
+from flows.scheduled.deployed import deployed_retrain
+
+deployed_retrain.serve("drill", parameters={"pipeline": sys.argv[1]}, pause_on_shutdown=False)
+"""
 
 
 class Form:
@@ -68,7 +73,10 @@ def form(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Form]:
         server.start_prefect(log_file=folder / "prefect.log")
         server.wait_until_ready()
         environment = os.environ | {"PYTHONPATH": str(ROOT), "PREFECT_RUNNER_POLL_FREQUENCY": "1", "OMP_NUM_THREADS": "1"}
-        serving_process = subprocess.Popen([sys.executable, "-c", SERVE], cwd=folder, env=environment, stdout=log, stderr=log)
+        file = write_config(folder)
+        serving_process = subprocess.Popen(
+            [sys.executable, "-c", SERVE, str(file)], cwd=folder, env=environment, stdout=log, stderr=log
+        )
         try:
             from prefect.client.orchestration import get_client  # reads the address of the server when it is imported
 
@@ -77,7 +85,7 @@ def form(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Form]:
                 while not client.read_deployments():
                     assert serving_process.poll() is None and time.monotonic() < deadline, (folder / "serve.log").read_text()
                     time.sleep(0.5)
-                yield Form(client, write_config(folder))
+                yield Form(client, file)
         finally:
             serving_process.terminate()
             serving_process.wait(60)
@@ -122,6 +130,9 @@ def test_the_form_starts_runs_that_end_in_states_with_events(form: Form) -> None
     failed_run = form.start(overrides=["training.epoch=1"])
     assert failed_run.state_name == "Failed" and failed_run.state is not None
     assert "training.epoch: unknown key; did you mean training.epochs?" in str(failed_run.state.message)
+    unstarted_run = form.start(epochs=3)
+    assert unstarted_run.state_name == "Failed" and unstarted_run.state is not None
+    assert str(unstarted_run.state.message).startswith("unknown parameters epochs; the parameters of nightly-retrain are ")
     assert len(client.search_model_versions(f"name = '{name}'")) == 2
 
 

@@ -12,16 +12,18 @@ from threading import Thread
 
 import psutil
 import pytest
+from prefect import runtime
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
-from prefect.states import Completed, Pending, Running
+from prefect.states import Completed, Crashed, Pending, Running
 from ruamel.yaml import YAML
 
 from flows.cli.deploy import deploy_pipeline
-from flows.prefect_runs import end_lost_runs
+from flows.prefect_runs import end_lost_runs, load_form_config, name_unknown_parameters
 from flows.scheduled import deployments
 from flows.scheduled.crash_report import start_reporter
+from flows.scheduled.deployed import deployed_retrain
 from flows.servers.prefect_server import embedded_server
 from flows.settings import yaml_loader
 from flows.settings.config_file import LoadedConfig
@@ -176,6 +178,42 @@ def test_the_death_of_a_running_flow_run_is_reported_and_frees_its_slot(
     state_type = client.read_flow_run(run.id).state_type
     assert state_type is not None and state_type.value == ("CRASHED" if last_state is Running else "COMPLETED")
     assert client.set_flow_run_state(next_run.id, Pending()).status.value == "ACCEPT"
+
+
+def test_a_run_with_unknown_parameters_ends_as_failed_and_names_them(tmp_path: Path, client: SyncPrefectClient) -> None:
+    deploy(tmp_path, name="forms")
+    deployment = deployments.read_deployment(client, "forms")
+    assert deployment is not None and deployed_retrain.on_crashed_hooks == [name_unknown_parameters]
+    for parameters, state_name in (({"epochs": 3, "dry-run": True}, "Failed"), ({"dry_run": True}, "Crashed")):
+        run = client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
+        crashed = client.set_flow_run_state(run.id, Crashed(), force=True).state  # as Prefect's runner
+        assert crashed is not None
+        name_unknown_parameters(deployed_retrain, run, crashed)
+        state = client.read_flow_run(run.id).state
+        assert state is not None and state.name == state_name
+        if state_name == "Failed":
+            assert str(state.message).startswith("unknown parameters dry-run, epochs; the parameters of nightly-retrain are ")
+
+
+def test_an_error_quotes_a_file_only_from_the_folder_of_the_deployed_config(
+    tmp_path: Path, client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    deploy(folder, name="forms")
+    deployment = deployments.read_deployment(client, "forms")
+    assert deployment is not None
+    monkeypatch.setattr(runtime.deployment, "id", str(deployment.id), raising=False)
+    for path in (tmp_path / "shadow", folder / "neighbour.yaml"):
+        path.write_text("content: 1\n")
+    (folder / "link.yaml").symlink_to(tmp_path / "shadow")
+    with pytest.raises(InputError, match="content: unknown key"):
+        load_form_config(str(folder / "neighbour.yaml"))
+    for path in (tmp_path / "shadow", folder / "link.yaml", tmp_path / "absent"):
+        with pytest.raises(InputError) as caught:
+            load_form_config(str(path))
+        assert str(caught.value).startswith(f"{path}: this file or one of the overrides is not a valid config; the reason is ")
+        assert "content" not in str(caught.value).removeprefix(str(path))
 
 
 @pytest.mark.parametrize("version", ["2.20.4", "3.1.0"])

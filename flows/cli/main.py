@@ -236,14 +236,14 @@ def query(
     answer = recommend(config, user=user, k=k, model_uri=model)
     if not answer.known_user:
         output.stderr.print(
-            f"user {user} is unknown to version {answer.version}: these are the most popular items",
+            f"user {printable(user)} is unknown to version {answer.version}: these are the most popular items",
             markup=False,
             soft_wrap=True,
         )
     if as_json:
         sys.stdout.write(answer.model_dump_json() + "\n")
         return
-    output.stdout.print(f"{answer.model} version {answer.version}, user {user}", markup=False, soft_wrap=True)
+    output.stdout.print(f"{answer.model} version {answer.version}, user {printable(user)}", markup=False, soft_wrap=True)
     rows = [[str(item.item_id), f"{item.score:.4f}"] for item in answer.items]
     output.print_table(["item", "score"], rows, console=output.stdout)
 
@@ -265,6 +265,5 @@ def main() -> None:
     except Interrupted as error:
         end_process(error)
     except NightjarError as error:
-        message = "\n".join(printable(line) for line in str(error).split("\n"))
-        output.stderr.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
+        output.stderr.print(f"error: {output.printable_lines(str(error))}", style="red", markup=False, soft_wrap=True)
         sys.exit(error.exit_code)

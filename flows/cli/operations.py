@@ -36,7 +36,7 @@ def doctor(
     preflight = check_environment(folder if config is None else config.workspace)
     output.print_facts(dict(preflight.rows), console=output.stdout)
     for problem in preflight.problems:
-        output.stdout.print(f"problem: {problem}", style="red", markup=False, soft_wrap=True)
+        output.stdout.print(f"problem: {output.printable_lines(problem)}", style="red", markup=False, soft_wrap=True)
     num_problems = len(preflight.problems)
     if config is not None:
         from flows.doctor.installation import examine

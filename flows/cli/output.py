@@ -30,6 +30,11 @@ _STAGE_WIDTH, _DURATION_WIDTH, _MIN_FACTS_WIDTH, _MAX_FACTS_WIDTH = 19, 9, 20, 9
 """Widths of the columns of a stage line. The remaining width of the terminal is for the facts."""
 
 
+def printable_lines(text: str) -> str:
+    """Escape the control characters of a text that may quote the input, except line ends."""
+    return "\n".join(printable(line) for line in text.split("\n"))
+
+
 class _StageLines(logging.Handler):
     """Prints the log records of tasks.progress.reporting: a line for a finished stage, a bar for the running one."""
 
@@ -45,19 +50,21 @@ class _StageLines(logging.Handler):
         elif "stage" in fields:
             self._progress.reset(self._task, description=fields["stage"], total=None, note="")
         elif "stage_line" in fields:
-            console.print(stage_line(*fields["stage_line"], width=console.width), markup=False, soft_wrap=True)
+            line = stage_line(*fields["stage_line"], width=console.width)
+            console.print(printable_lines(line), markup=False, soft_wrap=True)
         elif "rank" in fields:  # output of a rank: Prefect's log and the log files of the training contain it
             return
         elif record.levelno >= logging.WARNING:
             print_warning(record.getMessage(), is_error=record.levelno >= logging.ERROR)
         else:
-            console.print(fold(record.getMessage(), width=console.width), markup=False, soft_wrap=True)
+            message = fold(printable_lines(record.getMessage()), width=console.width)
+            console.print(message, markup=False, soft_wrap=True)
 
 
 def print_warning(text: str, *, is_error: bool = False) -> None:
     """Print a warning to stderr, or an error after which the command continues."""
     label, colour = ("error", "red") if is_error else ("warning", "yellow")
-    message = fold(f"{label} {text}", width=stderr.width).removeprefix(label)
+    message = fold(f"{label} {printable_lines(text)}", width=stderr.width).removeprefix(label)
     stderr.print(f"[{colour}]{label}[/]{escape(message)}", soft_wrap=True)
 
 
@@ -167,8 +174,7 @@ def print_facts(facts: Mapping[str, str], *, console: Console) -> None:
     """Print names and values in two columns."""
     name_width = max(len(fact_name) for fact_name in facts)
     for fact_name, fact_text in facts.items():
-        lines = "\n".join(printable(line) for line in fact_text.split("\n"))
-        console.print(f"[dim]{fact_name.ljust(name_width)}[/]  {escape(lines)}", soft_wrap=True)
+        console.print(f"[dim]{fact_name.ljust(name_width)}[/]  {escape(printable_lines(fact_text))}", soft_wrap=True)
 
 
 def print_findings(findings: "Mapping[str, Finding]", *, console: Console) -> None:
@@ -180,7 +186,7 @@ def print_findings(findings: "Mapping[str, Finding]", *, console: Console) -> No
     console.print()
     for subject, finding in findings.items():
         status = f"[{style_by_status[finding.status]}]{finding.status:<8}[/]"
-        console.print(f"[dim]{subject.ljust(name_width)}[/]  {status}  {escape(finding.text)}", soft_wrap=True)
+        console.print(f"[dim]{subject.ljust(name_width)}[/]  {status}  {escape(printable_lines(finding.text))}", soft_wrap=True)
 
 
 def print_releases(releases: Sequence[Mapping[str, Any]], *, console: Console) -> None:

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from flows.cli.output import print_table
 from flows.settings.pipeline import PipelineConfig
+from recsys_core.errors import printable
 from recsys_core.units import format_bytes, format_duration, format_gib
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def print_history(runs: "Sequence[PastRun]", *, metric_name: str, console: Conso
         reason = f"reason: {record.options.reason}" if record.options.reason else ""
         message = record.message if record.state != "Promoted" else ""
         note = "; ".join(filter(None, (reason, message))) or STATE_NAMES[record.state]
-        console.print(f"{past_run.run.run_id}  {note}", markup=False, soft_wrap=True)
+        console.print(f"{past_run.run.run_id}  {printable(note)}", markup=False, soft_wrap=True)
 
 
 def clean_workspace(config: PipelineConfig, *, dry_run: bool) -> "Removals":

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from flows.cli import output
+from flows.doctor.finding import Finding
 from recsys_core.evaluation.report import metric_table
 from tasks.progress.reporting import LOG, show_bar
 
@@ -77,3 +78,17 @@ def test_control_characters_of_ids_are_escaped_and_a_newline_does_not_make_a_row
     printed = capsys.readouterr().out
     assert "\x1b" not in printed and "\x07" not in printed and "\u202e" not in printed
     assert len(printed.splitlines()) == 4 and r"a\x1b]0;title\x07\x1b[31m\nb\u202e" in printed
+
+
+def test_control_characters_of_warnings_and_findings_are_escaped_and_lines_stay(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = "a\x1b]0;title\x07\nb\u202e"
+    monkeypatch.setattr(output, "stderr", Console(file=sys.stdout, width=200))
+    output.print_warning(hostile)
+    output.print_findings({"log": Finding("problem", hostile)}, console=output.stderr)
+    with output.stage_lines():
+        logging.getLogger("nightjar").info("read %s", hostile)
+    printed = capsys.readouterr().out
+    assert "\x1b]0" not in printed and "\x07" not in printed and "\u202e" not in printed
+    assert printed.count(r"a\x1b]0;title\x07") == 3 and printed.count("\nb") == 3

@@ -2,6 +2,7 @@
 
 import base64
 import pickle
+import stat
 import time
 from dataclasses import replace
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from torch.distributed import TCPStore
 
 from recsys_core.launching.messages import Host, LaunchFolder, LaunchSpec
 from recsys_core.launching.network import find_network, listen
-from recsys_core.launching.torchrun import StaticRendezvous, connect_store
+from recsys_core.launching.torchrun import STORE_VARIABLE, StaticRendezvous, connect_store
 from tests.recsys_core.launching.listening_sockets import listening
 from tests.recsys_core.launching.scripted_launches import RANKS
 from tests.recsys_core.launching.test_launch import ranks_import_this_tree, running_launch
@@ -31,6 +32,16 @@ def test_on_one_host_the_agent_has_no_listening_socket_and_ranks_listen_on_the_l
     assert sockets, "gloo's ranks listen for each other"
     assert {name for name, _ in sockets} == {RANKS}
     assert {address for _, address in sockets} <= LOOPBACK
+
+
+def test_ranks_of_one_host_use_the_loopback_interface_and_meet_in_a_folder_of_their_user_alone(tmp_path: Path) -> None:
+    with running_launch(tmp_path, "local") as (launcher, _):
+        environments = [process.environ() for process in psutil.Process(launcher.pid).children(recursive=True)]
+        rank_environments = [environment for environment in environments if "RANK" in environment]
+        modes = {stat.S_IMODE(Path(env[STORE_VARIABLE]).parent.stat().st_mode) for env in rank_environments}
+    assert len(rank_environments) == 2 and modes == {0o700}
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        assert {environment[variable] for environment in rank_environments} == {"lo"}
 
 
 class Payload:

@@ -62,7 +62,8 @@ def test_a_rank_killed_by_a_signal_is_the_cause_and_not_its_peer_that_lost_the_c
 
 
 def test_an_agent_that_starts_too_late_is_ended_and_reported_with_the_setting(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"missing: node 0.*raise launcher\.rendezvous_timeout_s"):
+    # A fast host is ready while the message is written.
+    with pytest.raises(LaunchError, match=r"(missing: node 0|ranks 0, 1 do not run).*raise launcher\.rendezvous_timeout_s"):
         launch_ranks(tmp_path, {}, launcher=LocalLauncher(rendezvous_timeout_s=0.01))
     assert not agents_and_ranks()
 

@@ -27,7 +27,7 @@ from recsys_core.manifests.model_stages import (
     StageName,
     TrainManifest,
 )
-from recsys_core.manifests.ownership import MARKER_NAME, create_own_folder, require_own_folder
+from recsys_core.manifests.ownership import MARKER_NAME, create_own_folder, require_no_link, require_own_folder
 from recsys_core.manifests.stage_folder import (
     MANIFEST_NAME,
     FileRecord,
@@ -79,5 +79,6 @@ __all__ = [
     "read_unchecked_manifest",
     "record_file",
     "require_manifest",
+    "require_no_link",
     "require_own_folder",
 ]

@@ -1,6 +1,5 @@
 """Marker file in each folder that nightjar created; a folder without it is never removed or overwritten."""
 
-import os
 import shutil
 from pathlib import Path
 
@@ -20,18 +19,23 @@ def create_own_folder(folder: Path) -> None:
 
 def require_own_folder(folder: Path) -> None:
     """Raise InputError if `folder` is a link, a file, or a folder with files but no marker. Nothing is changed."""
-    if not os.path.lexists(folder):
+    require_no_link(folder)
+    if not folder.exists():
         return
-    if folder.is_symlink() or not folder.is_dir():
-        raise InputError(
-            f"{folder}: is {'a link' if folder.is_symlink() else 'a file'}, but nightjar needs a folder of its own here, to "
-            f"replace and remove files in it; move the {'link' if folder.is_symlink() else 'file'} away"
-        )
     if not (folder / MARKER_NAME).is_file() and any(folder.iterdir()):
         raise InputError(
             f"{folder}: holds files, but not the marker {MARKER_NAME} of a folder that nightjar created, so nightjar does not "
             "replace or remove them; move the folder away, or, if nightjar created it, create an empty file "
             f"{MARKER_NAME} in it"
+        )
+
+
+def require_no_link(folder: Path) -> None:
+    """Raise InputError if `folder` is a link or a file: nightjar may not own the files behind a link."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise InputError(
+            f"{folder}: is {'a link' if folder.is_symlink() else 'a file'}, but nightjar needs a folder of its own here, to "
+            f"replace and remove files in it; move the {'link' if folder.is_symlink() else 'file'} away"
         )
 
 

@@ -11,7 +11,15 @@ from recsys_core.errors import LaunchError
 from recsys_core.launching.heartbeat import HeartbeatFile
 from recsys_core.launching.launch import launch
 from recsys_core.launching.rank_output import RankOutput
-from recsys_core.manifests import Dataset, InteractionsManifest, PlanManifest, StageFolder, TrainManifest, fingerprint_of
+from recsys_core.manifests import (
+    Dataset,
+    InteractionsManifest,
+    PlanManifest,
+    StageFolder,
+    TrainManifest,
+    fingerprint_of,
+    require_no_link,
+)
 from recsys_core.sharding.config import PLAN_NAME
 from recsys_core.training.config import WarmStartConfig
 from recsys_core.training.dense_parallel import require_shardable_layers
@@ -69,6 +77,7 @@ def train(
         "train", result_settings, model, setup.loss, interactions, embeddings, features, plan, champion_export
     )
     work_folder = folder.with_name(folder.name + ".work")
+    require_no_link(work_folder)
     stage = StageFolder(folder, TrainManifest, fingerprint=fingerprint)
     if stage.manifest is not None:
         shutil.rmtree(work_folder, ignore_errors=True)

@@ -84,7 +84,7 @@ def find_old_versions(client: MlflowClient, model_name: str, *, num_kept: int) -
     """Return the versions of nightjar that retention does not keep, the oldest first. Nothing is deleted.
 
     Retention keeps the newest `num_kept` versions, versions with an alias, the latest former champions, and versions that are
-    in the gate of another run.
+    in the gate of another run. It also keeps versions whose files are behind a link.
     """
     number_by_alias = version_number_by_alias(client, model_name)
     if number_by_alias is None:
@@ -100,6 +100,7 @@ def find_old_versions(client: MlflowClient, model_name: str, *, num_kept: int) -
         if str(version.version) not in kept_numbers
         and RUN_ID_TAG in version.tags
         and (REASONS_TAG in version.tags or version.creation_timestamp < earliest_gate_start_ms)
+        and not _is_behind_link(_logged_model(client, version))
     ]
 
 
@@ -121,6 +122,8 @@ def delete_versions(client: MlflowClient, removals: Iterable[VersionRemoval]) ->
             completed_removals.append(removal)  # an earlier attempt has deleted it
             continue
         logged_model = _logged_model(client, version)
+        if _is_behind_link(logged_model):  # it was a folder when the removal was planned
+            continue
         if logged_model is not None:
             delete_logged_model(client, logged_model)
         client.delete_model_version(model_name, version_number)
@@ -141,9 +144,21 @@ def _logged_model(client: MlflowClient, version: ModelVersion) -> LoggedModel | 
         return None
 
 
+def _is_behind_link(model: LoggedModel | None) -> bool:
+    """Return whether the folder `<model id>/artifacts` of a logged model, or the folder above it, is a link."""
+    folder = None if model is None else _local_folder(model)
+    return folder is not None and (folder.is_symlink() or folder.parent.is_symlink())
+
+
+def _local_folder(model: LoggedModel) -> Path | None:
+    """Return the folder of a logged model's files; None if it is not on a local disk."""
+    location = urlparse(model.artifact_location)
+    return Path(url2pathname(location.path)) if location.scheme in ("", "file") else None
+
+
 def _local_bytes(client: MlflowClient, version: ModelVersion) -> int | None:
     logged_model = _logged_model(client, version)
     if logged_model is None:
         return 0
-    location = urlparse(logged_model.artifact_location)
-    return used_bytes(Path(url2pathname(location.path))) if location.scheme in ("", "file") else None
+    folder = _local_folder(logged_model)
+    return None if folder is None else used_bytes(folder)

@@ -6,6 +6,7 @@ of the next run finishes the removal.
 """
 
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -35,9 +36,10 @@ from recsys_core.manifests import (
 )
 from recsys_core.manifests.ownership import remove_own_folder
 from tasks.retention.config import RetentionConfig
-from tasks.runs.run import CHAMPION_FILE_NAME, LOCK_NAME, REDUCED_FILE_NAME, RUN_ID_PATTERN, RUNS_FOLDER_NAME
+from tasks.runs.run import CHAMPION_FILE_NAME, LOCK_NAME, REDUCED_FILE_NAME, RUNS_FOLDER_NAME
 from tasks.runs.workspace import Workspace
 
+LOG = logging.getLogger("nightjar")
 REPORT_SUFFIXES = (".html", ".json", ".jsonl", ".png")
 """Files of a stage that a reduced run keeps: its manifest, its report and the training log."""
 TRASH_FOLDER_NAME = ".trash"
@@ -67,14 +69,11 @@ class RunRemoval:
 
 
 def run_ids(workspace: Path) -> list[str]:
-    """Return the ids of the runs, the oldest first; folders that nightjar did not create are left out."""
-    runs_folder = workspace / RUNS_FOLDER_NAME
-    folders = runs_folder.iterdir() if runs_folder.is_dir() else iter(())
-    return sorted(
-        path.name
-        for path in folders
-        if RUN_ID_PATTERN.fullmatch(path.name) and not path.is_symlink() and (path / MARKER_NAME).is_file()
-    )
+    """Return the ids of the runs, the oldest first; links and folders that nightjar did not create are left out."""
+    if (workspace / RUNS_FOLDER_NAME).is_symlink():
+        LOG.warning("%s: is a link, so retention removes no runs behind it", workspace / RUNS_FOLDER_NAME)
+        return []
+    return [run.run_id for run in Workspace(workspace).runs() if (run.folder / MARKER_NAME).is_file()]
 
 
 def find_removals(workspace: Path, config: RetentionConfig, *, aliased_runs: Collection[str]) -> list[RunRemoval]:
@@ -186,7 +185,7 @@ def _freed_bytes(path_groups: Iterable[tuple[Path, ...]]) -> Iterator[int]:
 
 def _file_statuses(path: Path) -> Iterator[os.stat_result]:
     """Yield the status of each file at or below `path`; skip files that another process removes meanwhile."""
-    for file_path in path.rglob("*") if path.is_dir() else (path,):
+    for file_path in path.rglob("*") if _is_real_folder(path) else (path,):
         with suppress(FileNotFoundError):
             status = file_path.lstat()
             if not stat.S_ISDIR(status.st_mode):

@@ -73,8 +73,13 @@ def run_trial(trial: RunningTrial, train: TrainFunction, *, metric: str, folder:
 
 
 def _remove_all_but_metrics_and_logs(folder: Path) -> None:
-    """Move metrics.jsonl to the trial's folder, keep the logs, and remove all other files of the training."""
+    """Move metrics.jsonl to the trial's folder, keep the logs, and remove all other files of the training.
+
+    Files behind a link are left alone.
+    """
     train_folder, work_folder = folder / "train", folder / "train.work"
+    if train_folder.is_symlink() or work_folder.is_symlink():
+        return
     for source_folder in (train_folder, work_folder):
         if (source_folder / METRICS_FILE).is_file():
             (source_folder / METRICS_FILE).replace(folder / METRICS_FILE)

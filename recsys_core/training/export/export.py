@@ -19,7 +19,7 @@ from recsys_core.disk import save_npy
 from recsys_core.launching.heartbeat import HeartbeatFile
 from recsys_core.launching.launch import launch
 from recsys_core.launching.messages import ProcessLayout
-from recsys_core.manifests import Dataset, ExportManifest, StageFolder, TrainManifest, fingerprint_of
+from recsys_core.manifests import Dataset, ExportManifest, StageFolder, TrainManifest, fingerprint_of, require_no_link
 from recsys_core.models.tables.embedding_tables import table_shards
 from recsys_core.models.task import RetrievalTask
 from recsys_core.sharding.config import PLAN_NAME
@@ -45,6 +45,7 @@ def export_vectors(setup: TrainingSetup, *, dataset: Dataset, train: TrainManife
     """
     config, model = setup.training, setup.model
     work_folder = folder.with_name(folder.name + ".work")
+    require_no_link(work_folder)
     fingerprint = fingerprint_of("export", model, dataset.interactions, train)
     stage = StageFolder(folder, ExportManifest, fingerprint=fingerprint)
     if stage.manifest is not None:

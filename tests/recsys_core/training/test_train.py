@@ -137,6 +137,18 @@ def test_a_finished_stage_is_kept_and_nothing_is_launched(experiment, trained):
     assert run_train(experiment, trained[0].folder, on_progress=lambda progress: pytest.fail("trained again")) == trained[0]
 
 
+def test_a_work_folder_that_is_a_link_is_rejected_and_the_files_behind_it_remain(experiment, tmp_path):
+    old_log = tmp_path / "archive" / "logs" / "attempt-1"
+    old_log.mkdir(parents=True)
+    for stage in ("train", "export"):
+        (tmp_path / f"{stage}.work").symlink_to(tmp_path / "archive")
+    with pytest.raises(InputError, match=r"train\.work: is a link"):
+        run_train(experiment, tmp_path / "train")
+    with pytest.raises(InputError, match=r"export\.work: is a link"):
+        export(experiment, experiment.plan, tmp_path / "export")
+    assert old_log.is_dir()
+
+
 @pytest.mark.drill
 def test_after_the_last_attempt_the_error_names_rank_and_signal_and_no_process_is_left(experiment, tmp_path):
     config = CONFIG.model_copy(update={"max_attempts": 1})

@@ -66,6 +66,20 @@ def test_only_old_versions_without_an_alias_or_a_use_are_deleted_with_their_file
     assert [removal.version for removal in find_old_versions(client, "m", num_kept=2)] == ["1"]
 
 
+@pytest.mark.parametrize("linked_level", [0, 1])
+def test_a_version_whose_files_are_behind_a_link_is_kept(client: MlflowClient, tmp_path: Path, linked_level: int) -> None:
+    artifact_folder = add_version(client, "1")
+    add_version(client, "2")
+    removals = find_old_versions(client, "m", num_kept=1)
+    linked_folder, archive = (artifact_folder, *artifact_folder.parents)[linked_level], tmp_path / "archive"
+    linked_folder.rename(archive)
+    linked_folder.symlink_to(archive)
+    assert find_old_versions(client, "m", num_kept=1) == []
+    assert delete_versions(client, removals) == []  # planned before the folder became a link
+    assert len([*archive.rglob("values.npy")]) == 1
+    assert numbers(client) == {1, 2}
+
+
 def test_a_version_whose_deletion_was_interrupted_is_deleted_next_time(client: MlflowClient) -> None:
     folder = add_version(client, "1")
     add_version(client, "2")

@@ -82,6 +82,27 @@ def test_files_behind_a_link_and_stage_folders_without_a_marker_are_never_remove
     assert files_below(foreign) == before
 
 
+def test_the_runs_of_another_workspace_behind_a_link_are_never_removed(tmp_path: Path, add_run: AddRun) -> None:
+    for index in range(6):
+        add_run(tmp_path / "other", f"2026{index}")
+    before = files_below(tmp_path / "other")
+    (tmp_path / "workspace").mkdir()
+    (tmp_path / "workspace" / "runs").symlink_to(tmp_path / "other" / "runs")
+    assert clean(tmp_path / "workspace") == {}
+    assert files_below(tmp_path / "other") == before
+
+
+def test_files_behind_a_link_in_a_stage_do_not_count_as_freed_space(tmp_path: Path, add_run: AddRun) -> None:
+    runs = [add_run(tmp_path / "workspace", f"2026{index}") for index in range(4)]
+    (tmp_path / "archive").mkdir()
+    (tmp_path / "archive" / "values.npy").write_bytes(bytes(100 * LARGE))
+    (runs[0].folder / "ingest_interactions" / "archive").symlink_to(tmp_path / "archive")
+    removal = find_removals(tmp_path / "workspace", CONFIG, aliased_runs=())[0]
+    assert removal.run_id == "20260" and removal.bytes < 100 * LARGE
+    assert clean(tmp_path / "workspace") == {"20260": "reduce", "20261": "reduce"}
+    assert (tmp_path / "archive" / "values.npy").stat().st_size == 100 * LARGE
+
+
 def test_a_run_behind_an_alias_and_the_champion_of_a_whole_run_are_never_touched(tmp_path: Path, add_run: AddRun) -> None:
     for index in range(6):
         add_run(tmp_path, f"2026{index}", champion="20261" if index == 5 else None)

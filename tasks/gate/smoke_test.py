@@ -173,15 +173,15 @@ def predict_in_subprocess(
         if process.returncode in _KILL_EXIT_CODES:
             raise StageError(f"{reason}; a signal ended the process, perhaps for lack of memory")
         raise UnusableVersionError(reason)
-    return _read_answers(output_file, sample=sample, model_uri=model_uri)
+    return read_answers(output_file, sample=sample, model_uri=model_uri)
 
 
-def _read_answers(output_file: Path, *, sample: ServedSample, model_uri: str) -> pa.ListArray:
-    """Return the column item_ids of the process's answers; raise UnusableVersionError without one list of ids per user."""
+def read_answers(output_file: Path, *, sample: ServedSample, model_uri: str) -> pa.ListArray:
+    """Return the column item_ids of a process's answers; raise UnusableVersionError unless it has one list of ids per user."""
     try:
         answers = pq.read_table(output_file)["item_ids"].combine_chunks()
-    except (OSError, KeyError, pa.ArrowInvalid) as error:
-        problem = f"its process ended without a file of answers ({type(error).__name__})"
+    except (OSError, KeyError, pa.ArrowException) as error:
+        problem = f"its process ended without a readable file of answers with the column item_ids ({type(error).__name__})"
         raise UnusableVersionError(f"{model_uri}: {problem}") from None
     if len(answers) != sample.num_users:
         raise UnusableVersionError(f"{model_uri}: {sample.num_users:,} users, but {len(answers):,} answers")
@@ -189,6 +189,8 @@ def _read_answers(output_file: Path, *, sample: ServedSample, model_uri: str) ->
         raise UnusableVersionError(
             f"{model_uri}: the answers have the type {answers.type}, but lists of {sample.item_ids.type} are expected"
         )
+    if answers.null_count:
+        raise UnusableVersionError(f"{model_uri}: {answers.null_count:,} of {sample.num_users:,} users have no answer")
     return answers
 
 
@@ -199,7 +201,7 @@ def _start_process() -> ModelProcess:
     }
     command = [sys.executable, "-m", "tasks.gate.smoke_process"]
     pipe, no_file = subprocess.PIPE, subprocess.DEVNULL
-    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=no_file, stderr=pipe, text=True)
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=no_file, stderr=pipe, text=True, errors="replace")
 
 
 def _fetch(model_uri: str, *, client: MlflowClient, workspace: Path) -> tuple[Path, dict[str, str] | None]:

@@ -11,9 +11,10 @@ import pytest
 
 from recsys_core.errors import StageError, TrackingServerError
 from tasks.gate import gate, version_tester
-from tasks.gate.smoke_test import NotFetchedError, ServedSample
+from tasks.gate.smoke_test import NotFetchedError, ServedSample, predict_in_subprocess
 from tasks.registry import mlflow_client
 from tasks.registry.mlflow_client import connect
+from tasks.registry.model_uri import record_logged_model
 from tasks.registry.releases import BROKEN_TAG
 from tests.tasks.conftest import Stages
 from tests.tasks.registration import aliases, do_register, run_of, version_tags
@@ -39,6 +40,16 @@ def flip_a_bit(workspace: Path, version: str) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
+
+
+def append_code(workspace: Path, version: str, code: str) -> None:
+    """Append `code` to the Python file of a version, as if a run had logged the version with it."""
+    client = connect(workspace)
+    with (package_of(workspace, version) / "pyfunc_model.py").open("a") as file:
+        file.write(f"\n{code}\n")
+    source = client.get_model_version("m", version).source
+    assert source is not None
+    record_logged_model(source, client=client, workspace=workspace)
 
 
 def test_a_run_is_compared_with_a_champion_promoted_during_its_comparison(
@@ -77,6 +88,30 @@ def test_a_champion_with_a_flipped_bit_is_replaced_and_reported(
     assert made.alarm.endswith("; version 2 is champion instead")
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [f"m: {made.alarm}"]
     assert version_tags(connect(workspace), "1")[BROKEN_TAG].startswith("models:/m/1: ")
+
+
+def test_champions_whose_process_ends_without_answers_are_replaced_by_the_last_champion_that_answers(
+    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run_id in ("one", "two", "three"):
+        do_register(stages(), run_of(workspace, run_id))
+    append_code(workspace, "2", "import os; os.write(2, b'no \\xff\\n'); os._exit(1)")
+    append_code(workspace, "3", "import os; NightjarModel.predict = lambda *_, **__: os._exit(0)")
+    predict_here = version_tester.predict_in_subprocess
+
+    def predict(sample: ServedSample, *, model_uri: str, **options: Any) -> pa.ListArray:
+        is_broken = model_uri in ("models:/m/2", "models:/m/3")
+        return (predict_in_subprocess if is_broken else predict_here)(sample, model_uri=model_uri, **options)
+
+    monkeypatch.setattr(version_tester, "predict_in_subprocess", predict)
+    registration = do_register(stages(confused=True), run_of(workspace, "four"))
+    client = connect(workspace)
+    assert aliases(client) == {"champion": "1", "challenger": "4"}
+    assert registration.alarm == (
+        "the champion, version 3, does not load (models:/m/3: its process ended without a readable file of answers with the "
+        "column item_ids (FileNotFoundError)); version 1 is champion instead"
+    )
+    assert version_tags(client, "2")[BROKEN_TAG].endswith("(exit 1): no \ufffd")
 
 
 def test_a_version_that_is_worse_than_the_last_loadable_champion_restores_that_champion(

@@ -6,7 +6,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.gate.smoke_test import K, ServedSample, invalid_answers, prepare_sample, user_metrics
+from tasks.gate.smoke_test import (
+    K,
+    ServedSample,
+    UnusableVersionError,
+    invalid_answers,
+    prepare_sample,
+    read_answers,
+    user_metrics,
+)
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
 
 ITEMS = 30
@@ -63,6 +71,36 @@ def test_valid_answers_have_no_problems(sample: ServedSample) -> None:
 )
 def test_each_problem_is_found_and_counted(sample: ServedSample, first: list[int], problem: str) -> None:
     assert invalid_answers(answers(first, list(range(104, 104 + K))), sample=sample) == [f"{problem} (of 2 users)"]
+
+
+@pytest.mark.parametrize(
+    ("table", "problem"),
+    [
+        (None, r"its process ended without a readable file of answers with the column item_ids \(FileNotFoundError\)"),
+        (
+            pa.table({"ids": [[100], [101]]}),
+            r"its process ended without a readable file of answers with the column item_ids \(KeyError\)",
+        ),
+        (pa.table({"item_ids": [[100]]}), "2 users, but 1 answers"),
+        (pa.table({"item_ids": [[100], [101], [102]]}), "2 users, but 3 answers"),
+        (pa.table({"item_ids": [100, 101]}), "the answers have the type int64, but lists of int64 are expected"),
+        (pa.table({"item_ids": [["100"], ["101"]]}), "but lists of int64 are expected"),
+        (pa.table({"item_ids": [[100], None]}), "1 of 2 users have no answer"),
+    ],
+)
+def test_a_version_without_one_list_of_ids_per_user_is_unusable(
+    sample: ServedSample, tmp_path: Path, table: pa.Table | None, problem: str
+) -> None:
+    if table is not None:
+        pq.write_table(table, tmp_path / "answers.parquet")
+    with pytest.raises(UnusableVersionError, match=f"^models:/m/1: .*{problem}"):
+        read_answers(tmp_path / "answers.parquet", sample=sample, model_uri="models:/m/1")
+
+
+def test_a_version_that_writes_no_parquet_file_is_unusable(sample: ServedSample, tmp_path: Path) -> None:
+    (tmp_path / "answers.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UnusableVersionError, match="without a readable file of answers with the column item_ids"):
+        read_answers(tmp_path / "answers.parquet", sample=sample, model_uri="models:/m/1")
 
 
 def test_the_sample_is_reproducible(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def nightly_retrain(
         flow_run_url=flow_run_url(),
     )
     run = context.run
-    tag_flow_run(config.name, reason=options.reason)
+    tag_flow_run(config.name, reason=options.reason, run_id=run.run_id)
     with run.lock():
         if run.config_file.is_file():
             check_resume(config, run)

@@ -101,8 +101,12 @@ def flow_run_url() -> str | None:
     return None if flow_run_id is None else url_for("flow-run", obj_id=flow_run_id)
 
 
-def tag_flow_run(pipeline_name: str, *, reason: str = "") -> None:
-    """Add the tags pipeline:<name> and reason:<text> to the current flow run. Log an error as a warning."""
+def tag_flow_run(pipeline_name: str, *, reason: str = "", run_id: str | None = None) -> None:
+    """Add the tags pipeline:<name> and reason:<text> to the current flow run. Log an error as a warning.
+
+    Args:
+        run_id: id of the run, which replaces the default id in the name of the flow run. None: the name remains.
+    """
     flow_run_id = runtime.flow_run.id
     if flow_run_id is None:  # the flow's function was called without Prefect
         return
@@ -111,7 +115,8 @@ def tag_flow_run(pipeline_name: str, *, reason: str = "") -> None:
         tags.add(f"reason:{reason}"[:MAX_TAG_CHARACTERS])
     try:
         with get_client(sync_client=True) as client:
-            client.update_flow_run(UUID(flow_run_id), tags=sorted(tags))
+            name = None if run_id is None else flow_run_name(pipeline_name, run_id=run_id, reason=reason)
+            client.update_flow_run(UUID(flow_run_id), tags=sorted(tags), name=name)
     except Exception as error:  # any error of the server or the network
         LOG.warning("could not tag the flow run in Prefect (%s: %s); the run continues", type(error).__name__, error)
 

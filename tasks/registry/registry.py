@@ -116,13 +116,18 @@ class Registry:
         if number_of(self.champion()) != number_of(expected):
             return False
         if expected is not None and mark_as_former and number_of(expected) != number_of(version):
-            self.set_tag(expected, FORMER_CHAMPION_TAG, f"{time.time():.0f}")
+            self._mark_as_former(expected)
         self.call(self.client.set_registered_model_alias, self.model_name, "champion", str(version.version))
         time.sleep(SETTLE_S)
         if self.aliases().get("champion") != number_of(version):
             return False
         self._publish("champion", number_of(expected), number_of(version), reason)
         return True
+
+    def _mark_as_former(self, version: ModelVersion) -> None:
+        """Tag a version with the current time, or one second after the newest such tag if the clock is behind that time."""
+        newest_times_s = [int(former_version.tags[FORMER_CHAMPION_TAG]) for former_version in self.former_champions()[:1]]
+        self.set_tag(version, FORMER_CHAMPION_TAG, str(max([int(time.time()), *(time_s + 1 for time_s in newest_times_s)])))
 
     def move_challenger(self, version: ModelVersion | None, *, reason: str) -> None:
         """Give the alias challenger to `version`; remove it if `version` is None."""

@@ -108,6 +108,9 @@ def new_run_id(*, after: str = "", at: datetime | None = None) -> str:
     Args:
         after: the newest run id. If the time is not after the time of this id, the new id is one second later than this id.
         at: time of the id in UTC; None: now.
+
+    Raises:
+        ValueError, OverflowError: the time of `after` is not a valid time, or no later time exists.
     """
     time = f"{at or datetime.now(UTC):{_TIME_FORMAT}}"
     if time <= after[: len(time)] and TIMED_ID_PATTERN.match(after):

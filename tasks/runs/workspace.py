@@ -38,9 +38,16 @@ class Workspace:
         return [self.run(name) for name in names if RUN_ID_PATTERN.fullmatch(name)]
 
     def new_run_id(self, *, at: datetime | None = None) -> str:
-        """Return an id that sorts after the ids of all runs of the workspace, also if the clock was set back."""
-        run_ids = [run.run_id for run in self.runs()]
-        return new_run_id(after=max(filter(TIMED_ID_PATTERN.match, run_ids), default=""), at=at)
+        """Return an id that sorts after the ids of all runs of the workspace, also if the clock was set back.
+
+        Ids that do not begin with a time, which only a caller of the Python functions can choose, are ignored.
+        """
+        newest_id = max(filter(TIMED_ID_PATTERN.match, (run.run_id for run in self.runs())), default="")
+        try:
+            return new_run_id(after=newest_id, at=at)
+        except (ValueError, OverflowError):
+            folder = self.run(newest_id).folder
+            raise InputError(f"{folder}: no later run id exists; move this folder out of {folder.parent}") from None
 
     def newest_run(self) -> Run | None:
         """Return the newest run; None if there is none."""

@@ -2,7 +2,7 @@
 
 import re
 import urllib.request
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,9 @@ from flows.runs.run_history import run_history
 from flows.settings.pipeline import PipelineConfig
 from flows.settings.template import starter_config
 from recsys_core.errors import InputError
+from recsys_core.manifests import MARKER_NAME
+from tasks.retention.run_folders import run_ids
+from tasks.runs.workspace import Workspace
 from tests.flows.run_folders import FIRST_START, METRIC, month_of_runs, past_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -52,6 +55,21 @@ def test_the_file_has_the_figures_of_the_newest_run(tmp_path: Path) -> None:
     assert metrics["champion_version"] == {(): float(figures.version or 0)}
     assert metrics["workspace_bytes"][()] > 10_000
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [METRICS_FILE_NAME]  # no temporary file
+
+
+def test_history_metrics_and_retention_agree_on_the_newest_run_if_an_earlier_run_is_dated_in_the_future(tmp_path: Path) -> None:
+    future_run = past_run(tmp_path, datetime(2090, 1, 1, tzinfo=UTC), state="Promoted", version="7")
+    newest_run = Workspace(tmp_path).run(Workspace(tmp_path).new_run_id())
+    past_run(tmp_path, FIRST_START, state="Failed").folder.rename(newest_run.folder)  # the record has the time of the clock
+    for run in (future_run, newest_run):
+        (run.folder / MARKER_NAME).touch()
+    assert [run.run.run_id for run in run_history(tmp_path)] == [newest_run.run_id, future_run.run_id]
+    assert run_ids(tmp_path) == [future_run.run_id, newest_run.run_id]
+    assert Workspace(tmp_path).newest_run() == newest_run
+    write_metrics_file(config_of(tmp_path))
+    metrics = parsed((tmp_path / METRICS_FILE_NAME).read_text())
+    assert {state for state, value in metrics["run_state"].items() if value == 1} == {("Failed",)}
+    assert metrics["run_start_timestamp_seconds"] == {(): FIRST_START.timestamp()}
 
 
 def test_a_failed_run_leaves_out_what_it_does_not_have(tmp_path: Path) -> None:

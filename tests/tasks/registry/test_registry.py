@@ -6,6 +6,7 @@ import pytest
 
 from tasks.registry import registry as registry_module
 from tasks.registry.registry import AliasChange, Registry, number_of
+from tasks.registry.releases import FORMER_CHAMPION_TAG
 
 
 class Recorder:
@@ -40,6 +41,17 @@ def test_a_promotion_moves_the_alias_marks_the_former_champion_and_is_published(
     assert number_of(registry.champion()) == "2"
     assert [number_of(version) for version in registry.former_champions()] == ["1"]
     assert changes(registry) == [("champion", "1", "2")]
+
+
+def test_the_last_replaced_champion_comes_first_if_an_earlier_one_was_replaced_at_a_time_in_the_future(
+    registry: Registry,
+) -> None:
+    assert registry.move_champion(registry.version(2), expected=registry.version(1), reason="better")
+    registry.set_tag(registry.version(1), FORMER_CHAMPION_TAG, "4000000000")  # 2096, by a clock that was wrong
+    assert registry.move_champion(registry.version(3), expected=registry.version(2), reason="better")
+    assert [number_of(version) for version in registry.former_champions()] == ["2", "1"]
+    assert registry.move_champion(registry.version(1), expected=registry.version(3), reason="rollback")
+    assert [number_of(version) for version in registry.former_champions()] == ["3", "2", "1"]
 
 
 def test_a_version_that_was_compared_with_another_champion_is_not_promoted(registry: Registry) -> None:

@@ -38,6 +38,14 @@ def test_a_run_id_sorts_after_all_runs_if_the_clock_is_behind_the_newest_run(tmp
     assert timed_runs[-3:] == created_ids[1:]
 
 
+@pytest.mark.parametrize("newest", ["99991231-235959-ab12", "99990231-000000-ab12"])
+def test_a_run_without_a_possible_next_id_is_named_in_the_error(tmp_path: Path, newest: str) -> None:
+    workspace = Workspace(tmp_path)
+    workspace.run(newest).folder.mkdir(parents=True)
+    with pytest.raises(InputError, match=f"{newest}: no later run id exists; move this folder out of {tmp_path}/runs"):
+        workspace.new_run_id()
+
+
 def test_each_stage_has_a_folder_of_its_own(tmp_path: Path) -> None:
     run = Run("r", workspace=tmp_path)
     folders = [run.stage_folder(stage) for stage in STAGES.values()]

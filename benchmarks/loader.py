@@ -19,8 +19,9 @@ import torch
 
 from recsys_core.dataset.assembly import Assembler
 from recsys_core.dataset.batch_keys import UNPOOLED
-from recsys_core.dataset.events import EventStore, memory_map
+from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import Feature, FeatureStore
+from recsys_core.dataset.layout import EventArrays, array_file, memory_map
 from recsys_core.dataset.loader import TrainLoader
 
 NUM_EVENTS, NUM_USERS, NUM_ITEMS = 20_000_000, 1_000_000, 200_000
@@ -74,7 +75,8 @@ def write_store(folder: Path) -> None:
 def open_store(folder: Path) -> tuple[EventStore, FeatureStore]:
     """Map the arrays of write_store in `folder`."""
     array_names = ("user_offset", "train_end", "validation_end", "event_item", "train_user", "item_count", "vector_row")
-    store = EventStore(is_ordered=True, **{name: memory_map(folder / f"{name}.npy") for name in array_names})
+    arrays = EventArrays(**{name: memory_map(folder / array_file(name)) for name in array_names})
+    store = EventStore(arrays, is_ordered=True)
 
     def feature_array(feature_name: str, name: str) -> Any:
         path = folder / f"{feature_name}.{name}.npy"

@@ -21,7 +21,7 @@ MAY_IMPORT = {
         "comparison": {"evaluation"},
         "parquet": {"manifests"},
         "dataset": {"manifests"},
-        "ingest": {"manifests", "parquet"},
+        "ingest": {"manifests", "parquet", "dataset"},
         "data_report": {"manifests", "parquet", "dataset", "ingest"},
         "models": {"manifests", "dataset"},
         "sharding": {"manifests", "dataset", "models", "patches"},

@@ -12,6 +12,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from recsys_core.config import Frozen
+from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.layout import vocabulary_file
 from recsys_core.errors import shown
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.parquet.duckdb_session import scan_sql
@@ -197,15 +199,12 @@ def compare_runs(
 
     num_events_I: number of this run's events of each item: training, validation and test events.
     """
-    previous_train_count, train_count_I = (
-        np.load(manifest.path("item_count.npy"), mmap_mode="r") for manifest in (previous_interactions, interactions)
-    )
+    previous_store, store = EventStore.open(previous_interactions), EventStore.open(interactions)
+    previous_train_count, train_count_I = previous_store.train_count_I, store.train_count_I
     previous_row_I = match_rows(previous_interactions, interactions, side="items", spill_folder=spill_folder)
     previous_row_U = match_rows(previous_interactions, interactions, side="users", spill_folder=spill_folder)
-    item_turnover = Turnover.between(_num_events_per_item(previous_interactions), num_events_I, previous_row_I=previous_row_I)
-    user_turnover = Turnover.between(
-        _num_events_per_user(previous_interactions), _num_events_per_user(interactions), previous_row_I=previous_row_U
-    )
+    item_turnover = Turnover.between(previous_store.event_count_I(), num_events_I, previous_row_I=previous_row_I)
+    user_turnover = Turnover.between(previous_store.event_count_U, store.event_count_U, previous_row_I=previous_row_U)
     metrics = {
         "event_drop_share": 1 - interactions.train_events / previous_interactions.train_events,
         "new_users": user_turnover.num_new,
@@ -232,7 +231,7 @@ def read_ids(interactions: InteractionsManifest, rows: Ints) -> list[str]:
     """Return the item ids of a few rows, quoted and escaped for display."""
     id_by_row: dict[int, str] = {}
     batch_start = 0
-    with pq.ParquetFile(interactions.path("items.parquet")) as file:
+    with pq.ParquetFile(interactions.path(vocabulary_file("item"))) as file:
         for batch in file.iter_batches(65_536, columns=["id"]):
             for row in rows[(rows >= batch_start) & (rows < batch_start + batch.num_rows)].tolist():
                 id_by_row[row] = shown(batch.column("id")[row - batch_start].as_py())
@@ -246,16 +245,3 @@ def _num_rows(interactions: InteractionsManifest, side: str) -> int:
 
 def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
-
-
-def _num_events_per_user(interactions: InteractionsManifest) -> Ints:
-    num_events_U: Ints = np.diff(np.load(interactions.path("user_offset.npy"), mmap_mode="r"))
-    return num_events_U
-
-
-def _num_events_per_item(interactions: InteractionsManifest, *, max_chunk_events: int = 16_000_000) -> Ints:
-    event_item = np.load(interactions.path("event_item.npy"), mmap_mode="r")
-    num_events_I = np.zeros(interactions.num_items, np.int64)
-    for chunk_start in range(0, len(event_item), max_chunk_events):
-        num_events_I += np.bincount(event_item[chunk_start : chunk_start + max_chunk_events], minlength=interactions.num_items)
-    return num_events_I

@@ -18,8 +18,8 @@ from recsys_core.data_report.statistics import (
     popularity_curve,
     share_metrics,
     size_metrics,
-    train_lengths,
 )
+from recsys_core.dataset.events import EventStore
 from recsys_core.ingest.log.config import Split
 from recsys_core.manifests import DataReportManifest, InteractionsManifest, StageFolder, fingerprint_of
 
@@ -77,14 +77,14 @@ def build_report(
 ) -> DataReport:
     """Build the report without writing a file. spill_folder: folder for DuckDB's temporary files."""
     split_counts = count_split(interactions, split=split)
-    item_count_I = np.load(interactions.path("item_count.npy"), mmap_mode="r")
-    metrics = size_metrics(interactions, split_counts) | share_metrics(interactions, split_counts, item_count_I)
+    store = EventStore.open(interactions)
+    metrics = size_metrics(interactions, split_counts) | share_metrics(interactions, split_counts)
     if not split.has_validation:
         metrics["validation_users"] = math.nan
-    previous_item_count_I = np.zeros(0, np.int64)
+    previous_train_count = np.zeros(0, np.int64)
     movers: tuple[Mover, ...] = ()
     if previous is not None:
-        previous_item_count_I = np.load(previous.interactions.path("item_count.npy"), mmap_mode="r")
+        previous_train_count = EventStore.open(previous.interactions).train_count_I
         drift_metrics, movers = compare_runs(
             previous.interactions, interactions, num_events_I=split_counts.num_events_I, spill_folder=spill_folder
         )
@@ -118,9 +118,9 @@ def build_report(
             )
             for day, num_events in sorted(split_counts.num_events_by_day.items())
         ),
-        history_lengths=history_histogram(train_lengths(interactions)),
-        popularity=popularity_curve(item_count_I),
-        previous_popularity=popularity_curve(previous_item_count_I),
+        history_lengths=history_histogram(store.train_count_U),
+        popularity=popularity_curve(store.train_count_I),
+        previous_popularity=popularity_curve(previous_train_count),
         movers=movers,
     )
 

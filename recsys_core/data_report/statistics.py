@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recsys_core.data_report.leaks import SplitCounts
+from recsys_core.dataset.events import EventStore
 from recsys_core.manifests import InteractionsManifest
 
 HEAD_SHARE = 0.01
@@ -20,9 +21,9 @@ Ints = NDArray[np.int64]
 
 def size_metrics(interactions: InteractionsManifest, split_counts: SplitCounts) -> dict[str, float]:
     """Return numbers of events, users, items and days, and the lengths of histories."""
-    user_offset = np.load(interactions.path("user_offset.npy"), mmap_mode="r")
-    length_U = train_lengths(interactions)
-    nonempty_lengths = length_U[length_U > 0]
+    store = EventStore.open(interactions)
+    train_count_U = store.train_count_U
+    nonempty_lengths = train_count_U[train_count_U > 0]
     num_days = (
         max(split_counts.num_events_by_day) - min(split_counts.num_events_by_day) + 1
         if split_counts.num_events_by_day
@@ -32,8 +33,9 @@ def size_metrics(interactions: InteractionsManifest, split_counts: SplitCounts) 
         "train_events": float(interactions.train_events),
         "validation_events": float(interactions.validation_events),
         "test_events": float(interactions.test_events),
-        "users": float(np.sum(np.diff(user_offset) > 0)),
-        **num_held_out_users(interactions),
+        "users": float(np.sum(store.event_count_U > 0)),
+        "validation_users": float(len(store.users_with_targets("validation"))),
+        "test_users": float(len(store.users_with_targets("test"))),
         "items": float(np.sum(split_counts.num_events_I > 0)),
         "items_in_catalogue": float(interactions.num_items),
         "days": float(num_days),
@@ -45,35 +47,21 @@ def size_metrics(interactions: InteractionsManifest, split_counts: SplitCounts) 
     }
 
 
-def num_held_out_users(interactions: InteractionsManifest) -> dict[str, float]:
-    """Return the number of users with a validation event and the number of users with a test event."""
-    user_offset, train_end, validation_end = (
-        np.load(interactions.path(f"{name}.npy"), mmap_mode="r") for name in ("user_offset", "train_end", "validation_end")
-    )
-    return {
-        "validation_users": float(np.sum(validation_end > train_end)),
-        "test_users": float(np.sum(user_offset[1:] > validation_end)),
-    }
-
-
-def share_metrics(interactions: InteractionsManifest, split_counts: SplitCounts, train_count_I: Ints) -> dict[str, float]:
-    """Return shares, the Gini coefficient and the number of split violations. A metric that cannot be measured is NaN.
-
-    train_count_I: number of training events of each item.
-    """
+def share_metrics(interactions: InteractionsManifest, split_counts: SplitCounts) -> dict[str, float]:
+    """Return shares, the Gini coefficient and the number of split violations. A metric that cannot be measured is NaN."""
+    store = EventStore.open(interactions)
+    train_count_I = store.train_count_I
     num_train_events, num_test_events = interactions.train_events, interactions.test_events
     num_held_out_events = interactions.validation_events + num_test_events
     num_rows = sum(source.rows for source in interactions.sources)
-    user_offset, train_end, validation_end = (
-        np.load(interactions.path(f"{name}.npy"), mmap_mode="r") for name in ("user_offset", "train_end", "validation_end")
-    )
-    has_vector_I = np.load(interactions.path("vector_row.npy"), mmap_mode="r") >= 0
+    item_vector_row_I = store.vector_rows("item")
+    assert item_vector_row_I is not None  # every ingest writes the vector rows of the items
+    has_vector_I = item_vector_row_I >= 0
     descending_train_count_I = np.sort(train_count_I[train_count_I > 0])[::-1]
     num_head_items = max(1, math.ceil(HEAD_SHARE * len(descending_train_count_I)))
-    has_test_event_U = user_offset[1:] > validation_end
-    has_no_train_event_U = train_end == user_offset[:-1]
+    test_users = store.users_with_targets("test")
     # Duplicates and leaks are copies with the same user, item and time, so they are not measured without timestamps.
-    has_times = "event_time.npy" in interactions.files
+    has_times = store.has_times
     num_split_violations = float(
         split_counts.num_misplaced_events + (split_counts.num_unordered_events if interactions.is_ordered else 0)
     )
@@ -90,7 +78,7 @@ def share_metrics(interactions: InteractionsManifest, split_counts: SplitCounts,
         "repeated_train_pair_share": _ratio(split_counts.num_repeated_train_pairs, num_train_events),
         "repeated_pair_share": _ratio(split_counts.num_repeated_test_pairs, num_test_events),
         "unseen_item_share": _ratio(float(split_counts.num_test_events_I[train_count_I == 0].sum()), num_test_events),
-        "unseen_user_share": _ratio(float(np.sum(has_test_event_U & has_no_train_event_U)), float(has_test_event_U.sum())),
+        "unseen_user_share": _ratio(float(np.sum(store.train_count_U[test_users] == 0)), float(len(test_users))),
         "leaked_event_share": _ratio(split_counts.num_leaked_events, num_held_out_events) if has_times else math.nan,
         "future_event_share": _ratio(split_counts.num_future_events, num_train_events) if has_times else math.nan,
         "split_violations": num_split_violations if has_times or interactions.is_ordered else math.nan,
@@ -123,13 +111,6 @@ def history_histogram(length_U: Ints) -> tuple[tuple[str, int], ...]:
     return tuple(
         (range_names[range_index], num_users) for range_index, num_users in enumerate(np.bincount(range_index_U).tolist())
     )
-
-
-def train_lengths(interactions: InteractionsManifest) -> Ints:
-    """Return the number of training events of each user, [U]."""
-    user_offset, train_end = (np.load(interactions.path(f"{name}.npy"), mmap_mode="r") for name in ("user_offset", "train_end"))
-    length_U: Ints = train_end - user_offset[:-1]
-    return length_U
 
 
 def popularity_curve(count_I: Ints) -> tuple[tuple[int, float], ...]:

@@ -1,90 +1,202 @@
-"""The interaction log in CSR form by user, memory-mapped. The history of an event is the slice of events before it."""
+"""The interaction log in CSR form by user, memory-mapped. The history of an event is the slice of events before it.
 
+Shapes: U users, I items, E events, B queries.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
-from typing import Any, Literal, Self
+from functools import cached_property
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recsys_core.dataset.jagged import Int64Array, JaggedArray, ragged_ranges
+from recsys_core.dataset.jagged import Int64Array, JaggedArray, chunk_slices, ragged_ranges
+from recsys_core.dataset.layout import EventArrays
 from recsys_core.errors import InputError
 from recsys_core.manifests import InteractionsManifest
+from recsys_core.units import INT64_MAX
 
 EvaluationSplit = Literal["validation", "test"]
 EVENTS_PER_CHUNK = 2**18
 
 
-def memory_map(path: Path) -> NDArray[Any]:
-    """Memory-map a .npy file, read-only, as a plain array, because indexing an np.memmap takes microseconds longer."""
-    return np.asarray(np.load(path, mmap_mode="r"))
+@dataclass
+class UserChunk:
+    """All events of consecutive users, sorted by user, split and time. Users are numbered from 0 in the chunk."""
+
+    num_events_U3: Int64Array
+    """Number of training, validation and test events of each user."""
+    item_E: Int64Array
+    time_E: Int64Array | None
+
+    @cached_property
+    def segment_E(self) -> Int64Array:
+        """The number 3 * user + split of each event."""
+        return np.repeat(np.arange(self.num_events_U3.size), self.num_events_U3.ravel())
+
+    @cached_property
+    def user_E(self) -> Int64Array:
+        """User of each event."""
+        return self.segment_E // 3
+
+    @cached_property
+    def split_E(self) -> Int64Array:
+        """Split of each event: 0 training, 1 validation, 2 test."""
+        return self.segment_E % 3
 
 
-@dataclass(frozen=True)
 class EventStore:
-    """Memory maps of the arrays that InteractionsManifest describes; all processes of a host share their pages.
+    """The events, users and items of an interactions stage; all processes of a host share the pages of its memory maps.
 
-    The events of user u are event_item[user_offset[u]:user_offset[u + 1]]: the training events up to train_end[u], the
-    validation events up to validation_end[u], then the test events.
+    An event is identified by its index in the log. The events of a user are stored one after the other: first the training
+    events, then the validation events, then the test events. A training example is identified by its index among the training
+    events of the log.
+
+    Attributes:
+        is_ordered: whether the events of a user have an order, from timestamps or an order column.
     """
 
-    is_ordered: bool
-    """Whether the events of a user have an order, from timestamps or an order column."""
-    user_offset: Int64Array
-    train_end: Int64Array
-    validation_end: Int64Array
-    event_item: NDArray[np.int32]
-    train_user: NDArray[np.int32]
-    item_count: Int64Array
-    vector_row: Int64Array
-    event_weight: NDArray[np.float32] | None = None
-    """Weight of each event as in the log; None if the log has no weights. The loader divides the weights by `mean_weight`."""
+    def __init__(self, arrays: EventArrays, *, is_ordered: bool) -> None:
+        self.is_ordered = is_ordered
+        self._user_offset, self._train_end, self._validation_end = arrays.user_offset, arrays.train_end, arrays.validation_end
+        self._event_item, self._event_time, self._event_weight = arrays.event_item, arrays.event_time, arrays.event_weight
+        self._train_user = arrays.train_user
+        self._item_count, self._item_rank = arrays.item_count, arrays.item_rank
+        self._vector_row_by_side = {"item": arrays.vector_row, "user": arrays.user_vector_row}
 
     @classmethod
     def open(cls, manifest: InteractionsManifest) -> Self:
         """Map the arrays of an interactions stage."""
-        array_names = ["user_offset", "train_end", "validation_end", "event_item", "train_user", "item_count", "vector_row"]
-        if "event_weight.npy" in manifest.files:
-            array_names.append("event_weight")
-        return cls(is_ordered=manifest.is_ordered, **{name: memory_map(manifest.path(f"{name}.npy")) for name in array_names})
+        return cls(EventArrays.open(manifest), is_ordered=manifest.is_ordered)
+
+    @property
+    def num_users(self) -> int:
+        """Number of rows of the user vocabulary."""
+        return len(self._train_end)
+
+    @property
+    def num_items(self) -> int:
+        """Number of rows of the item vocabulary."""
+        return len(self._item_count)
 
     @property
     def num_train_events(self) -> int:
         """Number of training events, which are the training examples."""
-        return len(self.train_user)
+        return len(self._train_user)
 
     @property
-    def first_example_U(self) -> Int64Array:
-        """[U]: index of each user's first training example. Only training events are numbered as examples."""
-        num_examples_U = self.train_end - self.user_offset[:-1]
-        first_example_U: Int64Array = np.cumsum(num_examples_U) - num_examples_U
-        return first_example_U
+    def has_times(self) -> bool:
+        """Whether the log has timestamps."""
+        return self._event_time is not None
+
+    @property
+    def train_count_I(self) -> Int64Array:
+        """[I]: number of training events of each item."""
+        return self._item_count
+
+    @property
+    def popularity_rank_I(self) -> Int64Array:
+        """[I]: popularity rank of each item, from `popularity_ranks` of the number of training events."""
+        assert self._item_rank is not None  # every ingest writes the ranks
+        return self._item_rank
+
+    @property
+    def train_count_U(self) -> Int64Array:
+        """[U]: number of training events of each user."""
+        return self._train_end - self._user_offset[:-1]
+
+    @property
+    def event_count_U(self) -> Int64Array:
+        """[U]: number of events of each user, in all splits."""
+        return np.diff(self._user_offset)
+
+    def event_count_I(self) -> Int64Array:
+        """Return the number of events of each item in all splits, [I]."""
+        count_I = np.zeros(self.num_items, np.int64)
+        for chunk in chunk_slices(len(self._event_item), length=self._counted_chunk_events):
+            count_I += np.bincount(self._event_item[chunk], minlength=self.num_items)
+        return count_I
+
+    def item_counts_before(self, split: EvaluationSplit) -> Int64Array:
+        """Return the number of events of each item before `split`, [I]."""
+        count_I = np.zeros(self.num_items, np.int64)
+        for users in self._user_slices(max_events=self._counted_chunk_events):
+            items = self.items_before(np.arange(users.start, users.stop), split)
+            count_I += np.bincount(items.values_L, minlength=self.num_items)
+        return count_I
+
+    def vector_rows(self, side: str) -> Int64Array | None:
+        """Return the pretrained vector's row of each user or item, -1 for none; None if no user or item has a vector."""
+        return self._vector_row_by_side[side]
 
     def mean_weight(self) -> np.float32:
         """Return the mean weight of the training events, 1 if the log has no weights; raise InputError if all weights are 0.
 
         >>> offset, empty = np.array([0, 3, 4]), np.zeros(0, np.int32)
-        >>> store = EventStore(
-        ...     True, offset, np.array([2, 4]), offset[1:], empty, np.array([0, 0, 1]), empty, empty,
+        >>> arrays = EventArrays(
+        ...     offset, np.array([2, 4]), offset[1:], empty, np.array([0, 0, 1]), empty, empty,
         ...     event_weight=np.array([1, 2, 90, 3], np.float32),
         ... )
-        >>> float(store.mean_weight())  # the third event is not a training event
+        >>> float(EventStore(arrays, is_ordered=True).mean_weight())  # the third event is not a training event
         2.0
         """
-        if self.event_weight is None:
+        if self._event_weight is None:
             return np.float32(1)
-        event_offset_U, total_weight = self.user_offset[:-1] - self.first_example_U, 0.0
-        for start in range(0, self.num_train_events, EVENTS_PER_CHUNK):
-            user_E = self.train_user[start : start + EVENTS_PER_CHUNK]
-            event_E = np.arange(start, start + len(user_E)) + event_offset_U[user_E]
-            total_weight += float(self.event_weight[event_E].sum(dtype=np.float64))
+        total_weight = sum(float(self._event_weight[event_E].sum(dtype=np.float64)) for _, event_E in self.train_chunks())
         if total_weight == 0:
             raise InputError(
                 f"interactions.weight_column: all {self.num_train_events:,} training events have the weight 0 and do not "
                 "contribute to the loss; give at least one event a weight above 0, or remove weight_column"
             )
         return np.float32(total_weight / self.num_train_events)
+
+    def training_events(self, example_E: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the user and the index in the log of each of these training examples."""
+        user_E = self._train_user[example_E].astype(np.int64)
+        return user_E, example_E + self._event_offset_U[user_E]
+
+    def train_chunks(self) -> Iterator[tuple[NDArray[np.int32], Int64Array]]:
+        """Yield the users and the indices in the log of all training events, EVENTS_PER_CHUNK events at a time."""
+        for chunk in chunk_slices(self.num_train_events, length=EVENTS_PER_CHUNK):
+            user_E = self._train_user[chunk]
+            yield user_E, np.arange(chunk.start, chunk.stop) + self._event_offset_U[user_E]
+
+    def user_chunks(self, *, max_events: int) -> Iterator[UserChunk]:
+        """Yield all events in chunks of users. A chunk has at most `max_events` events, or a single user."""
+        for users in self._user_slices(max_events=max_events):
+            end_U3 = np.stack(
+                [self._train_end[users], self._validation_end[users], self._user_offset[users.start + 1 : users.stop + 1]],
+                axis=1,
+            )
+            start_U3 = np.column_stack([self._user_offset[users], end_U3[:, :2]])
+            events = slice(int(self._user_offset[users.start]), int(self._user_offset[users.stop]))
+            yield UserChunk(
+                num_events_U3=end_U3 - start_U3,
+                item_E=self._event_item[events].astype(np.int64),
+                time_E=None if self._event_time is None else self._event_time[events],
+            )
+
+    def items_at(self, event_E: Int64Array) -> Int64Array:
+        """Return the item row of each event."""
+        return self._event_item[event_E].astype(np.int64)
+
+    def times_at(self, event_E: Int64Array) -> Int64Array:
+        """Return the time of each event in microseconds; 0 if the log has no timestamps."""
+        return np.zeros_like(event_E) if self._event_time is None else self._event_time[event_E]
+
+    def weights_at(self, event_E: Int64Array) -> NDArray[np.float32] | None:
+        """Return the weight of each event as in the log; None if the log has no weights."""
+        return None if self._event_weight is None else self._event_weight[event_E]
+
+    def is_training(self, events: slice) -> NDArray[np.bool_]:
+        """Return whether each event of a range of the log is a training event."""
+        first_user = int(np.searchsorted(self._user_offset, events.start, side="right")) - 1
+        users = slice(first_user, int(np.searchsorted(self._user_offset, events.stop, side="left")))
+        # Blocks of training events alternate with blocks of validation and test events.
+        block_starts = np.stack([self._user_offset[users], self._train_end[users]], axis=1).reshape(-1)
+        block_lengths = np.diff(np.clip(np.append(block_starts, events.stop), events.start, events.stop))
+        return np.repeat(np.arange(len(block_lengths)) % 2 == 0, block_lengths)
 
     def histories(
         self, event_B: Int64Array, user_B: Int64Array, *, max_history: int, include_target: bool = False
@@ -102,16 +214,16 @@ class EventStore:
             user_B: row of each event's user.
             include_target: used only for an unordered log.
         """
-        start_B, end_B = self.user_offset[user_B], self.train_end[user_B]
+        start_B, end_B = self._user_offset[user_B], self._train_end[user_B]
         if self.is_ordered:
             length_B = np.minimum(event_B - start_B, max_history)
-            return JaggedArray.from_slices(self.event_item, start=event_B - length_B, end=event_B)
+            return JaggedArray.from_slices(self._event_item, start=event_B - length_B, end=event_B)
         first_shift = 0 if include_target else 1
         length_B = np.minimum(end_B - start_B - first_shift, max_history)
         shift_H = ragged_ranges(np.full_like(length_B, first_shift), length_B)
         num_events_H, start_H = np.repeat(end_B - start_B, length_B), np.repeat(start_B, length_B)
         event_H = start_H + (np.repeat(event_B - start_B, length_B) + shift_H) % num_events_H
-        return JaggedArray.from_lengths(length_B, self.event_item[event_H])
+        return JaggedArray.from_lengths(length_B, self._event_item[event_H])
 
     def users_with_targets(self, split: EvaluationSplit) -> Int64Array:
         """Return the rows of the users that have events in `split`."""
@@ -121,7 +233,7 @@ class EventStore:
     def targets(self, user_B: Int64Array, split: EvaluationSplit) -> JaggedArray:
         """Return the items of each user's events in `split`."""
         start_U, end_U = self._split_bounds(split)
-        return JaggedArray.from_slices(self.event_item, start=start_U[user_B], end=end_U[user_B])
+        return JaggedArray.from_slices(self._event_item, start=start_U[user_B], end=end_U[user_B])
 
     def first_event_index(self, user_B: Int64Array, split: EvaluationSplit) -> Int64Array:
         """Return the index in the log of each user's first event in `split`.
@@ -133,25 +245,55 @@ class EventStore:
     def items_before(self, user_B: Int64Array, split: EvaluationSplit, *, max_items: int | None = None) -> JaggedArray:
         """Return the items of each user's events before `split`, oldest first; with max_items only the newest of them."""
         end_B = self._split_bounds(split)[0][user_B]
-        start_B = self.user_offset[user_B]
+        start_B = self._user_offset[user_B]
         return JaggedArray.from_slices(
-            self.event_item, start=start_B if max_items is None else np.maximum(start_B, end_B - max_items), end=end_B
+            self._event_item, start=start_B if max_items is None else np.maximum(start_B, end_B - max_items), end=end_B
         )
 
-    def item_counts_before(self, split: EvaluationSplit) -> Int64Array:
-        """Return the number of events of each item before `split`, [I]."""
-        num_items = len(self.item_count)
-        count_I = np.zeros(num_items, np.int64)
-        # A chunk has at least as many events as there are items, because np.bincount takes time proportional to num_items.
-        first_user_of_chunk = np.searchsorted(
-            self.user_offset, np.arange(0, len(self.event_item), max(num_items, EVENTS_PER_CHUNK))
-        )
-        for start_user, stop_user in pairwise([*np.unique(first_user_of_chunk).tolist(), len(self.train_end)]):
-            count_I += np.bincount(self.items_before(np.arange(start_user, stop_user), split).values_L, minlength=num_items)
-        return count_I
+    def held_out_events(self, *, skip_validation_U: NDArray[np.bool_]) -> tuple[Int64Array, Int64Array]:
+        """Return the user and the index in the log of each validation and test event.
+
+        skip_validation_U: users whose validation events are left out.
+        """
+        start_U, end_U = np.where(skip_validation_U, self._validation_end, self._train_end), self._user_offset[1:]
+        num_events_U = end_U - start_U
+        return np.repeat(np.arange(self.num_users), num_events_U), ragged_ranges(start_U, num_events_U)
+
+    def first_time(self, split: EvaluationSplit) -> int:
+        """Return the time of the oldest event of `split`; the largest 64-bit integer if the split has no event."""
+        # The events of each user are sorted by time within each split.
+        start_U, end_U = self._split_bounds(split)
+        return int(self.times_at(start_U[end_U > start_U]).min(initial=INT64_MAX))
+
+    def newest_training_time(self) -> int:
+        """Return the time of the newest training event."""
+        return int(self.times_at(self._train_end[self.train_count_U > 0] - 1).max())
+
+    @cached_property
+    def _event_offset_U(self) -> Int64Array:
+        """The difference between the index of a training event in the log and its index among the training events."""
+        num_examples_U = self.train_count_U
+        event_offset_U: Int64Array = self._user_offset[:-1] - (np.cumsum(num_examples_U) - num_examples_U)
+        return event_offset_U
+
+    @property
+    def _counted_chunk_events(self) -> int:
+        """Events of a chunk whose items are counted; at least I, because np.bincount takes time proportional to I."""
+        return max(self.num_items, EVENTS_PER_CHUNK)
+
+    def _user_slices(self, *, max_events: int) -> Iterator[slice]:
+        """Yield slices of users with at most `max_events` events or a single user. Slices without an event are left out."""
+        first_user = 0
+        while first_user < self.num_users:
+            max_end = self._user_offset[first_user] + max_events
+            end_user = int(np.searchsorted(self._user_offset, max_end, side="right")) - 1
+            end_user = min(max(end_user, first_user + 1), self.num_users)
+            if self._user_offset[end_user] > self._user_offset[first_user]:
+                yield slice(first_user, end_user)
+            first_user = end_user
 
     def _split_bounds(self, split: EvaluationSplit) -> tuple[Int64Array, Int64Array]:
         """Return start and end of each user's events of `split` in the log, [U] each."""
         if split == "test":
-            return self.validation_end, self.user_offset[1:]
-        return self.train_end, self.validation_end
+            return self._validation_end, self._user_offset[1:]
+        return self._train_end, self._validation_end

@@ -8,8 +8,8 @@ from typing import Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from recsys_core.dataset.events import memory_map
 from recsys_core.dataset.jagged import Int64Array, JaggedArray, ragged_ranges
+from recsys_core.dataset.layout import memory_map
 from recsys_core.manifests import FeatureFacts, FeaturesManifest
 
 FeatureForm = Literal["single", "list", "weighted_list", "number"]

@@ -3,6 +3,7 @@
 Shapes: L values of all lists together. Arrays with one entry per list have no shape letter.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -10,6 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int64Array = NDArray[np.int64]
+
+
+def chunk_slices(num_rows: int, *, length: int) -> Iterator[slice]:
+    """Yield consecutive slices of at most `length` rows, which bound the memory of temporary arrays.
+
+    >>> list(chunk_slices(5, length=3))
+    [slice(0, 3, None), slice(3, 5, None)]
+    """
+    return (slice(start, min(num_rows, start + length)) for start in range(0, num_rows, length))
 
 
 def ragged_ranges(start: NDArray[Any], lengths: NDArray[Any]) -> Int64Array:

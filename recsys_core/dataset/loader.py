@@ -73,8 +73,6 @@ class TrainLoader:
         self._num_negatives = num_negatives
         self._negative_cdf_I = np.zeros(0) if negative_share_I is None else np.cumsum(negative_share_I)
         self._batches_per_chunk = max(1, CHUNK_CANDIDATES // (batch_size + num_negatives))
-        # The index of a training example plus the offset of its user is the index of the event in the log.
-        self._event_offset_U = store.user_offset[:-1] - store.first_example_U
         self._mean_weight = store.mean_weight()
         num_planned_ranks = num_planned_ranks or world_size
         self.num_epoch_queries = store.num_train_events // num_planned_ranks * num_planned_ranks // world_size
@@ -116,8 +114,7 @@ class TrainLoader:
         start, end = first_batch * self._batch_size, min(stop_batch * self._batch_size, self.num_epoch_queries)
         index_in_epoch_E = np.arange(start, end, dtype=np.int64) * self._world_size + self._rank
         example_E = shuffled(index_in_epoch_E, n=self._store.num_train_events, key=(self._seed, epoch))
-        user_E = self._store.train_user[example_E].astype(np.int64)
-        return user_E, example_E + self._event_offset_U[user_E]
+        return self._store.training_events(example_E)
 
     def _draw_negatives(self, epoch: int, first_batch: int, stop_batch: int) -> Int64Array:
         """Draw num_negatives items for each of these batches, [P, N]."""
@@ -137,12 +134,13 @@ class TrainLoader:
         history = JaggedArray.empty(len(user_B))
         if self._max_history:
             history = store.histories(event_index_B, user_B, max_history=self._max_history, include_target=self._include_target)
+        weight_B = store.weights_at(event_index_B)
         return self._assembler.batch(
             user_row_B=user_B,
             event_index_B=event_index_B,
             history=history,
-            candidate_row_C=np.concatenate([store.event_item[event_index_B].astype(np.int64), negative_N]),
-            loss_weight_B=None if store.event_weight is None else store.event_weight[event_index_B] / self._mean_weight,
+            candidate_row_C=np.concatenate([store.items_at(event_index_B), negative_N]),
+            loss_weight_B=None if weight_B is None else weight_B / self._mean_weight,
         )
 
 

@@ -1,4 +1,4 @@
-"""Baselines: popularity, and nearest neighbours of the pretrained vectors (zero-shot).
+"""Zero-shot baseline: nearest neighbours of the pretrained vectors.
 
 Shapes: B queries, I items, R pretrained vectors, D width.
 """
@@ -6,36 +6,15 @@ Shapes: B queries, I items, R pretrained vectors, D width.
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding_bag, normalize
 
-from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import JaggedArray
-from recsys_core.manifests import InteractionsManifest
 
 NO_VECTOR_SCORE = -4.0
 """Score of an item without a vector. It is below -1, the lowest cosine."""
-
-
-def popularity_order(count_I: NDArray[Any], *, item_ids: pa.Array) -> NDArray[np.int32]:
-    """Return item rows by falling count, int32 [I]. Equal counts are ordered by id: integers by value, strings by code point.
-
-    >>> popularity_order(np.array([2, 5, 2]), item_ids=pa.array([30, 10, 20])).tolist()
-    [1, 2, 0]
-    """
-    rows_in_id_order: NDArray[np.int64] = pc.sort_indices(item_ids).to_numpy().astype(np.int64)
-    return rows_in_id_order[np.argsort(-count_I[rows_in_id_order], kind="stable")].astype(np.int32)
-
-
-def popularity_before(split: EvaluationSplit, *, store: EventStore, interactions: InteractionsManifest) -> NDArray[np.int32]:
-    """Return item rows by falling number of events before `split`, int32 [I]. Unknown users get this order."""
-    item_ids = pq.read_table(interactions.path("items.parquet"), columns=["id"])["id"].combine_chunks()
-    return popularity_order(store.item_counts_before(split), item_ids=item_ids)
 
 
 def zero_shot_vectors(

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.dataset.popularity import popularity_before
 from recsys_core.errors import InputError, StageError
-from recsys_core.evaluation import baselines, metrics
+from recsys_core.evaluation import metrics
+from recsys_core.evaluation.baselines import zero_shot_vectors
 from recsys_core.evaluation.cold import cold_rows, rank_among
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.ranking import Ranking, rank_by_order, rank_served
@@ -123,7 +125,8 @@ def evaluate(
         metric_values |= all_metrics("baseline/popularity", popularity_ranking, config=config)
         if item_embeddings is not None:
             vectors_RD = np.load(item_embeddings.vectors_path("item"), mmap_mode="r")
-            vector_row_I = np.load(interactions.path("vector_row.npy"))
+            vector_row_I = store.vector_rows("item")
+            assert vector_row_I is not None  # the ingest requires that items have vectors
             metric_values |= _zero_shot_metrics(
                 test_queries, vectors_RD, vector_row_I=vector_row_I, config=config, progress=progress
             )
@@ -170,7 +173,7 @@ def _zero_shot_metrics(
     progress: _Progress,
 ) -> dict[str, float]:
     """Return the metrics of the mean pretrained vector of a history as the query. Every user has such a query."""
-    query_BD, item_vector_ID = baselines.zero_shot_vectors(vectors_RD, vector_row_I=vector_row_I, histories=queries.history)
+    query_BD, item_vector_ID = zero_shot_vectors(vectors_RD, vector_row_I=vector_row_I, histories=queries.history)
     zero_shot_queries = replace(queries, query_BD=query_BD, is_known_B=np.ones_like(queries.is_known_B))
     ranking = _rank(zero_shot_queries, item_vector_ID, config=config, progress=progress)
     metric_values = all_metrics("baseline/zero_shot", ranking, config=config)
@@ -200,9 +203,9 @@ def _load_queries(
         query_BD=torch.from_numpy(query_vectors[sampled_indices]),
         history=history,
         targets=store.targets(user_row_B, split),
-        is_new_B=store.train_end[user_row_B] == store.user_offset[user_row_B],
+        is_new_B=store.train_count_U[user_row_B] == 0,
         is_known_B=spec.is_known(history_length_B=history.lengths, user_row_B=user_row_B),
-        popularity_order_I=baselines.popularity_before(split, store=store, interactions=interactions),
+        popularity_order_I=popularity_before(split, store=store, interactions=interactions),
         cold_row_C=cold_rows(store, split),
     )
 
@@ -277,7 +280,7 @@ def _slice_metrics(
     prefix: str, ranking: Ranking, *, store: EventStore, queries: EvalQueries, config: EvaluationConfig
 ) -> dict[str, float]:
     """Return metrics over subsets of the targets, from the positions of the targets in the full ranking."""
-    is_cold_T, is_new_T = store.item_count[ranking.item_T] == 0, queries.is_new_B[ranking.query_T]
+    is_cold_T, is_new_T = store.train_count_I[ranking.item_T] == 0, queries.is_new_B[ranking.query_T]
     mask_by_slice = {"cold_items": is_cold_T, "warm_items": ~is_cold_T, "new_users": is_new_T, "known_users": ~is_new_T}
     metric_values: dict[str, float] = {}
     for slice_name, mask_T in mask_by_slice.items():

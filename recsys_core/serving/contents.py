@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from recsys_core.dataset.feature_store import Feature, FeatureStore
+from recsys_core.dataset.layout import HISTORY_FILES
 from recsys_core.errors import StageError
 from recsys_core.models.spec import ModelSpec
 from recsys_core.retrieval.search import load_index, search, search_exhaustively, verify_file
@@ -136,7 +137,7 @@ def _read_index(path: Path, package: PackageDescription) -> Any:
 
 
 def _read_events(folder: Path, spec: ModelSpec) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    offset_path, item_path = folder / "user_offset.npy", folder / "event_item.npy"
+    offset_path, item_path = (folder / file_name for file_name in HISTORY_FILES)
     event_item = _read_array(item_path, np.int32)
     user_offset = _read_array(offset_path, np.int64, length=spec.num_users + 1)
     _check_offset(offset_path, user_offset, num_values=len(event_item))

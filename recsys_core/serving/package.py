@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from recsys_core.config import Frozen
 from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.layout import HISTORY_FILES, vocabulary_file
 from recsys_core.manifests import (
     Dataset,
     EvaluationManifest,
@@ -88,7 +89,7 @@ def build_package(
         return stage.manifest
     large_files = (
         index.files[f"{index.served_index}.faiss"],
-        *(interactions.files[file_name] for file_name in ("user_offset.npy", "event_item.npy")),
+        *(interactions.files[file_name] for file_name in HISTORY_FILES),
     )
     with stage.writing(min_bytes=sum(record.bytes for record in large_files)) as output_folder:
         package_folder = output_folder / "package"
@@ -105,10 +106,11 @@ def build_package(
         )
         save_tower(tower, package_folder / "tower.safetensors")
         shutil.copyfile(index.path(f"{index.served_index}.faiss"), package_folder / "index.faiss")
-        for file_name in ("user_offset.npy", "event_item.npy"):
+        for file_name in HISTORY_FILES:
             shutil.copyfile(interactions.path(file_name), package_folder / file_name)
-        for source_file, target_file in (("items.parquet", "item_ids.parquet"), ("users.parquet", "user_ids.parquet")):
-            pq.write_table(pq.read_table(interactions.path(source_file), columns=["id"]), package_folder / target_file)
+        for side in ("item", "user"):
+            ids = pq.read_table(interactions.path(vocabulary_file(side)), columns=["id"])
+            pq.write_table(ids, package_folder / f"{side}_ids.parquet")
         for file_name in feature_files(spec):
             assert features is not None  # the spec has features
             shutil.copyfile(features.path(file_name), package_folder / file_name)
@@ -140,7 +142,7 @@ def description_sha256(package: PackageManifest) -> str:
 
 def package_files(spec: ModelSpec) -> set[str]:
     """Return the names of the files of a package except package.json."""
-    arrays = ("user_offset.npy", "event_item.npy", "popularity.npy", "popularity_share.npy")
+    arrays = (*HISTORY_FILES, "popularity.npy", "popularity_share.npy")
     return {"tower.safetensors", "index.faiss", "item_ids.parquet", "user_ids.parquet", *arrays, *feature_files(spec)}
 
 

@@ -3,14 +3,13 @@
 Shapes: I items, U users, R rows of a table.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 from numpy.typing import NDArray
 
 from recsys_core.config import Frozen
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import FeatureStore
+from recsys_core.dataset.jagged import chunk_slices
 from recsys_core.manifests import Dataset
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.loss.sampling import negative_share
@@ -56,9 +55,9 @@ def lookup_stats_of(
     The calculation assumes that positives, negatives and history items are drawn independently, and that history items are as
     frequent as positives.
     """
-    num_train_events_U = store.train_end - store.user_offset[:-1]
+    num_train_events_U = store.train_count_U
     probability_I = lookup_probability(
-        store.item_count,
+        store.train_count_I,
         num_draws=batch_size * (1 + mean_history_length(num_train_events_U, model=model, is_ordered=store.is_ordered)),
         num_negatives=loss.num_negatives,
         alpha=loss.negative_sampling_alpha,
@@ -130,7 +129,7 @@ def lookup_probability(count_I: NDArray[np.int64], *, num_draws: float, num_nega
     probability_I = np.empty(len(count_I))
     num_events = max(1, int(count_I.sum()))
     negative_share_I = negative_share(count_I, alpha) if num_negatives else None
-    for chunk in _chunks(len(count_I)):
+    for chunk in chunk_slices(len(count_I), length=CHUNK_ROWS):
         # For an item with all events, log1p(-1) is -inf: the probability that the batch misses the item is 0.
         with np.errstate(divide="ignore"):
             log_miss_probability_I = num_draws * np.log1p(-count_I[chunk] / num_events)
@@ -162,9 +161,7 @@ def hot_row_curve(weight_R: Floats) -> tuple[float, ...]:
 
 def _weighted_total_length(offset: NDArray[np.int64], weight: NDArray[np.int64] | Floats) -> float:
     """Return the weighted total of the lengths of all lists."""
-    return sum(float(np.dot(np.diff(offset[chunk.start : chunk.stop + 1]), weight[chunk])) for chunk in _chunks(len(weight)))
-
-
-def _chunks(num_rows: int) -> Iterator[slice]:
-    """Yield slices of at most CHUNK_ROWS, which bound the memory of the temporary arrays."""
-    return (slice(chunk_start, min(num_rows, chunk_start + CHUNK_ROWS)) for chunk_start in range(0, num_rows, CHUNK_ROWS))
+    return sum(
+        float(np.dot(np.diff(offset[chunk.start : chunk.stop + 1]), weight[chunk]))
+        for chunk in chunk_slices(len(weight), length=CHUNK_ROWS)
+    )

@@ -85,7 +85,7 @@ def make_loader(job: TrainJob, *, store: EventStore, assembler: Assembler, proce
         max_history=job.spec.history_length,
         include_target=history_config.include_target,
         num_negatives=loss_config.num_negatives,
-        negative_share_I=negative_share(store.item_count, loss_config.negative_sampling_alpha)
+        negative_share_I=negative_share(store.train_count_I, loss_config.negative_sampling_alpha)
         if loss_config.num_negatives
         else None,
         num_planned_ranks=job.planned_ranks,

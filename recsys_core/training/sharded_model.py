@@ -16,8 +16,10 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.optimizers import SGD, Adagrad, Adam, PartialRowWiseAdam
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from recsys_core.dataset.events import EventStore, memory_map
-from recsys_core.manifests import Dataset, InteractionsManifest
+from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.layout import memory_map
+from recsys_core.dataset.popularity import popularity_ranks
+from recsys_core.manifests import Dataset
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import parameter_name, table_shards
@@ -72,8 +74,8 @@ def initial_model(job: TrainJob, *, store: EventStore, dataset: Dataset, process
     model = build_model(
         spec,
         loss=job.loss,
-        item_count_I=store.item_count,
-        popularity_rank_by_table=popularity_ranks(spec, store=store, interactions=dataset.interactions),
+        item_count_I=store.train_count_I,
+        popularity_rank_by_table=popularity_ranks_by_table(spec, store=store),
         plan=PlanFile.read(job.plan),
         process=process,
         config=job.training,
@@ -81,7 +83,7 @@ def initial_model(job: TrainJob, *, store: EventStore, dataset: Dataset, process
     pretrained_by_table = {} if dataset.embeddings is None else pretrained_vectors_by_table(spec, dataset=dataset)
     fill_pretrained(model, spec=spec, pretrained_by_table=pretrained_by_table)
     if spec.config.learn_user_embedding:
-        is_known_U = store.train_end > store.user_offset[:-1]
+        is_known_U = store.train_count_U > 0
         if "user" in pretrained_by_table:
             is_known_U = is_known_U | (pretrained_by_table["user"].vector_row >= 0)
         zero_unknown_users(model, is_known_U=is_known_U)
@@ -210,37 +212,29 @@ def zero_unknown_users(model: DistributedModelParallel, *, is_known_U: NDArray[n
             zero_rows(shard, is_zero_R=~is_known_U)
 
 
-def popularity_ranks(spec: ModelSpec, *, store: EventStore, interactions: InteractionsManifest) -> dict[str, NDArray[np.int64]]:
+def popularity_ranks_by_table(spec: ModelSpec, *, store: EventStore) -> dict[str, NDArray[np.int64]]:
     """Return the popularity ranks of the rows of each gradually unfrozen table. Rank 0 has the most training events."""
-    popularity_rank_by_table = {}
-    for table_name, table in spec.tables.items():
-        if table.settings.transfer != "gradual":
-            continue
-        if table_name == "item":
-            popularity_rank_by_table[table_name] = memory_map(interactions.path("item_rank.npy"))
-        else:
-            num_events_U = store.train_end - store.user_offset[:-1]
-            popularity_rank_U = np.empty(len(num_events_U), np.int64)
-            popularity_rank_U[np.argsort(-num_events_U, kind="stable")] = np.arange(len(num_events_U))
-            popularity_rank_by_table[table_name] = popularity_rank_U
-    return popularity_rank_by_table
+    return {
+        table_name: store.popularity_rank_I if table_name == "item" else popularity_ranks(store.train_count_U)
+        for table_name, table in spec.tables.items()
+        if table.settings.transfer == "gradual"
+    }
 
 
 def pretrained_vectors_by_table(spec: ModelSpec, *, dataset: Dataset) -> dict[str, PretrainedVectors]:
     """Return the pretrained vectors of each table with `pretrained` set. The dataset must have embeddings."""
     assert dataset.embeddings is not None
-    vector_row_file_by_table = {"item": "vector_row.npy", "user": "user_vector_row.npy"}
-    pretrained_by_table = {}
+    store, pretrained_by_table = EventStore.open(dataset.interactions), {}
     for table_name, table in spec.tables.items():
         if not table.pretrained:
             continue
         source_table = "item" if table_name == TEACHER_TABLE else table_name
-        if source_table not in vector_row_file_by_table:
+        if source_table in ("item", "user"):
+            vector_row = store.vector_rows(source_table)
+        else:
             assert dataset.features is not None
             vector_row = memory_map(dataset.features.path(f"{source_table}.vector_row.npy"))
-        elif vector_row_file_by_table[source_table] in dataset.interactions.files:
-            vector_row = memory_map(dataset.interactions.path(vector_row_file_by_table[source_table]))
-        else:
+        if vector_row is None:
             vector_row = no_vectors(table.num_rows)
         pretrained_by_table[table_name] = PretrainedVectors(
             memory_map(dataset.embeddings.vectors_path(source_table)), vector_row

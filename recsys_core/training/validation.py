@@ -14,9 +14,9 @@ from torch import distributed as dist
 
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.jagged import Int64Array
+from recsys_core.dataset.popularity import popularity_before
 from recsys_core.errors import InputError
 from recsys_core.evaluation import metrics
-from recsys_core.evaluation.baselines import popularity_before
 from recsys_core.evaluation.cold import cold_rows, rank_among
 from recsys_core.evaluation.metrics import TargetPositions
 from recsys_core.evaluation.ranking import rank_served
@@ -134,7 +134,7 @@ def users_to_validate(config: ValidationConfig, *, store: EventStore, cold_items
     """
     users = store.users_with_targets("validation")
     if cold_items is not None and len(users):
-        is_cold_I = np.zeros(len(store.item_count), np.bool_)
+        is_cold_I = np.zeros(store.num_items, np.bool_)
         is_cold_I[cold_items] = True
         targets = store.targets(users, "validation")
         users = users[targets.filter(is_cold_I[targets.values_L]).lengths > 0]
@@ -147,6 +147,6 @@ def users_to_validate(config: ValidationConfig, *, store: EventStore, cold_items
         users = np.sort(np.random.default_rng(VALIDATION_USERS_SEED).choice(users, config.max_users, replace=False))
     # A target that the user has seen is not ranked, so a user without unseen targets has no metric.
     unseen_targets = store.targets(users, "validation").difference(
-        store.items_before(users, "validation"), bound=len(store.item_count)
+        store.items_before(users, "validation"), bound=store.num_items
     )
     return users[unseen_targets.lengths > 0]

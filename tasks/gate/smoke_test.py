@@ -25,6 +25,7 @@ from mlflow import MlflowClient
 
 from recsys_core.comparison.user_metrics import UserMetrics
 from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.layout import vocabulary_file
 from recsys_core.errors import StageError, TrackingServerError, redacted
 from recsys_core.evaluation.metrics import TargetPositions, hit_rate, ndcg, recall
 from recsys_core.manifests import InteractionsManifest
@@ -94,8 +95,8 @@ def prepare_sample(interactions: InteractionsManifest, *, max_users: int, folder
         np.random.default_rng(SMOKE_TEST_USERS_SEED).permutation(event_store.users_with_targets("test"))[:max_users]
     )
     history, targets = event_store.items_before(user_row_U, "test"), event_store.targets(user_row_U, "test")
-    item_ids = pq.read_table(interactions.path("items.parquet"), columns=["id"])["id"].combine_chunks()
-    user_ids = pq.read_table(interactions.path("users.parquet"), columns=["id"])["id"].take(pa.array(user_row_U))
+    item_ids = pq.read_table(interactions.path(vocabulary_file("item")), columns=["id"])["id"].combine_chunks()
+    user_ids = pq.read_table(interactions.path(vocabulary_file("user")), columns=["id"])["id"].take(pa.array(user_row_U))
     history_ids = pa.ListArray.from_arrays(history.offset, item_ids.take(pa.array(history.values_L)))
     folder.mkdir()
     histories_file = folder / "cases.parquet"

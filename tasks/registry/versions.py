@@ -17,6 +17,7 @@ from mlflow.types.schema import AnyType, Array
 
 import recsys_core
 from recsys_core.data_report.limits import describe_held_out_users
+from recsys_core.dataset.layout import vocabulary_file
 from recsys_core.evaluation.report import metric_table
 from recsys_core.manifests import DataReportManifest, EvaluationManifest, InteractionsManifest, PackageManifest
 from recsys_core.serving.package import description_sha256
@@ -140,7 +141,7 @@ def signature_for(interactions: InteractionsManifest) -> ModelSignature:
 
 
 def _input_example(interactions: InteractionsManifest) -> pd.DataFrame:
-    user_ids = pq.read_table(interactions.path("users.parquet"), columns=["id"])["id"]
+    user_ids = pq.read_table(interactions.path(vocabulary_file("user")), columns=["id"])["id"]
     return pd.DataFrame({"user_id": user_ids.slice(0, 2).to_pylist()})
 
 

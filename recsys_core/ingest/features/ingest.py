@@ -10,6 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.layout import CONTEXT_FILE, vocabulary_file
 from recsys_core.errors import InputError
 from recsys_core.ingest.features.checks import reject_bad_table
 from recsys_core.ingest.features.config import FeatureConfig, FeaturesConfig
@@ -31,8 +33,6 @@ from recsys_core.parquet.duckdb_session import SQL_TYPE, database, quoted, scan_
 from recsys_core.parquet.guards import verify_sidecars
 from recsys_core.parquet.local_copies import local_files
 from recsys_core.parquet.sources import open_sources
-
-CONTEXT_FILE_NAME = "context.parquet"
 
 
 def ingest_features(
@@ -60,9 +60,7 @@ def ingest_features(
     """
     if previous is not None and previous.lineage != interactions.lineage:
         previous = None
-    context_sources = (
-        open_sources([str(interactions.path(CONTEXT_FILE_NAME))], setting="features.context") if config.context else ()
-    )
+    context_sources = open_sources([str(interactions.path(CONTEXT_FILE))], setting="features.context") if config.context else ()
     # The path of the workspace may contain a folder named key=value, which is not a hive key of the context columns.
     context_sources = tuple(replace(source, partition_values={}) for source in context_sources)
     tables = open_feature_tables(
@@ -126,7 +124,7 @@ def _load_table(
         verify_sidecars(table.sources)
     with local_files(table.sources, columns=table.columns, scratch_folder=scratch_folder) as paths:
         reject_bad_table(connection, table, paths=paths)
-        catalogue_sql = scan_sql(interactions.path(f"{table.side}s.parquet"), options_sql="file_row_number = true")
+        catalogue_sql = scan_sql(interactions.path(vocabulary_file(table.side)), options_sql="file_row_number = true")
         connection.execute(
             "CREATE TABLE joined AS "
             "SELECT catalogue.row, catalogue.in_training, feature_table.* EXCLUDE (feature_table_id) "
@@ -185,9 +183,7 @@ def _num_rows(table: FeatureTable, interactions: InteractionsManifest) -> int:
 
 def _read_events(path: Path, *, columns: Sequence[str], interactions: InteractionsManifest) -> pa.RecordBatchReader:
     """Stream the context columns. Two more columns contain the index of the event, and whether it is a training event."""
-    user_offset, train_end_U = (
-        np.load(interactions.path(f"{name}.npy"), mmap_mode="r") for name in ("user_offset", "train_end")
-    )
+    store = EventStore.open(interactions)
     file = pq.ParquetFile(path)
     fields = [file.schema_arrow.field(name) for name in columns]
     schema = pa.schema([*fields, ("nightjar row", pa.int64()), ("nightjar in_training", pa.bool_())])
@@ -196,15 +192,7 @@ def _read_events(path: Path, *, columns: Sequence[str], interactions: Interactio
         start_event = 0
         for batch in file.iter_batches(BATCH_ROWS, columns=list(columns)):
             stop_event = start_event + batch.num_rows
-            user_range = slice(
-                int(np.searchsorted(user_offset, start_event, side="right")) - 1,
-                int(np.searchsorted(user_offset, stop_event, side="left")),
-            )
-            # In the log, the training events of a user come before the user's other events. Blocks of training events
-            # therefore alternate with blocks of other events.
-            block_starts = np.stack([user_offset[user_range], train_end_U[user_range]], axis=1).reshape(-1)
-            block_lengths = np.diff(np.clip(np.append(block_starts, stop_event), start_event, stop_event))
-            is_training = np.repeat(np.arange(len(block_lengths)) % 2 == 0, block_lengths)
+            is_training = store.is_training(slice(start_event, stop_event))
             arrays = [batch.column(name) for name in columns]
             yield pa.RecordBatch.from_arrays(
                 [*arrays, pa.array(np.arange(start_event, stop_event)), pa.array(is_training)], schema=schema

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import duckdb
 
+from recsys_core.dataset.layout import vocabulary_file
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.filters import iso_time
 from recsys_core.ingest.log.log_schema import InteractionsInput
@@ -59,7 +60,7 @@ def column_statistics(
         )
         ((num_ids, num_unusual),) = connection.sql(
             f"SELECT count(*) FILTER (events > 0), count(*) FILTER (events > 0 AND ({is_unusual_sql})) "
-            f"FROM {scan_sql(output_folder / f'{side}s.parquet')}"
+            f"FROM {scan_sql(output_folder / vocabulary_file(side))}"
         ).fetchall()
         statistics[column] = statistics[column].model_copy(update={"distinct": num_ids, "unusual_ids": num_unusual})
     return statistics

@@ -14,6 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from recsys_core.dataset.layout import CONTEXT_FILE, array_file
+from recsys_core.dataset.popularity import popularity_ranks
 from recsys_core.disk import allocate_npy, save_npy
 from recsys_core.ingest.log.config import SPLITS, InteractionsConfig
 from recsys_core.ingest.log.filters import extra_column_names
@@ -49,18 +51,18 @@ class EventWriter:
             "ORDER BY user_row, split, position, item_row" + "".join(f", log.{column_name}" for column_name in extra_names)
         ).to_arrow_reader(BATCH_ROWS)
         array_by_column = {
-            "item_row": allocate_npy(self._output_folder / "event_item.npy", dtype=np.int32, shape=(num_events,))
+            "item_row": allocate_npy(self._output_folder / array_file("event_item"), dtype=np.int32, shape=(num_events,))
         }
         if self._config.timestamp_column is not None:
             array_by_column["position"] = allocate_npy(
-                self._output_folder / "event_time.npy", dtype=np.int64, shape=(num_events,)
+                self._output_folder / array_file("event_time"), dtype=np.int64, shape=(num_events,)
             )
         if "weight" in extra_names:
             array_by_column["weight"] = allocate_npy(
-                self._output_folder / "event_weight.npy", dtype=np.float32, shape=(num_events,)
+                self._output_folder / array_file("event_weight"), dtype=np.float32, shape=(num_events,)
             )
         start_event = 0
-        with _ContextWriter(self._output_folder / "context.parquet", self._config.context_columns) as context_writer:
+        with _ContextWriter(self._output_folder / CONTEXT_FILE, self._config.context_columns) as context_writer:
             for batch in _merge_batches(reader):
                 for column_name, array in array_by_column.items():
                     array[start_event : start_event + batch.num_rows] = batch.column(column_name).to_numpy()
@@ -75,24 +77,24 @@ class EventWriter:
         user_offset = np.concatenate(([0], np.cumsum(self.user_count_US.sum(axis=1))))
         train_end_U = user_offset[:-1] + count_U_by_split["train"]
         train_count_I = self.item_count_IS[:, SPLITS.index("train")]
-        popularity_rank_I = np.empty(len(train_count_I), np.int64)
-        popularity_rank_I[np.argsort(-train_count_I, kind="stable")] = np.arange(len(train_count_I))
         for name, array in {
             "user_offset": user_offset,
             "train_end": train_end_U,
             "validation_end": train_end_U + count_U_by_split["validation"],
             "item_count": np.ascontiguousarray(train_count_I),
-            "item_rank": popularity_rank_I,
+            "item_rank": popularity_ranks(train_count_I),
             "vector_row": self._items.vector_row_R,
         }.items():
-            save_npy(self._output_folder / f"{name}.npy", array)
+            save_npy(self._output_folder / array_file(name), array)
         if (self._users.vector_row_R >= 0).any():
-            save_npy(self._output_folder / "user_vector_row.npy", self._users.vector_row_R)
+            save_npy(self._output_folder / array_file("user_vector_row"), self._users.vector_row_R)
         self._write_train_user(count_U_by_split["train"])
 
     def _write_train_user(self, train_count_U: Counts) -> None:
         """Write the user of each training event, BATCH_ROWS users at a time."""
-        train_user = allocate_npy(self._output_folder / "train_user.npy", dtype=np.int32, shape=(int(train_count_U.sum()),))
+        train_user = allocate_npy(
+            self._output_folder / array_file("train_user"), dtype=np.int32, shape=(int(train_count_U.sum()),)
+        )
         start_event = 0
         for first_user in range(0, len(train_count_U), BATCH_ROWS):
             train_counts = train_count_U[first_user : first_user + BATCH_ROWS]

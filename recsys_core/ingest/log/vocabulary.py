@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from recsys_core.dataset.layout import codes_file, vocabulary_file
 from recsys_core.manifests import IdType, InteractionsManifest
 from recsys_core.parquet.duckdb_session import SQL_TYPE, quoted, scan_sql
 
@@ -52,7 +53,7 @@ def create_id_table(
     ).fetchall()
     if continued_run is None:
         return 0
-    previous_ids_sql = scan_sql(continued_run.path(f"{side}_ids.parquet"), options_sql="file_row_number = true")
+    previous_ids_sql = scan_sql(continued_run.path(codes_file(side)), options_sql="file_row_number = true")
     connection.execute(f'INSERT INTO {side}_ids SELECT id, file_row_number, "row" FROM {previous_ids_sql}').fetchall()
     ((num_without_row,),) = connection.sql(f"SELECT count(*) FROM {side}_ids WHERE previous_row IS NULL").fetchall()
     return int(num_without_row)
@@ -118,7 +119,7 @@ def write_vocabulary(
     side = vocabulary.side
     connection.execute(
         f'COPY (SELECT ids.id, vocabulary."row" FROM {side}_ids ids LEFT JOIN {side}s vocabulary USING (code) ORDER BY code) '
-        f"TO {quoted(str(output_folder / f'{side}_ids.parquet'), quote=chr(39))} (FORMAT parquet)"
+        f"TO {quoted(str(output_folder / codes_file(side)), quote=chr(39))} (FORMAT parquet)"
     ).fetchall()
     table = pa.table({"id": vocabulary.ids, "train_count": train_count_R, "events": event_count_R})
-    pq.write_table(table, output_folder / f"{side}s.parquet", use_dictionary=False)
+    pq.write_table(table, output_folder / vocabulary_file(side), use_dictionary=False)

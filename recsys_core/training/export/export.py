@@ -98,7 +98,7 @@ def run_export(job: ExportJob, *, process: Process) -> None:
     sharded_model = build_model(
         job.spec,
         loss=job.loss,
-        item_count_I=store.item_count,
+        item_count_I=store.train_count_I,
         popularity_rank_by_table={},
         plan=PlanFile.read(job.plan),
         process=process,

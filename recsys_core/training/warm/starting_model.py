@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from recsys_core.dataset.layout import vocabulary_file
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import (
     Dataset,
@@ -30,7 +31,11 @@ from recsys_core.models.tables.table_config import OFFSET_TABLE
 from recsys_core.models.towers import CandidateTower, QueryTower
 from recsys_core.training.optimizers import has_accumulators
 
-ID_FILE_BY_TABLE = {"item": "items.parquet", OFFSET_TABLE: "items.parquet", "user": "users.parquet"}
+ID_FILE_BY_TABLE = {
+    "item": vocabulary_file("item"),
+    OFFSET_TABLE: vocabulary_file("item"),
+    "user": vocabulary_file("user"),
+}
 """Table -> file of the interactions stage with the ids of its rows. All other tables belong to features."""
 _TEMPERATURE_NAME = "objective.log_temperature"
 _EMPTY_HISTORY_NAME = "query.pooling.start"

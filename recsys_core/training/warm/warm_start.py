@@ -10,7 +10,7 @@ from torch import no_grad
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.optim.keyed import KeyedOptimizer
 
-from recsys_core.dataset.events import memory_map
+from recsys_core.dataset.layout import memory_map
 from recsys_core.manifests import Dataset
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import LocalShard, table_shards

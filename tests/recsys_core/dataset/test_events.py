@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import JaggedArray, ragged_ranges
+from recsys_core.dataset.layout import EventArrays
 from tests.recsys_core.ingest.interaction_logs import ingest, write_log
 
 Nested = list[list[int]]
@@ -21,12 +22,15 @@ Users = list[tuple[list[int], list[int], list[int]]]
 """Train, validation and test items of each user."""
 
 
-def store_of(log: Users, *, ordered: bool = True) -> EventStore:
+def store_of(log: Users, *, ordered: bool = True, weight: list[float] | None = None) -> EventStore:
+    return EventStore(arrays_of(log, weight=weight), is_ordered=ordered)
+
+
+def arrays_of(log: Users, *, weight: list[float] | None = None) -> EventArrays:
     lengths = np.array([[len(part) for part in user] for user in log], np.int64)
     offset = np.concatenate([[0], np.cumsum(lengths.sum(axis=1))])
     train = [item for user in log for item in user[0]]
-    return EventStore(
-        is_ordered=ordered,
+    return EventArrays(
         user_offset=offset,
         train_end=offset[:-1] + lengths[:, 0],
         validation_end=offset[:-1] + lengths[:, 0] + lengths[:, 1],
@@ -34,6 +38,7 @@ def store_of(log: Users, *, ordered: bool = True) -> EventStore:
         train_user=np.repeat(np.arange(len(log), dtype=np.int32), lengths[:, 0]),
         item_count=np.bincount(train, minlength=31),
         vector_row=np.full(31, -1),
+        event_weight=None if weight is None else np.array(weight, np.float32),
     )
 
 
@@ -44,8 +49,8 @@ def lists_of(ragged: JaggedArray) -> Nested:
 
 def train_positions(store: EventStore) -> tuple[np.ndarray, np.ndarray]:
     """Return position and user of every training event."""
-    user = store.train_user.astype(np.int64)
-    return store.user_offset[user] + np.arange(store.num_train_events) - store.first_example_U[user], user
+    user, position = store.training_events(np.arange(store.num_train_events))
+    return position, user
 
 
 def places(log: Users) -> Users:
@@ -89,7 +94,9 @@ def test_an_unordered_history_is_other_training_events_of_the_user_each_once(log
 def test_in_unordered_histories_no_event_of_a_user_is_favoured(log: Users, max_history: int) -> None:
     where = store_of(places(log), ordered=False)
     position, user = train_positions(where)
-    drawn = np.bincount(where.histories(position, user, max_history=max_history).values_L, minlength=len(where.event_item))
+    drawn = np.bincount(
+        where.histories(position, user, max_history=max_history).values_L, minlength=int(where.event_count_U.sum())
+    )
     for train, _, _ in places(log):
         assert len(set(drawn[train].tolist())) == 1
 
@@ -118,7 +125,8 @@ def test_the_store_opens_what_the_ingest_wrote(tmp_path: Path, timed: bool) -> N
         tmp_path / "stage", train, split={"kind": "files", "test_paths": test}, **({} if timed else {"timestamp_column": None})
     )
     store = EventStore.open(manifest)
-    assert (store.is_ordered, store.num_train_events, store.event_item.tolist()[-1]) == (timed, 7, 0)
+    assert (store.is_ordered, store.has_times, store.num_train_events) == (timed, timed, 7)
+    assert store.items_at(np.arange(8))[-1] == 0
     assert store.users_with_targets("test").tolist() == [0]
     position, user = train_positions(store)
     lengths = store.histories(position, user, max_history=3).lengths.tolist()
@@ -129,9 +137,11 @@ def test_events_are_counted_without_a_copy_of_the_log() -> None:
     users, each, items = 40_000, 100, 50
     event_item = np.tile(np.arange(items, dtype=np.int32), users * each // items)
     offset = np.arange(users + 1) * each
-    whole = store_of([([0], [], [])])
     ends = {"train_end": offset[:-1] + each - 20, "validation_end": offset[:-1] + each - 10}
-    store = replace(whole, user_offset=offset, event_item=event_item, item_count=np.zeros(items, np.int64), **ends)
+    arrays = replace(
+        arrays_of([([0], [], [])]), user_offset=offset, event_item=event_item, item_count=np.zeros(items, np.int64), **ends
+    )
+    store = EventStore(arrays, is_ordered=True)
     tracemalloc.start()
     try:
         counts = {split: store.item_counts_before(split) for split in ("validation", "test")}
@@ -142,3 +152,33 @@ def test_events_are_counted_without_a_copy_of_the_log() -> None:
     for split, length in (("validation", each - 20), ("test", each - 10)):
         expected = np.bincount(event_item.reshape(users, each)[:, :length].ravel(), minlength=items)
         np.testing.assert_array_equal(counts[split], expected)
+    np.testing.assert_array_equal(store.event_count_I(), np.bincount(event_item, minlength=items))
+
+
+@given(log=users, max_events=st.integers(1, 30))
+def test_user_chunks_hold_every_event_once_with_its_user_and_split(log: Users, max_events: int) -> None:
+    expected = [(user, split, item) for user, parts in enumerate(log) for split, part in enumerate(parts) for item in part]
+    events, first_user = [], 0
+    for chunk in store_of(log).user_chunks(max_events=max_events):
+        assert len(chunk.item_E) <= max_events or len(chunk.num_events_U3) == 1
+        columns = ((chunk.user_E + first_user).tolist(), chunk.split_E.tolist(), chunk.item_E.tolist())
+        events += list(zip(*columns, strict=True))
+        first_user += len(chunk.num_events_U3)
+    assert events == expected
+
+
+@given(log=users, data=st.data())
+def test_training_events_are_recognised_in_any_range_of_the_log(log: Users, data: st.DataObject) -> None:
+    in_training = [split == 0 for parts in log for split, part in enumerate(parts) for _ in part]
+    start = data.draw(st.integers(0, len(in_training) - 1))
+    stop = data.draw(st.integers(start + 1, len(in_training)))
+    assert store_of(log).is_training(slice(start, stop)).tolist() == in_training[start:stop]
+
+
+@given(log=users, data=st.data())
+def test_held_out_events_are_those_after_training(log: Users, data: st.DataObject) -> None:
+    skips = np.array(data.draw(st.lists(st.booleans(), min_size=len(log), max_size=len(log))))
+    store = store_of(log)
+    user, event = store.held_out_events(skip_validation_U=skips)
+    expected = [(row, item) for row, parts in enumerate(log) for item in ([] if skips[row] else parts[1]) + parts[2]]
+    assert list(zip(user.tolist(), store.items_at(event).tolist(), strict=True)) == expected

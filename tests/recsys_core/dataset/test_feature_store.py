@@ -110,6 +110,8 @@ def test_each_query_has_the_features_of_its_user_and_event_and_each_item_its_own
     store, features = made
     loader = loader_of(made)
     device = features.feature_by_key["context.device"].table_rows
+    training_user, training_position = store.training_events(np.arange(store.num_train_events))
+    user_of = dict(zip(training_position.tolist(), training_user.tolist(), strict=True))
     positions = []
     for batch in (loader.batch(0, number) for number in range(len(loader))):
         assert batch.loss_weight is not None
@@ -130,8 +132,8 @@ def test_each_query_has_the_features_of_its_user_and_event_and_each_item_its_own
             # The device tells the event; its weight and its item have to be of the same one.
             positions.append(int(np.flatnonzero(device == query["context.device"][sample])[0]))
             assert batch.loss_weight[sample].item() == pytest.approx(positions[-1] / 4 / store.mean_weight())
-            assert store.event_item[positions[-1]] == batch.item_row_V[batch.candidate_index_C[sample]]
-            assert store.user_offset[user] <= positions[-1] < store.train_end[user]
+            assert store.items_at(np.array(positions[-1:]))[0] == batch.item_row_V[batch.candidate_index_C[sample]]
+            assert user_of[positions[-1]] == user
     assert len(set(positions)) == len(positions) == store.num_train_events
 
 
@@ -140,7 +142,8 @@ def test_a_query_has_the_event_features_of_the_first_event_of_the_split(
 ) -> None:
     store, features = made
     users = np.array([4, 1])
-    for split, first in (("validation", store.train_end), ("test", store.validation_end)):
+    first_event = np.array([sum(8 + row for row in range(user)) for user in range(USERS)])
+    for split, first in (("validation", first_event + 5 + np.arange(USERS)), ("test", first_event + 7 + np.arange(USERS))):
         batch = query_batch(store, users, split, assembler=Assembler(user_batch_key=UNPOOLED, features=features), max_history=2)
         expected = features.feature_by_key["context.device"].table_rows[first[users]].tolist()
         assert batch.sparse["pooled"]["context.device"].values().tolist() == expected
@@ -208,7 +211,7 @@ def test_the_whole_batch_moves(made: tuple[EventStore, FeatureStore]) -> None:
 def test_a_log_without_weights_has_none(tmp_path: Path) -> None:
     interactions = write_interactions(tmp_path / "log", users=[1], items=[1, 2], log=[([0, 1], [], [1])])
     store = EventStore.open(interactions)
-    assert store.event_weight is None
+    assert store.weights_at(np.arange(3)) is None
     loader = TrainLoader(
         store, assembler=Assembler(user_batch_key=None), batch_size=2, rank=0, world_size=1, seed=0, max_history=1
     )

@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -28,7 +27,7 @@ TENSORS = ("item_row_V", "candidate_index_C", "history_index_H", "history_offset
 
 def loader_of(store: EventStore, **settings_of: Any) -> TrainLoader:
     """Return a loader. By default every item is drawn with the same probability."""
-    items = len(store.item_count)
+    items = store.num_items
     base = {"batch_size": 4, "rank": 0, "world_size": 1, "seed": 5, "max_history": MAX_HISTORY, "num_negatives": 0}
     base |= {"assembler": Assembler(user_batch_key=UNPOOLED), "negative_share_I": np.full(items, 1 / items)}
     return TrainLoader(store, **(base | settings_of))
@@ -139,7 +138,7 @@ def test_negatives_come_from_the_whole_catalogue_and_differ_by_rank_and_batch() 
     ]
     drawn = [tuple(candidates(batch)[5:]) for batch in made]
     assert len(set(drawn)) == 4
-    assert set(drawn[0]) == set(range(len(store.item_count)))
+    assert set(drawn[0]) == set(range(store.num_items))
 
 
 def test_negatives_are_drawn_in_proportion_to_their_share() -> None:
@@ -281,17 +280,17 @@ def test_without_a_history_a_query_batch_points_at_no_item() -> None:
 
 
 def test_the_weight_of_an_example_is_that_of_its_event_over_the_mean_of_the_training_events() -> None:
-    store = replace(store_of(numbered([3, 4])), event_weight=np.arange(7, dtype=np.float32))
+    store = store_of(numbered([3, 4]), weight=list(range(7)))
     for batch in loader_of(store, num_negatives=2).epoch(0):
         assert batch.loss_weight is not None and (3 * batch.loss_weight).tolist() == pytest.approx(positives(batch))
 
 
 def test_weights_of_held_out_events_do_not_count_in_the_mean() -> None:
-    store = replace(store_of([([1, 2], [3], [4]), ([5], [], [6])]), event_weight=np.array([1, 2, 70, 80, 6, 90], np.float32))
+    store = store_of([([1, 2], [3], [4]), ([5], [], [6])], weight=[1, 2, 70, 80, 6, 90])
     assert store.mean_weight() == 3
 
 
 def test_a_log_whose_training_events_all_weigh_nothing_is_rejected() -> None:
-    store = replace(store_of([([1, 2], [3], [4])]), event_weight=np.array([0, 0, 1, 1], np.float32))
+    store = store_of([([1, 2], [3], [4])], weight=[0, 0, 1, 1])
     with pytest.raises(InputError, match="all 2 training events have the weight 0"):
         loader_of(store)

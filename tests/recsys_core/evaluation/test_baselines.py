@@ -1,5 +1,4 @@
 import numpy as np
-import pyarrow as pa
 import torch
 
 from recsys_core.dataset.jagged import JaggedArray
@@ -8,12 +7,6 @@ from recsys_core.evaluation import baselines
 
 def _lists(*rows: list[int]) -> JaggedArray:
     return JaggedArray(np.cumsum([0, *map(len, rows)]), np.array([row for part in rows for row in part], np.int64))
-
-
-def test_ids_with_equal_counts_are_sorted_by_integer_value_or_alphabetically() -> None:
-    count = np.array([3, 3, 3])
-    assert baselines.popularity_order(count, item_ids=pa.array([10, 9, 2])).tolist() == [2, 1, 0]
-    assert baselines.popularity_order(count, item_ids=pa.array(["10", "9", "2"])).tolist() == [0, 2, 1]
 
 
 def test_zero_shot_ranks_by_cosine_with_the_mean_of_the_normalised_history() -> None:

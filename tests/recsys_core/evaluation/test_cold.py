@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.dataset.layout import EventArrays
 from recsys_core.evaluation.cold import cold_rows, rank_among
 from recsys_core.evaluation.ranking import rank_served
 
@@ -48,10 +49,11 @@ def test_ranking_among_candidates_equals_the_full_ranking_without_the_other_item
 
 def test_an_item_is_cold_until_its_first_event() -> None:
     # One user: training has item 0, validation 2, the test 3; item 1 is in no event at all.
-    store = EventStore(
-        is_ordered=True, user_offset=np.array([0, 3]), train_end=np.array([1]), validation_end=np.array([2]),
+    arrays = EventArrays(
+        user_offset=np.array([0, 3]), train_end=np.array([1]), validation_end=np.array([2]),
         event_item=np.array([0, 2, 3], np.int32), train_user=np.array([0], np.int32), item_count=np.array([1, 0, 0, 0]),
         vector_row=np.full(4, -1),
     )  # fmt: skip
+    store = EventStore(arrays, is_ordered=True)
     assert cold_rows(store, "validation").tolist() == [1, 2, 3]
     assert cold_rows(store, "test").tolist() == [1, 3]

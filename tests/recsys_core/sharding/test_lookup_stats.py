@@ -6,6 +6,7 @@ import pytest
 from recsys_core.dataset.assembly import Assembler
 from recsys_core.dataset.batch_keys import POOLED, UNPOOLED
 from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.layout import EventArrays
 from recsys_core.dataset.loader import TrainLoader
 from recsys_core.models.config import MeanHistory, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
@@ -24,8 +25,7 @@ def skewed_store(*, ordered: bool) -> EventStore:
     weight = 1 / np.arange(1, ITEMS + 1)
     item = rng.choice(ITEMS, EVENTS, p=weight / weight.sum()).astype(np.int32)
     offset = np.concatenate([[0], lengths.cumsum()])
-    return EventStore(
-        is_ordered=ordered,
+    arrays = EventArrays(
         user_offset=offset,
         train_end=offset[1:],
         validation_end=offset[1:],
@@ -34,6 +34,7 @@ def skewed_store(*, ordered: bool) -> EventStore:
         item_count=np.bincount(item, minlength=ITEMS),
         vector_row=np.full(ITEMS, -1),
     )
+    return EventStore(arrays, is_ordered=ordered)
 
 
 @pytest.mark.parametrize("ordered", [True, False])
@@ -54,7 +55,7 @@ def test_expected_lookups_match_those_of_real_batches(ordered: bool, length: int
         seed=3,
         max_history=length,
         num_negatives=NEGATIVES,
-        negative_share_I=negative_share(store.item_count, alpha),
+        negative_share_I=negative_share(store.train_count_I, alpha),
     )
     batches = [loader.batch(epoch, batch) for epoch in range(2) for batch in range(len(loader) - 1)]
 
@@ -75,5 +76,5 @@ def test_the_hot_row_curve_is_the_share_of_the_events() -> None:
     assert set(shares) == {"item", "user"}
     assert shares["item"][-1] == shares["user"][-1] == 1.0
     assert shares["item"][9] > 0.1, "the most frequent tenth of the items gets more than a tenth of the lookups"
-    by_events = np.sort(store.train_end - store.user_offset[:-1])[::-1]
+    by_events = np.sort(store.train_count_U)[::-1]
     assert shares["user"][9] == pytest.approx(by_events[: USERS // 10].sum() / EVENTS, abs=1e-6)

@@ -202,7 +202,7 @@ def test_exported_vectors_are_those_of_the_unsharded_model(experiment, exported)
     spec, cpu = experiment.spec, torch.device("cpu")
     task = RetrievalTask(
         RetrievalHead(
-            spec, loss=experiment.loss, item_count_I=store.item_count, popularity_rank={}, weight_decay={}, group=None
+            spec, loss=experiment.loss, item_count_I=store.train_count_I, popularity_rank={}, weight_decay={}, group=None
         ),
         device=cpu,
     )

@@ -44,7 +44,7 @@ def _validate_new_users(rank: int, folder: Path) -> None:
     for seed in range(3):
         torch.manual_seed(seed)
         head = RetrievalHead(
-            spec, loss=LossConfig(), item_count_I=store.item_count, popularity_rank={}, weight_decay={}, group=None
+            spec, loss=LossConfig(), item_count_I=store.train_count_I, popularity_rank={}, weight_decay={}, group=None
         )
         task = RetrievalTask(head, device=device)
         task.embedding_tables.to_empty(device=device)

@@ -1,0 +1,68 @@
+"""Files of an event store: the names and arrays that the ingest writes and `EventStore` maps. See InteractionsManifest."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recsys_core.dataset.jagged import Int64Array
+from recsys_core.manifests import InteractionsManifest
+
+CONTEXT_FILE = "context.parquet"
+EVENT_ARRAYS = ("user_offset", "train_end", "validation_end", "event_item", "train_user", "event_time")
+"""Arrays that identify the events: user, split, item and time."""
+
+
+def array_file(array_name: str) -> str:
+    """Return the file name of an array, a field of EventArrays."""
+    return f"{array_name}.npy"
+
+
+def vocabulary_file(side: str) -> str:
+    """Return the name of the file with the ids in the order of their rows; `side` is user or item."""
+    return f"{side}s.parquet"
+
+
+def codes_file(side: str) -> str:
+    """Return the name of the file with every id ever read in the order of the codes; `side` is user or item."""
+    return f"{side}_ids.parquet"
+
+
+def memory_map(path: Path) -> NDArray[Any]:
+    """Memory-map a .npy file, read-only, as a plain array, because indexing an np.memmap takes microseconds longer."""
+    return np.asarray(np.load(path, mmap_mode="r"))
+
+
+HISTORY_FILES = (array_file("user_offset"), array_file("event_item"))
+"""Files with the items of each user, in the order of the log."""
+
+
+@dataclass(frozen=True)
+class EventArrays:
+    """The arrays of an event store. An array that is None by default may be missing in an event store."""
+
+    user_offset: Int64Array
+    train_end: Int64Array
+    validation_end: Int64Array
+    event_item: NDArray[np.int32]
+    train_user: NDArray[np.int32]
+    item_count: Int64Array
+    vector_row: Int64Array
+    item_rank: Int64Array | None = None
+    event_time: Int64Array | None = None
+    event_weight: NDArray[np.float32] | None = None
+    user_vector_row: Int64Array | None = None
+
+    @classmethod
+    def open(cls, manifest: InteractionsManifest) -> Self:
+        """Map the arrays of an interactions stage."""
+        is_optional_by_name = {field.name: field.default is None for field in fields(cls)}
+        return cls(
+            **{
+                name: memory_map(manifest.path(array_file(name)))
+                for name, is_optional in is_optional_by_name.items()
+                if not is_optional or array_file(name) in manifest.files
+            }
+        )

@@ -1,14 +1,13 @@
-"""Writer of the event store: the sorted log streams from DuckDB into the memory maps that InteractionsManifest describes.
+"""Writer of the event store: the sorted events stream into the memory maps that InteractionsManifest describes.
 
 E is the number of events of a batch, S the number of splits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,7 +17,6 @@ from recsys_core.dataset.layout import CONTEXT_FILE, array_file
 from recsys_core.dataset.popularity import popularity_ranks
 from recsys_core.disk import allocate_npy, save_npy
 from recsys_core.ingest.log.config import SPLITS, InteractionsConfig
-from recsys_core.ingest.log.filters import extra_column_names
 from recsys_core.ingest.log.vocabulary import Vocabulary
 
 BATCH_ROWS = 1_000_000
@@ -33,23 +31,14 @@ class EventWriter:
         self.item_count_IS: Counts = np.zeros((len(items), len(SPLITS)), np.int64)
         self._output_folder, self._users, self._items, self._config = output_folder, users, items, config
 
-    def write_events(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """Write event_item.npy and, as configured, event_time.npy, event_weight.npy and context.parquet."""
-        extra_names = extra_column_names(connection, "log")
-        user_row_sql, user_join_sql = self._users.row_and_join_sql('log."user"')
-        item_row_sql, item_join_sql = self._items.row_and_join_sql("log.item")
-        select_list = [
-            f"{user_row_sql} AS user_row",
-            f"{item_row_sql} AS item_row",
-            "log.split AS split",
-            "log.position AS position",
-            *(f"log.{column_name}" for column_name in extra_names),
-        ]
-        ((num_events,),) = connection.sql("SELECT count(*) FROM log").fetchall()
-        reader = connection.sql(
-            f"SELECT {', '.join(select_list)} FROM log{user_join_sql}{item_join_sql} "
-            "ORDER BY user_row, split, position, item_row" + "".join(f", log.{column_name}" for column_name in extra_names)
-        ).to_arrow_reader(BATCH_ROWS)
+    def write_events(self, batches: Iterable[pa.RecordBatch], *, num_events: int) -> None:
+        """Write event_item.npy and, as configured, event_time.npy, event_weight.npy and context.parquet.
+
+        Args:
+            batches: the events, sorted by user row, split code and position. Columns: user_row, item_row, split, position and,
+                as configured, weight and context_<index of the context column>.
+            num_events: number of events in all batches.
+        """
         array_by_column = {
             "item_row": allocate_npy(self._output_folder / array_file("event_item"), dtype=np.int32, shape=(num_events,))
         }
@@ -57,19 +46,19 @@ class EventWriter:
             array_by_column["position"] = allocate_npy(
                 self._output_folder / array_file("event_time"), dtype=np.int64, shape=(num_events,)
             )
-        if "weight" in extra_names:
+        if self._config.weight_column is not None:
             array_by_column["weight"] = allocate_npy(
                 self._output_folder / array_file("event_weight"), dtype=np.float32, shape=(num_events,)
             )
         start_event = 0
         with _ContextWriter(self._output_folder / CONTEXT_FILE, self._config.context_columns) as context_writer:
-            for batch in _merge_batches(reader):
+            for batch in _merge_batches(batches):
                 for column_name, array in array_by_column.items():
                     array[start_event : start_event + batch.num_rows] = batch.column(column_name).to_numpy()
                 self._count_events(batch)
                 context_writer.write(batch)
                 start_event += batch.num_rows
-        assert start_event == num_events, f"the join of {num_events} events with the vocabularies returned {start_event} events"
+        assert start_event == num_events, f"{num_events} events were announced, but the batches have {start_event}"
 
     def write_offsets(self) -> None:
         """Write the arrays that have one entry per user, per item or per training event."""
@@ -114,13 +103,13 @@ class EventWriter:
         self.item_count_IS += np.bincount(item_split_key_E, minlength=self.item_count_IS.size).reshape(-1, len(SPLITS))
 
 
-def _merge_batches(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
+def _merge_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Merge batches until they have at least BATCH_ROWS rows; the last batch may have fewer rows.
 
     Counting the events of a batch takes time proportional to the number of items, even if the batch is small.
     """
     small_batches: list[pa.RecordBatch] = []
-    for batch in reader:
+    for batch in batches:
         small_batches.append(batch)
         if sum(small_batch.num_rows for small_batch in small_batches) >= BATCH_ROWS:
             yield pa.concat_batches(small_batches)

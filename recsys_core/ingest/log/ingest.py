@@ -13,6 +13,7 @@ from recsys_core.ingest.log.event_writer import EventWriter
 from recsys_core.ingest.log.filters import load_log, read_time_span
 from recsys_core.ingest.log.incremental import gather_parts
 from recsys_core.ingest.log.log_schema import InteractionsInput, open_interactions
+from recsys_core.ingest.log.sorted_events import sorted_events
 from recsys_core.ingest.log.vocabulary import assign_rows, create_id_table, write_vocabulary
 from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest, StageFolder, fingerprint_of
 from recsys_core.parquet.columns import require_one_type
@@ -95,7 +96,8 @@ def _write_store(
     )
 
     writer = EventWriter(output_folder, users=users, items=items, config=config)
-    writer.write_events(connection)
+    batches, num_events = sorted_events(connection, users=users, items=items)
+    writer.write_events(batches, num_events=num_events)
     writer.write_offsets()
     user_count_U, item_count_I = writer.user_count_US.sum(axis=1), writer.item_count_IS.sum(axis=1)
     has_event_I, has_vector_I = item_count_I > 0, items.vector_row_R >= 0

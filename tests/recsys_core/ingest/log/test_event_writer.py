@@ -1,0 +1,47 @@
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recsys_core.ingest.log.config import InteractionsConfig
+from recsys_core.ingest.log.event_writer import EventWriter
+from recsys_core.ingest.log.vocabulary import Vocabulary
+
+EVENTS = {
+    "user_row": pa.array([0, 0, 0, 2, 2, 2], pa.int32()),
+    "item_row": pa.array([1, 0, 1, 0, 0, 1], pa.int32()),
+    "split": pa.array([0, 0, 2, 0, 1, 2], pa.int8()),
+    "position": pa.array([10, 20, 30, 5, 15, 25], pa.int64()),
+    "weight": pa.array([1, 2, 3, 4, 5, 6], pa.float32()),
+    "context_0": pa.array(["a", "b", None, "d", "e", "f"]),
+}
+
+
+@pytest.mark.parametrize("cuts", [(0, 6), (0, 1, 4, 6), (0, 2, 2, 6)])
+def test_the_files_do_not_depend_on_the_sizes_of_the_batches(tmp_path: Path, cuts: tuple[int, ...]) -> None:
+    config = InteractionsConfig(paths=("log",), timestamp_column="t", weight_column="w", context_columns=("shop",))
+    users, items = (
+        Vocabulary(side, pa.chunked_array([ids]), np.full(len(ids), -1), codes_are_rows=True)
+        for side, ids in (("user", ["ann", "bob", "cat"]), ("item", ["x", "y"]))
+    )
+    batch = pa.RecordBatch.from_pydict(EVENTS)
+    writer = EventWriter(tmp_path, users=users, items=items, config=config)
+    writer.write_events((batch.slice(start, stop - start) for start, stop in pairwise(cuts)), num_events=6)
+    writer.write_offsets()
+    arrays = {path.stem: np.load(path).tolist() for path in tmp_path.glob("*.npy")}
+    assert arrays == {
+        "event_item": [1, 0, 1, 0, 0, 1],
+        "event_time": [10, 20, 30, 5, 15, 25],
+        "event_weight": [1, 2, 3, 4, 5, 6],
+        "user_offset": [0, 3, 3, 6],
+        "train_end": [2, 3, 4],
+        "validation_end": [2, 3, 5],
+        "train_user": [0, 0, 2],
+        "item_count": [2, 1],
+        "item_rank": [0, 1],
+        "vector_row": [-1, -1],
+    }
+    assert pq.read_table(tmp_path / "context.parquet").to_pydict() == {"shop": ["a", "b", None, "d", "e", "f"]}

@@ -8,6 +8,8 @@ from urllib.parse import parse_qsl
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from recsys_core.errors import redacted
+
 MAX_COUNT = 1_000_000_000
 """Largest value of a setting that counts events, users or steps."""
 MAX_DAYS = 36_500
@@ -105,17 +107,20 @@ def _check_uri(*, scheme: str, authority: str, options: str) -> None:
 
 
 def _check_folder(folder: Path) -> Path:
-    path_text = str(folder)
+    _reject_uri(path_text := str(folder))
     if len(path_text) > MAX_PATH_CHARACTERS:
         raise ValueError(f"has {len(path_text):,} characters; a path has at most {MAX_PATH_CHARACTERS:,}")
     _check_path(path_text)
     return folder
 
 
+_URI_START_PATTERN = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
+
+
 def _reject_uri(folder: Any) -> Any:
-    """Reject a URI before pathlib makes a relative path such as s3:/bucket of it."""
-    if isinstance(folder, str) and is_uri(folder):
-        raise ValueError(f"is {folder[:80]!r}, but it must be a folder on this machine, such as /var/lib/nightjar")
+    """Reject a URI, also the path s3:/bucket that pathlib makes of a URI."""
+    if isinstance(folder, str) and _URI_START_PATTERN.match(folder):
+        raise ValueError(f"is {redacted(folder)[:80]!r}, but it must be a folder on this machine, such as /var/lib/nightjar")
     return folder
 
 

@@ -38,7 +38,8 @@ class PipelineConfig(Settings):
 
     name: PipelineName = Field("nightly", description="name of the pipeline, shown in the Prefect UI")
     workspace: Folder = Field(
-        Path("workspace"), description="folder for runs, the embedded MLflow database and Prefect's files"
+        Path("workspace"),
+        description="folder on this machine for runs, the embedded MLflow database and Prefect's files; no URI",
     )
     allowed_data_root: Folder | None = Field(
         None,

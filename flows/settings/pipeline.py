@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class PipelineConfig(Settings):
     """Config of a pipeline: input, model, training, evaluation, serving and promotion."""
 
-    name: PipelineName = Field("nightly", description="name of the pipeline, shown in the Prefect UI")
+    name: PipelineName = Field("nightly", description="name of the pipeline, shown in the Prefect UI; without / % & > <")
     workspace: Folder = Field(
         Path("workspace"),
         description="folder on this machine for runs, the embedded MLflow database and Prefect's files; no URI",

@@ -23,6 +23,8 @@ DISK_FULL_PATTERN = re.compile(
 """Messages of FAISS, Arrow, SQLite, numpy and torch.save for a full disk. Their errors do not have an errno."""
 MIN_STAGE_BYTES = 2**16
 """Space that a stage needs if it writes only a manifest."""
+HARD_LINK_ERRORS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
+"""Errors of a hard link between two disks, or on a file system without hard links (SMB, exFAT, some mounted object stores)."""
 
 
 def require_free_space(folder: Path, needed_bytes: int, *, subject: str) -> None:
@@ -124,3 +126,13 @@ def allocate_npy(path: Path, *, dtype: DTypeLike, shape: tuple[int, ...]) -> NDA
 def save_npy(path: Path, array: NDArray[Any]) -> None:
     """Write `array` like numpy.save; raise InputError if the disk is full."""
     allocate_npy(path, dtype=array.dtype, shape=array.shape)[...] = array
+
+
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    """Hard-link a file that never changes; copy it if the disk does not support links."""
+    try:
+        Path(target).hardlink_to(source)
+    except OSError as error:
+        if error.errno not in HARD_LINK_ERRORS:
+            raise
+        shutil.copyfile(source, target)

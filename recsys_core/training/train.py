@@ -1,12 +1,12 @@
 """Stage `train`: train from scratch or from the champion, in launched ranks, and commit the best checkpoint."""
 
-import errno
 import logging
 import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from recsys_core.disk import link_or_copy
 from recsys_core.errors import LaunchError
 from recsys_core.launching.heartbeat import HeartbeatFile
 from recsys_core.launching.launch import launch
@@ -43,8 +43,6 @@ from recsys_core.training.warm.starting_model import Champion
 from recsys_core.training.warm.warm_start import prepare_warm_start
 
 logger = logging.getLogger(__name__)
-HARD_LINK_ERRORS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
-"""Errors of a hard link between two disks, or on a file system without hard links (SMB, exFAT, some mounted object stores)."""
 
 
 def train(
@@ -193,13 +191,3 @@ def _copy_result(job: TrainJob, *, output_folder: Path) -> TrainResult:
         shutil.copytree(job.work / PROFILE_FOLDER, output_folder / PROFILE_FOLDER)
     (output_folder / "model.json").write_text(job.spec.model_dump_json(indent=2))
     return result
-
-
-def link_or_copy(source: str, target: str) -> None:
-    """Hard-link a file of a checkpoint, since such files never change; copy it if the disk does not support links."""
-    try:
-        Path(target).hardlink_to(source)
-    except OSError as error:
-        if error.errno not in HARD_LINK_ERRORS:
-            raise
-        shutil.copyfile(source, target)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from recsys_core.disk import link_or_copy
 from recsys_core.errors import InputError
 from recsys_core.manifests import Dataset, ExportManifest, TrainManifest
 from recsys_core.models.config import TwoTowerConfig
@@ -17,7 +18,7 @@ from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export.export import export_vectors
 from recsys_core.training.job.disk_estimate import export_bytes, training_bytes
 from recsys_core.training.setup import TrainingSetup
-from recsys_core.training.train import link_or_copy, train
+from recsys_core.training.train import train
 from tests.recsys_core.training.forked_training import (
     checkpoint_of,
     export_in_forks,

@@ -143,6 +143,18 @@ def test_each_folder_imports_only_the_folders_it_may() -> None:
     assert wrong == []
 
 
+def test_only_the_engine_of_the_log_ingest_uses_duckdb() -> None:
+    folder = ROOT / "recsys_core" / "ingest" / "log"
+    neutral = {name_of(path) for path in [*folder.glob("*.py"), *sources("recsys_core/dataset")]}
+    assert "recsys_core.ingest.log.incremental" in neutral
+    wrong = [
+        f"{place} imports {name}"
+        for place, module, name in imports_of("recsys_core/ingest/log", "recsys_core/dataset")
+        if module in neutral and name.startswith(("duckdb", "recsys_core.parquet.duckdb_session"))
+    ]
+    assert wrong == []
+
+
 def test_no_folder_has_more_modules_than_a_reader_can_list() -> None:
     modules_by_folder: dict[Path, int] = {}
     for path in sources(*LAYERS):

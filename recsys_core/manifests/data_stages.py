@@ -89,11 +89,13 @@ class LogPart(Frozen):
     """A parquet file with the events of the input files that one run read. Later runs reuse the file unchanged.
 
     Columns: `source` is an index into `files`. `user` and `item` are codes: rows of user_ids.parquet and item_ids.parquet.
-    `position` orders the events: the time in microseconds, or the value of the order column.
+    `position` orders the events: the time in microseconds, or the value of the order column. `weight` and `context_<n>` are
+    the weight and the context columns of the config. `draw` is a number below 1,000,000, the same in every run; see
+    validation_share of FileSplit.
     """
 
     file_name: str
-    settings_fingerprint: str = Field(description="fingerprint of the settings that affect how the files are read")
+    settings_fingerprint: str = Field(description="fingerprint of the engine and the settings that read the files")
     files: tuple[IngestedFile, ...]
 
 

@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from recsys_core.dataset.layout import CONTEXT_FILE, array_file
+from recsys_core.dataset.layout import CONTEXT_FILE, array_file, vocabulary_file
 from recsys_core.dataset.popularity import popularity_ranks
 from recsys_core.disk import allocate_npy, save_npy
 from recsys_core.ingest.log.config import SPLITS, InteractionsConfig
-from recsys_core.ingest.log.vocabulary import Vocabulary
+from recsys_core.ingest.log.engine import Vocabulary
 
 BATCH_ROWS = 1_000_000
 Counts = NDArray[np.int64]
@@ -78,6 +78,13 @@ class EventWriter:
         if (self._users.vector_row_R >= 0).any():
             save_npy(self._output_folder / array_file("user_vector_row"), self._users.vector_row_R)
         self._write_train_user(count_U_by_split["train"])
+
+    def write_vocabularies(self) -> None:
+        """Write the ids of the users and items with their numbers of training events and of all events."""
+        for vocabulary, count_RS in ((self._users, self.user_count_US), (self._items, self.item_count_IS)):
+            train_count_R, event_count_R = count_RS[:, SPLITS.index("train")], count_RS.sum(axis=1)
+            table = pa.table({"id": vocabulary.ids, "train_count": train_count_R, "events": event_count_R})
+            pq.write_table(table, self._output_folder / vocabulary_file(vocabulary.side), use_dictionary=False)
 
     def _write_train_user(self, train_count_U: Counts) -> None:
         """Write the user of each training event, BATCH_ROWS users at a time."""

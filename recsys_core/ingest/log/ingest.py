@@ -1,23 +1,20 @@
-"""Stage `interactions`: vocabularies and a CSR event store from the parquet log, out of core in DuckDB."""
+"""Stage `interactions`: vocabularies and a CSR event store from the parquet log, out of core."""
 
 import shutil
 from pathlib import Path
 from typing import Any
 
-import duckdb
-
+from recsys_core.dataset.layout import codes_file
 from recsys_core.errors import InputError
-from recsys_core.ingest.log.column_statistics import bad_row_counts, column_statistics
-from recsys_core.ingest.log.config import SPLITS, InteractionsConfig, LogFilter
+from recsys_core.ingest.log.config import SPLITS, InteractionsConfig
+from recsys_core.ingest.log.duckdb_engine.engine import DuckdbEngine
+from recsys_core.ingest.log.engine import LogEngine, OpenEngine
 from recsys_core.ingest.log.event_writer import EventWriter
-from recsys_core.ingest.log.filters import load_log, read_time_span
 from recsys_core.ingest.log.incremental import gather_parts
 from recsys_core.ingest.log.log_schema import InteractionsInput, open_interactions
-from recsys_core.ingest.log.sorted_events import sorted_events
-from recsys_core.ingest.log.vocabulary import assign_rows, create_id_table, write_vocabulary
+from recsys_core.ingest.log.log_statistics import bad_row_counts, column_statistics, iso_time, reject_unusable_log
 from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest, StageFolder, fingerprint_of
 from recsys_core.parquet.columns import require_one_type
-from recsys_core.parquet.duckdb_session import database
 
 
 def ingest_interactions(
@@ -27,16 +24,18 @@ def ingest_interactions(
     folder: Path,
     previous: InteractionsManifest | None = None,
     allowed_data_root: Path | None = None,
+    open_engine: OpenEngine = DuckdbEngine.open,
 ) -> InteractionsManifest:
     """Write the vocabularies and the event store that InteractionsManifest describes.
 
-    DuckDB reads, splits, counts and sorts within config.memory_limit, and spills to the folder of the stage. Its results
-    stream into memory maps. The result does not depend on the number of threads.
+    A LogEngine reads, splits, counts and sorts within config.memory_limit, and spills to the folder of the stage. Its results
+    stream into memory maps.
 
     Args:
         embeddings: pretrained vectors. An item with a vector is in the catalogue even without an event.
         previous: manifest of the previous run. Unless a rebuild is due, ids keep their rows, and only new files are read.
         allowed_data_root: folder that has to contain every input file.
+        open_engine: opens the engine.
 
     Raises:
         InputError: bad rows (see config.on_bad_rows), ids of another type than the ids of the vectors, vectors that
@@ -54,10 +53,9 @@ def ingest_interactions(
     continued_run = None if rebuild_reason else previous
     with stage.writing() as output_folder:
         spill_folder = output_folder / "spill"
-        with database(
-            memory_limit=config.memory_limit, num_threads=config.threads, spill_folder=spill_folder, subject="interactions"
-        ) as connection:
-            manifest_fields = _write_store(connection, config, log, embeddings, output_folder, continued_run=continued_run)
+        id_types = {"user": log.user_id_type, "item": log.item_id_type}
+        with open_engine(config, id_types=id_types, continued_run=continued_run, spill_folder=spill_folder) as engine:
+            manifest_fields = _write_store(engine, config, log, embeddings, output_folder, continued_run=continued_run)
         shutil.rmtree(spill_folder, ignore_errors=True)
         return stage.commit(
             **manifest_fields,
@@ -72,7 +70,7 @@ def ingest_interactions(
 
 
 def _write_store(
-    connection: duckdb.DuckDBPyConnection,
+    engine: LogEngine,
     config: InteractionsConfig,
     log: InteractionsInput,
     embeddings: EmbeddingsManifest | None,
@@ -80,41 +78,29 @@ def _write_store(
     *,
     continued_run: InteractionsManifest | None,
 ) -> dict[str, Any]:
-    num_users_without_row = create_id_table(connection, "user", id_type=log.user_id_type, continued_run=continued_run)
-    num_items_without_row = create_id_table(connection, "item", id_type=log.item_id_type, continued_run=continued_run)
-    parts, new_sources = gather_parts(connection, config, log, output_folder, continued_run=continued_run)
-    num_removed_by_reason = load_log(
-        connection, config, parts=parts, folder=output_folder, split_code_by_file=log.split_code_by_file
-    )
-    time_span = read_time_span(connection, config, first_file_name=log.sources[0].name)
-
-    is_filtered = bool(num_removed_by_reason or num_users_without_row or num_items_without_row) or config.filter != LogFilter()
+    parts, new_sources = gather_parts(engine, config, log, output_folder, continued_run=continued_run)
+    counts = engine.load(parts, folder=output_folder, split_code_by_file=log.split_code_by_file)
+    reject_unusable_log(config, counts, first_file_name=log.sources[0].name)
     ids_path_by_table = {table: embeddings.ids_path(table) for table in embeddings.tables} if embeddings else {}
-    users = assign_rows(connection, "user", is_filtered=is_filtered, vector_ids_path=ids_path_by_table.get("user"))
-    items = assign_rows(
-        connection, "item", is_filtered=is_filtered, vector_ids_path=ids_path_by_table.get("item"), add_vector_ids=True
-    )
+    users, items = (engine.assign_rows(side, vector_ids_path=ids_path_by_table.get(side)) for side in ("user", "item"))
 
     writer = EventWriter(output_folder, users=users, items=items, config=config)
-    batches, num_events = sorted_events(connection, users=users, items=items)
-    writer.write_events(batches, num_events=num_events)
+    writer.write_events(engine.sorted_events(), num_events=sum(counts.num_events_by_split))
     writer.write_offsets()
     user_count_U, item_count_I = writer.user_count_US.sum(axis=1), writer.item_count_IS.sum(axis=1)
     has_event_I, has_vector_I = item_count_I > 0, items.vector_row_R >= 0
     _require_match(embeddings, "user", has_match=bool((users.vector_row_R >= 0).any()))
     _require_match(embeddings, "item", has_match=bool((has_vector_I & has_event_I).any()))
-    write_vocabulary(
-        connection, users, train_count_R=writer.user_count_US[:, 0], event_count_R=user_count_U, output_folder=output_folder
-    )
-    write_vocabulary(
-        connection, items, train_count_R=writer.item_count_IS[:, 0], event_count_R=item_count_I, output_folder=output_folder
-    )
-    num_events_by_split = dict(zip(SPLITS, writer.user_count_US.sum(axis=0).tolist(), strict=True))
+    writer.write_vocabularies()
+    for side in ("user", "item"):
+        engine.write_codes(side, output_folder / codes_file(side))
+    time_span = dict(zip(("first_time", "last_time"), map(iso_time, counts.time_span_us or ()), strict=False))
+    vocabularies = ((users, user_count_U), (items, item_count_I))
     return {
         **time_span,
         "num_users": len(users),
         "num_items": len(items),
-        **{f"{split}_events": count for split, count in num_events_by_split.items()},
+        **{f"{split}_events": count for split, count in zip(SPLITS, counts.num_events_by_split, strict=True)},
         "is_ordered": config.is_ordered,
         "id_columns": (config.user_column, config.item_column),
         "items_with_vector": int(has_vector_I.sum()),
@@ -123,8 +109,8 @@ def _write_store(
         "idle_items": int((~has_event_I & ~has_vector_I).sum()),
         "rows_read": sum(source.record.rows for source in new_sources),
         "files_read": len(new_sources),
-        "columns": column_statistics(connection, config, log, parts=parts, output_folder=output_folder),
-        "removed_events": num_removed_by_reason,
+        "columns": column_statistics(config, log, parts=parts, vocabularies=vocabularies),
+        "removed_events": counts.num_removed_by_reason,
         "bad_rows": bad_row_counts(parts, log),
         "parts": parts,
     }

@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys_core.ingest.log.config import InteractionsConfig
+from recsys_core.ingest.log.engine import Vocabulary
 from recsys_core.ingest.log.event_writer import EventWriter
-from recsys_core.ingest.log.vocabulary import Vocabulary
 
 EVENTS = {
     "user_row": pa.array([0, 0, 0, 2, 2, 2], pa.int32()),
@@ -24,7 +24,7 @@ EVENTS = {
 def test_the_files_do_not_depend_on_the_sizes_of_the_batches(tmp_path: Path, cuts: tuple[int, ...]) -> None:
     config = InteractionsConfig(paths=("log",), timestamp_column="t", weight_column="w", context_columns=("shop",))
     users, items = (
-        Vocabulary(side, pa.chunked_array([ids]), np.full(len(ids), -1), codes_are_rows=True)
+        Vocabulary(side, pa.chunked_array([ids]), np.full(len(ids), -1))
         for side, ids in (("user", ["ann", "bob", "cat"]), ("item", ["x", "y"]))
     )
     batch = pa.RecordBatch.from_pydict(EVENTS)

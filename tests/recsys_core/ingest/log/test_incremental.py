@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recsys_core.ingest.log import incremental as log_parts
+from recsys_core.ingest.log.duckdb_engine.engine import DuckdbEngine
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US
 from tests.recsys_core.ingest.interaction_logs import Event, ingest, read, write_log
@@ -164,6 +165,18 @@ def test_parts_are_copied_where_they_cannot_be_linked(tmp_path: Path, monkeypatc
     first, second = two_runs(tmp_path)
     assert second.files_read == 1
     assert not first.path(first.parts[0].file_name).samefile(second.path(second.parts[0].file_name))
+
+
+def test_parts_of_another_engine_version_are_read_again_and_every_id_keeps_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = ingest(tmp_path / "run1", partitions(tmp_path / "in", DAYS[:3]), split=TIME)
+    monkeypatch.setattr(DuckdbEngine, "version", "duckdb 0.0.0")
+    second = ingest(tmp_path / "run2", partitions(tmp_path / "in", DAYS), split=TIME, previous=first)
+    assert (second.files_read, second.rebuild_reason) == (4, None)
+    for side in ("users", "items"):
+        assert rows(first, side).items() <= rows(second, side).items()
+    same_events(second, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME))
 
 
 def test_ids_of_another_column_are_numbered_again(tmp_path: Path) -> None:

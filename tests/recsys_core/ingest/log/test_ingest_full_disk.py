@@ -1,4 +1,4 @@
-"""A disk or memory limit that is too small ends the stage with one message and no file left, whenever it is reached."""
+"""A disk that is too small ends the stage with one message and no file left, whenever it is full."""
 
 from pathlib import Path
 from typing import Any
@@ -41,18 +41,3 @@ def test_a_disk_that_fills_up_while_the_log_is_written(tmp_path: Path, small_dis
         lambda folder: ingest(folder, path, split=LAST_OUT, **settings), small_disk,
         ", but the disk has 0.00", " GiB free; free some space, or set workspace to a folder on a larger disk",
     )  # fmt: skip
-
-
-def test_a_disk_that_fills_up_while_duckdb_spills(tmp_path: Path, small_disk: Path) -> None:
-    path = log(tmp_path, rows=400_000, ids=2**40)
-    refuses(
-        lambda folder: ingest(folder, path, split=LAST_OUT, memory_limit="24MB", threads=1), small_disk,
-        ", but the disk has 0.00", " GiB free; free some space, or set workspace",
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("limit", ["1MB", "2MB", "8MB"])
-def test_a_memory_limit_that_is_too_small_is_named(tmp_path: Path, limit: str) -> None:
-    path = log(tmp_path, rows=200_000, ids=2**40)
-    message = f"interactions.memory_limit is {limit}, which is too little: "
-    refuses(lambda folder: ingest(folder, path, split=LAST_OUT, memory_limit=limit), tmp_path, message)

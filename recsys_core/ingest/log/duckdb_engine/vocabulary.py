@@ -5,39 +5,15 @@ Codes and rows stay the same from run to run. Each side (user, item) has two tab
 <side>s (id, code, row, vector_row): the ids that have a row in this run.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import duckdb
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
-from recsys_core.dataset.layout import codes_file, vocabulary_file
+from recsys_core.dataset.layout import codes_file
+from recsys_core.ingest.log.engine import Vocabulary
 from recsys_core.manifests import IdType, InteractionsManifest
 from recsys_core.parquet.duckdb_session import SQL_TYPE, quoted, scan_sql
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """The content of table <side>s, in the order of the rows."""
-
-    side: str
-    ids: pa.ChunkedArray
-    vector_row_R: NDArray[np.int64]
-    """Row of the id's pretrained vector, -1 for an id without a vector."""
-    codes_are_rows: bool
-    """Whether the code of every id equals its row, so that the codes of events need no join."""
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def row_and_join_sql(self, code_sql: str) -> tuple[str, str]:
-        """Return SQL for the row of the code in `code_sql`, and SQL for the join that it needs."""
-        if self.codes_are_rows:
-            return code_sql, ""
-        return f"{self.side}s.row", f" JOIN {self.side}s ON {code_sql} = {self.side}s.code"
 
 
 def create_id_table(
@@ -66,8 +42,10 @@ def assign_rows(
     is_filtered: bool,
     vector_ids_path: Path | None = None,
     add_vector_ids: bool = False,
-) -> Vocabulary:
+) -> tuple[Vocabulary, bool]:
     """Create table <side>s: ids of the previous run keep their row, and new ids follow in the order of their codes.
+
+    Return the content of the table, and whether the code of every id equals its row.
 
     Args:
         is_filtered: whether some ids may have no event in `log`; a new id without an event gets no row.
@@ -98,28 +76,14 @@ def assign_rows(
         f"{vector_row_sql} AS vector_row FROM {side}_ids{joins_sql} WHERE {has_row_sql}"
     ).fetchall()
     table = connection.sql(f'SELECT id, code, vector_row FROM {side}s ORDER BY "row"').to_arrow_table()
-    code_R = table.column("code").to_numpy()
-    return Vocabulary(
-        side,
-        ids=table.column("id"),
-        vector_row_R=table.column("vector_row").to_numpy().astype(np.int64),
-        codes_are_rows=bool((code_R == np.arange(len(code_R))).all()),
-    )
+    code_R, vector_row_R = (table.column(name).to_numpy() for name in ("code", "vector_row"))
+    vocabulary = Vocabulary(side, ids=table.column("id"), vector_row_R=vector_row_R.astype(np.int64))
+    return vocabulary, bool((code_R == np.arange(len(code_R))).all())
 
 
-def write_vocabulary(
-    connection: duckdb.DuckDBPyConnection,
-    vocabulary: Vocabulary,
-    *,
-    train_count_R: NDArray[np.int64],
-    event_count_R: NDArray[np.int64],
-    output_folder: Path,
-) -> None:
-    """Write <side>_ids.parquet, in the order of the codes, and <side>s.parquet, in the order of the rows."""
-    side = vocabulary.side
+def write_codes(connection: duckdb.DuckDBPyConnection, side: str, path: Path) -> None:
+    """Write every id ever read, with its row if it has one, in the order of the codes."""
     connection.execute(
         f'COPY (SELECT ids.id, vocabulary."row" FROM {side}_ids ids LEFT JOIN {side}s vocabulary USING (code) ORDER BY code) '
-        f"TO {quoted(str(output_folder / codes_file(side)), quote=chr(39))} (FORMAT parquet)"
+        f"TO {quoted(str(path), quote=chr(39))} (FORMAT parquet)"
     ).fetchall()
-    table = pa.table({"id": vocabulary.ids, "train_count": train_count_R, "events": event_count_R})
-    pq.write_table(table, output_folder / vocabulary_file(side), use_dictionary=False)

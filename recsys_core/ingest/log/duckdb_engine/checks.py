@@ -1,31 +1,16 @@
-"""Row checks of the interaction log, as SQL over the view `raw` (see incremental.py), and the scan that counts the bad rows."""
+"""Row checks of the interaction log, as SQL over the view `raw` (see raw_log.py), and the scan that counts the bad rows."""
 
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import duckdb
 import pyarrow as pa
 
 from recsys_core.ingest.log.config import InteractionsConfig
-from recsys_core.ingest.row_checks import (
-    FIX_ROWS,
-    BadRow,
-    BadRowPolicy,
-    RowCheck,
-    first_bad_row,
-    pass_sql,
-    reject_bad_rows,
-)
+from recsys_core.ingest.log.engine import FileStatistics
+from recsys_core.ingest.log.log_statistics import FIX_CLOCK, IN_FUTURE, latest_valid_time_us
+from recsys_core.ingest.row_checks import FIX_ROWS, RowCheck, pass_sql
 from recsys_core.parquet.columns import value_type
-from recsys_core.parquet.sources import Source
-from recsys_core.units import DAY_US, FLOAT32_MAX, INT64_MAX
-
-FIX_CLOCK = (
-    "check interactions.timestamp_unit; if it is right, fix the clock of the job that writes these rows, "
-    "or raise interactions.max_future_days"
-)
-IN_FUTURE = "in the future"
+from recsys_core.units import FLOAT32_MAX, INT64_MAX
 
 
 def row_checks(config: InteractionsConfig, *, type_by_column: Mapping[str, pa.DataType]) -> list[RowCheck]:
@@ -43,83 +28,36 @@ def row_checks(config: InteractionsConfig, *, type_by_column: Mapping[str, pa.Da
     return checks
 
 
-def latest_valid_time_us(config: InteractionsConfig) -> int:
-    """Return the latest time, in microseconds, that does not make a row bad."""
-    return time.time_ns() // 1_000 + int(config.max_future_days * DAY_US)
-
-
-@dataclass(frozen=True)
-class FileStatistics:
-    """Statistics of one file of the log, from one scan."""
-
-    num_rows: int = 0
-    num_bad: int = 0
-    """Number of rows that fail at least one check."""
-    num_bad_by_check: Mapping[str, int] = field(default_factory=dict)
-    """Number of rows that fail each check, by the name of the check. Only checks with such rows are listed."""
-    range_by_column: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Smallest and largest value of the good rows, by column of `raw`."""
-
-
 def scan_files(
     connection: duckdb.DuckDBPyConnection,
     checks: Sequence[RowCheck],
     *,
     num_files: int,
-    range_columns: Sequence[str],
+    roles: Sequence[str],
     positive_row_sql: str,
 ) -> list[FileStatistics]:
     """Return the statistics of each file of `raw`, in one scan.
 
     Args:
-        range_columns: columns of `raw` whose smallest and largest value is returned.
+        roles: columns of `raw` whose smallest and largest value is returned: position, label or weight.
         positive_row_sql: SQL that is true for the rows that reach the label threshold. The range of `position` covers only
             these rows.
     """
     good_row_sql = pass_sql(checks)
     select_list = ["source", "count(*)", f"count(*) FILTER (NOT ({good_row_sql}))"]
     select_list += [f"count(*) FILTER ({check.failure_sql})" for check in checks]
-    for column in range_columns:
-        range_row_sql = f"{good_row_sql} AND {positive_row_sql}" if column == "position" else good_row_sql
-        select_list += [f"{bound}({column}::DOUBLE) FILTER ({range_row_sql})" for bound in ("min", "max")]
+    for role in roles:
+        range_row_sql = f"{good_row_sql} AND {positive_row_sql}" if role == "position" else good_row_sql
+        select_list += [f"{bound}({role}::DOUBLE) FILTER ({range_row_sql})" for bound in ("min", "max")]
     query = f"SELECT {', '.join(select_list)} FROM raw GROUP BY source"
     statistics = [FileStatistics()] * num_files  # a file without rows does not occur in `raw`
     for file_index, num_rows, num_bad, *check_counts_and_bounds in connection.sql(query).fetchall():
         check_counts, bounds = check_counts_and_bounds[: len(checks)], check_counts_and_bounds[len(checks) :]
         num_bad_by_check = {check.name: count for check, count in zip(checks, check_counts, strict=True) if count}
-        column_bounds = zip(range_columns, bounds[::2], bounds[1::2], strict=True)
-        range_by_column = {column: (low, high) for column, low, high in column_bounds if low is not None}
-        statistics[file_index] = FileStatistics(num_rows, num_bad, num_bad_by_check, range_by_column)
+        role_bounds = zip(roles, bounds[::2], bounds[1::2], strict=True)
+        range_by_role = {role: (low, high) for role, low, high in role_bounds if low is not None}
+        statistics[file_index] = FileStatistics(num_rows, num_bad, num_bad_by_check, range_by_role)
     return statistics
-
-
-def reject_bad_log(
-    connection: duckdb.DuckDBPyConnection,
-    config: InteractionsConfig,
-    checks: Sequence[RowCheck],
-    statistics: Sequence[FileStatistics],
-    *,
-    sources: Sequence[Source],
-) -> None:
-    """Raise InputError for the first bad row if on_bad_rows is fail, or if more than max_bad_share of the rows are bad."""
-
-    def find_first() -> BadRow:
-        file_index = next(index for index, file_statistics in enumerate(statistics) if file_statistics.num_bad)
-        rows_sql = f"(SELECT * FROM raw WHERE source = {file_index})"
-        bad_row = first_bad_row(connection, checks, rows_sql=rows_sql, row_sql="row", source=sources[file_index])
-        assert bad_row is not None
-        return bad_row
-
-    reject_bad_rows(
-        {
-            check.name: sum(file_statistics.num_bad_by_check.get(check.name, 0) for file_statistics in statistics)
-            for check in checks
-        },
-        num_bad=sum(file_statistics.num_bad for file_statistics in statistics),
-        num_rows=sum(file_statistics.num_rows for file_statistics in statistics),
-        policy=BadRowPolicy("interactions", config.on_bad_rows, config.max_bad_share),
-        find_first=find_first,
-    )
 
 
 def _id_checks(alias: str, column: str, data_type: pa.DataType) -> list[RowCheck]:

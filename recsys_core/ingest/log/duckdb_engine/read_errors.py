@@ -11,8 +11,9 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from recsys_core.errors import InputError, first_line, shown
-from recsys_core.ingest.log.checks import FIX_CLOCK, FileStatistics, latest_valid_time_us
 from recsys_core.ingest.log.config import InteractionsConfig
+from recsys_core.ingest.log.engine import FileStatistics, LogFiles
+from recsys_core.ingest.log.log_statistics import FIX_CLOCK, latest_valid_time_us
 from recsys_core.ingest.row_checks import value_at
 from recsys_core.parquet.duckdb_session import DAMAGED_FILE_ERRORS, quoted, scan_sql
 from recsys_core.parquet.guards import verify_pages
@@ -27,12 +28,9 @@ _FALSE_NULL_COUNT_MESSAGE = (
 
 
 @contextmanager
-def explain_read_errors(config: InteractionsConfig, sources: Sequence[Source], paths: Sequence[Path]) -> Iterator[None]:
-    """Replace a DuckDB error about the content of a file by an InputError that names the file and the column.
-
-    Args:
-        paths: a local file for each of `sources`.
-    """
+def explain_read_errors(config: InteractionsConfig, files: LogFiles) -> Iterator[None]:
+    """Replace a DuckDB error about the content of a file by an InputError that names the file and the column."""
+    sources = files.sources
     try:
         yield
     except duckdb.ConstraintException as error:  # an id is null although the file's statistics claim that none is
@@ -46,7 +44,7 @@ def explain_read_errors(config: InteractionsConfig, sources: Sequence[Source], p
         if is_read_error and "no space left" not in str(error).lower():
             for source in sources:
                 verify_pages(source, config.columns)
-            for source, path in zip(sources, paths, strict=True):
+            for source, path in zip(sources, files.paths, strict=True):
                 _reject_unreadable_column(source, path, config)
         if is_conversion_error:
             _reject_out_of_range_times(config, sources)

@@ -1,17 +1,17 @@
 """Filters and split of the log. They read the parts and create `log` (user, item, position, split, extra columns).
 
 `log` is a table or a view in DuckDB. User and item are codes (see vocabulary.py). Position is the sort key of a user's events
-(see incremental.py). The extra columns are the weight and the context columns.
+(see raw_log.py). The extra columns are the weight and the context columns.
 """
 
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
 
 import duckdb
 
-from recsys_core.errors import InputError
 from recsys_core.ingest.log.config import SPLITS, FileSplit, InteractionsConfig, LeaveLastOut, LogFilter, TimeSplit
+from recsys_core.ingest.log.engine import LogCounts
 from recsys_core.manifests import IngestedFile, LogPart, SourceFile
 from recsys_core.parquet.duckdb_session import scan_sql
 from recsys_core.units import DAY_US
@@ -24,8 +24,8 @@ def load_log(
     parts: Sequence[LogPart],
     folder: Path,
     split_code_by_file: Mapping[SourceFile, int],
-) -> dict[str, int]:
-    """Create `log` from the parts in `folder`; return the number of removed events by reason.
+) -> LogCounts:
+    """Create `log` from the parts in `folder`; return its counts. Without any event, `log` is not created.
 
     Args:
         split_code_by_file: code of the split of each input file; events of other files are not in `log`.
@@ -39,9 +39,9 @@ def load_log(
         for part in current_parts
     )
     connection.execute(f"CREATE VIEW events AS {all_events_sql}").fetchall()
-    num_events = _fetch_count(connection, "SELECT count(*) FROM events")
+    num_events = fetch_count(connection, "SELECT count(*) FROM events")
     if num_events == 0:
-        raise InputError(_no_events_message(config, parts))
+        return LogCounts(num_read=0)
     current_files = [file for part in parts for file in part.files if file.source in split_code_by_file]
     num_removed_by_reason = {"below_threshold": sum(file.below_threshold for file in current_files)}
     newest_us = _newest_time_us(current_files, config.timestamp_column) if config.timestamp_column else 0
@@ -50,18 +50,19 @@ def load_log(
         events_sql = f"(SELECT * FROM events WHERE position > {newest_us - int(config.filter.window_days * DAY_US)})"
     if config.filter != LogFilter(window_days=config.filter.window_days):
         connection.execute(f"CREATE TABLE remaining AS SELECT * FROM {events_sql}").fetchall()
-        num_removed_by_reason["outside_window"] = num_events - _fetch_count(connection, "SELECT count(*) FROM remaining")
+        num_removed_by_reason["outside_window"] = num_events - fetch_count(connection, "SELECT count(*) FROM remaining")
         num_removed_by_reason |= _apply_filters(connection, config.filter)
         events_sql = "remaining"
     elif config.filter.window_days is not None:
-        num_removed_by_reason["outside_window"] = num_events - _fetch_count(connection, f"SELECT count(*) FROM {events_sql}")
+        num_removed_by_reason["outside_window"] = num_events - fetch_count(connection, f"SELECT count(*) FROM {events_sql}")
     split_sql = _split_code_sql(config, newest_us=newest_us, tie_breaker_columns=extra_column_names(connection, "events"))
     # A view is evaluated at each use. This is cheap except for leave_last_out, which needs a window function.
     log_kind = "TABLE" if isinstance(config.split, LeaveLastOut) else "VIEW"
     connection.execute(
         f"CREATE {log_kind} log AS SELECT * EXCLUDE (split), ({split_sql})::TINYINT AS split FROM {events_sql}"
     ).fetchall()
-    return {reason: count for reason, count in num_removed_by_reason.items() if count}
+    counts = count_log(connection, config, num_read=num_events)
+    return replace(counts, num_removed_by_reason={reason: count for reason, count in num_removed_by_reason.items() if count})
 
 
 def extra_column_names(connection: duckdb.DuckDBPyConnection, table_name: str) -> list[str]:
@@ -72,31 +73,26 @@ def extra_column_names(connection: duckdb.DuckDBPyConnection, table_name: str) -
     return [name for name in connection.table(table_name).columns if name == "weight" or name.startswith("context_")]
 
 
-def read_time_span(
-    connection: duckdb.DuckDBPyConnection, config: InteractionsConfig, *, first_file_name: str
-) -> dict[str, str]:
-    """Return the times of the first and the last event; an empty dictionary if the log has no event times.
-
-    Raises:
-        InputError: the training or the test split is empty, or the log has a single user or a single item.
-    """
+def count_log(connection: duckdb.DuckDBPyConnection, config: InteractionsConfig, *, num_read: int) -> LogCounts:
+    """Return the counts of table `log`, without the removed events."""
     num_events_by_code = dict(connection.sql("SELECT split, count(*) FROM log GROUP BY split").fetchall())
     if not num_events_by_code:
-        raise InputError(f"{first_file_name}: interactions.filter removes all events; relax it")
-    split_sizes_text = ", ".join(f"{num_events_by_code.get(code, 0):,} {split_name}" for code, split_name in enumerate(SPLITS))
-    for code, split_name in enumerate(SPLITS):
-        if not num_events_by_code.get(code) and split_name != "validation":
-            raise InputError(
-                f"{first_file_name}: the split {config.split.kind!r} leaves no {split_name} events ({split_sizes_text}); "
-                "change interactions.split"
-            )
-    for side, column in (("user", config.user_column), ("item", config.item_column)):
-        if _fetch_count(connection, f'SELECT count(*) FROM (SELECT DISTINCT "{side}" FROM log LIMIT 2)') < 2:
-            raise InputError(f"{first_file_name}: column {column!r}: the log has a single {side}; a model needs at least two")
-    if config.timestamp_column is None:
-        return {}
-    ((first_us, last_us),) = connection.sql("SELECT min(position), max(position) FROM log").fetchall()
-    return {"first_time": iso_time(first_us), "last_time": iso_time(last_us)}
+        return LogCounts(num_read, num_events_by_split=(0,) * len(SPLITS))
+    sides_with_one_id = [
+        side
+        for side in ("user", "item")
+        if fetch_count(connection, f'SELECT count(*) FROM (SELECT DISTINCT "{side}" FROM log LIMIT 2)') < 2
+    ]
+    time_span_us = None
+    if config.timestamp_column is not None:
+        ((first_us, last_us),) = connection.sql("SELECT min(position), max(position) FROM log").fetchall()
+        time_span_us = first_us, last_us
+    return LogCounts(
+        num_read,
+        num_events_by_split=tuple(num_events_by_code.get(code, 0) for code in range(len(SPLITS))),
+        sides_with_one_id=frozenset(sides_with_one_id),
+        time_span_us=time_span_us,
+    )
 
 
 def _part_sql(part: LogPart, *, folder: Path, split_code_by_file: Mapping[SourceFile, int], is_split_by_files: bool) -> str:
@@ -121,7 +117,7 @@ def _apply_filters(connection: duckdb.DuckDBPyConnection, filters: LogFilter) ->
         num_removed_by_reason["duplicates"] = _remove_duplicates(connection, filters.duplicates)
     if filters.bot_threshold is not None:
         bots_sql = f'SELECT "user" FROM remaining GROUP BY "user" HAVING count(*) > {filters.bot_threshold}'
-        num_removed_by_reason["bot_users"] = _fetch_count(connection, f"SELECT count(*) FROM ({bots_sql})")
+        num_removed_by_reason["bot_users"] = fetch_count(connection, f"SELECT count(*) FROM ({bots_sql})")
         num_removed_by_reason["bot_events"] = _replace_remaining(
             connection, f'SELECT * FROM remaining ANTI JOIN ({bots_sql}) USING ("user")'
         )
@@ -167,11 +163,11 @@ def _remove_rare(connection: duckdb.DuckDBPyConnection, filters: LogFilter) -> i
 
 def _replace_remaining(connection: duckdb.DuckDBPyConnection, query: str) -> int:
     """Replace table `remaining` by the rows of `query`; return the number of removed rows."""
-    num_before = _fetch_count(connection, "SELECT count(*) FROM remaining")
+    num_before = fetch_count(connection, "SELECT count(*) FROM remaining")
     connection.execute(f"CREATE TABLE next_remaining AS {query}").fetchall()
     connection.execute("DROP TABLE remaining").fetchall()
     connection.execute("ALTER TABLE next_remaining RENAME TO remaining").fetchall()
-    return num_before - _fetch_count(connection, "SELECT count(*) FROM remaining")
+    return num_before - fetch_count(connection, "SELECT count(*) FROM remaining")
 
 
 def _newest_first_sql(tie_breaker_columns: Sequence[str]) -> str:
@@ -205,25 +201,6 @@ def _newest_time_us(files: Sequence[IngestedFile], timestamp_column: str) -> int
     return int(max(file.spans[timestamp_column][1] for file in files if timestamp_column in file.spans))
 
 
-def _no_events_message(config: InteractionsConfig, parts: Sequence[LogPart]) -> str:
-    file_path = parts[0].files[0].source.path
-    if config.label_column:
-        return (
-            f"{file_path}: column {config.label_column!r}: no event reaches interactions.label_threshold, "
-            f"{config.label_threshold}; lower it"
-        )
-    return f"{file_path}: all rows of the log are bad; see interactions.on_bad_rows"
-
-
-def _fetch_count(connection: duckdb.DuckDBPyConnection, query: str) -> int:
+def fetch_count(connection: duckdb.DuckDBPyConnection, query: str) -> int:
     ((count,),) = connection.sql(query).fetchall()
     return int(count)
-
-
-def iso_time(time_us: int) -> str:
-    """Return an ISO 8601 time in UTC, to the second.
-
-    >>> iso_time(1_763_600_000_000_000)
-    '2025-11-20T00:53:20+00:00'
-    """
-    return datetime.fromtimestamp(time_us / 1e6, UTC).isoformat(timespec="seconds")

@@ -1,0 +1,1 @@
+"""The log ingest in DuckDB: out of core, on one machine."""

@@ -1,0 +1,82 @@
+"""The new files of the log as SQL: view `raw`, with the columns user, item, position, label, weight and context_<n>."""
+
+from collections.abc import Mapping, Sequence
+from datetime import date
+
+import pyarrow as pa
+
+from recsys_core.ingest.log.config import InteractionsConfig
+from recsys_core.ingest.log.engine import LogFiles
+from recsys_core.parquet.duckdb_session import quoted, scan_all_sql
+from recsys_core.parquet.sources import Source
+
+TO_MICROSECONDS_SQL = {"s": "* 1000000", "ms": "* 1000", "us": "", "ns": "// 1000"}
+"""SQL that converts an integer time to microseconds, by the unit of the time."""
+PAIR_HASH_ARGUMENTS_SQL, ITEM_HASH_ARGUMENTS_SQL = '"user"::VARCHAR, item::VARCHAR', "item::VARCHAR"
+"""Arguments of the SQL function hash. Ids are hashed as strings, because the hash of a number depends on its width."""
+
+
+def raw_log_sql(config: InteractionsConfig, files: LogFiles) -> str:
+    """Return SQL for the log with fixed column names, so that no later query has to quote the user's names."""
+    sources, type_by_column = files.sources, files.type_by_column
+    column_by_alias = {"user": config.user_column, "item": config.item_column, "time": config.timestamp_column}
+    column_by_alias |= {"sequence": config.order_column, "label": config.label_column, "weight": config.weight_column}
+    column_by_alias |= {f"context_{index}": column for index, column in enumerate(config.context_columns)}
+    hive_columns = {name for source in sources for name in source.partition_values if name not in source.schema.names} & set(
+        config.columns
+    )
+    select_list = [
+        f'{"keys" if column in hive_columns else "file"}.{quoted(column)} AS "{alias}"'
+        for alias, column in column_by_alias.items()
+        if column
+    ]
+    files_sql = f"{scan_all_sql(files.paths)} AS file"
+    if hive_columns:
+        files_sql += f" JOIN ({_hive_keys_sql(sources, sorted(hive_columns))}) AS keys ON file.file_index = keys.source"
+    raw_columns_sql = (
+        f"SELECT {', '.join(select_list)}, file.file_index AS source, file.file_row_number AS row FROM {files_sql}"
+    )
+    before_1970_sql = (
+        f", {_before_1970_sql(type_by_column[config.timestamp_column])} AS before_1970" if config.timestamp_column else ""
+    )
+    return f"SELECT *, {_position_sql(config, type_by_column)} AS position{before_1970_sql} FROM ({raw_columns_sql})"
+
+
+def _hive_keys_sql(sources: Sequence[Source], keys: Sequence[str]) -> str:
+    """Return SQL for a table with the hive keys `keys` of each file, as dates, integers or strings."""
+    rows_sql = [
+        f"({index}, {', '.join(_constant_sql(source.partition_value(key)) for key in keys)})"
+        for index, source in enumerate(sources)
+    ]
+    return f"SELECT * FROM (VALUES {', '.join(rows_sql)}) AS t(source, {', '.join(quoted(key) for key in keys)})"
+
+
+def _constant_sql(value: int | date | str) -> str:
+    if isinstance(value, int):
+        return f"{value}::BIGINT"
+    return f"DATE '{value.isoformat()}'" if isinstance(value, date) else quoted(value, quote="'")
+
+
+def _position_sql(config: InteractionsConfig, type_by_column: Mapping[str, pa.DataType]) -> str:
+    """Return SQL for the sort key of a user's events: the time in microseconds, or the order column.
+
+    In a log with neither, the sort key is a hash of the user and the item.
+    """
+    if config.order_column is not None:
+        return "TRY(sequence::BIGINT)" if pa.types.is_integer(type_by_column[config.order_column]) else "sequence::DOUBLE"
+    if config.timestamp_column is None:
+        return f"(hash({PAIR_HASH_ARGUMENTS_SQL}) >> 1)::BIGINT"
+    data_type = type_by_column[config.timestamp_column]
+    if pa.types.is_integer(data_type):
+        return f"TRY(CAST(time AS BIGINT) {TO_MICROSECONDS_SQL[config.timestamp_unit]})"
+    has_time_zone = pa.types.is_timestamp(data_type) and data_type.tz is not None
+    # The cast is needed because epoch_us does not accept nanoseconds with a time zone.
+    return f"TRY(epoch_us(time::{'TIMESTAMPTZ' if has_time_zone else 'TIMESTAMP'}))"
+
+
+def _before_1970_sql(data_type: pa.DataType) -> str:
+    """Return SQL that is true for a time before 1970. It also works for a time that overflows `position`."""
+    if pa.types.is_integer(data_type):
+        return "time < 0"
+    has_time_zone = pa.types.is_timestamp(data_type) and data_type.tz is not None
+    return "time::TIMESTAMPTZ < TIMESTAMPTZ '1970-01-01 00:00:00+00'" if has_time_zone else "time < DATE '1970-01-01'"

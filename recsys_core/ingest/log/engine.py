@@ -1,0 +1,138 @@
+"""LogEngine: the steps of the log ingest that read, check, count and sort events, and that a database executes.
+
+The engine-neutral part of the ingest opens the files, reuses parts, reports errors, and writes the event store and the
+manifest. A user or item has a code, which its id keeps from run to run, and a row in the vocabulary.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from recsys_core.ingest.log.config import InteractionsConfig
+from recsys_core.manifests import IdType, InteractionsManifest, LogPart, SourceFile
+from recsys_core.parquet.sources import Source
+
+
+@dataclass(frozen=True)
+class LogFiles:
+    """Files of the log with checked footers and pages."""
+
+    sources: Sequence[Source]
+    paths: Sequence[Path]
+    """A local file for each source, with the columns of the config that are not hive keys."""
+    type_by_column: Mapping[str, pa.DataType]
+    """The type that decides the row checks of a column, by column of the config."""
+
+
+@dataclass(frozen=True)
+class FileStatistics:
+    """Counts and value ranges of one file of the log."""
+
+    num_rows: int = 0
+    num_bad: int = 0
+    """Number of rows that fail at least one check."""
+    num_bad_by_check: Mapping[str, int] = field(default_factory=dict)
+    """Number of rows that fail each check, by the name of the check. Only checks with such rows are listed."""
+    range_by_role: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Smallest and largest value of the good rows, by role of the column: position, label or weight."""
+    num_written: int = 0
+    """Number of rows in the part: good rows that reach the label threshold."""
+
+
+@dataclass(frozen=True)
+class LogCounts:
+    """Counts of the filtered and split log. If num_read is 0, the other counts are not set."""
+
+    num_read: int
+    """Number of events of the current files, before the filters."""
+    num_removed_by_reason: Mapping[str, int] = field(default_factory=dict)
+    """Number of removed events by filter, without filters that remove no event; for bots, also the number of users."""
+    num_events_by_split: tuple[int, ...] = ()
+    """Number of events of each split, by its code."""
+    sides_with_one_id: frozenset[str] = frozenset()
+    """user if all events have the same user, item if all events have the same item."""
+    time_span_us: tuple[int, int] | None = None
+    """Times of the first and the last event; None for a log without event times."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The ids of the users or items, in the order of their rows."""
+
+    side: str
+    ids: pa.ChunkedArray
+    vector_row_R: NDArray[np.int64]
+    """Row of the id's pretrained vector, -1 for an id without a vector."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class LogEngine(Protocol):
+    """One ingest of the log. The methods are called in this order, once or once for each `side`: user, then item."""
+
+    @property
+    def version(self) -> str:
+        """Name and version of the engine. A part of another version is not reused."""
+
+    def read_part(self, files: LogFiles, *, part_path: Path) -> Sequence[FileStatistics]:
+        """Check the rows of new files, give codes to new ids, and write the good rows to a part; see LogPart.
+
+        New ids follow the ids of earlier runs, the most frequent id first; equally frequent ids are sorted by id. The method is
+        not called if all files are in parts of the previous run.
+
+        Returns:
+            The statistics of each file.
+
+        Raises:
+            InputError: see `reject_bad_log`, and files whose content contradicts their footer.
+        """
+
+    def load(self, parts: Sequence[LogPart], *, folder: Path, split_code_by_file: Mapping[SourceFile, int]) -> LogCounts:
+        """Read the events of the parts, apply config.filter, and split the remaining events as config.split says.
+
+        Args:
+            folder: folder that contains the files of the parts.
+            split_code_by_file: code of the split of each current input file; the events of other files are ignored.
+        """
+
+    def assign_rows(self, side: str, *, vector_ids_path: Path | None) -> Vocabulary:
+        """Assign rows: ids with a row in the previous run keep it, and new ids follow in the order of their codes.
+
+        An id without an event has no row, unless it had one in the previous run or is an item with a pretrained vector.
+
+        Args:
+            vector_ids_path: parquet file with the column `id`, one row per pretrained vector; None without vectors.
+        """
+
+    def sorted_events(self) -> Iterator[pa.RecordBatch]:
+        """Yield all events with their rows, in the columns and the order that `EventWriter.write_events` needs."""
+
+    def write_codes(self, side: str, path: Path) -> None:
+        """Write every id ever read to a parquet file: columns `id` and `row`, in the order of the codes."""
+
+
+class OpenEngine(Protocol):
+    """Function that opens an engine for one ingest."""
+
+    def __call__(
+        self,
+        config: InteractionsConfig,
+        *,
+        id_types: Mapping[str, IdType],
+        continued_run: InteractionsManifest | None,
+        spill_folder: Path,
+    ) -> AbstractContextManager[LogEngine]:
+        """Open the engine.
+
+        Args:
+            id_types: type of the ids by side.
+            continued_run: the previous run, whose codes and rows are continued; None to start with empty vocabularies.
+            spill_folder: folder for temporary files.
+        """

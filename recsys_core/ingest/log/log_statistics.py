@@ -1,0 +1,169 @@
+"""Statistics of the log's files and columns, and the errors that they cause. The counts come from a LogEngine."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from recsys_core.errors import InputError
+from recsys_core.ingest.log.config import SPLITS, InteractionsConfig
+from recsys_core.ingest.log.engine import FileStatistics, LogCounts, Vocabulary
+from recsys_core.ingest.log.log_schema import InteractionsInput
+from recsys_core.ingest.row_checks import BadRow, BadRowPolicy, reject_bad_rows
+from recsys_core.manifests import ColumnFacts, IngestedFile, LogPart
+from recsys_core.parquet.sources import Source
+from recsys_core.units import DAY_US
+
+FIX_CLOCK = (
+    "check interactions.timestamp_unit; if it is right, fix the clock of the job that writes these rows, "
+    "or raise interactions.max_future_days"
+)
+IN_FUTURE = "in the future"
+MAX_USUAL_ID_CHARACTERS = 1_000
+"""Largest number of characters of an id; a longer id is reported as unusual."""
+UNUSUAL_CHARACTERS = r"[\p{Cc}\p{Cf}]"
+"""Control characters, and format characters such as direction marks."""
+
+
+def latest_valid_time_us(config: InteractionsConfig) -> int:
+    """Return the latest time, in microseconds, that does not make a row bad."""
+    return time.time_ns() // 1_000 + int(config.max_future_days * DAY_US)
+
+
+def columns_by_role(config: InteractionsConfig) -> dict[str, str]:
+    """Return the columns whose smallest and largest values are reported, by their role in a part."""
+    column_by_role = {
+        "position": config.timestamp_column or config.order_column,
+        "label": config.label_column,
+        "weight": config.weight_column,
+    }
+    return {role: column for role, column in column_by_role.items() if column is not None}
+
+
+def reject_bad_log(
+    config: InteractionsConfig,
+    statistics: Sequence[FileStatistics],
+    *,
+    sources: Sequence[Source],
+    check_names: Sequence[str],
+    find_first: Callable[[int], BadRow],
+) -> None:
+    """Raise InputError for a file with another number of rows than its footer, or for the first bad row.
+
+    Bad rows are accepted if on_bad_rows is drop and at most max_bad_share of the rows are bad.
+
+    Args:
+        statistics: statistics of each source.
+        check_names: names of all checks.
+        find_first: returns the first bad row of the source with the given index.
+    """
+    for source, file_statistics in zip(sources, statistics, strict=True):
+        if file_statistics.num_rows != source.record.rows:
+            raise InputError(
+                f"{source.name}: damaged: the footer declares {source.record.rows:,} rows, but the file has "
+                f"{file_statistics.num_rows:,}; write the file again"
+            )
+    reject_bad_rows(
+        {name: sum(file_statistics.num_bad_by_check.get(name, 0) for file_statistics in statistics) for name in check_names},
+        num_bad=sum(file_statistics.num_bad for file_statistics in statistics),
+        num_rows=sum(file_statistics.num_rows for file_statistics in statistics),
+        policy=BadRowPolicy("interactions", config.on_bad_rows, config.max_bad_share),
+        find_first=lambda: find_first(
+            next(index for index, file_statistics in enumerate(statistics) if file_statistics.num_bad)
+        ),
+    )
+
+
+def reject_unusable_log(config: InteractionsConfig, counts: LogCounts, *, first_file_name: str) -> None:
+    """Raise InputError if there are no events, no training or test events, or only one user or item."""
+    if counts.num_read == 0 and config.label_column:
+        raise InputError(
+            f"{first_file_name}: column {config.label_column!r}: no event reaches interactions.label_threshold, "
+            f"{config.label_threshold}; lower it"
+        )
+    if counts.num_read == 0:
+        raise InputError(f"{first_file_name}: all rows of the log are bad; see interactions.on_bad_rows")
+    if not any(counts.num_events_by_split):
+        raise InputError(f"{first_file_name}: interactions.filter removes all events; relax it")
+    num_events_by_name = dict(zip(SPLITS, counts.num_events_by_split, strict=True))
+    split_sizes_text = ", ".join(f"{num_events:,} {name}" for name, num_events in num_events_by_name.items())
+    for name in ("train", "test"):
+        if not num_events_by_name[name]:
+            raise InputError(
+                f"{first_file_name}: the split {config.split.kind!r} leaves no {name} events ({split_sizes_text}); "
+                "change interactions.split"
+            )
+    for side, column in (("user", config.user_column), ("item", config.item_column)):
+        if side in counts.sides_with_one_id:
+            raise InputError(f"{first_file_name}: column {column!r}: the log has a single {side}; a model needs at least two")
+
+
+def bad_row_counts(parts: Sequence[LogPart], log: InteractionsInput) -> dict[str, int]:
+    """Return the number of dropped rows by check. A check is named `<column>: <reason>`."""
+    num_bad_by_check: dict[str, int] = {}
+    for ingested_file in current_files(parts, log):
+        for check_name, count in ingested_file.bad_rows.items():
+            num_bad_by_check[check_name] = num_bad_by_check.get(check_name, 0) + count
+    return num_bad_by_check
+
+
+def column_statistics(
+    config: InteractionsConfig,
+    log: InteractionsInput,
+    *,
+    parts: Sequence[LogPart],
+    vocabularies: Sequence[tuple[Vocabulary, NDArray[np.int64]]],
+) -> dict[str, ColumnFacts]:
+    """Return the statistics of each column. vocabularies: the vocabulary and the number of events of each of its ids."""
+    num_bad_by_check, files = bad_row_counts(parts, log), list(current_files(parts, log))
+    statistics: dict[str, ColumnFacts] = {}
+    for column in config.columns:
+        num_nulls = sum(count for check_name, count in num_bad_by_check.items() if check_name.startswith(f"{column}: null"))
+        num_bad_rows = sum(count for check_name, count in num_bad_by_check.items() if check_name.startswith(f"{column}: "))
+        bounds_by_file = [ingested_file.spans[column] for ingested_file in files if column in ingested_file.spans]
+        min_value = max_value = None
+        if bounds_by_file:
+            is_time = column == config.timestamp_column
+            min_value = _as_text(min(low for low, _ in bounds_by_file), is_time=is_time)
+            max_value = _as_text(max(high for _, high in bounds_by_file), is_time=is_time)
+        statistics[column] = ColumnFacts(
+            nulls=num_nulls, out_of_range=num_bad_rows - num_nulls, min_value=min_value, max_value=max_value
+        )
+    for vocabulary, event_count_R in vocabularies:
+        column = config.user_column if vocabulary.side == "user" else config.item_column
+        ids = vocabulary.ids.filter(pa.array(event_count_R > 0))
+        update = {"distinct": len(ids), "unusual_ids": _num_unusual(ids)}
+        statistics[column] = statistics[column].model_copy(update=update)
+    return statistics
+
+
+def current_files(parts: Sequence[LogPart], log: InteractionsInput) -> Iterator[IngestedFile]:
+    """Yield those files of the parts that are still input files. Other files of a part are outdated."""
+    current_sources = set(log.split_code_by_file)
+    return (file for part in parts for file in part.files if file.source in current_sources)
+
+
+def _num_unusual(ids: pa.ChunkedArray) -> int:
+    """Return the number of very long ids and of ids with control or format characters."""
+    if not pa.types.is_string(ids.type):
+        return 0
+    is_long = pc.greater(pc.utf8_length(ids), MAX_USUAL_ID_CHARACTERS)
+    is_unusual = pc.or_(is_long, pc.match_substring_regex(ids, UNUSUAL_CHARACTERS))
+    return int(pc.sum(is_unusual, min_count=0).as_py())
+
+
+def iso_time(time_us: int) -> str:
+    """Return an ISO 8601 time in UTC, to the second.
+
+    >>> iso_time(1_763_600_000_000_000)
+    '2025-11-20T00:53:20+00:00'
+    """
+    return datetime.fromtimestamp(time_us / 1e6, UTC).isoformat(timespec="seconds")
+
+
+def _as_text(value: float, *, is_time: bool) -> str:
+    return iso_time(int(value)) if is_time else f"{value:g}"

@@ -124,8 +124,7 @@ def _train_and_evaluate(experiment: Experiment, *, folder: Path, core: int) -> d
     if config.features is not None:
         features = ingest_features(
             config.features,
-            interactions=interactions,
-            embeddings=embeddings,
+            dataset=Dataset(interactions, embeddings),
             previous=None,
             memory_limit="1GB",
             threads=1,

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
+import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from recsys_core.errors import InputError, first_line, printable
@@ -101,13 +102,24 @@ def open_sources(patterns: Sequence[str], *, setting: str, allowed_data_root: Pa
     locations = [location_by_name[name] for name in sorted(location_by_name)]
     check_distinct_files(locations, setting=setting)
     footers = read_footers(locations)
-    sources = tuple(_make_source(location, footer) for location, footer in zip(locations, footers, strict=True))
+    sources = tuple(
+        Source(location, footer, _record_of(location, footer), parse_partition_values(location.path))
+        for location, footer in zip(locations, footers, strict=True)
+    )
     if not sources:
         raise InputError(f"{setting}: names no file; give a path, a glob or a folder")
     if sum(source.record.rows for source in sources) == 0:
         more_files = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
         raise InputError(f"{setting}: {sources[0].name}{more_files}: no rows; check the job that writes this table")
     return _with_partition_types(sources)
+
+
+def open_own_file(path: Path) -> Source:
+    """Open a file that a stage wrote. A folder named key=value in the path of the workspace is not a hive key."""
+    status = path.stat()
+    location = Location(printable(str(path)), str(path), status.st_size, status.st_mtime_ns, pafs.LocalFileSystem())
+    (footer,) = read_footers([location])
+    return Source(location, footer, _record_of(location, footer))
 
 
 def check_distinct_files(locations: Sequence[Location], *, setting: str) -> None:
@@ -155,15 +167,14 @@ def _content_sha256(source: Source) -> str:
     return digest.hexdigest()
 
 
-def _make_source(location: Location, footer: Footer) -> Source:
-    record = SourceFile(
+def _record_of(location: Location, footer: Footer) -> SourceFile:
+    return SourceFile(
         path=location.name,
         bytes=location.num_bytes,
         rows=footer.metadata.num_rows,
         modified_ns=location.modified_ns,
         footer_sha256=footer.sha256,
     )
-    return Source(location, footer, record, parse_partition_values(location.path))
 
 
 def parse_partition_values(path: str) -> dict[str, str]:

@@ -71,8 +71,7 @@ def ingest_features(context: StageContext, config: InputConfig) -> tuple[Feature
     dataset = context.dataset
     manifest = features_core.ingest_features(
         config.features,
-        interactions=dataset.interactions,
-        embeddings=dataset.embeddings,
+        dataset=dataset,
         previous=context.previous(FeaturesManifest),
         memory_limit=config.interactions.memory_limit,
         threads=config.interactions.threads,

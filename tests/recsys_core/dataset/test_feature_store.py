@@ -16,6 +16,7 @@ from recsys_core.dataset.feature_store import FeatureStore, feature_form
 from recsys_core.dataset.loader import TrainLoader, query_batch
 from recsys_core.ingest.features.config import FeaturesConfig
 from recsys_core.ingest.features.ingest import ingest_features
+from recsys_core.manifests import Dataset
 from tests.recsys_core.ingest.interactions_with_context import write_interactions
 from tests.recsys_core.ingest.parquet_files import write
 
@@ -75,7 +76,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[EventStore, FeatureS
         }
     )
     stage = ingest_features(
-        config, interactions=interactions, previous=None, memory_limit="200MB", threads=1, folder=folder / "features"
+        config, dataset=Dataset(interactions), previous=None, memory_limit="200MB", threads=1, folder=folder / "features"
     )
     return EventStore.open(interactions), FeatureStore.open(stage)
 
@@ -170,7 +171,7 @@ def test_the_form_of_a_feature_follows_its_number_of_values_and_weights(tmp_path
     ]
     config = FeaturesConfig.model_validate({"items": {"paths": items, "id_column": "id", "features": declared}})
     stage = ingest_features(
-        config, interactions=interactions, previous=None, memory_limit="200MB", threads=1, folder=tmp_path / "features"
+        config, dataset=Dataset(interactions), previous=None, memory_limit="200MB", threads=1, folder=tmp_path / "features"
     )
     forms = {key: feature_form(facts) for key, facts in stage.features.items()}
     assert forms == {

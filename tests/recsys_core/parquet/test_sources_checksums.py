@@ -12,7 +12,7 @@ from recsys_core.ingest.features.config import FeaturesConfig
 from recsys_core.ingest.features.ingest import ingest_features
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.ingest.vectors.ingest import ingest_embeddings
-from recsys_core.manifests import InteractionsManifest
+from recsys_core.manifests import Dataset, InteractionsManifest
 from recsys_core.units import DAY_US
 from tests.recsys_core.ingest.interaction_logs import ingest
 from tests.recsys_core.ingest.parquet_files import refusal, write
@@ -45,7 +45,7 @@ def read_features(folder: Path) -> object:
     (folder / "plain").mkdir(exist_ok=True)
     log = ingest(folder / "interactions", log_of(folder / "plain"), split=SPLIT)
     config = FeaturesConfig.model_validate({"items": table})
-    return ingest_features(config, interactions=log, previous=None, memory_limit="1GB", threads=1, folder=folder / "stage")
+    return ingest_features(config, dataset=Dataset(log), previous=None, memory_limit="1GB", threads=1, folder=folder / "stage")
 
 
 READERS: list[tuple[Callable[[Path], object], dict[str, Any]]] = [

@@ -87,12 +87,11 @@ def prepare_run(
     brand = FeatureConfig(name="brand")
     features = ingest_features(
         FeaturesConfig(items=FeatureTableConfig(paths=(items_file,), id_column="item_id", features=(brand,))),
-        interactions=interactions,
+        dataset=Dataset(interactions, embeddings),
         previous=after and after.features,
         memory_limit="1GB",
         threads=1,
         folder=folder / "features",
-        embeddings=embeddings,
     )
     model = TwoTowerConfig.model_validate({"embedding_dim": dim, "learn_user_embedding": True, "history": {"length": 4}})
     spec = ModelSpec.of(model, dataset=Dataset(interactions, embeddings, features), tables=tables)

@@ -95,11 +95,10 @@ def generate_dataset(root: Path) -> Dataset:
     )
     ingested = ingest_features(
         features,
-        interactions=interactions,
+        dataset=Dataset(interactions, embeddings),
         previous=None,
         memory_limit="1GB",
         threads=1,
-        embeddings=embeddings,
         folder=root / "features",
     )
     return Dataset(interactions, embeddings, ingested)

@@ -12,7 +12,7 @@ from recsys_core.ingest.features.config import FeaturesConfig
 from recsys_core.ingest.features.ingest import ingest_features
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.ingest.vectors.ingest import ingest_embeddings
-from recsys_core.manifests import EmbeddingsManifest, FeaturesManifest
+from recsys_core.manifests import Dataset, EmbeddingsManifest, FeaturesManifest
 from tests.recsys_core.ingest.interactions_with_context import write_interactions
 from tests.recsys_core.ingest.parquet_files import refuses, write
 
@@ -43,7 +43,7 @@ def ingest(
     table = write(folder / f"{name}.items.parquet", id=ITEMS, **columns)
     config = {"items": {"paths": table, "id_column": "id", "features": features}}
     return ingest_features(
-        FeaturesConfig.model_validate(config), interactions=interactions, previous=previous, embeddings=embeddings,
+        FeaturesConfig.model_validate(config), dataset=Dataset(interactions, embeddings), previous=previous,
         memory_limit="500MB", threads=1, folder=folder / name,
     )  # fmt: skip
 
@@ -121,7 +121,7 @@ def test_vectors_of_an_unsuitable_feature_are_rejected(
     config = FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id", "features": [feature]}})
     refuses(
         lambda out: ingest_features(
-            config, interactions=interactions, previous=None, embeddings=embeddings, memory_limit="200MB", threads=1, folder=out
+            config, dataset=Dataset(interactions, embeddings), previous=None, memory_limit="200MB", threads=1, folder=out
         ),
         tmp_path / "run",
         *words,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from recsys_core.ingest.features.config import FeaturesConfig
 from recsys_core.ingest.features.ingest import ingest_features
-from recsys_core.manifests import FeaturesManifest, InteractionsManifest
+from recsys_core.manifests import Dataset, FeaturesManifest, InteractionsManifest
 from tests.recsys_core.ingest.interaction_logs import ingest as ingest_log
 from tests.recsys_core.ingest.interaction_logs import write_log
 from tests.recsys_core.ingest.interactions_with_context import write_interactions
@@ -34,7 +34,12 @@ def ingest(
     folder: Path, interactions: InteractionsManifest, *, previous: FeaturesManifest | None = None, **config: Any
 ) -> FeaturesManifest:
     return ingest_features(
-        FeaturesConfig(**config), interactions=interactions, previous=previous, memory_limit="500MB", threads=1, folder=folder
+        FeaturesConfig(**config),
+        dataset=Dataset(interactions),
+        previous=previous,
+        memory_limit="500MB",
+        threads=1,
+        folder=folder,
     )
 
 

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from recsys_core.ingest.features.config import FeatureConfig, FeaturesConfig
 from recsys_core.ingest.features.ingest import ingest_features
+from recsys_core.manifests import Dataset
 from tests.recsys_core.ingest.interactions_with_context import write_interactions
 from tests.recsys_core.ingest.parquet_files import damage_data, refuses, write
 
@@ -23,7 +24,7 @@ def assert_rejected(folder: Path, *words: str, features: list[dict[str, Any]], p
     config = FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id", "features": features}})
     refuses(
         lambda out: ingest_features(
-            config, interactions=interactions, previous=None, memory_limit="200MB", threads=1, folder=out
+            config, dataset=Dataset(interactions), previous=None, memory_limit="200MB", threads=1, folder=out
         ),
         folder,
         *words,
@@ -122,7 +123,7 @@ def test_an_id_that_occurs_twice_is_rejected_even_in_two_files(tmp_path: Path) -
     refuses(
         lambda out: ingest_features(
             FeaturesConfig.model_validate(config),
-            interactions=interactions, previous=None, memory_limit="200MB", threads=1, folder=out,
+            dataset=Dataset(interactions), previous=None, memory_limit="200MB", threads=1, folder=out,
         ),
         tmp_path, "a.parquet: column 'id', row 1: ", "it's",
     )  # fmt: skip

@@ -15,7 +15,7 @@ from recsys_core.dataset.batch_keys import UNPOOLED
 from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.ingest.features.config import FeaturesConfig
 from recsys_core.ingest.features.ingest import ingest_features
-from recsys_core.manifests import FeaturesManifest, InteractionsManifest
+from recsys_core.manifests import Dataset, FeaturesManifest, InteractionsManifest
 from tests.recsys_core.ingest.interactions_with_context import write_interactions
 from tests.recsys_core.ingest.parquet_files import write
 
@@ -35,7 +35,7 @@ def features_of(
     folder: Path, interactions: InteractionsManifest, previous: FeaturesManifest | None = None, **config: Any
 ) -> FeaturesManifest:
     return ingest_features(
-        FeaturesConfig(**config), interactions=interactions, previous=previous, memory_limit="500MB", threads=2,
+        FeaturesConfig(**config), dataset=Dataset(interactions), previous=previous, memory_limit="500MB", threads=2,
         folder=folder / "features",
     )  # fmt: skip
 

@@ -1,0 +1,145 @@
+"""Sources of feature values: the feature tables of users and items, and the context columns of the events.
+
+A source creates DuckDB's table `joined`, which FeatureColumn describes. All features are then encoded in the same way.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.layout import vocabulary_file
+from recsys_core.errors import InputError
+from recsys_core.ingest.features.checks import reject_bad_table
+from recsys_core.ingest.features.feature_column import BATCH_ROWS
+from recsys_core.ingest.features.feature_schema import FeatureTable
+from recsys_core.manifests import FeatureTableFacts, InteractionsManifest
+from recsys_core.parquet.duckdb_session import SQL_TYPE, quoted, scan_all_sql, scan_sql
+from recsys_core.parquet.guards import verify_sidecars
+from recsys_core.parquet.local_copies import local_files
+
+
+class FeatureSource(Protocol):
+    """The feature values of one side: user, item or context."""
+
+    counted_row_sql: ClassVar[str]
+    """SQL condition on the rows of `joined`; values in the other rows do not count for the vocabulary."""
+
+    @property
+    def table(self) -> FeatureTable:
+        """The files and features of the side."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of users, items or events."""
+
+    def load(self, connection: duckdb.DuckDBPyConnection, *, scratch_folder: Path) -> FeatureTableFacts | None:
+        """Create table `joined`; return the facts of a feature table. Raise InputError for an unusable row."""
+
+
+@dataclass(frozen=True)
+class TableSource:
+    """A feature table of users or items. Its rows are joined with the ids of the catalogue."""
+
+    counted_row_sql: ClassVar[str] = "TRUE"
+    table: FeatureTable
+    num_rows: int
+    catalogue_path: Path
+    """Parquet file with the ids of the users or items, in the order of their rows."""
+
+    def load(self, connection: duckdb.DuckDBPyConnection, *, scratch_folder: Path) -> FeatureTableFacts:
+        """Create table `joined` with the rows of the feature table whose id is in the catalogue."""
+        table = self.table
+        assert table.id_column is not None and table.id_type is not None
+        if table.has_sidecars:
+            verify_sidecars(table.sources)
+        with local_files(table.sources, columns=table.columns, scratch_folder=scratch_folder) as paths:
+            reject_bad_table(connection, table, paths=paths)
+            catalogue_sql = scan_sql(self.catalogue_path, options_sql="file_row_number = true")
+            connection.execute(
+                "CREATE TABLE joined AS "
+                "SELECT catalogue.row, catalogue.in_training, feature_table.* EXCLUDE (feature_table_id) "
+                f"FROM (SELECT id, file_row_number AS row, train_count > 0 AS in_training FROM {catalogue_sql}) catalogue "
+                f"JOIN (SELECT CAST({quoted(table.id_column)} AS {SQL_TYPE[table.id_type]}) AS feature_table_id, "
+                f"{_value_columns_sql(table)} FROM {scan_all_sql(paths)}) feature_table "
+                "ON catalogue.id = feature_table.feature_table_id"
+            )
+        ((num_matched,),) = connection.sql("SELECT count(*) FROM joined").fetchall()
+        num_rows = sum(source.record.rows for source in table.sources)
+        if num_matched == 0:
+            raise InputError(
+                f"{table.sources[0].name}: column {table.id_column!r}: none of the {num_rows:,} ids is in the {table.side}s of "
+                "the log; check that both use the same ids"
+            )
+        return FeatureTableFacts(
+            rows=num_rows, not_in_catalogue=num_rows - num_matched, without_row=self.num_rows - num_matched
+        )
+
+
+@dataclass(frozen=True)
+class ContextSource:
+    """The context columns of the events, in the order of the event store."""
+
+    counted_row_sql: ClassVar[str] = "in_training"  # validation and test events do not count for a vocabulary
+    table: FeatureTable
+    num_rows: int
+    events: EventStore
+
+    def load(self, connection: duckdb.DuckDBPyConnection, *, scratch_folder: Path) -> None:
+        """Create table `joined` with the context columns of every event."""
+        paths = [source.path for source in self.table.sources]
+        reject_bad_table(connection, self.table, paths=paths)
+        connection.register("events", _read_events(paths[0], columns=self.table.columns, events=self.events))
+        connection.execute(
+            'CREATE TABLE joined AS SELECT "nightjar row" AS row, "nightjar in_training" AS in_training, '
+            f"{_value_columns_sql(self.table)} FROM events"
+        )
+
+
+def feature_sources(tables: Sequence[FeatureTable], interactions: InteractionsManifest) -> Iterator[FeatureSource]:
+    """Yield the source of each side that has features."""
+    num_rows_by_side = {"user": interactions.num_users, "item": interactions.num_items}
+    for table in tables:
+        if table.side == "context":
+            num_events = interactions.train_events + interactions.validation_events + interactions.test_events
+            yield ContextSource(table, num_events, EventStore.open(interactions))
+        else:
+            catalogue_path = interactions.path(vocabulary_file(table.side))
+            yield TableSource(table, num_rows_by_side[table.side], catalogue_path)
+
+
+def _value_columns_sql(table: FeatureTable) -> str:
+    """Return SQL for the columns v<n> and w<n> of `joined`, cast to the types in which values and weights are stored."""
+    columns = []
+    for feature_index, feature in enumerate(table.features):
+        value_type = table.value_type_by_feature.get(feature.name)
+        sql_type = ("DOUBLE" if value_type is None else SQL_TYPE[value_type]) + ("[]" if feature.is_list else "")
+        columns.append(f"CAST({quoted(feature.source_column)} AS {sql_type}) AS v{feature_index}")
+        if feature.weight_column is not None:
+            columns.append(f"CAST({quoted(feature.weight_column)} AS FLOAT[]) AS w{feature_index}")
+    return ", ".join(columns)
+
+
+def _read_events(path: Path, *, columns: Sequence[str], events: EventStore) -> pa.RecordBatchReader:
+    """Stream the context columns. Two more columns contain the index of the event, and whether it is a training event."""
+    file = pq.ParquetFile(path)
+    fields = [file.schema_arrow.field(name) for name in columns]
+    schema = pa.schema([*fields, ("nightjar row", pa.int64()), ("nightjar in_training", pa.bool_())])
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        start_event = 0
+        for batch in file.iter_batches(BATCH_ROWS, columns=list(columns)):
+            stop_event = start_event + batch.num_rows
+            event_index = pa.array(np.arange(start_event, stop_event))
+            is_training = pa.array(events.is_training(slice(start_event, stop_event)))
+            arrays = [*(batch.column(name) for name in columns), event_index, is_training]
+            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+            start_event = stop_event
+
+    return pa.RecordBatchReader.from_batches(schema, batches())

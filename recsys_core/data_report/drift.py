@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from recsys_core.config import Frozen
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.layout import vocabulary_file
+from recsys_core.dataset.popularity import rows_by_falling_count
 from recsys_core.errors import shown
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.parquet.duckdb_session import scan_sql
@@ -110,7 +111,7 @@ def popularity_buckets(count_I: Ints) -> Ints:
     >>> popularity_buckets(np.array([5, 50, 25, 20, 0])).tolist()
     [9, 0, 5, 7, 9]
     """
-    order_I = np.argsort(-count_I, kind="stable")
+    order_I = rows_by_falling_count(count_I)
     sorted_count_I = count_I[order_I]
     num_events_above_I = np.cumsum(sorted_count_I) - sorted_count_I
     bucket_I = np.empty(len(count_I), np.int64)
@@ -174,7 +175,7 @@ def find_movers(
     is_removed = np.ones(len(previous_count), bool)  # items that are no longer in the vocabulary
     is_removed[previous_row_I[was_known_I]] = False
     removed_rows = np.flatnonzero(is_removed)
-    removed_rows = removed_rows[np.argsort(-previous_count[removed_rows], kind="stable")[:max_movers]]
+    removed_rows = removed_rows[rows_by_falling_count(previous_count[removed_rows])[:max_movers]]
 
     share_pairs = np.concatenate(
         [

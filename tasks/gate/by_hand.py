@@ -22,7 +22,7 @@ from recsys_core.manifests import InteractionsManifest, load_manifest
 from tasks.gate.smoke_test import NotFetchedError, UnusableVersionError, prepare_sample
 from tasks.gate.version_tester import VersionTester
 from tasks.registry.config import RegistryConfig
-from tasks.registry.mlflow_client import RUN_ID_TAG
+from tasks.registry.mlflow_client import RUN_ID_TAG, connect
 from tasks.registry.registry import Publisher, Registry
 from tasks.registry.releases import (
     BY_HAND_TAG,
@@ -54,8 +54,8 @@ class Decision:
             raise InputError("there is no reason; give a reason, which is recorded on the version")
 
     def connect(self) -> Registry:
-        """Return the registry of the decision."""
-        return Registry.connect(self.workspace, self.config.model_name, publishers=self.publishers)
+        """Return the registry of the decision. Do not repeat a failed connection, because a person waits for the answer."""
+        return Registry(connect(self.workspace), self.config.model_name, self.publishers)
 
 
 def promote_version(version_number: int, decision: Decision) -> str:

@@ -29,7 +29,7 @@ from benchmarks.measuring import run_in_new_process
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import all_metrics
-from recsys_core.evaluation.ranking import rank_catalogue
+from recsys_core.evaluation.ranking import Queries, rank_catalogue
 from recsys_core.preflight import installed_versions
 
 NUM_QUERIES, NUM_ITEMS, DIM, TARGETS_PER_QUERY, SEEN_PER_TARGET, K = 30_000, 41_000, 64, 217 / 30, 5, 20
@@ -78,13 +78,8 @@ def evaluate_with_nightjar(
 ) -> float:
     """Compute all metrics with the default cut-offs, and return Recall@20."""
     config = EvaluationConfig()
-    ranking = rank_catalogue(
-        torch.from_numpy(query_BD),
-        item_vector_ID=torch.from_numpy(item_vector_ID),
-        seen=seen,
-        targets=targets,
-        k=max(config.ks),
-    )
+    queries = Queries(torch.from_numpy(query_BD), is_known_B=np.ones(len(query_BD), np.bool_), seen=seen, targets=targets)
+    ranking = rank_catalogue(queries, item_vector_ID=torch.from_numpy(item_vector_ID), k=max(config.ks))
     return all_metrics("test", ranking, config=config)[f"test/recall@{K}"]
 
 

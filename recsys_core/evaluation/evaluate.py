@@ -1,29 +1,30 @@
 """Stage `evaluate`: exact metrics of the model and its baselines over the full catalogue, from exported vectors.
 
-Shapes: B queries, I items, C cold items, D width, T (query, target) pairs, U users with a target.
+Shapes: B queries, I items, C cold items, D width, R pretrained vectors, T (query, target) pairs, U users with a target.
 """
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import embedding_bag, normalize
 
 from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.dataset.popularity import popularity_before
 from recsys_core.errors import InputError, StageError
 from recsys_core.evaluation import metrics
-from recsys_core.evaluation.baselines import zero_shot_vectors
-from recsys_core.evaluation.cold import cold_rows, rank_among
 from recsys_core.evaluation.config import EvaluationConfig
-from recsys_core.evaluation.ranking import Ranking, rank_by_order, rank_served
+from recsys_core.evaluation.metrics import Floats, TargetPositions
+from recsys_core.evaluation.ranking import Queries, Ranking, rank_among, rank_by_order, rank_served
 from recsys_core.manifests import (
     Dataset,
     EvaluationManifest,
@@ -35,41 +36,26 @@ from recsys_core.manifests import (
 from recsys_core.models.spec import ModelSpec
 from recsys_core.seeds import EVALUATION_USERS_SEED
 
+NO_VECTOR_SCORE = -4.0
+"""Zero-shot score of an item without a vector. It is below -1, the lowest cosine."""
+
 
 @dataclass(frozen=True)
-class EvalQueries:
-    """The users with targets in one split.
+class _Split:
+    """The users with targets in one split, and the items.
 
     Attributes:
-        query_BD: query vectors.
-        history, targets: item rows before the split and in the split.
+        history: item rows before the split.
         is_new_B: users without a training event.
-        is_known_B: users who are served by their query vector. The other users are served by popularity.
         popularity_order_I: item rows by falling popularity before the split.
         cold_row_C: rows of the items without an event before the split.
     """
 
-    query_BD: Tensor
+    queries: Queries
     history: JaggedArray
-    targets: JaggedArray
     is_new_B: NDArray[np.bool_]
-    is_known_B: NDArray[np.bool_]
     popularity_order_I: NDArray[np.int32]
     cold_row_C: NDArray[np.int64]
-
-
-@dataclass
-class _Progress:
-    """Counter of the queries for which the stage has ranked the catalogue."""
-
-    num_queries: int
-    """Number of queries of the whole stage."""
-    on_progress: Callable[[int, int], None]
-    num_ranked: int = 0
-
-    def add(self, num_queries: int) -> None:
-        self.num_ranked += num_queries
-        self.on_progress(self.num_ranked, self.num_queries)
 
 
 def evaluate(
@@ -111,26 +97,36 @@ def evaluate(
     if not export.num_queries.get("test", 0):
         raise InputError("the test split has no event, so nothing can be evaluated; change interactions.split")
     with stage.writing() as output_folder:
-        item_vector_ID = torch.from_numpy(np.load(export.path("item_vectors.npy")))
-        store = EventStore.open(interactions)
-        load_queries = partial(_load_queries, config=config, store=store, export=export, interactions=interactions)
-        progress = _Progress(_num_rankings(config, export=export, has_zero_shot=item_embeddings is not None), on_progress)
+        item_vector_ID, store = torch.from_numpy(np.load(export.path("item_vectors.npy"))), EventStore.open(interactions)
+        load_split = partial(_load_split, config=config, store=store, export=export, interactions=interactions)
+        on_ranked = _counter(on_progress, total=_num_rankings(config, export=export, has_zero_shot=item_embeddings is not None))
+        measure = partial(_measure, config=config, on_ranked=on_ranked)
         metric_values: dict[str, float] = {}
         if export.num_queries.get("validation", 0):
-            metric_values |= _validation_metrics(load_queries("validation"), item_vector_ID, config=config, progress=progress)
-        test_queries = load_queries("test")
-        metric_values |= _test_metrics(test_queries, item_vector_ID, store=store, config=config, progress=progress)
+            metric_values |= measure("validation", load_split("validation"), item_vector_ID)[0]
+        test_split = load_split("test")
+        test_metrics, ranking = measure("test", test_split, item_vector_ID)
+        if not len(ranking.position_T):
+            raise InputError(
+                f"the users had already seen all {ranking.num_seen_targets} test targets; set evaluation.exclude_seen to false"
+            )
+        is_cold_T, is_new_T = store.train_count_I[ranking.item_T] == 0, test_split.is_new_B[ranking.query_T]
+        metric_values |= test_metrics | _slice_metrics(
+            ranking,
+            {"cold_items": is_cold_T, "warm_items": ~is_cold_T, "new_users": is_new_T, "known_users": ~is_new_T},
+            config=config,
+        )
         # Popularity cannot rank items without an event, so it has no cold metrics.
-        popularity_ranking = _rank_by_popularity(test_queries, config=config)
+        popularity_ranking = rank_by_order(test_split.queries, order_I=test_split.popularity_order_I, k=max(config.ks))
         metric_values |= all_metrics("baseline/popularity", popularity_ranking, config=config)
         if item_embeddings is not None:
             vectors_RD = np.load(item_embeddings.vectors_path("item"), mmap_mode="r")
             vector_row_I = store.vector_rows("item")
             assert vector_row_I is not None  # the ingest requires that items have vectors
-            metric_values |= _zero_shot_metrics(
-                test_queries, vectors_RD, vector_row_I=vector_row_I, config=config, progress=progress
-            )
-        np.save(output_folder / "popularity.npy", test_queries.popularity_order_I)
+            query_BD, vector_ID = zero_shot_vectors(vectors_RD, vector_row_I=vector_row_I, histories=test_split.history)
+            every_user = replace(test_split.queries, query_BD=query_BD, is_known_B=np.ones(len(query_BD), np.bool_))
+            metric_values |= measure("baseline/zero_shot", replace(test_split, queries=every_user), vector_ID)[0]
+        np.save(output_folder / "popularity.npy", test_split.popularity_order_I)
         (output_folder / "metrics.json").write_text(json.dumps(metric_values, indent=2))
         return stage.commit(metrics=metric_values)
 
@@ -143,51 +139,26 @@ def _num_rankings(config: EvaluationConfig, *, export: ExportManifest, has_zero_
     )
 
 
-def _validation_metrics(
-    queries: EvalQueries, item_vector_ID: Tensor, *, config: EvaluationConfig, progress: _Progress
-) -> dict[str, float]:
-    ranking = _rank(queries, item_vector_ID, config=config, progress=progress)
-    metric_values = all_metrics("validation", ranking, config=config) if len(ranking.position_T) else {}
-    return metric_values | _cold_metrics("validation", queries, item_vector_ID, config=config)
+def _counter(on_progress: Callable[[int, int], None], *, total: int) -> Callable[[int], None]:
+    """Return a function that adds up the numbers that it is called with, and reports the sum and `total`."""
+    num_ranked = 0
+
+    def add(num_queries: int) -> None:
+        nonlocal num_ranked
+        num_ranked += num_queries
+        on_progress(num_ranked, total)
+
+    return add
 
 
-def _test_metrics(
-    queries: EvalQueries, item_vector_ID: Tensor, *, store: EventStore, config: EvaluationConfig, progress: _Progress
-) -> dict[str, float]:
-    ranking = _rank(queries, item_vector_ID, config=config, progress=progress)
-    if not len(ranking.position_T):
-        raise InputError(
-            f"the users had already seen all {ranking.num_seen_targets} test targets; set evaluation.exclude_seen to false"
-        )
-    metric_values = all_metrics("test", ranking, config=config)
-    metric_values |= _slice_metrics("test", ranking, store=store, queries=queries, config=config)
-    return metric_values | _cold_metrics("test", queries, item_vector_ID, config=config)
-
-
-def _zero_shot_metrics(
-    queries: EvalQueries,
-    vectors_RD: NDArray[np.float32],
-    *,
-    vector_row_I: NDArray[np.int64],
-    config: EvaluationConfig,
-    progress: _Progress,
-) -> dict[str, float]:
-    """Return the metrics of the mean pretrained vector of a history as the query. Every user has such a query."""
-    query_BD, item_vector_ID = zero_shot_vectors(vectors_RD, vector_row_I=vector_row_I, histories=queries.history)
-    zero_shot_queries = replace(queries, query_BD=query_BD, is_known_B=np.ones_like(queries.is_known_B))
-    ranking = _rank(zero_shot_queries, item_vector_ID, config=config, progress=progress)
-    metric_values = all_metrics("baseline/zero_shot", ranking, config=config)
-    return metric_values | _cold_metrics("baseline/zero_shot", zero_shot_queries, item_vector_ID, config=config)
-
-
-def _load_queries(
+def _load_split(
     split: EvaluationSplit,
     *,
     config: EvaluationConfig,
     store: EventStore,
     export: ExportManifest,
     interactions: InteractionsManifest,
-) -> EvalQueries:
+) -> _Split:
     """Load the exported queries of a split; if there are more than max_users, a random sample of them with a fixed seed."""
     user_row_B = np.load(export.path(f"query_users_{split}.npy"))
     query_vectors = np.load(export.path(f"query_vectors_{split}.npy"), mmap_mode="r")
@@ -199,102 +170,120 @@ def _load_queries(
     user_row_B = user_row_B[sampled_indices]
     history = store.items_before(user_row_B, split)
     spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
-    return EvalQueries(
-        query_BD=torch.from_numpy(query_vectors[sampled_indices]),
+    return _Split(
+        queries=Queries(
+            query_BD=torch.from_numpy(query_vectors[sampled_indices]),
+            is_known_B=spec.is_known(history_length_B=history.lengths, user_row_B=user_row_B),
+            seen=history if config.exclude_seen else JaggedArray.empty(len(history)),
+            targets=store.targets(user_row_B, split),
+        ),
         history=history,
-        targets=store.targets(user_row_B, split),
         is_new_B=store.train_count_U[user_row_B] == 0,
-        is_known_B=spec.is_known(history_length_B=history.lengths, user_row_B=user_row_B),
         popularity_order_I=popularity_before(split, store=store, interactions=interactions),
         cold_row_C=cold_rows(store, split),
     )
 
 
-def _rank(queries: EvalQueries, item_vector_ID: Tensor, *, config: EvaluationConfig, progress: _Progress) -> Ranking:
-    return rank_served(
-        queries.query_BD,
-        is_known_B=queries.is_known_B,
-        item_vector_ID=item_vector_ID,
-        order_I=queries.popularity_order_I,
-        seen=_seen_items(queries, config=config),
-        targets=queries.targets,
-        k=max(config.ks),
-        on_progress=progress.add,
+def cold_rows(store: EventStore, split: EvaluationSplit) -> NDArray[np.int64]:
+    """Return the rows of the items without an event before `split`, ascending."""
+    return np.flatnonzero(store.item_counts_before(split) == 0)
+
+
+def zero_shot_vectors(
+    vectors_RD: NDArray[np.float32], *, vector_row_I: NDArray[Any], histories: JaggedArray
+) -> tuple[Tensor, Tensor]:
+    """Return query vectors [B, D + 1] and item vectors [I, D + 1] whose inner product is the zero-shot score.
+
+    The score is the cosine between the item and the mean of the normalised vectors of the history. The last column of
+    the items is a penalty that ranks items without a vector below all others; the last column of the queries is 1. If no item
+    of a history has a vector, every item with a vector has the score 0.
+
+    Args:
+        vectors_RD: pretrained vectors.
+        vector_row_I: row of each item in vectors_RD; -1 without a vector.
+        histories: item rows of each query.
+    """
+    has_vector_I = torch.from_numpy(np.asarray(vector_row_I) >= 0)
+    item_vector_ID = torch.zeros((len(vector_row_I), vectors_RD.shape[1]))
+    item_vector_ID[has_vector_I] = normalize(
+        torch.from_numpy(vectors_RD[vector_row_I[has_vector_I.numpy()]].astype(np.float32)), dim=1
+    )
+    items_with_vector = histories.filter(has_vector_I.numpy()[histories.values_L])
+    query_BD = embedding_bag(
+        torch.from_numpy(items_with_vector.values_L),
+        item_vector_ID,
+        torch.from_numpy(items_with_vector.offset),
+        mode="mean",
+        include_last_offset=True,
+    )
+    penalty_I1 = torch.where(has_vector_I, 0.0, NO_VECTOR_SCORE)[:, None]
+    return (
+        torch.cat([normalize(query_BD, dim=1), torch.ones((len(query_BD), 1))], dim=1),
+        torch.cat([item_vector_ID, penalty_I1], dim=1),
     )
 
 
-def _rank_by_popularity(queries: EvalQueries, *, config: EvaluationConfig) -> Ranking:
-    seen = _seen_items(queries, config=config)
-    return rank_by_order(queries.popularity_order_I, seen=seen, targets=queries.targets, k=max(config.ks))
-
-
-def _seen_items(queries: EvalQueries, *, config: EvaluationConfig) -> JaggedArray:
-    return queries.history if config.exclude_seen else JaggedArray.empty(len(queries.history))
+def _measure(
+    prefix: str, split: _Split, item_vector_ID: Tensor, *, config: EvaluationConfig, on_ranked: Callable[[int], None]
+) -> tuple[dict[str, float], Ranking]:
+    """Return the metrics of a model on the catalogue and on the cold items, and its ranking of the catalogue."""
+    order_I = split.popularity_order_I
+    ranking = rank_served(
+        split.queries, item_vector_ID=item_vector_ID, order_I=order_I, k=max(config.ks), on_progress=on_ranked
+    )
+    metric_values = all_metrics(prefix, ranking, config=config) if len(ranking.position_T) else {}
+    unseen = replace(split.queries, seen=JaggedArray.empty(len(split.history)))  # a cold item is in no history
+    cold_ranking = rank_among(unseen, item_vector_ID=item_vector_ID, order_I=order_I, candidate_rows=split.cold_row_C, k=0)
+    return metric_values | _cold_metrics(prefix, cold_ranking, config=config), ranking
 
 
 def all_metrics(prefix: str, ranking: Ranking, *, config: EvaluationConfig) -> dict[str, float]:
     """Return all metrics of a ranking under <prefix>/<metric>. Undefined metrics are left out."""
-    target_positions = ranking.target_positions()
+    targets, max_k = ranking.target_positions(), max(config.ks)
     metric_values: dict[str, float] = {
-        "users": target_positions.num_users,
-        "targets": len(target_positions.position_T),
+        "users": targets.num_users,
+        "targets": len(targets.position_T),
         "seen_targets": ranking.num_seen_targets,
     }
+    metric_values |= _means(targets, ("recall", "ndcg", "precision", "hit_rate"), ks=config.ks)
     for k in config.ks:
-        metric_values[f"recall@{k}"] = _mean(metrics.recall(target_positions, k=k))
-        metric_values[f"ndcg@{k}"] = _mean(metrics.ndcg(target_positions, k=k))
-        metric_values[f"precision@{k}"] = _mean(metrics.precision(target_positions, k=k))
-        metric_values[f"hit_rate@{k}"] = _mean(metrics.hit_rate(target_positions, k=k))
         metric_values[f"coverage@{k}"] = metrics.coverage(ranking.top_BK, k=k, num_items=ranking.num_items)
-    metric_values["mrr"] = _mean(metrics.reciprocal_rank(target_positions))
-    metric_values[f"map@{max(config.ks)}"] = _mean(metrics.average_precision(target_positions, k=max(config.ks)))
-    metric_values["auc"] = _mean(metrics.auc(target_positions))
+    metric_values["mrr"] = _mean(metrics.reciprocal_rank(targets))
+    metric_values[f"map@{max_k}"] = _mean(metrics.average_precision(targets, k=max_k))
+    metric_values["auc"] = _mean(metrics.auc(targets))
     return {f"{prefix}/{metric_name}": float(value) for metric_name, value in metric_values.items() if not math.isnan(value)}
 
 
-def _cold_metrics(prefix: str, queries: EvalQueries, item_vector_ID: Tensor, *, config: EvaluationConfig) -> dict[str, float]:
+def _cold_metrics(prefix: str, ranking: Ranking, *, config: EvaluationConfig) -> dict[str, float]:
     """Return the metrics of cold items ranked among cold items; empty if no user has a cold target."""
-    ranking = rank_among(
-        queries.query_BD,
-        is_known_B=queries.is_known_B,
-        item_vector_ID=item_vector_ID,
-        order_I=queries.popularity_order_I,
-        candidate_rows=queries.cold_row_C,
-        seen=JaggedArray.empty(len(queries.history)),  # a cold item is in no history
-        targets=queries.targets,
-        k=0,
-    )
     if not len(ranking.position_T):
         return {}
-    target_positions = ranking.target_positions()
-    metric_values: dict[str, float] = {"users": target_positions.num_users, "items": ranking.num_items}
-    for k in config.ks:
-        if k < ranking.num_items:  # otherwise every item is among the first k
-            metric_values[f"recall@{k}"] = _mean(metrics.recall(target_positions, k=k))
-            metric_values[f"ndcg@{k}"] = _mean(metrics.ndcg(target_positions, k=k))
-            metric_values[f"hit_rate@{k}"] = _mean(metrics.hit_rate(target_positions, k=k))
-    return {f"{prefix}/cold/{metric_name}": float(value) for metric_name, value in metric_values.items()}
+    targets = ranking.target_positions()
+    cut_offs = [k for k in config.ks if k < ranking.num_items]  # with a larger cut-off, every item is among the first k
+    metric_values = _means(targets, ("recall", "ndcg", "hit_rate"), ks=cut_offs)
+    metric_values |= {"users": float(targets.num_users), "items": float(ranking.num_items)}
+    return {f"{prefix}/cold/{metric_name}": value for metric_name, value in metric_values.items()}
 
 
 def _slice_metrics(
-    prefix: str, ranking: Ranking, *, store: EventStore, queries: EvalQueries, config: EvaluationConfig
+    ranking: Ranking, mask_by_slice: dict[str, NDArray[np.bool_]], *, config: EvaluationConfig
 ) -> dict[str, float]:
     """Return metrics over subsets of the targets, from the positions of the targets in the full ranking."""
-    is_cold_T, is_new_T = store.train_count_I[ranking.item_T] == 0, queries.is_new_B[ranking.query_T]
-    mask_by_slice = {"cold_items": is_cold_T, "warm_items": ~is_cold_T, "new_users": is_new_T, "known_users": ~is_new_T}
     metric_values: dict[str, float] = {}
     for slice_name, mask_T in mask_by_slice.items():
-        metric_values[f"{prefix}/slice/{slice_name}/targets"] = float(mask_T.sum())
-        if not mask_T.any():
-            continue
-        target_positions = ranking.target_positions(mask_T)
-        for k in config.ks:
-            metric_values[f"{prefix}/slice/{slice_name}/recall@{k}"] = _mean(metrics.recall(target_positions, k=k))
-            metric_values[f"{prefix}/slice/{slice_name}/ndcg@{k}"] = _mean(metrics.ndcg(target_positions, k=k))
+        slice_metrics = {"targets": float(mask_T.sum())}
+        if mask_T.any():
+            slice_metrics |= _means(ranking.target_positions(mask_T), ("recall", "ndcg"), ks=config.ks)
+        metric_values |= {f"test/slice/{slice_name}/{metric_name}": value for metric_name, value in slice_metrics.items()}
     return metric_values
 
 
-def _mean(value_U: NDArray[np.float64]) -> float:
+def _means(targets: TargetPositions, metric_names: Sequence[str], *, ks: Sequence[int]) -> dict[str, float]:
+    """Return the mean of each metric over the users, by <metric>@<k>."""
+    return {f"{name}@{k}": _mean(metrics.METRIC_BY_NAME[name](targets, k=k)) for k in ks for name in metric_names}
+
+
+def _mean(value_U: Floats) -> float:
     """Average over the users for whom the metric is not NaN."""
     defined_value_U = value_U[~np.isnan(value_U)]
     return float(defined_value_U.mean()) if len(defined_value_U) else math.nan

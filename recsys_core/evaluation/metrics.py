@@ -3,13 +3,36 @@
 NDCG with binary gains follows Järvelin and Kekäläinen (TOIS 2002). The other metrics follow Manning, Raghavan and Schütze,
 Introduction to Information Retrieval (2008), chapter 8.
 
+In this example, the first user has 6 candidates and targets at the positions 0 and 2. The second user has 4 candidates, and the
+target is the last of them.
+
+>>> targets = TargetPositions.from_pairs(
+...     user_T=np.array([0, 0, 1]), position_T=np.array([0, 2, 3]), num_candidates_B=np.array([6, 4])
+... )
+>>> recall(targets, k=2).tolist(), hit_rate(targets, k=3).tolist()
+([0.5, 0.0], [1.0, 0.0])
+>>> precision(targets, k=4).tolist()
+[0.5, 0.25]
+>>> ndcg(targets, k=4).round(4).tolist()  # (1/log2(2) + 1/log2(4)) / (1/log2(2) + 1/log2(3)), and 1/log2(5)
+[0.9197, 0.4307]
+>>> reciprocal_rank(targets).tolist()
+[1.0, 0.25]
+>>> average_precision(targets, k=4).round(4).tolist()  # (1/1 + 2/3) / 2, and 1/4
+[0.8333, 0.25]
+>>> auc(targets).tolist()  # of 4 non-targets, 4 and 3 are below the targets of the first user: (4/4 + 3/4) / 2
+[0.875, 0.0]
+
 Shapes: B queries, U users with at least one target, T (user, target) pairs, K cut-off.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
@@ -75,52 +98,24 @@ def num_hits(targets: TargetPositions, *, k: int) -> Floats:
 
 
 def recall(targets: TargetPositions, *, k: int) -> Floats:
-    """Return the share of each user's targets that are among the first k items, [U].
-
-    >>> targets = TargetPositions.from_pairs(
-    ...     user_T=np.array([0, 0, 1]), position_T=np.array([0, 2, 3]), num_candidates_B=np.array([6, 4])
-    ... )
-    >>> recall(targets, k=2).tolist()
-    [0.5, 0.0]
-    """
+    """Return the share of each user's targets that are among the first k items, [U]."""
     return num_hits(targets, k=k) / targets.num_targets_U
 
 
 def precision(targets: TargetPositions, *, k: int) -> Floats:
-    """Return the share of targets among the first k items, [U]. The denominator is k even if fewer items are ranked.
-
-    >>> targets = TargetPositions.from_pairs(
-    ...     user_T=np.array([0, 0, 1]), position_T=np.array([0, 2, 3]), num_candidates_B=np.array([6, 4])
-    ... )
-    >>> precision(targets, k=4).tolist()
-    [0.5, 0.25]
-    """
+    """Return the share of targets among the first k items, [U]. The denominator is k even if fewer items are ranked."""
     return num_hits(targets, k=k) / k
 
 
 def hit_rate(targets: TargetPositions, *, k: int) -> Floats:
-    """Return 1 for a user with a target among the first k items, otherwise 0, [U].
-
-    >>> targets = TargetPositions.from_pairs(
-    ...     user_T=np.array([0, 0, 1]), position_T=np.array([0, 2, 3]), num_candidates_B=np.array([6, 4])
-    ... )
-    >>> hit_rate(targets, k=3).tolist()
-    [1.0, 0.0]
-    """
+    """Return 1 for a user with a target among the first k items, otherwise 0, [U]."""
     return (num_hits(targets, k=k) > 0).astype(np.float64)
 
 
 def ndcg(targets: TargetPositions, *, k: int) -> Floats:
     """Return the discounted gain of the first k items divided by the gain of the ideal order, [U]. Gains are 0 or 1.
 
-    The ideal order has min(k, number of targets) targets at the top. Below, the gain of the first user is
-    1/log2(2) + 1/log2(4) = 1.5, and the ideal gain is 1/log2(2) + 1/log2(3) = 1.6309.
-
-    >>> targets = TargetPositions.from_pairs(
-    ...     user_T=np.array([0, 0, 1]), position_T=np.array([0, 2, 2]), num_candidates_B=np.array([6, 4])
-    ... )
-    >>> ndcg(targets, k=3).round(4).tolist()
-    [0.9197, 0.5]
+    The ideal order has min(k, number of targets) targets at the top.
     """
     gain_T: Floats = np.where(targets.position_T < k, 1 / np.log2(targets.position_T + 2.0), 0.0)
     ideal_gain_K: Floats = np.cumsum(1 / np.log2(np.arange(k) + 2.0))
@@ -128,15 +123,12 @@ def ndcg(targets: TargetPositions, *, k: int) -> Floats:
     return targets.sum_per_user(gain_T) / ideal_gain_U
 
 
-def reciprocal_rank(targets: TargetPositions) -> Floats:
-    """Return 1 / (1-based position of the best-ranked target), [U]. The mean over users is the MRR.
+METRIC_BY_NAME = {"recall": recall, "ndcg": ndcg, "precision": precision, "hit_rate": hit_rate}
+"""The metrics at a cut-off K whose mean over the users is reported."""
 
-    >>> targets = TargetPositions.from_pairs(
-    ...     user_T=np.array([0, 0, 1]), position_T=np.array([1, 2, 3]), num_candidates_B=np.array([6, 4])
-    ... )
-    >>> reciprocal_rank(targets).tolist()
-    [0.5, 0.25]
-    """
+
+def reciprocal_rank(targets: TargetPositions) -> Floats:
+    """Return 1 / (1-based position of the best-ranked target), [U]. The mean over users is the MRR."""
     reciprocal_U: Floats = 1 / (targets.position_T[targets.first_target_index_U] + 1)
     return reciprocal_U
 
@@ -144,14 +136,7 @@ def reciprocal_rank(targets: TargetPositions) -> Floats:
 def average_precision(targets: TargetPositions, *, k: int) -> Floats:
     """Return the sum of the precisions at each target among the first k items, divided by min(k, number of targets), [U].
 
-    The mean over users is the MAP@k. Below, the targets of the first user have the 1-based positions 1 and 3:
-    (1/1 + 2/3) / 2.
-
-    >>> targets = TargetPositions.from_pairs(
-    ...     user_T=np.array([0, 0, 1]), position_T=np.array([0, 2, 3]), num_candidates_B=np.array([6, 4])
-    ... )
-    >>> average_precision(targets, k=4).round(4).tolist()
-    [0.8333, 0.25]
+    The mean over users is the MAP@k.
     """
     precision_T = (targets.num_targets_above_T + 1) / (targets.position_T + 1)
     return targets.sum_per_user(np.where(targets.position_T < k, precision_T, 0.0)) / np.minimum(targets.num_targets_U, k)
@@ -161,15 +146,6 @@ def auc(targets: TargetPositions) -> Floats:
     """Return the share of the non-targets that are ranked below a target, averaged over the targets, [U].
 
     The AUC of a user without non-targets is NaN.
-
-    Below, the first user has 6 candidates, of which 4 are not targets. All 4 are below the target at position 1, and 3 are
-    below the target at position 3: (4/4 + 3/4) / 2. The target of the second user is the last of four candidates.
-
-    >>> targets = TargetPositions.from_pairs(
-    ...     user_T=np.array([0, 0, 1]), position_T=np.array([0, 2, 3]), num_candidates_B=np.array([6, 4])
-    ... )
-    >>> auc(targets).tolist()
-    [0.875, 0.0]
     """
     num_non_targets_U = (targets.num_candidates_U - targets.num_targets_U).astype(np.float64)
     num_non_targets_above_U = targets.sum_per_user(targets.position_T - targets.num_targets_above_T)
@@ -186,3 +162,31 @@ def coverage(top_BK: NDArray[np.int32], *, k: int, num_items: int) -> float:
     is_covered_I = np.zeros(num_items + 1, np.bool_)
     is_covered_I[top_BK[:, :k]] = True
     return float(np.count_nonzero(is_covered_I[:num_items]) / num_items)
+
+
+@dataclass(frozen=True)
+class UserMetrics:
+    """One value per metric and user. Two rankers that are compared have the same users in the same order.
+
+    Attributes:
+        value_U_by_metric: values of the users by name of the metric, such as recall@20.
+
+    >>> UserMetrics({"recall@20": np.array([0.0, 0.5, 1.0])}).means("served")
+    {'served/recall@20': 0.5}
+    """
+
+    value_U_by_metric: Mapping[str, Floats]
+
+    def means(self, ranker: str) -> dict[str, float]:
+        """Return <ranker>/<metric> by name: the mean over the users."""
+        return {f"{ranker}/{metric}": float(value_U.mean()) for metric, value_U in self.value_U_by_metric.items()}
+
+    def write(self, path: Path) -> None:
+        """Write a parquet file with one row per user and one column per metric."""
+        pq.write_table(pa.table(dict(self.value_U_by_metric)), path)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a file that `write` has written."""
+        table = pq.read_table(path)
+        return cls({metric: table[metric].to_numpy() for metric in table.column_names})

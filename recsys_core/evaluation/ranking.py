@@ -6,9 +6,9 @@ L entries of the seen items of all queries.
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,8 +29,30 @@ MAX_SCORES = 1 << 28
 MAX_BLOCK_SIZE = 64
 
 
-def no_progress(num_queries: int) -> None:
-    """Report no progress."""
+@dataclass(frozen=True)
+class Queries:
+    """Queries for which the items are ranked.
+
+    Attributes:
+        query_BD: query vectors.
+        is_known_B: users who are served by their query vector. The other users are served by popularity.
+        seen: item rows that are not ranked.
+        targets: item rows of the targets. A target that the user has seen is not ranked either.
+    """
+
+    query_BD: Tensor
+    is_known_B: NDArray[np.bool_]
+    seen: JaggedArray
+    targets: JaggedArray
+
+    def take(self, query_indices: NDArray[np.int64]) -> "Queries":
+        """Return the queries at these indices, in this order."""
+        return Queries(
+            query_BD=self.query_BD[torch.from_numpy(query_indices)],
+            is_known_B=self.is_known_B[query_indices],
+            seen=self.seen.take(query_indices),
+            targets=self.targets.take(query_indices),
+        )
 
 
 @dataclass(frozen=True)
@@ -64,56 +86,29 @@ class Ranking:
             num_candidates_B=self.num_candidates_B,
         )
 
-    @classmethod
-    def merge(cls, first_ranking: Self, second_ranking: Self, *, is_second_B: NDArray[np.bool_]) -> Self:
-        """Merge the rankings of two groups of queries. is_second_B: whether each query belongs to the second group."""
-        # Concatenate first and second, then sort by query. original_query_B: query number of each concatenated query.
-        original_query_B = np.concatenate([np.flatnonzero(~is_second_B), np.flatnonzero(is_second_B)])
-        order_B = np.argsort(original_query_B)
-        query_T = original_query_B[
-            np.concatenate([first_ranking.query_T, second_ranking.query_T + len(first_ranking.num_candidates_B)])
-        ]
-        order_T = np.argsort(query_T, kind="stable")
-        return cls(
-            query_T=query_T[order_T],
-            item_T=np.concatenate([first_ranking.item_T, second_ranking.item_T])[order_T],
-            position_T=np.concatenate([first_ranking.position_T, second_ranking.position_T])[order_T],
-            num_candidates_B=np.concatenate([first_ranking.num_candidates_B, second_ranking.num_candidates_B])[order_B],
-            top_BK=np.concatenate([first_ranking.top_BK, second_ranking.top_BK])[order_B],
-            num_seen_targets=first_ranking.num_seen_targets + second_ranking.num_seen_targets,
-            num_items=first_ranking.num_items,
-        )
-
 
 def rank_catalogue(
-    query_BD: Tensor,
-    *,
-    item_vector_ID: Tensor,
-    seen: JaggedArray,
-    targets: JaggedArray,
-    k: int,
-    on_progress: Callable[[int], None] = no_progress,
+    queries: Queries, *, item_vector_ID: Tensor, k: int, on_progress: Callable[[int], None] = lambda num_queries: None
 ) -> Ranking:
-    """Rank all unseen items by inner product for every query. Equal scores are ordered by `tie_order`.
+    """Rank all unseen items by inner product for every query, known or not. Equal scores are ordered by `tie_order`.
 
-    A target that the user has seen is excluded. The other targets of a user are candidates like any item. The queries are
-    ranked in chunks by as many threads as torch uses.
+    The targets of a user are candidates like any item. The queries are ranked in chunks by as many threads as torch uses.
 
     Args:
-        query_BD, item_vector_ID: vectors of the same floating-point type.
-        seen, targets: item rows of each query.
+        item_vector_ID: vectors of the same floating-point type as the query vectors.
         k: length of the top list; 0 for no top list.
         on_progress: called with the number of queries ranked since the previous call.
 
     Raises:
         StageError: a vector is not finite.
     """
+    query_BD = queries.query_BD
     for vector_kind, vectors in (("query", query_BD), ("item", item_vector_ID)):
         if not torch.isfinite(vectors).all():
             vector_index = int(torch.nonzero(~torch.isfinite(vectors).all(dim=1))[0])
             raise StageError(f"{vector_kind} vector {vector_index} is not finite: training diverged; lower the learning rates")
     num_queries, num_items = len(query_BD), len(item_vector_ID)
-    targets, seen, num_seen_targets = _exclude_seen(targets, seen=seen, num_items=num_items)
+    targets, seen, num_seen_targets = _exclude_seen(queries, num_items=num_items)
     k = min(k, num_items)
     top_BK = np.full((num_queries, k), -1, np.int32)
     position_T = np.zeros(len(targets.values_L), np.int64)
@@ -159,20 +154,21 @@ def rank_catalogue(
     )
 
 
-def rank_by_order(order_I: NDArray[Any], *, seen: JaggedArray, targets: JaggedArray, k: int) -> Ranking:
+def rank_by_order(queries: Queries, *, order_I: NDArray[Any], k: int) -> Ranking:
     """Rank the unseen items of every query in the same order, without a score matrix.
 
     Args:
         order_I: all item rows, best first.
-        seen, targets, k: as in `rank_catalogue`.
+        k: length of the top list; 0 for no top list.
 
     >>> seen, targets = JaggedArray(np.array([0, 1]), np.array([2])), JaggedArray(np.array([0, 1]), np.array([1]))
-    >>> ranking = rank_by_order(np.array([2, 0, 1]), seen=seen, targets=targets, k=3)
+    >>> queries = Queries(torch.ones(1, 1), is_known_B=np.array([False]), seen=seen, targets=targets)
+    >>> ranking = rank_by_order(queries, order_I=np.array([2, 0, 1]), k=3)
     >>> ranking.position_T.tolist(), ranking.top_BK.tolist()
     ([1], [[0, 1, -1]])
     """
     num_items = len(order_I)
-    targets, seen, num_seen_targets = _exclude_seen(targets, seen=seen, num_items=num_items)
+    targets, seen, num_seen_targets = _exclude_seen(queries, num_items=num_items)
     k = min(k, num_items)
     order_index_I = np.empty(num_items, np.int64)
     order_index_I[order_I] = np.arange(num_items)
@@ -209,34 +205,76 @@ def rank_by_order(order_I: NDArray[Any], *, seen: JaggedArray, targets: JaggedAr
 
 
 def rank_served(
-    query_BD: Tensor,
+    queries: Queries,
     *,
-    is_known_B: NDArray[np.bool_],
     item_vector_ID: Tensor,
     order_I: NDArray[Any],
-    seen: JaggedArray,
-    targets: JaggedArray,
     k: int,
-    on_progress: Callable[[int], None] = no_progress,
+    on_progress: Callable[[int], None] = lambda num_queries: None,
 ) -> Ranking:
-    """Rank as the Retriever does: by inner product where is_known_B, by popularity for the other queries.
+    """Rank as the Retriever does: by inner product for known users, by popularity for the other users.
 
     order_I: all item rows by falling popularity. The other arguments are those of `rank_catalogue`.
     """
-    known_query_indices, unknown_query_indices = np.flatnonzero(is_known_B), np.flatnonzero(~is_known_B)
-    ranking_by_score = rank_catalogue(
-        query_BD[torch.from_numpy(known_query_indices)],
-        item_vector_ID=item_vector_ID,
-        seen=seen.take(known_query_indices),
-        targets=targets.take(known_query_indices),
+    query_groups = [np.flatnonzero(queries.is_known_B), np.flatnonzero(~queries.is_known_B)]
+    known_queries, unknown_queries = (queries.take(query_indices) for query_indices in query_groups)
+    ranking_by_score = rank_catalogue(known_queries, item_vector_ID=item_vector_ID, k=k, on_progress=on_progress)
+    ranking_by_popularity = rank_by_order(unknown_queries, order_I=order_I, k=k)
+    on_progress(len(query_groups[1]))
+    rankings = (ranking_by_score, ranking_by_popularity)
+    query_T = np.concatenate([query_B[ranking.query_T] for query_B, ranking in zip(query_groups, rankings, strict=True)])
+    order_T, order_B = np.argsort(query_T, kind="stable"), np.argsort(np.concatenate(query_groups))
+    return Ranking(
+        query_T=query_T[order_T],
+        item_T=np.concatenate([ranking.item_T for ranking in rankings])[order_T],
+        position_T=np.concatenate([ranking.position_T for ranking in rankings])[order_T],
+        num_candidates_B=np.concatenate([ranking.num_candidates_B for ranking in rankings])[order_B],
+        top_BK=np.concatenate([ranking.top_BK for ranking in rankings])[order_B],
+        num_seen_targets=sum(ranking.num_seen_targets for ranking in rankings),
+        num_items=len(order_I),
+    )
+
+
+def rank_among(
+    queries: Queries, *, item_vector_ID: Tensor, order_I: NDArray[Any], candidate_rows: NDArray[np.int64], k: int
+) -> Ranking:
+    """Rank only the items of `candidate_rows`, for the queries with a target among them. See `rank_served`.
+
+    A ranking of the cold items shows how well the model uses pretrained vectors and features. In a ranking of the full
+    catalogue, most cold items are below the items with events.
+
+    Queries without a target among the candidates are removed, and the remaining queries are numbered from 0. An item of the
+    returned ranking is an index into `candidate_rows`.
+
+    candidate_rows: int64 [C], distinct rows of item_vector_ID, ascending.
+
+    Below, the last two of five items are candidates. Only the second query has a target among them (the item with score 6),
+    and the item with score 7 is ranked above it.
+
+    >>> targets = JaggedArray(np.array([0, 1, 3]), np.array([0, 1, 4]))
+    >>> queries = Queries(torch.ones(2, 1), is_known_B=np.ones(2, bool), seen=JaggedArray.empty(2), targets=targets)
+    >>> item_vector_ID = torch.tensor([[9.0], [8.0], [5.0], [7.0], [6.0]])
+    >>> candidates = {"order_I": np.arange(5), "candidate_rows": np.array([3, 4])}
+    >>> ranking = rank_among(queries, item_vector_ID=item_vector_ID, **candidates, k=2)
+    >>> ranking.query_T.tolist(), ranking.item_T.tolist(), ranking.position_T.tolist(), ranking.top_BK.tolist()
+    ([0], [1], [1], [[0, 1]])
+    """
+    candidate_index_I = np.full(len(item_vector_ID), -1, np.int64)
+    candidate_index_I[candidate_rows] = np.arange(len(candidate_rows))
+
+    def to_candidates(items: JaggedArray) -> JaggedArray:
+        candidate_index_L = candidate_index_I[items.values_L]
+        is_candidate_L = candidate_index_L >= 0
+        return JaggedArray(items.filter(is_candidate_L).offset, candidate_index_L[is_candidate_L])
+
+    queries = queries.take(np.flatnonzero(to_candidates(queries.targets).lengths))
+    candidate_order_I = candidate_index_I[order_I]
+    return rank_served(
+        replace(queries, seen=to_candidates(queries.seen), targets=to_candidates(queries.targets)),
+        item_vector_ID=item_vector_ID[torch.from_numpy(candidate_rows)],
+        order_I=candidate_order_I[candidate_order_I >= 0],
         k=k,
-        on_progress=on_progress,
     )
-    ranking_by_popularity = rank_by_order(
-        order_I, seen=seen.take(unknown_query_indices), targets=targets.take(unknown_query_indices), k=k
-    )
-    on_progress(len(unknown_query_indices))
-    return Ranking.merge(ranking_by_score, ranking_by_popularity, is_second_B=~is_known_B)
 
 
 def tie_order(num_items: int) -> NDArray[np.int64]:
@@ -248,9 +286,9 @@ def tie_order(num_items: int) -> NDArray[np.int64]:
     return np.random.default_rng(TIE_ORDER_SEED).permutation(num_items)
 
 
-def _exclude_seen(targets: JaggedArray, *, seen: JaggedArray, num_items: int) -> tuple[JaggedArray, JaggedArray, int]:
+def _exclude_seen(queries: Queries, *, num_items: int) -> tuple[JaggedArray, JaggedArray, int]:
     """Return the distinct unseen targets, the distinct seen items, and the number of distinct targets that were seen."""
-    seen, distinct_targets = seen.distinct(bound=num_items), targets.distinct(bound=num_items)
+    seen, distinct_targets = queries.seen.distinct(bound=num_items), queries.targets.distinct(bound=num_items)
     unseen_targets = distinct_targets.difference(seen, bound=num_items)
     return unseen_targets, seen, len(distinct_targets.values_L) - len(unseen_targets.values_L)
 

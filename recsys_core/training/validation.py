@@ -17,9 +17,9 @@ from recsys_core.dataset.jagged import Int64Array
 from recsys_core.dataset.popularity import popularity_before
 from recsys_core.errors import InputError
 from recsys_core.evaluation import metrics
-from recsys_core.evaluation.cold import cold_rows, rank_among
+from recsys_core.evaluation.evaluate import cold_rows
 from recsys_core.evaluation.metrics import TargetPositions
-from recsys_core.evaluation.ranking import rank_served
+from recsys_core.evaluation.ranking import Queries, rank_among, rank_served
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.seeds import VALIDATION_USERS_SEED
 from recsys_core.training.config import ValidationConfig
@@ -114,16 +114,9 @@ class Validator:
         """Rank the candidates for the users `self._users[user_index_B]`."""
         users = self._users[user_index_B]
         seen_items, targets = self._store.items_before(users, "validation"), self._store.targets(users, "validation")
+        queries = Queries(query_BD, is_known_B=self._is_known_U[user_index_B], seen=seen_items, targets=targets)
         rank_items = rank_served if self._cold_items is None else partial(rank_among, candidate_rows=self._cold_items)
-        ranking = rank_items(
-            query_BD,
-            is_known_B=self._is_known_U[user_index_B],
-            item_vector_ID=item_vector_ID,
-            order_I=self._popularity_order_I,
-            seen=seen_items,
-            targets=targets,
-            k=0,
-        )
+        ranking = rank_items(queries, item_vector_ID=item_vector_ID, order_I=self._popularity_order_I, k=0)
         return ranking.target_positions()
 
 

@@ -16,8 +16,8 @@ from tempfile import TemporaryDirectory
 
 from mlflow.entities.model_registry import ModelVersion
 
-from recsys_core.comparison.user_metrics import UserMetrics
 from recsys_core.errors import InputError, StageError, redacted
+from recsys_core.evaluation.metrics import UserMetrics
 from recsys_core.manifests import InteractionsManifest, load_manifest
 from tasks.gate.smoke_test import NotFetchedError, UnusableVersionError, prepare_sample
 from tasks.gate.version_tester import VersionTester

@@ -23,11 +23,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from mlflow import MlflowClient
 
-from recsys_core.comparison.user_metrics import UserMetrics
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.layout import vocabulary_file
 from recsys_core.errors import StageError, TrackingServerError, redacted
-from recsys_core.evaluation.metrics import TargetPositions, hit_rate, ndcg, recall
+from recsys_core.evaluation.metrics import TargetPositions, UserMetrics, hit_rate, ndcg, recall
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.seeds import SMOKE_TEST_USERS_SEED
 from tasks.registry.model_uri import fetch_model

@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 from mlflow.entities.model_registry import ModelVersion
 
-from recsys_core.comparison.user_metrics import UserMetrics
+from recsys_core.evaluation.metrics import UserMetrics
 from tasks.gate.smoke_test import (
     ModelProcess,
     NotFetchedError,

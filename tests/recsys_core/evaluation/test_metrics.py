@@ -1,5 +1,7 @@
 """The metrics compared with torchmetrics on random rankings."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torchmetrics.functional.retrieval import (
 )
 
 from recsys_core.evaluation import metrics
-from recsys_core.evaluation.metrics import TargetPositions
+from recsys_core.evaluation.metrics import TargetPositions, UserMetrics
 
 CANDIDATES = 12
 relevance = st.lists(st.booleans(), min_size=CANDIDATES, max_size=CANDIDATES).filter(lambda row: 0 < sum(row) < CANDIDATES)
@@ -69,3 +71,11 @@ def test_users_without_targets_are_not_counted() -> None:
     )
     assert targets.num_users == 1
     assert targets.num_candidates_U.tolist() == [5]
+
+
+def test_the_metrics_of_users_survive_in_a_file(tmp_path: Path) -> None:
+    values = UserMetrics({"recall@20": np.array([0.0, 1 / 3]), "ndcg@20": np.array([1.0, 0.1])})
+    values.write(tmp_path / "m.parquet")
+    read = UserMetrics.read(tmp_path / "m.parquet")
+    assert read.means("served") == values.means("served")
+    np.testing.assert_array_equal(read.value_U_by_metric["recall@20"], values.value_U_by_metric["recall@20"])

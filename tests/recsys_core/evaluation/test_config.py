@@ -1,6 +1,5 @@
 """The contract of every rule: equal values are accepted, and a better version is never worse off."""
 
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -9,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from recsys_core.comparison.rules import Rule, RuleConfig
-from recsys_core.comparison.user_metrics import UserMetrics
+from recsys_core.evaluation.config import Rule, RuleConfig
 
 RULES: list[Rule] = [kind() for kind in get_args(RuleConfig) or (RuleConfig,)]
 VALUES = arrays(np.float64, st.integers(1, 50), elements=st.floats(0, 1))
@@ -37,11 +35,3 @@ def test_a_version_without_a_hit_does_not_replace_a_good_one_and_the_reason_name
     comparison = rule.compare(np.zeros(1000), np.full(1000, 0.25), baseline="version 7")
     assert not comparison.is_accepted
     assert "0.0000" in comparison.reason and "0.2500" in comparison.reason and "version 7" in comparison.reason
-
-
-def test_the_metrics_of_users_survive_in_a_file(tmp_path: Path) -> None:
-    metrics = UserMetrics({"recall@20": np.array([0.0, 1 / 3]), "ndcg@20": np.array([1.0, 0.1])})
-    metrics.write(tmp_path / "m.parquet")
-    read = UserMetrics.read(tmp_path / "m.parquet")
-    assert read.means("served") == metrics.means("served")
-    np.testing.assert_array_equal(read.value_U_by_metric["recall@20"], metrics.value_U_by_metric["recall@20"])

@@ -20,8 +20,7 @@ from torch import distributed as dist
 
 from benchmarks import torchrec_loop
 from benchmarks.turns import Turns
-from recsys_core.dataset.assembly import Assembler
-from recsys_core.dataset.batch import Batch
+from recsys_core.dataset.batch import Assembler, Batch
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.loader import TrainLoader
 from recsys_core.ingest.log.config import FileSplit, InteractionsConfig

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from recsys_core.dataset.assembly import Assembler
-from recsys_core.dataset.batch_keys import UNPOOLED
+from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
-from recsys_core.dataset.feature_store import Feature, FeatureStore
+from recsys_core.dataset.feature_store import UNPOOLED, Feature, FeatureStore
 from recsys_core.dataset.layout import EventArrays, array_file, memory_map
 from recsys_core.dataset.loader import TrainLoader
 

@@ -4,7 +4,7 @@ A derived seed depends only on the arguments of its function, never on earlier d
 numbers as an uninterrupted run. A change to one of these functions changes the results of every training.
 
 Two other modules use `training.seed` directly: `sharded_model.build_model` initialises the layers of the towers with it, and
-`data/shuffle.py` derives the order of the examples in an epoch from `training.seed` and the epoch.
+`dataset/shuffle.py` derives the order of the examples in an epoch from `training.seed` and the epoch.
 """
 
 import hashlib

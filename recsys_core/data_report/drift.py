@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from recsys_core.config import Frozen
 from recsys_core.dataset.events import EventStore
-from recsys_core.dataset.layout import vocabulary_file
-from recsys_core.dataset.popularity import rows_by_falling_count
+from recsys_core.dataset.layout import rows_by_falling_count, vocabulary_file
 from recsys_core.errors import shown
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.parquet.duckdb_session import scan_sql

@@ -1,4 +1,7 @@
-"""Memory-mapped feature arrays (see FeaturesManifest), and the lookup of the features of a batch."""
+"""Memory-mapped feature arrays (see FeaturesManifest), and the lookup of the features of a batch.
+
+This module does not import torch, because model specs are also read in processes that do not load torch.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +14,13 @@ from numpy.typing import NDArray
 from recsys_core.dataset.jagged import Int64Array, JaggedArray, ragged_ranges
 from recsys_core.dataset.layout import memory_map
 from recsys_core.manifests import FeatureFacts, FeaturesManifest
+
+UNPOOLED, POOLED, POOLED_WEIGHTED = "unpooled", "pooled", "pooled_weighted"
+"""Kinds of lookup, the keys of `Batch.sparse`.
+
+UNPOOLED: one embedding for each value; used for item rows, item features and user rows. POOLED: one vector for each query, the
+pooled embeddings of its values. POOLED_WEIGHTED: like POOLED, with a weight for each value.
+"""
 
 FeatureForm = Literal["single", "list", "weighted_list", "number"]
 """Content of a feature for one user, item or event.

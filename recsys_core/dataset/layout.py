@@ -66,3 +66,19 @@ class EventArrays:
                 if not is_optional or array_file(name) in manifest.files
             }
         )
+
+
+def popularity_ranks(count_R: NDArray[Any]) -> Int64Array:
+    """Return the popularity rank of each row, [R]. Rank 0 has the highest count; rows with equal counts are ranked in order.
+
+    >>> popularity_ranks(np.array([2, 5, 2])).tolist()
+    [1, 0, 2]
+    """
+    rank_R = np.empty(len(count_R), np.int64)
+    rank_R[rows_by_falling_count(count_R)] = np.arange(len(count_R))
+    return rank_R
+
+
+def rows_by_falling_count(count_R: NDArray[Any]) -> Int64Array:
+    """Return the rows by falling count; rows with equal counts stay in order."""
+    return np.argsort(-count_R, kind="stable")

@@ -16,8 +16,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from recsys_core.dataset.assembly import Assembler
-from recsys_core.dataset.batch import Batch
+from recsys_core.dataset.batch import Assembler, Batch
 from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import Int64Array, JaggedArray
 from recsys_core.dataset.shuffle import shuffled

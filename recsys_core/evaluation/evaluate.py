@@ -1,6 +1,6 @@
 """Stage `evaluate`: exact metrics of the model and its baselines over the full catalogue, from exported vectors.
 
-Shapes: B queries, I items, C cold items, D width, R pretrained vectors, T (query, target) pairs, U users with a target.
+Shapes: B queries, I items, C cold items, D width, T (query, target) pairs, U users with a target.
 """
 
 import json
@@ -9,19 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import embedding_bag, normalize
 
 from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import JaggedArray
-from recsys_core.dataset.popularity import popularity_before
 from recsys_core.errors import InputError, StageError
 from recsys_core.evaluation import metrics
+from recsys_core.evaluation.baselines import cold_rows, popularity_before, zero_shot_vectors
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.metrics import Floats, TargetPositions
 from recsys_core.evaluation.ranking import Queries, Ranking, rank_among, rank_by_order, rank_served
@@ -35,9 +33,6 @@ from recsys_core.manifests import (
 )
 from recsys_core.models.spec import ModelSpec
 from recsys_core.seeds import EVALUATION_USERS_SEED
-
-NO_VECTOR_SCORE = -4.0
-"""Zero-shot score of an item without a vector. It is below -1, the lowest cosine."""
 
 
 @dataclass(frozen=True)
@@ -181,45 +176,6 @@ def _load_split(
         is_new_B=store.train_count_U[user_row_B] == 0,
         popularity_order_I=popularity_before(split, store=store, interactions=interactions),
         cold_row_C=cold_rows(store, split),
-    )
-
-
-def cold_rows(store: EventStore, split: EvaluationSplit) -> NDArray[np.int64]:
-    """Return the rows of the items without an event before `split`, ascending."""
-    return np.flatnonzero(store.item_counts_before(split) == 0)
-
-
-def zero_shot_vectors(
-    vectors_RD: NDArray[np.float32], *, vector_row_I: NDArray[Any], histories: JaggedArray
-) -> tuple[Tensor, Tensor]:
-    """Return query vectors [B, D + 1] and item vectors [I, D + 1] whose inner product is the zero-shot score.
-
-    The score is the cosine between the item and the mean of the normalised vectors of the history. The last column of
-    the items is a penalty that ranks items without a vector below all others; the last column of the queries is 1. If no item
-    of a history has a vector, every item with a vector has the score 0.
-
-    Args:
-        vectors_RD: pretrained vectors.
-        vector_row_I: row of each item in vectors_RD; -1 without a vector.
-        histories: item rows of each query.
-    """
-    has_vector_I = torch.from_numpy(np.asarray(vector_row_I) >= 0)
-    item_vector_ID = torch.zeros((len(vector_row_I), vectors_RD.shape[1]))
-    item_vector_ID[has_vector_I] = normalize(
-        torch.from_numpy(vectors_RD[vector_row_I[has_vector_I.numpy()]].astype(np.float32)), dim=1
-    )
-    items_with_vector = histories.filter(has_vector_I.numpy()[histories.values_L])
-    query_BD = embedding_bag(
-        torch.from_numpy(items_with_vector.values_L),
-        item_vector_ID,
-        torch.from_numpy(items_with_vector.offset),
-        mode="mean",
-        include_last_offset=True,
-    )
-    penalty_I1 = torch.where(has_vector_I, 0.0, NO_VECTOR_SCORE)[:, None]
-    return (
-        torch.cat([normalize(query_BD, dim=1), torch.ones((len(query_BD), 1))], dim=1),
-        torch.cat([item_vector_ID, penalty_I1], dim=1),
     )
 
 

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from recsys_core.config import Frozen
-from recsys_core.dataset.batch_keys import POOLED, POOLED_WEIGHTED, UNPOOLED
-from recsys_core.dataset.feature_store import FeatureForm, feature_form
+from recsys_core.dataset.feature_store import POOLED, POOLED_WEIGHTED, UNPOOLED, FeatureForm, feature_form
 from recsys_core.errors import InputError
 from recsys_core.manifests import Dataset, FeatureFacts
 from recsys_core.models.config import TwoTowerConfig

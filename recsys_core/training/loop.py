@@ -7,7 +7,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_un
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer
 
-from recsys_core.dataset.assembly import Assembler
+from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.dataset.loader import TrainLoader

@@ -17,8 +17,7 @@ from torchrec.optim.optimizers import SGD, Adagrad, Adam, PartialRowWiseAdam
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from recsys_core.dataset.events import EventStore
-from recsys_core.dataset.layout import memory_map
-from recsys_core.dataset.popularity import popularity_ranks
+from recsys_core.dataset.layout import memory_map, popularity_ranks
 from recsys_core.manifests import Dataset
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec

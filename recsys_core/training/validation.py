@@ -14,10 +14,9 @@ from torch import distributed as dist
 
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.jagged import Int64Array
-from recsys_core.dataset.popularity import popularity_before
 from recsys_core.errors import InputError
 from recsys_core.evaluation import metrics
-from recsys_core.evaluation.evaluate import cold_rows
+from recsys_core.evaluation.baselines import cold_rows, popularity_before
 from recsys_core.evaluation.metrics import TargetPositions
 from recsys_core.evaluation.ranking import Queries, rank_among, rank_served
 from recsys_core.manifests import InteractionsManifest

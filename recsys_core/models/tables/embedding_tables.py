@@ -17,7 +17,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from recsys_core.dataset.batch import Batch
-from recsys_core.dataset.batch_keys import POOLED, POOLED_WEIGHTED
+from recsys_core.dataset.feature_store import POOLED, POOLED_WEIGHTED
 from recsys_core.models.spec import ModelSpec, Side, TableSpec, module_name
 
 CollectionOutputs = dict[str, Any]

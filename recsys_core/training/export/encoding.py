@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recsys_core.dataset.assembly import Assembler
+from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import Int64Array
 from recsys_core.dataset.loader import query_batch

@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.optim.keyed import CombinedOptimizer
 
-from recsys_core.dataset.assembly import Assembler
+from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.dataset.jagged import Int64Array

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recsys_core.dataset.assembly import Assembler
-from recsys_core.dataset.batch import Batch
-from recsys_core.dataset.batch_keys import UNPOOLED
+from recsys_core.dataset.batch import Assembler, Batch
 from recsys_core.dataset.events import EventStore
-from recsys_core.dataset.feature_store import FeatureStore, feature_form
+from recsys_core.dataset.feature_store import UNPOOLED, FeatureStore, feature_form
 from recsys_core.dataset.loader import TrainLoader, query_batch
 from recsys_core.ingest.features.config import FeaturesConfig
 from recsys_core.ingest.features.ingest import ingest_features

@@ -12,10 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recsys_core.dataset.assembly import Assembler
-from recsys_core.dataset.batch import Batch
-from recsys_core.dataset.batch_keys import UNPOOLED
+from recsys_core.dataset.batch import Assembler, Batch
 from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.feature_store import UNPOOLED
 from recsys_core.dataset.loader import TrainLoader, prefetch, query_batch
 from recsys_core.errors import InputError
 from recsys_core.models.loss.sampling import negative_share

@@ -8,12 +8,9 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from recsys_core.dataset.events import EventStore
-from recsys_core.dataset.jagged import JaggedArray
-from recsys_core.dataset.layout import EventArrays
 from recsys_core.errors import InputError
 from recsys_core.evaluation.config import EvaluationConfig
-from recsys_core.evaluation.evaluate import cold_rows, evaluate, zero_shot_vectors
+from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.manifests import Dataset, EvaluationManifest
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
@@ -166,32 +163,6 @@ def test_a_log_without_test_events_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the test split has no event"):
         _run(tmp_path, EvaluationConfig(), test=[[], [], [], []])
     assert not (tmp_path / "evaluation").exists()
-
-
-def test_zero_shot_ranks_by_cosine_with_the_mean_of_the_normalised_history() -> None:
-    vectors = np.array([[10, 0], [0, 1], [1, 1], [-1, 0]], np.float32)
-    row_of_item = np.array([2, 0, -1, 1, 3])
-    history = JaggedArray(np.array([0, 3, 6, 7, 7]), np.array([1, 3, 2, 1, 1, 3, 2]))
-    query, item = zero_shot_vectors(vectors, vector_row_I=row_of_item, histories=history)
-    score = query @ item.T
-    half = 2**-0.5
-    # The long vector [10, 0] counts no more than [0, 1], and the item without a vector counts nothing.
-    torch.testing.assert_close(score[0, [0, 1, 3, 4]], torch.tensor([1.0, half, half, -half]))
-    torch.testing.assert_close(score[1, 1] / score[1, 3], torch.tensor(2.0))
-    assert (score[:, 2] < score[:, [0, 1, 3, 4]].min(dim=1).values).all()
-    assert (score[2:][:, [0, 1, 3, 4]] == 0).all()
-
-
-def test_an_item_is_cold_until_its_first_event() -> None:
-    # One user: training has item 0, validation 2, the test 3; item 1 is in no event at all.
-    arrays = EventArrays(
-        user_offset=np.array([0, 3]), train_end=np.array([1]), validation_end=np.array([2]),
-        event_item=np.array([0, 2, 3], np.int32), train_user=np.array([0], np.int32), item_count=np.array([1, 0, 0, 0]),
-        vector_row=np.full(4, -1),
-    )  # fmt: skip
-    store = EventStore(arrays, is_ordered=True)
-    assert cold_rows(store, "validation").tolist() == [1, 2, 3]
-    assert cold_rows(store, "test").tolist() == [1, 3]
 
 
 @pytest.mark.skipif(not BEAUTY.is_dir(), reason="the public Beauty data is not on this machine")

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from recsys_core.dataset.assembly import Assembler
-from recsys_core.dataset.batch import Batch
-from recsys_core.dataset.batch_keys import UNPOOLED
-from recsys_core.dataset.feature_store import FeatureStore
+from recsys_core.dataset.batch import Assembler, Batch
+from recsys_core.dataset.feature_store import UNPOOLED, FeatureStore
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from recsys_core.dataset.assembly import Assembler
-from recsys_core.dataset.batch_keys import POOLED, UNPOOLED
+from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.feature_store import POOLED, UNPOOLED
 from recsys_core.dataset.layout import EventArrays
 from recsys_core.dataset.loader import TrainLoader
 from recsys_core.models.config import MeanHistory, TwoTowerConfig

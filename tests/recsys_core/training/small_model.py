@@ -9,8 +9,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from recsys_core.dataset.assembly import Assembler
-from recsys_core.dataset.batch import Batch
+from recsys_core.dataset.batch import Assembler, Batch
 from recsys_core.dataset.feature_store import Feature, FeatureForm, FeatureStore
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.manifests import FeatureFacts

@@ -10,7 +10,7 @@ import torch
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-from recsys_core.dataset.batch_keys import UNPOOLED
+from recsys_core.dataset.feature_store import UNPOOLED
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import table_shards

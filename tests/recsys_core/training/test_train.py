@@ -10,10 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recsys_core.dataset.assembly import Assembler
-from recsys_core.dataset.batch_keys import UNPOOLED
+from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
-from recsys_core.dataset.feature_store import FeatureStore
+from recsys_core.dataset.feature_store import UNPOOLED, FeatureStore
 from recsys_core.errors import InputError, LaunchError, StageError
 from recsys_core.manifests import Dataset, PlanManifest, TrainManifest
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, parameter_name

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recsys_core.dataset.assembly import Assembler
+from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
 from recsys_core.manifests import Dataset
 from recsys_core.models.config import MeanHistory, TowerConfig, TwoTowerConfig

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from recsys_core.dataset.assembly import Assembler
-from recsys_core.dataset.batch_keys import UNPOOLED
-from recsys_core.dataset.feature_store import FeatureStore
+from recsys_core.dataset.batch import Assembler
+from recsys_core.dataset.feature_store import UNPOOLED, FeatureStore
 from recsys_core.ingest.features.config import FeaturesConfig
 from recsys_core.ingest.features.ingest import ingest_features
 from recsys_core.manifests import Dataset, FeaturesManifest, InteractionsManifest

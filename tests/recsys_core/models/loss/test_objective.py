@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from recsys_core.dataset.assembly import Assembler
-from recsys_core.dataset.batch import Batch
+from recsys_core.dataset.batch import Assembler, Batch
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss.loss_config import DistillationConfig, LossConfig

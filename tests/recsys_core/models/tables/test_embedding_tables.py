@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from recsys_core.dataset.assembly import Assembler
-from recsys_core.dataset.batch import Batch
-from recsys_core.dataset.batch_keys import POOLED, POOLED_WEIGHTED, UNPOOLED
-from recsys_core.dataset.feature_store import Feature, FeatureStore
+from recsys_core.dataset.batch import Assembler, Batch
+from recsys_core.dataset.feature_store import POOLED, POOLED_WEIGHTED, UNPOOLED, Feature, FeatureStore
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.spec import ModelSpec

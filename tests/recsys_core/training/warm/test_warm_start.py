@@ -17,10 +17,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_un
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer
 
-from recsys_core.dataset.assembly import Assembler
-from recsys_core.dataset.batch_keys import UNPOOLED
+from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
-from recsys_core.dataset.feature_store import FeatureStore
+from recsys_core.dataset.feature_store import UNPOOLED, FeatureStore
 from recsys_core.manifests import Dataset, FeaturesManifest, InteractionsManifest, require_manifest
 from recsys_core.models.tables.embedding_tables import table_shards
 from recsys_core.models.tables.table_config import TableConfig, random_norm

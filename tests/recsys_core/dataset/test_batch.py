@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recsys_core.dataset.assembly import Assembler
-from recsys_core.dataset.batch import Batch, keyed_jagged
-from recsys_core.dataset.batch_keys import POOLED, POOLED_WEIGHTED, UNPOOLED
-from recsys_core.dataset.feature_store import FeatureStore
+from recsys_core.dataset.batch import Assembler, Batch, keyed_jagged
+from recsys_core.dataset.feature_store import POOLED, POOLED_WEIGHTED, UNPOOLED, FeatureStore
 from recsys_core.dataset.jagged import JaggedArray
 from tests.recsys_core.ingest.random_features import FORMS, SIDES, feature_store, values_of
 

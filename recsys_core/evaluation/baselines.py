@@ -1,0 +1,78 @@
+"""Rankings without a model: popularity, and nearest neighbours of the pretrained vectors (zero-shot).
+
+Shapes: B queries, I items, R pretrained vectors, D width.
+"""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import embedding_bag, normalize
+
+from recsys_core.dataset.events import EvaluationSplit, EventStore
+from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.dataset.layout import rows_by_falling_count, vocabulary_file
+from recsys_core.manifests import InteractionsManifest
+
+NO_VECTOR_SCORE = -4.0
+"""Zero-shot score of an item without a vector. It is below -1, the lowest cosine."""
+
+
+def popularity_order(count_I: NDArray[Any], *, item_ids: pa.Array) -> NDArray[np.int32]:
+    """Return item rows by falling count, int32 [I]. Equal counts are ordered by id: integers by value, strings by code point.
+
+    >>> popularity_order(np.array([2, 5, 2]), item_ids=pa.array([30, 10, 20])).tolist()
+    [1, 2, 0]
+    """
+    rows_in_id_order: NDArray[np.int64] = pc.sort_indices(item_ids).to_numpy().astype(np.int64)
+    return rows_in_id_order[rows_by_falling_count(count_I[rows_in_id_order])].astype(np.int32)
+
+
+def popularity_before(split: EvaluationSplit, *, store: EventStore, interactions: InteractionsManifest) -> NDArray[np.int32]:
+    """Return item rows by falling number of events before `split`, int32 [I]. Unknown users get this order."""
+    item_ids = pq.read_table(interactions.path(vocabulary_file("item")), columns=["id"])["id"].combine_chunks()
+    return popularity_order(store.item_counts_before(split), item_ids=item_ids)
+
+
+def cold_rows(store: EventStore, split: EvaluationSplit) -> NDArray[np.int64]:
+    """Return the rows of the items without an event before `split`, ascending."""
+    return np.flatnonzero(store.item_counts_before(split) == 0)
+
+
+def zero_shot_vectors(
+    vectors_RD: NDArray[np.float32], *, vector_row_I: NDArray[Any], histories: JaggedArray
+) -> tuple[Tensor, Tensor]:
+    """Return query vectors [B, D + 1] and item vectors [I, D + 1] whose inner product is the zero-shot score.
+
+    The score is the cosine between the item and the mean of the normalised vectors of the history. The last column of
+    the items is a penalty that ranks items without a vector below all others; the last column of the queries is 1. If no item
+    of a history has a vector, every item with a vector has the score 0.
+
+    Args:
+        vectors_RD: pretrained vectors.
+        vector_row_I: row of each item in vectors_RD; -1 without a vector.
+        histories: item rows of each query.
+    """
+    has_vector_I = torch.from_numpy(np.asarray(vector_row_I) >= 0)
+    item_vector_ID = torch.zeros((len(vector_row_I), vectors_RD.shape[1]))
+    item_vector_ID[has_vector_I] = normalize(
+        torch.from_numpy(vectors_RD[vector_row_I[has_vector_I.numpy()]].astype(np.float32)), dim=1
+    )
+    items_with_vector = histories.filter(has_vector_I.numpy()[histories.values_L])
+    query_BD = embedding_bag(
+        torch.from_numpy(items_with_vector.values_L),
+        item_vector_ID,
+        torch.from_numpy(items_with_vector.offset),
+        mode="mean",
+        include_last_offset=True,
+    )
+    penalty_I1 = torch.where(has_vector_I, 0.0, NO_VECTOR_SCORE)[:, None]
+    return (
+        torch.cat([normalize(query_BD, dim=1), torch.ones((len(query_BD), 1))], dim=1),
+        torch.cat([item_vector_ID, penalty_I1], dim=1),
+    )

@@ -11,7 +11,8 @@ import queue
 import threading
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,35 @@ PHILOX_VALUES_PER_INCREMENT = 4
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class ExampleSource:
+    """The log, and how a batch is built from its events.
+
+    Args:
+        max_history: longest history, in items; 0: no histories.
+        include_target: whether the history of an event starts with the event's own item; used only for an unordered log.
+    """
+
+    store: EventStore
+    assembler: Assembler
+    max_history: int
+    include_target: bool = False
+
+
+class Shard(NamedTuple):
+    """The examples of one rank.
+
+    Attributes:
+        num_planned_ranks: number of ranks in the original sharding plan, a multiple of world_size. A retry may have fewer
+            ranks than the plan, with proportionally larger batches. It then has as many examples and batches per epoch as the
+            first attempt. None: world_size.
+    """
+
+    rank: int
+    world_size: int
+    num_planned_ranks: int | None = None
+
+
 class TrainLoader:
     """Training batches of one rank.
 
@@ -39,42 +69,30 @@ class TrainLoader:
 
     Args:
         batch_size: queries per rank and step; the last batch of an epoch may be smaller.
-        assembler: builds the batches.
-        max_history: longest history, in items; 0: no histories.
-        include_target: whether the history of an event starts with the event's own item; used only for an unordered log.
         num_negatives: number of items drawn for each batch, in addition to the positives.
         negative_share_I: float64 [I], probability of each item in one draw; the sum is 1.
-        num_planned_ranks: number of ranks in the original sharding plan, a multiple of world_size. A retry may have fewer
-            ranks than the plan, with proportionally larger batches. It then has as many examples and batches per epoch as the
-            first attempt. None: world_size.
     """
 
     def __init__(
         self,
-        store: EventStore,
+        examples: ExampleSource,
         *,
-        assembler: Assembler,
         batch_size: int,
-        rank: int,
-        world_size: int,
+        shard: Shard,
         seed: int,
-        max_history: int,
-        include_target: bool = False,
         num_negatives: int = 0,
         negative_share_I: NDArray[np.float64] | None = None,
-        num_planned_ranks: int | None = None,
     ) -> None:
         if num_negatives and negative_share_I is None:
             raise ValueError(f"num_negatives is {num_negatives}, but negative_share_I is missing")
-        self._store, self._assembler, self._batch_size = store, assembler, batch_size
-        self._rank, self._world_size, self._seed = rank, world_size, seed
-        self._max_history, self._include_target = max_history, include_target
+        self._examples, self._batch_size, self._shard, self._seed = examples, batch_size, shard, seed
         self._num_negatives = num_negatives
         self._negative_cdf_I = np.zeros(0) if negative_share_I is None else np.cumsum(negative_share_I)
         self._batches_per_chunk = max(1, CHUNK_CANDIDATES // (batch_size + num_negatives))
-        self._mean_weight = store.mean_weight()
-        num_planned_ranks = num_planned_ranks or world_size
-        self.num_epoch_queries = store.num_train_events // num_planned_ranks * num_planned_ranks // world_size
+        self._mean_weight = examples.store.mean_weight()
+        num_planned_ranks = shard.num_planned_ranks or shard.world_size
+        num_examples = examples.store.num_train_events // num_planned_ranks * num_planned_ranks
+        self.num_epoch_queries = num_examples // shard.world_size
 
     def __len__(self) -> int:
         """Number of batches per epoch, the same on every rank."""
@@ -111,15 +129,15 @@ class TrainLoader:
     def _training_events(self, epoch: int, first_batch: int, stop_batch: int) -> tuple[Int64Array, Int64Array]:
         """Return the user and the index in the log of each training event of these batches."""
         start, end = first_batch * self._batch_size, min(stop_batch * self._batch_size, self.num_epoch_queries)
-        index_in_epoch_E = np.arange(start, end, dtype=np.int64) * self._world_size + self._rank
-        example_E = shuffled(index_in_epoch_E, n=self._store.num_train_events, key=(self._seed, epoch))
-        return self._store.training_events(example_E)
+        index_in_epoch_E = np.arange(start, end, dtype=np.int64) * self._shard.world_size + self._shard.rank
+        store = self._examples.store
+        return store.training_events(shuffled(index_in_epoch_E, n=store.num_train_events, key=(self._seed, epoch)))
 
     def _draw_negatives(self, epoch: int, first_batch: int, stop_batch: int) -> Int64Array:
         """Draw num_negatives items for each of these batches, [P, N]."""
         # Philox is counter-based: the negatives of a batch do not depend on the batches drawn before it.
         increments_per_batch = -(-self._num_negatives // PHILOX_VALUES_PER_INCREMENT)
-        philox_key = negatives_key(self._seed, epoch=epoch, rank=self._rank)
+        philox_key = negatives_key(self._seed, epoch=epoch, rank=self._shard.rank)
         generator = np.random.Generator(np.random.Philox(key=philox_key, counter=first_batch * increments_per_batch))
         num_uniform_values = increments_per_batch * PHILOX_VALUES_PER_INCREMENT
         uniform_PN = generator.random((stop_batch - first_batch, num_uniform_values))[:, : self._num_negatives]
@@ -129,12 +147,14 @@ class TrainLoader:
         return np.searchsorted(self._negative_cdf_I, uniform_PN * total_share, side="right")
 
     def _assemble(self, user_B: Int64Array, event_index_B: Int64Array, negative_N: Int64Array) -> Batch:
-        store = self._store
+        examples, store = self._examples, self._examples.store
         history = JaggedArray.empty(len(user_B))
-        if self._max_history:
-            history = store.histories(event_index_B, user_B, max_history=self._max_history, include_target=self._include_target)
+        if examples.max_history:
+            history = store.histories(
+                event_index_B, user_B, max_history=examples.max_history, include_target=examples.include_target
+            )
         weight_B = store.weights_at(event_index_B)
-        return self._assembler.batch(
+        return examples.assembler.batch(
             user_row_B=user_B,
             event_index_B=event_index_B,
             history=history,

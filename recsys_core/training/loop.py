@@ -10,7 +10,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import FeatureStore
-from recsys_core.dataset.loader import TrainLoader
+from recsys_core.dataset.loader import ExampleSource, Shard, TrainLoader
 from recsys_core.errors import InputError
 from recsys_core.launching.heartbeat import MIN_TIMEOUT_S, UNMEASURED_TIMEOUT_S, HeartbeatWriter
 from recsys_core.manifests import require_manifest
@@ -74,21 +74,21 @@ def run_training(job: TrainJob, *, process: Process) -> None:
 
 def make_loader(job: TrainJob, *, store: EventStore, assembler: Assembler, process: Process) -> TrainLoader:
     """Return the loader of this rank's batches."""
-    history_config, loss_config = job.spec.config.history, job.loss
+    loss_config = job.loss
     return TrainLoader(
-        store,
-        assembler=assembler,
+        ExampleSource(
+            store,
+            assembler,
+            max_history=job.spec.history_length,
+            include_target=job.spec.config.history.include_target,
+        ),
         batch_size=job.training.batch_size,
-        rank=process.rank,
-        world_size=process.world_size,
+        shard=Shard(process.rank, process.world_size, job.planned_ranks),
         seed=job.training.seed,
-        max_history=job.spec.history_length,
-        include_target=history_config.include_target,
         num_negatives=loss_config.num_negatives,
         negative_share_I=negative_share(store.train_count_I, loss_config.negative_sampling_alpha)
         if loss_config.num_negatives
         else None,
-        num_planned_ranks=job.planned_ranks,
     )
 
 

@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recsys_core.dataset.batch import Assembler, Batch
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import UNPOOLED, FeatureStore, feature_form
-from recsys_core.dataset.loader import TrainLoader, query_batch
+from recsys_core.dataset.loader import ExampleSource, Shard, TrainLoader, query_batch
 from recsys_core.ingest.features.config import FeaturesConfig
 from recsys_core.ingest.features.ingest import ingest_features
 from recsys_core.manifests import Dataset
@@ -81,11 +81,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[EventStore, FeatureS
 
 def loader_of(made: tuple[EventStore, FeatureStore], *, with_features: bool = True) -> TrainLoader:
     store, features = made
+    assembler = Assembler(user_batch_key=UNPOOLED, features=features if with_features else None)
     return TrainLoader(
-        store,
-        assembler=Assembler(user_batch_key=UNPOOLED, features=features if with_features else None),
-        batch_size=7, rank=0, world_size=1, seed=4, max_history=3, num_negatives=5, negative_share_I=np.full(ITEMS, 1 / ITEMS),
-    )  # fmt: skip
+        ExampleSource(store, assembler, max_history=3),
+        batch_size=7,
+        shard=Shard(0, 1),
+        seed=4,
+        num_negatives=5,
+        negative_share_I=np.full(ITEMS, 1 / ITEMS),
+    )
 
 
 def samples(jagged: KeyedJaggedTensor, *, weights: bool = False) -> dict[str, list[list[float]]]:
@@ -211,8 +215,7 @@ def test_a_log_without_weights_has_none(tmp_path: Path) -> None:
     interactions = write_interactions(tmp_path / "log", users=[1], items=[1, 2], log=[([0, 1], [], [1])])
     store = EventStore.open(interactions)
     assert store.weights_at(np.arange(3)) is None
-    loader = TrainLoader(
-        store, assembler=Assembler(user_batch_key=None), batch_size=2, rank=0, world_size=1, seed=0, max_history=1
-    )
+    examples = ExampleSource(store, Assembler(user_batch_key=None), max_history=1)
+    loader = TrainLoader(examples, batch_size=2, shard=Shard(0, 1), seed=0)
     batch = loader.batch(0, 0)
     assert batch.loss_weight is None and set(batch.sparse) == {UNPOOLED}

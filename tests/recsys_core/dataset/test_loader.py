@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from recsys_core.dataset.batch import Assembler, Batch
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import UNPOOLED
-from recsys_core.dataset.loader import TrainLoader, prefetch, query_batch
+from recsys_core.dataset.loader import ExampleSource, Shard, TrainLoader, prefetch, query_batch
 from recsys_core.errors import InputError
 from recsys_core.models.loss.sampling import negative_share
 from tests.recsys_core.dataset.test_events import Users, store_of, users
@@ -24,12 +24,19 @@ MAX_HISTORY, ITEMS = 3, 10_000
 TENSORS = ("item_row_V", "candidate_index_C", "history_index_H", "history_offset")
 
 
-def loader_of(store: EventStore, **settings_of: Any) -> TrainLoader:
+def loader_of(
+    store: EventStore,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    max_history: int = MAX_HISTORY,
+    include_target: bool = False,
+    **settings_of: Any,
+) -> TrainLoader:
     """Return a loader. By default every item is drawn with the same probability."""
-    items = store.num_items
-    base = {"batch_size": 4, "rank": 0, "world_size": 1, "seed": 5, "max_history": MAX_HISTORY, "num_negatives": 0}
-    base |= {"assembler": Assembler(user_batch_key=UNPOOLED), "negative_share_I": np.full(items, 1 / items)}
-    return TrainLoader(store, **(base | settings_of))
+    examples = ExampleSource(store, Assembler(user_batch_key=UNPOOLED), max_history=max_history, include_target=include_target)
+    base = {"batch_size": 4, "seed": 5, "negative_share_I": np.full(store.num_items, 1 / store.num_items)}
+    return TrainLoader(examples, shard=Shard(rank, world_size), **(base | settings_of))
 
 
 def numbered(sizes: list[int]) -> Users:

@@ -7,7 +7,7 @@ from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import POOLED, UNPOOLED
 from recsys_core.dataset.layout import EventArrays
-from recsys_core.dataset.loader import TrainLoader
+from recsys_core.dataset.loader import ExampleSource, Shard, TrainLoader
 from recsys_core.models.config import MeanHistory, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.loss.sampling import negative_share
@@ -47,13 +47,10 @@ def test_expected_lookups_match_those_of_real_batches(ordered: bool, length: int
     loss = LossConfig(num_negatives=NEGATIVES, negative_sampling_alpha=alpha)
     lookup_stats = lookup_stats_of(spec, batch_size=BATCH, loss=loss, store=store, features=features)
     loader = TrainLoader(
-        store,
-        assembler=Assembler(user_batch_key=UNPOOLED, features=features),
+        ExampleSource(store, Assembler(user_batch_key=UNPOOLED, features=features), max_history=length),
         batch_size=BATCH,
-        rank=0,
-        world_size=1,
+        shard=Shard(0, 1),
         seed=3,
-        max_history=length,
         num_negatives=NEGATIVES,
         negative_share_I=negative_share(store.train_count_I, alpha),
     )

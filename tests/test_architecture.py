@@ -18,6 +18,7 @@ MAY_IMPORT = {
         "manifests": set(),
         "patches": set(),
         "launching": set(),
+        "comparison": {"evaluation"},
         "parquet": {"manifests"},
         "dataset": {"manifests"},
         "ingest": {"manifests", "parquet", "dataset"},

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from mlflow.entities.model_registry import ModelVersion
 
+from recsys_core.comparison.rules import Margin, Rule
 from recsys_core.errors import StageError
-from recsys_core.evaluation.config import Margin, Rule
 from recsys_core.evaluation.metrics import UserMetrics
 from recsys_core.manifests import EvaluationManifest
 from tasks.gate.smoke_test import (

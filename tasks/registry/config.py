@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from recsys_core.comparison.rules import Margin, RuleConfig
 from recsys_core.config import Name, Settings
-from recsys_core.evaluation.config import Margin, RuleConfig
 
 ServedMetric = Literal["recall@20", "hit_rate@10", "ndcg@20"]
 

@@ -1,0 +1,42 @@
+"""Paired bootstrap over users: the sampling distribution of means of the same users.
+
+Shapes: U users, M measures of each user, R resamples.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from recsys_core.evaluation.metrics import Floats
+from recsys_core.seeds import BOOTSTRAP_SEED
+
+NUM_BLOCKS = 64
+"""Blocks of resamples, each with its own random stream. The result does not depend on the number of threads."""
+
+
+def resample_means(value_UM: Floats, *, num_resamples: int, seed: int = BOOTSTRAP_SEED) -> Floats:
+    """Return the means of the measures in resamples of the users, [R, M].
+
+    A resample draws U users with replacement (Efron and Tibshirani, An Introduction to the Bootstrap, 1993). Every measure of a
+    user is drawn together, so differences and ratios of the columns are paired.
+
+    Args:
+        value_UM: measures of each user, such as the recall of the champion and of the new version.
+
+    >>> means_RM = resample_means(np.array([[0.0, 1.0], [1.0, 0.0]]), num_resamples=1_000)
+    >>> bool(np.all(means_RM.sum(axis=1) == 1.0))
+    True
+    """
+    num_users = len(value_UM)
+    value_MU = np.ascontiguousarray(value_UM.T)
+    mean_RM = np.empty((num_resamples, value_UM.shape[1]))
+
+    def fill(block: int) -> None:
+        generator = np.random.default_rng([seed, block])
+        for resample in range(block, num_resamples, NUM_BLOCKS):
+            count_U = np.bincount(generator.integers(num_users, size=num_users), minlength=num_users)
+            mean_RM[resample] = value_MU @ count_U.astype(np.float64) / num_users
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(fill, range(NUM_BLOCKS)))
+    return mean_RM

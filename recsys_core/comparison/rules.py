@@ -1,0 +1,178 @@
+"""Rules that decide whether a new version replaces the champion, as config classes by `kind`.
+
+A new rule is one class with the field `kind` and the method `compare`, and a member of `RuleConfig`.
+
+Shapes: U users, R resamples.
+"""
+
+import math
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+
+from pydantic import Field
+
+from recsys_core.config import Frozen, Settings
+
+if TYPE_CHECKING:
+    from recsys_core.evaluation.metrics import Floats
+
+Outcome = Literal["accepted", "rejected", "not_enough_data"]
+POWER = 0.8
+"""Probability with which an equally good version has to be accepted. Otherwise there are not enough users for the margin."""
+
+
+class Comparison(Frozen):
+    """Result of a rule for one metric of the same users.
+
+    Attributes:
+        outcome: whether the new version may replace the baseline, or whether the users are too few to tell.
+        reason: both values and the rule in one clause.
+        num_users: number of users that are compared.
+        new_mean, baseline_mean: means over the users.
+        interval: one-sided bounds of the relative difference, at the confidence of the rule; None without bounds.
+        num_better_users, num_worse_users: number of users whose value is higher or lower with the new version.
+        detectable_drop: smallest margin with which an equally good version is accepted with the probability POWER; None if
+            unknown.
+    """
+
+    outcome: Outcome
+    reason: str
+    num_users: int
+    new_mean: float
+    baseline_mean: float
+    interval: tuple[float, float] | None = None
+    num_better_users: int
+    num_worse_users: int
+    detectable_drop: float | None = None
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether the new version may replace the baseline."""
+        return self.outcome == "accepted"
+
+    @property
+    def relative_difference(self) -> float:
+        """Difference of the means divided by the mean of the baseline; infinite if that is 0."""
+        difference = self.new_mean - self.baseline_mean
+        return difference / self.baseline_mean if self.baseline_mean else math.copysign(math.inf, difference or 1)
+
+
+class Rule(Protocol):
+    """Decides from one metric of the same users. A larger new value never turns an accepted version into a rejected one."""
+
+    def compare(self, new_U: "Floats", baseline_U: "Floats", *, baseline: str, num_comparisons: int = 1) -> Comparison:
+        """Compare the users' values [U] with those of `baseline`, which is named in the reason.
+
+        Args:
+            num_comparisons: number of comparisons of which each must be accepted. A statistical rule needs more users for
+                several comparisons, because one of them is more often rejected by chance.
+        """
+
+
+class Margin(Settings):
+    """The new mean must be at least (1 - max_relative_drop) times the mean of the baseline, whatever the number of users."""
+
+    kind: Literal["margin"] = Field("margin", description="compare the means, without a test of significance")
+    max_relative_drop: float = Field(0.02, ge=0, lt=1, description="largest relative drop of the metric")
+
+    def compare(self, new_U: "Floats", baseline_U: "Floats", *, baseline: str, num_comparisons: int = 1) -> Comparison:
+        """Compare the means.
+
+        >>> import numpy as np
+        >>> comparison = Margin().compare(np.array([0.1, 0.3]), np.array([0.2, 0.3]), baseline="version 3")
+        >>> comparison.outcome, comparison.reason
+        ('rejected', '0.2000, less than 0.98 times the 0.2500 of version 3')
+        """
+        min_ratio, new_mean, baseline_mean = 1 - self.max_relative_drop, float(new_U.mean()), float(baseline_U.mean())
+        is_accepted = new_mean >= baseline_mean * min_ratio
+        relation = "at least" if is_accepted else "less than"
+        return Comparison(
+            outcome="accepted" if is_accepted else "rejected",
+            reason=f"{new_mean:.4f}, {relation} {min_ratio:g} times the {baseline_mean:.4f} of {baseline}",
+            **_counts_and_means(new_U, baseline_U),
+        )
+
+
+class PairedBootstrap(Settings):
+    """The relative drop must be smaller than max_relative_drop with the given confidence (a test of non-inferiority).
+
+    The unit is the user. Both versions answer for the same users, which a paired bootstrap resamples. Fewer users than the
+    margin needs give the outcome not_enough_data, unless the new version is significantly better or worse.
+    """
+
+    kind: Literal["paired_bootstrap"] = Field("paired_bootstrap", description="compare with a paired bootstrap over the users")
+    max_relative_drop: float = Field(
+        0.05, ge=0.001, lt=1, description="largest relative drop of the metric that a fresher model may have"
+    )
+    confidence: float = Field(0.95, ge=0.5, le=0.9999, description="confidence that the drop is smaller")
+    min_users: int = Field(
+        200, ge=2, le=10_000_000, description="number of test users below which no version is promoted automatically"
+    )
+    must_be_better: bool = Field(
+        False, description="promote only a version that is better with this confidence, instead of one that is not worse"
+    )
+    num_resamples: int = Field(10_000, ge=100, le=1_000_000, description="number of resamples of the users")
+
+    def compare(self, new_U: "Floats", baseline_U: "Floats", *, baseline: str, num_comparisons: int = 1) -> Comparison:
+        """Compare by the bootstrap distribution of both means.
+
+        >>> import numpy as np
+        >>> rule, new_U = PairedBootstrap(num_resamples=1000), np.tile([0.0, 1.0], 500)
+        >>> rule.compare(new_U, new_U, baseline="version 3").reason
+        '0.5000, +0.0 % (+0.0 to +0.0 %) from the 0.5000 of version 3, with a margin of -5 % and users +0 / -0'
+        >>> rule.compare(new_U[:8], new_U[:8], baseline="version 3").reason
+        '0.5000, not compared with version 3: 8 test users, but the gate needs at least 200'
+        """
+        import numpy as np
+
+        from recsys_core.comparison.bootstrap import resample_means
+
+        fields = _counts_and_means(new_U, baseline_U)
+        num_users, new_mean, baseline_mean = len(new_U), float(new_U.mean()), float(baseline_U.mean())
+        refused = f"{new_mean:.4f}, not compared with {baseline}"
+        if num_users < self.min_users:
+            reason = f"{refused}: {num_users:,} test users, but the gate needs at least {self.min_users:,}"
+            return Comparison(outcome="not_enough_data", reason=reason, **fields)
+        if new_mean == baseline_mean == 0:
+            reason = f"{refused}: both have no hit for any of {num_users:,} test users"
+            return Comparison(outcome="not_enough_data", reason=reason, **fields)
+
+        new_R, baseline_R = resample_means(np.stack([new_U, baseline_U], axis=1), num_resamples=self.num_resamples).T
+        margin = 0.0 if self.must_be_better else self.max_relative_drop
+        margin_bound = float(np.quantile(new_R - (1 - margin) * baseline_R, 1 - self.confidence))
+        is_worse = float(np.quantile(new_R - baseline_R, 1 - (1 - self.confidence) / num_comparisons)) < 0
+        z = NormalDist().inv_cdf(self.confidence) + NormalDist().inv_cdf(1 - (1 - POWER) / num_comparisons)
+        error = float(np.std(new_U - (1 - margin) * baseline_U, ddof=1)) / math.sqrt(num_users)
+        detectable_drop = z * error / baseline_mean if baseline_mean else math.inf
+        if margin_bound > 0 or (margin_bound == 0 and not self.must_be_better):
+            outcome: Outcome = "accepted"
+        else:
+            outcome = "rejected" if is_worse or detectable_drop <= self.max_relative_drop else "not_enough_data"
+        interval, difference = None, "a hit"
+        if baseline_mean:
+            ratio_R = new_R / np.maximum(baseline_R, np.finfo(np.float64).tiny) - 1
+            low, high = np.quantile(ratio_R, [1 - self.confidence, self.confidence]).tolist()
+            interval = (low, high)
+            difference = f"{100 * (new_mean / baseline_mean - 1):+.1f} % ({100 * low:+.1f} to {100 * high:+.1f} %)"
+        reason = (
+            f"{new_mean:.4f}, {difference} from the {baseline_mean:.4f} of {baseline}, with a margin of {-100 * margin:g} % "
+            f"and users +{fields['num_better_users']:,} / -{fields['num_worse_users']:,}"
+        )
+        if outcome == "not_enough_data":
+            num_needed = num_users * (detectable_drop / self.max_relative_drop) ** 2
+            reason += f"; {num_users:,} test users are too few for this margin, which needs about {num_needed:,.0f}"
+        return Comparison(outcome=outcome, reason=reason, interval=interval, detectable_drop=detectable_drop, **fields)
+
+
+def _counts_and_means(new_U: "Floats", baseline_U: "Floats") -> dict[str, Any]:
+    return {
+        "num_users": len(new_U),
+        "new_mean": float(new_U.mean()),
+        "baseline_mean": float(baseline_U.mean()),
+        "num_better_users": int((new_U > baseline_U).sum()),
+        "num_worse_users": int((new_U < baseline_U).sum()),
+    }
+
+
+RuleConfig = Annotated[Margin | PairedBootstrap, Field(discriminator="kind")]
+"""The config of a rule, distinguished by `kind`."""

@@ -1,0 +1,120 @@
+"""The contract of every rule, and the error rates of the statistical ones over simulated runs."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from recsys_core.comparison.bootstrap import resample_means
+from recsys_core.comparison.rules import PairedBootstrap, Rule, RuleConfig
+from recsys_core.evaluation.metrics import UserMetrics
+
+RULES: list[Rule] = [kind() for kind in get_args(get_args(RuleConfig)[0])]
+FAST_RULES: list[Rule] = [
+    rule.model_copy(update={"num_resamples": 200, "min_users": 2}) if isinstance(rule, PairedBootstrap) else rule
+    for rule in RULES
+]
+VALUES = arrays(np.float64, st.integers(2, 50), elements=st.floats(0.125, 1))
+NUM_USERS, NUM_RUNS = 5_000, 500
+
+by_kind = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.kind)
+fast_by_kind = pytest.mark.parametrize("rule", FAST_RULES, ids=lambda rule: rule.kind)
+
+
+@fast_by_kind
+@given(value_U=VALUES)
+def test_equal_values_are_accepted(rule: Rule, value_U: np.ndarray) -> None:
+    assert rule.compare(value_U, value_U, baseline="version 1").is_accepted
+
+
+@fast_by_kind
+@given(baseline_U=VALUES, seed=st.integers(0, 2**32 - 1), gain=st.floats(0, 1))
+def test_an_accepted_version_stays_accepted_with_larger_values(
+    rule: Rule, baseline_U: np.ndarray, seed: int, gain: float
+) -> None:
+    new_U = np.random.default_rng(seed).random(len(baseline_U))
+    if rule.compare(new_U, baseline_U, baseline="version 1").is_accepted:
+        assert rule.compare(new_U + gain, baseline_U, baseline="version 1").is_accepted
+
+
+@by_kind
+def test_a_version_without_a_hit_does_not_replace_a_good_one_and_the_reason_names_both_values(rule: Rule) -> None:
+    comparison = rule.compare(np.zeros(1000), np.full(1000, 0.25), baseline="version 7")
+    assert comparison.outcome == "rejected"
+    assert "0.0000" in comparison.reason and "0.2500" in comparison.reason and "version 7" in comparison.reason
+
+
+@pytest.mark.parametrize(
+    ("new_U", "baseline_U", "reason"),
+    [
+        (np.ones(8), np.zeros(8), "8 test users, but the gate needs at least 200"),
+        (np.zeros(1000), np.zeros(1000), "both have no hit for any of 1,000 test users"),
+        (
+            np.tile([0.0, 1.0], 150),
+            np.tile([1.0, 0.0], 150),
+            "300 test users are too few for this margin, which needs about 9,435",
+        ),
+    ],
+)
+def test_too_few_users_or_hits_are_no_evidence(new_U: np.ndarray, baseline_U: np.ndarray, reason: str) -> None:
+    comparison = PairedBootstrap().compare(new_U, baseline_U, baseline="version 1")
+    assert (comparison.outcome, comparison.is_accepted) == ("not_enough_data", False)
+    assert reason in comparison.reason
+
+
+def simulated_run(
+    generator: np.random.Generator, *, relative_drop: float, num_users: int = NUM_USERS
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return hits of a new version and the champion: correlated as for two trainings, recall .2, sd of the difference .3."""
+    baseline_rate, flip_rate = 0.2, 0.045
+    baseline_U = generator.random(num_users) < baseline_rate
+    lost_U = generator.random(num_users) < (flip_rate + relative_drop * baseline_rate) / baseline_rate
+    gained_U = generator.random(num_users) < flip_rate / (1 - baseline_rate)
+    new_U = np.where(baseline_U, ~lost_U, gained_U)
+    return new_U.astype(np.float64), baseline_U.astype(np.float64)
+
+
+def outcomes(rule: Rule, **options: Any) -> dict[str, float]:
+    """Return the share of each outcome over simulated runs."""
+    generator = np.random.default_rng(0)
+    names = [rule.compare(*simulated_run(generator, **options), baseline="version 1").outcome for _ in range(NUM_RUNS)]
+    return {name: names.count(name) / NUM_RUNS for name in ("accepted", "rejected", "not_enough_data")}
+
+
+@pytest.mark.parametrize(
+    ("relative_drop", "num_users", "min_rates"),
+    [
+        (0.05, NUM_USERS, {"rejected": 0.0, "not_enough_data": 0.0}),  # exactly the margin
+        (0.10, NUM_USERS, {"rejected": 0.90}),
+        (0.0, 4 * NUM_USERS, {"accepted": 0.95}),
+    ],
+)
+def test_the_rates_of_the_outcomes_over_simulated_runs(
+    relative_drop: float, num_users: int, min_rates: dict[str, float]
+) -> None:
+    rates = outcomes(PairedBootstrap(num_resamples=200), relative_drop=relative_drop, num_users=num_users)
+    if relative_drop >= 0.05:
+        assert rates["accepted"] <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / NUM_RUNS)
+    for outcome, min_rate in min_rates.items():
+        assert rates[outcome] >= min_rate, rates
+
+
+def test_the_means_of_resamples_have_the_standard_error_of_the_mean_and_stay_paired() -> None:
+    value_UM = np.random.default_rng(1).normal(size=(400, 2))
+    mean_RM = resample_means(value_UM, num_resamples=4_000)
+    np.testing.assert_allclose(mean_RM.mean(axis=0), value_UM.mean(axis=0), atol=0.01)
+    np.testing.assert_allclose(mean_RM.std(axis=0), value_UM.std(axis=0) / 20, rtol=0.05)
+    np.testing.assert_allclose(np.cov(mean_RM.T)[0, 1], np.cov(value_UM.T)[0, 1] / 400, atol=2e-4)
+    np.testing.assert_array_equal(mean_RM, resample_means(value_UM, num_resamples=4_000))
+
+
+def test_the_metrics_of_users_survive_in_a_file(tmp_path: Path) -> None:
+    metrics = UserMetrics({"recall@20": np.array([0.0, 1 / 3]), "ndcg@20": np.array([1.0, 0.1])})
+    metrics.write(tmp_path / "m.parquet")
+    read = UserMetrics.read(tmp_path / "m.parquet")
+    assert read.means("served") == metrics.means("served")
+    np.testing.assert_array_equal(read.value_U_by_metric["recall@20"], metrics.value_U_by_metric["recall@20"])

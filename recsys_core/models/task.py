@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from recsys_core.dataset.batch import Batch
+from recsys_core.models.loss.collectives import l2_penalty
 from recsys_core.models.loss.loss_config import LossConfig
-from recsys_core.models.loss.losses import l2_penalty
 from recsys_core.models.loss.objective import Objective
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import CollectionOutputs, EmbeddingTables, table_outputs

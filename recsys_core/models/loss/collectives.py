@@ -1,4 +1,4 @@
-"""Collectives over the candidates of all ranks. Without a process group, the input is returned unchanged."""
+"""Collectives over the candidates and rows of all ranks."""
 
 from typing import Any
 
@@ -31,6 +31,32 @@ def gather_rows(row_C: Tensor, *, group: ProcessGroup | None) -> Tensor:
     all_rows = row_C.new_empty(group.size() * len(row_C))
     distributed.all_gather_single(all_rows, row_C.contiguous(), group=group)
     return all_rows
+
+
+def l2_penalty(value_VD: Tensor, row_V: Tensor, *, max_rows: int, group: ProcessGroup | None) -> Tensor:
+    """Return half the squared norm of the rows that a step looks up, scaled for training on several ranks.
+
+    The mean of the results of all ranks counts each row once, even if several ranks look it up. The function is a collective:
+    the ranks of `group` exchange their row numbers.
+
+    Args:
+        value_VD: values of the rows.
+        row_V: row numbers in the table; a row may occur several times.
+        max_rows: length to which `row_V` is padded for the exchange; equal on every rank, at least len(row_V).
+        group: process group of the ranks; None for a single process.
+
+    >>> l2_penalty(torch.tensor([[2.0], [3.0], [3.0]]), torch.tensor([7, 5, 5]), max_rows=3, group=None).item()
+    6.5
+    """
+    world_size = 1 if group is None else group.size()
+    all_rows = row_V
+    if world_size > 1:
+        padded_rows = row_V.new_full((max_rows,), -1)
+        padded_rows[: len(row_V)] = row_V
+        all_rows = gather_rows(padded_rows, group=group)
+    sorted_rows = all_rows.sort().values
+    count_V = torch.searchsorted(sorted_rows, row_V, right=True) - torch.searchsorted(sorted_rows, row_V)
+    return (value_VD.square().sum(dim=1) * (world_size / 2 / count_V)).sum()
 
 
 class _AllGather(torch.autograd.Function):

@@ -19,6 +19,7 @@ from recsys_core.models.loss.losses import (
     cosine_contrastive_loss,
     distillation_loss,
     softmax_loss,
+    weighted_mean,
 )
 from recsys_core.models.loss.sampling import StreamingFrequency, log_expected_count, negative_share, seen_pairs
 from recsys_core.models.spec import ModelSpec
@@ -97,15 +98,11 @@ class Objective(nn.Module):
         distillation = self.config.distillation
         if distillation is None or teacher_CD is None:
             return loss
-        has_teacher_C, candidate_C, batch_size = teacher_CD.any(dim=1), batch.candidate_index_C, batch.batch_size
         return loss + distillation.weight * distillation_loss(
-            candidate_CD[:batch_size],
             candidate_CD,
-            teacher_BD=teacher_CD[:batch_size],
             teacher_CD=teacher_CD,
-            has_teacher_B=has_teacher_C[:batch_size],
-            has_teacher_C=has_teacher_C,
-            same_item_BC=candidate_C[:batch_size, None] == candidate_C[None, :],
+            item_C=batch.candidate_index_C,
+            num_queries=batch.batch_size,
             temperature=distillation.temperature,
             min_norm=self.min_norm,
         )
@@ -116,32 +113,19 @@ class Objective(nn.Module):
         columns = self._score_columns(candidate_CD, item_row_C, batch_size=batch.batch_size)
         negative_score_BN = functional.linear(query_BD, columns.vector_ND)
         positive_score_B = _positive_scores(query_BD, candidate_CD[: batch.batch_size], precision=negative_score_BN.dtype)
-        is_masked_BN = self._negative_mask(columns, item_row_B, batch=batch)
-        config, weight_B, temperature = self.config, batch.loss_weight, self.temperature
+        scores, is_masked_BN = (positive_score_B, negative_score_BN), self._negative_mask(columns, item_row_B, batch=batch)
+        config, temperature = self.config, self.temperature
         if config.kind == "cosine_contrastive":
-            return cosine_contrastive_loss(
-                positive_score_B,
-                negative_score_BN,
-                is_masked_BN=is_masked_BN,
-                margin=config.margin,
-                negative_weight=config.negative_weight,
-                weight_B=weight_B,
+            loss_B = cosine_contrastive_loss(
+                *scores, is_masked_BN=is_masked_BN, margin=config.margin, negative_weight=config.negative_weight
             )
-        if config.kind != "softmax":
+        elif config.kind == "softmax":
+            log_q_B, log_q_N = self._log_q(columns, item_row_B)
+            loss_B = softmax_loss(*scores, is_masked_BN=is_masked_BN, temperature=temperature, log_q_B=log_q_B, log_q_N=log_q_N)
+        else:
             loss_function = bce_loss if config.kind == "bce" else bpr_loss
-            return loss_function(
-                positive_score_B, negative_score_BN, is_masked_BN=is_masked_BN, temperature=temperature, weight_B=weight_B
-            )
-        log_q_B, log_q_N = self._log_q(columns, item_row_B)
-        return softmax_loss(
-            positive_score_B,
-            negative_score_BN,
-            is_masked_BN=is_masked_BN,
-            temperature=temperature,
-            log_q_B=log_q_B,
-            log_q_N=log_q_N,
-            weight_B=weight_B,
-        )
+            loss_B = loss_function(*scores, is_masked_BN=is_masked_BN, temperature=temperature)
+        return weighted_mean(loss_B, batch.loss_weight)
 
     def _score_columns(self, candidate_CD: Tensor, item_row_C: Tensor, *, batch_size: int) -> ScoreColumns:
         num_candidates = len(item_row_C)

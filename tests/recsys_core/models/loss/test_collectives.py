@@ -22,10 +22,8 @@ def gathered_loss(query_BD, candidate_CD, item_row_C, all_candidates, all_item_r
         query_BD @ all_candidates.T,
         is_masked_BN=item_row_C[:size, None] == all_item_rows,
         temperature=0.3,
-        log_q_B=None,
         log_q_N=(all_item_rows + 1).float().log(),
-        weight_B=None,
-    )
+    ).mean()
 
 
 def compare_gathered(rank: int) -> None:

@@ -6,12 +6,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recsys_core.models.loss.losses import bce_loss, bpr_loss, cosine_contrastive_loss, distillation_loss, softmax_loss
+from recsys_core.models.loss.losses import (
+    bce_loss,
+    bpr_loss,
+    cosine_contrastive_loss,
+    distillation_loss,
+    softmax_loss,
+    weighted_mean,
+)
 from recsys_core.models.loss.sampling import log_expected_count
 
 T, MARGIN, NEGATIVE_WEIGHT = 0.5, 0.2, 1.5
 LOSSES = {
-    "softmax": partial(softmax_loss, temperature=T, log_q_B=None, log_q_N=None),
+    "softmax": partial(softmax_loss, temperature=T),
     "bce": partial(bce_loss, temperature=T),
     "bpr": partial(bpr_loss, temperature=T),
     "cosine_contrastive": partial(cosine_contrastive_loss, margin=MARGIN, negative_weight=NEGATIVE_WEIGHT),
@@ -23,9 +30,9 @@ def test_logq_lowers_the_logit_of_a_popular_candidate():
     # All scores are 0. The positive is expected once (log 1 = 0); its columns are expected three times and once.
     log_q_N = log_expected_count(torch.tensor([0.75, 0.25]), torch.zeros(2), num_positives=4, num_negatives=0)
     positive_score_B, negative_score_BN = torch.zeros(1), torch.zeros(1, 2, requires_grad=True)
-    loss = partial(softmax_loss, positive_score_B, is_masked_BN=None, temperature=1.0, weight_B=None)
+    loss = partial(softmax_loss, positive_score_B, is_masked_BN=None, temperature=1.0)
 
-    plain = loss(negative_score_BN, log_q_B=None, log_q_N=None)
+    plain = loss(negative_score_BN)
     assert plain.item() == pytest.approx(math.log(3))
     corrected = loss(negative_score_BN, log_q_B=torch.zeros(1), log_q_N=log_q_N)
     assert corrected.item() == pytest.approx(math.log(1 + 1 / 3 + 1))  # the wrong sign: log(1 + 3 + 1)
@@ -38,7 +45,7 @@ def test_logq_lowers_the_logit_of_a_popular_candidate():
 def test_logq_lowers_the_logit_of_a_popular_positive():
     # Score 0 and expected three times: it counts 1/3 against a column that is expected once, so its gradient is -3/4.
     positive_score_B = torch.zeros(1, requires_grad=True)
-    score = {"is_masked_BN": None, "temperature": 1.0, "weight_B": None, "log_q_N": torch.zeros(1)}
+    score = {"is_masked_BN": None, "temperature": 1.0, "log_q_N": torch.zeros(1)}
     loss = softmax_loss(positive_score_B, torch.zeros(1, 1), log_q_B=torch.tensor([3.0]).log(), **score)
     loss.backward()
     assert loss.item() == pytest.approx(math.log(4))  # the wrong sign: log(4 / 3)
@@ -70,8 +77,7 @@ def learned_choice(correction, *, mask_hits, batch_size=128, steps=120):
             temperature=1.0,
             log_q_B=positive and positive * log_q_B,
             log_q_N=columns and columns * log_q_B,
-            weight_B=None,
-        )
+        ).mean()
         (gradient,) = torch.autograd.grad(loss, scores)
         late = step >= steps // 2  # the second half has smaller steps and is averaged
         with torch.no_grad():
@@ -138,7 +144,7 @@ def test_the_loss_equals_the_weighted_mean_of_a_loop_over_the_queries(name, case
     positive_score_B, negative_score_BN, is_masked_BN, weight_B = case
     positive_score_B.requires_grad_()
     negative_score_BN.requires_grad_()
-    loss = LOSSES[name](positive_score_B, negative_score_BN, is_masked_BN=is_masked_BN, weight_B=weight_B)
+    loss = weighted_mean(LOSSES[name](positive_score_B, negative_score_BN, is_masked_BN=is_masked_BN), weight_B)
 
     total = 0.0
     for b, positive in enumerate(positive_score_B.tolist()):
@@ -160,15 +166,13 @@ def test_the_loss_equals_the_weighted_mean_of_a_loop_over_the_queries(name, case
 @settings(max_examples=40, deadline=None)
 @given(queries(), st.integers(0, 10_000))
 def test_the_corrected_softmax_equals_a_plain_loop(case, seed):
-    positive_score_B, negative_score_BN, is_masked_BN, weight_B = case
+    positive_score_B, negative_score_BN, is_masked_BN, _ = case
     generator = torch.Generator().manual_seed(seed)
     log_q_B, log_q_N = (torch.rand(n, generator=generator) * 6 - 3 for n in negative_score_BN.shape)
-    score = {"is_masked_BN": is_masked_BN, "weight_B": weight_B, "temperature": T}
-    loss = softmax_loss(positive_score_B, negative_score_BN, **score, log_q_B=log_q_B, log_q_N=log_q_N)
-    shifted = LOSSES["softmax"](
-        positive_score_B - T * log_q_B, negative_score_BN - T * log_q_N, is_masked_BN=is_masked_BN, weight_B=weight_B
-    )
-    assert loss.item() == pytest.approx(shifted.item(), rel=1e-5, abs=1e-6)
+    loss = partial(softmax_loss, is_masked_BN=is_masked_BN, temperature=T)
+    corrected_B = loss(positive_score_B, negative_score_BN, log_q_B=log_q_B, log_q_N=log_q_N)
+    shifted_B = loss(positive_score_B - T * log_q_B, negative_score_BN - T * log_q_N)
+    assert corrected_B.tolist() == pytest.approx(shifted_B.tolist(), rel=1e-5, abs=1e-6)
 
 
 @every_loss
@@ -176,7 +180,7 @@ def test_a_query_whose_columns_are_all_masked_has_a_finite_loss_and_gradient(nam
     positive_score_B = torch.tensor([0.5, 0.5], requires_grad=True)
     negative_score_BN = torch.tensor([[0.1, 0.9], [0.1, 0.9]], requires_grad=True)
     is_masked_BN = torch.tensor([[True, True], [False, False]])
-    loss = LOSSES[name](positive_score_B, negative_score_BN, is_masked_BN=is_masked_BN, weight_B=None)
+    loss = LOSSES[name](positive_score_B, negative_score_BN, is_masked_BN=is_masked_BN).mean()
     loss.backward()
     alone = query_loss(name, 0.5, [])
     assert loss.item() == pytest.approx((alone + query_loss(name, 0.5, [0.1, 0.9])) / 2, rel=1e-6)
@@ -187,7 +191,7 @@ def test_a_query_whose_columns_are_all_masked_has_a_finite_loss_and_gradient(nam
 @every_loss
 def test_masked_scores_of_any_size_do_not_matter(name):
     is_masked_BN = torch.tensor([[True, False]])
-    loss = partial(LOSSES[name], torch.tensor([0.5]), is_masked_BN=is_masked_BN, weight_B=None)
+    loss = partial(LOSSES[name], torch.tensor([0.5]), is_masked_BN=is_masked_BN)
     huge_BN = torch.tensor([[1e30, 0.9]], requires_grad=True)
     loss(huge_BN).backward()
     assert loss(huge_BN).item() == loss(torch.tensor([[0.0, 0.9]])).item()
@@ -197,7 +201,7 @@ def test_masked_scores_of_any_size_do_not_matter(name):
 @every_loss
 def test_losses_do_not_change_their_inputs(name):
     negative_score_BN, is_masked_BN = torch.tensor([[0.3, 0.9]]), torch.tensor([[True, False]])
-    LOSSES[name](torch.tensor([0.5]), negative_score_BN, is_masked_BN=is_masked_BN, weight_B=None)
+    LOSSES[name](torch.tensor([0.5]), negative_score_BN, is_masked_BN=is_masked_BN)
     assert negative_score_BN.tolist() == torch.tensor([[0.3, 0.9]]).tolist()
 
 
@@ -206,95 +210,68 @@ def test_losses_of_bfloat16_scores_are_computed_in_float32(name):
     torch.manual_seed(0)
     scores = (torch.rand(3) - 0.5).bfloat16(), (torch.rand(3, 5_000) - 0.5).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = LOSSES[name](*scores, is_masked_BN=None, weight_B=None)
-    assert loss.dtype == torch.float32
-    assert loss.item() == LOSSES[name](*(score.float() for score in scores), is_masked_BN=None, weight_B=None).item()
+        loss_B = LOSSES[name](*scores, is_masked_BN=None)
+    assert loss_B.dtype == torch.float32
+    assert loss_B.tolist() == LOSSES[name](*(score.float() for score in scores), is_masked_BN=None).tolist()
 
 
-@pytest.mark.parametrize("loss", [partial(softmax_loss, log_q_B=None, log_q_N=None), bce_loss, bpr_loss])
+@pytest.mark.parametrize("loss", [softmax_loss, bce_loss, bpr_loss])
 def test_a_temperature_can_be_learned(loss):
     positive_score_B, negative_score_BN = torch.tensor([0.2, -0.1]), torch.tensor([[0.4, 0.1], [0.0, -0.6]])
-    score = {"is_masked_BN": None, "weight_B": None}
+    loss = partial(loss, positive_score_B, negative_score_BN, is_masked_BN=None)
     temperature = torch.tensor(0.5, requires_grad=True)
-    loss(positive_score_B, negative_score_BN, temperature=temperature, **score).backward()
-    up, down = (loss(positive_score_B, negative_score_BN, temperature=0.5 + h, **score).item() for h in (1e-3, -1e-3))
+    loss(temperature=temperature).mean().backward()
+    up, down = (loss(temperature=0.5 + h).mean().item() for h in (1e-3, -1e-3))
     assert temperature.grad.item() == pytest.approx((up - down) / 2e-3, rel=1e-3)
 
 
 def test_bce_can_reach_zero_because_scores_can_be_negative():
-    assert LOSSES["bce"](torch.tensor([30.0]), torch.tensor([[-30.0]]), is_masked_BN=None, weight_B=None).item() < 1e-6
+    assert LOSSES["bce"](torch.tensor([30.0]), torch.tensor([[-30.0]]), is_masked_BN=None).item() < 1e-6
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10_000), st.lists(st.booleans(), min_size=3, max_size=3), st.lists(st.booleans(), min_size=4, max_size=4))
-def test_distillation_is_the_kl_divergence_over_the_known_pairs(seed, has_teacher_B, has_teacher_C):
+@given(st.integers(0, 10_000), st.lists(st.booleans(), min_size=4, max_size=4))
+def test_distillation_is_the_kl_divergence_over_the_known_pairs(seed, has_teacher_C):
     generator = torch.Generator().manual_seed(seed)
-    student_BD, student_CD, teacher_BD, teacher_CD = (
-        torch.randn(rows, width, generator=generator) for rows, width in [(3, 2), (4, 2), (3, 5), (4, 5)]
-    )
-    same_item_BC = torch.randint(0, 3, (3, 1), generator=generator) == torch.randint(0, 3, (4,), generator=generator)
-    student_BD.requires_grad_()
+    student_CD, teacher_CD = (torch.randn(4, width, generator=generator) for width in (2, 5))
+    teacher_CD[~torch.tensor(has_teacher_C)] = 0
+    item_C = torch.randint(0, 3, (4,), generator=generator)
     student_CD.requires_grad_()
-    loss = distillation_loss(
-        student_BD,
-        student_CD,
-        teacher_BD=teacher_BD,
-        teacher_CD=teacher_CD,
-        has_teacher_B=torch.tensor(has_teacher_B),
-        has_teacher_C=torch.tensor(has_teacher_C),
-        same_item_BC=same_item_BC,
-        temperature=T,
-        min_norm=0.01,
-    )
+    loss = distillation_loss(student_CD, teacher_CD=teacher_CD, item_C=item_C, num_queries=3, temperature=T, min_norm=0.01)
 
-    def shares(row_O, column_CD, columns):
-        weights = [math.exp(torch.cosine_similarity(row_O, column_CD[k], dim=0).item() / T) for k in columns]
+    def shares(vector_CD, b, columns):
+        weights = [math.exp(torch.cosine_similarity(vector_CD[b], vector_CD[k], dim=0).item() / T) for k in columns]
         return [weight / sum(weights) for weight in weights]
 
     divergences = []
     for b in range(3):
-        columns = [k for k in range(4) if has_teacher_C[k] and not same_item_BC[b, k].item()]
-        if has_teacher_B[b] and columns:
-            pairs = zip(shares(teacher_BD[b], teacher_CD, columns), shares(student_BD[b], student_CD, columns), strict=True)
+        columns = [k for k in range(4) if has_teacher_C[k] and item_C[b] != item_C[k]]
+        if has_teacher_C[b] and columns:
+            pairs = zip(shares(teacher_CD, b, columns), shares(student_CD, b, columns), strict=True)
             divergences.append(sum(p * math.log(p / q) for p, q in pairs))
     assert loss.item() == pytest.approx(sum(divergences) / 3, rel=1e-4, abs=1e-6)
     loss.backward()
-    assert student_BD.grad.isfinite().all() and student_CD.grad.isfinite().all()
-    assert (student_BD.grad[~torch.tensor(has_teacher_B)] == 0).all() and (
-        student_CD.grad[~torch.tensor(has_teacher_C)] == 0
-    ).all()
+    assert student_CD.grad.isfinite().all() and (student_CD.grad[~torch.tensor(has_teacher_C)] == 0).all()
 
 
 def test_distillation_is_zero_where_the_student_agrees_with_a_wider_teacher():
     torch.manual_seed(0)
     student_CD = torch.randn(6, 3)
     wider_DD = torch.linalg.qr(torch.randn(5, 5)).Q[:3]  # an isometry: keeps all angles
-    teacher_CD = 4 * student_CD @ wider_DD
-    has_teacher_C = torch.ones(6, dtype=torch.bool)
-    settings_ = {"has_teacher_B": has_teacher_C, "has_teacher_C": has_teacher_C, "same_item_BC": torch.eye(6, dtype=torch.bool)}
-    settings_ |= {"temperature": 0.05, "min_norm": 0.01}
-    agree = distillation_loss(student_CD, student_CD, teacher_BD=teacher_CD, teacher_CD=teacher_CD, **settings_)
-    assert abs(agree.item()) < 1e-6
+    arguments = {"teacher_CD": 4 * student_CD @ wider_DD, "item_C": torch.arange(6), "num_queries": 6}
+    arguments |= {"temperature": 0.05, "min_norm": 0.01}
+    assert abs(distillation_loss(student_CD, **arguments).item()) < 1e-6
     with torch.autocast("cpu", torch.bfloat16):  # autocast does not change the result
-        agree = distillation_loss(student_CD, student_CD, teacher_BD=teacher_CD, teacher_CD=teacher_CD, **settings_)
+        agree = distillation_loss(student_CD, **arguments)
     assert abs(agree.item()) < 1e-6 and agree.dtype == torch.float32
 
 
 def test_the_teacher_gets_no_gradient_and_may_be_zero_for_items_without_a_vector():
-    student_CD = torch.eye(3, requires_grad=True)
-    teacher_CD = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]], requires_grad=True)
-    has_teacher_C = torch.tensor([True, True, False])
+    teacher_CD = torch.tensor([[1.0, 0.5], [1.0, 1.0], [0.0, 1.0], [0.0, 0.0]], requires_grad=True)
+    student_CD = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, 2.0]], requires_grad=True)
     loss = distillation_loss(
-        student_CD,
-        student_CD,
-        teacher_BD=teacher_CD,
-        teacher_CD=teacher_CD,
-        has_teacher_B=has_teacher_C,
-        has_teacher_C=has_teacher_C,
-        same_item_BC=None,
-        temperature=1.0,
-        min_norm=0.01,
+        student_CD, teacher_CD=teacher_CD, item_C=torch.arange(4), num_queries=4, temperature=1.0, min_norm=0.01
     )
     loss.backward()
     assert loss.item() > 0 and teacher_CD.grad is None
-    assert student_CD.grad.isfinite().all() and (student_CD.grad[2] == 0).all()
+    assert student_CD.grad.isfinite().all() and (student_CD.grad[3] == 0).all()

@@ -265,16 +265,11 @@ def test_distillation_adds_the_divergence_over_items_with_a_pretrained_vector(ki
     teacher_ID[[1, 6]] = 0.0  # no vector
     teacher_CD = teacher_ID[CASE.candidates]
     _, candidate_CD = CASE.vectors()
-    rows = torch.tensor(CASE.candidates)
-    has_teacher_C = torch.tensor([row not in (1, 6) for row in CASE.candidates])
     added = distillation_loss(
-        candidate_CD[:3],
         candidate_CD,
-        teacher_BD=teacher_CD[:3],
         teacher_CD=teacher_CD,
-        has_teacher_B=has_teacher_C[:3],
-        has_teacher_C=has_teacher_C,
-        same_item_BC=rows[:3, None] == rows,
+        item_C=torch.tensor(CASE.candidates),
+        num_queries=3,
         temperature=0.3,
         min_norm=0.01,
     )

@@ -7,7 +7,7 @@ from recsys_core.ingest.features.feature_schema import check_feature_vectors, op
 from recsys_core.ingest.first_row_group import check_shared_ids, check_time_unit, stored_vector_dim
 from recsys_core.ingest.log.log_schema import open_interactions
 from recsys_core.ingest.vectors.vector_schema import open_embeddings
-from recsys_core.models.tables.table_checks import check_width
+from recsys_core.models.tables.table_config import check_width
 
 
 def check_inputs(config: PipelineConfig) -> dict[str, str]:

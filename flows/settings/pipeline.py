@@ -18,8 +18,13 @@ from recsys_core.ingest.vectors.config import EmbeddingsConfig, EmbeddingsConfig
 from recsys_core.launching.config import Launcher, LocalLauncher
 from recsys_core.models.config import ORDER_FREE_POOLINGS, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
-from recsys_core.models.tables.table_checks import check_distillation, check_table_names, check_vectors_exist
-from recsys_core.models.tables.table_config import OFFSET_TABLE, TableConfig
+from recsys_core.models.tables.table_config import (
+    OFFSET_TABLE,
+    TableConfig,
+    check_distillation,
+    check_table_names,
+    check_vectors_exist,
+)
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.serving.config import PackageConfig
 from recsys_core.sharding.config import ShardingConfig

@@ -14,14 +14,17 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import Dataset, FeatureFacts
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
-from recsys_core.models.tables.table_checks import (
+from recsys_core.models.tables.table_config import (
+    OFFSET_TABLE,
+    TEACHER_TABLE,
+    TableConfig,
     check_distillation,
     check_table_names,
     check_table_settings,
     check_vectors_exist,
     check_width,
+    random_norm,
 )
-from recsys_core.models.tables.table_config import OFFSET_TABLE, TEACHER_TABLE, TableConfig, random_norm
 
 Side = Literal["query", "item"]
 
@@ -91,19 +94,14 @@ class ModelSpec(Frozen):
         Raises:
             InputError: pretrained vectors do not fit their table, or a setting names an unknown table.
         """
-        facts_by_feature = dataset.features.features if dataset.features is not None else {}
-        vector_dim_by_table = (
-            {table_name: table.dim for table_name, table in dataset.embeddings.tables.items()}
-            if dataset.embeddings is not None
-            else {}
-        )
+        features, embeddings = dataset.features, dataset.embeddings
         return cls.sized(
             config,
             num_users=dataset.interactions.num_users,
             num_items=dataset.interactions.num_items,
-            facts_by_feature=facts_by_feature,
-            vector_dim_by_table=vector_dim_by_table,
-            tables=tables or {},
+            facts_by_feature=None if features is None else features.features,
+            vector_dim_by_table=None if embeddings is None else {name: table.dim for name, table in embeddings.tables.items()},
+            tables=tables,
             has_distillation=loss is not None and loss.distillation is not None,
         )
 
@@ -127,48 +125,46 @@ class ModelSpec(Frozen):
             tables: settings by table.
             has_distillation: whether the loss has a distillation term.
         """
-        settings_by_table, facts_by_feature, vector_dim_by_table = (
-            tables or {},
-            facts_by_feature or {},
-            vector_dim_by_table or {},
-        )
-        forms = {feature_name: feature_form(feature_facts) for feature_name, feature_facts in facts_by_feature.items()}
-
-        def table_spec(table_name: str, num_rows: int, *, feature: str, side: Side, weighted: bool = False) -> TableSpec:
-            table_settings = settings_by_table.get(table_name, TableConfig())
-            return TableSpec(
-                num_rows=num_rows,
-                dim=table_settings.dim or vector_dim_by_table.get(table_name, config.embedding_dim),
-                feature=feature,
-                side=side,
-                weighted=weighted,
-                settings=table_settings,
-                pretrained=table_name in vector_dim_by_table,
-            )
-
-        spec_by_table = {"item": table_spec("item", num_items, feature="item", side="item")}
-        if spec_by_table["item"].settings.transfer == "residual":
-            spec_by_table[OFFSET_TABLE] = _offset_table(
-                settings_by_table.get(OFFSET_TABLE, TableConfig()), num_items, dim=config.embedding_dim
-            )
+        facts_by_feature, settings_by_table = facts_by_feature or {}, dict(tables or {})
+        vector_dim_by_table = dict(vector_dim_by_table or {})
+        num_rows_by_table = {"item": num_items}
+        if settings_by_table.get("item", TableConfig()).transfer == "residual":
+            num_rows_by_table[OFFSET_TABLE] = num_items
+        if has_distillation:
+            num_rows_by_table[TEACHER_TABLE] = num_items
+        if config.learn_user_embedding:
+            num_rows_by_table["user"] = num_users
+        num_rows_by_table |= {feature_name: facts.rows for feature_name, facts in facts_by_feature.items()}
+        check_table_names("tables", settings_by_table, tables=num_rows_by_table.keys() - {TEACHER_TABLE})
+        if OFFSET_TABLE in num_rows_by_table:
+            offset_settings = settings_by_table.get(OFFSET_TABLE, TableConfig())
+            settings_by_table[OFFSET_TABLE] = _offset_settings(offset_settings, dim=config.embedding_dim)
         if has_distillation:
             check_distillation(vector_dim_by_table)
-            spec_by_table[TEACHER_TABLE] = _teacher_table(num_items, dim=vector_dim_by_table["item"])
-        if config.learn_user_embedding:
-            spec_by_table["user"] = table_spec("user", num_users, feature="user", side="query")
-        for feature_name, feature_facts in facts_by_feature.items():
-            side: Side = "item" if feature_name.startswith("item.") else "query"
-            weighted = side == "query" and forms[feature_name] in ("weighted_list", "number")
-            spec_by_table[feature_name] = table_spec(
-                feature_name, feature_facts.rows, feature=feature_name, side=side, weighted=weighted
+            dim = vector_dim_by_table[TEACHER_TABLE] = vector_dim_by_table["item"]
+            # The pretrained vectors, unscaled; the row of an item without a vector is zero.
+            settings_by_table[TEACHER_TABLE] = TableConfig(
+                transfer="frozen", dim=dim, rescale=False, missing_vector_init="zero"
             )
-        configurable_tables = {table_name: spec for table_name, spec in spec_by_table.items() if table_name != TEACHER_TABLE}
-        check_table_names("tables", settings_by_table, tables=configurable_tables)
-        for table_name, spec in configurable_tables.items():
-            check_vectors_exist(table_name, spec.settings, tables_with_vectors=vector_dim_by_table)
+        forms = {feature_name: feature_form(facts) for feature_name, facts in facts_by_feature.items()}
+        spec_by_table = {}
+        for table_name, num_rows in num_rows_by_table.items():
+            settings = settings_by_table.get(table_name, TableConfig())
+            check_vectors_exist(table_name, settings, tables_with_vectors=vector_dim_by_table)
             if table_name in vector_dim_by_table:
-                check_width(vector_dim_by_table[table_name], spec.settings.dim, table=table_name)
-            check_table_settings(table_name, spec.settings)
+                check_width(vector_dim_by_table[table_name], settings.dim, table=table_name)
+            check_table_settings(table_name, settings)
+            feature = "item" if table_name in (OFFSET_TABLE, TEACHER_TABLE) else table_name
+            side: Side = "item" if feature == "item" or feature.startswith("item.") else "query"
+            spec_by_table[table_name] = TableSpec(
+                num_rows=num_rows,
+                dim=settings.dim or vector_dim_by_table.get(table_name, config.embedding_dim),
+                feature=feature,
+                side=side,
+                weighted=side == "query" and forms.get(feature) in ("weighted_list", "number"),
+                settings=settings,
+                pretrained=table_name in vector_dim_by_table,
+            )
         return cls(config=config, num_users=num_users, num_items=num_items, tables=spec_by_table, forms=forms)
 
     def on_side(self, side: Side) -> dict[str, TableSpec]:
@@ -234,18 +230,11 @@ def module_name(table: str) -> str:
     return table.replace(".", "__")
 
 
-def _offset_table(table_settings: TableConfig, num_items: int, *, dim: int) -> TableSpec:
-    """Return the table of learned offsets that are added to frozen item embeddings."""
-    if table_settings.dim not in (None, dim):
+def _offset_settings(settings: TableConfig, *, dim: int) -> TableConfig:
+    """Return the settings of the table of learned offsets that are added to frozen item embeddings."""
+    if settings.dim not in (None, dim):
         raise InputError(
-            f"tables.{OFFSET_TABLE}.dim is {table_settings.dim}, but offsets have the width model.embedding_dim, which is "
-            f"{dim}; leave tables.{OFFSET_TABLE}.dim out"
+            f"tables.{OFFSET_TABLE}.dim is {settings.dim}, but offsets have the width model.embedding_dim, which is {dim}; "
+            f"leave tables.{OFFSET_TABLE}.dim out"
         )
-    table_settings = table_settings.model_copy(update={"missing_vector_init": "zero", "dim": dim})
-    return TableSpec(num_rows=num_items, dim=dim, feature="item", side="item", settings=table_settings)
-
-
-def _teacher_table(num_items: int, *, dim: int) -> TableSpec:
-    """Return the frozen table of the pretrained item vectors, unscaled; the row of an item without a vector is zero."""
-    table_settings = TableConfig(transfer="frozen", dim=dim, rescale=False, missing_vector_init="zero")
-    return TableSpec(num_rows=num_items, dim=dim, feature="item", side="item", settings=table_settings, pretrained=True)
+    return settings.model_copy(update={"missing_vector_init": "zero", "dim": dim})

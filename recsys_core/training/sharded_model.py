@@ -32,8 +32,7 @@ from recsys_core.models.tables.initialisation import (
     zero_rows,
 )
 from recsys_core.models.tables.optimizer_config import TableOptimizer
-from recsys_core.models.tables.table_checks import ID_TABLES
-from recsys_core.models.tables.table_config import OFFSET_TABLE, TEACHER_TABLE, random_norm
+from recsys_core.models.tables.table_config import ID_TABLES, OFFSET_TABLE, TEACHER_TABLE, random_norm
 from recsys_core.models.task import TABLES_PATH, RetrievalHead, RetrievalTask
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.sharders import sharders

@@ -1,15 +1,19 @@
-"""Settings of one embedding table: width, initial values, transfer of pretrained vectors, optimizer."""
+"""Settings of one embedding table: width, initial values, transfer of pretrained vectors, optimizer; and their checks."""
 
 import math
+from collections.abc import Collection, Iterable
 from itertools import pairwise
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from recsys_core.config import Settings
+from recsys_core.errors import InputError
 from recsys_core.models.tables.optimizer_config import TableOptimizer
 
 Transfer = Literal["full", "frozen", "gradual", "residual"]
+ID_TABLES = ("item", "user")
+"""Tables in which each item or user has exactly one row, so that single rows can be frozen."""
 OFFSET_TABLE = "item_offset"
 """Table of the learned offsets that are added to frozen item vectors (transfer: residual)."""
 TEACHER_TABLE = "item_teacher"
@@ -119,3 +123,64 @@ class TableConfig(Settings):
         if self.transfer != "gradual":
             return 0.0 if self.transfer in ("frozen", "residual") else 1.0
         return max((step.share for step in self.unfreeze if step.epoch <= epoch), default=0.0)
+
+
+def check_table_names(setting_name: str, table_names: Iterable[str], *, tables: Collection[str]) -> None:
+    """Raise InputError if `setting_name` (such as "tables") names a table that the model does not have."""
+    for table_name in table_names:
+        if table_name not in tables:
+            advice = (
+                "set model.learn_user_embedding to true" if table_name == "user" else "name one of them, or declare the feature"
+            )
+            raise InputError(f"{setting_name}.{table_name}: the model has no such table; it has {sorted(tables)}; {advice}")
+
+
+def check_vectors_exist(table_name: str, settings: TableConfig, *, tables_with_vectors: Collection[str]) -> None:
+    """Raise InputError if table `table_name` has a transfer that needs pretrained vectors, but there are none."""
+    if settings.transfer != "full" and table_name not in tables_with_vectors:
+        raise InputError(
+            f"tables.{table_name}.transfer is {settings.transfer}, but embeddings has no vectors of table {table_name!r} (it "
+            f"has {sorted(tables_with_vectors) or 'none'}); add them, or set transfer to full"
+        )
+
+
+def check_distillation(tables_with_vectors: Collection[str]) -> None:
+    """Raise InputError if there are no pretrained item vectors, which loss.distillation needs."""
+    if "item" not in tables_with_vectors:
+        raise InputError(
+            "loss.distillation keeps the similarities of the pretrained item vectors, but embeddings has no vectors of table "
+            f"'item' (it has {sorted(tables_with_vectors) or 'none'}); add them, or leave loss.distillation out"
+        )
+
+
+def check_width(vector_dim: int, table_dim: int | None, *, table: str) -> None:
+    """Raise InputError if a table cannot have the width of its pretrained vectors.
+
+    Args:
+        table_dim: the setting `dim` of the table; None if the table takes the width of its vectors.
+    """
+    if table_dim is None and vector_dim % 4:
+        pca_advice = f"set embeddings.pca_dim to {vector_dim // 4 * 4}" if vector_dim > 4 else "add zeros to them"
+        raise InputError(
+            f"embeddings: the vectors of table {table!r} have {vector_dim} numbers, but the width of a table is a multiple of "
+            f"4; {pca_advice}"
+        )
+    if table_dim not in (None, vector_dim):
+        raise InputError(
+            f"embeddings: the vectors of table {table!r} have {vector_dim} numbers, but tables.{table}.dim is {table_dim}; "
+            f"leave it out, and the table takes the width of its vectors"
+            + (f", or set embeddings.pca_dim to {table_dim}" if table_dim is not None and vector_dim > table_dim else "")
+        )
+
+
+def check_table_settings(table_name: str, settings: TableConfig) -> None:
+    """Raise InputError if table `table_name` does not support one of its settings."""
+    has_decay = settings.optimizer is not None and settings.optimizer.weight_decay > 0
+    for is_set, setting, supporting_tables in (
+        (has_decay, "optimizer.weight_decay", (*ID_TABLES, OFFSET_TABLE)),
+        (settings.transfer == "gradual", "transfer gradual", ID_TABLES),
+        (settings.transfer == "residual", "transfer residual", ("item",)),
+        (settings.lookup is not None, "lookup", ("user",)),
+    ):
+        if is_set and table_name not in supporting_tables:
+            raise InputError(f"tables.{table_name}: {setting} is only for the tables {list(supporting_tables)}; leave it out")

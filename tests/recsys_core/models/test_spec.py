@@ -11,8 +11,7 @@ from recsys_core.errors import InputError
 from recsys_core.models.config import MeanHistory, TwoTowerConfig
 from recsys_core.models.spec import ModelSpec, TableSpec
 from recsys_core.models.tables.optimizer_config import TableOptimizer
-from recsys_core.models.tables.table_checks import check_width
-from recsys_core.models.tables.table_config import TableConfig
+from recsys_core.models.tables.table_config import TableConfig, check_width
 from tests.recsys_core.ingest.random_features import FORMS, ROWS, SIDES, facts
 from tests.recsys_core.models.error_messages import raises_message
 
@@ -144,15 +143,13 @@ def test_transfer_other_than_full_needs_vectors(table: str, transfer: str) -> No
 
 def test_only_id_tables_can_be_gradual() -> None:
     assert sized(learn_user_embedding=True, tables={"user": GRADUAL}, vectors={"user": DIM}).tables["user"].pretrained
-    with raises_message(
-        "tables.user.list.transfer is gradual, which is only for the tables ['item', 'user']; set it to full or frozen"
-    ):
+    with raises_message("tables.user.list: transfer gradual is only for the tables ['item', 'user']; leave it out"):
         sized(features=("user.list",), tables={"user.list": GRADUAL}, vectors={"user.list": DIM})
 
 
 @pytest.mark.parametrize("table", ["user", "item.single"])
 def test_only_the_item_table_can_be_residual(table: str) -> None:
-    with raises_message(f"tables.{table}.transfer is residual, which is only for the table item; set it to full or frozen"):
+    with raises_message(f"tables.{table}: transfer residual is only for the tables ['item']; leave it out"):
         sized(learn_user_embedding=True, features=("item.single",), tables={table: RESIDUAL}, vectors={table: DIM})
 
 
@@ -161,7 +158,7 @@ def test_weight_decay_is_only_for_id_tables_and_offsets() -> None:
     sized(learn_user_embedding=True, tables={"item": decay, "user": decay})
     sized(tables={"item": RESIDUAL, "item_offset": decay}, vectors={"item": DIM})
     with raises_message(
-        "tables.item.single.optimizer.weight_decay is only for the tables ['item', 'user', 'item_offset']; leave it out"
+        "tables.item.single: optimizer.weight_decay is only for the tables ['item', 'user', 'item_offset']; leave it out"
     ):
         sized(features=("item.single",), tables={"item.single": decay})
 

@@ -75,11 +75,17 @@ def num_distinct_items(num_items: int, *, num_draws: int, num_negatives: int, ex
     return float((num_items_of_interval * occurrence_probability).sum())
 
 
-def spec_of(model_size: dict[str, Any], *, has_pooled_users: bool) -> ModelSpec:
+def spec_of(model_size: dict[str, Any], *, has_pooled_users: bool, optimizer: str = "rowwise_adagrad") -> ModelSpec:
     """Return the model of one size; `has_pooled_users` sets tables.user.lookup to pooled."""
     config = TwoTowerConfig(embedding_dim=ASSUMPTIONS["dim"], learn_user_embedding=model_size["users"] > 0)
     tables = {"user": TableConfig(lookup="pooled")} if has_pooled_users and config.learn_user_embedding else {}
-    return ModelSpec.sized(config, num_users=model_size["users"], num_items=model_size["items"], tables=tables)
+    return ModelSpec.sized(
+        config,
+        num_users=model_size["users"],
+        num_items=model_size["items"],
+        tables=tables,
+        optimizer=TableOptimizer(kind=optimizer),
+    )
 
 
 def plan_model_size(
@@ -93,9 +99,8 @@ def plan_model_size(
     cluster = ClusterConfig(device="cuda", num_nodes=model_size["nodes"], processes_per_node=model_size["processes"], **HOST)
     return make_plan(
         ShardingConfig(cluster=cluster),
-        model=spec_of(model_size, has_pooled_users=has_pooled_users),
+        model=spec_of(model_size, optimizer=optimizer, has_pooled_users=has_pooled_users),
         batch_size=batch_size,
-        optimizer=TableOptimizer(kind=optimizer),
         lookup_stats=LookupStats(values_per_query={"item": num_distinct / batch_size, "user": 1.0}, hot_row_curve={}),
     )
 

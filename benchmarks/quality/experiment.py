@@ -46,13 +46,18 @@ def train_only(settings: Settings, *, folder: Path) -> list[tuple[float, Progres
     """Train without evaluation, and return the lines of metrics.jsonl with the time at which each was read."""
     config = PipelineConfig.model_validate(settings)
     interactions = ingest_interactions(config.interactions_with_context, embeddings=None, folder=folder / "interactions")
-    model_spec = ModelSpec.of(config.model, dataset=Dataset(interactions), tables=config.tables, loss=config.loss)
+    model_spec = ModelSpec.of(
+        config.model,
+        dataset=Dataset(interactions),
+        tables=config.tables,
+        loss=config.loss,
+        optimizer=config.training.table_optimizer,
+    )
     shutil.rmtree(folder / "train", ignore_errors=True)
     plan = plan_sharding(
         config.sharding,
         model=model_spec,
         batch_size=config.training.batch_size,
-        optimizer=config.training.table_optimizer,
         folder=folder / "plan",
     )
     timed_lines: list[tuple[float, Progress]] = []
@@ -135,12 +140,12 @@ def _train_and_evaluate(experiment: Experiment, *, folder: Path, core: int) -> d
         dataset=Dataset(interactions, embeddings, features),
         tables=config.tables,
         loss=config.loss,
+        optimizer=config.training.table_optimizer,
     )
     plan = plan_sharding(
         config.sharding,
         model=model_spec,
         batch_size=config.training.batch_size,
-        optimizer=config.training.table_optimizer,
         folder=run_folder / "plan",
     )
     progress_lines: list[Progress] = []

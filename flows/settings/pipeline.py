@@ -203,7 +203,9 @@ class PipelineConfig(Settings):
         from recsys_core.models.spec import ModelSpec
         from recsys_core.training.setup import TrainingSetup
 
-        model = ModelSpec.of(self.model, dataset=dataset, tables=self.tables, loss=self.loss)
+        model = ModelSpec.of(
+            self.model, dataset=dataset, tables=self.tables, loss=self.loss, optimizer=self.training.table_optimizer
+        )
         return TrainingSetup(model, self.training, self.loss, self.sharding, self.launcher)
 
     @property

@@ -14,6 +14,7 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import Dataset, FeatureFacts
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
+from recsys_core.models.tables.optimizer_config import TableOptimizer
 from recsys_core.models.tables.table_config import (
     OFFSET_TABLE,
     TEACHER_TABLE,
@@ -38,12 +39,18 @@ class TableSpec(Frozen):
     side: Side
     weighted: bool = False
     settings: TableConfig
+    optimizer: TableOptimizer = Field(default_factory=TableOptimizer)
     pretrained: bool = False
 
     @property
     def is_frozen(self) -> bool:
         """Whether the table is never trained: it then has no optimizer, and no gradient is computed."""
         return self.settings.transfer in ("frozen", "residual")
+
+    @property
+    def optimizer_kind(self) -> str:
+        """Kind of the table's optimizer; "none" for a frozen table."""
+        return "none" if self.is_frozen else self.optimizer.kind
 
     @property
     def is_unpooled(self) -> bool:
@@ -88,8 +95,13 @@ class ModelSpec(Frozen):
         dataset: Dataset,
         tables: Mapping[str, TableConfig] | None = None,
         loss: LossConfig | None = None,
+        optimizer: TableOptimizer | None = None,
     ) -> Self:
         """Return the spec for a dataset.
+
+        Args:
+            tables: settings by table.
+            optimizer: optimizer of the tables without an `optimizer` setting.
 
         Raises:
             InputError: pretrained vectors do not fit their table, or a setting names an unknown table.
@@ -103,6 +115,7 @@ class ModelSpec(Frozen):
             vector_dim_by_table=None if embeddings is None else {name: table.dim for name, table in embeddings.tables.items()},
             tables=tables,
             has_distillation=loss is not None and loss.distillation is not None,
+            optimizer=optimizer,
         )
 
     @classmethod
@@ -116,6 +129,7 @@ class ModelSpec(Frozen):
         vector_dim_by_table: Mapping[str, int] | None = None,
         tables: Mapping[str, TableConfig] | None = None,
         has_distillation: bool = False,
+        optimizer: TableOptimizer | None = None,
     ) -> Self:
         """Return the spec for these sizes, without reading a dataset.
 
@@ -124,6 +138,7 @@ class ModelSpec(Frozen):
             vector_dim_by_table: width of the pretrained vectors, by table; tables without vectors are not listed.
             tables: settings by table.
             has_distillation: whether the loss has a distillation term.
+            optimizer: optimizer of the tables without an `optimizer` setting.
         """
         facts_by_feature, settings_by_table = facts_by_feature or {}, dict(tables or {})
         vector_dim_by_table = dict(vector_dim_by_table or {})
@@ -163,6 +178,7 @@ class ModelSpec(Frozen):
                 side=side,
                 weighted=side == "query" and forms.get(feature) in ("weighted_list", "number"),
                 settings=settings,
+                optimizer=settings.optimizer or optimizer or TableOptimizer(),
                 pretrained=table_name in vector_dim_by_table,
             )
         return cls(config=config, num_users=num_users, num_items=num_items, tables=spec_by_table, forms=forms)

@@ -9,7 +9,7 @@ from torchrec.distributed.types import CacheParams, KeyValueParams
 
 from recsys_core.errors import InputError
 from recsys_core.models.spec import ModelSpec, TableSpec, module_name
-from recsys_core.models.tables.optimizer_config import GPU_ONLY_OPTIMIZERS, TableOptimizer
+from recsys_core.models.tables.optimizer_config import GPU_ONLY_OPTIMIZERS
 from recsys_core.models.tables.table_config import check_table_names
 from recsys_core.sharding.config import ClusterConfig, ComputeKernel, ShardingConfig, ShardingType, TableConstraint
 from recsys_core.sharding.lookup_stats import LookupStats
@@ -29,24 +29,15 @@ SSD_OPTIMIZERS = ("rowwise_adagrad", "partial_rowwise_adam", "adam")
 WITHIN_HOST_TYPES: tuple[ShardingType, ...] = ("table_row_wise", "table_column_wise", "grid_shard")
 
 
-def table_optimizer_kind(table: TableSpec, *, default: TableOptimizer) -> str:
-    """Return the kind of the table's optimizer; "none" for a frozen table."""
-    return "none" if table.is_frozen else (table.settings.optimizer or default).kind
-
-
-def check_constraints(config: ShardingConfig, *, model: ModelSpec, device: str, default_optimizer: TableOptimizer) -> None:
-    """Raise InputError for an unknown table, or a constraint that the table, its optimizer or the device does not support.
-
-    default_optimizer: optimizer of tables without an `optimizer` setting.
-    """
+def check_constraints(config: ShardingConfig, *, model: ModelSpec, device: str) -> None:
+    """Raise InputError for an unknown table, or a constraint that the table, its optimizer or the device does not support."""
     check_table_names("sharding.tables", config.tables, tables=model.tables)
     _check_quantized_comms(config, model)
     for table_name, table in model.tables.items():
         constraint = config.tables.get(table_name, TableConstraint())
-        optimizer_kind = table_optimizer_kind(table, default=default_optimizer)
         _check_sharding_types(table_name, table, constraint)
-        _check_kernels(table_name, constraint, cluster=config.cluster, device=device, optimizer_kind=optimizer_kind)
-        _check_optimizer(table_name, constraint, device=device, optimizer_kind=optimizer_kind)
+        _check_kernels(table_name, constraint, cluster=config.cluster, device=device, optimizer_kind=table.optimizer_kind)
+        _check_optimizer(table_name, constraint, device=device, optimizer_kind=table.optimizer_kind)
 
 
 def _check_quantized_comms(config: ShardingConfig, model: ModelSpec) -> None:

@@ -9,7 +9,6 @@ from recsys_core.sharding.constraints import (
     CACHE_LOAD_FACTOR,
     OFFLOADING_KERNELS,
     SSD_CACHE_MB,
-    table_optimizer_kind,
 )
 from recsys_core.sharding.plan_file import RankEstimate, TableMemory
 from recsys_core.sharding.torchrec_planner import TorchrecPlanner
@@ -54,8 +53,9 @@ def rank_estimates(planner: TorchrecPlanner, option_by_table: Mapping[str, Shard
 def _shard_memory(planner: TorchrecPlanner, table_name: str, *, option: ShardingOption, shard: Shard) -> TableMemory:
     """Split the estimated memory of a shard into weights, optimizer state, cache and buffers."""
     table = planner.model.tables[table_name]
-    optimizer_kind = table_optimizer_kind(table, default=planner.optimizer)
-    state_per_weight = 1 / table.dim if optimizer_kind == "rowwise_adagrad" else STATE_BYTES_PER_WEIGHT_BYTE[optimizer_kind]
+    state_per_weight = (
+        1 / table.dim if table.optimizer_kind == "rowwise_adagrad" else STATE_BYTES_PER_WEIGHT_BYTE[table.optimizer_kind]
+    )
     num_rows, num_columns = shard.size
     weight_bytes = num_rows * num_columns * _FP32_BYTES
     optimizer_bytes, cache_bytes = math.ceil(weight_bytes * state_per_weight), 0

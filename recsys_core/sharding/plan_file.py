@@ -13,9 +13,8 @@ from torchrec.distributed.types import CacheParams, EmbeddingModuleShardingPlan,
 from recsys_core.config import Frozen
 from recsys_core.errors import InputError
 from recsys_core.models.spec import ModelSpec, module_name
-from recsys_core.models.tables.optimizer_config import TableOptimizer
 from recsys_core.sharding.config import ClusterConfig, ComputeKernel, QuantizedCommsConfig, ShardingType
-from recsys_core.sharding.constraints import ssd_parameters, table_optimizer_kind
+from recsys_core.sharding.constraints import ssd_parameters
 from recsys_core.units import MIB
 
 RankMeasure = Literal["hbm_bytes", "ddr_bytes", "step_ms"]
@@ -109,11 +108,8 @@ class PlanFile(Frozen):
         """Read a plan.json."""
         return cls.model_validate_json(path.read_bytes())
 
-    def check_matches(self, *, spec: ModelSpec, world_size: int, optimizer: TableOptimizer | None = None) -> None:
-        """Raise InputError if the plan is for another model or number of ranks, or was changed by hand.
-
-        optimizer: optimizer of tables without an `optimizer` setting. With None, these tables' optimizers are not compared.
-        """
+    def check_matches(self, *, spec: ModelSpec, world_size: int) -> None:
+        """Raise InputError if the plan is for another model or number of ranks, or was changed by hand."""
         if world_size != self.world_size:
             raise InputError(
                 f"plan.json: the plan was made for {self.world_size} ranks, but {world_size} ranks were started; "
@@ -127,13 +123,10 @@ class PlanFile(Frozen):
                 "plan again"
             )
         for table_name, table in spec.tables.items():
-            if optimizer is None and table.settings.optimizer is None and not table.is_frozen:
-                continue
-            optimizer_kind = table_optimizer_kind(table, default=optimizer or TableOptimizer())
-            if optimizer_kind != self.tables[table_name].optimizer:
+            if table.optimizer_kind != self.tables[table_name].optimizer:
                 raise InputError(
                     f"plan.json: table {table_name} was planned with optimizer {self.tables[table_name].optimizer}, but it "
-                    f"has {optimizer_kind}, which needs a different amount of memory; plan again"
+                    f"has {table.optimizer_kind}, which needs a different amount of memory; plan again"
                 )
         fingerprint = layout_fingerprint(self.tables, device=self.device, world_size=self.world_size)
         if fingerprint != self.fingerprint:

@@ -10,10 +10,9 @@ from torchrec.distributed.planner.types import PlannerError, ShardingOption
 from recsys_core.errors import InputError
 from recsys_core.manifests import PlanManifest, StageFolder, fingerprint_of
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables.optimizer_config import TableOptimizer
 from recsys_core.preflight import cgroup_limits
 from recsys_core.sharding.config import PLAN_NAME, ClusterConfig, ShardingConfig, TableConstraint
-from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, check_constraints, num_values_per_query, table_optimizer_kind
+from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, check_constraints, num_values_per_query
 from recsys_core.sharding.estimates import rank_estimates
 from recsys_core.sharding.infeasible import infeasible_error
 from recsys_core.sharding.lookup_stats import LookupStats
@@ -33,7 +32,6 @@ def plan_sharding(
     model: ModelSpec,
     batch_size: int,
     folder: Path,
-    optimizer: TableOptimizer | None = None,
     lookup_stats: LookupStats | None = None,
 ) -> PlanManifest:
     """Write plan.json for the cluster of `config`, and plan.html, which explains the plan.
@@ -43,7 +41,6 @@ def plan_sharding(
     Raises:
         InputError: as in `make_plan`, or if a table is constrained to the kernel `key_value`, which training does not support.
     """
-    optimizer = optimizer or TableOptimizer()
     for table_name, constraint in config.tables.items():
         if "key_value" in (constraint.compute_kernels or ()):
             raise InputError(
@@ -53,14 +50,17 @@ def plan_sharding(
 
     device, processes_per_node = resolve_cluster(config.cluster)
     cluster = with_default_memory(config.cluster)
+    # Another learning rate does not change the plan.
+    model_settings = model.model_dump(mode="json", exclude={"tables": {"__all__": {"optimizer"}}})
+    optimizer_kinds = [table.optimizer_kind for table in model.tables.values()]
     fingerprint = fingerprint_of(
-        "plan_sharding", config, cluster, model, batch_size, optimizer.kind, device, processes_per_node, lookup_stats
+        "plan_sharding", config, cluster, model_settings, optimizer_kinds, batch_size, device, processes_per_node, lookup_stats
     )
     stage = StageFolder(folder, PlanManifest, fingerprint=fingerprint)
     if stage.manifest is not None:
         return stage.manifest
     with stage.writing() as output_folder:
-        plan = make_plan(config, model=model, batch_size=batch_size, optimizer=optimizer, lookup_stats=lookup_stats)
+        plan = make_plan(config, model=model, batch_size=batch_size, lookup_stats=lookup_stats)
         write_plan(plan, output_folder)
         return stage.commit(world_size=plan.world_size, device=plan.device)
 
@@ -107,14 +107,12 @@ def make_plan(
     *,
     model: ModelSpec,
     batch_size: int,
-    optimizer: TableOptimizer | None = None,
     lookup_stats: LookupStats | None = None,
 ) -> PlanFile:
     """Return the plan with the shortest estimated step, without a process group, a GPU or memory for the tables.
 
     Args:
         batch_size: queries per rank and step.
-        optimizer: optimizer of tables without an `optimizer` setting.
         lookup_stats: measured lookups. None: the estimates assume that every query has a full history, and that no two queries
             of a batch look up the same item.
 
@@ -124,15 +122,13 @@ def make_plan(
     """
     device, processes_per_node = resolve_cluster(config.cluster)
     config = config.model_copy(update={"cluster": with_default_memory(config.cluster)})
-    optimizer = optimizer or TableOptimizer()
-    check_constraints(config, model=model, device=device, default_optimizer=optimizer)
+    check_constraints(config, model=model, device=device)
     planner = TorchrecPlanner(
         config=config,
         model=model,
         batch_size=batch_size,
         device=device,
         processes_per_node=processes_per_node,
-        optimizer=optimizer,
         lookup_stats=lookup_stats,
     )
     try:
@@ -167,7 +163,7 @@ def _table_plan(planner: TorchrecPlanner, table_name: str, *, option: ShardingOp
     return TablePlan(
         rows=table.num_rows,
         dim=table.dim,
-        optimizer=table_optimizer_kind(table, default=planner.optimizer),
+        optimizer=table.optimizer_kind,
         sharding_type=option.sharding_type,
         compute_kernel=option.compute_kernel,
         cache_load_factor=(option.cache_load_factor or CACHE_LOAD_FACTOR) if has_cache else None,

@@ -27,10 +27,9 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, parameter_name
-from recsys_core.models.tables.optimizer_config import TableOptimizer
 from recsys_core.models.task import TABLES_PATH
 from recsys_core.sharding.config import ClusterConfig, ComputeKernel, ShardingConfig, ShardingType
-from recsys_core.sharding.constraints import parameter_constraints, table_optimizer_kind
+from recsys_core.sharding.constraints import parameter_constraints
 from recsys_core.sharding.lookup_stats import LookupStats
 from recsys_core.sharding.sharders import sharders
 from recsys_core.units import GIB
@@ -58,7 +57,6 @@ class TorchrecPlanner:
         config: the cluster must have memory sizes, see `with_default_memory`.
         batch_size: queries per rank and step.
         device, processes_per_node: the values of `resolve_cluster`.
-        optimizer: optimizer of tables without an `optimizer` setting.
     """
 
     config: ShardingConfig
@@ -66,7 +64,6 @@ class TorchrecPlanner:
     batch_size: int
     device: Literal["cpu", "cuda"]
     processes_per_node: int
-    optimizer: TableOptimizer
     lookup_stats: LookupStats | None
 
     @property
@@ -164,8 +161,8 @@ class TorchrecPlanner:
         embedding_tables = EmbeddingTables(self.model, device=torch.device("meta"))
         parameters = dict(embedding_tables.named_parameters())
         for table_name, table in self.model.tables.items():
-            optimizer_kind = table_optimizer_kind(table, default=self.optimizer)
-            parameters[parameter_name(self.model, table_name)]._optimizer_classes = [OPTIMIZER_CLASSES[optimizer_kind]]  # type: ignore[attr-defined]
+            parameter = parameters[parameter_name(self.model, table_name)]
+            parameter._optimizer_classes = [OPTIMIZER_CLASSES[table.optimizer_kind]]  # type: ignore[attr-defined]
         return nn.ModuleDict({TABLES_PATH: embedding_tables})
 
     @cached_property

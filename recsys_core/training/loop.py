@@ -281,9 +281,7 @@ def load_state(
         return checkpoint.step, checkpoint.best
     if job.warm is not None:
         load_champion_weights(model, warm_start=job.warm)
-        load_champion_accumulators(
-            optimizer, spec=job.spec, default_optimizer=job.training.table_optimizer, warm_start=job.warm
-        )
+        load_champion_accumulators(optimizer, spec=job.spec, warm_start=job.warm)
     return 0, None
 
 

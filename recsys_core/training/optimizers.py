@@ -17,7 +17,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from recsys_core.models.spec import ModelSpec, module_name
+from recsys_core.models.spec import ModelSpec, TableSpec, module_name
 from recsys_core.models.tables.embedding_tables import local_shards
 from recsys_core.models.tables.optimizer_config import DenseOptimizer, Schedule, TableOptimizer
 from recsys_core.training.config import TrainingConfig
@@ -44,8 +44,8 @@ def make_optimizer(model: DistributedModelParallel, *, spec: ModelSpec, config: 
         if table_name is None:
             dense_parameter_by_name[name] = parameter
         elif not spec.tables[table_name].is_frozen:
-            optimizer_config = spec.tables[table_name].settings.optimizer or config.table_optimizer
-            optimizers.append((f"replicated.{table_name}", _replicated_table_optimizer(name, parameter, optimizer_config)))
+            replicated_optimizer = _replicated_table_optimizer(name, parameter, spec.tables[table_name].optimizer)
+            optimizers.append((f"replicated.{table_name}", replicated_optimizer))
     if dense_parameter_by_name:
         optimizers.append(("dense", _dense_optimizer(dense_parameter_by_name, config.dense_optimizer)))
     return CombinedOptimizer(optimizers)
@@ -135,7 +135,7 @@ class LearningRates:
             elif spec.tables[table_names[0]].is_frozen:
                 continue
             else:
-                schedule = spec.tables[table_names[0]].settings.optimizer or config.table_optimizer
+                schedule = spec.tables[table_names[0]].optimizer
             self._parameter_groups += [(group, schedule) for group in leaf_optimizer.param_groups]
 
     def set_step(self, step: int) -> None:
@@ -182,13 +182,9 @@ class AccumulatorShard:
         return self.row, self.column, self.values_RC
 
 
-def has_accumulators(spec: ModelSpec, table_name: str, *, default_optimizer: TableOptimizer) -> bool:
-    """Return whether an Adagrad optimizer trains the table.
-
-    default_optimizer: optimizer of the tables without an `optimizer` setting.
-    """
-    table_spec = spec.tables[table_name]
-    return not table_spec.is_frozen and (table_spec.settings.optimizer or default_optimizer).kind in ADAGRAD_KINDS
+def has_accumulators(table: TableSpec) -> bool:
+    """Return whether an Adagrad optimizer trains the table."""
+    return table.optimizer_kind in ADAGRAD_KINDS
 
 
 def accumulator_shards(optimizer: KeyedOptimizer, *, spec: ModelSpec, table: str) -> list[AccumulatorShard]:

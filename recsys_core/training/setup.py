@@ -35,7 +35,6 @@ class TrainingSetup:
             self.sharding,
             model=self.model,
             batch_size=self.training.batch_size,
-            optimizer=self.training.table_optimizer,
             lookup_stats=self._lookup_stats(dataset),
             folder=folder,
         )
@@ -46,7 +45,6 @@ class TrainingSetup:
             self.sharding,
             model=self.model,
             batch_size=self.training.batch_size,
-            optimizer=self.training.table_optimizer,
             lookup_stats=self._lookup_stats(dataset),
         )
 

@@ -31,7 +31,6 @@ from recsys_core.models.tables.initialisation import (
     rows_with_vector,
     zero_rows,
 )
-from recsys_core.models.tables.optimizer_config import TableOptimizer
 from recsys_core.models.tables.table_config import ID_TABLES, OFFSET_TABLE, TEACHER_TABLE, random_norm
 from recsys_core.models.task import TABLES_PATH, RetrievalHead, RetrievalTask
 from recsys_core.sharding.plan_file import PlanFile
@@ -106,19 +105,18 @@ def build_model(
 
     Raises InputError if the plan was made for another model or world size.
     """
-    default_optimizer = config.table_optimizer
-    plan.check_matches(spec=spec, world_size=process.world_size, optimizer=default_optimizer)
+    plan.check_matches(spec=spec, world_size=process.world_size)
     torch.manual_seed(config.seed)  # the layers start with the same values on every rank
     head = RetrievalHead(
         spec,
         loss=loss,
         item_count_I=item_count_I,
         popularity_rank=popularity_rank_by_table,
-        weight_decay=decay_by_table(spec, default_optimizer=default_optimizer),
+        weight_decay=decay_by_table(spec),
         group=dist.group.WORLD,
     )
     task = RetrievalTask(head, device=process.device)
-    _assign_fused_optimizers(task.embedding_tables, spec, plan=plan, default_optimizer=default_optimizer)
+    _assign_fused_optimizers(task.embedding_tables, spec, plan=plan)
     sharded_names = shard_layers(head, mode=config.dense_parallel, device=process.device)
     model = DistributedModelParallel(
         task,
@@ -136,23 +134,23 @@ def build_model(
     return model
 
 
-def decay_by_table(spec: ModelSpec, *, default_optimizer: TableOptimizer) -> dict[str, float]:
+def decay_by_table(spec: ModelSpec) -> dict[str, float]:
     """Return the strength of the L2 penalty by table, for the trained id and offset tables with a weight decay above zero."""
     strength_by_table = {
-        table_name: (table.settings.optimizer or default_optimizer).weight_decay
+        table_name: table.optimizer.weight_decay
         for table_name, table in spec.tables.items()
         if table_name in (*ID_TABLES, OFFSET_TABLE) and not table.is_frozen
     }
     return {table_name: strength for table_name, strength in strength_by_table.items() if strength}
 
 
-def _assign_fused_optimizers(tables: nn.Module, spec: ModelSpec, *, plan: PlanFile, default_optimizer: TableOptimizer) -> None:
+def _assign_fused_optimizers(tables: nn.Module, spec: ModelSpec, *, plan: PlanFile) -> None:
     """Set the fused optimizer of each sharded table; replicated tables (data_parallel) have no fused kernel."""
     parameter_by_name = dict(tables.named_parameters())
     for table_name, table in spec.tables.items():
         if plan.tables[table_name].sharding_type == "data_parallel":
             continue
-        optimizer_config = table.settings.optimizer or default_optimizer
+        optimizer_config = table.optimizer
         # A frozen table gets SGD, the only optimizer without state. The optimizer never changes the table.
         optimizer_class, fbgemm_type, eps = _FUSED_OPTIMIZER_BY_KIND["sgd" if table.is_frozen else optimizer_config.kind]
         fbgemm_arguments: dict[str, Any] = {

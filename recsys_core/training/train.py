@@ -170,9 +170,7 @@ def _remove_unrelated_work(work_folder: Path, *, fingerprint: str) -> None:
 def _prepare_warm_start(champion: Champion, setup: TrainingSetup, dataset: Dataset, *, folder: Path) -> WarmStart:
     """Write the champion's rows and layers for the ranks."""
     shutil.rmtree(folder, ignore_errors=True)
-    return prepare_warm_start(
-        champion, spec=setup.model, dataset=dataset, default_optimizer=setup.training.table_optimizer, folder=folder
-    )
+    return prepare_warm_start(champion, spec=setup.model, dataset=dataset, folder=folder)
 
 
 def _relay(metrics_tail: MetricsTail, output: RankOutput) -> None:

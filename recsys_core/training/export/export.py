@@ -51,7 +51,7 @@ def export_vectors(setup: TrainingSetup, *, dataset: Dataset, train: TrainManife
     if stage.manifest is not None:
         shutil.rmtree(work_folder, ignore_errors=True)
         return stage.manifest
-    with stage.writing(min_bytes=export_bytes(config.table_optimizer, spec=model)) as output_folder:
+    with stage.writing(min_bytes=export_bytes(model)) as output_folder:
         shutil.rmtree(work_folder, ignore_errors=True)
         work_folder.mkdir(parents=True)
         job = ExportJob(
@@ -166,11 +166,11 @@ def _write_tables(sharded_model: DistributedModelParallel, *, job: ExportJob, wr
 
 def _write_accumulators(optimizer: CombinedOptimizer, *, job: ExportJob, writer: RankWriter, process: Process) -> None:
     """Write the Adagrad accumulators, which a warm start of the next run needs."""
-    default_optimizer, sharding_plan = job.training.table_optimizer, PlanFile.read(job.plan)
+    sharding_plan = PlanFile.read(job.plan)
     for table_name, table in job.spec.tables.items():
-        if not has_accumulators(job.spec, table_name, default_optimizer=default_optimizer):
+        if not has_accumulators(table):
             continue
-        is_rowwise = (table.settings.optimizer or default_optimizer).kind == "rowwise_adagrad"
+        is_rowwise = table.optimizer.kind == "rowwise_adagrad"
         path = job.out / f"state_{table_name}.npy"
         shards = accumulator_shards(optimizer, spec=job.spec, table=table_name)
         with writing_part(path, process=process) as part:

@@ -112,7 +112,6 @@ def _with_fewer_ranks(job: TrainJob, *, sharding_plan: PlanFile, sharding: Shard
             sharding.model_copy(update={"cluster": smaller_cluster}),
             model=job.spec,
             batch_size=batch_size,
-            optimizer=job.training.table_optimizer,
             lookup_stats=measure_lookups(job.spec, batch_size=batch_size, loss=job.loss, dataset=job.open_dataset()),
         )
     except InputError as error:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from recsys_core.models.spec import ModelSpec, TableSpec
-from recsys_core.models.tables.optimizer_config import TableOptimizer, TableOptimizerKind
+from recsys_core.models.tables.optimizer_config import TableOptimizerKind
 from recsys_core.training.config import TrainingConfig
 
 FLOAT_BYTES = 4
@@ -19,9 +19,7 @@ _NUM_STATE_VALUES: dict[TableOptimizerKind, tuple[int, int]] = {
 
 def training_bytes(config: TrainingConfig, *, spec: ModelSpec, work_folder: Path, steps_per_epoch: int) -> int:
     """Return the bytes that the checkpoints will need at their peak, less the bytes already in `work_folder`."""
-    checkpoint_bytes = sum(
-        _weight_bytes(table) + _state_bytes(table, default_optimizer=config.table_optimizer) for table in spec.tables.values()
-    )
+    checkpoint_bytes = sum(_weight_bytes(table) + _state_bytes(table) for table in spec.tables.values())
     # A new checkpoint is complete before an old one is removed, and the best one is kept in addition.
     max_checkpoints = config.keep_checkpoints + 1 + (config.validation is not None)
     num_validations = 0 if config.validation is None else config.epochs // config.validation.every_epochs
@@ -30,15 +28,13 @@ def training_bytes(config: TrainingConfig, *, spec: ModelSpec, work_folder: Path
     return max(0, min(max_checkpoints, num_saves) * checkpoint_bytes - existing_bytes)
 
 
-def export_bytes(default_optimizer: TableOptimizer, *, spec: ModelSpec) -> int:
+def export_bytes(spec: ModelSpec) -> int:
     """Return the bytes of the export's arrays. The largest array counts twice: it is on disk twice while it is built."""
     dims = spec.config.history_dim, spec.config.output_dim
     array_bytes = [spec.num_items * dim * FLOAT_BYTES for dim in dims]
     array_bytes += [_weight_bytes(table) for table in spec.tables.values()]
     accumulator_bytes = [
-        _state_bytes(table, default_optimizer=default_optimizer)
-        for table in spec.tables.values()
-        if (table.settings.optimizer or default_optimizer).kind in ("rowwise_adagrad", "adagrad")
+        _state_bytes(table) for table in spec.tables.values() if table.optimizer.kind in ("rowwise_adagrad", "adagrad")
     ]
     return sum(array_bytes) + sum(accumulator_bytes) + max(array_bytes)
 
@@ -47,8 +43,8 @@ def _weight_bytes(table: TableSpec) -> int:
     return table.num_rows * table.dim * FLOAT_BYTES
 
 
-def _state_bytes(table: TableSpec, *, default_optimizer: TableOptimizer) -> int:
+def _state_bytes(table: TableSpec) -> int:
     if table.is_frozen:
         return 0
-    num_per_row, num_per_value = _NUM_STATE_VALUES[(table.settings.optimizer or default_optimizer).kind]
+    num_per_row, num_per_value = _NUM_STATE_VALUES[table.optimizer.kind]
     return table.num_rows * (num_per_row + num_per_value * table.dim) * FLOAT_BYTES

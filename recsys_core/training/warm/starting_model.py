@@ -26,7 +26,6 @@ from recsys_core.manifests import (
     record_file,
 )
 from recsys_core.models.spec import ModelSpec, Side
-from recsys_core.models.tables.optimizer_config import TableOptimizer
 from recsys_core.models.tables.table_config import OFFSET_TABLE
 from recsys_core.models.towers import CandidateTower, QueryTower
 from recsys_core.training.optimizers import has_accumulators
@@ -142,11 +141,8 @@ def _read_column(stage: Manifest, file_name: str, column_name: str) -> pa.Chunke
     return pq.read_table(require_unchanged(stage, file_name), columns=[column_name])[column_name]
 
 
-def require_compatible(spec: ModelSpec, *, champion: Champion, dataset: Dataset, default_optimizer: TableOptimizer) -> None:
-    """Raise InputError for the first setting whose new value changes the meaning of the champion's rows or layers.
-
-    default_optimizer: training.table_optimizer of this run, the optimizer of tables without an `optimizer` setting.
-    """
+def require_compatible(spec: ModelSpec, *, champion: Champion, dataset: Dataset) -> None:
+    """Raise InputError for the first setting whose new value changes the meaning of the champion's rows or layers."""
     id_columns = dataset.interactions.id_columns
     if id_columns != champion.interactions.id_columns:
         raise _incompatible_error(
@@ -161,13 +157,9 @@ def require_compatible(spec: ModelSpec, *, champion: Champion, dataset: Dataset,
         if table.dim != champion_table.dim:
             raise _incompatible_error(f"the width of tables.{table_name}", table.dim, champion_table.dim, champion)
         _require_same_definition(table_name, features=dataset.features, champion=champion)
-        if (
-            has_accumulators(spec, table_name, default_optimizer=default_optimizer)
-            and f"state_{table_name}.npy" not in champion.export.files
-        ):
-            optimizer_kind = (table.settings.optimizer or default_optimizer).kind
+        if has_accumulators(table) and f"state_{table_name}.npy" not in champion.export.files:
             raise _incompatible_error(
-                f"the optimizer of table {table_name}", optimizer_kind, "one without Adagrad accumulators", champion
+                f"the optimizer of table {table_name}", table.optimizer.kind, "one without Adagrad accumulators", champion
             )
 
 

@@ -15,7 +15,6 @@ from recsys_core.manifests import Dataset
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import LocalShard, table_shards
 from recsys_core.models.tables.initialisation import copy_pretrained
-from recsys_core.models.tables.optimizer_config import TableOptimizer
 from recsys_core.models.task import RetrievalTask
 from recsys_core.training.dense_parallel import copy_into
 from recsys_core.training.job.job_spec import WarmStart
@@ -33,16 +32,14 @@ logger = logging.getLogger(__name__)
 DENSE_FILE = "dense.safetensors"
 
 
-def prepare_warm_start(
-    champion: Champion, *, spec: ModelSpec, dataset: Dataset, default_optimizer: TableOptimizer, folder: Path
-) -> WarmStart:
+def prepare_warm_start(champion: Champion, *, spec: ModelSpec, dataset: Dataset, folder: Path) -> WarmStart:
     """Write the files that WarmStart describes to the new folder `folder`, and log how many rows are carried over.
 
     Raises:
         InputError: the champion is not compatible with the settings of this run.
         StageError: a file of the champion has changed.
     """
-    require_compatible(spec, champion=champion, dataset=dataset, default_optimizer=default_optimizer)
+    require_compatible(spec, champion=champion, dataset=dataset)
     layer_by_name = champion_layers(spec, champion=champion, champion_tensors=load_file(champion.export.path(DENSE_FILE)))
     folder.mkdir(parents=True)
     save_file(layer_by_name, folder / DENSE_FILE)
@@ -91,18 +88,14 @@ def load_champion_weights(model: DistributedModelParallel, *, warm_start: WarmSt
             copy_into(parameter_by_name[parameter_name], tensor)
 
 
-def load_champion_accumulators(
-    optimizer: KeyedOptimizer, *, spec: ModelSpec, default_optimizer: TableOptimizer, warm_start: WarmStart
-) -> None:
+def load_champion_accumulators(optimizer: KeyedOptimizer, *, spec: ModelSpec, warm_start: WarmStart) -> None:
     """Copy the champion's Adagrad accumulators of the rows that are carried over. The accumulators of new rows remain zero.
 
     Without the accumulators, Adagrad's first step on a trained row would be as large as the learning rate. Adam's moments are
     not carried over, because Adam estimates them again within its warm-up.
-
-    default_optimizer: optimizer of the tables without an `optimizer` setting.
     """
     for table_name, path in warm_start.row_path_by_table().items():
-        if not has_accumulators(spec, table_name, default_optimizer=default_optimizer):
+        if not has_accumulators(spec.tables[table_name]):
             continue
         champion_row, accumulators = memory_map(path), memory_map(warm_start.export / f"state_{table_name}.npy")
         for shard in accumulator_shards(optimizer, spec=spec, table=table_name):

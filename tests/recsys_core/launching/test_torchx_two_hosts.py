@@ -31,7 +31,6 @@ def plan_for(experiment: Experiment, folder: Path, *, nodes: int) -> PlanManifes
         model=experiment.spec,
         batch_size=CONFIG.batch_size,
         folder=folder,
-        optimizer=CONFIG.table_optimizer,
     )
 
 

@@ -10,6 +10,7 @@ from recsys_core.models.tables.optimizer_config import TableOptimizer
 from recsys_core.models.tables.table_config import TableConfig
 from recsys_core.sharding.config import ClusterConfig, QuantizedCommsConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.planner import make_plan
+from tests.recsys_core.training.small_model import with_optimizer
 
 SPEC = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True), num_users=1000, num_items=500)
 POOLED = ModelSpec.sized(
@@ -91,18 +92,19 @@ def test_a_pooling_type_for_an_unpooled_table_is_rejected_with_the_fix():
 def test_an_optimizer_that_the_kernel_does_not_support_is_rejected():
     on_ssd = config_with(cluster={"ssd_gb": 100, "ssd_path": "/ssd"}, compute_kernels=("key_value",))
     with pytest.raises(InputError, match=r"key_value supports the optimizers .*, but the table has sgd"):
-        make_plan(on_ssd, model=SPEC, batch_size=64, optimizer=TableOptimizer(kind="sgd"))
+        make_plan(on_ssd, model=with_optimizer(SPEC, TableOptimizer(kind="sgd")), batch_size=64)
     fused_only = config_with(sharding_types=("data_parallel",))
     with pytest.raises(InputError, match=r"partial_rowwise_adam, which has a fused kernel only"):
-        make_plan(fused_only, model=SPEC, batch_size=64, optimizer=TableOptimizer(kind="partial_rowwise_adam"))
+        make_plan(fused_only, model=with_optimizer(SPEC, TableOptimizer(kind="partial_rowwise_adam")), batch_size=64)
 
 
 def test_adam_on_a_cpu_is_for_replicated_tables_and_frozen_tables_have_no_optimizer():
     adam, cpu = TableOptimizer(kind="adam"), ClusterConfig(device="cpu")
+    spec = with_optimizer(SPEC, adam)
     with pytest.raises(InputError, match=r"tables.item: optimizer adam has no fused kernel on a CPU.*replicate it"):
-        make_plan(ShardingConfig(cluster=cpu), model=SPEC, batch_size=64, optimizer=adam)
+        make_plan(ShardingConfig(cluster=cpu), model=spec, batch_size=64)
     replicated = dict.fromkeys(SPEC.tables, TableConstraint(sharding_types=("data_parallel",)))
-    plan = make_plan(ShardingConfig(cluster=cpu, tables=replicated), model=SPEC, batch_size=64, optimizer=adam)
+    plan = make_plan(ShardingConfig(cluster=cpu, tables=replicated), model=spec, batch_size=64)
     assert {table.compute_kernel for table in plan.tables.values()} == {"dense"}
     frozen = ModelSpec.sized(
         TwoTowerConfig(),
@@ -111,7 +113,7 @@ def test_adam_on_a_cpu_is_for_replicated_tables_and_frozen_tables_have_no_optimi
         vector_dim_by_table={"item": 64},
         tables={"item": TableConfig(transfer="frozen")},
     )
-    table = make_plan(ShardingConfig(cluster=cpu), model=frozen, batch_size=64, optimizer=adam).tables["item"]
+    table = make_plan(ShardingConfig(cluster=cpu), model=with_optimizer(frozen, adam), batch_size=64).tables["item"]
     assert table.sharding_type != "data_parallel" and table.optimizer == "none"
 
 

@@ -11,6 +11,7 @@ from recsys_core.sharding.lookup_stats import LookupStats
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.plan_page import to_html
 from recsys_core.sharding.planner import make_plan
+from tests.recsys_core.training.small_model import with_optimizer
 
 MODEL = ModelSpec.sized(
     TwoTowerConfig(learn_user_embedding=True, embedding_dim=128),
@@ -24,9 +25,8 @@ def planned(*, tables: dict | None = None, optimizer: str = "rowwise_adagrad", *
     cluster = ClusterConfig(**({"device": "cuda", "num_nodes": 2, "processes_per_node": 8, "ddr_gb": 1000} | changes))
     return make_plan(
         ShardingConfig(cluster=cluster, tables=tables or {}),
-        model=MODEL,
+        model=with_optimizer(MODEL, TableOptimizer(kind=optimizer)),
         batch_size=1024,
-        optimizer=TableOptimizer(kind=optimizer),
     )
 
 

@@ -10,13 +10,14 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.optimizer_config import TableOptimizer
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.planner import make_plan
+from tests.recsys_core.training.small_model import with_optimizer
 
 HUGE = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True, embedding_dim=128), num_users=10**9, num_items=10**7)
 
 
-def message_of(config: ShardingConfig, model: ModelSpec = HUGE, **arguments) -> str:
+def message_of(config: ShardingConfig, model: ModelSpec = HUGE) -> str:
     with pytest.raises(InputError) as caught:
-        make_plan(config, model=model, batch_size=1024, **arguments)
+        make_plan(config, model=model, batch_size=1024)
     return str(caught.value)
 
 
@@ -70,7 +71,7 @@ def test_a_constraint_that_prevents_a_plan_is_named():
 def test_optimizer_state_is_part_of_what_has_to_fit():
     sizes = ShardingConfig(cluster=cluster(num_nodes=2, processes_per_node=8))
     assert make_plan(sizes, model=HUGE, batch_size=1024)
-    message = message_of(sizes, optimizer=TableOptimizer(kind="adam"))
+    message = message_of(sizes, with_optimizer(HUGE, TableOptimizer(kind="adam")))
     assert "table user needs" in message or "table user is the largest" in message
 
 

@@ -15,6 +15,7 @@ from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan, plan_sharding, with_default_memory
 from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
 from recsys_core.sharding.torchrec_planner import TorchrecPlanner
+from tests.recsys_core.training.small_model import with_optimizer
 
 BAG = TableConfig(lookup="pooled")
 SPEC = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True), num_users=1000, num_items=500, tables={"user": BAG})
@@ -90,21 +91,23 @@ def test_a_plan_for_another_world_size_or_model_is_rejected_with_both_numbers():
 
 
 def test_a_plan_for_another_optimizer_or_one_changed_by_hand_is_rejected():
-    plan = make_plan(config(), model=SPEC, batch_size=64, optimizer=TableOptimizer(kind="sgd"))
-    plan.check_matches(spec=SPEC, world_size=2, optimizer=TableOptimizer(kind="sgd"))
+    spec = with_optimizer(SPEC, TableOptimizer(kind="sgd"))
+    plan = make_plan(config(), model=spec, batch_size=64)
+    plan.check_matches(spec=spec, world_size=2)
     with pytest.raises(InputError, match="table item was planned with optimizer sgd, but it has adagrad"):
-        plan.check_matches(spec=SPEC, world_size=2, optimizer=TableOptimizer(kind="adagrad"))
+        plan.check_matches(spec=with_optimizer(SPEC, TableOptimizer(kind="adagrad")), world_size=2)
     own = ModelSpec.sized(
         SPEC.config,
         num_users=1000,
         num_items=500,
         tables={"user": TableConfig(lookup="pooled", optimizer=TableOptimizer(kind="adagrad"))},
+        optimizer=TableOptimizer(kind="sgd"),
     )
     with pytest.raises(InputError, match="table user was planned with optimizer sgd, but it has adagrad"):
         plan.check_matches(spec=own, world_size=2)
     item = plan.tables["item"].model_copy(update={"compute_kernel": "fused_uvm"})
     with pytest.raises(InputError, match="changed by hand"):
-        plan.model_copy(update={"tables": plan.tables | {"item": item}}).check_matches(spec=SPEC, world_size=2)
+        plan.model_copy(update={"tables": plan.tables | {"item": item}}).check_matches(spec=spec, world_size=2)
 
 
 def test_every_process_chooses_the_same_of_equally_good_layouts():
@@ -118,7 +121,6 @@ def test_every_process_chooses_the_same_of_equally_good_layouts():
             batch_size=64,
             device="cpu",
             processes_per_node=2,
-            optimizer=TableOptimizer(),
             lookup_stats=None,
         )
         orders.append([option.sharding_type for option in planner.options()["user"]])

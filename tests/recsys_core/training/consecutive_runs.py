@@ -37,6 +37,7 @@ from tests.gloo import run_ranks
 from tests.recsys_core.ingest.interaction_logs import Event, ingest, write_log
 from tests.recsys_core.ingest.parquet_files import write
 from tests.recsys_core.manifests.committed_stage import commit_stage
+from tests.recsys_core.training.small_model import with_optimizer
 
 RANKS, DIM = 2, 8
 TRAINING = TrainingConfig(epochs=1, batch_size=16, validation=None, checkpoint_every_steps=1000, seed=3)
@@ -113,7 +114,8 @@ def train_job(run: PreparedRun, *, kind: str = "row_wise", training: TrainingCon
         cluster=ClusterConfig(device="cpu", processes_per_node=RANKS),
         tables=dict.fromkeys(run.spec.tables, TableConstraint.model_validate({"sharding_types": (kind,)})),
     )
-    plan = make_plan(sharding, model=run.spec, batch_size=training.batch_size, optimizer=training.table_optimizer)
+    spec = with_optimizer(run.spec, training.table_optimizer)
+    plan = make_plan(sharding, model=spec, batch_size=training.batch_size)
     run.folder.mkdir(exist_ok=True)
     (run.folder / "plan.json").write_text(plan.model_dump_json())
     work = run.folder / "train.work"
@@ -121,7 +123,7 @@ def train_job(run: PreparedRun, *, kind: str = "row_wise", training: TrainingCon
     return TrainJob(
         work=work,
         fingerprint="f",
-        spec=run.spec,
+        spec=spec,
         loss=LossConfig(num_negatives=8),
         training=training,
         interactions=run.interactions.folder,

@@ -124,18 +124,12 @@ def make_experiment(
     loss: LossConfig = LossConfig(num_negatives=32),  # noqa: B008  it is frozen
     sharding: dict[str, TableConstraint] | None = None,
 ) -> Experiment:
-    spec = ModelSpec.of(
-        model,
-        dataset=data,
-        tables=tables,
-        loss=loss,
-    )
+    spec = ModelSpec.of(model, dataset=data, tables=tables, loss=loss, optimizer=training.table_optimizer)
     plan = plan_sharding(
         ShardingConfig(cluster=ClusterConfig(device="cpu", processes_per_node=2), tables=sharding or {}),
         model=spec,
         batch_size=training.batch_size,
         folder=folder,
-        optimizer=training.table_optimizer,
     )
     return Experiment(data, spec, plan, loss, training)
 

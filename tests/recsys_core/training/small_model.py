@@ -18,6 +18,7 @@ from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, LocalShard, parameter_name
 from recsys_core.models.tables.initialisation import copy_pretrained, fill_missing, fill_random
+from recsys_core.models.tables.optimizer_config import TableOptimizer
 from recsys_core.models.tables.table_config import TableConfig, random_norm
 from recsys_core.models.task import RetrievalHead, RetrievalTask
 from recsys_core.sharding.config import ClusterConfig, QuantizedCommsConfig, ShardingConfig, TableConstraint
@@ -64,6 +65,7 @@ def small_spec(
     tables: Mapping[str, TableConfig] | None = None,
     vectors: Sequence[str] = ("item",),
     forms: Mapping[str, FeatureForm] = FORMS,
+    optimizer: TableOptimizer | None = None,
 ) -> ModelSpec:
     """Return a model with user id, history, last item and features of `forms`. vectors: tables with pretrained vectors."""
     config = TwoTowerConfig(
@@ -80,7 +82,17 @@ def small_spec(
         facts_by_feature={name: _facts(form) for name, form in forms.items()},
         vector_dim_by_table={name: (tables or {}).get(name, TableConfig()).dim or dim for name in vectors},
         tables=tables,
+        optimizer=optimizer,
     )
+
+
+def with_optimizer(spec: ModelSpec, optimizer: TableOptimizer) -> ModelSpec:
+    """Return the spec with another optimizer of the tables without an `optimizer` setting."""
+    tables = {
+        name: table.model_copy(update={"optimizer": table.settings.optimizer or optimizer})
+        for name, table in spec.tables.items()
+    }
+    return spec.model_copy(update={"tables": tables})
 
 
 def pretrained_of(spec: ModelSpec) -> dict[str, PretrainedVectors]:
@@ -173,7 +185,7 @@ def sharded_model(
         tables={name: TableConstraint(sharding_types=(kind,)) for name, kind in kinds.items()},
         quantized_comms=quantized_comms,
     )
-    plan = make_plan(sharding, model=spec, batch_size=6, optimizer=training.table_optimizer)
+    plan = make_plan(sharding, model=spec, batch_size=6)
     gradual = {name: rank for name, rank in RANKS.items() if spec.tables[name].settings.transfer == "gradual"}
     model = build_model(
         spec,

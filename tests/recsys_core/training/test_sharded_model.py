@@ -45,7 +45,7 @@ class Case(NamedTuple):
         dim = 256 if self.kind in COLUMN_KINDS else 32 if self.quantized_comms.forward == "int8" else 8
         user = TableConfig() if self.kind in UNPOOLED_SHARDING_TYPES else TableConfig(lookup="pooled")
         tables = {"item": TableConfig(transfer="residual"), "user": user, "user.groups": TableConfig(pooling="sum")}
-        return small_spec(dim=dim, tables=tables)
+        return small_spec(dim=dim, tables=tables, optimizer=self.training.table_optimizer)
 
     @property
     def training(self) -> TrainingConfig:

@@ -20,7 +20,16 @@ from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job.process_group import Process
 from recsys_core.training.optimizers import LearningRates, make_optimizer, table_name_of
 from tests.gloo import run_ranks
-from tests.recsys_core.training.small_model import ITEMS, RANKS, USERS, make_batch, pretrained_of, sharded_model, small_spec
+from tests.recsys_core.training.small_model import (
+    ITEMS,
+    RANKS,
+    USERS,
+    make_batch,
+    pretrained_of,
+    sharded_model,
+    small_spec,
+    with_optimizer,
+)
 
 KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 STEPS, QUERIES, NEGATIVES = 3, 8, 6
@@ -83,7 +92,9 @@ def train_rank(rank: int, folder: Path, spec: ModelSpec, kind: str, training: Tr
 
 
 def train(folder: Path, spec: ModelSpec, *, kind: str, training: TrainingConfig | None = None, epochs: int = 1) -> Run:
-    run_ranks(train_rank, world_size=2, arguments=(folder, spec, kind, training or training_of(), epochs))
+    training = training or training_of()
+    spec = with_optimizer(spec, training.table_optimizer)
+    run_ranks(train_rank, world_size=2, arguments=(folder, spec, kind, training, epochs))
     tables = [
         {name: np.full((table.num_rows, table.dim), np.nan, np.float32) for name, table in spec.tables.items()}
         for _ in range(epochs + 1)

@@ -45,7 +45,7 @@ def part_of(spec: ModelSpec, *, parts: range, step: int) -> Batch:
 def train(rank: int, lookup: str, folder: Path) -> None:
     ranks = dist.get_world_size()
     tables = {"item": TableConfig(transfer="residual"), "user": TableConfig.model_validate({"lookup": lookup})}
-    spec = small_spec(tables=tables, forms=FORMS)
+    spec = small_spec(tables=tables, forms=FORMS, optimizer=TRAINING.table_optimizer)
     process = Process(rank=rank, world_size=ranks, device=torch.device("cpu"))
     model, _ = sharded_model(spec, kinds=dict.fromkeys(spec.tables, "row_wise"), training=TRAINING, loss=LOSS, process=process)
     pipeline = TrainPipelineSparseDist(model, make_optimizer(model, spec=spec, config=TRAINING), process.device)

@@ -32,6 +32,7 @@ from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.train import train
 from tests.recsys_core.launching.listening_sockets import collect_listening
 from tests.recsys_core.training.forked_training import Experiment, generate_dataset, make_experiment
+from tests.recsys_core.training.small_model import with_optimizer
 
 CONFIG = TrainingConfig(
     epochs=2,
@@ -181,16 +182,15 @@ def test_an_input_error_in_a_rank_is_raised_and_not_retried(experiment, tmp_path
 
 def test_a_loss_that_is_not_finite_is_raised_with_its_step_and_not_retried(experiment, tmp_path):
     wild = TableOptimizer(kind="sgd", learning_rate=1e6, weight_decay=1000, warmup_steps=0)
-    config = CONFIG.model_copy(update={"table_optimizer": wild})
+    config, spec = CONFIG.model_copy(update={"table_optimizer": wild}), with_optimizer(experiment.spec, wild)
     plan = plan_sharding(
         ShardingConfig(cluster=ClusterConfig(device="cpu", processes_per_node=2)),
-        model=experiment.spec,
+        model=spec,
         batch_size=64,
         folder=tmp_path / "plan",
-        optimizer=wild,
     )
     with pytest.raises(StageError, match=r"step \d+, epoch 1, rank [01]: the loss is (nan|inf) \(table") as caught:
-        run_train(experiment._replace(plan=plan), tmp_path / "train", config=config)
+        run_train(experiment._replace(plan=plan, spec=spec), tmp_path / "train", config=config)
     assert "lower the learning_rate of training.table_optimizer" in str(caught.value)
     assert not isinstance(caught.value, LaunchError)
     assert [path.name for path in (tmp_path / "train.work" / "logs").iterdir()] == ["attempt-1"]

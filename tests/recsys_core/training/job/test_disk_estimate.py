@@ -45,7 +45,7 @@ def test_a_checkpoint_and_an_export_are_at_least_as_large_as_their_estimates(exp
     largest = max(size for name, size in (rows | items).items() if not name.startswith("state_"))
     estimate = training_bytes(CONFIG, spec=experiment.spec, work_folder=tmp_path / "none", steps_per_epoch=10)
     assert estimate == sum(rows.values()) < sum(path.stat().st_size for path in checkpoint_of(trained).glob("*.distcp"))
-    assert export_bytes(CONFIG.table_optimizer, spec=experiment.spec) == sum((rows | items).values()) + largest
+    assert export_bytes(experiment.spec) == sum((rows | items).values()) + largest
 
 
 def test_files_of_an_earlier_attempt_reduce_the_estimate(experiment, tmp_path):

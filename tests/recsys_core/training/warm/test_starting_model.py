@@ -25,6 +25,7 @@ from tests.recsys_core.ingest.interaction_logs import ingest
 from tests.recsys_core.ingest.parquet_files import write
 from tests.recsys_core.manifests.committed_stage import commit_stage
 from tests.recsys_core.training.consecutive_runs import PreparedRun, prepare_run
+from tests.recsys_core.training.small_model import with_optimizer
 
 ADVICE = "set training.warm_start to null for this run, or go back to the old setting"
 ADAGRAD = TableOptimizer()
@@ -79,9 +80,8 @@ def spec_with(run: PreparedRun, *, tables: dict[str, TableConfig] | None = None,
 
 
 def check_compatible(run: PreparedRun, champion: Champion, spec: ModelSpec, *, optimizer: TableOptimizer = ADAGRAD) -> None:
-    require_compatible(
-        spec, champion=champion, dataset=Dataset(run.interactions, features=run.features), default_optimizer=optimizer
-    )
+    spec = with_optimizer(spec, optimizer)
+    require_compatible(spec, champion=champion, dataset=Dataset(run.interactions, features=run.features))
 
 
 def test_an_equal_model_is_compatible_also_with_other_training_settings(run: PreparedRun, champion: Champion) -> None:
@@ -152,10 +152,9 @@ def test_a_hashed_feature_with_another_definition_is_rejected(run: PreparedRun, 
         InputError, match=r"definition of feature item.colour is hash 8 in this run, but hash 4 in the champion"
     ):
         require_compatible(
-            specs[1],
+            with_optimizer(specs[1], TableOptimizer(kind="sgd")),
             champion=old,
             dataset=Dataset(run.interactions, features=current),
-            default_optimizer=TableOptimizer(kind="sgd"),
         )
 
 
@@ -171,7 +170,7 @@ def test_a_new_item_feature_is_compatible_and_the_other_projections_are_carried_
     current = with_hashed_features(run, colour="hash 4")  # in front of the brand
     spec = ModelSpec.of(run.spec.config, dataset=Dataset(run.interactions, features=current), tables=tables)
     before = replace(champion, spec=old)
-    require_compatible(spec, champion=before, dataset=Dataset(run.interactions, features=current), default_optimizer=ADAGRAD)
+    require_compatible(spec, champion=before, dataset=Dataset(run.interactions, features=current))
     assert "item.colour" not in carried_table_names(spec, champion=before)
     brand = torch.rand(8, 12)
     dense = {

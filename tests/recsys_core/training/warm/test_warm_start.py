@@ -60,7 +60,6 @@ def prepare(champion: Champion, run: PreparedRun, folder: Path) -> WarmStart:
         champion,
         spec=run.spec,
         dataset=Dataset(run.interactions, run.embeddings, run.features),
-        default_optimizer=TrainingConfig().table_optimizer,
         folder=folder,
     )
 
@@ -90,7 +89,7 @@ def check_start(rank: int, job: TrainJob, expected: Path) -> None:
         name: [shard.weight_RD.clone() for shard in table_shards(model.state_dict(), table=name)] for name in job.spec.tables
     }
     load_champion_weights(model, warm_start=job.warm)
-    load_champion_accumulators(optimizer, spec=job.spec, default_optimizer=job.training.table_optimizer, warm_start=job.warm)
+    load_champion_accumulators(optimizer, spec=job.spec, warm_start=job.warm)
     for name in job.spec.tables:
         expected_RD, accumulator_R = (torch.from_numpy(np.load(expected / f"{kind}{name}.npy")) for kind in ("", "state_"))
         shards = table_shards(model.state_dict(), table=name)
@@ -169,9 +168,7 @@ def step(
         assert job.warm is not None
         load_champion_weights(model, warm_start=job.warm)
         if accumulators:
-            load_champion_accumulators(
-                optimizer, spec=job.spec, default_optimizer=job.training.table_optimizer, warm_start=job.warm
-            )
+            load_champion_accumulators(optimizer, spec=job.spec, warm_start=job.warm)
     interactions = require_manifest(job.interactions, InteractionsManifest)
     assert job.features is not None
     assembler = Assembler(user_batch_key=UNPOOLED, features=FeatureStore.open(require_manifest(job.features, FeaturesManifest)))

@@ -1,9 +1,11 @@
 """Evaluation and training results as tables and figures, for the terminal, Prefect and MLflow."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from recsys_core import plots
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 RANKER_COLOURS = {"model": plots.BLUE, "popularity": plots.GREY, "zero_shot": plots.GREEN}
-DEFAULT_COLUMNS = ("recall@20", "ndcg@10", "hit_rate@10", "mrr", "auc", "coverage@20")
+COLUMNS = ("recall@20", "ndcg@10", "hit_rate@10", "mrr", "auc", "coverage@20")
 MAX_LABELLED_EPOCHS = 15
 COLD_SUFFIX = ", cold"
 """Suffix of the rows whose metrics rank only cold items."""
@@ -40,30 +42,23 @@ class MetricTable(Frozen):
         return tuple(max(value or 0.0 for value in column_values) for column_values in zip(*comparable_values, strict=True))
 
 
-def metric_table(metrics: Mapping[str, float], *, columns: Sequence[str] = DEFAULT_COLUMNS) -> MetricTable:
+def metric_table(metrics: Mapping[str, float]) -> MetricTable:
     """Build the table of the test metrics of the model and its baselines. Rows for cold items come last.
 
-    >>> metric_table({"test/mrr": 0.5, "baseline/popularity/mrr": 0.25}, columns=["mrr"]).rows
+    >>> metric_table({"test/mrr": 0.5, "baseline/popularity/mrr": 0.25}).rows
     {'model': (0.5,), 'popularity': (0.25,)}
     """
     metrics_by_ranker = _metrics_by_ranker(metrics)
-    shown_columns = tuple(column for column in columns if column in metrics_by_ranker["model"])
-    cold_metrics_by_ranker = {
-        f"{ranker}{COLD_SUFFIX}": _metrics_under("cold/", values) for ranker, values in metrics_by_ranker.items()
-    }
-    measured_cold_metrics = {
-        ranker: values for ranker, values in cold_metrics_by_ranker.items() if values.keys() & set(shown_columns)
-    }
-    values_by_ranker = {
-        ranker: tuple(values.get(column) for column in shown_columns)
-        for ranker, values in (metrics_by_ranker | measured_cold_metrics).items()
-    }
+    columns = tuple(column for column in COLUMNS if column in metrics_by_ranker["model"])
+    for ranker, ranker_metrics in list(metrics_by_ranker.items()):
+        cold_metrics = _metrics_under("cold/", ranker_metrics)
+        if cold_metrics.keys() & set(columns):
+            metrics_by_ranker[f"{ranker}{COLD_SUFFIX}"] = cold_metrics
     note = ""
-    if measured_cold_metrics:
-        cold_model_metrics = cold_metrics_by_ranker[f"model{COLD_SUFFIX}"]
-        num_items, num_users = (cold_model_metrics[metric_name] for metric_name in ("items", "users"))
-        note = f"cold: {num_items:,.0f} items without an earlier event, for {num_users:,.0f} users"
-    return MetricTable(columns=shown_columns, rows=values_by_ranker, note=note)
+    if cold_model := metrics_by_ranker.get(f"model{COLD_SUFFIX}"):
+        note = f"cold: {cold_model['items']:,.0f} items without an earlier event, for {cold_model['users']:,.0f} users"
+    rows = {ranker: tuple(values.get(column) for column in columns) for ranker, values in metrics_by_ranker.items()}
+    return MetricTable(columns=columns, rows=rows, note=note)
 
 
 def to_markdown(table: MetricTable) -> str:
@@ -83,11 +78,7 @@ def to_markdown(table: MetricTable) -> str:
 def plot_recall(metrics: Mapping[str, float], *, path: Path) -> Path:
     """Write a PNG with the recall of the model and its baselines at each cut-off K. Return `path`."""
     metrics_by_ranker = _metrics_by_ranker(metrics)
-    cut_offs = sorted(
-        int(metric_name.removeprefix("recall@"))
-        for metric_name in metrics_by_ranker["model"]
-        if re.fullmatch(r"recall@\d+", metric_name)
-    )
+    cut_offs = sorted(int(name.removeprefix("recall@")) for name in metrics_by_ranker["model"] if name.startswith("recall@"))
     figure, axes = plots.new_figure(title="Recall on the test split, full catalogue", grid_axis="y")
     bar_width = 0.8 / len(metrics_by_ranker)
     for ranker_index, (ranker, ranker_metrics) in enumerate(metrics_by_ranker.items()):
@@ -109,13 +100,9 @@ def plot_loss(train: TrainManifest, *, path: Path) -> Path:
     The loss falls in steps: from the second epoch on, the model has already learned from the events of the epoch. The dotted
     lines mark the ends of the epochs. The mean loss of each epoch shows the trend.
     """
-    metrics_json = train.path("metrics.jsonl").read_text()
-    records = [json.loads(line) for line in metrics_json.splitlines() if line.strip()]
-    records_by_epoch: dict[int, list[dict[str, Any]]] = {}
-    for record in records:
-        records_by_epoch.setdefault(record["epoch"], []).append(record)
+    lines = train.path("metrics.jsonl").read_text().splitlines()
+    records: list[dict[str, Any]] = [json.loads(line) for line in lines if line.strip()]
     validation_records = [record for record in records if record["validation"]]
-
     figure, panels = plots.new_panels(
         2 if validation_records else 1,
         title="Training loss and validation metrics" if validation_records else "Training loss",
@@ -123,37 +110,29 @@ def plot_loss(train: TrainManifest, *, path: Path) -> Path:
         size=(6.4, 5.8 if validation_records else 3.8),
     )
     loss_axes = panels[0]
-    loss_axes.plot(
-        [record["step"] for record in records], [record["loss"] for record in records],
-        color=plots.BLUE, linewidth=1.0, alpha=0.55, label="loss",
-    )  # fmt: skip
+    steps, losses = zip(*((record["step"], record["loss"]) for record in records), strict=True)
+    loss_axes.plot(steps, losses, color=plots.BLUE, linewidth=1.0, alpha=0.55, label="loss")
     first_step = 0
-    for epoch, epoch_records in records_by_epoch.items():
-        last_step = epoch_records[-1]["step"]
-        mean_loss = sum(record["loss"] for record in epoch_records) / len(epoch_records)
-        loss_axes.hlines(
-            mean_loss,
-            first_step,
-            last_step,
-            color=plots.BLUE,
-            linewidth=2,
-            label="_nolegend_" if first_step else "mean of the epoch",
-        )
+    for epoch, epoch_records in groupby(records, key=itemgetter("epoch")):
+        epoch_steps, epoch_losses = zip(*((record["step"], record["loss"]) for record in epoch_records), strict=True)
+        last_step, label = epoch_steps[-1], "_nolegend_" if first_step else "mean of the epoch"
+        loss_axes.hlines(fmean(epoch_losses), first_step, last_step, color=plots.BLUE, linewidth=2, label=label)
         for axes in panels:
             axes.axvline(last_step, color=plots.GREY, linewidth=1.0, linestyle=":", zorder=0.5)
-        if len(records_by_epoch) <= MAX_LABELLED_EPOCHS:
-            panels[-1].text(
-                (first_step + last_step) / 2, 0.02, str(epoch) if first_step else f"epoch {epoch}",
-                transform=panels[-1].get_xaxis_transform(), ha="center", fontsize=7.5, color=plots.INK,
-            )  # fmt: skip
+        if records[-1]["epoch"] <= MAX_LABELLED_EPOCHS:
+            style: dict[str, Any] = {
+                "ha": "center",
+                "fontsize": 7.5,
+                "color": plots.INK,
+                "transform": panels[-1].get_xaxis_transform(),
+            }
+            panels[-1].text((first_step + last_step) / 2, 0.02, str(epoch) if first_step else f"epoch {epoch}", **style)
         first_step = last_step
     loss_axes.set_ylabel("training loss")
     plots.legend_above(loss_axes)
-    loss_axes.text(
-        0.99, 0.97, "The loss steps down at each new epoch (dotted lines):\nthe model sees the same events again.",
-        transform=loss_axes.transAxes, ha="right", va="top", fontsize=7.5, color=plots.INK, backgroundcolor="white",
-    )  # fmt: skip
-
+    note = "The loss steps down at each new epoch (dotted lines):\nthe model sees the same events again."
+    style = {"ha": "right", "va": "top", "fontsize": 7.5, "color": plots.INK, "backgroundcolor": "white"}
+    loss_axes.text(0.99, 0.97, note, transform=loss_axes.transAxes, **style)
     if validation_records:
         _plot_validation(panels[1], validation_records, best_epoch=train.best_epoch)
     panels[-1].set_xlabel("training step (dotted lines: ends of the epochs)")

@@ -33,15 +33,26 @@ class EmbeddingTables(nn.ModuleDict):
         for collection in sorted({table.collection for table in spec.tables.values()}):
             table_by_name = {table_name: table for table_name, table in spec.tables.items() if table.collection == collection}
             if next(iter(table_by_name.values())).is_unpooled:
-                self[collection] = EmbeddingCollection(
-                    tables=[_unpooled_config(table_name, table) for table_name, table in table_by_name.items()], device=device
-                )
+                configs = [EmbeddingConfig(**_table_arguments(name, table)) for name, table in table_by_name.items()]
+                self[collection] = EmbeddingCollection(tables=configs, device=device)
             else:
-                self[collection] = EmbeddingBagCollection(
-                    tables=[pooled_config(table_name, table) for table_name, table in table_by_name.items()],
-                    is_weighted=collection.startswith(POOLED_WEIGHTED),
-                    device=device,
-                )
+                # For mean pooling, `table_outputs` divides the sum. TorchRec's own mean is wrong under grid_shard: TorchRec 1.9
+                # divides by the number of values on each rank. The same fault of row_wise (meta-pytorch/torchrec#2362) is gone.
+                configs = [
+                    EmbeddingBagConfig(**_table_arguments(name, table), pooling=PoolingType.SUM)
+                    for name, table in table_by_name.items()
+                ]
+                is_weighted = collection.startswith(POOLED_WEIGHTED)
+                self[collection] = EmbeddingBagCollection(tables=configs, is_weighted=is_weighted, device=device)
+
+
+def _table_arguments(table_name: str, table: TableSpec) -> dict[str, Any]:
+    return {
+        "name": module_name(table_name),
+        "num_embeddings": table.num_rows,
+        "embedding_dim": table.dim,
+        "feature_names": [table.feature],
+    }
 
 
 def parameter_name(spec: ModelSpec, table: str) -> str:
@@ -49,27 +60,6 @@ def parameter_name(spec: ModelSpec, table: str) -> str:
     table_spec = spec.tables[table]
     module_dict = "embeddings" if table_spec.is_unpooled else "embedding_bags"
     return f"{table_spec.collection}.{module_dict}.{module_name(table)}.weight"
-
-
-def _unpooled_config(table_name: str, table: TableSpec) -> EmbeddingConfig:
-    return EmbeddingConfig(
-        name=module_name(table_name), num_embeddings=table.num_rows, embedding_dim=table.dim, feature_names=[table.feature]
-    )
-
-
-def pooled_config(table_name: str, table: TableSpec) -> EmbeddingBagConfig:
-    """Return the config of a table with sum pooling. For mean pooling, `table_outputs` divides the sum by the list length.
-
-    TorchRec's own mean is wrong under grid_shard: TorchRec 1.9 divides by the number of values on each rank.
-    The same fault of row_wise (meta-pytorch/torchrec#2362) is fixed.
-    """
-    return EmbeddingBagConfig(
-        name=module_name(table_name),
-        num_embeddings=table.num_rows,
-        embedding_dim=table.dim,
-        feature_names=[table.feature],
-        pooling=PoolingType.SUM,
-    )
 
 
 def table_outputs(spec: ModelSpec, embeddings: CollectionOutputs, batch: Batch, *, side: Side) -> dict[str, Tensor]:

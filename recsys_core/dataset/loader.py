@@ -7,12 +7,12 @@ would take longer than building the batches.
 Shapes: B queries, N drawn negatives, C candidates, U users, I items, P batches of a chunk, E events of a chunk.
 """
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +25,12 @@ from recsys_core.seeds import negatives_key
 
 CHUNK_CANDIDATES = 20_000
 """Number of positives and drawn negatives in a chunk. A batch that has more is a chunk of its own."""
-PREFETCHED_CHUNKS = 2
+PREFETCHED_CHUNKS = 3
 PHILOX_VALUES_PER_INCREMENT = 4
 """Number of values that numpy's Philox generator returns for each increment of its counter."""
 
 T = TypeVar("T")
+_END: Any = object()
 
 
 @dataclass(frozen=True)
@@ -169,37 +170,16 @@ def prefetch(values: Iterable[T], *, depth: int) -> Generator[T, None, None]:
     If computing a value raises an exception, the generator yields the values before it and then raises the exception. Closing
     the generator ends the thread.
     """
-    results: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(maxsize=depth)
-    is_closed = threading.Event()
-
-    def put(result: tuple[T] | BaseException | None) -> bool:
-        while not is_closed.is_set():
-            try:
-                results.put(result, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    def compute() -> None:
-        try:
-            for value in values:
-                if not put((value,)):
-                    return
-            put(None)
-        except BaseException as error:
-            put(error)
-
-    thread = threading.Thread(target=compute, name="loader", daemon=True)
-    thread.start()
+    iterator = iter(values)
+    pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
     try:
-        while (result := results.get()) is not None:
-            if isinstance(result, BaseException):
-                raise result
-            yield result[0]
+        pending = deque(pool.submit(next, iterator, _END) for _ in range(depth))
+        while (value := pending.popleft().result()) is not _END:
+            pending.append(pool.submit(next, iterator, _END))
+            yield value
     finally:
-        is_closed.set()
-        thread.join()  # a thread that runs numpy or torch code at interpreter shutdown crashes the process
+        # Wait for the thread: one that runs numpy or torch code at interpreter shutdown crashes the process.
+        pool.shutdown(cancel_futures=True)
 
 
 def query_batch(

@@ -29,7 +29,6 @@ from recsys_core.models.tables.initialisation import (
     mean_vector,
     no_vectors,
     rows_with_vector,
-    zero_rows,
 )
 from recsys_core.models.tables.table_config import ID_TABLES, OFFSET_TABLE, TEACHER_TABLE, random_norm
 from recsys_core.models.task import TABLES_PATH, RetrievalHead, RetrievalTask
@@ -205,7 +204,7 @@ def zero_unknown_users(model: DistributedModelParallel, *, is_known_U: NDArray[n
     """Set the rows of unknown users (no training event, no vector) to zero. Their history alone represents these users."""
     with torch.no_grad():
         for shard in table_shards(model.state_dict(), table="user"):
-            zero_rows(shard, is_zero_R=~is_known_U)
+            fill_missing(shard, vector_row=is_known_U.astype(np.int8) - 1, value_D=None)  # -1 for an unknown user
 
 
 def popularity_ranks_by_table(spec: ModelSpec, *, store: EventStore) -> dict[str, NDArray[np.int64]]:

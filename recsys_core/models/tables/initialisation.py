@@ -5,6 +5,7 @@ An initial value depends on the table, row and column, never on the sharding: ev
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,19 +31,6 @@ def fill_random(shard: LocalShard, *, table: str, dim: int, seed: int, std: floa
         shard.weight_RD[start_row - shard.row : stop_row - shard.row].copy_(
             values_RD[start_row - chunk_start : stop_row - chunk_start, shard.column : shard.column + shard_dim]
         )
-
-
-def zero_rows(shard: LocalShard, *, is_zero_R: NDArray[np.bool_]) -> None:
-    """Set the marked rows of `shard` to zero.
-
-    The caller marks the rows without a training example. Training would leave these rows random, and they would affect scores.
-
-    Args:
-        is_zero_R: one flag per row of the whole table.
-    """
-    num_rows = len(shard.weight_RD)
-    zero_index = np.flatnonzero(is_zero_R[shard.row : shard.row + num_rows])
-    shard.weight_RD[torch.from_numpy(zero_index).to(shard.weight_RD.device)] = 0.0
 
 
 def copy_pretrained(
@@ -103,7 +91,7 @@ def no_vectors(num_rows: int) -> NDArray[np.int64]:
     return np.broadcast_to(np.int64(-1), num_rows)
 
 
-def fill_missing(shard: LocalShard, *, vector_row: NDArray[np.int64], value_D: Tensor | None) -> None:
+def fill_missing(shard: LocalShard, *, vector_row: NDArray[np.integer[Any]], value_D: Tensor | None) -> None:
     """Set the rows of `shard` without a pretrained vector to `value_D`; None: to zero."""
     num_rows, shard_dim = shard.weight_RD.shape
     shard_vector = torch.zeros(shard_dim) if value_D is None else value_D[shard.column : shard.column + shard_dim]

@@ -12,7 +12,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables.embedding_tables import table_shards
+from recsys_core.models.tables.embedding_tables import EmbeddingTables, table_shards
 from recsys_core.models.tables.optimizer_config import DenseOptimizer, TableOptimizer
 from recsys_core.models.tables.table_config import TableConfig
 from recsys_core.sharding.config import QuantizedCommsConfig
@@ -20,9 +20,9 @@ from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job.process_group import Process
 from recsys_core.training.optimizers import LearningRates, make_optimizer
-from recsys_core.training.sharded_model import ADAGRAD_EPS
+from recsys_core.training.sharded_model import ADAGRAD_EPS, zero_unknown_users
 from tests.gloo import run_ranks
-from tests.recsys_core.training.small_model import make_batch, plain_task, sharded_model, small_spec
+from tests.recsys_core.training.small_model import USERS, make_batch, plain_task, sharded_model, small_spec
 
 COLUMN_KINDS = ("column_wise", "table_column_wise", "grid_shard")
 KINDS = ("table_wise", "row_wise", "table_row_wise", "data_parallel", *COLUMN_KINDS)
@@ -179,3 +179,14 @@ def test_ranks_that_share_candidates_are_one_rank_with_all_their_queries(logq_co
         num_negatives=NEGATIVES, cross_rank_negatives=True, logq_correction=logq_correction, mask_negatives="seen"
     )
     check(Case("table_wise", loss))
+
+
+def test_the_rows_of_unknown_users_are_zero_and_the_others_are_kept():
+    torch.manual_seed(0)
+    tables = EmbeddingTables(small_spec(), device=torch.device("cpu"))
+    before_RD = tables.get_parameter("unpooled_8.embeddings.user.weight").detach().clone()
+    is_known_U = np.arange(USERS) % 3 > 0
+    zero_unknown_users(tables, is_known_U=is_known_U)
+    after_RD = tables.get_parameter("unpooled_8.embeddings.user.weight")
+    assert (after_RD[~is_known_U] == 0).all() and before_RD[~is_known_U].any()
+    assert torch.equal(after_RD[is_known_U], before_RD[is_known_U])

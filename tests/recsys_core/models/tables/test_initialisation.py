@@ -17,7 +17,6 @@ from recsys_core.models.tables.initialisation import (
     no_vectors,
     rows_with_vector,
     scale_to_norm,
-    zero_rows,
 )
 from recsys_core.models.tables.table_config import random_norm
 
@@ -82,14 +81,6 @@ def test_rows_without_a_vector_take_the_mean_or_zero_and_the_others_are_kept():
         fill_missing(LocalShard(2, 4, shard), vector_row=vector_row, value_D=value)
         assert (shard[[2, 8, 9]] == 7).all()
         torch.testing.assert_close(shard[[0, 5, 11]], expected.expand(3, 4))
-
-
-def test_zero_rows_sets_the_marked_rows_of_any_shard_and_keeps_the_others():
-    is_zero_R = np.zeros(ROWS, bool)
-    is_zero_R[[3, 9]] = True
-    shard = torch.full((6, 4), 7.0)
-    zero_rows(LocalShard(4, 4, shard), is_zero_R=is_zero_R)
-    assert (shard[5] == 0).all() and (shard[:5] == 7).all()
 
 
 def test_random_rows_have_the_configured_standard_deviation_and_norm():

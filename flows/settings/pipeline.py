@@ -21,9 +21,8 @@ from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.tables.table_config import (
     OFFSET_TABLE,
     TableConfig,
-    check_distillation,
     check_table_names,
-    check_vectors_exist,
+    check_tables,
 )
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.serving.config import PackageConfig
@@ -162,22 +161,19 @@ class PipelineConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _named_tables_exist(self) -> Self:
-        check_table_names("tables", self.tables, tables=self.table_names)
-        check_table_names("sharding.tables", self.sharding.tables, tables=self.table_names)
-        return self
-
-    @model_validator(mode="after")
-    def _vectors_are_used_by_tables(self) -> Self:
+    def _tables_support_their_settings(self) -> Self:
         tables_with_vectors = {embeddings_config.table for embeddings_config in self.embeddings}
         if "user" in tables_with_vectors and not self.model.learn_user_embedding:
             raise ValueError(
                 "embeddings has vectors of users, but the model has no user table; set model.learn_user_embedding to true"
             )
-        for table_name, table_config in self.tables.items():
-            check_vectors_exist(table_name, table_config, tables_with_vectors=tables_with_vectors)
-        if self.loss.distillation is not None:
-            check_distillation(tables_with_vectors)
+        check_tables(
+            self.tables,
+            tables=self.table_names,
+            tables_with_vectors=tables_with_vectors,
+            has_distillation=self.loss.distillation is not None,
+        )
+        check_table_names("sharding.tables", self.sharding.tables, tables=self.table_names)
         return self
 
     @property

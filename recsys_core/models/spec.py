@@ -19,10 +19,7 @@ from recsys_core.models.tables.table_config import (
     OFFSET_TABLE,
     TEACHER_TABLE,
     TableConfig,
-    check_distillation,
-    check_table_names,
-    check_table_settings,
-    check_vectors_exist,
+    check_tables,
     check_width,
     random_norm,
 )
@@ -150,12 +147,16 @@ class ModelSpec(Frozen):
         if config.learn_user_embedding:
             num_rows_by_table["user"] = num_users
         num_rows_by_table |= {feature_name: facts.rows for feature_name, facts in facts_by_feature.items()}
-        check_table_names("tables", settings_by_table, tables=num_rows_by_table.keys() - {TEACHER_TABLE})
+        check_tables(
+            settings_by_table,
+            tables=num_rows_by_table.keys() - {TEACHER_TABLE},
+            tables_with_vectors=vector_dim_by_table,
+            has_distillation=has_distillation,
+        )
         if OFFSET_TABLE in num_rows_by_table:
             offset_settings = settings_by_table.get(OFFSET_TABLE, TableConfig())
             settings_by_table[OFFSET_TABLE] = _offset_settings(offset_settings, dim=config.embedding_dim)
         if has_distillation:
-            check_distillation(vector_dim_by_table)
             dim = vector_dim_by_table[TEACHER_TABLE] = vector_dim_by_table["item"]
             # The pretrained vectors, unscaled; the row of an item without a vector is zero.
             settings_by_table[TEACHER_TABLE] = TableConfig(
@@ -165,10 +166,8 @@ class ModelSpec(Frozen):
         spec_by_table = {}
         for table_name, num_rows in num_rows_by_table.items():
             settings = settings_by_table.get(table_name, TableConfig())
-            check_vectors_exist(table_name, settings, tables_with_vectors=vector_dim_by_table)
             if table_name in vector_dim_by_table:
                 check_width(vector_dim_by_table[table_name], settings.dim, table=table_name)
-            check_table_settings(table_name, settings)
             feature = "item" if table_name in (OFFSET_TABLE, TEACHER_TABLE) else table_name
             side: Side = "item" if feature == "item" or feature.startswith("item.") else "query"
             spec_by_table[table_name] = TableSpec(

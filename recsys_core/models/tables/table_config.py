@@ -1,7 +1,7 @@
 """Settings of one embedding table: width, initial values, transfer of pretrained vectors, optimizer; and their checks."""
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
 from typing import Literal, Self
 
@@ -135,21 +135,43 @@ def check_table_names(setting_name: str, table_names: Iterable[str], *, tables: 
             raise InputError(f"{setting_name}.{table_name}: the model has no such table; it has {sorted(tables)}; {advice}")
 
 
-def check_vectors_exist(table_name: str, settings: TableConfig, *, tables_with_vectors: Collection[str]) -> None:
-    """Raise InputError if table `table_name` has a transfer that needs pretrained vectors, but there are none."""
-    if settings.transfer != "full" and table_name not in tables_with_vectors:
-        raise InputError(
-            f"tables.{table_name}.transfer is {settings.transfer}, but embeddings has no vectors of table {table_name!r} (it "
-            f"has {sorted(tables_with_vectors) or 'none'}); add them, or set transfer to full"
-        )
+def check_tables(
+    settings_by_table: Mapping[str, TableConfig],
+    *,
+    tables: Collection[str],
+    tables_with_vectors: Collection[str],
+    has_distillation: bool,
+) -> None:
+    """Raise InputError if the model does not have a table, or if a table or the loss does not support a setting.
 
-
-def check_distillation(tables_with_vectors: Collection[str]) -> None:
-    """Raise InputError if there are no pretrained item vectors, which loss.distillation needs."""
-    if "item" not in tables_with_vectors:
+    Args:
+        tables: names of the model's tables.
+        tables_with_vectors: names of the tables with pretrained vectors.
+        has_distillation: whether the loss has a distillation term.
+    """
+    check_table_names("tables", settings_by_table, tables=tables)
+    vectors_text = f"it has {sorted(tables_with_vectors) or 'none'}"
+    for table_name, settings in settings_by_table.items():
+        if settings.transfer != "full" and table_name not in tables_with_vectors:
+            raise InputError(
+                f"tables.{table_name}.transfer is {settings.transfer}, but embeddings has no vectors of table {table_name!r} "
+                f"({vectors_text}); add them, or set transfer to full"
+            )
+        has_decay = settings.optimizer is not None and settings.optimizer.weight_decay > 0
+        for is_set, setting, supporting_tables in (
+            (has_decay, "optimizer.weight_decay", (*ID_TABLES, OFFSET_TABLE)),
+            (settings.transfer == "gradual", "transfer gradual", ID_TABLES),
+            (settings.transfer == "residual", "transfer residual", ("item",)),
+            (settings.lookup is not None, "lookup", ("user",)),
+        ):
+            if is_set and table_name not in supporting_tables:
+                raise InputError(
+                    f"tables.{table_name}: {setting} is only for the tables {list(supporting_tables)}; leave it out"
+                )
+    if has_distillation and "item" not in tables_with_vectors:
         raise InputError(
             "loss.distillation keeps the similarities of the pretrained item vectors, but embeddings has no vectors of table "
-            f"'item' (it has {sorted(tables_with_vectors) or 'none'}); add them, or leave loss.distillation out"
+            f"'item' ({vectors_text}); add them, or leave loss.distillation out"
         )
 
 
@@ -171,16 +193,3 @@ def check_width(vector_dim: int, table_dim: int | None, *, table: str) -> None:
             f"leave it out, and the table takes the width of its vectors"
             + (f", or set embeddings.pca_dim to {table_dim}" if table_dim is not None and vector_dim > table_dim else "")
         )
-
-
-def check_table_settings(table_name: str, settings: TableConfig) -> None:
-    """Raise InputError if table `table_name` does not support one of its settings."""
-    has_decay = settings.optimizer is not None and settings.optimizer.weight_decay > 0
-    for is_set, setting, supporting_tables in (
-        (has_decay, "optimizer.weight_decay", (*ID_TABLES, OFFSET_TABLE)),
-        (settings.transfer == "gradual", "transfer gradual", ID_TABLES),
-        (settings.transfer == "residual", "transfer residual", ("item",)),
-        (settings.lookup is not None, "lookup", ("user",)),
-    ):
-        if is_set and table_name not in supporting_tables:
-            raise InputError(f"tables.{table_name}: {setting} is only for the tables {list(supporting_tables)}; leave it out")

@@ -62,6 +62,7 @@ def test_a_missing_setting_has_its_default(file: Path) -> None:
         ("tables: {item.brand: {dims: 8}}", "tables.item.brand.dims: unknown key; did you mean tables.item.brand.dim?"),
         ("tables: {item: {dim: 6}}", "tables.item.dim: Input should be a multiple of 4, but it is 6"),
         ("tables: {item: {transfer: gradual}}", "tables.item: transfer is gradual, but unfreeze is empty"),
+        ("tables: {item: {lookup: pooled}}", "tables.item: lookup is only for the tables ['user']; leave it out"),
         ("registry: {model_name: a/b}", "registry.model_name: String should match pattern"),
     ],
 )

@@ -49,11 +49,10 @@ class LossConfig(Settings):
         description="use the candidates of all ranks as negatives of each query. Each rank still encodes only its own "
         "candidates",
     )
-    logq_correction: Literal["counts", "streaming", "none"] = Field(
+    logq_correction: Literal["counts", "none"] = Field(
         "counts",
         description="how the softmax loss corrects logits for the frequency with which a candidate is sampled (logQ "
-        "correction, Yi et al., RecSys 2019). counts uses the number of training events, streaming estimates "
-        "the frequency during the training, and none corrects nothing",
+        "correction, Yi et al., RecSys 2019). counts uses the number of training events, and none corrects nothing",
     )
     mask_negatives: Literal["none", "positive", "seen"] = Field(
         "positive",

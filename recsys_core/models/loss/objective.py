@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from recsys_core.dataset.batch import Batch
-from recsys_core.models.loss.collectives import gather_candidates, gather_rows
+from recsys_core.models.loss.collectives import gather_candidates
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.loss.losses import (
     bce_loss,
@@ -21,11 +21,8 @@ from recsys_core.models.loss.losses import (
     softmax_loss,
     weighted_mean,
 )
-from recsys_core.models.loss.sampling import StreamingFrequency, log_expected_count, negative_share, seen_pairs
+from recsys_core.models.loss.sampling import log_expected_count, negative_share, seen_pairs
 from recsys_core.models.spec import ModelSpec
-
-FREQUENCY_RATE = 0.01
-"""Weight of one occurrence in the streaming estimate of an item's share."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class ScoreColumns:
 
 
 class Objective(nn.Module):
-    """The loss of a batch, with the temperature and the logQ estimates.
+    """The loss of a batch, with the temperature and the shares of the items for the logQ correction.
 
     Args:
         item_count_I: number of training events per item, for the logQ correction.
@@ -67,8 +64,6 @@ class Objective(nn.Module):
         self.fixed_temperature = spec.config.temperature
         self.positive_share_I: Tensor
         self.negative_share_I: Tensor
-        self.steps: Tensor
-        self.frequency: StreamingFrequency | None = None
         if loss.kind != "softmax" or loss.logq_correction == "none":
             return
         positive_share_I = item_count_I / max(item_count_I.sum(), 1)
@@ -77,9 +72,6 @@ class Objective(nn.Module):
             negative_share_I = negative_share(item_count_I, loss.negative_sampling_alpha)
         self.register_buffer("positive_share_I", torch.from_numpy(positive_share_I).float(), persistent=False)
         self.register_buffer("negative_share_I", torch.from_numpy(negative_share_I).float(), persistent=False)
-        if loss.logq_correction == "streaming":
-            self.frequency = StreamingFrequency(spec.num_items, rate=FREQUENCY_RATE)
-            self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     @property
     def temperature(self) -> Tensor | float:
@@ -161,33 +153,19 @@ class Objective(nn.Module):
         """Return the log expected counts of the positives and of the columns."""
         if self.config.logq_correction == "none":
             return None, None
-        if self.frequency is not None and self.training:
-            self.frequency.update(self._positives_of_all_ranks(columns, item_row_B), self.steps)
-            self.steps += 1
-        # If other columns of the positive's item are masked, the positive occurs exactly once, and a correction of its logit
-        # would be wrong (Khrylchenko et al., "Correcting the LogQ correction", RecSys 2025).
-        log_q_B = self._log_expected_count(item_row_B, columns) if self.config.mask_negatives == "none" else None
-        return log_q_B, self._log_expected_count(columns.item_row_N, columns)
+        log_q_N, log_q_B = self._log_expected_count(columns.item_row_N, columns), None
+        # If other columns of the positive's item are masked, the positive occurs exactly once, see `softmax_loss`.
+        if self.config.mask_negatives == "none":
+            log_q_B = self._log_expected_count(item_row_B, columns)
+        return log_q_B, log_q_N
 
     def _log_expected_count(self, item_row_N: Tensor, columns: ScoreColumns) -> Tensor:
-        if self.frequency is None:
-            positive_share_N = self.positive_share_I[item_row_N]
-        else:
-            positive_share_N = self.frequency.log_share(item_row_N).exp()
         return log_expected_count(
-            positive_share_N,
+            self.positive_share_I[item_row_N],
             self.negative_share_I[item_row_N],
             num_positives=columns.num_positives,
             num_negatives=columns.num_negatives,
         )
-
-    def _positives_of_all_ranks(self, columns: ScoreColumns, item_row_B: Tensor) -> Tensor:
-        """Return the positives of all ranks in the same order on each rank, so that every rank has the same estimate."""
-        batch_size = len(item_row_B)
-        if columns.num_positives > batch_size:  # the columns are already gathered
-            world_size = columns.num_positives // batch_size
-            return columns.item_row_N.view(world_size, -1)[:, :batch_size].flatten()
-        return gather_rows(item_row_B, group=self.group)
 
 
 def _positive_scores(query_BD: Tensor, positive_BD: Tensor, *, precision: torch.dtype) -> Tensor:

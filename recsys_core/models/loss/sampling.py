@@ -1,12 +1,11 @@
 """Sampling of negatives: popularity-based probabilities, expected counts for the logQ correction, seen items."""
 
-import math
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from recsys_core.errors import InputError
 
@@ -64,69 +63,6 @@ def negative_share(item_count_I: NDArray[np.integer[Any]], alpha: float) -> NDAr
     share_I[has_event_I] = (item_count_I[has_event_I] / item_count_I.max()) ** alpha
     share_I /= share_I.sum()
     return share_I
-
-
-class StreamingFrequency(nn.Module):
-    """Estimate each item's share of the positives from the gaps between its occurrences (Yi et al., RecSys 2019, algorithm 2).
-
-    Three differences from the paper:
-
-    - Gaps are measured in positives, not in steps, so that 1 / gap is a share for any batch size.
-    - An item with c occurrences in a batch updates its estimate c times. Each gap is the distance to the item's previous batch
-      divided by c. With one update per batch, an estimate could not exceed one occurrence per step.
-    - The first gaps are averaged with equal weights, so that the estimate does not start from an arbitrary gap.
-
-    An item that never occurred has the share 1 / num_items. With several ranks, every rank must pass the same rows in the same
-    order: the gathered positives of all ranks. The buffers are part of the checkpoint. The update is deterministic and does not
-    synchronise with the accelerator.
-
-    Args:
-        num_items: number of items in the catalogue.
-        rate: weight of one occurrence in the moving average of gaps. The estimate looks back about 1 / rate occurrences, and
-            its relative error is about sqrt(rate / 2): 7 % for 0.01.
-
-    >>> frequency = StreamingFrequency(10, rate=0.01)
-    >>> for step in range(3):
-    ...     frequency.update(torch.tensor([0, 0, 0, 1]), torch.tensor(step))
-    >>> [round(share, 4) for share in frequency.log_share(torch.tensor([0, 1, 3])).exp().tolist()]
-    [0.75, 0.25, 0.1]
-    """
-
-    def __init__(self, num_items: int, *, rate: float) -> None:
-        super().__init__()
-        self._log_decay = math.log1p(-rate)
-        self.last_step_I: Tensor
-        self.gap_I: Tensor
-        self.weight_I: Tensor
-        self.register_buffer("last_step_I", torch.full((num_items,), -1, dtype=torch.int64))
-        self.register_buffer("gap_I", torch.full((num_items,), float(num_items)))
-        self.register_buffer("weight_I", torch.zeros(num_items))
-
-    @torch.no_grad()
-    def update(self, item_row_B: Tensor, step: Tensor) -> None:
-        """Update the estimates with the positives of one step.
-
-        Args:
-            item_row_B: item of each positive of the step, on all ranks; an item may occur several times.
-            step: int64 scalar tensor, 0-based and greater than in all earlier calls. A step without a call counts as a batch
-                in which no item occurs. A tensor avoids a synchronisation with the accelerator.
-        """
-        # Count by binary search in the sorted rows. torch.unique would synchronise: the size of its result depends on the data.
-        sorted_item_row_B = item_row_B.sort().values
-        count_B = torch.searchsorted(sorted_item_row_B, item_row_B, right=True) - torch.searchsorted(
-            sorted_item_row_B, item_row_B
-        )
-        gap_B = (step - self.last_step_I[item_row_B]) * len(item_row_B) / count_B
-        new_weight_B = -torch.expm1(self._log_decay * count_B)  # weight of c occurrences together: 1 - (1 - rate)^c
-        weight_B = self.weight_I[item_row_B] * (1 - new_weight_B) + new_weight_B
-        # An item that occurs twice in the batch is written twice, with the same value.
-        self.gap_I[item_row_B] = torch.lerp(self.gap_I[item_row_B], gap_B, new_weight_B / weight_B)
-        self.weight_I[item_row_B] = weight_B
-        self.last_step_I[item_row_B] = step  # index_fill_ would read the value of `step` on the host
-
-    def log_share(self, item_row_C: Tensor) -> Tensor:
-        """Return the log of the estimated share of each item among the positives: float32 [C], finite, at most 0."""
-        return -self.gap_I[item_row_C].clamp(min=1).log()
 
 
 def seen_pairs(history_row_H: Tensor, history_offset: Tensor, candidate_row_C: Tensor) -> tuple[Tensor, Tensor]:

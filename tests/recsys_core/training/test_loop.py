@@ -60,9 +60,9 @@ FORGETFUL = MODEL.model_copy(
 )
 REPLICATED = TableConstraint(sharding_types=("data_parallel",))
 UNUSUAL = {
-    "streaming": {
+    "cross_rank": {
         "model": FORGETFUL,
-        "loss": LossConfig(num_negatives=32, logq_correction="streaming", cross_rank_negatives=True, mask_negatives="seen"),
+        "loss": LossConfig(num_negatives=32, cross_rank_negatives=True, mask_negatives="seen"),
         "tables": {"item": TableConfig(transfer="residual", id_dropout=0.3)},
     },
     "gradual": {

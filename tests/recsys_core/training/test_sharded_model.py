@@ -173,12 +173,8 @@ def test_every_loss_is_the_same_sharded_and_unsharded(kind):
     check(Case("row_wise", LossConfig(kind=kind, num_negatives=NEGATIVES, margin=-0.5)))
 
 
-@pytest.mark.parametrize("logq_correction", ["counts", "streaming"])
-def test_ranks_that_share_candidates_are_one_rank_with_all_their_queries(logq_correction):
-    loss = LossConfig(
-        num_negatives=NEGATIVES, cross_rank_negatives=True, logq_correction=logq_correction, mask_negatives="seen"
-    )
-    check(Case("table_wise", loss))
+def test_ranks_that_share_candidates_are_one_rank_with_all_their_queries():
+    check(Case("table_wise", LossConfig(num_negatives=NEGATIVES, cross_rank_negatives=True, mask_negatives="seen")))
 
 
 def test_the_rows_of_unknown_users_are_zero_and_the_others_are_kept():

@@ -16,8 +16,8 @@ from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss.loss_config import DistillationConfig, LossConfig
 from recsys_core.models.loss.losses import distillation_loss
-from recsys_core.models.loss.objective import FREQUENCY_RATE, Objective
-from recsys_core.models.loss.sampling import StreamingFrequency, negative_share
+from recsys_core.models.loss.objective import Objective
+from recsys_core.models.loss.sampling import negative_share
 from recsys_core.models.spec import ModelSpec
 
 ITEMS, WIDTH, TEMPERATURE = 7, 4, 0.5
@@ -208,29 +208,8 @@ def test_a_learned_temperature_starts_at_the_fixed_one_and_has_a_gradient() -> N
     assert not list(objective_of(LossConfig()).parameters())
 
 
-def test_streaming_correction_uses_the_streaming_estimate() -> None:
-    loss = LossConfig(logq_correction="streaming", mask_negatives="positive")
-    objective = objective_of(loss)
-    by_hand = StreamingFrequency(ITEMS, rate=FREQUENCY_RATE)
-    query_BD, candidate_CD = CASE.vectors()
-    size, rows = 3, torch.tensor(CASE.candidates)
-    for step in range(3):
-        found = objective(query_BD, candidate_CD, batch=CASE.batch(), teacher_CD=None)
-        by_hand.update(rows[:size], torch.tensor(step))
-        expected_K = size * by_hand.log_share(rows).exp() + 3 * torch.from_numpy(negative_share(COUNTS, 0.0))[rows].float()
-        logits_BC = query_BD @ candidate_CD.T / TEMPERATURE - expected_K.log()
-        own_B = (query_BD * candidate_CD[:size]).sum(dim=1) / TEMPERATURE
-        logits_BC = logits_BC.masked_fill(rows[:size, None] == rows, -torch.inf)
-        wanted = (torch.cat([own_B[:, None], logits_BC], dim=1).logsumexp(dim=1) - own_B).mean()
-        torch.testing.assert_close(found, wanted)
-    assert int(objective.steps) == 3 and {"steps", "frequency.gap_I"} <= set(objective.state_dict())
-    before = objective.frequency.gap_I.clone()
-    objective.eval()(query_BD, candidate_CD, batch=CASE.batch(), teacher_CD=None)
-    assert int(objective.steps) == 3 and torch.equal(objective.frequency.gap_I, before)  # updated only while training
-
-
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("logq_correction", ["counts", "streaming", "none"])
+@pytest.mark.parametrize("logq_correction", ["counts", "none"])
 @pytest.mark.parametrize("mask", ["none", "positive"])
 def test_no_step_synchronises_with_the_accelerator(kind: Any, logq_correction: Any, mask: Any) -> None:
     """Tensors on the meta device have no values: reading one raises."""

@@ -109,5 +109,4 @@ def end_state(registration: RegistrationManifest | None, *, run: Run) -> State:
     )
     if registration.alarm is not None:
         return Completed(name="BrokenChampion", message=f"{registration.alarm}; {message}", data=registration)
-    state_name = "Promoted" if registration.promoted else "NotPromoted"
-    return Completed(name=state_name, message=message, data=registration)
+    return Completed(name=registration.state_name, message=message, data=registration)

@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from flows.runs.run_history import PastRun
     from tasks.retention.clean import Removals
 
-_COLOURS = {"Promoted": "green", "NotPromoted": "yellow", "Running": "", "DryRun": "", "StoppedEarly": ""}
+_COLOURS = {
+    "Promoted": "green",
+    "NotPromoted": "yellow",
+    "NotEnoughData": "yellow",
+    "Running": "",
+    "DryRun": "",
+    "StoppedEarly": "",
+}
 """Colour by state; all other states are red."""
 
 

@@ -31,6 +31,7 @@ Tone = Literal["good", "warn", "bad", "none"]
 _TONE_BY_STATE: dict[RunState, Tone] = {
     "Promoted": "good",
     "NotPromoted": "warn",
+    "NotEnoughData": "warn",
     "BrokenChampion": "bad",
     "DataRejected": "bad",
     "Failed": "bad",

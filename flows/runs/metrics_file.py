@@ -21,7 +21,7 @@ from recsys_core.errors import InputError
 from tasks.runs.run_record import RunState
 
 METRICS_FILE_NAME = "metrics.prom"
-_REGISTERING_STATES = ("Promoted", "NotPromoted", "BrokenChampion")
+_REGISTERING_STATES = ("Promoted", "NotPromoted", "NotEnoughData", "BrokenChampion")
 
 
 def metrics_registry(config: PipelineConfig) -> CollectorRegistry:

@@ -19,6 +19,7 @@ STATE_NAMES: dict[RunState, str] = {
     "Running": "running",
     "Promoted": "promoted",
     "NotPromoted": "not promoted",
+    "NotEnoughData": "not enough data",
     "BrokenChampion": "broken champion",
     "DataRejected": "data rejected",
     "DryRun": "dry run",
@@ -127,7 +128,7 @@ def _record_from_manifests(run: Run) -> RunRecord:
     if run.is_locked():
         state, message = "Running", ""
     elif registration is not None:
-        state, message = "Promoted" if registration.promoted else "NotPromoted", "; ".join(registration.reasons)
+        state, message = registration.state_name, "; ".join(registration.reasons)
     elif data_report is not None and data_report.breaches:
         state, message = "DataRejected", "; ".join(data_report.breaches)
     else:

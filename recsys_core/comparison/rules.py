@@ -119,7 +119,7 @@ class PairedBootstrap(Settings):
         >>> import numpy as np
         >>> rule, new_U = PairedBootstrap(num_resamples=1000), np.tile([0.0, 1.0], 500)
         >>> rule.compare(new_U, new_U, baseline="version 3").reason
-        '0.5000, +0.0 % (+0.0 to +0.0 %) from the 0.5000 of version 3, with a margin of -5 % and users +0 / -0'
+        '0.5000, +0.0 % (+0.0 to +0.0 %) from the 0.5000 of version 3 (margin -5 %; users +0 / -0)'
         >>> rule.compare(new_U[:8], new_U[:8], baseline="version 3").reason
         '0.5000, not compared with version 3: 8 test users, but the gate needs at least 200'
         """
@@ -154,9 +154,10 @@ class PairedBootstrap(Settings):
             low, high = np.quantile(ratio_R, [1 - self.confidence, self.confidence]).tolist()
             interval = (low, high)
             difference = f"{100 * (new_mean / baseline_mean - 1):+.1f} % ({100 * low:+.1f} to {100 * high:+.1f} %)"
+        condition = "must be better" if self.must_be_better else f"margin {-100 * margin:g} %"
         reason = (
-            f"{new_mean:.4f}, {difference} from the {baseline_mean:.4f} of {baseline}, with a margin of {-100 * margin:g} % "
-            f"and users +{fields['num_better_users']:,} / -{fields['num_worse_users']:,}"
+            f"{new_mean:.4f}, {difference} from the {baseline_mean:.4f} of {baseline} ({condition}; users "
+            f"+{fields['num_better_users']:,} / -{fields['num_worse_users']:,})"
         )
         if outcome == "not_enough_data":
             num_needed = num_users * (detectable_drop / self.max_relative_drop) ** 2

@@ -40,6 +40,7 @@ class _Split:
     """The users with targets in one split, and the items.
 
     Attributes:
+        user_row_B: rows of the users, ascending.
         history: item rows before the split.
         is_new_B: users without a training event.
         popularity_order_I: item rows by falling popularity before the split.
@@ -47,6 +48,7 @@ class _Split:
     """
 
     queries: Queries
+    user_row_B: NDArray[np.int64]
     history: JaggedArray
     is_new_B: NDArray[np.bool_]
     popularity_order_I: NDArray[np.int32]
@@ -114,13 +116,26 @@ def evaluate(
         # Popularity cannot rank items without an event, so it has no cold metrics.
         popularity_ranking = rank_by_order(test_split.queries, order_I=test_split.popularity_order_I, k=max(config.ks))
         metric_values |= all_metrics("baseline/popularity", popularity_ranking, config=config)
+        # A served version never recommends seen items, so the values of the users do not rank them either.
+        every_seen = replace(test_split.queries, seen=test_split.history)
+        ranking_by_ranker = {"popularity": rank_by_order(every_seen, order_I=test_split.popularity_order_I, k=0)}
+        if config.exclude_seen:
+            ranking_by_ranker["model"] = ranking
         if item_embeddings is not None:
             vectors_RD = np.load(item_embeddings.vectors_path("item"), mmap_mode="r")
             vector_row_I = store.vector_rows("item")
             assert vector_row_I is not None  # the ingest requires that items have vectors
             query_BD, vector_ID = zero_shot_vectors(vectors_RD, vector_row_I=vector_row_I, histories=test_split.history)
             every_user = replace(test_split.queries, query_BD=query_BD, is_known_B=np.ones(len(query_BD), np.bool_))
-            metric_values |= measure("baseline/zero_shot", replace(test_split, queries=every_user), vector_ID)[0]
+            zero_shot_metrics, ranking = measure("baseline/zero_shot", replace(test_split, queries=every_user), vector_ID)
+            metric_values |= zero_shot_metrics
+            if config.exclude_seen:
+                ranking_by_ranker["zero_shot"] = ranking
+        user_metrics = {
+            ranker: metrics.UserMetrics.of(ranking.target_positions(), user_row_B=test_split.user_row_B)
+            for ranker, ranking in ranking_by_ranker.items()
+        }
+        metrics.write_user_metrics(user_metrics, output_folder / metrics.USER_METRICS_FILE)
         np.save(output_folder / "popularity.npy", test_split.popularity_order_I)
         (output_folder / "metrics.json").write_text(json.dumps(metric_values, indent=2))
         return stage.commit(metrics=metric_values)
@@ -172,6 +187,7 @@ def _load_split(
             seen=history if config.exclude_seen else JaggedArray.empty(len(history)),
             targets=store.targets(user_row_B, split),
         ),
+        user_row_B=user_row_B,
         history=history,
         is_new_B=store.train_count_U[user_row_B] == 0,
         popularity_order_I=popularity_before(split, store=store, interactions=interactions),

@@ -25,7 +25,7 @@ target is the last of them.
 Shapes: B queries, U users with at least one target, T (user, target) pairs, K cut-off.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -36,6 +36,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+USER_METRICS_FILE = "user_metrics.parquet"
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,14 @@ class TargetPositions:
     Attributes:
         position_T: int64, 0 for the best item, ascending within a user.
         user_T: int64, 0 to U - 1, ascending.
+        original_user_U: int64, number of each user in the pairs, ascending.
         num_candidates_U: int64, number of ranked items.
         num_targets_U: int64, at least 1.
     """
 
     position_T: NDArray[np.int64]
     user_T: NDArray[np.int64]
+    original_user_U: NDArray[np.int64]
     num_candidates_U: NDArray[np.int64]
     num_targets_U: NDArray[np.int64]
 
@@ -68,6 +71,7 @@ class TargetPositions:
         return cls(
             position_T=position_T[order_T].astype(np.int64),
             user_T=renumbered_user_T.astype(np.int64),
+            original_user_U=user_U.astype(np.int64),
             num_candidates_U=num_candidates_B[user_U].astype(np.int64),
             num_targets_U=num_targets_U,
         )
@@ -164,29 +168,66 @@ def coverage(top_BK: NDArray[np.int32], *, k: int, num_items: int) -> float:
     return float(np.count_nonzero(is_covered_I[:num_items]) / num_items)
 
 
+SERVED_METRICS: Mapping[str, tuple[Callable[..., Floats], int]] = {
+    "recall@20": (recall, 20),
+    "hit_rate@10": (hit_rate, 10),
+    "ndcg@20": (ndcg, 20),
+}
+"""The metrics by which served versions and baselines are compared user by user."""
+
+
 @dataclass(frozen=True)
 class UserMetrics:
-    """One value per metric and user. Two rankers that are compared have the same users in the same order.
+    """One value per metric and user.
 
     Attributes:
+        user_row_U: int64, rows of the users, ascending.
         value_U_by_metric: values of the users by name of the metric, such as recall@20.
 
-    >>> UserMetrics({"recall@20": np.array([0.0, 0.5, 1.0])}).means("served")
+    >>> UserMetrics(np.arange(3), {"recall@20": np.array([0.0, 0.5, 1.0])}).means("served")
     {'served/recall@20': 0.5}
     """
 
+    user_row_U: NDArray[np.int64]
     value_U_by_metric: Mapping[str, Floats]
+
+    @classmethod
+    def of(cls, targets: TargetPositions, *, user_row_B: NDArray[Any]) -> Self:
+        """Compute SERVED_METRICS. user_row_B: row of each user in the pairs of `targets`, ascending."""
+        values = {name: metric(targets, k=k) for name, (metric, k) in SERVED_METRICS.items()}
+        return cls(user_row_B[targets.original_user_U].astype(np.int64), values)
 
     def means(self, ranker: str) -> dict[str, float]:
         """Return <ranker>/<metric> by name: the mean over the users."""
         return {f"{ranker}/{metric}": float(value_U.mean()) for metric, value_U in self.value_U_by_metric.items()}
 
-    def write(self, path: Path) -> None:
-        """Write a parquet file with one row per user and one column per metric."""
-        pq.write_table(pa.table(dict(self.value_U_by_metric)), path)
+    def common_with(self, other: "UserMetrics") -> Self:
+        """Return the metrics of the users that `other` has too.
 
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read a file that `write` has written."""
-        table = pq.read_table(path)
-        return cls({metric: table[metric].to_numpy() for metric in table.column_names})
+        >>> first = UserMetrics(np.array([2, 5, 7]), {"mrr": np.array([0.1, 0.2, 0.3])})
+        >>> first.common_with(UserMetrics(np.array([5, 9]), {})).value_U_by_metric["mrr"].tolist()
+        [0.2]
+        """
+        is_common_U = np.isin(self.user_row_U, other.user_row_U, assume_unique=True)
+        values = {metric: value_U[is_common_U] for metric, value_U in self.value_U_by_metric.items()}
+        return type(self)(self.user_row_U[is_common_U], values)
+
+
+def write_user_metrics(metrics_by_ranker: Mapping[str, UserMetrics], path: Path) -> None:
+    """Write the values of rankers with the same users: the column user_row, and one column <ranker>/<metric> for each value."""
+    columns: dict[str, NDArray[Any]] = {}
+    for ranker, metrics in metrics_by_ranker.items():
+        columns["user_row"] = metrics.user_row_U
+        columns |= {f"{ranker}/{metric}": value_U for metric, value_U in metrics.value_U_by_metric.items()}
+    pq.write_table(pa.table(columns), path)
+
+
+def read_user_metrics(path: Path) -> dict[str, UserMetrics]:
+    """Read a file of `write_user_metrics`: the metrics by ranker."""
+    table = pq.read_table(path)
+    user_row_U = table["user_row"].to_numpy()
+    values_by_ranker: dict[str, dict[str, Floats]] = {}
+    for column in table.column_names[1:]:
+        ranker, _, metric = column.rpartition("/")
+        values_by_ranker.setdefault(ranker, {})[metric] = table[column].to_numpy()
+    return {ranker: UserMetrics(user_row_U, values) for ranker, values in values_by_ranker.items()}

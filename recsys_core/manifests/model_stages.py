@@ -77,7 +77,9 @@ class ExportManifest(Manifest):
 
 
 class EvaluationManifest(Manifest):
-    """metrics.json, and popularity.npy int32 [items]: item rows by descending popularity over train and validation."""
+    """metrics.json, popularity.npy int32 [items]: item rows by descending popularity over train and validation, and
+    user_metrics.parquet: values of the test users, see `write_user_metrics`.
+    """
 
     stage: ClassVar[str] = "evaluate"
     group: ClassVar[StageGroup] = "evaluation"
@@ -119,7 +121,7 @@ class PackageManifest(Manifest):
 
 
 class RegistrationManifest(Manifest):
-    """registration.json: the registered MLflow model version."""
+    """registration.json: the registered MLflow model version, and evidence.json: the comparisons behind the verdict."""
 
     stage: ClassVar[str] = "register"
     group: ClassVar[StageGroup] = "release"
@@ -127,6 +129,7 @@ class RegistrationManifest(Manifest):
     version: str
     alias: Literal["champion", "challenger"]
     promoted: bool
+    has_enough_data: bool = Field(True, description="whether there were enough test users for a decision")
     reasons: tuple[str, ...] = Field(description="why the version was promoted or not")
     promote: Literal["by_gate", "never", "force"] = Field(
         "by_gate", description="by_gate: the comparison decided; never, force: the person who started the run decided"
@@ -138,6 +141,11 @@ class RegistrationManifest(Manifest):
     )
     mlflow_run_id: str
     metrics: dict[str, float]
+
+    @property
+    def state_name(self) -> Literal["Promoted", "NotPromoted", "NotEnoughData"]:
+        """Name of the end state of the run."""
+        return "Promoted" if self.promoted else "NotPromoted" if self.has_enough_data else "NotEnoughData"
 
 
 StageName = Literal[

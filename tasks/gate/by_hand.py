@@ -17,9 +17,9 @@ from tempfile import TemporaryDirectory
 from mlflow.entities.model_registry import ModelVersion
 
 from recsys_core.errors import InputError, StageError, redacted
-from recsys_core.evaluation.metrics import UserMetrics
 from recsys_core.manifests import InteractionsManifest, load_manifest
-from tasks.gate.smoke_test import NotFetchedError, UnusableVersionError, prepare_sample
+from tasks.gate.sample import ServedMetrics, prepare_sample
+from tasks.gate.smoke_test import NotFetchedError, UnusableVersionError
 from tasks.gate.version_tester import VersionTester
 from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import RUN_ID_TAG, connect
@@ -149,7 +149,7 @@ def _make_champion(
     decision: Decision,
     *,
     champion: ModelVersion | None,
-    metrics: UserMetrics,
+    metrics: ServedMetrics,
     is_rollback: bool,
 ) -> str:
     """Move the alias from `champion` to `version`, and tag both versions with the decision; return one sentence."""
@@ -174,7 +174,7 @@ def _make_champion(
     instead_text = "" if champion is None else f" instead of version {champion.version}"
     return (
         f"{registry.model_name} version {version_number} is champion{instead_text}: {metric_name} is "
-        f"{metrics.means('served')[f'served/{metric_name}']:.4f} for {tester.sample.num_users:,} users"
+        f"{metrics.users.means('served')[f'served/{metric_name}']:.4f} for {tester.sample.num_users:,} users"
     )
 
 

@@ -1,33 +1,30 @@
 """Champion gate: smoke test of a new version, comparison with the champion on the same users, promotion.
 
 1. Smoke test: the new version recommends items to a sample of test users in a fresh process, as it will be served.
-2. Comparison: the champion recommends items to the same users. The new version is promoted unless `registry.metric` dropped by
-   more than `registry.gate` allows.
+2. Comparison: the champion recommends items to the same users. The rule `registry.gate` compares `registry.metric`, and the
+   guardrails compare other metrics, slices and the coverage. The version must also beat popularity.
 3. Fallback: if the champion does not load, the new version is compared with the last former champion that loads, and the winner
-   becomes champion. If no former champion loads either, the new version must be at least as good as popularity.
+   becomes champion. If there is no champion, the new version must beat all baselines.
 4. Promotion: the winner gets the alias `champion`. A new version that does not win gets `challenger`. `RunOptions.promote` can
    override the comparison.
 """
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from mlflow.entities.model_registry import ModelVersion
 
-from recsys_core.comparison.rules import Margin, Rule
+from recsys_core.comparison.decision import Evidence, Verdict, decide, write_evidence
 from recsys_core.errors import StageError
-from recsys_core.evaluation.metrics import UserMetrics
+from recsys_core.evaluation.metrics import USER_METRICS_FILE, UserMetrics, read_user_metrics
 from recsys_core.manifests import EvaluationManifest
-from tasks.gate.smoke_test import (
-    ModelProcess,
-    UnusableVersionError,
-    prepare_sample,
-    recommend_popular,
-    user_metrics,
-)
+from tasks.gate.evidence import baseline_evidence, version_evidence
+from tasks.gate.sample import ServedMetrics, prepare_sample
+from tasks.gate.smoke_test import ModelProcess, UnusableVersionError
 from tasks.gate.version_tester import VersionTester
 from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import LOG, RUN_REASON_TAG
@@ -38,6 +35,7 @@ from tasks.registry.releases import (
     METRICS_TAG,
     PROMOTE_TAG,
     REASONS_TAG,
+    SPENT_DROP_TAG,
 )
 from tasks.registry.tracking import as_metrics, log_metrics
 from tasks.runs.context import StageContext
@@ -45,22 +43,32 @@ from tasks.runs.options import RunOptions
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Result of a comparison.
+class Decision:
+    """Result of the comparison.
 
     Attributes:
-        is_promoted: whether the new version becomes champion.
-        reason: the comparison in one sentence.
+        verdict: whether the new version becomes champion.
+        reasons: the reasons, each in one sentence, the most important one first.
         metrics: metrics of all compared versions, as <served | champion | former_champion | popularity>/<metric>.
+        evidence: the comparisons.
+        spent_drop: relative drop since the best champion, if the new version becomes champion. It reduces the margin of later
+            versions.
         alarm: error of a champion that does not load, and the version that replaces it; None if the champion loads.
         reinstated_champion: the former champion that becomes champion again, if any.
     """
 
-    is_promoted: bool
-    reason: str
+    verdict: Verdict
+    reasons: tuple[str, ...]
     metrics: dict[str, float]
+    evidence: tuple[Evidence, ...] = ()
+    spent_drop: float = 0.0
     alarm: str | None = None
     reinstated_champion: ModelVersion | None = None
+
+    @property
+    def is_promoted(self) -> bool:
+        """Whether the new version becomes champion."""
+        return self.verdict == "promoted"
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ class _Gate:
     options: RunOptions
     registry: Registry
     tester: VersionTester
-    evaluation: EvaluationManifest
+    baseline_metrics: Mapping[str, UserMetrics]
 
 
 def run_champion_gate(
@@ -97,30 +105,33 @@ def run_champion_gate(
     options, smoke_test_folder = context.options, folder / "smoke_test"
     sample = prepare_sample(context.dataset.interactions, max_users=config.smoke_test_users, folder=smoke_test_folder)
     tester = VersionTester(registry, sample, context.run.workspace, processes)
-    gate = _Gate(version, config, options, registry, tester, context.results[EvaluationManifest])
+    baseline_metrics = read_user_metrics(context.results[EvaluationManifest].path(USER_METRICS_FILE))
+    gate = _Gate(version, config, options, registry, tester, baseline_metrics)
     registry.set_tag(version, PROMOTE_TAG, options.promote)
     if options.reason:
         registry.set_tag(version, RUN_REASON_TAG, options.reason)
-    verdict = _compare_and_promote(gate, tester.smoke_test(version))
+    decision = _compare_and_promote(gate, tester.smoke_test(version))
     assert version.run_id is not None  # get_or_create_version creates every version from an MLflow run
-    registry.call(log_metrics, registry.client, version.run_id, as_metrics(verdict.metrics))
+    registry.call(log_metrics, registry.client, version.run_id, as_metrics(decision.metrics))
     registration_fields = {
         "model_name": version.name,
         "version": str(version.version),
-        "alias": "champion" if verdict.is_promoted else "challenger",
-        "promoted": verdict.is_promoted,
-        "reasons": (verdict.reason,),
+        "alias": "champion" if decision.is_promoted else "challenger",
+        "promoted": decision.is_promoted,
+        "has_enough_data": decision.verdict != "not_enough_data",
+        "reasons": decision.reasons,
         "promote": options.promote,
         "run_reason": options.reason,
-        "alarm": verdict.alarm,
+        "alarm": decision.alarm,
         "mlflow_run_id": version.run_id,
-        "metrics": verdict.metrics,
+        "metrics": decision.metrics,
     }
     (folder / "registration.json").write_text(json.dumps(registration_fields, indent=2))
+    write_evidence(decision.evidence, folder)
     return registration_fields
 
 
-def _compare_and_promote(gate: _Gate, new_metrics: UserMetrics) -> Verdict:
+def _compare_and_promote(gate: _Gate, new_metrics: ServedMetrics) -> Decision:
     """Compare the new version with the champion and set the aliases.
 
     If another run promotes its version during the comparison, repeat the comparison with the new champion.
@@ -128,105 +139,105 @@ def _compare_and_promote(gate: _Gate, new_metrics: UserMetrics) -> Verdict:
     version, registry = gate.version, gate.registry
     while True:
         champion = registry.champion()
-        verdict = _decide(gate, new_metrics, champion=champion)
-        registry.set_tag(version, METRICS_TAG, json.dumps(verdict.metrics))
-        registry.set_tag(version, REASONS_TAG, verdict.reason)
-        if verdict.alarm is not None:
-            registry.set_tag(version, ALARM_TAG, verdict.alarm)
-        winner = version if verdict.is_promoted else verdict.reinstated_champion
+        decision = _decide(gate, new_metrics, champion=champion)
+        reason = "; ".join(decision.reasons)
+        registry.set_tag(version, METRICS_TAG, json.dumps(decision.metrics))
+        registry.set_tag(version, REASONS_TAG, reason)
+        registry.set_tag(version, SPENT_DROP_TAG, f"{decision.spent_drop:.6f}")
+        if decision.alarm is not None:
+            registry.set_tag(version, ALARM_TAG, decision.alarm)
+        winner = version if decision.is_promoted else decision.reinstated_champion
         # A champion that does not load is not marked as a former champion, because the gate could not fall back on it.
         if winner is None or registry.move_champion(
-            winner, expected=champion, reason=verdict.reason, mark_as_former=verdict.alarm is None
+            winner, expected=champion, reason=reason, mark_as_former=decision.alarm is None
         ):
             break
         LOG.info("%s: another version became champion; version %s is compared with it", version.name, version.version)
-    if not verdict.is_promoted:
-        registry.move_challenger(version, reason=verdict.reason)
+    if not decision.is_promoted:
+        registry.move_challenger(version, reason=reason)
     elif "challenger" in registry.version(version.version).aliases:
         # An earlier start of the run did not promote the version, but this start has another `promote`.
-        registry.move_challenger(None, reason=verdict.reason)
-    if verdict.alarm is not None:
-        LOG.error("%s: %s", version.name, verdict.alarm)
+        registry.move_challenger(None, reason=reason)
+    if decision.alarm is not None:
+        LOG.error("%s: %s", version.name, decision.alarm)
         if winner is None and gate.options.promote == "by_gate":
-            raise StageError(f"{version.name}: {verdict.alarm}; {verdict.reason}")
-    return verdict
+            raise StageError(f"{version.name}: {decision.alarm}; {reason}")
+    return decision
 
 
-def _decide(gate: _Gate, new_metrics: UserMetrics, *, champion: ModelVersion | None) -> Verdict:
+def _decide(gate: _Gate, new_metrics: ServedMetrics, *, champion: ModelVersion | None) -> Decision:
     """Compare the new version, whose metrics are `new_metrics`, with the champion, and apply `promote` to the result."""
     version = gate.version
     if champion is not None and str(champion.version) == str(version.version):
-        # The run was interrupted after the promotion and resumed: repeat the first verdict.
+        # The run was interrupted after the promotion and resumed: repeat the first decision.
         tags = gate.registry.version(version.version).tags
-        return Verdict(True, tags[REASONS_TAG], json.loads(tags[METRICS_TAG]), tags.get(ALARM_TAG))
-    verdict = _compare(gate, new_metrics, champion=champion)
+        metrics, spent_drop = json.loads(tags[METRICS_TAG]), float(tags.get(SPENT_DROP_TAG, 0))
+        return Decision("promoted", (tags[REASONS_TAG],), metrics, spent_drop=spent_drop, alarm=tags.get(ALARM_TAG))
+    decision = _compare(gate, new_metrics, champion=champion)
     match gate.options.promote:
         case "never":
-            verdict = replace(
-                verdict, is_promoted=False, reinstated_champion=None, reason=f"promote is never; {verdict.reason}"
-            )
+            reasons = ("; ".join(["promote is never", *decision.reasons]),)
+            decision = replace(decision, verdict="not_promoted", reinstated_champion=None, reasons=reasons)
         case "force":
-            reason = f"promotion was forced ({gate.options.reason}); {verdict.reason}"
-            verdict = replace(verdict, is_promoted=True, reinstated_champion=None, reason=reason)
-    if verdict.alarm is None:
-        return verdict
-    winner = version if verdict.is_promoted else verdict.reinstated_champion
+            reasons = ("; ".join([f"promotion was forced ({gate.options.reason})", *decision.reasons]),)
+            decision = replace(decision, verdict="promoted", reinstated_champion=None, reasons=reasons, spent_drop=0.0)
+    if decision.alarm is None:
+        return decision
+    winner = version if decision.is_promoted else decision.reinstated_champion
     outcome = "no other version becomes champion" if winner is None else f"version {winner.version} is champion instead"
-    return replace(verdict, alarm=f"{verdict.alarm}; {outcome}")
+    return replace(decision, alarm=f"{decision.alarm}; {outcome}")
 
 
-def _compare(gate: _Gate, new_metrics: UserMetrics, *, champion: ModelVersion | None) -> Verdict:
-    """Compare the new version with the champion or, if the champion does not load, with a former champion or popularity."""
+def _compare(gate: _Gate, new_metrics: ServedMetrics, *, champion: ModelVersion | None) -> Decision:
+    """Compare the new version with the champion or, if the champion does not load, with a former champion or baselines."""
     if champion is None:
-        return Verdict(True, "there was no champion", new_metrics.means("served"))
+        return _compare_with_baselines(gate, new_metrics, situation="there was no champion")
     try:
         champion_metrics = gate.tester.measure(champion, control_version=gate.version)
     except UnusableVersionError as error:
-        verdict = _compare_with_former_champion(gate, new_metrics) or _compare_with_popularity(gate, new_metrics)
-        return replace(verdict, alarm=f"the champion, version {champion.version}, does not load ({error})")
-    return _judge(gate, new_metrics, champion_metrics, baseline="champion", baseline_label=f"version {champion.version}")
+        decision = _compare_with_former_champion(gate, new_metrics) or _compare_with_baselines(
+            gate, new_metrics, situation="no former champion loads"
+        )
+        return replace(decision, alarm=f"the champion, version {champion.version}, does not load ({error})")
+    return _compare_with_version(gate, new_metrics, champion, champion_metrics, role="champion")
 
 
-def _compare_with_former_champion(gate: _Gate, new_metrics: UserMetrics) -> Verdict | None:
+def _compare_with_former_champion(gate: _Gate, new_metrics: ServedMetrics) -> Decision | None:
     """Compare with the last former champion that loads; return None if none of them loads. The winner becomes champion."""
     for former_champion in gate.registry.former_champions()[:MAX_FORMER_CHAMPIONS]:
         try:
             former_metrics = gate.tester.measure(former_champion, control_version=gate.version)
         except UnusableVersionError:
             continue
-        label = f"version {former_champion.version}"
-        verdict = _judge(gate, new_metrics, former_metrics, baseline="former_champion", baseline_label=label)
-        return verdict if verdict.is_promoted else replace(verdict, reinstated_champion=former_champion)
+        decision = _compare_with_version(gate, new_metrics, former_champion, former_metrics, role="former_champion")
+        return decision if decision.is_promoted else replace(decision, reinstated_champion=former_champion)
     return None
 
 
-def _compare_with_popularity(gate: _Gate, new_metrics: UserMetrics) -> Verdict:
-    """Compare with popularity. A version that is worse than popularity is not promoted."""
-    popular_item_I = np.load(gate.evaluation.path("popularity.npy")).astype(np.int64)
-    answers = recommend_popular(gate.tester.sample, popular_item_I=popular_item_I)
-    metrics = user_metrics(answers, sample=gate.tester.sample)
-    no_drop = Margin(max_relative_drop=0)
-    return _judge(gate, new_metrics, metrics, baseline="popularity", baseline_label="popularity", rule=no_drop)
-
-
-def _judge(
-    gate: _Gate,
-    new: UserMetrics,
-    other: UserMetrics,
-    *,
-    baseline: str,
-    baseline_label: str,
-    rule: Rule | None = None,
-) -> Verdict:
-    """Apply the rule of the config, or `rule`, to the metric of the config. Both versions have answered for the same users.
-
-    Args:
-        baseline: first part of the keys of the other metrics.
-        baseline_label: name of the baseline in the reason.
-    """
-    metric = gate.config.metric
-    comparison = (rule or gate.config.gate).compare(
-        new.value_U_by_metric[metric], other.value_U_by_metric[metric], baseline=baseline_label
+def _compare_with_version(
+    gate: _Gate, new: ServedMetrics, version: ModelVersion, other: ServedMetrics, *, role: str
+) -> Decision:
+    """Compare with another version. role: first part of the keys of the other version's metrics."""
+    spent_drop = float(version.tags.get(SPENT_DROP_TAG, 0))
+    evidence = version_evidence(gate.config, new, other, label=f"version {version.version}", spent_drop=spent_drop)
+    popularity = {name: metrics for name, metrics in gate.baseline_metrics.items() if name == "popularity"}
+    evidence += baseline_evidence(gate.config, new, popularity)
+    verdict, reasons = decide(evidence)
+    drop = spent_drop - evidence[0].comparison.relative_difference
+    return Decision(
+        verdict,
+        reasons[:1] if verdict == "promoted" else reasons,
+        new.users.means("served") | other.users.means(role),
+        tuple(evidence),
+        spent_drop=max(0.0, drop) if math.isfinite(drop) else 0.0,
     )
-    metrics = new.means("served") | other.means(baseline)
-    return Verdict(comparison.is_accepted, f"{metric} is {comparison.reason}", metrics)
+
+
+def _compare_with_baselines(gate: _Gate, new: ServedMetrics, *, situation: str) -> Decision:
+    """Compare a version with the baselines of the config. Without a champion, a version must be better than each of them."""
+    evidence = baseline_evidence(gate.config, new, gate.baseline_metrics)
+    verdict, reasons = decide(evidence)
+    metrics = new.users.means("served")
+    for name in set(gate.config.baselines) & gate.baseline_metrics.keys():
+        metrics |= gate.baseline_metrics[name].common_with(new.users).means(name)
+    return Decision(verdict, (situation, *reasons), metrics, tuple(evidence))

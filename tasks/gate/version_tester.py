@@ -6,15 +6,13 @@ from pathlib import Path
 import pyarrow as pa
 from mlflow.entities.model_registry import ModelVersion
 
-from recsys_core.evaluation.metrics import UserMetrics
+from recsys_core.evaluation.metrics import write_user_metrics
+from tasks.gate.sample import ServedMetrics, ServedSample, invalid_answers, measure_answers
 from tasks.gate.smoke_test import (
     ModelProcess,
     NotFetchedError,
-    ServedSample,
     UnusableVersionError,
-    invalid_answers,
     predict_in_subprocess,
-    user_metrics,
 )
 from tasks.registry.registry import Registry
 from tasks.registry.releases import BROKEN_TAG, SMOKE_TAG
@@ -35,9 +33,9 @@ class VersionTester:
     sample: ServedSample
     workspace: Path
     processes: list[ModelProcess] = field(default_factory=list)
-    metrics_by_version: dict[str, UserMetrics] = field(default_factory=dict)
+    metrics_by_version: dict[str, ServedMetrics] = field(default_factory=dict)
 
-    def smoke_test(self, version: ModelVersion) -> UserMetrics:
+    def smoke_test(self, version: ModelVersion) -> ServedMetrics:
         """Return the metrics of a version; raise UnusableVersionError if its answers are invalid."""
         try:
             answers = self._predict(version)
@@ -51,7 +49,7 @@ class VersionTester:
         self.registry.set_tag(version, SMOKE_TAG, "passed")
         return self._keep(version, answers)
 
-    def measure(self, version: ModelVersion, *, control_version: ModelVersion | None = None) -> UserMetrics:
+    def measure(self, version: ModelVersion, *, control_version: ModelVersion | None = None) -> ServedMetrics:
         """Return the metrics of a version of an earlier run.
 
         If the version does not load, tag it and raise UnusableVersionError. Remove the tag when the version loads again.
@@ -72,10 +70,12 @@ class VersionTester:
         self.registry.remove_tag(version, BROKEN_TAG)
         return self._keep(version, answers)
 
-    def _keep(self, version: ModelVersion, answers: pa.ListArray) -> UserMetrics:
+    def _keep(self, version: ModelVersion, answers: pa.ListArray) -> ServedMetrics:
         """Keep the metrics of the users for later comparisons, also in a file next to the answers."""
-        metrics = user_metrics(answers, sample=self.sample)
-        metrics.write(self.sample.histories_file.with_name(f"metrics-{version.version}.parquet"))
+        metrics = measure_answers(answers, sample=self.sample)
+        write_user_metrics(
+            {"served": metrics.users}, self.sample.histories_file.with_name(f"metrics-{version.version}.parquet")
+        )
         self.metrics_by_version[str(version.version)] = metrics
         return metrics
 

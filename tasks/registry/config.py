@@ -4,10 +4,34 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from recsys_core.comparison.rules import Margin, RuleConfig
+from recsys_core.comparison.rules import PairedBootstrap, RuleConfig
 from recsys_core.config import Name, Settings
 
 ServedMetric = Literal["recall@20", "hit_rate@10", "ndcg@20"]
+Baseline = Literal["popularity", "zero_shot"]
+
+
+class GuardrailsConfig(Settings):
+    """Comparisons with the champion that can only prevent a promotion. They use the rule of the gate with a wider margin."""
+
+    metrics: tuple[ServedMetric, ...] = Field(
+        ("hit_rate@10", "ndcg@20"), description="metrics that must not drop, in addition to registry.metric"
+    )
+    slices: bool = Field(
+        True,
+        description="compare registry.metric also on slices: head, torso, tail and cold items; new, light and heavy users. A "
+        "slice with too few users is reported, and prevents no promotion",
+    )
+    max_relative_drop: float = Field(
+        0.15, ge=0.001, lt=1, description="largest relative drop of these metrics, and of registry.metric on a slice"
+    )
+    max_coverage_drop: float = Field(
+        0.25,
+        ge=0,
+        le=1,
+        description="largest relative drop of the share of the catalogue that is recommended to at least one user. With 1, "
+        "coverage is not compared",
+    )
 
 
 class RegistryConfig(Settings):
@@ -25,9 +49,18 @@ class RegistryConfig(Settings):
         description="metric by which a new version is compared with the champion. It is measured on the recommendations of "
         "both packaged models",
     )
-    gate: RuleConfig = Field(default_factory=Margin, description="the rule that compares a new version with the champion")
+    gate: RuleConfig = Field(
+        default_factory=PairedBootstrap, description="the rule that compares a new version with the champion"
+    )
+    guardrails: GuardrailsConfig = Field(
+        default_factory=GuardrailsConfig, description="further comparisons, which can only prevent a promotion"
+    )
+    baselines: tuple[Baseline, ...] = Field(
+        ("popularity", "zero_shot"),
+        description="baselines that a version must beat if there is no champion. Every later version must beat popularity",
+    )
     smoke_test_users: int = Field(
-        2_000,
+        20_000,
         ge=1,
         le=10_000_000,
         description="number of test users in the smoke test. The new version and the champion are tested with the same users",
@@ -35,9 +68,12 @@ class RegistryConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _accept_margin_outside_gate(cls, settings: Any) -> Any:
-        """Accept max_relative_drop without its group `gate`, where earlier configs have it."""
-        if not isinstance(settings, dict) or "max_relative_drop" not in settings or "gate" in settings:
+    def _complete_gate(cls, settings: Any) -> Any:
+        """Set the default kind of the gate, and accept max_relative_drop outside of the gate, where earlier configs have it."""
+        if not isinstance(settings, dict):
             return settings
-        other_settings = {name: value for name, value in settings.items() if name != "max_relative_drop"}
-        return other_settings | {"gate": {"max_relative_drop": settings["max_relative_drop"]}}
+        gate = settings.get("gate", {})
+        if "max_relative_drop" in settings and "gate" not in settings:
+            gate = {"max_relative_drop": settings["max_relative_drop"]}
+            settings = {name: value for name, value in settings.items() if name != "max_relative_drop"}
+        return settings | {"gate": {"kind": "paired_bootstrap"} | gate if isinstance(gate, dict) else gate}

@@ -40,6 +40,7 @@ RunState = Literal[
     "Running",
     "Promoted",
     "NotPromoted",
+    "NotEnoughData",
     "BrokenChampion",
     "DataRejected",
     "DryRun",

@@ -1,7 +1,9 @@
 """Stage `register`."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from recsys_core.comparison.decision import Evidence, read_evidence
 from recsys_core.data_report.limits import describe_held_out_users
 from recsys_core.evaluation.report import MetricTable, metric_table, to_markdown
 from recsys_core.manifests import (
@@ -80,6 +82,33 @@ def _log_results(registry: "Registry", context: StageContext) -> str:
     return mlflow_run_id
 
 
+OUTCOME_LABELS = {"accepted": "passed", "rejected": "**failed**", "not_enough_data": "not enough data"}
+
+
+def evidence_table(evidence: Sequence[Evidence]) -> str:
+    """Return the comparisons as a Markdown table; empty without comparisons."""
+    if not evidence:
+        return ""
+    lines = [
+        "### Comparisons, for the users of the smoke test",
+        "",
+        "| | compared with | result | users | new | other | difference | better / worse users |",
+        "|:---|:---|:---|---:|---:|---:|---:|---:|",
+    ]
+    for item in evidence:
+        comparison = item.comparison
+        difference = f"{100 * comparison.relative_difference:+.1f} %"
+        if comparison.interval is not None:
+            low, high = comparison.interval
+            difference += f" ({100 * low:+.1f} to {100 * high:+.1f})"
+        lines.append(
+            f"| {item.subject} | {item.baseline} | {OUTCOME_LABELS[comparison.outcome]} | {comparison.num_users:,} | "
+            f"{comparison.new_mean:.4f} | {comparison.baseline_mean:.4f} | {difference} | "
+            f"+{comparison.num_better_users:,} / -{comparison.num_worse_users:,} |"
+        )
+    return "\n".join(lines)
+
+
 def verdict_page(registration: RegistrationManifest, *, evaluation: EvaluationManifest, data_report: DataReportManifest) -> str:
     """Return the verdict in Markdown, with the metrics of the new version, the versions compared with it, and the baselines."""
     metrics_by_ranker: dict[str, dict[str, float]] = {}
@@ -95,6 +124,7 @@ def verdict_page(registration: RegistrationManifest, *, evaluation: EvaluationMa
         f"## {registration.model_name} version {registration.version} is {registration.alias}",
         *registration.reasons,
         f"Users of the split: {describe_held_out_users(data_report.metrics)}",
+        evidence_table(read_evidence(registration.folder)),
         *([f"**Alarm:** {registration.alarm}"] if registration.alarm is not None else []),
         "### Served recommendations, for the users of the smoke test",
         to_markdown(MetricTable(columns=metric_names, rows=values_by_ranker)),

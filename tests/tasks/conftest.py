@@ -38,7 +38,8 @@ from recsys_core.serving.config import PackageConfig
 from recsys_core.serving.package import build_package
 from recsys_core.training.job.job_spec import Progress
 from tasks.gate import smoke_test, version_tester
-from tasks.gate.smoke_test import K, ServedSample, UnusableVersionError
+from tasks.gate.sample import K, ServedSample
+from tasks.gate.smoke_test import UnusableVersionError
 from tests.recsys_core.evaluation.stage_folders import export_stage, interactions_stage
 from tests.recsys_core.manifests.committed_stage import commit_stage
 

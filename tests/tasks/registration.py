@@ -5,6 +5,7 @@ from typing import Any
 
 from mlflow import MlflowClient
 
+from recsys_core.comparison.rules import Margin
 from recsys_core.manifests import RegistrationManifest
 from tasks.registry.config import RegistryConfig
 from tasks.runs.context import StageContext
@@ -25,6 +26,7 @@ def run_of(workspace: Path, run_id: str, **options: Any) -> StageContext:
 def do_register(stages: Stages, context: StageContext, **config: Any) -> RegistrationManifest:
     for manifest in (stages.dataset.interactions, *stages[1:]):
         context.results.add(manifest)
+    config = {"gate": Margin(), "baselines": ()} | config  # the split of the stages has 30 users
     return register(context, RegistryConfig(model_name="m", **config))
 
 

@@ -30,7 +30,6 @@ def test_every_setting_is_explained_in_lines_that_fit() -> None:
     assert [line for line in lines if line.strip() and "#" not in line] == [
         "    kind: time",
         "  kind: local",
-        "    kind: margin",
     ]
     assert any("(cosine | dot)" in line for line in lines)
 

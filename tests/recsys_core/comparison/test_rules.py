@@ -1,6 +1,5 @@
 """The contract of every rule, and the error rates of the statistical ones over simulated runs."""
 
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -11,7 +10,6 @@ from hypothesis.extra.numpy import arrays
 
 from recsys_core.comparison.bootstrap import resample_means
 from recsys_core.comparison.rules import PairedBootstrap, Rule, RuleConfig
-from recsys_core.evaluation.metrics import UserMetrics
 
 RULES: list[Rule] = [kind() for kind in get_args(get_args(RuleConfig)[0])]
 FAST_RULES: list[Rule] = [
@@ -110,11 +108,3 @@ def test_the_means_of_resamples_have_the_standard_error_of_the_mean_and_stay_pai
     np.testing.assert_allclose(mean_RM.std(axis=0), value_UM.std(axis=0) / 20, rtol=0.05)
     np.testing.assert_allclose(np.cov(mean_RM.T)[0, 1], np.cov(value_UM.T)[0, 1] / 400, atol=2e-4)
     np.testing.assert_array_equal(mean_RM, resample_means(value_UM, num_resamples=4_000))
-
-
-def test_the_metrics_of_users_survive_in_a_file(tmp_path: Path) -> None:
-    metrics = UserMetrics({"recall@20": np.array([0.0, 1 / 3]), "ndcg@20": np.array([1.0, 0.1])})
-    metrics.write(tmp_path / "m.parquet")
-    read = UserMetrics.read(tmp_path / "m.parquet")
-    assert read.means("served") == metrics.means("served")
-    np.testing.assert_array_equal(read.value_U_by_metric["recall@20"], metrics.value_U_by_metric["recall@20"])

@@ -74,8 +74,12 @@ def test_users_without_targets_are_not_counted() -> None:
 
 
 def test_the_metrics_of_users_survive_in_a_file(tmp_path: Path) -> None:
-    values = UserMetrics({"recall@20": np.array([0.0, 1 / 3]), "ndcg@20": np.array([1.0, 0.1])})
-    values.write(tmp_path / "m.parquet")
-    read = UserMetrics.read(tmp_path / "m.parquet")
-    assert read.means("served") == values.means("served")
-    np.testing.assert_array_equal(read.value_U_by_metric["recall@20"], values.value_U_by_metric["recall@20"])
+    rows = np.array([3, 8])
+    model = UserMetrics(rows, {"recall@20": np.array([0.0, 1 / 3]), "ndcg@20": np.array([1.0, 0.1])})
+    popularity = UserMetrics(rows, {"recall@20": np.array([0.5, 0.5])})
+    metrics.write_user_metrics({"model": model, "popularity": popularity}, tmp_path / "m.parquet")
+    read = metrics.read_user_metrics(tmp_path / "m.parquet")
+    assert read["popularity"].means("x") == popularity.means("x")
+    for name, value_U in model.value_U_by_metric.items():
+        np.testing.assert_array_equal(read["model"].value_U_by_metric[name], value_U)
+    np.testing.assert_array_equal(read["model"].user_row_U, rows)

@@ -12,7 +12,7 @@ from recsys_core.errors import InputError, StageError, TrackingServerError
 from recsys_core.manifests import InteractionsManifest
 from tasks.gate import version_tester
 from tasks.gate.by_hand import Decision, promote_version, roll_back
-from tasks.gate.smoke_test import K, ServedSample
+from tasks.gate.sample import K, ServedSample
 from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import RUN_ID_TAG, connect
 from tasks.registry.registry import AliasChange, Registry

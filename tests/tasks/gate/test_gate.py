@@ -6,17 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from recsys_core.errors import StageError, TrackingServerError
+from recsys_core.evaluation.metrics import SERVED_METRICS, UserMetrics
 from tasks.gate import gate, version_tester
-from tasks.gate.smoke_test import NotFetchedError, ServedSample, predict_in_subprocess
+from tasks.gate.sample import ServedSample
+from tasks.gate.smoke_test import NotFetchedError, predict_in_subprocess
 from tasks.registry import mlflow_client
 from tasks.registry.mlflow_client import connect
 from tasks.registry.model_uri import record_logged_model
 from tasks.registry.releases import BROKEN_TAG
-from tests.tasks.conftest import Stages
+from tests.tasks.conftest import USERS, Stages
 from tests.tasks.registration import aliases, do_register, run_of, version_tags
 
 BuildStages = Callable[..., Stages]
@@ -79,9 +82,9 @@ def test_a_champion_with_a_flipped_bit_is_replaced_and_reported(
     do_register(stages(), run_of(workspace, "one"))
     flip_a_bit(workspace, "1")
     request.getfixturevalue("monkeypatch").setattr(version_tester, "predict_in_subprocess", in_fresh_processes)
-    made = do_register(stages(), run_of(workspace, "two"))
+    made = do_register(stages(), run_of(workspace, "two"), baselines=("popularity",))
     assert (made.alias, aliases(connect(workspace))) == ("champion", {"champion": "2"})
-    assert made.reasons[0].endswith("of popularity")
+    assert made.reasons[0] == "no former champion loads" and made.reasons[1].endswith("of popularity")
     assert made.metrics["served/recall@20"] > made.metrics["popularity/recall@20"]
     assert made.alarm is not None
     assert made.alarm.startswith("the champion, version 1, does not load (models:/m/1: does not answer in a fresh process")
@@ -134,25 +137,21 @@ def test_where_no_version_can_be_champion_the_stage_fails_until_the_champion_loa
     do_register(stages(), run_of(workspace, "one"))
     kept = shutil.copytree(package_of(workspace, "1"), workspace / "kept")
     flip_a_bit(workspace, "1")
-    monkeypatch.setattr(gate, "recommend_popular", lambda sample, **_: all_targets(sample))
+    perfect = UserMetrics(np.arange(USERS), {metric: np.ones(USERS) for metric in SERVED_METRICS})
+    monkeypatch.setattr(gate, "read_user_metrics", lambda path: {"popularity": perfect})
+    baselines: tuple[str, ...] = ("popularity",)
     with pytest.raises(
-        StageError, match=r"^m: the champion, version 1, does not load .*; no other version becomes champion; rec"
+        StageError,
+        match=r"^m: the champion, version 1, does not load .*; no other version becomes champion; no former champion loads; rec",
     ):
-        do_register(stages(confused=True), run_of(workspace, "two"))
+        do_register(stages(confused=True), run_of(workspace, "two"), baselines=baselines)
     client = connect(workspace)
     assert aliases(client) == {"champion": "1", "challenger": "2"}
     assert BROKEN_TAG in version_tags(client, "1")
     shutil.copytree(kept, package_of(workspace, "1"), dirs_exist_ok=True)
-    resumed = do_register(stages(confused=True), run_of(workspace, "two"))
+    resumed = do_register(stages(confused=True), run_of(workspace, "two"), baselines=baselines)
     assert (resumed.version, resumed.alias, resumed.alarm) == ("2", "challenger", None)
     assert BROKEN_TAG not in version_tags(client, "1")
-
-
-def all_targets(sample: ServedSample) -> pa.ListArray:
-    """Return all targets of each user: as recommendations of the popularity baseline they are better than any version."""
-    items = sample.num_items
-    rows = [[pair % items for pair in sample.target_pair_T if pair // items == user] for user in range(sample.num_users)]
-    return pa.array([[sample.item_ids[int(row)].as_py() for row in user_rows] for user_rows in rows])
 
 
 @pytest.mark.parametrize("cause", ["the files of the champion are gone", "MLflow does not work"])

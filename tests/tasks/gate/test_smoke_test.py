@@ -6,15 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.gate.smoke_test import (
-    K,
-    ServedSample,
-    UnusableVersionError,
-    invalid_answers,
-    prepare_sample,
-    read_answers,
-    user_metrics,
-)
+from tasks.gate.sample import K, ServedSample, invalid_answers, measure_answers, prepare_sample
+from tasks.gate.smoke_test import UnusableVersionError, read_answers
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
 
 ITEMS = 30
@@ -44,14 +37,14 @@ def test_the_sample_holds_users_with_test_events_and_their_items_before_the_test
 
 
 def test_metrics_count_each_target_once_and_skip_users_whose_targets_are_in_their_history(sample: ServedSample) -> None:
-    metrics = user_metrics(answers([110, 104, *range(111, 129)], [*range(105, 125)]), sample=sample).means("served")
+    metrics = measure_answers(answers([110, 104, *range(111, 129)], [*range(105, 125)]), sample=sample).users.means("served")
     # One of the targets 104 and 105, at position 2: gain 1/log2(3) of an ideal 1 + 1/log2(3).
     expected = {"served/recall@20": 0.5, "served/hit_rate@10": 1.0, "served/ndcg@20": 0.6309298 / 1.6309298}
     assert metrics == pytest.approx(expected)
 
 
 def test_a_target_at_position_11_does_not_count_for_hit_rate_at_10(sample: ServedSample) -> None:
-    metrics = user_metrics(answers([*range(110, 120), 105], []), sample=sample).means("served")
+    metrics = measure_answers(answers([*range(110, 120), 105], []), sample=sample).users.means("served")
     assert (metrics["served/hit_rate@10"], metrics["served/recall@20"]) == (0.0, 0.5)
 
 

@@ -9,7 +9,8 @@ import pytest
 from flows.cli.query import load_version
 from flows.settings.template import starter_config
 from recsys_core.errors import StageError
-from tasks.gate.smoke_test import UnusableVersionError, predict_in_subprocess, prepare_sample
+from tasks.gate.sample import prepare_sample
+from tasks.gate.smoke_test import UnusableVersionError, predict_in_subprocess
 from tasks.registry.mlflow_client import connect
 from tasks.registry.model_uri import LOGGED_MODELS_FILE_NAME, PACKAGE_SHA256_TAG
 from tests.tasks.conftest import Stages

@@ -9,7 +9,7 @@ import pytest
 from recsys_core.errors import StageError
 from recsys_core.manifests import RegistrationManifest, load_manifest
 from tasks.gate import version_tester
-from tasks.gate.smoke_test import K, ServedSample
+from tasks.gate.sample import K, ServedSample
 from tasks.registry.mlflow_client import connect
 from tests.tasks.conftest import Stages
 from tests.tasks.gate.test_gate import flip_a_bit

@@ -14,7 +14,7 @@ from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import RegistrationManifest
 from tasks.delivery import prefect_events as events
 from tasks.gate import version_tester
-from tasks.gate.smoke_test import K, ServedSample, prepare_sample
+from tasks.gate.sample import K, ServedSample, prepare_sample
 from tasks.registry.mlflow_client import connect
 from tasks.registry.registry import AliasChange
 from tasks.registry.releases import champion_uri, list_releases

@@ -1,0 +1,79 @@
+"""Evidence of the gate: comparisons of a new version with another version and with the baselines."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from recsys_core.comparison.decision import Evidence
+from recsys_core.comparison.rules import Margin, RuleConfig
+from recsys_core.evaluation.metrics import UserMetrics
+from tasks.gate.sample import K, ServedMetrics
+from tasks.registry.config import RegistryConfig
+
+MIN_MARGIN = 0.001
+
+
+def version_evidence(
+    config: RegistryConfig, new: ServedMetrics, other: ServedMetrics, *, label: str, spent_drop: float
+) -> list[Evidence]:
+    """Compare with another version: first on the config's metric, then on the guardrails.
+
+    Args:
+        label: name of the other version.
+        spent_drop: relative drop of earlier promotions, which uses up the margin. A series of small drops cannot exceed it.
+    """
+    metric, guardrails = config.metric, config.guardrails
+    rule = config.gate.model_copy(update={"max_relative_drop": max(MIN_MARGIN, config.gate.max_relative_drop - spent_drop)})
+    pairs: list[tuple[str, str, UserMetrics, UserMetrics]]
+    pairs = [(name, name, new.users, other.users) for name in guardrails.metrics if name != metric]
+    if guardrails.slices:
+        pairs += [
+            (f"{metric} of {name}", metric, users, other.users_by_slice[name]) for name, users in new.users_by_slice.items()
+        ]
+    pairs = [pair for pair in pairs if len(pair[2].user_row_U)]
+    wide_rule = config.gate.model_copy(update={"max_relative_drop": guardrails.max_relative_drop})
+    evidence = [_compare(metric, rule, new.users, other.users, baseline=label)]
+    evidence += [
+        _compare(name, wide_rule, new_users, other_users, baseline=label, subject=subject, num_guardrails=len(pairs))
+        for subject, name, new_users, other_users in pairs
+    ]
+    if guardrails.max_coverage_drop < 1:
+        evidence.append(_compare_coverage(new, other, baseline=label, max_relative_drop=guardrails.max_coverage_drop))
+    return evidence
+
+
+def baseline_evidence(
+    config: RegistryConfig, new: ServedMetrics, metrics_by_baseline: Mapping[str, UserMetrics]
+) -> list[Evidence]:
+    """Compare with those of the baselines that the config names. The new version must be better than each of them."""
+    rule = config.gate
+    better_rule = Margin(max_relative_drop=0) if isinstance(rule, Margin) else rule.model_copy(update={"must_be_better": True})
+    return [
+        _compare(config.metric, better_rule, new.users, metrics_by_baseline[name], baseline=name.replace("_", "-"))
+        for name in config.baselines
+        if name in metrics_by_baseline
+    ]
+
+
+def _compare(
+    metric: str,
+    rule: RuleConfig,
+    new: UserMetrics,
+    other: UserMetrics,
+    *,
+    baseline: str,
+    subject: str = "",
+    num_guardrails: int = 0,
+) -> Evidence:
+    """Apply the rule to the users that both have. num_guardrails: number of similar guardrails; 0 for a main comparison."""
+    new_U, other_U = new.common_with(other).value_U_by_metric[metric], other.common_with(new).value_U_by_metric[metric]
+    comparison = rule.compare(new_U, other_U, baseline=baseline, num_comparisons=max(1, num_guardrails))
+    return Evidence(subject=subject or metric, baseline=baseline, is_guardrail=bool(num_guardrails), comparison=comparison)
+
+
+def _compare_coverage(new: ServedMetrics, other: ServedMetrics, *, baseline: str, max_relative_drop: float) -> Evidence:
+    rule = Margin(max_relative_drop=max_relative_drop)
+    comparison = rule.compare(np.array([new.coverage]), np.array([other.coverage]), baseline=baseline)
+    num_users = len(new.users.user_row_U)
+    comparison = comparison.model_copy(update={"num_users": num_users, "num_better_users": 0, "num_worse_users": 0})
+    return Evidence(subject=f"coverage@{K}", baseline=baseline, is_guardrail=True, comparison=comparison)

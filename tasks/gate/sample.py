@@ -1,0 +1,173 @@
+"""Sample of test users, on which registered versions are validated and measured.
+
+All compared versions get the same sample.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from recsys_core.comparison.slices import item_slices, user_slices
+from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.layout import vocabulary_file
+from recsys_core.errors import StageError
+from recsys_core.evaluation.metrics import TargetPositions, UserMetrics
+from recsys_core.manifests import InteractionsManifest
+from recsys_core.seeds import SMOKE_TEST_USERS_SEED
+
+K = 20
+"""Number of items that a version recommends to each user: the largest cut-off of the served metrics."""
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ServedSample:
+    """A sample of test users with their histories. A (user, item) pair is one integer: `user_index * num_items + item_row`.
+
+    Attributes:
+        histories_file: parquet file with one row per user. The column `history` lists the ids of the items that the user had
+            before the test period; the other column is `user_id`.
+        item_ids: ids of the catalogue by item row.
+        num_seen_U: number of distinct items in each user's history.
+        seen_pair_L: the pairs of each user with the items in the user's history, ascending.
+        target_pair_T: the pairs of each user with the user's test items that are not in the history, ascending.
+        slices: whether each target belongs to a slice of the users or items, by name of the slice.
+    """
+
+    histories_file: Path
+    user_row_U: IntArray
+    item_ids: pa.Array
+    num_seen_U: IntArray
+    seen_pair_L: IntArray
+    target_pair_T: IntArray
+    slices: Mapping[str, npt.NDArray[np.bool_]]
+
+    @property
+    def num_users(self) -> int:
+        """Number of users in the sample."""
+        return len(self.num_seen_U)
+
+    @property
+    def num_items(self) -> int:
+        """Number of items in the catalogue."""
+        return len(self.item_ids)
+
+
+def prepare_sample(interactions: InteractionsManifest, *, max_users: int, folder: Path) -> ServedSample:
+    """Draw up to `max_users` users with test events, with a fixed seed, and write their histories to `folder`.
+
+    Raises:
+        StageError: all test items of all users are in their histories, so no metric can be computed.
+    """
+    event_store = EventStore.open(interactions)
+    user_row_U = np.sort(
+        np.random.default_rng(SMOKE_TEST_USERS_SEED).permutation(event_store.users_with_targets("test"))[:max_users]
+    )
+    history, targets = event_store.items_before(user_row_U, "test"), event_store.targets(user_row_U, "test")
+    item_ids = pq.read_table(interactions.path(vocabulary_file("item")), columns=["id"])["id"].combine_chunks()
+    user_ids = pq.read_table(interactions.path(vocabulary_file("user")), columns=["id"])["id"].take(pa.array(user_row_U))
+    history_ids = pa.ListArray.from_arrays(history.offset, item_ids.take(pa.array(history.values_L)))
+    folder.mkdir()
+    histories_file = folder / "cases.parquet"
+    pq.write_table(pa.table({"user_id": user_ids, "history": history_ids}), histories_file)
+    seen_items = history.distinct(bound=len(item_ids))
+    new_targets = targets.distinct(bound=len(item_ids)).difference(seen_items, bound=len(item_ids))
+    if not len(new_targets.values_L):
+        raise StageError(
+            f"none of {len(user_row_U):,} test users has a test item that is not in the user's history, so no version can be "
+            "measured; choose another test period in interactions.split"
+        )
+    slices = item_slices(event_store.train_count_I, item_T=new_targets.values_L)
+    slices |= user_slices(seen_items.lengths, user_T=new_targets.list_index_L)
+    return ServedSample(
+        histories_file=histories_file,
+        user_row_U=user_row_U,
+        item_ids=item_ids,
+        num_seen_U=seen_items.lengths,
+        seen_pair_L=seen_items.pair_keys(bound=len(item_ids)),
+        target_pair_T=new_targets.pair_keys(bound=len(item_ids)),
+        slices=slices,
+    )
+
+
+class ServedMetrics(NamedTuple):
+    """Metrics of the recommendations of one version.
+
+    Attributes:
+        users: metrics over all targets.
+        users_by_slice: metrics over the targets of each slice.
+        coverage: share of the catalogue that is recommended to at least one user.
+    """
+
+    users: UserMetrics
+    users_by_slice: Mapping[str, UserMetrics]
+    coverage: float
+
+
+def invalid_answers(answers: pa.ListArray, *, sample: ServedSample) -> list[str]:
+    """Describe and count the invalid recommendations: too few or too many items, unknown items, seen items, repeated items."""
+    recommendations = _parse_answers(answers, sample)
+    expected_num_items_U = np.minimum(K, sample.num_items - sample.num_seen_U)
+    is_known_L = recommendations.item_row_L >= 0
+    recommended_pairs = recommendations.user_L[is_known_L] * sample.num_items + recommendations.item_row_L[is_known_L]
+    count_by_problem = {
+        f"users whose number of items is not min({K}, number of unseen items)": int(
+            np.sum(recommendations.num_items_U != expected_num_items_U)
+        ),
+        "items that are not in the catalogue": int(np.sum(~is_known_L)),
+        "items the user had before": int(np.isin(recommended_pairs, sample.seen_pair_L).sum()),
+        "items recommended twice to one user": len(recommended_pairs) - len(np.unique(recommended_pairs)),
+    }
+    return [f"{count:,} {problem} (of {sample.num_users:,} users)" for problem, count in count_by_problem.items() if count]
+
+
+def measure_answers(answers: pa.ListArray, *, sample: ServedSample) -> ServedMetrics:
+    """Return the metrics of the users with a target that is not in the user's history.
+
+    The metrics are defined as in the exact evaluation. A target that is not recommended has the last position.
+    """
+    recommendations = _parse_answers(answers, sample)
+    num_items = sample.num_items
+    pair_L = np.where(recommendations.item_row_L >= 0, recommendations.user_L * num_items + recommendations.item_row_L, -1)
+    answer_offset_U = np.cumsum(recommendations.num_items_U) - recommendations.num_items_U
+    position_L = np.arange(len(pair_L)) - np.repeat(answer_offset_U, recommendations.num_items_U)
+    _, hit_target_index, hit_answer_index = np.intersect1d(sample.target_pair_T, pair_L, return_indices=True)
+    target_position_T = np.full(len(sample.target_pair_T), num_items)
+    target_position_T[hit_target_index] = position_L[hit_answer_index]
+
+    def metrics_of(mask_T: npt.NDArray[np.bool_]) -> UserMetrics:
+        target_positions = TargetPositions.from_pairs(
+            user_T=sample.target_pair_T[mask_T] // num_items,
+            position_T=target_position_T[mask_T],
+            num_candidates_B=num_items - sample.num_seen_U,
+        )
+        return UserMetrics.of(target_positions, user_row_B=sample.user_row_U)
+
+    return ServedMetrics(
+        users=metrics_of(np.ones(len(target_position_T), np.bool_)),
+        users_by_slice={name: metrics_of(mask_T) for name, mask_T in sample.slices.items()},
+        coverage=len(np.unique(recommendations.item_row_L)) / num_items,
+    )
+
+
+class _Recommendations(NamedTuple):
+    """The recommended items of all users, concatenated. item_row_L is -1 for an item that is not in the catalogue."""
+
+    user_L: IntArray
+    item_row_L: IntArray
+    num_items_U: IntArray
+
+
+def _parse_answers(answers: pa.ListArray, sample: ServedSample) -> _Recommendations:
+    num_items_U = pc.list_value_length(answers).to_numpy(zero_copy_only=False).astype(np.int64)
+    item_rows = pc.fill_null(pc.index_in(answers.flatten(), value_set=sample.item_ids), -1)
+    item_row_L = item_rows.to_numpy(zero_copy_only=False).astype(np.int64)
+    return _Recommendations(np.repeat(np.arange(sample.num_users), num_items_U), item_row_L, num_items_U)

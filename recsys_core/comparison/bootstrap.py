@@ -1,6 +1,6 @@
 """Paired bootstrap over users: the sampling distribution of means of the same users.
 
-Shapes: U users, M measures of each user, R resamples.
+Shapes: U users, M measures of each user, G groups of users with the same measures, R resamples.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +12,8 @@ from recsys_core.seeds import BOOTSTRAP_SEED
 
 NUM_BLOCKS = 64
 """Blocks of resamples, each with its own random stream. The result does not depend on the number of threads."""
+USERS_PER_GROUP = 16
+"""Mean size of a group from which the draws per group are faster than the draws per user."""
 
 
 def resample_means(value_UM: Floats, *, num_resamples: int, seed: int = BOOTSTRAP_SEED) -> Floats:
@@ -28,14 +30,20 @@ def resample_means(value_UM: Floats, *, num_resamples: int, seed: int = BOOTSTRA
     True
     """
     num_users = len(value_UM)
-    value_MU = np.ascontiguousarray(value_UM.T)
+    # Users with the same values form a group. With few groups, the number of draws per group is faster than a draw per user.
+    value_GM, size_G = np.unique(value_UM, axis=0, return_counts=True)
+    has_few_groups = len(size_G) * USERS_PER_GROUP <= num_users
+    value_by_measure = np.ascontiguousarray(value_GM.T if has_few_groups else value_UM.T)
     mean_RM = np.empty((num_resamples, value_UM.shape[1]))
 
     def fill(block: int) -> None:
         generator = np.random.default_rng([seed, block])
         for resample in range(block, num_resamples, NUM_BLOCKS):
-            count_U = np.bincount(generator.integers(num_users, size=num_users), minlength=num_users)
-            mean_RM[resample] = value_MU @ count_U.astype(np.float64) / num_users
+            if has_few_groups:
+                num_draws = generator.multinomial(num_users, size_G / num_users)
+            else:
+                num_draws = np.bincount(generator.integers(num_users, size=num_users), minlength=num_users)
+            mean_RM[resample] = value_by_measure @ num_draws.astype(np.float64) / num_users
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(fill, range(NUM_BLOCKS)))

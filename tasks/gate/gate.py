@@ -49,7 +49,7 @@ class Decision:
     Attributes:
         verdict: whether the new version becomes champion.
         reasons: the reasons, each in one sentence, the most important one first.
-        metrics: metrics of all compared versions, as <served | champion | former_champion | popularity>/<metric>.
+        metrics: metrics of all compared versions, as <served | champion | former_champion>/<metric>.
         evidence: the comparisons.
         spent_drop: relative drop since the best champion, if the new version becomes champion. It reduces the margin of later
             versions.
@@ -237,7 +237,4 @@ def _compare_with_baselines(gate: _Gate, new: ServedMetrics, *, situation: str) 
     """Compare a version with the baselines of the config. Without a champion, a version must be better than each of them."""
     evidence = baseline_evidence(gate.config, new, gate.baseline_metrics)
     verdict, reasons = decide(evidence)
-    metrics = new.users.means("served")
-    for name in set(gate.config.baselines) & gate.baseline_metrics.keys():
-        metrics |= gate.baseline_metrics[name].common_with(new.users).means(name)
-    return Decision(verdict, (situation, *reasons), metrics, tuple(evidence))
+    return Decision(verdict, (situation, *reasons), new.users.means("served"), tuple(evidence))

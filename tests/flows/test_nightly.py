@@ -43,7 +43,7 @@ features: {items: {paths: data/item_features.parquet, id_column: item_id, featur
 model: {embedding_dim: 16, learn_user_embedding: true}
 training: {epochs: 3, batch_size: 64, log_every_steps: 5, checkpoint_every_steps: 20, warm_start: null}
 index: {nlist: 8}
-registry: {model_name: small, smoke_test_users: 300}
+registry: {model_name: small, smoke_test_users: 300, gate: {kind: margin}, baselines: []}
 """
 
 

@@ -144,6 +144,7 @@ class InteractionsManifest(Manifest):
     )
     first_time: str | None = None
     last_time: str | None = None
+    test_days: float | None = Field(None, description="length of the test period in days; null for other splits than by time")
     lineage: str = Field(description="fingerprint of the run that built this vocabulary")
     continued_fingerprint: str | None = Field(
         None,

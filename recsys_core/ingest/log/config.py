@@ -29,8 +29,16 @@ class TimeSplit(Settings):
     """Split by time: the last days of the log are the test split, the days before them the validation split."""
 
     kind: Literal["time"] = "time"
-    test_days: float = Field(
-        1.0, gt=0, le=MAX_DAYS, description="Length of the test period in days. The period ends at the newest event"
+    test_days: Annotated[float, Field(gt=0, le=MAX_DAYS)] | Literal["auto"] = Field(
+        "auto",
+        description="Length of the test period in days. The period ends at the newest event. With auto, it is the smallest "
+        "number of whole days with at least test_users users, and at most a fifth of the time span of the log",
+    )
+    test_users: int = Field(
+        5_000,
+        ge=1,
+        le=MAX_COUNT,
+        description="Number of test users that test_days: auto looks for. The gate needs enough users for a decision",
     )
     validation_days: float = Field(
         1.0,

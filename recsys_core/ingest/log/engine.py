@@ -58,6 +58,8 @@ class LogCounts:
     sides_with_one_id: frozenset[str] = frozenset()
     """user if all events have the same user, item if all events have the same item."""
     time_span_us: tuple[int, int] | None = None
+    test_days: float | None = None
+    """Length of the test period, of a split by time."""
     """Times of the first and the last event; None for a log without event times."""
 
 

@@ -98,6 +98,7 @@ def _write_store(
     vocabularies = ((users, user_count_U), (items, item_count_I))
     return {
         **time_span,
+        "test_days": counts.test_days,
         "num_users": len(users),
         "num_items": len(items),
         **{f"{split}_events": count for split, count in zip(SPLITS, counts.num_events_by_split, strict=True)},

@@ -16,6 +16,9 @@ from recsys_core.manifests import IngestedFile, LogPart, SourceFile
 from recsys_core.parquet.duckdb_session import scan_sql
 from recsys_core.units import DAY_US
 
+MIN_SPAN_PER_TEST_PERIOD = 5
+"""Smallest time span of the log, in automatic test periods."""
+
 
 def load_log(
     connection: duckdb.DuckDBPyConnection,
@@ -55,14 +58,23 @@ def load_log(
         events_sql = "remaining"
     elif config.filter.window_days is not None:
         num_removed_by_reason["outside_window"] = num_events - fetch_count(connection, f"SELECT count(*) FROM {events_sql}")
-    split_sql = _split_code_sql(config, newest_us=newest_us, tie_breaker_columns=extra_column_names(connection, "events"))
+    test_days = (
+        _test_days(connection, config.split, events_sql, newest_us=newest_us) if isinstance(config.split, TimeSplit) else None
+    )
+    split_sql = _split_code_sql(
+        config, newest_us=newest_us, test_days=test_days, tie_breaker_columns=extra_column_names(connection, "events")
+    )
     # A view is evaluated at each use. This is cheap except for leave_last_out, which needs a window function.
     log_kind = "TABLE" if isinstance(config.split, LeaveLastOut) else "VIEW"
     connection.execute(
         f"CREATE {log_kind} log AS SELECT * EXCLUDE (split), ({split_sql})::TINYINT AS split FROM {events_sql}"
     ).fetchall()
     counts = count_log(connection, config, num_read=num_events)
-    return replace(counts, num_removed_by_reason={reason: count for reason, count in num_removed_by_reason.items() if count})
+    return replace(
+        counts,
+        num_removed_by_reason={reason: count for reason, count in num_removed_by_reason.items() if count},
+        test_days=test_days,
+    )
 
 
 def extra_column_names(connection: duckdb.DuckDBPyConnection, table_name: str) -> list[str]:
@@ -175,16 +187,37 @@ def _newest_first_sql(tie_breaker_columns: Sequence[str]) -> str:
     return ", ".join(f"{column} DESC" for column in ("position", "item", *tie_breaker_columns))
 
 
-def _split_code_sql(config: InteractionsConfig, *, newest_us: int, tie_breaker_columns: Sequence[str]) -> str:
+def _test_days(connection: duckdb.DuckDBPyConnection, split: TimeSplit, events_sql: str, *, newest_us: int) -> float:
+    """Return the length of the test period; with auto, the smallest number of days with enough users, see TimeSplit."""
+    if split.test_days != "auto":
+        return split.test_days
+    ((oldest_us, last_us),) = connection.sql(
+        f"""
+        WITH users AS (SELECT min(position) AS oldest, max(position) AS last FROM {events_sql} GROUP BY "user")
+        SELECT (SELECT min(oldest) FROM users), min(last)
+        FROM (SELECT last FROM users ORDER BY last DESC LIMIT {split.test_users})
+        """
+    ).fetchall()
+    if oldest_us is None:  # the filters have removed all events
+        return 1.0
+    num_days_needed = (newest_us - last_us) // DAY_US + 1
+    return float(max(1, min(num_days_needed, (newest_us - oldest_us) // (MIN_SPAN_PER_TEST_PERIOD * DAY_US))))
+
+
+def _split_code_sql(
+    config: InteractionsConfig, *, newest_us: int, test_days: float | None, tie_breaker_columns: Sequence[str]
+) -> str:
     """Return SQL for the code of an event's split.
 
     Args:
         newest_us: newest time of the log.
+        test_days: length of the test period, of a split by time.
         tie_breaker_columns: columns that order the events of a user with the same position and item.
     """
     split_config = config.split
     if isinstance(split_config, TimeSplit):
-        test_start_us = newest_us - int(split_config.test_days * DAY_US)
+        assert test_days is not None
+        test_start_us = newest_us - int(test_days * DAY_US)
         validation_start_us = test_start_us - int(split_config.validation_days * DAY_US)
         return f"CASE WHEN position > {test_start_us} THEN 2 WHEN position > {validation_start_us} THEN 1 ELSE 0 END"
     if isinstance(split_config, LeaveLastOut):

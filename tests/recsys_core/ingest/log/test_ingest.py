@@ -55,6 +55,30 @@ def test_a_time_split_holds_every_event_once_in_order(
 
 
 @settings(max_examples=40, deadline=None)
+@given(log=logs(), test_users=st.integers(1, 5))
+def test_an_automatic_test_period_is_the_shortest_one_with_enough_users_and_at_most_a_fifth_of_the_log(
+    tmp_path_factory: pytest.TempPathFactory, log: list[Event], test_users: int
+) -> None:
+    event_times = [time for _, _, time in log]
+    most_days = max(1, (max(event_times) - min(event_times)) // (5 * DAY_US))
+    test_days = next(
+        (
+            days
+            for days in range(1, most_days)
+            if len({user for user, _, time in log if max(event_times) - time < days * DAY_US}) >= test_users
+        ),
+        most_days,
+    )
+    parts = split_by_time(log, test_days=test_days, validation_days=1.0)
+    assume(parts[0])
+    folder = tmp_path_factory.mktemp("auto")
+    split = {"kind": "time", "test_users": test_users}
+    manifest = ingest(folder / "stage", write_log(folder / "log.parquet", log), split=split)
+    check(manifest, parts)
+    assert manifest.test_days == test_days
+
+
+@settings(max_examples=40, deadline=None)
 @given(log=logs(), min_events=st.integers(3, 5))
 def test_leave_last_out_holds_every_event_once_in_order(
     tmp_path_factory: pytest.TempPathFactory, log: list[Event], min_events: int

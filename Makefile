@@ -14,8 +14,8 @@ LOCKS_cpu := bootstrap torch cuda cpu
 LOCKS_gpu := bootstrap gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test drills bench-nightly bench-ingest bench-quality bench-scale bench-train bench-evaluate lint words \
-        spelling docs lock clean
+.PHONY: help setup demo test drills bench-nightly bench-ingest bench-quality bench-scale bench-train bench-evaluate bench-gate \
+        lint words spelling docs lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -46,6 +46,9 @@ bench-train: setup ## compare the training step with TorchRec's example and meas
 
 bench-evaluate: setup ## compare the exact evaluation with plain numpy; writes benchmarks/evaluate.md
 	$(BIN)/python -m benchmarks.evaluate
+
+bench-gate: setup ## measure the error rates of the champion gate over simulated runs; writes benchmarks/gate.md
+	$(BIN)/python -m benchmarks.gate
 
 bench-scale: setup ## plan three model sizes up to 20 billion rows; writes benchmarks/scale.json and the tables of docs/scale.md
 	$(BIN)/python -m benchmarks.scale

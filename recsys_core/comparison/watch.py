@@ -2,6 +2,8 @@
 
 import math
 
+ALARM_E_VALUE = 20.0
+"""Product of e-values that is reported. A champion that does not lose is reported with a probability of at most 1/20."""
 MAX_LOG_E_VALUE = 300.0
 """Limit of the exponent, far above any threshold."""
 

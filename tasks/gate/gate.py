@@ -19,6 +19,7 @@ from typing import Any
 from mlflow.entities.model_registry import ModelVersion
 
 from recsys_core.comparison.decision import Evidence, Verdict, decide, write_evidence
+from recsys_core.comparison.watch import ALARM_E_VALUE, e_value
 from recsys_core.errors import StageError
 from recsys_core.evaluation.metrics import USER_METRICS_FILE, UserMetrics, read_user_metrics
 from recsys_core.manifests import EvaluationManifest
@@ -31,6 +32,7 @@ from tasks.registry.mlflow_client import LOG, RUN_REASON_TAG
 from tasks.registry.registry import Registry
 from tasks.registry.releases import (
     ALARM_TAG,
+    CHALLENGERS_TAG,
     MAX_FORMER_CHAMPIONS,
     METRICS_TAG,
     PROMOTE_TAG,
@@ -153,6 +155,8 @@ def _compare_and_promote(gate: _Gate, new_metrics: ServedMetrics) -> Decision:
         ):
             break
         LOG.info("%s: another version became champion; version %s is compared with it", version.name, version.version)
+    if champion is not None and winner is None and decision.evidence:
+        decision = _watch_champion(gate, champion, decision)
     if not decision.is_promoted:
         registry.move_challenger(version, reason=reason)
     elif "challenger" in registry.version(version.version).aliases:
@@ -163,6 +167,22 @@ def _compare_and_promote(gate: _Gate, new_metrics: ServedMetrics) -> Decision:
         if winner is None and gate.options.promote == "by_gate":
             raise StageError(f"{version.name}: {decision.alarm}; {reason}")
     return decision
+
+
+def _watch_champion(gate: _Gate, champion: ModelVersion, decision: Decision) -> Decision:
+    """Add the evidence of this run that the champion loses to new versions; add a reason if it has become strong."""
+    comparison = decision.evidence[0].comparison
+    evidence = float(champion.tags.get(CHALLENGERS_TAG, 1))
+    evidence *= e_value(comparison.num_better_users, comparison.num_worse_users)
+    gate.registry.set_tag(champion, CHALLENGERS_TAG, f"{evidence:.4g}")
+    if evidence < ALARM_E_VALUE:
+        return decision
+    warning = (
+        f"version {champion.version} has been losing to versions that were not promoted: they are better for more users "
+        f"(evidence {evidence:.3g}, reported from {ALARM_E_VALUE:g})"
+    )
+    LOG.warning("%s: %s", champion.name, warning)
+    return replace(decision, reasons=(*decision.reasons, warning))
 
 
 def _decide(gate: _Gate, new_metrics: ServedMetrics, *, champion: ModelVersion | None) -> Decision:

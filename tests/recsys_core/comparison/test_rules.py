@@ -1,6 +1,6 @@
 """The contract of every rule, and the error rates of the statistical ones over simulated runs."""
 
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from benchmarks.gate import outcome_rates
 from recsys_core.comparison.bootstrap import resample_means
-from recsys_core.comparison.rules import PairedBootstrap, Rule, RuleConfig
+from recsys_core.comparison.rules import Outcome, PairedBootstrap, Rule, RuleConfig
 
 RULES: list[Rule] = [kind() for kind in get_args(get_args(RuleConfig)[0])]
 FAST_RULES: list[Rule] = [
@@ -64,25 +65,6 @@ def test_too_few_users_or_hits_are_no_evidence(new_U: np.ndarray, baseline_U: np
     assert reason in comparison.reason
 
 
-def simulated_run(
-    generator: np.random.Generator, *, relative_drop: float, num_users: int = NUM_USERS
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return hits of a new version and the champion: correlated as for two trainings, recall .2, sd of the difference .3."""
-    baseline_rate, flip_rate = 0.2, 0.045
-    baseline_U = generator.random(num_users) < baseline_rate
-    lost_U = generator.random(num_users) < (flip_rate + relative_drop * baseline_rate) / baseline_rate
-    gained_U = generator.random(num_users) < flip_rate / (1 - baseline_rate)
-    new_U = np.where(baseline_U, ~lost_U, gained_U)
-    return new_U.astype(np.float64), baseline_U.astype(np.float64)
-
-
-def outcomes(rule: Rule, **options: Any) -> dict[str, float]:
-    """Return the share of each outcome over simulated runs."""
-    generator = np.random.default_rng(0)
-    names = [rule.compare(*simulated_run(generator, **options), baseline="version 1").outcome for _ in range(NUM_RUNS)]
-    return {name: names.count(name) / NUM_RUNS for name in ("accepted", "rejected", "not_enough_data")}
-
-
 @pytest.mark.parametrize(
     ("relative_drop", "num_users", "min_rates"),
     [
@@ -92,9 +74,10 @@ def outcomes(rule: Rule, **options: Any) -> dict[str, float]:
     ],
 )
 def test_the_rates_of_the_outcomes_over_simulated_runs(
-    relative_drop: float, num_users: int, min_rates: dict[str, float]
+    relative_drop: float, num_users: int, min_rates: dict[Outcome, float]
 ) -> None:
-    rates = outcomes(PairedBootstrap(num_resamples=200), relative_drop=relative_drop, num_users=num_users)
+    rule = PairedBootstrap(num_resamples=200)
+    rates = outcome_rates(rule, relative_drop=relative_drop, num_users=num_users, num_runs=NUM_RUNS)
     if relative_drop >= 0.05:
         assert rates["accepted"] <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / NUM_RUNS)
     for outcome, min_rate in min_rates.items():

@@ -257,4 +257,5 @@ def _compare_with_baselines(gate: _Gate, new: ServedMetrics, *, situation: str) 
     """Compare a version with the baselines of the config. Without a champion, a version must be better than each of them."""
     evidence = baseline_evidence(gate.config, new, gate.baseline_metrics)
     verdict, reasons = decide(evidence)
-    return Decision(verdict, (situation, *reasons), new.users.means("served"), tuple(evidence))
+    reasons = (situation, *reasons) if verdict == "promoted" else (*reasons, situation)
+    return Decision(verdict, reasons, new.users.means("served"), tuple(evidence))

@@ -141,7 +141,7 @@ def test_where_no_version_can_be_champion_the_stage_fails_until_the_champion_loa
     baselines: tuple[str, ...] = ("popularity",)
     with pytest.raises(
         StageError,
-        match=r"^m: the champion, version 1, does not load .*; no other .* champion; no former champion loads; recall",
+        match=r"^m: the champion, version 1, does not load .*; no other version becomes champion; recall@20 is .*; no former",
     ):
         do_register(stages(confused=True), run_of(workspace, "two"), baselines=baselines)
     client = connect(workspace)

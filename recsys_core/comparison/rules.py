@@ -51,10 +51,9 @@ class Comparison(Frozen):
         return self.outcome == "accepted"
 
     @property
-    def relative_difference(self) -> float:
-        """Difference of the means divided by the mean of the baseline; infinite if that is 0."""
-        difference = self.new_mean - self.baseline_mean
-        return difference / self.baseline_mean if self.baseline_mean else math.copysign(math.inf, difference or 1)
+    def relative_difference(self) -> float | None:
+        """Difference of the means divided by the mean of the baseline; None if that is 0."""
+        return self.new_mean / self.baseline_mean - 1 if self.baseline_mean else None
 
 
 class Rule(Protocol):

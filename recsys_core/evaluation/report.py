@@ -14,6 +14,7 @@ from recsys_core.manifests import TrainManifest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 RANKER_COLOURS = {"model": plots.BLUE, "popularity": plots.GREY, "zero_shot": plots.GREEN}
 COLUMNS = ("recall@20", "ndcg@10", "hit_rate@10", "mrr", "auc", "coverage@20")
@@ -95,7 +96,12 @@ def plot_recall(metrics: Mapping[str, float], *, path: Path) -> Path:
 
 
 def plot_loss(train: TrainManifest, *, path: Path) -> Path:
-    """Write a PNG of the training loss and, below it, the validation metrics after each epoch. Return `path`.
+    """Write a PNG of `draw_loss`. Return `path`."""
+    return plots.save_png(draw_loss(train), path)
+
+
+def draw_loss(train: TrainManifest) -> "Figure":
+    """Draw the training loss and, below it, the validation metrics after each epoch.
 
     The loss falls in steps: from the second epoch on, the model has already learned from the events of the epoch. The dotted
     lines mark the ends of the epochs. The mean loss of each epoch shows the trend.
@@ -136,7 +142,7 @@ def plot_loss(train: TrainManifest, *, path: Path) -> Path:
     if validation_records:
         _plot_validation(panels[1], validation_records, best_epoch=train.best_epoch)
     panels[-1].set_xlabel("training step (dotted lines: ends of the epochs)")
-    return plots.save_png(figure, path)
+    return figure
 
 
 def _plot_validation(axes: "Axes", validation_records: Sequence[Mapping[str, Any]], *, best_epoch: int | None) -> None:

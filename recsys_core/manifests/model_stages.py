@@ -125,6 +125,7 @@ class RegistrationManifest(Manifest):
 
     stage: ClassVar[str] = "register"
     group: ClassVar[StageGroup] = "release"
+    pages: ClassVar[Mapping[str, str]] = {"decision": "register/decision.html"}
     model_name: str
     version: str
     alias: Literal["champion", "challenger"]

@@ -2,14 +2,23 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from recsys_core import plots
 from recsys_core.manifests import IndexReport
 from recsys_core.units import MIB
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 def plot_indexes(report_by_kind: Mapping[str, IndexReport], *, served_kind: str, path: Path) -> Path:
-    """Write a PNG with one point per index; the point of the served index is filled. Return `path`."""
+    """Write a PNG of `draw_indexes`. Return `path`."""
+    return plots.save_png(draw_indexes(report_by_kind, served_kind=served_kind), path)
+
+
+def draw_indexes(report_by_kind: Mapping[str, IndexReport], *, served_kind: str) -> "Figure":
+    """Draw recall and latency with one point per index; the point of the served index is filled."""
     recall_k = max(report.k for report in report_by_kind.values())
     figure, axes = plots.new_figure(title="Recall and latency of the indexes")
     for kind, report in report_by_kind.items():
@@ -35,7 +44,7 @@ def plot_indexes(report_by_kind: Mapping[str, IndexReport], *, served_kind: str,
     axes.margins(x=0.5, y=0.15)
     axes.set_xlabel("latency: ms per query (one thread, all queries in one batch)")
     axes.set_ylabel(f"recall@{recall_k} against exact search")
-    return plots.save_png(figure, path)
+    return figure
 
 
 def index_table(report_by_kind: Mapping[str, IndexReport], *, served_kind: str) -> str:

@@ -10,7 +10,6 @@
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -243,13 +242,13 @@ def _compare_with_version(
     popularity = {name: metrics for name, metrics in gate.baseline_metrics.items() if name == "popularity"}
     evidence += baseline_evidence(gate.config, new, popularity)
     verdict, reasons = decide(evidence)
-    drop = spent_drop - evidence[0].comparison.relative_difference
+    drop = spent_drop - (evidence[0].comparison.relative_difference or 0.0)
     return Decision(
         verdict,
         reasons[:1] if verdict == "promoted" else reasons,
         new.users.means("served") | other.users.means(role),
         tuple(evidence),
-        spent_drop=max(0.0, drop) if math.isfinite(drop) else 0.0,
+        spent_drop=max(0.0, drop),
     )
 
 

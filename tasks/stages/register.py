@@ -1,9 +1,7 @@
 """Stage `register`."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from recsys_core.comparison.decision import Evidence, read_evidence
 from recsys_core.data_report.limits import describe_held_out_users
 from recsys_core.evaluation.report import MetricTable, metric_table, to_markdown
 from recsys_core.manifests import (
@@ -33,6 +31,7 @@ def register(context: StageContext, config: RegistryConfig) -> tuple[Registratio
     """
     from tasks.delivery.prefect_events import PrefectEvents
     from tasks.gate.gate import run_champion_gate
+    from tasks.gate.report import write_report
     from tasks.gate.smoke_test import start_processes
     from tasks.registry.registry import Registry
     from tasks.registry.versions import get_or_create_version, version_description
@@ -66,6 +65,8 @@ def register(context: StageContext, config: RegistryConfig) -> tuple[Registratio
             registration_fields = run_champion_gate(
                 version, config=config, context=context, registry=registry, processes=processes, folder=new_folder
             )
+            page_path = write_report(registration_fields, context, metric=config.metric, folder=new_folder)
+            registry.call(registry.client.log_artifact, mlflow_run_id, str(page_path))
             manifest = register_stage.commit(**registration_fields)
     page = verdict_page(manifest, evaluation=evaluation, data_report=results[DataReportManifest])
     show_markdown(context, "verdict", page)
@@ -80,33 +81,6 @@ def _log_results(registry: "Registry", context: StageContext) -> str:
     registry.call(tracking.log_results, registry.client, mlflow_run_id, context)
     registry.call(tracking.log_data, registry.client, mlflow_run_id, context)
     return mlflow_run_id
-
-
-OUTCOME_LABELS = {"accepted": "passed", "rejected": "**failed**", "not_enough_data": "not enough data"}
-
-
-def evidence_table(evidence: Sequence[Evidence]) -> str:
-    """Return the comparisons as a Markdown table; empty without comparisons."""
-    if not evidence:
-        return ""
-    lines = [
-        "### Comparisons, for the users of the smoke test",
-        "",
-        "| | compared with | result | users | new | other | difference | better / worse users |",
-        "|:---|:---|:---|---:|---:|---:|---:|---:|",
-    ]
-    for item in evidence:
-        comparison = item.comparison
-        difference = f"{100 * comparison.relative_difference:+.1f} %"
-        if comparison.interval is not None:
-            low, high = comparison.interval
-            difference += f" ({100 * low:+.1f} to {100 * high:+.1f})"
-        lines.append(
-            f"| {item.subject} | {item.baseline} | {OUTCOME_LABELS[comparison.outcome]} | {comparison.num_users:,} | "
-            f"{comparison.new_mean:.4f} | {comparison.baseline_mean:.4f} | {difference} | "
-            f"+{comparison.num_better_users:,} / -{comparison.num_worse_users:,} |"
-        )
-    return "\n".join(lines)
 
 
 def verdict_page(registration: RegistrationManifest, *, evaluation: EvaluationManifest, data_report: DataReportManifest) -> str:
@@ -124,7 +98,7 @@ def verdict_page(registration: RegistrationManifest, *, evaluation: EvaluationMa
         f"## {registration.model_name} version {registration.version} is {registration.alias}",
         *registration.reasons,
         f"Users of the split: {describe_held_out_users(data_report.metrics)}",
-        evidence_table(read_evidence(registration.folder)),
+        f"All comparisons: `{registration.folder.parent / registration.pages['decision']}`",
         *([f"**Alarm:** {registration.alarm}"] if registration.alarm is not None else []),
         "### Served recommendations, for the users of the smoke test",
         to_markdown(MetricTable(columns=metric_names, rows=values_by_ranker)),

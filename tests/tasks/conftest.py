@@ -60,7 +60,7 @@ def predicted_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run predict_in_subprocess in this process, which is faster; the list holds the URIs of its calls."""
     uris: list[str] = []
 
-    def predict(sample: ServedSample, *, model_uri: str, client: MlflowClient, **_: Any) -> pa.ListArray:
+    def predict(sample: ServedSample, *, model_uri: str, client: MlflowClient, output_file: Path, **_: Any) -> pa.ListArray:
         uris.append(model_uri)
         mlflow.set_tracking_uri(client.tracking_uri)
         cases = pq.read_table(sample.histories_file).to_pydict()
@@ -69,7 +69,9 @@ def predicted_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         except Exception as error:
             raise UnusableVersionError(f"{model_uri}: {error}") from None
         answers = model.predict(pd.DataFrame(cases), params={"k": K, "exclude_stored_history": False})
-        return pa.array([answer["item_ids"] for answer in answers])
+        table = pa.table({name: [answer[name] for answer in answers] for name in ("item_ids", "scores")})
+        pq.write_table(table, output_file)
+        return table["item_ids"].combine_chunks()
 
     monkeypatch.setattr(smoke_test, "start_processes", lambda count: nullcontext([]))
     monkeypatch.setattr(version_tester, "predict_in_subprocess", predict)

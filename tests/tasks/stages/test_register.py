@@ -41,6 +41,7 @@ def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(works
         "plan.json",
         "data_fingerprints.json",
         "data_report",
+        "decision.html",
         "loss.png",
         "recall.png",
         "indexes.png",

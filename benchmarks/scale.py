@@ -16,8 +16,7 @@ import numpy as np
 from recsys_core.errors import InputError
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables.optimizer_config import TableOptimizer
-from recsys_core.models.tables.table_config import TableConfig
+from recsys_core.models.tables.table_config import TableConfig, TableOptimizer
 from recsys_core.preflight import installed_versions
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig
 from recsys_core.sharding.lookup_stats import LookupStats

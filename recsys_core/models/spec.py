@@ -14,11 +14,11 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import Dataset, FeatureFacts
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
-from recsys_core.models.tables.optimizer_config import TableOptimizer
 from recsys_core.models.tables.table_config import (
     OFFSET_TABLE,
     TEACHER_TABLE,
     TableConfig,
+    TableOptimizer,
     check_tables,
     check_width,
     random_norm,

@@ -9,8 +9,7 @@ from torchrec.distributed.types import CacheParams, KeyValueParams
 
 from recsys_core.errors import InputError
 from recsys_core.models.spec import ModelSpec, TableSpec, module_name
-from recsys_core.models.tables.optimizer_config import GPU_ONLY_OPTIMIZERS
-from recsys_core.models.tables.table_config import check_table_names
+from recsys_core.models.tables.table_config import GPU_ONLY_OPTIMIZERS, check_table_names
 from recsys_core.sharding.config import ClusterConfig, ComputeKernel, ShardingConfig, ShardingType, TableConstraint
 from recsys_core.sharding.lookup_stats import LookupStats
 from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES

@@ -12,7 +12,7 @@ from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.dataset.jagged import chunk_slices
 from recsys_core.manifests import Dataset
 from recsys_core.models.loss.loss_config import LossConfig
-from recsys_core.models.loss.sampling import negative_share
+from recsys_core.models.loss.objective import negative_share
 from recsys_core.models.spec import ModelSpec
 
 Floats = NDArray[np.float64]

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from recsys_core.config import MAX_COUNT, OPERATIONAL, WEEK_S, Settings
-from recsys_core.models.tables.optimizer_config import DenseOptimizer, TableOptimizer
+from recsys_core.models.tables.table_config import DenseOptimizer, TableOptimizer
 
 ValidationMetric = Literal["recall", "ndcg", "hit_rate"]
 MAX_EPOCHS = 10_000

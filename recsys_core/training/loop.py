@@ -14,7 +14,7 @@ from recsys_core.dataset.loader import ExampleSource, Shard, TrainLoader
 from recsys_core.errors import InputError
 from recsys_core.launching.heartbeat import MIN_TIMEOUT_S, UNMEASURED_TIMEOUT_S, HeartbeatWriter
 from recsys_core.manifests import require_manifest
-from recsys_core.models.loss.sampling import negative_share
+from recsys_core.models.loss.objective import negative_share
 from recsys_core.models.task import RetrievalTask
 from recsys_core.seeds import step_seed
 from recsys_core.sharding.config import PLAN_NAME

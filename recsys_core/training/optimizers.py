@@ -19,7 +19,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from recsys_core.models.spec import ModelSpec, TableSpec, module_name
 from recsys_core.models.tables.embedding_tables import local_shards
-from recsys_core.models.tables.optimizer_config import DenseOptimizer, Schedule, TableOptimizer
+from recsys_core.models.tables.table_config import DenseOptimizer, Schedule, TableOptimizer
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.sharded_model import ADAGRAD_EPS
 

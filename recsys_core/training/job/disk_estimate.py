@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from recsys_core.models.spec import ModelSpec, TableSpec
-from recsys_core.models.tables.optimizer_config import TableOptimizerKind
+from recsys_core.models.tables.table_config import TableOptimizerKind
 from recsys_core.training.config import TrainingConfig
 
 FLOAT_BYTES = 4

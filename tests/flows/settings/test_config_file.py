@@ -11,7 +11,7 @@ from recsys_core.errors import InputError
 from recsys_core.ingest.log.config import FileSplit, InteractionsConfig
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.launching.config import TorchxLauncher
-from recsys_core.models.tables.optimizer_config import TableOptimizer
+from recsys_core.models.tables.table_config import TableOptimizer
 
 GOOD = "interactions: {paths: log/*.parquet, timestamp_column: ts}\n"
 

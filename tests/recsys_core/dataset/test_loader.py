@@ -17,7 +17,7 @@ from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import UNPOOLED
 from recsys_core.dataset.loader import ExampleSource, Shard, TrainLoader, prefetch, query_batch
 from recsys_core.errors import InputError
-from recsys_core.models.loss.sampling import negative_share
+from recsys_core.models.loss.objective import negative_share
 from tests.recsys_core.dataset.test_events import Users, store_of, users
 
 MAX_HISTORY, ITEMS = 3, 10_000

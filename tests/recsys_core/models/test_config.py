@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from recsys_core.models.config import MeanHistory, TowerConfig, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
-from recsys_core.models.tables.optimizer_config import Schedule
+from recsys_core.models.tables.table_config import Schedule
 from tests.recsys_core.models.error_messages import raises_message
 
 NO_HISTORY = {"length": 0, "last_item_feature": False}

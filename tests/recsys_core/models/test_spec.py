@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from recsys_core.errors import InputError
 from recsys_core.models.config import MeanHistory, TwoTowerConfig
 from recsys_core.models.spec import ModelSpec, TableSpec
-from recsys_core.models.tables.optimizer_config import TableOptimizer
-from recsys_core.models.tables.table_config import TableConfig, check_width
+from recsys_core.models.tables.table_config import TableConfig, TableOptimizer, check_width
 from tests.recsys_core.ingest.random_features import FORMS, ROWS, SIDES, facts
 from tests.recsys_core.models.error_messages import raises_message
 

@@ -13,7 +13,7 @@ from recsys_core.dataset.feature_store import UNPOOLED, FeatureStore
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
-from recsys_core.models.loss.sampling import negative_share
+from recsys_core.models.loss.objective import negative_share
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, parameter_name
 from recsys_core.models.tables.table_config import TableConfig

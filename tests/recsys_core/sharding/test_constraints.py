@@ -6,8 +6,7 @@ from pydantic import ValidationError
 from recsys_core.errors import InputError
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables.optimizer_config import TableOptimizer
-from recsys_core.models.tables.table_config import TableConfig
+from recsys_core.models.tables.table_config import TableConfig, TableOptimizer
 from recsys_core.sharding.config import ClusterConfig, QuantizedCommsConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.planner import make_plan
 from tests.recsys_core.training.small_model import with_optimizer

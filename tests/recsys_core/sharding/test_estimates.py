@@ -4,8 +4,7 @@ import pytest
 
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables.optimizer_config import TableOptimizer
-from recsys_core.models.tables.table_config import TableConfig
+from recsys_core.models.tables.table_config import TableConfig, TableOptimizer
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.lookup_stats import LookupStats
 from recsys_core.sharding.plan_file import PlanFile

@@ -7,7 +7,7 @@ import pytest
 from recsys_core.errors import InputError
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables.optimizer_config import TableOptimizer
+from recsys_core.models.tables.table_config import TableOptimizer
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.planner import make_plan
 from tests.recsys_core.training.small_model import with_optimizer

@@ -10,7 +10,7 @@ from recsys_core.dataset.layout import EventArrays
 from recsys_core.dataset.loader import ExampleSource, Shard, TrainLoader
 from recsys_core.models.config import MeanHistory, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
-from recsys_core.models.loss.sampling import negative_share
+from recsys_core.models.loss.objective import negative_share
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.lookup_stats import lookup_stats_of
 from tests.recsys_core.ingest.random_features import facts, feature_store

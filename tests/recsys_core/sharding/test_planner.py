@@ -7,8 +7,7 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import PlanManifest
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables.optimizer_config import TableOptimizer
-from recsys_core.models.tables.table_config import TableConfig
+from recsys_core.models.tables.table_config import TableConfig, TableOptimizer
 from recsys_core.preflight import cgroup_limits
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.plan_file import PlanFile

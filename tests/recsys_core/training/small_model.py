@@ -18,8 +18,7 @@ from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, LocalShard, parameter_name
 from recsys_core.models.tables.initialisation import copy_pretrained, fill_missing, fill_random
-from recsys_core.models.tables.optimizer_config import TableOptimizer
-from recsys_core.models.tables.table_config import TableConfig, random_norm
+from recsys_core.models.tables.table_config import TableConfig, TableOptimizer, random_norm
 from recsys_core.models.task import RetrievalHead, RetrievalTask
 from recsys_core.sharding.config import ClusterConfig, QuantizedCommsConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.plan_file import PlanFile

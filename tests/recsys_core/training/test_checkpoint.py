@@ -24,8 +24,7 @@ from recsys_core.manifests.ownership import MARKER_NAME
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import table_shards
-from recsys_core.models.tables.optimizer_config import TableOptimizer
-from recsys_core.models.tables.table_config import TableConfig
+from recsys_core.models.tables.table_config import TableConfig, TableOptimizer
 from recsys_core.training.checkpoint import (
     BestValidation,
     Checkpointer,

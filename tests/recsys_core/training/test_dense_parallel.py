@@ -21,8 +21,7 @@ from recsys_core.models.config import HistoryConfig, RecencyHistory, TowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import table_shards
-from recsys_core.models.tables.optimizer_config import DenseOptimizer
-from recsys_core.models.tables.table_config import TableConfig
+from recsys_core.models.tables.table_config import DenseOptimizer, TableConfig
 from recsys_core.models.task import RetrievalHead
 from recsys_core.training.checkpoint import Checkpointer, checkpoint_name, restore
 from recsys_core.training.config import TrainingConfig

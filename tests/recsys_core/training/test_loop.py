@@ -12,8 +12,7 @@ from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.manifests import ExportManifest, commit_folder
 from recsys_core.models.loss.loss_config import LossConfig
-from recsys_core.models.tables.optimizer_config import DenseOptimizer, TableOptimizer
-from recsys_core.models.tables.table_config import TableConfig, UnfreezeStep
+from recsys_core.models.tables.table_config import DenseOptimizer, TableConfig, TableOptimizer, UnfreezeStep
 from recsys_core.sharding.config import TableConstraint
 from recsys_core.sharding.plan_file import PlanFile, layout_fingerprint
 from recsys_core.training.config import ProfileConfig, TrainingConfig, ValidationConfig

@@ -8,7 +8,7 @@ from recsys_core.manifests import FeatureFacts
 from recsys_core.models.config import TowerConfig, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables.optimizer_config import DenseOptimizer
+from recsys_core.models.tables.table_config import DenseOptimizer
 from recsys_core.training.config import DenseParallel, TrainingConfig
 from recsys_core.training.dense_parallel import local_part
 from recsys_core.training.job.process_group import Process

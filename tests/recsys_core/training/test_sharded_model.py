@@ -13,8 +13,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, table_shards
-from recsys_core.models.tables.optimizer_config import DenseOptimizer, TableOptimizer
-from recsys_core.models.tables.table_config import TableConfig
+from recsys_core.models.tables.table_config import DenseOptimizer, TableConfig, TableOptimizer
 from recsys_core.sharding.config import QuantizedCommsConfig
 from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
 from recsys_core.training.config import TrainingConfig

@@ -15,8 +15,7 @@ from recsys_core.dataset.batch import Batch
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import table_shards
-from recsys_core.models.tables.optimizer_config import DenseOptimizer, TableOptimizer
-from recsys_core.models.tables.table_config import TableConfig
+from recsys_core.models.tables.table_config import DenseOptimizer, TableConfig, TableOptimizer
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job.process_group import Process
 from recsys_core.training.optimizers import make_optimizer

@@ -16,7 +16,7 @@ from recsys_core.dataset.feature_store import UNPOOLED, FeatureStore
 from recsys_core.errors import InputError, LaunchError, StageError
 from recsys_core.manifests import Dataset, PlanManifest, TrainManifest
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, parameter_name
-from recsys_core.models.tables.optimizer_config import DenseOptimizer, TableOptimizer
+from recsys_core.models.tables.table_config import DenseOptimizer, TableOptimizer
 from recsys_core.models.task import RetrievalHead, RetrievalTask
 from recsys_core.serving.quantise import build_tower
 from recsys_core.serving.query_batch import QueryBatchBuilder, user_features

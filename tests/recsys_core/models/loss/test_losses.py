@@ -14,7 +14,7 @@ from recsys_core.models.loss.losses import (
     softmax_loss,
     weighted_mean,
 )
-from recsys_core.models.loss.sampling import log_expected_count
+from recsys_core.models.loss.objective import log_expected_count
 
 T, MARGIN, NEGATIVE_WEIGHT = 0.5, 0.2, 1.5
 LOSSES = {

@@ -10,8 +10,7 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import Dataset, ExportManifest, TrainManifest
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables.optimizer_config import TableOptimizer
-from recsys_core.models.tables.table_config import TableConfig
+from recsys_core.models.tables.table_config import TableConfig, TableOptimizer
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_indexes
 from recsys_core.training.config import TrainingConfig

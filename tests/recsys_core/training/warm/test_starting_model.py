@@ -15,8 +15,7 @@ from recsys_core.manifests import Dataset, ExportManifest, FeatureFacts, Feature
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.tables.optimizer_config import TableOptimizer
-from recsys_core.models.tables.table_config import TableConfig
+from recsys_core.models.tables.table_config import TableConfig, TableOptimizer
 from recsys_core.training.config import TrainingConfig, WarmStartConfig
 from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.train import choose_start, train

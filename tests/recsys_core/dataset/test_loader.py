@@ -31,12 +31,13 @@ def loader_of(
     world_size: int = 1,
     max_history: int = MAX_HISTORY,
     include_target: bool = False,
+    num_planned_ranks: int | None = None,
     **settings_of: Any,
 ) -> TrainLoader:
     """Return a loader. By default every item is drawn with the same probability."""
     examples = ExampleSource(store, Assembler(user_batch_key=UNPOOLED), max_history=max_history, include_target=include_target)
     base = {"batch_size": 4, "seed": 5, "negative_share_I": np.full(store.num_items, 1 / store.num_items)}
-    return TrainLoader(examples, shard=Shard(rank, world_size), **(base | settings_of))
+    return TrainLoader(examples, shard=Shard(rank, world_size, num_planned_ranks), **(base | settings_of))
 
 
 def numbered(sizes: list[int]) -> Users:
@@ -161,6 +162,13 @@ def test_only_items_with_a_training_event_are_drawn(count: list[int], alpha: flo
     share_I = negative_share(np.array(count), alpha)
     batch = loader_of(store_of([([0], [], [])]), num_negatives=200, negative_share_I=share_I).batch(0, 0)
     assert all(count[item] for item in candidates(batch)[1:])
+
+
+def test_a_retry_with_half_the_ranks_has_the_examples_and_batches_of_the_plan() -> None:
+    store = store_of(numbered([11]))
+    planned = loader_of(store, world_size=4, batch_size=1)
+    retried = loader_of(store, world_size=2, batch_size=2, num_planned_ranks=4)
+    assert (planned.num_epoch_queries * 4, len(planned)) == (retried.num_epoch_queries * 2, len(retried)) == (8, 2)
 
 
 @pytest.mark.parametrize("start", [0, 1, 5, 12, 13])

@@ -24,6 +24,7 @@ from recsys_core.manifests.model_stages import (
     PackageManifest,
     PlanManifest,
     RegistrationManifest,
+    SearchPoint,
     StageName,
     TrainManifest,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "PackageManifest",
     "PlanManifest",
     "RegistrationManifest",
+    "SearchPoint",
     "SourceFile",
     "StageFolder",
     "StageName",

@@ -87,14 +87,23 @@ class EvaluationManifest(Manifest):
     metrics: dict[str, float] = Field(description="metrics by name, e.g. test/recall@20, baseline/popularity/recall@20")
 
 
+class SearchPoint(Frozen):
+    """Recall and latency of an index with one setting of its search."""
+
+    parameters: dict[str, int]
+    recall: float
+    ms_per_query: float
+
+
 class IndexReport(Frozen):
-    """Comparison of one index with exact search on evaluation queries."""
+    """Comparison of one index with exact search on test queries."""
 
     recall: float = Field(description="share of the exact top `k` that the index returns")
     k: int
     ms_per_query: float
     bytes: int
     parameters: dict[str, int]
+    tried: tuple[SearchPoint, ...] = Field((), description="search settings that were measured to reach the recall target")
 
 
 class IndexManifest(Manifest):
@@ -107,6 +116,7 @@ class IndexManifest(Manifest):
     similarity: Literal["cosine", "dot"]
     dim: int
     num_items: int
+    recall_target: float | None = None
     reports: dict[str, IndexReport]
 
 

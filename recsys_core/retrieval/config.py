@@ -24,7 +24,14 @@ class IndexConfig(Settings):
         description="further indexes that are built and measured for comparison. flat is always built, because the recall of "
         "the other kinds is measured against it",
     )
-    recall_k: int = Field(20, ge=1, le=10_000, description="cut-off K of the recall of an index compared with an exact search")
+    recall_target: float = Field(
+        0.95,
+        gt=0,
+        le=1,
+        description="recall of an index compared with an exact search. The search settings nprobe and ef_search, if they are "
+        "empty, are the fastest that reach this recall on validation queries",
+    )
+    recall_k: int = Field(100, ge=1, le=10_000, description="cut-off K of this recall")
 
     @property
     def built(self) -> tuple[AnyIndexKind, ...]:

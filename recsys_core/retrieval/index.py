@@ -6,6 +6,7 @@ Shapes: I items, D width, B queries, K recall_k, N rows returned by an index.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recsys_core.errors import InputError
-from recsys_core.manifests import ExportManifest, IndexManifest, IndexReport, StageFolder, fingerprint_of
+from recsys_core.manifests import ExportManifest, IndexManifest, IndexReport, SearchPoint, StageFolder, fingerprint_of
 from recsys_core.retrieval.config import IndexConfig
-from recsys_core.retrieval.kinds import AnyIndexKind
+from recsys_core.retrieval.kinds import AnyIndexKind, Flat
 from recsys_core.retrieval.search import search
 from recsys_core.seeds import INDEX_ORDER_SEED, INDEX_SAMPLE_SEED
 
@@ -42,33 +43,79 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
     min_bytes = sum(kind.min_bytes(num_items=export.num_items, dim=export.dim) for kind in config.built)
     with stage.writing(min_bytes=min_bytes) as output_folder:
         item_vector_ID = np.load(export.path("item_vectors.npy"), mmap_mode="r")
-        query_BD = _load_queries(export)
+        exact = build_index(Flat(), item_vector_ID)
         depth = min(config.recall_k, export.num_items)
+        test, tuning = (_measured_queries(query_BD, exact, item_vector_ID, depth) for query_BD in _load_queries(export))
         report_by_kind: dict[str, IndexReport] = {}
-        exact_row_BK: NDArray[np.int64] | None = None
         for kind in (configured_kind.fitted(export.num_items) for configured_kind in config.built):
             index_path = output_folder / f"{kind.kind}.faiss"
-            index = build_index(kind, item_vector_ID)
+            index = exact if kind.kind == "flat" else build_index(kind, item_vector_ID)
             faiss.write_index(index, str(index_path))
-            with _faiss_threads(1):
-                start_time = time.perf_counter()
-                _, row_BK = search(index, query_BD, kind=kind, depth=depth)
-                duration_s = time.perf_counter() - start_time
-            exact_row_BK = row_BK if exact_row_BK is None else exact_row_BK  # the first index is exact
+            tuned_kind, tried = tune(kind, index, tuning, recall_target=config.recall_target)
+            point = test.measure(index, tuned_kind)
             report_by_kind[kind.kind] = IndexReport(
-                recall=recall_of_exact(row_BK, exact_row_BK=exact_row_BK, query_BD=query_BD, item_vector_ID=item_vector_ID),
+                recall=point.recall,
                 k=config.recall_k,
-                ms_per_query=1000 * duration_s / len(query_BD),
+                ms_per_query=point.ms_per_query,
                 bytes=index_path.stat().st_size,
-                parameters=kind.model_dump(exclude={"kind"}),
+                parameters=point.parameters,
+                tried=tried,
             )
         return stage.commit(
             served_index=config.served.kind,
             similarity=export.similarity,
             dim=export.dim,
             num_items=export.num_items,
+            recall_target=config.recall_target,
             reports=report_by_kind,
         )
+
+
+@dataclass(frozen=True)
+class MeasuredQueries:
+    """Queries with their exact results, on which an index is measured."""
+
+    query_BD: NDArray[np.float32]
+    exact_row_BK: NDArray[np.int64]
+    item_vector_ID: NDArray[np.float32]
+
+    def measure(self, index: Any, kind: AnyIndexKind) -> SearchPoint:
+        """Return recall and latency of the index. One thread searches all queries in one batch."""
+        with _faiss_threads(1):
+            start_time = time.perf_counter()
+            _, row_BK = search(index, self.query_BD, kind=kind, depth=self.exact_row_BK.shape[1])
+            duration_s = time.perf_counter() - start_time
+        recall = recall_of_exact(
+            row_BK, exact_row_BK=self.exact_row_BK, query_BD=self.query_BD, item_vector_ID=self.item_vector_ID
+        )
+        parameters = kind.model_dump(exclude={"kind"})
+        return SearchPoint(parameters=parameters, recall=recall, ms_per_query=1000 * duration_s / len(self.query_BD))
+
+
+def tune(
+    kind: AnyIndexKind, index: Any, queries: MeasuredQueries, *, recall_target: float
+) -> tuple[AnyIndexKind, tuple[SearchPoint, ...]]:
+    """Return the settings of the fastest search that reaches the target on the queries, and the points that were measured.
+
+    If no setting reaches the target, return the one with the highest recall.
+    """
+    variants: list[AnyIndexKind] = [*kind.search_variants(queries.exact_row_BK.shape[1])]
+    if len(variants) == 1:
+        return variants[0], ()
+    tried: list[SearchPoint] = []
+    for variant in variants:
+        tried.append(queries.measure(index, variant))
+        if tried[-1].recall >= recall_target:
+            return variant, tuple(tried)
+    best = max(range(len(tried)), key=lambda position: tried[position].recall)
+    return variants[best], tuple(tried)
+
+
+def _measured_queries(
+    query_BD: NDArray[np.float32], exact_index: Any, item_vector_ID: NDArray[np.float32], depth: int
+) -> MeasuredQueries:
+    _, exact_row_BK = search(exact_index, query_BD, kind=Flat(), depth=depth)
+    return MeasuredQueries(query_BD, exact_row_BK, item_vector_ID)
 
 
 def recall_of_exact(
@@ -124,11 +171,18 @@ def _random_rows(vectors: NDArray[np.float32], *, num_rows: int) -> NDArray[np.f
     return vectors[sampled_rows]
 
 
-def _load_queries(export: ExportManifest) -> NDArray[np.float32]:
+def _load_queries(export: ExportManifest) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return the queries that measure an index, and those that tune it: of the test split, and of the validation split.
+
+    Without validation queries, the queries of the test split tune an index too.
+    """
     query_BD: NDArray[np.float32] = np.load(export.path("query_vectors_test.npy"))
     if len(query_BD) == 0:
         raise InputError("the test split has no event, so the indexes cannot be measured; change interactions.split")
-    return _random_rows(query_BD, num_rows=MAX_MEASURED_QUERIES)
+    test_query_BD = _random_rows(query_BD, num_rows=MAX_MEASURED_QUERIES)
+    if not export.num_queries.get("validation", 0):
+        return test_query_BD, test_query_BD
+    return test_query_BD, _random_rows(np.load(export.path("query_vectors_validation.npy")), num_rows=MAX_MEASURED_QUERIES)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Shapes: B queries, D width, N rows returned by an index.
 """
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field
@@ -24,6 +25,8 @@ MIN_CENTROIDS = 256
 """Fewer cells are trained on a sample for this many centroids."""
 MAX_SINGLE_THREAD_ITEMS = 100_000
 """Up to this number of items, one thread builds HNSW. Its links then do not depend on timing, so a rerun is identical."""
+DEFAULT_NPROBE, MIN_EF_SEARCH = 16, 8
+"""Search settings of an index that is not tuned."""
 VALUE_BYTES = 4
 ROW_NUMBER_BYTES = 8
 
@@ -41,6 +44,10 @@ class IndexKind(Settings):
     def fitted(self, num_items: int) -> Self:
         """Return the settings for a catalogue of `num_items` items. Some settings are limited by the number of items."""
         return self
+
+    def search_variants(self, depth: int) -> Iterator[Self]:
+        """Yield the settings with increasing recall and latency of a search for `depth` items. Settings of the user stay."""
+        yield self
 
     @abstractmethod
     def min_bytes(self, *, num_items: int, dim: int) -> int:
@@ -96,7 +103,13 @@ class _Ivf(IndexKind):
         le=1_000_000,
         description="number of cells of an IVF index. A catalogue with fewer than 39 items per cell gets fewer cells",
     )
-    nprobe: int = Field(16, ge=1, le=1_000_000, description="number of cells of an IVF index that a query searches")
+    nprobe: int | None = Field(
+        None,
+        ge=1,
+        le=1_000_000,
+        description="number of cells of an IVF index that a query searches. If empty, it is the smallest tested number that "
+        "reaches index.recall_target",
+    )
 
     def fitted(self, num_items: int) -> Self:
         """Limit nlist to the largest number with enough items per cell for k-means, and nprobe to nlist.
@@ -105,7 +118,17 @@ class _Ivf(IndexKind):
         [100, 10, 1]
         """
         nlist = max(1, min(self.nlist, num_items // MIN_ITEMS_PER_CENTROID))
-        return self.model_copy(update={"nlist": nlist, "nprobe": min(self.nprobe, nlist)})
+        return self.model_copy(update={"nlist": nlist, "nprobe": self.nprobe and min(self.nprobe, nlist)})
+
+    def search_variants(self, depth: int) -> Iterator[Self]:
+        """Yield 1, 2, 4, ... searched cells, and at last all cells.
+
+        >>> [variant.nprobe for variant in IvfFlat(nlist=100).search_variants(10)]
+        [1, 2, 4, 8, 16, 32, 64, 100]
+        """
+        powers = (1 << exponent for exponent in range((self.nlist - 1).bit_length()))
+        for nprobe in [self.nprobe] if self.nprobe is not None else [*powers, self.nlist]:
+            yield self.model_copy(update={"nprobe": nprobe})
 
     def num_training_vectors(self) -> int:
         """Return at least the size of the sample that FAISS draws from these vectors."""
@@ -113,7 +136,7 @@ class _Ivf(IndexKind):
 
     def search_parameters(self, depth: int) -> Any:
         """Return nprobe."""
-        return _faiss().SearchParametersIVF(nprobe=self.nprobe)
+        return _faiss().SearchParametersIVF(nprobe=self.nprobe or DEFAULT_NPROBE)
 
     def search_exhaustively(
         self, index: Any, query_BD: "NDArray[np.float32]", depth: int
@@ -207,9 +230,23 @@ class Hnsw(IndexKind):
     ef_construction: int = Field(
         200, ge=8, le=100_000, description="size of the candidate list while an HNSW index is built (efConstruction)"
     )
-    ef_search: int = Field(
-        128, ge=8, le=100_000, description="size of the candidate list while an HNSW index is searched (efSearch)"
+    ef_search: int | None = Field(
+        None,
+        ge=8,
+        le=100_000,
+        description="size of the candidate list while an HNSW index is searched (efSearch). If empty, it is the smallest "
+        "tested size that reaches index.recall_target",
     )
+
+    def search_variants(self, depth: int) -> Iterator[Self]:
+        """Yield candidate lists of `depth` items, and of up to 32 times as many.
+
+        >>> [variant.ef_search for variant in Hnsw().search_variants(100)]
+        [100, 200, 400, 800, 1600, 3200]
+        """
+        sizes = [max(depth, MIN_EF_SEARCH) << exponent for exponent in range(6)]
+        for ef_search in sizes if self.ef_search is None else [self.ef_search]:
+            yield self.model_copy(update={"ef_search": ef_search})
 
     def min_bytes(self, *, num_items: int, dim: int) -> int:
         """Return the bytes of the vectors, their row numbers and the links."""
@@ -228,7 +265,7 @@ class Hnsw(IndexKind):
 
     def search_parameters(self, depth: int) -> Any:
         """Return ef_search, raised to `depth` if it is smaller."""
-        return _faiss().SearchParametersHNSW(efSearch=max(self.ef_search, depth))
+        return _faiss().SearchParametersHNSW(efSearch=max(self.ef_search or MIN_EF_SEARCH, depth))
 
     def search_exhaustively(
         self, index: Any, query_BD: "NDArray[np.float32]", depth: int

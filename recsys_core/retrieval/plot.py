@@ -22,6 +22,9 @@ def draw_indexes(report_by_kind: Mapping[str, IndexReport], *, served_kind: str)
     recall_k = max(report.k for report in report_by_kind.values())
     figure, axes = plots.new_figure(title="Recall and latency of the indexes")
     for kind, report in report_by_kind.items():
+        if report.tried:
+            points = [(point.ms_per_query, point.recall) for point in report.tried]
+            axes.plot(*zip(*points, strict=True), color=plots.GREY, linewidth=1.2, marker=".", zorder=2)
         axes.scatter(
             report.ms_per_query,
             report.recall,

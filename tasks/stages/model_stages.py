@@ -162,7 +162,9 @@ def build_index(context: StageContext, config: IndexConfig) -> tuple[IndexManife
     plot_path = plot_indexes(manifest.reports, served_kind=served_kind, path=context.run.folder / "indexes.png")
     show_image(context, "indexes", plot_path)
     report = manifest.reports[served_kind]
-    return manifest, f"{served_kind}: recall {report.recall:.4f} of exact search, {report.ms_per_query:.3f} ms per query"
+    target = "" if report.recall >= config.recall_target else f", below the target of {config.recall_target:g}"
+    recall = f"recall@{report.k} {report.recall:.4f} of exact search{target}"
+    return manifest, f"{served_kind}: {recall}, {report.ms_per_query:.3f} ms per query"
 
 
 @stage(PackageManifest)

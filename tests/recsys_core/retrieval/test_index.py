@@ -67,6 +67,38 @@ def test_reported_recall_equals_the_overlap_with_brute_force(built, export: Expo
     assert built.reports["ivf_pq"].recall < 1.0
 
 
+@pytest.mark.parametrize("kind", [IvfFlat(nlist=20), IvfPq(nlist=20, pq_m=16, pq_nbits=8), Hnsw(hnsw_m=4)])
+def test_the_search_is_the_fastest_that_reaches_the_target_and_its_recall_is_measured_on_other_queries(
+    kind: AnyIndexKind, tmp_path: Path
+) -> None:
+    random = np.random.default_rng(0)
+    vectors, test, validation = (random.normal(size=(rows, 32)) for rows in (3_000, 50, 60))
+    queries = {"test": (range(50), test), "validation": (range(60), validation)}
+    export = export_stage(tmp_path / "export", item_vectors=vectors, queries=queries)
+    config = IndexConfig(served=kind, recall_target=0.7, recall_k=20)
+    manifest = build_indexes(config, export=export, folder=tmp_path / "index")
+    report, item_vector_ID = manifest.reports[kind.kind], np.load(export.path("item_vectors.npy"))
+    assert [point.recall >= 0.7 for point in report.tried] == [False] * (len(report.tried) - 1) + [True]
+    assert report.parameters == report.tried[-1].parameters
+    fastest, index = kind.model_validate({"kind": kind.kind} | report.parameters), _load(manifest, kind)
+    for query_vectors, recall in ((validation, report.tried[-1].recall), (test, report.recall)):
+        exact_row = np.argsort(-query_vectors @ item_vector_ID.T, axis=1)[:, :20]
+        _, row = search(index, query_vectors, kind=fastest, depth=20)
+        overlap = np.mean([len({*found} & {*exact}) / 20 for found, exact in zip(row, exact_row, strict=True)])
+        assert recall == pytest.approx(overlap, abs=2e-3)
+
+
+def test_a_target_that_no_search_reaches_gives_the_best_one_and_settings_of_the_user_stay(
+    export: ExportManifest, tmp_path: Path
+) -> None:
+    config = IndexConfig(served=IvfPq(nlist=10, pq_m=2, pq_nbits=2), compared=(Hnsw(ef_search=9),), recall_target=1.0)
+    reports = build_indexes(config, export=export, folder=tmp_path / "index").reports
+    tried = reports["ivf_pq"].tried
+    assert [point.parameters["nprobe"] for point in tried] == [1, 2, 4, 8, 10]
+    assert reports["ivf_pq"].parameters == max(tried, key=lambda point: point.recall).parameters
+    assert (reports["hnsw"].parameters["ef_search"], reports["hnsw"].tried) == (9, ())
+
+
 def test_a_larger_nprobe_searches_more_cells(built, export: ExportManifest) -> None:
     query, _, _ = _exact(export, 1)
     index = _load(built, IvfFlat())

@@ -82,6 +82,7 @@ def test_the_settings_fit_a_small_catalogue_and_are_read_back_from_their_paramet
 ) -> None:
     fitted = kind.fitted(num_items)
     assert fitted.fitted(num_items) == fitted
+    *_, fitted = fitted.search_variants(num_items)
     parameters = fitted.model_dump(exclude={"kind"})
     assert all(type(parameter) is int for parameter in parameters.values())
     assert TypeAdapter(AnyIndexKind).validate_python({"kind": kind.kind} | parameters) == fitted

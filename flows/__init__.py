@@ -9,8 +9,8 @@ import tasks as _tasks  # noqa: F401  sets the environment that prefect reads wh
 from recsys_core.imports import lazy_attributes
 
 if TYPE_CHECKING:
-    from flows.cli.query import load_retriever as load_retriever
     from flows.nightly import nightly_retrain as nightly_retrain
+    from flows.query import load_retriever as load_retriever
     from flows.runs.results import RunResults as RunResults
     from flows.runs.results import open_run as open_run
     from flows.runs.run_history import run_history as run_history
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __getattr__ = lazy_attributes(
     __name__,
     {
-        "load_retriever": "flows.cli.query",
+        "load_retriever": "flows.query",
         "PipelineConfig": "flows.settings.pipeline",
         "load_config": "flows.settings.config_file",
         "nightly_retrain": "flows.nightly",

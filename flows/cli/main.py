@@ -231,7 +231,7 @@ def query(
     """Recommend items to a user with the champion, or with --model."""
     config = read_config(config_path, overrides).config
     prepare_environment(config.workspace)
-    from flows.cli.query import recommend
+    from flows.query import recommend
 
     answer = recommend(config, user=user, k=k, model_uri=model)
     if not answer.known_user:

@@ -5,7 +5,7 @@ Shapes: B queries, I items, D width, N candidates fetched from the index, K reco
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import PackageManifest, require_manifest
 from recsys_core.retrieval.search import search, search_exhaustively
 from recsys_core.serving.contents import PackageContents, read_package
-from recsys_core.serving.ids import Id, is_missing
+from recsys_core.serving.ids import Id
 from recsys_core.serving.package import description_sha256
 from recsys_core.serving.query_batch import QueryBatchBuilder
 
@@ -27,23 +27,19 @@ History = Sequence[Id] | None
 """Item ids in time order; None for the history that is stored in the package."""
 
 
-class Recommendation(NamedTuple):
-    """Recommended items and scores for one row of a request, best first. An invalid row has an error and no items."""
-
-    item_ids: NDArray[Any]
-    scores: NDArray[np.float32]
-    error: str | None
-
-
 class Retriever:
-    """A loaded model package. It has no mutable state, so threads may share it."""
+    """A loaded model package. It has no mutable state, so threads may share it.
+
+    Attributes:
+        item_ids, user_ids: table rows by id.
+    """
 
     def __init__(self, contents: PackageContents) -> None:
         self.package = contents.package
         self._tower = contents.tower
         self._batch_builder = QueryBatchBuilder(contents.package.model, contents.features)
         self._index = contents.index
-        self._item_ids, self._user_ids = contents.item_ids, contents.user_ids
+        self.item_ids, self.user_ids = contents.item_ids, contents.user_ids
         self._user_offset, self._event_item = contents.user_offset, contents.event_item
         self._item_by_popularity_I = contents.item_by_popularity_I
         self._popularity_share_I = contents.popularity_share_I
@@ -95,9 +91,9 @@ class Retriever:
             raise InputError(f"k is {k}; it must be at least 1")
         if histories is not None and len(histories) != len(user_ids):
             raise InputError(f"{len(histories)} histories for {len(user_ids)} users; pass one history per user, or none")
-        k = min(k, len(self._item_ids))
+        k = min(k, len(self.item_ids))
         batch_size = min(MAX_BATCH_QUERIES, max(1, MAX_BATCH_RESULTS // k))
-        user_rows = self._user_ids.rows(user_ids)
+        user_rows = self.user_ids.rows(user_ids)
         item_ids: list[NDArray[Any]] = []
         scores: list[NDArray[np.float32]] = []
         for batch_start in range(0, len(user_rows), batch_size):
@@ -109,57 +105,14 @@ class Retriever:
             )
             top_items = self._top_items(user_rows[batch_slice], history=history, excluded_items=excluded_items, k=k)
             for row_K, score_K, num_items in zip(top_items.row_BK, top_items.score_BK, top_items.num_items_B, strict=True):
-                item_ids.append(self._item_ids.ids(row_K[:num_items]))
+                item_ids.append(self.item_ids.ids(row_K[:num_items]))
                 scores.append(score_K[:num_items])
         return item_ids, scores
 
-    def recommend_rows(
-        self, user_ids: Sequence[Any], k: int, *, histories: Sequence[Any] | None = None, exclude_stored_history: bool = True
-    ) -> list[Recommendation]:
-        """Recommend items for the rows of a request. A row with an invalid value gets an error, and the other rows are served.
-
-        The arguments are those of `recommend`. A history may also be NaN, which means None. Raises InputError if k is below 1.
-        """
-        row_histories = [None] * len(user_ids) if histories is None else histories
-        valid_users, valid_histories = [], []
-        errors: dict[int, str] = {}
-        for request_index, (user_id, history) in enumerate(zip(user_ids, row_histories, strict=True)):
-            try:
-                self._user_ids.parse([user_id])
-                valid_histories.append(self._parse_history(history))
-                valid_users.append(user_id)
-            except InputError as error:
-                errors[request_index] = str(error)
-        item_ids, scores = self.recommend(
-            valid_users,
-            k,
-            histories=None if histories is None else valid_histories,
-            exclude_stored_history=exclude_stored_history,
-        )
-        valid_results = zip(item_ids, scores, strict=True)
-        no_items: tuple[NDArray[Any], NDArray[np.float32]] = (np.zeros(0, np.int64), np.zeros(0, np.float32))
-        return [
-            Recommendation(*no_items, error=errors[request_index])
-            if request_index in errors
-            else Recommendation(*next(valid_results), error=None)
-            for request_index in range(len(user_ids))
-        ]
-
     def is_known(self, user_ids: Sequence[Id]) -> NDArray[np.bool_]:
         """Return whether each user has an event in the log. Raises InputError for an invalid id."""
-        is_known_B: NDArray[np.bool_] = self._user_ids.rows(user_ids) >= 0
+        is_known_B: NDArray[np.bool_] = self.user_ids.rows(user_ids) >= 0
         return is_known_B
-
-    def _parse_history(self, history: Any) -> list[Id] | None:
-        if is_missing(history):
-            return None
-        if not isinstance(history, list | tuple | np.ndarray):
-            raise InputError(f"history is of type {type(history).__name__}; pass a list of item ids, or leave it out")
-        try:
-            self._item_ids.parse(history)
-        except InputError as error:
-            raise InputError(f"history: {error}") from None
-        return list(history)
 
     def _histories(
         self, user_row_B: NDArray[np.int64], *, new_histories: Sequence[History] | None, exclude_stored_history: bool
@@ -168,13 +121,11 @@ class Retriever:
         start_B = np.where(user_row_B >= 0, self._user_offset[user_row_B], 0)
         end_B = np.where(user_row_B >= 0, self._user_offset[user_row_B + 1], 0)
         stored_history = JaggedArray.from_slices(self._event_item, start=start_B, end=end_B)
-        num_items = len(self._item_ids)
+        num_items = len(self.item_ids)
         if new_histories is None:
             return stored_history, stored_history.distinct(bound=num_items)
         length_B = np.array([0 if history is None else len(history) for history in new_histories], np.int64)
-        new_item_rows = self._item_ids.rows(
-            [item_id for history in new_histories if history is not None for item_id in history]
-        )
+        new_item_rows = self.item_ids.rows([item_id for history in new_histories if history is not None for item_id in history])
         new_history = JaggedArray.from_lengths(length_B, new_item_rows).filter(new_item_rows >= 0)
         is_replaced_B = np.array([history is not None for history in new_histories])
         history = stored_history.replace(new_history, where=is_replaced_B)
@@ -185,7 +136,7 @@ class Retriever:
     def _top_items(
         self, user_row_B: NDArray[np.int64], *, history: JaggedArray, excluded_items: JaggedArray, k: int
     ) -> "_TopItems":
-        top_items = _TopItems(excluded_items=excluded_items, k=k, catalogue_size=len(self._item_ids))
+        top_items = _TopItems(excluded_items=excluded_items, k=k, catalogue_size=len(self.item_ids))
         is_known_B = self.package.model.is_known(history_length_B=history.lengths, user_row_B=user_row_B)
         known_indices = np.flatnonzero(is_known_B)
         if len(known_indices):

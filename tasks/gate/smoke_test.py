@@ -21,7 +21,7 @@ from mlflow import MlflowClient
 
 from recsys_core.errors import StageError, TrackingServerError, redacted
 from tasks.gate.sample import K, ServedSample
-from tasks.registry.model_uri import fetch_model
+from tasks.registry.loading import fetch_model
 
 _TIMEOUT_S = 1_800.0
 _ALLOWED_VARIABLE_PATTERN = re.compile(

@@ -11,6 +11,7 @@ from mlflow.pyfunc import PyFuncModel
 from mlflow.pyfunc.model import PythonModel, PythonModelContext
 
 from recsys_core.errors import InputError, StageError
+from recsys_core.serving.requests import answer, parse
 from recsys_core.serving.retriever import Retriever
 
 
@@ -41,22 +42,12 @@ class NightjarModel(PythonModel):
                 history in the log. If the history is null, the history in the log is used.
             params: k and exclude_stored_history, see Retriever.recommend. An invalid value fails the whole request.
         """
-        arguments = {"k": 10, "exclude_stored_history": True} | (params or {})
-        histories = model_input["history"].tolist() if "history" in model_input else None
+        inputs = {name: model_input[name].tolist() for name in ("user_id", "history") if name in model_input}
         try:
-            if null_params := [param_name for param_name, param_value in arguments.items() if param_value is None]:
-                raise InputError(f"params: {null_params[0]} is null; set a value, or leave it out")
-            recommendations = self.retriever.recommend_rows(model_input["user_id"].tolist(), histories=histories, **arguments)
+            answers = answer(self.retriever, parse({"inputs": inputs, "params": params}))
         except InputError as error:
             raise MlflowException.invalid_parameter_value(str(error)) from error
-        return [
-            {
-                "item_ids": recommendation.item_ids.tolist(),
-                "scores": recommendation.scores.tolist(),
-                "error": recommendation.error,
-            }
-            for recommendation in recommendations
-        ]
+        return [row_answer._asdict() for row_answer in answers]
 
 
 def _reject_unknown_params() -> None:

@@ -9,7 +9,6 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
-from recsys_core.errors import InputError, redacted
 from tasks.registry.mlflow_client import RUN_ID_TAG
 
 SMOKE_TAG = "nightjar.smoke"
@@ -59,17 +58,6 @@ def champion_of(client: MlflowClient, model_name: str) -> ModelVersion | None:
     """Return the version with the alias champion; None if there is no champion or no such model."""
     version_number = (version_number_by_alias(client, model_name) or {}).get("champion")
     return None if version_number is None else client.get_model_version(model_name, version_number)
-
-
-def champion_uri(client: MlflowClient, model_name: str) -> str:
-    """Return models:/<name>/<version> of the champion; raise InputError if there is no champion."""
-    champion = champion_of(client, model_name)
-    if champion is None:
-        raise InputError(
-            f"the registered model {model_name!r} has no champion in {redacted(client.tracking_uri)}; "
-            "register one with `nightjar run`"
-        )
-    return f"models:/{model_name}/{champion.version}"
 
 
 def former_champions(client: MlflowClient, model_name: str) -> list[ModelVersion]:

@@ -22,8 +22,8 @@ from recsys_core.evaluation.report import metric_table
 from recsys_core.manifests import DataReportManifest, EvaluationManifest, InteractionsManifest, PackageManifest
 from recsys_core.serving.package import description_sha256
 from tasks.registry.config import RegistryConfig
+from tasks.registry.loading import PACKAGE_SHA256_KEY, PACKAGE_SHA256_TAG, record_logged_model
 from tasks.registry.mlflow_client import LOG, RUN_ID_TAG, SQLITE_PREFIX, tracking_uri
-from tasks.registry.model_uri import PACKAGE_SHA256_KEY, PACKAGE_SHA256_TAG, record_logged_model
 from tasks.registry.releases import delete_logged_model
 from tasks.runs.context import StageContext
 from tasks.runs.run import Run

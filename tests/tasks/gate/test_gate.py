@@ -16,8 +16,8 @@ from tasks.gate import gate, version_tester
 from tasks.gate.sample import ServedSample
 from tasks.gate.smoke_test import NotFetchedError, predict_in_subprocess
 from tasks.registry import mlflow_client
+from tasks.registry.loading import record_logged_model
 from tasks.registry.mlflow_client import connect
-from tasks.registry.model_uri import record_logged_model
 from tasks.registry.releases import BROKEN_TAG
 from tests.tasks.conftest import USERS, Stages
 from tests.tasks.registration import aliases, do_register, run_of, version_tags

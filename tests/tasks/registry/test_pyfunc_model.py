@@ -12,6 +12,7 @@ from typing import Any
 
 import mlflow
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 from fastapi.testclient import TestClient
 from mlflow import MlflowClient
@@ -20,11 +21,18 @@ from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import PyFuncModel, scoring_server
 from ruamel.yaml import YAML
 
+from flows.query import recommend
 from flows.settings import yaml_loader
+from flows.settings.template import starter_config
 from recsys_core.errors import StageError
+from recsys_core.manifests import InteractionsManifest
+from recsys_core.serving.requests import answer, parse
+from recsys_core.serving.retriever import Retriever
+from tasks.gate.sample import K, prepare_sample
+from tasks.gate.smoke_test import predict_in_subprocess
 from tasks.registry import tracking
 from tasks.registry.config import RegistryConfig
-from tasks.registry.model_uri import PACKAGE_SHA256_TAG, load_model
+from tasks.registry.loading import PACKAGE_SHA256_TAG, load_model
 from tasks.registry.versions import get_or_create_version, pinned_requirements
 from tasks.runs.context import StageContext
 from tasks.runs.run import Run
@@ -136,8 +144,8 @@ def test_an_invalid_record_has_an_error_and_the_others_have_recommendations(serv
         "user_id '\\ud800' is not valid Unicode",
         None,
     ]
-    for answer in answers:
-        assert len(answer["item_ids"]) == len(answer["scores"]) == (0 if answer["error"] else 3)
+    for prediction in answers:
+        assert len(prediction["item_ids"]) == len(prediction["scores"]) == (0 if prediction["error"] else 3)
     assert post(server, [good], k=3)[1] == answers[:1]
     assert post(server, [wrong], k=3)[1] == answers[1:2]
 
@@ -174,6 +182,42 @@ def test_a_param_that_is_unknown_or_wrong_fails_the_request_by_name(
     assert status == 400 and re.search(message, answer), answer
     with pytest.raises(MlflowException, match=message):
         model.predict(pd.DataFrame({"user_id": ["user-0"]}), params=params)
+
+
+def ask_mlflow(workspace: Path, interactions: InteractionsManifest) -> tuple[dict[str, Any], list[list[int]]]:
+    users = ["user-0", "user-7", "not in the log"]
+    answers: Any = mlflow.pyfunc.load_model(URI).predict(pd.DataFrame({"user_id": users}), params={"k": 5})
+    return {"inputs": {"user_id": users}, "params": {"k": 5}}, [answer["item_ids"] for answer in answers]
+
+
+def ask_query(workspace: Path, interactions: InteractionsManifest) -> tuple[dict[str, Any], list[list[int]]]:
+    config = starter_config().model_copy(update={"workspace": workspace})
+    items = recommend(config, user="user-7", k=5, model_uri=URI).items
+    return {"inputs": {"user_id": ["user-7"]}, "params": {"k": 5}}, [[int(item.item_id) for item in items]]
+
+
+def ask_smoke_test(workspace: Path, interactions: InteractionsManifest) -> tuple[dict[str, Any], list[list[int]]]:
+    sample = prepare_sample(interactions, max_users=20, folder=workspace / "sample")
+    answers = predict_in_subprocess(
+        sample,
+        model_uri=URI,
+        client=MlflowClient(),
+        workspace=workspace,
+        processes=[],
+        output_file=workspace / "answers.parquet",
+    )
+    inputs = pq.read_table(sample.histories_file).to_pydict()
+    return {"inputs": inputs, "params": {"k": K, "exclude_stored_history": False}}, answers.to_pylist()
+
+
+@pytest.mark.parametrize("ask", [ask_mlflow, ask_query, ask_smoke_test])
+def test_mlflow_query_and_smoke_test_give_the_answers_of_the_package(
+    workspace: Path, stages: BuildStages, ask: Callable[..., tuple[dict[str, Any], list[list[int]]]]
+) -> None:
+    request, item_ids = ask(workspace, stages().dataset.interactions)
+    package_answers = answer(Retriever.load(stages().package.folder), parse(request))
+    assert item_ids == [package_answer.item_ids for package_answer in package_answers]
+    assert all(item_ids)
 
 
 @pytest.fixture

@@ -15,9 +15,10 @@ from recsys_core.manifests import RegistrationManifest
 from tasks.delivery import prefect_events as events
 from tasks.gate import version_tester
 from tasks.gate.sample import K, ServedSample, prepare_sample
+from tasks.registry.loading import load_version
 from tasks.registry.mlflow_client import connect
 from tasks.registry.registry import AliasChange
-from tasks.registry.releases import champion_uri, list_releases
+from tasks.registry.releases import champion_of, list_releases
 from tests.tasks.conftest import ITEMS, STEPS, Stages
 from tests.tasks.registration import aliases, do_register, run_of, version_tags
 
@@ -33,7 +34,8 @@ def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(works
     assert made.metrics["served/recall@20"] > 0.5
 
     client = connect(workspace)
-    assert champion_uri(client, "m") == "models:/m/1"
+    champion = champion_of(client, "m")
+    assert champion is not None and str(champion.version) == "1"
     found = client.get_run(made.mlflow_run_id)
     names = {file.path for file in client.list_artifacts(made.mlflow_run_id)}
     assert names == {
@@ -148,7 +150,7 @@ def test_a_version_that_fails_the_smoke_test_gets_no_alias_and_says_why(
     assert aliases(client) == {}
     assert not context.folder(RegistrationManifest).exists()
     with pytest.raises(InputError, match="has no champion"):
-        champion_uri(client, "m")
+        load_version(workspace, model_name="m")
 
 
 def test_a_version_that_cannot_be_downloaded_fails_with_the_error_of_mlflow(workspace: Path, stages: BuildStages) -> None:

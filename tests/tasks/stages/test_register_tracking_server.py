@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tasks.registry.mlflow_client import connect
-from tasks.registry.releases import champion_uri
+from tasks.registry.releases import champion_of
 from tests.drills.restartable_server import mlflow_server, running
 from tests.tasks.conftest import Stages
 from tests.tasks.registration import do_register, run_of
@@ -21,5 +21,6 @@ def test_a_version_is_registered_tested_and_promoted_on_a_server(
         monkeypatch.setenv("MLFLOW_TRACKING_URI", server.address)
         registration = do_register(stages(), context)
         assert (registration.version, registration.alias) == ("1", "champion")
-        assert champion_uri(connect(context.run.workspace), "m") == "models:/m/1"
+        champion = champion_of(connect(context.run.workspace), "m")
+        assert champion is not None and str(champion.version) == "1"
     assert not (context.run.workspace / "mlflow.db").exists()

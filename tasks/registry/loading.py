@@ -1,18 +1,24 @@
-"""Model URIs of MLflow: loading a registered version and verifying its package.
-
-The module imports recsys_core only to raise an error: a version must run with the copy of recsys_core that was logged with it.
-"""
+"""Loading of registered versions, after a verification of their packages and their code."""
 
 import hashlib
 import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import mlflow.artifacts
 import mlflow.pyfunc
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import PyFuncModel
 from mlflow.store.artifact.utils.models import get_model_name_and_version
+
+from recsys_core.errors import InputError, NightjarError, StageError, redacted
+from tasks.registry.mlflow_client import call_with_deadline, connect, tracking_error
+from tasks.registry.releases import version_number_by_alias
+
+if TYPE_CHECKING:
+    from recsys_core.serving.retriever import Retriever
 
 PACKAGE_SHA256_TAG = "nightjar.package_sha256"
 PACKAGE_SHA256_KEY = "package_sha256"
@@ -26,6 +32,50 @@ A model contains code. MLflow's server can change versions and artifacts, but no
 """
 _UNHASHED_NAMES = ("registered_model_meta", "__pycache__")
 """A file that MLflow writes when a version is loaded, and the bytecode of the model's code, which is removed before loading."""
+
+
+class LoadedVersion(NamedTuple):
+    """The Retriever of a registered version, with the name of the model and the number of the version."""
+
+    retriever: "Retriever"
+    model_name: str
+    version: str
+
+
+def load_version(workspace: Path, *, model_name: str, version: str = "champion") -> LoadedVersion:
+    """Load a version from the MLflow of the workspace and verify its package.
+
+    Args:
+        version: number or alias of the version.
+
+    Raises:
+        InputError: the model has no such version or alias.
+        StageError: the version does not load, or no run of the workspace logged it.
+        TrackingServerError: MLflow does not work.
+    """
+    client = connect(workspace)
+    number = version
+    if not version.isdecimal():
+        number_by_alias = call_with_deadline(lambda: version_number_by_alias(client, model_name), uri=client.tracking_uri) or {}
+        if version not in number_by_alias:
+            raise InputError(
+                f"the registered model {model_name!r} has no {version} in {redacted(client.tracking_uri)}; "
+                "register a version with `nightjar run`"
+            )
+        number = number_by_alias[version]
+    mlflow.set_tracking_uri(client.tracking_uri)
+    location = redacted(f"models:/{model_name}/{number}: cannot be loaded from {client.tracking_uri}")
+    try:
+        model = load_model(f"models:/{model_name}/{number}", client=client, workspace=workspace)
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            raise InputError(f"{location}: {redacted(error.message)}") from None
+        raise tracking_error(error, uri=client.tracking_uri) from None
+    except NightjarError:
+        raise
+    except Exception as error:  # any error of a damaged model
+        raise StageError(f"{location}: {redacted(f'{type(error).__name__}: {error}')}") from None
+    return LoadedVersion(model.unwrap_python_model().retriever, model_name, number)
 
 
 def load_model(uri: str, *, client: MlflowClient, workspace: Path) -> PyFuncModel:
@@ -89,8 +139,6 @@ def _require_logged_model(folder: Path, workspace: Path, uri: str) -> None:
 
 
 def _untrusted_error(uri: str, problem: str) -> Exception:
-    from recsys_core.errors import StageError
-
     return StageError(
         f"{uri}: no run of this workspace logged this model: {problem}; the code of the model was not executed; register a new "
         "version with `nightjar run`, and delete this version"
@@ -109,8 +157,6 @@ def uri_and_model_config(uri: str, *, client: MlflowClient) -> tuple[str, dict[s
     model_name, version_number = name_and_version
     sha256 = client.get_model_version(model_name, version_number).tags.get(PACKAGE_SHA256_TAG)
     if sha256 is None:
-        from recsys_core.errors import StageError
-
         raise StageError(
             f"models:/{model_name}/{version_number} does not have the tag {PACKAGE_SHA256_TAG}, so its package cannot be "
             "verified; register the model again, and remove the version's alias if it has one"

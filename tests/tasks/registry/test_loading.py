@@ -6,13 +6,11 @@ from pathlib import Path
 import mlflow
 import pytest
 
-from flows.cli.query import load_version
-from flows.settings.template import starter_config
 from recsys_core.errors import StageError
 from tasks.gate.sample import prepare_sample
 from tasks.gate.smoke_test import UnusableVersionError, predict_in_subprocess
+from tasks.registry.loading import LOGGED_MODELS_FILE_NAME, PACKAGE_SHA256_TAG, load_version
 from tasks.registry.mlflow_client import connect
-from tasks.registry.model_uri import LOGGED_MODELS_FILE_NAME, PACKAGE_SHA256_TAG
 from tests.tasks.conftest import Stages
 from tests.tasks.registration import do_register, run_of
 
@@ -45,11 +43,6 @@ def register_foreign_model(workspace: Path, outside: Path) -> Path:
     return marker
 
 
-def config_of(workspace: Path):
-    config = starter_config().model_copy(update={"workspace": workspace})
-    return config.model_copy(update={"registry": config.registry.model_copy(update={"model_name": "m"})})
-
-
 @pytest.fixture
 def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("outside")
@@ -58,7 +51,7 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_code_of_a_model_outside_the_workspace_is_not_executed(workspace: Path, outside: Path, stages: BuildStages) -> None:
     marker = register_foreign_model(workspace, outside)
     with pytest.raises(StageError, match=r"^models:/m/1: no run of this workspace logged this model: its files are in .*out"):
-        load_version(config_of(workspace), None)
+        load_version(workspace, model_name="m")
     sample = prepare_sample(stages().dataset.interactions, max_users=3, folder=workspace / "sample")
     with pytest.raises(UnusableVersionError, match="no run of this workspace logged this model"):
         predict_in_subprocess(
@@ -77,9 +70,9 @@ def test_a_registered_model_with_a_changed_or_new_file_is_not_executed(
     workspace: Path, outside: Path, stages: BuildStages, predicted_here: list[str], edited_file: str
 ) -> None:
     do_register(stages(), run_of(workspace, "one"))
-    load_version(config_of(workspace), None)
+    load_version(workspace, model_name="m")
     (mlmodel,) = (workspace / "mlartifacts").rglob("MLmodel")
     with (mlmodel.parent / edited_file).open("a") as file:
         file.write(f"\n# {outside}\n")
     with pytest.raises(StageError, match=rf"has the sha256 \w+, which is not in {workspace / LOGGED_MODELS_FILE_NAME}"):
-        load_version(config_of(workspace), None)
+        load_version(workspace, model_name="m")

@@ -85,21 +85,18 @@ def clean_workspace(config: PipelineConfig, *, dry_run: bool) -> "Removals":
 
 def print_removals(removals: "Removals", *, dry_run: bool, console: Console) -> None:
     """Print one row per run and version, and the total."""
-    rows = [
-        [removal.run_id, "folder" if removal.action == "remove" else "all but reports", f"{removal.bytes:,}"]
-        for removal in removals.run_removals
+    from tasks.registry.mlflow_client import RUN_ID_TAG
+
+    run_rows = [
+        [removal.run_id, "folder" if removal.action == "remove" else "all but reports"] for removal in removals.run_removals
     ]
-    rows += [
-        [removal.run_id, f"{removal.model_name} version {removal.version}", f"{removal.bytes:,}" if removal.bytes else "-"]
-        for removal in removals.version_removals
-    ]
-    if rows:
-        print_table(["run", "to remove" if dry_run else "removed", "bytes"], rows, console=console)
-    num_runs, num_versions = len(removals.run_removals), len(removals.version_removals)
-    summary = f"{format_gib(removals.bytes, digits=3)} in {num_runs} runs and {num_versions} model versions"
-    if not rows:
+    version_rows = [[version.tags[RUN_ID_TAG], f"{version.name} version {version.version}"] for version in removals.versions]
+    if not run_rows and not version_rows:
         console.print("Nothing to remove.")
-    elif dry_run:
+        return
+    print_table(["run", "to remove" if dry_run else "removed"], run_rows + version_rows, console=console)
+    summary = f"files of {len(run_rows)} runs and {len(version_rows)} model versions"
+    if dry_run:
         console.print(f"{summary}; remove them with the same command without --dry-run", soft_wrap=True)
     else:
-        console.print(f"removed {summary}", soft_wrap=True)
+        console.print(f"removed {summary}: {format_gib(removals.freed_bytes, digits=3)}", soft_wrap=True)

@@ -77,10 +77,10 @@ def _remove_old_files(config: PipelineConfig, run: Run) -> None:
     from tasks.retention.clean import clean
 
     removals = clean(run.workspace, config.retention, model_name=config.registry.model_name)
-    if removals.run_removals or removals.version_removals:
+    if removals.run_removals or removals.versions:
         LOG.info(
             "removed files of %d old runs and %d old model versions: %s",
             len(removals.run_removals),
-            len(removals.version_removals),
-            format_gib(removals.bytes, digits=3),
+            len(removals.versions),
+            format_gib(removals.freed_bytes, digits=3),
         )

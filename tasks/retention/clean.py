@@ -1,15 +1,16 @@
 """Cleaning of a workspace: removal of the run folders and model versions that retention does not keep."""
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from mlflow import MlflowClient
+from mlflow.entities.model_registry import ModelVersion
 
+from recsys_core.disk import used_bytes
 from tasks.registry.mlflow_client import call_with_retries, connect, mlflow_exists
 from tasks.retention.config import RetentionConfig
 from tasks.retention.model_versions import (
-    VersionRemoval,
     delete_versions,
     find_aliased_runs,
     find_old_versions,
@@ -18,18 +19,16 @@ from tasks.retention.model_versions import (
 from tasks.retention.run_folders import RunRemoval, empty_trash, find_removals, remove_files
 
 
-@dataclass(frozen=True)
-class Removals:
-    """Files of runs and model versions that retention removes."""
+class Removals(NamedTuple):
+    """Files of runs and model versions that retention removes.
+
+    Attributes:
+        freed_bytes: by how much the size of the workspace has decreased.
+    """
 
     run_removals: list[RunRemoval]
-    version_removals: list[VersionRemoval]
-
-    @property
-    def bytes(self) -> int:
-        """Disk space that the removals free on a local disk."""
-        version_bytes = sum(removal.bytes or 0 for removal in self.version_removals)
-        return sum(removal.bytes for removal in self.run_removals) + version_bytes
+    versions: list[ModelVersion]
+    freed_bytes: int = 0
 
 
 def open_registry(workspace: Path) -> MlflowClient | None:
@@ -44,8 +43,8 @@ def find_all_removals(workspace: Path, config: RetentionConfig, *, model_name: s
         return Removals(find_removals(workspace, config, aliased_runs=registered_runs), [])
     retry = partial(call_with_retries, uri=client.tracking_uri)
     aliased_runs = retry(lambda: find_aliased_runs(client, workspace, model_name=model_name))
-    version_removals = retry(lambda: find_old_versions(client, model_name, num_kept=config.keep_versions))
-    return Removals(find_removals(workspace, config, aliased_runs=aliased_runs), version_removals)
+    old_versions = retry(lambda: find_old_versions(client, model_name, num_kept=config.keep_versions))
+    return Removals(find_removals(workspace, config, aliased_runs=aliased_runs), old_versions)
 
 
 def clean(workspace: Path, config: RetentionConfig, *, model_name: str) -> Removals:
@@ -58,11 +57,12 @@ def clean(workspace: Path, config: RetentionConfig, *, model_name: str) -> Remov
         TrackingServerError: MLflow does not answer. Nothing is removed, because the runs of versions with an alias must be
             kept, and only MLflow has the aliases.
     """
+    bytes_before = used_bytes(workspace)
     empty_trash(workspace)
     client = open_registry(workspace)
     removals = find_all_removals(workspace, config, model_name=model_name, client=client)
-    completed_run_removals = remove_files(workspace, removals.run_removals)
-    if client is None:
-        return Removals(completed_run_removals, [])
-    delete_old_versions = partial(delete_versions, client, removals.version_removals)
-    return Removals(completed_run_removals, call_with_retries(delete_old_versions, uri=client.tracking_uri))
+    run_removals = remove_files(workspace, removals.run_removals)
+    versions: list[ModelVersion] = []
+    if client is not None:
+        versions = call_with_retries(partial(delete_versions, client, removals.versions), uri=client.tracking_uri)
+    return Removals(run_removals, versions, freed_bytes=bytes_before - used_bytes(workspace))

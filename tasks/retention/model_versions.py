@@ -7,7 +7,6 @@ deletes the logged model and its files too. The rows of the logged model in MLfl
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlparse
 from urllib.request import url2pathname
@@ -17,7 +16,6 @@ from mlflow.entities import LoggedModel
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
-from recsys_core.disk import used_bytes
 from recsys_core.manifests import RegistrationManifest, read_unchecked_manifest
 from recsys_core.units import DAY_S
 from tasks.registry.mlflow_client import RUN_ID_TAG
@@ -34,20 +32,6 @@ from tasks.runs.run import RUNS_FOLDER_NAME
 _LOGGED_MODEL_PATTERN = re.compile(r"models:/(m-[0-9a-f]+)")
 MAX_GATE_MS = 1_000 * DAY_S
 """Age above which retention assumes that no run is still comparing a version with the champion."""
-
-
-@dataclass(frozen=True)
-class VersionRemoval:
-    """A model version that retention deletes.
-
-    Attributes:
-        bytes: size of the files of the version; None if the files are not on a local disk.
-    """
-
-    model_name: str
-    version: str
-    run_id: str
-    bytes: int | None
 
 
 def registered_runs_by_model(workspace: Path) -> dict[str, set[str]]:
@@ -80,7 +64,7 @@ def find_aliased_runs(client: MlflowClient, workspace: Path, *, model_name: str)
     return aliased_runs
 
 
-def find_old_versions(client: MlflowClient, model_name: str, *, num_kept: int) -> list[VersionRemoval]:
+def find_old_versions(client: MlflowClient, model_name: str, *, num_kept: int) -> list[ModelVersion]:
     """Return the versions of nightjar that retention does not keep, the oldest first. Nothing is deleted.
 
     Retention keeps the newest `num_kept` versions, versions with an alias, the latest former champions, and versions that are
@@ -95,7 +79,7 @@ def find_old_versions(client: MlflowClient, model_name: str, *, num_kept: int) -
     kept_numbers = {str(version.version) for version in kept_versions} | set(number_by_alias.values())
     earliest_gate_start_ms = time.time() * 1_000 - MAX_GATE_MS
     return [
-        VersionRemoval(model_name, str(version.version), version.tags[RUN_ID_TAG], _local_bytes(client, version))
+        version
         for version in versions
         if str(version.version) not in kept_numbers
         and RUN_ID_TAG in version.tags
@@ -104,31 +88,27 @@ def find_old_versions(client: MlflowClient, model_name: str, *, num_kept: int) -
     ]
 
 
-def delete_versions(client: MlflowClient, removals: Iterable[VersionRemoval]) -> list[VersionRemoval]:
-    """Delete the versions and their files; return the completed removals. A version that has an alias now is not deleted.
+def delete_versions(client: MlflowClient, versions: Iterable[ModelVersion]) -> list[ModelVersion]:
+    """Delete the versions and their files; return the deleted versions. A version that has an alias now is not deleted.
 
-    The version is deleted after its files: if the process is killed, the next `nightjar clean` finds the version again.
+    A version is deleted after its files: if the process is killed, the next `nightjar clean` finds the version again.
     """
-    completed_removals = []
-    for removal in removals:
-        model_name, version_number = removal.model_name, removal.version
-        if version_number in (version_number_by_alias(client, model_name) or {}).values():
-            continue
-        try:
-            version = client.get_model_version(model_name, version_number)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-            completed_removals.append(removal)  # an earlier attempt has deleted it
+    deleted_versions = []
+    for version in versions:
+        if str(version.version) in (version_number_by_alias(client, version.name) or {}).values():
             continue
         logged_model = _logged_model(client, version)
         if _is_behind_link(logged_model):  # it was a folder when the removal was planned
             continue
         if logged_model is not None:
             delete_logged_model(client, logged_model)
-        client.delete_model_version(model_name, version_number)
-        completed_removals.append(removal)
-    return completed_removals
+        try:
+            client.delete_model_version(version.name, str(version.version))
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # an earlier attempt has deleted it
+                raise
+        deleted_versions.append(version)
+    return deleted_versions
 
 
 def _logged_model(client: MlflowClient, version: ModelVersion) -> LoggedModel | None:
@@ -145,20 +125,7 @@ def _logged_model(client: MlflowClient, version: ModelVersion) -> LoggedModel | 
 
 
 def _is_behind_link(model: LoggedModel | None) -> bool:
-    """Return whether the folder `<model id>/artifacts` of a logged model, or the folder above it, is a link."""
-    folder = None if model is None else _local_folder(model)
-    return folder is not None and (folder.is_symlink() or folder.parent.is_symlink())
-
-
-def _local_folder(model: LoggedModel) -> Path | None:
-    """Return the folder of a logged model's files; None if it is not on a local disk."""
-    location = urlparse(model.artifact_location)
-    return Path(url2pathname(location.path)) if location.scheme in ("", "file") else None
-
-
-def _local_bytes(client: MlflowClient, version: ModelVersion) -> int | None:
-    logged_model = _logged_model(client, version)
-    if logged_model is None:
-        return 0
-    folder = _local_folder(logged_model)
-    return None if folder is None else used_bytes(folder)
+    """Return whether the local folder `<model id>/artifacts` of a logged model, or the folder above it, is a link."""
+    location = urlparse("" if model is None else model.artifact_location)
+    folder = Path(url2pathname(location.path))
+    return location.scheme in ("", "file") and (folder.is_symlink() or folder.parent.is_symlink())

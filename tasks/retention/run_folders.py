@@ -7,16 +7,11 @@ of the next run finishes the removal.
 
 import json
 import logging
-import os
 import secrets
 import shutil
-import stat
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -43,13 +38,9 @@ LOG = logging.getLogger("nightjar")
 REPORT_SUFFIXES = (".html", ".json", ".jsonl", ".png")
 """Files of a stage that a reduced run keeps: its manifest, its report and the training log."""
 TRASH_FOLDER_NAME = ".trash"
-BLOCK_BYTES = 512
 ALL_STAGES = frozenset(STAGES)
 StagesByRun = dict[str, frozenset[StageName]]
 """Stages whose files are all kept, by run id."""
-
-
-Action = Literal["reduce", "remove"]
 
 
 @dataclass(frozen=True)
@@ -59,13 +50,11 @@ class RunRemoval:
     Attributes:
         action: "reduce" removes `paths`; "remove" removes the whole folder.
         paths: files and folders to remove.
-        bytes: disk space that the removal frees. Files with hard links that remain are not counted.
     """
 
     run_id: str
-    action: Action
+    action: Literal["reduce", "remove"]
     paths: tuple[Path, ...]
-    bytes: int
 
 
 def run_ids(workspace: Path) -> list[str]:
@@ -86,15 +75,14 @@ def find_removals(workspace: Path, config: RetentionConfig, *, aliased_runs: Col
     all_run_ids = run_ids(workspace)
     kept_stages_by_run = find_kept_stages(workspace, config, aliased_runs=aliased_runs)
     num_old_runs = len(all_run_ids) - config.keep_report_runs
-    unsized_removals: list[tuple[str, Action, tuple[Path, ...]]] = []
+    removals: list[RunRemoval] = []
     for index, run_id in enumerate(all_run_ids):
         kept_stages = kept_stages_by_run.get(run_id, frozenset())
         if index < num_old_runs and not kept_stages:
-            unsized_removals.append((run_id, "remove", (runs_folder / run_id,)))
+            removals.append(RunRemoval(run_id, "remove", (runs_folder / run_id,)))
         elif kept_stages != ALL_STAGES and (paths := tuple(_large_files(runs_folder / run_id, kept_stages=kept_stages))):
-            unsized_removals.append((run_id, "reduce", paths))
-    freed_bytes = _freed_bytes(paths for _, _, paths in unsized_removals)
-    return [RunRemoval(*removal, bytes=num_bytes) for removal, num_bytes in zip(unsized_removals, freed_bytes, strict=True)]
+            removals.append(RunRemoval(run_id, "reduce", paths))
+    return removals
 
 
 def find_kept_stages(workspace: Path, config: RetentionConfig, *, aliased_runs: Collection[str]) -> StagesByRun:
@@ -170,45 +158,19 @@ def _is_real_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def _freed_bytes(path_groups: Iterable[tuple[Path, ...]]) -> Iterator[int]:
-    """Yield the disk space that the removal of each group of paths frees, after the removal of the groups before it."""
-    removed_links_by_inode: Counter[tuple[int, int]] = Counter()
-    for paths in path_groups:
-        num_freed_blocks = 0
-        for status in chain.from_iterable(_file_statuses(path) for path in paths):
-            inode = (status.st_dev, status.st_ino)
-            removed_links_by_inode[inode] += 1
-            if removed_links_by_inode[inode] == status.st_nlink:
-                num_freed_blocks += status.st_blocks
-        yield num_freed_blocks * BLOCK_BYTES
-
-
-def _file_statuses(path: Path) -> Iterator[os.stat_result]:
-    """Yield the status of each file at or below `path`; skip files that another process removes meanwhile."""
-    for file_path in path.rglob("*") if _is_real_folder(path) else (path,):
-        with suppress(FileNotFoundError):
-            status = file_path.lstat()
-            if not stat.S_ISDIR(status.st_mode):
-                yield status
-
-
 def remove_files(workspace: Path, removals: Iterable[RunRemoval]) -> list[RunRemoval]:
     """Remove the files, except those of runs that a process is working on; return the completed removals."""
     completed_removals = []
     for removal in removals:
         folder = workspace / RUNS_FOLDER_NAME / removal.run_id
-        lock = FileLock(folder / LOCK_NAME)
         try:
-            lock.acquire(timeout=0)
+            with FileLock(folder / LOCK_NAME, timeout=0):
+                if removal.action == "remove":
+                    _move_to_trash(folder, workspace=workspace)
+                else:
+                    _reduce_run(folder, removal.paths)
         except (Timeout, FileNotFoundError):  # another process works on the run, or has just removed it
             continue
-        try:
-            if removal.action == "remove":
-                _move_to_trash(folder, workspace=workspace)
-            else:
-                _reduce_run(folder, removal.paths)
-        finally:
-            lock.release()
         completed_removals.append(removal)
     empty_trash(workspace)
     return completed_removals

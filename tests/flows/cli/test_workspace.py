@@ -4,6 +4,7 @@ import io
 from pathlib import Path
 
 import pytest
+from mlflow.entities.model_registry import ModelVersion, ModelVersionTag
 from rich.console import Console
 
 from flows.cli.workspace import clean_workspace, print_removals
@@ -11,8 +12,8 @@ from flows.settings.config_file import load_config
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError
 from recsys_core.manifests import TrainManifest, create_own_folder
+from tasks.registry.mlflow_client import RUN_ID_TAG
 from tasks.retention.clean import Removals
-from tasks.retention.model_versions import VersionRemoval
 from tasks.retention.run_folders import run_ids
 from tasks.runs.run import Run
 from tasks.runs.workspace import Workspace
@@ -44,24 +45,26 @@ def table(removals: Removals, *, dry_run: bool) -> str:
     return console.file.getvalue()
 
 
-def test_a_dry_run_lists_runs_and_bytes_and_removes_nothing_and_the_command_removes_them(config: PipelineConfig) -> None:
+def test_a_dry_run_lists_runs_and_removes_nothing_and_the_command_removes_them(config: PipelineConfig) -> None:
     planned = table(clean_workspace(config, dry_run=True), dry_run=True)
     assert [line.split() for line in planned.splitlines()[:4]] == [
-        ["run", "to", "remove", "bytes"],
-        ["20260", "folder", "1,052,672"],
-        ["20261", "folder", "1,052,672"],
-        ["20262", "all", "but", "reports", "1,048,576"],
+        ["run", "to", "remove"],
+        ["20260", "folder"],
+        ["20261", "folder"],
+        ["20262", "all", "but", "reports"],
     ]
-    assert "0.003 GiB in 3 runs and 0 model versions; remove them with the same command without --dry-run" in planned
+    assert "files of 3 runs and 0 model versions; remove them with the same command without --dry-run" in planned
     assert run_ids(config.workspace) == ["20260", "20261", "20262", "20263"]
     with Workspace(config.workspace).lock(run_id="other"), pytest.raises(InputError, match="with run other, since"):
         clean_workspace(config, dry_run=False)
-    assert "removed 0.003 GiB in 3 runs" in table(clean_workspace(config, dry_run=False), dry_run=False)
+    assert "removed files of 3 runs and 0 model versions: 0.003 GiB" in table(
+        clean_workspace(config, dry_run=False), dry_run=False
+    )
     assert run_ids(config.workspace) == ["20262", "20263"]
     assert table(clean_workspace(config, dry_run=False), dry_run=False) == "Nothing to remove.\n"
 
 
-def test_versions_are_listed_with_their_model_and_a_dash_for_files_elsewhere() -> None:
-    removals = Removals([], [VersionRemoval("m", "3", "20261", 5_000), VersionRemoval("m", "4", "20262", None)])
-    rows = [line.split() for line in table(removals, dry_run=False).splitlines()]
-    assert rows[1:3] == [["20261", "m", "version", "3", "5,000"], ["20262", "m", "version", "4", "-"]]
+def test_versions_are_listed_with_their_model_and_run() -> None:
+    version = ModelVersion("m", "3", 0, tags=[ModelVersionTag(RUN_ID_TAG, "20261")])
+    rows = [line.split() for line in table(Removals([], [version]), dry_run=False).splitlines()]
+    assert rows[1] == ["20261", "m", "version", "3"]

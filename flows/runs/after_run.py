@@ -68,7 +68,7 @@ def _is_mlflow_available(run: Run) -> bool:
 def _log_to_mlflow(context: StageContext, record: RunRecord) -> None:
     """Log the end of a run that has an MLflow run. The stage `check_data` creates the MLflow run."""
     if context.folder(DataReportManifest).is_dir():
-        from tasks.registry.stage_runs import log_run_end
+        from tasks.registry.tracking import log_run_end
 
         log_run_end(context, state=record.state, message=record.message)
 

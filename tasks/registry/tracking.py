@@ -1,23 +1,18 @@
-"""MLflow tracking: one MLflow run per nightjar run, reused on resume; params, metrics, artifacts and live training metrics."""
+"""MLflow tracking: one MLflow run per nightjar run, reused on resume, with its params, metrics and artifacts."""
 
 import json
-import logging
 import math
 import os
-import queue
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 from filelock import FileLock
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, Metric, Param, RunStatus, ViewType
-from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
-from mlflow.utils.mlflow_tags import MLFLOW_RUN_NAME
+from mlflow.entities import Dataset, DatasetInput, Metric, Param, RunStatus, RunTag, ViewType
+from mlflow.utils.mlflow_tags import MLFLOW_RUN_NAME, MLFLOW_RUN_NOTE
 from ruamel.yaml import YAML
 
 from recsys_core.errors import redacted
@@ -31,21 +26,15 @@ from recsys_core.manifests import (
     fingerprint_of,
 )
 from recsys_core.retrieval.plot import plot_indexes
-from recsys_core.training.job.job_spec import Progress
 from tasks.registry.mlflow_client import (
-    ANSWER_TIMEOUT_S,
-    LOG,
     RUN_ID_TAG,
     RUN_REASON_TAG,
     call_or_warn,
-    connect,
-    tracking_error,
     tracking_uri,
 )
 from tasks.runs.context import StageContext
+from tasks.runs.results import Results
 
-# The monitor logs an outage of MLflow with passwords. MetricRelay reports the outage without them.
-logging.getLogger("mlflow.system_metrics.system_metrics_monitor").setLevel(logging.CRITICAL)
 UI_URL_VARIABLE = "NIGHTJAR_MLFLOW_UI_URL"
 """Environment variable with the address of the MLflow UI, if the run logs to a database instead of a server."""
 PIPELINE_TAG = "nightjar.pipeline"
@@ -53,10 +42,9 @@ FLOW_RUN_TAG = "nightjar.prefect_flow_run"
 """Id of the Prefect flow run that started or last resumed the run."""
 FLOW_RUN_URL_TAG = "nightjar.prefect_url"
 """Address in the Prefect UI of the last flow run that had a UI."""
-TRAINING_METRICS = ("loss", "learning_rate", "samples_per_s", "embedding_bytes_per_s", "epoch")
-_FLUSH_INTERVAL_S = 1.0
-_SYSTEM_METRICS_INTERVAL_S = 10.0
-"""A sample takes about 50 ms of CPU: 0.5 % of a core."""
+STATE_TAG = "nightjar.state"
+"""State in which the run ended, such as NotPromoted."""
+_FAILED_STATES = ("Failed", "DataRejected")
 _METRICS_PER_CALL = 900
 _PARAMS_PER_CALL = 100
 _MAX_PATHS = 100
@@ -68,7 +56,15 @@ def open_run(client: MlflowClient, context: StageContext) -> str:
 
     An existing MLflow run gets the current tags, because a resume has another Prefect flow run.
     """
-    tags = _tags_of(context)
+    value_by_tag = {
+        RUN_ID_TAG: context.run.run_id,
+        MLFLOW_RUN_NAME: context.run.run_id,
+        PIPELINE_TAG: context.pipeline,
+        RUN_REASON_TAG: context.options.reason,
+        FLOW_RUN_TAG: context.flow_run_id,
+        FLOW_RUN_URL_TAG: context.flow_run_url,
+    }
+    tags = {tag_name: tag_value for tag_name, tag_value in value_by_tag.items() if tag_value}
     with FileLock(context.run.workspace / ".mlflow.lock"):
         experiment = client.get_experiment_by_name(context.experiment)
         if experiment is None:
@@ -88,19 +84,6 @@ def open_run(client: MlflowClient, context: StageContext) -> str:
                     client.set_tag(mlflow_run.info.run_id, tag_name, tag_value)
             return str(mlflow_run.info.run_id)
         return str(client.create_run(experiment_id, tags=tags).info.run_id)
-
-
-def _tags_of(context: StageContext) -> dict[str, str]:
-    """Return the tags of the MLflow run of the run."""
-    value_by_tag = {
-        RUN_ID_TAG: context.run.run_id,
-        MLFLOW_RUN_NAME: context.run.run_id,
-        PIPELINE_TAG: context.pipeline,
-        RUN_REASON_TAG: context.options.reason,
-        FLOW_RUN_TAG: context.flow_run_id,
-        FLOW_RUN_URL_TAG: context.flow_run_url,
-    }
-    return {tag_name: tag_value for tag_name, tag_value in value_by_tag.items() if tag_value}
 
 
 def run_address(client: MlflowClient, mlflow_run_id: str) -> str:
@@ -151,34 +134,10 @@ def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str,
     return value_by_name
 
 
-def log_training_metrics(client: MlflowClient, mlflow_run_id: str, *, metrics_file: Path) -> None:
-    """Log the training steps in `metrics_file` (metrics.jsonl) that MetricRelay did not log."""
-    lines = [Progress.model_validate_json(line) for line in metrics_file.read_text().splitlines()]
-    modified_ms = int(metrics_file.stat().st_mtime * 1000)
-    steps_in_mlflow = logged_steps(client, mlflow_run_id)
-    missing_lines = [line for line in lines if line.step not in steps_in_mlflow]
-    metrics = [metric for line in missing_lines for metric in training_metrics(line, time_ms=modified_ms)]
-    log_metrics(client, mlflow_run_id, metrics)
-
-
-def logged_steps(client: MlflowClient, mlflow_run_id: str) -> set[int]:
-    """Return the training steps that are in MLflow. A step that is logged twice would count twice."""
-    return {metric.step for metric in client.get_metric_history(mlflow_run_id, "train/loss")}
-
-
 def log_metrics(client: MlflowClient, mlflow_run_id: str, metrics: Sequence[Metric]) -> None:
     """Log `metrics` in as few calls as MLflow allows."""
     for start_index in range(0, len(metrics), _METRICS_PER_CALL):
         client.log_batch(mlflow_run_id, metrics=metrics[start_index : start_index + _METRICS_PER_CALL])
-
-
-def training_metrics(progress: Progress, *, time_ms: int) -> list[Metric]:
-    """Convert one line of metrics.jsonl to MLflow metrics."""
-    value_by_metric = progress.model_dump(include=set(TRAINING_METRICS))
-    value_by_metric |= {f"{name}_ms_per_step": ms for name, ms in progress.ms_per_step.items()}
-    value_by_metric |= {f"{name}_bytes": num_bytes for name, num_bytes in progress.memory_bytes.items()}
-    value_by_metric |= {f"validation/{name.replace('@', '_at_')}": value for name, value in progress.validation.items()}
-    return [Metric(f"train/{name}", float(value), time_ms, progress.step) for name, value in value_by_metric.items()]
 
 
 def as_metrics(value_by_name: Mapping[str, float]) -> list[Metric]:
@@ -189,11 +148,7 @@ def as_metrics(value_by_name: Mapping[str, float]) -> list[Metric]:
     ]
 
 
-def log_results(
-    client: MlflowClient,
-    mlflow_run_id: str,
-    context: StageContext,
-) -> None:
+def log_results(client: MlflowClient, mlflow_run_id: str, context: StageContext) -> None:
     """Log the params, all metrics, the config, the sharding plan and the plots of a finished run.
 
     The stage `train` has drawn loss.png.
@@ -201,7 +156,6 @@ def log_results(
     run, results = context.run, context.results
     train, evaluation, index = results[TrainManifest], results[EvaluationManifest], results[IndexManifest]
     log_params(client, mlflow_run_id, config_file=run.config_file)
-    log_training_metrics(client, mlflow_run_id, metrics_file=train.path("metrics.jsonl"))
     recall_by_metric = {f"index/{kind}/recall": report.recall for kind, report in index.reports.items()}
     epoch_by_metric = {} if train.best_epoch is None else {"train/best_epoch": train.best_epoch}
     value_by_metric = {**evaluation.metrics, **recall_by_metric, **epoch_by_metric, "train/final_loss": train.final_loss}
@@ -266,63 +220,24 @@ def log_data_report_or_warn(context: StageContext, data_report: DataReportManife
     return call_or_warn(log, workspace=context.run.workspace, warning=warning)
 
 
-class MetricRelay:
-    """Logs training metrics to MLflow from a thread, so that an outage of MLflow neither stops nor slows training.
+def log_run_end(context: StageContext, *, state: str, message: str) -> None:
+    """Log how a run ended, and the duration and size of each complete stage as stage/<stage>/seconds and .../bytes.
 
-    CPU, memory, disk, network and GPU of this host are logged as system metrics. A training of less than 10 s has no system
-    metrics. After the first failure the relay logs one warning and stops; the missing metrics are logged at registration.
+    The state becomes a tag. State, message and a link to Prefect become the description. If MLflow does not work, log a
+    warning.
     """
+    link_text = "" if context.flow_run_url is None else f"\n\n[Flow run in Prefect]({context.flow_run_url})"
+    value_by_metric: dict[str, float] = {}
+    for manifest in Results.read(context.run):
+        value_by_metric[f"stage/{manifest.stage}/seconds"] = manifest.seconds
+        value_by_metric[f"stage/{manifest.stage}/bytes"] = float(sum(record.bytes for record in manifest.files.values()))
 
-    def __init__(self, context: StageContext) -> None:
-        self._context = context
-        self._line_queue: queue.SimpleQueue[tuple[int, Progress]] = queue.SimpleQueue()
-        self._close_event = threading.Event()
-        self._status = RunStatus.to_string(RunStatus.FINISHED)
-        self._thread = threading.Thread(target=self._relay, name="mlflow-relay", daemon=True)
+    def log(client: MlflowClient) -> None:
+        mlflow_run_id = open_run(client, context)
+        log_metrics(client, mlflow_run_id, as_metrics(value_by_metric))
+        description = f"**{state}**: {message}{link_text}"
+        client.log_batch(mlflow_run_id, tags=[RunTag(STATE_TAG, state), RunTag(MLFLOW_RUN_NOTE, description)])
+        status = RunStatus.FAILED if state in _FAILED_STATES else RunStatus.FINISHED
+        client.set_terminated(mlflow_run_id, RunStatus.to_string(status))
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._status = RunStatus.to_string(RunStatus.FINISHED if error_type is None else RunStatus.FAILED)
-        self._close_event.set()
-        self._thread.join(2 * ANSWER_TIMEOUT_S)
-
-    def send(self, line: Progress) -> None:
-        """Queue one line of metrics.jsonl for the thread, and return at once."""
-        self._line_queue.put((int(time.time() * 1000), line))
-
-    def _log_until_closed(self, client: MlflowClient, mlflow_run_id: str) -> None:
-        steps_in_mlflow = logged_steps(client, mlflow_run_id)
-        is_closing = False
-        while not is_closing:
-            is_closing = self._close_event.wait(_FLUSH_INTERVAL_S)
-            queued_lines = [self._line_queue.get() for _ in range(self._line_queue.qsize())]
-            new_lines = [(time_ms, line) for time_ms, line in queued_lines if line.step not in steps_in_mlflow]
-            metrics = [metric for time_ms, line in new_lines for metric in training_metrics(line, time_ms=time_ms)]
-            log_metrics(client, mlflow_run_id, metrics)
-            steps_in_mlflow.update(line.step for _, line in new_lines)
-
-    def _relay(self) -> None:
-        try:
-            client = connect(self._context.run.workspace)
-            mlflow_run_id = open_run(client, self._context)
-            client.update_run(mlflow_run_id, status=RunStatus.to_string(RunStatus.RUNNING))
-            log_params(client, mlflow_run_id, config_file=self._context.run.config_file)
-            monitor = SystemMetricsMonitor(
-                mlflow_run_id, _SYSTEM_METRICS_INTERVAL_S, resume_logging=True, tracking_uri=client.tracking_uri
-            )
-            monitor.start()
-            try:
-                self._log_until_closed(client, mlflow_run_id)
-            finally:
-                monitor.finish()
-            client.set_terminated(mlflow_run_id, self._status)
-        except Exception as error:  # any error of MLflow, its database or the network
-            LOG.warning(
-                "could not log training metrics to MLflow; training continues, and registration will log them (%s)",
-                tracking_error(error, uri=tracking_uri(self._context.run.workspace)),
-            )
+    call_or_warn(log, workspace=context.run.workspace, warning="could not log the stages to MLflow; the run is not affected")

@@ -54,7 +54,7 @@ def plan_sharding(context: StageContext, setup: "TrainingSetup") -> tuple[PlanMa
 def train(context: StageContext, setup: "TrainingSetup", *, model_name: str) -> tuple[TrainManifest, str]:
     """Train with torchrun on one or more hosts; send each line of metrics to MLflow, the terminal and a Prefect artifact."""
     from recsys_core.training import train as train_core
-    from tasks.registry.tracking import MetricRelay
+    from tasks.registry.metric_relay import MetricRelay
 
     progress_artifact = TrainingProgress(context)
     champion = starting_champion(model_name, run=context.run) if setup.training.warm_start is not None else None

@@ -76,8 +76,11 @@ def register(context: StageContext, config: RegistryConfig) -> tuple[Registratio
 def _log_results(registry: "Registry", context: StageContext) -> str:
     """Log the results of the run; return the id of its MLflow run."""
     from tasks.registry import tracking
+    from tasks.registry.metric_relay import log_training_metrics
 
     mlflow_run_id = registry.call(tracking.open_run, registry.client, context)
+    metrics_file = context.results[TrainManifest].path("metrics.jsonl")
+    registry.call(log_training_metrics, registry.client, mlflow_run_id, metrics_file=metrics_file)
     registry.call(tracking.log_results, registry.client, mlflow_run_id, context)
     registry.call(tracking.log_data, registry.client, mlflow_run_id, context)
     return mlflow_run_id

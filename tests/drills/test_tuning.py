@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 
 from flows.cli import main as cli
 from recsys_core.ingest.synthetic import generate
-from tasks.registry.tracking import connect
+from tasks.registry.mlflow_client import connect
 from tests.flows.tuning_config import CONFIG, RATE
 
 pytestmark = pytest.mark.drill

@@ -14,8 +14,8 @@ from mlflow.exceptions import MlflowException
 
 from recsys_core.errors import InputError, TrackingServerError
 from tasks.registry import mlflow_client
+from tasks.registry.metric_relay import MetricRelay
 from tasks.registry.mlflow_client import call_with_deadline, call_with_retries, connect
-from tasks.registry.tracking import MetricRelay
 from tasks.runs.context import StageContext
 from tasks.runs.run import Run
 from tasks.stages.model_stages import starting_champion

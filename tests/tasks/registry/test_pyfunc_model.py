@@ -33,6 +33,7 @@ from tasks.gate.smoke_test import predict_in_subprocess
 from tasks.registry import tracking
 from tasks.registry.config import RegistryConfig
 from tasks.registry.loading import PACKAGE_SHA256_TAG, load_model
+from tasks.registry.mlflow_client import connect
 from tasks.registry.versions import get_or_create_version, pinned_requirements
 from tasks.runs.context import StageContext
 from tasks.runs.run import Run
@@ -69,7 +70,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, stages: BuildStages) -> 
         run = Run("one", workspace=tmp_path_factory.mktemp("workspace"))
         run.folder.mkdir(parents=True)
         run.config_file.write_text("name: tests\n")
-        client = tracking.connect(run.workspace)
+        client = connect(run.workspace)
         get_or_create_version(
             stages().package,
             config=RegistryConfig(model_name="m"),

@@ -1,0 +1,14 @@
+from pathlib import Path
+
+import pytest
+
+from tasks.runs.context import StageContext
+from tasks.runs.run import Run
+
+
+@pytest.fixture
+def context(workspace: Path) -> StageContext:
+    run = Run("20261121-070312-ab12", workspace=workspace)
+    run.folder.mkdir(parents=True)
+    run.config_file.write_text("training: {epochs: 3}\nname: nightly\n")
+    return StageContext(run, experiment="tests")

@@ -1,4 +1,4 @@
-"""Encoders of a user's history into one vector: mean, sum, learned recency weights, or attention."""
+"""Encoders of a user's history into one vector, and the pooling of lists of vectors."""
 
 import math
 from typing import ClassVar
@@ -140,3 +140,23 @@ def last_items(item_VD: Tensor, history_H: Tensor, offset: Tensor, *, start: Ten
     if not len(item_VD):
         return start.expand(len(has_item_B), -1)
     return torch.where(has_item_B[:, None], item_VD[last_item_B], start.to(item_VD.dtype))
+
+
+def pool_lists(value_LD: Tensor, offset: Tensor, *, weight_L: Tensor | None, is_mean: bool) -> Tensor:
+    """Return the weighted sum of each list of vectors, or its weighted mean if `is_mean`: [B, D]. An empty list gives zeros.
+
+    Args:
+        offset: [B + 1], the bounds of each list in `value_LD`.
+        weight_L: weights of the vectors; None: 1.
+    """
+    offset = offset.long()
+    weight_L = torch.ones_like(value_LD[:, 0]) if weight_L is None else weight_L
+    if is_mean:
+        total_weight_B = torch.segment_reduce(weight_L, "sum", offsets=offset, initial=0.0)
+        total_weight_B = total_weight_B.clamp(min=torch.finfo(torch.float32).tiny)
+        weight_L = weight_L / torch.repeat_interleave(total_weight_B, offset.diff(), output_size=len(weight_L))
+    index_L = torch.arange(len(value_LD), device=value_LD.device)
+    pooled_BD: Tensor = embedding_bag(
+        index_L, value_LD, offset, mode="sum", per_sample_weights=weight_L, include_last_offset=True
+    )
+    return pooled_BD

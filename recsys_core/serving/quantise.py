@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn.functional import embedding_bag
 
 from recsys_core.errors import StageError
+from recsys_core.models.history import pool_lists
 from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.models.towers import QueryTower
-from recsys_core.serving.query_batch import JaggedRows, QueryBatch, served_tables
+from recsys_core.serving.query_batch import QueryBatch, served_tables
 
 Quantization = Literal["int8", "none"]
 HISTORY_TABLE = "history"
@@ -121,7 +121,8 @@ class ServedQueryTower(nn.Module):
         jagged_rows = batch.features[table_name]
         is_list = self.spec.forms.get(table_name, "single") in ("list", "weighted_list")
         value_LD = self.tables[module_name(table_name)](jagged_rows.row_L)
-        return _pool_rows(value_LD, jagged_rows, is_mean=is_list and table.settings.pooling == "mean")
+        is_mean = is_list and table.settings.pooling == "mean"
+        return pool_lists(value_LD, jagged_rows.offset, weight_L=jagged_rows.weight_L, is_mean=is_mean)
 
 
 def build_tower(
@@ -190,20 +191,3 @@ def _table_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 def _dtype_and_shape(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _pool_rows(value_LD: Tensor, jagged_rows: JaggedRows, *, is_mean: bool) -> Tensor:
-    """Return the weighted sum of each list, or its weighted mean if `is_mean`: [B, D]. An empty list gives zeros."""
-    weight_L = torch.ones(len(value_LD)) if jagged_rows.weight_L is None else jagged_rows.weight_L
-    sum_BD = embedding_bag(
-        torch.arange(len(value_LD)),
-        value_LD,
-        jagged_rows.offset,
-        mode="sum",
-        per_sample_weights=weight_L,
-        include_last_offset=True,
-    )
-    if not is_mean:
-        return sum_BD
-    total_weight_B = torch.segment_reduce(weight_L, "sum", offsets=jagged_rows.offset, initial=0.0)
-    return sum_BD / torch.where(total_weight_B > 0, total_weight_B, 1.0)[:, None]

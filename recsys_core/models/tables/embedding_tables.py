@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.nn.functional import embedding_bag
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from recsys_core.dataset.batch import Batch
 from recsys_core.dataset.feature_store import POOLED, POOLED_WEIGHTED
+from recsys_core.models.history import pool_lists
 from recsys_core.models.spec import ModelSpec, Side, TableSpec, module_name
 
 CollectionOutputs = dict[str, Any]
 """Output of each collection: {feature: JaggedTensor} for an EmbeddingCollection, KeyedTensor for an EmbeddingBagCollection."""
-_TINY = torch.finfo(torch.float32).tiny
 
 
 class EmbeddingTables(nn.ModuleDict):
@@ -91,20 +90,7 @@ def _unpooled_output(spec: ModelSpec, table_name: str, jagged_rows: Any, batch: 
             value_LD = value_LD[:num_vectors]
         return value_LD if weight_L is None else value_LD * weight_L[:, None]
     offset = jagged_rows.offsets()[: num_vectors + 1]
-    return _pool(value_LD, offset, weight_L=weight_L, is_mean=spec.tables[table_name].settings.pooling == "mean")
-
-
-def _pool(value_LD: Tensor, offset: Tensor, *, weight_L: Tensor | None, is_mean: bool) -> Tensor:
-    """Pool each list of rows into one vector; an empty list gives zeros."""
-    index_L = torch.arange(len(value_LD), device=value_LD.device)
-    weight_L = torch.ones_like(value_LD[:, 0]) if weight_L is None else weight_L
-    if is_mean:
-        total_weight = torch.segment_reduce(weight_L, "sum", offsets=offset.long(), initial=0.0)
-        weight_L = weight_L / torch.repeat_interleave(total_weight.clamp(min=_TINY), offset.diff(), output_size=len(weight_L))
-    pooled: Tensor = embedding_bag(
-        index_L, value_LD, offset.long(), mode="sum", per_sample_weights=weight_L, include_last_offset=True
-    )
-    return pooled
+    return pool_lists(value_LD, offset, weight_L=weight_L, is_mean=spec.tables[table_name].settings.pooling == "mean")
 
 
 def _mean_divisor(batch: Batch, feature: str, *, is_weighted: bool) -> Tensor:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -72,15 +73,11 @@ def clean_workspace(config: PipelineConfig, *, dry_run: bool) -> "Removals":
         InputError: another command is using the workspace.
         TrackingServerError: MLflow does not answer; nothing is removed.
     """
-    from tasks.retention.clean import clean, find_all_removals, open_registry
+    from tasks.retention.clean import clean
     from tasks.runs.workspace import Workspace
 
-    if dry_run:
-        return find_all_removals(
-            config.workspace, config.retention, model_name=config.registry.model_name, client=open_registry(config.workspace)
-        )
-    with Workspace(config.workspace).lock(run_id="clean"):
-        return clean(config.workspace, config.retention, model_name=config.registry.model_name)
+    with nullcontext() if dry_run else Workspace(config.workspace).lock(run_id="clean"):
+        return clean(config.workspace, config.retention, model_name=config.registry.model_name, dry_run=dry_run)
 
 
 def print_removals(removals: "Removals", *, dry_run: bool, console: Console) -> None:

@@ -93,13 +93,11 @@ class Run:
         lock_file = self.folder / LOCK_NAME
         if not lock_file.is_file():
             return False
-        lock = FileLock(lock_file)
         try:
-            lock.acquire(timeout=0)
+            with FileLock(lock_file, timeout=0):
+                return False
         except Timeout:
             return True
-        lock.release()
-        return False
 
 
 def new_run_id(*, after: str = "", at: datetime | None = None) -> str:

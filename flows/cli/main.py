@@ -217,6 +217,29 @@ def tune(
         tuning.print_study(study, config_path=config_path)
 
 
+@app.command(epilog="Example: nightjar backtest --days 7")
+def backtest(
+    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
+    overrides: Overrides = None,
+    days: Annotated[int, typer.Option(min=1, max=366, help="number of past days, one run for each")] = 7,
+    verbose: Verbose = False,
+) -> None:
+    """Run the pipeline as it would have run on each of the last days. The same command resumes an interrupted backtest."""
+    from flows.servers.prefect_server import embedded_server
+
+    with embedded_server() as server:
+        from flows.cli import backtest as backtesting
+        from flows.cli.runner import Command
+        from flows.runs.input_checks import check_inputs
+
+        loaded = read_config(config_path, overrides)
+        check_inputs(loaded.config)
+        prepare_environment(loaded.config.workspace, verbose=verbose)
+        command = Command(loaded.config, server, format_command("backtest", loaded, ["--days", str(days)]))
+        results = backtesting.run_backtest(command, num_days=days)
+    backtesting.print_days(command, results)
+
+
 @app.command(epilog="Example: nightjar query --user 42 -k 10")
 def query(
     user: Annotated[str, typer.Option(help="user id as in the log; unknown users get the most popular items")],

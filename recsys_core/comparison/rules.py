@@ -153,7 +153,7 @@ class PairedBootstrap(Settings):
             low, high = np.quantile(ratio_R, [1 - self.confidence, self.confidence]).tolist()
             interval = (low, high)
             difference = f"{100 * (new_mean / baseline_mean - 1):+.1f} % ({100 * low:+.1f} to {100 * high:+.1f} %)"
-        condition = "must be better" if self.must_be_better else f"margin {-100 * margin:g} %"
+        condition = "must be better" if self.must_be_better else f"margin {-100 * margin:.3g} %"
         reason = (
             f"{new_mean:.4f}, {difference} from the {baseline_mean:.4f} of {baseline} ({condition}; users "
             f"+{fields['num_better_users']:,} / -{fields['num_worse_users']:,})"

@@ -36,6 +36,7 @@ def write_config(folder: Path) -> Path:
         "model": {"embedding_dim": 16, "learn_user_embedding": True},
         "training": {"epochs": 3, "batch_size": 64, "log_every_steps": 5, "checkpoint_every_steps": 10, "warm_start": None},
         "index": {"nlist": 8},
+        "registry": {"model_name": "nightjar", "gate": {"kind": "margin"}, "baselines": []},  # there are few test users
     }
     file = folder / "nightly.yaml"
     file.write_text(yaml_loader.dump(config))

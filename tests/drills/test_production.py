@@ -128,7 +128,7 @@ def test_a_cancelled_run_leaves_no_process_and_a_retry_or_a_resume_ends_well(
     production: Production, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     servers, file, runs = production.servers, write_config(tmp_path), tmp_path / "workspace" / "runs"
-    file.write_text(f"{file.read_text()}name: cancelled\nregistry: {{model_name: cancelled}}\n")
+    file.write_text(f"{file.read_text()}name: cancelled\n".replace("model_name: nightjar", "model_name: cancelled"))
     with worker_of(servers, log_file=tmp_path / "worker.log") as worker:
         page = PrefectPage(servers, pipeline="cancelled")
         page.wait_for_pool()
@@ -161,7 +161,8 @@ def test_a_planned_run_is_cancelled_and_retried_on_its_page(
     page: Any, production: Production, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     servers, file, runs = production.servers, write_config(tmp_path), tmp_path / "workspace" / "runs"
-    settings = YAML(typ="safe", pure=True).load(file.read_text()) | {"name": "browser", "registry": {"model_name": "browser"}}
+    settings = YAML(typ="safe", pure=True).load(file.read_text()) | {"name": "browser"}
+    settings["registry"]["model_name"] = "browser"
     settings["training"]["epochs"] = 12
     file.write_text(yaml_loader.dump(settings))
     with worker_of(servers, log_file=tmp_path / "worker.log") as worker:

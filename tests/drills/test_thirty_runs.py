@@ -45,7 +45,7 @@ training: {{epochs: 1, batch_size: 64, log_every_steps: 5}}
 sharding: {{cluster: {{device: cpu, processes_per_node: 1}}}}
 index: {{nlist: 4, pq_m: 4}}
 data_report: {{max_event_drop_share: null, max_leaked_event_share: null}}
-registry: {{model_name: drill, smoke_test_users: 100, max_relative_drop: 0.5}}
+registry: {{model_name: drill, smoke_test_users: 100, gate: {{kind: margin, max_relative_drop: 0.5}}, baselines: []}}
 retention: {{keep_full_runs: {WHOLE_RUNS}, keep_report_runs: {REPORT_RUNS}, keep_versions: {VERSIONS}}}
 """
 

@@ -19,7 +19,7 @@ embeddings: {paths: data/item_embeddings.parquet, vector_column: embedding}
 model: {embedding_dim: 16, learn_user_embedding: true}
 training: {epochs: 1, batch_size: 64, warm_start: {full_retrain_every: 3}}
 index: {nlist: 8}
-registry: {smoke_test_users: 50, max_relative_drop: 0.9}
+registry: {smoke_test_users: 50, gate: {kind: margin, max_relative_drop: 0.9}, baselines: []}
 """
 
 

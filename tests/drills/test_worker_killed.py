@@ -39,7 +39,7 @@ def test_a_signal_to_the_worker_in_any_stage_ends_the_run_as_crashed_and_a_retry
 ) -> None:
     name = number.name.lower()
     file, runs = write_config(tmp_path), tmp_path / "workspace" / "runs"
-    file.write_text(f"{file.read_text()}name: {name}\nregistry: {{model_name: {name}}}\n")
+    file.write_text(f"{file.read_text()}name: {name}\n".replace("model_name: nightjar", f"model_name: {name}"))
     log_file = tmp_path / "worker.log"
     page = PrefectPage(servers, pipeline=name)
     flow_run, gone_s, crashed_s = "", [], []

@@ -1,8 +1,9 @@
 """Configuration of the interaction log: files, columns, filters, split and vocabulary."""
 
+from datetime import datetime
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
 from recsys_core.config import MAX_COUNT, MAX_DAYS, OPERATIONAL, Checksums, ColumnName, Paths, Settings
 
@@ -112,6 +113,11 @@ Split = Annotated[TimeSplit | LeaveLastOut | FileSplit, Field(discriminator="kin
 class LogFilter(Settings):
     """Filters of the log, applied in the order of the fields. Each filter counts only events that the earlier filters keep."""
 
+    until: Annotated[datetime, WithJsonSchema({"type": "string", "format": "date-time", "maxLength": 40})] | None = Field(
+        None,
+        description="Time of the newest event that is kept, in UTC without an offset. Later events are removed, as if the log "
+        "ended there. If empty, all events are kept",
+    )
     window_days: float | None = Field(
         None,
         gt=0,
@@ -256,8 +262,9 @@ class InteractionsConfig(Settings):
             raise ValueError("split.kind is time, which needs timestamp_column; set it, or use leave_last_out or files")
         if self.split.kind == "leave_last_out" and not self.is_ordered:
             raise ValueError("split.kind is leave_last_out, which needs timestamp_column or order_column; set one of them")
-        if self.filter.window_days is not None and self.timestamp_column is None:
-            raise ValueError("filter.window_days needs timestamp_column; set it, or remove window_days")
+        for name in ("until", "window_days"):
+            if getattr(self.filter, name) is not None and self.timestamp_column is None:
+                raise ValueError(f"filter.{name} needs timestamp_column; set it, or remove {name}")
         if not self.is_ordered and (self.filter.max_user_events is not None or self.filter.duplicates in ("first", "last")):
             raise ValueError(
                 "filter.max_user_events and filter.duplicates first or last need timestamp_column or order_column, which order "

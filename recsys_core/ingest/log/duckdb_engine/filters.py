@@ -6,6 +6,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import duckdb
@@ -48,15 +49,19 @@ def load_log(
     current_files = [file for part in parts for file in part.files if file.source in split_code_by_file]
     num_removed_by_reason = {"below_threshold": sum(file.below_threshold for file in current_files)}
     newest_us = _newest_time_us(current_files, config.timestamp_column) if config.timestamp_column else 0
-    events_sql = "events"
+    events_sql, other_filters = "events", config.filter.model_copy(update={"until": None, "window_days": None})
+    if config.filter.until is not None:
+        newest_us = min(newest_us, time_us(config.filter.until))
+        events_sql = f"(SELECT * FROM {events_sql} WHERE position <= {newest_us})"
     if config.filter.window_days is not None:
-        events_sql = f"(SELECT * FROM events WHERE position > {newest_us - int(config.filter.window_days * DAY_US)})"
-    if config.filter != LogFilter(window_days=config.filter.window_days):
+        oldest_us = newest_us - int(config.filter.window_days * DAY_US)
+        events_sql = f"(SELECT * FROM {events_sql} WHERE position > {oldest_us})"
+    if other_filters != LogFilter():
         connection.execute(f"CREATE TABLE remaining AS SELECT * FROM {events_sql}").fetchall()
         num_removed_by_reason["outside_window"] = num_events - fetch_count(connection, "SELECT count(*) FROM remaining")
         num_removed_by_reason |= _apply_filters(connection, config.filter)
         events_sql = "remaining"
-    elif config.filter.window_days is not None:
+    elif events_sql != "events":
         num_removed_by_reason["outside_window"] = num_events - fetch_count(connection, f"SELECT count(*) FROM {events_sql}")
     test_days = (
         _test_days(connection, config.split, events_sql, newest_us=newest_us) if isinstance(config.split, TimeSplit) else None
@@ -227,6 +232,15 @@ def _split_code_sql(
     if split_config.validation_share > 0:
         return f"CASE WHEN split = 0 AND draw < {int(split_config.validation_share * 1_000_000)} THEN 1 ELSE split END"
     return "split"
+
+
+def time_us(time: datetime) -> int:
+    """Convert a time to microseconds since 1970. A time without an offset is in UTC.
+
+    >>> time_us(datetime(1970, 1, 2)) == DAY_US
+    True
+    """
+    return (time.replace(tzinfo=time.tzinfo or UTC) - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
 
 
 def _newest_time_us(files: Sequence[IngestedFile], timestamp_column: str) -> int:

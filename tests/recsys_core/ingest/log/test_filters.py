@@ -63,6 +63,16 @@ FILTERS = {
         lambda log: [event for event in log if event[2] > 4 * DAY_US - 2.5 * DAY_US],
         "outside_window",
     ),
+    "an end of the log": (
+        {"until": "1970-01-04T00:00:00"},
+        lambda log: [event for event in log if event[2] <= 3 * DAY_US],
+        "outside_window",
+    ),
+    "a window that ends earlier": (
+        {"until": "1970-01-04T00:00:00", "window_days": 2},
+        lambda log: [event for event in log if DAY_US < event[2] <= 3 * DAY_US],
+        "outside_window",
+    ),
     "exact repeats": ({"duplicates": "exact"}, lambda log: list(dict.fromkeys(log)), "duplicates"),
     "the first event with an item": (
         {"duplicates": "first"},

@@ -33,8 +33,8 @@ from recsys_core.models.tables.table_config import TableConfig
 from recsys_core.patches import cpu_features, lookups
 from recsys_core.patches import rank as rank_patches
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, ShardingType, TableConstraint
+from recsys_core.sharding.constraints import UNPOOLED_SHARDING_TYPES
 from recsys_core.sharding.planner import plan_sharding
-from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job.job_spec import METRICS_FILE, Progress, TrainJob
 from recsys_core.training.job.process_group import Process

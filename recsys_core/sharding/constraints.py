@@ -12,7 +12,6 @@ from recsys_core.models.spec import ModelSpec, TableSpec, module_name
 from recsys_core.models.tables.table_config import GPU_ONLY_OPTIMIZERS, check_table_names
 from recsys_core.sharding.config import ClusterConfig, ComputeKernel, ShardingConfig, ShardingType, TableConstraint
 from recsys_core.sharding.lookup_stats import LookupStats
-from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
 
 CACHE_LOAD_FACTOR = 0.2
 """TorchRec's default share of the rows that fused_uvm_caching caches in GPU memory."""
@@ -25,6 +24,8 @@ INT8_DIM_MULTIPLE = 32
 INT8_POOLED_TYPES: tuple[ShardingType, ...] = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
 """Sharding types that can send the rows of pooled tables in int8, because each row comes from one rank."""
 SSD_OPTIMIZERS = ("rowwise_adagrad", "partial_rowwise_adam", "adam")
+UNPOOLED_SHARDING_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
+"""Sharding types that TorchRec supports for unpooled lookups (EmbeddingCollection). All other types pool the rows."""
 WITHIN_HOST_TYPES: tuple[ShardingType, ...] = ("table_row_wise", "table_column_wise", "grid_shard")
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
@@ -22,16 +23,17 @@ from torchrec.distributed.planner.types import (
     TopologyFactory,
     TrainerConfig,
 )
+from torchrec.distributed.types import ModuleSharder
 from torchrec.optim.optimizers import SGD, Adagrad, Adam, PartialRowWiseAdam
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, parameter_name
 from recsys_core.models.task import TABLES_PATH
-from recsys_core.sharding.config import ClusterConfig, ComputeKernel, ShardingConfig, ShardingType
+from recsys_core.patches.lookups import ONE_TABLE_PER_KERNEL, BagSharder, RowSharder
+from recsys_core.sharding.config import ClusterConfig, ComputeKernel, QuantizedCommsConfig, ShardingConfig, ShardingType
 from recsys_core.sharding.constraints import parameter_constraints
 from recsys_core.sharding.lookup_stats import LookupStats
-from recsys_core.sharding.sharders import sharders
 from recsys_core.units import GIB
 
 RESERVED_SHARE = 0.15
@@ -210,3 +212,18 @@ def _silence_torchrec() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def sharders(quantized_comms: QuantizedCommsConfig) -> list[ModuleSharder[nn.Module]]:
+    """Return the sharders of pooled and unpooled tables, with quantized communication if it is configured."""
+    codecs = None
+    if quantized_comms != QuantizedCommsConfig():
+        codecs = get_qcomm_codecs_registry(
+            QCommsConfig(
+                forward_precision=CommType(quantized_comms.forward), backward_precision=CommType(quantized_comms.backward)
+            )
+        )
+    return [
+        BagSharder(qcomm_codecs_registry=codecs),
+        RowSharder(fused_params=dict(ONE_TABLE_PER_KERNEL), qcomm_codecs_registry=codecs),
+    ]

@@ -33,7 +33,7 @@ from recsys_core.models.tables.initialisation import (
 from recsys_core.models.tables.table_config import ID_TABLES, OFFSET_TABLE, TEACHER_TABLE, random_norm
 from recsys_core.models.task import TABLES_PATH, RetrievalHead, RetrievalTask
 from recsys_core.sharding.plan_file import PlanFile
-from recsys_core.sharding.sharders import sharders
+from recsys_core.sharding.torchrec_planner import sharders
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.dense_parallel import shard_layers
 from recsys_core.training.job.job_spec import TrainJob

@@ -10,9 +10,9 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import TableConfig, TableOptimizer
 from recsys_core.preflight import cgroup_limits
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
+from recsys_core.sharding.constraints import UNPOOLED_SHARDING_TYPES
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan, plan_sharding, with_default_memory
-from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
 from recsys_core.sharding.torchrec_planner import TorchrecPlanner
 from tests.recsys_core.training.small_model import with_optimizer
 

@@ -19,8 +19,8 @@ from recsys_core.models.tables.embedding_tables import LocalShard, table_outputs
 from recsys_core.models.tables.initialisation import fill_random
 from recsys_core.models.tables.table_config import TableConfig
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
+from recsys_core.sharding.constraints import UNPOOLED_SHARDING_TYPES
 from recsys_core.sharding.planner import make_plan
-from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job.process_group import Process
 from recsys_core.training.sharded_model import build_model

@@ -15,7 +15,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, table_shards
 from recsys_core.models.tables.table_config import DenseOptimizer, TableConfig, TableOptimizer
 from recsys_core.sharding.config import QuantizedCommsConfig
-from recsys_core.sharding.sharders import UNPOOLED_SHARDING_TYPES
+from recsys_core.sharding.constraints import UNPOOLED_SHARDING_TYPES
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.job.process_group import Process
 from recsys_core.training.optimizers import LearningRates, make_optimizer

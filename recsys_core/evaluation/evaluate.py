@@ -18,7 +18,7 @@ from torch import Tensor
 from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import InputError, StageError
-from recsys_core.evaluation import metrics
+from recsys_core.evaluation import diversity, metrics
 from recsys_core.evaluation.baselines import cold_rows, popularity_before, zero_shot_vectors
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.metrics import Floats, TargetPositions
@@ -116,29 +116,60 @@ def evaluate(
         # Popularity cannot rank items without an event, so it has no cold metrics.
         popularity_ranking = rank_by_order(test_split.queries, order_I=test_split.popularity_order_I, k=max(config.ks))
         metric_values |= all_metrics("baseline/popularity", popularity_ranking, config=config)
-        # A served version never recommends seen items, so the values of the users do not rank them either.
-        every_seen = replace(test_split.queries, seen=test_split.history)
-        ranking_by_ranker = {"popularity": rank_by_order(every_seen, order_I=test_split.popularity_order_I, k=0)}
-        if config.exclude_seen:
-            ranking_by_ranker["model"] = ranking
+        rankings = {"test": ranking, "baseline/popularity": popularity_ranking}
+        vectors_RD = None
         if item_embeddings is not None:
             vectors_RD = np.load(item_embeddings.vectors_path("item"), mmap_mode="r")
             vector_row_I = store.vector_rows("item")
             assert vector_row_I is not None  # the ingest requires that items have vectors
             query_BD, vector_ID = zero_shot_vectors(vectors_RD, vector_row_I=vector_row_I, histories=test_split.history)
             every_user = replace(test_split.queries, query_BD=query_BD, is_known_B=np.ones(len(query_BD), np.bool_))
-            zero_shot_metrics, ranking = measure("baseline/zero_shot", replace(test_split, queries=every_user), vector_ID)
+            zero_shot_metrics, zero_shot_ranking = measure(
+                "baseline/zero_shot", replace(test_split, queries=every_user), vector_ID
+            )
             metric_values |= zero_shot_metrics
-            if config.exclude_seen:
-                ranking_by_ranker["zero_shot"] = ranking
-        user_metrics = {
-            ranker: metrics.UserMetrics.of(ranking.target_positions(), user_row_B=test_split.user_row_B)
-            for ranker, ranking in ranking_by_ranker.items()
-        }
-        metrics.write_user_metrics(user_metrics, output_folder / metrics.USER_METRICS_FILE)
+            rankings["baseline/zero_shot"] = zero_shot_ranking
+        for prefix, ranking in rankings.items():
+            metric_values |= _list_metrics(prefix, ranking, test_split, store=store, vectors_RD=vectors_RD, k=min(config.ks))
+        _write_user_metrics(rankings, test_split, config=config, path=output_folder / metrics.USER_METRICS_FILE)
         np.save(output_folder / "popularity.npy", test_split.popularity_order_I)
         (output_folder / "metrics.json").write_text(json.dumps(metric_values, indent=2))
         return stage.commit(metrics=metric_values)
+
+
+def _list_metrics(
+    prefix: str, ranking: Ranking, split: _Split, *, store: EventStore, vectors_RD: NDArray[np.float32] | None, k: int
+) -> dict[str, float]:
+    """Return the metrics of the recommended items beyond accuracy, under <prefix>/<metric>@<k>; NaN is left out."""
+    top_BK, train_count_I = ranking.top_BK[:, :k], store.train_count_I
+    values = {
+        "novelty": diversity.novelty(top_BK, train_count_I=train_count_I),
+        "gini": diversity.gini(top_BK, num_items=ranking.num_items),
+        "popularity_lift": diversity.popularity_lift(
+            top_BK, history_item_L=split.history.values_L, train_count_I=train_count_I
+        ),
+    }
+    vector_row_I = store.vector_rows("item")
+    if vectors_RD is not None and vector_row_I is not None:
+        values["diversity"] = diversity.intra_list_diversity(top_BK, vectors_RD=vectors_RD, vector_row_I=vector_row_I)
+    return {f"{prefix}/{name}@{k}": value for name, value in values.items() if not math.isnan(value)}
+
+
+def _write_user_metrics(rankings: dict[str, Ranking], split: _Split, *, config: EvaluationConfig, path: Path) -> None:
+    """Write the metrics of each test user, by which the gate compares served versions with baselines.
+
+    A served version never recommends items that the user has seen, so rankings with these items are left out.
+    """
+    if not config.exclude_seen:
+        unseen = replace(split.queries, seen=split.history)
+        rankings = {"baseline/popularity": rank_by_order(unseen, order_I=split.popularity_order_I, k=0)}
+    user_metrics = {
+        prefix.replace("test", "model").removeprefix("baseline/"): metrics.UserMetrics.of(
+            ranking.target_positions(), user_row_B=split.user_row_B
+        )
+        for prefix, ranking in rankings.items()
+    }
+    metrics.write_user_metrics(user_metrics, path)
 
 
 def _num_rankings(config: EvaluationConfig, *, export: ExportManifest, has_zero_shot: bool) -> int:

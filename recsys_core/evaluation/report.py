@@ -43,14 +43,14 @@ class MetricTable(Frozen):
         return tuple(max(value or 0.0 for value in column_values) for column_values in zip(*comparable_values, strict=True))
 
 
-def metric_table(metrics: Mapping[str, float]) -> MetricTable:
+def metric_table(metrics: Mapping[str, float], *, shown: Sequence[str] = COLUMNS) -> MetricTable:
     """Build the table of the test metrics of the model and its baselines. Rows for cold items come last.
 
     >>> metric_table({"test/mrr": 0.5, "baseline/popularity/mrr": 0.25}).rows
     {'model': (0.5,), 'popularity': (0.25,)}
     """
     metrics_by_ranker = _metrics_by_ranker(metrics)
-    columns = tuple(column for column in COLUMNS if column in metrics_by_ranker["model"])
+    columns = tuple(column for column in shown if column in metrics_by_ranker["model"])
     for ranker, ranker_metrics in list(metrics_by_ranker.items()):
         cold_metrics = _metrics_under("cold/", ranker_metrics)
         if cold_metrics.keys() & set(columns):

@@ -24,6 +24,7 @@ from tasks.runs.context import StageContext
 from tasks.runs.run_record import RunRecord
 from tasks.runs.workspace import Workspace
 
+LIST_METRICS = ("test/coverage@", "test/novelty@", "test/gini@", "test/popularity_lift@", "test/diversity@")
 NUM_SAMPLE_USERS, NUM_SHOWN_ITEMS = 10, 10
 MAX_TREND_RUNS = 30
 _TEMPLATE = Path(__file__).with_name("decision.html")
@@ -46,7 +47,7 @@ def write_report(fields: dict[str, Any], context: StageContext, *, metric: str, 
         fields: fields of RegistrationManifest.
         metric: metric of the decision.
     """
-    results = context.results
+    results, metrics = context.results, context.results[EvaluationManifest].metrics
     registration = RegistrationManifest.model_construct(**fields)
     evidence = read_evidence(folder)
     page = render_page(
@@ -63,7 +64,12 @@ def write_report(fields: dict[str, Any], context: StageContext, *, metric: str, 
         label_by_outcome=_LABEL,
         metric=metric,
         data_metrics=results[DataReportManifest].metrics,
-        table=metric_table(results[EvaluationManifest].metrics),
+        tables={
+            "Metrics over the full catalogue": metric_table(metrics),
+            "Recommended items": metric_table(
+                metrics, shown=[name.removeprefix("test/") for name in metrics if name.startswith(LIST_METRICS)]
+            ),
+        },
         index=results[IndexManifest].reports[results[IndexManifest].served_index],
         plots=_plots(registration, context, evidence, metric=metric),
         sample_users=_sample_users(folder / "smoke_test", version=registration.version),

@@ -1,0 +1,62 @@
+"""Metrics of the recommended items, compared with plain loops and with invariants."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recsys_core.evaluation.diversity import gini, intra_list_diversity, novelty, popularity_lift
+
+NUM_ITEMS, DIM = 30, 6
+
+
+def random_lists(seed: int, *, num_lists: int = 9_000, k: int = 4) -> np.ndarray:
+    """Return distinct items per list, of which some are missing (-1)."""
+    random = np.random.default_rng(seed)
+    top_BK = random.random((num_lists, NUM_ITEMS)).argsort(axis=1)[:, :k]
+    return np.where(random.random(top_BK.shape) < 0.1, -1, top_BK)
+
+
+def test_diversity_equals_the_mean_over_pairs_of_items_with_a_vector() -> None:
+    random = np.random.default_rng(0)
+    vectors_RD = random.normal(size=(NUM_ITEMS - 5, DIM)).astype(np.float32)
+    vectors_RD[3] = 0
+    vector_row_I = np.r_[np.arange(NUM_ITEMS - 5), np.full(5, -1)]
+    top_BK = random_lists(1)
+    means = []
+    for items in top_BK:
+        used = [vectors_RD[item] for item in items if item >= 0 and vector_row_I[item] >= 0 and vectors_RD[item].any()]
+        distances = [1 - one @ other / np.linalg.norm(one) / np.linalg.norm(other) for one, other in combinations(used, 2)]
+        if distances:
+            means.append(np.mean(distances))
+    measured = intra_list_diversity(top_BK, vectors_RD=vectors_RD, vector_row_I=vector_row_I)
+    assert measured == pytest.approx(np.mean(means), abs=1e-6)
+
+
+def test_gini_equals_the_mean_absolute_difference_of_the_counts() -> None:
+    top_BK = random_lists(2)
+    count_I = np.bincount(top_BK[top_BK >= 0], minlength=NUM_ITEMS)
+    expected = np.abs(count_I[:, None] - count_I).sum() / (2 * NUM_ITEMS * count_I.sum())
+    assert gini(top_BK, num_items=NUM_ITEMS) == pytest.approx(expected, abs=1e-12)
+
+
+@given(seed=st.integers(0, 1_000))
+def test_rarer_items_are_more_novel_and_have_a_lower_popularity_lift(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    train_count_I = np.sort(random.integers(0, 1_000, NUM_ITEMS))[::-1].copy()
+    train_count_I[0] += 1
+    popular_BK, rare_BK = np.array([[0, 1, 2]]), np.array([[NUM_ITEMS - 1, NUM_ITEMS - 2, NUM_ITEMS - 3]])
+    history_item_L = random.integers(0, 3, 10)
+    assert novelty(rare_BK, train_count_I=train_count_I) >= novelty(popular_BK, train_count_I=train_count_I)
+    lifts = [
+        popularity_lift(top_BK, history_item_L=history_item_L, train_count_I=train_count_I) for top_BK in (popular_BK, rare_BK)
+    ]
+    assert lifts[0] >= lifts[1] and lifts[1] >= -1
+
+
+def test_values_that_are_not_defined_are_nan() -> None:
+    assert np.isnan(popularity_lift(np.array([[0]]), history_item_L=np.array([], int), train_count_I=np.ones(1)))
+    no_vector = intra_list_diversity(np.array([[0, 1]]), vectors_RD=np.ones((1, 2), np.float32), vector_row_I=np.array([0, -1]))
+    assert np.isnan(no_vector)

@@ -240,6 +240,29 @@ def backtest(
     backtesting.print_days(command, results)
 
 
+@app.command(epilog="Example: nightjar gate-noise --seeds 5")
+def gate_noise(
+    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
+    overrides: Overrides = None,
+    seeds: Annotated[int, typer.Option(min=2, max=100, help="number of trainings, each with another seed")] = 5,
+    verbose: Verbose = False,
+) -> None:
+    """Measure how much the metric of the gate differs between seeds of the training. The same command resumes."""
+    from flows.servers.prefect_server import embedded_server
+
+    with embedded_server() as server:
+        from flows.cli import backtest as backtesting
+        from flows.cli.runner import Command
+        from flows.runs.input_checks import check_inputs
+
+        loaded = read_config(config_path, overrides)
+        check_inputs(loaded.config)
+        prepare_environment(loaded.config.workspace, verbose=verbose)
+        command = Command(loaded.config, server, format_command("gate-noise", loaded, ["--seeds", str(seeds)]))
+        noise = backtesting.run_gate_noise(command, num_seeds=seeds)
+    backtesting.print_gate_noise(command, noise)
+
+
 @app.command(epilog="Example: nightjar query --user 42 -k 10")
 def query(
     user: Annotated[str, typer.Option(help="user id as in the log; unknown users get the most popular items")],

@@ -1,4 +1,4 @@
-"""A backtest of two days on generated data, and the same command again, which keeps its complete stages."""
+"""A backtest of two days and trainings with two seeds, on generated data."""
 
 import json
 import subprocess
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from flows.backtest import FOLDER_NAME, METRIC_FILE, PLOT_FILE, Day
+from flows.gate_noise import GateNoise
 from flows.settings.config_file import load_config
 from recsys_core.manifests import InteractionsManifest, require_manifest
 from tests.drills.test_kill_and_resume import NIGHTJAR, write_config
@@ -33,3 +34,14 @@ def test_each_day_reads_the_log_up_to_its_end_and_is_kept_by_a_second_backtest(t
     assert "baseline/popularity/recall@20" in days[0].metrics and "champion/recall@20" in days[1].metrics
     assert (folder / PLOT_FILE).stat().st_size > 10_000
     assert not (workspace / "mlflow.db").exists()  # the backtest has a registry of its own
+
+
+def test_the_spread_between_seeds_is_measured_on_trainings_that_differ_in_the_seed_alone(tmp_path: Path) -> None:
+    file = write_config(tmp_path)
+    command = [*NIGHTJAR, "gate-noise", str(file), "--seeds", "2"]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert output.returncode == 0, output.stderr
+    noise = GateNoise.model_validate_json((load_config(file).workspace / "gate-noise" / "gate-noise.json").read_text())
+    first_seed = load_config(file).training.seed
+    assert [*noise.value_by_seed] == [first_seed, first_seed + 1]
+    assert len(set(noise.value_by_seed.values())) == 2 and "standard deviation between seeds" in output.stdout

@@ -33,7 +33,7 @@ from recsys_core.disk import disk_full_error, explain_disk_full
 from recsys_core.errors import StageError
 from recsys_core.launching.heartbeat import HeartbeatWriter
 from recsys_core.launching.heartbeat import heartbeat as heartbeat_thread
-from recsys_core.manifests import Manifest, commit_folder, load_manifest
+from recsys_core.manifests import Manifest, commit_folder, load_manifest, require_no_link
 from recsys_core.training.dense_parallel import local_part
 from recsys_core.training.job.process_group import Process
 
@@ -72,6 +72,8 @@ class Checkpointer:
         text_by_extra_file: files that are added to each checkpoint, text by file name.
         heartbeat: heartbeats of the training. The checkpointer touches the file while it hashes a checkpoint, because after the
             last step no rank touches it.
+
+    Raises InputError if `folder` is a link, because old checkpoints are removed from it.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Checkpointer:
         heartbeat: HeartbeatWriter,
         process: Process,
     ) -> None:
+        require_no_link(folder)
         self._folder, self._fingerprint, self._attempt_number, self._keep_checkpoints = (
             folder,
             fingerprint,
@@ -181,12 +184,16 @@ def _local_bytes(value: object) -> int:
 
 
 def _committed_folders(folder: Path) -> list[Path]:
-    """Return the folders of the complete checkpoints, sorted by step."""
-    return sorted(path for path in folder.glob("step-*[0-9]") if ".tmp-" not in path.name)
+    """Return the folders of the complete checkpoints, sorted by step, without links to other folders."""
+    return sorted(path for path in folder.glob("step-*[0-9]") if ".tmp-" not in path.name and not path.is_symlink())
 
 
 def latest_checkpoint(folder: Path, *, fingerprint: str) -> CheckpointManifest | None:
-    """Return the newest undamaged checkpoint with this fingerprint; log a warning for each damaged checkpoint."""
+    """Return the newest undamaged checkpoint with this fingerprint; log a warning for each damaged checkpoint.
+
+    Raises InputError if `folder` is a link.
+    """
+    require_no_link(folder)
     for checkpoint_folder in reversed(_committed_folders(folder)):
         manifest = load_manifest(checkpoint_folder, CheckpointManifest)
         if manifest is None:

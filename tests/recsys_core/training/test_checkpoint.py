@@ -217,6 +217,38 @@ def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
     run_ranks(keep_few, world_size=2, arguments=(tmp_path,))
 
 
+def save_beside_a_link(rank: int, folder: Path, archive: Path) -> None:
+    setup = make(rank, "row_wise", spec=spec_of())
+    saver = checkpointer(rank, folder, keep_checkpoints=1)
+    folder.mkdir()
+    (folder / checkpoint_name(1)).symlink_to(archive)
+    for step in (2, 3):
+        saver.save(setup.model, setup.optimizer, step=step, best=None)
+    saver.finish()
+    assert sorted(path.name for path in folder.iterdir()) == [checkpoint_name(1), checkpoint_name(3)]
+
+
+def save_behind_a_link(rank: int, folder: Path) -> None:
+    setup = make(rank, "row_wise", spec=spec_of())
+    with pytest.raises(InputError, match="checkpoints: is a link"):
+        saver = checkpointer(rank, folder, keep_checkpoints=1)
+        saver.save(setup.model, setup.optimizer, step=9, best=None)
+        saver.finish()
+
+
+def test_files_behind_a_link_are_never_removed_with_the_old_checkpoints(saved, tmp_path):
+    archive = tmp_path / "archive"
+    for name in (checkpoint_name(1), checkpoint_name(2), f"{checkpoint_name(3)}.tmp-1"):
+        shutil.copytree(saved / "row_wise" / checkpoint_name(STEPS), archive / name)
+    files = sorted(archive.rglob("*"))
+    (tmp_path / "checkpoints").symlink_to(archive)
+    run_ranks(save_behind_a_link, world_size=1, arguments=(tmp_path / "checkpoints",))
+    with pytest.raises(InputError, match="checkpoints: is a link"):
+        latest_checkpoint(tmp_path / "checkpoints", fingerprint="f")
+    run_ranks(save_beside_a_link, world_size=1, arguments=(tmp_path / "own", archive / checkpoint_name(1)))
+    assert sorted(archive.rglob("*")) == files
+
+
 def save_on_a_full_disk(rank: int, folder: Path) -> None:
     setup = make(rank, "row_wise", spec=spec_of())
     shutil.disk_usage = lambda _: shutil._ntuple_diskusage(10**6, 10**6 - 99, 99)  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from recsys_core.errors import InputError, StageError
 from tasks.tuning.config import label_of, short_label
 
 if TYPE_CHECKING:
-    from tasks.tuning.study import Study
+    from flows.tuning import StudyResult
 
 
 def check_tunable(loaded: LoadedConfig) -> None:
@@ -30,7 +30,7 @@ def check_tunable(loaded: LoadedConfig) -> None:
         )
 
 
-def run_study(command: Command) -> "Study":
+def run_study(command: Command) -> "StudyResult":
     """Run the tuning flow to its end; raise StageError if no trial is complete."""
 
     def load_flow() -> Any:
@@ -40,26 +40,22 @@ def run_study(command: Command) -> "Study":
 
     folder, how_to_resume = command.config.workspace / "tuning", f"resume with: {command.command_line}"
     with flow_session(load_flow, command, run_id="tuning", folder=folder, how_to_resume=lambda: how_to_resume) as tune:
-        study: Study = tune(command.config)
-    trials = study.finished_trials
+        study: StudyResult = tune(command.config)
     if study.best_trial is None:
+        trials = study.trials
         last_trial = f"; trial {trials[-1].number} {trials[-1].ending}: {trials[-1].reason}" if trials else ""
         raise StageError(f"none of {len(trials)} trials is complete{last_trial}\nthe trials are in {study.folder}")
     return study
 
 
-def as_json(study: "Study") -> str:
+def as_json(study: "StudyResult") -> str:
     """Return the line that --json prints."""
-    from tasks.tuning.study import sort_best_first
-
-    trials = [trial.model_dump(mode="json") for trial in sort_best_first(study.finished_trials)]
-    return json.dumps({"study": study.name, "folder": str(study.folder), "metric": study.metric, "trials": trials})
+    trials = [trial.model_dump(mode="json") for trial in study.trials]
+    return json.dumps({"study": study.folder.name, "folder": str(study.folder), "metric": study.metric, "trials": trials})
 
 
-def print_study(study: "Study", *, config_path: Path) -> None:
+def print_study(study: "StudyResult", *, config_path: Path) -> None:
     """Print the trials, the best first, and the best settings as YAML and as a command."""
-    from tasks.tuning.study import sort_best_first
-
     console, best_trial = output.stdout, study.best_trial
     assert best_trial is not None
     rows = [
@@ -71,7 +67,7 @@ def print_study(study: "Study", *, config_path: Path) -> None:
             *(short_label(trial.settings[setting]) if setting in trial.settings else "-" for setting in best_trial.settings),
             trial.ending,
         ]
-        for trial in sort_best_first(study.finished_trials)
+        for trial in study.trials
     ]
     console.print(f"\n[bold]Trials[/], the best first: {study.metric} on the validation split")
     output.print_table(["trial", study.metric, "epochs", "seconds", *best_trial.settings, "ended"], rows, console=console)
@@ -81,7 +77,7 @@ def print_study(study: "Study", *, config_path: Path) -> None:
         "saved": str(study.best_file),
         "plot": str(study.history_file),
         "run": f"nightjar run {config_path} {as_overrides(best_trial.settings)}",
-        "continue": f"nightjar tune {config_path} --trials {2 * len(study.finished_trials)}",
+        "continue": f"nightjar tune {config_path} --trials {2 * len(study.trials)}",
     }
     output.print_facts(facts, console=console)
 

@@ -44,11 +44,9 @@ class RangeConfig(Settings):
         return self
 
     def _check_choices(self, choices: tuple[Any, ...]) -> None:
-        other_keys = [name for name in ("low", "high", "step") if getattr(self, name) is not None]
-        if self.log:
-            other_keys.append("log")
-        if other_keys:
-            raise ValueError(f"choices and {other_keys[0]} are both set; drop one of them")
+        for key in ("low", "high", "step", "log"):
+            if getattr(self, key) not in (None, False):
+                raise ValueError(f"choices and {key} are both set; drop one of them")
         if not choices:
             raise ValueError("choices is empty; name at least one value")
         label, count = Counter(map(label_of, choices)).most_common(1)[0]

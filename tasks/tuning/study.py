@@ -1,195 +1,231 @@
-"""Hyperparameter search: an Optuna study in a sqlite file.
+"""Hyperparameter search: an Optuna study in a sqlite file, its trials, and their MLflow runs.
 
 An interrupted trial is resumed under its number, and every trial has a sampler with its own seed. An interrupted study
 therefore tries the same settings as a study that is not interrupted.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
+import matplotlib
 import optuna
-from matplotlib.ticker import MaxNLocator
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, RunStatus
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
 from optuna.trial import FrozenTrial, TrialState
+from prefect import task
+from prefect.cache_policies import NO_CACHE
 
-from recsys_core import plots
 from recsys_core.config import Frozen
-from recsys_core.manifests import create_own_folder
+from recsys_core.errors import InputError, StageError
+from recsys_core.manifests import TrainManifest, create_own_folder
 from recsys_core.seeds import trial_seed
+from recsys_core.training.job.job_spec import METRICS_FILE, Progress
+from tasks.progress.reporting import show_bar, training_note
+from tasks.registry.mlflow_client import call_or_warn
+from tasks.registry.tracking import as_metrics, log_metrics, log_params, open_run
+from tasks.runs.context import StageContext
 from tasks.tuning.config import RangeConfig, TuningConfig, label_of
 
 TrialEnding = Literal["complete", "pruned", "failed"]
-STATE_BY_ENDING: dict[TrialEnding, TrialState] = {
-    "complete": TrialState.COMPLETE,
-    "pruned": TrialState.PRUNED,
-    "failed": TrialState.FAIL,
+ENDING_BY_STATE: dict[TrialState, TrialEnding] = {
+    TrialState.COMPLETE: "complete",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
 }
+"""Endings in the order in which trials are shown."""
+_STATUS_BY_ENDING = {"complete": RunStatus.FINISHED, "pruned": RunStatus.KILLED, "failed": RunStatus.FAILED}
 
 
-class TrialResult(Frozen):
-    """Result of a trial.
+class FinishedTrial(Frozen):
+    """A finished trial.
 
     Attributes:
-        value: metric of the best epoch; None if no epoch was validated.
+        value: metric of a complete trial's best epoch, or of a pruned trial's last epoch; None if the trial failed.
         reason: why the trial failed.
+        epochs: metric by epoch (1-based).
     """
-
-    ending: TrialEnding
-    value: float | None = None
-    seconds: float
-    reason: str = ""
-
-
-class FinishedTrial(TrialResult):
-    """A finished trial: its number, its settings, and the metric by epoch (1-based)."""
 
     number: int
     settings: dict[str, Any]
+    ending: TrialEnding
+    value: float | None
+    seconds: float
+    reason: str
     epochs: dict[int, float]
 
-
-@dataclass(frozen=True)
-class RunningTrial:
-    """A running trial: its settings, and the Optuna trial that it reports to."""
-
-    settings: dict[str, Any]
-    optuna_trial: optuna.Trial
-    reported_epochs: frozenset[int]
-    """Epochs that were reported before an interruption. Optuna would warn about a second report."""
-
-    @property
-    def number(self) -> int:
-        """Number of the trial in the study, from 0."""
-        return self.optuna_trial.number
-
-    def report(self, epoch: int, value: float) -> None:
-        """Record the metric after `epoch`."""
-        if epoch not in self.reported_epochs:
-            self.optuna_trial.report(value, epoch)
-
-    def raise_if_pruned(self) -> None:
-        """Raise optuna.TrialPruned if the metric is below the median of the complete trials at the same epoch."""
-        if self.optuna_trial.should_prune():
-            raise optuna.TrialPruned
-
-
-class Study:
-    """All trials of one search for the highest metric. `folder` contains study.db, the reports and the trials."""
-
-    def __init__(self, config: TuningConfig, *, folder: Path, metric: str, run_id: str) -> None:
-        """Open the study in `folder`, or create it. `run_id` becomes the name of the MLflow run of a new study."""
-        create_own_folder(folder)
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        self.folder, self.metric, self.name = folder, metric, folder.name
-        self.config_file = folder / "config.yaml"
-        self.best_file = folder / "best.yaml"
-        self.history_file = folder / "history.png"
-        self._config = config
-        self._study = optuna.create_study(
-            storage=f"sqlite:///{folder / 'study.db'}",
-            study_name=self.name,
-            direction="maximize",
-            load_if_exists=True,
-            pruner=optuna.pruners.MedianPruner(n_startup_trials=config.startup_trials),
-        )
-        if "run_id" not in self._study.user_attrs:
-            self._study.set_user_attr("run_id", run_id)
-
-    @property
-    def run_id(self) -> str:
-        """Name of the study's MLflow run."""
-        return str(self._study.user_attrs["run_id"])
-
-    @property
-    def finished_trials(self) -> list[FinishedTrial]:
-        """The finished trials by number."""
-        return [
-            self._finished_trial(trial)
-            for trial in self._study.get_trials(deepcopy=False, states=tuple(STATE_BY_ENDING.values()))
-        ]
-
-    @property
-    def best_trial(self) -> FinishedTrial | None:
-        """The complete trial with the highest metric, the first one if several are equal; None if no trial is complete."""
-        return next((trial for trial in sort_best_first(self.finished_trials) if trial.ending == "complete"), None)
-
-    def start_trial(self) -> RunningTrial:
-        """Resume the trial that was interrupted, or start a new one."""
-        interrupted_trials = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        trial_number = interrupted_trials[0].number if interrupted_trials else len(self._study.get_trials(deepcopy=False))
-        self._study.sampler = optuna.samplers.TPESampler(seed=trial_seed(self._config.seed, trial=trial_number))
-        optuna_trial = optuna.Trial(self._study, interrupted_trials[0]._trial_id) if interrupted_trials else self._study.ask()
-        return RunningTrial(
-            settings={name: _suggest(optuna_trial, name, value_range) for name, value_range in self._config.ranges.items()},
-            optuna_trial=optuna_trial,
-            reported_epochs=frozenset(interrupted_trials[0].intermediate_values if interrupted_trials else ()),
-        )
-
-    def finish_trial(self, trial: RunningTrial, result: TrialResult) -> None:
-        """Record how a trial ended."""
-        trial.optuna_trial.set_user_attr("result", result.model_dump(mode="json"))
-        value = result.value if result.ending == "complete" else None
-        self._study.tell(trial.optuna_trial, value, state=STATE_BY_ENDING[result.ending])
-
-    def plot_history(self) -> None:
-        """Write a plot of the metric by trial, and of the best metric so far, to `history_file`."""
-        figure, axes = plots.new_figure(title=f"Tuning study {self.name}")
-        values_by_ending: dict[TrialEnding, dict[int, float]] = {"complete": {}, "pruned": {}, "failed": {}}
-        for trial in self.finished_trials:
-            if trial.value is not None:
-                values_by_ending[trial.ending][trial.number] = trial.value
-        axes.scatter(
-            [*values_by_ending["complete"]], [*values_by_ending["complete"].values()], s=18, color=plots.BLUE, label="complete"
-        )
-        axes.scatter(
-            [*values_by_ending["pruned"]], [*values_by_ending["pruned"].values()], s=18, color=plots.GREY, label="pruned"
-        )
-        best_so_far = [*accumulate(values_by_ending["complete"].values(), max)]
-        axes.step([*values_by_ending["complete"]], best_so_far, where="post", color=plots.GREEN, label="best so far")
-        axes.set_xlabel("trial number")
-        axes.set_ylabel(f"{self.metric} on the validation split")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        plots.legend_above(axes)
-        plots.save_png(figure, self.history_file)
-
-    def _finished_trial(self, frozen_trial: FrozenTrial) -> FinishedTrial:
-        settings = {
-            setting_name: _choice_with_label(self._config.ranges[setting_name], stored_value)
-            for setting_name, stored_value in frozen_trial.params.items()
-        }
-        return FinishedTrial(
-            number=frozen_trial.number,
-            settings=settings,
-            epochs=frozen_trial.intermediate_values,
-            **frozen_trial.user_attrs["result"],
+    @classmethod
+    def of(cls, trial: FrozenTrial) -> Self:
+        """Return the result of a finished trial of Optuna."""
+        assert trial.duration is not None
+        return cls(
+            number=trial.number,
+            settings=trial.user_attrs["settings"],
+            ending=ENDING_BY_STATE[trial.state],
+            value=trial.value,
+            seconds=trial.duration.total_seconds(),
+            reason=trial.user_attrs.get("reason", ""),
+            epochs=trial.intermediate_values,
         )
 
 
-def sort_best_first(trials: Sequence[FinishedTrial]) -> list[FinishedTrial]:
-    """Return complete trials in descending order of the metric, then pruned trials, then failed trials."""
-    return sorted(trials, key=lambda trial: ([*STATE_BY_ENDING].index(trial.ending), -(trial.value or 0.0), trial.number))
-
-
-def _suggest(optuna_trial: optuna.Trial, setting_name: str, value_range: RangeConfig) -> Any:
-    """Return the value of the setting in a trial; draw the value if the trial does not have one yet."""
-    if value_range.choices is not None:  # the study stores labels, because Optuna cannot store a list
-        return _choice_with_label(
-            value_range, optuna_trial.suggest_categorical(setting_name, [*map(label_of, value_range.choices)])
-        )
-    assert value_range.low is not None and value_range.high is not None
-    if isinstance(value_range.low, int):
-        return optuna_trial.suggest_int(
-            setting_name, value_range.low, int(value_range.high), log=value_range.log, step=int(value_range.step or 1)
-        )
-    return optuna_trial.suggest_float(
-        setting_name, value_range.low, value_range.high, log=value_range.log, step=value_range.step
+def open_study(config: TuningConfig, *, folder: Path) -> optuna.Study:
+    """Open the study in `folder`, which searches for the highest metric, or create it."""
+    create_own_folder(folder)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna.create_study(
+        storage=f"sqlite:///{folder / 'study.db'}",
+        study_name=folder.name,
+        direction="maximize",
+        load_if_exists=True,
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=config.startup_trials),
     )
 
 
-def _choice_with_label(value_range: RangeConfig, stored_value: Any) -> Any:
-    """Return the choice whose label is `stored_value`, or `stored_value` itself if the range has no choices."""
-    if value_range.choices is None:
-        return stored_value
-    return {label_of(choice): choice for choice in value_range.choices}[stored_value]
+def finished_trials(study: optuna.Study) -> list[FinishedTrial]:
+    """Return complete trials in descending order of the metric, then pruned trials, then failed trials."""
+    trials = map(FinishedTrial.of, study.get_trials(deepcopy=False, states=tuple(ENDING_BY_STATE)))
+    endings = [*ENDING_BY_STATE.values()]
+    return sorted(trials, key=lambda trial: (endings.index(trial.ending), -(trial.value or 0.0), trial.number))
+
+
+def start_trial(study: optuna.Study, config: TuningConfig) -> optuna.Trial:
+    """Resume the trial that was interrupted, or start a new one. Its settings are in the attribute `settings`."""
+    interrupted_trials = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+    trial_number = interrupted_trials[0].number if interrupted_trials else len(study.get_trials(deepcopy=False))
+    study.sampler = optuna.samplers.TPESampler(seed=trial_seed(config.seed, trial=trial_number))
+    trial = optuna.Trial(study, interrupted_trials[0]._trial_id) if interrupted_trials else study.ask()
+    trial.set_user_attr("settings", {name: _suggest(trial, name, value_range) for name, value_range in config.ranges.items()})
+    return trial
+
+
+def _suggest(trial: optuna.Trial, setting_name: str, value_range: RangeConfig) -> Any:
+    """Return the value of the setting in a trial; draw the value if the trial does not have one yet."""
+    if value_range.choices is not None:  # the study stores labels, because Optuna cannot store a list
+        choice_by_label = {label_of(choice): choice for choice in value_range.choices}
+        return choice_by_label[trial.suggest_categorical(setting_name, [*choice_by_label])]
+    assert value_range.low is not None and value_range.high is not None
+    if isinstance(value_range.low, int):
+        step = int(value_range.step or 1)
+        return trial.suggest_int(setting_name, value_range.low, int(value_range.high), log=value_range.log, step=step)
+    return trial.suggest_float(setting_name, value_range.low, value_range.high, log=value_range.log, step=value_range.step)
+
+
+@task(name="run_trial", task_run_name="trial-{trial.number}", cache_policy=NO_CACHE)
+def run_trial(
+    study: optuna.Study, trial: optuna.Trial, train: Callable[..., TrainManifest], *, metric: str, folder: Path, label: str
+) -> None:
+    """Train, report the metric after each epoch, stop early if the trial is pruned, and record how the trial ended.
+
+    Args:
+        train: trains in `folder / "train"` with the settings of the trial. Its argument on_progress takes a Progress.
+        metric: name of the validation metric, such as ndcg@10.
+        label: name of the trial in the terminal.
+
+    Raises:
+        InputError: no trial is possible with the data; the study ends.
+    """
+
+    last_validation: dict[str, float] = {}
+
+    def on_progress(progress: Progress) -> None:
+        if metric in progress.validation:
+            last_validation[metric] = progress.validation[metric]
+            with warnings.catch_warnings():  # a resumed trial reports some epochs again, and Optuna ignores them
+                warnings.simplefilter("ignore", UserWarning)
+                trial.report(progress.validation[metric], progress.epoch)
+            if progress.step < progress.total_steps and trial.should_prune():
+                raise optuna.TrialPruned
+        note = training_note(progress, validation=last_validation)
+        show_bar(label, num_done=progress.step, num_total=progress.total_steps, note=note)
+
+    try:
+        manifest = train(on_progress=on_progress)
+    except optuna.TrialPruned:  # raised in on_progress: the launcher has ended all processes of the training
+        study.tell(trial, state=TrialState.PRUNED)
+    except StageError as error:
+        fail_trial(study, trial, reason=str(error))
+    else:
+        if metric not in manifest.validation:
+            raise InputError(
+                "tuning compares trials on the validation split, but no user in the split has a target; set "
+                "interactions.split so that the validation split holds events"
+            )
+        study.tell(trial, manifest.validation[metric])
+    _remove_all_but_metrics_and_logs(folder)
+
+
+def fail_trial(study: optuna.Study, trial: optuna.Trial, *, reason: str) -> None:
+    """Record that a trial failed."""
+    trial.set_user_attr("reason", reason)
+    study.tell(trial, state=TrialState.FAIL)
+
+
+def _remove_all_but_metrics_and_logs(folder: Path) -> None:
+    """Move metrics.jsonl to the trial's folder, keep the logs, and remove all other files of the training.
+
+    Files behind a link are left alone.
+    """
+    train_folder, work_folder = folder / "train", folder / "train.work"
+    if train_folder.is_symlink() or work_folder.is_symlink():
+        return
+    for source_folder in (train_folder, work_folder):
+        if (source_folder / METRICS_FILE).is_file():
+            (source_folder / METRICS_FILE).replace(folder / METRICS_FILE)
+    shutil.rmtree(train_folder, ignore_errors=True)
+    for path in work_folder.glob("*"):
+        if path.is_dir() and path.name != "logs":
+            shutil.rmtree(path)
+        elif path.is_file():
+            path.unlink()
+
+
+def plot_history(study: optuna.Study, *, metric: str, path: Path) -> None:
+    """Write a plot of the metric by trial, and of the best metric so far, to `path`."""
+    matplotlib.use("Agg")  # Optuna draws with pyplot, which would open a window on a desktop
+    from matplotlib import pyplot
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the function is marked as experimental
+        optuna.visualization.matplotlib.plot_optimization_history(study, target_name=metric)
+    pyplot.savefig(path)
+    pyplot.close()
+
+
+def log_trial(context: StageContext, trial: FinishedTrial, *, metric: str) -> None:
+    """Log a finished trial to MLflow as a nested run of the study's run. Log a warning if MLflow does not work."""
+
+    def log(client: MlflowClient) -> None:
+        parent_run_id = open_run(client, context)
+        tags = {MLFLOW_PARENT_RUN_ID: parent_run_id, MLFLOW_RUN_NAME: f"trial-{trial.number}", "nightjar.reason": trial.reason}
+        experiment_id, start_ms = client.get_run(parent_run_id).info.experiment_id, int((time.time() - trial.seconds) * 1000)
+        run_info = client.create_run(experiment_id, start_time=start_ms, tags=tags).info
+        name = f"validation/{metric.replace('@', '_at_')}"
+        epoch_metrics = [Metric(name, value, run_info.start_time, epoch) for epoch, value in trial.epochs.items()]
+        best_metrics = [] if trial.value is None else as_metrics({f"validation/best/{metric}": trial.value})
+        params = [Param(setting, str(value)) for setting, value in trial.settings.items()]
+        client.log_batch(run_info.run_id, metrics=[*epoch_metrics, *best_metrics], params=params)
+        client.set_terminated(run_info.run_id, RunStatus.to_string(_STATUS_BY_ENDING[trial.ending]))
+
+    call_or_warn(
+        log, workspace=context.run.workspace, warning=f"could not log trial {trial.number} to MLflow; tuning continues"
+    )
+
+
+def log_study(context: StageContext, *, best_trial: FinishedTrial | None, metric: str, files: Iterable[Path]) -> None:
+    """Log the config, the value of the best trial and `files` to the study's MLflow run, and end this run."""
+
+    def log(client: MlflowClient) -> None:
+        run_id = open_run(client, context)
+        log_params(client, run_id, config_file=context.run.config_file)
+        if best_trial is not None and best_trial.value is not None:
+            log_metrics(client, run_id, as_metrics({f"validation/best/{metric}": best_trial.value}))
+        for path in files:
+            client.log_artifact(run_id, str(path))
+        client.set_terminated(run_id, RunStatus.to_string(RunStatus.FINISHED if best_trial else RunStatus.FAILED))
+
+    call_or_warn(log, workspace=context.run.workspace, warning="could not log the study to MLflow")

@@ -1,7 +1,6 @@
-"""`nightjar tune`: resumed studies and invalid ranges. tests/drills/test_tuning.py runs real trainings."""
+"""`nightjar tune`: invalid ranges. tests/drills/test_tuning.py runs real trainings."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
@@ -9,8 +8,6 @@ from ruamel.yaml import YAML
 from flows.cli.tune import check_tunable
 from flows.settings.config_file import LoadedConfig, load_config, settings_as_yaml
 from recsys_core.errors import InputError
-from tasks.tuning.config import RangeConfig, TuningConfig
-from tasks.tuning.study import Study, TrialResult, sort_best_first
 from tests.flows.tuning_config import CONFIG
 
 
@@ -82,39 +79,3 @@ def test_settings_as_yaml_writes_a_list_with_one_varied_entry_as_a_whole(tmp_pat
         "tables": {"item": {"unfreeze": unfreeze}},
         "loss": {"kind": "bce"},
     }
-
-
-def opened(folder: Path, *, seed: int = 1) -> Study:
-    ranges = {
-        "layers": RangeConfig(choices=([64], [64, 32], None)),
-        "rate": RangeConfig(low=0.001, high=1.0, log=True),
-        "length": RangeConfig(low=4, high=20, step=4),
-    }
-    return Study(TuningConfig(seed=seed, ranges=ranges), folder=folder, metric="ndcg@10", run_id="tune-1")
-
-
-def test_a_study_that_is_interrupted_in_each_trial_tries_the_settings_of_an_undisturbed_one(tmp_path: Path) -> None:
-    def tries(folder: Path, *, reopen: bool) -> list[dict[str, Any]]:
-        study = opened(folder)
-        for number in range(12):  # from the eleventh trial on the settings depend on the earlier results
-            if reopen:
-                study.start_trial()  # and is interrupted
-                study = opened(folder)
-            trial = study.start_trial()
-            assert trial.number == number
-            study.finish_trial(trial, TrialResult(ending="complete", value=1 / (1 + number), seconds=1.0))
-        return [trial.settings for trial in study.finished_trials]
-
-    undisturbed = tries(tmp_path / "one", reopen=False)
-    assert tries(tmp_path / "two", reopen=True) == undisturbed
-    assert all(settings["layers"] in ([64], [64, 32], None) for settings in undisturbed)
-    assert {settings["length"] for settings in undisturbed} <= {4, 8, 12, 16, 20}
-    assert len({settings["rate"] for settings in undisturbed}) == 12
-
-
-def test_a_complete_trial_ranks_before_a_pruned_one_with_a_better_metric(tmp_path: Path) -> None:
-    study = opened(tmp_path / "study")
-    for ending, value in (("failed", None), ("pruned", 0.9), ("complete", 0.2), ("complete", 0.3)):
-        study.finish_trial(study.start_trial(), TrialResult.model_validate({"ending": ending, "value": value, "seconds": 1}))
-    assert [trial.number for trial in sort_best_first(study.finished_trials)] == [3, 2, 1, 0]
-    assert study.best_trial is not None and study.best_trial.number == 3

@@ -1,0 +1,86 @@
+"""A tuning study: the trials after an interruption, their order, and the files that remain after a trial."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optuna.trial import TrialState
+
+from recsys_core.errors import StageError
+from recsys_core.manifests import TrainManifest
+from tasks.tuning.config import RangeConfig, TuningConfig
+from tasks.tuning.study import fail_trial, finished_trials, open_study, plot_history, run_trial, start_trial
+
+CONFIG = TuningConfig(
+    seed=1,
+    ranges={
+        "layers": RangeConfig(choices=([64], [64, 32], None)),
+        "rate": RangeConfig(low=0.001, high=1.0, log=True),
+        "length": RangeConfig(low=4, high=20, step=4),
+    },
+)
+
+
+def test_a_study_that_is_interrupted_in_each_trial_tries_the_settings_of_an_undisturbed_one(tmp_path: Path) -> None:
+    def tries(folder: Path, *, reopen: bool) -> list[dict[str, Any]]:
+        study = open_study(CONFIG, folder=folder)
+        for number in range(12):  # from the eleventh trial on the settings depend on the earlier results
+            if reopen:
+                start_trial(study, CONFIG)  # and is interrupted
+                study = open_study(CONFIG, folder=folder)
+            trial = start_trial(study, CONFIG)
+            assert trial.number == number
+            study.tell(trial, 1 / (1 + number))
+        return [trial.settings for trial in finished_trials(study)]
+
+    undisturbed = tries(tmp_path / "one", reopen=False)
+    assert tries(tmp_path / "two", reopen=True) == undisturbed
+    assert all(settings["layers"] in ([64], [64, 32], None) for settings in undisturbed)
+    assert {settings["length"] for settings in undisturbed} <= {4, 8, 12, 16, 20}
+    assert len({settings["rate"] for settings in undisturbed}) == 12
+
+
+def test_a_complete_trial_ranks_before_a_pruned_one_with_a_better_metric(tmp_path: Path) -> None:
+    study = open_study(CONFIG, folder=tmp_path / "study")
+    fail_trial(study, start_trial(study, CONFIG), reason="the loss is nan")
+    pruned_trial = start_trial(study, CONFIG)
+    pruned_trial.report(0.9, 1)
+    study.tell(pruned_trial, state=TrialState.PRUNED)
+    for value in (0.2, 0.3):
+        study.tell(start_trial(study, CONFIG), value)
+    trials = finished_trials(study)
+    assert [(trial.number, trial.ending, trial.value) for trial in trials] == [
+        (3, "complete", 0.3),
+        (2, "complete", 0.2),
+        (1, "pruned", 0.9),
+        (0, "failed", None),
+    ]
+    assert trials[-1].reason == "the loss is nan"
+
+
+def test_the_history_is_plotted_before_and_after_the_first_complete_trial(tmp_path: Path) -> None:
+    study = open_study(CONFIG, folder=tmp_path / "study")
+    fail_trial(study, start_trial(study, CONFIG), reason="the loss is nan")
+    for name in ("failed.png", "complete.png"):
+        plot_history(study, metric="ndcg@10", path=tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+        study.tell(start_trial(study, CONFIG), 0.2)
+
+
+@pytest.mark.parametrize("linked", ["train", "train.work"])
+def test_a_failed_trial_removes_no_file_behind_a_link(tmp_path: Path, linked: str) -> None:
+    def failing_training(**_: Any) -> TrainManifest:
+        raise StageError("rank 0 failed")
+
+    archive = tmp_path / "archive"
+    (archive / "checkpoint").mkdir(parents=True)
+    names = ("metrics.jsonl", "values.npy", "checkpoint/weights.bin")
+    for name in names:
+        (archive / name).write_bytes(b"precious")
+    folder = tmp_path / "trial"
+    folder.mkdir()
+    (folder / linked).symlink_to(archive)
+    study = open_study(CONFIG, folder=tmp_path / "study")
+    run_trial.fn(study, start_trial(study, CONFIG), failing_training, metric="ndcg@10", folder=folder, label="1")
+    assert [(trial.ending, trial.reason) for trial in finished_trials(study)] == [("failed", "rank 0 failed")]
+    assert all((archive / name).is_file() for name in names)

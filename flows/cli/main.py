@@ -240,7 +240,7 @@ def backtest(
     backtesting.print_days(command, results)
 
 
-@app.command(epilog="Example: nightjar gate-noise --seeds 5")
+@app.command("gate-noise", epilog="Example: nightjar gate-noise --seeds 5")
 def gate_noise(
     config_path: ConfigPath = DEFAULT_CONFIG_PATH,
     overrides: Overrides = None,

@@ -49,7 +49,7 @@ def test_help_imports_no_heavy_library_and_each_command_has_an_example() -> None
     assert answer.stdout.splitlines()[-1] == ""
     for command in cli.app.registered_commands:
         assert command.callback is not None and command.epilog, command
-        assert f" {command.name or command.callback.__name__.replace("_", "-")} " in answer.stdout
+        assert f" {command.name or command.callback.__name__} " in answer.stdout
 
 
 @pytest.mark.parametrize(

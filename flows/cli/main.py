@@ -114,20 +114,12 @@ def plan(
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs per host; implies device cuda")] = None,
     hbm_gb: Annotated[float | None, typer.Option(min=0.1, help="memory per GPU")] = None,
     ddr_gb: Annotated[float | None, typer.Option(min=0.1, help="main memory per host")] = None,
-    intra_host_gb_s: Annotated[float | None, typer.Option(min=0.1, help="GB/s between two GPUs of a host")] = None,
-    inter_host_gb_s: Annotated[float | None, typer.Option(min=0.1, help="GB/s between two GPUs of different hosts")] = None,
-    hbm_bandwidth_gb_s: Annotated[float | None, typer.Option(min=0.1, help="GB/s of a GPU's memory")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan the sharding for any cluster, without training: ingest the data, write plan.json and plan.html."""
     from flows.cli.plan import plan_for, print_plan
 
     cluster_options = {"num_nodes": nodes, "processes_per_node": gpus_per_node, "hbm_gb": hbm_gb, "ddr_gb": ddr_gb}
-    cluster_options |= {
-        "intra_host_gb_s": intra_host_gb_s,
-        "inter_host_gb_s": inter_host_gb_s,
-        "hbm_bandwidth_gb_s": hbm_bandwidth_gb_s,
-    }
     cluster_settings: dict[str, int | float | str] = {
         setting: value for setting, value in cluster_options.items() if value is not None
     }

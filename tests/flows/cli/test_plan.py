@@ -19,10 +19,8 @@ CLUSTER = [
     "40",
     "--ddr-gb",
     "500",
-    "--inter-host-gb-s",
-    "25",
-    "--intra-host-gb-s",
-    "300",
+    "--set=sharding.cluster.inter_host_gb_s=25",
+    "--set=sharding.cluster.intra_host_gb_s=300",
 ]
 
 

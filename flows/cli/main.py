@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from flows.cli import operations, output
-from flows.cli.arguments import DEFAULT_CONFIG_PATH, AsJson, ConfigPath, Overrides, Verbose, read_config
+from flows.cli.arguments import DEFAULT_CONFIG_PATH, AsJson, ConfigOptions, Overrides, takes_config
 from flows.interruption import Interrupted, end_process
 from flows.settings.environment import prepare_environment, silence_libraries
 from recsys_core.errors import NightjarError, printable
@@ -43,20 +43,16 @@ def options(
     """Options of every command."""
 
 
-Until = Annotated[str | None, typer.Option(help="stop after this stage, e.g. evaluate")]
-
-
 @app.command(epilog="Example: nightjar demo --workspace demo")
 def demo(
     workspace: Annotated[Path, typer.Option(help="folder for data, config, runs and models")] = Path("demo"),
     overrides: Overrides = None,
     as_json: AsJson = False,
-    verbose: Verbose = False,
 ) -> None:
     """Run the whole pipeline on a generated dataset with topics, skewed popularity, drift and new items."""
     from flows.settings.demo import write_demo
 
-    run(write_demo(workspace), overrides=overrides, as_json=as_json, verbose=verbose)
+    run(write_demo(workspace), overrides, as_json=as_json)
 
 
 @app.command(epilog="Example: nightjar init --log ratings.parquet --items movies.parquet --vectors vectors.parquet")
@@ -95,37 +91,37 @@ def init(
 
 
 @app.command(epilog="Example: nightjar validate nightly.yaml --set model.embedding_dim=128")
-def validate(config_path: ConfigPath = DEFAULT_CONFIG_PATH, overrides: Overrides = None) -> None:
+@takes_config
+def validate(options: ConfigOptions) -> None:
     """Check the config, and the files, columns and types of the input, without a run."""
-    config = read_config(config_path, overrides).config
+    config = options.read().config
     from flows.runs.input_checks import check_inputs
 
     with output.log_lines():
         facts = check_inputs(config)
     output.print_facts(facts, console=output.stdout)
-    output.stdout.print(f"{config_path}: OK. Run it with: nightjar run {config_path}", markup=False, soft_wrap=True)
+    output.stdout.print(f"{options.path}: OK. Run it with: nightjar run {options.path}", markup=False, soft_wrap=True)
 
 
 @app.command(epilog="Example: nightjar plan nightly.yaml --nodes 2 --gpus-per-node 8 --hbm-gb 80")
+@takes_config
 def plan(
-    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
-    overrides: Overrides = None,
+    options: ConfigOptions,
     nodes: Annotated[int | None, typer.Option(min=1, help="number of hosts")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs per host; implies device cuda")] = None,
     hbm_gb: Annotated[float | None, typer.Option(min=0.1, help="memory per GPU")] = None,
-    ddr_gb: Annotated[float | None, typer.Option(min=0.1, help="main memory per host")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Plan the sharding for any cluster, without training: ingest the data, write plan.json and plan.html."""
+    """Plan the sharding for any cluster, without training: ingest the data, write plan.json and plan.html.
+
+    Memory and bandwidths of the hosts are settings of sharding.cluster, e.g. --set sharding.cluster.inter_host_gb_s=25.
+    """
     from flows.cli.plan import plan_for, print_plan
 
-    cluster_options = {"num_nodes": nodes, "processes_per_node": gpus_per_node, "hbm_gb": hbm_gb, "ddr_gb": ddr_gb}
-    cluster_settings: dict[str, int | float | str] = {
-        setting: value for setting, value in cluster_options.items() if value is not None
-    }
-    if gpus_per_node is not None:
-        cluster_settings["device"] = "cuda"
-    sharding_plan, paths = plan_for(read_config(config_path, overrides).config, cluster_settings=cluster_settings)
+    device = None if gpus_per_node is None else "cuda"
+    cluster_options = {"num_nodes": nodes, "processes_per_node": gpus_per_node, "hbm_gb": hbm_gb, "device": device}
+    cluster_settings = {setting: value for setting, value in cluster_options.items() if value is not None}
+    sharding_plan, paths = plan_for(options.read().config, cluster_settings=cluster_settings)
     if as_json:
         sys.stdout.write(sharding_plan.model_dump_json() + "\n")
     else:
@@ -133,10 +129,10 @@ def plan(
 
 
 @app.command(epilog="Example: nightjar run nightly.yaml --set training.batch_size=8192 --resume 20261121-070312-ab12")
+@takes_config
 def run(
-    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
-    overrides: Overrides = None,
-    until: Until = None,
+    options: ConfigOptions,
+    until: Annotated[str | None, typer.Option(help="stop after this stage, e.g. evaluate")] = None,
     resume: Annotated[str | None, typer.Option(metavar="RUN_ID", help="resume this run at its first incomplete stage")] = None,
     reason: Annotated[str, typer.Option(metavar="TEXT", help="why you start this run; a tag in Prefect and MLflow")] = "",
     full_retrain: Annotated[bool, typer.Option("--full-retrain", help="rebuild the vocabularies, train from scratch")] = False,
@@ -146,7 +142,6 @@ def run(
         typer.Option(help="rule that decides whether the new version becomes champion; force needs --reason"),
     ] = "by_gate",
     as_json: AsJson = False,
-    verbose: Verbose = False,
 ) -> None:
     """Run the pipeline: ingest, plan, train, export, evaluate, index, package, register."""
     from flows.servers.prefect_server import embedded_server
@@ -162,29 +157,27 @@ def run(
         last_stage = next((stage for stage in STAGES if stage == until), None)
         if until is not None and last_stage is None:
             raise InputError(f"--until {until}: no such stage; the stages are {', '.join(STAGES)}")
-        loaded = read_config(config_path, overrides)
-        config = loaded.config
+        loaded = options.read()
         with output.log_lines():  # tens of thousands of files take minutes
-            check_inputs(config)
-        prepare_environment(config.workspace, verbose=verbose)
+            check_inputs(loaded.config)
+        prepare_environment(loaded.config.workspace)
         command_options = ["--reason", reason] * bool(reason) + ["--full-retrain"] * full_retrain
         command_options += ["--promote", promote] * (promote != "by_gate")
         command_line = format_command("run", loaded, command_options)
-        command = Command(config, server, command_line=command_line + " --dry-run" * dry_run)
+        command = Command(loaded.config, server, command_line=command_line + " --dry-run" * dry_run)
         results = run_nightly(command, resume=resume, until=last_stage, options=run_options)
     if as_json:
         sys.stdout.write(results.as_json() + "\n")
     else:
-        print_results(results, config_path=config_path, command_line=command_line)
+        print_results(results, config_path=options.path, command_line=command_line)
 
 
 @app.command(epilog="Example: nightjar tune nightly.yaml --trials 40")
+@takes_config
 def tune(
-    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
-    overrides: Overrides = None,
+    options: ConfigOptions,
     trials: Annotated[int | None, typer.Option(min=1, help="number of trials, instead of tuning.trials")] = None,
     as_json: AsJson = False,
-    verbose: Verbose = False,
 ) -> None:
     """Search the ranges in `tuning` for the best validation metric. The same command resumes an interrupted search."""
     from flows.servers.prefect_server import embedded_server
@@ -194,27 +187,26 @@ def tune(
         from flows.cli.runner import Command
         from flows.runs.input_checks import check_inputs
 
-        loaded = read_config(config_path, overrides)
+        loaded = options.read()
         config = loaded.config
         tuning.check_tunable(loaded)
         check_inputs(config)
         if trials is not None and config.tuning is not None:
             config = config.model_copy(update={"tuning": config.tuning.model_copy(update={"trials": trials})})
-        prepare_environment(config.workspace, verbose=verbose)
+        prepare_environment(config.workspace)
         command_options = [] if trials is None else ["--trials", str(trials)]
         study = tuning.run_study(Command(config, server, command_line=format_command("tune", loaded, command_options)))
     if as_json:
         sys.stdout.write(tuning.as_json(study) + "\n")
     else:
-        tuning.print_study(study, config_path=config_path)
+        tuning.print_study(study, config_path=options.path)
 
 
 @app.command(epilog="Example: nightjar backtest --days 7")
+@takes_config
 def backtest(
-    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
-    overrides: Overrides = None,
+    options: ConfigOptions,
     days: Annotated[int, typer.Option(min=1, max=366, help="number of past days, one run for each")] = 7,
-    verbose: Verbose = False,
 ) -> None:
     """Run the pipeline as it would have run on each of the last days. The same command resumes an interrupted backtest."""
     from flows.servers.prefect_server import embedded_server
@@ -224,20 +216,18 @@ def backtest(
         from flows.cli.runner import Command
         from flows.runs.input_checks import check_inputs
 
-        loaded = read_config(config_path, overrides)
+        loaded = options.prepare()
         check_inputs(loaded.config)
-        prepare_environment(loaded.config.workspace, verbose=verbose)
         command = Command(loaded.config, server, format_command("backtest", loaded, ["--days", str(days)]))
         results = backtesting.run_backtest(command, num_days=days)
     backtesting.print_days(command, results)
 
 
 @app.command("gate-noise", epilog="Example: nightjar gate-noise --seeds 5")
+@takes_config
 def gate_noise(
-    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
-    overrides: Overrides = None,
+    options: ConfigOptions,
     seeds: Annotated[int, typer.Option(min=2, max=100, help="number of trainings, each with another seed")] = 5,
-    verbose: Verbose = False,
 ) -> None:
     """Measure how much the metric of the gate differs between seeds of the training. The same command resumes."""
     from flows.servers.prefect_server import embedded_server
@@ -247,28 +237,26 @@ def gate_noise(
         from flows.cli.runner import Command
         from flows.runs.input_checks import check_inputs
 
-        loaded = read_config(config_path, overrides)
+        loaded = options.prepare()
         check_inputs(loaded.config)
-        prepare_environment(loaded.config.workspace, verbose=verbose)
         command = Command(loaded.config, server, format_command("gate-noise", loaded, ["--seeds", str(seeds)]))
         noise = backtesting.run_gate_noise(command, num_seeds=seeds)
     backtesting.print_gate_noise(command, noise)
 
 
 @app.command(epilog="Example: nightjar query --user 42 -k 10")
+@takes_config
 def query(
+    options: ConfigOptions,
     user: Annotated[str, typer.Option(help="user id as in the log; unknown users get the most popular items")],
-    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
     k: Annotated[int, typer.Option("-k", min=1, help="number of items to return")] = 10,
     model: Annotated[
         str | None, typer.Option(metavar="URI", help="a version other than the champion, e.g. models:/nightjar/3")
     ] = None,
-    overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Recommend items to a user with the champion, or with --model."""
-    config = read_config(config_path, overrides).config
-    prepare_environment(config.workspace)
+    config = options.prepare().config
     from flows.query import recommend
 
     answer = recommend(config, user=user, k=k, model_uri=model)

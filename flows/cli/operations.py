@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from flows.cli import output
-from flows.cli.arguments import DEFAULT_CONFIG_PATH, AsJson, ConfigPath, Overrides, read_config
-from flows.settings.environment import prepare_environment
+from flows.cli.arguments import AsJson, ConfigOptions, Overrides, takes_config
 from recsys_core.imports import fast_imports
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ def doctor(
     """Check the versions of the libraries and the hardware; with a config file, the whole installation."""
     config = None
     if config_path is not None:
-        config = read_config(config_path, overrides).config
+        config = ConfigOptions(config_path, tuple(overrides or ())).read().config
     from recsys_core.preflight import check_environment
 
     preflight = check_environment(folder if config is None else config.workspace)
@@ -51,12 +50,12 @@ def doctor(
 
 
 @commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar releases")
-def releases(config_path: ConfigPath = DEFAULT_CONFIG_PATH, overrides: Overrides = None, as_json: AsJson = False) -> None:
+@takes_config
+def releases(options: ConfigOptions, as_json: AsJson = False) -> None:
     """List the registered versions with alias, served metrics and run."""
     import json
 
-    config = read_config(config_path, overrides).config
-    prepare_environment(config.workspace)
+    config = options.prepare().config
     with fast_imports():
         from tasks.registry.mlflow_client import call_with_deadline, connect
         from tasks.registry.releases import list_releases
@@ -69,7 +68,7 @@ def releases(config_path: ConfigPath = DEFAULT_CONFIG_PATH, overrides: Overrides
         output.print_releases(registered_versions, console=output.stdout)
     else:
         output.stdout.print(
-            f"no version of {config.registry.model_name} yet; register one with: nightjar run {config_path}", soft_wrap=True
+            f"no version of {config.registry.model_name} yet; register one with: nightjar run {options.path}", soft_wrap=True
         )
 
 
@@ -77,32 +76,31 @@ Reason = Annotated[str, typer.Option(metavar="TEXT", help="why the champion chan
 
 
 @commands.command(rich_help_panel=HELP_PANEL, epilog='Example: nightjar promote --version 7 --reason "new prices"')
+@takes_config
 def promote(
+    options: ConfigOptions,
     version: Annotated[int, typer.Option(min=1, help="number of the version, see nightjar releases")],
     reason: Reason,
-    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
-    overrides: Overrides = None,
 ) -> None:
     """Make a registered version the champion if it passes the smoke test."""
-    _choose_champion("promote", read_config(config_path, overrides), {"version": version, "reason": reason})
+    _choose_champion("promote", options.prepare(), {"version": version, "reason": reason})
 
 
 @commands.command(rich_help_panel=HELP_PANEL, epilog='Example: nightjar rollback --reason "recommends items that are sold out"')
+@takes_config
 def rollback(
+    options: ConfigOptions,
     reason: Reason,
-    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
     version: Annotated[
         int | None, typer.Option(min=1, help="a former champion; by default the newest former champion that loads")
     ] = None,
-    overrides: Overrides = None,
 ) -> None:
     """Give the alias champion back to a former champion."""
-    _choose_champion("rollback", read_config(config_path, overrides), {"version": version or 0, "reason": reason})
+    _choose_champion("rollback", options.prepare(), {"version": version or 0, "reason": reason})
 
 
 def _choose_champion(command: Literal["promote", "rollback"], loaded: "LoadedConfig", parameters: dict[str, object]) -> None:
-    prepare_environment(loaded.config.workspace)
-    from flows.cli.promote import choose_champion
+    from flows.cli.runner import choose_champion
 
     choose_champion(loaded, command, parameters=parameters)
 
@@ -111,9 +109,9 @@ def _choose_champion(command: Literal["promote", "rollback"], loaded: "LoadedCon
     rich_help_panel=HELP_PANEL,
     epilog='Example: nightjar deploy --cron "15 2 * * *" --timezone Europe/Berlin --work-pool nightjar',
 )
+@takes_config
 def deploy(
-    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
-    overrides: Overrides = None,
+    options: ConfigOptions,
     cron: Annotated[str | None, typer.Option(help="planned starts, instead of schedule.cron")] = None,
     timezone: Annotated[str | None, typer.Option(help="time zone of the planned starts, instead of schedule.timezone")] = None,
     work_pool: Annotated[str | None, typer.Option(metavar="NAME", help="work pool whose workers run the pipeline")] = None,
@@ -130,8 +128,8 @@ def deploy(
     schedule_options = {"schedule.cron": cron, "schedule.timezone": timezone}
     schedule_overrides = [f"{setting}={json.dumps(value)}" for setting, value in schedule_options.items() if value is not None]
     # Runs read the schedule from the deployment, so these overrides are not in the form.
-    config = load_config(config_path, [*(overrides or ()), *schedule_overrides])
-    loaded = LoadedConfig(config, config_path, tuple(overrides or ()))
+    config = load_config(options.path, [*options.overrides, *schedule_overrides])
+    loaded = LoadedConfig(config, options.path, options.overrides)
     from flows.cli.deploy import deploy_pipeline
 
     deploy_pipeline(
@@ -143,23 +141,22 @@ def deploy(
 
 
 @commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar clean nightly.yaml --dry-run")
+@takes_config
 def clean(
-    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
-    overrides: Overrides = None,
+    options: ConfigOptions,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="list the removals without removing anything")] = False,
 ) -> None:
     """Remove files of old runs and old model versions that `retention` does not keep. Each run does the same at its end."""
-    config = read_config(config_path, overrides).config
-    prepare_environment(config.workspace)
+    config = options.prepare().config
     from flows.cli.workspace import clean_workspace, print_removals
 
     print_removals(clean_workspace(config, dry_run=dry_run), dry_run=dry_run, console=output.stdout)
 
 
 @commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar history --last 30")
+@takes_config
 def history(
-    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
-    overrides: Overrides = None,
+    options: ConfigOptions,
     last: Annotated[int, typer.Option(min=1, help="number of runs to list")] = 20,
     as_json: AsJson = False,
 ) -> None:
@@ -168,7 +165,7 @@ def history(
     from flows.cli.workspace import print_history
     from flows.runs.run_history import run_history
 
-    config = read_config(config_path, overrides).config
+    config = options.read().config
     runs, metric_name = run_history(config.workspace, max_runs=last), config.registry.metric
     if as_json:
         sys.stdout.write(history_as_json(runs, metric_name=metric_name) + "\n")
@@ -176,19 +173,18 @@ def history(
         print_history(runs, metric_name=metric_name, console=output.stdout)
         output.print_facts({"page": str(config.workspace / "index.html")}, console=output.stdout)
     else:
-        output.stdout.print(f"no run in {config.workspace} yet; start one with: nightjar run {config_path}", soft_wrap=True)
+        output.stdout.print(f"no run in {config.workspace} yet; start one with: nightjar run {options.path}", soft_wrap=True)
 
 
 @commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar ui --mlflow-port 5001")
+@takes_config
 def ui(
-    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
-    overrides: Overrides = None,
+    options: ConfigOptions,
     prefect_port: Annotated[int, typer.Option(help="port of the Prefect UI")] = 4200,
     mlflow_port: Annotated[int, typer.Option(help="port of the MLflow UI")] = 5000,
 ) -> None:
     """Serve the Prefect and MLflow UIs on this machine until Ctrl-C."""
-    config = read_config(config_path, overrides).config
-    prepare_environment(config.workspace)
+    config = options.prepare().config
     from flows.cli.ui import serve
 
     serve(config, prefect_port=prefect_port, mlflow_port=mlflow_port)
@@ -198,16 +194,15 @@ def ui(
     rich_help_panel=HELP_PANEL,
     epilog='Example: nightjar up --set "schedule.cron=15 2 * * *" --set schedule.timezone=Europe/Berlin',
 )
+@takes_config
 def up(
-    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
-    overrides: Overrides = None,
+    options: ConfigOptions,
     prefect_port: Annotated[int, typer.Option(help="port of the Prefect UI")] = 4200,
     mlflow_port: Annotated[int, typer.Option(help="port of the MLflow UI")] = 5000,
     metrics_port: Annotated[int | None, typer.Option(help="port of Prometheus metrics of the last run, e.g. 9464")] = None,
 ) -> None:
     """Run the pipeline as its schedule plans, and serve the Prefect and MLflow UIs on this machine, until Ctrl-C or SIGTERM."""
-    loaded = read_config(config_path, overrides)
-    prepare_environment(loaded.config.workspace)
+    loaded = options.prepare()
     from flows.cli import ui
 
     ui.up(

@@ -1,17 +1,18 @@
-"""Flow runs from the command line: the session in which a command runs a flow, and the run of `nightjar run`."""
+"""Flow runs from the command line: the session in which a command runs a flow, `nightjar run`, and the choice of a champion."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flows.cli import output
 from flows.interruption import interruptible
 from flows.runs.results import RunResults
 from flows.runs.resume import check_resume
 from flows.servers.prefect_server import PrefectServer, prefect_session
+from flows.settings.config_file import LoadedConfig
 from flows.settings.environment import set_flow_run_retention
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.data_report.limits import describe_held_out_users
@@ -160,4 +161,32 @@ def print_results(results: RunResults, *, config_path: Path, command_line: str) 
         facts["browse"] = f"nightjar ui {config_path}"
     else:
         facts["resume"] = f"{command_line} --resume {results.run.run_id}"
+    output.print_facts(facts, console=output.stdout)
+
+
+def choose_champion(loaded: LoadedConfig, command: Literal["promote", "rollback"], *, parameters: Mapping[str, Any]) -> None:
+    """Run the flow `command` and print its result.
+
+    If PREFECT_API_URL is set, that server records the flow run and its event. Otherwise the function of the flow runs without a
+    Prefect server, so an urgent rollback depends on fewer parts.
+    """
+    with interruptible(lambda: f"look at the aliases with: nightjar releases {loaded.path}"):
+        try:
+            from flows import champion
+            from flows.scheduled import deployments  # takes seconds
+
+            flow: Any = {"promote": champion.promote, "rollback": champion.rollback}[command]
+            flow_parameters = {**loaded.flow_parameters, **parameters}
+            if "PREFECT_API_URL" in os.environ:
+                with deployments.prefect_client():  # raises InputError if the server does not answer
+                    final_state = flow(**flow_parameters, return_state=True)
+            else:
+                final_state = flow.fn(**flow_parameters)
+            if final_state.is_failed():
+                final_state.result()  # raises the error of the flow
+        except NightjarError:
+            raise
+        except Exception as error:  # any error of a library
+            raise save_traceback(error, folder=loaded.config.workspace) from error
+    facts = {"result": final_state.message, "versions": f"nightjar releases {loaded.path}"}
     output.print_facts(facts, console=output.stdout)

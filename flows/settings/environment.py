@@ -10,7 +10,7 @@ from recsys_core.errors import InputError
 from recsys_core.units import DAY_S
 
 
-def prepare_environment(workspace: Path, *, verbose: bool = False) -> None:
+def prepare_environment(workspace: Path) -> None:
     """Set the environment variables for Prefect's folder and for the log levels of Prefect and MLflow.
 
     Variables that the user has set keep their values. Call this function before a flow is imported.
@@ -23,9 +23,9 @@ def prepare_environment(workspace: Path, *, verbose: bool = False) -> None:
     default_by_variable = {
         "PREFECT_HOME": str((workspace / "prefect").absolute()),
         # Prefect's messages are in its log and its UI, not in the terminal.
-        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO" if verbose else "CRITICAL",
-        "PREFECT_LOGGING_INTERNAL_LEVEL": "INFO" if verbose else "CRITICAL",
-        "MLFLOW_LOGGING_LEVEL": "INFO" if verbose else "WARNING",
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+        "PREFECT_LOGGING_INTERNAL_LEVEL": "CRITICAL",
+        "MLFLOW_LOGGING_LEVEL": "WARNING",
     }
     for variable, value in default_by_variable.items():
         os.environ.setdefault(variable, value)

@@ -97,7 +97,8 @@ def test_no_secret_gets_out(tmp_path: Path) -> None:
     outputs: dict[str, subprocess.CompletedProcess[bytes]] = {}
     with watched_command_lines(leaks), production_servers(server_folder) as servers:
         started = time.monotonic()
-        outputs["wrong password"] = nightjar("run", str(file), "--verbose", environment=with_secrets(servers, WRONG_PASSWORD))
+        verbose_environment = with_secrets(servers, WRONG_PASSWORD) | {"PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO"}
+        outputs["wrong password"] = nightjar("run", str(file), environment=verbose_environment)
         user_environment = with_secrets(servers, USER_PASSWORD)
         (run_folder,) = (folder / "workspace" / "runs").iterdir()
         outputs["resumed"] = nightjar("run", str(file), "--resume", run_folder.name, "--json", environment=user_environment)

@@ -10,18 +10,9 @@ from flows.cli.main import app
 from recsys_core.sharding.plan_file import PlanFile
 from tests.recsys_core.ingest.parquet_files import write
 
-CLUSTER = [
-    "--nodes",
-    "2",
-    "--gpus-per-node",
-    "4",
-    "--hbm-gb",
-    "40",
-    "--ddr-gb",
-    "500",
-    "--set=sharding.cluster.inter_host_gb_s=25",
-    "--set=sharding.cluster.intra_host_gb_s=300",
-]
+CLUSTER_SETTINGS = {"ddr_gb": 500, "inter_host_gb_s": 25, "intra_host_gb_s": 300}
+CLUSTER = ["--nodes", "2", "--gpus-per-node", "4", "--hbm-gb", "40"]
+CLUSTER += [word for key, value in CLUSTER_SETTINGS.items() for word in ("--set", f"sharding.cluster.{key}={value}")]
 
 
 @pytest.fixture

@@ -217,7 +217,7 @@ def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
     run_ranks(keep_few, world_size=2, arguments=(tmp_path,))
 
 
-def save_beside_a_link(rank: int, folder: Path, archive: Path) -> None:
+def save_with_a_link(rank: int, folder: Path, archive: Path) -> None:
     setup = make(rank, "row_wise", spec=spec_of())
     saver = checkpointer(rank, folder, keep_checkpoints=1)
     folder.mkdir()
@@ -245,7 +245,7 @@ def test_files_behind_a_link_are_never_removed_with_the_old_checkpoints(saved, t
     run_ranks(save_behind_a_link, world_size=1, arguments=(tmp_path / "checkpoints",))
     with pytest.raises(InputError, match="checkpoints: is a link"):
         latest_checkpoint(tmp_path / "checkpoints", fingerprint="f")
-    run_ranks(save_beside_a_link, world_size=1, arguments=(tmp_path / "own", archive / checkpoint_name(1)))
+    run_ranks(save_with_a_link, world_size=1, arguments=(tmp_path / "own", archive / checkpoint_name(1)))
     assert sorted(archive.rglob("*")) == files
 
 

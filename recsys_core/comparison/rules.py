@@ -7,7 +7,7 @@ Shapes: U users, R resamples.
 
 import math
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self
 
 from pydantic import Field
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from recsys_core.evaluation.metrics import Floats
 
 Outcome = Literal["accepted", "rejected", "not_enough_data"]
+MIN_MARGIN = 0.001
 POWER = 0.8
 """Probability with which an equally good version has to be accepted. Otherwise there are not enough users for the margin."""
 
@@ -67,6 +68,15 @@ class Rule(Protocol):
                 several comparisons, because one of them is more often rejected by chance.
         """
 
+    def with_margin(self, max_relative_drop: float) -> "Rule":
+        """Return the rule with another margin."""
+
+    def for_guardrail(self, max_relative_drop: float) -> "Rule":
+        """Return the rule for a metric that need not improve, with its own margin."""
+
+    def for_baseline(self) -> "Rule":
+        """Return the rule for a baseline that a version has to beat."""
+
 
 class Margin(Settings):
     """The new mean must be at least (1 - max_relative_drop) times the mean of the baseline, whatever the number of users."""
@@ -91,6 +101,18 @@ class Margin(Settings):
             **_counts_and_means(new_U, baseline_U),
         )
 
+    def with_margin(self, max_relative_drop: float) -> Self:
+        """Return the rule with another margin."""
+        return self.model_copy(update={"max_relative_drop": max_relative_drop})
+
+    def for_guardrail(self, max_relative_drop: float) -> Self:
+        """Return the rule with the margin of a guardrail."""
+        return self.with_margin(max_relative_drop)
+
+    def for_baseline(self) -> Self:
+        """Return the rule without a margin."""
+        return self.with_margin(0)
+
 
 class PairedBootstrap(Settings):
     """The relative drop must be smaller than max_relative_drop with the given confidence (a test of non-inferiority).
@@ -101,7 +123,7 @@ class PairedBootstrap(Settings):
 
     kind: Literal["paired_bootstrap"] = Field("paired_bootstrap", description="compare with a paired bootstrap over the users")
     max_relative_drop: float = Field(
-        0.05, ge=0.001, lt=1, description="largest relative drop of the metric that a fresher model may have"
+        0.05, ge=MIN_MARGIN, lt=1, description="largest relative drop of the metric that a fresher model may have"
     )
     confidence: float = Field(0.95, ge=0.5, le=0.9999, description="confidence that the drop is smaller")
     min_users: int = Field(
@@ -162,6 +184,18 @@ class PairedBootstrap(Settings):
             num_needed = num_users * (detectable_drop / self.max_relative_drop) ** 2
             reason += f"; {num_users:,} test users are too few for this margin, which needs about {num_needed:,.0f}"
         return Comparison(outcome=outcome, reason=reason, interval=interval, detectable_drop=detectable_drop, **fields)
+
+    def with_margin(self, max_relative_drop: float) -> Self:
+        """Return the rule with another margin, of at least MIN_MARGIN."""
+        return self.model_copy(update={"max_relative_drop": max(MIN_MARGIN, max_relative_drop)})
+
+    def for_guardrail(self, max_relative_drop: float) -> Self:
+        """Return the rule for a metric that need not improve."""
+        return self.with_margin(max_relative_drop).model_copy(update={"must_be_better": False})
+
+    def for_baseline(self) -> Self:
+        """Return the rule that a version must be better."""
+        return self.model_copy(update={"must_be_better": True})
 
 
 def _counts_and_means(new_U: "Floats", baseline_U: "Floats") -> dict[str, Any]:

@@ -5,12 +5,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from recsys_core.comparison.decision import Evidence
-from recsys_core.comparison.rules import Margin, RuleConfig
+from recsys_core.comparison.rules import Margin, Rule
 from recsys_core.evaluation.metrics import UserMetrics
 from tasks.gate.sample import K, ServedMetrics
 from tasks.registry.config import RegistryConfig
-
-MIN_MARGIN = 0.001
 
 
 def version_evidence(
@@ -23,7 +21,7 @@ def version_evidence(
         spent_drop: relative drop of earlier promotions, which uses up the margin. A series of small drops cannot exceed it.
     """
     metric, guardrails = config.metric, config.guardrails
-    rule = config.gate.model_copy(update={"max_relative_drop": max(MIN_MARGIN, config.gate.max_relative_drop - spent_drop)})
+    rule = config.gate.with_margin(max(0.0, config.gate.max_relative_drop - spent_drop))
     pairs: list[tuple[str, str, UserMetrics, UserMetrics]]
     pairs = [(name, name, new.users, other.users) for name in guardrails.metrics if name != metric]
     if guardrails.slices:
@@ -31,7 +29,7 @@ def version_evidence(
             (f"{metric} of {name}", metric, users, other.users_by_slice[name]) for name, users in new.users_by_slice.items()
         ]
     pairs = [pair for pair in pairs if len(pair[2].user_row_U)]
-    wide_rule = config.gate.model_copy(update={"max_relative_drop": guardrails.max_relative_drop})
+    wide_rule = config.gate.for_guardrail(guardrails.max_relative_drop)
     evidence = [_compare(metric, rule, new.users, other.users, baseline=label)]
     evidence += [
         _compare(name, wide_rule, new_users, other_users, baseline=label, subject=subject, num_guardrails=len(pairs))
@@ -46,10 +44,9 @@ def baseline_evidence(
     config: RegistryConfig, new: ServedMetrics, metrics_by_baseline: Mapping[str, UserMetrics]
 ) -> list[Evidence]:
     """Compare with those of the baselines that the config names. The new version must be better than each of them."""
-    rule = config.gate
-    better_rule = Margin(max_relative_drop=0) if isinstance(rule, Margin) else rule.model_copy(update={"must_be_better": True})
+    rule = config.gate.for_baseline()
     return [
-        _compare(config.metric, better_rule, new.users, metrics_by_baseline[name], baseline=name.replace("_", "-"))
+        _compare(config.metric, rule, new.users, metrics_by_baseline[name], baseline=name.replace("_", "-"))
         for name in config.baselines
         if name in metrics_by_baseline
     ]
@@ -57,7 +54,7 @@ def baseline_evidence(
 
 def _compare(
     metric: str,
-    rule: RuleConfig,
+    rule: Rule,
     new: UserMetrics,
     other: UserMetrics,
     *,

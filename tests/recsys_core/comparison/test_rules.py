@@ -47,6 +47,24 @@ def test_a_version_without_a_hit_does_not_replace_a_good_one_and_the_reason_name
     assert "0.0000" in comparison.reason and "0.2500" in comparison.reason and "version 7" in comparison.reason
 
 
+@by_kind
+def test_a_margin_is_wider_for_guardrails_and_absent_for_baselines(rule: Rule) -> None:
+    baseline_U = np.tile([0.0, 0.2, 0.4], 1_000)
+    new_U = baseline_U * 0.9
+    assert not rule.compare(new_U, baseline_U, baseline="version 1").is_accepted
+    assert rule.with_margin(0.2).compare(new_U, baseline_U, baseline="version 1").is_accepted
+    assert rule.for_guardrail(0.2).compare(new_U, baseline_U, baseline="version 1").is_accepted
+    assert not rule.for_baseline().compare(new_U, baseline_U, baseline="popularity").is_accepted
+    assert rule.for_baseline().compare(baseline_U * 1.1, baseline_U, baseline="popularity").is_accepted
+
+
+def test_a_gate_for_better_versions_does_not_require_better_guardrails() -> None:
+    baseline_U = np.tile([0.0, 0.2, 0.4], 1_000)
+    rule = PairedBootstrap(must_be_better=True, num_resamples=500)
+    assert not rule.compare(baseline_U, baseline_U, baseline="version 1").is_accepted
+    assert rule.for_guardrail(0.1).compare(baseline_U, baseline_U, baseline="version 1").is_accepted
+
+
 @pytest.mark.parametrize(
     ("new_U", "baseline_U", "reason"),
     [

@@ -1,21 +1,16 @@
 """The `nightjar` command. Exit codes: 0 success, 1 failure, 2 invalid config or input, 130 SIGINT, 143 SIGTERM."""
 
-import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from flows.cli import operations, output
 from flows.cli.arguments import DEFAULT_CONFIG_PATH, AsJson, ConfigOptions, Overrides, takes_config
 from flows.interruption import Interrupted, end_process
-from flows.settings.environment import prepare_environment, silence_libraries
+from flows.settings.environment import silence_libraries
 from recsys_core.errors import NightjarError, printable
-
-if TYPE_CHECKING:
-    from flows.settings.config_file import LoadedConfig
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -147,29 +142,16 @@ def run(
     from flows.servers.prefect_server import embedded_server
 
     with embedded_server() as server:  # the server starts while the config and the input are read
-        from flows.cli.runner import Command, print_results, run_nightly
-        from flows.runs.input_checks import check_inputs
-        from recsys_core.errors import InputError
-        from recsys_core.manifests import STAGES
+        from flows.cli import runner
         from tasks.runs.options import RunOptions
 
         run_options = RunOptions(reason=reason, full_retrain=full_retrain, dry_run=dry_run, promote=promote)
-        last_stage = next((stage for stage in STAGES if stage == until), None)
-        if until is not None and last_stage is None:
-            raise InputError(f"--until {until}: no such stage; the stages are {', '.join(STAGES)}")
-        loaded = options.read()
-        with output.log_lines():  # tens of thousands of files take minutes
-            check_inputs(loaded.config)
-        prepare_environment(loaded.config.workspace)
-        command_options = ["--reason", reason] * bool(reason) + ["--full-retrain"] * full_retrain
-        command_options += ["--promote", promote] * (promote != "by_gate")
-        command_line = format_command("run", loaded, command_options)
-        command = Command(loaded.config, server, command_line=command_line + " --dry-run" * dry_run)
-        results = run_nightly(command, resume=resume, until=last_stage, options=run_options)
+        command, last_stage = runner.prepare_run(options, server, until=until, run_options=run_options)
+        results = runner.run_nightly(command, resume=resume, until=last_stage, options=run_options)
     if as_json:
         sys.stdout.write(results.as_json() + "\n")
     else:
-        print_results(results, config_path=options.path, command_line=command_line)
+        runner.print_results(results, config_path=options.path, command_line=command.command_line)
 
 
 @app.command(epilog="Example: nightjar tune nightly.yaml --trials 40")
@@ -184,18 +166,8 @@ def tune(
 
     with embedded_server() as server:
         from flows.cli import tune as tuning
-        from flows.cli.runner import Command
-        from flows.runs.input_checks import check_inputs
 
-        loaded = options.read()
-        config = loaded.config
-        tuning.check_tunable(loaded)
-        check_inputs(config)
-        if trials is not None and config.tuning is not None:
-            config = config.model_copy(update={"tuning": config.tuning.model_copy(update={"trials": trials})})
-        prepare_environment(config.workspace)
-        command_options = [] if trials is None else ["--trials", str(trials)]
-        study = tuning.run_study(Command(config, server, command_line=format_command("tune", loaded, command_options)))
+        study = tuning.run_study(options, server, trials=trials)
     if as_json:
         sys.stdout.write(tuning.as_json(study) + "\n")
     else:
@@ -275,12 +247,6 @@ def query(
 
 
 app.registered_commands += operations.commands.registered_commands
-
-
-def format_command(command_name: str, loaded: "LoadedConfig", command_options: Sequence[str] = ()) -> str:
-    """Return the command line, quoted for a shell."""
-    override_options = [word for override in loaded.overrides for word in ("--set", override)]
-    return shlex.join(["nightjar", command_name, str(loaded.path), *override_options, *command_options])
 
 
 def main() -> None:

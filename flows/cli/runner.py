@@ -1,25 +1,28 @@
 """Flow runs from the command line: the session in which a command runs a flow, `nightjar run`, and the choice of a champion."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from flows.cli import output
+from flows.cli.arguments import ConfigOptions
 from flows.interruption import interruptible
+from flows.runs.input_checks import check_inputs
 from flows.runs.results import RunResults
 from flows.runs.resume import check_resume
 from flows.servers.prefect_server import PrefectServer, prefect_session
 from flows.settings.config_file import LoadedConfig
-from flows.settings.environment import set_flow_run_retention
+from flows.settings.environment import prepare_environment, set_flow_run_retention
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.data_report.limits import describe_held_out_users
 from recsys_core.disk import explain_disk_full
-from recsys_core.errors import NightjarError, StageError, TrackingServerError, redacted
+from recsys_core.errors import InputError, NightjarError, StageError, TrackingServerError, redacted
 from recsys_core.evaluation.report import metric_table
-from recsys_core.manifests import DataReportManifest, EvaluationManifest, StageName, TrainManifest, require_own_folder
+from recsys_core.manifests import STAGES, DataReportManifest, EvaluationManifest, StageName, TrainManifest, require_own_folder
 from tasks.runs.context import StageContext
 from tasks.runs.options import RunOptions
 from tasks.runs.run_record import RunRecord, write_traceback
@@ -42,6 +45,12 @@ class Command:
     config: PipelineConfig
     server: PrefectServer | None
     command_line: str
+
+
+def format_command(command_name: str, loaded: LoadedConfig, command_options: Sequence[str] = ()) -> str:
+    """Return the command line, quoted for a shell."""
+    override_options = [word for override in loaded.overrides for word in ("--set", override)]
+    return shlex.join(["nightjar", command_name, str(loaded.path), *override_options, *command_options])
 
 
 @contextmanager
@@ -89,6 +98,22 @@ def save_traceback(error: Exception, *, folder: Path) -> StageError:
     """Write the traceback of an unexpected error to error.log in `folder`; return an error that names the file."""
     log_file = write_traceback(error, folder=folder)
     return StageError(redacted(f"{type(error).__name__}: {error}\nthe traceback is in {log_file}"))
+
+
+def prepare_run(
+    options: ConfigOptions, server: PrefectServer | None, *, until: str | None, run_options: RunOptions
+) -> tuple[Command, StageName | None]:
+    """Check the options, the config and the input of `nightjar run`; return the command and its last stage."""
+    last_stage = next((stage for stage in STAGES if stage == until), None)
+    if until is not None and last_stage is None:
+        raise InputError(f"--until {until}: no such stage; the stages are {', '.join(STAGES)}")
+    loaded = options.read()
+    with output.log_lines():  # tens of thousands of files take minutes
+        check_inputs(loaded.config)
+    prepare_environment(loaded.config.workspace)
+    words = ["--reason", run_options.reason] * bool(run_options.reason) + ["--full-retrain"] * run_options.full_retrain
+    words += ["--promote", run_options.promote] * (run_options.promote != "by_gate") + ["--dry-run"] * run_options.dry_run
+    return Command(loaded.config, server, command_line=format_command("run", loaded, words)), last_stage
 
 
 def run_nightly(command: Command, *, resume: str | None, until: StageName | None, options: RunOptions) -> RunResults:

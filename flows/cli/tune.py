@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.cli import output
-from flows.cli.runner import Command, flow_session
+from flows.cli.arguments import ConfigOptions
+from flows.cli.runner import Command, flow_session, format_command
+from flows.runs.input_checks import check_inputs
+from flows.servers.prefect_server import PrefectServer
 from flows.settings.config_file import LoadedConfig
+from flows.settings.environment import prepare_environment
 from recsys_core.errors import InputError, StageError
 from tasks.tuning.config import label_of, short_label
 
@@ -30,21 +34,29 @@ def check_tunable(loaded: LoadedConfig) -> None:
         )
 
 
-def run_study(command: Command) -> "StudyResult":
-    """Run the tuning flow to its end; raise StageError if no trial is complete."""
+def run_study(options: ConfigOptions, server: PrefectServer | None, *, trials: int | None) -> "StudyResult":
+    """Run the tuning flow to its end; raise StageError if no trial is complete. `trials` replaces tuning.trials."""
+    loaded = options.read()
+    check_tunable(loaded)
+    config = loaded.config
+    check_inputs(config)
+    if trials is not None and config.tuning is not None:
+        config = config.model_copy(update={"tuning": config.tuning.model_copy(update={"trials": trials})})
+    prepare_environment(config.workspace)
+    words = [] if trials is None else ["--trials", str(trials)]
+    command = Command(config, server, command_line=format_command("tune", loaded, words))
 
     def load_flow() -> Any:
         from flows.tuning import tune_settings
 
         return tune_settings
 
-    folder, how_to_resume = command.config.workspace / "tuning", f"resume with: {command.command_line}"
+    folder, how_to_resume = config.workspace / "tuning", f"resume with: {command.command_line}"
     with flow_session(load_flow, command, run_id="tuning", folder=folder, how_to_resume=lambda: how_to_resume) as tune:
-        study: StudyResult = tune(command.config)
+        study: StudyResult = tune(config)
     if study.best_trial is None:
-        trials = study.trials
-        last_trial = f"; trial {trials[-1].number} {trials[-1].ending}: {trials[-1].reason}" if trials else ""
-        raise StageError(f"none of {len(trials)} trials is complete{last_trial}\nthe trials are in {study.folder}")
+        last_trial = f"; trial {study.trials[-1].number} failed: {study.trials[-1].reason}" if study.trials else ""
+        raise StageError(f"none of {len(study.trials)} trials is complete{last_trial}\nthe trials are in {study.folder}")
     return study
 
 

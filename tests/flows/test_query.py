@@ -11,6 +11,7 @@ import pytest
 from flows.cli import main as cli
 from flows.cli import runner
 from flows.cli.runner import Command, run_nightly, save_traceback
+from flows.settings import environment
 from flows.settings.template import starter_config
 from recsys_core.errors import StageError, TrackingServerError
 from recsys_core.manifests.ownership import create_own_folder
@@ -40,7 +41,7 @@ def test_a_command_ends_with_one_sentence_and_exit_code_1(
     file: Path, command: list[str], trouble: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", 5.0)
-    monkeypatch.setattr(cli, "prepare_environment", lambda *_, **__: None)  # it sets up Prefect for a process of its own
+    monkeypatch.setattr(environment, "prepare_environment", lambda *_, **__: None)  # it changes this process
     monkeypatch.setattr(cli, "silence_libraries", lambda: None)
     monkeypatch.setattr(sys, "argv", ["nightjar", command[0], str(file), *command[1:]])
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")

@@ -185,14 +185,9 @@ def backtest(
 
     with embedded_server() as server:
         from flows.cli import backtest as backtesting
-        from flows.cli.runner import Command
-        from flows.runs.input_checks import check_inputs
 
-        loaded = options.prepare()
-        check_inputs(loaded.config)
-        command = Command(loaded.config, server, format_command("backtest", loaded, ["--days", str(days)]))
-        results = backtesting.run_backtest(command, num_days=days)
-    backtesting.print_days(command, results)
+        results = backtesting.run_backtest(options, server, num_days=days)
+    backtesting.print_days(options.read().config, results)
 
 
 @app.command("gate-noise", epilog="Example: nightjar gate-noise --seeds 5")
@@ -206,14 +201,9 @@ def gate_noise(
 
     with embedded_server() as server:
         from flows.cli import backtest as backtesting
-        from flows.cli.runner import Command
-        from flows.runs.input_checks import check_inputs
 
-        loaded = options.prepare()
-        check_inputs(loaded.config)
-        command = Command(loaded.config, server, format_command("gate-noise", loaded, ["--seeds", str(seeds)]))
-        noise = backtesting.run_gate_noise(command, num_seeds=seeds)
-    backtesting.print_gate_noise(command, noise)
+        noise = backtesting.run_gate_noise(options, server, num_seeds=seeds)
+    backtesting.print_gate_noise(options.read().config, noise)
 
 
 @app.command(epilog="Example: nightjar query --user 42 -k 10")

@@ -182,6 +182,7 @@ def print_results(results: RunResults, *, config_path: Path, command_line: str) 
         facts["model"] = f"{version_name}, {registration.alias}: {registration.reasons[0]}"
         if registration.alarm is not None:
             facts["alarm"] = registration.alarm
+        facts["decision"] = str(results.run.folder / registration.pages["decision"])
         facts["query"] = f"nightjar query {config_path} --user ID -k 10"
         facts["browse"] = f"nightjar ui {config_path}"
     else:

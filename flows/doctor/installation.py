@@ -10,7 +10,7 @@ from flows.doctor.servers import check_clocks, check_mlflow, check_prefect, chec
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.disk import free_bytes
 from recsys_core.launching.config import LOCAL_SCHEDULERS, LOOPBACK_INTERFACE, LocalLauncher
-from recsys_core.launching.network import interface_addresses
+from recsys_core.launching.hosts.network import interface_addresses
 from recsys_core.preflight import Gpu
 from recsys_core.units import MIB, format_gib
 from tasks.runs.run_record import RunRecord

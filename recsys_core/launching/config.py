@@ -10,6 +10,7 @@ from recsys_core.errors import redacted
 from recsys_core.units import INT64_MAX
 
 LOOPBACK_INTERFACE = "lo"
+LOOPBACK_ADDRESS = "127.0.0.1"
 LOCAL_SCHEDULERS = ("local_cwd",)
 """TorchX schedulers that start the agents as child processes on this host."""
 CONTAINER_SCHEDULERS = ("kubernetes", "kubernetes_mcad", "aws_batch", "aws_sagemaker", "gcp_batch", "local_docker")
@@ -32,9 +33,6 @@ class LocalLauncher(Settings):
     )
 
     queue_timeout_s: ClassVar[float] = 0.0
-    rendezvous_port: ClassVar[int] = 0
-    interface_name: ClassVar[None] = None
-    lease_timeout_s: ClassVar[None] = None
 
 
 class MountConfig(Settings):

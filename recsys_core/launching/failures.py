@@ -1,11 +1,11 @@
-"""The cause of a failed launch: one error, chosen from the failures that the hosts reported."""
+"""The error of a failed launch: the most likely cause among the reports of the hosts, and the stacks of ranks that hang."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from recsys_core.disk import DISK_FULL_PATTERN, MIN_STAGE_BYTES, disk_full_error, free_bytes
 from recsys_core.errors import InputError, LaunchError, StageError
-from recsys_core.launching.messages import HostFailure, LaunchFolder, RankFailure
+from recsys_core.launching.messages import HostReport, LaunchFolder, RankReport
 from recsys_core.units import format_gib
 
 NIGHTJAR_ERROR_PATTERN = re.compile(r"^recsys_core\.errors\.(InputError|StageError): (.*)", re.MULTILINE | re.DOTALL)
@@ -13,59 +13,59 @@ OUT_OF_MEMORY_PATTERN = re.compile(r"^\S*(?:OutOfMemoryError: .*|.*can't allocat
 PEER_LOST_PATTERN = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|remote process exited|ncclRemoteError|ncclSystemError|DistNetworkError"
 )
-NIGHTJAR_RAISED, SIGNALLED, RAISED, LOST_PEER, TERMINATED = range(5)
-"""Kinds of rank failure, the most likely cause first. A lost peer and torchrun's SIGTERM are consequences of other failures."""
+CAUSES: dict[str, Callable[[RankReport], object]] = {
+    "nightjar error": lambda rank: NIGHTJAR_ERROR_PATTERN.search(rank.traceback),
+    "signal": lambda rank: not rank.traceback and rank.signal not in (None, "SIGTERM"),
+    "exception": lambda rank: not PEER_LOST_PATTERN.search(rank.traceback) and (rank.traceback or not rank.signal),
+    "lost peer": lambda rank: rank.traceback,
+    "terminated": lambda rank: True,
+}
+"""Cause -> whether it applies to a failed rank, the most likely cause first. The last two are consequences of other failures:
+a rank loses its peer, or receives torchrun's SIGTERM, which may also follow an exception."""
+CONSEQUENCES = ("lost peer", "terminated")
+NUM_SHOWN_CALLS = 6
+OUTERMOST_FUNCTIONS = {"wrapper", "<module>", "_run_code", "_run_module_as_main"}
+"""Functions at the bottom of every rank's stack, which are not reported."""
 
 
-def error_from_failures(
-    host_failures: Iterable[HostFailure], *, num_nodes: int, folder: LaunchFolder
-) -> InputError | StageError:
+def error_from_failures(failed_hosts: Iterable[HostReport], *, num_hosts: int, folder: LaunchFolder) -> InputError | StageError:
     """Return the error for the most likely cause of the failed launch.
 
     If several failures are equally likely causes, the earliest one is chosen. An InputError or StageError of a rank keeps its
     class and message.
     """
-    host_failures = sorted(host_failures, key=lambda failure: failure.node)
-    agent_failures = [failure for failure in host_failures if failure.reason]
-    rank_and_host_failures = [
-        (failure, host_failure) for host_failure in host_failures for failure in host_failure.rank_failures
-    ]
-    if agent_failures and all(_failure_kind(failure) in (LOST_PEER, TERMINATED) for failure, _ in rank_and_host_failures):
-        error_type = LaunchError if all(agent_failure.retryable for agent_failure in agent_failures) else InputError
-        return error_type("\n".join(agent_failure.reason for agent_failure in agent_failures))
-    cause, host_failure = min(
-        rank_and_host_failures, key=lambda pair: (_failure_kind(pair[0]), pair[0].timestamp, pair[0].rank)
-    )
-    nightjar_error_match = NIGHTJAR_ERROR_PATTERN.search(cause.traceback)
+    failed_hosts = list(failed_hosts)
+    rejected_hosts = [host_report for host_report in failed_hosts if host_report.reason]
+    failed_ranks = [(rank, host_report) for host_report in failed_hosts for rank in host_report.failed_ranks]
+    if rejected_hosts and all(_cause(rank) in CONSEQUENCES for rank, _ in failed_ranks):
+        error_type = LaunchError if all(host_report.retryable for host_report in rejected_hosts) else InputError
+        return error_type("\n".join(host_report.reason for host_report in rejected_hosts))
+    causes = list(CAUSES)
+    rank, host_report = min(failed_ranks, key=lambda pair: (causes.index(_cause(pair[0])), pair[0].timestamp, pair[0].rank))
+    nightjar_error_match = NIGHTJAR_ERROR_PATTERN.search(rank.traceback)
     if nightjar_error_match:
         return (InputError if nightjar_error_match[1] == "InputError" else StageError)(nightjar_error_match[2].strip())
-    rank_name = f"rank {cause.rank} on host {host_failure.host}" if num_nodes > 1 else f"rank {cause.rank}"
-    disk_full_match = DISK_FULL_PATTERN.search(f"{cause.traceback}\n{cause.last_lines}")
+    rank_name = f"rank {rank.rank} on host {rank.host.name}" if num_hosts > 1 else f"rank {rank.rank}"
+    disk_full_match = DISK_FULL_PATTERN.search(f"{rank.traceback}\n{rank.last_lines}")
     if disk_full_match or free_bytes(folder.path) < MIN_STAGE_BYTES:
         # The quoted line names the full disk, which can be another disk than that of the folder.
         quote = f" ({_line_around(disk_full_match)})" if disk_full_match else ""
         return disk_full_error(folder.path, reason=f"the output of {rank_name} does not fit{quote}")
-    end_description = f"signal {cause.signal}" if cause.signal else f"exit code {cause.exit_code}"
-    if cause.traceback:
+    end_description = f"signal {rank.signal}" if rank.signal else f"exit code {rank.exit_code}"
+    if rank.traceback:
         end_description = "an exception"
-    message_lines = [f"{rank_name} was the first to fail, with {end_description}{_memory_hint(cause, host_failure)}:"]
-    if _failure_kind(cause) == LOST_PEER:
+    message_lines = [f"{rank_name} was the first to fail, with {end_description}{_memory_hint(rank, host_report)}:"]
+    if _cause(rank) == "lost peer":
         message_lines.append(
             "(it lost the connection to another rank, and no host reported why the other rank failed: an agent was killed, or "
             "a host is down)"
         )
-    message_lines += [cause.traceback or cause.last_lines or "(no output)", f"logs of all ranks: {folder.path}"]
+    message_lines += [rank.traceback or rank.last_lines or "(no output)", f"logs of all ranks: {folder.path}"]
     return LaunchError("\n".join(message_lines))
 
 
-def _failure_kind(failure: RankFailure) -> int:
-    if failure.traceback:  # torchrun may have sent SIGTERM to the rank after its exception
-        if NIGHTJAR_ERROR_PATTERN.search(failure.traceback):
-            return NIGHTJAR_RAISED
-        return LOST_PEER if PEER_LOST_PATTERN.search(failure.traceback) else RAISED
-    if failure.signal == "SIGTERM":
-        return TERMINATED
-    return SIGNALLED if failure.signal else RAISED
+def _cause(rank: RankReport) -> str:
+    return next(cause for cause, applies in CAUSES.items() if applies(rank))
 
 
 def _line_around(match: re.Match[str]) -> str:
@@ -74,19 +74,53 @@ def _line_around(match: re.Match[str]) -> str:
     return match.string[line_start : None if line_end < 0 else line_end].strip()[:300]
 
 
-def _memory_hint(failure: RankFailure, host_failure: HostFailure) -> str:
+def _memory_hint(rank: RankReport, host_report: HostReport) -> str:
     """Describe the memory limit of a rank that was killed or raised an out-of-memory error; empty for other failures."""
-    memory_limit = format_gib(host_failure.memory_bytes or 0)
+    memory_limit = format_gib(host_report.memory_bytes or 0)
     advice = "lower training.batch_size, use fewer ranks per host or more hosts, or raise the limit"
-    if failure.signal == "SIGKILL":
-        if host_failure.oom_kills:
+    if rank.signal == "SIGKILL":
+        if host_report.oom_kills:
             return (
-                f"; the kernel's out-of-memory killer ended {host_failure.oom_kills} of the host's processes at a limit of "
+                f"; the kernel's out-of-memory killer ended {host_report.oom_kills} of the host's processes at a limit of "
                 f"{memory_limit}: {advice}"
             )
         return (
             f" (possibly out of memory: the memory limit of this host is {memory_limit}; its kernel log, dmesg, shows "
             "out-of-memory kills)"
         )
-    out_of_memory_match = OUT_OF_MEMORY_PATTERN.search(failure.traceback)
+    out_of_memory_match = OUT_OF_MEMORY_PATTERN.search(rank.traceback)
     return f"; {out_of_memory_match[0].strip()[:300]}; {advice}" if out_of_memory_match else ""
+
+
+def format_stacks(folder: LaunchFolder, *, world_size: int) -> str:
+    """Return one line per rank with its innermost functions."""
+    started_ranks = folder.started_ranks()
+    lines = []
+    for rank in range(world_size):
+        if rank not in started_ranks:
+            lines.append(f"rank {rank}: has not started")
+            continue
+        stack_path = folder.stack_path(rank)
+        stack_dump = stack_path.read_text(errors="replace") if stack_path.is_file() else ""
+        rank_report = started_ranks[rank]
+        lines.append(f"rank {rank} (host {rank_report.host.name}, process {rank_report.pid}): {_innermost_calls(stack_dump)}")
+    return "\n".join(lines)
+
+
+def _innermost_calls(stack_dump: str) -> str:
+    r"""Return the calls of the main thread, innermost first.
+
+    >>> _innermost_calls('Thread 0x1:\n  File "/x/pool.py", line 3 in idle\n\nCurrent thread 0x2 (most recent call first):\n'
+    ...                  '  File "/a/torch/c10d.py", line 7 in all_reduce\n  File "/b/recsys_core/loop.py", line 9 in run\n')
+    'all_reduce (c10d.py:7) <- run (loop.py:9)'
+    """
+    calls_by_thread = [
+        re.findall(r'File "([^"]*)", line (\d+) in (\S+)', thread_dump) for thread_dump in stack_dump.split("\n\n")
+    ]
+    calls_by_thread = [calls for calls in calls_by_thread if calls]
+    if not calls_by_thread:
+        return "did not respond"
+    calls = [call for call in calls_by_thread[-1] if call[2] not in OUTERMOST_FUNCTIONS]  # the main thread is the last one
+    return " <- ".join(
+        f"{function} ({file_path.rsplit('/', 1)[-1]}:{line})" for file_path, line, function in calls[:NUM_SHOWN_CALLS]
+    )

@@ -4,15 +4,11 @@ A failed launch is not restarted in place, because torchrun's own restart is unr
 caller starts a new launch from the last verified checkpoint.
 """
 
-import itertools
-import os
 import secrets
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -21,19 +17,16 @@ import torch
 
 from recsys_core.errors import InputError
 from recsys_core.launching.config import Launcher, LocalLauncher
-from recsys_core.launching.heartbeat import HeartbeatFile, heartbeat
-from recsys_core.launching.messages import LaunchFolder, LaunchSpec, ProcessLayout, last_lines, running_versions
-from recsys_core.launching.monitor import Deadline, GroupState, HostGroup, Monitor, Phase
-from recsys_core.parent_process import parent_environment
-
-RENEWALS_PER_LEASE = 20
-TERM_GRACE_S = 8.0
+from recsys_core.launching.heartbeat import HeartbeatFile
+from recsys_core.launching.local.host import LocalHost
+from recsys_core.launching.messages import LaunchFolder, LaunchSpec, RankLayout, running_versions
+from recsys_core.launching.monitor import HostGroup, Monitor, RankOutput
 
 
 def launch(
     job_path: Path,
     *,
-    layout: ProcessLayout,
+    layout: RankLayout,
     folder: Path,
     heartbeat_file: HeartbeatFile,
     poll: Callable[[], None] = lambda: None,
@@ -41,6 +34,8 @@ def launch(
     module: str = "recsys_core.training",
 ) -> None:
     """Run `python -m <module> <job_path>` as the ranks of `layout`; return when all of them have exited with code 0.
+
+    The output of rank 0 is logged.
 
     Args:
         job_path: JSON of a TrainJob or ExportJob.
@@ -58,121 +53,54 @@ def launch(
             and rank, and quotes the traceback, the last lines of the log, or the innermost functions of each rank.
     """
     if launcher.kind == "local":
-        require_local_capacity(layout)
-    else:
-        require_torchx()
+        _require_local_capacity(layout)
+    elif find_spec("torchx") is None:
+        raise InputError("launcher.kind is torchx, but the package torchx is not installed; run pip install 'nightjar[torchx]'")
     folder.mkdir(parents=True)
     launch_folder = LaunchFolder(folder.absolute())
     spec = LaunchSpec(
-        **layout.model_dump(),
         token=secrets.token_hex(8),
         versions=running_versions(),
         module=module,
         job=job_path.absolute(),
-        interface=launcher.interface_name,
-        rendezvous_port=launcher.rendezvous_port,
-        rendezvous_timeout_s=launcher.rendezvous_timeout_s,
-        lease_timeout_s=launcher.lease_timeout_s,
+        layout=layout,
+        launcher=launcher,
     )
-    deadlines: dict[Phase, Deadline] = {
-        "queue": Deadline(launcher.queue_timeout_s, "launcher.queue_timeout_s"),
-        "rendezvous": Deadline(launcher.rendezvous_timeout_s, "launcher.rendezvous_timeout_s"),
-        "start": Deadline(heartbeat_file.start_timeout_s, "training.start_timeout_s"),
-        "work": Deadline(heartbeat_file.current_timeout_s(), "training.heartbeat_timeout_s"),
-    }
-    monitor = Monitor(spec, launch_folder, deadlines=deadlines, heartbeat=heartbeat_file)
+    output = RankOutput(launch_folder.log_folder(0))
+
+    def relay() -> None:
+        poll()
+        output.relay()
+
+    monitor = Monitor(spec, launch_folder, heartbeat=heartbeat_file)
     launch_folder.write("launch.json", spec)
-    agent_arguments = ("-m", "recsys_core.launching.agent", str(launch_folder.spec_path), spec.token)
-    with _exit_on_sigterm(), _renew_lease(spec, launch_folder), ExitStack() as exit_stack:
+    with _exit_on_sigterm(), ExitStack() as exit_stack:
         group: HostGroup
         if launcher.kind == "local":
-            group = LocalHost([sys.executable, *agent_arguments, "0", ""], log_path=launch_folder.path / "agent.log")
+            group = LocalHost(launch_folder)
         else:
-            from recsys_core.launching.torchx import submit
+            from recsys_core.launching.hosts.torchx import submit
 
-            group = exit_stack.enter_context(submit(agent_arguments, spec, launch_folder, launcher=launcher))
+            group = exit_stack.enter_context(submit(spec, launch_folder, launcher=launcher))
         try:
-            monitor.wait(group, poll=poll)
+            monitor.wait(group, poll=relay)
         finally:
             group.end()
-            poll()
+            relay()
 
 
-def require_local_capacity(layout: ProcessLayout) -> None:
+def _require_local_capacity(layout: RankLayout) -> None:
     """Raise InputError unless this host alone can run the ranks of `layout`."""
-    if layout.num_nodes != 1:
+    if layout.num_hosts != 1:
         raise InputError(
-            f"plan.json: the plan was made for {layout.num_nodes} hosts, but launcher.kind is local, which starts ranks on "
+            f"plan.json: the plan was made for {layout.num_hosts} hosts, but launcher.kind is local, which starts ranks on "
             "this host only; set launcher.kind to torchx, or sharding.cluster.num_nodes to 1"
         )
-    if layout.device == "cuda" and torch.cuda.device_count() < layout.processes_per_node:
+    if layout.device == "cuda" and torch.cuda.device_count() < layout.ranks_per_host:
         raise InputError(
-            f"plan.json: the plan needs {layout.processes_per_node} GPUs on this host, but there are "
-            f"{torch.cuda.device_count()}; set sharding.cluster.processes_per_node, or device to cpu"
+            f"plan.json: the plan needs {layout.ranks_per_host} GPUs on this host, but there are {torch.cuda.device_count()}; "
+            "set sharding.cluster.processes_per_node, or device to cpu"
         )
-
-
-def require_torchx() -> None:
-    """Raise InputError unless TorchX is installed."""
-    if find_spec("torchx") is None:
-        raise InputError("launcher.kind is torchx, but the package torchx is not installed; run pip install 'nightjar[torchx]'")
-
-
-class LocalHost:
-    """A HostGroup that consists of this host. Its agent is a child process that runs the ranks under torchrun.
-
-    The constructor starts the agent in a new POSIX session. If this process ends, the agent and its ranks end too.
-    """
-
-    def __init__(self, command: Sequence[str], *, log_path: Path) -> None:
-        self._log_path = log_path
-        environment = os.environ | parent_environment()
-        environment.pop("OMP_NUM_THREADS", None)  # the agent sets it to the number of cores per rank
-        with log_path.open("wb") as log_file:
-            self._agent = subprocess.Popen(
-                command,
-                start_new_session=True,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log_file,
-                stderr=subprocess.STDOUT,
-            )
-
-    def state(self) -> GroupState:
-        """Return running or ended; a local agent is never queued."""
-        return "running" if self._agent.poll() is None else "ended"
-
-    def exit_summary(self) -> str:
-        """Return the exit code or signal of the agent."""
-        exit_code = self._agent.returncode
-        if exit_code < 0:
-            return f"torchrun ended with signal {-exit_code} ({signal.Signals(-exit_code).name})"
-        return f"torchrun ended with exit code {exit_code}"
-
-    def last_log_lines(self, node: int) -> str:
-        """Return the last lines of agent.log."""
-        return last_lines(self._log_path)
-
-    def end(self) -> None:
-        """Send SIGTERM, which torchrun forwards to its ranks; send SIGKILL after a grace period."""
-        if self._agent.poll() is not None:
-            return
-        os.killpg(self._agent.pid, signal.SIGTERM)
-        try:
-            self._agent.wait(TERM_GRACE_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._agent.pid, signal.SIGKILL)
-            self._agent.wait()
-
-
-def _renew_lease(spec: LaunchSpec, folder: LaunchFolder) -> AbstractContextManager[None]:
-    """Renew the lease while the block runs. Hosts end their ranks when the lease is no longer renewed."""
-    if spec.lease_timeout_s is None:
-        return nullcontext()
-    renewal_counter = itertools.count()
-    return heartbeat(
-        lambda: folder.renew_lease(spec.token, next(renewal_counter)), interval_s=spec.lease_timeout_s / RENEWALS_PER_LEASE
-    )
 
 
 @contextmanager

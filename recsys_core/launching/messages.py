@@ -1,4 +1,4 @@
-"""Messages between the launching process and the hosts: small files in a folder that all of them can read.
+"""Messages between the launching process, the agents and the ranks: small files in a folder that all of them can read.
 
 launch.json       the LaunchSpec; written before any host starts
 lease             a counter that the launching process increments while it is alive
@@ -6,16 +6,11 @@ ready-N.json      host N has started and passed its checks
 rank-R.json       rank R has started
 stacks            created by the launching process to request the stack dumps
 stack-R.txt       the stack dump of rank R
-failure-N.json    why host N stopped, or how its ranks failed
-done-N            all ranks of host N exited with code 0
-node-N/           logs of the ranks of host N
+end-N.json        how host N and its ranks ended
+host-N/           logs of the ranks of host N
 """
 
-import errno
-import os
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
@@ -25,8 +20,11 @@ from pydantic import ValidationError
 import recsys_core
 from recsys_core.atomic import write_text
 from recsys_core.config import Frozen
+from recsys_core.launching.config import Launcher
 
-FOLDER_VARIABLE, NODE_VARIABLE = "NIGHTJAR_LAUNCH", "NIGHTJAR_NODE"
+AGENT_MODULE = "recsys_core.launching"
+FOLDER_VARIABLE = "NIGHTJAR_LAUNCH"
+"""Environment variable with the path of the folder, for the ranks."""
 STORE_VARIABLE = "NIGHTJAR_STORE"
 """Environment variable with the path of the ranks' FileStore. It is set only if all ranks are on one host."""
 STDERR_PREFIX = "nightjar agent:"
@@ -35,104 +33,87 @@ NUM_LAST_LINES = 12
 Message = TypeVar("Message", bound=Frozen)
 
 
-class ProcessLayout(Frozen):
+class RankLayout(Frozen):
     """How many ranks to start, and on which devices."""
 
     device: str
-    num_nodes: int
-    processes_per_node: int
+    num_hosts: int
+    ranks_per_host: int
 
     @property
     def world_size(self) -> int:
         """Number of ranks on all hosts."""
-        return self.num_nodes * self.processes_per_node
+        return self.num_hosts * self.ranks_per_host
 
 
-class LaunchSpec(ProcessLayout):
+class LaunchSpec(Frozen):
     """The settings of a launch, for its hosts.
 
     token: identifies this launch. versions: package -> version in the launching process. module: the ranks run
-    `python -m <module> <job>`. interface: network interface that connects the hosts; None: the interface that leads to
-    node 0. rendezvous_port: 0 for any free port. lease_timeout_s: None if the hosts are children of the launching process.
+    `python -m <module> <job>`.
     """
 
     token: str
     versions: dict[str, str]
     module: str
     job: Path
-    interface: str | None = None
-    rendezvous_port: int
-    rendezvous_timeout_s: float
-    lease_timeout_s: float | None
+    layout: RankLayout
+    launcher: Launcher
 
 
-class HostReady(Frozen):
-    """A host that has started and passed its checks. port: the port on which node 0 listens; 0 on the other hosts."""
+class Host(Frozen):
+    """A host of a launch, as error messages name it. index: number of the host, from 0.
 
-    node: int
-    host: str
-    pid: int
-    address: str
-    port: int
-
-
-class RankStarted(Frozen):
-    """A rank that has started."""
-
-    rank: int
-    node: int
-    host: str
-    pid: int
-
-
-class RankFailure(Frozen):
-    """A failed rank. signal: a name such as SIGKILL. traceback: empty if a signal ended the rank before it wrote one."""
-
-    rank: int
-    exit_code: int
-    signal: str | None
-    traceback: str
-    last_lines: str
-    timestamp: int
-
-
-class HostFailure(Frozen):
-    """The reason for which a host stopped: a failed check of its agent (`reason`), or the failures of its ranks.
-
-    retryable: whether another attempt may succeed. oom_kills: number of processes of this host's container that the kernel's
-    out-of-memory killer ended during the launch; None if the kernel does not count them. memory_bytes: the memory limit.
+    >>> str(Host(index=1, name="beta"))
+    'host 1 (beta)'
     """
 
-    node: int
-    host: str
-    reason: str = ""
-    retryable: bool = True
-    rank_failures: tuple[RankFailure, ...] = ()
-    oom_kills: int | None = None
-    memory_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class Host:
-    """A host of a launch, as error messages name it.
-
-    >>> str(Host(1, "beta"))
-    'host beta (node 1)'
-    """
-
-    node: int
+    index: int
     name: str
 
     def __str__(self) -> str:
-        return f"host {self.name} (node {self.node})"
+        return f"host {self.index} ({self.name})"
 
 
-class HostRejected(Exception):
-    """A host that cannot take part in the launch. The message names the host, both values and the fix."""
+class RankReport(Frozen):
+    """A rank that has started. The other fields describe how it failed.
 
-    def __init__(self, message: str, *, retryable: bool = False) -> None:
-        super().__init__(message)
-        self.retryable = retryable
+    signal: a name such as SIGKILL. traceback: empty if a signal ended the rank before it wrote one. timestamp: seconds since
+    1970.
+    """
+
+    rank: int
+    host: Host
+    pid: int
+    exit_code: int = 0
+    signal: str | None = None
+    traceback: str = ""
+    last_lines: str = ""
+    timestamp: int = 0
+
+
+class HostReport(Frozen):
+    """A host that is ready, or how it ended: all its ranks exited with code 0 unless there is a `reason` or `failed_ranks`.
+
+    port: the port on which host 0 listens; 0 on the other hosts. reason: the failed check of the agent. retryable: whether
+    another attempt may succeed. oom_kills: number of processes of this host's container that the kernel's out-of-memory killer
+    ended during the launch; None if the kernel does not count them. memory_bytes: the memory limit.
+    """
+
+    host: Host
+    pid: int
+    address: str = ""
+    port: int = 0
+    reason: str = ""
+    retryable: bool = True
+    failed_ranks: tuple[RankReport, ...] = ()
+    oom_kills: int | None = None
+    memory_bytes: int | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the host or one of its ranks failed."""
+        return bool(self.reason or self.failed_ranks)
 
 
 class LaunchFolder:
@@ -140,40 +121,21 @@ class LaunchFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.spec_path = path / "launch.json"
+        self.stacks_request_path = path / "stacks"
 
-    @property
-    def spec_path(self) -> Path:
-        """Path of launch.json."""
-        return self.path / "launch.json"
-
-    @property
-    def stacks_request_path(self) -> Path:
-        """The file whose existence requests the stack dumps."""
-        return self.path / "stacks"
-
-    def log_folder(self, node: int) -> Path:
+    def log_folder(self, host: int) -> Path:
         """Return the folder with the logs of the ranks of a host."""
-        return self.path / f"node-{node}"
+        return self.path / f"host-{host}"
 
     def stack_path(self, rank: int) -> Path:
         """Return the path of the stack dump of a rank."""
         return self.path / f"stack-{rank}.txt"
 
     def write(self, file_name: str, message: Frozen) -> None:
-        """Write a message atomically. If a message of this name exists, raise FileExistsError and leave it unchanged."""
-        path, staging_path = self.path / file_name, self.path / f".{file_name}"
-        # Mode "x" fails for a second writer. The creation of a hard link would fail too, but some file
-        # systems do not support hard links.
-        with staging_path.open("x") as staging_file:
-            try:
-                if path.exists():
-                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-                staging_file.write(message.model_dump_json())
-                staging_file.flush()
-            except BaseException:
-                staging_path.unlink()
-                raise
-        staging_path.rename(path)
+        """Write a message. If a message of this name exists, raise FileExistsError and leave it unchanged."""
+        with (self.path / file_name).open("x") as message_file:
+            message_file.write(message.model_dump_json())
 
     def renew_lease(self, token: str, count: int) -> None:
         """Set the counter of the launch `token`; a host ends its ranks when the counter stops changing."""
@@ -187,27 +149,23 @@ class LaunchFolder:
             return None
         return lease if lease.startswith(token) else None
 
-    def ready_hosts(self) -> dict[int, HostReady]:
-        """Return the hosts that are ready, by node."""
-        return {message.node: message for message in self._read_messages("ready-*.json", HostReady)}
+    def ready_hosts(self) -> dict[int, HostReport]:
+        """Return the hosts that are ready, by index."""
+        return {report.host.index: report for report in self._read_messages("ready-*.json", HostReport)}
 
-    def started_ranks(self) -> dict[int, RankStarted]:
+    def ended_hosts(self) -> list[HostReport]:
+        """Return the hosts that have reported their end, sorted by index."""
+        return sorted(self._read_messages("end-*.json", HostReport), key=lambda report: report.host.index)
+
+    def started_ranks(self) -> dict[int, RankReport]:
         """Return the ranks that have started, by rank."""
-        return {message.rank: message for message in self._read_messages("rank-*.json", RankStarted)}
-
-    def failures(self) -> list[HostFailure]:
-        """Return the failures of all hosts that have reported one."""
-        return list(self._read_messages("failure-*.json", HostFailure))
-
-    def finished_nodes(self) -> set[int]:
-        """Return the nodes whose ranks all exited with code 0."""
-        return {int(path.name.removeprefix("done-")) for path in self.path.glob("done-*")}
+        return {report.rank: report for report in self._read_messages("rank-*.json", RankReport)}
 
     def _read_messages(self, pattern: str, message_type: type[Message]) -> Iterator[Message]:
-        for path in sorted(self.path.glob(pattern)):
+        for path in self.path.glob(pattern):
             try:
                 yield message_type.model_validate_json(path.read_bytes())
-            except (OSError, ValidationError):  # a network file system may show a name before its content
+            except (OSError, ValidationError):  # the message is being written, or was cut off by a full disk
                 continue
 
 
@@ -219,18 +177,6 @@ def running_versions() -> dict[str, str]:
     """
     library_versions = {library: metadata.version(library).partition("+")[0] for library in ("torch", "torchrec")}
     return {"nightjar": recsys_core.__version__, **library_versions}
-
-
-def wait_for(path: Path, *, timeout_s: float) -> bool:
-    """Wait for a file that another host writes; return whether it exists."""
-    deadline = time.monotonic() + timeout_s
-    while not path.is_file():
-        if time.monotonic() > deadline:
-            return False
-        if path.parent.is_dir():
-            next(path.parent.iterdir(), None)  # NFS refreshes its cache when a folder is listed
-        time.sleep(0.2)
-    return True
 
 
 def last_lines(path: Path) -> str:

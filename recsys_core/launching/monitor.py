@@ -1,21 +1,23 @@
-"""Monitoring of a launch: a deadline for each phase, and an error that explains why a launch failed."""
+"""Monitoring of a launch: a limit for each phase, an error that explains why a launch failed, and the output of rank 0."""
 
+import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, Protocol
 
 from recsys_core.disk import MIN_STAGE_BYTES, disk_full_error, free_bytes
 from recsys_core.errors import InputError, LaunchError, StageError
-from recsys_core.launching.failures import error_from_failures
+from recsys_core.launching.failures import error_from_failures, format_stacks
 from recsys_core.launching.heartbeat import HeartbeatFile
 from recsys_core.launching.messages import STDERR_PREFIX, LaunchFolder, LaunchSpec
-from recsys_core.launching.rank import format_stacks
 
+logger = logging.getLogger(__name__)
 POLL_S = 0.2
 STACKS_TIMEOUT_S = 5.0
-FAILURES_TIMEOUT_S = 3.0
+REPORTS_TIMEOUT_S = 3.0
 EXIT_TIMEOUT_S = 30.0
+MAX_LOGGED_LINES = 1_000
 
 Phase = Literal["queue", "rendezvous", "start", "work"]
 """queue: no host runs yet. rendezvous: until all ranks run. start: until the first heartbeat. work: from then on."""
@@ -31,28 +33,18 @@ class HostGroup(Protocol):
     def exit_summary(self) -> str:
         """Describe how the agents ended: with an exit code, or in a state that the scheduler reports."""
 
-    def last_log_lines(self, node: int) -> str:
+    def last_log_lines(self, host: int) -> str:
         """Return the last lines that the agent of a host printed; empty while they cannot be read."""
 
     def end(self) -> None:
         """End all agents and their ranks, and wait until none of them runs."""
 
 
-@dataclass(frozen=True)
-class Deadline:
-    """The longest duration of a phase, and the setting that limits it."""
-
-    limit_s: float
-    setting: str
-
-
 class Monitor:
-    """Follows a launch through its phases, and raises an error if it fails or a phase exceeds its deadline."""
+    """Follows a launch through its phases, and raises an error if it fails or a phase takes longer than its limit."""
 
-    def __init__(
-        self, spec: LaunchSpec, folder: LaunchFolder, *, deadlines: dict[Phase, Deadline], heartbeat: HeartbeatFile
-    ) -> None:
-        self._spec, self._folder, self._deadlines, self._heartbeat = spec, folder, dict(deadlines), heartbeat
+    def __init__(self, spec: LaunchSpec, folder: LaunchFolder, *, heartbeat: HeartbeatFile) -> None:
+        self._spec, self._layout, self._folder, self._heartbeat = spec, spec.layout, folder, heartbeat
         self._last_heartbeat_state = heartbeat.mtime_and_size()  # the file of an earlier attempt may exist
         self._phase: Phase = "queue"
         self._phase_start = time.monotonic()
@@ -62,8 +54,8 @@ class Monitor:
         while not self._has_succeeded:
             poll()
             group_state = group.state()
-            if self._folder.failures() or group_state == "ended":
-                self._wait_for_failures()
+            if group_state == "ended" or any(report.has_failed for report in self._folder.ended_hosts()):
+                self._wait_for_reports()
                 if self._has_succeeded:
                     break
                 group.end()
@@ -71,8 +63,9 @@ class Monitor:
             self._update_phase(running=group_state == "running")
             if self._phase == "rendezvous":
                 self._raise_printed_error(group)
-            if time.monotonic() - self._phase_start > self._deadlines[self._phase].limit_s:
-                raise self._timeout_error(group)
+            limit_s, setting = self._limit()
+            if time.monotonic() - self._phase_start > limit_s:
+                raise self._timeout_error(group, limit_s=limit_s, setting=setting)
             time.sleep(POLL_S)
         end_time = time.monotonic() + EXIT_TIMEOUT_S
         while group.state() != "ended" and time.monotonic() < end_time:
@@ -80,65 +73,71 @@ class Monitor:
 
     @property
     def _has_succeeded(self) -> bool:
-        return len(self._folder.finished_nodes()) == self._spec.num_nodes
+        ended_hosts = self._folder.ended_hosts()
+        return len(ended_hosts) == self._layout.num_hosts and not any(report.has_failed for report in ended_hosts)
+
+    def _limit(self) -> tuple[float, str]:
+        """Return the longest duration of the phase in seconds, and the setting that limits it."""
+        launcher, heartbeat = self._spec.launcher, self._heartbeat
+        limit_by_phase: dict[Phase, tuple[float, str]] = {
+            "queue": (launcher.queue_timeout_s, "launcher.queue_timeout_s"),
+            "rendezvous": (launcher.rendezvous_timeout_s, "launcher.rendezvous_timeout_s"),
+            "start": (heartbeat.start_timeout_s, "training.start_timeout_s"),
+            "work": (heartbeat.current_timeout_s(), "training.heartbeat_timeout_s"),
+        }
+        return limit_by_phase[self._phase]
 
     def _update_phase(self, *, running: bool) -> None:
-        """Move to the next phase if its condition holds. Each heartbeat restarts the deadline of the phase `work`."""
+        """Move to the next phase if its condition holds. Each heartbeat restarts the phase `work`."""
         next_phase = self._phase
         if next_phase == "queue" and (running or self._folder.ready_hosts()):
             next_phase = "rendezvous"
-        if next_phase == "rendezvous" and len(self._folder.started_ranks()) == self._spec.world_size:
+        if next_phase == "rendezvous" and len(self._folder.started_ranks()) == self._layout.world_size:
             next_phase = "start"
         heartbeat_state = self._heartbeat.mtime_and_size()
         if heartbeat_state != self._last_heartbeat_state:
             self._last_heartbeat_state, self._phase_start, next_phase = heartbeat_state, time.monotonic(), "work"
-            self._deadlines["work"] = replace(self._deadlines["work"], limit_s=self._heartbeat.current_timeout_s())
         if next_phase != self._phase:
             self._phase, self._phase_start = next_phase, time.monotonic()
 
     def _raise_printed_error(self, group: HostGroup) -> None:
         """Raise InputError if a missing host printed an error that its agent could not write into the folder."""
-        for node in self._missing_nodes:
-            error_lines = [line for line in group.last_log_lines(node).splitlines() if line.startswith(STDERR_PREFIX)]
+        for host in self._missing_hosts:
+            error_lines = [line for line in group.last_log_lines(host).splitlines() if line.startswith(STDERR_PREFIX)]
             if error_lines:
                 raise InputError(error_lines[-1].removeprefix(STDERR_PREFIX).strip())
 
     @property
-    def _missing_nodes(self) -> list[int]:
-        ready_hosts = self._folder.ready_hosts()
-        return [node for node in range(self._spec.num_nodes) if node not in ready_hosts]
+    def _missing_hosts(self) -> list[int]:
+        return sorted(set(range(self._layout.num_hosts)) - self._folder.ready_hosts().keys())
 
-    def _wait_for_failures(self) -> None:
+    def _wait_for_reports(self) -> None:
         """Wait until every host has reported its end. One failure ends all hosts, and the failed host may report last."""
-        end_time = time.monotonic() + FAILURES_TIMEOUT_S
-        while (
-            len(self._folder.failures()) + len(self._folder.finished_nodes()) < self._spec.num_nodes
-            and time.monotonic() < end_time
-        ):
+        end_time = time.monotonic() + REPORTS_TIMEOUT_S
+        while len(self._folder.ended_hosts()) < self._layout.num_hosts and time.monotonic() < end_time:
             time.sleep(POLL_S)
 
     def _failure_error(self, group: HostGroup) -> InputError | StageError:
-        failures = self._folder.failures()
-        if failures:
-            return error_from_failures(failures, num_nodes=self._spec.num_nodes, folder=self._folder)
+        failed_hosts = [report for report in self._folder.ended_hosts() if report.has_failed]
+        if failed_hosts:
+            return error_from_failures(failed_hosts, num_hosts=self._layout.num_hosts, folder=self._folder)
         self._raise_printed_error(group)
         if free_bytes(self._folder.path) < MIN_STAGE_BYTES:
             return disk_full_error(self._folder.path, reason="the output of hosts and ranks does not fit")
-        return LaunchError(f"{group.exit_summary()}{self._quote_logs(group, range(self._spec.num_nodes))}")
+        return LaunchError(f"{group.exit_summary()}{self._quote_logs(group, range(self._layout.num_hosts))}")
 
-    def _quote_logs(self, group: HostGroup, nodes: Iterable[int]) -> str:
-        lines_by_node = {node: group.last_log_lines(node) for node in nodes}
-        return "".join(f"\nlast lines of node {node}:\n{log_lines}" for node, log_lines in lines_by_node.items() if log_lines)
+    def _quote_logs(self, group: HostGroup, hosts: Iterable[int]) -> str:
+        lines_by_host = {host: group.last_log_lines(host) for host in hosts}
+        return "".join(f"\nlast lines of host {host}:\n{log_lines}" for host, log_lines in lines_by_host.items() if log_lines)
 
-    def _timeout_error(self, group: HostGroup) -> InputError | StageError:
-        deadline = self._deadlines[self._phase]
+    def _timeout_error(self, group: HostGroup, *, limit_s: float, setting: str) -> InputError | StageError:
         if self._phase in ("queue", "rendezvous"):
-            return self._rendezvous_error(group, deadline)
+            return self._rendezvous_error(group, limit_s=limit_s, setting=setting)
         timeout_text = "did not start within" if self._phase == "start" else "sent no heartbeat for"
         stack_dumps = self._dump_stacks()
         group.end()
         return LaunchError(
-            f"the ranks {timeout_text} {deadline.limit_s:g} s; raise {deadline.setting} if this is normal for the model. "
+            f"the ranks {timeout_text} {limit_s:g} s; raise {setting} if this is normal for the model. "
             f"Innermost functions of each rank:\n{stack_dumps}"
         )
 
@@ -152,26 +151,63 @@ class Monitor:
         ):
             time.sleep(POLL_S)
         time.sleep(POLL_S)  # the last dump may not be complete yet
-        return format_stacks(self._folder, world_size=self._spec.world_size)
+        return format_stacks(self._folder, world_size=self._layout.world_size)
 
-    def _rendezvous_error(self, group: HostGroup, deadline: Deadline) -> InputError | StageError:
+    def _rendezvous_error(self, group: HostGroup, *, limit_s: float, setting: str) -> InputError | StageError:
         group.end()  # first, because some schedulers provide logs only for hosts that have ended
-        ready_hosts, missing_nodes = self._folder.ready_hosts(), self._missing_nodes
-        hosts_started = f"{len(ready_hosts)} of {self._spec.num_nodes} hosts started"
-        host_names = (
-            ", ".join(f"node {node} (host {host_ready.host})" for node, host_ready in sorted(ready_hosts.items())) or "none"
-        )
-        if missing_nodes:
+        ready_hosts, missing_hosts = self._folder.ready_hosts(), self._missing_hosts
+        hosts_started = f"{len(ready_hosts)} of {self._layout.num_hosts} hosts started"
+        host_names = ", ".join(str(report.host) for _, report in sorted(ready_hosts.items())) or "none"
+        if missing_hosts:
             self._raise_printed_error(group)
             return LaunchError(
-                f"{hosts_started} within {deadline.limit_s:g} s: {host_names}; missing: "
-                f"{', '.join(f'node {node}' for node in missing_nodes)}; {group.exit_summary()}; raise {deadline.setting} if "
-                f"the hosts need more time to start{self._quote_logs(group, missing_nodes)}"
+                f"{hosts_started} within {limit_s:g} s: {host_names}; missing: "
+                f"{', '.join(f'host {host}' for host in missing_hosts)}; {group.exit_summary()}; raise {setting} if the hosts "
+                f"need more time to start{self._quote_logs(group, missing_hosts)}"
             )
-        late_ranks = sorted(set(range(self._spec.world_size)) - self._folder.started_ranks().keys())
+        late_ranks = sorted(set(range(self._layout.world_size)) - self._folder.started_ranks().keys())
         return LaunchError(
-            f"{hosts_started} ({host_names}), but after {deadline.limit_s:g} s ranks {', '.join(map(str, late_ranks))} do not "
-            f"run: the hosts could not reach each other at {ready_hosts[0].address}:{ready_hosts[0].port}, or the ranks need "
-            f"more time to start; open launcher.rendezvous_port between the hosts, or raise {deadline.setting}"
-            f"{self._quote_logs(group, range(self._spec.num_nodes))}"
+            f"{hosts_started} ({host_names}), but after {limit_s:g} s ranks {', '.join(map(str, late_ranks))} do not run: the "
+            f"hosts could not reach each other at {ready_hosts[0].address}:{ready_hosts[0].port}, or the ranks need more time "
+            f"to start; open launcher.rendezvous_port between the hosts, or raise {setting}"
+            f"{self._quote_logs(group, range(self._layout.num_hosts))}"
         )
+
+
+class RankOutput:
+    """Logs stdout and stderr of rank 0. Prefect shows the log of this process as the log of the run.
+
+    Each line becomes a log record with the attribute `rank`. Only the first 1,000 lines are logged: a rank that prints in every
+    step would fill the log of the run.
+
+    Args:
+        log_folder: folder with the logs of the ranks of host 0.
+    """
+
+    def __init__(self, log_folder: Path) -> None:
+        self._log_folder = log_folder
+        self._offset_by_path: dict[Path, int] = {}
+        self._num_read_lines = 0
+
+    def relay(self) -> None:
+        """Log the complete lines that were written since the last call."""
+        if self._num_read_lines > MAX_LOGGED_LINES:
+            return
+        for log_path in self._log_folder.glob("*/attempt_*/0/std*.log"):
+            offset = self._offset_by_path.setdefault(log_path, 0)
+            if log_path.stat().st_size == offset:
+                continue
+            with log_path.open("rb") as log_file:
+                log_file.seek(offset)
+                unread_bytes = log_file.read()
+            complete_lines = unread_bytes[: unread_bytes.rfind(b"\n") + 1]
+            self._offset_by_path[log_path] = offset + len(complete_lines)
+            for line in complete_lines.decode(errors="replace").splitlines():
+                self._log_line(line, log_path=log_path)
+
+    def _log_line(self, line: str, *, log_path: Path) -> None:
+        self._num_read_lines += 1
+        if self._num_read_lines <= MAX_LOGGED_LINES:
+            logger.info("rank 0: %s", line, extra={"rank": 0})
+        elif self._num_read_lines == MAX_LOGGED_LINES + 1:
+            logger.info("rank 0: the following lines are only in %s", log_path, extra={"rank": 0})

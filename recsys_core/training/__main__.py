@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from recsys_core.imports import fast_imports
-from recsys_core.launching.rank import register_rank
+from recsys_core.launching.local.rank import register_rank
 from recsys_core.patches.cpu_features import share_cpu_features
 
 if __name__ == "__main__":

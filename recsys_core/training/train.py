@@ -3,14 +3,12 @@
 import logging
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from recsys_core.disk import link_or_copy
 from recsys_core.errors import LaunchError
 from recsys_core.launching.heartbeat import HeartbeatFile
 from recsys_core.launching.launch import launch
-from recsys_core.launching.rank_output import RankOutput
 from recsys_core.manifests import (
     Dataset,
     InteractionsManifest,
@@ -111,7 +109,7 @@ def train(
                     layout=attempt.layout,
                     folder=attempt.folder,
                     heartbeat_file=HeartbeatFile(job.heartbeat, config.start_timeout_s, config.heartbeat_timeout_s),
-                    poll=partial(_relay, metrics_tail, RankOutput(attempt.folder)),
+                    poll=metrics_tail.relay,
                     launcher=setup.launcher,
                 )
                 break
@@ -171,12 +169,6 @@ def _prepare_warm_start(champion: Champion, setup: TrainingSetup, dataset: Datas
     """Write the champion's rows and layers for the ranks."""
     shutil.rmtree(folder, ignore_errors=True)
     return prepare_warm_start(champion, spec=setup.model, dataset=dataset, folder=folder)
-
-
-def _relay(metrics_tail: MetricsTail, output: RankOutput) -> None:
-    """Pass on the new lines of metrics.jsonl, and log the new output of rank 0."""
-    metrics_tail.relay()
-    output.relay()
 
 
 def _copy_result(job: TrainJob, *, output_folder: Path) -> TrainResult:

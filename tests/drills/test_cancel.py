@@ -25,7 +25,7 @@ PATIENCE_S = 240.0
 GONE_WITHIN_S = 10.0
 NOTICED_WITHIN_S = 5.0  # Prefect's runner polls the server every second
 SERVE = "from flows.nightly import nightly_retrain; nightly_retrain.serve(name='drill', pause_on_shutdown=False)"
-TRAINING_MODULES = {"recsys_core.training", "recsys_core.launching.agent"}
+TRAINING_MODULES = {"recsys_core.training", "recsys_core.launching"}
 TORCHX = [
     "launcher={kind: torchx, scheduler: local_cwd, env: {OMP_NUM_THREADS: '1'}}",
     "sharding.cluster={device: cpu, num_nodes: 2, processes_per_node: 1}",
@@ -115,7 +115,7 @@ def test_cancelling_in_prefect_ends_every_process_of_the_training(
             training_processes = [
                 process
                 for process in run_processes
-                if {"recsys_core.training", "recsys_core.launching.agent"} & set(process.cmdline())
+                if {"recsys_core.training", "recsys_core.launching"} & set(process.cmdline())
             ]
             training_pids = {process.pid for process in training_processes}
             assert {rank.pid for rank in LaunchFolder(logs).started_ranks().values()} < training_pids

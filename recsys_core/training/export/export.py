@@ -18,7 +18,7 @@ from recsys_core.dataset.jagged import Int64Array
 from recsys_core.disk import save_npy
 from recsys_core.launching.heartbeat import HeartbeatFile
 from recsys_core.launching.launch import launch
-from recsys_core.launching.messages import ProcessLayout
+from recsys_core.launching.messages import RankLayout
 from recsys_core.manifests import Dataset, ExportManifest, StageFolder, TrainManifest, fingerprint_of, require_no_link
 from recsys_core.models.tables.embedding_tables import table_shards
 from recsys_core.models.task import RetrievalTask
@@ -69,10 +69,10 @@ def export_vectors(setup: TrainingSetup, *, dataset: Dataset, train: TrainManife
         sharding_plan = PlanFile.read(job.plan)
         launch(
             work_folder / JOB_FILE,
-            layout=ProcessLayout(
+            layout=RankLayout(
                 device=sharding_plan.device,
-                num_nodes=sharding_plan.num_nodes,
-                processes_per_node=sharding_plan.processes_per_node,
+                num_hosts=sharding_plan.num_nodes,
+                ranks_per_host=sharding_plan.processes_per_node,
             ),
             folder=work_folder / "logs",
             heartbeat_file=HeartbeatFile(job.heartbeat, config.start_timeout_s, config.heartbeat_timeout_s),

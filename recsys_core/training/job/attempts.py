@@ -10,7 +10,7 @@ import torch
 
 from recsys_core.errors import InputError
 from recsys_core.launching.config import Launcher
-from recsys_core.launching.messages import ProcessLayout
+from recsys_core.launching.messages import RankLayout
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.sharding.lookup_stats import measure_lookups
 from recsys_core.sharding.plan_file import PlanFile
@@ -33,7 +33,7 @@ class Attempt:
 
     number: int
     job: TrainJob
-    layout: ProcessLayout
+    layout: RankLayout
     folder: Path
 
 
@@ -49,8 +49,8 @@ def make_attempts(job: TrainJob, *, launcher: Launcher, sharding: ShardingConfig
     num_failures = 0
     for number in range(1, job.training.max_attempts + 1):
         job, sharding_plan = _prepare_attempt(job, attempt_number=number)
-        layout = ProcessLayout(
-            device=sharding_plan.device, num_nodes=sharding_plan.num_nodes, processes_per_node=sharding_plan.processes_per_node
+        layout = RankLayout(
+            device=sharding_plan.device, num_hosts=sharding_plan.num_nodes, ranks_per_host=sharding_plan.processes_per_node
         )
         yield Attempt(number, job, layout, job.work / "logs" / f"attempt-{number}")
         num_failures += 1
@@ -125,6 +125,6 @@ def _with_fewer_ranks(job: TrainJob, *, sharding_plan: PlanFile, sharding: Shard
 
 
 def _smaller_clusters(sharding_plan: PlanFile) -> Iterator[tuple[int, int]]:
-    """Yield (number of nodes, processes per node): first with fewer nodes, then with fewer processes on one node."""
+    """Yield (number of hosts, ranks per host): first with fewer hosts, then with fewer ranks on one host."""
     yield from ((num_nodes, sharding_plan.processes_per_node) for num_nodes in range(sharding_plan.num_nodes - 1, 0, -1))
     yield from ((1, num_processes) for num_processes in range(sharding_plan.processes_per_node - 1, 0, -1))

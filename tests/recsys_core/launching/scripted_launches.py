@@ -9,7 +9,7 @@ import psutil
 from recsys_core.launching.config import Launcher, LocalLauncher, TorchxLauncher
 from recsys_core.launching.heartbeat import HeartbeatFile
 from recsys_core.launching.launch import launch
-from recsys_core.launching.messages import ProcessLayout
+from recsys_core.launching.messages import AGENT_MODULE, RankLayout
 from recsys_core.parent_process import PARENT_VARIABLE
 
 RANKS = "tests.recsys_core.launching.scripted_ranks"
@@ -19,7 +19,7 @@ TWO_HOSTS = TorchxLauncher(scheduler="local_cwd", env={"OMP_NUM_THREADS": "1"}, 
 
 def agents_and_ranks() -> list[psutil.Process]:
     """Return the agents and ranks below this process; the test suite has other children too."""
-    modules = {"recsys_core.launching.agent", RANKS}
+    modules = {AGENT_MODULE, RANKS}
     return [process for process in psutil.Process().children(recursive=True) if modules & set(process.cmdline())]
 
 
@@ -31,12 +31,12 @@ def launch_ranks(
     heartbeat_timeout_s: float = 60.0,
 ) -> None:
     """Launch two ranks in `folder`. script: rank -> action, see scripted_ranks."""
-    num_nodes = 1 if launcher.kind == "local" else 2
+    num_hosts = 1 if launcher.kind == "local" else 2
     job = folder / "job.json"
     job.write_text(json.dumps({"script": script, "heartbeat": str(folder / "heartbeat")}))
     launch(
         job,
-        layout=ProcessLayout(device="cpu", num_nodes=num_nodes, processes_per_node=2 // num_nodes),
+        layout=RankLayout(device="cpu", num_hosts=num_hosts, ranks_per_host=2 // num_hosts),
         folder=folder / "logs",
         heartbeat_file=HeartbeatFile(folder / "heartbeat", start_timeout_s=120, timeout_s=heartbeat_timeout_s),
         launcher=launcher,

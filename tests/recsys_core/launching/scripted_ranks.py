@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from recsys_core.launching.rank import register_rank
+from recsys_core.launching.local.rank import register_rank
 
 
 def main(job_path: str) -> None:

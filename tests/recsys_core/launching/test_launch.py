@@ -17,7 +17,7 @@ from recsys_core.errors import InputError, LaunchError, StageError
 from recsys_core.launching.config import LocalLauncher
 from recsys_core.launching.heartbeat import HeartbeatFile
 from recsys_core.launching.launch import launch
-from recsys_core.launching.messages import LaunchFolder, ProcessLayout
+from recsys_core.launching.messages import LaunchFolder, RankLayout
 from tests.recsys_core.launching.scripted_launches import agents_and_ranks, launch_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -63,7 +63,7 @@ def test_a_rank_killed_by_a_signal_is_the_cause_and_not_its_peer_that_lost_the_c
 
 def test_an_agent_that_starts_too_late_is_ended_and_reported_with_the_setting(tmp_path: Path) -> None:
     # A fast host is ready while the message is written.
-    with pytest.raises(LaunchError, match=r"(missing: node 0|ranks 0, 1 do not run).*raise launcher\.rendezvous_timeout_s"):
+    with pytest.raises(LaunchError, match=r"(missing: host 0|ranks 0, 1 do not run).*raise launcher\.rendezvous_timeout_s"):
         launch_ranks(tmp_path, {}, launcher=LocalLauncher(rendezvous_timeout_s=0.01))
     assert not agents_and_ranks()
 
@@ -85,7 +85,7 @@ def test_the_local_launcher_rejects_a_layout_of_two_hosts_before_it_creates_a_fo
     ):
         launch(
             tmp_path / "job.json",
-            layout=ProcessLayout(device="cpu", num_nodes=2, processes_per_node=1),
+            layout=RankLayout(device="cpu", num_hosts=2, ranks_per_host=1),
             folder=tmp_path / "logs",
             heartbeat_file=HeartbeatFile(tmp_path / "heartbeat", start_timeout_s=1, timeout_s=1),
         )

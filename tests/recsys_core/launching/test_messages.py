@@ -2,17 +2,16 @@ from pathlib import Path
 
 import pytest
 
-from recsys_core.launching.messages import HostFailure, LaunchFolder
+from recsys_core.launching.messages import Host, HostReport, LaunchFolder
 
 
-def test_a_message_is_whole_or_absent_and_the_first_one_is_kept(tmp_path: Path) -> None:
-    folder = LaunchFolder(tmp_path)
-    folder.write("failure-0.json", HostFailure(node=0, host="alpha", reason="first"))
+def test_the_first_message_of_a_name_is_kept_and_a_message_that_is_cut_off_is_ignored(tmp_path: Path) -> None:
+    folder, host = LaunchFolder(tmp_path), Host(index=0, name="alpha")
+    folder.write("end-0.json", HostReport(host=host, pid=1, reason="first"))
     with pytest.raises(FileExistsError):
-        folder.write("failure-0.json", HostFailure(node=0, host="alpha", reason="second"))
-    (tmp_path / "failure-1.json").write_text('{"node": 1,')  # as a network file system may show it for a moment
-    assert [failure.reason for failure in folder.failures()] == ["first"]
-    assert {path.name for path in tmp_path.iterdir()} == {"failure-0.json", "failure-1.json"}
+        folder.write("end-0.json", HostReport(host=host, pid=1, reason="second"))
+    (tmp_path / "end-1.json").write_text('{"host": 1,')
+    assert [report.reason for report in folder.ended_hosts()] == ["first"]
 
 
 def test_a_lease_of_another_launch_counts_as_missing(tmp_path: Path) -> None:

@@ -1,22 +1,18 @@
-"""The deadlines of a launch, with the files that hosts and ranks would write, but without processes."""
+"""The limits of a launch and the output of rank 0, with the files that hosts and ranks would write, but without processes."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from recsys_core.errors import LaunchError
+from recsys_core.launching.config import TorchxLauncher
 from recsys_core.launching.heartbeat import HeartbeatFile
-from recsys_core.launching.messages import HostReady, LaunchFolder, LaunchSpec, RankStarted
-from recsys_core.launching.monitor import Deadline, GroupState, Monitor, Phase
+from recsys_core.launching.messages import Host, HostReport, LaunchFolder, LaunchSpec, RankLayout, RankReport
+from recsys_core.launching.monitor import MAX_LOGGED_LINES, GroupState, Monitor, RankOutput
 
-NUM_NODES = 2
-LIMITS: dict[Phase, Deadline] = {
-    "queue": Deadline(60.0, "launcher.queue_timeout_s"),
-    "rendezvous": Deadline(0.3, "launcher.rendezvous_timeout_s"),
-    "start": Deadline(0.3, "training.start_timeout_s"),
-    "work": Deadline(0.3, "training.heartbeat_timeout_s"),
-}
+NUM_HOSTS = 2
 
 
 class RunningGroup:
@@ -31,8 +27,8 @@ class RunningGroup:
     def exit_summary(self) -> str:
         return "the scheduler ended the hosts"
 
-    def last_log_lines(self, node: int) -> str:
-        return f"the last line of host {node}"
+    def last_log_lines(self, host: int) -> str:
+        return f"the last line of host {host}"
 
     def end(self) -> None:
         self.has_ended = True
@@ -43,32 +39,29 @@ def error_of_launch(
 ) -> str:
     """Return the error of a launch in which no further host or rank starts, and check that its hosts were ended."""
     spec = LaunchSpec(
-        device="cpu",
-        num_nodes=NUM_NODES,
-        processes_per_node=1,
         token="t",
         versions={},
         module="m",
         job=folder / "job.json",
-        rendezvous_port=0,
-        rendezvous_timeout_s=1.0,
-        lease_timeout_s=None,
+        layout=RankLayout(device="cpu", num_hosts=NUM_HOSTS, ranks_per_host=1),
+        launcher=TorchxLauncher(scheduler="slurm", rendezvous_timeout_s=0.3),
     )
     launch_folder, group = LaunchFolder(folder), RunningGroup()
-    for node in range(num_ready_hosts):
-        launch_folder.write(f"ready-{node}.json", HostReady(node=node, host=f"h{node}", pid=1, address="10.0.0.1", port=29500))
-    for rank in range(num_started_ranks):
-        launch_folder.write(f"rank-{rank}.json", RankStarted(rank=rank, node=rank, host=f"h{rank}", pid=1))
-    heartbeat_file = HeartbeatFile(folder / "heartbeat", start_timeout_s=1, timeout_s=None)
+    hosts = [Host(index=index, name=f"h{index}") for index in range(NUM_HOSTS)]
+    for host in hosts[:num_ready_hosts]:
+        launch_folder.write(f"ready-{host.index}.json", HostReport(host=host, pid=1, address="10.0.0.1", port=29500))
+    for host in hosts[:num_started_ranks]:
+        launch_folder.write(f"rank-{host.index}.json", RankReport(rank=host.index, host=host, pid=1))
+    heartbeat_file = HeartbeatFile(folder / "heartbeat", start_timeout_s=0.3, timeout_s=None)
     with pytest.raises(LaunchError) as caught:
-        Monitor(spec, launch_folder, deadlines=LIMITS, heartbeat=heartbeat_file).wait(group, poll=poll)
+        Monitor(spec, launch_folder, heartbeat=heartbeat_file).wait(group, poll=poll)
     assert group.has_ended
     return str(caught.value)
 
 
 def test_hosts_that_do_not_start_in_time_are_named_with_the_setting_and_their_logs(tmp_path: Path) -> None:
     message = error_of_launch(tmp_path, num_ready_hosts=1, num_started_ranks=0)
-    assert message.startswith("1 of 2 hosts started within 0.3 s: node 0 (host h0); missing: node 1; the scheduler ended")
+    assert message.startswith("1 of 2 hosts started within 0.3 s: host 0 (h0); missing: host 1; the scheduler ended")
     assert "raise launcher.rendezvous_timeout_s if" in message and message.endswith("the last line of host 1")
 
 
@@ -91,3 +84,32 @@ def test_each_heartbeat_sets_the_longest_time_until_the_next_one(tmp_path: Path)
 
     message = error_of_launch(tmp_path, num_ready_hosts=2, num_started_ranks=2, poll=write_heartbeat)
     assert message.startswith("the ranks sent no heartbeat for 0.4 s; raise training.heartbeat_timeout_s if")
+
+
+def test_complete_lines_of_rank_0_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    output = RankOutput(tmp_path / "host-0")
+    output.relay()  # no rank has started
+    for rank in (0, 1):
+        folder = tmp_path / "host-0" / "token" / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        (folder / "stderr.log").write_text(f"a warning of rank {rank}\nhalf a")
+    output.relay()
+    with (tmp_path / "host-0" / "token" / "attempt_0" / "0" / "stderr.log").open("a") as file:
+        file.write(" line\n")
+    output.relay()
+    output.relay()
+    assert [record.getMessage() for record in caplog.records] == ["rank 0: a warning of rank 0", "rank 0: half a line"]
+    assert {record.__dict__["rank"] for record in caplog.records} == {0}
+
+
+def test_a_rank_that_prints_without_end_does_not_fill_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    file = tmp_path / "host-0" / "token" / "attempt_0" / "0" / "stdout.log"
+    file.parent.mkdir(parents=True)
+    file.write_text("line\n" * (MAX_LOGGED_LINES + 100))
+    output = RankOutput(tmp_path / "host-0")
+    output.relay()
+    output.relay()
+    assert len(caplog.records) == MAX_LOGGED_LINES + 1
+    assert str(file) in caplog.records[-1].getMessage()

@@ -164,7 +164,7 @@ def flow(experiment: Experiment, folder: Path) -> None:
 
 
 def agent_below(process: psutil.Process) -> psutil.Process | None:
-    return next((child for child in process.children() if "recsys_core.launching.agent" in child.cmdline()), None)
+    return next((child for child in process.children() if "recsys_core.launching" in child.cmdline()), None)
 
 
 def lines_in(work: Path) -> int:

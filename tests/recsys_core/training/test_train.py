@@ -154,7 +154,7 @@ def test_after_the_last_attempt_the_error_names_rank_and_signal_and_no_process_i
     config = CONFIG.model_copy(update={"max_attempts": 1})
     with pytest.raises(LaunchError, match=r"rank [01] was the first to fail, with signal SIGKILL"):
         run_train(experiment, tmp_path / "train", config=config, on_progress=once_at(5, kill_a_rank))
-    ours = {"recsys_core.training", "recsys_core.launching.agent"}
+    ours = {"recsys_core.training", "recsys_core.launching"}
     assert not [p for p in psutil.Process().children(recursive=True) if ours & set(p.cmdline())]
     assert not (tmp_path / "train").exists()
 

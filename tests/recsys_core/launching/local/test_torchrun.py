@@ -2,9 +2,9 @@
 
 import base64
 import pickle
+import socket
 import stat
 import time
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,16 +12,16 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from recsys_core.launching.messages import Host, LaunchFolder, LaunchSpec
-from recsys_core.launching.network import find_network, listen
-from recsys_core.launching.torchrun import STORE_VARIABLE, StaticRendezvous, connect_store
+from recsys_core.launching.config import TorchxLauncher
+from recsys_core.launching.hosts.agent import connect_store
+from recsys_core.launching.local.torchrun import StaticRendezvous
+from recsys_core.launching.messages import AGENT_MODULE, STORE_VARIABLE, LaunchFolder, LaunchSpec, RankLayout
 from tests.recsys_core.launching.listening_sockets import listening
 from tests.recsys_core.launching.scripted_launches import RANKS
 from tests.recsys_core.launching.test_launch import ranks_import_this_tree, running_launch
 
 __all__ = ["ranks_import_this_tree"]
 LOOPBACK = {"127.0.0.1", "::1"}
-AGENT = "recsys_core.launching.agent"
 C10D_POLL_S = 6.0
 """torchrun's c10d rendezvous would read its state again every five seconds."""
 
@@ -59,7 +59,7 @@ class Payload:
 def test_on_two_hosts_a_pickle_put_into_the_store_is_not_run(tmp_path: Path) -> None:
     with running_launch(tmp_path, "torchx") as (launcher, _):
         sockets = listening(psutil.Process(launcher.pid))
-        assert {name for name, _ in sockets} == {AGENT, RANKS} and {address for _, address in sockets} <= LOOPBACK
+        assert {name for name, _ in sockets} == {AGENT_MODULE, RANKS} and {address for _, address in sockets} <= LOOPBACK
         folder = LaunchFolder(tmp_path / "logs")
         first = folder.ready_hosts()[0]
         store = TCPStore(first.address, first.port, None, False, wait_for_workers=False)
@@ -71,19 +71,16 @@ def test_on_two_hosts_a_pickle_put_into_the_store_is_not_run(tmp_path: Path) -> 
 
 
 def test_the_store_of_the_first_host_opens_no_socket_except_the_given_listener() -> None:
-    spec = LaunchSpec.model_validate(
-        {"token": "t", "versions": {}, "module": "none", "job": "/job.json", "device": "cpu", "num_nodes": 1}
-        | {"processes_per_node": 1, "interface": "lo", "rendezvous_port": 0, "rendezvous_timeout_s": 5, "lease_timeout_s": None}
-    )
-    host = Host(0, "alpha")
-    network = listen(spec, find_network(spec, host=host, head_name=""), host=host)
-    endpoint = network.address, network.port
+    layout, launcher = RankLayout(device="cpu", num_hosts=1, ranks_per_host=1), TorchxLauncher(scheduler="slurm")
+    spec = LaunchSpec(token="t", versions={}, module="none", job=Path("job.json"), layout=layout, launcher=launcher)
+    listener = socket.create_server(("127.0.0.1", 0))
+    endpoint = listener.getsockname()
 
     def listening_addresses() -> set[object]:
         return {one.laddr for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN}
 
     before = listening_addresses()
-    store = connect_store(replace(network, rendezvous=endpoint), timeout_s=5.0)
-    handler = StaticRendezvous(spec, node=0, store=store, endpoint=endpoint)
+    store = connect_store(endpoint, listener=listener, timeout_s=5.0)
+    handler = StaticRendezvous(spec, host=0, store=store, endpoint=endpoint)
     assert handler.next_rendezvous().world_size == 1
     assert listening_addresses() == before and endpoint in before

@@ -11,30 +11,18 @@ import pytest
 
 from recsys_core.errors import InputError, LaunchError
 from recsys_core.launching.config import MountConfig, TorchxLauncher
-from recsys_core.launching.messages import LaunchFolder, LaunchSpec
+from recsys_core.launching.messages import AGENT_MODULE, LaunchFolder, LaunchSpec, RankLayout
 from tests.recsys_core.launching.scripted_launches import TWO_HOSTS, agents_and_ranks, launch_ranks
 
 pytest.importorskip("torchx")
 from torchx.runner import get_runner
 
-from recsys_core.launching.torchx import build_request
+from recsys_core.launching.hosts.torchx import build_request
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 REQUESTS = Path(__file__).parent / "requests"
 FOLDER = Path("/shared/workspace/runs/20261121-020000-ab12/train.work/logs/attempt-1")
-SPEC = LaunchSpec(
-    token="0123456789abcdef",
-    versions={},
-    module="recsys_core.training",
-    job=FOLDER.parents[1] / "job.json",
-    device="cuda",
-    num_nodes=2,
-    processes_per_node=8,
-    rendezvous_port=29500,
-    rendezvous_timeout_s=300,
-    lease_timeout_s=60,
-)
-AGENT_ARGUMENTS = ("-m", "recsys_core.launching.agent", f"{FOLDER}/launch.json", SPEC.token)
+LAYOUT = RankLayout(device="cuda", num_hosts=2, ranks_per_host=8)
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +31,11 @@ def hosts_import_this_tree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def request_for(launcher: TorchxLauncher) -> str:
+    spec = LaunchSpec(
+        token="0123456789abcdef", versions={}, module="none", job=Path("job.json"), layout=LAYOUT, launcher=launcher
+    )
     with get_runner() as runner:
-        return str(build_request(AGENT_ARGUMENTS, SPEC, LaunchFolder(FOLDER), launcher=launcher, runner=runner))
+        return str(build_request(spec, LaunchFolder(FOLDER), launcher=launcher, runner=runner))
 
 
 @pytest.fixture
@@ -138,17 +129,17 @@ def test_a_killed_rank_is_reported_with_its_host_and_signal_handlers_are_restore
 
 
 def python_with_second_host(folder: Path, commands: str) -> str:
-    """Return an interpreter for the hosts that runs shell `commands` instead of Python on node 1."""
+    """Return an interpreter for the hosts that runs shell `commands` instead of Python on host 1."""
     script = folder / "python"
-    spec, token, node = "$3", "$4", "$5"
+    spec, token, host = "$3", "$4", "$5"
     script.write_text(
-        f'#!/bin/sh\nif [ "{node}" = 1 ]; then\n  spec={spec} token={token}\n  {commands}\nfi\nexec {sys.executable} "$@"\n'
+        f'#!/bin/sh\nif [ "{host}" = 1 ]; then\n  spec={spec} token={token}\n  {commands}\nfi\nexec {sys.executable} "$@"\n'
     )
     script.chmod(0o755)
     return str(script)
 
 
-AGENT = f"exec {sys.executable} -m recsys_core.launching.agent"
+AGENT = f"exec {sys.executable} -m {AGENT_MODULE}"
 
 
 @pytest.mark.drill
@@ -159,9 +150,9 @@ def test_a_missing_host_is_reported_with_the_hosts_that_started(tmp_path: Path) 
             "rendezvous_timeout_s": 20.0,
         }
     )
-    with pytest.raises(LaunchError, match=r"1 of 2 hosts started within 20 s: node 0 \(host .*\); missing: node 1;") as caught:
+    with pytest.raises(LaunchError, match=r"1 of 2 hosts started within 20 s: host 0 \(.*\); missing: host 1;") as caught:
         launch_ranks(tmp_path, {}, launcher=launcher)
-    assert "last lines of node 1:\nno disk left" in str(caught.value)
+    assert "last lines of host 1:\nno disk left" in str(caught.value)
     assert not agents_and_ranks()
 
 
@@ -170,13 +161,13 @@ def test_a_host_without_the_shared_storage_is_reported_before_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = python_with_second_host(tmp_path, f'mkdir -p {tmp_path}/own; {AGENT} {tmp_path}/own/launch.json "$token" 1 NONE')
-    with pytest.raises(InputError, match=r"host \S+ \(node 1\) does not see \S+/own/launch\.json.*same path"):
+    with pytest.raises(InputError, match=r"host 1 \(\S+\) does not see \S+/own/launch\.json.*same path"):
         launch_ranks(tmp_path, {}, launcher=TWO_HOSTS.model_copy(update={"python": python}))
 
 
 def test_a_host_that_sees_another_folder_of_the_same_name_is_reported(tmp_path: Path) -> None:
     python = python_with_second_host(tmp_path, f'{AGENT} "$spec" "stale" 1 NONE')
-    with pytest.raises(InputError, match=r"host \S+ \(node 1\) sees another .*the folder is not shared"):
+    with pytest.raises(InputError, match=r"host 1 \(\S+\) sees another .*the folder is not shared"):
         launch_ranks(tmp_path, {}, launcher=TWO_HOSTS.model_copy(update={"python": python}))
 
 
@@ -184,9 +175,9 @@ def test_a_host_with_another_version_is_reported_with_both_versions(tmp_path: Pa
     with_old_version = (
         "import recsys_core, sys; recsys_core.__version__ = '0.0.9'; sys.argv = ['agent', '$spec', '$token', '1', 'NONE']; "
     )
-    with_old_version += "import runpy; runpy.run_module('recsys_core.launching.agent', run_name='__main__')"
+    with_old_version += "import runpy; runpy.run_module('recsys_core.launching', run_name='__main__')"
     python = python_with_second_host(tmp_path, f'exec {sys.executable} -c "{with_old_version}"')
-    with pytest.raises(InputError, match=r"host \S+ \(node 1\) has nightjar 0\.0\.9 instead of \d"):
+    with pytest.raises(InputError, match=r"host 1 \(\S+\) has nightjar 0\.0\.9 instead of \d"):
         launch_ranks(tmp_path, {}, launcher=TWO_HOSTS.model_copy(update={"python": python}))
 
 
@@ -195,7 +186,7 @@ def test_a_rendezvous_port_in_use_is_reported_with_its_host(tmp_path: Path) -> N
         port = server.getsockname()[1]
         launcher = TWO_HOSTS.model_copy(update={"rendezvous_port": port})
         with pytest.raises(
-            InputError, match=rf"host \S+ \(node 0\) cannot listen on .*port {port}: .* in use; .*launcher\.rendezvous_port"
+            InputError, match=rf"host 0 \(\S+\) cannot listen on .*port {port}: .* in use; .*launcher\.rendezvous_port"
         ):
             launch_ranks(tmp_path, {}, launcher=launcher)
 

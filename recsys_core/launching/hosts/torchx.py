@@ -1,12 +1,13 @@
 """Agents on many hosts, one per host, submitted through TorchX."""
 
 import contextlib
+import itertools
 import logging
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torchx.runner import Runner, get_runner
@@ -15,7 +16,8 @@ from torchx.specs.api import AppState
 
 from recsys_core.errors import InputError, LaunchError
 from recsys_core.launching.config import LOCAL_SCHEDULERS, TorchxLauncher
-from recsys_core.launching.messages import NUM_LAST_LINES, LaunchFolder, LaunchSpec, last_lines
+from recsys_core.launching.heartbeat import heartbeat
+from recsys_core.launching.messages import AGENT_MODULE, NUM_LAST_LINES, LaunchFolder, LaunchSpec, last_lines
 from recsys_core.launching.monitor import GroupState
 from recsys_core.parent_process import PARENT_VARIABLE, parent_environment
 
@@ -27,19 +29,21 @@ LOCAL_STATUS_INTERVAL_S, STATUS_INTERVAL_S = 0.5, 10.0
 NO_STATUS_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 60.0
 LOG_TIMEOUT_S = 10.0
+RENEWALS_PER_LEASE = 20
 
 
 @contextmanager
-def submit(
-    agent_arguments: Sequence[str], spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLauncher
-) -> Iterator["TorchxGroup"]:
-    """Submit one agent per host, and yield the group. The group can reach the scheduler until the block ends.
+def submit(spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLauncher) -> Iterator["TorchxGroup"]:
+    """Submit one agent per host, and yield the group. Until the block ends, the group can reach the scheduler and the lease of
+    the hosts is renewed.
 
     Raises InputError if the settings are not valid for the scheduler, and LaunchError if it does not accept the request.
     """
-    with contextlib.closing(get_runner()) as runner:
+    counter, interval_s = itertools.count(), launcher.lease_timeout_s / RENEWALS_PER_LEASE
+    lease = heartbeat(lambda: folder.renew_lease(spec.token, next(counter)), interval_s=interval_s)
+    with lease, contextlib.closing(get_runner()) as runner:
         with _restore_signal_handlers():
-            request = build_request(agent_arguments, spec, folder, launcher=launcher, runner=runner)
+            request = build_request(spec, folder, launcher=launcher, runner=runner)
         try:
             app_handle = runner.schedule(request)
         except Exception as error:  # each scheduler's client has its own exceptions
@@ -47,13 +51,11 @@ def submit(
                 f"{launcher.scheduler} did not accept the request: {type(error).__name__}: {error}; check that the scheduler "
                 "and its command line tools can be reached from this host"
             ) from error
-        logger.info("%s: %d hosts x %d processes", app_handle, spec.num_nodes, spec.processes_per_node)
+        logger.info("%s: %d hosts x %d ranks", app_handle, spec.layout.num_hosts, spec.layout.ranks_per_host)
         yield TorchxGroup(runner, app_handle, folder=folder, is_local=launcher.scheduler in LOCAL_SCHEDULERS)
 
 
-def build_request(
-    agent_arguments: Sequence[str], spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLauncher, runner: Runner
-) -> AppDryRunInfo[object]:
+def build_request(spec: LaunchSpec, folder: LaunchFolder, *, launcher: TorchxLauncher, runner: Runner) -> AppDryRunInfo[object]:
     """Return the request to submit. str(request) is the scheduler's own format: a batch script or the YAML of a job."""
     is_local = launcher.scheduler in LOCAL_SCHEDULERS
     scheduler_args = dict(launcher.args)
@@ -63,17 +65,17 @@ def build_request(
         name=ROLE,
         image=launcher.image,
         entrypoint=launcher.python or ("python" if launcher.image else sys.executable),
-        args=[*agent_arguments, macros.replica_id, macros.rank0_env],
+        args=["-m", AGENT_MODULE, str(folder.spec_path), spec.token, macros.replica_id, macros.rank0_env],
         # The scheduler passes this environment to every host. Only an agent on this host has this process as its parent.
         env={"PYTHONUNBUFFERED": "1", PARENT_VARIABLE: "", **(parent_environment() if is_local else {}), **launcher.env},
-        num_replicas=spec.num_nodes,
+        num_replicas=spec.layout.num_hosts,
         max_retries=0,
         resource=Resource(
             cpu=launcher.cpus or -1,
-            gpu=spec.processes_per_node if spec.device == "cuda" else 0,
+            gpu=spec.layout.ranks_per_host if spec.layout.device == "cuda" else 0,
             memMB=-1 if launcher.memory_gb is None else int(launcher.memory_gb * 1024),
         ),
-        port_map={"rendezvous": spec.rendezvous_port} if spec.rendezvous_port else {},
+        port_map={"rendezvous": launcher.rendezvous_port} if launcher.rendezvous_port else {},
         mounts=[
             (VolumeMount if mount.type == "volume" else BindMount)(mount.src, mount.dst, read_only=mount.read_only)
             for mount in launcher.mounts
@@ -87,9 +89,7 @@ def build_request(
             f"launcher.scheduler is {launcher.scheduler}, but TorchX has {schedulers}; choose one of them"
         ) from None
     except Exception as error:  # each scheduler validates its settings with its own exceptions
-        shown_args = (
-            ", ".join(f"{setting_name}={setting_value}" for setting_name, setting_value in scheduler_args.items()) or "empty"
-        )
+        shown_args = ", ".join(f"{name}={value}" for name, value in scheduler_args.items()) or "empty"
         raise InputError(
             f"launcher.scheduler {launcher.scheduler} rejects the request ({type(error).__name__}: {error}); "
             f"launcher.args: {shown_args}"
@@ -122,12 +122,12 @@ class TorchxGroup:
         shown_status = "none" if self._status is None else " ".join([self._status.state.name, self._status.msg]).strip()
         return f"{self._app_handle}: status of the scheduler: {shown_status}"
 
-    def last_log_lines(self, node: int) -> str:
+    def last_log_lines(self, host: int) -> str:
         """Return the last lines of a host's stderr. Remote schedulers provide a log only after the app has ended."""
         if self._is_local:
-            stderr_path = next(iter(self._folder.path.glob(f"{LOG_FOLDER}/**/{ROLE}/{node}/stderr.log")), None)
+            stderr_path = next(iter(self._folder.path.glob(f"{LOG_FOLDER}/**/{ROLE}/{host}/stderr.log")), None)
             return "" if stderr_path is None else last_lines(stderr_path)
-        return self._fetch_log(node) if self._is_end_requested else ""
+        return self._fetch_log(host) if self._is_end_requested else ""
 
     def end(self) -> None:
         """Cancel the app and wait until the scheduler reports its end."""
@@ -157,13 +157,13 @@ class TorchxGroup:
                 ) from error
             logger.debug("%s: no status: %s", self._app_handle, error)
 
-    def _fetch_log(self, node: int) -> str:
+    def _fetch_log(self, host: int) -> str:
         """Read the log in a thread with a deadline, because some schedulers block."""
         log_lines: list[str] = []
 
         def read_lines() -> None:
             with contextlib.suppress(Exception):  # the log is missing or cannot be read
-                log_lines.extend(line.rstrip() for line in self._runner.log_lines(self._app_handle, ROLE, node))
+                log_lines.extend(line.rstrip() for line in self._runner.log_lines(self._app_handle, ROLE, host))
 
         reader_thread = threading.Thread(target=read_lines, daemon=True)
         reader_thread.start()

@@ -1,0 +1,200 @@
+"""The agent of one of many hosts, started by TorchX: `python -m recsys_core.launching LAUNCH_JSON TOKEN HOST HEAD_VARIABLE`.
+
+It checks that this host can take part in the launch, meets the other hosts, and runs the ranks of this host.
+"""
+
+import json
+import os
+import platform
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+from torch import cuda
+from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
+
+from recsys_core.disk import disk_full_error, is_disk_full
+from recsys_core.launching.config import LOOPBACK_ADDRESS, TorchxLauncher
+from recsys_core.launching.hosts.network import HostRejected, find_network, listen
+from recsys_core.launching.local.torchrun import (
+    INTERFACE_VARIABLES,
+    StaticRendezvous,
+    local_rendezvous,
+    run_ranks,
+)
+from recsys_core.launching.messages import STDERR_PREFIX, Host, HostReport, LaunchFolder, LaunchSpec, running_versions
+
+STORAGE_TIMEOUT_S = 15.0
+CONNECT_TIMEOUT_S = 60.0
+EXIT_REJECTED = 3
+POLL_S = 0.2
+TERM_GRACE_S = 8.0
+MAX_POLLS_WITHOUT_LEASE = 10
+"""A slow file system may hide the lease for some polls. If the lease of this launch is still missing after so many polls, the
+launching process is assumed to have ended."""
+
+
+class _FolderError(Exception):
+    """The launch folder is missing, is a different one, or is not writable, so this host cannot report through it."""
+
+
+def run_agent(spec_path: Path, token: str, host_index: str, head_variable: str) -> int:
+    """Run the agent; return its exit code, 0 if all ranks of this host exited with code 0.
+
+    head_variable: environment variable in which the scheduler stores the name of host 0.
+    """
+    host, folder = Host(index=int(host_index), name=platform.node()), LaunchFolder(spec_path.parent)
+    try:
+        spec = _read_spec(spec_path, token=token, host=host)
+        return _run_checked(spec, folder=folder, host=host, head_name=os.environ.get(head_variable, "").split(",")[0].strip())
+    except _FolderError as error:
+        sys.stderr.write(f"{STDERR_PREFIX} {error}\n")
+    except HostRejected as error:
+        host_report = HostReport(host=host, pid=os.getpid(), reason=str(error), retryable=error.retryable)
+        try:
+            folder.write(f"end-{host.index}.json", host_report)
+        except OSError:  # this host has already reported its end, or cannot write into the folder
+            sys.stderr.write(f"{STDERR_PREFIX} {error}\n")
+    return EXIT_REJECTED
+
+
+def _read_spec(path: Path, *, token: str, host: Host) -> LaunchSpec:
+    """Read launch.json. Raises HostRejected if the versions differ.
+
+    The versions are compared before the other fields are read, because another version may have other fields.
+    """
+    advice = "the workspace must be on storage that all hosts mount at the same path"
+    deadline = time.monotonic() + STORAGE_TIMEOUT_S
+    while not any(path.parent.glob(path.name)):  # NFS refreshes its cache when a folder is listed
+        if time.monotonic() > deadline:
+            raise _FolderError(f"{host} does not see {path}, which the launching process wrote; {advice}")
+        time.sleep(POLL_S)
+    spec_fields = json.loads(path.read_bytes())
+    if spec_fields["token"] != token:
+        raise _FolderError(
+            f"{host} sees another {path}: its token is {spec_fields['token']}, but the launching process wrote {token}; "
+            f"the folder is not shared; {advice}"
+        )
+    versions, expected_versions = running_versions(), spec_fields["versions"]
+    differences = ", ".join(
+        f"{package} {versions.get(package)} instead of {expected_versions.get(package)}"
+        for package in sorted(versions.keys() | expected_versions.keys())
+        if versions.get(package) != expected_versions.get(package)
+    )
+    if differences:
+        raise HostRejected(f"{host} has {differences}; use the same image or environment on all hosts")
+    return LaunchSpec.model_validate(spec_fields)
+
+
+def _run_checked(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, head_name: str) -> int:
+    """Check this host, report that it is ready, meet the other hosts, and run the ranks. Raises HostRejected."""
+    launcher, num_ranks = spec.launcher, spec.layout.ranks_per_host
+    assert isinstance(launcher, TorchxLauncher)
+    if not spec.job.is_file():
+        raise HostRejected(f"{host} does not see {spec.job}; the workspace must have the same path on all hosts")
+    if spec.layout.device == "cuda" and cuda.device_count() < num_ranks:
+        raise HostRejected(
+            f"{host}: the sharding plan needs {num_ranks} GPUs per host, but this host has {cuda.device_count()}; "
+            "set sharding.cluster.processes_per_node, or request more GPUs from the scheduler"
+        )
+    network, listener = None, None
+    if spec.layout.num_hosts > 1:
+        network = find_network(launcher, host=host, head_name=head_name)
+        listener = listen(launcher, network, host=host) if host.index == 0 else None
+    address, port = network.address if network else LOOPBACK_ADDRESS, listener.getsockname()[1] if listener else 0
+    _report_ready(folder, HostReport(host=host, pid=os.getpid(), address=address, port=port))
+    _wait_for_lease(spec, folder, host=host, timeout_s=launcher.lease_timeout_s)
+    host_0 = _wait_for_host_0(folder, host=host, timeout_s=launcher.rendezvous_timeout_s)
+    threading.Thread(target=_watch_lease, args=(spec, folder, launcher.lease_timeout_s), daemon=True).start()
+    try:
+        meeting: AbstractContextManager[StaticRendezvous]
+        if network is None:
+            meeting = local_rendezvous(spec)
+        else:
+            for variable in INTERFACE_VARIABLES:
+                os.environ[variable] = os.environ.get(variable) or network.interface
+            endpoint = host_0.address, host_0.port
+            store = connect_store(endpoint, listener=listener, timeout_s=launcher.rendezvous_timeout_s)
+            meeting = nullcontext(StaticRendezvous(spec, host=host.index, store=store, endpoint=endpoint))
+        with meeting as rendezvous:
+            return run_ranks(spec, folder=folder, host=host, rendezvous=rendezvous, address=address)
+    except DistError as error:
+        if len(folder.started_ranks()) == spec.layout.world_size:
+            message = f"{host} lost the connection to {host_0.host}: an agent was killed, or a host is down"
+        else:
+            message = (
+                f"{host} did not meet the other hosts at {host_0.address}:{host_0.port}: {str(error).splitlines()[0]}; it must "
+                "reach that address (launcher.interface) and port (launcher.rendezvous_port), and hosts must reach each other "
+                "on any port"
+            )
+        raise HostRejected(message, retryable=True) from error
+
+
+def connect_store(endpoint: tuple[str, int], *, listener: socket.socket | None, timeout_s: float) -> Store:
+    """Return the store at `endpoint`, which host 0 serves with `listener`. Raises DistNetworkError if it cannot be reached."""
+    address, port = endpoint
+    return TCPStore(
+        address,
+        port,
+        is_master=listener is not None,
+        timeout=timedelta(seconds=min(CONNECT_TIMEOUT_S, timeout_s)),
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+
+
+def _report_ready(folder: LaunchFolder, host_report: HostReport) -> None:
+    host = host_report.host
+    try:
+        folder.write(f"ready-{host.index}.json", host_report)
+    except FileExistsError:
+        raise HostRejected(f"{host} was started a second time for the same launch; start a new launch") from None
+    except OSError as error:
+        if is_disk_full(error):
+            raise _FolderError(str(disk_full_error(folder.path, reason=f"{host} has to write into this folder"))) from None
+        raise _FolderError(f"{host} cannot write into {folder.path}: {error.strerror}; mount the workspace writable") from None
+
+
+def _wait_for_host_0(folder: LaunchFolder, *, host: Host, timeout_s: float) -> HostReport:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        host_0 = folder.ready_hosts().get(0)
+        if host_0 is not None:
+            return host_0
+        if time.monotonic() > deadline:
+            raise HostRejected(f"{host} waited {timeout_s:g} s, but host 0 did not start", retryable=True)
+        time.sleep(POLL_S)
+
+
+def _wait_for_lease(spec: LaunchSpec, folder: LaunchFolder, *, host: Host, timeout_s: float) -> None:
+    """Wait until the launching process renews the lease. Raises HostRejected if it does not renew the lease in time.
+
+    A host may leave the scheduler's queue long after the launching process has ended.
+    """
+    initial_lease, deadline = folder.read_lease(spec.token), time.monotonic() + timeout_s
+    while folder.read_lease(spec.token) in (initial_lease, None):
+        if time.monotonic() > deadline:
+            raise HostRejected(f"{host} started after the launching process had ended", retryable=True)
+        time.sleep(POLL_S)
+
+
+def _watch_lease(spec: LaunchSpec, folder: LaunchFolder, timeout_s: float) -> None:
+    """End this process and its ranks when the lease is not renewed for `timeout_s`.
+
+    The lease has no timestamp, because the clocks of the hosts differ. This host measures the age with its own clock.
+    """
+    lease, renewed_at, num_polls_without_lease = None, time.monotonic(), 0
+    while time.monotonic() - renewed_at <= timeout_s and num_polls_without_lease < MAX_POLLS_WITHOUT_LEASE:
+        time.sleep(POLL_S)
+        current_lease = folder.read_lease(spec.token)
+        num_polls_without_lease = num_polls_without_lease + 1 if current_lease is None else 0
+        if current_lease != lease:
+            lease, renewed_at = current_lease, time.monotonic()
+    os.kill(os.getpid(), signal.SIGTERM)  # torchrun forwards it to the ranks
+    time.sleep(TERM_GRACE_S)
+    os._exit(1)  # the remaining ranks end with this process

@@ -1,0 +1,1 @@
+"""The ranks of one host: torchrun, rendezvous, stack dumps."""

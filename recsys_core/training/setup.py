@@ -1,4 +1,4 @@
-"""The setup of a training: the model and all settings that a plan, a training and an export share."""
+"""The setup of a training: the model, all settings that plan, training and export share, and the disk space they need."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -6,12 +6,23 @@ from pathlib import Path
 from recsys_core.launching.config import Launcher, LocalLauncher
 from recsys_core.manifests import Dataset, PlanManifest
 from recsys_core.models.loss.loss_config import LossConfig
-from recsys_core.models.spec import ModelSpec
+from recsys_core.models.spec import ModelSpec, TableSpec
+from recsys_core.models.tables.table_config import TableOptimizerKind
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.sharding.lookup_stats import LookupStats, measure_lookups
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan, plan_sharding
 from recsys_core.training.config import TrainingConfig
+
+FLOAT_BYTES = 4
+_NUM_STATE_VALUES: dict[TableOptimizerKind, tuple[int, int]] = {
+    "rowwise_adagrad": (1, 0),
+    "adagrad": (0, 1),
+    "sgd": (0, 0),
+    "adam": (0, 2),
+    "partial_rowwise_adam": (1, 1),
+}
+"""float32 values that an optimizer stores: (per row, per value of a row)."""
 
 
 @dataclass(frozen=True)
@@ -52,3 +63,36 @@ class TrainingSetup:
         if dataset is None:
             return None
         return measure_lookups(self.model, batch_size=self.training.batch_size, loss=self.loss, dataset=dataset)
+
+
+def training_bytes(config: TrainingConfig, *, spec: ModelSpec, work_folder: Path, steps_per_epoch: int) -> int:
+    """Return the bytes that the checkpoints will need at their peak, less the bytes already in `work_folder`."""
+    checkpoint_bytes = sum(_weight_bytes(table) + _state_bytes(table) for table in spec.tables.values())
+    # A new checkpoint is complete before an old one is removed, and the best one is kept in addition.
+    max_checkpoints = config.keep_checkpoints + 1 + (config.validation is not None)
+    num_validations = 0 if config.validation is None else config.epochs // config.validation.every_epochs
+    num_saves = max(1, config.epochs * steps_per_epoch // config.checkpoint_every_steps + num_validations)
+    existing_bytes = sum(path.stat().st_size for path in work_folder.rglob("*") if path.is_file())
+    return max(0, min(max_checkpoints, num_saves) * checkpoint_bytes - existing_bytes)
+
+
+def export_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of the export's arrays. The largest array counts twice: it is on disk twice while it is built."""
+    dims = spec.config.history_dim, spec.config.output_dim
+    array_bytes = [spec.num_items * dim * FLOAT_BYTES for dim in dims]
+    array_bytes += [_weight_bytes(table) for table in spec.tables.values()]
+    accumulator_bytes = [
+        _state_bytes(table) for table in spec.tables.values() if table.optimizer.kind in ("rowwise_adagrad", "adagrad")
+    ]
+    return sum(array_bytes) + sum(accumulator_bytes) + max(array_bytes)
+
+
+def _weight_bytes(table: TableSpec) -> int:
+    return table.num_rows * table.dim * FLOAT_BYTES
+
+
+def _state_bytes(table: TableSpec) -> int:
+    if table.is_frozen:
+        return 0
+    num_per_row, num_per_value = _NUM_STATE_VALUES[table.optimizer.kind]
+    return table.num_rows * (num_per_row + num_per_value * table.dim) * FLOAT_BYTES

@@ -1,14 +1,12 @@
 """Stage `train`: train from scratch or from the champion, in launched ranks, and commit the best checkpoint."""
 
+import json
 import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from recsys_core.disk import link_or_copy
-from recsys_core.errors import LaunchError
-from recsys_core.launching.heartbeat import HeartbeatFile
-from recsys_core.launching.launch import launch
 from recsys_core.manifests import (
     Dataset,
     InteractionsManifest,
@@ -21,8 +19,7 @@ from recsys_core.manifests import (
 from recsys_core.sharding.config import PLAN_NAME
 from recsys_core.training.config import WarmStartConfig
 from recsys_core.training.dense_parallel import require_shardable_layers
-from recsys_core.training.job.attempts import make_attempts
-from recsys_core.training.job.disk_estimate import training_bytes
+from recsys_core.training.job.attempts import run_attempts
 from recsys_core.training.job.job_spec import (
     CHECKPOINTS_FOLDER,
     JOB_FILE,
@@ -32,10 +29,9 @@ from recsys_core.training.job.job_spec import (
     Progress,
     TrainJob,
     TrainResult,
-    WarmStart,
 )
 from recsys_core.training.metrics_log import MetricsTail
-from recsys_core.training.setup import TrainingSetup
+from recsys_core.training.setup import TrainingSetup, training_bytes
 from recsys_core.training.warm.leaked_events import count_leaked_events
 from recsys_core.training.warm.starting_model import Champion
 from recsys_core.training.warm.warm_start import prepare_warm_start
@@ -84,43 +80,15 @@ def train(
         if full_training_reason is not None:
             logger.info("full training: %s", full_training_reason)
         _remove_unrelated_work(work_folder, fingerprint=fingerprint)
-        job = TrainJob(
-            work=work_folder,
-            fingerprint=fingerprint,
-            spec=model,
-            loss=setup.loss,
-            training=config,
-            interactions=interactions.folder,
-            embeddings=embeddings.folder if embeddings else None,
-            features=features.folder if features else None,
-            plan=plan.path(PLAN_NAME),
-            warm=None
-            if start_champion is None
-            else _prepare_warm_start(start_champion, setup, dataset, folder=work_folder / "warm"),
+        job = _prepare_job(
+            setup, dataset=dataset, plan=plan, champion=start_champion, work=work_folder, fingerprint=fingerprint
         )
-        work_folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(work_folder / "logs", ignore_errors=True)
-        (work_folder / RESULT_FILE).unlink(missing_ok=True)
-        metrics_tail = MetricsTail(work_folder / METRICS_FILE, on_progress)
-        for attempt in make_attempts(job, launcher=setup.launcher, sharding=setup.sharding):
-            try:
-                launch(
-                    work_folder / JOB_FILE,
-                    layout=attempt.layout,
-                    folder=attempt.folder,
-                    heartbeat_file=HeartbeatFile(job.heartbeat, config.start_timeout_s, config.heartbeat_timeout_s),
-                    poll=metrics_tail.relay,
-                    launcher=setup.launcher,
-                )
-                break
-            except LaunchError as error:
-                if attempt.number == config.max_attempts:
-                    raise
-                logger.warning("training attempt %d of %d failed: %s", attempt.number, config.max_attempts, error)
-        result = _copy_result(attempt.job, output_folder=output_folder)
+        poll = MetricsTail(work_folder / METRICS_FILE, on_progress).relay
+        job = run_attempts(job, launcher=setup.launcher, sharding=setup.sharding, poll=poll)
+        result = _copy_result(job, output_folder=output_folder)
         manifest = stage.commit(
             **result.model_dump(exclude={"checkpoint"}),
-            attempts=attempt.number,
+            attempts=job.attempt,
             warm_from=start_champion and start_champion.run_id,
             num_warm_starts=start_champion.train.num_warm_starts + 1 if start_champion else 0,
         )
@@ -161,14 +129,38 @@ def choose_start(
 def _remove_unrelated_work(work_folder: Path, *, fingerprint: str) -> None:
     """Remove the work folder, unless it belongs to an interrupted training with the same fingerprint."""
     job_path = work_folder / JOB_FILE
-    if not job_path.is_file() or TrainJob.model_validate_json(job_path.read_bytes()).fingerprint != fingerprint:
+    if not job_path.is_file() or json.loads(job_path.read_bytes())["fingerprint"] != fingerprint:
         shutil.rmtree(work_folder, ignore_errors=True)
 
 
-def _prepare_warm_start(champion: Champion, setup: TrainingSetup, dataset: Dataset, *, folder: Path) -> WarmStart:
-    """Write the champion's rows and layers for the ranks."""
-    shutil.rmtree(folder, ignore_errors=True)
-    return prepare_warm_start(champion, spec=setup.model, dataset=dataset, folder=folder)
+def _prepare_job(
+    setup: TrainingSetup,
+    *,
+    dataset: Dataset,
+    plan: PlanManifest,
+    champion: Champion | None,
+    work: Path,
+    fingerprint: str,
+) -> TrainJob:
+    """Return the job of the first attempt, and write the champion's rows and layers for its ranks."""
+    for earlier_folder in (work / "logs", work / "warm"):
+        shutil.rmtree(earlier_folder, ignore_errors=True)
+    (work / RESULT_FILE).unlink(missing_ok=True)
+    # This comes before the creation of `work`, so that a rejected champion leaves no folder behind.
+    warm = prepare_warm_start(champion, spec=setup.model, dataset=dataset, folder=work / "warm") if champion else None
+    work.mkdir(parents=True, exist_ok=True)
+    return TrainJob(
+        work=work,
+        fingerprint=fingerprint,
+        spec=setup.model,
+        loss=setup.loss,
+        training=setup.training,
+        interactions=dataset.interactions.folder,
+        embeddings=dataset.embeddings.folder if dataset.embeddings else None,
+        features=dataset.features.folder if dataset.features else None,
+        plan=plan.path(PLAN_NAME),
+        warm=warm,
+    )
 
 
 def _copy_result(job: TrainJob, *, output_folder: Path) -> TrainResult:

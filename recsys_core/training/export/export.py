@@ -16,9 +16,6 @@ from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.dataset.jagged import Int64Array
 from recsys_core.disk import save_npy
-from recsys_core.launching.heartbeat import HeartbeatFile
-from recsys_core.launching.launch import launch
-from recsys_core.launching.messages import RankLayout
 from recsys_core.manifests import Dataset, ExportManifest, StageFolder, TrainManifest, fingerprint_of, require_no_link
 from recsys_core.models.tables.embedding_tables import table_shards
 from recsys_core.models.task import RetrievalTask
@@ -28,11 +25,11 @@ from recsys_core.training.checkpoint import restore
 from recsys_core.training.dense_parallel import gather_tensors
 from recsys_core.training.export.encoding import Encoder, RankWriter
 from recsys_core.training.export.sharded_array import writing_part
-from recsys_core.training.job.disk_estimate import export_bytes
-from recsys_core.training.job.job_spec import JOB_FILE, ExportJob
+from recsys_core.training.job.attempts import launch_job
+from recsys_core.training.job.job_spec import ExportJob
 from recsys_core.training.job.process_group import Process
 from recsys_core.training.optimizers import accumulator_shards, has_accumulators, make_optimizer
-from recsys_core.training.setup import TrainingSetup
+from recsys_core.training.setup import TrainingSetup, export_bytes
 from recsys_core.training.sharded_model import build_model
 
 HELD_OUT_SPLITS: tuple[EvaluationSplit, ...] = ("validation", "test")
@@ -65,19 +62,7 @@ def export_vectors(setup: TrainingSetup, *, dataset: Dataset, train: TrainManife
             plan=train.path(PLAN_NAME),
             checkpoint=train.folder / "checkpoint",
         )
-        (work_folder / JOB_FILE).write_text(job.model_dump_json(indent=2))
-        sharding_plan = PlanFile.read(job.plan)
-        launch(
-            work_folder / JOB_FILE,
-            layout=RankLayout(
-                device=sharding_plan.device,
-                num_hosts=sharding_plan.num_nodes,
-                ranks_per_host=sharding_plan.processes_per_node,
-            ),
-            folder=work_folder / "logs",
-            heartbeat_file=HeartbeatFile(job.heartbeat, config.start_timeout_s, config.heartbeat_timeout_s),
-            launcher=setup.launcher,
-        )
+        launch_job(job, launcher=setup.launcher, log_folder=work_folder / "logs")
         (output_folder / "model.json").write_text(model.model_dump_json(indent=2))
         num_queries_by_split = {split: len(np.load(output_folder / f"query_users_{split}.npy")) for split in HELD_OUT_SPLITS}
         manifest = stage.commit(

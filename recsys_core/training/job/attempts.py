@@ -1,78 +1,78 @@
-"""Attempts of a training: each is a new process group that resumes from the last verified checkpoint."""
+"""Launches of a job: a training has several attempts, and each resumes from the last verified checkpoint."""
 
 import logging
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
-from recsys_core.errors import InputError
+from recsys_core.atomic import write_text
+from recsys_core.errors import InputError, LaunchError
 from recsys_core.launching.config import Launcher
+from recsys_core.launching.heartbeat import HeartbeatFile
+from recsys_core.launching.launch import launch
 from recsys_core.launching.messages import RankLayout
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.sharding.lookup_stats import measure_lookups
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan
 from recsys_core.training.checkpoint import latest_checkpoint
-from recsys_core.training.job.job_spec import CHECKPOINTS_FOLDER, JOB_FILE, TrainJob
+from recsys_core.training.job.job_spec import CHECKPOINTS_FOLDER, JOB_FILE, ExportJob, TrainJob
 
 logger = logging.getLogger(__name__)
 MAX_FAILURES_PER_WORLD_SIZE = 2
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """One launch of a training, with the job that its ranks run. The job file already exists.
+def launch_job(
+    job: TrainJob | ExportJob, *, launcher: Launcher, log_folder: Path, poll: Callable[[], None] = lambda: None
+) -> None:
+    """Write the job file, and run the ranks of the job's plan; raise the errors of `launch`."""
+    job_path, plan = job.work / JOB_FILE, PlanFile.read(job.plan)
+    write_text(job_path, job.model_dump_json(indent=2))
+    launch(
+        job_path,
+        layout=RankLayout(device=plan.device, num_hosts=plan.num_nodes, ranks_per_host=plan.processes_per_node),
+        folder=log_folder,
+        heartbeat_file=HeartbeatFile(job.heartbeat, job.training.start_timeout_s, job.training.heartbeat_timeout_s),
+        poll=poll,
+        launcher=launcher,
+    )
 
-    Attributes:
-        number: number of the launch, from 1.
-        folder: folder for the messages and logs of the launch.
-    """
 
-    number: int
-    job: TrainJob
-    layout: RankLayout
-    folder: Path
+def run_attempts(job: TrainJob, *, launcher: Launcher, sharding: ShardingConfig, poll: Callable[[], None]) -> TrainJob:
+    """Launch `job` until an attempt succeeds, at most job.training.max_attempts times; return the job of this attempt.
 
-
-def make_attempts(job: TrainJob, *, launcher: Launcher, sharding: ShardingConfig) -> Iterator[Attempt]:
-    """Yield at most job.training.max_attempts attempts of `job`; the caller leaves the loop after the first success.
-
-    Each attempt resumes from the newest checkpoint. After two failures in a row, or after one if this machine now has too few
+    Each attempt resumes from the newest checkpoint. After two failures in a row, or after one if this host now has too few
     GPUs, the next attempt uses fewer ranks, if job.training.min_processes allows it.
 
     Args:
         sharding: settings of the plan, from which plans with fewer ranks are made.
+        poll: called about five times a second.
+
+    Raises LaunchError if the last attempt failed, and the InputError or StageError of any attempt.
     """
     num_failures = 0
-    for number in range(1, job.training.max_attempts + 1):
-        job, sharding_plan = _prepare_attempt(job, attempt_number=number)
-        layout = RankLayout(
-            device=sharding_plan.device, num_hosts=sharding_plan.num_nodes, ranks_per_host=sharding_plan.processes_per_node
-        )
-        yield Attempt(number, job, layout, job.work / "logs" / f"attempt-{number}")
+    while True:
+        checkpoint = latest_checkpoint(job.work / CHECKPOINTS_FOLDER, fingerprint=job.fingerprint)
+        job = job.model_copy(update={"resume": None if checkpoint is None else checkpoint.folder})
+        sharding_plan = PlanFile.read(job.plan)
+        if job.attempt > 1 or checkpoint is not None:
+            step = 0 if checkpoint is None else checkpoint.step
+            logger.info("attempt %d: %d ranks, from step %d", job.attempt, sharding_plan.world_size, step)
+        try:
+            launch_job(job, launcher=launcher, log_folder=job.work / "logs" / f"attempt-{job.attempt}", poll=poll)
+            return job
+        except LaunchError as error:
+            if job.attempt == job.training.max_attempts:
+                raise
+            logger.warning("training attempt %d of %d failed: %s", job.attempt, job.training.max_attempts, error)
         num_failures += 1
-        should_reduce_ranks = num_failures >= MAX_FAILURES_PER_WORLD_SIZE or (
-            launcher.kind == "local" and _lacks_gpus(sharding_plan)
-        )
-        if should_reduce_ranks:
+        if num_failures >= MAX_FAILURES_PER_WORLD_SIZE or (launcher.kind == "local" and _lacks_gpus(sharding_plan)):
             smaller_job = _with_fewer_ranks(job, sharding_plan=sharding_plan, sharding=sharding)
             if smaller_job is not None:
                 job, num_failures = smaller_job, 0
-
-
-def _prepare_attempt(job: TrainJob, *, attempt_number: int) -> tuple[TrainJob, PlanFile]:
-    """Write the job file of the next attempt, which resumes from the newest checkpoint; return the job and its plan."""
-    checkpoint = latest_checkpoint(job.work / CHECKPOINTS_FOLDER, fingerprint=job.fingerprint)
-    job = job.model_copy(update={"attempt": attempt_number, "resume": None if checkpoint is None else checkpoint.folder})
-    (job.work / JOB_FILE).write_text(job.model_dump_json(indent=2))
-    sharding_plan = PlanFile.read(job.plan)
-    if attempt_number > 1 or checkpoint is not None:
-        step = 0 if checkpoint is None else checkpoint.step
-        logger.info("attempt %d: %d ranks, from step %d", attempt_number, sharding_plan.world_size, step)
-    return job, sharding_plan
+        job = job.model_copy(update={"attempt": job.attempt + 1})
 
 
 def _lacks_gpus(sharding_plan: PlanFile) -> bool:

@@ -36,32 +36,17 @@ class WarmStart(Frozen):
         return {path.stem.removeprefix("rows_"): path for path in sorted(self.prepared.glob("rows_*.npy"))}
 
 
-class TrainJob(Frozen):
-    """Job that trains a model, and writes checkpoints, metrics.jsonl and result.json to the folder `work`.
+class JobSpec(Frozen):
+    """The part of a job that training and export share. interactions, embeddings, features: stage folders of the data."""
 
-    Attributes:
-        attempt: number of the launch, from 1.
-        resume: verified checkpoint to resume from; None: the training starts from the initial model or from the champion.
-        planned_ranks: world size of the original plan, if this attempt has fewer ranks; otherwise None. The original world size
-            still determines the batches and the length of an epoch.
-        warm: the champion to start from, if this is a warm start.
-        interactions, embeddings, features: stage folders of the ingested data.
-    """
-
-    kind: Literal["train"] = "train"
-    attempt: int = 1
-    resume: Path | None = None
-    planned_ranks: int | None = None
     work: Path
-    fingerprint: str
     spec: ModelSpec
     loss: LossConfig
     training: TrainingConfig
     interactions: Path
-    embeddings: Path | None
-    features: Path | None
+    embeddings: Path | None = None
+    features: Path | None = None
     plan: Path
-    warm: WarmStart | None = None
 
     def open_dataset(self) -> Dataset:
         """Open the stages of the ingested data."""
@@ -73,28 +58,31 @@ class TrainJob(Frozen):
         return self.work / "heartbeat"
 
 
-class ExportJob(Frozen):
+class TrainJob(JobSpec):
+    """Job that trains a model, and writes checkpoints, metrics.jsonl and result.json to the folder `work`.
+
+    Attributes:
+        attempt: number of the attempt, from 1.
+        resume: verified checkpoint to resume from; None: the training starts from the initial model or from the champion.
+        planned_ranks: world size of the original plan, if this attempt has fewer ranks; otherwise None. The original world size
+            still determines the batches and the length of an epoch.
+        warm: the champion to start from, if this is a warm start.
+    """
+
+    kind: Literal["train"] = "train"
+    fingerprint: str
+    attempt: int = 1
+    resume: Path | None = None
+    planned_ranks: int | None = None
+    warm: WarmStart | None = None
+
+
+class ExportJob(JobSpec):
     """Job that writes the vectors, tables and layers of the model in `checkpoint` to the folder `out`."""
 
     kind: Literal["export"] = "export"
-    work: Path
     out: Path
-    spec: ModelSpec
-    loss: LossConfig
-    training: TrainingConfig
-    interactions: Path
-    features: Path | None
-    plan: Path
     checkpoint: Path
-
-    def open_dataset(self) -> Dataset:
-        """Open the stages of the ingested data, without the pretrained vectors."""
-        return Dataset.open(interactions=self.interactions, features=self.features)
-
-    @property
-    def heartbeat(self) -> Path:
-        """File that the ranks change while they work; the launching process watches it."""
-        return self.work / "heartbeat"
 
 
 Job = Annotated[TrainJob | ExportJob, Field(discriminator="kind")]

@@ -15,8 +15,7 @@ from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_indexes
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export.export import export_vectors
-from recsys_core.training.job.disk_estimate import export_bytes, training_bytes
-from recsys_core.training.setup import TrainingSetup
+from recsys_core.training.setup import TrainingSetup, export_bytes, training_bytes
 from recsys_core.training.train import train
 from tests.recsys_core.training.forked_training import (
     checkpoint_of,

@@ -42,7 +42,7 @@ class TrainManifest(Manifest):
     examples: int
     final_loss: float
     samples_per_s: float
-    attempts: int = Field(description="number of launches of the training processes, including those that failed")
+    attempts: int = Field(description="number of attempts to train, including those that failed")
     best_epoch: int | None = Field(
         description="epoch with the best validation metric, whose model the checkpoint holds; null without validation"
     )

@@ -67,7 +67,7 @@ class Checkpointer:
     """Writes checkpoints to `<folder>/step-<step>`, one at a time, while training continues. Every method is collective.
 
     Args:
-        attempt_number: number of the launch, a part of the temporary folder's name: two attempts never share this folder.
+        attempt_number: a part of the temporary folder's name: two attempts never share this folder.
         keep_checkpoints: number of newest checkpoints that are kept, in addition to the best one.
         text_by_extra_file: files that are added to each checkpoint, text by file name.
         heartbeat: heartbeats of the training. The checkpointer touches the file while it hashes a checkpoint, because after the

@@ -99,8 +99,7 @@ class TrainingConfig(Settings):
         2,
         ge=1,
         le=1_000,
-        description="Maximum number of launches of the training. After a failed launch, the training is launched again and "
-        "continues from the last checkpoint",
+        description="Maximum number of attempts to train. The attempt after a failed one continues from the last checkpoint",
     )
     min_processes: Annotated[int | None, OPERATIONAL] = Field(
         None,

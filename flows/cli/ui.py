@@ -7,11 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -31,7 +30,6 @@ WATCH_INTERVAL_S = 0.5
 LOOPBACK_HOSTS = (HOST, "localhost", "::1")
 READY_MESSAGE = "ready"
 PASSWORD_FILE_NAME = "server-password"  # noqa: S105 a name
-ServerT = TypeVar("ServerT", bound=ServerProcess)
 
 
 def serve(config: PipelineConfig, *, prefect_port: int, mlflow_port: int) -> None:
@@ -113,9 +111,8 @@ def _start_servers(
     if api_url := os.environ.get("PREFECT_API_URL"):
         facts["Prefect"] = os.environ.get("PREFECT_UI_URL") or api_url.removesuffix("/api")
     else:
-        prefect_server = _start_server(
-            lambda: PrefectServer(port=prefect_port, has_ui=True), prefect_port, "--prefect-port", stack
-        )
+        prefect_server = PrefectServer(port=prefect_port, has_ui=True)
+        stack.callback(prefect_server.stop)
         facts["Prefect"] = prefect_server.url
     if store_uri := os.environ.get("MLFLOW_BACKEND_STORE_URI"):  # MLflow's own variable for the database of its server
         os.environ.setdefault("MLFLOW_TRACKING_URI", store_uri)
@@ -123,13 +120,17 @@ def _start_servers(
     if mlflow_uri.startswith(("http://", "https://")):
         facts["MLflow"] = mlflow_uri
     else:
-
-        def create_mlflow_server() -> ServerProcess:
-            return ServerProcess("flows.servers.mlflow_process", name="MLflow server", health_path="/health", port=mlflow_port)
-
-        mlflow_server = _start_server(create_mlflow_server, mlflow_port, "--mlflow-port", stack)
+        mlflow_server = ServerProcess(
+            "flows.servers.mlflow_process",
+            name="MLflow server",
+            health_path="/health",
+            port=mlflow_port,
+            port_option="--mlflow-port",
+        )
+        stack.callback(mlflow_server.stop)
         facts["MLflow"] = mlflow_server.url
-    if prefect_server is None and mlflow_server is None:
+    servers = [server for server in (prefect_server, mlflow_server) if server is not None]
+    if not servers:
         return facts, None
     password, shown_password = _server_password(config.workspace)
     facts |= {"password": shown_password} if shown_password else {}
@@ -138,21 +139,9 @@ def _start_servers(
         prefect_server.start_prefect(log_file=log_file, password=password)
     if mlflow_server is not None:
         mlflow_server.start_serving(log_file=log_file, environment=_mlflow_environment(config.workspace, password=password))
-    for server in (prefect_server, mlflow_server):
-        if server is not None:
-            server.wait_until_ready()
-            facts["log"] = str(log_file)
-    return facts, prefect_server
-
-
-def _start_server(create_server: Callable[[], ServerT], port: int, port_option: str, stack: ExitStack) -> ServerT:
-    """Start a server that `stack` stops at its end; raise InputError if the port is in use."""
-    try:
-        server = create_server()
-    except OSError as error:
-        raise InputError(f"port {port} on {HOST}: {os.strerror(error.errno or 0)}; set {port_option} to a free port") from None
-    stack.callback(server.stop)
-    return server
+    for server in servers:
+        server.wait_until_ready()
+    return facts | {"log": str(log_file)}, prefect_server
 
 
 def _server_password(workspace: Path) -> tuple[str, str | None]:
@@ -201,17 +190,11 @@ def _up_lock(workspace: Path) -> Iterator[None]:
 @contextmanager
 def _planned_runs(loaded: LoadedConfig, *, log_file: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start the process that creates the deployment and starts its runs; end the process and its runs after the body."""
+    path = str(loaded.path.absolute())
     read_end, write_end = os.pipe()
     with log_file.open("ab") as log_stream:
         runs_process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "flows.scheduled.deployment_process",
-                str(write_end),
-                str(loaded.path.absolute()),
-                *loaded.overrides,
-            ],
+            [sys.executable, "-m", "flows.scheduled.deployment_process", str(write_end), path, *loaded.overrides],
             env=os.environ | parent_environment(),
             stdin=subprocess.DEVNULL,
             stdout=log_stream,

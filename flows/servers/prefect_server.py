@@ -32,7 +32,13 @@ class PrefectServer(ServerProcess):
     def __init__(self, *, port: int = 0, has_ui: bool = False) -> None:
         self._has_ui = has_ui
         server_name = "Prefect server" if has_ui else "embedded Prefect server"
-        super().__init__("flows.servers.prefect_process", name=server_name, health_path="/api/health", port=port)
+        super().__init__(
+            "flows.servers.prefect_process",
+            name=server_name,
+            health_path="/api/health",
+            port=port,
+            port_option="--prefect-port",
+        )
 
     @property
     def api_url(self) -> str:

@@ -44,15 +44,23 @@ LOG = logging.getLogger("nightjar")
 class ServerProcess:
     """A server process. It imports its libraries after the constructor, and serves after `start_serving`.
 
-    The constructor raises OSError if the port is in use.
+    Args:
+        module: module of the process, which calls `receive_start_message` and serves on `inherited_socket`.
+        health_path: path of the URL that answers when the server is ready.
+        port: port of the server; 0: any free port.
+        port_option: option of the command that sets the port, for the error if the port is in use.
     """
 
-    def __init__(self, module: str, *, name: str, health_path: str, port: int = 0) -> None:
+    def __init__(self, module: str, *, name: str, health_path: str, port: int = 0, port_option: str = "") -> None:
         self._module, self._name, self._health_path = module, name, health_path
-        self._listening_socket = socket.create_server((HOST, port), backlog=SOCKET_BACKLOG)
+        try:
+            self._listening_socket = socket.create_server((HOST, port), backlog=SOCKET_BACKLOG)
+        except OSError as error:
+            problem = f"port {port} on {HOST}: {os.strerror(error.errno or 0)}"
+            raise InputError(f"{problem}; set {port_option} to a free port") from None
         self._environment: dict[str, str] = {}
-        self._log_file: Path | None = None
-        self._log_start_byte = self._num_restarts = 0
+        self._log_file = Path()
+        self._log_start_byte = 0
         self._stop_event = threading.Event()
         self._supervisor_thread: threading.Thread | None = None
         self.has_failed = False
@@ -87,23 +95,18 @@ class ServerProcess:
                     return
             except OSError:  # refused, reset or timed out: the server is not ready
                 time.sleep(0.1)
-        if self._log_file is not None:
-            from recsys_core.disk import require_free_space  # imports numpy, which the processes of the servers do not need
+        from recsys_core.disk import require_free_space  # imports numpy, which the processes of the servers do not need
 
-            require_free_space(self._log_file.parent, MIN_FREE_BYTES, subject=f"the {self._name}, which has ended,")
-            if schema_problem := self._schema_problem():
-                raise InputError(f"the database of the {self._name} {schema_problem}; the details are in {self._log_file}")
+        require_free_space(self._log_file.parent, MIN_FREE_BYTES, subject=f"the {self._name}, which has ended,")
+        if schema_problem := self._schema_problem():
+            raise InputError(f"the database of the {self._name} {schema_problem}; the details are in {self._log_file}")
         problem = f"did not answer within {START_TIMEOUT_S:g} s" if self._process.poll() is None else self._describe_end()
         raise StageError(f"the {self._name} {problem}{self._last_log_lines()}")
 
-    def terminate(self) -> None:
-        """Send SIGTERM to the server and start no other server."""
+    def stop(self) -> None:
+        """Stop the server, which first writes its state to the database, and start no other server."""
         self._stop_event.set()
         self._process.terminate()
-
-    def stop(self) -> None:
-        """Stop the server, which first writes its state to the database."""
-        self.terminate()
         try:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -134,25 +137,19 @@ class ServerProcess:
             pass
 
     def _supervise(self) -> None:
-        while True:
+        """Start another server whenever the server ends, up to MAX_RESTARTS times."""
+        for num_restarts in range(MAX_RESTARTS + 1):
             self._process.wait()
             if self._stop_event.is_set():
                 return
-            if self._num_restarts == MAX_RESTARTS:
-                LOG.error(
-                    "the %s %s again, after %d restarts%s",
-                    self._name,
-                    self._describe_end(),
-                    self._num_restarts,
-                    self._last_log_lines(),
-                )
-                self.has_failed = True
-                self._listening_socket.close()  # clients fail at once instead of waiting for a server
-                return
-            self._num_restarts += 1
-            LOG.warning("the %s %s; another server is started%s", self._name, self._describe_end(), self._last_log_lines())
-            self._process = self._start_process()
-            self._send_start_message()
+            problem = f"the {self._name} {self._describe_end()}"
+            if num_restarts < MAX_RESTARTS:
+                LOG.warning("%s; another server is started%s", problem, self._last_log_lines())
+                self._process = self._start_process()
+                self._send_start_message()
+        LOG.error("%s again, after %d restarts%s", problem, MAX_RESTARTS, self._last_log_lines())
+        self.has_failed = True
+        self._listening_socket.close()  # clients fail at once instead of waiting for a server
 
     def _describe_end(self) -> str:
         exit_code = self._process.returncode
@@ -160,7 +157,7 @@ class ServerProcess:
 
     def _log_text(self) -> str:
         """Return the log lines of this server, without those of earlier servers in the same file."""
-        if self._log_file is None or not self._log_file.is_file():
+        if not self._log_file.is_file():
             return ""
         with self._log_file.open("rb") as file:
             file.seek(self._log_start_byte)
@@ -179,14 +176,10 @@ class ServerProcess:
         return None
 
     def _last_log_lines(self) -> str:
-        if self._log_file is None or not self._log_file.is_file():
-            return ""
         lines = self._log_text().splitlines()[-NUM_LOG_LINES:]
-        return (
-            "\n".join((f"; the last lines of {self._log_file}:", *lines))
-            if lines
-            else f"; {self._log_file} has no line of this server"
-        )
+        if not lines:
+            return f"; {self._log_file} has no line of this server"
+        return "\n".join((f"; the last lines of {self._log_file}:", *lines))
 
 
 def receive_start_message() -> bool:

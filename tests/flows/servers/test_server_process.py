@@ -1,0 +1,50 @@
+"""A supervised server: a server that ends again and again is given up."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from flows.servers.server_process import MAX_RESTARTS, ServerProcess
+
+ONE_REQUEST = """
+import os, pathlib
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from flows.servers.server_process import inherited_socket, receive_start_message
+
+class Health(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+if receive_start_message():
+    server = HTTPServer(("127.0.0.1", 0), Health, bind_and_activate=False)
+    server.socket.close()
+    server.socket = inherited_socket()
+    if not pathlib.Path(os.environ["SERVED"]).exists():
+        pathlib.Path(os.environ["SERVED"]).touch()
+        server.handle_request()
+    print("the server ends")
+    raise SystemExit(3)
+"""
+
+
+def test_a_server_that_ends_again_and_again_is_given_up_with_its_last_log_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "one_request.py").write_text(ONE_REQUEST)
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[3]}:{tmp_path}")
+    server = ServerProcess("one_request", name="test server", health_path="/")
+    server.start_serving(log_file=tmp_path / "server.log", environment={"SERVED": str(tmp_path / "served")})
+    with caplog.at_level(logging.WARNING, logger="nightjar"):
+        server.wait_until_ready()
+        assert server._supervisor_thread is not None
+        server._supervisor_thread.join(60)
+    messages = [record.getMessage() for record in caplog.records]
+    end = "the test server ended with exit code 3"
+    assert [message.startswith(f"{end}; another server is started") for message in messages[:-1]] == [True] * MAX_RESTARTS
+    assert messages[-1].startswith(f"{end} again, after {MAX_RESTARTS} restarts; the last lines of {tmp_path / 'server.log'}")
+    assert messages[-1].endswith("the server ends")
+    assert server.has_failed
+    assert server._process.returncode == 3, "the last server had ended before"
+    server.stop()

@@ -3,7 +3,7 @@
 import re
 import unicodedata
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, get_args
 from urllib.parse import parse_qsl
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -137,14 +137,6 @@ def _as_tuple(paths: Any) -> Any:
     return (paths,) if isinstance(paths, str) else paths
 
 
-Checksums = Annotated[
-    Literal["pages", "sidecar"],
-    Field(
-        description="checksums that are verified when a file is first read. With pages, these are the page checksums inside "
-        "the parquet file, if its writer stored any. With sidecar, the SHA-256 of the file must also be in "
-        "<file>.sha256, as sha256sum writes it"
-    ),
-]
 ColumnName = Annotated[str, Field(min_length=1, max_length=1_000), AfterValidator(_check_control_characters)]
 Name = Annotated[
     str, Field(min_length=1, max_length=200), AfterValidator(_check_control_characters), AfterValidator(_check_outer_blanks)

@@ -1,20 +1,16 @@
-"""Checks of an input file before its rows are used: for decompression bombs, for damaged pages, and against its sha256 file.
+"""Checks of an input file before its rows are used: for decompression bombs, and for damaged pages.
 
 Run `check_expansion` first. It rejects files that would fill the memory when the other checks decode them.
 """
 
-import hashlib
-import re
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recsys_core.errors import InputError, first_line, shown, shown_names
-from recsys_core.parquet.locations import SIDECAR, retrying
+from recsys_core.errors import InputError, first_line, shown_names
 from recsys_core.parquet.sources import Source
 from recsys_core.units import GIB, MIB
 
@@ -28,8 +24,6 @@ _INT32_FIELD_MARKER = b"\x15"
 _BATCH_BYTES = 64 * MIB
 _BATCH_ROWS = 262_144
 _READ_ERRORS = (pa.ArrowException, OSError, UnicodeError)
-_MAX_SIDECAR_BYTES = 10_000
-_SIDECAR_LINE = re.compile(r"\\?([0-9a-fA-F]{64})([ \t]+\*?[^\n]*)?\s*")
 
 
 def check_expansion(
@@ -239,50 +233,3 @@ def _damaged_page_error(source: Source, column: str, error: BaseException | None
     return InputError(
         f"{source.name}: column {column!r}{rows_text}: a page is damaged ({reason}); copy or write the file again"
     )
-
-
-def require_sidecars(sources: Sequence[Source]) -> None:
-    """Raise InputError if a file does not have a valid sha256 file next to it; the file itself is not read."""
-    for source in sources:
-        _read_sidecar_sha256(source)
-
-
-def verify_sidecars(sources: Sequence[Source]) -> None:
-    """Raise InputError if the sha256 of a file differs from its sidecar, the sha256 file next to it."""
-    for source in sources:
-        expected_sha256, actual_sha256 = _read_sidecar_sha256(source), retrying(partial(_sha256, source))
-        if actual_sha256 != expected_sha256:
-            raise InputError(
-                f"{source.name}: its sha256 is {actual_sha256}, but {expected_sha256} in {source.name}{SIDECAR}: one of them "
-                "is damaged or out of date; copy or write the file again, then its sidecar"
-            )
-
-
-def _read_sidecar_sha256(source: Source) -> str:
-    location = source.location
-    try:
-        with location.filesystem.open_input_stream(location.path + SIDECAR) as file:
-            sidecar_text = bytes(file.read(_MAX_SIDECAR_BYTES)).decode(errors="replace")
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(
-            f"{source.name}{SIDECAR}: cannot be read ({first_line(error)}), but the setting checksums is "
-            "sidecar; write this file with sha256sum, or set checksums to pages"
-        ) from None
-    sidecar_match = _SIDECAR_LINE.fullmatch(sidecar_text)
-    if sidecar_match is None:
-        raise InputError(
-            f"{source.name}{SIDECAR}: contains {shown(sidecar_text)}, expected one line of 64 hexadecimal digits and the name "
-            "of the file; write it with sha256sum"
-        )
-    return sidecar_match[1].lower()
-
-
-def _sha256(source: Source) -> str:
-    digest = hashlib.sha256()
-    try:
-        with source.location.filesystem.open_input_stream(source.location.path) as file:
-            while block := file.read(MIB):
-                digest.update(block)
-    except pa.ArrowException as error:
-        raise InputError(f"{source.name}: cannot be read: {first_line(error)}") from error
-    return digest.hexdigest()

@@ -18,8 +18,6 @@ import tenacity
 from recsys_core.config import URI_PATTERN, is_uri
 from recsys_core.errors import InputError, first_line, printable
 
-SIDECAR = ".sha256"
-"""Suffix of a sidecar: the file that contains the checksum of another file."""
 _SCHEMES = {"s3": "s3", "gs": "gs", "gcs": "gs", "file": "file"}
 _MAX_ATTEMPTS = 3
 """Number of attempts of `retrying`. In each attempt the SDK of the store retries as well."""
@@ -260,9 +258,8 @@ def _includes_hidden_files(pattern_components: Sequence[str]) -> bool:
 
 
 def _is_skipped(path: str, *, base_folder: str) -> bool:
-    """Return whether folders and globs skip `path`: a sidecar, or a path with a hidden component below `base_folder`."""
-    is_hidden = any(component[0] in "_." and component not in (".", "..") for component in _path_components(path, base_folder))
-    return path.endswith(SIDECAR) or is_hidden
+    """Return whether folders and globs skip `path`, because a component below `base_folder` is hidden."""
+    return any(component[0] in "_." and component not in (".", "..") for component in _path_components(path, base_folder))
 
 
 def _is_utf8(path: str) -> bool:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from recsys_core.config import MAX_COUNT, Checksums, ColumnName, Paths, Settings
+from recsys_core.config import MAX_COUNT, ColumnName, Paths, Settings
 
 FeatureKind = Literal["categorical", "list", "weighted_list", "numeric"]
 Side = Literal["user", "item", "context"]
@@ -153,7 +153,6 @@ class FeatureTableConfig(Settings):
 
     paths: Paths = Field(min_length=1, description="Parquet file or glob, or a list of them")
     id_column: ColumnName = Field(description="Column with the id. Its type is the type of the id in the log")
-    checksums: Checksums = "pages"
     features: tuple[FeatureConfig, ...] = Field(min_length=1, max_length=1_000, description="Features to read from the table")
 
     @model_validator(mode="after")

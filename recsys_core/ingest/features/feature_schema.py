@@ -18,7 +18,6 @@ from recsys_core.parquet.columns import (
     require_unambiguous_case,
     value_type,
 )
-from recsys_core.parquet.guards import require_sidecars
 from recsys_core.parquet.sources import Source, open_sources
 
 ID_TABLES = ("item", "user")
@@ -38,8 +37,6 @@ class FeatureTable:
     id_column: str | None = None
     """None for the context, whose rows are the events."""
     id_type: IdType | None = None
-    has_sidecars: bool = False
-    """Whether a sidecar, a file with the sha256, is next to each file."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -70,8 +67,6 @@ def open_feature_tables(
             continue
         setting = f"features.{side}s"
         sources = open_sources(table_config.paths, setting=f"{setting}.paths", allowed_data_root=allowed_data_root)
-        if table_config.checksums == "sidecar":
-            require_sidecars(sources)
         table_id_type = id_type(sources, table_config.id_column, setting=f"{setting}.id_column")
         require_one_type(
             table_id_type,
@@ -87,7 +82,6 @@ def open_feature_tables(
             _value_types(sources, table_config.features, setting=setting),
             table_config.id_column,
             table_id_type,
-            has_sidecars=table_config.checksums == "sidecar",
         )
         _check_column_names(table)
         tables.append(table)

@@ -21,7 +21,6 @@ from recsys_core.ingest.features.feature_column import BATCH_ROWS
 from recsys_core.ingest.features.feature_schema import FeatureTable
 from recsys_core.manifests import FeatureTableFacts, InteractionsManifest
 from recsys_core.parquet.duckdb_session import SQL_TYPE, quoted, scan_all_sql, scan_sql
-from recsys_core.parquet.guards import verify_sidecars
 from recsys_core.parquet.local_copies import local_files
 
 
@@ -57,8 +56,6 @@ class TableSource:
         """Create table `joined` with the rows of the feature table whose id is in the catalogue."""
         table = self.table
         assert table.id_column is not None and table.id_type is not None
-        if table.has_sidecars:
-            verify_sidecars(table.sources)
         with local_files(table.sources, columns=table.columns, scratch_folder=scratch_folder) as paths:
             reject_bad_table(connection, table, paths=paths)
             catalogue_sql = scan_sql(self.catalogue_path, options_sql="file_row_number = true")

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
-from recsys_core.config import MAX_COUNT, MAX_DAYS, OPERATIONAL, Checksums, ColumnName, Paths, Settings
+from recsys_core.config import MAX_COUNT, MAX_DAYS, OPERATIONAL, ColumnName, Paths, Settings
 
 SPLITS = ("train", "validation", "test")
 """Names of the splits. The index of a split is its code. The events of a user are stored in the order of the codes."""
@@ -215,7 +215,6 @@ class InteractionsConfig(Settings):
     vocabulary: VocabularyConfig = Field(
         default_factory=VocabularyConfig, description="When to rebuild the vocabularies of users and items"
     )
-    checksums: Checksums = "pages"
     on_bad_rows: Literal["fail", "drop"] = Field(
         "fail",
         description="What happens to a bad row, for example with a null id, an invalid time or a label that is not a "

@@ -16,7 +16,7 @@ from recsys_core.ingest.log.log_schema import InteractionsInput
 from recsys_core.ingest.log.log_statistics import IN_FUTURE, columns_by_role
 from recsys_core.manifests import IngestedFile, InteractionsManifest, LogPart, SourceFile, fingerprint_of
 from recsys_core.parquet.columns import require_column
-from recsys_core.parquet.guards import has_page_checksums, verify_pages, verify_sidecars
+from recsys_core.parquet.guards import has_page_checksums, verify_pages
 from recsys_core.parquet.local_copies import local_files
 from recsys_core.parquet.sources import Source
 
@@ -96,24 +96,16 @@ def read_part(
         column: _widest_type([require_column(source, column, setting="interactions") for source in sources])
         for column in config.columns
     }
-    checksum_flags = _verify_files(sources, config)
+    checksum_flags = [has_page_checksums(source, config.columns) for source in sources]
+    for source, pages_have_checksums in zip(sources, checksum_flags, strict=True):
+        if source.is_local and pages_have_checksums:  # pages of remote files are verified while they are copied
+            verify_pages(source, config.columns)
     with local_files(sources, columns=config.columns, scratch_folder=part_path.with_suffix(".remote")) as paths:
         statistics = engine.read_part(LogFiles(sources, paths, type_by_column), part_path=part_path)
     return tuple(
         _ingested_file(config, source, file_statistics, has_checksums=has_checksums)
         for source, file_statistics, has_checksums in zip(sources, statistics, checksum_flags, strict=True)
     )
-
-
-def _verify_files(sources: Sequence[Source], config: InteractionsConfig) -> list[bool]:
-    """Compare local files with their checksums; return whether the pages of each file have checksums."""
-    if config.checksums == "sidecar":
-        verify_sidecars(sources)
-    checksum_flags = [has_page_checksums(source, config.columns) for source in sources]
-    for source, pages_have_checksums in zip(sources, checksum_flags, strict=True):
-        if source.is_local and pages_have_checksums:  # pages of remote files are verified while they are copied
-            verify_pages(source, config.columns)
-    return checksum_flags
 
 
 def _ingested_file(

@@ -10,7 +10,7 @@ from recsys_core.errors import InputError
 from recsys_core.ingest.log.config import SPLITS, FileSplit, InteractionsConfig
 from recsys_core.manifests import IdType, SourceFile
 from recsys_core.parquet.columns import id_type, require_column, require_same_types, require_unambiguous_case
-from recsys_core.parquet.guards import check_expansion, require_sidecars
+from recsys_core.parquet.guards import check_expansion
 from recsys_core.parquet.sources import Source, check_distinct_files, open_sources, reject_copies
 
 
@@ -52,8 +52,6 @@ def open_interactions(config: InteractionsConfig, *, allowed_data_root: Path | N
             config.split.test_paths, setting="interactions.split.test_paths", allowed_data_root=allowed_data_root
         )
     all_sources = tuple(source for sources in sources_by_split.values() for source in sources)
-    if config.checksums == "sidecar":
-        require_sidecars(all_sources)
     _require_distinct_files(sources_by_split)
     for sources in sources_by_split.values():
         reject_copies(sources, setting="interactions")

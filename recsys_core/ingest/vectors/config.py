@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from recsys_core.config import MAX_COUNT, OPERATIONAL, Checksums, ColumnName, Paths, Settings
+from recsys_core.config import MAX_COUNT, OPERATIONAL, ColumnName, Paths, Settings
 
 
 class IdMapConfig(Settings):
@@ -45,7 +45,6 @@ class EmbeddingsConfig(Settings):
         "projected",
     )
     normalise: bool = Field(False, description="Scale each vector to length 1 after the projection")
-    checksums: Checksums = "pages"
     on_bad_rows: Literal["fail", "drop"] = Field(
         "fail",
         description="What happens to a row with a bad id or vector. With fail, the run stops. With drop, the row is removed "

@@ -27,7 +27,6 @@ from recsys_core.ingest.vectors.row_faults import RowFaults, reject_faults
 from recsys_core.ingest.vectors.vector_schema import VectorFiles, check_pca_dim, open_embeddings, require_one_dim
 from recsys_core.manifests import EmbeddingsManifest, StageFolder, VectorTable, fingerprint_of
 from recsys_core.parquet.duckdb_session import database
-from recsys_core.parquet.guards import verify_sidecars
 from recsys_core.parquet.local_copies import local_files
 
 
@@ -126,8 +125,6 @@ def _read_entry(files: VectorFiles, *, table_ids: TableIds, scratch_folder: Path
     """Read the ids and the vectors of an entry, and reject or remove its faulty rows."""
     config = files.config
     scratch_folder.mkdir()
-    if config.checksums == "sidecar":
-        verify_sidecars((*files.sources, *files.id_map_sources))
     matrix_path = scratch_folder / "vectors.npy"
     with ExitStack() as stack:
         paths = stack.enter_context(

@@ -11,7 +11,7 @@ from recsys_core.errors import InputError, shown_names
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.manifests import IdType
 from recsys_core.parquet.columns import id_type, require_column, require_one_type
-from recsys_core.parquet.guards import check_expansion, require_sidecars
+from recsys_core.parquet.guards import check_expansion
 from recsys_core.parquet.sources import Source, open_sources
 
 
@@ -94,8 +94,6 @@ def check_pca_dim(files: VectorFiles, source_dim: int) -> None:
 
 def _open_entry(config: EmbeddingsConfig, *, setting: str, allowed_data_root: Path | None) -> VectorFiles:
     sources = open_sources(config.paths, setting=f"{setting}.paths", allowed_data_root=allowed_data_root)
-    if config.checksums == "sidecar":
-        require_sidecars(sources)
     source_id_type = id_type(sources, config.id_column, setting=f"{setting}.id_column")
     columns = _vector_columns(sources[0], config, setting=setting)
     for source in sources[1:]:
@@ -119,8 +117,6 @@ def _open_entry(config: EmbeddingsConfig, *, setting: str, allowed_data_root: Pa
         id_map_sources = open_sources(
             config.id_map.paths, setting=f"{setting}.id_map.paths", allowed_data_root=allowed_data_root
         )
-        if config.checksums == "sidecar":
-            require_sidecars(id_map_sources)
         from_column = config.id_map.from_column
         require_one_type(
             id_type(id_map_sources, from_column, setting=f"{setting}.id_map.from_column"),

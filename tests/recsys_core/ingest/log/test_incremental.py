@@ -265,3 +265,17 @@ def test_the_last_of_several_runs_has_the_events_of_one_run_over_all_days(
     counts = np.load(manifest.path("item_count.npy"))
     assert sorted(rank.tolist()) == list(range(manifest.num_items))
     assert (np.diff(counts[np.argsort(rank)]) <= 0).all()
+
+
+def test_the_manifest_records_which_files_have_page_checksums(tmp_path: Path) -> None:
+    plain_path, checked_path = tmp_path / "log" / "a.parquet", tmp_path / "log" / "b.parquet"
+    for path, first_day in ((plain_path, 0), (checked_path, 4)):
+        days = [(first_day + day) * DAY_US for day in range(4)]
+        write(path, user_id=[1, 2, 1, 2], item_id=[1, 2, 1, 2], t=days)
+    pq.write_table(pq.read_table(checked_path), checked_path, write_page_checksum=True)
+    split = {"kind": "time", "test_days": 1, "validation_days": 1}
+    manifest = ingest(tmp_path / "stage", str(tmp_path / "log"), split=split)
+    assert {file.source.path: file.has_checksums for part in manifest.parts for file in part.files} == {
+        str(plain_path): False,
+        str(checked_path): True,
+    }

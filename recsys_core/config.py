@@ -3,7 +3,7 @@
 import re
 import unicodedata
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import parse_qsl
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -137,6 +137,27 @@ def _as_tuple(paths: Any) -> Any:
     return (paths,) if isinstance(paths, str) else paths
 
 
+OnBadRows = Annotated[
+    Literal["fail", "drop"],
+    Field(
+        description="What happens to a bad row, for example with a null id, an invalid time, a label that is not a number, or "
+        "a vector of zeros. With fail, the run stops. With drop, the row is removed and counted"
+    ),
+]
+MaxBadShare = Annotated[
+    float,
+    Field(ge=0, le=1, description="With on_bad_rows: drop, the run stops if more than this share of the rows is bad"),
+]
+MaxExpansionRatio = Annotated[
+    int,
+    OPERATIONAL,
+    Field(
+        ge=1,
+        le=MAX_COUNT,
+        description="Largest allowed ratio of the decompressed size of a file to its compressed size. A file that exceeds the "
+        "ratio is rejected if its decompressed size is more than 1 GiB",
+    ),
+]
 ColumnName = Annotated[str, Field(min_length=1, max_length=1_000), AfterValidator(_check_control_characters)]
 Name = Annotated[
     str, Field(min_length=1, max_length=200), AfterValidator(_check_control_characters), AfterValidator(_check_outer_blanks)

@@ -5,7 +5,17 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
-from recsys_core.config import MAX_COUNT, MAX_DAYS, OPERATIONAL, ColumnName, Paths, Settings
+from recsys_core.config import (
+    MAX_COUNT,
+    MAX_DAYS,
+    OPERATIONAL,
+    ColumnName,
+    MaxBadShare,
+    MaxExpansionRatio,
+    OnBadRows,
+    Paths,
+    Settings,
+)
 
 SPLITS = ("train", "validation", "test")
 """Names of the splits. The index of a split is its code. The events of a user are stored in the order of the codes."""
@@ -215,21 +225,9 @@ class InteractionsConfig(Settings):
     vocabulary: VocabularyConfig = Field(
         default_factory=VocabularyConfig, description="When to rebuild the vocabularies of users and items"
     )
-    on_bad_rows: Literal["fail", "drop"] = Field(
-        "fail",
-        description="What happens to a bad row, for example with a null id, an invalid time or a label that is not a "
-        "number. With fail, the run stops. With drop, the row is removed and counted",
-    )
-    max_bad_share: float = Field(
-        0.01, ge=0, lt=1, description="With on_bad_rows: drop, the run stops if more than this share of the rows is bad"
-    )
-    max_expansion_ratio: Annotated[int, OPERATIONAL] = Field(
-        1_000,
-        ge=1,
-        le=MAX_COUNT,
-        description="Largest allowed ratio of the decompressed size of a file to its compressed size. A file that exceeds the "
-        "ratio is rejected if its decompressed size is more than 1 GiB",
-    )
+    on_bad_rows: OnBadRows = "fail"
+    max_bad_share: MaxBadShare = 0.01
+    max_expansion_ratio: MaxExpansionRatio = 1_000
     memory_limit: Annotated[MemoryLimit, OPERATIONAL] = Field(
         "1GB", description="Memory limit of DuckDB. DuckDB writes data that does not fit to disk"
     )

@@ -1,10 +1,10 @@
 """Configuration of pretrained embeddings."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from recsys_core.config import MAX_COUNT, OPERATIONAL, ColumnName, Paths, Settings
+from recsys_core.config import OPERATIONAL, ColumnName, MaxBadShare, MaxExpansionRatio, OnBadRows, Paths, Settings
 
 
 class IdMapConfig(Settings):
@@ -45,21 +45,9 @@ class EmbeddingsConfig(Settings):
         "projected",
     )
     normalise: bool = Field(False, description="Scale each vector to length 1 after the projection")
-    on_bad_rows: Literal["fail", "drop"] = Field(
-        "fail",
-        description="What happens to a row with a bad id or vector. With fail, the run stops. With drop, the row is removed "
-        "and counted",
-    )
-    max_bad_share: float = Field(
-        0.01, ge=0, le=1, description="With on_bad_rows: drop, the run stops if more than this share of the rows is bad"
-    )
-    max_expansion_ratio: Annotated[int, OPERATIONAL] = Field(
-        1_000,
-        ge=1,
-        le=MAX_COUNT,
-        description="Largest allowed ratio of the decompressed size of a file to its compressed size. A file that exceeds the "
-        "ratio is rejected if its decompressed size is more than 1 GiB",
-    )
+    on_bad_rows: OnBadRows = "fail"
+    max_bad_share: MaxBadShare = 0.01
+    max_expansion_ratio: MaxExpansionRatio = 1_000
     batch_rows: Annotated[int, OPERATIONAL] = Field(
         65_536,
         ge=1,

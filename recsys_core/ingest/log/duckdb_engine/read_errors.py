@@ -5,10 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import duckdb
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from recsys_core.errors import InputError, first_line, shown
 from recsys_core.ingest.log.config import InteractionsConfig
@@ -18,7 +16,7 @@ from recsys_core.ingest.row_checks import value_at
 from recsys_core.parquet.duckdb_session import DAMAGED_FILE_ERRORS, quoted, scan_sql
 from recsys_core.parquet.guards import verify_pages
 from recsys_core.parquet.sources import Source
-from recsys_core.units import DAY_US, INT64_MAX
+from recsys_core.units import DAY_US
 
 TICKS_PER_S = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 _BATCH_ROWS = 262_144
@@ -37,17 +35,15 @@ def explain_read_errors(config: InteractionsConfig, files: LogFiles) -> Iterator
         file_name = next((source.name for source in sources if _has_null_id(source, config)), sources[0].name)
         raise InputError(_FALSE_NULL_COUNT_MESSAGE.format(name=file_name)) from error
     except (duckdb.Error, pa.ArrowException, OSError) as error:
-        is_conversion_error = isinstance(error, duckdb.ConversionException)
         is_read_error = (
-            is_conversion_error or isinstance(error, pa.ArrowException | OSError) or type(error) in DAMAGED_FILE_ERRORS
+            isinstance(error, duckdb.ConversionException | pa.ArrowException | OSError) or type(error) in DAMAGED_FILE_ERRORS
         )
         if is_read_error and "no space left" not in str(error).lower():
-            for source in sources:
-                verify_pages(source, config.columns)
             for source, path in zip(sources, files.paths, strict=True):
+                verify_pages(source, config.columns)
                 _reject_unreadable_column(source, path, config)
-        if is_conversion_error:
-            _reject_out_of_range_times(config, sources)
+                if isinstance(error, duckdb.ConversionException):
+                    _reject_out_of_range_time(config, source)
         raise
 
 
@@ -89,7 +85,7 @@ def _reject_unreadable_column(source: Source, path: Path, config: InteractionsCo
                 continue
             try:
                 connection.sql(f"SELECT max(hash({quoted(column)})) FROM {scan_sql(path)}").fetchall()
-            except duckdb.ConversionException:  # an out-of-range time, which _reject_out_of_range_times reports
+            except duckdb.ConversionException:  # an out-of-range time, which _reject_out_of_range_time reports
                 continue
             except duckdb.Error as error:
                 message = first_line(error).replace(str(path), source.name)
@@ -99,43 +95,27 @@ def _reject_unreadable_column(source: Source, path: Path, config: InteractionsCo
                 ) from error
 
 
-def _reject_out_of_range_times(config: InteractionsConfig, sources: Sequence[Source]) -> None:
-    """Raise InputError for the first time before 1970 or in the future, with the number of such rows."""
-    column, latest_us = config.timestamp_column or "", latest_valid_time_us(config)
-    first_bad_row: tuple[Source, int] | None = None
-    num_bad = 0
-    for source in sources:
-        bad_row_numbers = _rows_with_bad_time(source, column, latest_us=latest_us)
-        num_bad += len(bad_row_numbers)
-        if len(bad_row_numbers) and first_bad_row is None:
-            first_bad_row = source, int(bad_row_numbers[0])
-    if first_bad_row is not None:
-        source, row = first_bad_row
-        num_rows = sum(log_source.record.rows for log_source in sources)
-        raise InputError(
-            f"{source.name}: column {column!r}, row {row}: {shown(value_at(source, column, row))} is before 1970 or in the "
-            f"future ({num_bad:,} of {num_rows:,} rows); the rows cannot be dropped, because DuckDB cannot read some of these "
-            f"times; {FIX_CLOCK}"
-        )
-
-
-def _rows_with_bad_time(source: Source, column: str, *, latest_us: int) -> NDArray[np.int64]:
-    """Return the rows with a time before 1970 or after `latest_us`; no rows if the type is neither timestamp nor date32."""
+def _reject_out_of_range_time(config: InteractionsConfig, source: Source) -> None:
+    """Raise InputError for the first time before 1970 or in the future in a column of timestamps or of date32."""
+    column, latest_us, first_row = config.timestamp_column or "", latest_valid_time_us(config), 0
     if column not in source.schema.names:  # a hive key, whose values pyarrow has already parsed
-        return np.empty(0, np.int64)
+        return
     data_type = source.schema.field(column).type
     if pa.types.is_timestamp(data_type):
         storage_type, latest_ticks = pa.int64(), latest_us * TICKS_PER_S[data_type.unit] // 1_000_000
     elif pa.types.is_date32(data_type):
         storage_type, latest_ticks = pa.int32(), latest_us // DAY_US
     else:
-        return np.empty(0, np.int64)
-    bad_rows, batch_start = [], 0
+        return
     with source.open() as file:
         for batch in file.iter_batches(_BATCH_ROWS, columns=[column]):
             ticks = batch.column(0).view(storage_type)
-            is_in_future = pc.greater(ticks, pa.scalar(min(latest_ticks, INT64_MAX), pa.int64()))
-            is_bad = pc.fill_null(pc.or_(pc.less(ticks, 0), is_in_future), False)
-            bad_rows.append(batch_start + np.flatnonzero(is_bad.to_numpy(zero_copy_only=False)))
-            batch_start += batch.num_rows
-    return np.concatenate(bad_rows) if bad_rows else np.empty(0, np.int64)
+            is_out_of_range = pc.or_(pc.less(ticks, 0), pc.greater(ticks, latest_ticks))
+            index_in_batch = pc.index(is_out_of_range, True).as_py()
+            if index_in_batch >= 0:
+                row = first_row + index_in_batch
+                raise InputError(
+                    f"{source.name}: column {column!r}, row {row}: {shown(value_at(source, column, row))} is before 1970 or in "
+                    f"the future; such rows cannot be dropped, because DuckDB cannot read some of these times; {FIX_CLOCK}"
+                )
+            first_row += batch.num_rows

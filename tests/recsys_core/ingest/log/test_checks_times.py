@@ -108,7 +108,7 @@ def test_a_time_that_has_no_microseconds_is_named(tmp_path: Path, value: int, po
     path = with_times(tmp_path / "a.parquet", pa.array([1, -1, value, value, 0], pa.timestamp("ms")))
     refuses(
         lambda folder: ingest(folder, path, split=LAST_OUT, on_bad_rows=policy, max_bad_share=0.9), tmp_path,
-        "a.parquet: column 't', row 1: 1969-12-31 23:59:59.999000 is before 1970 or in the future (3 of 5 rows)",
+        "a.parquet: column 't', row 1: 1969-12-31 23:59:59.999000 is before 1970 or in the future; ",
         "DuckDB cannot read some of these times", WAY_OUT,
     )  # fmt: skip
 
@@ -131,7 +131,7 @@ def test_a_time_outside_the_nanosecond_range_of_another_file_is_rejected(tmp_pat
     ]
     refuses(
         lambda folder: ingest(folder, *paths, split=LAST_OUT), tmp_path,
-        "a.parquet: column 't', row 3: 4", " is before 1970 or in the future (1 of 9 rows", WAY_OUT,
+        "a.parquet: column 't', row 3: 4", " is before 1970 or in the future; ", WAY_OUT,
     )  # fmt: skip
 
 

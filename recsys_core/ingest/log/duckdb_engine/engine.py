@@ -16,10 +16,9 @@ import pyarrow as pa
 from recsys_core.ingest.log.config import InteractionsConfig, LogFilter
 from recsys_core.ingest.log.duckdb_engine.checks import row_checks, scan_files
 from recsys_core.ingest.log.duckdb_engine.filters import extra_column_names, load_log
-from recsys_core.ingest.log.duckdb_engine.part_writer import add_ids, write_events
-from recsys_core.ingest.log.duckdb_engine.raw_log import raw_log_sql
+from recsys_core.ingest.log.duckdb_engine.raw_log import raw_log_sql, write_events
 from recsys_core.ingest.log.duckdb_engine.read_errors import explain_read_errors, reject_false_null_counts
-from recsys_core.ingest.log.duckdb_engine.vocabulary import assign_rows, create_id_table, write_codes
+from recsys_core.ingest.log.duckdb_engine.vocabulary import add_ids, assign_rows, create_id_table, write_codes
 from recsys_core.ingest.log.engine import FileStatistics, LogCounts, LogFiles, Vocabulary
 from recsys_core.ingest.log.log_statistics import columns_by_role, reject_bad_log
 from recsys_core.ingest.row_checks import BadRow, first_bad_row, pass_sql

@@ -1,13 +1,20 @@
-"""The new files of the log as SQL: view `raw`, with the columns user, item, position, label, weight and context_<n>."""
+"""The new files of the log in DuckDB: view `raw`, and the part that stores its rows.
+
+The view has the columns user, item, position, label, weight and context_<n>.
+"""
 
 from collections.abc import Mapping, Sequence
 from datetime import date
+from pathlib import Path
 
+import duckdb
 import pyarrow as pa
 
-from recsys_core.ingest.log.config import InteractionsConfig
+from recsys_core.ingest.log.config import FileSplit, InteractionsConfig
+from recsys_core.ingest.log.duckdb_engine.vocabulary import id_condition_sql
 from recsys_core.ingest.log.engine import LogFiles
-from recsys_core.parquet.duckdb_session import quoted, scan_all_sql
+from recsys_core.manifests import IdType
+from recsys_core.parquet.duckdb_session import SQL_TYPE, quoted, scan_all_sql, scan_sql
 from recsys_core.parquet.sources import Source
 
 TO_MICROSECONDS_SQL = {"s": "* 1000000", "ms": "* 1000", "us": "", "ns": "// 1000"}
@@ -80,3 +87,47 @@ def _before_1970_sql(data_type: pa.DataType) -> str:
         return "time < 0"
     has_time_zone = pa.types.is_timestamp(data_type) and data_type.tz is not None
     return "time::TIMESTAMPTZ < TIMESTAMPTZ '1970-01-01 00:00:00+00'" if has_time_zone else "time < DATE '1970-01-01'"
+
+
+def write_events(
+    connection: duckdb.DuckDBPyConnection,
+    config: InteractionsConfig,
+    *,
+    part_path: Path,
+    kept_row_sql: str,
+    id_types: Mapping[str, IdType],
+) -> dict[int, tuple[int, int]]:
+    """Write the rows of `raw` to keep to a part, with codes in place of ids.
+
+    Return, by index of the file, the number of rows written and the number of these rows that have a null.
+    """
+    # TRY_CAST: DuckDB may cast a bad row before the filter removes it.
+    id_sql_by_side = {side: f'TRY_CAST(raw."{side}" AS {SQL_TYPE[id_type]})' for side, id_type in id_types.items()}
+    extra_columns_sql = ["TRY_CAST(weight AS FLOAT) AS weight"] if config.weight_column else []
+    extra_columns_sql += [f"context_{index}" for index in range(len(config.context_columns))]
+    draw_sql = _validation_draw_sql(config)
+    extra_columns_sql += [] if draw_sql is None else [f"{draw_sql} AS draw"]
+    columns_sql = ", ".join(["source::INTEGER AS source", 'u.code AS "user"', "i.code AS item", "position", *extra_columns_sql])
+    joins_sql = [
+        f"JOIN {side}_ids {side[0]} ON {id_condition_sql(connection, side, id_sql=id_sql)}"
+        for side, id_sql in id_sql_by_side.items()
+    ]
+    connection.execute(
+        f"COPY (SELECT {columns_sql} FROM raw {' '.join(joins_sql)} WHERE {kept_row_sql}) "
+        f"TO {quoted(str(part_path), quote=chr(39))} (FORMAT parquet, COMPRESSION lz4_raw)"
+    ).fetchall()
+    has_null_sql = "position IS NULL" + (" OR weight IS NULL" if config.weight_column else "")
+    query = f"SELECT source, count(*), count(*) FILTER ({has_null_sql}) FROM {scan_sql(part_path)} GROUP BY 1"
+    return {source: (num_rows, num_nulls) for source, num_rows, num_nulls in connection.sql(query).fetchall()}
+
+
+def _validation_draw_sql(config: InteractionsConfig) -> str | None:
+    """Return SQL for a number below 1,000,000 that decides whether a training event is held out for validation.
+
+    All events of a pair of user and item, or of an item (see validation_unit), have the same number.
+    Return None if no event is held out by a hash.
+    """
+    if not isinstance(config.split, FileSplit) or config.split.validation_share == 0:
+        return None
+    hash_arguments_sql = PAIR_HASH_ARGUMENTS_SQL if config.split.validation_unit == "pair" else ITEM_HASH_ARGUMENTS_SQL
+    return f"(hash({hash_arguments_sql}, 'validation') % 1000000)::INTEGER"

@@ -35,6 +35,28 @@ def create_id_table(
     return int(num_without_row)
 
 
+def add_ids(connection: duckdb.DuckDBPyConnection, side: str, *, id_type: IdType, kept_row_sql: str) -> None:
+    """Give the new ids of `raw` the next codes, the most frequent id first."""
+    ((num_codes,),) = connection.sql(f"SELECT count(*) FROM {side}_ids").fetchall()
+    id_counts_sql = (
+        f'SELECT TRY_CAST("{side}" AS {SQL_TYPE[id_type]}) AS id, count(*) AS events FROM raw WHERE {kept_row_sql} GROUP BY 1'
+    )
+    anti_join_sql = f"ANTI JOIN {side}_ids USING (id)" if num_codes else ""
+    connection.execute(
+        f"INSERT INTO {side}_ids SELECT id, ({num_codes} + row_number() OVER (ORDER BY events DESC, id) - 1)::INTEGER, NULL "
+        f"FROM ({id_counts_sql}) {anti_join_sql}"
+    ).fetchall()
+
+
+def id_condition_sql(connection: duckdb.DuckDBPyConnection, side: str, *, id_sql: str) -> str:
+    """Return the SQL condition that joins the ids in `id_sql` with table <side>_ids.
+
+    If all ids have different hashes, the condition compares hashes. This is a third faster.
+    """
+    ((num_ids, num_hashes),) = connection.sql(f"SELECT count(*), count(DISTINCT hash(id)) FROM {side}_ids").fetchall()
+    return f"hash({id_sql}) = hash({side[0]}.id)" if num_hashes == num_ids else f"{id_sql} = {side[0]}.id"
+
+
 def assign_rows(
     connection: duckdb.DuckDBPyConnection,
     side: str,

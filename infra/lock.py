@@ -15,6 +15,12 @@ LOCK_FOLDER = ROOT / "infra" / "locks"
 UV_FLAGS = ["--universal", "--python-version", "3.11", "--fork-strategy", "fewest", "--generate-hashes"]
 UV_FLAGS += ["--no-header", "--no-annotate", "--quiet"]
 TORCH_VERSION = "2.14.1"
+# Requirements that replace those of other packages. They are here and not in pyproject.toml, from which `uv pip install` would
+# read them too: it would then install the newest certifi instead of the locked one.
+OVERRIDES = (
+    "urllib3>=2.5",  # torchx 0.7.0 requires urllib3 1, but only its ray scheduler needs this version
+    "certifi>=2026.10",  # prefect 3.9.1 requires a release of certifi that some mirrors do not have yet
+)
 
 # sha256 of CPU builds of torch that are not on PyPI. torch.txt accepts them in addition to PyPI's builds. infra/README.md
 # describes how to add one.
@@ -85,10 +91,11 @@ def compile_lock(
     `pins` are written into uv's output file first, because uv prefers the versions of an existing output file.
     """
     with tempfile.TemporaryDirectory() as folder:
-        output_path, excludes_path = Path(folder, "lock.txt"), Path(folder, "excludes.txt")
+        output_path, excludes_path, overrides_path = (Path(folder, f"{name}.txt") for name in ("lock", "excludes", "overrides"))
         output_path.write_text(pins)
         excludes_path.write_text(excluded_package)
-        file_options = ["--excludes", str(excludes_path), "--output-file", str(output_path)]
+        overrides_path.write_text("\n".join(OVERRIDES))
+        file_options = ["--excludes", str(excludes_path), "--overrides", str(overrides_path), "--output-file", str(output_path)]
         subprocess.run(
             [uv, "pip", "compile", *requirements, *UV_FLAGS, *file_options, *uv_options],
             input=stdin,

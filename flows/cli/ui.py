@@ -15,9 +15,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from flows.cli import output
-from flows.servers.mlflow_process import PASSWORD_VARIABLE
 from flows.servers.prefect_server import PrefectServer
-from flows.servers.server_process import HOST, LOG, WORKSPACE_VARIABLE, ServerProcess
+from flows.servers.server_process import HOST, LOG, PASSWORD_VARIABLE, WORKSPACE_VARIABLE, ServerProcess
 from flows.settings.config_file import LoadedConfig
 from flows.settings.environment import set_flow_run_retention
 from flows.settings.pipeline import PipelineConfig
@@ -121,7 +120,7 @@ def _start_servers(
         facts["MLflow"] = mlflow_uri
     else:
         mlflow_server = ServerProcess(
-            "flows.servers.mlflow_process",
+            "flows.servers.mlflow_app",
             name="MLflow server",
             health_path="/health",
             port=mlflow_port,

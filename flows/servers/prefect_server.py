@@ -13,6 +13,8 @@ from recsys_core.disk import require_free_space
 from recsys_core.imports import fast_imports
 
 FlowT = TypeVar("FlowT")
+LIBRARIES = ("docket", "fastapi")
+"""Libraries of Prefect that take long to import and do not read Prefect's settings."""
 INTERVAL_S_BY_VARIABLE = {
     "PREFECT_SERVER_SERVICES_LATE_RUNS_LOOP_SECONDS": "60",
     "PREFECT_SERVER_SERVICES_PAUSE_EXPIRATIONS_LOOP_SECONDS": "60",
@@ -33,9 +35,10 @@ class PrefectServer(ServerProcess):
         self._has_ui = has_ui
         server_name = "Prefect server" if has_ui else "embedded Prefect server"
         super().__init__(
-            "flows.servers.prefect_process",
+            "flows.servers.prefect_app",
             name=server_name,
             health_path="/api/health",
+            libraries=LIBRARIES,
             port=port,
             port_option="--prefect-port",
         )

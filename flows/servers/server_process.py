@@ -16,24 +16,23 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from recsys_core.disk import require_free_space
 from recsys_core.errors import InputError, StageError
 from recsys_core.parent_process import parent_environment
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
-REQUEST_GRACE_S = 2
-"""Time in which open requests may end after the server is stopped, in seconds. A page in a browser keeps a connection open."""
 MAX_RESTARTS = 5
 NUM_LOG_LINES = 5
 SOCKET_BACKLOG = 1024
 MIN_FREE_BYTES = 2**25
 """Required free disk space: a new database, the server's log and the first files of a run."""
-WORKSPACE_VARIABLE = "NIGHTJAR_WORKSPACE"
-"""Environment variable with the path of the workspace, for the process of the MLflow server."""
+WORKSPACE_VARIABLE, PASSWORD_VARIABLE = "NIGHTJAR_WORKSPACE", "NIGHTJAR_MLFLOW_PASSWORD"
+"""Environment variables of the MLflow server's process: the path of the workspace, and the password, as user:password."""
 EARLIER_SCHEMA_PATTERN = re.compile(r"Detected out-of-date database schema \(found version (\w+), but expected (\w+)\)")
 """Message of MLflow, which does not migrate a database by itself."""
 LATER_SCHEMA_TEXT = "Can't locate revision identified by"
@@ -42,22 +41,34 @@ LOG = logging.getLogger("nightjar")
 
 
 class ServerProcess:
-    """A server process. It imports its libraries after the constructor, and serves after `start_serving`.
+    """A server process (`flows/servers/__main__.py`). It imports its libraries at once, and serves after `start_serving`.
 
     Args:
-        module: module of the process, which calls `receive_start_message` and serves on `inherited_socket`.
+        application: module whose `create_app` returns the application.
+        libraries: modules that the process imports before it has its environment variables.
         health_path: path of the URL that answers when the server is ready.
         port: port of the server; 0: any free port.
         port_option: option of the command that sets the port, for the error if the port is in use.
     """
 
-    def __init__(self, module: str, *, name: str, health_path: str, port: int = 0, port_option: str = "") -> None:
-        self._module, self._name, self._health_path = module, name, health_path
+    def __init__(
+        self,
+        application: str,
+        *,
+        name: str,
+        health_path: str,
+        libraries: Sequence[str] = (),
+        port: int = 0,
+        port_option: str = "",
+    ) -> None:
+        self._name, self._health_path = name, health_path
         try:
             self._listening_socket = socket.create_server((HOST, port), backlog=SOCKET_BACKLOG)
         except OSError as error:
             problem = f"port {port} on {HOST}: {os.strerror(error.errno or 0)}"
             raise InputError(f"{problem}; set {port_option} to a free port") from None
+        fd = str(self._listening_socket.fileno())
+        self._command = [sys.executable, "-m", "flows.servers", fd, application, *libraries]
         self._environment: dict[str, str] = {}
         self._log_file = Path()
         self._log_start_byte = 0
@@ -95,8 +106,6 @@ class ServerProcess:
                     return
             except OSError:  # refused, reset or timed out: the server is not ready
                 time.sleep(0.1)
-        from recsys_core.disk import require_free_space  # imports numpy, which the processes of the servers do not need
-
         require_free_space(self._log_file.parent, MIN_FREE_BYTES, subject=f"the {self._name}, which has ended,")
         if schema_problem := self._schema_problem():
             raise InputError(f"the database of the {self._name} {schema_problem}; the details are in {self._log_file}")
@@ -118,7 +127,7 @@ class ServerProcess:
 
     def _start_process(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", self._module, str(self._listening_socket.fileno())],
+            self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -180,24 +189,3 @@ class ServerProcess:
         if not lines:
             return f"; {self._log_file} has no line of this server"
         return "\n".join((f"; the last lines of {self._log_file}:", *lines))
-
-
-def receive_start_message() -> bool:
-    """In the server process: wait for the start message, and use its log file and environment.
-
-    Return False if the command has ended without a start message, e.g. because the config was invalid.
-    """
-    message_bytes = sys.stdin.buffer.read()
-    if not message_bytes:
-        return False
-    start_message = json.loads(message_bytes)
-    log_fd = os.open(start_message["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log_fd, 1)
-    os.dup2(log_fd, 2)
-    os.environ.update(start_message["environment"])
-    return True
-
-
-def inherited_socket() -> socket.socket:
-    """Return the listening socket, whose file descriptor is the first argument of the server process."""
-    return socket.socket(fileno=int(sys.argv[1]))

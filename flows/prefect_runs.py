@@ -7,9 +7,9 @@ from typing import Annotated, Any
 from uuid import UUID
 
 from prefect import Flow, runtime
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.states import Crashed, Failed
 from prefect.utilities.urls import url_for
 from pydantic import Field
@@ -121,39 +121,52 @@ def tag_flow_run(pipeline_name: str, *, reason: str = "", run_id: str | None = N
         LOG.warning("could not tag the flow run in Prefect (%s: %s); the run continues", type(error).__name__, error)
 
 
-def end_lost_runs(
-    client: SyncPrefectClient, deployment_id: UUID, *, state_types: Sequence[str], current_flow_run_id: UUID | None = None
-) -> None:
-    """Set the flow runs of a deployment to Crashed if their state has one of `state_types`. This frees their concurrency slots.
+def end_as_crashed(flow_run_id: UUID, *, message: str, only_running: bool = False) -> None:
+    """Set a flow run and its unfinished task runs to Crashed. This frees the concurrency slot of the flow run.
+
+    Args:
+        only_running: change nothing unless the flow run is Running.
+    """
+    crashed_state: State = Crashed(message=message)
+    with get_client(sync_client=True) as client:
+        if only_running and client.read_flow_run(flow_run_id).state_type != StateType.RUNNING:
+            return
+        client.set_flow_run_state(flow_run_id, crashed_state, force=True)
+        for task_run in client.read_task_runs(flow_run_filter=_flow_run_filter(id={"any_": [flow_run_id]})):
+            if task_run.state is not None and not task_run.state.is_final():
+                client.set_task_run_state(task_run.id, crashed_state, force=True)
+
+
+def end_lost_runs(deployment_id: UUID, *, current_flow_run_id: UUID | None = None) -> None:
+    """Set the flow runs of a deployment that have begun and not ended to Crashed.
 
     Call this function only if no process of these flow runs can be alive. The flow run `current_flow_run_id` is not changed.
     """
-    run_filter = {"deployment_id": {"any_": [deployment_id]}, "state": {"type": {"any_": list(state_types)}}}
-    for lost_run in client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(run_filter)):
+    state = {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}
+    with get_client(sync_client=True) as client:
+        lost_runs = client.read_flow_runs(
+            flow_run_filter=_flow_run_filter(deployment_id={"any_": [deployment_id]}, state=state)
+        )
+    for lost_run in lost_runs:
         if lost_run.id != current_flow_run_id:
             LOG.warning("the process of flow run %s has died; the flow run ends as Crashed", lost_run.name)
-            crashed_state: State = Crashed(message="the process of this run died: its worker or machine was stopped")
-            client.set_flow_run_state(lost_run.id, crashed_state, force=True)
+            end_as_crashed(lost_run.id, message="the process of this run died: its worker or machine was stopped")
 
 
 def end_earlier_runs() -> None:
-    """End the lost runs of the current flow run's deployment.
+    """End the lost runs of the current flow run's deployment. A failure is logged and does not affect the current flow run.
 
-    The caller holds the lock of the workspace, so the process of every other Running flow run has died. The
-    process of every other Pending flow run has died too, because the current flow run has the only slot of the deployment. A
-    flow run that waits for the slot is Scheduled and is not changed.
-
-    A failure is logged and does not affect the current flow run.
+    The caller holds the lock of the workspace, so the process of every other Running flow run has died. The process of every
+    other Pending flow run has died too, because the current flow run has the only slot of the deployment. A flow run that waits
+    for the slot is Scheduled and is not changed.
     """
     if runtime.deployment.id is None:
         return
     try:
-        with get_client(sync_client=True) as client:
-            end_lost_runs(
-                client,
-                UUID(runtime.deployment.id),
-                state_types=["RUNNING", "PENDING", "CANCELLING"],
-                current_flow_run_id=UUID(runtime.flow_run.id),
-            )
+        end_lost_runs(UUID(runtime.deployment.id), current_flow_run_id=UUID(runtime.flow_run.id))
     except Exception as error:  # any error of Prefect or the network
         LOG.warning("could not end lost flow runs (%s: %s); this run is not affected", type(error).__name__, error)
+
+
+def _flow_run_filter(**conditions: Any) -> FlowRunFilter:
+    return FlowRunFilter.model_validate(conditions)

@@ -81,7 +81,7 @@ def prepare_deployments(loaded: LoadedConfig) -> tuple[RunnerDeployment, ...]:
         for deployment in deployments:
             current_deployment = read_deployment(client, config.name, flow_name=str(deployment.flow_name))
             if current_deployment is not None:
-                end_lost_runs(client, current_deployment.id, state_types=["RUNNING", "PENDING", "CANCELLING"])
+                end_lost_runs(current_deployment.id)
     return deployments
 
 

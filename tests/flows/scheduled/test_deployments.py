@@ -276,10 +276,10 @@ def test_a_run_whose_process_has_died_ends_as_crashed_and_frees_its_slot(tmp_pat
     assert client.read_flow_run(current.id).state_name == "Cancelled"  # the lost run still has the slot
 
     current = client.create_flow_run_from_deployment(deployment.id)
-    end_lost_runs(client, deployment.id, state_types=["RUNNING"])
+    end_lost_runs(deployment.id)
     for state in (Pending(), Running()):
         client.set_flow_run_state(current.id, state)
-    end_lost_runs(client, deployment.id, state_types=["RUNNING"], current_flow_run_id=current.id)
+    end_lost_runs(deployment.id, current_flow_run_id=current.id)
     assert [client.read_flow_run(run.id).state_name for run in (lost, current)] == ["Crashed", "Running"]
 
 

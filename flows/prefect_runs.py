@@ -1,15 +1,20 @@
-"""Flow runs in Prefect: fields of their forms, names, tags and addresses, and the end of runs whose process died."""
+"""Prefect's API: its client, fields of forms, names, tags and addresses of flow runs, and the end of runs that died."""
 
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 from uuid import UUID
 
+import httpx
+import prefect
 from prefect import Flow, runtime
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Crashed, Failed
 from prefect.utilities.urls import url_for
 from pydantic import Field
@@ -17,12 +22,45 @@ from pydantic import Field
 from flows.settings.config_file import load_config
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.config import MAX_PATH_CHARACTERS
-from recsys_core.errors import InputError, printable
+from recsys_core.errors import InputError, first_line, printable, redacted
 from tasks.runs.workspace import Workspace
 
 LOG = logging.getLogger("nightjar")
 MAX_TAG_CHARACTERS = 80
 MAX_OVERRIDES = 100
+
+
+@contextmanager
+def prefect_client() -> Iterator[SyncPrefectClient]:
+    """Yield a client of the server in PREFECT_API_URL; raise InputError if the server does not answer or is incompatible."""
+    shown_url = redacted(os.environ["PREFECT_API_URL"])
+    try:
+        with get_client(sync_client=True) as client:
+            _check_server_version(client.api_version(), shown_url=shown_url)
+            yield client
+    except (httpx.HTTPError, PrefectHTTPStatusError, RuntimeError) as error:
+        http_status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else None
+        if http_status in (401, 403):
+            raise InputError(
+                f"the Prefect server at {shown_url} rejects the request with HTTP status {http_status}; set "
+                "PREFECT_API_AUTH_STRING or PREFECT_API_KEY to the secret of the server"
+            ) from None
+        cause = error.__cause__ or error
+        problem = f"{type(cause).__name__}: {first_line(cause)}"
+        raise InputError(
+            redacted(f"the Prefect server at {shown_url} does not work: {problem}; check the server and PREFECT_API_URL")
+        ) from None
+
+
+def _check_server_version(server_version: str, *, shown_url: str) -> None:
+    server_version_parts, client_version_parts = (version.split(".")[:2] for version in (server_version, prefect.__version__))
+    is_server_older = [int(part) for part in server_version_parts] < [int(part) for part in client_version_parts]
+    if server_version_parts[0] != client_version_parts[0] or is_server_older:
+        raise InputError(
+            f"the Prefect server at {shown_url} has version {server_version}, but this installation of nightjar has Prefect "
+            f"{prefect.__version__}, which needs a server of version {'.'.join(client_version_parts)} or a later "
+            f"{client_version_parts[0]}.x; upgrade the server"
+        )
 
 
 def titled_field(title: str) -> Any:

@@ -25,10 +25,11 @@ def deploy_pipeline(loaded: LoadedConfig, *, work_pool_name: str | None, with_au
         )
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")  # a user waits for the answer
+    from flows.prefect_runs import prefect_client
     from flows.scheduled import automations, deployments
 
     automation_names: list[str] = []
-    with deployments.prefect_client() as client:
+    with prefect_client() as client:
         work_pool_name = deployments.choose_work_pool(client, work_pool_name)
         if with_automations:
             automations.require_alert_block(client)
@@ -47,7 +48,7 @@ def deploy_pipeline(loaded: LoadedConfig, *, work_pool_name: str | None, with_au
             verb = "created" if current_deployment is None else "updated" if changes else "unchanged"
             facts[deployment.full_name] = f"would be {verb}" if dry_run else verb
         if rows:
-            output.print_table(["deployment", "setting", "current", "new"], rows, console=output.stdout)
+            output.print_table(["deployment", "setting", "current", "new"], rows)
         if not dry_run:
             deployment_id, *_ = [deployments.apply_deployment(deployment) for deployment in new_deployments]
             if with_automations:
@@ -60,4 +61,4 @@ def deploy_pipeline(loaded: LoadedConfig, *, work_pool_name: str | None, with_au
     }
     if with_automations:
         facts["automations"] = ", ".join(automation_names) or "would be created or updated"
-    output.print_facts(facts, console=output.stdout)
+    output.print_facts(facts)

@@ -43,9 +43,9 @@ def serve(config: PipelineConfig, *, prefect_port: int, mlflow_port: int) -> Non
             config, prefect_port=prefect_port, mlflow_port=mlflow_port, log_file=log_file, stack=stack
         )
         if "log" not in facts:  # this command has started no server
-            output.print_facts(facts, console=output.stdout)
+            output.print_facts(facts)
             return
-        output.print_facts(facts | {"stop": "Ctrl-C"}, console=output.stdout)
+        output.print_facts(facts | {"stop": "Ctrl-C"})
         _watch(prefect_server, None, log_file=log_file)
 
 
@@ -72,7 +72,7 @@ def up(loaded: LoadedConfig, *, prefect_port: int, mlflow_port: int, metrics_por
         next_start = config.schedule.next_start(datetime.now(UTC))
         facts["deployments"] = f"nightly-retrain/{config.name}, and promote and rollback"
         facts["next start"] = f"{next_start:%Y-%m-%d %H:%M %Z}" if next_start else "by hand in Prefect only; set schedule.cron"
-        output.print_facts(facts | {"log": str(log_file), "stop": "Ctrl-C"}, console=output.stdout)
+        output.print_facts(facts | {"log": str(log_file), "stop": "Ctrl-C"})
         _watch(prefect_server, runs_process, log_file=log_file)
 
 

@@ -21,9 +21,9 @@ import psutil
 from prefect.deployments.runner import RunnerDeployment
 from prefect.runner import Runner
 
-from flows.prefect_runs import end_lost_runs
+from flows.prefect_runs import end_lost_runs, prefect_client
 from flows.scheduled import automations
-from flows.scheduled.deployments import deployments_of, is_schedule_paused, prefect_client, read_deployment
+from flows.scheduled.deployments import deployments_of, is_schedule_paused, read_deployment
 from flows.settings.config_file import LoadedConfig
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import NightjarError

@@ -4,18 +4,14 @@
 `nightjar up` starts, creates deployments and runs them itself.
 """
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 from uuid import UUID
 
-import httpx
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy, VersionInfo
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.deployments.runner import RunnerDeployment
-from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.exceptions import ObjectNotFound
 from prefect.schedules import Schedule
 from prefect.types.entrypoint import EntrypointType
 
@@ -24,7 +20,7 @@ from flows.champion import promote, rollback
 from flows.scheduled.deployed import deployed_retrain
 from flows.settings.config_file import LoadedConfig
 from flows.settings.pipeline import PipelineConfig
-from recsys_core.errors import InputError, first_line, redacted, shown, shown_names
+from recsys_core.errors import InputError, shown, shown_names
 from tasks import ENVIRONMENT
 
 STRATEGY_BY_ON_OVERRUN = {"skip": ConcurrencyLimitStrategy.CANCEL_NEW, "queue": ConcurrencyLimitStrategy.ENQUEUE}
@@ -113,41 +109,6 @@ def apply_deployment(deployment: RunnerDeployment) -> UUID:
     # With explicit version information, Prefect does not look for a git repository in the current folder.
     deployment_id = deployment.apply(version_info=VersionInfo(type="prefect:simple", version=recsys_core.__version__))
     return UUID(str(deployment_id))
-
-
-@contextmanager
-def prefect_client() -> Iterator[SyncPrefectClient]:
-    """Yield a client of the server in PREFECT_API_URL; raise InputError if the server does not answer or is incompatible."""
-    shown_url = redacted(os.environ["PREFECT_API_URL"])
-    try:
-        with get_client(sync_client=True) as client:
-            _check_server_version(client.api_version(), shown_url=shown_url)
-            yield client
-    except (httpx.HTTPError, PrefectHTTPStatusError, RuntimeError) as error:
-        http_status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else None
-        if http_status in (401, 403):
-            raise InputError(
-                f"the Prefect server at {shown_url} rejects the request with HTTP status {http_status}; set "
-                "PREFECT_API_AUTH_STRING or PREFECT_API_KEY to the secret of the server"
-            ) from None
-        cause = error.__cause__ or error
-        problem = f"{type(cause).__name__}: {first_line(cause)}"
-        raise InputError(
-            redacted(f"the Prefect server at {shown_url} does not work: {problem}; check the server and PREFECT_API_URL")
-        ) from None
-
-
-def _check_server_version(server_version: str, *, shown_url: str) -> None:
-    import prefect
-
-    server_version_parts, client_version_parts = (version.split(".")[:2] for version in (server_version, prefect.__version__))
-    is_server_older = [int(part) for part in server_version_parts] < [int(part) for part in client_version_parts]
-    if server_version_parts[0] != client_version_parts[0] or is_server_older:
-        raise InputError(
-            f"the Prefect server at {shown_url} has version {server_version}, but this installation of nightjar has Prefect "
-            f"{prefect.__version__}, which needs a server of version {'.'.join(client_version_parts)} or a later "
-            f"{client_version_parts[0]}.x; upgrade the server"
-        )
 
 
 def choose_work_pool(client: SyncPrefectClient, requested_name: str | None) -> str:

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from flows.cli import main as cli
-from flows.cli import runner
+from flows.cli import run
 from flows.settings.config_file import load_config
 
 
@@ -126,7 +126,7 @@ def test_bad_config_and_bad_input_exit_with_2_and_one_message_before_anything_is
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(runner, "prepare_environment", lambda *_, **__: None)  # it sets up Prefect for a process of its own
+    monkeypatch.setattr(run, "prepare_environment", lambda *_, **__: None)  # it sets up Prefect for a process of its own
     assert nightjar(command, file, "--set", override, monkeypatch=monkeypatch) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -167,7 +167,7 @@ def test_an_input_error_is_one_message_without_a_traceback(file: Path, arguments
 def test_a_corrupt_footer_exits_with_2_and_one_line(
     file: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(runner, "prepare_environment", lambda *_, **__: None)
+    monkeypatch.setattr(run, "prepare_environment", lambda *_, **__: None)
     log = file.parent / "log.parquet"
     log.write_bytes(log.read_bytes()[:-100] + b"PAR1")
     assert nightjar(command, file, monkeypatch=monkeypatch) == 2

@@ -188,7 +188,7 @@ def test_the_run_of_a_command_sends_heartbeats_only_if_they_are_configured(
         environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] = variable_value
     code = (
         "import sys\nfrom pathlib import Path\nfrom flows.servers.prefect_server import prefect_session\n"
-        "with prefect_session(None, lambda: None, log_file=Path(sys.argv[1])):\n"
+        "with prefect_session(None, 'json:loads', log_file=Path(sys.argv[1])):\n"
         "    from prefect.settings import get_current_settings\n"
         "    print(get_current_settings().flows.heartbeat_frequency)\n"
     )

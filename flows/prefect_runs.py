@@ -106,31 +106,15 @@ def name_unknown_parameters(flow: Flow[..., Any], flow_run: FlowRun, state: Stat
             client.set_flow_run_state(flow_run.id, failed_state, force=True)
 
 
-def default_run_id() -> str:
-    """Return the run id of the current flow run: the scheduled time in UTC, and four characters of the flow run's id.
-
-    If Prefect itself retries the flow run, the flow run keeps its id, so the retry resumes the run in the same folder.
-    """
-    return f"{runtime.flow_run.scheduled_start_time:%Y%m%d-%H%M%S}-{runtime.flow_run.id[:4]}"
-
-
 def run_id_in(workspace: Workspace) -> str:
-    """Return the run id of the current flow run in `workspace`: its default id, or an id that sorts after all earlier runs.
+    """Return the run id of the current flow run in `workspace`: a time, and eight characters of the flow run's id.
 
-    The default id does not sort after the earlier runs if the clock was set back, or if a run has an id in the future. The
-    other id ends with eight characters of the flow run's id, by which a retry of the flow run finds it again.
+    The time is the scheduled one, or a time after all earlier runs: the clock may have been set back. If the flow run is
+    retried, it keeps its id, so the retry resumes the run in the same folder.
     """
-    run_ids, flow_run_id = [run.run_id for run in workspace.runs()], runtime.flow_run.id
-    for run_id in run_ids:
-        if run_id in (default_run_id(), f"{run_id[:15]}-{flow_run_id[:8]}"):
-            return run_id
-    new_id = workspace.new_run_id(at=runtime.flow_run.scheduled_start_time)
-    return default_run_id() if new_id[:15] == default_run_id()[:15] else f"{new_id[:15]}-{flow_run_id[:8]}"
-
-
-def flow_run_name(pipeline_name: str, *, run_id: str | None, reason: str = "") -> str:
-    """Return the name of the current flow run: pipeline, run id and reason. The run id begins with the start time."""
-    return f"{pipeline_name} {run_id or default_run_id()}" + (f": {reason}" if reason else "")
+    suffix = f"-{runtime.flow_run.id[:8]}"
+    earlier_id = next((run.run_id for run in workspace.runs() if run.run_id.endswith(suffix)), None)
+    return earlier_id or workspace.new_run_id(at=runtime.flow_run.scheduled_start_time)[:15] + suffix
 
 
 def flow_run_url() -> str | None:
@@ -139,24 +123,22 @@ def flow_run_url() -> str | None:
     return None if flow_run_id is None else url_for("flow-run", obj_id=flow_run_id)
 
 
-def tag_flow_run(pipeline_name: str, *, reason: str = "", run_id: str | None = None) -> None:
-    """Add the tags pipeline:<name> and reason:<text> to the current flow run. Log an error as a warning.
+def name_flow_run(pipeline_name: str, description: str, *, reason: str = "") -> None:
+    """Set name and tags of the current flow run. Log an error as a warning.
 
-    Args:
-        run_id: id of the run, which replaces the default id in the name of the flow run. None: the name remains.
+    The name consists of the pipeline, `description` and the reason. The tags are pipeline:<name> and reason:<text>.
     """
     flow_run_id = runtime.flow_run.id
     if flow_run_id is None:  # the flow's function was called without Prefect
         return
-    tags = {*runtime.flow_run.tags, f"pipeline:{pipeline_name}"[:MAX_TAG_CHARACTERS]}
-    if reason:
-        tags.add(f"reason:{reason}"[:MAX_TAG_CHARACTERS])
+    name = f"{pipeline_name} {description}" + (f": {reason}" if reason else "")
+    new_tags = [f"pipeline:{pipeline_name}", *[f"reason:{reason}"] * bool(reason)]
+    tags = {*runtime.flow_run.tags, *(tag[:MAX_TAG_CHARACTERS] for tag in new_tags)}
     try:
         with get_client(sync_client=True) as client:
-            name = None if run_id is None else flow_run_name(pipeline_name, run_id=run_id, reason=reason)
             client.update_flow_run(UUID(flow_run_id), tags=sorted(tags), name=name)
     except Exception as error:  # any error of the server or the network
-        LOG.warning("could not tag the flow run in Prefect (%s: %s); the run continues", type(error).__name__, error)
+        LOG.warning("could not name the flow run in Prefect (%s: %s); the run continues", type(error).__name__, error)
 
 
 def end_as_crashed(flow_run_id: UUID, *, message: str, only_running: bool = False) -> None:

@@ -18,8 +18,7 @@ from tasks.runs.run import Run
 from tasks.tuning.config import label_of, short_label
 
 if TYPE_CHECKING:
-    from flows.backtest import Day
-    from flows.gate_noise import GateNoise
+    from flows.repeated_runs import Day, GateNoise
     from flows.tuning import StudyResult
 
 
@@ -50,14 +49,16 @@ def backtest(options: ConfigOptions, server: PrefectServer | None, *, num_days: 
     """Run the pipeline for each of the last days and print the metrics of each day."""
     loaded = options.read()
     words = ["backtest", "--days", str(num_days)]
-    days = _run_flow("flows.backtest:backtest", loaded, server, [loaded.config, num_days], folder_name="backtest", words=words)
+    days = _run_flow(
+        "flows.repeated_runs:backtest", loaded, server, [loaded.config, num_days], folder_name="backtest", words=words
+    )
     print_days(loaded.config, days)
 
 
 def gate_noise(options: ConfigOptions, server: PrefectServer | None, *, num_seeds: int) -> None:
     """Train with several seeds and print the spread of the metric."""
     loaded = options.read()
-    flow_path, words = "flows.gate_noise:measure_gate_noise", ["gate-noise", "--seeds", str(num_seeds)]
+    flow_path, words = "flows.repeated_runs:measure_gate_noise", ["gate-noise", "--seeds", str(num_seeds)]
     noise = _run_flow(flow_path, loaded, server, [loaded.config, num_seeds], folder_name="gate-noise", words=words)
     print_gate_noise(loaded.config, noise)
 

@@ -8,7 +8,6 @@ clients wait in the connection queue of the socket.
 import json
 import logging
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -33,10 +32,6 @@ MIN_FREE_BYTES = 2**25
 """Required free disk space: a new database, the server's log and the first files of a run."""
 WORKSPACE_VARIABLE, PASSWORD_VARIABLE = "NIGHTJAR_WORKSPACE", "NIGHTJAR_MLFLOW_PASSWORD"
 """Environment variables of the MLflow server's process: the path of the workspace, and the password, as user:password."""
-EARLIER_SCHEMA_PATTERN = re.compile(r"Detected out-of-date database schema \(found version (\w+), but expected (\w+)\)")
-"""Message of MLflow, which does not migrate a database by itself."""
-LATER_SCHEMA_TEXT = "Can't locate revision identified by"
-"""Message of alembic, which migrates the databases of Prefect and MLflow."""
 LOG = logging.getLogger("nightjar")
 
 
@@ -107,8 +102,6 @@ class ServerProcess:
             except OSError:  # refused, reset or timed out: the server is not ready
                 time.sleep(0.1)
         require_free_space(self._log_file.parent, MIN_FREE_BYTES, subject=f"the {self._name}, which has ended,")
-        if schema_problem := self._schema_problem():
-            raise InputError(f"the database of the {self._name} {schema_problem}; the details are in {self._log_file}")
         problem = f"did not answer within {START_TIMEOUT_S:g} s" if self._process.poll() is None else self._describe_end()
         raise StageError(f"the {self._name} {problem}{self._last_log_lines()}")
 
@@ -164,28 +157,13 @@ class ServerProcess:
         exit_code = self._process.returncode
         return f"was ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
-    def _log_text(self) -> str:
-        """Return the log lines of this server, without those of earlier servers in the same file."""
-        if not self._log_file.is_file():
-            return ""
-        with self._log_file.open("rb") as file:
-            file.seek(self._log_start_byte)
-            return file.read().decode(errors="replace")
-
-    def _schema_problem(self) -> str | None:
-        """Return why the schema of the database does not fit the installed version; None if the log has no such error."""
-        log_text = self._log_text()
-        if schema_match := EARLIER_SCHEMA_PATTERN.search(log_text):
-            return (
-                f"has the schema {schema_match[1]}, but the installed version needs {schema_match[2]}; make a backup of the "
-                "database, then run: mlflow db upgrade URI, with the address of the database"
-            )
-        if LATER_SCHEMA_TEXT in log_text:
-            return "has the schema of a later version; install that version, or use another database"
-        return None
-
     def _last_log_lines(self) -> str:
-        lines = self._log_text().splitlines()[-NUM_LOG_LINES:]
+        """Return the last log lines of this server, without those of earlier servers in the same file."""
+        lines: list[str] = []
+        if self._log_file.is_file():
+            with self._log_file.open("rb") as file:
+                file.seek(self._log_start_byte)
+                lines = file.read().decode(errors="replace").splitlines()[-NUM_LOG_LINES:]
         if not lines:
             return f"; {self._log_file} has no line of this server"
         return "\n".join((f"; the last lines of {self._log_file}:", *lines))

@@ -44,7 +44,7 @@ def deploy_pipeline(loaded: LoadedConfig, *, work_pool_name: str | None, with_au
         for deployment in new_deployments:
             current_deployment = deployments.read_deployment(client, config.name, flow_name=str(deployment.flow_name))
             changes = deployments.changed_settings(current_deployment, deployment)
-            rows += [[str(deployment.flow_name), change.setting, change.current_value, change.new_value] for change in changes]
+            rows += [[str(deployment.flow_name), *change] for change in changes]
             verb = "created" if current_deployment is None else "updated" if changes else "unchanged"
             facts[deployment.full_name] = f"would be {verb}" if dry_run else verb
         if rows:

@@ -4,7 +4,7 @@
 `nightjar up` starts, creates deployments and runs them itself.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
@@ -13,6 +13,7 @@ from prefect.client.schemas.responses import DeploymentResponse
 from prefect.deployments.runner import RunnerDeployment
 from prefect.exceptions import ObjectNotFound
 from prefect.schedules import Schedule
+from prefect.settings import get_current_settings
 from prefect.types.entrypoint import EntrypointType
 
 import recsys_core
@@ -25,14 +26,6 @@ from tasks import ENVIRONMENT
 
 STRATEGY_BY_ON_OVERRUN = {"skip": ConcurrencyLimitStrategy.CANCEL_NEW, "queue": ConcurrencyLimitStrategy.ENQUEUE}
 """Prefect's collision strategy for each value of schedule.on_overrun."""
-
-
-class SettingChange(NamedTuple):
-    """A setting of a deployment and its values before and after `deploy`."""
-
-    setting: str
-    current_value: str
-    new_value: str
 
 
 def deployments_of(
@@ -94,14 +87,14 @@ def is_schedule_paused(deployment: DeploymentResponse | None, config: PipelineCo
     )
 
 
-def changed_settings(current_deployment: DeploymentResponse | None, new_deployment: RunnerDeployment) -> list[SettingChange]:
-    """Return the settings that differ; all settings if there is no current deployment."""
+def changed_settings(current_deployment: DeploymentResponse | None, new_deployment: RunnerDeployment) -> list[list[str]]:
+    """Return [setting, current value, new value] for each setting that differs. Without a current deployment, all differ."""
     current_settings = {} if current_deployment is None else _deployment_settings(current_deployment)
-    changes = [
-        SettingChange(setting, current_settings.get(setting, "-"), new_value)
+    return [
+        [setting, current_settings.get(setting, "-"), new_value]
         for setting, new_value in _deployment_settings(new_deployment).items()
+        if current_settings.get(setting) != new_value
     ]
-    return [change for change in changes if change.current_value != change.new_value]
 
 
 def apply_deployment(deployment: RunnerDeployment) -> UUID:
@@ -116,8 +109,6 @@ def choose_work_pool(client: SyncPrefectClient, requested_name: str | None) -> s
 
     Raise InputError if the server has no work pool of this name.
     """
-    from prefect.settings import get_current_settings
-
     name = requested_name or get_current_settings().deployments.default_work_pool_name
     existing_names = [work_pool.name for work_pool in client.read_work_pools()]
     if name in existing_names:

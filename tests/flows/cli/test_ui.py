@@ -59,15 +59,6 @@ def test_the_error_for_an_mlflow_database_with_another_schema_has_both_schemas_a
         ui.serve(config, prefect_port=0, mlflow_port=0)
 
 
-def test_a_server_is_never_bound_to_an_address_that_other_hosts_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_HOST", "0.0.0.0")
-    with pytest.raises(
-        InputError, match=r"^MLFLOW_HOST is 0\.0\.0\.0, but the servers of nightjar listen on 127\.0\.0\.1 only"
-    ):
-        ui.serve(starter_config().with_absolute_paths(tmp_path), prefect_port=0, mlflow_port=0)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_second_up_of_a_workspace_is_an_input_error(tmp_path: Path) -> None:
     with (
         ui._up_lock(tmp_path),

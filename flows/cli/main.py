@@ -1,5 +1,7 @@
 """The `nightjar` command. Exit codes: 0 success, 1 failure, 2 invalid config or input, 130 SIGINT, 143 SIGTERM."""
 
+import atexit
+import os
 import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -176,3 +178,29 @@ def main() -> None:
     except NightjarError as error:
         output.print_line(f"error: {output.printable_lines(str(error))}", style="red", console=output.stderr)
         sys.exit(error.exit_code)
+
+
+def run_command() -> None:
+    """Run the `nightjar` command, and end the process without freeing the objects of its modules.
+
+    Python would free a million objects in half a second, and nanobind, DuckDB's binding library, would print forty lines
+    about the objects that Prefect keeps until then. If the output cannot be written or an exception is not handled, Python
+    ends the process as usual and reports the error.
+    """
+    exit_code: int | None = None
+
+    def end_without_cleanup() -> None:
+        if exit_code is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(exit_code)
+
+    atexit.register(end_without_cleanup)  # registered before heavy libraries are imported, so it runs after their exit handlers
+    for stream in (sys.stdout, sys.stderr):  # in an ASCII locale, other characters are escaped
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        main()
+    except SystemExit as system_exit:
+        if isinstance(system_exit.code, int):
+            exit_code = system_exit.code
+        raise

@@ -1,6 +1,7 @@
 """Commands of the operator: installation, schedule, servers, releases, history and disk space."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +18,7 @@ from flows.cli.arguments import (
     PrefectPort,
     takes_config,
 )
+from recsys_core.errors import InputError
 
 commands = typer.Typer()
 HELP_PANEL = "Operations"
@@ -91,6 +93,13 @@ def deploy(
     loaded = ConfigOptions(options.path, (*options.overrides, *schedule_overrides)).read()
     # Runs read the schedule from the deployment, so these overrides are not in the form.
     loaded = replace(loaded, overrides=options.overrides)
+    if not os.environ.get("PREFECT_API_URL"):
+        raise InputError(
+            "PREFECT_API_URL is not set; set it to the API of your Prefect server, e.g. http://127.0.0.1:4200/api, or start "
+            f"servers and schedule on this machine with: nightjar up {loaded.path}"
+        )
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")  # a user waits for the answer
     cli.deploy.deploy_pipeline(loaded, work_pool_name=work_pool, with_automations=automations, dry_run=dry_run)
 
 

@@ -3,18 +3,20 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.text import Text
 
 from flows.cli import output
 from flows.cli.arguments import ConfigOptions
-from flows.runs.run_history import STATE_NAMES, PastRun, format_count, run_history
 from flows.settings.config_file import LoadedConfig
 from flows.settings.template import starter_config, to_commented_yaml
 from recsys_core.errors import InputError, printable
-from recsys_core.preflight import check_environment
 from recsys_core.units import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from flows.runs.run_history import PastRun
 
 FINDING_STYLES = {"ok": "green", "problem": "red", "not used": "dim"}
 STATE_COLOURS = {
@@ -71,6 +73,8 @@ def doctor(options: ConfigOptions | None, *, folder: Path) -> None:
         options: config of the installation to check. None: only the libraries and the hardware.
         folder: folder whose disk is checked without a config.
     """
+    from recsys_core.preflight import check_environment  # imports NumPy
+
     config = None if options is None else options.read().config
     preflight = check_environment(folder if config is None else config.workspace)
     output.print_facts(dict(preflight.rows))
@@ -97,6 +101,8 @@ def doctor(options: ConfigOptions | None, *, folder: Path) -> None:
 
 def show_history(loaded: LoadedConfig, *, num_runs: int, as_json: bool) -> None:
     """Print the last runs, the newest first."""
+    from flows.runs.run_history import run_history  # imports NumPy
+
     workspace, metric_name = loaded.config.workspace, loaded.config.registry.metric
     runs = run_history(workspace, max_runs=num_runs)
     if as_json:
@@ -108,8 +114,10 @@ def show_history(loaded: LoadedConfig, *, num_runs: int, as_json: bool) -> None:
         output.print_line(f"no run in {workspace} yet; start one with: nightjar run {loaded.path}")
 
 
-def print_history(runs: Sequence[PastRun], *, metric_name: str) -> None:
+def print_history(runs: "Sequence[PastRun]", *, metric_name: str) -> None:
     """Print one row per run, then the reasons of runs and the messages of runs that were not promoted."""
+    from flows.runs.run_history import STATE_NAMES, format_count
+
     rows: list[list[str | Text]] = []
     for past_run in runs:
         record, figures = past_run.record, past_run.record.figures

@@ -49,18 +49,11 @@ def test_the_help_lists_every_command_and_each_command_has_an_example() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "numpy"),
-    [
-        (["--help"], 0, []),
-        (["init", "new.yaml"], 0, ["numpy"]),
-        (["validate", "absent.yaml"], 2, ["numpy"]),
-        (["history", "absent.yaml"], 2, ["numpy"]),
-    ],
+    ("arguments", "code"),
+    [(["--help"], 0), (["init", "new.yaml"], 0), (["validate", "absent.yaml"], 2), (["history", "absent.yaml"], 2)],
     ids=lambda value: str(value),
 )
-def test_a_command_that_reads_no_data_imports_no_heavy_library(
-    tmp_path: Path, arguments: list[str], code: int, numpy: list[str]
-) -> None:
+def test_a_command_that_reads_no_data_imports_no_heavy_library(tmp_path: Path, arguments: list[str], code: int) -> None:
     program = (
         "import sys\nfrom flows.cli.main import main\n"
         f"sys.argv = {['nightjar', *arguments]!r}\n"
@@ -70,7 +63,7 @@ def test_a_command_that_reads_no_data_imports_no_heavy_library(
     )
     environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert answer.stdout.splitlines()[-2:] == [str(code), " ".join(numpy)], answer.stderr
+    assert answer.stdout.splitlines()[-2:] == [str(code), ""], answer.stderr
 
 
 def test_init_writes_a_config_and_does_not_overwrite_a_file(

@@ -1,6 +1,8 @@
 """Flows `promote` and `rollback`: a person chooses the champion, on the command line or in the form of a deployment."""
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 from prefect import flow, runtime
@@ -8,12 +10,10 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 from pydantic import Field
 
-from flows.prefect_runs import ConfigPath, Overrides, load_form_config, name_unknown_parameters, tag_flow_run, titled_field
+from flows.prefect_runs import ConfigPath, Overrides, load_form_config, name_flow_run, name_unknown_parameters, titled_field
 from flows.runs.history_page import write_history_page
 from flows.runs.run_history import run_history
-from flows.settings.config_file import load_config
 from flows.settings.pipeline import PipelineConfig
-from recsys_core.errors import InputError
 from recsys_core.parent_process import die_with_parent
 from tasks.delivery.prefect_events import PrefectEvents
 from tasks.gate.by_hand import Decision, promote_version, roll_back
@@ -24,17 +24,7 @@ LOG = logging.getLogger("nightjar")
 Reason = Annotated[str, titled_field("Reason"), Field(min_length=1, max_length=MAX_REASON_CHARACTERS)]
 
 
-def _flow_run_name() -> str:
-    parameters = runtime.flow_run.parameters
-    try:
-        pipeline_name = load_config(parameters["pipeline"], parameters.get("overrides", ())).name
-    except InputError:  # the flow raises the same error
-        pipeline_name = str(parameters["pipeline"])
-    version_suffix = f" version {parameters['version']}" if parameters.get("version") else ""
-    return f"{pipeline_name} {runtime.flow_run.flow_name}{version_suffix}: {parameters['reason']}"
-
-
-@flow(name="promote", flow_run_name=_flow_run_name, validate_parameters=True, on_crashed=[name_unknown_parameters])
+@flow(name="promote", validate_parameters=True, on_crashed=[name_unknown_parameters])
 def promote(
     pipeline: ConfigPath,
     version: Annotated[int, titled_field("Version"), Field(ge=1)],
@@ -56,15 +46,12 @@ def promote(
         InputError: the config, the version or the reason is invalid, or the version is already champion; nothing has changed.
         StageError: the version failed the smoke test, or MLflow does not work; nothing has changed.
     """
-    die_with_parent()  # has an effect only under `nightjar up`
-    config = load_form_config(pipeline, overrides)
-    tag_flow_run(config.name, reason=reason)
-    message = promote_version(version, _make_decision(config, reason))
-    _rewrite_history_page(config)
-    return Completed(name="Promoted", message=message)
+    return _change_champion(
+        load_form_config(pipeline, overrides), reason, partial(promote_version, version), state_name="Promoted"
+    )
 
 
-@flow(name="rollback", flow_run_name=_flow_run_name, validate_parameters=True, on_crashed=[name_unknown_parameters])
+@flow(name="rollback", validate_parameters=True, on_crashed=[name_unknown_parameters])
 def rollback(
     pipeline: ConfigPath,
     reason: Reason,
@@ -86,25 +73,21 @@ def rollback(
         InputError: the config or the reason is invalid, or the version is not a former champion; nothing has changed.
         StageError: no former champion can be loaded, or MLflow does not work; nothing has changed.
     """
+    return _change_champion(
+        load_form_config(pipeline, overrides), reason, partial(roll_back, version or None), state_name="RolledBack"
+    )
+
+
+def _change_champion(config: PipelineConfig, reason: str, change: Callable[[Decision], str], *, state_name: str) -> State:
+    """Return the end state of a flow run that executes `change`. An event in Prefect announces each moved alias."""
     die_with_parent()  # has an effect only under `nightjar up`
-    config = load_form_config(pipeline, overrides)
-    tag_flow_run(config.name, reason=reason)
-    message = roll_back(version or None, _make_decision(config, reason))
-    _rewrite_history_page(config)
-    return Completed(name="RolledBack", message=message)
-
-
-def _make_decision(config: PipelineConfig, reason: str) -> Decision:
-    """Return the person's decision, with a publisher that sends an event to Prefect for each moved alias."""
+    name_flow_run(config.name, str(runtime.flow_run.flow_name), reason=reason)
     events = PrefectEvents(runtime.flow_run.id, config.name, reason, run_id=None)
-    return Decision(config.registry, config.workspace.absolute(), reason, [events])
-
-
-def _rewrite_history_page(config: PipelineConfig) -> None:
-    """Write the page of the last runs with the new champion. An error is logged as a warning."""
+    message = change(Decision(config.registry, config.workspace.absolute(), reason, [events]))
     try:
         for past_run in run_history(config.workspace, max_runs=1):
             context = StageContext(past_run.run, experiment=config.registry.experiment)
             write_history_page(config, context, has_mlflow=True)
     except Exception as error:  # any error of a library
         LOG.warning("could not write the page of the last runs (%s: %s); the champion has changed", type(error).__name__, error)
+    return Completed(name=state_name, message=message)

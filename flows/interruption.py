@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -38,30 +38,31 @@ class _Unwind(KeyboardInterrupt):
     """Raised in the main thread by the signal. Prefect and libraries handle it as Ctrl-C."""
 
 
-class InterruptionState:
+class Interruption:
     """State that the signal handler and the watching thread share: the number of the signal, and the current flow run."""
 
     def __init__(self, how_to_resume: Callable[[], str]) -> None:
         self._how_to_resume = how_to_resume
         self._is_unwinding = False
-        self.signal_number: int | None = None
-        self.flow_run: Any = None
-        self.has_body_ended = threading.Event()
+        self._signal_number: int | None = None
+        self._flow_run: Any = None
+        self._has_body_ended = threading.Event()
 
     def set_flow_run(self, flow: Any, flow_run: Any, state: Any) -> None:
         """Store the flow run; Prefect calls this hook when the flow starts."""
-        self.flow_run = flow_run
+        self._flow_run = flow_run
 
     @property
-    def error(self) -> Interrupted:
-        """The error with the message for the user."""
-        assert self.signal_number is not None
-        return Interrupted(self.signal_number, how_to_resume=self._how_to_resume())
+    def error(self) -> Interrupted | None:
+        """The error with the message for the user; None before the first signal."""
+        if self._signal_number is None:
+            return None
+        return Interrupted(self._signal_number, how_to_resume=self._how_to_resume())
 
     def unwind(self, signal_number: int, frame: FrameType | None) -> None:
         """Handle a signal: raise _Unwind in the main thread at the first signal, and ignore later signals."""
         if not self._is_unwinding:
-            self.signal_number, self._is_unwinding = signal_number, True
+            self._signal_number, self._is_unwinding = signal_number, True
             raise _Unwind
 
     def watch(self, signal_socket: socket.socket) -> None:
@@ -74,7 +75,7 @@ class InterruptionState:
             pass
         if not signal_byte:
             return
-        self.signal_number = signal_byte[0]
+        self._signal_number = signal_byte[0]
         signal_socket.settimeout(UNWIND_S)
         with suppress(TimeoutError):
             if not signal_socket.recv(1):
@@ -82,25 +83,19 @@ class InterruptionState:
         report_thread = threading.Thread(target=self._report, daemon=True)
         report_thread.start()
         report_thread.join(REPORT_S)
-        if not self.has_body_ended.is_set():
+        if self.error is not None and not self._has_body_ended.is_set():
             end_process(self.error)
+
+    def end(self) -> None:
+        """Let the process continue after the body."""
+        self._has_body_ended.set()
 
     def _report(self) -> None:
         """Set the flow run and its unfinished task runs to Crashed in Prefect."""
-        if self.flow_run is None:
-            return
-        from prefect.client.orchestration import get_client
-        from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
-        from prefect.client.schemas.objects import State
-        from prefect.states import Crashed
+        if self._flow_run is not None:
+            from flows.prefect_runs import end_as_crashed  # a flow has started, so Prefect is imported
 
-        crashed_state: State = Crashed(message=str(self.error))
-        with get_client(sync_client=True) as client:
-            client.set_flow_run_state(self.flow_run.id, crashed_state, force=True)
-            task_runs = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[self.flow_run.id])))
-            for task_run in task_runs:
-                if task_run.state is not None and not task_run.state.is_final():
-                    client.set_task_run_state(task_run.id, crashed_state, force=True)
+            end_as_crashed(self._flow_run.id, message=str(self.error))
 
 
 def _hide_unwind(unraisable: Any) -> None:
@@ -113,35 +108,33 @@ def _hide_unwind(unraisable: Any) -> None:
 
 
 @contextmanager
-def interruptible(how_to_resume: Callable[[], str]) -> Iterator[InterruptionState]:
+def interruptible(how_to_resume: Callable[[], str]) -> Iterator[Interruption]:
     """Raise Interrupted if a signal ended the body. If the body does not end in time, the process is ended.
 
     Args:
         how_to_resume: returns the advice for the user; called after the signal.
     """
-    interruption = InterruptionState(how_to_resume)
+    interruption = Interruption(how_to_resume)
     signal_socket, wakeup_socket = socket.socketpair()
     wakeup_socket.setblocking(False)
-    previous_handlers = {signal_number: signal.signal(signal_number, interruption.unwind) for signal_number in SIGNALS}
-    previous_wakeup_fd = signal.set_wakeup_fd(wakeup_socket.fileno(), warn_on_full_buffer=False)
-    previous_unraisable_hook, sys.unraisablehook = sys.unraisablehook, _hide_unwind
     watcher = threading.Thread(target=interruption.watch, args=(signal_socket,), daemon=True)
-    watcher.start()
-    try:
-        yield interruption
-    except BaseException:
-        if interruption.signal_number is None:
-            raise
-        raise interruption.error from None  # the signal may have caused any error
-    finally:
-        interruption.has_body_ended.set()
-        signal.set_wakeup_fd(previous_wakeup_fd)
-        sys.unraisablehook = previous_unraisable_hook
-        for signal_number, handler in previous_handlers.items():
-            signal.signal(signal_number, handler)
-        wakeup_socket.close()
-        watcher.join()
-        signal_socket.close()
+    with ExitStack() as cleanup:  # in reverse order
+        cleanup.callback(signal_socket.close)
+        watcher.start()
+        cleanup.callback(watcher.join)
+        cleanup.callback(wakeup_socket.close)  # ends the watching thread
+        for signal_number in SIGNALS:
+            cleanup.callback(signal.signal, signal_number, signal.signal(signal_number, interruption.unwind))
+        cleanup.callback(setattr, sys, "unraisablehook", sys.unraisablehook)
+        sys.unraisablehook = _hide_unwind
+        cleanup.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(wakeup_socket.fileno(), warn_on_full_buffer=False))
+        cleanup.callback(interruption.end)
+        try:
+            yield interruption
+        except BaseException:
+            if interruption.error is None:
+                raise
+            raise interruption.error from None  # the signal may have caused any error
 
 
 def end_process(error: Interrupted) -> None:

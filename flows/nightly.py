@@ -7,7 +7,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 from pydantic.json_schema import SkipJsonSchema
 
-from flows.prefect_runs import flow_run_name, flow_run_url, run_id_in, tag_flow_run
+from flows.prefect_runs import flow_run_url, name_flow_run, run_id_in
 from flows.runs.after_run import after_run
 from flows.runs.resume import check_resume
 from flows.settings.config_file import dump_config
@@ -26,14 +26,7 @@ from tasks.stages.register import register
 from tasks.stages.stage import StoppedEarly
 
 
-def _flow_run_name() -> str:
-    parameters = runtime.flow_run.parameters
-    return flow_run_name(
-        parameters["config"].name, run_id=parameters.get("run_id"), reason=parameters.get("options", RunOptions()).reason
-    )
-
-
-@flow(name="nightly-retrain", flow_run_name=_flow_run_name, validate_parameters=True)
+@flow(name="nightly-retrain", validate_parameters=True)
 def nightly_retrain(
     config: SkipJsonSchema[PipelineConfig],  # no deployment of this flow needs its schema, which takes .15 s to build
     run_id: str | None = None,
@@ -65,7 +58,7 @@ def nightly_retrain(
         flow_run_url=flow_run_url(),
     )
     run = context.run
-    tag_flow_run(config.name, reason=options.reason, run_id=run.run_id)
+    name_flow_run(config.name, run.run_id, reason=options.reason)
     with run.lock():
         if run.config_file.is_file():
             check_resume(config, run)

@@ -1,15 +1,20 @@
-"""Flow runs in Prefect: fields of their forms, names, tags and addresses, and the end of runs whose process died."""
+"""Prefect's API: its client, fields of forms, names, tags and addresses of flow runs, and the end of runs that died."""
 
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 from uuid import UUID
 
+import httpx
+import prefect
 from prefect import Flow, runtime
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Crashed, Failed
 from prefect.utilities.urls import url_for
 from pydantic import Field
@@ -17,12 +22,45 @@ from pydantic import Field
 from flows.settings.config_file import load_config
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.config import MAX_PATH_CHARACTERS
-from recsys_core.errors import InputError, printable
+from recsys_core.errors import InputError, first_line, printable, redacted
 from tasks.runs.workspace import Workspace
 
 LOG = logging.getLogger("nightjar")
 MAX_TAG_CHARACTERS = 80
 MAX_OVERRIDES = 100
+
+
+@contextmanager
+def prefect_client() -> Iterator[SyncPrefectClient]:
+    """Yield a client of the server in PREFECT_API_URL; raise InputError if the server does not answer or is incompatible."""
+    shown_url = redacted(os.environ["PREFECT_API_URL"])
+    try:
+        with get_client(sync_client=True) as client:
+            _check_server_version(client.api_version(), shown_url=shown_url)
+            yield client
+    except (httpx.HTTPError, PrefectHTTPStatusError, RuntimeError) as error:
+        http_status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else None
+        if http_status in (401, 403):
+            raise InputError(
+                f"the Prefect server at {shown_url} rejects the request with HTTP status {http_status}; set "
+                "PREFECT_API_AUTH_STRING or PREFECT_API_KEY to the secret of the server"
+            ) from None
+        cause = error.__cause__ or error
+        problem = f"{type(cause).__name__}: {first_line(cause)}"
+        raise InputError(
+            redacted(f"the Prefect server at {shown_url} does not work: {problem}; check the server and PREFECT_API_URL")
+        ) from None
+
+
+def _check_server_version(server_version: str, *, shown_url: str) -> None:
+    server_version_parts, client_version_parts = (version.split(".")[:2] for version in (server_version, prefect.__version__))
+    is_server_older = [int(part) for part in server_version_parts] < [int(part) for part in client_version_parts]
+    if server_version_parts[0] != client_version_parts[0] or is_server_older:
+        raise InputError(
+            f"the Prefect server at {shown_url} has version {server_version}, but this installation of nightjar has Prefect "
+            f"{prefect.__version__}, which needs a server of version {'.'.join(client_version_parts)} or a later "
+            f"{client_version_parts[0]}.x; upgrade the server"
+        )
 
 
 def titled_field(title: str) -> Any:
@@ -68,31 +106,15 @@ def name_unknown_parameters(flow: Flow[..., Any], flow_run: FlowRun, state: Stat
             client.set_flow_run_state(flow_run.id, failed_state, force=True)
 
 
-def default_run_id() -> str:
-    """Return the run id of the current flow run: the scheduled time in UTC, and four characters of the flow run's id.
-
-    If Prefect itself retries the flow run, the flow run keeps its id, so the retry resumes the run in the same folder.
-    """
-    return f"{runtime.flow_run.scheduled_start_time:%Y%m%d-%H%M%S}-{runtime.flow_run.id[:4]}"
-
-
 def run_id_in(workspace: Workspace) -> str:
-    """Return the run id of the current flow run in `workspace`: its default id, or an id that sorts after all earlier runs.
+    """Return the run id of the current flow run in `workspace`: a time, and eight characters of the flow run's id.
 
-    The default id does not sort after the earlier runs if the clock was set back, or if a run has an id in the future. The
-    other id ends with eight characters of the flow run's id, by which a retry of the flow run finds it again.
+    The time is the scheduled one, or a time after all earlier runs: the clock may have been set back. If the flow run is
+    retried, it keeps its id, so the retry resumes the run in the same folder.
     """
-    run_ids, flow_run_id = [run.run_id for run in workspace.runs()], runtime.flow_run.id
-    for run_id in run_ids:
-        if run_id in (default_run_id(), f"{run_id[:15]}-{flow_run_id[:8]}"):
-            return run_id
-    new_id = workspace.new_run_id(at=runtime.flow_run.scheduled_start_time)
-    return default_run_id() if new_id[:15] == default_run_id()[:15] else f"{new_id[:15]}-{flow_run_id[:8]}"
-
-
-def flow_run_name(pipeline_name: str, *, run_id: str | None, reason: str = "") -> str:
-    """Return the name of the current flow run: pipeline, run id and reason. The run id begins with the start time."""
-    return f"{pipeline_name} {run_id or default_run_id()}" + (f": {reason}" if reason else "")
+    suffix = f"-{runtime.flow_run.id[:8]}"
+    earlier_id = next((run.run_id for run in workspace.runs() if run.run_id.endswith(suffix)), None)
+    return earlier_id or workspace.new_run_id(at=runtime.flow_run.scheduled_start_time)[:15] + suffix
 
 
 def flow_run_url() -> str | None:
@@ -101,59 +123,70 @@ def flow_run_url() -> str | None:
     return None if flow_run_id is None else url_for("flow-run", obj_id=flow_run_id)
 
 
-def tag_flow_run(pipeline_name: str, *, reason: str = "", run_id: str | None = None) -> None:
-    """Add the tags pipeline:<name> and reason:<text> to the current flow run. Log an error as a warning.
+def name_flow_run(pipeline_name: str, description: str, *, reason: str = "") -> None:
+    """Set name and tags of the current flow run. Log an error as a warning.
 
-    Args:
-        run_id: id of the run, which replaces the default id in the name of the flow run. None: the name remains.
+    The name consists of the pipeline, `description` and the reason. The tags are pipeline:<name> and reason:<text>.
     """
     flow_run_id = runtime.flow_run.id
     if flow_run_id is None:  # the flow's function was called without Prefect
         return
-    tags = {*runtime.flow_run.tags, f"pipeline:{pipeline_name}"[:MAX_TAG_CHARACTERS]}
-    if reason:
-        tags.add(f"reason:{reason}"[:MAX_TAG_CHARACTERS])
+    name = f"{pipeline_name} {description}" + (f": {reason}" if reason else "")
+    new_tags = [f"pipeline:{pipeline_name}", *[f"reason:{reason}"] * bool(reason)]
+    tags = {*runtime.flow_run.tags, *(tag[:MAX_TAG_CHARACTERS] for tag in new_tags)}
     try:
         with get_client(sync_client=True) as client:
-            name = None if run_id is None else flow_run_name(pipeline_name, run_id=run_id, reason=reason)
             client.update_flow_run(UUID(flow_run_id), tags=sorted(tags), name=name)
     except Exception as error:  # any error of the server or the network
-        LOG.warning("could not tag the flow run in Prefect (%s: %s); the run continues", type(error).__name__, error)
+        LOG.warning("could not name the flow run in Prefect (%s: %s); the run continues", type(error).__name__, error)
 
 
-def end_lost_runs(
-    client: SyncPrefectClient, deployment_id: UUID, *, state_types: Sequence[str], current_flow_run_id: UUID | None = None
-) -> None:
-    """Set the flow runs of a deployment to Crashed if their state has one of `state_types`. This frees their concurrency slots.
+def end_as_crashed(flow_run_id: UUID, *, message: str, only_running: bool = False) -> None:
+    """Set a flow run and its unfinished task runs to Crashed. This frees the concurrency slot of the flow run.
+
+    Args:
+        only_running: change nothing unless the flow run is Running.
+    """
+    crashed_state: State = Crashed(message=message)
+    with get_client(sync_client=True) as client:
+        if only_running and client.read_flow_run(flow_run_id).state_type != StateType.RUNNING:
+            return
+        client.set_flow_run_state(flow_run_id, crashed_state, force=True)
+        for task_run in client.read_task_runs(flow_run_filter=_flow_run_filter(id={"any_": [flow_run_id]})):
+            if task_run.state is not None and not task_run.state.is_final():
+                client.set_task_run_state(task_run.id, crashed_state, force=True)
+
+
+def end_lost_runs(deployment_id: UUID, *, current_flow_run_id: UUID | None = None) -> None:
+    """Set the flow runs of a deployment that have begun and not ended to Crashed.
 
     Call this function only if no process of these flow runs can be alive. The flow run `current_flow_run_id` is not changed.
     """
-    run_filter = {"deployment_id": {"any_": [deployment_id]}, "state": {"type": {"any_": list(state_types)}}}
-    for lost_run in client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(run_filter)):
+    state = {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}
+    with get_client(sync_client=True) as client:
+        lost_runs = client.read_flow_runs(
+            flow_run_filter=_flow_run_filter(deployment_id={"any_": [deployment_id]}, state=state)
+        )
+    for lost_run in lost_runs:
         if lost_run.id != current_flow_run_id:
             LOG.warning("the process of flow run %s has died; the flow run ends as Crashed", lost_run.name)
-            crashed_state: State = Crashed(message="the process of this run died: its worker or machine was stopped")
-            client.set_flow_run_state(lost_run.id, crashed_state, force=True)
+            end_as_crashed(lost_run.id, message="the process of this run died: its worker or machine was stopped")
 
 
 def end_earlier_runs() -> None:
-    """End the lost runs of the current flow run's deployment.
+    """End the lost runs of the current flow run's deployment. A failure is logged and does not affect the current flow run.
 
-    The caller holds the lock of the workspace, so the process of every other Running flow run has died. The
-    process of every other Pending flow run has died too, because the current flow run has the only slot of the deployment. A
-    flow run that waits for the slot is Scheduled and is not changed.
-
-    A failure is logged and does not affect the current flow run.
+    The caller holds the lock of the workspace, so the process of every other Running flow run has died. The process of every
+    other Pending flow run has died too, because the current flow run has the only slot of the deployment. A flow run that waits
+    for the slot is Scheduled and is not changed.
     """
     if runtime.deployment.id is None:
         return
     try:
-        with get_client(sync_client=True) as client:
-            end_lost_runs(
-                client,
-                UUID(runtime.deployment.id),
-                state_types=["RUNNING", "PENDING", "CANCELLING"],
-                current_flow_run_id=UUID(runtime.flow_run.id),
-            )
+        end_lost_runs(UUID(runtime.deployment.id), current_flow_run_id=UUID(runtime.flow_run.id))
     except Exception as error:  # any error of Prefect or the network
         LOG.warning("could not end lost flow runs (%s: %s); this run is not affected", type(error).__name__, error)
+
+
+def _flow_run_filter(**conditions: Any) -> FlowRunFilter:
+    return FlowRunFilter.model_validate(conditions)

@@ -8,7 +8,7 @@ from pathlib import Path
 import optuna
 from prefect import flow
 
-from flows.prefect_runs import tag_flow_run
+from flows.prefect_runs import name_flow_run
 from flows.settings.config_file import dump_config, settings_as_yaml, with_settings
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError
@@ -59,14 +59,14 @@ class StudyResult:
         return self.folder / "history.png"
 
 
-@flow(name="tune", flow_run_name="{config.name} tune")
+@flow(name="tune")
 def tune_settings(config: PipelineConfig) -> StudyResult:
     """Search `tuning.ranges` for the settings with the best validation metric. Resume a study of the same config and data."""
     tuning, validation, workspace = config.tuning, config.training.validation, config.workspace.absolute()
     assert tuning is not None and validation is not None
     metric = f"{validation.metric}@{validation.k}"
     deadline = time.monotonic() + (tuning.timeout_s or float("inf"))
-    tag_flow_run(config.name)
+    name_flow_run(config.name, "tune")
     data_run = Run("data", workspace=workspace, parent=TUNING_FOLDER_NAME)
     with data_run.lock():
         dataset = ingest(StageContext(data_run), config.inputs)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flows.settings import environment
+
 if TYPE_CHECKING:
     from flows.settings.config_file import LoadedConfig
 
@@ -17,6 +19,9 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="replace a setting, e.g. training.epochs=3")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line of stdout")]
+ChangeReason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="why the champion changes; a tag of both versions")]
+PrefectPort = Annotated[int, typer.Option(help="port of the Prefect UI")]
+MlflowPort = Annotated[int, typer.Option(help="port of the MLflow UI")]
 
 
 @dataclass(frozen=True)
@@ -33,11 +38,9 @@ class ConfigOptions:
         return LoadedConfig.read(self.path, self.overrides)
 
     def prepare(self) -> "LoadedConfig":
-        """Return the config, and set the environment variables for Prefect and MLflow."""
-        from flows.settings.environment import prepare_environment
-
+        """Return the config, and set the environment variables for Prefect and MLflow. Call before they are imported."""
         loaded = self.read()
-        prepare_environment(loaded.config.workspace)
+        environment.prepare_environment(loaded.config.workspace)
         return loaded
 
 

@@ -1,11 +1,11 @@
 """`nightjar deploy`: the deployments of a pipeline in the user's Prefect server, for the workers of a work pool."""
 
-import os
 from datetime import UTC, datetime
 
 from flows.cli import output
+from flows.prefect_runs import prefect_client
+from flows.scheduled import automations, deployments
 from flows.settings.config_file import LoadedConfig
-from recsys_core.errors import InputError
 
 
 def deploy_pipeline(loaded: LoadedConfig, *, work_pool_name: str | None, with_automations: bool = False, dry_run: bool) -> None:
@@ -15,20 +15,11 @@ def deploy_pipeline(loaded: LoadedConfig, *, work_pool_name: str | None, with_au
         with_automations: also create or update the automations that send alerts.
 
     Raises:
-        InputError: PREFECT_API_URL is not set, or the server, work pool or alert block cannot be used; nothing is created.
+        InputError: the server, the work pool or the alert block cannot be used; nothing is created.
     """
     config = loaded.config
-    if not os.environ.get("PREFECT_API_URL"):
-        raise InputError(
-            "PREFECT_API_URL is not set; set it to the API of your Prefect server, e.g. http://127.0.0.1:4200/api, or start "
-            f"servers and schedule on this machine with: nightjar up {loaded.path}"
-        )
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
-    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")  # a user waits for the answer
-    from flows.scheduled import automations, deployments
-
     automation_names: list[str] = []
-    with deployments.prefect_client() as client:
+    with prefect_client() as client:
         work_pool_name = deployments.choose_work_pool(client, work_pool_name)
         if with_automations:
             automations.require_alert_block(client)
@@ -43,11 +34,11 @@ def deploy_pipeline(loaded: LoadedConfig, *, work_pool_name: str | None, with_au
         for deployment in new_deployments:
             current_deployment = deployments.read_deployment(client, config.name, flow_name=str(deployment.flow_name))
             changes = deployments.changed_settings(current_deployment, deployment)
-            rows += [[str(deployment.flow_name), change.setting, change.current_value, change.new_value] for change in changes]
+            rows += [[str(deployment.flow_name), *change] for change in changes]
             verb = "created" if current_deployment is None else "updated" if changes else "unchanged"
             facts[deployment.full_name] = f"would be {verb}" if dry_run else verb
         if rows:
-            output.print_table(["deployment", "setting", "current", "new"], rows, console=output.stdout)
+            output.print_table(["deployment", "setting", "current", "new"], rows)
         if not dry_run:
             deployment_id, *_ = [deployments.apply_deployment(deployment) for deployment in new_deployments]
             if with_automations:
@@ -60,4 +51,4 @@ def deploy_pipeline(loaded: LoadedConfig, *, work_pool_name: str | None, with_au
     }
     if with_automations:
         facts["automations"] = ", ".join(automation_names) or "would be created or updated"
-    output.print_facts(facts, console=output.stdout)
+    output.print_facts(facts)

@@ -1,16 +1,21 @@
 """The `nightjar` command. Exit codes: 0 success, 1 failure, 2 invalid config or input, 130 SIGINT, 143 SIGTERM."""
 
+import atexit
+import os
 import sys
+from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from flows import cli
 from flows.cli import operations, output
 from flows.cli.arguments import DEFAULT_CONFIG_PATH, AsJson, ConfigOptions, Overrides, takes_config
 from flows.interruption import Interrupted, end_process
 from flows.settings.environment import silence_libraries
-from recsys_core.errors import NightjarError, printable
+from recsys_core.errors import NightjarError
+from tasks.runs.options import Promote, RunOptions
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,9 +28,7 @@ app = typer.Typer(
 
 def _print_version(is_requested: bool) -> None:
     if is_requested:
-        from importlib.metadata import version
-
-        output.stdout.print(f"nightjar {version('nightjar')}")
+        output.print_line(f"nightjar {version_of('nightjar')}")
         raise typer.Exit
 
 
@@ -45,9 +48,7 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Run the whole pipeline on a generated dataset with topics, skewed popularity, drift and new items."""
-    from flows.settings.demo import write_demo
-
-    run(write_demo(workspace), overrides, as_json=as_json)
+    run(cli.workspace.demo(workspace), overrides, as_json=as_json)
 
 
 @app.command(epilog="Example: nightjar init --log ratings.parquet --items movies.parquet --vectors vectors.parquet")
@@ -62,40 +63,16 @@ def init(
     every_setting: Annotated[bool, typer.Option("--all", help="write every setting, not only the important settings")] = False,
 ) -> None:
     """Write a config with the important settings and their descriptions; guess the columns of the given files."""
-    from flows.settings.template import starter_config, to_commented_yaml
-    from recsys_core.errors import InputError
-
-    if config_path.exists():
-        raise InputError(f"{config_path}: exists already; remove it, or name another file")
-    if not config_path.parent.is_dir():
-        raise InputError(f"{config_path}: the folder {config_path.parent} does not exist; create it first")
-    if log is None and (user_column or item_column or time_column):
-        raise InputError("--user-column, --item-column and --time-column name columns of the log; add --log")
-    config, notes, next_step = starter_config(), dict[str, str](), "set your paths and columns"
-    if log is not None or items is not None or vectors is not None:
-        from flows.settings.column_guesses import FILL_IN, InitInputs, guess_config
-
-        inputs = InitInputs(log, items, vectors, user_column, item_column, time_column)
-        config, notes = guess_config(config, inputs, config_folder=config_path.parent)
-        unknown = [setting for setting, note in notes.items() if note.startswith(FILL_IN)]
-        next_step = f"fill in {' and '.join(unknown)}" if unknown else "check the guessed columns"
-    config_path.write_text(to_commented_yaml(config, notes=notes, every_setting=every_setting), encoding="utf-8")
-    output.stdout.print(
-        f"wrote {config_path}; {next_step}, then: nightjar validate {config_path}", markup=False, soft_wrap=True
-    )
+    columns = {"user_column": user_column, "item_column": item_column, "time_column": time_column}
+    inputs = {"log": log, "items": items, "vectors": vectors, **columns}
+    cli.workspace.init(config_path, inputs=inputs, every_setting=every_setting)
 
 
 @app.command(epilog="Example: nightjar validate nightly.yaml --set model.embedding_dim=128")
 @takes_config
 def validate(options: ConfigOptions) -> None:
     """Check the config, and the files, columns and types of the input, without a run."""
-    config = options.read().config
-    from flows.runs.input_checks import check_inputs
-
-    with output.log_lines():
-        facts = check_inputs(config)
-    output.print_facts(facts, console=output.stdout)
-    output.stdout.print(f"{options.path}: OK. Run it with: nightjar run {options.path}", markup=False, soft_wrap=True)
+    cli.workspace.validate(options.read())
 
 
 @app.command(epilog="Example: nightjar plan nightly.yaml --nodes 2 --gpus-per-node 8 --hbm-gb 80")
@@ -111,16 +88,11 @@ def plan(
 
     Memory and bandwidths of the hosts are settings of sharding.cluster, e.g. --set sharding.cluster.inter_host_gb_s=25.
     """
-    from flows.cli.plan import plan_for, print_plan
-
     device = None if gpus_per_node is None else "cuda"
     cluster_options = {"num_nodes": nodes, "processes_per_node": gpus_per_node, "hbm_gb": hbm_gb, "device": device}
     cluster_settings = {setting: value for setting, value in cluster_options.items() if value is not None}
-    sharding_plan, paths = plan_for(options.read().config, cluster_settings=cluster_settings)
-    if as_json:
-        sys.stdout.write(sharding_plan.model_dump_json() + "\n")
-    else:
-        print_plan(sharding_plan, paths=paths, console=output.stdout)
+    config = options.read().config
+    cli.plan.plan_sharding(config, cluster_settings=cluster_settings, as_json=as_json)
 
 
 @app.command(epilog="Example: nightjar run nightly.yaml --set training.batch_size=8192 --resume 20261121-070312-ab12")
@@ -133,25 +105,14 @@ def run(
     full_retrain: Annotated[bool, typer.Option("--full-retrain", help="rebuild the vocabularies, train from scratch")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="run all stages, log the metrics, register no version")] = False,
     promote: Annotated[
-        Literal["by_gate", "never", "force"],
-        typer.Option(help="rule that decides whether the new version becomes champion; force needs --reason"),
+        Promote, typer.Option(help="rule that decides whether the new version becomes champion; force needs --reason")
     ] = "by_gate",
     as_json: AsJson = False,
 ) -> None:
     """Run the pipeline: ingest, plan, train, export, evaluate, index, package, register."""
-    from flows.servers.prefect_server import embedded_server
-
-    with embedded_server() as server:  # the server starts while the config and the input are read
-        from flows.cli import runner
-        from tasks.runs.options import RunOptions
-
-        run_options = RunOptions(reason=reason, full_retrain=full_retrain, dry_run=dry_run, promote=promote)
-        command, last_stage = runner.prepare_run(options, server, until=until, run_options=run_options)
-        results = runner.run_nightly(command, resume=resume, until=last_stage, options=run_options)
-    if as_json:
-        sys.stdout.write(results.as_json() + "\n")
-    else:
-        runner.print_results(results, config_path=options.path, command_line=command.command_line)
+    run_options = RunOptions(reason=reason, full_retrain=full_retrain, dry_run=dry_run, promote=promote)
+    with cli.session.embedded_server() as server:  # the server starts while the config and the input are read
+        cli.run.run_pipeline(options, server, until=until, resume=resume, run_options=run_options, as_json=as_json)
 
 
 @app.command(epilog="Example: nightjar tune nightly.yaml --trials 40")
@@ -162,16 +123,8 @@ def tune(
     as_json: AsJson = False,
 ) -> None:
     """Search the ranges in `tuning` for the best validation metric. The same command resumes an interrupted search."""
-    from flows.servers.prefect_server import embedded_server
-
-    with embedded_server() as server:
-        from flows.cli import tune as tuning
-
-        study = tuning.run_study(options, server, trials=trials)
-    if as_json:
-        sys.stdout.write(tuning.as_json(study) + "\n")
-    else:
-        tuning.print_study(study, config_path=options.path)
+    with cli.session.embedded_server() as server:
+        cli.experiments.tune(options, server, num_trials=trials, as_json=as_json)
 
 
 @app.command(epilog="Example: nightjar backtest --days 7")
@@ -181,13 +134,8 @@ def backtest(
     days: Annotated[int, typer.Option(min=1, max=366, help="number of past days, one run for each")] = 7,
 ) -> None:
     """Run the pipeline as it would have run on each of the last days. The same command resumes an interrupted backtest."""
-    from flows.servers.prefect_server import embedded_server
-
-    with embedded_server() as server:
-        from flows.cli import backtest as backtesting
-
-        results = backtesting.run_backtest(options, server, num_days=days)
-    backtesting.print_days(options.read().config, results)
+    with cli.session.embedded_server() as server:
+        cli.experiments.backtest(options, server, num_days=days)
 
 
 @app.command("gate-noise", epilog="Example: nightjar gate-noise --seeds 5")
@@ -197,13 +145,8 @@ def gate_noise(
     seeds: Annotated[int, typer.Option(min=2, max=100, help="number of trainings, each with another seed")] = 5,
 ) -> None:
     """Measure how much the metric of the gate differs between seeds of the training. The same command resumes."""
-    from flows.servers.prefect_server import embedded_server
-
-    with embedded_server() as server:
-        from flows.cli import backtest as backtesting
-
-        noise = backtesting.run_gate_noise(options, server, num_seeds=seeds)
-    backtesting.print_gate_noise(options.read().config, noise)
+    with cli.session.embedded_server() as server:
+        cli.experiments.gate_noise(options, server, num_seeds=seeds)
 
 
 @app.command(epilog="Example: nightjar query --user 42 -k 10")
@@ -219,21 +162,7 @@ def query(
 ) -> None:
     """Recommend items to a user with the champion, or with --model."""
     config = options.prepare().config
-    from flows.query import recommend
-
-    answer = recommend(config, user=user, k=k, model_uri=model)
-    if not answer.known_user:
-        output.stderr.print(
-            f"user {printable(user)} is unknown to version {answer.version}: these are the most popular items",
-            markup=False,
-            soft_wrap=True,
-        )
-    if as_json:
-        sys.stdout.write(answer.model_dump_json() + "\n")
-        return
-    output.stdout.print(f"{answer.model} version {answer.version}, user {printable(user)}", markup=False, soft_wrap=True)
-    rows = [[str(item.item_id), f"{item.score:.4f}"] for item in answer.items]
-    output.print_table(["item", "score"], rows, console=output.stdout)
+    cli.registry.query(config, user=user, k=k, model_uri=model, as_json=as_json)
 
 
 app.registered_commands += operations.commands.registered_commands
@@ -247,5 +176,31 @@ def main() -> None:
     except Interrupted as error:
         end_process(error)
     except NightjarError as error:
-        output.stderr.print(f"error: {output.printable_lines(str(error))}", style="red", markup=False, soft_wrap=True)
+        output.print_line(f"error: {output.printable_lines(str(error))}", style="red", console=output.stderr)
         sys.exit(error.exit_code)
+
+
+def run_command() -> None:
+    """Run the `nightjar` command, and end the process without freeing the objects of its modules.
+
+    Python would free a million objects in half a second, and nanobind, DuckDB's binding library, would print forty lines
+    about the objects that Prefect keeps until then. If the output cannot be written or an exception is not handled, Python
+    ends the process as usual and reports the error.
+    """
+    exit_code: int | None = None
+
+    def end_without_cleanup() -> None:
+        if exit_code is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(exit_code)
+
+    atexit.register(end_without_cleanup)  # registered before heavy libraries are imported, so it runs after their exit handlers
+    for stream in (sys.stdout, sys.stderr):  # in an ASCII locale, other characters are escaped
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        main()
+    except SystemExit as system_exit:
+        if isinstance(system_exit.code, int):
+            exit_code = system_exit.code
+        raise

@@ -1,17 +1,24 @@
 """Commands of the operator: installation, schedule, servers, releases, history and disk space."""
 
-import sys
+import json
+import os
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from flows.cli import output
-from flows.cli.arguments import AsJson, ConfigOptions, Overrides, takes_config
-from recsys_core.imports import fast_imports
-
-if TYPE_CHECKING:
-    from flows.settings.config_file import LoadedConfig
+from flows import cli
+from flows.cli.arguments import (
+    AsJson,
+    ChangeReason,
+    ConfigOptions,
+    MlflowPort,
+    Overrides,
+    PrefectPort,
+    takes_config,
+)
+from recsys_core.errors import InputError
 
 commands = typer.Typer()
 HELP_PANEL = "Operations"
@@ -27,52 +34,16 @@ def doctor(
     folder: Annotated[Path, typer.Option(help="folder whose disk is checked if no file is given")] = Path(),
 ) -> None:
     """Check the versions of the libraries and the hardware; with a config file, the whole installation."""
-    config = None
-    if config_path is not None:
-        config = ConfigOptions(config_path, tuple(overrides or ())).read().config
-    from recsys_core.preflight import check_environment
-
-    preflight = check_environment(folder if config is None else config.workspace)
-    output.print_facts(dict(preflight.rows), console=output.stdout)
-    for problem in preflight.problems:
-        output.stdout.print(f"problem: {output.printable_lines(problem)}", style="red", markup=False, soft_wrap=True)
-    num_problems = len(preflight.problems)
-    if config is not None:
-        from flows.doctor.installation import examine
-
-        findings = examine(config, gpus=preflight.gpus)
-        output.print_findings(findings, console=output.stdout)
-        num_problems += sum(finding.status == "problem" for finding in findings.values())
-    if num_problems:
-        output.stdout.print(f"{num_problems} {'problem' if num_problems == 1 else 'problems'} found.", style="red")
-        raise typer.Exit(1)
-    output.stdout.print("No problems found.")
+    options = None if config_path is None else ConfigOptions(config_path, tuple(overrides or ()))
+    cli.workspace.doctor(options, folder=folder)
 
 
 @commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar releases")
 @takes_config
 def releases(options: ConfigOptions, as_json: AsJson = False) -> None:
     """List the registered versions with alias, served metrics and run."""
-    import json
-
-    config = options.prepare().config
-    with fast_imports():
-        from tasks.registry.mlflow_client import call_with_deadline, connect
-        from tasks.registry.releases import list_releases
-
-    client = connect(config.workspace)
-    registered_versions = call_with_deadline(lambda: list_releases(client, config.registry.model_name), uri=client.tracking_uri)
-    if as_json:
-        sys.stdout.write(json.dumps(registered_versions) + "\n")
-    elif registered_versions:
-        output.print_releases(registered_versions, console=output.stdout)
-    else:
-        output.stdout.print(
-            f"no version of {config.registry.model_name} yet; register one with: nightjar run {options.path}", soft_wrap=True
-        )
-
-
-Reason = Annotated[str, typer.Option(metavar="TEXT", help="why the champion changes; a tag of both versions")]
+    loaded = options.prepare()
+    cli.registry.releases(loaded, as_json=as_json)
 
 
 @commands.command(rich_help_panel=HELP_PANEL, epilog='Example: nightjar promote --version 7 --reason "new prices"')
@@ -80,29 +51,25 @@ Reason = Annotated[str, typer.Option(metavar="TEXT", help="why the champion chan
 def promote(
     options: ConfigOptions,
     version: Annotated[int, typer.Option(min=1, help="number of the version, see nightjar releases")],
-    reason: Reason,
+    reason: ChangeReason,
 ) -> None:
     """Make a registered version the champion if it passes the smoke test."""
-    _choose_champion("promote", options.prepare(), {"version": version, "reason": reason})
+    loaded = options.prepare()
+    cli.registry.choose_champion(loaded, "promote", {"version": version, "reason": reason})
 
 
 @commands.command(rich_help_panel=HELP_PANEL, epilog='Example: nightjar rollback --reason "recommends items that are sold out"')
 @takes_config
 def rollback(
     options: ConfigOptions,
-    reason: Reason,
+    reason: ChangeReason,
     version: Annotated[
         int | None, typer.Option(min=1, help="a former champion; by default the newest former champion that loads")
     ] = None,
 ) -> None:
     """Give the alias champion back to a former champion."""
-    _choose_champion("rollback", options.prepare(), {"version": version or 0, "reason": reason})
-
-
-def _choose_champion(command: Literal["promote", "rollback"], loaded: "LoadedConfig", parameters: dict[str, object]) -> None:
-    from flows.cli.runner import choose_champion
-
-    choose_champion(loaded, command, parameters=parameters)
+    loaded = options.prepare()
+    cli.registry.choose_champion(loaded, "rollback", {"version": version or 0, "reason": reason})
 
 
 @commands.command(
@@ -121,23 +88,19 @@ def deploy(
     dry_run: Annotated[bool, typer.Option("--dry-run/--apply", help="only print the changes")] = False,
 ) -> None:
     """Create or update the deployments of the pipeline in the Prefect server of PREFECT_API_URL."""
-    import json
-
-    from flows.settings.config_file import LoadedConfig, load_config
-
     schedule_options = {"schedule.cron": cron, "schedule.timezone": timezone}
     schedule_overrides = [f"{setting}={json.dumps(value)}" for setting, value in schedule_options.items() if value is not None]
+    loaded = ConfigOptions(options.path, (*options.overrides, *schedule_overrides)).read()
     # Runs read the schedule from the deployment, so these overrides are not in the form.
-    config = load_config(options.path, [*options.overrides, *schedule_overrides])
-    loaded = LoadedConfig(config, options.path, options.overrides)
-    from flows.cli.deploy import deploy_pipeline
-
-    deploy_pipeline(
-        loaded,
-        work_pool_name=work_pool,
-        with_automations=automations,
-        dry_run=dry_run,
-    )
+    loaded = replace(loaded, overrides=options.overrides)
+    if not os.environ.get("PREFECT_API_URL"):
+        raise InputError(
+            "PREFECT_API_URL is not set; set it to the API of your Prefect server, e.g. http://127.0.0.1:4200/api, or start "
+            f"servers and schedule on this machine with: nightjar up {loaded.path}"
+        )
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")  # a user waits for the answer
+    cli.deploy.deploy_pipeline(loaded, work_pool_name=work_pool, with_automations=automations, dry_run=dry_run)
 
 
 @commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar clean nightly.yaml --dry-run")
@@ -148,9 +111,7 @@ def clean(
 ) -> None:
     """Remove files of old runs and old model versions that `retention` does not keep. Each run does the same at its end."""
     config = options.prepare().config
-    from flows.cli.workspace import clean_workspace, print_removals
-
-    print_removals(clean_workspace(config, dry_run=dry_run), dry_run=dry_run, console=output.stdout)
+    cli.registry.print_removals(cli.registry.clean_workspace(config, dry_run=dry_run), dry_run=dry_run)
 
 
 @commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar history --last 30")
@@ -161,33 +122,19 @@ def history(
     as_json: AsJson = False,
 ) -> None:
     """List the last runs: how each ended, served metrics, data sizes, duration and disk space."""
-    from flows.cli.workspace import as_json as history_as_json
-    from flows.cli.workspace import print_history
-    from flows.runs.run_history import run_history
-
-    config = options.read().config
-    runs, metric_name = run_history(config.workspace, max_runs=last), config.registry.metric
-    if as_json:
-        sys.stdout.write(history_as_json(runs, metric_name=metric_name) + "\n")
-    elif runs:
-        print_history(runs, metric_name=metric_name, console=output.stdout)
-        output.print_facts({"page": str(config.workspace / "index.html")}, console=output.stdout)
-    else:
-        output.stdout.print(f"no run in {config.workspace} yet; start one with: nightjar run {options.path}", soft_wrap=True)
+    cli.workspace.show_history(options.read(), num_runs=last, as_json=as_json)
 
 
 @commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar ui --mlflow-port 5001")
 @takes_config
 def ui(
     options: ConfigOptions,
-    prefect_port: Annotated[int, typer.Option(help="port of the Prefect UI")] = 4200,
-    mlflow_port: Annotated[int, typer.Option(help="port of the MLflow UI")] = 5000,
+    prefect_port: PrefectPort = 4200,
+    mlflow_port: MlflowPort = 5000,
 ) -> None:
     """Serve the Prefect and MLflow UIs on this machine until Ctrl-C."""
     config = options.prepare().config
-    from flows.cli.ui import serve
-
-    serve(config, prefect_port=prefect_port, mlflow_port=mlflow_port)
+    cli.ui.serve(config, prefect_port=prefect_port, mlflow_port=mlflow_port)
 
 
 @commands.command(
@@ -197,17 +144,10 @@ def ui(
 @takes_config
 def up(
     options: ConfigOptions,
-    prefect_port: Annotated[int, typer.Option(help="port of the Prefect UI")] = 4200,
-    mlflow_port: Annotated[int, typer.Option(help="port of the MLflow UI")] = 5000,
+    prefect_port: PrefectPort = 4200,
+    mlflow_port: MlflowPort = 5000,
     metrics_port: Annotated[int | None, typer.Option(help="port of Prometheus metrics of the last run, e.g. 9464")] = None,
 ) -> None:
     """Run the pipeline as its schedule plans, and serve the Prefect and MLflow UIs on this machine, until Ctrl-C or SIGTERM."""
     loaded = options.prepare()
-    from flows.cli import ui
-
-    ui.up(
-        loaded,
-        prefect_port=prefect_port,
-        mlflow_port=mlflow_port,
-        metrics_port=metrics_port,
-    )
+    cli.ui.up(loaded, prefect_port=prefect_port, mlflow_port=mlflow_port, metrics_port=metrics_port)

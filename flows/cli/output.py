@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,10 +14,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from recsys_core.errors import printable
-
-if TYPE_CHECKING:
-    from flows.doctor.finding import Finding
-    from recsys_core.evaluation.report import MetricTable
 
 UNFOLDED_WIDTH = 200
 """Width of output that does not go to a terminal. At this width, `fold` does not break lines."""
@@ -134,86 +129,38 @@ def log_lines() -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-def print_metrics(table: "MetricTable", *, served_metrics: Mapping[str, float], console: Console) -> None:
-    """Print models and baselines by row and metrics by column. The best value of each column is bold.
-
-    Args:
-        served_metrics: metrics of the smoke test by <ranker>/<metric>. The ranker `served` is the new version, and the other
-            rankers are baselines.
-    """
-    rows: list[list[str | Text]] = [
-        [
-            row_name,
-            *(
-                Text("-" if value is None else f"{value:.4f}", "bold" if value == best_value else "")
-                for value, best_value in zip(row_values, table.best_comparable(row_name), strict=True)
-            ),
-        ]
-        for row_name, row_values in table.rows.items()
-    ]
-    for ranker in dict.fromkeys(row_name.partition("/")[0] for row_name in served_metrics):
-        row_values = [served_metrics.get(f"{ranker}/{column}") for column in table.columns]
-        row_name = "served" if ranker == "served" else f"{ranker.removesuffix('_champion')} served"
-        rows.append([row_name, *("-" if value is None else f"{value:.4f}" for value in row_values)])
-    print_table(["test", *table.columns], rows, console=console)
-    if table.note:
-        console.print(table.note, style="dim")
-
-
-def print_table(column_titles: Sequence[str], rows: Sequence[Sequence[str | Text]], *, console: Console) -> None:
+def print_table(column_titles: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
     """Print a table without borders; the first column is aligned left, the others right. Control characters are escaped."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for index, title in enumerate(column_titles):
         table.add_column(title, justify="left" if index == 0 else "right")
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
-    console.print(table)
+    stdout.print(table)
 
 
-def print_facts(facts: Mapping[str, str], *, console: Console) -> None:
-    """Print names and values in two columns."""
+def print_facts(facts: Mapping[str, str], *, labels: Mapping[str, str] | None = None) -> None:
+    """Print names and values in two columns.
+
+    Args:
+        labels: text with markup before a value, by name.
+    """
     name_width = max(len(fact_name) for fact_name in facts)
     for fact_name, fact_text in facts.items():
-        console.print(f"[dim]{fact_name.ljust(name_width)}[/]  {escape(printable_lines(fact_text))}", soft_wrap=True)
+        label = f"  {labels[fact_name]}" if labels else ""
+        stdout.print(f"[dim]{fact_name.ljust(name_width)}[/]{label}  {escape(printable_lines(fact_text))}", soft_wrap=True)
 
 
-def print_findings(findings: "Mapping[str, Finding]", *, console: Console) -> None:
-    """Print subject, status and text of each finding."""
-    name_width, style_by_status = (
-        max(len(subject) for subject in findings),
-        {"ok": "green", "problem": "red", "not used": "dim"},
-    )
-    console.print()
-    for subject, finding in findings.items():
-        status = f"[{style_by_status[finding.status]}]{finding.status:<8}[/]"
-        console.print(f"[dim]{subject.ljust(name_width)}[/]  {status}  {escape(printable_lines(finding.text))}", soft_wrap=True)
+def print_line(text: str, *, style: str = "", console: Console | None = None) -> None:
+    """Print a text that may contain brackets, without folding it. The default of `console` is `stdout`."""
+    (console or stdout).print(text, style=style, markup=False, soft_wrap=True)
 
 
-def print_releases(releases: Sequence[Mapping[str, Any]], *, console: Console) -> None:
-    """Print one row per version: alias, creation, served metrics, run and reason."""
-    metric_names = sorted(
-        {metric_name for release in releases for metric_name in release["metrics"] if metric_name.startswith("served/")}
-    )
-    rows = [
-        [
-            str(release["version"]),
-            release["alias"] or "-",
-            release["created"],
-            *(
-                f"{release['metrics'][metric_name]:.4f}" if metric_name in release["metrics"] else "-"
-                for metric_name in metric_names
-            ),
-            release["run_id"],
-            release["by_hand"] or release["reasons"] or f"smoke test {release['smoke']}",
-        ]
-        for release in releases
-    ]
-    titles = [
-        "version",
-        "alias",
-        "created (UTC)",
-        *(metric_name.removeprefix("served/") for metric_name in metric_names),
-        "run",
-        "reason",
-    ]
-    print_table(titles, rows, console=console)
+def print_json(text: str) -> None:
+    """Print the line of the option --json."""
+    sys.stdout.write(text + "\n")
+
+
+def format_metric(value: float | None) -> str:
+    """Format a metric with four decimals; "-" for a missing one."""
+    return "-" if value is None else f"{value:.4f}"

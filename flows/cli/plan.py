@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from flows.cli.output import print_table
+from flows.cli import output
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.sharding.config import ClusterConfig
 from recsys_core.sharding.plan_file import PlanFile, format_ranges
@@ -20,8 +18,8 @@ from tasks.stages.data_stages import ingest
 MAX_RANK_LINES = 16
 
 
-def plan_for(config: PipelineConfig, *, cluster_settings: dict[str, Any]) -> tuple[PlanFile, tuple[Path, Path]]:
-    """Ingest the data, plan the sharding and return the plan with the paths of plan.json and plan.html.
+def plan_sharding(config: PipelineConfig, *, cluster_settings: dict[str, Any], as_json: bool) -> None:
+    """Ingest the data, plan the sharding, write plan.json and plan.html, and print the plan.
 
     The plan and the ingested data are kept in <workspace>/plan.
 
@@ -33,10 +31,14 @@ def plan_for(config: PipelineConfig, *, cluster_settings: dict[str, Any]) -> tup
     cluster = ClusterConfig(**(config.sharding.cluster.model_dump() | cluster_settings))
     sharding = config.sharding.model_copy(update={"cluster": cluster})
     plan = config.model_copy(update={"sharding": sharding}).training_setup(dataset).make_plan(dataset)
-    return plan, write_plan(plan, run.folder)
+    paths = write_plan(plan, run.folder)
+    if as_json:
+        output.print_json(plan.model_dump_json())
+    else:
+        print_plan(plan, paths=paths)
 
 
-def print_plan(plan: PlanFile, *, paths: Sequence[Path], console: Console) -> None:
+def print_plan(plan: PlanFile, *, paths: Sequence[Path]) -> None:
     """Print the placement of each table, memory and time by rank."""
     table_rows = [
         [
@@ -49,8 +51,8 @@ def print_plan(plan: PlanFile, *, paths: Sequence[Path], console: Console) -> No
         ]
         for table_name, table in plan.tables.items()
     ]
-    print_table(["table", "rows x dim", "sharding", "kernel", "ranks", "values/query"], table_rows, console=console)
-    console.print()
+    output.print_table(["table", "rows x dim", "sharding", "kernel", "ranks", "values/query"], table_rows)
+    output.stdout.print()
     rank_groups = sorted(plan.rank_groups(), key=lambda group: -group[1].step_ms)
     rank_rows = [
         [
@@ -61,14 +63,12 @@ def print_plan(plan: PlanFile, *, paths: Sequence[Path], console: Console) -> No
         ]
         for ranks, rank_load in rank_groups[:MAX_RANK_LINES]
     ]
-    print_table(["ranks, slowest first", "HBM", "main memory", "est. step"], rank_rows, console=console)
+    output.print_table(["ranks, slowest first", "HBM", "main memory", "est. step"], rank_rows)
     if len(rank_groups) > MAX_RANK_LINES:
-        console.print(f"... and {len(rank_groups) - MAX_RANK_LINES} more, see {paths[1].name}", markup=False)
-    console.print()
-    console.print(
+        output.print_line(f"... and {len(rank_groups) - MAX_RANK_LINES} more, see {paths[1].name}")
+    output.stdout.print()
+    output.print_line(
         f"maximum / mean over the ranks: memory {plan.imbalance(lookup_memory_field(plan)):.2f}, "
         f"time {plan.imbalance('step_ms'):.2f}; "
-        f"memory and time of each rank: {paths[1]} (and {paths[0].name})",
-        markup=False,
-        soft_wrap=True,
+        f"memory and time of each rank: {paths[1]} (and {paths[0].name})"
     )

@@ -15,9 +15,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from flows.cli import output
-from flows.servers.mlflow_process import PASSWORD_VARIABLE
 from flows.servers.prefect_server import PrefectServer
-from flows.servers.server_process import HOST, LOG, WORKSPACE_VARIABLE, ServerProcess
+from flows.servers.server_process import LOG, PASSWORD_VARIABLE, WORKSPACE_VARIABLE, ServerProcess
 from flows.settings.config_file import LoadedConfig
 from flows.settings.environment import set_flow_run_retention
 from flows.settings.pipeline import PipelineConfig
@@ -27,7 +26,6 @@ from recsys_core.parent_process import parent_environment
 RUNS_STOP_TIMEOUT_S = 5.5
 """Time for the runs to end. The command must end within 10 s; the rest of this time is for the servers."""
 WATCH_INTERVAL_S = 0.5
-LOOPBACK_HOSTS = (HOST, "localhost", "::1")
 READY_MESSAGE = "ready"
 PASSWORD_FILE_NAME = "server-password"  # noqa: S105 a name
 
@@ -36,7 +34,7 @@ def serve(config: PipelineConfig, *, prefect_port: int, mlflow_port: int) -> Non
     """Serve the Prefect and MLflow pages of the workspace until Ctrl-C or SIGTERM.
 
     If PREFECT_API_URL or MLFLOW_TRACKING_URI names a server, its address is printed instead. Raises InputError if a port is in
-    use, a database needs a migration, or a variable such as MLFLOW_HOST names an address other than the loopback address.
+    use.
     """
     log_file = config.workspace / "ui.log"
     with _until_signal() as stack:
@@ -44,9 +42,9 @@ def serve(config: PipelineConfig, *, prefect_port: int, mlflow_port: int) -> Non
             config, prefect_port=prefect_port, mlflow_port=mlflow_port, log_file=log_file, stack=stack
         )
         if "log" not in facts:  # this command has started no server
-            output.print_facts(facts, console=output.stdout)
+            output.print_facts(facts)
             return
-        output.print_facts(facts | {"stop": "Ctrl-C"}, console=output.stdout)
+        output.print_facts(facts | {"stop": "Ctrl-C"})
         _watch(prefect_server, None, log_file=log_file)
 
 
@@ -73,20 +71,13 @@ def up(loaded: LoadedConfig, *, prefect_port: int, mlflow_port: int, metrics_por
         next_start = config.schedule.next_start(datetime.now(UTC))
         facts["deployments"] = f"nightly-retrain/{config.name}, and promote and rollback"
         facts["next start"] = f"{next_start:%Y-%m-%d %H:%M %Z}" if next_start else "by hand in Prefect only; set schedule.cron"
-        output.print_facts(facts | {"log": str(log_file), "stop": "Ctrl-C"}, console=output.stdout)
+        output.print_facts(facts | {"log": str(log_file), "stop": "Ctrl-C"})
         _watch(prefect_server, runs_process, log_file=log_file)
 
 
 @contextmanager
 def _until_signal() -> Iterator[ExitStack]:
     """Yield a stack of cleanups, which run at Ctrl-C or SIGTERM, at the end of the body, or after an error."""
-    for variable in ("PREFECT_SERVER_API_HOST", "PREFECT_API_HOST", "MLFLOW_HOST"):
-        if os.environ.get(variable, HOST) not in LOOPBACK_HOSTS:
-            raise InputError(
-                f"{variable} is {os.environ[variable]}, but the servers of nightjar listen on {HOST} only, because whoever "
-                f"reaches them can run code on this machine; unset {variable}; to serve other hosts, start servers with "
-                "authentication and set PREFECT_API_URL and MLFLOW_TRACKING_URI"
-            )
     for signal_number in (signal.SIGINT, signal.SIGTERM):  # a service manager sends SIGTERM, which ends the command like Ctrl-C
         signal.signal(signal_number, signal.default_int_handler)
     log_handler = logging.StreamHandler()
@@ -121,7 +112,7 @@ def _start_servers(
         facts["MLflow"] = mlflow_uri
     else:
         mlflow_server = ServerProcess(
-            "flows.servers.mlflow_process",
+            "flows.servers.mlflow_app",
             name="MLflow server",
             health_path="/health",
             port=mlflow_port,

@@ -1,23 +1,25 @@
-"""`nightjar history` and `nightjar clean`: the runs of a workspace, and their removal."""
+"""Commands on files, without servers: `init`, `demo`, `validate`, `doctor` and `history`."""
 
 import json
 from collections.abc import Sequence
-from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+import typer
 from rich.text import Text
 
-from flows.cli.output import print_table
-from flows.settings.pipeline import PipelineConfig
-from recsys_core.errors import printable
-from recsys_core.units import format_bytes, format_duration, format_gib
+from flows.cli import output
+from flows.cli.arguments import ConfigOptions
+from flows.settings.config_file import LoadedConfig
+from flows.settings.template import starter_config, to_commented_yaml
+from recsys_core.errors import InputError, printable
+from recsys_core.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from flows.runs.run_history import PastRun
-    from tasks.retention.clean import Removals
 
-_COLOURS = {
+FINDING_STYLES = {"ok": "green", "problem": "red", "not used": "dim"}
+STATE_COLOURS = {
     "Promoted": "green",
     "NotPromoted": "yellow",
     "NotEnoughData": "yellow",
@@ -28,13 +30,92 @@ _COLOURS = {
 """Colour by state; all other states are red."""
 
 
-def as_json(runs: "Sequence[PastRun]", *, metric_name: str) -> str:
-    """Return the line that --json prints: a list with one object per run, the newest first."""
-    return json.dumps([past_run.as_json(metric_name=metric_name) for past_run in runs])
+def init(config_path: Path, *, inputs: dict[str, str | None], every_setting: bool) -> None:
+    """Write a config with guesses for the given files. `inputs` are the fields of InitInputs."""
+    if config_path.exists():
+        raise InputError(f"{config_path}: exists already; remove it, or name another file")
+    if not config_path.parent.is_dir():
+        raise InputError(f"{config_path}: the folder {config_path.parent} does not exist; create it first")
+    if inputs["log"] is None and any(inputs[f"{role}_column"] for role in ("user", "item", "time")):
+        raise InputError("--user-column, --item-column and --time-column name columns of the log; add --log")
+    config, notes, next_step = starter_config(), dict[str, str](), "set your paths and columns"
+    if any(inputs.values()):
+        from flows.settings.column_guesses import FILL_IN, InitInputs, guess_config  # imports DuckDB
+
+        config, notes = guess_config(config, InitInputs(**inputs), config_folder=config_path.parent)
+        unknown = [setting for setting, note in notes.items() if note.startswith(FILL_IN)]
+        next_step = f"fill in {' and '.join(unknown)}" if unknown else "check the guessed columns"
+    config_path.write_text(to_commented_yaml(config, notes=notes, every_setting=every_setting), encoding="utf-8")
+    output.print_line(f"wrote {config_path}; {next_step}, then: nightjar validate {config_path}")
 
 
-def print_history(runs: "Sequence[PastRun]", *, metric_name: str, console: Console) -> None:
-    """Print one row per run, the newest first, then the reasons of runs and the messages of runs that were not promoted."""
+def demo(workspace: Path) -> Path:
+    """Generate the data and the config of the demo, unless they exist; return the path of the config."""
+    from flows.settings.demo import write_demo  # imports NumPy and pyarrow
+
+    return write_demo(workspace)
+
+
+def validate(loaded: LoadedConfig) -> None:
+    """Check the input files and print one line about each input."""
+    from flows.runs.input_checks import check_inputs  # imports DuckDB
+
+    with output.log_lines():
+        facts = check_inputs(loaded.config)
+    output.print_facts(facts)
+    output.print_line(f"{loaded.path}: OK. Run it with: nightjar run {loaded.path}")
+
+
+def doctor(options: ConfigOptions | None, *, folder: Path) -> None:
+    """Print the results of all checks; exit with 1 if there is a problem.
+
+    Args:
+        options: config of the installation to check. None: only the libraries and the hardware.
+        folder: folder whose disk is checked without a config.
+    """
+    from recsys_core.preflight import check_environment  # imports NumPy
+
+    config = None if options is None else options.read().config
+    preflight = check_environment(folder if config is None else config.workspace)
+    output.print_facts(dict(preflight.rows))
+    for problem in preflight.problems:
+        output.print_line(f"problem: {output.printable_lines(problem)}", style="red")
+    num_problems = len(preflight.problems)
+    if config is not None:
+        from flows.doctor.installation import examine  # imports MLflow
+
+        findings = examine(config, gpus=preflight.gpus)
+        output.stdout.print()
+        output.print_facts(
+            {subject: finding.text for subject, finding in findings.items()},
+            labels={
+                subject: f"[{FINDING_STYLES[finding.status]}]{finding.status:<8}[/]" for subject, finding in findings.items()
+            },
+        )
+        num_problems += sum(finding.status == "problem" for finding in findings.values())
+    if num_problems:
+        output.print_line(f"{num_problems} {'problem' if num_problems == 1 else 'problems'} found.", style="red")
+        raise typer.Exit(1)
+    output.print_line("No problems found.")
+
+
+def show_history(loaded: LoadedConfig, *, num_runs: int, as_json: bool) -> None:
+    """Print the last runs, the newest first."""
+    from flows.runs.run_history import run_history  # imports NumPy
+
+    workspace, metric_name = loaded.config.workspace, loaded.config.registry.metric
+    runs = run_history(workspace, max_runs=num_runs)
+    if as_json:
+        output.print_json(json.dumps([past_run.as_json(metric_name=metric_name) for past_run in runs]))
+    elif runs:
+        print_history(runs, metric_name=metric_name)
+        output.print_facts({"page": str(workspace / "index.html")})
+    else:
+        output.print_line(f"no run in {workspace} yet; start one with: nightjar run {loaded.path}")
+
+
+def print_history(runs: "Sequence[PastRun]", *, metric_name: str) -> None:
+    """Print one row per run, then the reasons of runs and the messages of runs that were not promoted."""
     from flows.runs.run_history import STATE_NAMES, format_count
 
     rows: list[list[str | Text]] = []
@@ -44,56 +125,23 @@ def print_history(runs: "Sequence[PastRun]", *, metric_name: str, console: Conso
         rows.append(
             [
                 past_run.run.run_id,
-                Text(STATE_NAMES[record.state], _COLOURS.get(record.state, "red")),
+                Text(STATE_NAMES[record.state], STATE_COLOURS.get(record.state, "red")),
                 figures.version or "-",
-                *("-" if score is None else f"{score:.4f}" for score in scores),
-                *(format_count(count) for count in (figures.events, figures.users, figures.test_users, figures.items)),
+                *map(output.format_metric, scores),
+                *map(format_count, (figures.events, figures.users, figures.test_users, figures.items)),
                 format_duration(record.seconds),
                 format_bytes(past_run.disk_bytes),
             ]
         )
     count_titles = ["events", "users", "test users", "items"]
     titles = ["run (UTC)", "ended as", "version", metric_name, "champion", *count_titles, "duration", "disk"]
-    print_table(titles, rows, console=console)
+    output.print_table(titles, rows)
     runs_with_note = [past_run for past_run in runs if past_run.record.state != "Promoted" or past_run.record.options.reason]
     if runs_with_note:
-        console.print()
+        output.stdout.print()
     for past_run in runs_with_note:
         record = past_run.record
         reason = f"reason: {record.options.reason}" if record.options.reason else ""
         message = record.message if record.state != "Promoted" else ""
         note = "; ".join(filter(None, (reason, message))) or STATE_NAMES[record.state]
-        console.print(f"{past_run.run.run_id}  {printable(note)}", markup=False, soft_wrap=True)
-
-
-def clean_workspace(config: PipelineConfig, *, dry_run: bool) -> "Removals":
-    """Remove files and versions that `config.retention` does not keep; with `dry_run`, only return the removals.
-
-    Raises:
-        InputError: another command is using the workspace.
-        TrackingServerError: MLflow does not answer; nothing is removed.
-    """
-    from tasks.retention.clean import clean
-    from tasks.runs.workspace import Workspace
-
-    with nullcontext() if dry_run else Workspace(config.workspace).lock(run_id="clean"):
-        return clean(config.workspace, config.retention, model_name=config.registry.model_name, dry_run=dry_run)
-
-
-def print_removals(removals: "Removals", *, dry_run: bool, console: Console) -> None:
-    """Print one row per run and version, and the total."""
-    from tasks.registry.mlflow_client import RUN_ID_TAG
-
-    run_rows = [
-        [removal.run_id, "folder" if removal.action == "remove" else "all but reports"] for removal in removals.run_removals
-    ]
-    version_rows = [[version.tags[RUN_ID_TAG], f"{version.name} version {version.version}"] for version in removals.versions]
-    if not run_rows and not version_rows:
-        console.print("Nothing to remove.")
-        return
-    print_table(["run", "to remove" if dry_run else "removed"], run_rows + version_rows, console=console)
-    summary = f"files of {len(run_rows)} runs and {len(version_rows)} model versions"
-    if dry_run:
-        console.print(f"{summary}; remove them with the same command without --dry-run", soft_wrap=True)
-    else:
-        console.print(f"removed {summary}: {format_gib(removals.freed_bytes, digits=3)}", soft_wrap=True)
+        output.print_line(f"{past_run.run.run_id}  {printable(note)}")

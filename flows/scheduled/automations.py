@@ -32,7 +32,10 @@ def create_automations(client: SyncPrefectClient, config: PipelineConfig, *, dep
         InputError: there is no block `nightjar-alerts`, or the block cannot deliver alerts.
     """
     block = require_alert_block(client)
-    automations = [automation_of(path, config, deployment_id=deployment_id, block=block) for path in _automation_paths()]
+    paths = sorted(AUTOMATION_FOLDER.glob("*.yaml"))
+    if not paths:
+        raise InputError(f"{AUTOMATION_FOLDER} contains no automations; install nightjar from a checkout that has this folder")
+    automations = [automation_of(path, config, deployment_id=deployment_id, block=block) for path in paths]
     for automation in automations:
         existing_automations = client.read_automations_by_name(automation.name)
         if existing_automations:
@@ -62,9 +65,11 @@ def require_alert_block(client: SyncPrefectClient) -> BlockDocument:
             f"the Prefect server has no block {BLOCK_NAME}, which delivers the alerts; in its UI under Blocks, create a "
             f"Webhook or a notification such as Sendgrid Email with the name {BLOCK_NAME}"
         )
-    if not _is_webhook(block) and "notify" not in _capabilities(block):
+    capabilities = [] if block.block_schema is None else block.block_schema.capabilities
+    if not _is_webhook(block) and "notify" not in capabilities:
+        block_type = "" if block.block_type is None else block.block_type.slug
         raise InputError(
-            f"the block {BLOCK_NAME} has the type {_block_type(block)}, which cannot deliver alerts; replace it by a Webhook "
+            f"the block {BLOCK_NAME} has the type {block_type}, which cannot deliver alerts; replace it by a Webhook "
             "or a notification such as Sendgrid Email"
         )
     return block
@@ -111,19 +116,4 @@ def _text_template(payload: str) -> str:
 
 
 def _is_webhook(block: BlockDocument) -> bool:
-    return _block_type(block) == "webhook"
-
-
-def _block_type(block: BlockDocument) -> str:
-    return "" if block.block_type is None else block.block_type.slug
-
-
-def _capabilities(block: BlockDocument) -> list[str]:
-    return [] if block.block_schema is None else block.block_schema.capabilities
-
-
-def _automation_paths() -> list[Path]:
-    paths = sorted(AUTOMATION_FOLDER.glob("*.yaml"))
-    if not paths:
-        raise InputError(f"{AUTOMATION_FOLDER} contains no automations; install nightjar from a checkout that has this folder")
-    return paths
+    return block.block_type is not None and block.block_type.slug == "webhook"

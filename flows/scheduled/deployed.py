@@ -11,7 +11,6 @@ from flows.prefect_runs import (
     ConfigPath,
     Overrides,
     end_earlier_runs,
-    flow_run_name,
     load_form_config,
     name_unknown_parameters,
     run_id_in,
@@ -20,9 +19,8 @@ from flows.prefect_runs import (
 from flows.runs.input_checks import check_inputs
 from flows.runs.resume import check_resume, choose_run_to_resume
 from flows.scheduled.crash_report import tie_to_worker
-from flows.settings.config_file import load_config
 from recsys_core.disk import explain_disk_full
-from recsys_core.errors import InputError, StageError, TrackingServerError
+from recsys_core.errors import StageError, TrackingServerError
 from recsys_core.manifests import StageName
 from recsys_core.parent_process import die_with_parent
 from tasks.runs.context import StageContext
@@ -33,16 +31,7 @@ SCHEDULED_TAG = "auto-scheduled"
 """Tag with which Prefect marks the flow runs of a schedule."""
 
 
-def _flow_run_name() -> str:
-    parameters = runtime.flow_run.parameters
-    try:
-        pipeline_name = load_config(parameters["pipeline"]).name
-    except InputError:  # the flow raises the same error
-        pipeline_name = str(parameters["pipeline"])
-    return flow_run_name(pipeline_name, run_id=parameters.get("resume"), reason=parameters.get("reason", ""))
-
-
-@flow(name="nightly-retrain", flow_run_name=_flow_run_name, validate_parameters=True, on_crashed=[name_unknown_parameters])
+@flow(name="nightly-retrain", validate_parameters=True, on_crashed=[name_unknown_parameters])
 def deployed_retrain(
     pipeline: ConfigPath,
     reason: Annotated[str, titled_field("Reason"), Field(max_length=MAX_REASON_CHARACTERS)] = "",

@@ -11,9 +11,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from uuid import UUID
 
@@ -21,9 +20,9 @@ import psutil
 from prefect.deployments.runner import RunnerDeployment
 from prefect.runner import Runner
 
-from flows.prefect_runs import end_lost_runs
+from flows.prefect_runs import end_lost_runs, prefect_client
 from flows.scheduled import automations
-from flows.scheduled.deployments import deployments_of, is_schedule_paused, prefect_client, read_deployment
+from flows.scheduled.deployments import deployments_of, is_schedule_paused, read_deployment
 from flows.settings.config_file import LoadedConfig
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import NightjarError
@@ -67,8 +66,7 @@ def main() -> None:
     except NightjarError as error:
         os.write(int(ready_fd), str(error).encode())
         sys.exit(error.exit_code)
-    create_automations = partial(create_alert_automations, loaded.config)
-    asyncio.run(_serve(deployments, ready_fd=int(ready_fd), create_automations=create_automations))
+    asyncio.run(_serve(deployments, loaded.config, ready_fd=int(ready_fd)))
     os._exit(0)  # the exit handlers of libraries take seconds
 
 
@@ -81,7 +79,7 @@ def prepare_deployments(loaded: LoadedConfig) -> tuple[RunnerDeployment, ...]:
         for deployment in deployments:
             current_deployment = read_deployment(client, config.name, flow_name=str(deployment.flow_name))
             if current_deployment is not None:
-                end_lost_runs(client, current_deployment.id, state_types=["RUNNING", "PENDING", "CANCELLING"])
+                end_lost_runs(current_deployment.id)
     return deployments
 
 
@@ -95,12 +93,12 @@ def create_alert_automations(config: PipelineConfig, deployment_id: UUID) -> Non
         LOG.warning("could not create the automations that send alerts: %s", error)
 
 
-async def _serve(deployments: Sequence[RunnerDeployment], *, ready_fd: int, create_automations: Callable[[UUID], None]) -> None:
+async def _serve(deployments: Sequence[RunnerDeployment], config: PipelineConfig, *, ready_fd: int) -> None:
     runner = InterruptingRunner(name="nightjar-up", query_seconds=POLL_INTERVAL_S, pause_on_shutdown=False)
     deployment_id, *_ = [await runner.aadd_deployment(deployment) for deployment in deployments]
     os.write(ready_fd, b"ready")
     os.close(ready_fd)
-    await asyncio.to_thread(create_automations, deployment_id)
+    await asyncio.to_thread(create_alert_automations, config, deployment_id)
     await runner.start()
 
 

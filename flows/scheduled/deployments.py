@@ -4,19 +4,16 @@
 `nightjar up` starts, creates deployments and runs them itself.
 """
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import UUID
 
-import httpx
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy, VersionInfo
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.deployments.runner import RunnerDeployment
-from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.exceptions import ObjectNotFound
 from prefect.schedules import Schedule
+from prefect.settings import get_current_settings
 from prefect.types.entrypoint import EntrypointType
 
 import recsys_core
@@ -24,19 +21,11 @@ from flows.champion import promote, rollback
 from flows.scheduled.deployed import deployed_retrain
 from flows.settings.config_file import LoadedConfig
 from flows.settings.pipeline import PipelineConfig
-from recsys_core.errors import InputError, first_line, redacted, shown, shown_names
+from recsys_core.errors import InputError, shown, shown_names
 from tasks import ENVIRONMENT
 
 STRATEGY_BY_ON_OVERRUN = {"skip": ConcurrencyLimitStrategy.CANCEL_NEW, "queue": ConcurrencyLimitStrategy.ENQUEUE}
 """Prefect's collision strategy for each value of schedule.on_overrun."""
-
-
-class SettingChange(NamedTuple):
-    """A setting of a deployment and its values before and after `deploy`."""
-
-    setting: str
-    current_value: str
-    new_value: str
 
 
 def deployments_of(
@@ -98,14 +87,14 @@ def is_schedule_paused(deployment: DeploymentResponse | None, config: PipelineCo
     )
 
 
-def changed_settings(current_deployment: DeploymentResponse | None, new_deployment: RunnerDeployment) -> list[SettingChange]:
-    """Return the settings that differ; all settings if there is no current deployment."""
+def changed_settings(current_deployment: DeploymentResponse | None, new_deployment: RunnerDeployment) -> list[list[str]]:
+    """Return [setting, current value, new value] for each setting that differs. Without a current deployment, all differ."""
     current_settings = {} if current_deployment is None else _deployment_settings(current_deployment)
-    changes = [
-        SettingChange(setting, current_settings.get(setting, "-"), new_value)
+    return [
+        [setting, current_settings.get(setting, "-"), new_value]
         for setting, new_value in _deployment_settings(new_deployment).items()
+        if current_settings.get(setting) != new_value
     ]
-    return [change for change in changes if change.current_value != change.new_value]
 
 
 def apply_deployment(deployment: RunnerDeployment) -> UUID:
@@ -115,48 +104,11 @@ def apply_deployment(deployment: RunnerDeployment) -> UUID:
     return UUID(str(deployment_id))
 
 
-@contextmanager
-def prefect_client() -> Iterator[SyncPrefectClient]:
-    """Yield a client of the server in PREFECT_API_URL; raise InputError if the server does not answer or is incompatible."""
-    shown_url = redacted(os.environ["PREFECT_API_URL"])
-    try:
-        with get_client(sync_client=True) as client:
-            _check_server_version(client.api_version(), shown_url=shown_url)
-            yield client
-    except (httpx.HTTPError, PrefectHTTPStatusError, RuntimeError) as error:
-        http_status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else None
-        if http_status in (401, 403):
-            raise InputError(
-                f"the Prefect server at {shown_url} rejects the request with HTTP status {http_status}; set "
-                "PREFECT_API_AUTH_STRING or PREFECT_API_KEY to the secret of the server"
-            ) from None
-        cause = error.__cause__ or error
-        problem = f"{type(cause).__name__}: {first_line(cause)}"
-        raise InputError(
-            redacted(f"the Prefect server at {shown_url} does not work: {problem}; check the server and PREFECT_API_URL")
-        ) from None
-
-
-def _check_server_version(server_version: str, *, shown_url: str) -> None:
-    import prefect
-
-    server_version_parts, client_version_parts = (version.split(".")[:2] for version in (server_version, prefect.__version__))
-    is_server_older = [int(part) for part in server_version_parts] < [int(part) for part in client_version_parts]
-    if server_version_parts[0] != client_version_parts[0] or is_server_older:
-        raise InputError(
-            f"the Prefect server at {shown_url} has version {server_version}, but this installation of nightjar has Prefect "
-            f"{prefect.__version__}, which needs a server of version {'.'.join(client_version_parts)} or a later "
-            f"{client_version_parts[0]}.x; upgrade the server"
-        )
-
-
 def choose_work_pool(client: SyncPrefectClient, requested_name: str | None) -> str:
     """Return `requested_name`, or the value of PREFECT_DEPLOYMENTS_DEFAULT_WORK_POOL_NAME if it is None.
 
     Raise InputError if the server has no work pool of this name.
     """
-    from prefect.settings import get_current_settings
-
     name = requested_name or get_current_settings().deployments.default_work_pool_name
     existing_names = [work_pool.name for work_pool in client.read_work_pools()]
     if name in existing_names:

@@ -2,17 +2,19 @@
 
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from flows.servers.server_process import MIN_FREE_BYTES, ServerProcess
 from flows.settings.environment import require_home
 from recsys_core.disk import require_free_space
 from recsys_core.imports import fast_imports
 
-FlowT = TypeVar("FlowT")
+LIBRARIES = ("docket", "fastapi")
+"""Libraries of Prefect that take long to import and do not read Prefect's settings."""
 INTERVAL_S_BY_VARIABLE = {
     "PREFECT_SERVER_SERVICES_LATE_RUNS_LOOP_SECONDS": "60",
     "PREFECT_SERVER_SERVICES_PAUSE_EXPIRATIONS_LOOP_SECONDS": "60",
@@ -33,9 +35,10 @@ class PrefectServer(ServerProcess):
         self._has_ui = has_ui
         server_name = "Prefect server" if has_ui else "embedded Prefect server"
         super().__init__(
-            "flows.servers.prefect_process",
+            "flows.servers.prefect_app",
             name=server_name,
             health_path="/api/health",
+            libraries=LIBRARIES,
             port=port,
             port_option="--prefect-port",
         )
@@ -106,20 +109,19 @@ def embedded_server() -> Iterator[PrefectServer | None]:
 
 
 @contextmanager
-def prefect_session(server: PrefectServer | None, load_flow: Callable[[], FlowT], *, log_file: Path) -> Iterator[FlowT]:
-    """Yield the flow that `load_flow` imports, once the server answers. After the body, send the queued log records to Prefect.
+def prefect_session(server: PrefectServer | None, flow_path: str, *, log_file: Path) -> Iterator[Any]:
+    """Yield the flow at `flow_path` (module:name), once the server answers. After the body, send the queued log to Prefect.
 
-    Args:
-        load_flow: imports the flow and the libraries that its run needs, while the server starts.
-        log_file: file for the output of the server.
+    The flow is imported while the server starts. `log_file` is for the output of the server.
     """
     if server is not None:
         server.start_prefect(log_file=log_file)
+    module_name, flow_name = flow_path.split(":")
     with fast_imports():
         from prefect.logging.handlers import APILogWorker
         from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
-        flow = load_flow()
+        flow = getattr(import_module(module_name), flow_name)
     if server is not None:
         server.wait_until_ready()
     # A command reports how its run ends, so nothing needs the heartbeats of the flow run, and their thread ends up to 1 s late.

@@ -8,7 +8,6 @@ clients wait in the connection queue of the socket.
 import json
 import logging
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -16,48 +15,55 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from recsys_core.disk import require_free_space
 from recsys_core.errors import InputError, StageError
 from recsys_core.parent_process import parent_environment
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
-REQUEST_GRACE_S = 2
-"""Time in which open requests may end after the server is stopped, in seconds. A page in a browser keeps a connection open."""
 MAX_RESTARTS = 5
 NUM_LOG_LINES = 5
 SOCKET_BACKLOG = 1024
 MIN_FREE_BYTES = 2**25
 """Required free disk space: a new database, the server's log and the first files of a run."""
-WORKSPACE_VARIABLE = "NIGHTJAR_WORKSPACE"
-"""Environment variable with the path of the workspace, for the process of the MLflow server."""
-EARLIER_SCHEMA_PATTERN = re.compile(r"Detected out-of-date database schema \(found version (\w+), but expected (\w+)\)")
-"""Message of MLflow, which does not migrate a database by itself."""
-LATER_SCHEMA_TEXT = "Can't locate revision identified by"
-"""Message of alembic, which migrates the databases of Prefect and MLflow."""
+WORKSPACE_VARIABLE, PASSWORD_VARIABLE = "NIGHTJAR_WORKSPACE", "NIGHTJAR_MLFLOW_PASSWORD"
+"""Environment variables of the MLflow server's process: the path of the workspace, and the password, as user:password."""
 LOG = logging.getLogger("nightjar")
 
 
 class ServerProcess:
-    """A server process. It imports its libraries after the constructor, and serves after `start_serving`.
+    """A server process (`flows/servers/__main__.py`). It imports its libraries at once, and serves after `start_serving`.
 
     Args:
-        module: module of the process, which calls `receive_start_message` and serves on `inherited_socket`.
+        application: module whose `create_app` returns the application.
+        libraries: modules that the process imports before it has its environment variables.
         health_path: path of the URL that answers when the server is ready.
         port: port of the server; 0: any free port.
         port_option: option of the command that sets the port, for the error if the port is in use.
     """
 
-    def __init__(self, module: str, *, name: str, health_path: str, port: int = 0, port_option: str = "") -> None:
-        self._module, self._name, self._health_path = module, name, health_path
+    def __init__(
+        self,
+        application: str,
+        *,
+        name: str,
+        health_path: str,
+        libraries: Sequence[str] = (),
+        port: int = 0,
+        port_option: str = "",
+    ) -> None:
+        self._name, self._health_path = name, health_path
         try:
             self._listening_socket = socket.create_server((HOST, port), backlog=SOCKET_BACKLOG)
         except OSError as error:
             problem = f"port {port} on {HOST}: {os.strerror(error.errno or 0)}"
             raise InputError(f"{problem}; set {port_option} to a free port") from None
+        fd = str(self._listening_socket.fileno())
+        self._command = [sys.executable, "-m", "flows.servers", fd, application, *libraries]
         self._environment: dict[str, str] = {}
         self._log_file = Path()
         self._log_start_byte = 0
@@ -95,11 +101,7 @@ class ServerProcess:
                     return
             except OSError:  # refused, reset or timed out: the server is not ready
                 time.sleep(0.1)
-        from recsys_core.disk import require_free_space  # imports numpy, which the processes of the servers do not need
-
         require_free_space(self._log_file.parent, MIN_FREE_BYTES, subject=f"the {self._name}, which has ended,")
-        if schema_problem := self._schema_problem():
-            raise InputError(f"the database of the {self._name} {schema_problem}; the details are in {self._log_file}")
         problem = f"did not answer within {START_TIMEOUT_S:g} s" if self._process.poll() is None else self._describe_end()
         raise StageError(f"the {self._name} {problem}{self._last_log_lines()}")
 
@@ -118,7 +120,7 @@ class ServerProcess:
 
     def _start_process(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", self._module, str(self._listening_socket.fileno())],
+            self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -155,49 +157,13 @@ class ServerProcess:
         exit_code = self._process.returncode
         return f"was ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
-    def _log_text(self) -> str:
-        """Return the log lines of this server, without those of earlier servers in the same file."""
-        if not self._log_file.is_file():
-            return ""
-        with self._log_file.open("rb") as file:
-            file.seek(self._log_start_byte)
-            return file.read().decode(errors="replace")
-
-    def _schema_problem(self) -> str | None:
-        """Return why the schema of the database does not fit the installed version; None if the log has no such error."""
-        log_text = self._log_text()
-        if schema_match := EARLIER_SCHEMA_PATTERN.search(log_text):
-            return (
-                f"has the schema {schema_match[1]}, but the installed version needs {schema_match[2]}; make a backup of the "
-                "database, then run: mlflow db upgrade URI, with the address of the database"
-            )
-        if LATER_SCHEMA_TEXT in log_text:
-            return "has the schema of a later version; install that version, or use another database"
-        return None
-
     def _last_log_lines(self) -> str:
-        lines = self._log_text().splitlines()[-NUM_LOG_LINES:]
+        """Return the last log lines of this server, without those of earlier servers in the same file."""
+        lines: list[str] = []
+        if self._log_file.is_file():
+            with self._log_file.open("rb") as file:
+                file.seek(self._log_start_byte)
+                lines = file.read().decode(errors="replace").splitlines()[-NUM_LOG_LINES:]
         if not lines:
             return f"; {self._log_file} has no line of this server"
         return "\n".join((f"; the last lines of {self._log_file}:", *lines))
-
-
-def receive_start_message() -> bool:
-    """In the server process: wait for the start message, and use its log file and environment.
-
-    Return False if the command has ended without a start message, e.g. because the config was invalid.
-    """
-    message_bytes = sys.stdin.buffer.read()
-    if not message_bytes:
-        return False
-    start_message = json.loads(message_bytes)
-    log_fd = os.open(start_message["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log_fd, 1)
-    os.dup2(log_fd, 2)
-    os.environ.update(start_message["environment"])
-    return True
-
-
-def inherited_socket() -> socket.socket:
-    """Return the listening socket, whose file descriptor is the first argument of the server process."""
-    return socket.socket(fileno=int(sys.argv[1]))

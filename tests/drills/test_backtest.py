@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.backtest import FOLDER_NAME, METRIC_FILE, PLOT_FILE, Day
-from flows.gate_noise import GateNoise
+from flows.repeated_runs import BACKTEST_NAME, Day, GateNoise
 from flows.settings.config_file import load_config
 from recsys_core.manifests import InteractionsManifest, require_manifest
 from tests.drills.test_kill_and_resume import NIGHTJAR, write_config
@@ -20,19 +19,19 @@ def test_each_day_reads_the_log_up_to_its_end_and_is_kept_by_a_second_backtest(t
     file = write_config(tmp_path)
     command = [*NIGHTJAR, "backtest", str(file), "--days", "2"]
     workspace = load_config(file).workspace
-    folder = workspace / FOLDER_NAME
+    folder = workspace / BACKTEST_NAME
     outputs = [subprocess.run(command, capture_output=True, text=True, timeout=300) for _ in range(2)]
     assert [output.returncode for output in outputs] == [0, 0], outputs[0].stderr
     assert outputs[0].stdout == outputs[1].stdout and "champion before" in outputs[0].stdout
     assert "(kept)" not in outputs[0].stderr and outputs[1].stderr.count("(kept)") >= 14
 
-    days = [Day.model_validate(day) for day in json.loads((folder / METRIC_FILE).read_text())]
+    days = [Day.model_validate(day) for day in json.loads((folder / "backtest.json").read_text())]
     assert days[1].until - days[0].until == timedelta(days=1)
     manifests = [require_manifest(folder / "runs" / day.run_id / "ingest_interactions", InteractionsManifest) for day in days]
     assert all(manifest.last_time <= day.until.isoformat() for manifest, day in zip(manifests, days, strict=True))
     assert manifests[0].removed_events["outside_window"] > 0 and "outside_window" not in manifests[1].removed_events
     assert "baseline/popularity/recall@20" in days[0].metrics and "champion/recall@20" in days[1].metrics
-    assert (folder / PLOT_FILE).stat().st_size > 10_000
+    assert (folder / "backtest.png").stat().st_size > 10_000
     assert not (workspace / "mlflow.db").exists()  # the backtest has a registry of its own
 
 

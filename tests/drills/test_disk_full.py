@@ -40,11 +40,8 @@ file, disk = Path(sys.argv[1]), Path(sys.argv[2])
 os.environ["PREFECT_HOME"] = str(file.parent / "prefect")
 os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{file.parent}/mlflow.db"
 
-def load_flow():
-    from flows.scheduled.deployed import deployed_retrain
-    return deployed_retrain
-
-with embedded_server() as server, prefect_session(server, load_flow, log_file=file.parent / "prefect.log") as flow:
+flow_path, log_file = "flows.scheduled.deployed:deployed_retrain", file.parent / "prefect.log"
+with embedded_server() as server, prefect_session(server, flow_path, log_file=log_file) as flow:
     reference = file.parent / "workspace/runs" / RUN_ID
     run = disk / "workspace/runs" / RUN_ID
     state = flow(str(file), resume=RUN_ID, return_state=True)

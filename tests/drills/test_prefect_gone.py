@@ -40,7 +40,7 @@ def assert_promoted(run: StartedRun, prefect_home: Path) -> None:
 def test_the_embedded_server_is_killed_in_the_training_and_another_one_takes_its_place(tmp_path: Path) -> None:
     with started_run(write_config(tmp_path)) as run:
         wait_for_training(run)
-        (server,) = [child for child in run.children() if "flows.servers.prefect_process" in child.cmdline()]
+        (server,) = [child for child in run.children() if "flows.servers.prefect_app" in child.cmdline()]
         server.send_signal(signal.SIGKILL)
         assert_promoted(run, tmp_path / "workspace" / "prefect")
         assert "the embedded Prefect server was ended by SIGKILL; another server is started" in run.stderr

@@ -18,10 +18,8 @@ from flows.servers.prefect_server import embedded_server, prefect_session
 file = Path(sys.argv[1])
 os.environ["PREFECT_HOME"] = str(file.parent / "prefect")
 logging.basicConfig(level=logging.WARNING)
-def load_flow():
-    from flows.scheduled.deployed import deployed_retrain
-    return deployed_retrain
-with embedded_server() as server, prefect_session(server, load_flow, log_file=file.parent / "prefect.log") as deployed_retrain:
+flow_path, log_file = "flows.scheduled.deployed:deployed_retrain", file.parent / "prefect.log"
+with embedded_server() as server, prefect_session(server, flow_path, log_file=log_file) as deployed_retrain:
     from prefect import tags
     with tags(*sys.argv[2:]):
         print(deployed_retrain(str(file), return_state=True).message)

@@ -100,7 +100,7 @@ def outcome(workspace: Workspace, sockets: Listening) -> Any:
 
 
 def test_during_a_run_processes_listen_on_the_loopback_only(outcome: Any, sockets: Listening) -> None:
-    assert {"flows.servers.prefect_process", "recsys_core.training"} <= {name for name, _ in sockets}
+    assert {"flows.servers", "recsys_core.training"} <= {name for name, _ in sockets}
     assert {address for _, address in sockets} <= {"127.0.0.1", "::1"}, sockets
 
 

@@ -34,9 +34,9 @@ def test_a_run_has_the_scheduled_time_and_its_retry_has_the_same_id(
 ) -> None:
     create(workspace, "20261119-030000-ffff")
     start_flow_run(monkeypatch, "abcd1234-0000")
-    assert create(workspace, run_id_in(workspace)) == "20261120-030000-abcd"
+    assert create(workspace, run_id_in(workspace)) == "20261120-030000-abcd1234"
     create(workspace, "20261120-040000-1111")
-    assert run_id_in(workspace) == "20261120-030000-abcd"
+    assert run_id_in(workspace) == "20261120-030000-abcd1234"
 
 
 @pytest.mark.parametrize("newest", ["20990101-000000-ffff", "20261120-030000-0000"])

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from flows.cli import main as cli
-from flows.cli import runner
-from flows.cli.runner import Command, run_nightly, save_traceback
+from flows.cli import session
+from flows.cli.run import run_nightly
+from flows.cli.session import one_sentence_errors
 from flows.settings import environment
+from flows.settings.config_file import LoadedConfig
 from flows.settings.template import starter_config
 from recsys_core.errors import StageError, TrackingServerError
 from recsys_core.manifests.ownership import create_own_folder
@@ -57,25 +59,22 @@ def test_a_command_ends_with_one_sentence_and_exit_code_1(
 
 
 def test_the_traceback_of_an_unexpected_error_holds_no_password(tmp_path: Path) -> None:
-    try:
+    with pytest.raises(StageError, match=r"postgresql://ada:\*\*\*@db/mlflow") as caught, one_sentence_errors(tmp_path):
         raise ValueError("cannot parse postgresql://ada:s3cret@db/mlflow")
-    except ValueError as error:
-        saved = save_traceback(error, folder=tmp_path)
-    assert "postgresql://ada:***@db/mlflow" in str(saved)
     assert "ValueError: cannot parse postgresql://ada:***@db/mlflow" in (tmp_path / "error.log").read_text()
-    assert "s3cret" not in str(saved) + (tmp_path / "error.log").read_text()
+    assert "s3cret" not in str(caught.value) + (tmp_path / "error.log").read_text()
 
 
 def test_a_run_that_fails_because_of_mlflow_names_the_run_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = starter_config().with_absolute_paths(tmp_path)
-    run_folder = config.workspace / "runs" / "r"
+    loaded = LoadedConfig(starter_config().with_absolute_paths(tmp_path), tmp_path / "nightly.yaml")
+    run_folder = loaded.config.workspace / "runs" / "r"
     create_own_folder(run_folder)
     (run_folder / "config.yaml").write_text("")
 
     def end(*_: object, **__: object) -> None:
         raise TrackingServerError("MLflow does not work")
 
-    monkeypatch.setattr(runner, "prefect_session", end)
+    monkeypatch.setattr(session, "prefect_session", end)
     with pytest.raises(StageError, match=r"^MLflow does not work; resume the run with --resume r$"):
-        run_nightly(Command(config, None, command_line="nightjar run"), options=RunOptions(), resume="r", until=None)
+        run_nightly(loaded, None, options=RunOptions(), resume="r", until=None)
     assert not (run_folder / "error.log").exists()

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from flows.cli import output
-from flows.doctor.finding import Finding
+from flows.cli.run import print_metrics
 from recsys_core.evaluation.report import metric_table
 from tasks.progress.reporting import LOG, show_bar
 
@@ -22,6 +22,7 @@ FACTS = (
 def console(monkeypatch: pytest.MonkeyPatch) -> Console:
     console = Console(file=io.StringIO(), width=WIDTH, highlight=False)
     monkeypatch.setattr(output, "stderr", console)
+    monkeypatch.setattr(output, "stdout", console)
     return console
 
 
@@ -64,29 +65,32 @@ def test_the_metrics_fit_and_the_best_of_each_column_is_marked(console: Console)
     metrics |= {f"{who}/cold/recall@20": 0.5 for who in ("test", "baseline/zero_shot")}
     table = metric_table(metrics | {"test/cold/items": 312, "test/cold/users": 45})
     served = {f"{version}/{name}": 0.1 for version in ("served", "former_champion") for name in ("recall@20", "ndcg@20")}
-    output.print_metrics(table, served_metrics=served, console=console)
+    print_metrics(table, served_metrics=served)
     lines = printed(console)
     assert len(lines) == 1 + 3 + 2 + 2 + 1 and all(len(line) <= WIDTH for line in lines)
     assert lines[-1].strip() == "cold: 312 items without an earlier event, for 45 users"
 
 
-def test_control_characters_of_ids_are_escaped_and_a_newline_does_not_make_a_row(capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console(file=sys.stdout, width=200)
+def test_control_characters_of_ids_are_escaped_and_a_newline_does_not_make_a_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "stdout", Console(file=sys.stdout, width=200))
     hostile = "a\x1b]0;title\x07\x1b[31m\nb\u202e"
-    output.print_table(["item", "score"], [[hostile, "0.5"]], console=console)
-    output.print_facts({"item": hostile}, console=console)
+    output.print_table(["item", "score"], [[hostile, "0.5"]])
+    output.print_facts({"item": hostile})
     printed = capsys.readouterr().out
     assert "\x1b" not in printed and "\x07" not in printed and "\u202e" not in printed
     assert len(printed.splitlines()) == 4 and r"a\x1b]0;title\x07\x1b[31m\nb\u202e" in printed
 
 
-def test_control_characters_of_warnings_and_findings_are_escaped_and_lines_stay(
+def test_control_characters_of_warnings_and_facts_are_escaped_and_lines_stay(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hostile = "a\x1b]0;title\x07\nb\u202e"
-    monkeypatch.setattr(output, "stderr", Console(file=sys.stdout, width=200))
+    for stream in ("stderr", "stdout"):
+        monkeypatch.setattr(output, stream, Console(file=sys.stdout, width=200))
     output.print_warning(hostile)
-    output.print_findings({"log": Finding("problem", hostile)}, console=output.stderr)
+    output.print_facts({"log": hostile}, labels={"log": "[red]problem[/]"})
     with output.stage_lines():
         logging.getLogger("nightjar").info("read %s", hostile)
     printed = capsys.readouterr().out

@@ -1,70 +1,43 @@
-"""`nightjar clean`: its table, --dry-run, and a workspace that another command uses."""
+"""`nightjar history`: the table and the JSON of the last runs."""
 
-import io
+import json
 from pathlib import Path
 
 import pytest
-from mlflow.entities.model_registry import ModelVersion, ModelVersionTag
-from rich.console import Console
 
-from flows.cli.workspace import clean_workspace, print_removals
-from flows.settings.config_file import load_config
-from flows.settings.pipeline import PipelineConfig
-from recsys_core.errors import InputError
-from recsys_core.manifests import TrainManifest, create_own_folder
-from tasks.registry.mlflow_client import RUN_ID_TAG
-from tasks.retention.clean import Removals
-from tasks.retention.run_folders import run_ids
-from tasks.runs.run import Run
-from tasks.runs.workspace import Workspace
-
-MEBIBYTE = 2**20
+from tests.flows.cli.test_main import nightjar
+from tests.flows.run_folders import month_of_runs
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
-    """A workspace with four runs, of which it keeps two."""
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    file = tmp_path / "nightly.yaml"
-    file.write_text(
-        "workspace: .\ninteractions: {paths: log.parquet, timestamp_column: t}\n"
-        "retention: {keep_full_runs: 1, keep_report_runs: 2}\n"
-    )
-    for index in range(4):
-        work = Run(f"2026{index}", workspace=tmp_path).stage_folder(TrainManifest).with_name("train.work")
-        create_own_folder(work.parent)
-        work.mkdir()
-        (work / "checkpoint").write_bytes(bytes(MEBIBYTE))
-    return load_config(file, ())
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "nightly.yaml"
+    path.write_text("workspace: .\ninteractions: {paths: log.parquet, timestamp_column: timestamp}\n")
+    return path
 
 
-def table(removals: Removals, *, dry_run: bool) -> str:
-    console = Console(file=io.StringIO(), width=120)
-    print_removals(removals, dry_run=dry_run, console=console)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+def test_the_table_has_a_line_per_run_and_the_messages_of_runs_without_promotion(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert nightjar("history", file, monkeypatch=monkeypatch) == 0
+    assert "no run in" in capsys.readouterr().out
+    written = month_of_runs(file.parent)
+    assert nightjar("history", file, "--last", "12", monkeypatch=monkeypatch) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["run", "(UTC)", "ended"]
+    assert [line.split()[0] for line in lines[1:13]] == [run.run_id for run in reversed(written[-12:])]
+    assert "promoted" in lines[1] and "44 min" in lines[1] and "20.8 M" in lines[1]
+    failed, killed = written[19].run_id, written[23].run_id
+    assert f"{failed}  the launch failed: rank 1 (pid 28123) ended with SIGKILL" in "\n".join(lines[13:])
+    assert f"{killed}  process 4711 on trainer-1 ended without a record" in "\n".join(lines[13:])
+    assert lines[-1].split() == ["page", str(file.parent / "index.html")]
 
 
-def test_a_dry_run_lists_runs_and_removes_nothing_and_the_command_removes_them(config: PipelineConfig) -> None:
-    planned = table(clean_workspace(config, dry_run=True), dry_run=True)
-    assert [line.split() for line in planned.splitlines()[:4]] == [
-        ["run", "to", "remove"],
-        ["20260", "folder"],
-        ["20261", "folder"],
-        ["20262", "all", "but", "reports"],
-    ]
-    assert "files of 3 runs and 0 model versions; remove them with the same command without --dry-run" in planned
-    assert run_ids(config.workspace) == ["20260", "20261", "20262", "20263"]
-    with Workspace(config.workspace).lock(run_id="other"), pytest.raises(InputError, match="with run other, since"):
-        clean_workspace(config, dry_run=False)
-    assert "removed files of 3 runs and 0 model versions: 0.003 GiB" in table(
-        clean_workspace(config, dry_run=False), dry_run=False
-    )
-    assert run_ids(config.workspace) == ["20262", "20263"]
-    assert table(clean_workspace(config, dry_run=False), dry_run=False) == "Nothing to remove.\n"
-
-
-def test_versions_are_listed_with_their_model_and_run() -> None:
-    version = ModelVersion("m", "3", 0, tags=[ModelVersionTag(RUN_ID_TAG, "20261")])
-    rows = [line.split() for line in table(Removals([], [version]), dry_run=False).splitlines()]
-    assert rows[1] == ["20261", "m", "version", "3"]
+def test_json_has_an_object_per_run(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (run, *_) = month_of_runs(file.parent, num_runs=1)
+    assert nightjar("history", file, "--json", monkeypatch=monkeypatch) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["run_id"], row["run_dir"], row["state"], row["version"]) == (run.run_id, str(run.folder), "Promoted", "41")
+    assert row["ended"] == "2026-10-24T02:58:56Z" and row["seconds"] == 2626
+    assert row["metric"] == "recall@20" and 0 < row["new"] < 1 and row["champion"] == 0.212
+    assert row["stage_seconds"]["train"] == 1900 and row["events"] > 10_000_000 and row["disk_bytes"] > 0

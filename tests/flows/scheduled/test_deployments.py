@@ -20,7 +20,7 @@ from prefect.states import Completed, Crashed, Pending, Running
 from ruamel.yaml import YAML
 
 from flows.cli.deploy import deploy_pipeline
-from flows.prefect_runs import end_lost_runs, load_form_config, name_unknown_parameters
+from flows.prefect_runs import end_lost_runs, load_form_config, name_unknown_parameters, prefect_client
 from flows.scheduled import deployments
 from flows.scheduled.crash_report import start_reporter
 from flows.scheduled.deployed import deployed_retrain
@@ -54,14 +54,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
                 PREFECT_API_AUTH_STRING: os.environ["PREFECT_API_AUTH_STRING"],
                 PREFECT_CLIENT_MAX_RETRIES: 3,  # a busy sqlite database answers 503
             }
-            with temporary_settings(settings), deployments.prefect_client() as client:
+            with temporary_settings(settings), prefect_client() as client:
                 client._client.post("/work_pools/", json={"name": POOL, "type": "process"}).raise_for_status()
                 yield
 
 
 @pytest.fixture
 def client() -> Iterator[SyncPrefectClient]:
-    with deployments.prefect_client() as client:
+    with prefect_client() as client:
         yield client
 
 
@@ -236,7 +236,7 @@ def test_a_server_of_an_incompatible_version_is_an_input_error_with_both_version
         with (
             temporary_settings({PREFECT_API_URL: url}),
             pytest.raises(InputError, match=message),
-            deployments.prefect_client(),
+            prefect_client(),
         ):
             pass
         server.shutdown()
@@ -247,7 +247,7 @@ def test_a_wrong_secret_is_an_input_error(secret: str, problem: str) -> None:
     with (
         temporary_settings({PREFECT_API_AUTH_STRING: secret}),
         pytest.raises(InputError, match=problem),
-        deployments.prefect_client(),
+        prefect_client(),
     ):
         pass
 
@@ -260,7 +260,7 @@ def test_a_server_that_does_not_answer_is_named_without_its_password(monkeypatch
         pytest.raises(
             InputError, match=r"^the Prefect server at http://ada:\*\*\*@127.0.0.1:9/api does not work: ConnectError: "
         ),
-        deployments.prefect_client(),
+        prefect_client(),
     ):
         pass
 
@@ -276,10 +276,10 @@ def test_a_run_whose_process_has_died_ends_as_crashed_and_frees_its_slot(tmp_pat
     assert client.read_flow_run(current.id).state_name == "Cancelled"  # the lost run still has the slot
 
     current = client.create_flow_run_from_deployment(deployment.id)
-    end_lost_runs(client, deployment.id, state_types=["RUNNING"])
+    end_lost_runs(deployment.id)
     for state in (Pending(), Running()):
         client.set_flow_run_state(current.id, state)
-    end_lost_runs(client, deployment.id, state_types=["RUNNING"], current_flow_run_id=current.id)
+    end_lost_runs(deployment.id, current_flow_run_id=current.id)
     assert [client.read_flow_run(run.id).state_name for run in (lost, current)] == ["Crashed", "Running"]
 
 

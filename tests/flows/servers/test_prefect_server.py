@@ -11,14 +11,16 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+from packaging.requirements import Requirement
 
-from flows.servers.prefect_server import PrefectServer, embedded_server
+from flows.servers.prefect_server import LIBRARIES, PrefectServer, embedded_server
 from flows.settings.environment import set_flow_run_retention
 from recsys_core.errors import InputError, StageError
 
@@ -186,7 +188,7 @@ def test_the_run_of_a_command_sends_heartbeats_only_if_they_are_configured(
         environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] = variable_value
     code = (
         "import sys\nfrom pathlib import Path\nfrom flows.servers.prefect_server import prefect_session\n"
-        "with prefect_session(None, lambda: None, log_file=Path(sys.argv[1])):\n"
+        "with prefect_session(None, 'json:loads', log_file=Path(sys.argv[1])):\n"
         "    from prefect.settings import get_current_settings\n"
         "    print(get_current_settings().flows.heartbeat_frequency)\n"
     )
@@ -194,3 +196,15 @@ def test_the_run_of_a_command_sends_heartbeats_only_if_they_are_configured(
         [sys.executable, "-c", code, str(tmp_path / "log")], env=environment, capture_output=True, text=True, check=True
     )
     assert answer.stdout.strip() == str(heartbeat_seconds)
+
+
+@pytest.mark.parametrize("python_version", ["3.11", "3.12", "3.13"])
+def test_the_libraries_that_are_imported_before_prefect_are_required_by_it_on_every_python(python_version: str) -> None:
+    environment = {"python_version": python_version, "python_full_version": f"{python_version}.0", "extra": ""}
+    required = {
+        requirement.name
+        for requirement in map(Requirement, metadata.requires("prefect") or ())
+        if requirement.marker is None or requirement.marker.evaluate(environment)
+    }
+    distribution_of = {"docket": "pydocket"}
+    assert {distribution_of.get(library, library) for library in ("uvicorn", *LIBRARIES)} <= required

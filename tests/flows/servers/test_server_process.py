@@ -9,23 +9,25 @@ from flows.servers.server_process import MAX_RESTARTS, ServerProcess
 
 ONE_REQUEST = """
 import os, pathlib
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from flows.servers.server_process import inherited_socket, receive_start_message
 
-class Health(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
+def create_app():
+    if pathlib.Path(os.environ["SERVED"]).exists():
+        end()
+    return answer
 
-if receive_start_message():
-    server = HTTPServer(("127.0.0.1", 0), Health, bind_and_activate=False)
-    server.socket.close()
-    server.socket = inherited_socket()
-    if not pathlib.Path(os.environ["SERVED"]).exists():
-        pathlib.Path(os.environ["SERVED"]).touch()
-        server.handle_request()
-    print("the server ends")
-    raise SystemExit(3)
+async def answer(scope, receive, send):
+    message = await receive()
+    if scope["type"] == "lifespan":
+        await send({"type": f"{message['type']}.complete"})
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+    pathlib.Path(os.environ["SERVED"]).touch()
+    end()
+
+def end():
+    print("the server ends", flush=True)
+    os._exit(3)
 """
 
 

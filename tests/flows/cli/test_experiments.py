@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from flows.cli.tune import check_tunable
+from flows.cli.experiments import tunable_config
 from flows.settings.config_file import LoadedConfig, load_config, settings_as_yaml
 from recsys_core.errors import InputError
 from tests.flows.tuning_config import CONFIG
@@ -56,7 +56,7 @@ def test_a_file_without_ranges_or_without_validation_is_rejected(tmp_path: Path,
     file = tmp_path / "nightly.yaml"
     file.write_text(CONFIG)
     with pytest.raises(InputError, match=message):
-        check_tunable(LoadedConfig.read(file, [override]))
+        tunable_config(LoadedConfig.read(file, [override]), num_trials=None)
 
 
 def test_a_range_has_the_number_type_of_its_setting(tmp_path: Path) -> None:

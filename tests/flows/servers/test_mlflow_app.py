@@ -33,7 +33,7 @@ def test_every_page_except_the_health_check_requires_the_password_and_only_the_l
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     connect(tmp_path)  # creates the database
-    server = ServerProcess("flows.servers.mlflow_process", name="MLflow server", health_path="/health")
+    server = ServerProcess("flows.servers.mlflow_app", name="MLflow server", health_path="/health")
     try:
         environment = ui._mlflow_environment(tmp_path, password="nightjar:s3cret")
         server.start_serving(log_file=tmp_path / "ui.log", environment=environment)

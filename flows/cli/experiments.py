@@ -1,0 +1,176 @@
+"""`nightjar tune`, `backtest` and `gate-noise`: flows over several trainings, and their results as tables."""
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flows.cli import output
+from flows.cli.arguments import ConfigOptions
+from flows.cli.run import prepare_input
+from flows.cli.session import FlowCommand, command_line, flow_session
+from flows.servers.prefect_server import PrefectServer
+from flows.settings.config_file import LoadedConfig
+from flows.settings.pipeline import PipelineConfig
+from recsys_core.errors import InputError, StageError
+from tasks.runs.run import Run
+from tasks.tuning.config import label_of, short_label
+
+if TYPE_CHECKING:
+    from flows.repeated_runs import Day, GateNoise
+    from flows.tuning import StudyResult
+
+
+def tune(options: ConfigOptions, server: PrefectServer | None, *, num_trials: int | None, as_json: bool) -> None:
+    """Search the best settings and print the trials; raise StageError if no trial is complete.
+
+    Args:
+        num_trials: replaces tuning.trials.
+    """
+    loaded = options.read()
+    config = tunable_config(loaded, num_trials=num_trials)
+    words = [] if num_trials is None else ["--trials", str(num_trials)]
+    study: StudyResult = _run_flow(
+        "flows.tuning:tune_settings", loaded, server, [config], folder_name="tuning", words=["tune", *words]
+    )
+    if study.best_trial is None:
+        last_trial = f"; trial {study.trials[-1].number} failed: {study.trials[-1].reason}" if study.trials else ""
+        raise StageError(f"none of {len(study.trials)} trials is complete{last_trial}\nthe trials are in {study.folder}")
+    if as_json:
+        trials = [trial.model_dump(mode="json") for trial in study.trials]
+        summary = {"study": study.folder.name, "folder": str(study.folder), "metric": study.metric, "trials": trials}
+        output.print_json(json.dumps(summary))
+    else:
+        print_study(study, config_path=options.path)
+
+
+def backtest(options: ConfigOptions, server: PrefectServer | None, *, num_days: int) -> None:
+    """Run the pipeline for each of the last days and print the metrics of each day."""
+    loaded = options.read()
+    words = ["backtest", "--days", str(num_days)]
+    days = _run_flow(
+        "flows.repeated_runs:backtest", loaded, server, [loaded.config, num_days], folder_name="backtest", words=words
+    )
+    print_days(loaded.config, days)
+
+
+def gate_noise(options: ConfigOptions, server: PrefectServer | None, *, num_seeds: int) -> None:
+    """Train with several seeds and print the spread of the metric."""
+    loaded = options.read()
+    flow_path, words = "flows.repeated_runs:measure_gate_noise", ["gate-noise", "--seeds", str(num_seeds)]
+    noise = _run_flow(flow_path, loaded, server, [loaded.config, num_seeds], folder_name="gate-noise", words=words)
+    print_gate_noise(loaded.config, noise)
+
+
+def _run_flow(
+    flow_path: str,
+    loaded: LoadedConfig,
+    server: PrefectServer | None,
+    arguments: list[Any],
+    *,
+    folder_name: str,
+    words: list[str],
+) -> Any:
+    """Return the result of a flow that the same command continues after an interruption.
+
+    Args:
+        folder_name: folder of the flow in the workspace.
+        words: name and options of the command.
+    """
+    prepare_input(loaded)
+    run = Run(folder_name, workspace=loaded.config.workspace, parent="")
+    command = FlowCommand(loaded.config, server, run, command_line(words[0], loaded, words[1:]))
+    with flow_session(command, flow_path) as flow:
+        return flow(*arguments)
+
+
+def tunable_config(loaded: LoadedConfig, *, num_trials: int | None) -> PipelineConfig:
+    """Return the config; raise InputError unless it has ranges to search and a metric to compare trials by."""
+    tuning = loaded.config.tuning
+    if tuning is None:
+        raise InputError(
+            f"{loaded.path}: tuning is not set; name the settings to vary, e.g. "
+            "tuning: {ranges: {model.temperature: {low: 0.03, high: 0.3, log: true}}}"
+        )
+    if loaded.config.training.validation is None:
+        raise InputError(
+            f"{loaded.path}: training.validation is null, but trials are compared by its metric; leave the "
+            "setting out to use ndcg@10"
+        )
+    if num_trials is None:
+        return loaded.config
+    return loaded.config.model_copy(update={"tuning": tuning.model_copy(update={"trials": num_trials})})
+
+
+def print_study(study: "StudyResult", *, config_path: Path) -> None:
+    """Print the trials, the best first, and the best settings as YAML and as a command."""
+    best_trial = study.best_trial
+    assert best_trial is not None
+    rows = [
+        [
+            str(trial.number),
+            output.format_metric(trial.value),
+            str(max(trial.epochs, default=0)),
+            f"{trial.seconds:,.0f}",
+            *(short_label(trial.settings[setting]) if setting in trial.settings else "-" for setting in best_trial.settings),
+            trial.ending,
+        ]
+        for trial in study.trials
+    ]
+    output.stdout.print(f"\n[bold]Trials[/], the best first: {study.metric} on the validation split")
+    output.print_table(["trial", study.metric, "epochs", "seconds", *best_trial.settings, "ended"], rows)
+    output.stdout.print("\n[bold]The best settings[/], for your file")
+    output.print_line(study.best_file.read_text(encoding="utf-8"))
+    output.print_facts(
+        {
+            "saved": str(study.best_file),
+            "plot": str(study.history_file),
+            "run": f"nightjar run {config_path} {as_overrides(best_trial.settings)}",
+            "continue": f"nightjar tune {config_path} --trials {2 * len(study.trials)}",
+        }
+    )
+
+
+def as_overrides(settings: Mapping[str, Any]) -> str:
+    """Format settings as --set options, quoted for a shell.
+
+    >>> as_overrides({"loss.kind": "bce", "model.query.layers": [64, 32]})
+    "--set loss.kind=bce --set 'model.query.layers=[64, 32]'"
+    """
+    return " ".join(f"--set {shlex.quote(f'{setting}={label_of(value)}')}" for setting, value in settings.items())
+
+
+def print_days(config: PipelineConfig, days: "list[Day]") -> None:
+    """Print a row per day, and the paths of the results."""
+    metric, folder = config.registry.metric, config.workspace / "backtest"
+    rankers = ("test", "baseline/popularity", "baseline/zero_shot", "served", "champion")
+    rows = [
+        [
+            f"{day.until:%Y-%m-%d %H:%M}",
+            day.state,
+            day.version or "-",
+            *(output.format_metric(day.metrics.get(f"{ranker}/{metric}")) for ranker in rankers),
+        ]
+        for day in days
+    ]
+    titles = ["log until", "ended as", "version", "model", "popularity", "zero-shot", "served", "champion before"]
+    output.stdout.print(f"\n[bold]{metric}[/] of each day's run")
+    output.print_table(titles, rows)
+    output.print_facts(
+        {"plot": str(folder / "backtest.png"), "metrics": str(folder / "backtest.json"), "page": str(folder / "index.html")}
+    )
+
+
+def print_gate_noise(config: PipelineConfig, noise: "GateNoise") -> None:
+    """Print a row per seed, and what the spread means for the margin of the gate."""
+    margin = config.registry.gate.max_relative_drop
+    chance = f"{100 * noise.chance_of_drop(margin):.1f} %"
+    rows = [[str(seed), output.format_metric(value)] for seed, value in noise.value_by_seed.items()]
+    output.print_table(["training.seed", noise.metric], rows)
+    facts = {
+        "mean": output.format_metric(noise.mean),
+        "spread": f"{100 * noise.relative_sd:.1f} % of the mean (standard deviation between seeds)",
+        "margin": f"{100 * margin:g} %: an equal training is worse by more in {chance} of the runs, because of its seed alone",
+    }
+    output.print_facts(facts)

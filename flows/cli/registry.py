@@ -1,0 +1,116 @@
+"""Commands that use the model registry: `query`, `releases`, `promote`, `rollback` and `clean`."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal
+
+from flows.cli import output
+from flows.cli.session import one_sentence_errors
+from flows.interruption import interruptible
+from flows.query import recommend
+from flows.settings.config_file import LoadedConfig
+from flows.settings.pipeline import PipelineConfig
+from recsys_core.errors import printable
+from recsys_core.imports import fast_imports
+from recsys_core.units import format_gib
+from tasks.registry.mlflow_client import RUN_ID_TAG, call_with_deadline, connect
+from tasks.registry.releases import list_releases
+from tasks.retention.clean import Removals, clean
+from tasks.runs.workspace import Workspace
+
+
+def query(config: PipelineConfig, *, user: str, k: int, model_uri: str | None, as_json: bool) -> None:
+    """Print the top `k` items for a user of the champion, or of the version at `model_uri`."""
+    answer = recommend(config, user=user, k=k, model_uri=model_uri)
+    if not answer.known_user:
+        text = f"user {printable(user)} is unknown to version {answer.version}: these are the most popular items"
+        output.print_line(text, console=output.stderr)
+    if as_json:
+        output.print_json(answer.model_dump_json())
+        return
+    output.print_line(f"{answer.model} version {answer.version}, user {printable(user)}")
+    output.print_table(["item", "score"], [[str(item.item_id), output.format_metric(item.score)] for item in answer.items])
+
+
+def releases(loaded: LoadedConfig, *, as_json: bool) -> None:
+    """Print one row per registered version: alias, creation, served metrics, run and reason."""
+    client, model_name = connect(loaded.config.workspace), loaded.config.registry.model_name
+    versions: Sequence[Mapping[str, Any]] = call_with_deadline(
+        lambda: list_releases(client, model_name), uri=client.tracking_uri
+    )
+    if as_json:
+        output.print_json(json.dumps(versions))
+        return
+    if not versions:
+        output.print_line(f"no version of {model_name} yet; register one with: nightjar run {loaded.path}")
+        return
+    metric_names = sorted({name for version in versions for name in version["metrics"] if name.startswith("served/")})
+    rows = [
+        [
+            str(version["version"]),
+            version["alias"] or "-",
+            version["created"],
+            *(output.format_metric(version["metrics"].get(name)) for name in metric_names),
+            version["run_id"],
+            version["by_hand"] or version["reasons"] or f"smoke test {version['smoke']}",
+        ]
+        for version in versions
+    ]
+    metric_titles = [name.removeprefix("served/") for name in metric_names]
+    output.print_table(["version", "alias", "created (UTC)", *metric_titles, "run", "reason"], rows)
+
+
+def choose_champion(loaded: LoadedConfig, command: Literal["promote", "rollback"], parameters: Mapping[str, Any]) -> None:
+    """Run the flow `command` and print its result.
+
+    If PREFECT_API_URL is set, that server records the flow run and its event. Otherwise the function of the flow runs without a
+    Prefect server, so an urgent rollback depends on fewer parts.
+    """
+    with (
+        interruptible(lambda: f"look at the aliases with: nightjar releases {loaded.path}"),
+        one_sentence_errors(loaded.config.workspace),
+    ):
+        with fast_imports():
+            from flows import champion  # imports Prefect, within the time in which a signal is handled
+            from flows.prefect_runs import prefect_client
+
+        flow: Any = {"promote": champion.promote, "rollback": champion.rollback}[command]
+        flow_parameters = {**loaded.flow_parameters, **parameters}
+        if "PREFECT_API_URL" in os.environ:
+            with prefect_client():  # raises InputError if the server does not answer
+                final_state = flow(**flow_parameters, return_state=True)
+        else:
+            final_state = flow.fn(**flow_parameters)
+        if final_state.is_failed():
+            final_state.result()  # raises the error of the flow
+    output.print_facts({"result": str(final_state.message), "versions": f"nightjar releases {loaded.path}"})
+
+
+def clean_workspace(config: PipelineConfig, *, dry_run: bool) -> Removals:
+    """Remove files and versions that `config.retention` does not keep; with `dry_run`, only return the removals.
+
+    Raises:
+        InputError: another command is using the workspace.
+        TrackingServerError: MLflow does not answer; nothing is removed.
+    """
+    with nullcontext() if dry_run else Workspace(config.workspace).lock(run_id="clean"):
+        return clean(config.workspace, config.retention, model_name=config.registry.model_name, dry_run=dry_run)
+
+
+def print_removals(removals: Removals, *, dry_run: bool) -> None:
+    """Print one row per run and version, and the total."""
+    run_rows = [
+        [removal.run_id, "folder" if removal.action == "remove" else "all but reports"] for removal in removals.run_removals
+    ]
+    version_rows = [[version.tags[RUN_ID_TAG], f"{version.name} version {version.version}"] for version in removals.versions]
+    if not run_rows and not version_rows:
+        output.print_line("Nothing to remove.")
+        return
+    output.print_table(["run", "to remove" if dry_run else "removed"], run_rows + version_rows)
+    summary = f"files of {len(run_rows)} runs and {len(version_rows)} model versions"
+    if dry_run:
+        output.print_line(f"{summary}; remove them with the same command without --dry-run")
+    else:
+        output.print_line(f"removed {summary}: {format_gib(removals.freed_bytes, digits=3)}")

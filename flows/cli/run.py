@@ -1,0 +1,142 @@
+"""`nightjar run`: the nightly flow in a session, and its results in the terminal."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.text import Text
+
+from flows.cli import output
+from flows.cli.arguments import ConfigOptions
+from flows.cli.session import FlowCommand, PrefectServerError, command_line, flow_session
+from flows.runs.input_checks import check_inputs
+from flows.runs.results import RunResults
+from flows.runs.resume import check_resume
+from flows.servers.prefect_server import PrefectServer
+from flows.settings.config_file import LoadedConfig
+from flows.settings.environment import prepare_environment
+from recsys_core.data_report.limits import describe_held_out_users
+from recsys_core.errors import InputError, StageError, TrackingServerError
+from recsys_core.evaluation.report import MetricTable, metric_table
+from recsys_core.manifests import STAGES, DataReportManifest, EvaluationManifest, StageName, TrainManifest, require_own_folder
+from tasks.runs.context import StageContext
+from tasks.runs.options import RunOptions
+from tasks.runs.run_record import RunRecord
+from tasks.runs.workspace import Workspace
+
+
+def run_pipeline(
+    options: ConfigOptions,
+    server: PrefectServer | None,
+    *,
+    until: str | None,
+    resume: str | None,
+    run_options: RunOptions,
+    as_json: bool,
+) -> None:
+    """Run the nightly flow to its end, or to the stage `until`, and print its results. `resume` is the id of a run."""
+    last_stage = next((stage for stage in STAGES if stage == until), None)
+    if until is not None and last_stage is None:
+        raise InputError(f"--until {until}: no such stage; the stages are {', '.join(STAGES)}")
+    loaded = options.read()
+    prepare_input(loaded)
+    results, line = run_nightly(loaded, server, until=last_stage, resume=resume, options=run_options)
+    if as_json:
+        output.print_json(results.as_json())
+    else:
+        print_results(results, config_path=loaded.path, command_line=line)
+
+
+def prepare_input(loaded: LoadedConfig) -> None:
+    """Check the input files, then set the environment for Prefect and MLflow. Raises InputError before anything is created."""
+    with output.log_lines():  # tens of thousands of files take minutes
+        check_inputs(loaded.config)
+    prepare_environment(loaded.config.workspace)
+
+
+def run_nightly(
+    loaded: LoadedConfig, server: PrefectServer | None, *, until: StageName | None, resume: str | None, options: RunOptions
+) -> tuple[RunResults, str]:
+    """Run the nightly flow; return the results of its stages, and the command line that starts it again."""
+    config, workspace = loaded.config, Workspace(loaded.config.workspace)
+    run = StageContext(workspace.run(resume or workspace.new_run_id()), options=options, until=until).run
+    if resume is not None:
+        check_resume(config, run)
+    require_own_folder(run.folder)
+    line = command_line("run", loaded, _option_words(options))
+    command = FlowCommand(config, server, run, line, resume_option=f" --resume {run.run_id}")
+    try:
+        with flow_session(command, "flows.nightly:nightly_retrain") as nightly_retrain:
+            nightly_retrain(config, run_id=run.run_id, until=until, options=options)
+    except TrackingServerError as error:
+        raise StageError(f"{error}; resume the run with --resume {run.run_id}") from None
+    except PrefectServerError as error:
+        record = RunRecord.read(run)
+        if record is None or record.state in ("Failed", "Interrupted"):
+            raise StageError(f"{error}; {command.how_to_resume()}") from None
+        output.print_warning(f"{error}; the run ended as {record.state}, but Prefect did not receive this state")
+    # The run's folder may hold later stages from an earlier start of the run.
+    return RunResults.read(run, until="package" if options.dry_run and until in (None, "register") else until), line
+
+
+def _option_words(options: RunOptions) -> list[str]:
+    words = ["--reason", options.reason] * bool(options.reason) + ["--full-retrain"] * options.full_retrain
+    return words + ["--promote", options.promote] * (options.promote != "by_gate") + ["--dry-run"] * options.dry_run
+
+
+def print_results(results: RunResults, *, config_path: Path, command_line: str) -> None:
+    """Print a table of metrics, and the paths and commands for the run's results.
+
+    Args:
+        command_line: text of the command that resumes the run, without --resume.
+    """
+    registration = results.registration
+    if results.stages.get(EvaluationManifest) is not None:
+        output.stdout.print("\n[bold]Metrics over the full catalogue[/]")
+        print_metrics(metric_table(results.metrics), served_metrics=registration.metrics if registration else {})
+        output.stdout.print()
+    facts = {"run": str(results.run.folder)}
+    train = results.stages.get(TrainManifest)
+    if train is not None and train.best_epoch is not None:
+        metric_values = ", ".join(f"{metric_name} {value:.4f}" for metric_name, value in train.validation.items())
+        facts["best epoch"] = f"{train.best_epoch} of {train.epochs}, on the validation split: {metric_values}"
+    data_report = results.stages.get(DataReportManifest)
+    if data_report is not None:
+        facts["data"] = describe_held_out_users(data_report.metrics)
+        facts["data report"] = str(data_report.path("report.html"))
+    if registration is not None:
+        version_name = f"{registration.model_name} version {registration.version}"
+        facts["model"] = f"{version_name}, {registration.alias}: {registration.reasons[0]}"
+        if registration.alarm is not None:
+            facts["alarm"] = registration.alarm
+        facts["decision"] = str(results.run.folder / registration.pages["decision"])
+        facts["query"] = f"nightjar query {config_path} --user ID -k 10"
+        facts["browse"] = f"nightjar ui {config_path}"
+    else:
+        facts["resume"] = f"{command_line} --resume {results.run.run_id}"
+    output.print_facts(facts)
+
+
+def print_metrics(table: MetricTable, *, served_metrics: Mapping[str, float]) -> None:
+    """Print models and baselines by row and metrics by column. The best value of each column is bold.
+
+    Args:
+        served_metrics: metrics of the smoke test by <ranker>/<metric>. The ranker `served` is the new version, and the other
+            rankers are baselines.
+    """
+    rows: list[list[str | Text]] = [
+        [
+            row_name,
+            *(
+                Text(output.format_metric(value), "bold" if value is not None and value == best_value else "")
+                for value, best_value in zip(row_values, table.best_comparable(row_name), strict=True)
+            ),
+        ]
+        for row_name, row_values in table.rows.items()
+    ]
+    for ranker in dict.fromkeys(row_name.partition("/")[0] for row_name in served_metrics):
+        row_values = [served_metrics.get(f"{ranker}/{column}") for column in table.columns]
+        row_name = "served" if ranker == "served" else f"{ranker.removesuffix('_champion')} served"
+        rows.append([row_name, *map(output.format_metric, row_values)])
+    output.print_table(["test", *table.columns], rows)
+    if table.note:
+        output.stdout.print(table.note, style="dim")

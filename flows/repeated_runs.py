@@ -1,0 +1,188 @@
+"""Flows that repeat the nightly run: the backtest over the last days, and the spread of the metric between seeds.
+
+Each flow has a folder in the workspace, which is a workspace with its own runs and MLflow database. Complete stages of an
+interrupted flow are kept.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from statistics import NormalDist, fmean, stdev
+
+from prefect import flow
+
+from flows.nightly import nightly_retrain
+from flows.prefect_runs import name_flow_run
+from flows.settings.pipeline import PipelineConfig
+from recsys_core import plots
+from recsys_core.config import Frozen
+from recsys_core.errors import InputError, StageError
+from recsys_core.manifests import EvaluationManifest, StageName, read_unchecked_manifest
+from tasks.progress.reporting import LOG
+from tasks.runs.context import StageContext
+from tasks.runs.run import Run
+from tasks.runs.run_record import RunRecord
+from tasks.runs.workspace import Workspace
+from tasks.stages.data_stages import ingest
+
+BACKTEST_NAME, GATE_NOISE_NAME = "backtest", "gate-noise"
+"""Names of the commands and of their folders in the workspace. The files with the results have the same stem."""
+
+
+class Day(Frozen):
+    """One run of the backtest.
+
+    Attributes:
+        until: end of the log that the run reads.
+        state: end state of the run, such as Promoted.
+        metrics: metrics of the evaluation, and of the served recommendations of the new version and the champion.
+    """
+
+    until: datetime
+    run_id: str
+    state: str
+    message: str
+    version: str | None
+    metrics: dict[str, float]
+
+
+class GateNoise(Frozen):
+    """Spread of the metric of the gate between trainings that differ in the seed alone.
+
+    Attributes:
+        value_by_seed: metric on the test split, by seed of the training.
+    """
+
+    metric: str
+    value_by_seed: dict[int, float]
+
+    @property
+    def mean(self) -> float:
+        """Mean over the seeds."""
+        return fmean(self.value_by_seed.values())
+
+    @property
+    def relative_sd(self) -> float:
+        """Standard deviation between the seeds divided by the mean."""
+        return stdev(self.value_by_seed.values()) / self.mean if self.mean else 0.0
+
+    def chance_of_drop(self, margin: float) -> float:
+        """Return the probability that one of two equal trainings is worse than the other by more than the relative `margin`.
+
+        >>> round(GateNoise(metric="recall@20", value_by_seed={1: 0.19, 2: 0.21}).chance_of_drop(0.05), 3)
+        0.309
+        """
+        return 1 - NormalDist().cdf(margin / (2**0.5 * self.relative_sd)) if self.relative_sd else 0.0
+
+
+@flow(name="backtest")
+def backtest(config: PipelineConfig, num_days: int) -> list[Day]:
+    """Run the pipeline once for each of the last days of the log, with the events up to the end of that day.
+
+    Each run continues from the versions of the runs before it, as in production. The vectors and features are those of today.
+
+    Raises:
+        InputError: the log has no event times.
+    """
+    if config.interactions.timestamp_column is None:
+        raise InputError("a backtest needs event times; set interactions.timestamp_column")
+    name_flow_run(config.name, f"backtest of {num_days} days")
+    with _own_workspace(config, BACKTEST_NAME) as folder:
+        interactions = ingest(StageContext(Run("data", workspace=folder)), config.inputs).interactions
+        assert interactions.last_time is not None
+        last_time = datetime.fromisoformat(interactions.last_time) + timedelta(seconds=1)
+        registry = config.registry.model_copy(
+            update={
+                "model_name": f"{config.registry.model_name}-backtest",
+                "experiment": f"{config.registry.experiment}-backtest",
+            }
+        )
+        days = []
+        for age in reversed(range(num_days)):
+            until = last_time - timedelta(days=age)
+            filters = config.interactions.filter.model_copy(update={"until": until.astimezone(UTC).replace(tzinfo=None)})
+            interactions_until = config.interactions.model_copy(update={"filter": filters})
+            day_config = config.model_copy(update={"registry": registry, "interactions": interactions_until})
+            record, metrics = _repeat_run(day_config, f"{until:%Y%m%d-%H%M%S}-until", folder=folder)
+            days.append(
+                Day(
+                    until=until,
+                    run_id=f"{until:%Y%m%d-%H%M%S}-until",
+                    state=record.state,
+                    message=record.message,
+                    version=record.figures.version,
+                    metrics=metrics,
+                )
+            )
+            _write_json(folder / f"{BACKTEST_NAME}.json", [day.model_dump(mode="json") for day in days])
+            plot_days(days, metric=config.registry.metric, path=folder / f"{BACKTEST_NAME}.png")
+    return days
+
+
+@flow(name="gate-noise")
+def measure_gate_noise(config: PipelineConfig, num_seeds: int) -> GateNoise:
+    """Train and evaluate with `num_seeds` seeds, each from scratch.
+
+    Raises:
+        StageError: a training did not reach its evaluation.
+    """
+    name_flow_run(config.name, f"with {num_seeds} seeds")
+    metric, values = config.registry.metric, dict[int, float]()
+    with _own_workspace(config, GATE_NOISE_NAME) as folder:
+        for seed in range(config.training.seed, config.training.seed + num_seeds):
+            training = config.training.model_copy(update={"seed": seed, "warm_start": None})
+            seed_config = config.model_copy(update={"training": training})
+            record, metrics = _repeat_run(seed_config, f"seed-{seed}", folder=folder, until="evaluate")
+            if f"test/{metric}" not in metrics:
+                raise StageError(f"the training with seed {seed} ended as {record.state}: {record.message}")
+            values[seed] = metrics[f"test/{metric}"]
+        noise = GateNoise(metric=metric, value_by_seed=values)
+        _write_json(folder / f"{GATE_NOISE_NAME}.json", noise.model_dump(mode="json"))
+    return noise
+
+
+@contextmanager
+def _own_workspace(config: PipelineConfig, folder_name: str) -> Iterator[Path]:
+    """Lock and yield the folder of a flow. It is a workspace; in the workspace of the config, its data is a run."""
+    with Run("data", workspace=config.workspace.absolute(), parent=folder_name).lock():
+        yield config.workspace.absolute() / folder_name
+
+
+def _repeat_run(
+    config: PipelineConfig, run_id: str, *, folder: Path, until: StageName | None = None
+) -> tuple[RunRecord, dict[str, float]]:
+    """Execute the nightly run in the workspace `folder`; return its record, and the metrics of its stages."""
+    LOG.info("run %s", run_id)
+    nightly_retrain(config.model_copy(update={"workspace": folder}), run_id=run_id, until=until, return_state=True)
+    run = Workspace(folder).run(run_id)
+    record = RunRecord.read(run)
+    assert record is not None  # nightly_retrain writes it
+    evaluation = read_unchecked_manifest(run.stage_folder(EvaluationManifest), EvaluationManifest)
+    return record, ({} if evaluation is None else evaluation.metrics) | record.figures.metrics
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def plot_days(days: list[Day], *, metric: str, path: Path) -> None:
+    """Write a PNG of a metric over the days: the model, the baselines, and the served versions."""
+    series = {
+        "model": (f"test/{metric}", plots.BLUE, "-"),
+        "popularity": (f"baseline/popularity/{metric}", plots.GREY, "-"),
+        "zero-shot": (f"baseline/zero_shot/{metric}", plots.GREEN, "-"),
+        "served": (f"served/{metric}", plots.ORANGE, "-"),
+        "champion before": (f"champion/{metric}", plots.INK, "--"),
+    }
+    figure, axes = plots.new_figure(title=f"{metric} of each day's run", grid_axis="y", size=(8.0, 4.2))
+    for label, (name, colour, style) in series.items():
+        points = [(position, day.metrics[name]) for position, day in enumerate(days) if name in day.metrics]
+        if points:
+            axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker="o", markersize=4, label=label)
+    axes.set_xticks(range(len(days)), [f"{day.until:%m-%d}\n{day.state}" for day in days], fontsize=7)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel(metric)
+    plots.legend_above(axes, num_columns=5)
+    plots.save_png(figure, path)

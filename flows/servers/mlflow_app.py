@@ -1,0 +1,51 @@
+"""Application of the MLflow server of `nightjar ui` and `nightjar up`.
+
+The commands do not start `mlflow server`, because that command starts the application in a subprocess, which would survive a
+SIGKILL of the command.
+"""
+
+import base64
+import os
+import secrets
+from importlib import import_module
+from pathlib import Path
+
+from mlflow.server import constants
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from flows.servers.server_process import PASSWORD_VARIABLE, WORKSPACE_VARIABLE
+from tasks.registry.mlflow_client import connect, tracking_uri
+
+
+class BasicAuthentication:
+    """ASGI middleware that asks for a password (HTTP basic authentication) before every request except the health check."""
+
+    def __init__(self, app: ASGIApp, *, password: str) -> None:
+        self._app = app
+        self._expected_header = b"Basic " + base64.b64encode(password.encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on a request with the password, the health check, and the start and stop of the application."""
+        header = dict(scope.get("headers", ())).get(b"authorization", b"")
+        is_health_check = scope["type"] == "http" and scope["path"] == "/health"
+        if scope["type"] == "lifespan" or is_health_check or secrets.compare_digest(header, self._expected_header):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            headers = {"WWW-Authenticate": 'Basic realm="nightjar", charset="UTF-8"'}
+            await PlainTextResponse("a password is required", status_code=401, headers=headers)(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+
+def create_app() -> BasicAuthentication:
+    """Return MLflow's pages and API behind the password of the server."""
+    workspace = Path(os.environ[WORKSPACE_VARIABLE])
+    connect(workspace)  # creates the database; an error if the database has the schema of another version
+    # `mlflow server` hands its options to the application in these variables.
+    os.environ[constants.BACKEND_STORE_URI_ENV_VAR] = tracking_uri(workspace)
+    os.environ[constants.ARTIFACT_ROOT_ENV_VAR] = "mlflow-artifacts:/"
+    os.environ[constants.ARTIFACTS_DESTINATION_ENV_VAR] = os.environ["MLFLOW_ARTIFACTS_DESTINATION"]
+    os.environ[constants.SERVE_ARTIFACTS_ENV_VAR] = "true"
+    app = import_module("mlflow.server.fastapi_app").app  # reads the variables at import
+    return BasicAuthentication(app, password=os.environ[PASSWORD_VARIABLE])

@@ -1,0 +1,72 @@
+"""`nightjar clean`: its table, --dry-run, and a workspace that another command uses."""
+
+import io
+from pathlib import Path
+
+import pytest
+from mlflow.entities.model_registry import ModelVersion, ModelVersionTag
+from rich.console import Console
+
+from flows.cli import output
+from flows.cli.registry import clean_workspace, print_removals
+from flows.settings.config_file import load_config
+from flows.settings.pipeline import PipelineConfig
+from recsys_core.errors import InputError
+from recsys_core.manifests import TrainManifest, create_own_folder
+from tasks.registry.mlflow_client import RUN_ID_TAG
+from tasks.retention.clean import Removals
+from tasks.retention.run_folders import run_ids
+from tasks.runs.run import Run
+from tasks.runs.workspace import Workspace
+
+MEBIBYTE = 2**20
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineConfig:
+    """A workspace with four runs, of which it keeps two."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    file = tmp_path / "nightly.yaml"
+    file.write_text(
+        "workspace: .\ninteractions: {paths: log.parquet, timestamp_column: t}\n"
+        "retention: {keep_full_runs: 1, keep_report_runs: 2}\n"
+    )
+    for index in range(4):
+        work = Run(f"2026{index}", workspace=tmp_path).stage_folder(TrainManifest).with_name("train.work")
+        create_own_folder(work.parent)
+        work.mkdir()
+        (work / "checkpoint").write_bytes(bytes(MEBIBYTE))
+    return load_config(file, ())
+
+
+def table(removals: Removals, *, dry_run: bool) -> str:
+    file = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output, "stdout", Console(file=file, width=120))
+        print_removals(removals, dry_run=dry_run)
+    return file.getvalue()
+
+
+def test_a_dry_run_lists_runs_and_removes_nothing_and_the_command_removes_them(config: PipelineConfig) -> None:
+    planned = table(clean_workspace(config, dry_run=True), dry_run=True)
+    assert [line.split() for line in planned.splitlines()[:4]] == [
+        ["run", "to", "remove"],
+        ["20260", "folder"],
+        ["20261", "folder"],
+        ["20262", "all", "but", "reports"],
+    ]
+    assert "files of 3 runs and 0 model versions; remove them with the same command without --dry-run" in planned
+    assert run_ids(config.workspace) == ["20260", "20261", "20262", "20263"]
+    with Workspace(config.workspace).lock(run_id="other"), pytest.raises(InputError, match="with run other, since"):
+        clean_workspace(config, dry_run=False)
+    assert "removed files of 3 runs and 0 model versions: 0.003 GiB" in table(
+        clean_workspace(config, dry_run=False), dry_run=False
+    )
+    assert run_ids(config.workspace) == ["20262", "20263"]
+    assert table(clean_workspace(config, dry_run=False), dry_run=False) == "Nothing to remove.\n"
+
+
+def test_versions_are_listed_with_their_model_and_run() -> None:
+    version = ModelVersion("m", "3", 0, tags=[ModelVersionTag(RUN_ID_TAG, "20261")])
+    rows = [line.split() for line in table(Removals([], [version]), dry_run=False).splitlines()]
+    assert rows[1] == ["20261", "m", "version", "3"]

@@ -21,7 +21,7 @@ HELP_PANEL = "Operations"
 def doctor(
     config_path: Annotated[
         Path | None,
-        typer.Argument(metavar="FILE", help="config file: its servers, schedule, worker, disk and devices are checked too"),
+        typer.Argument(metavar="FILE", help="config file: its servers, schedule, disk and shared memory are checked too"),
     ] = None,
     overrides: Overrides = None,
     folder: Annotated[Path, typer.Option(help="folder whose disk is checked if no file is given")] = Path(),
@@ -32,15 +32,15 @@ def doctor(
         config = ConfigOptions(config_path, tuple(overrides or ())).read().config
     from recsys_core.preflight import check_environment
 
-    preflight = check_environment(folder if config is None else config.workspace)
-    output.print_facts(dict(preflight.rows), console=output.stdout)
-    for problem in preflight.problems:
+    facts, problems = check_environment(folder if config is None else config.workspace)
+    output.print_facts(facts, console=output.stdout)
+    for problem in problems:
         output.stdout.print(f"problem: {output.printable_lines(problem)}", style="red", markup=False, soft_wrap=True)
-    num_problems = len(preflight.problems)
+    num_problems = len(problems)
     if config is not None:
         from flows.doctor.installation import examine
 
-        findings = examine(config, gpus=preflight.gpus)
+        findings = examine(config)
         output.print_findings(findings, console=output.stdout)
         num_problems += sum(finding.status == "problem" for finding in findings.values())
     if num_problems:

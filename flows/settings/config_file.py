@@ -153,8 +153,7 @@ def _typed_range(config: PipelineConfig, key: str, value_range: RangeConfig) -> 
 
 def _read_settings(path: Path) -> dict[str, Any]:
     try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(yaml_loader.MAX_CHARACTERS + 1)
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; `nightjar init {path}` writes one") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -45,7 +45,7 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Run the whole pipeline on a generated dataset with topics, skewed popularity, drift and new items."""
-    from flows.settings.demo import write_demo
+    from flows.settings.template import write_demo
 
     run(write_demo(workspace), overrides, as_json=as_json)
 

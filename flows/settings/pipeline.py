@@ -1,20 +1,19 @@
 """The config of a pipeline: the configs of its stages, and the rules between them."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pydantic import Field, model_validator
 
 from flows.settings.schedule import ScheduleConfig
-from recsys_core.config import Folder, Paths, PipelineName, Settings, is_uri
+from recsys_core.config import Folder, PipelineName, Settings, is_uri
 from recsys_core.data_report.config import DataReportConfig
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.ingest.features.config import FeaturesConfig
 from recsys_core.ingest.inputs import InputConfig
-from recsys_core.ingest.log.config import FileSplit, InteractionsConfig
-from recsys_core.ingest.vectors.config import EmbeddingsConfig, EmbeddingsConfigs
+from recsys_core.ingest.log.config import InteractionsConfig
+from recsys_core.ingest.vectors.config import EmbeddingsConfigs
 from recsys_core.launching.config import Launcher, LocalLauncher
 from recsys_core.models.config import ORDER_FREE_POOLINGS, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
@@ -35,6 +34,8 @@ from tasks.tuning.config import TuningConfig
 if TYPE_CHECKING:
     from recsys_core.manifests import Dataset
     from recsys_core.training.setup import TrainingSetup
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
 class PipelineConfig(Settings):
@@ -221,39 +222,22 @@ class PipelineConfig(Settings):
 
     def with_absolute_paths(self, base_folder: Path) -> Self:
         """Return the config with relative paths resolved against `base_folder`."""
-
-        def absolute_paths(paths: Paths) -> Paths:
-            return tuple(path if is_uri(path) else str(_absolute_path(base_folder, path)) for path in paths)
-
-        split = self.interactions.split
-        if isinstance(split, FileSplit):
-            validation_paths = None if split.validation_paths is None else absolute_paths(split.validation_paths)
-            split = split.model_copy(
-                update={"test_paths": absolute_paths(split.test_paths), "validation_paths": validation_paths}
-            )
-        interactions = self.interactions.model_copy(update={"paths": absolute_paths(self.interactions.paths), "split": split})
-        changed_settings: dict[str, object] = {
-            "workspace": _absolute_path(base_folder, self.workspace),
-            "interactions": interactions,
-            "embeddings": tuple(
-                _embeddings_with_absolute_paths(embeddings_config, absolute_paths) for embeddings_config in self.embeddings
-            ),
-        }
-        if self.features is not None:
-            feature_tables = {"users": self.features.users, "items": self.features.items}
-            absolute_tables = {
-                field_name: feature_table and feature_table.model_copy(update={"paths": absolute_paths(feature_table.paths)})
-                for field_name, feature_table in feature_tables.items()
-            }
-            changed_settings["features"] = self.features.model_copy(update=absolute_tables)
-        if self.allowed_data_root is not None:
-            changed_settings["allowed_data_root"] = _absolute_path(base_folder, self.allowed_data_root)
-        return self.model_copy(update=changed_settings)
+        return _with_absolute_paths(self, base_folder)
 
 
-def _embeddings_with_absolute_paths(config: EmbeddingsConfig, absolute_paths: Callable[[Paths], Paths]) -> EmbeddingsConfig:
-    id_map = config.id_map and config.id_map.model_copy(update={"paths": absolute_paths(config.id_map.paths)})
-    return config.model_copy(update={"paths": absolute_paths(config.paths), "id_map": id_map})
+def _with_absolute_paths(settings: SettingsT, base_folder: Path) -> SettingsT:
+    """Resolve the folders and the settings `paths`, `test_paths` and so on, also in the groups inside `settings`."""
+    changes: dict[str, Any] = {}
+    for name, value in settings:
+        if isinstance(value, Path):
+            changes[name] = _absolute_path(base_folder, value)
+        elif isinstance(value, Settings):
+            changes[name] = _with_absolute_paths(value, base_folder)
+        elif name.endswith("paths") and value is not None:
+            changes[name] = tuple(path if is_uri(path) else str(_absolute_path(base_folder, path)) for path in value)
+        elif isinstance(value, tuple) and value and isinstance(value[0], Settings):
+            changes[name] = tuple(_with_absolute_paths(element, base_folder) for element in value)
+    return settings.model_copy(update=changes)
 
 
 def _absolute_path(base_folder: Path, path: str | Path) -> Path:

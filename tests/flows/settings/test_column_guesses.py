@@ -121,7 +121,7 @@ def test_the_columns_that_the_user_names_are_not_guessed(tmp_path: Path) -> None
 def test_the_vectors_have_the_id_column_of_the_log(tmp_path: Path) -> None:
     log = write(tmp_path / "log.parquet", user=ids(200), thing=ids(50), ts=SECONDS)
     vectors = write(tmp_path / "vectors.parquet", id=[7], thing=[7], dim_0=[0.5], dim_1=[0.25])
-    config, _ = guess(tmp_path, log=log, vectors=vectors)
+    config, _ = guess(tmp_path, log=log, vectors=vectors, item_column="thing")
     assert (config.embeddings[0].id_column, config.embeddings[0].dimension_prefix) == ("thing", "dim_")
     config, notes = guess(tmp_path, vectors=write(tmp_path / "none.parquet", id=[7], thing=[7]))
     assert config.embeddings[0].id_column == "id" and unknown_settings(notes) == ["embeddings.vector_column"]

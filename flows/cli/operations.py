@@ -199,15 +199,9 @@ def up(
     options: ConfigOptions,
     prefect_port: Annotated[int, typer.Option(help="port of the Prefect UI")] = 4200,
     mlflow_port: Annotated[int, typer.Option(help="port of the MLflow UI")] = 5000,
-    metrics_port: Annotated[int | None, typer.Option(help="port of Prometheus metrics of the last run, e.g. 9464")] = None,
 ) -> None:
     """Run the pipeline as its schedule plans, and serve the Prefect and MLflow UIs on this machine, until Ctrl-C or SIGTERM."""
     loaded = options.prepare()
     from flows.cli import ui
 
-    ui.up(
-        loaded,
-        prefect_port=prefect_port,
-        mlflow_port=mlflow_port,
-        metrics_port=metrics_port,
-    )
+    ui.up(loaded, prefect_port=prefect_port, mlflow_port=mlflow_port)

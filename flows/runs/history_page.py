@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,10 +13,9 @@ from recsys_core import plots
 from recsys_core.atomic import write_text
 from recsys_core.disk import free_bytes, used_bytes
 from recsys_core.html_page import render_page
-from recsys_core.manifests import STAGES, DataReportManifest
+from recsys_core.manifests import STAGES
 from recsys_core.manifests.stage_folder import StageGroup
 from recsys_core.units import format_bytes, format_duration
-from tasks.runs.context import StageContext
 from tasks.runs.run_record import RunState
 
 PAGE_FILE_NAME = "index.html"
@@ -47,42 +45,18 @@ _COLOUR_BY_GROUP: dict[StageGroup, str] = {
 """Colour of each group of stages in the plot of the durations."""
 
 
-def write_history_page(config: PipelineConfig, context: StageContext, *, has_mlflow: bool) -> None:
-    """Replace <workspace>/index.html after the run, and log the page to MLflow if the run has an MLflow run.
-
-    If MLflow does not answer, the page shows the newest promoted version as champion.
+def write_history_page(
+    config: PipelineConfig, *, find_champion: Callable[[Sequence[PastRun]], str | None] = newest_promoted_version
+) -> Path:
+    """Replace <workspace>/index.html and return its path.
 
     Args:
-        has_mlflow: whether MLflow answers.
+        find_champion: returns the version that is champion now, from the runs on the page.
     """
-    run = context.run
-    past_runs = run_history(run.workspace, max_runs=MAX_RUNS)
-    page_path = run.workspace / PAGE_FILE_NAME
-    run_figures = next(past_run.record.figures for past_run in past_runs if past_run.run.run_id == run.run_id)
-    if not has_mlflow or DataReportManifest.stage not in run_figures.stage_seconds:  # check_data creates the MLflow run
-        write_text(page_path, to_html(past_runs, config=config, champion_version=newest_promoted_version(past_runs)))
-        return
-
-    from tasks.registry.mlflow_client import call_or_warn
-    from tasks.registry.releases import champion_of
-    from tasks.registry.tracking import open_run
-
-    call_mlflow = partial(call_or_warn, workspace=run.workspace)
-    # A list, because None means that MLflow does not answer. The list is [None] if the model has no champion.
-    champion_list = call_mlflow(
-        lambda client: [champion_of(client, config.registry.model_name)],
-        warning="could not read the champion for the page of the last runs; the page is not in MLflow",
-    )
-    if champion_list is None:
-        write_text(page_path, to_html(past_runs, config=config, champion_version=newest_promoted_version(past_runs)))
-        return
-    (champion,) = champion_list
-    champion_version = None if champion is None else str(champion.version)
-    write_text(page_path, to_html(past_runs, config=config, champion_version=champion_version))
-    call_mlflow(
-        lambda client: client.log_artifact(run_figures.mlflow_run_id or open_run(client, context), str(page_path), "history"),
-        warning="could not log the page of the last runs to MLflow",
-    )
+    past_runs = run_history(config.workspace, max_runs=MAX_RUNS)
+    page_path = config.workspace.absolute() / PAGE_FILE_NAME
+    write_text(page_path, to_html(past_runs, config=config, champion_version=find_champion(past_runs)))
+    return page_path
 
 
 def to_html(past_runs: Sequence[PastRun], *, config: PipelineConfig, champion_version: str | None) -> str:

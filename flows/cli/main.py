@@ -90,7 +90,7 @@ def init(
 def validate(options: ConfigOptions) -> None:
     """Check the config, and the files, columns and types of the input, without a run."""
     config = options.read().config
-    from flows.runs.input_checks import check_inputs
+    from flows.runs.before_run import check_inputs
 
     with output.log_lines():
         facts = check_inputs(config)

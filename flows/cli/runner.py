@@ -11,9 +11,8 @@ from typing import Any, Literal
 from flows.cli import output
 from flows.cli.arguments import ConfigOptions
 from flows.interruption import interruptible
-from flows.runs.input_checks import check_inputs
+from flows.runs.before_run import check_inputs, check_resume
 from flows.runs.results import RunResults
-from flows.runs.resume import check_resume
 from flows.servers.prefect_server import PrefectServer, prefect_session
 from flows.settings.config_file import LoadedConfig
 from flows.settings.environment import prepare_environment, set_flow_run_retention

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flows.cli import output
 from flows.cli.arguments import ConfigOptions
 from flows.cli.runner import Command, flow_session, format_command
-from flows.runs.input_checks import check_inputs
+from flows.runs.before_run import check_inputs
 from flows.servers.prefect_server import PrefectServer
 from flows.settings.config_file import LoadedConfig
 from flows.settings.environment import prepare_environment

@@ -17,8 +17,7 @@ from flows.prefect_runs import (
     run_id_in,
     titled_field,
 )
-from flows.runs.input_checks import check_inputs
-from flows.runs.resume import check_resume, choose_run_to_resume
+from flows.runs.before_run import check_inputs, check_resume, choose_run_to_resume
 from flows.scheduled.crash_report import tie_to_worker
 from flows.settings.config_file import load_config
 from recsys_core.disk import explain_disk_full

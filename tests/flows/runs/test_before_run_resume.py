@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flows import nightly
-from flows.runs.resume import check_resume
+from flows.runs.before_run import check_resume
 from flows.settings.config_file import dump_config
 from flows.settings.pipeline import PipelineConfig
 from flows.settings.template import starter_config

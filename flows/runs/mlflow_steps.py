@@ -36,14 +36,16 @@ def write_and_log_history_page(config: PipelineConfig, context: StageContext) ->
 
     If MLflow does not answer, the page shows the newest promoted version as champion, and is not logged.
     """
-    workspace, record = context.run.workspace, RunRecord.read(context.run)
-    call_mlflow = partial(call_or_warn, workspace=workspace)
+    record, call_mlflow = RunRecord.read(context.run), partial(call_or_warn, workspace=context.run.workspace)
+    if record is None or not has_mlflow_run(record):
+        write_history_page(config)
+        return
     # A list, because None means that MLflow does not answer. The list is [None] if the model has no champion.
-    champion_list = has_mlflow_run(record) and call_mlflow(
+    champion_list = call_mlflow(
         lambda client: [champion_of(client, config.registry.model_name)],
         warning="could not read the champion for the page of the last runs; the page is not in MLflow",
     )
-    if record is None or not champion_list:
+    if champion_list is None:
         write_history_page(config)
         return
     champion_version = None if champion_list[0] is None else str(champion_list[0].version)
@@ -56,9 +58,9 @@ def write_and_log_history_page(config: PipelineConfig, context: StageContext) ->
     )
 
 
-def has_mlflow_run(record: RunRecord | None) -> bool:
+def has_mlflow_run(record: RunRecord) -> bool:
     """Return whether a run has an MLflow run, which the stage `check_data` creates."""
-    return record is not None and DataReportManifest.stage in record.figures.stage_seconds
+    return DataReportManifest.stage in record.figures.stage_seconds
 
 
 def log_end(context: StageContext, record: RunRecord) -> None:

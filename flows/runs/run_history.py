@@ -1,6 +1,7 @@
 """The history of a workspace: its runs, with the end state, counts, durations and metrics of each run."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -92,7 +93,7 @@ def run_history(workspace: str | Path, *, max_runs: int | None = None) -> list[P
     return list(islice((PastRun(run, record) for run, record in run_record_pairs if record is not None), max_runs))
 
 
-def newest_promoted_version(past_runs: list[PastRun]) -> str | None:
+def newest_promoted_version(past_runs: Sequence[PastRun]) -> str | None:
     """Return the version that was promoted by the newest promotion in `past_runs`; None without a promotion.
 
     The champion may be another version, because a rollback is not in the history.

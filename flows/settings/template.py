@@ -151,7 +151,8 @@ def _as_yaml_list_element(lines: Iterator[str], *, depth: int) -> Iterator[str]:
 
 def _comment(field: FieldInfo) -> str:
     choices = _choices(field)
-    return (field.description or "") + (f" ({' | '.join(choices)})" if choices else "")
+    description = (field.description or "").replace("`", "")  # the code font of docs/config.md
+    return description + (f" ({' | '.join(choices)})" if choices else "")
 
 
 def _choices(field: FieldInfo) -> list[str]:

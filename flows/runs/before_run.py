@@ -3,9 +3,7 @@
 import logging
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from flows.settings import yaml_loader
 from flows.settings.config_file import load_config
 from flows.settings.environment import require_writable
 from flows.settings.pipeline import PipelineConfig
@@ -83,32 +81,19 @@ def check_resume(config: PipelineConfig, run: Run) -> None:
         raise InputError(
             f"cannot resume {run.run_id}: no such run in {run.folder.parent}; the runs are {', '.join(run_ids) or 'none'}"
         )
-    config_identity = _pipeline_identity(config.model_dump(include={"name": True, "registry": {"model_name"}}))
-    run_identity = _pipeline_identity(_read_run_config(run))
-    for setting, config_value in config_identity.items():
-        run_value = run_identity[setting]
-        if run_value not in (None, config_value):
+    try:
+        run_config = load_config(run.config_file)
+    except InputError as error:
+        raise InputError(f"cannot resume {run.run_id}: its config cannot be read: {error}; start a new run") from None
+    for setting, run_value, config_value in (
+        ("name", run_config.name, config.name),
+        ("registry.model_name", run_config.registry.model_name, config.registry.model_name),
+    ):
+        if run_value != config_value:
             raise InputError(
                 f"cannot resume {run.run_id}: {run.config_file} has {setting} {shown(run_value)}, but this config has "
                 f"{setting} {shown(config_value)}; resume the run with the config of its own pipeline, or start a new run"
             )
-
-
-def _read_run_config(run: Run) -> Any:
-    try:
-        return yaml_loader.load(run.config_file.read_text(encoding="utf-8"), subject=str(run.config_file))
-    except (OSError, UnicodeDecodeError, InputError) as error:
-        raise InputError(f"cannot resume {run.run_id}: its config cannot be read: {error}; start a new run") from None
-
-
-def _pipeline_identity(settings: Any) -> dict[str, Any]:
-    """Return the settings that identify a pipeline; None for a setting that is missing."""
-    top_level_settings = settings if isinstance(settings, dict) else {}
-    registry_settings = top_level_settings.get("registry")
-    return {
-        "name": top_level_settings.get("name"),
-        "registry.model_name": registry_settings.get("model_name") if isinstance(registry_settings, dict) else None,
-    }
 
 
 def choose_run_to_resume(config: PipelineConfig) -> str | None:

@@ -1,6 +1,6 @@
 """<workspace>/index.html: the last runs of a workspace on one page, with plots, and links to the reports of each run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -112,42 +112,24 @@ def format_change(past_run: PastRun, *, metric_name: str) -> str:
 
 def plot_metric(past_runs: Sequence[PastRun], *, metric_name: str) -> Markup | None:
     """Plot the metric of the new version and the champion over the runs; a cross marks a run without a version."""
-    new_values = [past_run.new_version_metric(metric_name) for past_run in past_runs]
-    new_points = [(position, value) for position, value in enumerate(new_values) if value is not None]
+    new_points = _points(past_run.new_version_metric(metric_name) for past_run in past_runs)
+    champion_points = _points(past_run.champion_metric(metric_name) for past_run in past_runs)
     if not new_points:
         return None
     figure, axes = plots.new_figure(size=_WIDE_SIZE_INCHES, grid_axis="y")
-    champion_values = [past_run.champion_metric(metric_name) for past_run in past_runs]
-    champion_points = [(position, value) for position, value in enumerate(champion_values) if value is not None]
     axes.plot(*zip(*new_points, strict=True), color=plots.BLUE, linewidth=1.6, label="new version", zorder=3)
     if champion_points:
-        axes.plot(
-            *zip(*champion_points, strict=True),
-            color=plots.GREY,
-            linewidth=1.6,
-            linestyle="--",
-            label="champion before the run",
-        )
-    for label, colour, is_labelled in (
-        ("promoted", plots.GREEN, lambda state: state == "Promoted"),
-        ("not promoted", plots.ORANGE, lambda state: state != "Promoted"),
-    ):
-        points = [(position, value) for position, value in new_points if is_labelled(past_runs[position].record.state)]
+        line: dict[str, Any] = {"color": plots.GREY, "linewidth": 1.6, "linestyle": "--"}
+        axes.plot(*zip(*champion_points, strict=True), label="champion before the run", **line)
+    for label, colour, is_promoted in (("promoted", plots.GREEN, True), ("not promoted", plots.ORANGE, False)):
+        points = [point for point in new_points if (past_runs[point[0]].record.state == "Promoted") == is_promoted]
         if points:
-            positions, values = zip(*points, strict=True)
-            axes.scatter(positions, values, 30, colour, label=label, zorder=4)
-    missing_positions = [position for position, value in enumerate(new_values) if value is None]
+            axes.scatter(*zip(*points, strict=True), 30, colour, label=label, zorder=4)
+    missing_positions = sorted(set(range(len(past_runs))) - {position for position, _ in new_points})
     if missing_positions:
+        heights = [0.03] * len(missing_positions)
         transform = axes.get_xaxis_transform()  # x in data coordinates, y as a share of the height
-        axes.scatter(
-            missing_positions,
-            [0.03] * len(missing_positions),
-            28,
-            plots.RED,
-            marker="x",
-            transform=transform,
-            label="no version",
-        )
+        axes.scatter(missing_positions, heights, 28, plots.RED, marker="x", transform=transform, label="no version")
     _label_runs(axes, past_runs)
     axes.margins(y=0.15)
     axes.set_ylabel(metric_name)
@@ -155,21 +137,21 @@ def plot_metric(past_runs: Sequence[PastRun], *, metric_name: str) -> Markup | N
     return plots.to_svg(figure)
 
 
+def _points(values: Iterable[float | None]) -> list[tuple[int, float]]:
+    """Return (position, value) of each value that exists."""
+    return [(position, value) for position, value in enumerate(values) if value is not None]
+
+
 def plot_data_sizes(past_runs: Sequence[PastRun]) -> Markup | None:
     """Plot events, users and items over the runs, each on its own scale."""
-    plotted_counts: tuple[tuple[str, Callable[[PastRun], int | None], str], ...] = (
-        ("events", lambda past_run: past_run.record.figures.events, plots.BLUE),
-        ("users", lambda past_run: past_run.record.figures.users, plots.GREEN),
-        ("items", lambda past_run: past_run.record.figures.items, plots.ORANGE),
-    )
+    colour_by_figure = {"events": plots.BLUE, "users": plots.GREEN, "items": plots.ORANGE}
     if all(past_run.record.figures.events is None for past_run in past_runs):
         return None
-    figure, panels = plots.new_panels(len(plotted_counts), title="", grid_axis="y", size=_NARROW_SIZE_INCHES)
-    for axes, (label, count_of, colour) in zip(panels, plotted_counts, strict=True):
-        counts = [count_of(past_run) for past_run in past_runs]
-        points = [(position, count) for position, count in enumerate(counts) if count is not None]
+    figure, panels = plots.new_panels(len(colour_by_figure), title="", grid_axis="y", size=_NARROW_SIZE_INCHES)
+    for axes, (name, colour) in zip(panels, colour_by_figure.items(), strict=True):
+        points = _points(getattr(past_run.record.figures, name) for past_run in past_runs)
         axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, marker="o", markersize=2.5)
-        axes.set_ylabel(label)
+        axes.set_ylabel(name)
         axes.yaxis.set_major_formatter(lambda value, _: format_count(round(value)))
         axes.locator_params(axis="y", nbins=4, integer=True)
     _label_runs(panels[-1], past_runs)
@@ -202,10 +184,8 @@ def plot_disk(past_runs: Sequence[PastRun]) -> Markup | None:
     if not past_runs:
         return None
     largest_bytes = max(past_run.disk_bytes for past_run in past_runs)
-    units = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20))
     unit, unit_bytes = next(
-        ((unit, unit_bytes) for unit, unit_bytes in units if largest_bytes >= unit_bytes),
-        ("KiB", 2**10),
+        (unit for unit in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)) if largest_bytes >= unit[1]), ("KiB", 2**10)
     )
     figure, axes = plots.new_figure(size=_NARROW_SIZE_INCHES, grid_axis="y")
     axes.bar(range(len(past_runs)), [past_run.disk_bytes / unit_bytes for past_run in past_runs], 0.8, color=plots.BLUE)

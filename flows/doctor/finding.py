@@ -1,8 +1,8 @@
 """Findings of checks, and checks that run at the same time with a deadline."""
 
 import threading
+import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, TimeoutError
 from typing import Literal, NamedTuple
 
 from recsys_core.errors import first_line, redacted
@@ -35,27 +35,20 @@ def not_used(text: str) -> Finding:
 
 def run_checks(checks: Mapping[str, Callable[[], Finding]], *, timeout_s: float = CHECK_TIMEOUT_S) -> dict[str, Finding]:
     """Run all checks at the same time and return their findings. A check that raises or takes too long is a problem."""
-    futures = {subject: _start_check(check) for subject, check in checks.items()}
-    return {subject: _finding_of(future, timeout_s=timeout_s) for subject, future in futures.items()}
+    finding_by_subject: dict[str, Finding] = {}
 
-
-def _start_check(check: Callable[[], Finding]) -> Future[Finding]:
-    future: Future[Finding] = Future()
-
-    def run() -> None:
+    def run(subject: str, check: Callable[[], Finding]) -> None:
         try:
-            future.set_result(check())
-        except Exception as error:
-            future.set_exception(error)
+            finding_by_subject[subject] = check()
+        except Exception as error:  # any error of a library
+            finding_by_subject[subject] = problem(f"{type(error).__name__}: {first_line(error)}")
 
-    threading.Thread(target=run, name="doctor", daemon=True).start()  # the command may end before a check does
-    return future
-
-
-def _finding_of(future: Future[Finding], *, timeout_s: float) -> Finding:
-    try:
-        return future.result(timeout_s)
-    except TimeoutError:
-        return problem(f"no result within {timeout_s:g} s; check the server or the disk that this line names")
-    except Exception as error:  # any error of a library
-        return problem(f"{type(error).__name__}: {first_line(error)}")
+    # The threads are daemons, because the command may end before a check does.
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in checks.items()]
+    deadline_s = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    late = problem(f"no result within {timeout_s:g} s; check the server or the disk that this line names")
+    return {subject: finding_by_subject.get(subject, late) for subject in checks}

@@ -11,9 +11,9 @@ from flows.runs.run_history import run_history
 from flows.settings.pipeline import PipelineConfig
 from flows.settings.template import starter_config
 from recsys_core.manifests import MARKER_NAME
-from tasks.retention.run_folders import run_ids
 from tasks.runs.workspace import Workspace
 from tests.flows.run_folders import FIRST_START, METRIC, month_of_runs, past_run
+from tests.tasks.retention.run_folders_by_hand import run_ids
 
 ROOT = Path(__file__).resolve().parents[3]
 

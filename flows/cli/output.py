@@ -17,7 +17,7 @@ from rich.text import Text
 from recsys_core.errors import printable
 
 if TYPE_CHECKING:
-    from flows.doctor.finding import Finding
+    from flows.doctor.servers import Finding
     from recsys_core.evaluation.report import MetricTable
 
 UNFOLDED_WIDTH = 200

@@ -1,15 +1,19 @@
 """Checks of an installation for `nightjar doctor FILE`: servers, schedule, disk and shared memory."""
 
 import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from flows.doctor.finding import Finding, ok, problem, run_checks
-from flows.doctor.servers import check_mlflow, check_prefect, check_schedule
+from flows.doctor.servers import Finding, check_mlflow, check_prefect, check_schedule, ok, problem
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.disk import free_bytes, used_bytes
+from recsys_core.errors import first_line
 from recsys_core.units import MIB, format_gib
 from tasks.runs.workspace import Workspace
 
+CHECK_TIMEOUT_S = 5.0
 DISK_RESERVE_FACTOR = 1.2
 """Free space that a run needs, as a multiple of the size of the previous run."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 the mount point is a convention of Linux
@@ -28,6 +32,27 @@ def examine(config: PipelineConfig) -> dict[str, Finding]:
             "shared memory": lambda: check_shared_memory(SHARED_MEMORY),
         }
     )
+
+
+def run_checks(checks: Mapping[str, Callable[[], Finding]], *, timeout_s: float = CHECK_TIMEOUT_S) -> dict[str, Finding]:
+    """Run all checks at the same time and return their findings. A check that raises or takes too long is a problem."""
+    finding_by_subject: dict[str, Finding] = {}
+
+    def run(subject: str, check: Callable[[], Finding]) -> None:
+        try:
+            finding_by_subject[subject] = check()
+        except Exception as error:  # any error of a library
+            finding_by_subject[subject] = problem(f"{type(error).__name__}: {first_line(error)}")
+
+    # The threads are daemons, because the command may end before a check does.
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in checks.items()]
+    deadline_s = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    late = problem(f"no result within {timeout_s:g} s; check the server or the disk that this line names")
+    return {subject: finding_by_subject.get(subject, late) for subject in checks}
 
 
 def check_disk(workspace: Path) -> Finding:

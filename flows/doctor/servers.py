@@ -1,10 +1,11 @@
-"""Checks of the Prefect and MLflow servers and of the schedule for `nightjar doctor FILE`, without retries."""
+"""Findings of `nightjar doctor FILE`, and its checks of the Prefect and MLflow servers and of the schedule, without retries."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
+from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
@@ -23,7 +24,6 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
-from flows.doctor.finding import Finding, not_used, ok, problem
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import first_line, redacted
 from tasks.registry.mlflow_client import tracking_error, tracking_uri
@@ -36,6 +36,31 @@ UP_LOCK_NAME = ".up.lock"
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 _PREFECT_ERRORS = (httpx.HTTPError, ValueError)  # ValueError: the answer is not JSON
 _MLFLOW_SEARCH_PATH = "/api/2.0/mlflow/registered-models/search?max_results=1"
+
+
+Status = Literal["ok", "problem", "not used"]
+
+
+class Finding(NamedTuple):
+    """Result of one check. The text of a problem ends with the fix."""
+
+    status: Status
+    text: str
+
+
+def ok(text: str) -> Finding:
+    """Return the finding of a check without a problem."""
+    return Finding("ok", text)
+
+
+def problem(text: str) -> Finding:
+    """Return a problem. `text` names the place, the values and the fix; passwords in it are hidden."""
+    return Finding("problem", redacted(text))
+
+
+def not_used(text: str) -> Finding:
+    """Return the finding of a check that does not apply to this installation."""
+    return Finding("not used", text)
 
 
 def check_prefect() -> Finding:

@@ -124,7 +124,8 @@ def plot_metric(past_runs: Sequence[PastRun], *, metric_name: str) -> Markup | N
     for label, colour, is_promoted in (("promoted", plots.GREEN, True), ("not promoted", plots.ORANGE, False)):
         points = [point for point in new_points if (past_runs[point[0]].record.state == "Promoted") == is_promoted]
         if points:
-            axes.scatter(*zip(*points, strict=True), 30, colour, label=label, zorder=4)
+            positions, values = zip(*points, strict=True)
+            axes.scatter(positions, values, 30, colour, label=label, zorder=4)
     missing_positions = sorted(set(range(len(past_runs))) - {position for position, _ in new_points})
     if missing_positions:
         heights = [0.03] * len(missing_positions)

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from flows.cli import output
-from flows.doctor.finding import Finding
+from flows.doctor.servers import Finding
 from recsys_core.evaluation.report import metric_table
 from tasks.progress.reporting import LOG, show_bar
 

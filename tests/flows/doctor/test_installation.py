@@ -3,8 +3,8 @@
 import threading
 from pathlib import Path
 
-from flows.doctor.finding import ok, run_checks
-from flows.doctor.installation import check_disk, check_shared_memory
+from flows.doctor.installation import check_disk, check_shared_memory, run_checks
+from flows.doctor.servers import ok
 
 
 def test_checks_run_at_the_same_time_and_a_check_without_result_is_a_problem() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from flows.doctor.finding import Finding
-from flows.doctor.servers import UP_LOCK_NAME, _prefect_client, check_mlflow, check_prefect, check_schedule
+from flows.doctor.servers import UP_LOCK_NAME, Finding, _prefect_client, check_mlflow, check_prefect, check_schedule
 from flows.servers.prefect_server import embedded_server
 from flows.settings.pipeline import PipelineConfig
 from flows.settings.schedule import ScheduleConfig

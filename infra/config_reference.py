@@ -27,6 +27,9 @@ with the name of a table, setting or feature.
 MIN_SHARED_ROWS = 2
 """A table refers to an earlier table instead of repeating at least this many of its rows."""
 
+MAX_DEFAULT_CHARACTERS = 80
+"""Length of a default in words in the column of the defaults."""
+
 
 class Group(NamedTuple):
     """A group of settings at one place of the config.
@@ -180,7 +183,7 @@ def settings_row(name: str, field: FieldInfo, default: Any) -> str:
     if len(choices) > 1:
         sentence += f" Choices: {', '.join(f'`{choice}`' for choice in choices)}."
     cells = (f"`{name}`", default_cell(name, field, default), sentence)
-    return " | ".join(("", *(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells), "")).strip()
+    return " | ".join(("", *(cell.replace("|", "\\|") for cell in cells), "")).strip()
 
 
 def field_default(field: FieldInfo) -> Any:
@@ -208,9 +211,9 @@ def description_sentence(field: FieldInfo, *, with_default: bool = True) -> str:
 
 
 def split_default(field: FieldInfo) -> tuple[str, str]:
-    """Split the description at its last sentence "Default: words"; return both parts."""
+    """Split the description at its last sentence "Default: words"; return both parts. Many words stay in the description."""
     description, _, words = (field.description or "").partition(". Default: ")
-    return description, words
+    return (description, words) if len(words) <= MAX_DEFAULT_CHARACTERS else (field.description or "", "see the description")
 
 
 def literal_strings(annotation: Any) -> Iterator[str]:

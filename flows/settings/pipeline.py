@@ -41,37 +41,36 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 class PipelineConfig(Settings):
     """Config of a pipeline: input, model, training, evaluation, serving and promotion."""
 
-    name: PipelineName = Field("nightly", description="name of the pipeline, shown in the Prefect UI; without / % & > <")
+    name: PipelineName = Field("nightly", description="name of the pipeline, shown in the Prefect UI; without `/ % & > <`")
     workspace: Folder = Field(
         Path("workspace"),
         description="folder on this machine for runs, the embedded MLflow database and Prefect's files; no URI",
     )
     allowed_data_root: Folder | None = Field(
         None,
-        description="folder that must contain every input file after links are resolved. If empty, a file may be anywhere",
+        description="folder that must contain every input file after links are resolved. Default: any folder",
     )
     interactions: InteractionsConfig = Field(
         description="the interaction log, and how it is split into training, validation and test events"
     )
     data_report: DataReportConfig = Field(
         default_factory=DataReportConfig,
-        description="limits on the data. A run stops before the training if the data violates one of them. If a limit is "
-        "empty, the measured value is only reported",
+        description="limits on the data. A run stops before the training if the data violates one of them. A measured value "
+        "without a limit is only reported",
     )
     embeddings: EmbeddingsConfigs = Field(
         (),
-        description="pretrained vectors, as one group of settings or a list of groups. If empty, there are no pretrained "
-        "vectors",
+        description="pretrained vectors, as one group of settings or a list of groups. Default: no vectors",
     )
     features: FeaturesConfig | None = Field(
-        None, description="features of users, items and events in addition to their ids. If empty, there are no features"
+        None, description="features of users, items and events in addition to their ids. Default: no features"
     )
     model: TwoTowerConfig = Field(default_factory=TwoTowerConfig, description="the two-tower model")
     tables: dict[str, TableConfig] = Field(
         default_factory=dict,
         max_length=10_000,
         description="settings of embedding tables: width, use of pretrained vectors, and optimizer. The name of a table is "
-        "item, user, or the name of a feature such as item.brand",
+        "`item`, `user`, or the name of a feature such as `item.brand`",
     )
     loss: LossConfig = Field(default_factory=LossConfig, description="the loss function and its negatives")
     sharding: ShardingConfig = Field(
@@ -82,7 +81,7 @@ class PipelineConfig(Settings):
     )
     launcher: Launcher = Field(
         default_factory=LocalLauncher,
-        description="where the training and export run: on this host (local), or on other hosts through TorchX (torchx)",
+        description="where the training and export run: on this host (`local`), or on other hosts through TorchX (`torchx`)",
     )
     evaluation: EvaluationConfig = Field(
         default_factory=EvaluationConfig, description="settings of the evaluation, which ranks all items of the catalogue"
@@ -101,7 +100,7 @@ class PipelineConfig(Settings):
         description="which runs and model versions are kept, and the disk budget of the workspace",
     )
     tuning: TuningConfig | None = Field(
-        None, description="the settings that `nightjar tune` varies, and their ranges. If empty, there is no tuning"
+        None, description="the settings that `nightjar tune` varies, and their ranges. Default: no tuning"
     )
 
     @model_validator(mode="after")

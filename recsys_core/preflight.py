@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -158,10 +158,7 @@ def cgroup_limits(
     """
     core_limits: list[float] = []
     memory_limits_and_use: list[tuple[int, int]] = []
-    for line in membership_path.read_text().splitlines() if membership_path.exists() else ():
-        _, controllers, cgroup_path = line.split(":", 2)
-        hierarchy_folder = mount_folder / controllers
-        cgroup_folder = hierarchy_folder / cgroup_path.lstrip("/")
+    for hierarchy_folder, cgroup_folder in _cgroup_folders(mount_folder, membership_path):
         for folder in (cgroup_folder, *(parent for parent in cgroup_folder.parents if parent.is_relative_to(hierarchy_folder))):
             quota_and_period = _read_integers(folder / "cpu.max") or [
                 *_read_integers(folder / "cpu.cfs_quota_us"),
@@ -178,16 +175,20 @@ def cgroup_limits(
 
 def oom_kills(*, mount_folder: Path = Path("/sys/fs/cgroup"), membership_path: Path = Path("/proc/self/cgroup")) -> int | None:
     """Return the number of processes of this cgroup (v1 or v2) that the out-of-memory killer has ended; None: unknown."""
-    for line in membership_path.read_text().splitlines() if membership_path.exists() else ():
-        _, controllers, cgroup_path = line.split(":", 2)
-        # In a container `cgroup_path` may be a path of the host, which is not mounted. Therefore the root is read too.
-        hierarchy_folder = mount_folder / controllers
-        folders = (hierarchy_folder / cgroup_path.lstrip("/"), hierarchy_folder)
-        for oom_path in (folder / file_name for folder in folders for file_name in _OOM_FILE_NAMES):
-            words = oom_path.read_text().split() if oom_path.is_file() else []
+    for hierarchy_folder, cgroup_folder in _cgroup_folders(mount_folder, membership_path):
+        # In a container the path of the cgroup may be one of the host, which is not mounted. Therefore the root is read too.
+        for path in (folder / name for folder in (cgroup_folder, hierarchy_folder) for name in _OOM_FILE_NAMES):
+            words = path.read_text().split() if path.is_file() else []
             if "oom_kill" in words:
                 return int(words[words.index("oom_kill") + 1])
     return None
+
+
+def _cgroup_folders(mount_folder: Path, membership_path: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield the folder of each cgroup hierarchy, and the folder of this process's cgroup in it."""
+    for line in membership_path.read_text().splitlines() if membership_path.exists() else ():
+        _, controllers, cgroup_path = line.split(":", 2)
+        yield mount_folder / controllers, mount_folder / controllers / cgroup_path.lstrip("/")
 
 
 def _read_integers(path: Path) -> list[int]:

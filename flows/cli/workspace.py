@@ -35,7 +35,7 @@ def as_json(runs: "Sequence[PastRun]", *, metric_name: str) -> str:
 
 def print_history(runs: "Sequence[PastRun]", *, metric_name: str, console: Console) -> None:
     """Print one row per run, the newest first, then the reasons of runs and the messages of runs that were not promoted."""
-    from flows.runs.run_history import STATE_NAMES, format_count
+    from flows.runs.run_history import STATE_NAMES, format_count, format_metric
 
     rows: list[list[str | Text]] = []
     for past_run in runs:
@@ -46,7 +46,7 @@ def print_history(runs: "Sequence[PastRun]", *, metric_name: str, console: Conso
                 past_run.run.run_id,
                 Text(STATE_NAMES[record.state], _COLOURS.get(record.state, "red")),
                 figures.version or "-",
-                *("-" if score is None else f"{score:.4f}" for score in scores),
+                *map(format_metric, scores),
                 *(format_count(count) for count in (figures.events, figures.users, figures.test_users, figures.items)),
                 format_duration(record.seconds),
                 format_bytes(past_run.disk_bytes),

@@ -7,7 +7,14 @@ from typing import Any, Literal
 
 from markupsafe import Markup
 
-from flows.runs.run_history import STATE_NAMES, PastRun, format_count, newest_promoted_version, run_history
+from flows.runs.run_history import (
+    STATE_NAMES,
+    PastRun,
+    format_count,
+    format_metric,
+    newest_promoted_version,
+    run_history,
+)
 from flows.settings.pipeline import PipelineConfig
 from recsys_core import plots
 from recsys_core.atomic import write_text
@@ -82,7 +89,7 @@ def to_html(past_runs: Sequence[PastRun], *, config: PipelineConfig, champion_ve
             "duration": format_duration,
             "exact_count": lambda count: "-" if count is None else f"{count:,}",
             "short_count": format_count,
-            "metric_value": lambda value: "-" if value is None else f"{value:.4f}",
+            "metric_value": format_metric,
             "time": lambda time: f"{time.astimezone(UTC):%Y-%m-%d %H:%M}",
             "short_time": lambda time: f"{time.astimezone(UTC):%b %d, %H:%M}",
             "state_name": STATE_NAMES.__getitem__,

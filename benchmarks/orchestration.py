@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from flows.settings.demo import write_demo
+from flows.settings.template import write_demo
 
 BIN_FOLDER = Path(sys.executable).parent
 STAGE_LINE_PATTERN = re.compile(r"^(\w+) .* ([\d,]+\.\d) s$", re.MULTILINE)

@@ -11,7 +11,7 @@ from prefect.states import Completed
 from pydantic import Field
 
 from flows.prefect_runs import ConfigPath, Overrides, load_form_config, name_flow_run, name_unknown_parameters, titled_field
-from flows.runs.history_page import write_history_page
+from flows.runs.mlflow_steps import write_and_log_history_page
 from flows.runs.run_history import run_history
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.parent_process import die_with_parent
@@ -87,7 +87,7 @@ def _change_champion(config: PipelineConfig, reason: str, change: Callable[[Deci
     try:
         for past_run in run_history(config.workspace, max_runs=1):
             context = StageContext(past_run.run, experiment=config.registry.experiment)
-            write_history_page(config, context, has_mlflow=True)
+            write_and_log_history_page(config, context)
     except Exception as error:  # any error of a library
         LOG.warning("could not write the page of the last runs (%s: %s); the champion has changed", type(error).__name__, error)
     return Completed(name=state_name, message=message)

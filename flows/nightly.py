@@ -9,7 +9,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from flows.prefect_runs import flow_run_url, name_flow_run, run_id_in
 from flows.runs.after_run import after_run
-from flows.runs.resume import check_resume
+from flows.runs.before_run import check_resume
 from flows.settings.config_file import dump_config
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import DataRejectedError

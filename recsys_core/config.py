@@ -141,12 +141,12 @@ OnBadRows = Annotated[
     Literal["fail", "drop"],
     Field(
         description="What happens to a bad row, for example with a null id, an invalid time, a label that is not a number, or "
-        "a vector of zeros. With fail, the run stops. With drop, the row is removed and counted"
+        "a vector of zeros. With `fail`, the run stops. With `drop`, the row is removed and counted"
     ),
 ]
 MaxBadShare = Annotated[
     float,
-    Field(ge=0, le=1, description="With on_bad_rows: drop, the run stops if more than this share of the rows is bad"),
+    Field(ge=0, le=1, description="Share of bad rows above which the run stops. Used only with `on_bad_rows: drop`"),
 ]
 MaxExpansionRatio = Annotated[
     int,

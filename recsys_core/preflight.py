@@ -9,10 +9,12 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -28,17 +30,9 @@ _OOM_FILE_NAMES = ("memory.events", "memory.oom_control")
 _GPU_PROBE_SCRIPT = """
 import json, torch, torchrec, faiss
 devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-print(json.dumps([{"name": device.name, "memory_bytes": device.total_memory} for device in devices]))
+print(json.dumps([[device.name, device.total_memory] for device in devices]))
 """
 _PROBE_TIMEOUT_S = 300.0
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU that torch can use."""
-
-    name: str
-    memory_bytes: int
 
 
 @dataclass(frozen=True)
@@ -50,48 +44,16 @@ class CgroupLimits:
     memory_used_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class PreflightReport:
-    """Results of the checks, for `nightjar doctor`.
+def check_environment(folder: Path) -> tuple[dict[str, str], list[str]]:
+    """Check the environment, the machine and the disk of `folder`, which need not exist yet.
 
-    problems: one sentence for each problem, with the fix at its end. If the list is empty, a run can start.
+    Returns:
+        facts: versions, cores, memory, GPUs and free disk by name, as text.
+        problems: one sentence for each problem, with the fix at its end. If the list is empty, a run can start.
     """
-
-    version_by_package: Mapping[str, str]
-    machine_cores: int
-    usable_cores: float
-    machine_memory_bytes: int
-    usable_memory_bytes: int
-    available_memory_bytes: int
-    gpus: tuple[Gpu, ...]
-    folder: Path
-    free_disk_bytes: int
-    problems: list[str]
-
-    @property
-    def rows(self) -> list[tuple[str, str]]:
-        """Name and value of each result, as the rows of a table."""
-        memory_text = f"{format_gib(self.available_memory_bytes)} available of {format_gib(self.usable_memory_bytes)}"
-        if self.usable_memory_bytes < self.machine_memory_bytes:
-            memory_text += f" (limit; the machine has {format_gib(self.machine_memory_bytes)})"
-        return [
-            ("python", f"{platform.python_version()} ({sys.executable})"),
-            *((name, self.version_by_package[name]) for name in PACKAGES if name in self.version_by_package),
-            ("cores", f"{self.usable_cores:g} usable of {self.machine_cores}"),
-            ("memory", memory_text),
-            (
-                "gpus",
-                "; ".join(f"{gpu.name}, {format_gib(gpu.memory_bytes)}" for gpu in self.gpus) or "none that torch can use",
-            ),
-            ("free disk", f"{format_gib(self.free_disk_bytes)} in {self.folder}"),
-        ]
-
-
-def check_environment(folder: Path) -> PreflightReport:
-    """Check the environment, the machine and the disk of `folder`, which need not exist yet."""
     version_by_package = installed_versions()
     problems = check_versions(version_by_package)
-    gpus: tuple[Gpu, ...] = ()
+    gpus = ""
     if not problems:
         gpus, problems = _probe_gpus()
     free_disk_bytes = free_bytes(folder)
@@ -100,21 +62,25 @@ def check_environment(folder: Path) -> PreflightReport:
             f"{folder}: only {format_gib(free_disk_bytes)} of disk free, but a run needs at least "
             f"{format_gib(_MIN_DISK_BYTES)}; free some space"
         )
-    limits = cgroup_limits()
-    memory = psutil.virtual_memory()
-    num_cores = len(os.sched_getaffinity(0))
-    usable_memory_bytes = min(memory.total, limits.memory_bytes or memory.total)
-    return PreflightReport(
-        version_by_package=version_by_package,
-        machine_cores=os.cpu_count() or num_cores,
-        usable_cores=min(num_cores, limits.cores or num_cores),
-        machine_memory_bytes=memory.total,
-        usable_memory_bytes=usable_memory_bytes,
-        available_memory_bytes=max(0, min(memory.available, usable_memory_bytes - limits.memory_used_bytes)),
-        gpus=gpus,
-        folder=folder,
-        free_disk_bytes=free_disk_bytes,
-        problems=problems,
+    limits, num_cores = cgroup_limits(), len(os.sched_getaffinity(0))
+    facts = {
+        "python": f"{platform.python_version()} ({sys.executable})",
+        **version_by_package,
+        "cores": f"{min(num_cores, limits.cores or num_cores):g} usable of {os.cpu_count() or num_cores}",
+        "memory": describe_memory(limits, machine=psutil.virtual_memory()),
+        "gpus": gpus or "none that torch can use",
+        "free disk": f"{format_gib(free_disk_bytes)} in {folder}",
+    }
+    return facts, problems
+
+
+def describe_memory(limits: CgroupLimits, *, machine: Any) -> str:
+    """Return the available and the usable memory. `machine` has the bytes `total` and `available` of the machine."""
+    usable_bytes = min(machine.total, limits.memory_bytes or machine.total)
+    available_bytes = max(0, min(machine.available, usable_bytes - limits.memory_used_bytes))
+    memory_text = f"{format_gib(available_bytes)} available of {format_gib(usable_bytes)}"
+    return (
+        memory_text if usable_bytes == machine.total else f"{memory_text} (limit; the machine has {format_gib(machine.total)})"
     )
 
 
@@ -122,10 +88,8 @@ def installed_versions() -> dict[str, str]:
     """Return the versions of the installed PACKAGES, without importing them."""
     version_by_package = {}
     for package in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             version_by_package[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return version_by_package
 
 
@@ -194,10 +158,7 @@ def cgroup_limits(
     """
     core_limits: list[float] = []
     memory_limits_and_use: list[tuple[int, int]] = []
-    for line in membership_path.read_text().splitlines() if membership_path.exists() else ():
-        _, controllers, cgroup_path = line.split(":", 2)
-        hierarchy_folder = mount_folder / controllers
-        cgroup_folder = hierarchy_folder / cgroup_path.lstrip("/")
+    for hierarchy_folder, cgroup_folder in _cgroup_folders(mount_folder, membership_path):
         for folder in (cgroup_folder, *(parent for parent in cgroup_folder.parents if parent.is_relative_to(hierarchy_folder))):
             quota_and_period = _read_integers(folder / "cpu.max") or [
                 *_read_integers(folder / "cpu.cfs_quota_us"),
@@ -214,16 +175,20 @@ def cgroup_limits(
 
 def oom_kills(*, mount_folder: Path = Path("/sys/fs/cgroup"), membership_path: Path = Path("/proc/self/cgroup")) -> int | None:
     """Return the number of processes of this cgroup (v1 or v2) that the out-of-memory killer has ended; None: unknown."""
-    for line in membership_path.read_text().splitlines() if membership_path.exists() else ():
-        _, controllers, cgroup_path = line.split(":", 2)
-        # In a container `cgroup_path` may be a path of the host, which is not mounted. Therefore the root is read too.
-        hierarchy_folder = mount_folder / controllers
-        folders = (hierarchy_folder / cgroup_path.lstrip("/"), hierarchy_folder)
-        for oom_path in (folder / file_name for folder in folders for file_name in _OOM_FILE_NAMES):
-            words = oom_path.read_text().split() if oom_path.is_file() else []
+    for hierarchy_folder, cgroup_folder in _cgroup_folders(mount_folder, membership_path):
+        # In a container the path of the cgroup may be one of the host, which is not mounted. Therefore the root is read too.
+        for path in (folder / name for folder in (cgroup_folder, hierarchy_folder) for name in _OOM_FILE_NAMES):
+            words = path.read_text().split() if path.is_file() else []
             if "oom_kill" in words:
                 return int(words[words.index("oom_kill") + 1])
     return None
+
+
+def _cgroup_folders(mount_folder: Path, membership_path: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield the folder of each cgroup hierarchy, and the folder of this process's cgroup in it."""
+    for line in membership_path.read_text().splitlines() if membership_path.exists() else ():
+        _, controllers, cgroup_path = line.split(":", 2)
+        yield mount_folder / controllers, mount_folder / controllers / cgroup_path.lstrip("/")
 
 
 def _read_integers(path: Path) -> list[int]:
@@ -238,21 +203,22 @@ def _anonymous_bytes(path: Path) -> int:
     return sum(int(value) for name, value in name_value_pairs if name in ("anon", "total_rss"))
 
 
-def _probe_gpus() -> tuple[tuple[Gpu, ...], list[str]]:
-    """List the GPUs in a separate process that imports the training libraries; return problems if the imports fail."""
+def _probe_gpus() -> tuple[str, list[str]]:
+    """Return the GPUs as text, listed by a process that imports the training libraries; problems if the imports fail."""
     try:
         process = subprocess.run(
             [sys.executable, "-c", _GPU_PROBE_SCRIPT], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
-        return (), [
+        return "", [
             f"the imports of torch, torchrec and faiss took more than {_PROBE_TIMEOUT_S:g} s; "
             "check for a very slow disk or a GPU that hangs"
         ]
     if process.returncode != 0:
         reason = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
-        return (), [f"torch, torchrec and faiss do not import together: {reason}; run make clean setup"]
-    return tuple(Gpu(**fields) for fields in json.loads(process.stdout.splitlines()[-1])), []
+        return "", [f"torch, torchrec and faiss do not import together: {reason}; run make clean setup"]
+    gpus = json.loads(process.stdout.splitlines()[-1])
+    return "; ".join(f"{name}, {format_gib(memory_bytes)}" for name, memory_bytes in gpus), []
 
 
 def _major_minor(version: str) -> tuple[int, int]:

@@ -45,7 +45,7 @@ MAY_IMPORT = {
         "settings": set(),
         "servers": {"settings"},
         "doctor": {"settings"},
-        "runs": {"settings", "servers"},
+        "runs": {"settings"},
         "": {"settings", "runs"},
         "scheduled": {"", "settings", "runs"},
         "cli": {"", "settings", "servers", "doctor", "runs", "scheduled"},

@@ -28,7 +28,7 @@ HELP_PANEL = "Operations"
 def doctor(
     config_path: Annotated[
         Path | None,
-        typer.Argument(metavar="FILE", help="config file: its servers, schedule, worker, disk and devices are checked too"),
+        typer.Argument(metavar="FILE", help="config file: its servers, schedule, disk and shared memory are checked too"),
     ] = None,
     overrides: Overrides = None,
     folder: Annotated[Path, typer.Option(help="folder whose disk is checked if no file is given")] = Path(),
@@ -146,8 +146,7 @@ def up(
     options: ConfigOptions,
     prefect_port: PrefectPort = 4200,
     mlflow_port: MlflowPort = 5000,
-    metrics_port: Annotated[int | None, typer.Option(help="port of Prometheus metrics of the last run, e.g. 9464")] = None,
 ) -> None:
     """Run the pipeline as its schedule plans, and serve the Prefect and MLflow UIs on this machine, until Ctrl-C or SIGTERM."""
     loaded = options.prepare()
-    cli.ui.up(loaded, prefect_port=prefect_port, mlflow_port=mlflow_port, metrics_port=metrics_port)
+    cli.ui.up(loaded, prefect_port=prefect_port, mlflow_port=mlflow_port)

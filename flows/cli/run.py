@@ -8,9 +8,8 @@ from rich.text import Text
 from flows.cli import output
 from flows.cli.arguments import ConfigOptions
 from flows.cli.session import FlowCommand, PrefectServerError, command_line, flow_session
-from flows.runs.input_checks import check_inputs
+from flows.runs.before_run import check_inputs, check_resume
 from flows.runs.results import RunResults
-from flows.runs.resume import check_resume
 from flows.servers.prefect_server import PrefectServer
 from flows.settings.config_file import LoadedConfig
 from flows.settings.environment import prepare_environment

@@ -48,11 +48,10 @@ def serve(config: PipelineConfig, *, prefect_port: int, mlflow_port: int) -> Non
         _watch(prefect_server, None, log_file=log_file)
 
 
-def up(loaded: LoadedConfig, *, prefect_port: int, mlflow_port: int, metrics_port: int | None = None) -> None:
+def up(loaded: LoadedConfig, *, prefect_port: int, mlflow_port: int) -> None:
     """Serve the same pages as `serve`, and run the pipeline as its schedule plans, until Ctrl-C or SIGTERM.
 
-    A run that is in progress at the signal ends as interrupted and can be resumed. With `metrics_port`, also serve metrics for
-    Prometheus.
+    A run that is in progress at the signal ends as interrupted and can be resumed.
     """
     config = loaded.config
     log_file = config.workspace / "up.log"
@@ -61,10 +60,6 @@ def up(loaded: LoadedConfig, *, prefect_port: int, mlflow_port: int, metrics_por
             config, prefect_port=prefect_port, mlflow_port=mlflow_port, log_file=log_file, stack=stack
         )
         stack.enter_context(_up_lock(config.workspace))
-        if metrics_port is not None:
-            from flows.runs.metrics_file import serve_metrics
-
-            facts["metrics"] = stack.enter_context(serve_metrics(config, port=metrics_port))
         # The runs log to the database, but their links to MLflow need the address of the UI.
         os.environ.setdefault("NIGHTJAR_MLFLOW_UI_URL", facts["MLflow"])
         runs_process = stack.enter_context(_planned_runs(loaded, log_file=log_file))

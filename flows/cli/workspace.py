@@ -51,14 +51,14 @@ def init(config_path: Path, *, inputs: dict[str, str | None], every_setting: boo
 
 def demo(workspace: Path) -> Path:
     """Generate the data and the config of the demo, unless they exist; return the path of the config."""
-    from flows.settings.demo import write_demo  # imports NumPy and pyarrow
+    from flows.settings.template import write_demo  # imports NumPy and pyarrow
 
     return write_demo(workspace)
 
 
 def validate(loaded: LoadedConfig) -> None:
     """Check the input files and print one line about each input."""
-    from flows.runs.input_checks import check_inputs  # imports DuckDB
+    from flows.runs.before_run import check_inputs  # imports DuckDB
 
     with output.log_lines():
         facts = check_inputs(loaded.config)
@@ -76,15 +76,15 @@ def doctor(options: ConfigOptions | None, *, folder: Path) -> None:
     from recsys_core.preflight import check_environment  # imports NumPy
 
     config = None if options is None else options.read().config
-    preflight = check_environment(folder if config is None else config.workspace)
-    output.print_facts(dict(preflight.rows))
-    for problem in preflight.problems:
+    facts, problems = check_environment(folder if config is None else config.workspace)
+    output.print_facts(facts)
+    for problem in problems:
         output.print_line(f"problem: {output.printable_lines(problem)}", style="red")
-    num_problems = len(preflight.problems)
+    num_problems = len(problems)
     if config is not None:
         from flows.doctor.installation import examine  # imports MLflow
 
-        findings = examine(config, gpus=preflight.gpus)
+        findings = examine(config)
         output.stdout.print()
         output.print_facts(
             {subject: finding.text for subject, finding in findings.items()},

@@ -1,56 +1,58 @@
-"""Checks of an installation for `nightjar doctor FILE`: servers, workspace, shared memory, devices and network interfaces."""
+"""Checks of an installation for `nightjar doctor FILE`: servers, schedule, disk and shared memory."""
 
-import os
 import shutil
-from datetime import UTC, datetime
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from flows.doctor.finding import Finding, not_used, ok, problem, run_checks
-from flows.doctor.servers import check_clocks, check_mlflow, check_prefect, check_schedule, check_worker
+from flows.doctor.servers import Finding, check_mlflow, check_prefect, check_schedule, ok, problem
 from flows.settings.pipeline import PipelineConfig
-from recsys_core.disk import free_bytes
-from recsys_core.launching.config import LOCAL_SCHEDULERS, LOOPBACK_INTERFACE, LocalLauncher
-from recsys_core.launching.hosts.network import interface_addresses
-from recsys_core.preflight import Gpu
+from recsys_core.disk import free_bytes, used_bytes
+from recsys_core.errors import first_line
 from recsys_core.units import MIB, format_gib
-from tasks.runs.run_record import RunRecord
 from tasks.runs.workspace import Workspace
 
+CHECK_TIMEOUT_S = 5.0
 DISK_RESERVE_FACTOR = 1.2
 """Free space that a run needs, as a multiple of the size of the previous run."""
-ADVICE_BY_STATE = {
-    "Failed": "resume it with --resume {run_id}",
-    "Interrupted": "resume it with --resume {run_id}",
-    "DataRejected": "read check_data/report.html in its folder, then correct the data or the limits of data_report",
-    "BrokenChampion": "return to a former champion with nightjar rollback --reason TEXT",
-}
-"""States of a run after which a person must act, each with the next step."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 the mount point is a convention of Linux
 MIN_SHARED_MEMORY_BYTES = 128 * MIB
 """Twice the default of container engines. With the default size, NCCL fails to start."""
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def examine(config: PipelineConfig, *, gpus: tuple[Gpu, ...]) -> dict[str, Finding]:
-    """Return the findings of all checks of the installation of `config`, by subject. Nothing is created or changed.
-
-    Args:
-        gpus: GPUs of this machine that torch can use.
-    """
+def examine(config: PipelineConfig) -> dict[str, Finding]:
+    """Return the findings of all checks of the installation of `config`, by subject. Nothing is created or changed."""
     return run_checks(
         {
             "Prefect server": check_prefect,
             "MLflow server": lambda: check_mlflow(config),
             "schedule": lambda: check_schedule(config),
-            "worker": lambda: check_worker(config),
-            "clocks": lambda: check_clocks(config),
-            "previous run": lambda: check_previous_run(config),
             "disk": lambda: check_disk(config.workspace),
             "shared memory": lambda: check_shared_memory(SHARED_MEMORY),
-            "devices": lambda: check_devices(config, gpus=gpus),
-            "network": lambda: check_network(config),
         }
     )
+
+
+def run_checks(checks: Mapping[str, Callable[[], Finding]], *, timeout_s: float = CHECK_TIMEOUT_S) -> dict[str, Finding]:
+    """Run all checks at the same time and return their findings. A check that raises or takes too long is a problem."""
+    finding_by_subject: dict[str, Finding] = {}
+
+    def run(subject: str, check: Callable[[], Finding]) -> None:
+        try:
+            finding_by_subject[subject] = check()
+        except Exception as error:  # any error of a library
+            finding_by_subject[subject] = problem(f"{type(error).__name__}: {first_line(error)}")
+
+    # The threads are daemons, because the command may end before a check does.
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in checks.items()]
+    deadline_s = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    late = problem(f"no result within {timeout_s:g} s; check the server or the disk that this line names")
+    return {subject: finding_by_subject.get(subject, late) for subject in checks}
 
 
 def check_disk(workspace: Path) -> Finding:
@@ -59,37 +61,13 @@ def check_disk(workspace: Path) -> Finding:
     run = Workspace(workspace).newest_run()
     if run is None:
         return ok(f"{format_gib(num_free_bytes)} free in {workspace}; no run yet")
-    run_bytes = sum(path.stat(follow_symlinks=False).st_size for path in run.folder.rglob("*") if path.is_file())
+    run_bytes = used_bytes(run.folder)
     disk_text = f"{format_gib(num_free_bytes)} free in {workspace}; run {run.run_id} takes {format_gib(run_bytes)}"
     if num_free_bytes < DISK_RESERVE_FACTOR * run_bytes:
         return problem(
             f"{disk_text}, and the next run needs about the same space; remove old runs, or set workspace to a larger disk"
         )
     return ok(disk_text)
-
-
-def check_previous_run(config: PipelineConfig) -> Finding:
-    """Report when the newest run ended and in which state; a failed, rejected or overdue run is a problem."""
-    run = Workspace(config.workspace).newest_run()
-    if run is None:
-        return not_used("no run yet")
-    record = RunRecord.read(run)
-    if record is None:
-        return not_used(f"run {run.run_id} has no run.json: an older version of nightjar made it")
-    if record.state == "Running":
-        minutes = (datetime.now(UTC) - record.started).total_seconds() / 60
-        run_text = f"run {run.run_id} is running for {minutes:,.0f} minutes (process {record.pid} on {record.host})"
-        deadline = config.schedule.deadline_minutes
-        if deadline is not None and minutes > deadline:
-            return problem(
-                f"{run_text}, longer than schedule.deadline_minutes {deadline}; read its log in Prefect, or cancel it"
-            )
-        return ok(run_text)
-    end_time = "" if record.ended is None else f" at {record.ended:%Y-%m-%d %H:%M} UTC"
-    run_text = f"run {run.run_id} ended{end_time}: {record.state}{f', {record.message}' if record.message else ''}"
-    if record.state in ADVICE_BY_STATE:
-        return problem(f"{run_text}; {ADVICE_BY_STATE[record.state].format(run_id=run.run_id)}")
-    return ok(run_text)
 
 
 def check_shared_memory(folder: Path) -> Finding:
@@ -104,44 +82,3 @@ def check_shared_memory(folder: Path) -> Finding:
             "the container with more (--shm-size, shm_size, or an emptyDir with medium Memory)"
         )
     return ok(usage_text)
-
-
-def check_devices(config: PipelineConfig, *, gpus: tuple[Gpu, ...]) -> Finding:
-    """Compare the ranks of the config with the devices of this machine."""
-    cluster = config.sharding.cluster
-    if not isinstance(config.launcher, LocalLauncher):
-        return not_used(f"training runs on hosts of {config.launcher.scheduler}, not on this machine")
-    if cluster.device == "cpu" or (cluster.device == "auto" and not gpus):
-        return ok(f"CPU, {cluster.processes_per_node or 2} ranks")
-    num_ranks = cluster.processes_per_node or len(gpus)
-    gpu_names = ", ".join(sorted({gpu.name for gpu in gpus}))
-    if not gpus or num_ranks > len(gpus):
-        return problem(
-            f"sharding.cluster has device {cluster.device} and {num_ranks or 1} ranks, but torch can use {len(gpus)} GPUs"
-            f"{f' ({gpu_names})' if gpu_names else ''}; check nvidia-smi, or set sharding.cluster.device or processes_per_node"
-        )
-    return ok(f"{len(gpus)} GPUs ({gpu_names}), {num_ranks} ranks")
-
-
-def check_network(config: PipelineConfig) -> Finding:
-    """Check that the network interfaces of the collectives exist on this machine."""
-    launcher, address_by_interface = config.launcher, interface_addresses()
-    interfaces_text = ", ".join(f"{interface} {address}" for interface, address in sorted(address_by_interface.items()))
-    if isinstance(launcher, LocalLauncher):
-        return ok(f"{LOOPBACK_INTERFACE} {address_by_interface.get(LOOPBACK_INTERFACE, '')}: all ranks are on this machine")
-    environment = os.environ | launcher.env if launcher.scheduler in LOCAL_SCHEDULERS else launcher.env
-    interface_by_setting = {
-        f"launcher.env.{variable}": environment[variable] for variable in INTERFACE_VARIABLES if variable in environment
-    }
-    if launcher.interface_name is not None:
-        interface_by_setting["launcher.interface"] = launcher.interface_name
-    missing_interfaces = {
-        setting: interface for setting, interface in interface_by_setting.items() if interface not in address_by_interface
-    }
-    if missing_interfaces:
-        setting, interface = next(iter(missing_interfaces.items()))
-        return problem(
-            f"{setting} is {interface}, but this machine has {interfaces_text}; set it to an interface that every host has"
-        )
-    used_interfaces = ", ".join(sorted(set(interface_by_setting.values()))) or "the interface that leads to the first host"
-    return ok(f"{used_interfaces}; this machine has {interfaces_text}")

@@ -1,220 +1,106 @@
-"""Checks of the Prefect and MLflow servers for `nightjar doctor FILE`, over plain HTTP without retries."""
+"""Findings of `nightjar doctor FILE`, and its checks of the Prefect and MLflow servers and of the schedule, without retries."""
 
 import os
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from importlib import metadata
-from typing import Any
+from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
+import httpx
 import requests
 from filelock import FileLock, Timeout
 from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import DeploymentFilter, FlowRunFilter
+from prefect.client.schemas.objects import DeploymentStatus
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.exceptions import ObjectNotFound
 from sqlalchemy import create_engine, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
-from flows.doctor.finding import Finding, not_used, ok, problem
 from flows.settings.pipeline import PipelineConfig
-from recsys_core.errors import redacted
-from tasks.registry.mlflow_client import tracking_uri
+from recsys_core.errors import first_line, redacted
+from tasks.registry.mlflow_client import tracking_error, tracking_uri
 
 REQUEST_TIMEOUT_S = 4.0
-MAX_CLOCK_SKEW_S = 5.0
-"""Largest accepted difference of two clocks. Schedules, heartbeats and leases compare times of several machines."""
 MAX_LATENESS_S = 300.0
 """A planned run counts as late if it has not started this long after its planned start."""
 UP_LOCK_NAME = ".up.lock"
 """Lock in the workspace that `nightjar up` holds."""
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+_PREFECT_ERRORS = (httpx.HTTPError, ValueError)  # ValueError: the answer is not JSON
+_MLFLOW_SEARCH_PATH = "/api/2.0/mlflow/registered-models/search?max_results=1"
 
 
-class ServerProblem(Exception):
-    """A server does not answer as expected; the message ends with the fix."""
+Status = Literal["ok", "problem", "not used"]
+
+
+class Finding(NamedTuple):
+    """Result of one check. The text of a problem ends with the fix."""
+
+    status: Status
+    text: str
+
+
+def ok(text: str) -> Finding:
+    """Return the finding of a check without a problem."""
+    return Finding("ok", text)
+
+
+def problem(text: str) -> Finding:
+    """Return a problem. `text` names the place, the values and the fix; passwords in it are hidden."""
+    return Finding("problem", redacted(text))
+
+
+def not_used(text: str) -> Finding:
+    """Return the finding of a check that does not apply to this installation."""
+    return Finding("not used", text)
 
 
 def check_prefect() -> Finding:
-    """Check that the server of PREFECT_API_URL answers, accepts the credentials and has a compatible version."""
+    """Check that the server of PREFECT_API_URL answers, has a password and a compatible version."""
     api_url = os.environ.get("PREFECT_API_URL")
     if not api_url:
         return not_used("embedded: every command starts its own server; set PREFECT_API_URL to use a running one")
     try:
-        server_version = str(_request_prefect("GET", "/admin/version"))
-        is_open = not _has_prefect_credentials() or _answers_without_credentials(f"{api_url}/admin/version")
-    except ServerProblem as error:
-        return problem(str(error))
-    return _check_server_version(
-        "prefect", server_version, address=api_url, is_open=is_open, fix="PREFECT_SERVER_API_AUTH_STRING"
-    )
+        with _prefect_client() as client:
+            server_version = client.api_version()
+    except _PREFECT_ERRORS as error:
+        if isinstance(error, httpx.HTTPStatusError) and error.response.status_code in (401, 403):
+            return _access_denied(api_url, error.response.status_code, fix="set PREFECT_API_AUTH_STRING to user:password")
+        return problem(
+            f"{api_url}: {first_line(error)}; check the server, and that PREFECT_API_URL is its address and ends in /api"
+        )
+    is_open = _answers_without_credentials(f"{api_url}/admin/version")
+    return _check_server("prefect", server_version, address=api_url, is_open=is_open, fix="PREFECT_SERVER_API_AUTH_STRING")
 
 
 def check_mlflow(config: PipelineConfig) -> Finding:
-    """Check that the server or the database of MLFLOW_TRACKING_URI answers and has a compatible version."""
+    """Check that the server of MLFLOW_TRACKING_URI answers, has a password and a compatible version; or open the database."""
     uri = tracking_uri(config.workspace)
     if not uri.startswith(("http://", "https://")):
         return _check_mlflow_database(uri)
     try:
-        server_version = _request_mlflow(uri, "/version").text.strip()
-        _request_mlflow(uri, "/api/2.0/mlflow/registered-models/search?max_results=1")
-        is_open = _answers_without_credentials(f"{uri}/api/2.0/mlflow/registered-models/search?max_results=1")
-    except ServerProblem as error:
-        return problem(str(error))
-    return _check_server_version(
-        "mlflow", server_version, address=uri, is_open=is_open, fix="`mlflow server --app-name basic-auth`"
-    )
-
-
-def check_clocks(config: PipelineConfig) -> Finding:
-    """Compare the clock of this machine with the clocks of the servers, which the Date header of an answer contains."""
-    address_by_server = {"Prefect": os.environ.get("PREFECT_API_URL", ""), "MLflow": tracking_uri(config.workspace)}
-    skew_s_by_server: dict[str, float] = {}
-    for server_name, address in address_by_server.items():
-        if address.startswith(("http://", "https://")):
-            try:
-                request_time_s = time.time()
-                response = requests.get(f"{address}/health", timeout=REQUEST_TIMEOUT_S / 2)
-                server_time = parsedate_to_datetime(response.headers["Date"]).timestamp()
-            except (requests.RequestException, KeyError, ValueError):
-                continue  # the check of the server reports it
-            # The header has whole seconds, rounded down.
-            skew_s_by_server[server_name] = max(request_time_s - server_time - 1, server_time - time.time(), 0.0)
-    if not skew_s_by_server:
-        return not_used("no HTTP server answers")
-    differences = ", ".join(f"{skew_s:.0f} s to {server_name}" for server_name, skew_s in skew_s_by_server.items())
-    if max(skew_s_by_server.values()) > MAX_CLOCK_SKEW_S:
-        return problem(
-            f"{differences}; a difference of more than {MAX_CLOCK_SKEW_S:g} s shifts schedules and deadlines; synchronise both "
-            "clocks (NTP)"
+        version_response, search_response = (
+            http_request(get_default_host_creds(uri), path, "GET", max_retries=0, timeout=REQUEST_TIMEOUT_S)
+            for path in ("/version", _MLFLOW_SEARCH_PATH)
         )
-    return ok(differences)
-
-
-def check_schedule(config: PipelineConfig) -> Finding:
-    """Check that the deployment of the pipeline exists, is not paused, and has a next run."""
-    if not os.environ.get("PREFECT_API_URL"):
-        return _check_schedule_of_up(config)
-    try:
-        deployment = _read_deployment(config)
-        if deployment is None:
-            return problem(f"the server has no deployment of pipeline {config.name}; create it with `nightjar deploy`")
-        deployment_title = f"deployment {deployment['name']}"
-        if deployment["paused"]:
-            return problem(f"{deployment_title} is paused; resume it on its page in Prefect")
-        crons = [schedule["schedule"].get("cron") for schedule in deployment["schedules"]]
-        if crons != ([config.schedule.cron] if config.schedule.cron else []):
-            return problem(
-                f"{deployment_title} has the schedule {', '.join(map(str, crons)) or 'none'}, but schedule.cron is "
-                f"{config.schedule.cron or 'empty'}; apply the config with `nightjar deploy`"
-            )
-        if not crons:
-            return not_used(f"{deployment_title} has no schedule: runs are started by hand only")
-        if not deployment["schedules"][0]["active"]:
-            return problem(
-                f"the schedule {crons[0]} of {deployment_title} is paused; resume it on the page of the deployment in Prefect"
-            )
-        request_body = {
-            "deployments": {"id": {"any_": [deployment["id"]]}},
-            "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}},
-            "sort": "NEXT_SCHEDULED_START_TIME_ASC",
-            "limit": 1,
-        }
-        next_runs = _request_prefect("POST", "/flow_runs/filter", request_body)
-    except ServerProblem:
-        return not_used("unknown, because the Prefect server does not answer")
-    if not next_runs:
-        return problem(
-            f"{deployment_title} has an active schedule but no planned run; check that the server runs its scheduler service"
-        )
-    planned_start = datetime.fromisoformat(next_runs[0]["next_scheduled_start_time"] or next_runs[0]["expected_start_time"])
-    next_run_text = f"{deployment_title}: next run at {planned_start.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
-    if (datetime.now(UTC) - planned_start).total_seconds() > MAX_LATENESS_S:
-        return problem(f"{next_run_text}, which is late; start a worker, or check the concurrency limit of the deployment")
-    return ok(next_run_text)
-
-
-def _check_schedule_of_up(config: PipelineConfig) -> Finding:
-    """Check that `nightjar up`, which holds a lock of the workspace, is running. PREFECT_API_URL is not set."""
-    next_start = config.schedule.next_start(datetime.now(UTC))
-    if next_start is None:
-        return not_used("schedule.cron is empty: runs are started by hand only")
-    lock_file = config.workspace / UP_LOCK_NAME
-    try:
-        if lock_file.exists():
-            FileLock(lock_file).acquire(timeout=0).lock.release()
-    except Timeout:
-        return ok(f"`nightjar up` is running: next run at {next_start:%Y-%m-%d %H:%M %Z}")
-    return problem(
-        f"schedule.cron is {config.schedule.cron}, but nothing starts the runs; start `nightjar up`, or set PREFECT_API_URL to "
-        "the server of the deployment"
-    )
-
-
-def check_worker(config: PipelineConfig) -> Finding:
-    """Check that a process picks up the runs of the deployment: a worker of its work pool, or `nightjar up`."""
-    if not os.environ.get("PREFECT_API_URL"):
-        return not_used("runs are started by `nightjar run` or `nightjar up`")
-    try:
-        deployment = _read_deployment(config)
-        if deployment is None:
-            return not_used("no deployment")
-        work_pool_name = deployment["work_pool_name"]
-        if work_pool_name is None:
-            if deployment["status"] == "READY":
-                return ok(f"deployment {deployment['name']} is served")
-            return problem(f"no process serves deployment {deployment['name']}; start it with `nightjar up`")
-        if _request_prefect("GET", f"/work_pools/{work_pool_name}")["is_paused"]:
-            return problem(f"work pool {work_pool_name} is paused; resume it: prefect work-pool resume {work_pool_name}")
-        workers = _request_prefect("POST", f"/work_pools/{work_pool_name}/workers/filter", {})
-    except ServerProblem as error:
-        return problem(str(error)) if "work_pools" in str(error) else not_used("unknown: the Prefect server does not answer")
-    online_workers = [worker["name"] for worker in workers if worker["status"] == "ONLINE"]
-    if not online_workers:
-        heartbeat_times = [worker["last_heartbeat_time"] for worker in workers]
-        heartbeat_text = f"the last heartbeat was at {max(heartbeat_times)}" if heartbeat_times else "none has ever connected"
-        return problem(
-            f"work pool {work_pool_name} has no worker online ({heartbeat_text}); "
-            f"start one: prefect worker start --pool {work_pool_name}"
-        )
-    return ok(f"work pool {work_pool_name}: {', '.join(sorted(online_workers))}")
-
-
-def _read_deployment(config: PipelineConfig) -> dict[str, Any] | None:
-    """Return the deployment of the pipeline's nightly flow; None if the server has none."""
-    request_body = {"flows": {"name": {"any_": ["nightly-retrain"]}}, "deployments": {"name": {"any_": [config.name]}}}
-    deployments = _request_prefect("POST", "/deployments/filter", request_body)
-    return deployments[0] if deployments else None
-
-
-def _request_prefect(method: str, path: str, request_body: dict[str, Any] | None = None) -> Any:
-    """Return the JSON answer of Prefect's API; None if the answer is empty."""
-    api_url = os.environ["PREFECT_API_URL"]
-    headers = {"Authorization": f"Bearer {api_key}"} if (api_key := os.environ.get("PREFECT_API_KEY")) else {}
-    credentials = os.environ.get("PREFECT_API_AUTH_STRING")
-    try:
-        response = requests.request(
-            method,
-            api_url + path,
-            json=request_body,
-            headers=headers,
-            auth=tuple(credentials.split(":", 1)) if credentials and ":" in credentials else None,  # type: ignore[arg-type]
-            timeout=REQUEST_TIMEOUT_S,
-        )
-    except requests.RequestException as error:
-        raise ServerProblem(_describe_no_answer(api_url, error, variable="PREFECT_API_URL")) from None
-    fix = "set PREFECT_API_AUTH_STRING to user:password"
-    return _parse_json(_require_success(response, address=f"{api_url}{path}", fix=fix), address=api_url)
-
-
-def _request_mlflow(uri: str, path: str) -> requests.Response:
-    """Return the answer of MLflow's server to a request with the credentials that MLflow uses."""
-    try:
-        response = http_request(get_default_host_creds(uri), path, "GET", max_retries=0, timeout=REQUEST_TIMEOUT_S)
+        if search_response.status_code in (401, 403):
+            fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+            return _access_denied(uri, search_response.status_code, fix=fix)
+        for response in (version_response, search_response):
+            response.raise_for_status()
     except Exception as error:  # MLflow wraps the errors of requests
-        raise ServerProblem(_describe_no_answer(uri, error, variable="MLFLOW_TRACKING_URI")) from None
-    fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
-    return _require_success(response, address=f"{uri}{path}", fix=fix)
+        return problem(str(tracking_error(error, uri=uri)))
+    is_open = _answers_without_credentials(uri + _MLFLOW_SEARCH_PATH)
+    fix = "`mlflow server --app-name basic-auth`"
+    return _check_server("mlflow", version_response.text.strip(), address=uri, is_open=is_open, fix=fix)
 
 
 def _check_mlflow_database(database_uri: str) -> Finding:
@@ -230,33 +116,87 @@ def _check_mlflow_database(database_uri: str) -> Finding:
     return ok(f"{redacted(database_uri)}, schema {revision}")
 
 
-def _describe_no_answer(address: str, error: Exception, *, variable: str) -> str:
-    reason = "no answer in time" if "timed out" in str(error).lower() else "connection refused or reset"
-    if "resolve" in str(error):
-        reason = "its host name is unknown"
-    return f"{address}: {reason}; start the server, or correct {variable}"
-
-
-def _require_success(response: requests.Response, *, address: str, fix: str) -> requests.Response:
-    if response.status_code in (401, 403):
-        raise ServerProblem(f"{address}: access denied (status {response.status_code}); {fix}")
-    if not response.ok:
-        raise ServerProblem(
-            f"{address}: status {response.status_code}; check that this is the address of the API, and "
-            "read the log of the server"
-        )
-    return response
-
-
-def _parse_json(response: requests.Response, *, address: str) -> Any:
+def check_schedule(config: PipelineConfig) -> Finding:
+    """Check that planned runs start: by `nightjar up`, or by a deployment on the server of PREFECT_API_URL."""
+    if not os.environ.get("PREFECT_API_URL"):
+        return _check_schedule_of_up(config)
     try:
-        return response.json() if response.content else None
-    except ValueError:
-        raise ServerProblem(f"{address}: the answer is not from Prefect's API; PREFECT_API_URL must end in /api") from None
+        with _prefect_client() as client:
+            return _check_deployment(client, config)
+    except _PREFECT_ERRORS:
+        return not_used("unknown, because the Prefect server does not answer")
 
 
-def _has_prefect_credentials() -> bool:
-    return bool(os.environ.get("PREFECT_API_AUTH_STRING") or os.environ.get("PREFECT_API_KEY"))
+def _check_schedule_of_up(config: PipelineConfig) -> Finding:
+    """Check that `nightjar up`, which holds a lock of the workspace, is running."""
+    next_start = config.schedule.next_start(datetime.now(UTC))
+    if next_start is None:
+        return not_used("schedule.cron is empty: runs are started by hand only")
+    lock_file = config.workspace / UP_LOCK_NAME
+    try:
+        if lock_file.exists():
+            FileLock(lock_file).acquire(timeout=0).lock.release()
+    except Timeout:
+        return ok(f"`nightjar up` is running: next run at {next_start:%Y-%m-%d %H:%M %Z}")
+    return problem(
+        f"schedule.cron is {config.schedule.cron}, but nothing starts the runs; start `nightjar up`, or set PREFECT_API_URL to "
+        "the server of the deployment"
+    )
+
+
+def _check_deployment(client: SyncPrefectClient, config: PipelineConfig) -> Finding:
+    """Check the deployment of the pipeline: its schedule, the process that starts its runs, and its next run."""
+    try:
+        deployment = client.read_deployment_by_name(f"nightly-retrain/{config.name}")
+    except ObjectNotFound:
+        return problem(f"the server has no deployment of pipeline {config.name}; create it with `nightjar deploy`")
+    title = f"deployment {deployment.name}"
+    crons = [entry.schedule.cron for entry in deployment.schedules if isinstance(entry.schedule, CronSchedule)]
+    if crons != ([config.schedule.cron] if config.schedule.cron else []):
+        return problem(
+            f"{title} has the schedule {', '.join(crons) or 'none'}, but schedule.cron is {config.schedule.cron or 'empty'}; "
+            "apply the config with `nightjar deploy`"
+        )
+    if deployment.status != DeploymentStatus.READY:
+        pool_name = deployment.work_pool_name
+        fix = "`nightjar up`" if pool_name is None else f"a worker: prefect worker start --pool {pool_name}"
+        return problem(f"no process starts the runs of {title}; start {fix}")
+    if not crons:
+        return not_used(f"{title} has no schedule: runs are started by hand only")
+    if deployment.paused or not deployment.schedules[0].active:
+        return problem(f"{title} or its schedule {crons[0]} is paused; resume it on the page of the deployment in Prefect")
+    return _check_next_run(client, deployment, title=title)
+
+
+def _check_next_run(client: SyncPrefectClient, deployment: DeploymentResponse, *, title: str) -> Finding:
+    next_runs = client.read_flow_runs(
+        deployment_filter=DeploymentFilter.model_validate({"id": {"any_": [deployment.id]}}),
+        flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": ["SCHEDULED"]}}}),
+        sort=FlowRunSort.NEXT_SCHEDULED_START_TIME_ASC,
+        limit=1,
+    )
+    planned_start = next_runs[0].next_scheduled_start_time if next_runs else None
+    if planned_start is None:
+        return problem(f"{title} has an active schedule but no planned run; check that the server runs its scheduler service")
+    next_run_text = f"{title}: next run at {planned_start.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+    if (datetime.now(UTC) - planned_start).total_seconds() > MAX_LATENESS_S:
+        return problem(
+            f"{next_run_text}, which is late; check the workers, the work pool and the concurrency limit of the deployment"
+        )
+    return ok(next_run_text)
+
+
+@contextmanager
+def _prefect_client() -> Iterator[SyncPrefectClient]:
+    """Yield a client of the server in PREFECT_API_URL with the credentials of the environment."""
+    environment = os.environ
+    with SyncPrefectClient(
+        environment["PREFECT_API_URL"],
+        auth_string=environment.get("PREFECT_API_AUTH_STRING"),
+        api_key=environment.get("PREFECT_API_KEY"),
+        httpx_settings={"timeout": REQUEST_TIMEOUT_S},
+    ) as client:
+        yield client
 
 
 def _answers_without_credentials(url: str) -> bool:
@@ -269,7 +209,11 @@ def _answers_without_credentials(url: str) -> bool:
         return False
 
 
-def _check_server_version(package: str, server_version: str, *, address: str, is_open: bool, fix: str) -> Finding:
+def _access_denied(address: str, http_status: int, *, fix: str) -> Finding:
+    return problem(f"{address}: access denied (status {http_status}); {fix}")
+
+
+def _check_server(package: str, server_version: str, *, address: str, is_open: bool, fix: str) -> Finding:
     """Compare the version of a server with that of the installed package; report a server that has no password.
 
     Args:
@@ -277,27 +221,12 @@ def _check_server_version(package: str, server_version: str, *, address: str, is
     """
     installed_version = metadata.version(package)
     server_text = f"{redacted(address)}, version {server_version}"
-    if _major_version(server_version) != _major_version(installed_version):
+    server_parts, installed_parts = (version.split(".")[:2] for version in (server_version, installed_version))
+    if server_parts[0] != installed_parts[0] or list(map(int, server_parts)) < list(map(int, installed_parts)):
         return problem(
-            f"{server_text}, but this machine has {package} {installed_version}; install the same major version on both"
+            f"{server_text}, but this machine has {package} {installed_version}; the server needs the same major version and "
+            "must not be older: update the server first"
         )
-    if _version_numbers(server_version) < _version_numbers(installed_version)[:2]:
-        return problem(f"{server_text} is older than {package} {installed_version} of this machine; update the server first")
-    host = urlsplit(address).hostname
-    if is_open and host not in LOOPBACK_HOSTS:
+    if is_open and urlsplit(address).hostname not in LOOPBACK_HOSTS:
         return problem(f"{server_text} has no password: whoever reaches it can run code on the workers; set {fix}")
     return ok(server_text + ("" if is_open else ", with password"))
-
-
-def _major_version(version: str) -> str:
-    return version.partition(".")[0]
-
-
-def _version_numbers(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version, e.g. (3, 9) for 3.9.1rc2."""
-    numbers: list[int] = []
-    for number_text in version.split("."):
-        if not number_text.isdigit():
-            break
-        numbers.append(int(number_text))
-    return tuple(numbers)

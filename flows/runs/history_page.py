@@ -1,23 +1,28 @@
 """<workspace>/index.html: the last runs of a workspace on one page, with plots, and links to the reports of each run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from markupsafe import Markup
 
-from flows.runs.run_history import STATE_NAMES, PastRun, format_count, newest_promoted_version, run_history
+from flows.runs.run_history import (
+    STATE_NAMES,
+    PastRun,
+    format_count,
+    format_metric,
+    newest_promoted_version,
+    run_history,
+)
 from flows.settings.pipeline import PipelineConfig
 from recsys_core import plots
 from recsys_core.atomic import write_text
 from recsys_core.disk import free_bytes, used_bytes
 from recsys_core.html_page import render_page
-from recsys_core.manifests import STAGES, DataReportManifest
+from recsys_core.manifests import STAGES
 from recsys_core.manifests.stage_folder import StageGroup
 from recsys_core.units import format_bytes, format_duration
-from tasks.runs.context import StageContext
 from tasks.runs.run_record import RunState
 
 PAGE_FILE_NAME = "index.html"
@@ -47,42 +52,18 @@ _COLOUR_BY_GROUP: dict[StageGroup, str] = {
 """Colour of each group of stages in the plot of the durations."""
 
 
-def write_history_page(config: PipelineConfig, context: StageContext, *, has_mlflow: bool) -> None:
-    """Replace <workspace>/index.html after the run, and log the page to MLflow if the run has an MLflow run.
-
-    If MLflow does not answer, the page shows the newest promoted version as champion.
+def write_history_page(
+    config: PipelineConfig, *, find_champion: Callable[[Sequence[PastRun]], str | None] = newest_promoted_version
+) -> Path:
+    """Replace <workspace>/index.html and return its path.
 
     Args:
-        has_mlflow: whether MLflow answers.
+        find_champion: returns the version that is champion now, from the runs on the page.
     """
-    run = context.run
-    past_runs = run_history(run.workspace, max_runs=MAX_RUNS)
-    page_path = run.workspace / PAGE_FILE_NAME
-    run_figures = next(past_run.record.figures for past_run in past_runs if past_run.run.run_id == run.run_id)
-    if not has_mlflow or DataReportManifest.stage not in run_figures.stage_seconds:  # check_data creates the MLflow run
-        write_text(page_path, to_html(past_runs, config=config, champion_version=newest_promoted_version(past_runs)))
-        return
-
-    from tasks.registry.mlflow_client import call_or_warn
-    from tasks.registry.releases import champion_of
-    from tasks.registry.tracking import open_run
-
-    call_mlflow = partial(call_or_warn, workspace=run.workspace)
-    # A list, because None means that MLflow does not answer. The list is [None] if the model has no champion.
-    champion_list = call_mlflow(
-        lambda client: [champion_of(client, config.registry.model_name)],
-        warning="could not read the champion for the page of the last runs; the page is not in MLflow",
-    )
-    if champion_list is None:
-        write_text(page_path, to_html(past_runs, config=config, champion_version=newest_promoted_version(past_runs)))
-        return
-    (champion,) = champion_list
-    champion_version = None if champion is None else str(champion.version)
-    write_text(page_path, to_html(past_runs, config=config, champion_version=champion_version))
-    call_mlflow(
-        lambda client: client.log_artifact(run_figures.mlflow_run_id or open_run(client, context), str(page_path), "history"),
-        warning="could not log the page of the last runs to MLflow",
-    )
+    past_runs = run_history(config.workspace, max_runs=MAX_RUNS)
+    page_path = config.workspace.absolute() / PAGE_FILE_NAME
+    write_text(page_path, to_html(past_runs, config=config, champion_version=find_champion(past_runs)))
+    return page_path
 
 
 def to_html(past_runs: Sequence[PastRun], *, config: PipelineConfig, champion_version: str | None) -> str:
@@ -108,7 +89,7 @@ def to_html(past_runs: Sequence[PastRun], *, config: PipelineConfig, champion_ve
             "duration": format_duration,
             "exact_count": lambda count: "-" if count is None else f"{count:,}",
             "short_count": format_count,
-            "metric_value": lambda value: "-" if value is None else f"{value:.4f}",
+            "metric_value": format_metric,
             "time": lambda time: f"{time.astimezone(UTC):%Y-%m-%d %H:%M}",
             "short_time": lambda time: f"{time.astimezone(UTC):%b %d, %H:%M}",
             "state_name": STATE_NAMES.__getitem__,
@@ -138,42 +119,25 @@ def format_change(past_run: PastRun, *, metric_name: str) -> str:
 
 def plot_metric(past_runs: Sequence[PastRun], *, metric_name: str) -> Markup | None:
     """Plot the metric of the new version and the champion over the runs; a cross marks a run without a version."""
-    new_values = [past_run.new_version_metric(metric_name) for past_run in past_runs]
-    new_points = [(position, value) for position, value in enumerate(new_values) if value is not None]
+    new_points = _points(past_run.new_version_metric(metric_name) for past_run in past_runs)
+    champion_points = _points(past_run.champion_metric(metric_name) for past_run in past_runs)
     if not new_points:
         return None
     figure, axes = plots.new_figure(size=_WIDE_SIZE_INCHES, grid_axis="y")
-    champion_values = [past_run.champion_metric(metric_name) for past_run in past_runs]
-    champion_points = [(position, value) for position, value in enumerate(champion_values) if value is not None]
     axes.plot(*zip(*new_points, strict=True), color=plots.BLUE, linewidth=1.6, label="new version", zorder=3)
     if champion_points:
-        axes.plot(
-            *zip(*champion_points, strict=True),
-            color=plots.GREY,
-            linewidth=1.6,
-            linestyle="--",
-            label="champion before the run",
-        )
-    for label, colour, is_labelled in (
-        ("promoted", plots.GREEN, lambda state: state == "Promoted"),
-        ("not promoted", plots.ORANGE, lambda state: state != "Promoted"),
-    ):
-        points = [(position, value) for position, value in new_points if is_labelled(past_runs[position].record.state)]
+        line: dict[str, Any] = {"color": plots.GREY, "linewidth": 1.6, "linestyle": "--"}
+        axes.plot(*zip(*champion_points, strict=True), label="champion before the run", **line)
+    for label, colour, is_promoted in (("promoted", plots.GREEN, True), ("not promoted", plots.ORANGE, False)):
+        points = [point for point in new_points if (past_runs[point[0]].record.state == "Promoted") == is_promoted]
         if points:
             positions, values = zip(*points, strict=True)
             axes.scatter(positions, values, 30, colour, label=label, zorder=4)
-    missing_positions = [position for position, value in enumerate(new_values) if value is None]
+    missing_positions = sorted(set(range(len(past_runs))) - {position for position, _ in new_points})
     if missing_positions:
+        heights = [0.03] * len(missing_positions)
         transform = axes.get_xaxis_transform()  # x in data coordinates, y as a share of the height
-        axes.scatter(
-            missing_positions,
-            [0.03] * len(missing_positions),
-            28,
-            plots.RED,
-            marker="x",
-            transform=transform,
-            label="no version",
-        )
+        axes.scatter(missing_positions, heights, 28, plots.RED, marker="x", transform=transform, label="no version")
     _label_runs(axes, past_runs)
     axes.margins(y=0.15)
     axes.set_ylabel(metric_name)
@@ -181,21 +145,21 @@ def plot_metric(past_runs: Sequence[PastRun], *, metric_name: str) -> Markup | N
     return plots.to_svg(figure)
 
 
+def _points(values: Iterable[float | None]) -> list[tuple[int, float]]:
+    """Return (position, value) of each value that exists."""
+    return [(position, value) for position, value in enumerate(values) if value is not None]
+
+
 def plot_data_sizes(past_runs: Sequence[PastRun]) -> Markup | None:
     """Plot events, users and items over the runs, each on its own scale."""
-    plotted_counts: tuple[tuple[str, Callable[[PastRun], int | None], str], ...] = (
-        ("events", lambda past_run: past_run.record.figures.events, plots.BLUE),
-        ("users", lambda past_run: past_run.record.figures.users, plots.GREEN),
-        ("items", lambda past_run: past_run.record.figures.items, plots.ORANGE),
-    )
+    colour_by_figure = {"events": plots.BLUE, "users": plots.GREEN, "items": plots.ORANGE}
     if all(past_run.record.figures.events is None for past_run in past_runs):
         return None
-    figure, panels = plots.new_panels(len(plotted_counts), title="", grid_axis="y", size=_NARROW_SIZE_INCHES)
-    for axes, (label, count_of, colour) in zip(panels, plotted_counts, strict=True):
-        counts = [count_of(past_run) for past_run in past_runs]
-        points = [(position, count) for position, count in enumerate(counts) if count is not None]
+    figure, panels = plots.new_panels(len(colour_by_figure), title="", grid_axis="y", size=_NARROW_SIZE_INCHES)
+    for axes, (name, colour) in zip(panels, colour_by_figure.items(), strict=True):
+        points = _points(getattr(past_run.record.figures, name) for past_run in past_runs)
         axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, marker="o", markersize=2.5)
-        axes.set_ylabel(label)
+        axes.set_ylabel(name)
         axes.yaxis.set_major_formatter(lambda value, _: format_count(round(value)))
         axes.locator_params(axis="y", nbins=4, integer=True)
     _label_runs(panels[-1], past_runs)
@@ -228,10 +192,8 @@ def plot_disk(past_runs: Sequence[PastRun]) -> Markup | None:
     if not past_runs:
         return None
     largest_bytes = max(past_run.disk_bytes for past_run in past_runs)
-    units = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20))
     unit, unit_bytes = next(
-        ((unit, unit_bytes) for unit, unit_bytes in units if largest_bytes >= unit_bytes),
-        ("KiB", 2**10),
+        (unit for unit in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)) if largest_bytes >= unit[1]), ("KiB", 2**10)
     )
     figure, axes = plots.new_figure(size=_NARROW_SIZE_INCHES, grid_axis="y")
     axes.bar(range(len(past_runs)), [past_run.disk_bytes / unit_bytes for past_run in past_runs], 0.8, color=plots.BLUE)

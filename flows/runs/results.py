@@ -7,9 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flows.runs.run_history import existing_pages
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import (
-    STAGES,
     DataReportManifest,
     Dataset,
     EvaluationManifest,
@@ -90,8 +90,7 @@ class RunResults:
     @property
     def page_paths(self) -> dict[str, Path]:
         """Paths of reports and plots of the run by file name, such as report.html, plan.html, loss.png and indexes.png."""
-        paths = [self.run.folder / path for stage in STAGES.values() for path in stage.pages.values()]
-        return {path.name: path for path in paths if path.is_file()}
+        return {path.name: path for path in existing_pages(self.run).values()}
 
     def as_json(self) -> str:
         """Return run id, folder, registered version, metrics and seconds per stage as one line of JSON."""

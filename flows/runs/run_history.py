@@ -1,18 +1,17 @@
 """The history of a workspace: its runs, with the end state, counts, durations and metrics of each run."""
 
 import math
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from recsys_core.disk import used_bytes
-from recsys_core.manifests import STAGES, DataReportManifest, RegistrationManifest, read_unchecked_manifest
-from tasks.runs.options import RunOptions
+from recsys_core.manifests import STAGES
 from tasks.runs.run import Run
-from tasks.runs.run_record import ERROR_LOG_NAME, RECORD_NAME, RunFigures, RunRecord, RunState
+from tasks.runs.run_record import ERROR_LOG_NAME, RunRecord, RunState
 from tasks.runs.workspace import Workspace
 
 STATE_NAMES: dict[RunState, str] = {
@@ -28,7 +27,6 @@ STATE_NAMES: dict[RunState, str] = {
     "Interrupted": "interrupted",
 }
 """Text of each state in tables and on the page of the last runs."""
-_START_TIME_PATTERN = re.compile(r"(\d{8}-\d{6})-")
 
 
 @dataclass(frozen=True)
@@ -51,9 +49,7 @@ class PastRun:
     @property
     def page_paths(self) -> dict[str, str]:
         """Paths of the existing pages and plots relative to the workspace, by text of the link."""
-        links = {link: path for stage in STAGES.values() for link, path in stage.pages.items()}
-        path_by_link = {link: self.run.folder / path for link, path in (links | {"error log": ERROR_LOG_NAME}).items()}
-        return {link: str(path.relative_to(self.run.workspace)) for link, path in path_by_link.items() if path.is_file()}
+        return {link: str(path.relative_to(self.run.workspace)) for link, path in existing_pages(self.run).items()}
 
     def new_version_metric(self, metric_name: str) -> float | None:
         """Return a metric of the new version's served recommendations, e.g. recall@20; None if it was not measured."""
@@ -85,14 +81,19 @@ class PastRun:
         }
 
 
+def existing_pages(run: Run) -> dict[str, Path]:
+    """Return the paths of the run's pages and plots that exist, by text of the link."""
+    links = [link for stage in STAGES.values() for link in stage.pages.items()] + [("error log", ERROR_LOG_NAME)]
+    return {link: run.folder / path for link, path in links if (run.folder / path).is_file()}
+
+
 def run_history(workspace: str | Path, *, max_runs: int | None = None) -> list[PastRun]:
-    """Return the runs of `workspace`, the newest first (see Workspace.runs); at most `max_runs` runs."""
-    workspace = Path(workspace).absolute()
-    runs = [run for run in reversed(Workspace(workspace).runs()) if _has_started(run)]
-    return [PastRun(run, RunRecord.read(run) or _record_from_manifests(run)) for run in runs[:max_runs]]
+    """Return the runs of `workspace` that have a record, the newest first (see Workspace.runs); at most `max_runs` runs."""
+    run_record_pairs = ((run, RunRecord.read(run)) for run in reversed(Workspace(Path(workspace).absolute()).runs()))
+    return list(islice((PastRun(run, record) for run, record in run_record_pairs if record is not None), max_runs))
 
 
-def newest_promoted_version(past_runs: list[PastRun]) -> str | None:
+def newest_promoted_version(past_runs: Sequence[PastRun]) -> str | None:
     """Return the version that was promoted by the newest promotion in `past_runs`; None without a promotion.
 
     The champion may be another version, because a rollback is not in the history.
@@ -116,29 +117,6 @@ def format_count(count: int | None) -> str:
     return str(count)
 
 
-def _has_started(run: Run) -> bool:
-    return (run.folder / RECORD_NAME).is_file() or run.config_file.is_file()
-
-
-def _record_from_manifests(run: Run) -> RunRecord:
-    """Return a record for a run of an earlier version of nightjar, which did not write run.json."""
-    registration = read_unchecked_manifest(run.stage_folder(RegistrationManifest), RegistrationManifest)
-    data_report = read_unchecked_manifest(run.stage_folder(DataReportManifest), DataReportManifest)
-    state: RunState
-    if run.is_locked():
-        state, message = "Running", ""
-    elif registration is not None:
-        state, message = registration.state_name, "; ".join(registration.reasons)
-    elif data_report is not None and data_report.breaches:
-        state, message = "DataRejected", "; ".join(data_report.breaches)
-    else:
-        state, message = "Interrupted", f"the folder has no {RECORD_NAME} and no registered version"
-    start_time_match = _START_TIME_PATTERN.match(run.run_id)
-    if start_time_match is not None:
-        started = datetime.strptime(start_time_match[1], "%Y%m%d-%H%M%S").replace(tzinfo=UTC)
-    else:
-        started = datetime.fromtimestamp(run.folder.stat().st_mtime, UTC)
-    return RunRecord(
-        pipeline="", options=RunOptions(), host="", pid=0, started=started, state=state, message=message,
-        figures=RunFigures.read(run),
-    )  # fmt: skip
+def format_metric(value: float | None) -> str:
+    """Format a metric with four decimals; "-" if it was not measured."""
+    return "-" if value is None else f"{value:.4f}"

@@ -16,8 +16,7 @@ from flows.prefect_runs import (
     run_id_in,
     titled_field,
 )
-from flows.runs.input_checks import check_inputs
-from flows.runs.resume import check_resume, choose_run_to_resume
+from flows.runs.before_run import check_inputs, check_resume, choose_run_to_resume
 from flows.scheduled.crash_report import tie_to_worker
 from recsys_core.disk import explain_disk_full
 from recsys_core.errors import StageError, TrackingServerError

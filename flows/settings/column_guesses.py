@@ -1,13 +1,13 @@
 """Columns guessed from parquet files, for `nightjar init --log ... --items ... --vectors ...`.
 
-A user or item column is known by its name, or is the only other id column whose values repeat. A time column is known by its
-values and its name. A column that is not known has a placeholder, and its note starts with FILL_IN.
+A user or item column is known by its name, and a time column by its values and its name. A column that is not known has a
+placeholder, and its note starts with FILL_IN.
 """
 
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,6 @@ USER_NAMES = ("user", "u", "customer", "client", "visitor", "member", "account",
 ITEM_NAMES = ("item", "i", "product", "article", "movie", "film", "book", "track", "song", "video", "sku", "asin", "isbn")
 LABEL_NAMES = ("rating", "label", "score", "stars", "overall")
 TIME_NAME = re.compile(r"(time|stamp|date|(^|_)(ts|at))$", re.IGNORECASE)
-MIN_DISTINCT_IDS = 20
-"""A column with fewer distinct values is taken for a category, such as the kind of an event, unless its name says otherwise."""
 MAX_FEATURES = 20
 
 
@@ -98,24 +96,22 @@ class _Table:
         values = first_values(self.sources, column)
         return pa.array([], self.types[column]) if values is None else values.cast(self.types[column]).drop_null()
 
-    def use(self, setting: str, column: str | None, *, role: str, num_distinct: Mapping[str, int] | None = None) -> str:
+    def use(self, setting: str, column: str | None, *, role: str) -> str:
         """Note how `setting` was guessed and return `column`; return a placeholder if `column` is None."""
         if column is not None:
             self.notes[f"{self.group}.{setting}"] = f"guessed: column {shown(column)} is {self.types[column]}"
             return column
-        choices = [f"{shown(column)} ({count:,} distinct values)" for column, count in (num_distinct or {}).items()]
-        choices_text = " or ".join(choices) or f"one of {shown_names(list(self.types))}"
-        self.notes[f"{self.group}.{setting}"] = f"{FILL_IN} the column of the {role}: {choices_text}"
+        self.notes[f"{self.group}.{setting}"] = f"{FILL_IN} the column of the {role}: one of {shown_names(list(self.types))}"
         return f"<column of the {role}>"
 
 
 def _guess_interactions(table: _Table, inputs: InitInputs) -> InteractionsConfig:
-    named_by_user = zip(
-        ("user_column", "item_column", "timestamp_column"),
-        (inputs.user_column, inputs.item_column, inputs.time_column),
-        strict=True,
-    )
-    settings: dict[str, Any] = {setting: column for setting, column in named_by_user if column is not None}
+    named_by_user = {
+        "user_column": inputs.user_column,
+        "item_column": inputs.item_column,
+        "timestamp_column": inputs.time_column,
+    }
+    settings: dict[str, Any] = {setting: column for setting, column in named_by_user.items() if column is not None}
     for setting, column in settings.items():
         require_column(table.sources[0], column, setting=f"interactions.{setting}")
     if "timestamp_column" not in settings:
@@ -129,20 +125,10 @@ def _guess_interactions(table: _Table, inputs: InitInputs) -> InteractionsConfig
         table.notes["interactions.timestamp_unit"] = f"guessed: the newest of the first times is {newest_time}"
     settings |= _guess_label(table, settings.values())
 
-    id_columns = [column for column in table.columns(_is_id) if column not in settings.values()]
-    user_column = inputs.user_column or _named_column(id_columns, USER_NAMES)
-    item_column = inputs.item_column or _named_column([column for column in id_columns if column != user_column], ITEM_NAMES)
-    other_columns = [column for column in id_columns if column not in (user_column, item_column)]
-    num_distinct = {column: pc.count_distinct(table.values(column)).as_py() for column in other_columns}
-    num_distinct = {
-        column: count for column, count in num_distinct.items() if MIN_DISTINCT_IDS <= count < len(table.values(column))
-    }
-    if len(num_distinct) == 1 and (user_column is None) != (item_column is None):
-        (other_column,) = num_distinct
-        user_column, item_column = user_column or other_column, item_column or other_column
-    for setting, column, role in (("user_column", user_column, "users"), ("item_column", item_column, "items")):
+    for setting, names, role in (("user_column", USER_NAMES, "users"), ("item_column", ITEM_NAMES, "items")):
         if setting not in settings:
-            settings[setting] = table.use(setting, column, role=role, num_distinct=num_distinct)
+            id_columns = [column for column in table.columns(_is_id) if column not in settings.values()]
+            settings[setting] = table.use(setting, _named_column(id_columns, names), role=role)
     return InteractionsConfig(paths=(table.path_in_config,), **settings)
 
 

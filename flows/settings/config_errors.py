@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args, get_origin
 
@@ -12,21 +12,22 @@ from pydantic_core import ErrorDetails
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import printable, shown
 
+MAX_PROBLEMS = 20
+"""Number of problems listed in one message."""
 
-def relevant_errors(error: ValidationError) -> Sequence[ErrorDetails]:
-    """Return the errors about unknown keys; if there are none, return all errors.
 
-    Pydantic reports a misspelt key twice: as unknown and as missing.
-    """
+def describe_problems(error: ValidationError, raw_settings: Mapping[str, Any]) -> list[str]:
+    """Describe the first problems of `raw_settings`: each with the dotted key, the problem, and what to do."""
     all_errors = error.errors(include_url=False)
-    return [details for details in all_errors if details["type"] == "extra_forbidden"] or all_errors
+    # Pydantic reports a misspelt key twice: as unknown and as missing.
+    errors = [details for details in all_errors if details["type"] == "extra_forbidden"] or all_errors
+    problems = [_describe_problem(details, raw_settings) for details in errors[:MAX_PROBLEMS]]
+    return problems if len(errors) <= MAX_PROBLEMS else [*problems, f"and {len(errors) - MAX_PROBLEMS:,} more"]
 
 
-def describe_error(details: ErrorDetails, raw_settings: Mapping[str, Any]) -> str:
-    """Describe one validation error of `raw_settings`: the dotted key, the problem, and what to do."""
-    key = printable(
-        dotted_key_of(details["loc"], raw_settings, may_be_missing=details["type"] != "value_error"), max_characters=200
-    )
+def _describe_problem(details: ErrorDetails, raw_settings: Mapping[str, Any]) -> str:
+    may_be_missing = details["type"] != "value_error"
+    key = printable(dotted_key_of(details["loc"], raw_settings, may_be_missing=may_be_missing), max_characters=200)
     match details["type"]:
         case "extra_forbidden":
             return f"{key}: unknown key; {_suggestion(key)}"

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from flows.settings import yaml_loader
-from flows.settings.config_errors import describe_error, relevant_errors
+from flows.settings.config_errors import describe_problems
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.atomic import write_text
 from recsys_core.errors import InputError, printable, shown
@@ -21,8 +21,6 @@ NOT_TUNABLE = {
     "training.validation": "trials are compared by this setting, so all trials need the same value; leave it out",
     "training.warm_start": "trials start from scratch; leave it out",
 }
-MAX_PROBLEMS = 20
-"""Number of problems listed in one message."""
 _NAME_PATTERN = r'(?:"[^"]+"|[^".]+)'
 
 
@@ -63,7 +61,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConf
     try:
         config = PipelineConfig.model_validate(raw_settings)
     except ValidationError as error:
-        raise InputError(f"{path}:\n  " + "\n  ".join(_problems(error, raw_settings))) from None
+        raise InputError(f"{path}:\n  " + "\n  ".join(describe_problems(error, raw_settings))) from None
     if config.tuning is not None:
         try:
             range_by_key = {key: _typed_range(config, key, value) for key, value in config.tuning.ranges.items()}
@@ -82,7 +80,7 @@ def with_settings(config: PipelineConfig, settings: Mapping[str, Any]) -> Pipeli
     try:
         return PipelineConfig.model_validate(raw_settings)
     except ValidationError as error:
-        raise InputError("; ".join(_problems(error, raw_settings))) from None
+        raise InputError("; ".join(describe_problems(error, raw_settings))) from None
 
 
 def settings_as_yaml(config: PipelineConfig, settings: Mapping[str, Any]) -> str:
@@ -100,13 +98,6 @@ def dump_config(config: PipelineConfig, path: Path) -> None:
     """Write `config` as YAML that load_config reads. The file is written atomically, because a resumed run replaces it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, yaml_loader.dump(config.model_dump(mode="json")))
-
-
-def _problems(error: ValidationError, raw_settings: Mapping[str, Any]) -> list[str]:
-    """Describe the first problems of `raw_settings`."""
-    errors = relevant_errors(error)
-    problems = [describe_error(details, raw_settings) for details in errors[:MAX_PROBLEMS]]
-    return problems if len(errors) <= MAX_PROBLEMS else [*problems, f"and {len(errors) - MAX_PROBLEMS:,} more"]
 
 
 def _changed_settings(config: PipelineConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +129,7 @@ def _typed_range(config: PipelineConfig, key: str, value_range: RangeConfig) -> 
             valid_config = PipelineConfig.model_validate(raw_settings)
             value_by_label[label_of(probe)] = _get_setting(valid_config.model_dump(mode="json"), key)
         except ValidationError as error:
-            problems = _problems(error, raw_settings)
+            problems = describe_problems(error, raw_settings)
             if any(details["type"] != "value_error" for details in error.errors()):
                 raise InputError(f"tuning.ranges: {'; '.join(problems)}") from None
             contradictions += problems
@@ -153,8 +144,7 @@ def _typed_range(config: PipelineConfig, key: str, value_range: RangeConfig) -> 
 
 def _read_settings(path: Path) -> dict[str, Any]:
     try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(yaml_loader.MAX_CHARACTERS + 1)
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; `nightjar init {path}` writes one") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -1,20 +1,19 @@
 """The config of a pipeline: the configs of its stages, and the rules between them."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pydantic import Field, model_validator
 
 from flows.settings.schedule import ScheduleConfig
-from recsys_core.config import Folder, Paths, PipelineName, Settings, is_uri
+from recsys_core.config import Folder, PipelineName, Settings, is_uri
 from recsys_core.data_report.config import DataReportConfig
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.ingest.features.config import FeaturesConfig
 from recsys_core.ingest.inputs import InputConfig
-from recsys_core.ingest.log.config import FileSplit, InteractionsConfig
-from recsys_core.ingest.vectors.config import EmbeddingsConfig, EmbeddingsConfigs
+from recsys_core.ingest.log.config import InteractionsConfig
+from recsys_core.ingest.vectors.config import EmbeddingsConfigs
 from recsys_core.launching.config import Launcher, LocalLauncher
 from recsys_core.models.config import ORDER_FREE_POOLINGS, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
@@ -36,41 +35,42 @@ if TYPE_CHECKING:
     from recsys_core.manifests import Dataset
     from recsys_core.training.setup import TrainingSetup
 
+SettingsT = TypeVar("SettingsT", bound=Settings)
+
 
 class PipelineConfig(Settings):
     """Config of a pipeline: input, model, training, evaluation, serving and promotion."""
 
-    name: PipelineName = Field("nightly", description="name of the pipeline, shown in the Prefect UI; without / % & > <")
+    name: PipelineName = Field("nightly", description="name of the pipeline, shown in the Prefect UI; without `/ % & > <`")
     workspace: Folder = Field(
         Path("workspace"),
         description="folder on this machine for runs, the embedded MLflow database and Prefect's files; no URI",
     )
     allowed_data_root: Folder | None = Field(
         None,
-        description="folder that must contain every input file after links are resolved. If empty, a file may be anywhere",
+        description="folder that must contain every input file after links are resolved. Default: any folder",
     )
     interactions: InteractionsConfig = Field(
         description="the interaction log, and how it is split into training, validation and test events"
     )
     data_report: DataReportConfig = Field(
         default_factory=DataReportConfig,
-        description="limits on the data. A run stops before the training if the data violates one of them. If a limit is "
-        "empty, the measured value is only reported",
+        description="limits on the data. A run stops before the training if the data violates one of them. A measured value "
+        "without a limit is only reported",
     )
     embeddings: EmbeddingsConfigs = Field(
         (),
-        description="pretrained vectors, as one group of settings or a list of groups. If empty, there are no pretrained "
-        "vectors",
+        description="pretrained vectors, as one group of settings or a list of groups. Default: no vectors",
     )
     features: FeaturesConfig | None = Field(
-        None, description="features of users, items and events in addition to their ids. If empty, there are no features"
+        None, description="features of users, items and events in addition to their ids. Default: no features"
     )
     model: TwoTowerConfig = Field(default_factory=TwoTowerConfig, description="the two-tower model")
     tables: dict[str, TableConfig] = Field(
         default_factory=dict,
         max_length=10_000,
         description="settings of embedding tables: width, use of pretrained vectors, and optimizer. The name of a table is "
-        "item, user, or the name of a feature such as item.brand",
+        "`item`, `user`, or the name of a feature such as `item.brand`",
     )
     loss: LossConfig = Field(default_factory=LossConfig, description="the loss function and its negatives")
     sharding: ShardingConfig = Field(
@@ -81,7 +81,7 @@ class PipelineConfig(Settings):
     )
     launcher: Launcher = Field(
         default_factory=LocalLauncher,
-        description="where the training and export run: on this host (local), or on other hosts through TorchX (torchx)",
+        description="where the training and export run: on this host (`local`), or on other hosts through TorchX (`torchx`)",
     )
     evaluation: EvaluationConfig = Field(
         default_factory=EvaluationConfig, description="settings of the evaluation, which ranks all items of the catalogue"
@@ -100,7 +100,7 @@ class PipelineConfig(Settings):
         description="which runs and model versions are kept, and the disk budget of the workspace",
     )
     tuning: TuningConfig | None = Field(
-        None, description="the settings that `nightjar tune` varies, and their ranges. If empty, there is no tuning"
+        None, description="the settings that `nightjar tune` varies, and their ranges. Default: no tuning"
     )
 
     @model_validator(mode="after")
@@ -221,39 +221,22 @@ class PipelineConfig(Settings):
 
     def with_absolute_paths(self, base_folder: Path) -> Self:
         """Return the config with relative paths resolved against `base_folder`."""
-
-        def absolute_paths(paths: Paths) -> Paths:
-            return tuple(path if is_uri(path) else str(_absolute_path(base_folder, path)) for path in paths)
-
-        split = self.interactions.split
-        if isinstance(split, FileSplit):
-            validation_paths = None if split.validation_paths is None else absolute_paths(split.validation_paths)
-            split = split.model_copy(
-                update={"test_paths": absolute_paths(split.test_paths), "validation_paths": validation_paths}
-            )
-        interactions = self.interactions.model_copy(update={"paths": absolute_paths(self.interactions.paths), "split": split})
-        changed_settings: dict[str, object] = {
-            "workspace": _absolute_path(base_folder, self.workspace),
-            "interactions": interactions,
-            "embeddings": tuple(
-                _embeddings_with_absolute_paths(embeddings_config, absolute_paths) for embeddings_config in self.embeddings
-            ),
-        }
-        if self.features is not None:
-            feature_tables = {"users": self.features.users, "items": self.features.items}
-            absolute_tables = {
-                field_name: feature_table and feature_table.model_copy(update={"paths": absolute_paths(feature_table.paths)})
-                for field_name, feature_table in feature_tables.items()
-            }
-            changed_settings["features"] = self.features.model_copy(update=absolute_tables)
-        if self.allowed_data_root is not None:
-            changed_settings["allowed_data_root"] = _absolute_path(base_folder, self.allowed_data_root)
-        return self.model_copy(update=changed_settings)
+        return _with_absolute_paths(self, base_folder)
 
 
-def _embeddings_with_absolute_paths(config: EmbeddingsConfig, absolute_paths: Callable[[Paths], Paths]) -> EmbeddingsConfig:
-    id_map = config.id_map and config.id_map.model_copy(update={"paths": absolute_paths(config.id_map.paths)})
-    return config.model_copy(update={"paths": absolute_paths(config.paths), "id_map": id_map})
+def _with_absolute_paths(settings: SettingsT, base_folder: Path) -> SettingsT:
+    """Resolve the folders and the settings `paths`, `test_paths` and so on, also in the groups inside `settings`."""
+    changes: dict[str, Any] = {}
+    for name, value in settings:
+        if isinstance(value, Path):
+            changes[name] = _absolute_path(base_folder, value)
+        elif isinstance(value, Settings):
+            changes[name] = _with_absolute_paths(value, base_folder)
+        elif name.endswith("paths") and value is not None:
+            changes[name] = tuple(path if is_uri(path) else str(_absolute_path(base_folder, path)) for path in value)
+        elif isinstance(value, tuple) and value and isinstance(value[0], Settings):
+            changes[name] = tuple(_with_absolute_paths(element, base_folder) for element in value)
+    return settings.model_copy(update=changes)
 
 
 def _absolute_path(base_folder: Path, path: str | Path) -> Path:

@@ -48,28 +48,28 @@ class ScheduleConfig(Settings):
 
     cron: Annotated[str, Field(max_length=200), AfterValidator(_check_cron)] | None = Field(
         None,
-        description="planned starts as a cron expression with minute, hour, day of month, month and day of week. For "
-        "example, 15 2 * * * starts a run at 02:15 on every day. If empty, runs are only started by hand",
+        description="planned starts as a cron expression with minute, hour, day of month, month and day of week. For example, "
+        "`15 2 * * *` starts a run at 02:15 on every day. Default: runs only by hand",
     )
     timezone: Annotated[str, Field(max_length=100), AfterValidator(_check_timezone)] = Field(
-        "UTC", description="time zone of the cron expression, as a name of the IANA database such as Europe/Berlin"
+        "UTC", description="time zone of the cron expression, as a name of the IANA database such as `Europe/Berlin`"
     )
     deadline_minutes: int | None = Field(
         None,
         ge=1,
         le=MINUTES_PER_WEEK,
-        description="longest intended duration of a run in minutes. A run that takes longer is reported but not stopped. If "
-        "empty, there is no deadline",
+        description="longest intended duration of a run in minutes. A run that takes longer is reported but not stopped. "
+        "Default: no deadline",
     )
     on_overrun: Literal["skip", "queue"] = Field(
         "skip",
-        description="what happens to a new run while another run of the pipeline is running. With skip, the new run is "
-        "cancelled. With queue, the new run starts after the end of the other run",
+        description="what happens to a new run while another run of the pipeline is running. With `skip`, the new run is "
+        "cancelled. With `queue`, the new run starts after the end of the other run",
     )
     unfinished_run: Literal["resume", "new"] = Field(
         "new",
-        description="what happens at a planned start if the previous run was interrupted or failed. With resume, the "
-        "previous run is resumed if the config is unchanged. With new, a new run starts",
+        description="what happens at a planned start if the previous run was interrupted or failed. With `resume`, the "
+        "previous run is resumed if the config is unchanged. With `new`, a new run starts",
     )
 
     def next_start(self, after: datetime) -> datetime | None:

@@ -1,8 +1,9 @@
-"""The commented config file of `nightjar init`, generated from the descriptions of the config models."""
+"""The commented config files of `nightjar init` and `nightjar demo`, generated from the descriptions of the config models."""
 
 import json
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel
@@ -11,8 +12,10 @@ from pydantic.fields import FieldInfo
 from flows.settings import yaml_loader
 from flows.settings.config_errors import nested_config_classes, union_tag
 from flows.settings.pipeline import PipelineConfig
-from recsys_core.ingest.log.config import InteractionsConfig
+from recsys_core.ingest.log.config import InteractionsConfig, TimeSplit
+from recsys_core.ingest.synthetic import generate
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
+from recsys_core.training.config import TrainingConfig
 
 HEADER = "# Config of nightjar. Relative paths are relative to the folder of this file. Check it with `nightjar validate`.\n"
 HEADER_IMPORTANT = "# These are the important settings; `nightjar init --all` writes every setting.\n"
@@ -61,6 +64,30 @@ def starter_config() -> PipelineConfig:
         interactions=InteractionsConfig(paths=("data/interactions/*.parquet",), timestamp_column="timestamp"),
         embeddings=(EmbeddingsConfig(paths=("data/item_embeddings.parquet",), vector_column="embedding"),),
     )
+
+
+def demo_config() -> PipelineConfig:
+    """Return a config for the generated log: the last two days are the test split, the day before is the validation split."""
+    starter = starter_config()
+    split = TimeSplit(test_days=2, validation_days=1)
+    return starter.model_copy(
+        update={
+            "name": "demo",
+            "workspace": Path(),
+            "interactions": starter.interactions.model_copy(update={"split": split}),
+            "training": TrainingConfig(epochs=4, batch_size=512),
+        }
+    )
+
+
+def write_demo(workspace: Path) -> Path:
+    """Generate `<workspace>/data` and write `<workspace>/nightly.yaml`, unless they exist; return the path of the config."""
+    config_path = workspace / "nightly.yaml"
+    if not (workspace / "data" / "item_embeddings.parquet").is_file():
+        generate(workspace / "data")
+    if not config_path.is_file():
+        config_path.write_text(to_commented_yaml(demo_config()), encoding="utf-8")
+    return config_path
 
 
 def to_commented_yaml(config: PipelineConfig, *, notes: Mapping[str, str] | None = None, every_setting: bool = True) -> str:
@@ -124,7 +151,8 @@ def _as_yaml_list_element(lines: Iterator[str], *, depth: int) -> Iterator[str]:
 
 def _comment(field: FieldInfo) -> str:
     choices = _choices(field)
-    return (field.description or "") + (f" ({' | '.join(choices)})" if choices else "")
+    description = (field.description or "").replace("`", "")  # the code font of docs/config.md
+    return description + (f" ({' | '.join(choices)})" if choices else "")
 
 
 def _choices(field: FieldInfo) -> list[str]:

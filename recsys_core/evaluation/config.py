@@ -20,12 +20,11 @@ class EvaluationConfig(Settings):
     )
     exclude_seen: bool = Field(
         True,
-        description="exclude items that the user already had before the evaluated events, from the ranking and from the "
-        "targets",
+        description="do not rank items that the user had before the evaluated events, and do not count them as targets",
     )
     max_users: int | None = Field(
         None,
         ge=1,
         le=MAX_COUNT,
-        description="number of users that are evaluated. They are sampled with a fixed seed. If empty, all users are evaluated",
+        description="number of users that are evaluated. They are sampled with a fixed seed. Default: all users",
     )

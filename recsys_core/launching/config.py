@@ -39,7 +39,7 @@ class MountConfig(Settings):
     """Storage that the scheduler mounts in each container."""
 
     type: Literal["volume", "bind"] = Field(
-        "volume", description="Kind of storage. volume is a volume claim of the cluster, and bind is a folder of the host"
+        "volume", description="Kind of storage. `volume` is a volume claim of the cluster, and `bind` is a folder of the host"
     )
     src: FilePath = Field(description="Name of the volume claim, or path of the host's folder")
     dst: FilePath = Field(
@@ -54,11 +54,13 @@ class TorchxLauncher(Settings):
     """One torchrun per host, submitted through TorchX. All hosts must mount workspace and data at the same paths."""
 
     kind: Literal["torchx"] = "torchx"
-    scheduler: Name = Field(description="Name of the TorchX scheduler, such as slurm, kubernetes, aws_batch or local_cwd")
+    scheduler: Name = Field(
+        description="Name of the TorchX scheduler, such as `slurm`, `kubernetes`, `aws_batch` or `local_cwd`"
+    )
     args: dict[Name, SchedulerSetting] = Field(
         default_factory=dict,
         max_length=100,
-        description="Arguments of the scheduler, for example partition and time, or namespace and queue",
+        description="Arguments of the scheduler, for example `partition` and `time`, or `namespace` and `queue`",
     )
     image: str = Field(
         "",
@@ -68,20 +70,20 @@ class TorchxLauncher(Settings):
     )
     python: FilePath | None = Field(
         None,
-        description="Path of the Python interpreter on each host. If empty, it is the interpreter of this process, or "
-        "python if launcher.image is set",
+        description="Path of the Python interpreter on each host. Default: the interpreter of this process, or `python` if "
+        "`launcher.image` is set",
     )
     cpus: int | None = Field(
         None,
         ge=1,
         le=100_000,
-        description="Number of CPU cores that are requested for each host. If empty, it is the default of the scheduler",
+        description="Number of CPU cores that are requested for each host. Default: chosen by the scheduler",
     )
     memory_gb: float | None = Field(
         None,
         gt=0,
         le=1e6,
-        description="Memory in GB that is requested for each host. If empty, it is the default of the scheduler",
+        description="Memory in GB that is requested for each host. Default: chosen by the scheduler",
     )
     mounts: tuple[MountConfig, ...] = Field(
         (), max_length=100, description="Storage for the scheduler to mount, if the hosts do not have it already"
@@ -89,16 +91,15 @@ class TorchxLauncher(Settings):
     env: dict[VariableName, Text] = Field(
         default_factory=dict,
         max_length=1_000,
-        description="Environment variables that are set on each host, for example NCCL_SOCKET_IFNAME. Secrets are rejected",
+        description="Environment variables that are set on each host, for example `NCCL_SOCKET_IFNAME`. Secrets are rejected",
     )
     interface: Name | None = Field(
         None,
-        description="Network interface that connects the hosts, for example ib0. If empty, a host uses the interface that "
-        "leads to the first host; local_cwd uses lo. All users of the network must be trusted "
-        "(docs/security.md)",
+        description="Network interface that connects the hosts, for example `ib0`. All users of the network must be trusted "
+        "(see docs/security.md). Default: the interface that leads to the first host; `lo` with `local_cwd`",
     )
     rendezvous_port: int = Field(
-        0, ge=0, le=65535, description="Port on which the first host listens for the other hosts. With 0, it is any free port"
+        0, ge=0, le=65535, description="Port on which the first host listens for the other hosts. With `0`, it is any free port"
     )
     queue_timeout_s: float = Field(
         3600.0, gt=0, le=8 * WEEK_S, description="Longest time in seconds that the job may wait in the scheduler's queue"

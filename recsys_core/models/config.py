@@ -17,9 +17,8 @@ class TowerConfig(Settings):
     layers: tuple[Width, ...] | None = Field(
         None,
         max_length=64,
-        description="widths of the tower's layers. With [], the tower has no layers and its features are added up. With "
-        "null, the query tower has one layer with the width of the item vectors, and the candidate tower has "
-        "no layers",
+        description="widths of the tower's layers. With `[]`, the tower has no layers and its features are added up. Default: "
+        "one layer with the width of the item vectors in the query tower, no layers in the candidate tower",
     )
     skip_connection: bool = Field(
         False,
@@ -48,13 +47,13 @@ class HistorySettings(Settings):
         20,
         ge=0,
         le=10_000,
-        description="maximum number of items in a history. A history contains the last items of the user before the event. "
-        "In a log without order, it contains other items of the user in random order. With 0, the model has no history",
+        description="maximum number of items in a history. A history contains the last items of the user before the event. In "
+        "a log without order, it contains other items of the user in random order. With `0`, the model has no history",
     )
     item_representation: ItemRepresentation = Field(
         "embedding",
-        description="vector that represents an item in a history: the embedding of the item (embedding) or the output of "
-        "the candidate tower (candidate_tower)",
+        description="vector that represents an item in a history: the embedding of the item (`embedding`) or the output of "
+        "the candidate tower (`candidate_tower`)",
     )
     last_item_feature: bool = Field(True, description="use the last item of a history as an additional feature")
     item_dropout: float = Field(
@@ -143,8 +142,8 @@ class TwoTowerConfig(Settings):
     )
     history: HistoryConfig = Field(
         default_factory=MeanHistory,
-        description="the user's last items, a feature of the query tower. The setting pooling selects how the vectors of the "
-        "items become one vector",
+        description="the user's last items, a feature of the query tower. The setting `pooling` selects how the vectors of "
+        "the items become one vector",
     )
     query: TowerConfig = Field(
         default_factory=lambda: TowerConfig(skip_connection=True), description="layers of the query tower"
@@ -156,7 +155,7 @@ class TwoTowerConfig(Settings):
     temperature: float = Field(
         0.1, ge=1e-4, le=1e4, description="temperature of the loss. The logits are the scores divided by the temperature"
     )
-    learn_temperature: bool = Field(False, description="train the temperature. It starts from model.temperature")
+    learn_temperature: bool = Field(False, description="train the temperature. It starts from `model.temperature`")
 
     @model_validator(mode="before")
     @classmethod

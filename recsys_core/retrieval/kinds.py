@@ -107,8 +107,8 @@ class _Ivf(IndexKind):
         None,
         ge=1,
         le=1_000_000,
-        description="number of cells of an IVF index that a query searches. If empty, it is the smallest tested number that "
-        "reaches index.recall_target",
+        description="number of cells of an IVF index that a query searches. Default: the smallest tested number that reaches "
+        "`index.recall_target`",
     )
 
     def fitted(self, num_items: int) -> Self:
@@ -181,8 +181,8 @@ class IvfPq(_Ivf):
         8,
         ge=1,
         le=12,
-        description="number of bits per sub-vector of product quantization. A catalogue with fewer than 2^pq_nbits items gets "
-        "fewer bits",
+        description="number of bits per sub-vector of product quantization. A catalogue with fewer than `2^pq_nbits` items "
+        "gets fewer bits",
     )
 
     def problem(self, dim: int) -> str | None:
@@ -234,8 +234,8 @@ class Hnsw(IndexKind):
         None,
         ge=8,
         le=100_000,
-        description="size of the candidate list while an HNSW index is searched (efSearch). If empty, it is the smallest "
-        "tested size that reaches index.recall_target",
+        description="size of the candidate list while an HNSW index is searched (efSearch). Default: the smallest tested size "
+        "that reaches `index.recall_target`",
     )
 
     def search_variants(self, depth: int) -> Iterator[Self]:

@@ -12,6 +12,6 @@ class PackageConfig(Settings):
 
     quantization: Literal["int8", "none"] = Field(
         "int8",
-        description="precision of the query tower's embedding tables in the served model: 8-bit integers with a scale and "
-        "an offset per row (int8), or fp32 (none)",
+        description="precision of the query tower's embedding tables in the served model: 8-bit integers with a scale and an "
+        "offset per row (`int8`), or fp32 (`none`)",
     )

@@ -22,29 +22,29 @@ class ClusterConfig(Settings):
     """
 
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Device of the ranks. With auto, it is cuda if this machine has a GPU, otherwise cpu"
+        "auto", description="Device of the ranks. With `auto`, it is `cuda` if this machine has a GPU, otherwise `cpu`"
     )
     num_nodes: int = Field(1, ge=1, le=100_000, description="Number of hosts")
     processes_per_node: int | None = Field(
-        None, ge=1, le=1_024, description="Number of ranks per host. If empty, it is the number of GPUs, or 2 on a CPU"
+        None, ge=1, le=1_024, description="Number of ranks per host. Default: the number of GPUs, or 2 on a CPU"
     )
     hbm_gb: float | None = Field(
         None,
         gt=0,
         le=1e6,
-        description="Memory of a GPU in GB. If empty, it is 80, or with device auto the memory of this machine's GPUs",
+        description="Memory of a GPU in GB. Default: the memory of this machine's GPUs with `device: auto`, otherwise 80",
     )
     ddr_gb: float | None = Field(
         None,
         gt=0,
         le=1e6,
-        description="Main memory of a host in GB. If empty, it is 16, or with device auto the memory of this machine or "
-        "container",
+        description="Main memory of a host in GB. Default: the memory of this machine or container with `device: auto`, "
+        "otherwise 16",
     )
     ssd_gb: float = Field(
-        0.0, ge=0, le=1e9, description="SSD space of a host in GB for tables with the compute kernel key_value"
+        0.0, ge=0, le=1e9, description="SSD space of a host in GB for tables with the compute kernel `key_value`"
     )
-    ssd_path: FilePath | None = Field(None, description="Folder on the SSD. Required for the compute kernel key_value")
+    ssd_path: FilePath | None = Field(None, description="Folder on the SSD. Required for the compute kernel `key_value`")
     intra_host_gb_s: float = Field(600.0, gt=0, le=1e6, description="Bandwidth in GB/s between two GPUs of a host")
     inter_host_gb_s: float = Field(12.5, gt=0, le=1e6, description="Bandwidth in GB/s between two GPUs of different hosts")
     hbm_bandwidth_gb_s: float = Field(897.0, gt=0, le=1e6, description="Bandwidth in GB/s of a GPU's memory")
@@ -59,26 +59,26 @@ class TableConstraint(Settings):
         None,
         min_length=1,
         max_length=7,
-        description="Sharding types that the planner may choose. If empty, it may choose all types except data_parallel",
+        description="Sharding types that the planner may choose. Default: all types except `data_parallel`",
     )
     compute_kernels: tuple[ComputeKernel, ...] | None = Field(
         None,
         min_length=1,
         max_length=5,
-        description="Compute kernels that the planner may choose. If empty, it chooses fused. On GPUs with too little "
-        "memory, it may then also choose fused_uvm_caching or fused_uvm, which store rows in main memory",
+        description="Compute kernels that the planner may choose. Default: `fused`; on GPUs with too little memory also "
+        "`fused_uvm_caching` or `fused_uvm`, which store rows in main memory",
     )
     cache_load_factor: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="Share of the rows for which fused_uvm_caching has a cache in GPU memory. If empty, it is 0.2",
+        description="Share of the rows for which `fused_uvm_caching` has a cache in GPU memory. Default: `0.2`",
     )
     pooling_factor: float | None = Field(
         None,
         gt=0,
         le=1e6,
-        description="Mean number of values that a query looks up in the table. If empty, the number is computed from the data",
+        description="Mean number of values that a query looks up in the table. Default: computed from the data",
     )
 
     @model_validator(mode="after")
@@ -118,7 +118,7 @@ class ShardingConfig(Settings):
 
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="The hosts of the training")
     tables: dict[str, TableConstraint] = Field(
-        default_factory=dict, description="Constraints by table name, such as item and user"
+        default_factory=dict, description="Constraints by table name, such as `item` and `user`"
     )
     quantized_comms: QuantizedCommsConfig = Field(
         default_factory=QuantizedCommsConfig,

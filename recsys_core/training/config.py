@@ -20,7 +20,7 @@ class ValidationConfig(Settings):
         10, ge=1, le=1_000_000, description="Cut-off of the metric: the number of top-ranked items that it takes into account"
     )
     candidates: Literal["all", "cold"] = Field(
-        "all", description="Items that are ranked. all means all items; cold means only the items without a training event"
+        "all", description="Items that are ranked. `all` means all items; `cold` means only the items without a training event"
     )
     every_epochs: int = Field(
         1, ge=1, le=MAX_EPOCHS, description="Number of epochs between two validations. The last epoch is always validated"
@@ -29,7 +29,7 @@ class ValidationConfig(Settings):
         3,
         ge=1,
         le=MAX_EPOCHS,
-        description="Number of validations without an improvement after which the training stops. If empty, all epochs are "
+        description="Number of validations without an improvement after which the training stops. With `null`, all epochs are "
         "trained",
     )
     max_users: int = Field(
@@ -44,7 +44,7 @@ class WarmStartConfig(Settings):
     """Warm start from the champion: embedding rows are matched by id, layers are copied, new rows are initialised."""
 
     full_retrain_every: int = Field(
-        7, ge=1, le=10_000, description="Every n-th run trains from scratch. With 1, every run trains from scratch"
+        7, ge=1, le=10_000, description="Every n-th run trains from scratch. With `1`, every run trains from scratch"
     )
 
 
@@ -66,23 +66,25 @@ class TrainingConfig(Settings):
     dense_optimizer: DenseOptimizer = Field(default_factory=DenseOptimizer, description="Optimizer of the towers' layers")
     dense_parallel: DenseParallel = Field(
         "auto",
-        description="Whether every rank has a copy of the towers' layers (replicated, DDP) or the layers are sharded over "
-        "the ranks (sharded, FSDP2). With auto, they are sharded if there are several ranks and the weights, "
-        "gradients and Adam state would take more than 1 GiB on each rank",
+        description="Whether every rank has a copy of the towers' layers (`replicated`, DDP) or the layers are sharded over "
+        "the ranks (`sharded`, FSDP2). With `auto`, they are sharded if there are several ranks and the weights, gradients "
+        "and Adam state would take more than 1 GiB on each rank",
     )
     precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="Precision of the matrix products of the towers. Tables and optimizer states stay in fp32"
+        "fp32", description="Precision of the matrix products of the towers. Tables and optimizer states stay in `fp32`"
     )
     validation: ValidationConfig | None = Field(
         default_factory=ValidationConfig,
-        description="Validation during training; empty: no validation, and the model of the last epoch is the result",
+        description="Validation during training. With `null`, there is no validation, and the model of the last epoch is the "
+        "result",
     )
     # OPERATIONAL excludes the setting from the fingerprint, which already contains the champion that the training starts from.
     warm_start: Annotated[WarmStartConfig | None, OPERATIONAL] = Field(
-        default_factory=WarmStartConfig, description="Start from the champion if there is one; empty: always train from scratch"
+        default_factory=WarmStartConfig,
+        description="Start from the champion if there is one. With `null`, every run trains from scratch",
     )
     seed: int = Field(7, ge=0, le=2**32 - 1, description="Seed of initialisation, shuffling, dropout and negative sampling")
-    log_every_steps: int = Field(20, ge=1, le=MAX_COUNT, description="Number of steps between two lines of metrics.jsonl")
+    log_every_steps: int = Field(20, ge=1, le=MAX_COUNT, description="Number of steps between two lines of `metrics.jsonl`")
     checkpoint_every_steps: int = Field(
         1000,
         ge=1,
@@ -93,7 +95,7 @@ class TrainingConfig(Settings):
         2, ge=1, le=10_000, description="Number of newest checkpoints that are kept. The best checkpoint is also kept"
     )
     profile: Annotated[ProfileConfig | None, OPERATIONAL] = Field(
-        None, description="Record some steps with torch.profiler; empty: no recording"
+        None, description="Record some steps with `torch.profiler`. Default: no recording"
     )
     max_attempts: Annotated[int, OPERATIONAL] = Field(
         2,
@@ -105,8 +107,8 @@ class TrainingConfig(Settings):
         None,
         ge=1,
         le=1_000_000,
-        description="Smallest number of ranks with which the training may continue. After two failures in a row, "
-        "the training continues with fewer ranks. If empty, the number of ranks never changes",
+        description="Smallest number of ranks with which the training may continue. After two failures in a row, the training "
+        "continues with fewer ranks. Default: never fewer ranks",
     )
     start_timeout_s: Annotated[float, OPERATIONAL] = Field(
         180.0,
@@ -118,7 +120,7 @@ class TrainingConfig(Settings):
         None,
         gt=0,
         le=WEEK_S,
-        description="Longest time in seconds between two heartbeats of the training. If empty, it is ten times the longest "
-        "measured duration of log_every_steps steps, a validation or a checkpoint, but at least 60. It is 600 before the first "
-        "measurement, with profile, and in the export",
+        description="Longest time in seconds between two heartbeats of the training. Default: ten times the longest measured "
+        "duration of `log_every_steps` steps, a validation or a checkpoint, but at least 60; 600 before the first "
+        "measurement, with `profile`, and in the export",
     )

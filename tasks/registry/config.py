@@ -15,21 +15,21 @@ class GuardrailsConfig(Settings):
     """Comparisons with the champion that can only prevent a promotion. They use the rule of the gate with a wider margin."""
 
     metrics: tuple[ServedMetric, ...] = Field(
-        ("hit_rate@10", "ndcg@20"), description="metrics that must not drop, in addition to registry.metric"
+        ("hit_rate@10", "ndcg@20"), description="metrics that must not drop, in addition to `registry.metric`"
     )
     slices: bool = Field(
         True,
-        description="compare registry.metric also on slices: head, torso, tail and cold items; new, light and heavy users. A "
-        "slice with too few users is reported, and prevents no promotion",
+        description="compare `registry.metric` also on slices: head, torso, tail and cold items; new, light and heavy users. "
+        "A slice with too few users is reported, and prevents no promotion",
     )
     max_relative_drop: float = Field(
-        0.15, ge=0.001, lt=1, description="largest relative drop of these metrics, and of registry.metric on a slice"
+        0.15, ge=0.001, lt=1, description="largest relative drop of these metrics, and of `registry.metric` on a slice"
     )
     max_coverage_drop: float = Field(
         0.25,
         ge=0,
         le=1,
-        description="largest relative drop of the share of the catalogue that is recommended to at least one user. With 1, "
+        description="largest relative drop of the share of the catalogue that is recommended to at least one user. With `1`, "
         "coverage is not compared",
     )
 
@@ -41,7 +41,7 @@ class RegistryConfig(Settings):
         "nightjar",
         max_length=128,
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$",
-        description="name of the registered model in MLflow. It may contain letters, digits, _ and -",
+        description="name of the registered model in MLflow. It may contain letters, digits, `_` and `-`",
     )
     experiment: Name = Field("nightjar", description="MLflow experiment in which runs are tracked")
     metric: ServedMetric = Field(
@@ -57,7 +57,7 @@ class RegistryConfig(Settings):
     )
     baselines: tuple[Baseline, ...] = Field(
         ("popularity", "zero_shot"),
-        description="baselines that a version must beat if there is no champion. Every later version must beat popularity",
+        description="baselines that a version must beat if there is no champion. Every later version must beat `popularity`",
     )
     smoke_test_users: int = Field(
         20_000,

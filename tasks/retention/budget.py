@@ -8,8 +8,8 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import MARKER_NAME, PackageManifest, RegistrationManifest, read_unchecked_manifest
 from recsys_core.units import GIB, format_gib
 from tasks.retention.config import RetentionConfig
-from tasks.retention.run_folders import run_ids
-from tasks.runs.run import REDUCED_FILE_NAME, RUNS_FOLDER_NAME, Run
+from tasks.retention.run_folders import own_runs
+from tasks.runs.run import REDUCED_FILE_NAME, Run
 
 LOG = logging.getLogger("nightjar")
 
@@ -31,20 +31,21 @@ def require_disk_space(config: RetentionConfig, run: Run) -> None:
 
     The estimate is the size of the newest run that retention has not reduced. Without such a run the estimate is 0.
     """
-    needed_bytes = estimated_bytes(run)
-    estimate_text = f"run {run.run_id} needs about {format_gib(needed_bytes, digits=3)}, like the last run"
+    needed_bytes, num_free_bytes = estimated_bytes(run), free_bytes(run.workspace)
+    problem = None
     if config.disk_budget_gb is not None:
-        budget_bytes, workspace_bytes = int(config.disk_budget_gb * GIB), used_bytes(run.workspace)
-        if workspace_bytes + needed_bytes > budget_bytes:
-            raise InputError(
-                f"{run.workspace}: {estimate_text}, and the workspace has {format_gib(workspace_bytes, digits=3)}, but "
-                f"retention.disk_budget_gb is {config.disk_budget_gb:g}; raise it, or lower retention.keep_full_runs or "
-                "retention.keep_versions and run `nightjar clean`"
+        workspace_bytes = used_bytes(run.workspace)
+        if workspace_bytes + needed_bytes > config.disk_budget_gb * GIB:
+            problem = (
+                f"and the workspace has {format_gib(workspace_bytes, digits=3)}, but retention.disk_budget_gb is "
+                f"{config.disk_budget_gb:g}; raise it"
             )
-    if free_bytes(run.workspace) < needed_bytes:
+    if problem is None and num_free_bytes < needed_bytes:
+        problem = f"but the disk has {format_gib(num_free_bytes, digits=3)} free; free some"
+    if problem is not None:
         raise InputError(
-            f"{run.workspace}: {estimate_text}, but the disk has {format_gib(free_bytes(run.workspace), digits=3)} free; free "
-            "some, or lower retention.keep_full_runs or retention.keep_versions and run `nightjar clean`"
+            f"{run.workspace}: run {run.run_id} needs about {format_gib(needed_bytes, digits=3)}, like the last run, "
+            f"{problem}, or lower retention.keep_full_runs or retention.keep_versions and run `nightjar clean`"
         )
 
 
@@ -54,14 +55,13 @@ def estimated_bytes(run: Run) -> int:
     Return 0 if there is no such run. The package counts twice, because MLflow keeps a copy. Files that the run shares with
     earlier runs by hard links do not count: they were modified before the start of the run.
     """
-    for run_id in reversed(run_ids(run.workspace)):
-        folder = run.workspace / RUNS_FOLDER_NAME / run_id
-        if run_id == run.run_id or (folder / REDUCED_FILE_NAME).exists():
+    for earlier_run in reversed(own_runs(run.workspace)):
+        if earlier_run == run or (earlier_run.folder / REDUCED_FILE_NAME).exists():
             continue
-        if read_unchecked_manifest(folder / RegistrationManifest.stage, RegistrationManifest) is not None:
-            package = read_unchecked_manifest(folder / PackageManifest.stage, PackageManifest)
+        if read_unchecked_manifest(earlier_run.stage_folder(RegistrationManifest), RegistrationManifest) is not None:
+            package = read_unchecked_manifest(earlier_run.stage_folder(PackageManifest), PackageManifest)
             package_bytes = sum(record.bytes for record in package.files.values()) if package is not None else 0
-            return max(0, _new_file_bytes(folder) + package_bytes - used_bytes(run.folder))
+            return max(0, _new_file_bytes(earlier_run.folder) + package_bytes - used_bytes(run.folder))
     return 0
 
 

@@ -42,8 +42,8 @@ class RetentionConfig(Settings):
         None,
         gt=0,
         le=10_000_000,
-        description="largest size of the workspace in GiB. A run does not start if the workspace with the estimated files "
-        "of the run would be larger. If empty, only the free space of the disk limits the size",
+        description="largest size of the workspace in GiB. A run does not start if the workspace plus the files that the run "
+        "is expected to write exceed this size. Default: the free space of the disk",
     )
 
     @model_validator(mode="after")

@@ -26,8 +26,7 @@ from tasks.registry.releases import (
     former_champions,
     version_number_by_alias,
 )
-from tasks.retention.run_folders import run_ids
-from tasks.runs.run import RUNS_FOLDER_NAME
+from tasks.retention.run_folders import own_runs
 
 _LOGGED_MODEL_PATTERN = re.compile(r"models:/(m-[0-9a-f]+)")
 MAX_GATE_MS = 1_000 * DAY_S
@@ -37,10 +36,10 @@ MAX_GATE_MS = 1_000 * DAY_S
 def registered_runs_by_model(workspace: Path) -> dict[str, set[str]]:
     """Return the ids of the runs that registered a version, by name of the model."""
     runs_by_model: dict[str, set[str]] = {}
-    for run_id in run_ids(workspace):
-        registration = read_unchecked_manifest(workspace / RUNS_FOLDER_NAME / run_id / "register", RegistrationManifest)
+    for run in own_runs(workspace):
+        registration = read_unchecked_manifest(run.stage_folder(RegistrationManifest), RegistrationManifest)
         if registration is not None:
-            runs_by_model.setdefault(registration.model_name, set()).add(run_id)
+            runs_by_model.setdefault(registration.model_name, set()).add(run.run_id)
     return runs_by_model
 
 

@@ -31,38 +31,35 @@ from recsys_core.manifests import (
 )
 from recsys_core.manifests.ownership import remove_own_folder
 from tasks.retention.config import RetentionConfig
-from tasks.runs.run import CHAMPION_FILE_NAME, LOCK_NAME, REDUCED_FILE_NAME, RUNS_FOLDER_NAME
+from tasks.runs.run import CHAMPION_FILE_NAME, LOCK_NAME, REDUCED_FILE_NAME, RUNS_FOLDER_NAME, Run
 from tasks.runs.workspace import Workspace
 
 LOG = logging.getLogger("nightjar")
 REPORT_SUFFIXES = (".html", ".json", ".jsonl", ".png")
 """Files of a stage that a reduced run keeps: its manifest, its report and the training log."""
 TRASH_FOLDER_NAME = ".trash"
-ALL_STAGES = frozenset(STAGES)
-StagesByRun = dict[str, frozenset[StageName]]
-"""Stages whose files are all kept, by run id."""
 
 
 @dataclass(frozen=True)
 class RunRemoval:
-    """Files of one run that retention removes.
+    """Removal of the large files of one run, or of its whole folder.
 
     Attributes:
-        action: "reduce" removes `paths`; "remove" removes the whole folder.
-        paths: files and folders to remove.
+        action: "reduce" removes large files; "remove" removes the folder.
+        kept_stages: stages whose files a reduction keeps.
     """
 
     run_id: str
     action: Literal["reduce", "remove"]
-    paths: tuple[Path, ...]
+    kept_stages: frozenset[StageName]
 
 
-def run_ids(workspace: Path) -> list[str]:
-    """Return the ids of the runs, the oldest first; links and folders that nightjar did not create are left out."""
+def own_runs(workspace: Path) -> list[Run]:
+    """Return the runs, the oldest first; links and folders that nightjar did not create are left out."""
     if (workspace / RUNS_FOLDER_NAME).is_symlink():
         LOG.warning("%s: is a link, so retention removes no runs behind it", workspace / RUNS_FOLDER_NAME)
         return []
-    return [run.run_id for run in Workspace(workspace).runs() if (run.folder / MARKER_NAME).is_file()]
+    return [run for run in Workspace(workspace).runs() if (run.folder / MARKER_NAME).is_file()]
 
 
 def find_removals(workspace: Path, config: RetentionConfig, *, aliased_runs: Collection[str]) -> list[RunRemoval]:
@@ -71,62 +68,57 @@ def find_removals(workspace: Path, config: RetentionConfig, *, aliased_runs: Col
     Args:
         aliased_runs: ids of the runs whose model version has an alias; these runs keep all files.
     """
-    runs_folder = workspace / RUNS_FOLDER_NAME
-    all_run_ids = run_ids(workspace)
-    kept_stages_by_run = find_kept_stages(workspace, config, aliased_runs=aliased_runs)
-    num_old_runs = len(all_run_ids) - config.keep_report_runs
+    runs = own_runs(workspace)
+    kept_stages_by_run = _find_kept_stages(runs, config, aliased_runs=aliased_runs)
     removals: list[RunRemoval] = []
-    for index, run_id in enumerate(all_run_ids):
-        kept_stages = kept_stages_by_run.get(run_id, frozenset())
-        if index < num_old_runs and not kept_stages:
-            removals.append(RunRemoval(run_id, "remove", (runs_folder / run_id,)))
-        elif kept_stages != ALL_STAGES and (paths := tuple(_large_files(runs_folder / run_id, kept_stages=kept_stages))):
-            removals.append(RunRemoval(run_id, "reduce", paths))
+    for index, run in enumerate(runs):
+        kept_stages = kept_stages_by_run.get(run.run_id, frozenset())
+        if index < len(runs) - config.keep_report_runs and not kept_stages:
+            removals.append(RunRemoval(run.run_id, "remove", kept_stages))
+        elif any(_large_files(run.folder, kept_stages=kept_stages)):
+            removals.append(RunRemoval(run.run_id, "reduce", kept_stages))
     return removals
 
 
-def find_kept_stages(workspace: Path, config: RetentionConfig, *, aliased_runs: Collection[str]) -> StagesByRun:
-    """Return the stages whose files must be kept, by run id.
+def _find_kept_stages(
+    runs: list[Run], config: RetentionConfig, *, aliased_runs: Collection[str]
+) -> dict[str, frozenset[StageName]]:
+    """Return the stages whose files must all be kept, by run id.
 
     Four kinds of runs keep all stages: the newest `config.keep_full_runs` runs, locked runs, runs whose model version has an
     alias, and runs from whose model one of the newest or locked runs started. An older run keeps its interactions, features or
     data report if a new run, or one of the newest or locked runs, reads them. Without these files a resumed run would repeat
     its stages, and a new run would build its vocabulary again.
     """
-    runs_folder, all_run_ids = workspace / RUNS_FOLDER_NAME, run_ids(workspace)
-    locked_runs = [run_id for run_id in all_run_ids if Workspace(workspace).run(run_id).is_locked()]
-    newest_or_locked_runs = [*all_run_ids[-config.keep_full_runs :], *locked_runs]
-    starting_runs = [starting_run for run_id in newest_or_locked_runs if (starting_run := _starting_run(runs_folder / run_id))]
-    kept_stages_by_run: StagesByRun = dict.fromkeys([*newest_or_locked_runs, *starting_runs, *aliased_runs], ALL_STAGES)
+    newest_or_locked_runs = [*runs[-config.keep_full_runs :], *(run for run in runs if run.is_locked())]
+    starting_runs = filter(None, (_starting_run(run.folder) for run in newest_or_locked_runs))
+    kept_stages_by_run = dict.fromkeys(
+        [*(run.run_id for run in newest_or_locked_runs), *starting_runs, *aliased_runs], frozenset(STAGES)
+    )
     # Each of the newest or locked runs reads stages of earlier runs when it is resumed; a new run comes after all runs.
-    for num_earlier_runs in {*(all_run_ids.index(run_id) for run_id in newest_or_locked_runs), len(all_run_ids)}:
-        for run_id, stages in _stages_read_by_next(runs_folder, all_run_ids[:num_earlier_runs]).items():
-            kept_stages_by_run[run_id] = kept_stages_by_run.get(run_id, frozenset()) | stages
+    for num_earlier_runs in {*(runs.index(run) for run in newest_or_locked_runs), len(runs)}:
+        for run_id, stage in _stages_read_by_next(runs[:num_earlier_runs]):
+            kept_stages_by_run[run_id] = kept_stages_by_run.get(run_id, frozenset()) | {stage}
     return kept_stages_by_run
 
 
-def _stages_read_by_next(runs_folder: Path, earlier_runs: list[str]) -> StagesByRun:
-    """Return the stages that a run after `earlier_runs` reads through `StageContext.previous`."""
+def _stages_read_by_next(earlier_runs: list[Run]) -> Iterator[tuple[str, StageName]]:
+    """Yield run id and stage of what a run after `earlier_runs` reads through `StageContext.previous`."""
 
     def newest_run_with(manifest_type: type[ManifestT], *, where: Callable[[ManifestT], bool] = lambda _: True) -> str | None:
-        for run_id in reversed(earlier_runs):
-            manifest = load_manifest(runs_folder / run_id / manifest_type.stage, manifest_type, verify=False)
+        for run in reversed(earlier_runs):
+            manifest = load_manifest(run.stage_folder(manifest_type), manifest_type, verify=False)
             if manifest is not None and where(manifest):
-                return run_id
+                return run.run_id
         return None
 
-    reference_run = newest_run_with(DataReportManifest, where=lambda report: not report.breaches)
-    run_stage_pairs: list[tuple[str | None, StageName]] = [
-        (newest_run_with(InteractionsManifest), "ingest_interactions"),
-        (newest_run_with(FeaturesManifest), "ingest_features"),
-        (reference_run, "check_data"),
-        (reference_run, "ingest_interactions"),  # the next data report compares its events with the events of this run
-    ]
-    stages_by_run: StagesByRun = {}
-    for run_id, stage in run_stage_pairs:
-        if run_id is not None:
-            stages_by_run[run_id] = stages_by_run.get(run_id, frozenset()) | {stage}
-    return stages_by_run
+    if (run_id := newest_run_with(InteractionsManifest)) is not None:
+        yield run_id, "ingest_interactions"
+    if (run_id := newest_run_with(FeaturesManifest)) is not None:
+        yield run_id, "ingest_features"
+    if (run_id := newest_run_with(DataReportManifest, where=lambda report: not report.breaches)) is not None:
+        yield run_id, "check_data"
+        yield run_id, "ingest_interactions"  # the next data report compares its events with the events of this run
 
 
 def _starting_run(folder: Path) -> str | None:
@@ -160,40 +152,28 @@ def _is_real_folder(path: Path) -> bool:
 
 def remove_files(workspace: Path, removals: Iterable[RunRemoval]) -> list[RunRemoval]:
     """Remove the files, except those of runs that a process is working on; return the completed removals."""
-    completed_removals = []
+    completed_removals, trash_folder = [], workspace / TRASH_FOLDER_NAME
     for removal in removals:
         folder = workspace / RUNS_FOLDER_NAME / removal.run_id
         try:
             with FileLock(folder / LOCK_NAME, timeout=0):
                 if removal.action == "remove":
-                    _move_to_trash(folder, workspace=workspace)
+                    create_own_folder(trash_folder)
+                    folder.rename(trash_folder / f"{folder.name}.{secrets.token_hex(4)}")
                 else:
-                    _reduce_run(folder, removal.paths)
+                    _reduce_run(folder, kept_stages=removal.kept_stages)
         except (Timeout, FileNotFoundError):  # another process works on the run, or has just removed it
             continue
         completed_removals.append(removal)
-    empty_trash(workspace)
+    remove_own_folder(trash_folder)  # also with folders that a killed process has moved to it
     return completed_removals
 
 
-def _reduce_run(folder: Path, paths: Iterable[Path]) -> None:
+def _reduce_run(folder: Path, *, kept_stages: Collection[StageName]) -> None:
     if not (folder / REDUCED_FILE_NAME).exists():
         write_text(folder / REDUCED_FILE_NAME, json.dumps({"reduced_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}))
-    for path in paths:
-        if path.parent != folder and path.parent.is_symlink():  # it was a folder when the removal was planned
-            continue
+    for path in _large_files(folder, kept_stages=kept_stages):
         if _is_real_folder(path):
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def _move_to_trash(folder: Path, *, workspace: Path) -> None:
-    trash_folder = workspace / TRASH_FOLDER_NAME
-    create_own_folder(trash_folder)
-    folder.rename(trash_folder / f"{folder.name}.{secrets.token_hex(4)}")
-
-
-def empty_trash(workspace: Path) -> None:
-    """Remove the trash of the workspace, with folders that a killed process has moved to it."""
-    remove_own_folder(workspace / TRASH_FOLDER_NAME)

@@ -21,11 +21,11 @@ class RangeConfig(Settings):
     step: Number | None = Field(
         None,
         gt=0,
-        description="distance between neighbouring values of the range. If empty, it is 1 for whole numbers; other numbers "
-        "may have any value of the range",
+        description="distance between neighbouring values of the range. Default: 1 for whole numbers; other numbers may have "
+        "any value of the range",
     )
     choices: tuple[Any, ...] | None = Field(
-        None, max_length=1_000, description="list of possible values, for example [softmax, bce]"
+        None, max_length=1_000, description="list of possible values, for example `[softmax, bce]`"
     )
 
     @model_validator(mode="after")
@@ -121,15 +121,15 @@ class TuningConfig(Settings):
         20, ge=1, le=100_000, description="total number of trials of a study. Trials before an interruption are included"
     )
     timeout_s: Annotated[float | None, OPERATIONAL] = Field(
-        None, gt=0, le=52 * WEEK_S, description="time in seconds after which no new trial starts. If empty, there is no limit"
+        None, gt=0, le=52 * WEEK_S, description="time in seconds after which no new trial starts. Default: no limit"
     )
     startup_trials: int = Field(
         5, ge=1, le=100_000, description="number of trials that must be completed before a trial can be pruned"
     )
-    seed: int = Field(7, ge=0, le=40_000, description="seed of the search. All trials train with training.seed")
+    seed: int = Field(7, ge=0, le=40_000, description="seed of the search. All trials train with `training.seed`")
     ranges: dict[str, RangeConfig] = Field(
         min_length=1,
         max_length=100,
-        description="ranges by setting, named as for --set: {low, high, log: true}, {low, high, step}, or {choices: [...]}, "
-        "e.g. model.temperature: {low: 0.03, high: 0.3, log: true}",
+        description="ranges by setting, named as for `--set`: `{low, high, log: true}`, `{low, high, step}`, or `{choices: "
+        "[...]}`, e.g. `model.temperature: {low: 0.03, high: 0.3, log: true}`",
     )

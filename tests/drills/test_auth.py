@@ -108,4 +108,3 @@ def test_doctor_names_the_missing_passwords_and_a_run_with_them_registers_a_vers
     assert json.loads(run.stdout.splitlines()[-1])["model"]["version"] == "1"
     doctor = nightjar("doctor", str(file), environment=dict(servers.environment))
     assert "version 3.9.1, with password" in doctor.stdout and "version 3.17.2, with password" in doctor.stdout
-    assert "Promoted" in doctor.stdout

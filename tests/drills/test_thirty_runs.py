@@ -23,8 +23,8 @@ from recsys_core.disk import used_bytes
 from recsys_core.ingest.synthetic import generate
 from recsys_core.units import MIB
 from tasks.registry.mlflow_client import connect
-from tasks.retention.run_folders import run_ids
 from tests.flows.test_nightly import ROOT
+from tests.tasks.retention.run_folders_by_hand import run_ids
 
 pytestmark = pytest.mark.drill
 NUM_RUNS = int(os.environ.get("NIGHTJAR_DRILL_RUNS", "30"))

@@ -8,7 +8,7 @@ import pytest
 
 from flows.settings.config_file import load_config
 from tests.drills.interrupted_run import ROOT
-from tests.flows.runs.test_resume_scheduled import add_run
+from tests.flows.runs.test_before_run_scheduled import add_run
 
 pytestmark = pytest.mark.drill
 SCHEDULED_RUN = """

@@ -1,19 +1,20 @@
 """Versions that do not match, limits of containers, and the environment of the tests."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from recsys_core import preflight
 from recsys_core.preflight import (
     CgroupLimits,
-    Gpu,
-    PreflightReport,
     cgroup_limits,
     check_environment,
     check_versions,
+    describe_memory,
     installed_versions,
     oom_kills,
 )
@@ -68,13 +69,12 @@ def test_each_missing_package_is_named() -> None:
 
 
 def test_this_environment_passes_and_every_package_has_a_row(tmp_path: Path) -> None:
-    found = check_environment(tmp_path / "not" / "there")
-    assert found.problems == []
-    rows = dict(found.rows)
-    assert rows.items() >= installed_versions().items()
-    assert 0 < found.usable_cores <= found.machine_cores
-    assert 0 < found.available_memory_bytes <= found.usable_memory_bytes <= found.machine_memory_bytes
-    assert {"python", "cores", "memory", "gpus", "free disk"} <= set(rows)
+    facts, problems = check_environment(tmp_path / "not" / "there")
+    assert problems == []
+    assert facts.items() >= installed_versions().items()
+    assert {"python", "cores", "memory", "gpus", "free disk"} <= set(facts)
+    usable, total = re.fullmatch(r"([\d.]+) usable of (\d+)", facts["cores"]).groups()  # type: ignore[union-attr]
+    assert 0 < float(usable) <= int(total)
 
 
 def test_reading_versions_imports_none_of_them() -> None:
@@ -88,21 +88,21 @@ def test_an_environment_that_cannot_import_is_a_problem_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(preflight, "_GPU_PROBE_SCRIPT", "raise ImportError('undefined symbol: _ZN5torch')")
-    (problem,) = check_environment(tmp_path).problems
+    _, (problem,) = check_environment(tmp_path)
     assert "do not import together: ImportError: undefined symbol: _ZN5torch" in problem
 
 
 def test_a_wrong_environment_is_not_imported_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(preflight, "installed_versions", lambda: GOOD_CPU | {"torch": "2.13.0"})
     monkeypatch.setattr(preflight, "_GPU_PROBE_SCRIPT", f"open({str(tmp_path / 'ran')!r}, 'w')")
-    assert len(check_environment(tmp_path).problems) == 1
+    assert len(check_environment(tmp_path)[1]) == 1
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(preflight, "_MIN_DISK_BYTES", 2**62)
     monkeypatch.setattr(preflight, "_GPU_PROBE_SCRIPT", "print([])")
-    (problem,) = check_environment(tmp_path).problems
+    _, (problem,) = check_environment(tmp_path)
     assert problem.startswith(f"{tmp_path}: only ")
     assert problem.endswith("; free some space")
 
@@ -142,24 +142,18 @@ def test_no_quota_and_no_cgroups_mean_no_limit(tmp_path: Path) -> None:
     assert cgroup_limits(mount_folder=tmp_path, membership_path=tmp_path / "absent") == CgroupLimits()
 
 
-def test_the_table_marks_a_limit_that_is_below_the_machine() -> None:
-    found = PreflightReport(
-        version_by_package=GOOD_CPU,
-        machine_cores=64,
-        usable_cores=1.5,
-        machine_memory_bytes=64 * 2**30,
-        usable_memory_bytes=8 * 2**30,
-        available_memory_bytes=6 * 2**30,
-        gpus=(Gpu(name="H200", memory_bytes=140 * 2**30), Gpu(name="H200", memory_bytes=140 * 2**30)),
-        folder=Path("workspace"),
-        free_disk_bytes=5 * 2**30,
-        problems=[],
-    )
-    rows = dict(found.rows)
-    assert rows["cores"] == "1.5 usable of 64"
-    assert rows["memory"] == "6.0 GiB available of 8.0 GiB (limit; the machine has 64.0 GiB)"
-    assert rows["gpus"] == "H200, 140.0 GiB; H200, 140.0 GiB"
-    assert rows["free disk"] == "5.0 GiB in workspace"
+def test_a_memory_limit_below_the_memory_of_the_machine_is_marked() -> None:
+    machine = SimpleNamespace(total=64 * 2**30, available=60 * 2**30)
+    limits = CgroupLimits(memory_bytes=8 * 2**30, memory_used_bytes=2 * 2**30)
+    text = "6.0 GiB available of 8.0 GiB (limit; the machine has 64.0 GiB)"
+    assert describe_memory(limits, machine=machine) == text
+    assert describe_memory(CgroupLimits(), machine=machine) == "60.0 GiB available of 64.0 GiB"
+
+
+def test_the_gpus_are_listed_with_their_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(preflight, "_GPU_PROBE_SCRIPT", f"import json; print(json.dumps([['H200', {140 * 2**30}]] * 2))")
+    facts, _ = check_environment(tmp_path)
+    assert facts["gpus"] == "H200, 140.0 GiB; H200, 140.0 GiB"
 
 
 @pytest.mark.parametrize(

@@ -24,18 +24,16 @@ class FeatureConfig(Settings):
         min_length=1,
         max_length=100,
         pattern=r"^[A-Za-z0-9_]+$",
-        description="Name of the feature. It may contain letters, digits and _",
+        description="Name of the feature. It may contain letters, digits and `_`",
     )
     kind: FeatureKind = Field(
         "categorical",
-        description="Kind of the values. categorical is one value, list is a list of values, weighted_list is a list of "
-        "values with weights, and numeric is a number",
+        description="Kind of the values. `categorical` is one value, `list` is a list of values, `weighted_list` is a list of "
+        "values with weights, and `numeric` is a number",
     )
-    column: ColumnName | None = Field(
-        None, description="Column with the values. If empty, it is the column with the name of the feature"
-    )
+    column: ColumnName | None = Field(None, description="Column with the values. Default: the name of the feature")
     weight_column: ColumnName | None = Field(
-        None, description="Column with the lists of weights of a weighted_list. Weights are finite and 0 or more"
+        None, description="Column with the lists of weights of a `weighted_list`. Weights are finite and 0 or more"
     )
     min_count: int = Field(
         1,
@@ -48,34 +46,33 @@ class FeatureConfig(Settings):
         None,
         ge=1,
         le=MAX_HASH_ROWS,
-        description="Number of rows of the embedding table onto which a hash maps the values. If empty, the feature has "
-        "a vocabulary",
+        description="Number of rows of the embedding table onto which a hash maps the values. Default: a vocabulary, no hash",
     )
     max_values: int | None = Field(
         None,
         ge=1,
         le=1_000_000,
-        description="Maximum number of values of a list or weighted_list. Only the first values of a longer list are kept. "
-        "If empty, all values are kept",
+        description="Maximum number of values of a `list` or `weighted_list`. Only the first values of a longer list are "
+        "kept. Default: all values",
     )
     buckets: int | None = Field(
         None,
         ge=2,
         le=1_000_000,
-        description="Number of buckets of a numeric feature. The buckets contain equally many training values",
+        description="Number of buckets of a `numeric` feature. The buckets contain equally many training values",
     )
     boundaries: tuple[Boundary, ...] | None = Field(
         None,
         min_length=1,
-        description="Ascending boundaries of the buckets of a numeric feature. A value that equals a boundary is in the "
+        description="Ascending boundaries of the buckets of a `numeric` feature. A value that equals a boundary is in the "
         "bucket above it",
     )
 
     standardise: bool = Field(
         False,
-        description="Use the value of a numeric feature as a number, without buckets. "
-        "The mean of the training values is subtracted from it. The difference is divided by the standard deviation of the "
-        "training values and clipped to the range from -10 to 10",
+        description="Use the value of a `numeric` feature as a number, without buckets. The mean of the training values is "
+        "subtracted from it. The difference is divided by the standard deviation of the training values and clipped to the "
+        "range from -10 to 10",
     )
 
     @property

@@ -42,14 +42,14 @@ class TimeSplit(Settings):
     kind: Literal["time"] = "time"
     test_days: Annotated[float, Field(gt=0, le=MAX_DAYS)] | Literal["auto"] = Field(
         "auto",
-        description="Length of the test period in days. The period ends at the newest event. With auto, it is the smallest "
-        "number of whole days with at least test_users users, and at most a fifth of the time span of the log",
+        description="Length of the test period in days. The period ends at the newest event. With `auto`, it is the smallest "
+        "number of whole days with at least `test_users` users, and at most a fifth of the time span of the log",
     )
     test_users: int = Field(
         5_000,
         ge=1,
         le=MAX_COUNT,
-        description="Number of test users that test_days: auto looks for. The gate needs enough users for a decision",
+        description="Number of test users that `test_days: auto` looks for. The gate needs enough users for a decision",
     )
     validation_days: float = Field(
         1.0,
@@ -91,12 +91,12 @@ class FileSplit(Settings):
         0.0,
         ge=0,
         lt=1,
-        description="Share of the training events that become validation events, if there are no validation files. A hash "
-        "of the ids selects these events (see validation_unit)",
+        description="Share of the training events that become validation events, if there are no validation files. A hash of "
+        "the ids selects these events (see `validation_unit`)",
     )
     validation_unit: Literal["pair", "item"] = Field(
         "pair",
-        description="Whether validation_share selects pairs of user and item (pair) or items (item). With item, all "
+        description="Whether `validation_share` selects pairs of user and item (`pair`) or items (`item`). With `item`, all "
         "events of a selected item become validation events. The validation then measures items without a training event",
     )
 
@@ -126,27 +126,25 @@ class LogFilter(Settings):
     until: Annotated[datetime, WithJsonSchema({"type": "string", "format": "date-time", "maxLength": 40})] | None = Field(
         None,
         description="Time of the newest event that is kept, in UTC without an offset. Later events are removed, as if the log "
-        "ended there. If empty, all events are kept",
+        "ended there. Default: all events",
     )
     window_days: float | None = Field(
         None,
         gt=0,
         le=MAX_DAYS,
-        description="Length of the rolling window in days. Events older than the window are removed. If empty, all events "
-        "are kept",
+        description="Length of the rolling window in days. Events older than the window are removed. Default: all events",
     )
     duplicates: Literal["keep", "exact", "first", "last"] = Field(
         "keep",
-        description="Repeated events to remove. With keep, no events are removed. With exact, only one of several events "
-        "with the same user, item and time is kept. With first, only the first event of a user with an item is "
-        "kept; with last, only the last one",
+        description="Repeated events to remove. With `keep`, no events are removed. With `exact`, only one of several events "
+        "with the same user, item and time is kept. With `first`, only the first event of a user with an item is kept; with "
+        "`last`, only the last one",
     )
     bot_threshold: int | None = Field(
         None,
         ge=1,
         le=MAX_COUNT,
-        description="Users with more events than this are treated as bots: their events are removed. If empty, there is no "
-        "limit",
+        description="Users with more events than this are treated as bots: their events are removed. Default: no limit",
     )
     min_user_events: int = Field(1, ge=1, le=MAX_COUNT, description="Users with fewer events than this are removed")
     min_item_events: int = Field(
@@ -160,8 +158,8 @@ class LogFilter(Settings):
         None,
         ge=1,
         le=MAX_COUNT,
-        description="Maximum number of events per user. The oldest events of a user above this number are removed. If "
-        "empty, there is no limit",
+        description="Maximum number of events per user. The oldest events of a user above this number are removed. Default: "
+        "no limit",
     )
 
 
@@ -171,8 +169,8 @@ class VocabularyConfig(Settings):
     rebuild: Literal["when_due", "always"] = Field(
         "when_due",
         description="When the vocabularies are rebuilt. A rebuild numbers all ids by decreasing number of events. With "
-        "when_due, they are rebuilt when rebuild_after_runs is reached or max_idle_share is exceeded. With "
-        "always, they are rebuilt in every run",
+        "`when_due`, they are rebuilt when `rebuild_after_runs` is reached or `max_idle_share` is exceeded. With `always`, "
+        "they are rebuilt in every run",
     )
     rebuild_after_runs: int = Field(
         30, ge=1, le=10_000, description="Number of runs with the same vocabularies after which they are rebuilt"
@@ -181,8 +179,8 @@ class VocabularyConfig(Settings):
         0.5,
         gt=0,
         le=1,
-        description="Largest allowed share of users without an event, and of items without an event and without a "
-        "pretrained vector. If the previous run exceeded one of these shares, the vocabularies are rebuilt",
+        description="Largest allowed share of idle ids. An idle user has no event; an idle item has neither an event nor a "
+        "pretrained vector. If the previous run exceeded it for users or for items, the vocabularies are rebuilt",
     )
 
 
@@ -191,12 +189,12 @@ class InteractionsConfig(Settings):
 
     paths: Paths = Field(
         min_length=1,
-        description="Parquet file, folder or glob, or a list of them. A path can be local or start with s3:// or gs://",
+        description="Parquet file, folder or glob, or a list of them. A path can be local or start with `s3://` or `gs://`",
     )
     user_column: ColumnName = Field("user_id", description="Column with the user id (integer or string)")
     item_column: ColumnName = Field("item_id", description="Column with the item id (integer or string)")
     timestamp_column: ColumnName | None = Field(
-        None, description="Column with the event time: a timestamp, a date, or an integer in the unit timestamp_unit"
+        None, description="Column with the event time: a timestamp, a date, or an integer in the unit `timestamp_unit`"
     )
     timestamp_unit: Literal["s", "ms", "us", "ns"] = Field("s", description="Unit of the event times if they are integers")
     max_future_days: float = Field(
@@ -206,7 +204,7 @@ class InteractionsConfig(Settings):
         None, description="Column by which the events of a user are sorted, for a log without event times"
     )
     label_column: ColumnName | None = Field(
-        None, description="Column with a rating or label. Events with a label below label_threshold are removed"
+        None, description="Column with a rating or label. Events with a label below `label_threshold` are removed"
     )
     label_threshold: Label | None = Field(None, description="Smallest label of an event that is kept")
     label_range: tuple[Label, Label] | None = Field(
@@ -232,7 +230,7 @@ class InteractionsConfig(Settings):
         "1GB", description="Memory limit of DuckDB. DuckDB writes data that does not fit to disk"
     )
     threads: Annotated[int | None, OPERATIONAL] = Field(
-        None, ge=1, le=1_024, description="Number of threads of DuckDB. If empty, DuckDB uses all cores"
+        None, ge=1, le=1_024, description="Number of threads of DuckDB. Default: all cores"
     )
 
     @model_validator(mode="after")

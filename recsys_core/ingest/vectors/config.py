@@ -23,26 +23,25 @@ class EmbeddingsConfig(Settings):
         "item",
         max_length=200,
         pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$",
-        description="Embedding table that uses the vectors: item, user, or the table of a feature such as item.brand",
+        description="Embedding table that uses the vectors: `item`, `user`, or the table of a feature such as `item.brand`",
     )
     id_column: ColumnName = Field("item_id", description="Column with the ids of the vectors")
     vector_column: ColumnName | None = Field(None, description="Column with the vectors as lists or fixed-size lists")
     dimension_prefix: ColumnName | None = Field(
         None,
-        description="Common prefix of the column names if there is one column per dimension, for example dim_ for dim_0 and "
-        "dim_1",
+        description="Common prefix of the column names if there is one column per dimension, for example `dim_` for `dim_0` "
+        "and `dim_1`",
     )
     id_map: IdMapConfig | None = Field(
         None,
-        description="Translation of the ids, for vectors with other ids than the log: {paths, from_column, to_column}. "
-        "Vectors whose id is not in from_column are removed",
+        description="Translation of the ids, for vectors with other ids than the log: `{paths, from_column, to_column}`. "
+        "Vectors whose id is not in `from_column` are removed",
     )
     pca_dim: int | None = Field(
         None,
         ge=1,
         le=16_384,
-        description="Number of principal components onto which the vectors are projected. If empty, the vectors are not "
-        "projected",
+        description="Number of principal components onto which the vectors are projected. Default: no projection",
     )
     normalise: bool = Field(False, description="Scale each vector to length 1 after the projection")
     on_bad_rows: OnBadRows = "fail"
@@ -55,7 +54,7 @@ class EmbeddingsConfig(Settings):
         description="Maximum number of rows to read at a time. Files with long vectors are read in smaller batches",
     )
     threads: Annotated[int | None, OPERATIONAL] = Field(
-        None, ge=1, le=1_024, description="Number of threads that read files and row groups. If empty, all cores are used"
+        None, ge=1, le=1_024, description="Number of threads that read files and row groups. Default: all cores"
     )
 
     @model_validator(mode="after")

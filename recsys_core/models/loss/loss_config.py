@@ -23,13 +23,13 @@ class LossConfig(Settings):
 
     kind: LossKind = Field(
         "softmax",
-        description="loss function: sampled softmax over the candidates (softmax), binary cross-entropy (bce), pairwise "
-        "ranking (bpr), or the loss of SimpleX, which has a margin on the cosine (cosine_contrastive)",
+        description="loss function: sampled softmax over the candidates (`softmax`), binary cross-entropy (`bce`), pairwise "
+        "ranking (`bpr`), or the loss of SimpleX, which has a margin on the cosine (`cosine_contrastive`)",
     )
     in_batch_negatives: bool | None = Field(
         None,
-        description="use the target items of the other queries of the batch as negatives. If empty, softmax uses them and "
-        "the other losses do not",
+        description="use the target items of the other queries of the batch as negatives. Default: `true` with `softmax`, "
+        "otherwise `false`",
     )
     num_negatives: int = Field(
         512,
@@ -41,7 +41,7 @@ class LossConfig(Settings):
         0.0,
         ge=0,
         le=10,
-        description="negatives are sampled in proportion to (number of training events)^alpha. With 0, all items with a "
+        description="negatives are sampled in proportion to `(number of training events)^alpha`. With `0`, all items with a "
         "training event are equally likely",
     )
     cross_rank_negatives: bool = Field(
@@ -52,24 +52,24 @@ class LossConfig(Settings):
     logq_correction: Literal["counts", "none"] = Field(
         "counts",
         description="how the softmax loss corrects logits for the frequency with which a candidate is sampled (logQ "
-        "correction, Yi et al., RecSys 2019). counts uses the number of training events, and none corrects nothing",
+        "correction, Yi et al., RecSys 2019). `counts`: by the number of training events; `none`: no correction",
     )
     mask_negatives: Literal["none", "positive", "seen"] = Field(
         "positive",
-        description="candidates that are not used as negatives of a query. With positive, this is the target item of the "
-        "query. With seen, these are also the items of the query's history. With none, all candidates are used",
+        description="candidates that are not used as negatives of a query. With `positive`, this is the target item of the "
+        "query. With `seen`, these are also the items of the query's history. With `none`, all candidates are used",
     )
     margin: float = Field(
         0.5,
         ge=-1,
         le=1,
-        description="margin of cosine_contrastive. A negative with a cosine below the margin adds nothing to the loss",
+        description="margin of `cosine_contrastive`. A negative with a cosine below the margin adds nothing to the loss",
     )
     negative_weight: float = Field(
-        100.0, gt=0, le=1e6, description="weight of the mean over the negatives in the loss cosine_contrastive"
+        100.0, gt=0, le=1e6, description="weight of the mean over the negatives in the loss `cosine_contrastive`"
     )
     distillation: DistillationConfig | None = Field(
-        None, description="second loss that keeps the similarities of the pretrained item vectors; empty: no second loss"
+        None, description="second loss that keeps the similarities of the pretrained item vectors. Default: no second loss"
     )
 
     @model_validator(mode="after")

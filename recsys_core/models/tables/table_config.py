@@ -34,7 +34,7 @@ class Schedule(Settings):
     lr_decay: Literal["none", "linear", "cosine"] = Field(
         "none",
         description="how the learning rate falls to 0 between the end of the warm-up and the end of the last epoch. With "
-        "none, it stays constant",
+        "`none`, it stays constant",
     )
 
     def scale(self, step: int, *, total_steps: int) -> float:
@@ -56,8 +56,8 @@ class TableOptimizer(Schedule):
 
     kind: TableOptimizerKind = Field(
         "rowwise_adagrad",
-        description="optimizer. rowwise_adagrad has one step size per row, and adagrad has one step size per value. adam "
-        "and partial_rowwise_adam run on GPUs only",
+        description="optimizer. `rowwise_adagrad` has one step size per row, and `adagrad` has one step size per value. "
+        "`adam` and `partial_rowwise_adam` run on GPUs only",
     )
     learning_rate: float = Field(0.05, gt=0, le=MAX_LEARNING_RATE, description="learning rate after the warm-up")
     weight_decay: float = Field(
@@ -65,13 +65,13 @@ class TableOptimizer(Schedule):
         ge=0,
         le=1_000,
         description="strength of the L2 penalty on the rows that a step looks up. The penalty counts a row once, even if "
-        "several ranks look it up. Only the tables item, user and item_offset support it",
+        "several ranks look it up. Only the tables `item`, `user` and `item_offset` support it",
     )
     gradient_clip_value: float | None = Field(
         None,
         gt=0,
         le=1e9,
-        description="largest absolute value in the gradient of a row. If empty, gradients are not clipped",
+        description="largest absolute value in the gradient of a row. Default: no clipping",
     )
 
 
@@ -79,7 +79,7 @@ class DenseOptimizer(Schedule):
     """Optimizer of the towers' layers."""
 
     kind: Literal["adam", "adagrad", "sgd"] = Field(
-        "adam", description="optimizer. adam is AdamW, which has decoupled weight decay"
+        "adam", description="optimizer. `adam` is AdamW, which has decoupled weight decay"
     )
     learning_rate: float = Field(1e-3, gt=0, le=MAX_LEARNING_RATE, description="learning rate after the warm-up")
     weight_decay: float = Field(
@@ -87,13 +87,13 @@ class DenseOptimizer(Schedule):
         ge=0,
         le=1_000,
         description="weight decay of weight matrices. Biases, layer norms, the weights of the history pooling and the "
-        "temperature do not decay. adam uses decoupled weight decay; adagrad and sgd use an L2 penalty",
+        "temperature do not decay. `adam` uses decoupled weight decay; `adagrad` and `sgd` use an L2 penalty",
     )
     gradient_clip_norm: float | None = Field(
         None,
         gt=0,
         le=1e9,
-        description="largest norm of the gradient of all layers together. If empty, gradients are not clipped",
+        description="largest norm of the gradient of all layers together. Default: no clipping",
     )
 
 
@@ -106,7 +106,7 @@ class UnfreezeStep(Settings):
     """One step of the schedule of transfer `gradual`: from `epoch` on, `share` of the rows are trained."""
 
     epoch: int = Field(
-        ge=1, le=10_000, description="first epoch in which this share of the rows is trained. 1 is the first epoch of the run"
+        ge=1, le=10_000, description="epoch from which `share` of the rows is trained; `1` is the first epoch of the run"
     )
     share: float = Field(
         ge=0,
@@ -123,29 +123,28 @@ class TableConfig(Settings):
         ge=4,
         le=16_384,
         multiple_of=4,
-        description="width of a row. If empty, it is the width of the table's pretrained vectors, or model.embedding_dim for a "
-        "table without vectors",
+        description="width of a row. Default: the width of the table's pretrained vectors, otherwise `model.embedding_dim`",
     )
     init_std: float = Field(0.02, gt=0, le=1_000, description="standard deviation of the initial values of random rows")
     transfer: Transfer = Field(
         "full",
-        description="how rows with a pretrained vector are trained. With full, they are trained from the first step. With "
-        "frozen, they are never trained. With gradual, the schedule in unfreeze sets when they are trained. "
-        "With residual (only for the table item), they are never trained, but a learned offset that starts at "
-        "zero is added to each item",
+        description="how rows with a pretrained vector are trained. With `full`, they are trained from the first step. With "
+        "`frozen`, they are never trained. With `gradual`, the schedule in `unfreeze` sets when they are trained. With "
+        "`residual` (only for the table `item`), they are never trained, but a learned offset that starts at zero is added to "
+        "each item",
     )
     unfreeze: tuple[UnfreezeStep, ...] = Field(
         (),
         max_length=10_000,
-        description="schedule for transfer: gradual, as a list of {epoch, share} with rising values. No row is trained "
+        description="schedule for `transfer: gradual`, as a list of `{epoch, share}` with rising values. No row is trained "
         "before the first epoch of the list",
     )
     id_dropout: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="share of the items whose offset is removed at random in each training step, so that the towers also "
-        "work without offsets. Only for transfer: residual",
+        description="share of the items whose offset is removed at random in each training step, so that the towers also work "
+        "without offsets. Only for `transfer: residual`",
     )
     rescale: bool = Field(
         True,
@@ -154,17 +153,15 @@ class TableConfig(Settings):
     )
     missing_vector_init: Literal["random", "zero", "mean"] = Field(
         "random",
-        description="initial value of a row without a pretrained vector: random numbers, zeros, or the mean of the "
-        "pretrained vectors",
+        description="initial value of a row without a pretrained vector: random numbers (`random`), zeros (`zero`), or the "
+        "mean of the pretrained vectors (`mean`)",
     )
-    optimizer: TableOptimizer | None = Field(
-        None, description="optimizer of this table. If empty, it is training.table_optimizer"
-    )
+    optimizer: TableOptimizer | None = Field(None, description="optimizer of this table. Default: `training.table_optimizer`")
     lookup: Literal["unpooled", "pooled"] | None = Field(
         None,
-        description="how the ranks exchange the rows of the table user. With unpooled, the default, the rows are sent "
-        "together with the rows of items. With pooled, the rows are sent together with the query features. "
-        "Only pooled allows the sharding types table_row_wise, table_column_wise and grid_shard",
+        description="how the ranks exchange rows of the table `user`. With `unpooled`, the rows are sent together with the "
+        "rows of items. With `pooled`, the rows are sent together with the query features. Only `pooled` allows the sharding "
+        "types `table_row_wise`, `table_column_wise` and `grid_shard`. Default: `unpooled`",
     )
     pooling: Literal["mean", "sum"] = Field(
         "mean", description="how the embeddings of the values of a list feature become one vector"

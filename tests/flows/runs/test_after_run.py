@@ -4,10 +4,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
-from flows.runs import after_run as after_run_module
+from flows.runs import mlflow_steps
 from flows.runs.after_run import after_run
+from flows.runs.history_page import write_history_page
+from flows.runs.mlflow_steps import write_and_log_history_page
 from flows.settings.template import starter_config
+from recsys_core.manifests import STAGES
+from tasks.registry.mlflow_client import connect, tracking_uri
+from tasks.registry.tracking import open_run
 from tasks.runs.context import StageContext
 from tests.flows.run_folders import FIRST_START, past_run
 from tests.tasks.unhealthy_servers import silent
@@ -38,13 +44,13 @@ def test_a_page_that_cannot_be_written_is_a_warning(
 def test_after_a_run_a_server_that_does_not_answer_is_waited_for_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(after_run_module, "MLFLOW_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(mlflow_steps, "MLFLOW_TIMEOUT_S", 0.5)
     config = starter_config().model_copy(update={"workspace": tmp_path})
     with silent() as address:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
         after_run(config, StageContext(past_run(tmp_path, FIRST_START, state="Failed")))
     (warning,) = [record.getMessage() for record in caplog.records if record.name == "nightjar"]
-    assert warning.startswith("could neither log the stages to MLflow nor remove files of old runs; the run is not affected (")
+    assert warning.startswith("could not log the stages to MLflow and remove files of old runs (")
     assert (tmp_path / "index.html").is_file()
 
 
@@ -63,3 +69,35 @@ def test_a_run_that_stops_before_check_data_does_not_wait_for_mlflow(
     after_run(config, StageContext(past_run(tmp_path, FIRST_START, state="StoppedEarly", stages=0)))
     assert (tmp_path / "index.html").is_file()
     assert not caplog.text
+
+
+def test_the_page_shows_the_champion_of_the_registry_and_is_logged_to_mlflow(
+    tmp_path: Path, new_database: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = starter_config().model_copy(update={"workspace": tmp_path})
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    shutil.copy(new_database, tmp_path)
+    run = past_run(tmp_path, FIRST_START, state="Promoted", version="2", stages=len(STAGES))
+    client = connect(tmp_path)
+    mlflow_run_id = open_run(client, StageContext(run, experiment="e"))
+    client.create_registered_model(config.registry.model_name)
+    for _ in range(2):
+        client.create_model_version("nightjar", "file:///nowhere", mlflow_run_id)
+    client.set_registered_model_alias("nightjar", "champion", "1")  # a rollback
+    write_and_log_history_page(config, StageContext(run, experiment="e"))
+    assert "Promoted: version 1 is the champion" in (tmp_path / "index.html").read_text()
+    artifacts = MlflowClient(tracking_uri(tmp_path)).list_artifacts(mlflow_run_id, "history")
+    assert [artifact.path for artifact in artifacts] == ["history/index.html"]
+
+    (tmp_path / "index.html").unlink()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    write_and_log_history_page(config, StageContext(run, experiment="e"))
+    assert "version 2 is the champion" in (tmp_path / "index.html").read_text()
+    assert "could not read the champion" in caplog.text
+
+    (tmp_path / "index.html").unlink()
+    caplog.clear()
+    write_history_page(config)
+    assert "version 2 is the champion" in (tmp_path / "index.html").read_text()
+    assert caplog.text == ""

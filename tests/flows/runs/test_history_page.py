@@ -1,22 +1,14 @@
 """The page of the last runs: its values, its links, and hostile text in messages."""
 
 import re
-import shutil
 from datetime import timedelta
 from html.parser import HTMLParser
 from pathlib import Path
 
-import pytest
-from mlflow import MlflowClient
-
-from flows.runs.history_page import to_html, write_history_page
+from flows.runs.history_page import to_html
 from flows.runs.run_history import newest_promoted_version, run_history
 from flows.settings.pipeline import PipelineConfig
 from flows.settings.template import starter_config
-from recsys_core.manifests import STAGES
-from tasks.registry.mlflow_client import connect, tracking_uri
-from tasks.registry.tracking import open_run
-from tasks.runs.context import StageContext
 from tasks.runs.options import RunOptions
 from tests.flows.run_folders import FIRST_START, METRIC, month_of_runs, past_run
 
@@ -88,34 +80,3 @@ def test_a_lost_comparison_says_which_version_stays_champion(tmp_path: Path) -> 
     past_run(tmp_path, FIRST_START, state="Promoted", version="7")
     past_run(tmp_path, FIRST_START + timedelta(days=1), state="NotPromoted", version="8", message="recall@20 is lower")
     assert "Not promoted: version 7 stays champion" in page_of(tmp_path).text
-
-
-def test_the_page_shows_the_champion_of_the_registry_and_is_logged_to_mlflow(
-    tmp_path: Path, new_database: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    shutil.copy(new_database, tmp_path)
-    run = past_run(tmp_path, FIRST_START, state="Promoted", version="2", stages=len(STAGES))
-    client = connect(tmp_path)
-    mlflow_run_id = open_run(client, StageContext(run, experiment="e"))
-    client.create_registered_model(config_of(tmp_path).registry.model_name)
-    for _ in range(2):
-        client.create_model_version("nightjar", "file:///nowhere", mlflow_run_id)
-    client.set_registered_model_alias("nightjar", "champion", "1")  # a rollback
-    write_history_page(config_of(tmp_path), StageContext(run, experiment="e"), has_mlflow=True)
-    assert "Promoted: version 1 is the champion" in (tmp_path / "index.html").read_text()
-    artifacts = MlflowClient(tracking_uri(tmp_path)).list_artifacts(mlflow_run_id, "history")
-    assert [artifact.path for artifact in artifacts] == ["history/index.html"]
-
-    (tmp_path / "index.html").unlink()
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    write_history_page(config_of(tmp_path), StageContext(run, experiment="e"), has_mlflow=True)
-    assert "version 2 is the champion" in (tmp_path / "index.html").read_text()
-    assert "could not read the champion" in caplog.text
-
-    (tmp_path / "index.html").unlink()
-    caplog.clear()
-    write_history_page(config_of(tmp_path), StageContext(run, experiment="e"), has_mlflow=False)
-    assert "version 2 is the champion" in (tmp_path / "index.html").read_text()
-    assert caplog.text == ""

@@ -1,22 +1,19 @@
-"""Prometheus metrics of the newest run, parsed by prometheus_client's own parser, from the file and over HTTP."""
+"""Prometheus metrics of the newest run, parsed by prometheus_client's own parser."""
 
 import re
-import urllib.request
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from flows.runs.metrics_file import METRICS_FILE_NAME, serve_metrics, write_metrics_file
+from flows.runs.metrics_file import METRICS_FILE_NAME, write_metrics_file
 from flows.runs.run_history import run_history
 from flows.settings.pipeline import PipelineConfig
 from flows.settings.template import starter_config
-from recsys_core.errors import InputError
 from recsys_core.manifests import MARKER_NAME
-from tasks.retention.run_folders import run_ids
 from tasks.runs.workspace import Workspace
 from tests.flows.run_folders import FIRST_START, METRIC, month_of_runs, past_run
+from tests.tasks.retention.run_folders_by_hand import run_ids
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -82,20 +79,13 @@ def test_a_failed_run_leaves_out_what_it_does_not_have(tmp_path: Path) -> None:
     assert metrics["champion_version"] == {(): 7}
 
 
-def test_served_metrics_are_current_and_have_any_pipeline_name(tmp_path: Path) -> None:
+def test_a_workspace_without_a_run_and_any_pipeline_name_give_a_valid_file(tmp_path: Path) -> None:
     name = 'films "new"\\'
-    with serve_metrics(config_of(tmp_path, name=name), port=0) as url:
-        assert url.startswith("http://127.0.0.1:")
-        assert "run_state" not in parsed(urllib.request.urlopen(url).read().decode())
-        past_run(tmp_path, FIRST_START, state="NotPromoted")
-        text = urllib.request.urlopen(url).read().decode()
-        assert parsed(text)["run_state"][("NotPromoted",)] == 1
-        (family,) = (family for family in text_string_to_metric_families(text) if family.name == "nightjar_workspace_bytes")
-        assert family.samples[0].labels == {"pipeline": name}
-        port = int(url.split(":")[2].partition("/")[0])
-        message = f"port {port} on 127.0.0.1: Address already in use; set --metrics-port"
-        with pytest.raises(InputError, match=message), serve_metrics(config_of(tmp_path), port=port):
-            pass
+    write_metrics_file(config_of(tmp_path, name=name))
+    text = (tmp_path / METRICS_FILE_NAME).read_text()
+    assert "run_state" not in parsed(text)
+    (family,) = (family for family in text_string_to_metric_families(text) if family.name == "nightjar_workspace_bytes")
+    assert family.samples[0].labels == {"pipeline": name}
 
 
 def test_alerts_and_dashboard_use_existing_metrics(tmp_path: Path) -> None:

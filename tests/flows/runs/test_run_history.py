@@ -1,25 +1,13 @@
-"""The history of a workspace, read from records and, for runs without a record, from manifests."""
+"""The history of a workspace, read from the records of its runs."""
 
 import json
 import math
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from flows import run_history
 from flows.runs.run_history import newest_promoted_version
-from recsys_core.manifests import DataReportManifest, Manifest, RegistrationManifest
-from tasks.runs.run import Run
 from tests.flows.run_folders import FIRST_START, METRIC, month_of_runs, past_run
-from tests.recsys_core.manifests.committed_stage import commit_stage
-
-REGISTERED = {
-    "model_name": "films", "version": "3", "alias": "champion", "promoted": True, "reasons": ("better",), "mlflow_run_id": "r",
-    "metrics": {f"served/{METRIC}": 0.25},
-}  # fmt: skip
-REJECTED = {"metrics": {}, "breaches": ("too few events",), "warnings": (), "compared_with": None}
 
 
 def test_runs_are_listed_from_the_newest_start_with_their_figures(tmp_path: Path) -> None:
@@ -40,28 +28,6 @@ def test_the_champion_is_the_version_of_the_newest_promotion(tmp_path: Path) -> 
     assert newest_promoted_version(run_history(tmp_path)) == "2"
     past_run(tmp_path, FIRST_START + timedelta(days=3), state="BrokenChampion", version="4", promoted=True)
     assert newest_promoted_version(run_history(tmp_path)) == "4"
-
-
-@pytest.mark.parametrize(
-    ("manifest_type", "fields", "state", "message"),
-    [
-        (RegistrationManifest, REGISTERED, "Promoted", "better"),
-        (RegistrationManifest, REGISTERED | {"promoted": False}, "NotPromoted", "better"),
-        (DataReportManifest, REJECTED, "DataRejected", "too few events"),
-    ],
-)
-def test_a_run_of_an_earlier_version_is_read_from_its_manifests(
-    tmp_path: Path, manifest_type: type[Manifest], fields: dict[str, Any], state: str, message: str
-) -> None:
-    run = Run("20261121-021500-aaaa", workspace=tmp_path)
-    with run.lock():
-        run.config_file.write_text("name: films\n")
-        assert run_history(tmp_path)[0].record.state == "Running"
-    assert run_history(tmp_path)[0].record.state == "Interrupted"
-    commit_stage(run.stage_folder(manifest_type), manifest_type, fingerprint="f", build=lambda folder: fields)
-    record = run_history(tmp_path)[0].record
-    assert (record.state, record.message) == (state, message)
-    assert record.started == datetime(2026, 11, 21, 2, 15, tzinfo=UTC)
 
 
 def test_a_metric_that_is_not_a_number_is_missing(tmp_path: Path) -> None:

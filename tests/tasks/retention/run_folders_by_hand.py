@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from recsys_core.manifests import DataReportManifest, InteractionsManifest, Manifest, RegistrationManifest, create_own_folder
+from tasks.retention.run_folders import own_runs
 from tasks.runs.run import CHAMPION_FILE_NAME, Run
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
 from tests.recsys_core.manifests.committed_stage import commit_stage
@@ -20,6 +21,10 @@ LARGE = 40_000
 
 def run_of(workspace: Path, run_id: str) -> Run:
     return Run(run_id, workspace=workspace)
+
+
+def run_ids(workspace: Path) -> list[str]:
+    return [run.run_id for run in own_runs(workspace)]
 
 
 def _stage(folder: Path, manifest_type: type[Manifest], fields: dict[str, Any]) -> None:

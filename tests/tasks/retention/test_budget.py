@@ -14,9 +14,8 @@ from recsys_core.units import GIB
 from tasks.registry.mlflow_client import connect
 from tasks.retention.budget import ensure_disk_space, estimated_bytes, require_disk_space
 from tasks.retention.config import RetentionConfig
-from tasks.retention.run_folders import run_ids
 from tasks.runs.run import REDUCED_FILE_NAME, Run
-from tests.tasks.retention.run_folders_by_hand import run_of
+from tests.tasks.retention.run_folders_by_hand import run_ids, run_of
 
 AddRun = Callable[..., Run]
 MEBIBYTE = 2**20

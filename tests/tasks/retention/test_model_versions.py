@@ -15,8 +15,8 @@ from tasks.registry.releases import FORMER_CHAMPION_TAG, REASONS_TAG
 from tasks.retention.clean import clean
 from tasks.retention.config import RetentionConfig
 from tasks.retention.model_versions import delete_versions, find_aliased_runs, find_old_versions
-from tasks.retention.run_folders import run_ids
 from tasks.runs.run import Run
+from tests.tasks.retention.run_folders_by_hand import run_ids
 
 AddRun = Callable[..., Run]
 

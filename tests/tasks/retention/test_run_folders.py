@@ -23,10 +23,10 @@ from recsys_core.manifests import (
     read_unchecked_manifest,
 )
 from tasks.retention.config import RetentionConfig
-from tasks.retention.run_folders import TRASH_FOLDER_NAME, find_removals, remove_files, run_ids
+from tasks.retention.run_folders import TRASH_FOLDER_NAME, find_removals, remove_files
 from tasks.runs.run import Run
 from tasks.runs.workspace import Workspace
-from tests.tasks.retention.run_folders_by_hand import LARGE, files_below, run_of
+from tests.tasks.retention.run_folders_by_hand import LARGE, files_below, run_ids, run_of
 
 AddRun = Callable[..., Run]
 CONFIG = RetentionConfig(keep_full_runs=2, keep_report_runs=4)

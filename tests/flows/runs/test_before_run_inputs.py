@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from flows.runs.input_checks import check_inputs
+from flows.runs.before_run import check_inputs
 from flows.settings.pipeline import PipelineConfig
 from tests.recsys_core.ingest.parquet_files import refusal, write
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.runs.resume import MAX_STARTS, choose_run_to_resume, find_unfinished_run
+from flows.runs.before_run import MAX_STARTS, choose_run_to_resume, find_unfinished_run
 from flows.settings.config_file import dump_config, load_config
 from flows.settings.pipeline import PipelineConfig
 from tasks.runs.context import StageContext

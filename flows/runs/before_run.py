@@ -1,14 +1,18 @@
-"""Resumed runs: the check before a resume, and the choice of the unfinished run that a scheduled run resumes."""
+"""Checks before a run: its input files, the run to resume, and the unfinished run that a scheduled run resumes."""
 
 import logging
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from flows.settings import yaml_loader
 from flows.settings.config_file import load_config
+from flows.settings.environment import require_writable
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, shown
+from recsys_core.ingest.features.feature_schema import check_feature_vectors, open_feature_tables
+from recsys_core.ingest.first_row_group import check_shared_ids, check_time_unit, stored_vector_dim
+from recsys_core.ingest.log.log_schema import open_interactions
+from recsys_core.ingest.vectors.vector_schema import open_embeddings
+from recsys_core.models.tables.table_config import check_width
 from tasks.runs.options import RunOptions
 from tasks.runs.run import REDUCED_FILE_NAME, Run
 from tasks.runs.run_record import RunRecord
@@ -24,6 +28,52 @@ IGNORED_STATES = ("StoppedEarly", "DryRun")
 """End states of runs that a person starts to try something. A scheduled run ignores such a run."""
 
 
+def check_inputs(config: PipelineConfig) -> dict[str, str]:
+    """Check the footers and one row group of all inputs; return one line about each input. Raises InputError."""
+    require_writable(config.workspace)
+    log = open_interactions(config.interactions_with_context, allowed_data_root=config.allowed_data_root)
+    check_time_unit(config.interactions_with_context, log.sources_by_split["train"])
+    num_rows = sum(source.record.rows for source in log.sources)
+    facts = {
+        "interactions": f"{num_rows:,} rows in {len(log.sources)} files, users {log.user_id_type}, items {log.item_id_type}"
+    }
+    embeddings = open_embeddings(config.embeddings, allowed_data_root=config.allowed_data_root)
+    for vectors in embeddings:
+        table = vectors.config.table
+        expected_type = {"item": log.item_id_type, "user": log.user_id_type}.get(table, vectors.id_type)
+        if vectors.id_type != expected_type:
+            raise InputError(
+                f"{vectors.setting}: the ids of the vectors are {vectors.id_type}, but the ids of the log's {table}s are "
+                f"{expected_type}; write both with the same type"
+            )
+        dim = stored_vector_dim(vectors)
+        if dim is not None:
+            check_width(dim, config.tables[table].dim if table in config.tables else None, table=table)
+        width_text = f"{dim} numbers each" if dim else "lengths differ in the first rows"
+        facts[vectors.setting] = f"{vectors.num_rows:,} vectors of {table} in {len(vectors.sources)} files, {width_text}"
+    id_column_by_table = {
+        "item": config.interactions_with_context.item_column,
+        "user": config.interactions_with_context.user_column,
+    }
+    check_shared_ids(config.interactions_with_context, log.sources, embeddings, id_column_by_table=id_column_by_table)
+    if config.features is not None:
+        feature_tables = open_feature_tables(
+            config.features,
+            user_id_type=log.user_id_type,
+            item_id_type=log.item_id_type,
+            context_sources=log.sources,
+            allowed_data_root=config.allowed_data_root,
+        )
+        check_feature_vectors(
+            feature_tables, id_type_by_table={vectors.config.table: vectors.id_type for vectors in embeddings}
+        )
+        facts["features"] = ", ".join(
+            f"{len(table.features)} of {table.side}s" if table.side != "context" else f"{len(table.features)} of the context"
+            for table in feature_tables
+        )
+    return facts
+
+
 def check_resume(config: PipelineConfig, run: Run) -> None:
     """Raise InputError if `run` does not exist, or if its config.yaml names another pipeline or registered model."""
     if not run.config_file.is_file():
@@ -31,32 +81,19 @@ def check_resume(config: PipelineConfig, run: Run) -> None:
         raise InputError(
             f"cannot resume {run.run_id}: no such run in {run.folder.parent}; the runs are {', '.join(run_ids) or 'none'}"
         )
-    config_identity = _pipeline_identity(config.model_dump(include={"name": True, "registry": {"model_name"}}))
-    run_identity = _pipeline_identity(_read_run_config(run))
-    for setting, config_value in config_identity.items():
-        run_value = run_identity[setting]
-        if run_value not in (None, config_value):
+    try:
+        run_config = load_config(run.config_file)
+    except InputError as error:
+        raise InputError(f"cannot resume {run.run_id}: its config cannot be read: {error}; start a new run") from None
+    for setting, run_value, config_value in (
+        ("name", run_config.name, config.name),
+        ("registry.model_name", run_config.registry.model_name, config.registry.model_name),
+    ):
+        if run_value != config_value:
             raise InputError(
                 f"cannot resume {run.run_id}: {run.config_file} has {setting} {shown(run_value)}, but this config has "
                 f"{setting} {shown(config_value)}; resume the run with the config of its own pipeline, or start a new run"
             )
-
-
-def _read_run_config(run: Run) -> Any:
-    try:
-        return yaml_loader.load(run.config_file.read_text(encoding="utf-8"), subject=str(run.config_file))
-    except (OSError, UnicodeDecodeError, InputError) as error:
-        raise InputError(f"cannot resume {run.run_id}: its config cannot be read: {error}; start a new run") from None
-
-
-def _pipeline_identity(settings: Any) -> dict[str, Any]:
-    """Return the settings that identify a pipeline; None for a setting that is missing."""
-    top_level_settings = settings if isinstance(settings, dict) else {}
-    registry_settings = top_level_settings.get("registry")
-    return {
-        "name": top_level_settings.get("name"),
-        "registry.model_name": registry_settings.get("model_name") if isinstance(registry_settings, dict) else None,
-    }
 
 
 def choose_run_to_resume(config: PipelineConfig) -> str | None:

@@ -14,7 +14,7 @@ HEAVY = ("torch", "torchrec", "matplotlib", "prefect", "mlflow", "pandas", "fais
     [
         ("flows.settings.config_file", (*HEAVY, "numpy", "pyarrow", "duckdb")),
         ("flows.settings.template", HEAVY),
-        ("flows.runs.input_checks", HEAVY),
+        ("flows.runs.before_run", HEAVY),
     ],
 )
 def test_reading_a_config_and_checking_its_input_imports_no_framework(module: str, heavy: tuple[str, ...]) -> None:

@@ -1,0 +1,44 @@
+"""Checks of the disk and the shared memory, and checks that fail or take too long."""
+
+import threading
+from pathlib import Path
+
+from flows.doctor.installation import check_disk, check_shared_memory, run_checks
+from flows.doctor.servers import ok
+
+
+def test_checks_run_at_the_same_time_and_a_check_without_result_is_a_problem() -> None:
+    never, barrier = threading.Event(), threading.Barrier(2)
+
+    def wait() -> None:
+        barrier.wait(5)
+
+    def fail() -> None:
+        barrier.wait(5)
+        raise OSError("s3://ada:s3cret@bucket is gone")
+
+    checks = {"first": lambda: (wait(), ok("fine"))[1], "second": fail, "third": lambda: (never.wait(), ok(""))[1]}
+    findings = run_checks(checks, timeout_s=0.5)  # type: ignore[arg-type]
+    assert findings["first"] == ok("fine")
+    assert findings["second"] == ("problem", "OSError: s3://ada:***@bucket is gone")
+    assert findings["third"].status == "problem" and findings["third"].text.startswith("no result within 0.5 s")
+    never.set()
+
+
+def test_little_shared_memory_is_a_problem_with_the_option_that_enlarges_it(small_disk: Path) -> None:
+    finding = check_shared_memory(small_disk)
+    assert finding.status == "problem" and "--shm-size" in finding.text
+    assert check_shared_memory(small_disk / "missing").status == "problem"
+
+
+def test_the_free_disk_is_compared_with_the_newest_run(small_disk: Path) -> None:
+    assert check_disk(small_disk).text.endswith("no run yet")
+    for name, size in (("20261120-000000-aaaa", 2**10), ("20261121-000000-bbbb", 600 * 2**10)):
+        stage = small_disk / "runs" / name / "train"
+        stage.mkdir(parents=True)
+        (stage / "model").write_bytes(bytes(size))
+    finding = check_disk(small_disk)
+    assert (
+        finding.status == "problem"
+        and "run 20261121-000000-bbbb takes 0.0 GiB, and the next run needs about the same space" in finding.text
+    )

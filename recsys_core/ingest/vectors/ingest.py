@@ -1,15 +1,14 @@
-"""Stage `embeddings`: pretrained vectors from parquet into one memory-mapped matrix per embedding table.
+"""Stage `ingest_embeddings`: pretrained vectors from parquet into one memory-mapped matrix per embedding table.
 
 An entry is one item of the config list `embeddings`; a table may have several entries.
 
-Shapes: N rows of a block.
+Shapes: N rows of a block, R rows of an entry, D length of its vectors.
 """
 
 import os
 import shutil
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.ingest.vectors.ids import MEMORY_LIMIT, TableIds
 from recsys_core.ingest.vectors.projection import SAMPLE_ROWS, Projection, unit_length
 from recsys_core.ingest.vectors.reader import BATCH_BYTES, MIN_BATCH_ROWS, read_vectors
-from recsys_core.ingest.vectors.row_faults import RowFaults, reject_faults
+from recsys_core.ingest.vectors.row_faults import Fault, num_rows_by_fault, reject_faults
 from recsys_core.ingest.vectors.vector_schema import VectorFiles, check_pca_dim, open_embeddings, require_one_dim
 from recsys_core.manifests import EmbeddingsManifest, StageFolder, VectorTable, fingerprint_of
 from recsys_core.parquet.duckdb_session import database
@@ -61,28 +60,24 @@ class _ReadEntry:
     index: int
     files: VectorFiles
     matrix_path: Path
-    num_dropped_by_fault: Mapping[str, int]
-    """Number of dropped rows by fault."""
+    num_dropped_by_fault: Counter[str]
     num_unmapped: int
     """Number of vectors whose id is not in the id map."""
     num_overridden: int
     """Number of vectors that are not used, because an earlier entry has the same id."""
+    source_dim: int
+    """Length of the vectors before the projection."""
 
     @property
     def is_final(self) -> bool:
         """Whether the matrix is final: no row is removed, and no projection is applied."""
         return not (self.num_dropped_by_fault or self.num_unmapped or self.num_overridden or self.files.config.pca_dim)
 
-    @property
-    def source_dim(self) -> int:
-        """Length of the vectors before the projection."""
-        return int(np.load(self.matrix_path, mmap_mode="r").shape[1])
-
 
 def _build_table(entries: Sequence[VectorFiles], *, table_name: str, output_folder: Path) -> VectorTable:
     scratch_folder = output_folder / f"{table_name}.scratch"
     scratch_folder.mkdir()
-    num_threads = max((files.config.threads or 0 for files in entries), default=0) or None
+    num_threads = max(files.config.threads or 0 for files in entries) or None
     try:
         with database(
             memory_limit=MEMORY_LIMIT,
@@ -109,11 +104,7 @@ def _build_table(entries: Sequence[VectorFiles], *, table_name: str, output_fold
                 dim=dim,
                 id_type=entries[0].id_type,
                 explained_variance=explained_variance,
-                dropped={
-                    name: sum(entry.num_dropped_by_fault.get(name, 0) for entry in read_entries)
-                    for entry in read_entries
-                    for name in entry.num_dropped_by_fault
-                },
+                dropped=sum((entry.num_dropped_by_fault for entry in read_entries), Counter()),
                 unmapped=sum(entry.num_unmapped for entry in read_entries),
                 overridden=sum(entry.num_overridden for entry in read_entries),
             )
@@ -126,22 +117,22 @@ def _read_entry(files: VectorFiles, *, table_ids: TableIds, scratch_folder: Path
     config = files.config
     scratch_folder.mkdir()
     matrix_path = scratch_folder / "vectors.npy"
+    fault_code_R = np.zeros(files.num_rows, np.uint8)  # zero pages take no memory until one is written, and faults are rare
     with ExitStack() as stack:
         paths = stack.enter_context(
             local_files(files.sources, columns=[config.id_column, *files.columns], scratch_folder=scratch_folder)
         )
-        id_faults, vector_faults = _read_ids_and_vectors(files, paths, table_ids=table_ids, matrix_path=matrix_path)
-        if config.on_bad_rows == "fail":
-            # Faulty ids are rejected first. If there is one, the vectors may be incomplete.
-            reject_faults(id_faults, files)
-        faults = id_faults.merge(vector_faults)
+        table_ids.read_entry(files, paths=paths, fault_code_R=fault_code_R)
+        if config.on_bad_rows == "fail":  # a faulty id is reported before the vectors are read
+            table_ids.mark_duplicates(fault_code_R)
+            reject_faults(fault_code_R, files, dim=None, first_row_with_id=table_ids.first_row_with_id)
+        dim = read_vectors(files, paths=paths, matrix_path=matrix_path, fault_code_R=fault_code_R)
         if config.on_bad_rows == "drop":
-            table_ids.remove(faults.faulty_row_numbers())
+            table_ids.remove(np.flatnonzero(fault_code_R))
             # Duplicates are searched among the usable rows, so that the first row with a usable vector keeps the id.
-            duplicates = table_ids.find_duplicates(files)
-            table_ids.remove(duplicates.faulty_row_numbers())
-            faults = faults.merge(duplicates)
-        reject_faults(faults, files)
+            table_ids.mark_duplicates(fault_code_R)
+            table_ids.remove(np.flatnonzero(fault_code_R == Fault.DUPLICATE_ID))
+        reject_faults(fault_code_R, files, dim=dim, first_row_with_id=table_ids.first_row_with_id)
         num_unmapped = 0
         if config.id_map is not None:
             columns = sorted({config.id_map.from_column, config.id_map.to_column})
@@ -152,30 +143,11 @@ def _read_entry(files: VectorFiles, *, table_ids: TableIds, scratch_folder: Path
         entry_index,
         files,
         matrix_path,
-        num_dropped_by_fault=faults.num_rows_by_fault(),
+        num_dropped_by_fault=Counter(num_rows_by_fault(fault_code_R)),
         num_unmapped=num_unmapped,
         num_overridden=num_overridden,
+        source_dim=dim,
     )
-
-
-def _read_ids_and_vectors(
-    files: VectorFiles, paths: Sequence[Path], *, table_ids: TableIds, matrix_path: Path
-) -> tuple[RowFaults, RowFaults]:
-    """Read ids and vectors at the same time; return the faults of both. With on_bad_rows fail, a faulty id ends the reading."""
-    stop_event = threading.Event()
-
-    def read_ids() -> RowFaults:
-        faults = table_ids.read_entry(files, paths=paths)
-        if files.config.on_bad_rows == "fail":
-            faults = faults.merge(table_ids.find_duplicates(files))
-            if faults.first_row_by_fault:
-                stop_event.set()
-        return faults
-
-    with ThreadPoolExecutor(1, thread_name_prefix="ids") as executor:
-        id_faults_future = executor.submit(read_ids)
-        vector_faults = read_vectors(files, paths=paths, matrix_path=matrix_path, stop_event=stop_event)
-        return id_faults_future.result(), vector_faults
 
 
 def _write_matrix(entries: Sequence[_ReadEntry], *, table_ids: TableIds, matrix_path: Path) -> tuple[int, float | None]:

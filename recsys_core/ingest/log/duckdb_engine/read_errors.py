@@ -12,7 +12,7 @@ from recsys_core.errors import InputError, first_line, shown
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.engine import FileStatistics, LogFiles
 from recsys_core.ingest.log.log_statistics import FIX_CLOCK, latest_valid_time_us
-from recsys_core.ingest.row_checks import value_at
+from recsys_core.ingest.row_checks import values_at
 from recsys_core.parquet.duckdb_session import DAMAGED_FILE_ERRORS, quoted, scan_sql
 from recsys_core.parquet.guards import verify_pages
 from recsys_core.parquet.sources import Source
@@ -114,8 +114,9 @@ def _reject_out_of_range_time(config: InteractionsConfig, source: Source) -> Non
             index_in_batch = pc.index(is_out_of_range, True).as_py()
             if index_in_batch >= 0:
                 row = first_row + index_in_batch
+                (time,) = values_at(source, [column], row)
                 raise InputError(
-                    f"{source.name}: column {column!r}, row {row}: {shown(value_at(source, column, row))} is before 1970 or in "
+                    f"{source.name}: column {column!r}, row {row}: {shown(time)} is before 1970 or in "
                     f"the future; such rows cannot be dropped, because DuckDB cannot read some of these times; {FIX_CLOCK}"
                 )
             first_row += batch.num_rows

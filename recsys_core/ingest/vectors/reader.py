@@ -203,8 +203,8 @@ def check_and_normalise(
         with np.errstate(over="ignore", invalid="ignore"):
             norm_N[suspect_index_X] = np.linalg.norm(suspect_XD.astype(np.float64), axis=1)
         suspect_code_X = fault_code_N[suspect_index_X]
-        mark_faults(suspect_code_X, ~np.isfinite(suspect_XD).all(axis=1), Fault.NOT_FINITE)
-        mark_faults(suspect_code_X, ~suspect_XD.any(axis=1), Fault.ALL_ZERO)
+        mark_faults(suspect_code_X, np.any(~np.isfinite(suspect_XD), axis=1), Fault.NOT_FINITE)
+        mark_faults(suspect_code_X, np.all(suspect_XD == 0, axis=1), Fault.ALL_ZERO)
         fault_code_N[suspect_index_X] = suspect_code_X
     if normalise:
         with np.errstate(all="ignore"):  # a faulty row may have norm 0

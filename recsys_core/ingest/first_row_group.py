@@ -118,17 +118,19 @@ def check_shared_ids(
     """Raise InputError if the log and the vectors of a table do not have a single id in common.
 
     The ids of one row group of the log and one row group of the vectors are compared first. If they have no id in common, all
-    ids are compared, unless a file is in an object store.
+    ids are compared, unless a file is in an object store. Vectors with an id map are not checked.
 
     Args:
         id_column_by_table: column of the log that contains the ids of each table, by table.
     """
     for table, column in id_column_by_table.items():
         table_files = [files for files in vector_files if files.config.table == table]
+        if any(files.config.id_map is not None for files in table_files):  # the stage compares the translated ids
+            continue
         log_ids = first_values(log_sources, column) if table_files else None
         if log_ids is None or any(_have_common_id(log_ids, files) for files in table_files):
             continue
-        sources = (*log_sources, *(source for files in table_files for source in (*files.sources, *files.id_map_sources)))
+        sources = (*log_sources, *(source for files in table_files for source in files.sources))
         if not all(source.is_local for source in sources) or not all(column in source.schema.names for source in log_sources):
             continue
         if not _files_have_common_id(config, log_sources, column, table_files):
@@ -142,8 +144,6 @@ def check_shared_ids(
 
 
 def _have_common_id(log_ids: pa.Array, files: VectorFiles) -> bool:
-    if files.config.id_map is not None:
-        return False
     vector_ids = first_values(files.sources, files.config.id_column)
     return vector_ids is None or bool(pc.any(pc.is_in(_as_text(log_ids), value_set=_as_text(vector_ids))).as_py())
 
@@ -167,16 +167,6 @@ def _files_have_common_id(
         log_ids_sql = f"SELECT {quoted(column)}::VARCHAR AS id FROM {_scan_files_sql(log_sources)}"
         for files in vector_files:
             vector_ids_sql = f"SELECT {quoted(files.config.id_column)}::VARCHAR AS id FROM {_scan_files_sql(files.sources)}"
-            if files.config.id_map is not None:
-                source_id_sql, target_id_sql = quoted(files.config.id_map.from_column), quoted(files.config.id_map.to_column)
-                id_map_sql = (
-                    f"SELECT {source_id_sql}::VARCHAR AS source, {target_id_sql}::VARCHAR AS id "
-                    f"FROM {_scan_files_sql(files.id_map_sources)}"
-                )
-                vector_ids_sql = (
-                    f"SELECT pairs.id FROM ({id_map_sql}) pairs "
-                    f"SEMI JOIN ({vector_ids_sql}) vector_ids ON pairs.source = vector_ids.id"
-                )
             if connection.sql(f"SELECT 1 FROM ({log_ids_sql}) SEMI JOIN ({vector_ids_sql}) USING (id) LIMIT 1").fetchall():
                 return True
     return False

@@ -6,7 +6,7 @@ A source creates DuckDB's table `joined`, which FeatureColumn describes. All fea
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import duckdb
 import numpy as np
@@ -24,31 +24,15 @@ from recsys_core.parquet.duckdb_session import SQL_TYPE, quoted, scan_all_sql, s
 from recsys_core.parquet.local_copies import local_files
 
 
-class FeatureSource(Protocol):
-    """The feature values of one side: user, item or context."""
-
-    counted_row_sql: ClassVar[str]
-    """SQL condition on the rows of `joined`; values in the other rows do not count for the vocabulary."""
-
-    @property
-    def table(self) -> FeatureTable:
-        """The files and features of the side."""
-
-    @property
-    def num_rows(self) -> int:
-        """Number of users, items or events."""
-
-    def load(self, connection: duckdb.DuckDBPyConnection, *, scratch_folder: Path) -> FeatureTableFacts | None:
-        """Create table `joined`; return the facts of a feature table. Raise InputError for an unusable row."""
-
-
 @dataclass(frozen=True)
 class TableSource:
     """A feature table of users or items. Its rows are joined with the ids of the catalogue."""
 
     counted_row_sql: ClassVar[str] = "TRUE"
+    """SQL condition on the rows of `joined`; values in the other rows do not count for the vocabulary."""
     table: FeatureTable
     num_rows: int
+    """Number of users or items."""
     catalogue_path: Path
     """Parquet file with the ids of the users or items, in the order of their rows."""
 
@@ -86,6 +70,7 @@ class ContextSource:
     counted_row_sql: ClassVar[str] = "in_training"  # validation and test events do not count for a vocabulary
     table: FeatureTable
     num_rows: int
+    """Number of events."""
     events: EventStore
 
     def load(self, connection: duckdb.DuckDBPyConnection, *, scratch_folder: Path) -> None:
@@ -97,6 +82,9 @@ class ContextSource:
             'CREATE TABLE joined AS SELECT "nightjar row" AS row, "nightjar in_training" AS in_training, '
             f"{_value_columns_sql(self.table)} FROM events"
         )
+
+
+FeatureSource = TableSource | ContextSource
 
 
 def feature_sources(tables: Sequence[FeatureTable], interactions: InteractionsManifest) -> Iterator[FeatureSource]:

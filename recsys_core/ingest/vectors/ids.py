@@ -21,7 +21,7 @@ from recsys_core.ingest.vectors.batches import read_batches
 from recsys_core.ingest.vectors.row_faults import Fault, FaultCodes, id_problem, locate, mark_faults
 from recsys_core.ingest.vectors.vector_schema import VectorFiles
 from recsys_core.manifests import IdType
-from recsys_core.parquet.duckdb_session import SQL_TYPE
+from recsys_core.parquet.duckdb_session import SQL_TYPE, fetch_count
 from recsys_core.parquet.sources import Source
 from recsys_core.units import INT64_MAX
 
@@ -43,7 +43,7 @@ class TableIds:
 
     def count_ids(self) -> int:
         """Return the number of ids in table `table_ids`."""
-        return self._fetch_count("SELECT count(*) FROM table_ids")
+        return fetch_count(self._connection, "SELECT count(*) FROM table_ids")
 
     def read_entry(self, files: VectorFiles, *, paths: Sequence[Path], fault_code_R: FaultCodes) -> None:
         """Read the usable ids of an entry, and mark the rows without a usable id.
@@ -104,13 +104,13 @@ class TableIds:
             self._insert("id_map", batch)
         self._require_distinct("source", files, column=config.from_column)
         self._require_distinct("target", files, column=config.to_column)
-        num_ids = self._fetch_count("SELECT count(*) FROM entry_ids")
+        num_ids = fetch_count(self._connection, "SELECT count(*) FROM entry_ids")
         self._run(
             "CREATE TABLE translated AS SELECT entry_ids.row, target AS id "
             "FROM entry_ids JOIN id_map ON entry_ids.id = source; "
             "DROP TABLE entry_ids; DROP TABLE id_map; ALTER TABLE translated RENAME TO entry_ids"
         )
-        num_translated = self._fetch_count("SELECT count(*) FROM entry_ids")
+        num_translated = fetch_count(self._connection, "SELECT count(*) FROM entry_ids")
         if not num_translated:
             raise InputError(
                 f"{files.id_map_sources[0].name}: column {config.from_column!r} has none of the {num_ids:,} ids of "
@@ -120,7 +120,7 @@ class TableIds:
 
     def add_entry(self, *, entry_index: int) -> int:
         """Add the entry's ids to table `table_ids`; return the number of its ids that an earlier entry has."""
-        num_before, num_entry_ids = self.count_ids(), self._fetch_count("SELECT count(*) FROM entry_ids")
+        num_before, num_entry_ids = self.count_ids(), fetch_count(self._connection, "SELECT count(*) FROM entry_ids")
         self._run(f"INSERT INTO table_ids SELECT {entry_index}, row, id FROM entry_ids ANTI JOIN table_ids USING (id)")
         self._run("DROP TABLE entry_ids")
         return num_entry_ids - (self.count_ids() - num_before)
@@ -161,9 +161,6 @@ class TableIds:
 
     def _run(self, query: str) -> None:
         self._connection.execute(query).fetchall()
-
-    def _fetch_count(self, query: str) -> int:
-        return int(self._connection.sql(query).fetchall()[0][0])
 
 
 def _id_faults(ids: pa.Array) -> Iterator[tuple[Fault, NDArray[np.bool_]]]:

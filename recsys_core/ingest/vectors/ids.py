@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from recsys_core.errors import InputError, shown
-from recsys_core.ingest.vectors.batches import read_batches
 from recsys_core.ingest.vectors.row_faults import Fault, FaultCodes, id_problem, locate, mark_faults
 from recsys_core.ingest.vectors.vector_schema import VectorFiles
 from recsys_core.manifests import IdType
 from recsys_core.parquet.duckdb_session import SQL_TYPE, fetch_count
+from recsys_core.parquet.local_copies import read_batches
 from recsys_core.parquet.sources import Source
 from recsys_core.units import INT64_MAX
 

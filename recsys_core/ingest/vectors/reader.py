@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from recsys_core.disk import allocate_npy
 from recsys_core.errors import InputError
-from recsys_core.ingest.vectors.batches import decode_ahead, read_batches
 from recsys_core.ingest.vectors.row_faults import Fault, FaultCodes, mark_faults
 from recsys_core.ingest.vectors.vector_schema import VectorFiles
+from recsys_core.parquet.local_copies import decode_ahead, read_batches
 from recsys_core.parquet.sources import Source
 
 COLUMNS_AT_A_TIME = 8

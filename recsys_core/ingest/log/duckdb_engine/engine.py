@@ -59,7 +59,7 @@ class DuckdbEngine:
         continued_run: InteractionsManifest | None,
         spill_folder: Path,
     ) -> Iterator[Self]:
-        """Open a database within config.memory_limit; see OpenEngine."""
+        """Open a database within config.memory_limit; see LogEngine."""
         with database(
             memory_limit=config.memory_limit, num_threads=config.threads, spill_folder=spill_folder, subject="interactions"
         ) as connection:

@@ -35,11 +35,7 @@ class InteractionsInput:
 
 
 def open_interactions(config: InteractionsConfig, *, allowed_data_root: Path | None = None) -> InteractionsInput:
-    """Open the files of the log. Raise InputError for a missing, invalid or copied file, or an unsuitable column.
-
-    Args:
-        allowed_data_root: folder that has to contain every file.
-    """
+    """Open the files of the log. Raise InputError for a missing, invalid or copied file, or an unsuitable column."""
     sources_by_split = {"train": open_sources(config.paths, setting="interactions.paths", allowed_data_root=allowed_data_root)}
     if isinstance(config.split, FileSplit):
         if config.split.validation_paths is not None:

@@ -45,16 +45,16 @@ class TableIds:
         """Return the number of ids in table `table_ids`."""
         return fetch_count(self._connection, "SELECT count(*) FROM table_ids")
 
-    def read_entry(self, files: VectorFiles, *, paths: Sequence[Path], fault_code_R: FaultCodes) -> None:
+    def read_entry(self, entry: VectorFiles, *, paths: Sequence[Path], fault_code_R: FaultCodes) -> None:
         """Read the usable ids of an entry, and mark the rows without a usable id.
 
         Args:
-            paths: a local file for each of files.sources.
+            paths: a local file for each of entry.sources.
         """
-        self._run(f"CREATE OR REPLACE TABLE entry_ids (row BIGINT, id {SQL_TYPE[files.source_id_type]})")
-        column, arrow_type = files.config.id_column, ARROW_TYPE[files.source_id_type]
+        self._run(f"CREATE OR REPLACE TABLE entry_ids (row BIGINT, id {SQL_TYPE[entry.source_id_type]})")
+        column, arrow_type = entry.config.id_column, ARROW_TYPE[entry.source_id_type]
         batch_start = 0
-        for source, path in zip(files.sources, paths, strict=True):
+        for source, path in zip(entry.sources, paths, strict=True):
             for batch in read_batches(source, path, columns=[column], batch_rows=BATCH_ROWS):
                 ids = _require_utf8(source, column, batch.column(column))
                 row_N = np.arange(batch_start, batch_start + len(ids))
@@ -87,23 +87,23 @@ class TableIds:
         ((row,),) = self._connection.execute("SELECT min(row) FROM entry_ids WHERE id = ?", [id_value]).fetchall()
         return int(row)
 
-    def translate(self, files: VectorFiles, *, paths: Sequence[Path]) -> int:
+    def translate(self, entry: VectorFiles, *, paths: Sequence[Path]) -> int:
         """Replace the entry's ids by those of its id map; return the number of ids that the map does not have.
 
         Args:
-            paths: a local file for each of files.id_map_sources.
+            paths: a local file for each of entry.id_map_sources.
 
         Raises:
             InputError: the id map has an unusable id, is not one to one, or has none of the ids.
         """
-        config = files.config.id_map
+        config = entry.config.id_map
         assert config is not None
-        source_sql_type, target_sql_type = SQL_TYPE[files.source_id_type], SQL_TYPE[files.id_type]
+        source_sql_type, target_sql_type = SQL_TYPE[entry.source_id_type], SQL_TYPE[entry.id_type]
         self._run(f"CREATE OR REPLACE TABLE id_map (row BIGINT, source {source_sql_type}, target {target_sql_type})")
-        for batch in _read_id_map(files, paths):
+        for batch in _read_id_map(entry, paths):
             self._insert("id_map", batch)
-        self._require_distinct("source", files, column=config.from_column)
-        self._require_distinct("target", files, column=config.to_column)
+        self._require_distinct("source", entry, column=config.from_column)
+        self._require_distinct("target", entry, column=config.to_column)
         num_ids = fetch_count(self._connection, "SELECT count(*) FROM entry_ids")
         self._run(
             "CREATE TABLE translated AS SELECT entry_ids.row, target AS id "
@@ -113,8 +113,8 @@ class TableIds:
         num_translated = fetch_count(self._connection, "SELECT count(*) FROM entry_ids")
         if not num_translated:
             raise InputError(
-                f"{files.id_map_sources[0].name}: column {config.from_column!r} has none of the {num_ids:,} ids of "
-                f"{files.sources[0].name}; check that both use the same ids"
+                f"{entry.id_map_sources[0].name}: column {config.from_column!r} has none of the {num_ids:,} ids of "
+                f"{entry.sources[0].name}; check that both use the same ids"
             )
         return num_ids - num_translated
 
@@ -139,7 +139,7 @@ class TableIds:
         for batch in self._connection.sql(query).to_arrow_reader(batch_rows):
             yield np.from_dlpack(batch.column("row")).astype(np.int64, copy=False)
 
-    def _require_distinct(self, map_column: Literal["source", "target"], files: VectorFiles, *, column: str) -> None:
+    def _require_distinct(self, map_column: Literal["source", "target"], entry: VectorFiles, *, column: str) -> None:
         """Raise InputError if an id occurs twice in `map_column` of table `id_map`. `column`: its name in the files."""
         repeated_ids = self._connection.sql(
             f"SELECT {map_column}, list(row ORDER BY row)[:2], count(*) OVER () FROM id_map GROUP BY {map_column} "
@@ -147,7 +147,7 @@ class TableIds:
         ).fetchall()
         for repeated_id, (first_row, second_row), num_repeated in repeated_ids:
             (source, row), (other_source, other_row) = (
-                locate(files.id_map_sources, index) for index in (second_row, first_row)
+                locate(entry.id_map_sources, index) for index in (second_row, first_row)
             )
             raise InputError(
                 f"{source.name}: column {column!r}, row {row}: id {shown(repeated_id)} is already in {other_source.name}, "
@@ -176,13 +176,13 @@ def _id_faults(ids: pa.Array) -> Iterator[tuple[Fault, NDArray[np.bool_]]]:
             yield fault, mask.to_numpy(zero_copy_only=False)
 
 
-def _read_id_map(files: VectorFiles, paths: Sequence[Path]) -> Iterator[pa.RecordBatch]:
+def _read_id_map(entry: VectorFiles, paths: Sequence[Path]) -> Iterator[pa.RecordBatch]:
     """Yield (row, source id, target id); raise InputError for an unusable id."""
-    config = files.config.id_map
+    config = entry.config.id_map
     assert config is not None
     columns = sorted({config.from_column, config.to_column})
     batch_start = 0
-    for source, path in zip(files.id_map_sources, paths, strict=True):
+    for source, path in zip(entry.id_map_sources, paths, strict=True):
         for batch in read_batches(source, path, columns=columns, batch_rows=BATCH_ROWS):
             row_N = np.arange(batch_start, batch_start + batch.num_rows)
             batch_start += batch.num_rows
@@ -190,12 +190,12 @@ def _read_id_map(files: VectorFiles, paths: Sequence[Path]) -> Iterator[pa.Recor
                 ids = _require_utf8(source, column, batch.column(column))
                 for fault, is_faulty_N in _id_faults(ids):
                     index = int(np.argmax(is_faulty_N))
-                    map_source, row = locate(files.id_map_sources, int(row_N[index]))
+                    map_source, row = locate(entry.id_map_sources, int(row_N[index]))
                     problem = id_problem(fault, ids[index].as_py())
                     raise InputError(f"{map_source.name}: column {column!r}, row {row}: {problem}; drop the row")
             id_pairs = [
-                batch.column(config.from_column).cast(ARROW_TYPE[files.source_id_type]),
-                batch.column(config.to_column).cast(ARROW_TYPE[files.id_type]),
+                batch.column(config.from_column).cast(ARROW_TYPE[entry.source_id_type]),
+                batch.column(config.to_column).cast(ARROW_TYPE[entry.id_type]),
             ]
             yield pa.record_batch([_int64_arrow(row_N), *id_pairs], names=["row", "source", "target"])
 

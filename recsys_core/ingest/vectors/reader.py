@@ -39,23 +39,23 @@ MAX_DIM = 65_536
 WorkItem = TypeVar("WorkItem")
 
 
-def read_vectors(files: VectorFiles, *, paths: Sequence[Path], matrix_path: Path, fault_code_R: FaultCodes) -> int:
+def read_vectors(entry: VectorFiles, *, paths: Sequence[Path], matrix_path: Path, fault_code_R: FaultCodes) -> int:
     """Write the vectors of all rows to `matrix_path`, a float32 matrix [rows, dim]; mark the faulty rows, and return dim.
 
     Args:
-        paths: a local file for each of files.sources.
+        paths: a local file for each of entry.sources.
 
     Raises:
         InputError: a file is damaged, or the matrix does not fit on the disk.
     """
-    config = files.config
-    dim = files.source_dim or _first_vector_length(files, paths)
+    config = entry.config
+    dim = entry.source_dim or _first_vector_length(entry, paths)
     if dim > MAX_DIM:
         raise InputError(
-            f"{files.sources[0].name}: column {files.columns[0]!r}: vectors of {dim:,} numbers; at most {MAX_DIM:,} are "
+            f"{entry.sources[0].name}: column {entry.columns[0]!r}: vectors of {dim:,} numbers; at most {MAX_DIM:,} are "
             "supported"
         )
-    matrix_RD = allocate_npy(matrix_path, dtype=np.float32, shape=(files.num_rows, dim))
+    matrix_RD = allocate_npy(matrix_path, dtype=np.float32, shape=(entry.num_rows, dim))
     num_threads = config.threads or len(os.sched_getaffinity(0))
     normalise = config.normalise and config.pca_dim is None  # projected vectors are normalised after the projection
     batch_rows = min(config.batch_rows, max(MIN_BATCH_ROWS, BATCH_BYTES // (4 * min(dim, COLUMNS_AT_A_TIME * 8))))
@@ -65,7 +65,7 @@ def read_vectors(files: VectorFiles, *, paths: Sequence[Path], matrix_path: Path
         def read_slice(file_slice: _FileSlice) -> None:
             _read_lists(file_slice, matrix_RD, fault_code_R, batch_rows=list_batch_rows, normalise=normalise)
 
-        _run_in_threads(num_threads, read_slice, _file_slices(files, paths, num_columns_at_a_time=1))
+        _run_in_threads(num_threads, read_slice, _file_slices(entry, paths, num_columns_at_a_time=1))
         return dim
 
     def read_columns(file_slice: _FileSlice) -> None:
@@ -76,8 +76,8 @@ def read_vectors(files: VectorFiles, *, paths: Sequence[Path], matrix_path: Path
         fault_code_N = fault_code_R[batch_slice]
         check_and_normalise(matrix_RD[batch_slice], fault_code_N, is_faulty_N=fault_code_N != 0, normalise=normalise)
 
-    _run_in_threads(num_threads, read_columns, _file_slices(files, paths, num_columns_at_a_time=COLUMNS_AT_A_TIME))
-    _run_in_threads(num_threads, check_batch, range(0, files.num_rows, batch_rows))
+    _run_in_threads(num_threads, read_columns, _file_slices(entry, paths, num_columns_at_a_time=COLUMNS_AT_A_TIME))
+    _run_in_threads(num_threads, check_batch, range(0, entry.num_rows, batch_rows))
     return dim
 
 
@@ -98,10 +98,10 @@ class _FileSlice:
         return read_batches(self.source, self.path, columns=self.columns, batch_rows=batch_rows, row_groups=self.row_groups)
 
 
-def _file_slices(files: VectorFiles, paths: Sequence[Path], *, num_columns_at_a_time: int) -> Iterator[_FileSlice]:
+def _file_slices(entry: VectorFiles, paths: Sequence[Path], *, num_columns_at_a_time: int) -> Iterator[_FileSlice]:
     """Yield slices that have at most ROWS_AT_A_TIME rows, or one row group with more rows."""
     first_row = 0
-    for source, path in zip(files.sources, paths, strict=True):
+    for source, path in zip(entry.sources, paths, strict=True):
         with pq.ParquetFile(path) as file:
             num_rows_by_group = [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)]
         start_group = 0
@@ -111,8 +111,8 @@ def _file_slices(files: VectorFiles, paths: Sequence[Path], *, num_columns_at_a_
                 ROWS_AT_A_TIME, num_rows_by_group[start_group]
             ):
                 num_rows, stop_group = num_rows + num_rows_by_group[stop_group], stop_group + 1
-            for first_column in range(0, len(files.columns), num_columns_at_a_time):
-                columns = files.columns[first_column : first_column + num_columns_at_a_time]
+            for first_column in range(0, len(entry.columns), num_columns_at_a_time):
+                columns = entry.columns[first_column : first_column + num_columns_at_a_time]
                 yield _FileSlice(source, path, tuple(range(start_group, stop_group)), first_row, first_column, columns)
             start_group, first_row = stop_group, first_row + num_rows
 
@@ -212,13 +212,13 @@ def check_and_normalise(
             block_ND /= norm_N[:, None] if has_suspects else norm_N[:, None].astype(np.float32)
 
 
-def _first_vector_length(files: VectorFiles, paths: Sequence[Path]) -> int:
+def _first_vector_length(entry: VectorFiles, paths: Sequence[Path]) -> int:
     """Return the length of the first vector that is neither null nor empty; all others have to have this length."""
-    (column,) = files.columns
-    for source, path in zip(files.sources, paths, strict=True):
+    (column,) = entry.columns
+    for source, path in zip(entry.sources, paths, strict=True):
         for batch in read_batches(source, path, columns=[column], batch_rows=64):
             lengths = pc.list_value_length(batch.column(column))
             positive_lengths = lengths.filter(pc.fill_null(pc.greater(lengths, 0), False))
             if len(positive_lengths):
                 return int(positive_lengths[0].as_py())
-    raise InputError(f"{files.sources[0].name}: column {column!r}: no row has a vector; check the job that writes this table")
+    raise InputError(f"{entry.sources[0].name}: column {column!r}: no row has a vector; check the job that writes this table")

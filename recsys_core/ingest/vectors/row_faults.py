@@ -53,7 +53,7 @@ def num_rows_by_fault(fault_code_R: FaultCodes) -> dict[str, int]:
 
 
 def reject_faults(
-    fault_code_R: FaultCodes, files: VectorFiles, *, dim: int | None, first_row_with_id: Callable[[Any], int]
+    fault_code_R: FaultCodes, entry: VectorFiles, *, dim: int | None, first_row_with_id: Callable[[Any], int]
 ) -> None:
     """Raise InputError for the first faulty row, unless the config drops such rows and few enough rows are faulty.
 
@@ -66,21 +66,25 @@ def reject_faults(
     def find_first() -> BadRow:
         entry_row = int(np.argmax(fault_code_R > 0))
         fault = Fault(fault_code_R[entry_row])
-        source, row = locate(files.sources, entry_row)
+        source, row = locate(entry.sources, entry_row)
         if fault <= Fault.DUPLICATE_ID:
-            column = files.config.id_column
+            column = entry.config.id_column
             (id_value,) = values_at(source, [column], row)
-            problem = _id_problem(fault, id_value, files, first_row_with_id=first_row_with_id)
+            if fault == Fault.DUPLICATE_ID:
+                other_source, other_row = locate(entry.sources, first_row_with_id(id_value))
+                problem = f"id {shown(id_value)} is already in {other_source.name}, row {other_row}"
+            else:
+                problem = id_problem(fault, id_value)
         else:
-            values = values_at(source, files.columns, row)
-            column, problem = _vector_problem(fault, values, files, dim=dim)
+            values = values_at(source, entry.columns, row)
+            column, problem = _vector_problem(fault, values, entry, dim=dim)
         return BadRow(source.name, column, row, problem, check_name=fault.name.lower(), fix="fix these rows")
 
     reject_bad_rows(
         counts,
         num_bad=sum(counts.values()),
-        num_rows=files.num_rows,
-        policy=BadRowPolicy(files.setting, files.config.on_bad_rows, files.config.max_bad_share),
+        num_rows=entry.num_rows,
+        policy=BadRowPolicy(entry.setting, entry.config.on_bad_rows, entry.config.max_bad_share),
         find_first=find_first,
     )
 
@@ -94,24 +98,17 @@ def id_problem(fault: Fault, id_value: Any) -> str:
     }[fault]
 
 
-def _id_problem(fault: Fault, id_value: Any, files: VectorFiles, *, first_row_with_id: Callable[[Any], int]) -> str:
-    if fault != Fault.DUPLICATE_ID:
-        return id_problem(fault, id_value)
-    other_source, other_row = locate(files.sources, first_row_with_id(id_value))
-    return f"id {shown(id_value)} is already in {other_source.name}, row {other_row}"
-
-
-def _vector_problem(fault: Fault, values: Sequence[Any], files: VectorFiles, *, dim: int | None) -> tuple[str, str]:
+def _vector_problem(fault: Fault, values: Sequence[Any], entry: VectorFiles, *, dim: int | None) -> tuple[str, str]:
     """Return the column and the problem of a vector. values: the list, or the number of each dimension."""
-    is_list = files.config.vector_column is not None
+    is_list = entry.config.vector_column is not None
     vector = values[0] if is_list else values
     if fault == Fault.NULL_VECTOR:
-        return files.columns[0], "the vector is null"
+        return entry.columns[0], "the vector is null"
     if fault == Fault.WRONG_LENGTH:
         problem = f"the vector has {len(vector)} numbers, but the first vector has {dim}" if vector else "the vector is empty"
-        return files.columns[0], problem
+        return entry.columns[0], problem
     if fault == Fault.ALL_ZERO:
-        return files.columns[0], "all numbers of the vector are 0, so it has no direction and no cosine"
+        return entry.columns[0], "all numbers of the vector are 0, so it has no direction and no cosine"
     if fault == Fault.NULL_ELEMENT:
         dimension = list(vector).index(None)
         problem = f"number {dimension} of the vector is null" if is_list else "the number is null"
@@ -120,7 +117,7 @@ def _vector_problem(fault: Fault, values: Sequence[Any], files: VectorFiles, *, 
             float32_D = np.array(vector, np.float64).astype(np.float32)
         dimension = int(np.argmin(np.isfinite(float32_D)))
         problem = f"number {dimension} of the vector is {float(float32_D[dimension])} as float32"
-    return files.columns[0 if is_list else dimension], problem
+    return entry.columns[0 if is_list else dimension], problem
 
 
 def locate(sources: Sequence[Source], entry_row: int) -> tuple[Source, int]:

@@ -15,6 +15,7 @@ import pyarrow as pa
 from recsys_core.errors import InputError, shown
 from recsys_core.parquet.sources import Source
 
+_BATCH_ROWS = 1_024
 FIX_ROWS = "drop these rows, or fix the job that writes them"
 
 
@@ -138,7 +139,7 @@ def values_at(source: Source, columns: Sequence[str], row: int) -> list[Any]:
     columns_in_file = [column for column in columns if column not in source.partition_values]
     value_by_column = {column: source.partition_value(column) for column in columns if column in source.partition_values}
     with source.open() as file:
-        for batch in file.iter_batches(columns=columns_in_file) if columns_in_file else ():
+        for batch in file.iter_batches(_BATCH_ROWS, columns=columns_in_file) if columns_in_file else ():
             if row < batch.num_rows:
                 value_by_column |= {column: _as_python(batch.column(column)[row]) for column in columns_in_file}
                 break

@@ -12,7 +12,7 @@ from typing import Self
 import duckdb
 import pyarrow as pa
 
-from recsys_core.errors import InputError
+from recsys_core.errors import InputError, shown_names
 from recsys_core.ingest.log.config import InteractionsConfig, LogFilter
 from recsys_core.ingest.log.duckdb_engine.checks import explain_read_errors, row_checks, scan_files
 from recsys_core.ingest.log.duckdb_engine.filters import extra_column_names, load_log
@@ -83,8 +83,9 @@ class DuckdbEngine:
         num_expected = sum(file_statistics.num_written for file_statistics in statistics)
         if num_written != num_expected:
             raise InputError(
-                f"{files.sources[0].name} and {len(files.sources) - 1} more: {num_expected:,} events pass the checks, but "
-                f"{num_written:,} can be read: the statistics of a file contradict its content; write the files again"
+                f"interactions: {num_expected:,} events pass the checks, but {num_written:,} can be read: the statistics of "
+                f"{shown_names([source.name for source in files.sources], max_names=5)} contradict the content; write the "
+                "files again"
             )
         return statistics
 

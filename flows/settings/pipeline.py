@@ -10,8 +10,8 @@ from flows.settings.schedule import ScheduleConfig
 from recsys_core.config import Folder, PipelineName, Settings, is_uri
 from recsys_core.data_report.config import DataReportConfig
 from recsys_core.evaluation.config import EvaluationConfig
+from recsys_core.ingest import InputConfig
 from recsys_core.ingest.features.config import FeaturesConfig
-from recsys_core.ingest.inputs import InputConfig
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.vectors.config import EmbeddingsConfigs
 from recsys_core.launching.config import Launcher, LocalLauncher

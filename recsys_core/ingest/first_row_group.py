@@ -50,7 +50,7 @@ def _first_non_empty(sources: Sequence[Source]) -> Source:
     return next(source for source in sources if source.record.rows)
 
 
-def stored_vector_dim(files: VectorFiles) -> int | None:
+def stored_vector_dim(entry: VectorFiles) -> int | None:
     """Return the width of the vectors after the projection (pca_dim), from the config, the schema or the first rows.
 
     Return None if the vectors of the first rows differ in length.
@@ -58,15 +58,15 @@ def stored_vector_dim(files: VectorFiles) -> int | None:
     Raises:
         InputError: pca_dim is larger than the width of the input vectors.
     """
-    pca_dim = files.config.pca_dim
-    if files.source_dim is not None:
-        return pca_dim or files.source_dim
-    first_vectors = first_values(files.sources, files.columns[0], max_rows=_MAX_VECTOR_ROWS)
+    pca_dim = entry.config.pca_dim
+    if entry.source_dim is not None:
+        return pca_dim or entry.source_dim
+    first_vectors = first_values(entry.sources, entry.columns[0], max_rows=_MAX_VECTOR_ROWS)
     distinct_lengths = set() if first_vectors is None else set(pc.list_value_length(first_vectors).drop_null().to_pylist())
     if len(distinct_lengths) != 1:
         return pca_dim
     length: int = distinct_lengths.pop()
-    check_pca_dim(files, length)
+    check_pca_dim(entry, length)
     return pca_dim or length
 
 
@@ -111,40 +111,40 @@ def _date_text(seconds: int) -> str:
 def check_shared_ids(
     config: InteractionsConfig,
     log_sources: Sequence[Source],
-    vector_files: Sequence[VectorFiles],
+    entries: Sequence[VectorFiles],
     *,
     id_column_by_table: Mapping[str, str],
 ) -> None:
     """Raise InputError if the log and the vectors of a table do not have a single id in common.
 
     The ids of one row group of the log and one row group of the vectors are compared first. If they have no id in common, all
-    ids are compared, unless a file is in an object store.
+    ids are compared, unless a file is in an object store. Vectors with an id map are not checked.
 
     Args:
         id_column_by_table: column of the log that contains the ids of each table, by table.
     """
     for table, column in id_column_by_table.items():
-        table_files = [files for files in vector_files if files.config.table == table]
-        log_ids = first_values(log_sources, column) if table_files else None
-        if log_ids is None or any(_have_common_id(log_ids, files) for files in table_files):
+        table_entries = [entry for entry in entries if entry.config.table == table]
+        if any(entry.config.id_map is not None for entry in table_entries):  # the stage compares the translated ids
             continue
-        sources = (*log_sources, *(source for files in table_files for source in (*files.sources, *files.id_map_sources)))
+        log_ids = first_values(log_sources, column) if table_entries else None
+        if log_ids is None or any(_have_common_id(log_ids, entry) for entry in table_entries):
+            continue
+        sources = (*log_sources, *(source for entry in table_entries for source in entry.sources))
         if not all(source.is_local for source in sources) or not all(column in source.schema.names for source in log_sources):
             continue
-        if not _files_have_common_id(config, log_sources, column, table_files):
-            num_vectors, first_files = sum(files.num_rows for files in table_files), table_files[0]
-            vector_ids = first_values(first_files.sources, first_files.config.id_column)
+        if not _files_have_common_id(config, log_sources, column, table_entries):
+            num_vectors, first_entry = sum(entry.num_rows for entry in table_entries), table_entries[0]
+            vector_ids = first_values(first_entry.sources, first_entry.config.id_column)
             raise InputError(
                 f"embeddings: none of the {num_vectors:,} {table} vectors belongs to one of the log's {table}s: column "
                 f"{column!r} of {log_sources[0].name} has ids such as {_example_id(log_ids)}, but "
-                f"{first_files.sources[0].name} has ids such as {_example_id(vector_ids)}; write both with the same ids"
+                f"{first_entry.sources[0].name} has ids such as {_example_id(vector_ids)}; write both with the same ids"
             )
 
 
-def _have_common_id(log_ids: pa.Array, files: VectorFiles) -> bool:
-    if files.config.id_map is not None:
-        return False
-    vector_ids = first_values(files.sources, files.config.id_column)
+def _have_common_id(log_ids: pa.Array, entry: VectorFiles) -> bool:
+    vector_ids = first_values(entry.sources, entry.config.id_column)
     return vector_ids is None or bool(pc.any(pc.is_in(_as_text(log_ids), value_set=_as_text(vector_ids))).as_py())
 
 
@@ -153,7 +153,7 @@ def _as_text(ids: pa.Array) -> pa.Array:
 
 
 def _files_have_common_id(
-    config: InteractionsConfig, log_sources: Sequence[Source], column: str, vector_files: Sequence[VectorFiles]
+    config: InteractionsConfig, log_sources: Sequence[Source], column: str, entries: Sequence[VectorFiles]
 ) -> bool:
     with (
         tempfile.TemporaryDirectory(prefix="nightjar-ids-") as folder,
@@ -164,26 +164,14 @@ def _files_have_common_id(
             subject="the ids of log and vectors",
         ) as connection,
     ):
-        log_ids_sql = f"SELECT {quoted(column)}::VARCHAR AS id FROM {_scan_files_sql(log_sources)}"
-        for files in vector_files:
-            vector_ids_sql = f"SELECT {quoted(files.config.id_column)}::VARCHAR AS id FROM {_scan_files_sql(files.sources)}"
-            if files.config.id_map is not None:
-                source_id_sql, target_id_sql = quoted(files.config.id_map.from_column), quoted(files.config.id_map.to_column)
-                id_map_sql = (
-                    f"SELECT {source_id_sql}::VARCHAR AS source, {target_id_sql}::VARCHAR AS id "
-                    f"FROM {_scan_files_sql(files.id_map_sources)}"
-                )
-                vector_ids_sql = (
-                    f"SELECT pairs.id FROM ({id_map_sql}) pairs "
-                    f"SEMI JOIN ({vector_ids_sql}) vector_ids ON pairs.source = vector_ids.id"
-                )
-            if connection.sql(f"SELECT 1 FROM ({log_ids_sql}) SEMI JOIN ({vector_ids_sql}) USING (id) LIMIT 1").fetchall():
-                return True
-    return False
+        log_ids_sql = _select_ids_sql(log_sources, column)
+        vector_ids_sql = " UNION ALL ".join(_select_ids_sql(entry.sources, entry.config.id_column) for entry in entries)
+        query = f"SELECT 1 FROM ({log_ids_sql}) SEMI JOIN ({vector_ids_sql}) USING (id) LIMIT 1"
+        return bool(connection.sql(query).fetchall())
 
 
-def _scan_files_sql(sources: Sequence[Source]) -> str:
-    return scan_all_sql([source.path for source in sources])
+def _select_ids_sql(sources: Sequence[Source], column: str) -> str:
+    return f"SELECT {quoted(column)}::VARCHAR AS id FROM {scan_all_sql([source.path for source in sources])}"
 
 
 def _example_id(ids: pa.Array | None) -> str:

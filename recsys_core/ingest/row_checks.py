@@ -1,7 +1,7 @@
 """Row checks of the input stages: SQL conditions for unusable rows, and the decision to drop them or to raise an error.
 
 Rows of the interaction log and of the feature tables are checked in DuckDB, with `RowCheck`. Rows of pretrained embeddings
-are checked in NumPy (see embeddings/row_faults.py). All three inputs call `reject_bad_rows`, which raises InputError unless the
+are checked in NumPy (see vectors/row_faults.py). All three inputs call `reject_bad_rows`, which raises InputError unless the
 config drops such rows.
 """
 
@@ -15,6 +15,7 @@ import pyarrow as pa
 from recsys_core.errors import InputError, shown
 from recsys_core.parquet.sources import Source
 
+_BATCH_ROWS = 1_024
 FIX_ROWS = "drop these rows, or fix the job that writes them"
 
 
@@ -127,24 +128,29 @@ def first_bad_row(
     query = f"SELECT {row_sql}, {failure_flags_sql} FROM {rows_sql} WHERE NOT ({pass_sql(checks)}) ORDER BY 1 LIMIT 1"
     for row, *failure_flags in connection.sql(query).fetchall():
         check = checks[failure_flags.index(True)]
-        problem = check.problem(value_at(source, check.column, row))
+        (value,) = values_at(source, [check.column], row)
+        problem = check.problem(value)
         return BadRow(source.name, check.column, row, problem, check_name=check.name, fix=check.fix)
     return None
 
 
-def value_at(source: Source, column: str, row: int) -> Any:
-    """Return one value of a file. pyarrow reads it, because DuckDB's connection breaks on an out-of-range time."""
-    if column in source.partition_values:
-        return source.partition_value(column)
+def values_at(source: Source, columns: Sequence[str], row: int) -> list[Any]:
+    """Return one row of a file. pyarrow reads it, because DuckDB's connection breaks on an out-of-range time."""
+    columns_in_file = [column for column in columns if column not in source.partition_values]
+    value_by_column = {column: source.partition_value(column) for column in columns if column in source.partition_values}
     with source.open() as file:
-        for group_index, num_rows in enumerate(source.footer.num_group_rows):
-            if row < num_rows:
-                scalar = file.read_row_group(group_index, columns=[column]).column(0)[row]
-                if pa.types.is_timestamp(scalar.type) and scalar.type.unit == "ns":  # Python's datetime has no nanoseconds
-                    scalar = scalar.cast(pa.timestamp("us", scalar.type.tz), safe=False)
-                try:
-                    return scalar.as_py()
-                except (ValueError, OverflowError):  # outside the range of Python's datetime
-                    return scalar.value
-            row -= num_rows
-    raise AssertionError(f"{source.name} does not have this row")
+        for batch in file.iter_batches(_BATCH_ROWS, columns=columns_in_file) if columns_in_file else ():
+            if row < batch.num_rows:
+                value_by_column |= {column: _as_python(batch.column(column)[row]) for column in columns_in_file}
+                break
+            row -= batch.num_rows
+    return [value_by_column[column] for column in columns]
+
+
+def _as_python(scalar: pa.Scalar) -> Any:
+    if pa.types.is_timestamp(scalar.type) and scalar.type.unit == "ns":  # Python's datetime has no nanoseconds
+        scalar = scalar.cast(pa.timestamp("us", scalar.type.tz), safe=False)
+    try:
+        return scalar.as_py()
+    except (ValueError, OverflowError):  # outside the range of Python's datetime
+        return scalar.value

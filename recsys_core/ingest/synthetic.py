@@ -45,18 +45,13 @@ def generate(
     popularity_rank_I = rng.permutation(num_items)
     popularity_I = 1.0 / (1.0 + popularity_rank_I) ** POPULARITY_EXPONENT
     day_E = np.sort(rng.integers(0, num_days, num_events))
-    user_E = _active_users(rng, num_users=num_users, num_events=num_events)
+    activity_U = rng.gamma(1.5, size=num_users) + 0.1  # users differ in how active they are
+    user_E = rng.choice(num_users, num_events, p=activity_U / activity_U.sum())
     topic_E = _topics_of_events(rng, user_E, day_E, num_users=num_users, num_days=num_days)
     item_E = _items_of_events(rng, topic_E, day_E, topic_IT, popularity_I, first_day_I)
     time_E = FIRST_DAY + (day_E * DAY_US + rng.integers(0, DAY_US, num_events)).astype("timedelta64[us]")
     _write_log(folder / "interactions", user_E, item_E, time_E, day_E)
     _write_vectors(rng, folder / "item_embeddings.parquet", topic_IT, dim=dim)
-
-
-def _active_users(rng: np.random.Generator, *, num_users: int, num_events: int) -> NDArray[np.int64]:
-    """Draw a user for each event. Users differ in how active they are."""
-    activity_U = rng.gamma(1.5, size=num_users) + 0.1
-    return rng.choice(num_users, num_events, p=activity_U / activity_U.sum())
 
 
 def _topics_of_events(

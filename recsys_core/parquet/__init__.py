@@ -5,7 +5,7 @@ Modules for other packages:
 - `sources`: `open_sources` finds files and checks their footers; a `Source` is one such file.
 - `columns`: the types of columns and ids, checked in all files of a table.
 - `guards`: `check_expansion` rejects decompression bombs; `verify_pages` rejects damaged files.
-- `local_copies`: `local_files` gives a local file for each source, local or remote.
+- `local_copies`: `local_files` gives a local file for each source, local or remote; `read_batches` streams such a file.
 - `duckdb_session`: a bounded DuckDB `database`, and SQL for scanning files.
 
 `locations` and `footers` are internal.

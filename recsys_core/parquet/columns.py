@@ -1,7 +1,7 @@
 """Checks of the columns of input files: a column exists, and has the same type in all files of a table."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -58,21 +58,32 @@ def value_type(data_type: pa.DataType) -> pa.DataType:
     return data_type.value_type if pa.types.is_dictionary(data_type) else data_type
 
 
-def require_same_types(sources: Sequence[Source], columns: Sequence[str]) -> None:
-    """Raise InputError if a column is, for example, an integer in one file and a string in another.
+def require_same_types(
+    sources: Sequence[Source],
+    column: str,
+    *,
+    setting: str,
+    family: Callable[[pa.DataType], str] | None = None,
+) -> pa.DataType:
+    """Return the type of `column` in the first file.
 
-    The widths of numbers and the units of times may differ.
+    Args:
+        family: returns the name of the group of types that may differ between files. By default, the widths of numbers and
+            the units of times may differ.
+
+    Raises:
+        InputError: the column has a type of another family in another file, for example an integer and a string.
     """
-    first_source = sources[0]
-    for column in columns:
-        first_type = require_column(first_source, column, setting="columns")
-        for source in sources:
-            data_type = require_column(source, column, setting="columns")
-            if _type_family(data_type) != _type_family(first_type):
-                raise InputError(
-                    f"{source.name}: column {column!r} is {data_type}, but {first_type} in {first_source.name}; "
-                    "write one type in all files"
-                )
+    family = family or _type_family
+    first_type = require_column(sources[0], column, setting=setting)
+    for source in sources[1:]:
+        data_type = require_column(source, column, setting=setting)
+        if family(data_type) != family(first_type):
+            raise InputError(
+                f"{source.name}: column {column!r} is {data_type}, but {first_type} in {sources[0].name}; "
+                "write one type in all files"
+            )
+    return first_type
 
 
 def _type_family(data_type: pa.DataType) -> str:
@@ -111,17 +122,12 @@ def id_type(sources: Sequence[Source], column: str, *, setting: str) -> IdType:
     Raises:
         InputError: a file has ids of another type, or the type differs between files.
     """
-    first_source = sources[0]
-    id_type_by_source = {source: _id_type_of_file(source, column, setting=setting) for source in sources}
-    first_id_type = id_type_by_source[first_source]
-    for source, source_id_type in id_type_by_source.items():
-        require_one_type(
-            source_id_type,
-            subject=f"{source.name}: column {column!r}",
-            other_type=first_id_type,
-            other_subject=f"column {column!r} of {first_source.name}",
-        )
-    return first_id_type
+    for source in sources:
+        data_type = require_column(source, column, setting=setting)
+        if not (pa.types.is_integer(value_type(data_type)) or is_text(value_type(data_type))):
+            raise InputError(f"{source.name}: column {column!r} is {data_type}, but ids are integers or strings; cast it")
+    first_type = require_same_types(sources, column, setting=setting)
+    return "int64" if pa.types.is_integer(value_type(first_type)) else "string"
 
 
 def require_one_type(data_type: str | None, *, subject: str, other_type: str | None, other_subject: str) -> None:
@@ -144,12 +150,3 @@ def require_unambiguous_case(source: Source, columns: Sequence[str]) -> None:
         case_variants = [name for name in source.schema.names if name.lower() == column.lower()]
         if len(case_variants) > 1:
             raise InputError(f"{source.name}: columns {case_variants} differ by case alone; rename all but {column!r}")
-
-
-def _id_type_of_file(source: Source, column: str, *, setting: str) -> IdType:
-    data_type = require_column(source, column, setting=setting)
-    if pa.types.is_integer(value_type(data_type)):
-        return "int64"
-    if is_text(value_type(data_type)):
-        return "string"
-    raise InputError(f"{source.name}: column {column!r} is {data_type}, but ids are integers or strings; cast it")

@@ -55,6 +55,12 @@ def database(
         raise InputError(f"{subject}: {message}") from error
 
 
+def fetch_count(connection: duckdb.DuckDBPyConnection, query: str) -> int:
+    """Return the single number that `query` selects."""
+    ((count,),) = connection.sql(query).fetchall()
+    return int(count)
+
+
 def quoted(text: str, *, quote: str = '"') -> str:
     """Quote `text` as an SQL identifier in double quotes, or as an SQL string in single quotes.
 

@@ -1,26 +1,29 @@
-"""Local copies of the needed columns of remote parquet files. An interrupted copy resumes after a network failure."""
+"""Local copies of the needed columns of remote parquet files, and batches of local files, streamed page by page."""
 
-import errno
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from recsys_core.disk import disk_full_error, is_disk_full, require_free_space
 from recsys_core.errors import InputError, first_line
-from recsys_core.parquet.footers import Footer
-from recsys_core.parquet.locations import Location, is_temporary_error, retrying
+from recsys_core.parquet.duckdb_session import quoted, scan_sql
+from recsys_core.parquet.locations import is_temporary_error, retrying
 from recsys_core.parquet.sources import Source
 
 _BATCH_ROWS = 65_536
 _BUFFER_BYTES = 256 * 1024 * 1024
+_PAGE_BUFFER_BYTES = 256 * 1024
 
 
-@contextmanager
+@contextlib.contextmanager
 def local_files(sources: Sequence[Source], *, columns: Sequence[str], scratch_folder: Path) -> Iterator[list[Path]]:
     """Yield a local parquet file for each source, with at least `columns` and the rows in the same order.
 
@@ -47,74 +50,96 @@ def _copy_columns(source: Source, columns: Sequence[str], copy_path: Path) -> Pa
 
     The memory is bounded by the larger of two sizes: a batch of 65,536 rows, and 256 MiB of compressed pages.
     """
-    columns_in_file = [name for name in dict.fromkeys(columns) if name in source.schema.names]
+    footer = source.footer
     # If all columns are hive keys, the first column of the file is copied, because the copy needs the same number of rows.
-    resumable_copy = _ResumableCopy(
-        source.location, source.footer, columns=columns_in_file or source.schema.names[:1], copy_path=copy_path
-    )
-    free_bytes = shutil.disk_usage(copy_path.parent).free
-    if resumable_copy.compressed_bytes > free_bytes:
-        raise _disk_full_error(source, copy_path, needed_bytes=resumable_copy.compressed_bytes, free_bytes=free_bytes)
+    columns_in_file = [name for name in dict.fromkeys(columns) if name in source.schema.names] or source.schema.names[:1]
+    bytes_per_group = footer.compressed_bytes[:, footer.leaf_indices_of(columns_in_file)].sum(axis=1)
+    needed_bytes = int(bytes_per_group.sum())
+    # A small row group is fetched in one request; a large one streams through a buffer per column.
+    fetch_options: dict[str, Any] = {"pre_buffer": True}
+    if bytes_per_group.max(initial=0) > _BUFFER_BYTES:
+        buffer_bytes = max(64 * 1024, min(8 * 1024 * 1024, _BUFFER_BYTES // len(columns_in_file)))
+        fetch_options = {"pre_buffer": False, "buffer_size": buffer_bytes}
+
+    def copy() -> None:
+        with pq.ParquetFile(
+            source.location.path,
+            filesystem=source.location.filesystem,
+            metadata=footer.metadata,
+            page_checksum_verification=True,
+            **fetch_options,
+        ) as file:
+            schema = pa.schema([file.schema_arrow.field(column) for column in columns_in_file])
+            with pq.ParquetWriter(copy_path, schema) as writer:
+                for group_index in range(file.num_row_groups):
+                    for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group_index], columns=columns_in_file):
+                        writer.write_batch(batch.select(columns_in_file))
+
+    require_free_space(copy_path.parent, needed_bytes, subject=f"the copy of {source.name}")
     try:
-        retrying(resumable_copy.resume)
-        resumable_copy.close()
+        retrying(copy)
     except (pa.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            free_bytes = shutil.disk_usage(copy_path.parent).free
-            raise _disk_full_error(
-                source, copy_path, needed_bytes=resumable_copy.compressed_bytes, free_bytes=free_bytes
-            ) from error
+        if is_disk_full(error):
+            raise disk_full_error(copy_path.parent, reason=f"the copy of {source.name} does not fit") from error
         problem = "the store stopped answering" if is_temporary_error(error) else "damaged, or not readable"
-        raise InputError(f"{source.name}: {problem}, at row {resumable_copy.num_copied_rows:,}: {first_line(error)}") from error
+        raise InputError(f"{source.name}: {problem}: {first_line(error)}") from error
     return copy_path
 
 
-def _disk_full_error(source: Source, copy_path: Path, *, needed_bytes: int, free_bytes: int) -> InputError:
-    return InputError(
-        f"{source.name}: its copy needs about {needed_bytes:,} bytes in {copy_path.parent}, where {free_bytes:,} are free; "
-        "free some space, or move the workspace"
-    )
+def read_batches(
+    source: Source, path: Path, *, columns: Sequence[str], batch_rows: int, row_groups: Sequence[int] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """Yield the non-empty batches of a file.
+
+    Args:
+        path: local file with the content of `source`.
+        row_groups: None for all row groups.
+
+    Raises:
+        InputError: the data is damaged, or has another number of rows than the footer declares.
+    """
+    num_rows = 0
+    try:
+        # By default, pyarrow would hold whole column chunks in memory.
+        with pq.ParquetFile(path, pre_buffer=False, buffer_size=_PAGE_BUFFER_BYTES, page_checksum_verification=True) as file:
+            group_indexes = list(range(file.num_row_groups) if row_groups is None else row_groups)
+            expected_rows = source.record.rows
+            if row_groups is not None:
+                expected_rows = sum(file.metadata.row_group(index).num_rows for index in group_indexes)
+            for batch in file.iter_batches(batch_rows, row_groups=group_indexes, columns=list(columns), use_threads=False):
+                num_rows += batch.num_rows
+                if batch.num_rows:
+                    yield batch
+    except (pa.ArrowException, OSError) as error:
+        for column in columns:
+            _reject_null_of_fixed_size(source, path, column)
+        raise InputError(f"{source.name}: damaged: {first_line(error)}; write it again") from error
+    if num_rows != expected_rows:
+        raise InputError(
+            f"{source.name}: damaged: the footer declares {expected_rows:,} rows, but the file has {num_rows:,}; write it again"
+        )
 
 
-class _ResumableCopy:
-    """A copy that counts the rows it has written, so that a retry continues after these rows."""
+def decode_ahead(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield the same batches. A thread decodes the next batch while the caller works on the current batch."""
+    with ThreadPoolExecutor(1, thread_name_prefix="decoder") as decoder:
+        next_batch = decoder.submit(next, batches, None)
+        while (batch := next_batch.result()) is not None:
+            next_batch = decoder.submit(next, batches, None)
+            yield batch
 
-    def __init__(self, location: Location, footer: Footer, *, columns: Sequence[str], copy_path: Path) -> None:
-        self._location, self._footer, self._columns, self._copy_path = location, footer, list(columns), copy_path
-        self._writer: pq.ParquetWriter | None = None
-        self._group_index, self._num_rows_in_group = 0, 0
-        self.num_copied_rows = 0
-        bytes_per_group = footer.compressed_bytes[:, footer.leaf_indices_of(self._columns)].sum(axis=1)
-        self.compressed_bytes = int(bytes_per_group.sum())
-        # A small row group is fetched in one request; a large one streams through a buffer per column.
-        self._fetch_options: dict[str, Any] = {"pre_buffer": True}
-        if bytes_per_group.max(initial=0) > _BUFFER_BYTES:
-            buffer_bytes = max(64 * 1024, min(8 * 1024 * 1024, _BUFFER_BYTES // max(1, len(self._columns))))
-            self._fetch_options = {"pre_buffer": False, "buffer_size": buffer_bytes}
 
-    def resume(self) -> None:
-        """Copy the rows that are not in the copy yet."""
-        with pq.ParquetFile(
-            self._location.path,
-            filesystem=self._location.filesystem,
-            metadata=self._footer.metadata,
-            page_checksum_verification=True,
-            **self._fetch_options,
-        ) as file:
-            if self._writer is None:
-                schema = pa.schema([file.schema_arrow.field(column) for column in self._columns])
-                self._writer = pq.ParquetWriter(self._copy_path, schema)
-            while self._group_index < file.num_row_groups:
-                num_rows_to_skip = self._num_rows_in_group
-                for batch in file.iter_batches(_BATCH_ROWS, row_groups=[self._group_index], columns=self._columns):
-                    new_rows = batch.slice(min(num_rows_to_skip, batch.num_rows))
-                    num_rows_to_skip -= batch.num_rows - new_rows.num_rows
-                    if new_rows.num_rows:
-                        self._writer.write_batch(new_rows.select(self._columns))
-                        self._num_rows_in_group += new_rows.num_rows
-                        self.num_copied_rows += new_rows.num_rows
-                self._group_index, self._num_rows_in_group = self._group_index + 1, 0
-
-    def close(self) -> None:
-        assert self._writer is not None, "resume() opens the writer"
-        self._writer.close()
+def _reject_null_of_fixed_size(source: Source, path: Path, column: str) -> None:
+    """Raise InputError for a null in a column of fixed-size lists. Pyarrow cannot read such a null."""
+    if not pa.types.is_fixed_size_list(source.schema.field(column).type):
+        return
+    rows_sql = scan_sql(path, options_sql="file_row_number = true")
+    query = f"SELECT min(file_row_number), count(*) FROM {rows_sql} WHERE {quoted(column)} IS NULL"
+    with duckdb.connect() as connection, contextlib.suppress(duckdb.Error):
+        first_row, num_nulls = connection.execute(query).fetchall()[0]
+        if num_nulls:
+            raise InputError(
+                f"{source.name}: column {column!r}, row {first_row}: the vector is null ({num_nulls:,} of "
+                f"{source.record.rows:,} rows); fix these rows, or write the column as a list of "
+                "variable size, whose null rows can be dropped"
+            )

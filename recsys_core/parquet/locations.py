@@ -76,8 +76,6 @@ def find_files(pattern: str, *, setting: str, allowed_data_root: Path | None = N
     filesystem = pafs.LocalFileSystem()
     for path in paths:
         name = printable(path)
-        if not _is_utf8(path):
-            raise InputError(f"{setting}: {name}: the name of the file is not UTF-8; rename it")
         resolved_path = Path(path).resolve()
         if resolved_root is not None and not resolved_path.is_relative_to(resolved_root):
             raise InputError(
@@ -121,8 +119,6 @@ def connect(uri: str, *, setting: str) -> tuple[pafs.FileSystem, str, str]:
 
 
 def _find_local_paths(pattern: str, *, shown_pattern: str, setting: str) -> list[str]:
-    if "\0" in pattern:
-        raise InputError(f"{setting}: {shown_pattern}: a path must not contain NUL")
     try:
         return _match_local_paths(pattern, shown_pattern=shown_pattern, setting=setting)
     except OSError as error:  # the name is too long, or a folder is not accessible
@@ -260,14 +256,6 @@ def _includes_hidden_files(pattern_components: Sequence[str]) -> bool:
 def _is_skipped(path: str, *, base_folder: str) -> bool:
     """Return whether folders and globs skip `path`, because a component below `base_folder` is hidden."""
     return any(component[0] in "_." and component not in (".", "..") for component in _path_components(path, base_folder))
-
-
-def _is_utf8(path: str) -> bool:
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def retrying(call: Callable[[], T]) -> T:

@@ -123,15 +123,16 @@ def open_own_file(path: Path) -> Source:
 
 
 def check_distinct_files(locations: Sequence[Location], *, setting: str) -> None:
-    """Raise InputError if two of the `locations` are the same local file: through a link, or by two spellings of its path."""
-    name_by_inode: dict[tuple[int, int], str] = {}
+    """Raise InputError if two of the `locations` are the same file, also through a link or another spelling of its path."""
+    name_by_file: dict[tuple[int, int] | str, str] = {}
     for location in locations:
-        other_name = location.name if location.inode is None else name_by_inode.setdefault(location.inode, location.name)
-        if other_name != location.name:
+        file_key = location.inode or location.name
+        if file_key in name_by_file:
             raise InputError(
-                f"{setting}: {location.name}: is the same file as {other_name}, through a link or another spelling of its "
-                "path, and its rows would count twice; list it once, or remove the link"
+                f"{setting}: {location.name}: is the same file as {name_by_file[file_key]}, through a link or another spelling "
+                "of its path, and its rows would count twice; list it once, or remove the link"
             )
+        name_by_file[file_key] = location.name
 
 
 def reject_copies(sources: Sequence[Source], *, setting: str) -> None:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from recsys_core.data_report.config import DataReportConfig
 from recsys_core.errors import DataRejectedError
 from recsys_core.imports import fast_imports
+from recsys_core.ingest import InputConfig
 from recsys_core.ingest.features import ingest as features_core
-from recsys_core.ingest.inputs import InputConfig
 from recsys_core.ingest.log import ingest as interactions_core
 from recsys_core.ingest.log.config import Split
 from recsys_core.ingest.vectors import ingest as embeddings_core

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from recsys_core.disk import allocate_npy
 from recsys_core.ingest.features.config import FeatureConfig
 from recsys_core.manifests import FeatureFacts, IdType
+from recsys_core.parquet.duckdb_session import fetch_count
 
 BATCH_ROWS = 1_000_000
 
@@ -68,7 +69,7 @@ class FeatureColumn:
 
     def fetch_count(self, query: str) -> int:
         """Return the single number that `query` selects."""
-        return int(self.connection.sql(query).fetchall()[0][0])
+        return fetch_count(self.connection, query)
 
     def allocate(self, array_name: str, *, dtype: type[np.generic], length: int) -> NDArray[Any]:
         """Return a new memory-mapped array of the feature, filled with zeros."""

@@ -1,4 +1,4 @@
-"""Stage `features`: features of users, items and events as rows of embedding tables, in the order of the catalogue."""
+"""Stage `ingest_features`: features of users, items and events as rows of embedding tables, in the order of the catalogue."""
 
 import shutil
 from collections.abc import Iterator

@@ -1,12 +1,13 @@
 """Sources of feature values: the feature tables of users and items, and the context columns of the events.
 
-A source creates DuckDB's table `joined`, which FeatureColumn describes. All features are then encoded in the same way.
+A source checks its rows and creates DuckDB's table `joined`, which FeatureColumn describes. All features are then encoded in
+the same way.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import duckdb
 import numpy as np
@@ -16,30 +17,13 @@ import pyarrow.parquet as pq
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.layout import vocabulary_file
 from recsys_core.errors import InputError
-from recsys_core.ingest.features.checks import reject_bad_table
 from recsys_core.ingest.features.feature_column import BATCH_ROWS
 from recsys_core.ingest.features.feature_schema import FeatureTable
+from recsys_core.ingest.row_checks import FIX_ROWS, BadRow, RowCheck, first_bad_row, reject_bad_rows
 from recsys_core.manifests import FeatureTableFacts, InteractionsManifest
 from recsys_core.parquet.duckdb_session import SQL_TYPE, quoted, scan_all_sql, scan_sql
 from recsys_core.parquet.local_copies import local_files
-
-
-class FeatureSource(Protocol):
-    """The feature values of one side: user, item or context."""
-
-    counted_row_sql: ClassVar[str]
-    """SQL condition on the rows of `joined`; values in the other rows do not count for the vocabulary."""
-
-    @property
-    def table(self) -> FeatureTable:
-        """The files and features of the side."""
-
-    @property
-    def num_rows(self) -> int:
-        """Number of users, items or events."""
-
-    def load(self, connection: duckdb.DuckDBPyConnection, *, scratch_folder: Path) -> FeatureTableFacts | None:
-        """Create table `joined`; return the facts of a feature table. Raise InputError for an unusable row."""
+from recsys_core.units import FLOAT32_MAX, INT64_MAX
 
 
 @dataclass(frozen=True)
@@ -47,8 +31,10 @@ class TableSource:
     """A feature table of users or items. Its rows are joined with the ids of the catalogue."""
 
     counted_row_sql: ClassVar[str] = "TRUE"
+    """SQL condition on the rows of `joined`; values in the other rows do not count for the vocabulary."""
     table: FeatureTable
     num_rows: int
+    """Number of users or items."""
     catalogue_path: Path
     """Parquet file with the ids of the users or items, in the order of their rows."""
 
@@ -57,7 +43,7 @@ class TableSource:
         table = self.table
         assert table.id_column is not None and table.id_type is not None
         with local_files(table.sources, columns=table.columns, scratch_folder=scratch_folder) as paths:
-            reject_bad_table(connection, table, paths=paths)
+            _reject_bad_table(connection, table, paths=paths)
             catalogue_sql = scan_sql(self.catalogue_path, options_sql="file_row_number = true")
             connection.execute(
                 "CREATE TABLE joined AS "
@@ -86,17 +72,21 @@ class ContextSource:
     counted_row_sql: ClassVar[str] = "in_training"  # validation and test events do not count for a vocabulary
     table: FeatureTable
     num_rows: int
+    """Number of events."""
     events: EventStore
 
     def load(self, connection: duckdb.DuckDBPyConnection, *, scratch_folder: Path) -> None:
         """Create table `joined` with the context columns of every event."""
         paths = [source.path for source in self.table.sources]
-        reject_bad_table(connection, self.table, paths=paths)
+        _reject_bad_table(connection, self.table, paths=paths)
         connection.register("events", _read_events(paths[0], columns=self.table.columns, events=self.events))
         connection.execute(
             'CREATE TABLE joined AS SELECT "nightjar row" AS row, "nightjar in_training" AS in_training, '
             f"{_value_columns_sql(self.table)} FROM events"
         )
+
+
+FeatureSource = TableSource | ContextSource
 
 
 def feature_sources(tables: Sequence[FeatureTable], interactions: InteractionsManifest) -> Iterator[FeatureSource]:
@@ -140,3 +130,84 @@ def _read_events(path: Path, *, columns: Sequence[str], events: EventStore) -> p
             start_event = stop_event
 
     return pa.RecordBatchReader.from_batches(schema, batches())
+
+
+def _reject_bad_table(connection: duckdb.DuckDBPyConnection, table: FeatureTable, *, paths: Sequence[Path]) -> None:
+    """Raise InputError for the first bad row of a feature table. Duplicate ids are checked last.
+
+    Args:
+        paths: a local file for each source of the table.
+    """
+    checks = list(_row_checks(table))
+    if checks:
+        counts_sql = ", ".join(f"count(*) FILTER ({check.failure_sql})" for check in checks)
+        any_failure_sql = " OR ".join(f"coalesce({check.failure_sql}, false)" for check in checks)
+        query = f"SELECT count(*) FILTER ({any_failure_sql}), {counts_sql} FROM {scan_all_sql(paths)}"
+        ((num_bad, *check_counts),) = connection.sql(query).fetchall()
+        _reject_failures(connection, table, checks, check_counts, num_bad=num_bad, paths=paths)
+    if table.id_column is not None:
+        column_sql = quoted(table.id_column)
+        duplicates_sql = (
+            f"SELECT {column_sql} AS id, count(*) AS rows FROM {scan_all_sql(paths)} GROUP BY 1 HAVING count(*) > 1"
+        )
+        ((num_bad,),) = connection.sql(f"SELECT coalesce(sum(rows), 0)::BIGINT FROM ({duplicates_sql})").fetchall()
+        is_duplicate_sql = f"{column_sql} IN (SELECT id FROM ({duplicates_sql}))"
+        check = RowCheck(table.id_column, "the id of more than one row", is_duplicate_sql, "keep one row for each id")
+        _reject_failures(connection, table, [check], [num_bad], num_bad=num_bad, paths=paths)
+
+
+def _reject_failures(
+    connection: duckdb.DuckDBPyConnection,
+    table: FeatureTable,
+    checks: Sequence[RowCheck],
+    check_counts: Sequence[int],
+    *,
+    num_bad: int,
+    paths: Sequence[Path],
+) -> None:
+    def find_first() -> BadRow:
+        for source, path in zip(table.sources, paths, strict=True):
+            # Not DuckDB's file_row_number, because the file may have a column of this name.
+            rows_sql = f'(SELECT row_number() OVER () - 1 AS "nightjar row", * FROM {scan_all_sql([path])})'
+            bad_row = first_bad_row(connection, checks, rows_sql=rows_sql, row_sql='"nightjar row"', source=source)
+            if bad_row is not None:
+                return bad_row
+        raise AssertionError(f"{table.setting}: {num_bad} bad rows were counted, but none is in the files")
+
+    reject_bad_rows(
+        {check.name: count for check, count in zip(checks, check_counts, strict=True)},
+        num_bad=num_bad,
+        num_rows=sum(source.record.rows for source in table.sources),
+        policy=None,
+        find_first=find_first,
+    )
+
+
+def _row_checks(table: FeatureTable) -> Iterator[RowCheck]:
+    if table.id_column is not None:
+        column_sql = quoted(table.id_column)
+        yield RowCheck(table.id_column, "null", f"{column_sql} IS NULL", "drop these rows")
+        if table.id_type == "int64":
+            yield RowCheck(table.id_column, "too large for int64", f"{column_sql} > {INT64_MAX}", "write the ids as strings")
+    for feature in table.features:
+        column_sql = quoted(feature.source_column)
+        if table.value_type_by_feature.get(feature.name) == "int64":
+            is_too_large_sql = f"{column_sql} > {INT64_MAX}"
+            if feature.is_list:
+                is_too_large_sql = f"len(list_filter({column_sql}, lambda x: x > {INT64_MAX})) > 0"
+            yield RowCheck(feature.source_column, "too large for int64", is_too_large_sql, "write the values as strings")
+        if feature.weight_column is not None:
+            weight_sql = quoted(feature.weight_column)
+            yield RowCheck(
+                feature.weight_column,
+                f"not as long as the list in {feature.source_column!r}",
+                f"coalesce(len({column_sql}), 0) <> coalesce(len({weight_sql}), 0)",
+                "write one weight for each value",
+            )
+            # DuckDB orders NaN above all numbers, so the comparison with FLOAT32_MAX also finds NaN.
+            yield RowCheck(
+                feature.weight_column,
+                "a list with a weight that is null, negative, or not finite in float32",
+                f"len(list_filter({weight_sql}, lambda x: x IS NULL OR x < 0 OR x > {FLOAT32_MAX})) > 0",
+                FIX_ROWS,
+            )

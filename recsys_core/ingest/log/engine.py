@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import pyarrow as pa
@@ -79,6 +79,23 @@ class Vocabulary:
 class LogEngine(Protocol):
     """One ingest of the log. The methods are called in this order, once or once for each `side`: user, then item."""
 
+    @classmethod
+    def open(
+        cls,
+        config: InteractionsConfig,
+        *,
+        id_types: Mapping[str, IdType],
+        continued_run: InteractionsManifest | None,
+        spill_folder: Path,
+    ) -> AbstractContextManager[Self]:
+        """Open the engine for one ingest.
+
+        Args:
+            id_types: type of the ids by side.
+            continued_run: the previous run, whose codes and rows are continued; None to start with empty vocabularies.
+            spill_folder: folder for temporary files.
+        """
+
     @property
     def version(self) -> str:
         """Name and version of the engine. A part of another version is not reused."""
@@ -118,23 +135,3 @@ class LogEngine(Protocol):
 
     def write_codes(self, side: str, path: Path) -> None:
         """Write every id ever read to a parquet file: columns `id` and `row`, in the order of the codes."""
-
-
-class OpenEngine(Protocol):
-    """Function that opens an engine for one ingest."""
-
-    def __call__(
-        self,
-        config: InteractionsConfig,
-        *,
-        id_types: Mapping[str, IdType],
-        continued_run: InteractionsManifest | None,
-        spill_folder: Path,
-    ) -> AbstractContextManager[LogEngine]:
-        """Open the engine.
-
-        Args:
-            id_types: type of the ids by side.
-            continued_run: the previous run, whose codes and rows are continued; None to start with empty vocabularies.
-            spill_folder: folder for temporary files.
-        """

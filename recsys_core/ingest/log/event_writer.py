@@ -4,9 +4,8 @@ E is the number of events of a batch, S the number of splits.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import pyarrow as pa
@@ -50,12 +49,18 @@ class EventWriter:
                 self._output_folder / array_file("event_weight"), dtype=np.float32, shape=(num_events,)
             )
         start_event = 0
-        with _ContextWriter(self._output_folder / CONTEXT_FILE, self._config.context_columns) as context_writer:
+        with ExitStack() as stack:
+            context_writer: pq.ParquetWriter | None = None
             for batch in _merge_batches(batches):
                 for column_name, array in array_by_column.items():
                     array[start_event : start_event + batch.num_rows] = batch.column(column_name).to_numpy()
                 self._count_events(batch)
-                context_writer.write(batch)
+                if context_columns := self._config.context_columns:
+                    context = pa.table({name: batch.column(f"context_{index}") for index, name in enumerate(context_columns)})
+                    if context_writer is None:
+                        context_path = self._output_folder / CONTEXT_FILE
+                        context_writer = stack.enter_context(pq.ParquetWriter(context_path, context.schema))
+                    context_writer.write_table(context)
                 start_event += batch.num_rows
         assert start_event == num_events, f"{num_events} events were announced, but the batches have {start_event}"
 
@@ -122,29 +127,3 @@ def _merge_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch
             small_batches = []
     if small_batches:
         yield pa.concat_batches(small_batches)
-
-
-class _ContextWriter:
-    """Writer of context.parquet: the unchanged context columns, one row per event. Without context columns there is no file."""
-
-    def __init__(self, path: Path, column_names: tuple[str, ...]) -> None:
-        self._path, self._column_names = path, column_names
-        self._writer: pq.ParquetWriter | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def write(self, batch: pa.RecordBatch) -> None:
-        """Append the context columns of `batch`."""
-        if not self._column_names:
-            return
-        table = pa.table(
-            {column_name: batch.column(f"context_{index}") for index, column_name in enumerate(self._column_names)}
-        )
-        if self._writer is None:
-            self._writer = pq.ParquetWriter(self._path, table.schema)
-        self._writer.write_table(table)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self._writer is not None:
-            self._writer.close()

@@ -1,4 +1,4 @@
-"""Stage `interactions`: vocabularies and a CSR event store from the parquet log, out of core."""
+"""Stage `ingest_interactions`: vocabularies and a CSR event store from the parquet log, out of core."""
 
 import shutil
 from pathlib import Path
@@ -8,7 +8,7 @@ from recsys_core.dataset.layout import codes_file
 from recsys_core.errors import InputError
 from recsys_core.ingest.log.config import SPLITS, InteractionsConfig
 from recsys_core.ingest.log.duckdb_engine.engine import DuckdbEngine
-from recsys_core.ingest.log.engine import LogEngine, OpenEngine
+from recsys_core.ingest.log.engine import LogEngine
 from recsys_core.ingest.log.event_writer import EventWriter
 from recsys_core.ingest.log.incremental import gather_parts
 from recsys_core.ingest.log.log_schema import InteractionsInput, open_interactions
@@ -24,7 +24,7 @@ def ingest_interactions(
     folder: Path,
     previous: InteractionsManifest | None = None,
     allowed_data_root: Path | None = None,
-    open_engine: OpenEngine = DuckdbEngine.open,
+    engine_class: type[LogEngine] = DuckdbEngine,
 ) -> InteractionsManifest:
     """Write the vocabularies and the event store that InteractionsManifest describes.
 
@@ -35,7 +35,6 @@ def ingest_interactions(
         embeddings: pretrained vectors. An item with a vector is in the catalogue even without an event.
         previous: manifest of the previous run. Unless a rebuild is due, ids keep their rows, and only new files are read.
         allowed_data_root: folder that has to contain every input file.
-        open_engine: opens the engine.
 
     Raises:
         InputError: bad rows (see config.on_bad_rows), ids of another type than the ids of the vectors, vectors that
@@ -54,7 +53,7 @@ def ingest_interactions(
     with stage.writing() as output_folder:
         spill_folder = output_folder / "spill"
         id_types = {"user": log.user_id_type, "item": log.item_id_type}
-        with open_engine(config, id_types=id_types, continued_run=continued_run, spill_folder=spill_folder) as engine:
+        with engine_class.open(config, id_types=id_types, continued_run=continued_run, spill_folder=spill_folder) as engine:
             manifest_fields = _write_store(engine, config, log, embeddings, output_folder, continued_run=continued_run)
         shutil.rmtree(spill_folder, ignore_errors=True)
         return stage.commit(

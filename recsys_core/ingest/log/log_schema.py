@@ -35,11 +35,7 @@ class InteractionsInput:
 
 
 def open_interactions(config: InteractionsConfig, *, allowed_data_root: Path | None = None) -> InteractionsInput:
-    """Open the files of the log. Raise InputError for a missing, invalid or copied file, or an unsuitable column.
-
-    Args:
-        allowed_data_root: folder that has to contain every file.
-    """
+    """Open the files of the log. Raise InputError for a missing, invalid or copied file, or an unsuitable column."""
     sources_by_split = {"train": open_sources(config.paths, setting="interactions.paths", allowed_data_root=allowed_data_root)}
     if isinstance(config.split, FileSplit):
         if config.split.validation_paths is not None:
@@ -52,7 +48,8 @@ def open_interactions(config: InteractionsConfig, *, allowed_data_root: Path | N
             config.split.test_paths, setting="interactions.split.test_paths", allowed_data_root=allowed_data_root
         )
     all_sources = tuple(source for sources in sources_by_split.values() for source in sources)
-    _require_distinct_files(sources_by_split)
+    locations = [source.location for source in all_sources]
+    check_distinct_files(locations, setting=f"interactions, {' and '.join(sources_by_split)}")
     for sources in sources_by_split.values():
         reject_copies(sources, setting="interactions")
     user_id_type = id_type(all_sources, config.user_column, setting="interactions.user_column")
@@ -62,7 +59,8 @@ def open_interactions(config: InteractionsConfig, *, allowed_data_root: Path | N
     for source in all_sources:
         _check_column_names(source, config)
         _check_number_columns(source, config)
-    require_same_types(all_sources, config.context_columns)
+    for column in config.context_columns:
+        require_same_types(all_sources, column, setting="interactions.context_columns")
     check_expansion(
         all_sources,
         columns=config.columns,
@@ -73,31 +71,13 @@ def open_interactions(config: InteractionsConfig, *, allowed_data_root: Path | N
     return InteractionsInput(sources_by_split, user_id_type, item_id_type)
 
 
-def _require_distinct_files(sources_by_split: Mapping[str, Sequence[Source]]) -> None:
-    split_by_file_name: dict[str, str] = {}
-    for split, sources in sources_by_split.items():
-        for source in sources:
-            other_split = split_by_file_name.setdefault(source.name, split)
-            if other_split != split:
-                raise InputError(
-                    f"{source.name}: is in both the {other_split} and the {split} files, so events would be used twice; "
-                    "list the file in one split"
-                )
-    locations = [source.location for sources in sources_by_split.values() for source in sources]
-    check_distinct_files(locations, setting=f"interactions, {' and '.join(sources_by_split)}")
-
-
 def _check_timestamps(sources: Sequence[Source], column: str) -> None:
     """Require one kind of time in all files: DuckDB would convert a mixture with the time zone of this machine, or fail."""
-    first_type = require_column(sources[0], column, setting="interactions.timestamp_column")
     for source in sources:
         data_type = require_column(source, column, setting="interactions.timestamp_column")
         is_time = pa.types.is_timestamp(data_type) or pa.types.is_date(data_type) or pa.types.is_integer(data_type)
         _require_type(is_time, source, column, data_type, "a timestamp, a date or an integer")
-        if _time_family(data_type) != _time_family(first_type):
-            raise InputError(
-                f"{source.name}: column {column!r} is {data_type}, but {first_type} in {sources[0].name}; write one type"
-            )
+    require_same_types(sources, column, setting="interactions.timestamp_column", family=_time_family)
 
 
 def _time_family(data_type: pa.DataType) -> str:

@@ -1,6 +1,7 @@
 """Statistics of the log's files and columns, and the errors that they cause. The counts come from a LogEngine."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 
@@ -104,11 +105,7 @@ def reject_unusable_log(config: InteractionsConfig, counts: LogCounts, *, first_
 
 def bad_row_counts(parts: Sequence[LogPart], log: InteractionsInput) -> dict[str, int]:
     """Return the number of dropped rows by check. A check is named `<column>: <reason>`."""
-    num_bad_by_check: dict[str, int] = {}
-    for ingested_file in current_files(parts, log):
-        for check_name, count in ingested_file.bad_rows.items():
-            num_bad_by_check[check_name] = num_bad_by_check.get(check_name, 0) + count
-    return num_bad_by_check
+    return sum((Counter(ingested_file.bad_rows) for ingested_file in current_files(parts, log)), Counter())
 
 
 def column_statistics(

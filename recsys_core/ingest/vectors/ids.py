@@ -2,12 +2,12 @@
 
 An entry is one item of the config list `embeddings`. Its rows are numbered from 0, continuously over all its files.
 
-Shapes: N rows of a batch, X rows with the same fault.
+Shapes: N rows of a batch, R rows of an entry, X rows to remove.
 """
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import duckdb
 import numpy as np
@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from recsys_core.errors import InputError, shown
-from recsys_core.ingest.vectors.batches import read_batches
-from recsys_core.ingest.vectors.row_faults import Fault, FaultyRows, RowFaults, locate
+from recsys_core.ingest.vectors.row_faults import Fault, FaultCodes, id_problem, locate, mark_faults
 from recsys_core.ingest.vectors.vector_schema import VectorFiles
 from recsys_core.manifests import IdType
-from recsys_core.parquet.duckdb_session import SQL_TYPE
+from recsys_core.parquet.duckdb_session import SQL_TYPE, fetch_count
+from recsys_core.parquet.local_copies import read_batches
 from recsys_core.parquet.sources import Source
 from recsys_core.units import INT64_MAX
 
@@ -43,32 +43,29 @@ class TableIds:
 
     def count_ids(self) -> int:
         """Return the number of ids in table `table_ids`."""
-        return self._fetch_count("SELECT count(*) FROM table_ids")
+        return fetch_count(self._connection, "SELECT count(*) FROM table_ids")
 
-    def read_entry(self, files: VectorFiles, *, paths: Sequence[Path]) -> RowFaults:
-        """Read the usable ids of an entry; return the rows without a usable id.
+    def read_entry(self, entry: VectorFiles, *, paths: Sequence[Path], fault_code_R: FaultCodes) -> None:
+        """Read the usable ids of an entry, and mark the rows without a usable id.
 
         Args:
-            paths: a local file for each of files.sources.
+            paths: a local file for each of entry.sources.
         """
-        self._run(f"CREATE OR REPLACE TABLE entry_ids (row BIGINT, id {SQL_TYPE[files.source_id_type]})")
-        column, arrow_type = files.config.id_column, ARROW_TYPE[files.source_id_type]
-        faulty_rows: list[FaultyRows] = []
+        self._run(f"CREATE OR REPLACE TABLE entry_ids (row BIGINT, id {SQL_TYPE[entry.source_id_type]})")
+        column, arrow_type = entry.config.id_column, ARROW_TYPE[entry.source_id_type]
         batch_start = 0
-        for source, path in zip(files.sources, paths, strict=True):
+        for source, path in zip(entry.sources, paths, strict=True):
             for batch in read_batches(source, path, columns=[column], batch_rows=BATCH_ROWS):
                 ids = _require_utf8(source, column, batch.column(column))
                 row_N = np.arange(batch_start, batch_start + len(ids))
+                fault_code_N = fault_code_R[batch_start : batch_start + len(ids)]
                 batch_start += len(ids)
-                faulty_rows_of_batch = _faulty_ids(ids, row_N, column=column)
-                if faulty_rows_of_batch:
-                    is_usable_N = ~np.isin(
-                        row_N, np.concatenate([rows_of_fault.row_X for rows_of_fault in faulty_rows_of_batch])
-                    )
+                for fault, is_faulty_N in _id_faults(ids):
+                    mark_faults(fault_code_N, is_faulty_N, fault)
+                if fault_code_N.any():
+                    is_usable_N = fault_code_N == 0
                     row_N, ids = row_N[is_usable_N], ids.filter(pa.array(is_usable_N))
-                    faulty_rows += faulty_rows_of_batch
                 self._insert("entry_ids", pa.record_batch([_int64_arrow(row_N), ids.cast(arrow_type)], names=["row", "id"]))
-        return RowFaults.collect(files.num_rows, [faulty_rows])
 
     def remove(self, row_X: NDArray[np.int64]) -> None:
         """Remove rows from table `entry_ids`."""
@@ -77,56 +74,53 @@ class TableIds:
             self._run("DELETE FROM entry_ids WHERE row IN (SELECT row FROM rows_to_remove)")
             self._connection.unregister("rows_to_remove")
 
-    def find_duplicates(self, files: VectorFiles) -> RowFaults:
-        """Return all rows of the entry whose id is also in an earlier row."""
-        self._run(
-            "CREATE OR REPLACE TEMP TABLE repeated_ids AS "
-            "SELECT id, min(row) AS first_row FROM entry_ids GROUP BY id HAVING count(*) > 1"
-        )
-        duplicates = self._connection.sql(
-            "SELECT row, first_row, id FROM entry_ids JOIN repeated_ids USING (id) WHERE row > first_row ORDER BY row"
+    def mark_duplicates(self, fault_code_R: FaultCodes) -> None:
+        """Mark all rows of the entry whose id is also in an earlier row."""
+        duplicate_rows = self._connection.sql(
+            "SELECT row FROM entry_ids JOIN (SELECT id, min(row) AS first_row FROM entry_ids GROUP BY id HAVING count(*) > 1) "
+            "USING (id) WHERE row > first_row"
         ).to_arrow_table()
-        if not len(duplicates):
-            return RowFaults.collect(files.num_rows, [])
-        file_name, row = locate(files.sources, duplicates["first_row"][0].as_py())
-        problem = f"id {shown(duplicates['id'][0].as_py())} is already in {file_name}, row {row}"
-        duplicate_rows = FaultyRows(Fault.DUPLICATE_ID, duplicates["row"].to_numpy(), files.config.id_column, problem)
-        return RowFaults.collect(files.num_rows, [[duplicate_rows]])
+        fault_code_R[duplicate_rows["row"].to_numpy()] = Fault.DUPLICATE_ID
 
-    def translate(self, files: VectorFiles, *, paths: Sequence[Path]) -> int:
+    def first_row_with_id(self, id_value: Any) -> int:
+        """Return the first row of the entry that has an id."""
+        ((row,),) = self._connection.execute("SELECT min(row) FROM entry_ids WHERE id = ?", [id_value]).fetchall()
+        return int(row)
+
+    def translate(self, entry: VectorFiles, *, paths: Sequence[Path]) -> int:
         """Replace the entry's ids by those of its id map; return the number of ids that the map does not have.
 
         Args:
-            paths: a local file for each of files.id_map_sources.
+            paths: a local file for each of entry.id_map_sources.
 
         Raises:
             InputError: the id map has an unusable id, is not one to one, or has none of the ids.
         """
-        config = files.config.id_map
+        config = entry.config.id_map
         assert config is not None
-        source_sql_type, target_sql_type = SQL_TYPE[files.source_id_type], SQL_TYPE[files.id_type]
+        source_sql_type, target_sql_type = SQL_TYPE[entry.source_id_type], SQL_TYPE[entry.id_type]
         self._run(f"CREATE OR REPLACE TABLE id_map (row BIGINT, source {source_sql_type}, target {target_sql_type})")
-        for batch in _read_id_map(files, paths):
+        for batch in _read_id_map(entry, paths):
             self._insert("id_map", batch)
-        self._require_distinct("source", files, column=config.from_column)
-        self._require_distinct("target", files, column=config.to_column)
-        num_ids = self._fetch_count("SELECT count(*) FROM entry_ids")
+        self._require_distinct("source", entry, column=config.from_column)
+        self._require_distinct("target", entry, column=config.to_column)
+        num_ids = fetch_count(self._connection, "SELECT count(*) FROM entry_ids")
         self._run(
             "CREATE TABLE translated AS SELECT entry_ids.row, target AS id "
             "FROM entry_ids JOIN id_map ON entry_ids.id = source; "
             "DROP TABLE entry_ids; DROP TABLE id_map; ALTER TABLE translated RENAME TO entry_ids"
         )
-        num_translated = self._fetch_count("SELECT count(*) FROM entry_ids")
+        num_translated = fetch_count(self._connection, "SELECT count(*) FROM entry_ids")
         if not num_translated:
             raise InputError(
-                f"{files.id_map_sources[0].name}: column {config.from_column!r} has none of the {num_ids:,} ids of "
-                f"{files.sources[0].name}; check that both use the same ids"
+                f"{entry.id_map_sources[0].name}: column {config.from_column!r} has none of the {num_ids:,} ids of "
+                f"{entry.sources[0].name}; check that both use the same ids"
             )
         return num_ids - num_translated
 
     def add_entry(self, *, entry_index: int) -> int:
         """Add the entry's ids to table `table_ids`; return the number of its ids that an earlier entry has."""
-        num_before, num_entry_ids = self.count_ids(), self._fetch_count("SELECT count(*) FROM entry_ids")
+        num_before, num_entry_ids = self.count_ids(), fetch_count(self._connection, "SELECT count(*) FROM entry_ids")
         self._run(f"INSERT INTO table_ids SELECT {entry_index}, row, id FROM entry_ids ANTI JOIN table_ids USING (id)")
         self._run("DROP TABLE entry_ids")
         return num_entry_ids - (self.count_ids() - num_before)
@@ -145,18 +139,18 @@ class TableIds:
         for batch in self._connection.sql(query).to_arrow_reader(batch_rows):
             yield np.from_dlpack(batch.column("row")).astype(np.int64, copy=False)
 
-    def _require_distinct(self, map_column: Literal["source", "target"], files: VectorFiles, *, column: str) -> None:
+    def _require_distinct(self, map_column: Literal["source", "target"], entry: VectorFiles, *, column: str) -> None:
         """Raise InputError if an id occurs twice in `map_column` of table `id_map`. `column`: its name in the files."""
         repeated_ids = self._connection.sql(
             f"SELECT {map_column}, list(row ORDER BY row)[:2], count(*) OVER () FROM id_map GROUP BY {map_column} "
             "HAVING count(*) > 1 ORDER BY 2 LIMIT 1"
         ).fetchall()
         for repeated_id, (first_row, second_row), num_repeated in repeated_ids:
-            (file_name, row), (other_name, other_row) = (
-                locate(files.id_map_sources, index) for index in (second_row, first_row)
+            (source, row), (other_source, other_row) = (
+                locate(entry.id_map_sources, index) for index in (second_row, first_row)
             )
             raise InputError(
-                f"{file_name}: column {column!r}, row {row}: id {shown(repeated_id)} is already in {other_name}, "
+                f"{source.name}: column {column!r}, row {row}: id {shown(repeated_id)} is already in {other_source.name}, "
                 f"row {other_row} ({num_repeated:,} such ids); an id map has to be one to one"
             )
 
@@ -168,50 +162,42 @@ class TableIds:
     def _run(self, query: str) -> None:
         self._connection.execute(query).fetchall()
 
-    def _fetch_count(self, query: str) -> int:
-        return int(self._connection.sql(query).fetchall()[0][0])
 
-
-def _faulty_ids(ids: pa.Array, row_N: NDArray[np.int64], *, column: str) -> list[FaultyRows]:
-    """Return the rows of a batch whose id is null, empty or too large."""
+def _id_faults(ids: pa.Array) -> Iterator[tuple[Fault, NDArray[np.bool_]]]:
+    """Yield the faults that occur in a batch of ids, with the rows that have the fault."""
     decoded_ids = ids.dictionary_decode() if pa.types.is_dictionary(ids.type) else ids
     mask_by_fault = {Fault.NULL_ID: decoded_ids.is_null()}
     if pa.types.is_uint64(decoded_ids.type):
         mask_by_fault[Fault.ID_OUT_OF_RANGE] = pc.fill_null(pc.greater(decoded_ids, pa.scalar(INT64_MAX, pa.uint64())), False)
     if not pa.types.is_integer(decoded_ids.type):
         mask_by_fault[Fault.EMPTY_ID] = pc.fill_null(pc.equal(pc.binary_length(decoded_ids.cast(pa.string())), 0), False)
-    faulty_rows = []
     for fault, mask in mask_by_fault.items():
         if mask.true_count:
-            index_X = np.flatnonzero(mask.to_numpy(zero_copy_only=False))
-            problem = {
-                Fault.NULL_ID: "the id is null",
-                Fault.EMPTY_ID: "the id is an empty string",
-                Fault.ID_OUT_OF_RANGE: f"the id is {decoded_ids[index_X[0]].as_py()}, but ids have to fit into int64",
-            }[fault]
-            faulty_rows.append(FaultyRows(fault, row_N[index_X], column, problem))
-    return faulty_rows
+            yield fault, mask.to_numpy(zero_copy_only=False)
 
 
-def _read_id_map(files: VectorFiles, paths: Sequence[Path]) -> Iterator[pa.RecordBatch]:
+def _read_id_map(entry: VectorFiles, paths: Sequence[Path]) -> Iterator[pa.RecordBatch]:
     """Yield (row, source id, target id); raise InputError for an unusable id."""
-    config = files.config.id_map
+    config = entry.config.id_map
     assert config is not None
     columns = sorted({config.from_column, config.to_column})
     batch_start = 0
-    for source, path in zip(files.id_map_sources, paths, strict=True):
+    for source, path in zip(entry.id_map_sources, paths, strict=True):
         for batch in read_batches(source, path, columns=columns, batch_rows=BATCH_ROWS):
             row_N = np.arange(batch_start, batch_start + batch.num_rows)
             batch_start += batch.num_rows
             for column in (config.from_column, config.to_column):
-                for faulty_rows in _faulty_ids(_require_utf8(source, column, batch.column(column)), row_N, column=column):
-                    file_name, row = locate(files.id_map_sources, int(faulty_rows.row_X[0]))
-                    raise InputError(f"{file_name}: column {column!r}, row {row}: {faulty_rows.problem}; drop the row")
-            ids = [
-                batch.column(config.from_column).cast(ARROW_TYPE[files.source_id_type]),
-                batch.column(config.to_column).cast(ARROW_TYPE[files.id_type]),
+                ids = _require_utf8(source, column, batch.column(column))
+                for fault, is_faulty_N in _id_faults(ids):
+                    index = int(np.argmax(is_faulty_N))
+                    map_source, row = locate(entry.id_map_sources, int(row_N[index]))
+                    problem = id_problem(fault, ids[index].as_py())
+                    raise InputError(f"{map_source.name}: column {column!r}, row {row}: {problem}; drop the row")
+            id_pairs = [
+                batch.column(config.from_column).cast(ARROW_TYPE[entry.source_id_type]),
+                batch.column(config.to_column).cast(ARROW_TYPE[entry.id_type]),
             ]
-            yield pa.record_batch([_int64_arrow(row_N), *ids], names=["row", "source", "target"])
+            yield pa.record_batch([_int64_arrow(row_N), *id_pairs], names=["row", "source", "target"])
 
 
 def _require_utf8(source: Source, column: str, ids: pa.Array) -> pa.Array:

@@ -1,15 +1,14 @@
-"""Stage `embeddings`: pretrained vectors from parquet into one memory-mapped matrix per embedding table.
+"""Stage `ingest_embeddings`: pretrained vectors from parquet into one memory-mapped matrix per embedding table.
 
 An entry is one item of the config list `embeddings`; a table may have several entries.
 
-Shapes: N rows of a block.
+Shapes: N rows of a block, R rows of an entry, D length of its vectors.
 """
 
 import os
 import shutil
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.ingest.vectors.ids import MEMORY_LIMIT, TableIds
 from recsys_core.ingest.vectors.projection import SAMPLE_ROWS, Projection, unit_length
 from recsys_core.ingest.vectors.reader import BATCH_BYTES, MIN_BATCH_ROWS, read_vectors
-from recsys_core.ingest.vectors.row_faults import RowFaults, reject_faults
+from recsys_core.ingest.vectors.row_faults import Fault, num_rows_by_fault, reject_faults
 from recsys_core.ingest.vectors.vector_schema import VectorFiles, check_pca_dim, open_embeddings, require_one_dim
 from recsys_core.manifests import EmbeddingsManifest, StageFolder, VectorTable, fingerprint_of
 from recsys_core.parquet.duckdb_session import database
@@ -41,15 +40,15 @@ def ingest_embeddings(
         InputError: a row is unusable (see row_faults.Fault) and the config does not drop it, or the disk is too small.
     """
     entries = open_embeddings(configs, allowed_data_root=allowed_data_root)
-    source_records = tuple(source.record for files in entries for source in (*files.sources, *files.id_map_sources))
+    source_records = tuple(source.record for entry in entries for source in (*entry.sources, *entry.id_map_sources))
     settings = [config.result_settings() for config in configs]
     stage = StageFolder(folder, EmbeddingsManifest, fingerprint=fingerprint_of("ingest_embeddings", settings, source_records))
     if stage.manifest is not None:
         return stage.manifest
     with stage.writing() as output_folder:
         table_by_name: dict[str, VectorTable] = {}
-        for table_name in dict.fromkeys(files.config.table for files in entries):
-            table_entries = [files for files in entries if files.config.table == table_name]
+        for table_name in dict.fromkeys(entry.config.table for entry in entries):
+            table_entries = [entry for entry in entries if entry.config.table == table_name]
             table_by_name[table_name] = _build_table(table_entries, table_name=table_name, output_folder=output_folder)
         return stage.commit(tables=table_by_name, sources=source_records)
 
@@ -59,30 +58,26 @@ class _ReadEntry:
     """One entry after reading. Its matrix has all rows of its files, the faulty rows included."""
 
     index: int
-    files: VectorFiles
+    entry: VectorFiles
     matrix_path: Path
-    num_dropped_by_fault: Mapping[str, int]
-    """Number of dropped rows by fault."""
+    num_dropped_by_fault: Counter[str]
     num_unmapped: int
     """Number of vectors whose id is not in the id map."""
     num_overridden: int
     """Number of vectors that are not used, because an earlier entry has the same id."""
+    source_dim: int
+    """Length of the vectors before the projection."""
 
     @property
     def is_final(self) -> bool:
         """Whether the matrix is final: no row is removed, and no projection is applied."""
-        return not (self.num_dropped_by_fault or self.num_unmapped or self.num_overridden or self.files.config.pca_dim)
-
-    @property
-    def source_dim(self) -> int:
-        """Length of the vectors before the projection."""
-        return int(np.load(self.matrix_path, mmap_mode="r").shape[1])
+        return not (self.num_dropped_by_fault or self.num_unmapped or self.num_overridden or self.entry.config.pca_dim)
 
 
 def _build_table(entries: Sequence[VectorFiles], *, table_name: str, output_folder: Path) -> VectorTable:
     scratch_folder = output_folder / f"{table_name}.scratch"
     scratch_folder.mkdir()
-    num_threads = max((files.config.threads or 0 for files in entries), default=0) or None
+    num_threads = max(entry.config.threads or 0 for entry in entries) or None
     try:
         with database(
             memory_limit=MEMORY_LIMIT,
@@ -94,9 +89,9 @@ def _build_table(entries: Sequence[VectorFiles], *, table_name: str, output_fold
             table_ids = TableIds(connection, id_type=entries[0].id_type)
             read_entries = [
                 _read_entry(
-                    files, table_ids=table_ids, scratch_folder=scratch_folder / str(entry_index), entry_index=entry_index
+                    entry, table_ids=table_ids, scratch_folder=scratch_folder / str(entry_index), entry_index=entry_index
                 )
-                for entry_index, files in enumerate(entries)
+                for entry_index, entry in enumerate(entries)
             ]
             if not table_ids.count_ids():
                 raise InputError(f"{entries[0].setting}: no vector is left for table {table_name!r}")
@@ -109,122 +104,99 @@ def _build_table(entries: Sequence[VectorFiles], *, table_name: str, output_fold
                 dim=dim,
                 id_type=entries[0].id_type,
                 explained_variance=explained_variance,
-                dropped={
-                    name: sum(entry.num_dropped_by_fault.get(name, 0) for entry in read_entries)
-                    for entry in read_entries
-                    for name in entry.num_dropped_by_fault
-                },
-                unmapped=sum(entry.num_unmapped for entry in read_entries),
-                overridden=sum(entry.num_overridden for entry in read_entries),
+                dropped=sum((read_entry.num_dropped_by_fault for read_entry in read_entries), Counter()),
+                unmapped=sum(read_entry.num_unmapped for read_entry in read_entries),
+                overridden=sum(read_entry.num_overridden for read_entry in read_entries),
             )
     finally:
         shutil.rmtree(scratch_folder, ignore_errors=True)
 
 
-def _read_entry(files: VectorFiles, *, table_ids: TableIds, scratch_folder: Path, entry_index: int) -> _ReadEntry:
+def _read_entry(entry: VectorFiles, *, table_ids: TableIds, scratch_folder: Path, entry_index: int) -> _ReadEntry:
     """Read the ids and the vectors of an entry, and reject or remove its faulty rows."""
-    config = files.config
+    config = entry.config
     scratch_folder.mkdir()
     matrix_path = scratch_folder / "vectors.npy"
+    fault_code_R = np.zeros(entry.num_rows, np.uint8)  # zero pages take no memory until one is written, and faults are rare
     with ExitStack() as stack:
         paths = stack.enter_context(
-            local_files(files.sources, columns=[config.id_column, *files.columns], scratch_folder=scratch_folder)
+            local_files(entry.sources, columns=[config.id_column, *entry.columns], scratch_folder=scratch_folder)
         )
-        id_faults, vector_faults = _read_ids_and_vectors(files, paths, table_ids=table_ids, matrix_path=matrix_path)
-        if config.on_bad_rows == "fail":
-            # Faulty ids are rejected first. If there is one, the vectors may be incomplete.
-            reject_faults(id_faults, files)
-        faults = id_faults.merge(vector_faults)
+        table_ids.read_entry(entry, paths=paths, fault_code_R=fault_code_R)
+        if config.on_bad_rows == "fail":  # a faulty id is reported before the vectors are read
+            table_ids.mark_duplicates(fault_code_R)
+            reject_faults(fault_code_R, entry, dim=None, first_row_with_id=table_ids.first_row_with_id)
+        dim = read_vectors(entry, paths=paths, matrix_path=matrix_path, fault_code_R=fault_code_R)
         if config.on_bad_rows == "drop":
-            table_ids.remove(faults.faulty_row_numbers())
+            table_ids.remove(np.flatnonzero(fault_code_R))
             # Duplicates are searched among the usable rows, so that the first row with a usable vector keeps the id.
-            duplicates = table_ids.find_duplicates(files)
-            table_ids.remove(duplicates.faulty_row_numbers())
-            faults = faults.merge(duplicates)
-        reject_faults(faults, files)
+            table_ids.mark_duplicates(fault_code_R)
+            table_ids.remove(np.flatnonzero(fault_code_R == Fault.DUPLICATE_ID))
+        reject_faults(fault_code_R, entry, dim=dim, first_row_with_id=table_ids.first_row_with_id)
         num_unmapped = 0
         if config.id_map is not None:
             columns = sorted({config.id_map.from_column, config.id_map.to_column})
-            map_paths = stack.enter_context(local_files(files.id_map_sources, columns=columns, scratch_folder=scratch_folder))
-            num_unmapped = table_ids.translate(files, paths=map_paths)
+            map_paths = stack.enter_context(local_files(entry.id_map_sources, columns=columns, scratch_folder=scratch_folder))
+            num_unmapped = table_ids.translate(entry, paths=map_paths)
     num_overridden = table_ids.add_entry(entry_index=entry_index)
     return _ReadEntry(
         entry_index,
-        files,
+        entry,
         matrix_path,
-        num_dropped_by_fault=faults.num_rows_by_fault(),
+        num_dropped_by_fault=Counter(num_rows_by_fault(fault_code_R)),
         num_unmapped=num_unmapped,
         num_overridden=num_overridden,
+        source_dim=dim,
     )
 
 
-def _read_ids_and_vectors(
-    files: VectorFiles, paths: Sequence[Path], *, table_ids: TableIds, matrix_path: Path
-) -> tuple[RowFaults, RowFaults]:
-    """Read ids and vectors at the same time; return the faults of both. With on_bad_rows fail, a faulty id ends the reading."""
-    stop_event = threading.Event()
-
-    def read_ids() -> RowFaults:
-        faults = table_ids.read_entry(files, paths=paths)
-        if files.config.on_bad_rows == "fail":
-            faults = faults.merge(table_ids.find_duplicates(files))
-            if faults.first_row_by_fault:
-                stop_event.set()
-        return faults
-
-    with ThreadPoolExecutor(1, thread_name_prefix="ids") as executor:
-        id_faults_future = executor.submit(read_ids)
-        vector_faults = read_vectors(files, paths=paths, matrix_path=matrix_path, stop_event=stop_event)
-        return id_faults_future.result(), vector_faults
-
-
-def _write_matrix(entries: Sequence[_ReadEntry], *, table_ids: TableIds, matrix_path: Path) -> tuple[int, float | None]:
-    """Write the usable vectors of all entries; return their length and the smallest explained variance of the projections."""
-    if len(entries) == 1 and entries[0].is_final:
-        dim = entries[0].source_dim
-        entries[0].matrix_path.rename(matrix_path)
+def _write_matrix(read_entries: Sequence[_ReadEntry], *, table_ids: TableIds, matrix_path: Path) -> tuple[int, float | None]:
+    """Write the usable vectors of all entries; return (width, smallest explained variance of a projection or None)."""
+    if len(read_entries) == 1 and read_entries[0].is_final:
+        dim = read_entries[0].source_dim
+        read_entries[0].matrix_path.rename(matrix_path)
         return dim, None
-    projections = [_fit_projection(entry, table_ids=table_ids) for entry in entries]
-    dims = [entry.files.config.pca_dim or entry.source_dim for entry in entries]
-    for entry, dim in zip(entries, dims, strict=True):
-        require_one_dim(entry.files, dim, other=entries[0].files, other_dim=dims[0])
+    projections = [_fit_projection(read_entry, table_ids=table_ids) for read_entry in read_entries]
+    dims = [read_entry.entry.config.pca_dim or read_entry.source_dim for read_entry in read_entries]
+    for read_entry, dim in zip(read_entries, dims, strict=True):
+        require_one_dim(read_entry.entry, dim, other=read_entries[0].entry, other_dim=dims[0])
     final_RD = allocate_npy(matrix_path, dtype=np.float32, shape=(table_ids.count_ids(), dims[0]))
     start_row = 0
-    for entry, projection in zip(entries, projections, strict=True):
-        for block_ND in _usable_vectors(entry, table_ids=table_ids):
+    for read_entry, projection in zip(read_entries, projections, strict=True):
+        for block_ND in _usable_vectors(read_entry, table_ids=table_ids):
             output_ND = block_ND
             if projection is not None:
                 output_ND = projection.apply(block_ND)
-                if entry.files.config.normalise:
+                if read_entry.entry.config.normalise:
                     output_ND = unit_length(output_ND)
             final_RD[start_row : start_row + len(output_ND)] = output_ND
             start_row += len(output_ND)
-        os.unlink(entry.matrix_path)  # noqa: PTH108  frees disk space for the next entry
+        os.unlink(read_entry.matrix_path)  # noqa: PTH108  frees disk space for the next entry
     assert start_row == table_ids.count_ids()
     return dims[0], min((projection.explained_variance for projection in projections if projection is not None), default=None)
 
 
-def _usable_vectors(entry: _ReadEntry, *, table_ids: TableIds, sample_step: int = 1) -> Iterator[NDArray[np.float32]]:
+def _usable_vectors(read_entry: _ReadEntry, *, table_ids: TableIds, sample_step: int = 1) -> Iterator[NDArray[np.float32]]:
     """Yield every `sample_step`-th usable vector of an entry, in blocks and in the order of the rows."""
-    matrix_RD = np.load(entry.matrix_path, mmap_mode="r")
+    matrix_RD = np.load(read_entry.matrix_path, mmap_mode="r")
     first_index = 0  # index of the next sampled row in the next batch of rows
     batch_rows = max(MIN_BATCH_ROWS, BATCH_BYTES // (4 * matrix_RD.shape[1]))
-    for row_N in table_ids.row_batches(entry_index=entry.index, batch_rows=batch_rows):
+    for row_N in table_ids.row_batches(entry_index=read_entry.index, batch_rows=batch_rows):
         sampled_row_N = row_N[first_index::sample_step]
         first_index = (first_index - len(row_N)) % sample_step
         if len(sampled_row_N):
             yield matrix_RD[sampled_row_N]
 
 
-def _fit_projection(entry: _ReadEntry, *, table_ids: TableIds) -> Projection | None:
-    dim = entry.files.config.pca_dim
+def _fit_projection(read_entry: _ReadEntry, *, table_ids: TableIds) -> Projection | None:
+    dim = read_entry.entry.config.pca_dim
     if dim is None:
         return None
-    check_pca_dim(entry.files, entry.source_dim)
-    num_vectors = sum(len(row_N) for row_N in table_ids.row_batches(entry_index=entry.index, batch_rows=65_536))
+    check_pca_dim(read_entry.entry, read_entry.source_dim)
+    num_vectors = sum(len(row_N) for row_N in table_ids.row_batches(entry_index=read_entry.index, batch_rows=65_536))
     if num_vectors <= dim:
         raise InputError(
-            f"{entry.files.setting}.pca_dim is {dim}, but there are only {num_vectors:,} vectors to fit it on; provide more "
-            f"than {dim} vectors, or lower it"
+            f"{read_entry.entry.setting}.pca_dim is {dim}, but there are only {num_vectors:,} vectors to fit it on; "
+            f"provide more than {dim} vectors, or lower it"
         )
-    return Projection.fit(_usable_vectors(entry, table_ids=table_ids, sample_step=-(-num_vectors // SAMPLE_ROWS)), dim=dim)
+    return Projection.fit(_usable_vectors(read_entry, table_ids=table_ids, sample_step=-(-num_vectors // SAMPLE_ROWS)), dim=dim)

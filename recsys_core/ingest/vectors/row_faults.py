@@ -2,26 +2,26 @@
 
 An entry is one item of the config list `embeddings`. Its rows are numbered from 0, continuously over all its files.
 
-Shapes: R rows of an entry, X rows with the same fault.
+Shapes: R rows of an entry.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recsys_core.ingest.row_checks import BadRow, BadRowPolicy, reject_bad_rows
+from recsys_core.errors import shown
+from recsys_core.ingest.row_checks import BadRow, BadRowPolicy, reject_bad_rows, values_at
 from recsys_core.ingest.vectors.vector_schema import VectorFiles
 from recsys_core.parquet.sources import Source
 
 
 class Fault(IntEnum):
-    """The reason why a row is unusable.
+    """The reason why a row is unusable. The code of a usable row is 0.
 
-    A row has at most one fault: NULL_ID, EMPTY_ID and ID_OUT_OF_RANGE take precedence over the faults of its vector.
+    A row has at most one fault: the faults of its id take precedence over the faults of its vector.
     """
 
     NULL_ID = 1
@@ -35,90 +35,95 @@ class Fault(IntEnum):
     ALL_ZERO = 9
 
 
-@dataclass(frozen=True)
-class FaultyRows:
-    """Rows with the same fault, from one batch."""
-
-    fault: Fault
-    row_X: NDArray[np.int64]
-    """Numbers of the rows, ascending."""
-    column: str
-    problem: str
-    """Problem of the first of these rows, for a message."""
+FaultCodes = NDArray[np.uint8]
+"""The fault of each row."""
 
 
-@dataclass(frozen=True)
-class RowFaults:
-    """The faults of all rows of an entry."""
-
-    fault_code_R: NDArray[np.uint8]
-    """Fault of each row, 0 for a usable row."""
-    first_row_by_fault: Mapping[Fault, tuple[int, str, str]]
-    """For each fault, the first row with this fault, its column and its problem."""
-
-    @classmethod
-    def collect(cls, num_rows: int, faulty_rows_of_batches: Iterable[Sequence[FaultyRows]]) -> Self:
-        """Collect the faults of batches in any order.
-
-        Several batches may report the same row, for different columns. They must then report the same fault.
-        """
-        fault_code_R = np.zeros(num_rows, np.uint8)  # zero pages take no memory until one is written, and faults are rare
-        first_row_by_fault: dict[Fault, tuple[int, str, str]] = {}
-        for faulty_rows_of_batch in faulty_rows_of_batches:
-            for faulty_rows in faulty_rows_of_batch:
-                fault = faulty_rows.fault
-                fault_code_R[faulty_rows.row_X] = fault
-                first_of_batch = (int(faulty_rows.row_X[0]), faulty_rows.column, faulty_rows.problem)
-                first_row_by_fault[fault] = min(first_of_batch, first_row_by_fault.get(fault, first_of_batch))
-        return cls(fault_code_R, first_row_by_fault)
-
-    def merge(self, other: "RowFaults") -> "RowFaults":
-        """Return the faults of `self` and `other`. A row with a fault in both has the fault of `self`."""
-        if not other.first_row_by_fault:
-            return self
-        fault_code_R = np.where(self.fault_code_R != 0, self.fault_code_R, other.fault_code_R)
-        return RowFaults(fault_code_R, {**other.first_row_by_fault, **self.first_row_by_fault})
-
-    def faulty_row_numbers(self) -> NDArray[np.int64]:
-        """Return all rows with a fault, ascending."""
-        return np.flatnonzero(self.fault_code_R) if self.first_row_by_fault else np.empty(0, np.int64)
-
-    def num_rows_by_fault(self) -> dict[str, int]:
-        """Return the number of rows with each fault, by the name of the fault in lower case."""
-        num_rows_by_fault = {
-            fault.name.lower(): int(np.count_nonzero(self.fault_code_R == fault)) for fault in sorted(self.first_row_by_fault)
-        }
-        return {name: count for name, count in num_rows_by_fault.items() if count}
+def mark_faults(fault_code_R: FaultCodes, is_faulty_R: NDArray[np.bool_], fault: Fault) -> None:
+    """Set the fault of some rows; a row that already has a fault keeps it."""
+    fault_code_R[is_faulty_R & (fault_code_R == 0)] = fault
 
 
-def reject_faults(faults: RowFaults, files: VectorFiles) -> None:
-    """Raise InputError for the first faulty row, unless the config drops such rows and few enough rows are faulty."""
-    num_rows_by_fault = faults.num_rows_by_fault()
+def num_rows_by_fault(fault_code_R: FaultCodes) -> dict[str, int]:
+    """Return the number of rows with each fault that occurs, by the name of the fault in lower case."""
+    if not fault_code_R.any():
+        return {}
+    num_rows = {fault.name.lower(): int(np.count_nonzero(fault_code_R == fault)) for fault in Fault}
+    return {name: count for name, count in num_rows.items() if count}
+
+
+def reject_faults(
+    fault_code_R: FaultCodes, entry: VectorFiles, *, dim: int | None, first_row_with_id: Callable[[Any], int]
+) -> None:
+    """Raise InputError for the first faulty row, unless the config drops such rows and few enough rows are faulty.
+
+    Args:
+        dim: expected length of the vectors; None if only the ids have been read.
+        first_row_with_id: returns the first usable row of the entry that has an id.
+    """
+    counts = num_rows_by_fault(fault_code_R)
 
     def find_first() -> BadRow:
-        first_by_fault = {
-            fault: first_row
-            for fault, first_row in faults.first_row_by_fault.items()
-            if fault.name.lower() in num_rows_by_fault
-        }
-        fault = min(first_by_fault, key=lambda fault: first_by_fault[fault])
-        entry_row, column, problem = first_by_fault[fault]
-        file_name, row = locate(files.sources, entry_row)
-        return BadRow(file_name, column, row, problem, check_name=fault.name.lower(), fix="fix these rows")
+        entry_row = int(np.argmax(fault_code_R > 0))
+        fault = Fault(fault_code_R[entry_row])
+        source, row = locate(entry.sources, entry_row)
+        if fault <= Fault.DUPLICATE_ID:
+            column = entry.config.id_column
+            (id_value,) = values_at(source, [column], row)
+            if fault == Fault.DUPLICATE_ID:
+                other_source, other_row = locate(entry.sources, first_row_with_id(id_value))
+                problem = f"id {shown(id_value)} is already in {other_source.name}, row {other_row}"
+            else:
+                problem = id_problem(fault, id_value)
+        else:
+            values = values_at(source, entry.columns, row)
+            column, problem = _vector_problem(fault, values, entry, dim=dim)
+        return BadRow(source.name, column, row, problem, check_name=fault.name.lower(), fix="fix these rows")
 
     reject_bad_rows(
-        num_rows_by_fault,
-        num_bad=sum(num_rows_by_fault.values()),
-        num_rows=files.num_rows,
-        policy=BadRowPolicy(files.setting, files.config.on_bad_rows, files.config.max_bad_share),
+        counts,
+        num_bad=sum(counts.values()),
+        num_rows=entry.num_rows,
+        policy=BadRowPolicy(entry.setting, entry.config.on_bad_rows, entry.config.max_bad_share),
         find_first=find_first,
     )
 
 
-def locate(sources: Sequence[Source], entry_row: int) -> tuple[str, int]:
-    """Return the name of the file that contains a row of the entry, and the number of the row in this file, from 0."""
+def id_problem(fault: Fault, id_value: Any) -> str:
+    """Return the problem of an id by itself, for a message."""
+    return {
+        Fault.NULL_ID: "the id is null",
+        Fault.EMPTY_ID: "the id is an empty string",
+        Fault.ID_OUT_OF_RANGE: f"the id is {id_value}, but ids have to fit into int64",
+    }[fault]
+
+
+def _vector_problem(fault: Fault, values: Sequence[Any], entry: VectorFiles, *, dim: int | None) -> tuple[str, str]:
+    """Return the column and the problem of a vector. values: the list, or the number of each dimension."""
+    is_list = entry.config.vector_column is not None
+    vector = values[0] if is_list else values
+    if fault == Fault.NULL_VECTOR:
+        return entry.columns[0], "the vector is null"
+    if fault == Fault.WRONG_LENGTH:
+        problem = f"the vector has {len(vector)} numbers, but the first vector has {dim}" if vector else "the vector is empty"
+        return entry.columns[0], problem
+    if fault == Fault.ALL_ZERO:
+        return entry.columns[0], "all numbers of the vector are 0, so it has no direction and no cosine"
+    if fault == Fault.NULL_ELEMENT:
+        dimension = list(vector).index(None)
+        problem = f"number {dimension} of the vector is null" if is_list else "the number is null"
+    else:
+        with np.errstate(over="ignore"):
+            float32_D = np.array(vector, np.float64).astype(np.float32)
+        dimension = int(np.argmin(np.isfinite(float32_D)))
+        problem = f"number {dimension} of the vector is {float(float32_D[dimension])} as float32"
+    return entry.columns[0 if is_list else dimension], problem
+
+
+def locate(sources: Sequence[Source], entry_row: int) -> tuple[Source, int]:
+    """Return the file that contains a row of the entry, and the number of the row in this file, from 0."""
     for source in sources:
         if entry_row < source.record.rows:
-            return source.name, entry_row
+            return source, entry_row
         entry_row -= source.record.rows
     raise AssertionError("the row is in none of the files")

@@ -10,7 +10,7 @@ import pyarrow as pa
 from recsys_core.errors import InputError, shown_names
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.manifests import IdType
-from recsys_core.parquet.columns import id_type, require_column, require_one_type
+from recsys_core.parquet.columns import id_type, is_list, require_column, require_one_type
 from recsys_core.parquet.guards import check_expansion
 from recsys_core.parquet.sources import Source, open_sources
 
@@ -50,44 +50,40 @@ class VectorFiles:
 
 
 def open_embeddings(configs: Sequence[EmbeddingsConfig], *, allowed_data_root: Path | None = None) -> tuple[VectorFiles, ...]:
-    """Open the files of all entries. Raise InputError for a missing or invalid file, or for a missing or unsuitable column.
-
-    Args:
-        allowed_data_root: folder that has to contain every file.
-    """
+    """Open the files of all entries. Raise InputError for a missing or invalid file, or for a missing or unsuitable column."""
     settings = ["embeddings"] if len(configs) == 1 else [f"embeddings.{index}" for index in range(len(configs))]
     entries = tuple(
         _open_entry(config, setting=setting, allowed_data_root=allowed_data_root)
         for config, setting in zip(configs, settings, strict=True)
     )
     first_entry_by_table: dict[str, VectorFiles] = {}
-    for files in entries:
-        first_entry = first_entry_by_table.setdefault(files.config.table, files)
+    for entry in entries:
+        first_entry = first_entry_by_table.setdefault(entry.config.table, entry)
         require_one_type(
-            files.id_type,
-            subject=f"the id of {files.setting}",
+            entry.id_type,
+            subject=f"the id of {entry.setting}",
             other_type=first_entry.id_type,
-            other_subject=f"the id of {first_entry.setting} for the same table, {files.config.table!r},",
+            other_subject=f"the id of {first_entry.setting} for the same table, {entry.config.table!r},",
         )
-        if files.dim and first_entry.dim:
-            require_one_dim(files, files.dim, other=first_entry, other_dim=first_entry.dim)
+        if entry.dim and first_entry.dim:
+            require_one_dim(entry, entry.dim, other=first_entry, other_dim=first_entry.dim)
     return entries
 
 
-def require_one_dim(files: VectorFiles, dim: int, *, other: VectorFiles, other_dim: int) -> None:
+def require_one_dim(entry: VectorFiles, dim: int, *, other: VectorFiles, other_dim: int) -> None:
     """Raise InputError if the stored vectors of two entries of one table differ in length."""
     if dim != other_dim:
         raise InputError(
-            f"{files.setting}: the vectors have {dim} numbers, but those of {other.setting} for the same table, "
-            f"{files.config.table!r}, have {other_dim}; set pca_dim of both entries to the same value"
+            f"{entry.setting}: the vectors have {dim} numbers, but those of {other.setting} for the same table, "
+            f"{entry.config.table!r}, have {other_dim}; set pca_dim of both entries to the same value"
         )
 
 
-def check_pca_dim(files: VectorFiles, source_dim: int) -> None:
+def check_pca_dim(entry: VectorFiles, source_dim: int) -> None:
     """Raise InputError if pca_dim is larger than the length of the vectors in the files."""
-    if files.config.pca_dim and files.config.pca_dim > source_dim:
+    if entry.config.pca_dim and entry.config.pca_dim > source_dim:
         raise InputError(
-            f"{files.setting}.pca_dim is {files.config.pca_dim}, but the vectors of {files.sources[0].name} have {source_dim} "
+            f"{entry.setting}.pca_dim is {entry.config.pca_dim}, but the vectors of {entry.sources[0].name} have {source_dim} "
             f"numbers; set it to at most {source_dim}, or remove it"
         )
 
@@ -125,10 +121,10 @@ def _open_entry(config: EmbeddingsConfig, *, setting: str, allowed_data_root: Pa
             other_subject=f"column {config.id_column!r} of {sources[0].name}",
         )
         target_id_type = id_type(id_map_sources, config.id_map.to_column, setting=f"{setting}.id_map.to_column")
-    files = VectorFiles(config, setting, sources, columns, source_id_type, id_map_sources, target_id_type)
-    if files.source_dim:
-        check_pca_dim(files, files.source_dim)
-    return files
+    entry = VectorFiles(config, setting, sources, columns, source_id_type, id_map_sources, target_id_type)
+    if entry.source_dim:
+        check_pca_dim(entry, entry.source_dim)
+    return entry
 
 
 def _require_same_vector_types(sources: Sequence[Source], columns: Sequence[str]) -> None:
@@ -154,8 +150,7 @@ def _vector_columns(source: Source, config: EmbeddingsConfig, *, setting: str) -
     """Return the list column, or the columns of the dimensions in the order of their numbers."""
     if config.vector_column is not None:
         data_type = require_column(source, config.vector_column, setting=f"{setting}.vector_column")
-        is_list = pa.types.is_list(data_type) or pa.types.is_large_list(data_type) or pa.types.is_fixed_size_list(data_type)
-        if not is_list or not pa.types.is_floating(data_type.value_type):
+        if not is_list(data_type) or not pa.types.is_floating(data_type.value_type):
             raise InputError(
                 f"{source.name}: column {config.vector_column!r} is {data_type}, but a vector is a list of floats; "
                 f"cast it, or set {setting}.dimension_prefix for one column per dimension"
@@ -188,9 +183,10 @@ def _numbered_columns(source: Source, prefix: str) -> tuple[str, ...]:
             f"{shown_names(source.schema.names, max_names=20)}"
         )
     first_number, last_number = min(name_by_number), max(name_by_number)
-    for number in range(first_number, first_number + len(name_by_number)):
-        if number not in name_by_number:
-            raise InputError(
-                f"{source.name}: column {prefix}{number} is missing between {prefix}{first_number} and {prefix}{last_number}"
-            )
+    missing_number = next((number for number in range(first_number, last_number) if number not in name_by_number), None)
+    if missing_number is not None:
+        raise InputError(
+            f"{source.name}: column {prefix}{missing_number} is missing between {prefix}{first_number} and "
+            f"{prefix}{last_number}"
+        )
     return tuple(name_by_number[number] for number in sorted(name_by_number))

@@ -103,13 +103,6 @@ def test_ids_of_log_and_vectors_that_never_match_are_found_before_the_run(tmp_pa
         check_config(tmp_path, log, {"item_id": [f"item-{row}" for row in range(1, 6)], "v": eight})
     late = {"item_id": ["x", "y", "z", "w", "b"], "v": eight}  # beyond the first row group
     assert "5 vectors" in check_config(tmp_path, log, late)["embeddings"]
-    with refusal("none of the 5 item vectors"):
-        check_config(tmp_path, log, late, embeddings={"id_map": id_map(tmp_path, ["x", "y"], ["q", "r"])})
-    check_config(tmp_path, log, late, embeddings={"id_map": id_map(tmp_path, ["x", "y"], ["q", "a"])})
-
-
-def id_map(folder: Path, theirs: list[str], ours: list[str]) -> dict[str, str]:
-    return {"paths": write(folder / "map.parquet", theirs=theirs, ours=ours), "from_column": "theirs", "to_column": "ours"}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.duckdb_engine.engine import DuckdbEngine
-from recsys_core.ingest.log.engine import OpenEngine
+from recsys_core.ingest.log.engine import LogEngine
 from recsys_core.ingest.log.ingest import ingest_interactions
 from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest
 from recsys_core.units import DAY_US
@@ -20,7 +20,7 @@ Id = int | str
 Event = tuple[Id, Id, Any]
 """User, item, time."""
 Parts = tuple[list[Event], list[Event], list[Event]]
-open_engine: OpenEngine = DuckdbEngine.open
+engine_class: type[LogEngine] = DuckdbEngine
 """Opens the engine of `ingest`; the tests of the log ingest set each engine in turn."""
 
 
@@ -41,7 +41,7 @@ def ingest(
     if "order_column" not in settings:
         settings = {"timestamp_column": "t", "timestamp_unit": "us"} | settings
     config = InteractionsConfig(paths=paths, split=split, **({"threads": 2} | settings))
-    return ingest_interactions(config, embeddings=embeddings, folder=folder, previous=previous, open_engine=open_engine)
+    return ingest_interactions(config, embeddings=embeddings, folder=folder, previous=previous, engine_class=engine_class)
 
 
 def split_by_time(events: Sequence[Event], *, test_days: float, validation_days: float) -> Parts:

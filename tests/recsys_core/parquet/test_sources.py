@@ -114,7 +114,7 @@ def test_ids_of_different_types_in_two_files_are_rejected_with_both_names(tmp_pa
     write(tmp_path / "a.parquet", id=[1])
     write(tmp_path / "b.parquet", id=["1"])
     found = open_sources([str(tmp_path / "*.parquet")], setting="s")
-    with refusal("b.parquet: column 'id' is string, but column 'id' of ", "a.parquet is int64"):
+    with refusal("b.parquet: column 'id' is string, but int64 in ", "a.parquet; write one type in all files"):
         id_type(found, "id", setting="t")
 
 

@@ -108,8 +108,8 @@ def test_ids_of_mixed_type_are_rejected(tmp_path: Path, stage: Stage) -> None:
     refuses(
         stage(tmp_path / "log"),
         tmp_path,
-        "b.parquet: column 'item_id' is string, but column 'item_id' of ",
-        "a.parquet is int64; write",
+        "b.parquet: column 'item_id' is string, but int64 in ",
+        "a.parquet; write one type in all files",
     )
 
 

@@ -1,16 +1,26 @@
-"""Row checks of the interaction log, as SQL over the view `raw` (see raw_log.py), and the scan that counts the bad rows."""
+"""Row checks of the interaction log over the view `raw` (see raw_log.py), and explanations of rows that cannot be read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import duckdb
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from recsys_core.errors import InputError, first_line, shown
 from recsys_core.ingest.log.config import InteractionsConfig
-from recsys_core.ingest.log.engine import FileStatistics
+from recsys_core.ingest.log.engine import FileStatistics, LogFiles
 from recsys_core.ingest.log.log_statistics import FIX_CLOCK, IN_FUTURE, latest_valid_time_us
-from recsys_core.ingest.row_checks import FIX_ROWS, RowCheck, pass_sql
+from recsys_core.ingest.row_checks import FIX_ROWS, RowCheck, pass_sql, values_at
 from recsys_core.parquet.columns import value_type
-from recsys_core.units import FLOAT32_MAX, INT64_MAX
+from recsys_core.parquet.duckdb_session import DAMAGED_FILE_ERRORS, quoted, scan_sql
+from recsys_core.parquet.guards import verify_pages
+from recsys_core.parquet.sources import Source
+from recsys_core.units import DAY_US, FLOAT32_MAX, INT64_MAX
+
+TICKS_PER_S = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
+_BATCH_ROWS = 262_144
 
 
 def row_checks(config: InteractionsConfig, *, type_by_column: Mapping[str, pa.DataType]) -> list[RowCheck]:
@@ -34,30 +44,49 @@ def scan_files(
     *,
     num_files: int,
     roles: Sequence[str],
-    positive_row_sql: str,
+    positive_row_sql: str | None,
 ) -> list[FileStatistics]:
     """Return the statistics of each file of `raw`, in one scan.
 
     Args:
         roles: columns of `raw` whose smallest and largest value is returned: position, label or weight.
-        positive_row_sql: SQL that is true for the rows that reach the label threshold. The range of `position` covers only
-            these rows.
+        positive_row_sql: SQL that is true for the rows that reach the label threshold; None without a threshold. The range
+            of `position` covers only these rows.
     """
     good_row_sql = pass_sql(checks)
-    select_list = ["source", "count(*)", f"count(*) FILTER (NOT ({good_row_sql}))"]
+    written_row_sql = f"{good_row_sql} AND {positive_row_sql}" if positive_row_sql else good_row_sql
+    select_list = ["source", "count(*)", f"count(*) FILTER (NOT ({good_row_sql}))", f"count(*) FILTER ({written_row_sql})"]
     select_list += [f"count(*) FILTER ({check.failure_sql})" for check in checks]
     for role in roles:
-        range_row_sql = f"{good_row_sql} AND {positive_row_sql}" if role == "position" else good_row_sql
+        range_row_sql = written_row_sql if role == "position" else good_row_sql
         select_list += [f"{bound}({role}::DOUBLE) FILTER ({range_row_sql})" for bound in ("min", "max")]
     query = f"SELECT {', '.join(select_list)} FROM raw GROUP BY source"
     statistics = [FileStatistics()] * num_files  # a file without rows does not occur in `raw`
-    for file_index, num_rows, num_bad, *check_counts_and_bounds in connection.sql(query).fetchall():
+    for file_index, num_rows, num_bad, num_written, *check_counts_and_bounds in connection.sql(query).fetchall():
         check_counts, bounds = check_counts_and_bounds[: len(checks)], check_counts_and_bounds[len(checks) :]
         num_bad_by_check = {check.name: count for check, count in zip(checks, check_counts, strict=True) if count}
         role_bounds = zip(roles, bounds[::2], bounds[1::2], strict=True)
         range_by_role = {role: (low, high) for role, low, high in role_bounds if low is not None}
-        statistics[file_index] = FileStatistics(num_rows, num_bad, num_bad_by_check, range_by_role)
+        statistics[file_index] = FileStatistics(num_rows, num_bad, num_bad_by_check, range_by_role, num_written)
     return statistics
+
+
+@contextmanager
+def explain_read_errors(config: InteractionsConfig, files: LogFiles) -> Iterator[None]:
+    """Replace a DuckDB error about the content of a file by an InputError that names the file and the column."""
+    try:
+        yield
+    except (duckdb.Error, pa.ArrowException, OSError) as error:
+        is_read_error = (
+            isinstance(error, duckdb.ConversionException | pa.ArrowException | OSError) or type(error) in DAMAGED_FILE_ERRORS
+        )
+        if is_read_error and "no space left" not in str(error).lower():
+            for source, path in zip(files.sources, files.paths, strict=True):
+                verify_pages(source, config.columns)
+                _reject_unreadable_column(source, path, config)
+                if isinstance(error, duckdb.ConversionException):
+                    _reject_out_of_range_time(config, source)
+        raise
 
 
 def _id_checks(alias: str, column: str, data_type: pa.DataType) -> list[RowCheck]:
@@ -122,3 +151,46 @@ def _number_checks(alias: str, column: str, data_type: pa.DataType) -> list[RowC
         RowCheck(column, "null or not a number", f"{alias} IS NULL OR isnan({alias}::DOUBLE)", FIX_ROWS),
         RowCheck(column, "infinite", f"isinf({alias}::DOUBLE)", FIX_ROWS),
     ]
+
+
+def _reject_unreadable_column(source: Source, path: Path, config: InteractionsConfig) -> None:
+    """Raise InputError for the first column that DuckDB cannot read. Some damage is an error in DuckDB but not in pyarrow."""
+    with duckdb.connect(config={"threads": 1}) as connection:
+        for column in [column for column in config.columns if column in source.schema.names]:
+            try:
+                connection.sql(f"SELECT max(hash({quoted(column)})) FROM {scan_sql(path)}").fetchall()
+            except duckdb.ConversionException:  # an out-of-range time, which _reject_out_of_range_time reports
+                continue
+            except duckdb.Error as error:
+                message = first_line(error).replace(str(path), source.name)
+                raise InputError(
+                    f"{source.name}: column {column!r}: damaged, or not of the declared type ({message}); copy or write the "
+                    "file again"
+                ) from error
+
+
+def _reject_out_of_range_time(config: InteractionsConfig, source: Source) -> None:
+    """Raise InputError for the first time before 1970 or in the future in a column of timestamps or of date32."""
+    column, latest_us, first_row = config.timestamp_column or "", latest_valid_time_us(config), 0
+    if column not in source.schema.names:  # a hive key, whose values pyarrow has already parsed
+        return
+    data_type = source.schema.field(column).type
+    if pa.types.is_timestamp(data_type):
+        storage_type, latest_ticks = pa.int64(), latest_us * TICKS_PER_S[data_type.unit] // 1_000_000
+    elif pa.types.is_date32(data_type):
+        storage_type, latest_ticks = pa.int32(), latest_us // DAY_US
+    else:
+        return
+    with source.open() as file:
+        for batch in file.iter_batches(_BATCH_ROWS, columns=[column]):
+            ticks = batch.column(0).view(storage_type)
+            is_out_of_range = pc.or_(pc.less(ticks, 0), pc.greater(ticks, latest_ticks))
+            index_in_batch = pc.index(is_out_of_range, True).as_py()
+            if index_in_batch >= 0:
+                row = first_row + index_in_batch
+                (time,) = values_at(source, [column], row)
+                raise InputError(
+                    f"{source.name}: column {column!r}, row {row}: {shown(time)} is before 1970 or in "
+                    f"the future; such rows cannot be dropped, because DuckDB cannot read some of these times; {FIX_CLOCK}"
+                )
+            first_row += batch.num_rows

@@ -6,18 +6,17 @@ the ids (vocabulary.py); `log`, the events after the filters and the split (filt
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 import duckdb
 import pyarrow as pa
 
+from recsys_core.errors import InputError, shown_names
 from recsys_core.ingest.log.config import InteractionsConfig, LogFilter
-from recsys_core.ingest.log.duckdb_engine.checks import row_checks, scan_files
+from recsys_core.ingest.log.duckdb_engine.checks import explain_read_errors, row_checks, scan_files
 from recsys_core.ingest.log.duckdb_engine.filters import extra_column_names, load_log
 from recsys_core.ingest.log.duckdb_engine.raw_log import raw_log_sql, write_events
-from recsys_core.ingest.log.duckdb_engine.read_errors import explain_read_errors, reject_false_null_counts
 from recsys_core.ingest.log.duckdb_engine.vocabulary import add_ids, assign_rows, create_id_table, write_codes
 from recsys_core.ingest.log.engine import FileStatistics, LogCounts, LogFiles, Vocabulary
 from recsys_core.ingest.log.log_statistics import columns_by_role, reject_bad_log
@@ -60,7 +59,7 @@ class DuckdbEngine:
         continued_run: InteractionsManifest | None,
         spill_folder: Path,
     ) -> Iterator[Self]:
-        """Open a database within config.memory_limit; see OpenEngine."""
+        """Open a database within config.memory_limit; see LogEngine."""
         with database(
             memory_limit=config.memory_limit, num_threads=config.threads, spill_folder=spill_folder, subject="interactions"
         ) as connection:
@@ -70,19 +69,25 @@ class DuckdbEngine:
         """Scan the files once to check them, once for the ids of each side, and once to write the part; see LogEngine."""
         with explain_read_errors(self._config, files):
             self._connection.execute(f"CREATE OR REPLACE TEMP VIEW raw AS {raw_log_sql(self._config, files)}").fetchall()
-            label_threshold = self._config.label_threshold
-            positive_row_sql = "true" if label_threshold is None else f"label::DOUBLE >= {label_threshold!r}"
-            statistics, kept_row_sql = self._check_rows(files, positive_row_sql=positive_row_sql)
+            # The statistics in a parquet file may be false, so DuckDB must not conclude from them that a column has no null.
+            self._connection.execute("SET disabled_optimizers = 'statistics_propagation'")
+            statistics, kept_row_sql = self._check_rows(files)
+            if not any(file_statistics.num_bad for file_statistics in statistics):
+                self._connection.execute("RESET disabled_optimizers")
             for side, id_type in self._id_types.items():
                 add_ids(self._connection, side, id_type=id_type, kept_row_sql=kept_row_sql)
-            written_counts_by_file = write_events(
+            num_written = write_events(
                 self._connection, self._config, part_path=part_path, kept_row_sql=kept_row_sql, id_types=self._id_types
             )
-            reject_false_null_counts(written_counts_by_file, statistics, files.sources, has_label=label_threshold is not None)
-        return [
-            replace(file_statistics, num_written=written_counts_by_file.get(index, (0, 0))[0])
-            for index, file_statistics in enumerate(statistics)
-        ]
+            self._connection.execute("RESET disabled_optimizers")
+        num_expected = sum(file_statistics.num_written for file_statistics in statistics)
+        if num_written != num_expected:
+            raise InputError(
+                f"interactions: {num_expected:,} events pass the checks, but {num_written:,} can be read: the statistics of "
+                f"{shown_names([source.name for source in files.sources], max_names=5)} contradict the content; write the "
+                "files again"
+            )
+        return statistics
 
     def load(self, parts: Sequence[LogPart], *, folder: Path, split_code_by_file: Mapping[SourceFile, int]) -> LogCounts:
         """Create the table or view `log`; see LogEngine."""
@@ -123,15 +128,14 @@ class DuckdbEngine:
         """Export table <side>_ids; see LogEngine."""
         write_codes(self._connection, side, path)
 
-    def _check_rows(self, files: LogFiles, *, positive_row_sql: str) -> tuple[list[FileStatistics], str]:
+    def _check_rows(self, files: LogFiles) -> tuple[list[FileStatistics], str]:
         """Return the statistics of each file, and SQL that is true for the rows to write; raise InputError for bad rows."""
         checks = row_checks(self._config, type_by_column=files.type_by_column)
+        threshold = self._config.label_threshold
+        positive_row_sql = None if threshold is None else f"label::DOUBLE >= {threshold!r}"
+        roles = list(columns_by_role(self._config))
         statistics = scan_files(
-            self._connection,
-            checks,
-            num_files=len(files.sources),
-            roles=list(columns_by_role(self._config)),
-            positive_row_sql=positive_row_sql,
+            self._connection, checks, num_files=len(files.sources), roles=roles, positive_row_sql=positive_row_sql
         )
 
         def find_first(file_index: int) -> BadRow:
@@ -144,4 +148,5 @@ class DuckdbEngine:
         reject_bad_log(self._config, statistics, sources=files.sources, check_names=check_names, find_first=find_first)
         # The checks take a second per 20 million rows, so they are not repeated if no row is bad.
         has_bad_rows = any(file_statistics.num_bad for file_statistics in statistics)
-        return statistics, f"{pass_sql(checks)} AND {positive_row_sql}" if has_bad_rows else positive_row_sql
+        conditions_sql = [pass_sql(checks)] * has_bad_rows + ([positive_row_sql] if positive_row_sql else [])
+        return statistics, " AND ".join(conditions_sql) or "true"

@@ -14,7 +14,7 @@ import duckdb
 from recsys_core.ingest.log.config import SPLITS, FileSplit, InteractionsConfig, LeaveLastOut, LogFilter, TimeSplit
 from recsys_core.ingest.log.engine import LogCounts
 from recsys_core.manifests import IngestedFile, LogPart, SourceFile
-from recsys_core.parquet.duckdb_session import scan_sql
+from recsys_core.parquet.duckdb_session import fetch_count, scan_sql
 from recsys_core.units import DAY_US
 
 MIN_SPAN_PER_TEST_PERIOD = 5
@@ -246,8 +246,3 @@ def time_us(time: datetime) -> int:
 def _newest_time_us(files: Sequence[IngestedFile], timestamp_column: str) -> int:
     """Return the newest time of the files in microseconds. The spans are floats, which are exact until the year 2255."""
     return int(max(file.spans[timestamp_column][1] for file in files if timestamp_column in file.spans))
-
-
-def fetch_count(connection: duckdb.DuckDBPyConnection, query: str) -> int:
-    ((count,),) = connection.sql(query).fetchall()
-    return int(count)

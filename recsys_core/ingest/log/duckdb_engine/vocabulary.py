@@ -13,7 +13,7 @@ import numpy as np
 from recsys_core.dataset.layout import codes_file
 from recsys_core.ingest.log.engine import Vocabulary
 from recsys_core.manifests import IdType, InteractionsManifest
-from recsys_core.parquet.duckdb_session import SQL_TYPE, quoted, scan_sql
+from recsys_core.parquet.duckdb_session import SQL_TYPE, fetch_count, quoted, scan_sql
 
 
 def create_id_table(
@@ -31,13 +31,12 @@ def create_id_table(
         return 0
     previous_ids_sql = scan_sql(continued_run.path(codes_file(side)), options_sql="file_row_number = true")
     connection.execute(f'INSERT INTO {side}_ids SELECT id, file_row_number, "row" FROM {previous_ids_sql}').fetchall()
-    ((num_without_row,),) = connection.sql(f"SELECT count(*) FROM {side}_ids WHERE previous_row IS NULL").fetchall()
-    return int(num_without_row)
+    return fetch_count(connection, f"SELECT count(*) FROM {side}_ids WHERE previous_row IS NULL")
 
 
 def add_ids(connection: duckdb.DuckDBPyConnection, side: str, *, id_type: IdType, kept_row_sql: str) -> None:
     """Give the new ids of `raw` the next codes, the most frequent id first."""
-    ((num_codes,),) = connection.sql(f"SELECT count(*) FROM {side}_ids").fetchall()
+    num_codes = fetch_count(connection, f"SELECT count(*) FROM {side}_ids")
     id_counts_sql = (
         f'SELECT TRY_CAST("{side}" AS {SQL_TYPE[id_type]}) AS id, count(*) AS events FROM raw WHERE {kept_row_sql} GROUP BY 1'
     )
@@ -80,12 +79,12 @@ def assign_rows(
             f"(SELECT id, file_row_number AS vector_row FROM {scan_sql(vector_ids_path, options_sql='file_row_number = true')})"
         )
     if add_vector_ids and vector_ids_path is not None:
-        ((num_ids,),) = connection.sql(f"SELECT count(*) FROM {side}_ids").fetchall()
+        num_ids = fetch_count(connection, f"SELECT count(*) FROM {side}_ids")
         connection.execute(
             f"INSERT INTO {side}_ids SELECT id, {num_ids} + row_number() OVER (ORDER BY vector_row) - 1, NULL "
             f"FROM {vector_rows_sql} ANTI JOIN {side}_ids USING (id)"
         ).fetchall()
-    ((num_previous_rows,),) = connection.sql(f"SELECT count(previous_row) FROM {side}_ids").fetchall()
+    num_previous_rows = fetch_count(connection, f"SELECT count(previous_row) FROM {side}_ids")
     joins_sql = f" LEFT JOIN {vector_rows_sql} USING (id)" if vector_ids_path is not None else ""
     vector_row_sql = "coalesce(vector_row, -1)" if vector_ids_path is not None else "-1"
     has_row_sql = "true"

@@ -204,5 +204,5 @@ def test_a_null_is_found_even_if_the_statistics_have_none(tmp_path: Path) -> Non
         whole = path.read_bytes()
         start = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
         path.write_bytes(whole[:start] + whole[start:].replace(b"\x16\x02", b"\x16\x00"))  # Thrift's 64-bit 1 becomes 0
-        message = f"{path}: damaged: its statistics claim that it has no nulls, but it has nulls; copy or write the file again"
+        message = f"{path}: column {column!r}, row 1: null"
         refuses(lambda folder, path=path: ingest(folder, str(path), split=LAST_OUT, **WEIGHT), tmp_path, message)

@@ -138,7 +138,7 @@ def test_ids_of_another_type_in_the_test_files_are_rejected(tmp_path: Path) -> N
     train = write(tmp_path / "a.parquet", **GOOD)
     test = write(tmp_path / "b.parquet", **(GOOD | {"user_id": list("abcd")}))
     stage = ingest_of(train, split={"kind": "files", "test_paths": test})
-    refuses(stage, tmp_path, "b.parquet: column 'user_id' is string, but column 'user_id' of ", "a.parquet is int64")
+    refuses(stage, tmp_path, "b.parquet: column 'user_id' is string, but int64 in ", "a.parquet; write one type")
 
 
 def test_given_files_that_are_missing_are_named_with_their_setting(tmp_path: Path) -> None:

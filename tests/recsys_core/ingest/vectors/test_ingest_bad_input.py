@@ -174,7 +174,7 @@ def test_files_with_different_dimensions_are_rejected_with_both_names(tmp_path: 
     [
         (
             {"item_id": ["2"], "v": [[1.0]]},
-            ("b.parquet: column 'item_id' is string, but column 'item_id' of ", "a.parquet is int64; write both"),
+            ("b.parquet: column 'item_id' is string, but int64 in ", "a.parquet; write one type in all files"),
         ),
         (
             {"item_id": [2], "v": pa.array([[1.0]], pa.list_(pa.float16()))},

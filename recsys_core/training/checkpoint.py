@@ -33,9 +33,9 @@ from recsys_core.disk import disk_full_error, explain_disk_full
 from recsys_core.errors import StageError
 from recsys_core.launching.heartbeat import HeartbeatWriter
 from recsys_core.launching.heartbeat import heartbeat as heartbeat_thread
+from recsys_core.launching.rank import Process
 from recsys_core.manifests import Manifest, commit_folder, load_manifest, require_no_link
 from recsys_core.training.dense_parallel import local_part
-from recsys_core.training.job.process_group import Process
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_INTERVAL_S = 1.0

@@ -18,6 +18,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.layout import memory_map, popularity_ranks
+from recsys_core.launching.rank import Process
 from recsys_core.manifests import Dataset
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
@@ -36,8 +37,7 @@ from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.torchrec_planner import sharders
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.dense_parallel import shard_layers
-from recsys_core.training.job.job_spec import TrainJob
-from recsys_core.training.job.process_group import Process
+from recsys_core.training.job import TrainJob
 
 logger = logging.getLogger(__name__)
 ADAGRAD_EPS = 1e-8
@@ -72,7 +72,7 @@ def initial_model(job: TrainJob, *, store: EventStore, dataset: Dataset, process
         loss=job.loss,
         item_count_I=store.train_count_I,
         popularity_rank_by_table=popularity_ranks_by_table(spec, store=store),
-        plan=PlanFile.read(job.plan),
+        plan=PlanFile.read(job.plan_path),
         process=process,
         config=job.training,
     )

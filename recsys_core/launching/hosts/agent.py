@@ -21,13 +21,13 @@ from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-de
 from recsys_core.disk import disk_full_error, is_disk_full
 from recsys_core.launching.config import LOOPBACK_ADDRESS, TorchxLauncher
 from recsys_core.launching.hosts.network import HostRejected, find_network, listen
-from recsys_core.launching.local.torchrun import (
+from recsys_core.launching.messages import STDERR_PREFIX, Host, HostReport, LaunchFolder, LaunchSpec, running_versions
+from recsys_core.launching.torchrun import (
     INTERFACE_VARIABLES,
     StaticRendezvous,
     local_rendezvous,
     run_ranks,
 )
-from recsys_core.launching.messages import STDERR_PREFIX, Host, HostReport, LaunchFolder, LaunchSpec, running_versions
 
 STORAGE_TIMEOUT_S = 15.0
 CONNECT_TIMEOUT_S = 60.0

@@ -33,7 +33,6 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from recsys_core.launching.config import LOOPBACK_ADDRESS, LOOPBACK_INTERFACE
-from recsys_core.launching.local.rank import request_stacks
 from recsys_core.launching.messages import (
     FOLDER_VARIABLE,
     STORE_VARIABLE,
@@ -44,6 +43,7 @@ from recsys_core.launching.messages import (
     RankReport,
     last_lines,
 )
+from recsys_core.launching.rank import request_stacks
 from recsys_core.parent_process import parent_environment
 from recsys_core.preflight import cgroup_limits, oom_kills
 

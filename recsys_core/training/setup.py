@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.launching.config import Launcher, LocalLauncher
 from recsys_core.manifests import Dataset, PlanManifest
 from recsys_core.models.loss.loss_config import LossConfig
@@ -62,7 +64,9 @@ class TrainingSetup:
         return max(0, min(max_checkpoints, num_saves) * checkpoint_bytes - existing_bytes)
 
     def _lookup_stats(self, dataset: Dataset) -> LookupStats:
-        return measure_lookups(self.model, batch_size=self.training.batch_size, loss=self.loss, dataset=dataset)
+        features = None if dataset.features is None else FeatureStore.open(dataset.features)
+        store, batch_size = EventStore.open(dataset.interactions), self.training.batch_size
+        return measure_lookups(self.model, batch_size=batch_size, loss=self.loss, store=store, features=features)
 
 
 def export_bytes(spec: ModelSpec) -> int:

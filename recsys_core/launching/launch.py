@@ -78,7 +78,7 @@ def launch(
         output.relay()
 
     monitor = Monitor(spec, launch_folder, heartbeat=heartbeat_file)
-    launch_folder.write("launch.json", spec)
+    launch_folder.write_spec(spec)
     with _exit_on_sigterm(), ExitStack() as exit_stack:
         group: HostGroup
         if launcher.kind == "local":

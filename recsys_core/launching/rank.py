@@ -34,7 +34,7 @@ def register_rank() -> None:
     # A C signal handler writes the dump, so it works while Python waits in a collective. The file must stay open.
     faulthandler.register(STACK_SIGNAL, file=folder.stack_path(rank).open("w"))
     host = Host(index=int(os.environ["GROUP_RANK"]), name=platform.node())
-    folder.write(f"rank-{rank}.json", RankReport(rank=rank, host=host, pid=os.getpid()))
+    folder.report_start(RankReport(rank=rank, host=host, pid=os.getpid()))
 
 
 def request_stacks(folder: LaunchFolder, *, host: Host) -> None:

@@ -88,13 +88,9 @@ class Checkpointer:
         process: Process,
     ) -> None:
         require_no_link(folder)
-        self._folder, self._fingerprint, self._attempt_number, self._keep_checkpoints = (
-            folder,
-            fingerprint,
-            attempt_number,
-            keep_checkpoints,
-        )
-        self._text_by_extra_file, self._heartbeat, self._process = text_by_extra_file, heartbeat, process
+        self._folder, self._fingerprint, self._attempt_number = folder, fingerprint, attempt_number
+        self._keep_checkpoints, self._text_by_extra_file = keep_checkpoints, text_by_extra_file
+        self._heartbeat, self._process = heartbeat, process
         # A separate process group: in the default group the background thread's messages would mix with those of the training.
         process_group = dist.new_group(backend="gloo")
         assert isinstance(process_group, dist.ProcessGroup)  # every rank is a member

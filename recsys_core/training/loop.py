@@ -50,7 +50,7 @@ def run_training(job: TrainJob, *, process: Process) -> None:
     if len(loader) == 0:
         raise InputError(
             f"{dataset.interactions.train_events} training events are too few for {process.world_size} ranks: each "
-            "rank needs at least one event; use fewer processes or more data"
+            "rank needs at least one event; use fewer ranks or more data"
         )
     model = initial_model(job, store=store, dataset=dataset, process=process)
     validator = None

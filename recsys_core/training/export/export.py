@@ -98,8 +98,7 @@ def run_export(job: ExportJob, *, process: Process) -> None:
         _write_item_vectors(encoder, job=job, writer=writer)
         for split in HELD_OUT_SPLITS:
             _write_query_vectors(encoder, split, job=job, writer=writer)
-        _write_tables(sharded_model, job=job, writer=writer, process=process)
-        _write_accumulators(optimizer, job=job, writer=writer, process=process)
+        _write_tables(sharded_model, optimizer, job=job, writer=writer, process=process)
     layer_by_name = {}
     for tensor_name, tensor in gather_tensors(task.head.state_dict()):
         if process.is_main:
@@ -136,37 +135,32 @@ def _write_query_vectors(encoder: Encoder, split: EvaluationSplit, *, job: Expor
     writer.build(path, shape=(len(users), job.spec.config.output_dim))
 
 
-def _write_tables(sharded_model: DistributedModelParallel, *, job: ExportJob, writer: RankWriter, process: Process) -> None:
+def _write_tables(
+    sharded_model: DistributedModelParallel,
+    optimizer: CombinedOptimizer,
+    *,
+    job: ExportJob,
+    writer: RankWriter,
+    process: Process,
+) -> None:
+    """Write the tables, and the Adagrad accumulators, which a warm start of the next run needs."""
     tensor_by_name, sharding_plan = sharded_model.state_dict(), PlanFile.read(job.plan_path)
     for table_name, table in job.spec.tables.items():
-        path = job.output_folder / f"table_{table_name}.npy"
-        with writer.part(path) as part:
-            for shard in (
-                table_shards(tensor_by_name, table=table_name)
-                if _writes_table(sharding_plan, table_name, process=process)
-                else ()
-            ):
+        # Every rank has a replicated table, but only rank 0 writes it.
+        is_writer = sharding_plan.tables[table_name].sharding_type != "data_parallel" or process.is_main
+        table_path, state_path = (job.output_folder / f"{kind}_{table_name}.npy" for kind in ("table", "state"))
+        with writer.part(table_path) as part:
+            for shard in table_shards(tensor_by_name, table=table_name) if is_writer else ():
                 part.add(shard.row, shard.column, shard.weight_RD)
                 writer.touch_heartbeat()
-        writer.build(path, shape=(table.num_rows, table.dim))
-
-
-def _write_accumulators(optimizer: CombinedOptimizer, *, job: ExportJob, writer: RankWriter, process: Process) -> None:
-    """Write the Adagrad accumulators, which a warm start of the next run needs."""
-    sharding_plan = PlanFile.read(job.plan_path)
-    for table_name, table in job.spec.tables.items():
+        writer.build(table_path, shape=(table.num_rows, table.dim))
         if not has_accumulators(table):
             continue
         is_rowwise = table.optimizer.kind == "rowwise_adagrad"
-        path = job.output_folder / f"state_{table_name}.npy"
-        shards = accumulator_shards(optimizer, spec=job.spec, table=table_name)
-        with writer.part(path) as part:
-            for shard in shards if _writes_table(sharding_plan, table_name, process=process) else ():
-                part.add(*shard.table_contribution(is_rowwise=is_rowwise, dim=table.dim))
+        state_shards = accumulator_shards(optimizer, spec=job.spec, table=table_name)
+        with writer.part(state_path) as part:
+            for state_shard in state_shards if is_writer else ():
+                part.add(*state_shard.table_contribution(is_rowwise=is_rowwise, dim=table.dim))
         # Ranks that hold different columns of a row each add their share of the row's accumulator.
-        writer.build(path, shape=(table.num_rows,) if is_rowwise else (table.num_rows, table.dim), accumulate=is_rowwise)
-
-
-def _writes_table(sharding_plan: PlanFile, table_name: str, *, process: Process) -> bool:
-    """Return whether this rank writes its shards of the table. Every rank has a replicated table, but only rank 0 writes it."""
-    return sharding_plan.tables[table_name].sharding_type != "data_parallel" or process.is_main
+        state_shape = (table.num_rows,) if is_rowwise else (table.num_rows, table.dim)
+        writer.build(state_path, shape=state_shape, accumulate=is_rowwise)

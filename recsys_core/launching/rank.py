@@ -86,8 +86,8 @@ class Process:
 def join_process_group(*, device_type: str) -> Iterator[Process]:
     """Join the group that torchrun's environment variables describe: NCCL and gloo on GPUs, gloo on CPUs."""
     import torch
-    from torch import distributed as dist
 
+    dist = torch.distributed
     backend, device, timeout = "gloo", torch.device("cpu"), timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     if device_type == "cuda":
         backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", int(os.environ["LOCAL_RANK"]))

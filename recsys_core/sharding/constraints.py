@@ -21,6 +21,8 @@ SSD_OPTIMIZERS = ("rowwise_adagrad", "partial_rowwise_adam", "adam")
 UNPOOLED_SHARDING_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
 """Sharding types that TorchRec supports for unpooled lookups (EmbeddingCollection). All other types pool the rows."""
 WITHIN_HOST_TYPES: tuple[ShardingType, ...] = ("table_row_wise", "table_column_wise", "grid_shard")
+Rule = tuple[bool, str]
+"""Whether the table violates the rule, and the message of the error."""
 
 
 def check_constraints(config: ShardingConfig, *, model: ModelSpec, device: str) -> None:
@@ -35,10 +37,6 @@ def check_constraints(config: ShardingConfig, *, model: ModelSpec, device: str) 
         for is_violated, message in rules:
             if is_violated:
                 raise InputError(message)
-
-
-Rule = tuple[bool, str]
-"""Whether the table violates the rule, and the message of the error."""
 
 
 def _int8_rules(table_name: str, table: TableSpec, constraint: TableConstraint) -> list[Rule]:

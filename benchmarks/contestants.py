@@ -25,19 +25,19 @@ from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.loader import TrainLoader
 from recsys_core.ingest.log.config import FileSplit, InteractionsConfig
 from recsys_core.ingest.log.ingest import ingest_interactions
+from recsys_core.launching import rank as rank_process
+from recsys_core.launching.rank import Process
 from recsys_core.manifests import Dataset, InteractionsManifest, require_manifest
 from recsys_core.models.config import MeanHistory, TowerConfig, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import TableConfig
 from recsys_core.patches import cpu_features, lookups
-from recsys_core.patches import rank as rank_patches
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, ShardingType, TableConstraint
 from recsys_core.sharding.constraints import UNPOOLED_SHARDING_TYPES
 from recsys_core.sharding.planner import plan_sharding
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.job.job_spec import METRICS_FILE, Progress, TrainJob
-from recsys_core.training.job.process_group import Process
+from recsys_core.training.job import METRICS_FILE, Progress, TrainJob
 from recsys_core.training.loop import Trainer, make_loader
 from recsys_core.training.sharded_model import initial_model
 
@@ -52,8 +52,8 @@ CONTESTANTS = (EXAMPLE, PREPARED_EXAMPLE, OURS, OURS_PREPARED, "ours, bf16")
 CPU_FEATURES = "cpu features"
 FUNCTION_BY_PATCH = {
     "unpooled lookups": (lookups, "patch_cpu_kernels"),
-    "core pinning": (rank_patches, "pin_to_core_share"),
-    "batch scheduling": (rank_patches, "use_batch_scheduling"),
+    "core pinning": (rank_process, "pin_to_core_share"),
+    "batch scheduling": (rank_process, "use_batch_scheduling"),
 }
 PATCH_NAMES = (CPU_FEATURES, *FUNCTION_BY_PATCH)
 """Patches that make a step faster. FUNCTION_BY_PATCH has the module and the function of each patch. To measure a step
@@ -171,15 +171,15 @@ def train_with_nightjar(contestant: Contestant, *, folder: Path, process: Proces
         )
     dist.barrier()
     job = TrainJob(
-        work=work_folder,
+        work_folder=work_folder,
         fingerprint="bench",
         spec=model_spec,
         loss=loss,
         training=training,
-        interactions=interactions.folder,
-        embeddings=None,
-        features=None,
-        plan=work_folder / "plan" / "plan.json",
+        interactions_folder=interactions.folder,
+        embeddings_folder=None,
+        features_folder=None,
+        plan_path=work_folder / "plan" / "plan.json",
     )
     store = EventStore.open(interactions)
     train_loader = make_loader(
@@ -212,7 +212,8 @@ def _run_rank(contestant: Contestant, rank: int, folder: Path, pipe: Connection,
         if contestant.name == name_without(patch_name):
             setattr(module, function_name, lambda *_, **__: None)
     if contestant.name != EXAMPLE:
-        rank_patches.prepare_rank(local_rank=rank, num_local_ranks=contestant.num_ranks)
+        rank_process.pin_to_core_share(local_rank=rank, num_local_ranks=contestant.num_ranks)
+        rank_process.use_batch_scheduling()
     rendezvous_url = f"file://{folder / contestant.name}.group"
     dist.init_process_group(
         "gloo", init_method=rendezvous_url, rank=rank, world_size=contestant.num_ranks, timeout=timedelta(minutes=10)

@@ -32,6 +32,17 @@ def format_bytes(num_bytes: float | None) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def format_milliseconds(duration_ms: float | None) -> str:
+    """Format milliseconds.
+
+    >>> [format_milliseconds(duration_ms) for duration_ms in (None, 0, 0.1234, 12.34, 4321)]
+    ['-', '0', '0.12', '12.3', '4,321']
+    """
+    if duration_ms is None or duration_ms == 0:
+        return "-" if duration_ms is None else "0"
+    return f"{duration_ms:,.0f}" if duration_ms >= 100 else f"{duration_ms:.1f}" if duration_ms >= 10 else f"{duration_ms:.2g}"
+
+
 def format_duration(seconds: float | None) -> str:
     """Format a duration.
 

@@ -21,7 +21,7 @@ from recsys_core.manifests import Dataset
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.planner import plan_sharding
 from recsys_core.training.export.export import export_vectors
-from recsys_core.training.job.job_spec import Progress
+from recsys_core.training.job import Progress
 from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.train import train
 

@@ -8,9 +8,8 @@ from flows.cli import output
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.sharding.config import ClusterConfig
 from recsys_core.sharding.plan_file import PlanFile, format_ranges
-from recsys_core.sharding.plan_page import format_milliseconds, lookup_memory_field
 from recsys_core.sharding.planner import write_plan
-from recsys_core.units import format_bytes
+from recsys_core.units import format_bytes, format_milliseconds
 from tasks.runs.context import StageContext
 from tasks.runs.run import Run
 from tasks.stages.data_stages import ingest
@@ -68,7 +67,7 @@ def print_plan(plan: PlanFile, *, paths: Sequence[Path]) -> None:
         output.print_line(f"... and {len(rank_groups) - MAX_RANK_LINES} more, see {paths[1].name}")
     output.stdout.print()
     output.print_line(
-        f"maximum / mean over the ranks: memory {plan.imbalance(lookup_memory_field(plan)):.2f}, "
+        f"maximum / mean over the ranks: memory {plan.imbalance(plan.lookup_memory_field):.2f}, "
         f"time {plan.imbalance('step_ms'):.2f}; "
         f"memory and time of each rank: {paths[1]} (and {paths[0].name})"
     )

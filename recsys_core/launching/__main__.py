@@ -13,7 +13,7 @@ if __name__ == "__main__":
     die_with_parent()
     with fast_imports():
         from recsys_core.launching.hosts.agent import run_agent
-        from recsys_core.launching.local.torchrun import run_local_agent
+        from recsys_core.launching.torchrun import run_local_agent
 
     spec_path, *host_arguments = sys.argv[1:]
     sys.exit(run_agent(Path(spec_path), *host_arguments) if host_arguments else run_local_agent(Path(spec_path)))

@@ -10,7 +10,8 @@ end-N.json        how host N and its ranks ended
 host-N/           logs of the ranks of host N
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
@@ -30,6 +31,7 @@ STORE_VARIABLE = "NIGHTJAR_STORE"
 STDERR_PREFIX = "nightjar agent:"
 """Prefix of a line on stderr by which an agent reports an error that it cannot write into the folder."""
 NUM_LAST_LINES = 12
+POLL_S = 0.2
 Message = TypeVar("Message", bound=Frozen)
 
 
@@ -132,7 +134,23 @@ class LaunchFolder:
         """Return the path of the stack dump of a rank."""
         return self.path / f"stack-{rank}.txt"
 
-    def write(self, file_name: str, message: Frozen) -> None:
+    def write_spec(self, spec: LaunchSpec) -> None:
+        """Write launch.json."""
+        self._write(self.spec_path.name, spec)
+
+    def report_ready(self, report: HostReport) -> None:
+        """Report that a host has started. Raises FileExistsError if it has reported before."""
+        self._write(f"ready-{report.host.index}.json", report)
+
+    def report_start(self, report: RankReport) -> None:
+        """Report that a rank has started."""
+        self._write(f"rank-{report.rank}.json", report)
+
+    def report_end(self, report: HostReport) -> None:
+        """Report how a host and its ranks ended. Raises FileExistsError if it has reported before."""
+        self._write(f"end-{report.host.index}.json", report)
+
+    def _write(self, file_name: str, message: Frozen) -> None:
         """Write a message. If a message of this name exists, raise FileExistsError and leave it unchanged."""
         with (self.path / file_name).open("x") as message_file:
             message_file.write(message.model_dump_json())
@@ -167,6 +185,16 @@ class LaunchFolder:
                 yield message_type.model_validate_json(path.read_bytes())
             except (OSError, ValidationError):  # the message is being written, or was cut off by a full disk
                 continue
+
+
+def wait_until(condition: Callable[[], object], *, timeout_s: float) -> bool:
+    """Call `condition` five times a second until its result is true; return False if it is still false after the timeout."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
 
 
 def running_versions() -> dict[str, str]:

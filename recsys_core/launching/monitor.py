@@ -10,10 +10,9 @@ from recsys_core.disk import MIN_STAGE_BYTES, disk_full_error, free_bytes
 from recsys_core.errors import InputError, LaunchError, StageError
 from recsys_core.launching.failures import error_from_failures, format_stacks
 from recsys_core.launching.heartbeat import HeartbeatFile
-from recsys_core.launching.messages import STDERR_PREFIX, LaunchFolder, LaunchSpec
+from recsys_core.launching.messages import POLL_S, STDERR_PREFIX, LaunchFolder, LaunchSpec, wait_until
 
 logger = logging.getLogger(__name__)
-POLL_S = 0.2
 STACKS_TIMEOUT_S = 5.0
 REPORTS_TIMEOUT_S = 3.0
 EXIT_TIMEOUT_S = 30.0
@@ -55,7 +54,8 @@ class Monitor:
             poll()
             group_state = group.state()
             if group_state == "ended" or any(report.has_failed for report in self._folder.ended_hosts()):
-                self._wait_for_reports()
+                # One failure ends all hosts, and the failed host may report last.
+                wait_until(lambda: len(self._folder.ended_hosts()) == self._layout.num_hosts, timeout_s=REPORTS_TIMEOUT_S)
                 if self._has_succeeded:
                     break
                 group.end()
@@ -67,9 +67,7 @@ class Monitor:
             if time.monotonic() - self._phase_start > limit_s:
                 raise self._timeout_error(group, limit_s=limit_s, setting=setting)
             time.sleep(POLL_S)
-        end_time = time.monotonic() + EXIT_TIMEOUT_S
-        while group.state() != "ended" and time.monotonic() < end_time:
-            time.sleep(POLL_S)
+        wait_until(lambda: group.state() == "ended", timeout_s=EXIT_TIMEOUT_S)
 
     @property
     def _has_succeeded(self) -> bool:
@@ -111,12 +109,6 @@ class Monitor:
     def _missing_hosts(self) -> list[int]:
         return sorted(set(range(self._layout.num_hosts)) - self._folder.ready_hosts().keys())
 
-    def _wait_for_reports(self) -> None:
-        """Wait until every host has reported its end. One failure ends all hosts, and the failed host may report last."""
-        end_time = time.monotonic() + REPORTS_TIMEOUT_S
-        while len(self._folder.ended_hosts()) < self._layout.num_hosts and time.monotonic() < end_time:
-            time.sleep(POLL_S)
-
     def _failure_error(self, group: HostGroup) -> InputError | StageError:
         failed_hosts = [report for report in self._folder.ended_hosts() if report.has_failed]
         if failed_hosts:
@@ -144,12 +136,10 @@ class Monitor:
     def _dump_stacks(self) -> str:
         self._folder.stacks_request_path.touch()
         stack_paths = [self._folder.stack_path(rank) for rank in self._folder.started_ranks()]
-        end_time = time.monotonic() + STACKS_TIMEOUT_S
-        while (
-            not all(stack_path.is_file() and stack_path.stat().st_size for stack_path in stack_paths)
-            and time.monotonic() < end_time
-        ):
-            time.sleep(POLL_S)
+        wait_until(
+            lambda: all(stack_path.is_file() and stack_path.stat().st_size for stack_path in stack_paths),
+            timeout_s=STACKS_TIMEOUT_S,
+        )
         time.sleep(POLL_S)  # the last dump may not be complete yet
         return format_stacks(self._folder, world_size=self._layout.world_size)
 

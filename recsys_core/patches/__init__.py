@@ -10,5 +10,4 @@ Each workaround has a test in tests/recsys_core/patches that fails when the inst
 | lookups.dense_lookup | the dense CPU kernel ignores its pooling mode: pytorch/FBGEMM#4586 | test_dense_lookup_is_needed |
 | lookups.fused_lookup | the unpooled CPU kernel is slow; no issue | test_fused_lookup_is_for_the_installed_fbgemm |
 | lookups.fused_lookup, empty shards | the fused CPU kernel rejects empty tables; no issue | test_empty_shards_are_needed |
-| rank.prepare_rank | core affinity and scheduling policy of CPU ranks; not a workaround for a library | - |
 """

@@ -10,7 +10,6 @@ from recsys_core.config import Frozen
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.dataset.jagged import chunk_slices
-from recsys_core.manifests import Dataset
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.loss.objective import negative_share
 from recsys_core.models.spec import ModelSpec
@@ -35,19 +34,6 @@ class LookupStats(Frozen):
 
 
 def measure_lookups(
-    model: ModelSpec,
-    *,
-    batch_size: int,
-    loss: LossConfig,
-    dataset: Dataset,
-) -> LookupStats:
-    """Return the lookup statistics of the data that the ingest stages wrote; see `lookup_stats_of`."""
-    feature_store = None if dataset.features is None else FeatureStore.open(dataset.features)
-    store = EventStore.open(dataset.interactions)
-    return lookup_stats_of(model, batch_size=batch_size, loss=loss, store=store, features=feature_store)
-
-
-def lookup_stats_of(
     model: ModelSpec, *, batch_size: int, loss: LossConfig, store: EventStore, features: FeatureStore | None = None
 ) -> LookupStats:
     """Return the mean lookups over the batches of an epoch. batch_size: queries per rank and step.

@@ -1,4 +1,4 @@
-"""plan.json: the sharding plan as a readable JSON file, and its conversion to TorchRec's plan, which training executes."""
+"""plan.json and plan.html: the sharding plan as a file and as a page, and its conversion to TorchRec's plan."""
 
 import hashlib
 import json
@@ -12,11 +12,21 @@ from torchrec.distributed.types import CacheParams, EmbeddingModuleShardingPlan,
 
 from recsys_core.config import Frozen
 from recsys_core.errors import InputError
+from recsys_core.html_page import render_page
 from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.sharding.config import ClusterConfig, ComputeKernel, QuantizedCommsConfig, ShardingType
-from recsys_core.sharding.constraints import ssd_parameters
-from recsys_core.units import MIB
+from recsys_core.sharding.constraints import OFFLOADING_KERNELS, ssd_parameters
+from recsys_core.units import MIB, format_bytes, format_milliseconds
 
+_PAGE_TEMPLATE = Path(__file__).with_name("plan.html")
+TIME_FIELDS = (
+    ("forward_compute_ms", "forward compute"),
+    ("forward_comms_ms", "forward comms"),
+    ("backward_compute_ms", "backward compute"),
+    ("backward_comms_ms", "backward comms"),
+    ("prefetch_ms", "prefetch"),
+)
+"""Fields of RankEstimate with times, and their names on the page."""
 RankMeasure = Literal["hbm_bytes", "ddr_bytes", "step_ms"]
 
 
@@ -97,6 +107,11 @@ class PlanFile(Frozen):
     def step_ms(self) -> float:
         """Milliseconds that the lookups of the slowest rank take per step."""
         return max(rank.step_ms for rank in self.ranks)
+
+    @property
+    def lookup_memory_field(self) -> RankMeasure:
+        """Field of RankEstimate with the memory that lookups read: GPU memory, or main memory on a CPU."""
+        return "hbm_bytes" if self.device == "cuda" else "ddr_bytes"
 
     def imbalance(self, measure: RankMeasure) -> float:
         """Return the maximum over the ranks divided by the mean over the ranks; 1 for equal values."""
@@ -217,3 +232,35 @@ def format_ranges(ranks: tuple[int, ...]) -> str:
         f"{rank_range[0]}-{rank_range[-1]}" if len(rank_range) > 2 else ", ".join(map(str, rank_range))
         for rank_range in consecutive_ranks
     )
+
+
+def to_html(plan: PlanFile) -> str:
+    """Render plan.html, which explains the plan on one page."""
+    memory_field = plan.lookup_memory_field
+    return render_page(
+        _PAGE_TEMPLATE,
+        filters={"bytes": format_bytes, "ranges": format_ranges, "ms": format_milliseconds},
+        plan=plan,
+        groups=plan.rank_groups(),
+        times=TIME_FIELDS,
+        memory_name="HBM" if memory_field == "hbm_bytes" else "main memory",
+        usable_bytes=plan.usable_hbm_bytes if memory_field == "hbm_bytes" else plan.usable_ddr_bytes,
+        fullest_rank_bytes=max(getattr(rank, memory_field) for rank in plan.ranks),
+        slowest_rank_ms=plan.step_ms,
+        memory_imbalance=plan.imbalance(memory_field),
+        time_imbalance=plan.imbalance("step_ms"),
+        parts=_memory_parts,
+    )
+
+
+def _memory_parts(plan: PlanFile, rank: RankEstimate, table_name: str) -> list[tuple[str, int, bool]]:
+    """Return (name, bytes, whether the part is in the memory that lookups read) for each part of a table's memory on a rank."""
+    memory = rank.tables[table_name]
+    is_offloaded = plan.tables[table_name].compute_kernel in OFFLOADING_KERNELS
+    memory_parts = [
+        ("weights", memory.weights, not is_offloaded),
+        ("optimizer", memory.optimizer, not is_offloaded),
+        ("cache", memory.cache, True),
+        ("buffers", memory.buffers, True),
+    ]
+    return [memory_part for memory_part in memory_parts if memory_part[1]]

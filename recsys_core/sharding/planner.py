@@ -1,29 +1,40 @@
 """Stage `plan`: offline sharding plan for the configured cluster, by TorchRec's planner on meta tensors."""
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 import psutil
 import torch
-from torchrec.distributed.planner.types import PlannerError, ShardingOption
+from torchrec.distributed.planner.types import PlannerError, Shard, ShardingOption
 
 from recsys_core.errors import InputError
 from recsys_core.manifests import PlanManifest, StageFolder, fingerprint_of
 from recsys_core.models.spec import ModelSpec
 from recsys_core.preflight import cgroup_limits
 from recsys_core.sharding.config import PLAN_NAME, ClusterConfig, ShardingConfig, TableConstraint
-from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, check_constraints, num_values_per_query
-from recsys_core.sharding.estimates import rank_estimates
+from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, OFFLOADING_KERNELS, SSD_CACHE_MB, check_constraints
 from recsys_core.sharding.infeasible import infeasible_error
 from recsys_core.sharding.lookup_stats import LookupStats
-from recsys_core.sharding.plan_file import PlanFile, ShardPlan, TablePlan, layout_fingerprint
-from recsys_core.sharding.plan_page import to_html
+from recsys_core.sharding.plan_file import (
+    PlanFile,
+    RankEstimate,
+    ShardPlan,
+    TableMemory,
+    TablePlan,
+    layout_fingerprint,
+    to_html,
+)
 from recsys_core.sharding.torchrec_planner import TorchrecPlanner
 from recsys_core.units import GIB
 
 PAGE_NAME = "plan.html"
 DEFAULT_HBM_GB, DEFAULT_DDR_GB = 80.0, 16.0
 """Default memory per GPU and per host of a cluster other than this machine."""
+STATE_BYTES_PER_WEIGHT_BYTE = {"sgd": 0.0, "none": 0.0, "adagrad": 1.0, "adam": 2.0, "partial_rowwise_adam": 1.0}
+"""TorchRec's estimate of the optimizer state, in bytes per byte of weights. rowwise_adagrad has one number per row instead."""
+FP32_BYTES = 4
 
 
 def plan_sharding(
@@ -132,11 +143,11 @@ def make_plan(
         lookup_stats=lookup_stats,
     )
     try:
-        options_by_table = planner.best_options()
+        layout_by_table = planner.best_layouts()
     except PlannerError:
         raise infeasible_error(planner) from None
     plan_by_table = {
-        table_name: _table_plan(planner, table_name, option=option) for table_name, option in options_by_table.items()
+        table_name: _table_plan(planner, table_name, layout=layout) for table_name, layout in layout_by_table.items()
     }
     return PlanFile(
         device=device,
@@ -149,32 +160,79 @@ def make_plan(
         usable_hbm_bytes=planner.usable_memory.hbm,
         usable_ddr_bytes=planner.usable_memory.ddr,
         tables=plan_by_table,
-        ranks=rank_estimates(planner, options_by_table),
+        ranks=tuple(_rank_estimate(planner, layout_by_table, rank=rank) for rank in range(planner.world_size)),
     )
 
 
-def _table_plan(planner: TorchrecPlanner, table_name: str, *, option: ShardingOption) -> TablePlan:
+def _table_plan(planner: TorchrecPlanner, table_name: str, *, layout: ShardingOption) -> TablePlan:
     table, constraint = planner.model.tables[table_name], planner.config.tables.get(table_name)
     shards = tuple(
         ShardPlan(rank=shard.rank, offset=(shard.offset[0], shard.offset[1]), size=(shard.size[0], shard.size[1]))
-        for shard in option.shards
+        for shard in layout.shards
     )
-    has_cache = option.compute_kernel == "fused_uvm_caching"
+    has_cache = layout.compute_kernel == "fused_uvm_caching"
     return TablePlan(
         rows=table.num_rows,
         dim=table.dim,
         optimizer=table.optimizer_kind,
-        sharding_type=option.sharding_type,
-        compute_kernel=option.compute_kernel,
-        cache_load_factor=(option.cache_load_factor or CACHE_LOAD_FACTOR) if has_cache else None,
-        ssd_path=planner.config.cluster.ssd_path if option.compute_kernel == "key_value" else None,
+        sharding_type=layout.sharding_type,
+        compute_kernel=layout.compute_kernel,
+        cache_load_factor=(layout.cache_load_factor or CACHE_LOAD_FACTOR) if has_cache else None,
+        ssd_path=planner.config.cluster.ssd_path if layout.compute_kernel == "key_value" else None,
         ranks=tuple(shard.rank for shard in shards),
         shards=shards,
-        values_per_query=num_values_per_query(
-            table_name, model=planner.model, constraint=constraint or TableConstraint(), lookup_stats=planner.lookup_stats
-        ),
+        values_per_query=planner.values_per_query(table_name),
         constraint=_format_constraint(constraint) if constraint is not None else None,
     )
+
+
+def _rank_estimate(planner: TorchrecPlanner, layout_by_table: Mapping[str, ShardingOption], *, rank: int) -> RankEstimate:
+    """Return the memory and time of a rank. layout_by_table: the layout of each table."""
+    shards_by_table = {
+        table_name: [shard for shard in layout.shards if shard.rank == rank] for table_name, layout in layout_by_table.items()
+    }
+    shards = [shard for table_shards in shards_by_table.values() for shard in table_shards]
+    return RankEstimate(
+        hbm_bytes=sum(shard.storage.hbm for shard in shards),
+        ddr_bytes=sum(shard.storage.ddr for shard in shards),
+        ssd_bytes=sum(shard.storage.ssd for shard in shards),
+        step_ms=sum(shard.perf.total for shard in shards),
+        forward_compute_ms=sum(shard.perf.fwd_compute for shard in shards),
+        forward_comms_ms=sum(shard.perf.fwd_comms for shard in shards),
+        backward_compute_ms=sum(shard.perf.bwd_compute for shard in shards),
+        backward_comms_ms=sum(shard.perf.bwd_comms for shard in shards),
+        prefetch_ms=sum(shard.perf.prefetch_compute for shard in shards),
+        tables={
+            table_name: _table_memory(planner, table_name, layout=layout_by_table[table_name], shards=table_shards)
+            for table_name, table_shards in shards_by_table.items()
+            if table_shards
+        },
+    )
+
+
+def _table_memory(planner: TorchrecPlanner, table_name: str, *, layout: ShardingOption, shards: list[Shard]) -> TableMemory:
+    """Split the estimated memory of a table's shards on one rank into weights, optimizer state, cache and buffers."""
+    table, kernel = planner.model.tables[table_name], layout.compute_kernel
+    state_per_weight = (
+        1 / table.dim if table.optimizer_kind == "rowwise_adagrad" else STATE_BYTES_PER_WEIGHT_BYTE[table.optimizer_kind]
+    )
+    cache_load_factor = layout.cache_load_factor or CACHE_LOAD_FACTOR
+    weights = optimizer = cache = buffers = 0
+    for shard in shards:
+        num_rows, num_columns = shard.size
+        weight_bytes, cache_bytes = num_rows * num_columns * FP32_BYTES, 0
+        optimizer_bytes = math.ceil(weight_bytes * state_per_weight)
+        if kernel == "fused_uvm_caching":
+            # The cache has the rows with their optimizer state. Its index needs 4 bytes per row and 16 bytes per cached row.
+            index_bytes = num_rows * (4 + 16 * cache_load_factor)
+            cache_bytes = math.ceil(cache_load_factor * weight_bytes * (1 + state_per_weight) + index_bytes)
+        elif kernel == "key_value":
+            cache_bytes = min(SSD_CACHE_MB << 20, math.ceil(table.num_rows * CACHE_LOAD_FACTOR * table.dim * FP32_BYTES))
+        fast_memory_bytes: int = shard.storage.hbm if planner.device == "cuda" else shard.storage.ddr
+        resident_bytes = 0 if kernel in OFFLOADING_KERNELS else weight_bytes + optimizer_bytes
+        weights, optimizer, cache = weights + weight_bytes, optimizer + optimizer_bytes, cache + cache_bytes
+        buffers += max(0, fast_memory_bytes - resident_bytes - cache_bytes)
+    return TableMemory(weights=weights, optimizer=optimizer, cache=cache, buffers=buffers)
 
 
 def _format_constraint(constraint: TableConstraint) -> str | None:

@@ -1,7 +1,7 @@
 """TorchRec's planner on meta tensors: no process group, no GPU and no memory for the tables."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,6 +12,7 @@ from torch import nn
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.shard_estimators import EmbeddingOffloadStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import (
     HardwareConfig,
@@ -23,7 +24,7 @@ from torchrec.distributed.planner.types import (
     TopologyFactory,
     TrainerConfig,
 )
-from torchrec.distributed.types import ModuleSharder
+from torchrec.distributed.types import CacheParams, ModuleSharder
 from torchrec.optim.optimizers import SGD, Adagrad, Adam, PartialRowWiseAdam
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -31,8 +32,8 @@ from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, parameter_name
 from recsys_core.models.task import TABLES_PATH
 from recsys_core.patches.lookups import ONE_TABLE_PER_KERNEL, BagSharder, RowSharder
-from recsys_core.sharding.config import ClusterConfig, ComputeKernel, QuantizedCommsConfig, ShardingConfig, ShardingType
-from recsys_core.sharding.constraints import parameter_constraints
+from recsys_core.sharding.config import ClusterConfig, QuantizedCommsConfig, ShardingConfig, TableConstraint
+from recsys_core.sharding.constraints import CACHE_LOAD_FACTOR, offered_kernels, offered_sharding_types, ssd_parameters
 from recsys_core.sharding.lookup_stats import LookupStats
 from recsys_core.units import GIB
 
@@ -46,9 +47,7 @@ OPTIMIZER_CLASSES = {
     "adam": Adam,
     "partial_rowwise_adam": PartialRowWiseAdam,
 }
-"""Optimizer kind -> class from which TorchRec derives the size of the optimizer state."""
-ShardingTypesByTable = Mapping[str, tuple[ShardingType, ...]]
-KernelsByTable = Mapping[str, tuple[ComputeKernel, ...]]
+"""Optimizer kind -> class from which TorchRec derives the optimizer state. A frozen table has the kind none."""
 
 
 @dataclass(frozen=True)
@@ -103,15 +102,15 @@ class TorchrecPlanner:
         config = self.config.model_copy(update={"cluster": cluster})
         return replace(self, config=config, processes_per_node=processes_per_node)
 
-    def best_options(
-        self, *, sharding_types_by_table: ShardingTypesByTable | None = None, kernels_by_table: KernelsByTable | None = None
-    ) -> dict[str, ShardingOption]:
-        """Return the layout of each table in the plan with the shortest estimated step. Raises PlannerError if no plan fits.
+    def with_constraint(self, table_name: str, **settings: object) -> "TorchrecPlanner":
+        """Return the planner for changed settings of a table's constraint."""
+        constraint = self.config.tables[table_name].model_copy(update=settings)
+        tables = {**self.config.tables, table_name: constraint}
+        return replace(self, config=self.config.model_copy(update={"tables": tables}))
 
-        sharding_types_by_table, kernels_by_table: replace the configured or default sharding types and kernels.
-        """
-        best_plan = _BestPlanRecorder()
-        constraints = self._constraints(sharding_types_by_table, kernels_by_table)
+    def best_layouts(self) -> dict[str, ShardingOption]:
+        """Return the layout of each table in the plan with the shortest estimated step. Raises PlannerError if no plan fits."""
+        best_plan, constraints = _BestPlanRecorder(), self._constraints
         planner = EmbeddingShardingPlanner(
             topology=self._topology,
             batch_size=self.batch_size,
@@ -124,39 +123,61 @@ class TorchrecPlanner:
         )
         with _silence_torchrec():
             planner.plan(self._module, sharders(self.config.quantized_comms))
-        return self._by_table(best_plan.options)
+        layout_by_module = {layout.name: layout for layout in best_plan.options}
+        return {table_name: layout_by_module[module_name(table_name)] for table_name in sorted(self.model.tables)}
 
-    def options(
-        self, *, sharding_types_by_table: ShardingTypesByTable | None = None, kernels_by_table: KernelsByTable | None = None
-    ) -> dict[str, list[ShardingOption]]:
+    def layouts(self) -> dict[str, list[ShardingOption]]:
         """Return all layouts of each table with their estimates, including layouts that do not fit."""
-        enumerator = EmbeddingEnumerator(
-            self._topology, batch_size=self.batch_size, constraints=self._constraints(sharding_types_by_table, kernels_by_table)
-        )
+        enumerator = EmbeddingEnumerator(self._topology, batch_size=self.batch_size, constraints=self._constraints)
         with _silence_torchrec():
-            options = enumerator.enumerate(self._module, sharders(self.config.quantized_comms))
+            layouts = enumerator.enumerate(self._module, sharders(self.config.quantized_comms))
         return {
-            table_name: [option for option in options if option.name == module_name(table_name)]
+            table_name: [layout for layout in layouts if layout.name == module_name(table_name)]
             for table_name in sorted(self.model.tables)
         }
 
-    def _constraints(
-        self, sharding_types_by_table: ShardingTypesByTable | None, kernels_by_table: KernelsByTable | None
-    ) -> dict[str, ParameterConstraints]:
-        return parameter_constraints(
-            self.config,
-            model=self.model,
-            device=self.device,
-            world_size=self.world_size,
-            batch_size=self.batch_size,
-            lookup_stats=self.lookup_stats,
-            sharding_types_by_table=sharding_types_by_table,
-            kernels_by_table=kernels_by_table,
-        )
+    def values_per_query(self, table_name: str) -> float:
+        """Return the number of values that a query looks up in a table: pooling_factor, the measured number, or the maximum."""
+        pooling_factor = self.config.tables.get(table_name, TableConstraint()).pooling_factor
+        if pooling_factor is not None:
+            return pooling_factor
+        if self.lookup_stats is not None:
+            return self.lookup_stats.values_per_query[table_name]
+        return 1.0 + self.model.history_length if self.model.tables[table_name].side == "item" else 1.0
 
-    def _by_table(self, chosen_options: list[ShardingOption]) -> dict[str, ShardingOption]:
-        option_by_module = {option.name: option for option in chosen_options}
-        return {table_name: option_by_module[module_name(table_name)] for table_name in sorted(self.model.tables)}
+    @property
+    def _constraints(self) -> dict[str, ParameterConstraints]:
+        """TorchRec's constraints by module name."""
+        constraint_by_module, cluster = {}, self.config.cluster
+        for table_name, table in self.model.tables.items():
+            constraint = self.config.tables.get(table_name, TableConstraint())
+            types = offered_sharding_types(table, constraint, num_nodes=cluster.num_nodes, world_size=self.world_size)
+            is_gpu, load_factor = self.device == "cuda", constraint.cache_load_factor or CACHE_LOAD_FACTOR
+            constraint_by_module[module_name(table_name)] = ParameterConstraints(
+                sharding_types=list(types),
+                compute_kernels=list(offered_kernels(constraint, device=self.device)),
+                pooling_factors=[self.values_per_query(table_name)],
+                cache_params=CacheParams(load_factor=load_factor, stats=self._cache_stats(table_name)) if is_gpu else None,
+                key_value_params=ssd_parameters(cluster.ssd_path) if is_gpu and cluster.ssd_path is not None else None,
+            )
+        return constraint_by_module
+
+    def _cache_stats(self, table_name: str) -> EmbeddingOffloadStats | None:
+        """Return the statistics from which TorchRec estimates cache misses; None if the row frequencies are unknown.
+
+        The statistics assume that the cache contains the most frequent rows.
+        """
+        if self.lookup_stats is None or table_name not in self.lookup_stats.hot_row_curve:
+            return None
+        num_rows = self.model.tables[table_name].num_rows
+        num_lookups_per_step = self.values_per_query(table_name) * self.batch_size * self.world_size
+        hit_rate_curve = torch.tensor((0.0, *self.lookup_stats.hot_row_curve[table_name]), dtype=torch.float64)
+        return EmbeddingOffloadStats(
+            cacheability=float(1 - hit_rate_curve.mean()),
+            expected_lookups=round(min(float(num_rows), num_lookups_per_step)),
+            mrc_hist_counts=hit_rate_curve.diff().clamp(min=0),
+            height=num_rows,
+        )
 
     @cached_property
     def _module(self) -> nn.Module:

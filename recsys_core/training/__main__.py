@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from recsys_core.imports import fast_imports
-from recsys_core.launching.local.rank import register_rank
+from recsys_core.launching.rank import join_process_group, pin_to_core_share, register_rank, use_batch_scheduling
 from recsys_core.patches.cpu_features import share_cpu_features
 
 if __name__ == "__main__":
@@ -15,17 +15,16 @@ if __name__ == "__main__":
     with fast_imports():
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        from recsys_core.patches.rank import prepare_rank
         from recsys_core.sharding.plan_file import PlanFile
         from recsys_core.training.export.export import run_export
-        from recsys_core.training.job.job_spec import JOB_ADAPTER, TrainJob
-        from recsys_core.training.job.process_group import join_process_group
+        from recsys_core.training.job import JOB_ADAPTER, TrainJob
         from recsys_core.training.loop import run_training
 
     job = JOB_ADAPTER.validate_json(Path(sys.argv[1]).read_bytes())
-    device = PlanFile.read(job.plan).device
+    device = PlanFile.read(job.plan_path).device
     if device == "cpu":
-        prepare_rank(local_rank=int(os.environ["LOCAL_RANK"]), num_local_ranks=int(os.environ["LOCAL_WORLD_SIZE"]))
+        pin_to_core_share(local_rank=int(os.environ["LOCAL_RANK"]), num_local_ranks=int(os.environ["LOCAL_WORLD_SIZE"]))
+        use_batch_scheduling()
     with join_process_group(device_type=device) as process:
         # `record` writes an exception to the rank's error file, which the agent reads.
         if isinstance(job, TrainJob):

@@ -33,9 +33,9 @@ from recsys_core.disk import disk_full_error, explain_disk_full
 from recsys_core.errors import StageError
 from recsys_core.launching.heartbeat import HeartbeatWriter
 from recsys_core.launching.heartbeat import heartbeat as heartbeat_thread
+from recsys_core.launching.rank import Process
 from recsys_core.manifests import Manifest, commit_folder, load_manifest, require_no_link
 from recsys_core.training.dense_parallel import local_part
-from recsys_core.training.job.process_group import Process
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_INTERVAL_S = 1.0
@@ -88,13 +88,9 @@ class Checkpointer:
         process: Process,
     ) -> None:
         require_no_link(folder)
-        self._folder, self._fingerprint, self._attempt_number, self._keep_checkpoints = (
-            folder,
-            fingerprint,
-            attempt_number,
-            keep_checkpoints,
-        )
-        self._text_by_extra_file, self._heartbeat, self._process = text_by_extra_file, heartbeat, process
+        self._folder, self._fingerprint, self._attempt_number = folder, fingerprint, attempt_number
+        self._keep_checkpoints, self._text_by_extra_file = keep_checkpoints, text_by_extra_file
+        self._heartbeat, self._process = heartbeat, process
         # A separate process group: in the default group the background thread's messages would mix with those of the training.
         process_group = dist.new_group(backend="gloo")
         assert isinstance(process_group, dist.ProcessGroup)  # every rank is a member

@@ -13,6 +13,7 @@ from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.dataset.loader import ExampleSource, Shard, TrainLoader
 from recsys_core.errors import InputError
 from recsys_core.launching.heartbeat import MIN_TIMEOUT_S, UNMEASURED_TIMEOUT_S, HeartbeatWriter
+from recsys_core.launching.rank import Process
 from recsys_core.manifests import require_manifest
 from recsys_core.models.loss.objective import negative_share
 from recsys_core.models.task import RetrievalTask
@@ -20,7 +21,7 @@ from recsys_core.seeds import step_seed
 from recsys_core.sharding.config import PLAN_NAME
 from recsys_core.training.checkpoint import BestValidation, Checkpointer, CheckpointManifest, checkpoint_name, restore
 from recsys_core.training.export.encoding import Encoder
-from recsys_core.training.job.job_spec import (
+from recsys_core.training.job import (
     CHECKPOINTS_FOLDER,
     JOB_FILE,
     METRICS_FILE,
@@ -29,11 +30,9 @@ from recsys_core.training.job.job_spec import (
     TrainJob,
     TrainResult,
 )
-from recsys_core.training.job.process_group import Process
-from recsys_core.training.metrics_log import MetricsLog, raise_if_not_finite
+from recsys_core.training.metrics_log import MetricsLog, make_profiler, raise_if_not_finite
 from recsys_core.training.optimizers import LearningRates, make_optimizer
 from recsys_core.training.sharded_model import initial_model
-from recsys_core.training.step_timer import StepTimer, make_profiler
 from recsys_core.training.validation import Validator
 from recsys_core.training.warm.warm_start import load_champion_accumulators, load_champion_weights
 
@@ -51,7 +50,7 @@ def run_training(job: TrainJob, *, process: Process) -> None:
     if len(loader) == 0:
         raise InputError(
             f"{dataset.interactions.train_events} training events are too few for {process.world_size} ranks: each "
-            "rank needs at least one event; use fewer processes or more data"
+            "rank needs at least one event; use fewer ranks or more data"
         )
     model = initial_model(job, store=store, dataset=dataset, process=process)
     validator = None
@@ -61,8 +60,8 @@ def run_training(job: TrainJob, *, process: Process) -> None:
             job.training.validation,
             encoder=encoder,
             interactions=dataset.interactions,
-            work_folder=job.work,
-            heartbeat=job.heartbeat,
+            work_folder=job.work_folder,
+            heartbeat_path=job.heartbeat_path,
         )
     trainer = Trainer(job, model=model, loader=loader, validator=validator, process=process)
     with trainer.profiler or nullcontext():
@@ -83,7 +82,7 @@ def make_loader(job: TrainJob, *, store: EventStore, assembler: Assembler, proce
             include_target=job.spec.config.history.include_target,
         ),
         batch_size=job.training.batch_size,
-        shard=Shard(process.rank, process.world_size, job.planned_ranks),
+        shard=Shard(process.rank, process.world_size, job.num_planned_ranks),
         seed=job.training.seed,
         num_negatives=loss_config.num_negatives,
         negative_share_I=negative_share(store.train_count_I, loss_config.negative_sampling_alpha)
@@ -126,23 +125,26 @@ class Trainer:
         self.dropout_generator = default_generator(process.device)
         # torch.profiler writes its trace between two steps, which may take longer than the steps before.
         min_timeout_s = MIN_TIMEOUT_S if self.config.profile is None else UNMEASURED_TIMEOUT_S
-        self.heartbeat = HeartbeatWriter(job.heartbeat, is_main=process.is_main, min_timeout_s=min_timeout_s)
+        self.heartbeat = HeartbeatWriter(job.heartbeat_path, is_main=process.is_main, min_timeout_s=min_timeout_s)
         self.step, self.best_validation = load_state(job, model=model, optimizer=self.optimizer)
         self.saved_step = self.step
         self.checkpointer = Checkpointer(
-            job.work / CHECKPOINTS_FOLDER,
+            job.work_folder / CHECKPOINTS_FOLDER,
             fingerprint=job.fingerprint,
             attempt_number=job.attempt,
             keep_checkpoints=self.config.keep_checkpoints,
-            text_by_extra_file={JOB_FILE: job.model_dump_json(indent=2), PLAN_NAME: job.plan.read_text()},
+            text_by_extra_file={JOB_FILE: job.model_dump_json(indent=2), PLAN_NAME: job.plan_path.read_text()},
             heartbeat=self.heartbeat,
             process=process,
         )
         self.metrics_log = MetricsLog(
-            job.work / METRICS_FILE, process=process, total_steps=self.total_steps, first_step=self.step
+            job.work_folder / METRICS_FILE,
+            spec=job.spec,
+            process=process,
+            total_steps=self.total_steps,
+            first_step=self.step,
         )
-        self.step_timer = StepTimer(job.spec, process=process)
-        self.profiler = make_profiler(self.config.profile, folder=job.work / PROFILE_FOLDER, process=process)
+        self.profiler = make_profiler(self.config.profile, folder=job.work_folder / PROFILE_FOLDER, process=process)
 
     @property
     def is_finished(self) -> bool:
@@ -170,13 +172,13 @@ class Trainer:
         self.model.train()
         self.trained_share_by_table = self.head.set_epoch(epoch_index + 1)
         start_time = self.heartbeat.begin("steps")
-        batches = self.step_timer.batches(self.loader.epoch(epoch_index, start_batch=first_batch_index))
+        batches = self.metrics_log.batches(self.loader.epoch(epoch_index, start_batch=first_batch_index))
         for batch_index in range(first_batch_index, self.steps_per_epoch):
             self.learning_rates.set_step(self.step)
             # Dropout is a function of (seed, step, rank), so a resumed run draws the same masks. Only the device's generator is
             # seeded: torch.manual_seed also records its call stack, which takes a millisecond.
             self.dropout_generator.manual_seed(step_seed(config.seed, step=self.step, rank=self.process.rank))
-            with self.step_timer.step(is_sampled=self.step % config.log_every_steps == 0):
+            with self.metrics_log.step(is_sampled=self.step % config.log_every_steps == 0):
                 loss = self.pipeline.progress(batches)
             if self.profiler is not None:
                 self.profiler.step()
@@ -242,7 +244,6 @@ class Trainer:
             self.step,
             epoch=epoch,
             learning_rate=table_optimizer.learning_rate * table_optimizer.scale(self.step - 1, total_steps=self.total_steps),
-            step_times=self.step_timer.reset(),
             trained_share_by_table=self.trained_share_by_table,
             validation=validation or {},
         )
@@ -264,7 +265,7 @@ class Trainer:
             best_epoch=None if self.best_validation is None else self.best_validation.step // self.steps_per_epoch,
             validation={} if self.best_validation is None else self.best_validation.metrics,
         )
-        (self.job.work / RESULT_FILE).write_text(result.model_dump_json())
+        (self.job.work_folder / RESULT_FILE).write_text(result.model_dump_json())
 
 
 def load_state(
@@ -275,13 +276,13 @@ def load_state(
     Returns:
         (number of completed steps, best validation so far).
     """
-    if job.resume is not None:
-        checkpoint = require_manifest(job.resume, CheckpointManifest, verify=False)
+    if job.resume_folder is not None:
+        checkpoint = require_manifest(job.resume_folder, CheckpointManifest, verify=False)
         restore(model, optimizer, checkpoint=checkpoint.folder)
         return checkpoint.step, checkpoint.best
-    if job.warm is not None:
-        load_champion_weights(model, warm_start=job.warm)
-        load_champion_accumulators(optimizer, spec=job.spec, warm_start=job.warm)
+    if job.warm_start is not None:
+        load_champion_weights(model, warm_start=job.warm_start)
+        load_champion_accumulators(optimizer, spec=job.spec, warm_start=job.warm_start)
     return 0, None
 
 

@@ -1,43 +1,62 @@
-"""metrics.jsonl: loss, throughput, step times, memory, validation metrics. Rank 0 writes it; the launching process reads it."""
+"""metrics.jsonl: loss, throughput, step times, memory, validation metrics; and optional traces by torch.profiler.
+
+Rank 0 writes metrics.jsonl; the launching process reads it.
+"""
 
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.profiler import ProfilerActivity, profile, schedule
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys_core.atomic import write_text
+from recsys_core.dataset.batch import Batch
 from recsys_core.errors import StageError
+from recsys_core.launching.rank import Process
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import table_shards
+from recsys_core.training.config import ProfileConfig
 from recsys_core.training.dense_parallel import local_part
-from recsys_core.training.job.job_spec import Progress
-from recsys_core.training.job.process_group import Process
-from recsys_core.training.step_timer import StepTimes
+from recsys_core.training.job import Progress
+
+FLOAT32_BYTES = 4
+PROFILER_WARMUP_STEPS = 2
 
 
 class MetricsLog:
-    """Writer of metrics.jsonl: averages the loss and the throughput over the ranks and the steps since the previous line.
+    """Writer of metrics.jsonl: means over the ranks and the steps since the previous line.
+
+    On a CPU every step is timed. On a GPU only sampled steps are, because timing a step waits for the device.
 
     Args:
         first_step: number of completed steps. Lines of later steps are removed, because this attempt repeats these steps.
     """
 
-    def __init__(self, path: Path, *, process: Process, total_steps: int, first_step: int) -> None:
+    def __init__(self, path: Path, *, spec: ModelSpec, process: Process, total_steps: int, first_step: int) -> None:
         self._path, self._process, self._total_steps = path, process, total_steps
+        self._tables, self._os_process = list(spec.tables.values()), psutil.Process()
+        self._is_gpu, self._is_timing = process.device.type == "cuda", False
         self._loss_sum_and_steps = torch.zeros(2, dtype=torch.float64, device=process.device)
-        self._os_process = psutil.Process()
-        self._num_line_samples = self._total_num_samples = 0
-        self._line_start_time = self._start_time = time.perf_counter()
+        self._total_num_samples = 0
+        self._start_time = time.perf_counter()
+        self._start_line(self._start_time)
         self.last_loss = float("nan")
         if process.is_main:
             self._remove_lines_after(first_step)
+
+    def _start_line(self, start_time: float) -> None:
+        """Reset the totals of a line; data_s is the part of step_s that was spent waiting for the loader."""
+        self._line_start_time, self._num_line_samples, self._embedding_bytes = start_time, 0, 0
+        self._num_timed_steps, self._step_s, self._data_s = 0, 0.0, 0.0
+        self._loss_sum_and_steps.zero_()
 
     def _remove_lines_after(self, step: int) -> None:
         lines = self._path.read_text().splitlines(keepends=True) if self._path.is_file() else []
@@ -46,6 +65,42 @@ class MetricsLog:
         write_text(self._path, "".join(lines))
         if lines:
             self.last_loss = Progress.model_validate_json(lines[-1]).loss
+
+    def batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches. Count the time to wait for each batch, and the bytes of embedding rows that it looks up."""
+        while True:
+            start_time = time.perf_counter()
+            batch = next(batches, None)
+            self._data_s += (time.perf_counter() - start_time) if self._is_timing else 0.0
+            if batch is None:
+                return
+            self._embedding_bytes += self._lookup_bytes(batch)
+            yield batch
+
+    def _lookup_bytes(self, batch: Batch) -> int:
+        num_values_by_key: dict[tuple[str, str], int] = {
+            (batch_key, feature): num_values
+            for batch_key, sparse in batch.sparse.items()
+            for feature, num_values in zip(sparse.keys(), sparse.length_per_key(), strict=True)
+        }
+        num_floats = sum(num_values_by_key.get((table.batch_key, table.feature), 0) * table.dim for table in self._tables)
+        return num_floats * FLOAT32_BYTES
+
+    @contextmanager
+    def step(self, *, is_sampled: bool) -> Iterator[None]:
+        """Time the block as one step. On a GPU the step is timed only if `is_sampled`."""
+        self._is_timing = is_sampled or not self._is_gpu
+        start_time = self._now()
+        yield
+        if self._is_timing:
+            self._num_timed_steps += 1
+            self._step_s += self._now() - start_time
+        self._is_timing = False
+
+    def _now(self) -> float:
+        if self._is_gpu and self._is_timing:
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     def add(self, loss: Tensor, *, num_samples: int) -> None:
         """Count one step. num_samples: examples on all ranks."""
@@ -59,29 +114,27 @@ class MetricsLog:
         *,
         epoch: int,
         learning_rate: float,
-        step_times: StepTimes,
         trained_share_by_table: dict[str, float],
         validation: dict[str, float],
     ) -> None:
         """Collective. Append a line, and start new averages.
 
         Args:
-            step_times: times of this rank since the previous line.
             trained_share_by_table: for each gradually unfrozen table, the share of its rows that the epoch trains.
             validation: validation metrics; empty except after an epoch.
         """
-        ms_by_phase = step_times.mean_ms_by_phase()
-        rank_timings = torch.tensor([*ms_by_phase.values(), step_times.embedding_bytes], dtype=torch.float64)
-        totals = torch.cat([self._loss_sum_and_steps, rank_timings.to(self._loss_sum_and_steps.device)])
+        ms_per_s = 1000 / max(self._num_timed_steps, 1)
+        ms_and_bytes = [self._step_s * ms_per_s, self._data_s * ms_per_s, self._embedding_bytes]
+        rank_totals = torch.tensor(ms_and_bytes, dtype=torch.float64, device=self._process.device)
+        totals = torch.cat([self._loss_sum_and_steps, rank_totals])
         dist.all_reduce(totals)
-        loss_sum, num_steps, *total_ms, total_embedding_bytes = totals.tolist()
+        loss_sum, num_steps, total_step_ms, total_data_ms, total_embedding_bytes = totals.tolist()
         memory_bytes = torch.tensor([self._os_process.memory_info().rss, self._peak_hbm_bytes()])
         dist.all_reduce(memory_bytes, op=dist.ReduceOp.MAX)
         if num_steps:
             self.last_loss = loss_sum / num_steps
         end_time = time.perf_counter()
-        elapsed_s = end_time - self._line_start_time
-        world_size = self._process.world_size
+        elapsed_s, world_size = end_time - self._line_start_time, self._process.world_size
         progress = Progress(
             step=step,
             total_steps=self._total_steps,
@@ -89,7 +142,7 @@ class MetricsLog:
             loss=self.last_loss,
             learning_rate=learning_rate,
             samples_per_s=self._num_line_samples / elapsed_s,
-            ms_per_step={name: ms / world_size for name, ms in zip(ms_by_phase, total_ms, strict=True)},
+            ms_per_step={"step": total_step_ms / world_size, "data": total_data_ms / world_size},
             embedding_bytes_per_s=total_embedding_bytes / elapsed_s,
             memory_bytes={
                 name: int(num_bytes) for name, num_bytes in zip(("rss", "hbm"), memory_bytes, strict=True) if num_bytes
@@ -101,11 +154,10 @@ class MetricsLog:
             with self._path.open("a") as file:
                 file.write(progress.model_dump_json() + "\n")
         self._total_num_samples += self._num_line_samples
-        self._num_line_samples, self._line_start_time = 0, end_time
-        self._loss_sum_and_steps.zero_()
+        self._start_line(end_time)
 
     def _peak_hbm_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self._process.device) if self._process.device.type == "cuda" else 0
+        return torch.cuda.max_memory_allocated(self._process.device) if self._is_gpu else 0
 
     @property
     def samples_per_s(self) -> float:
@@ -137,6 +189,22 @@ class MetricsTail:
             if progress.step > self._last_step:
                 self._last_step = progress.step
                 self._on_progress(progress)
+
+
+def make_profiler(config: ProfileConfig | None, *, folder: Path, process: Process) -> profile | None:
+    """Return a profiler that writes rank-<r>.json.gz (chrome://tracing, Perfetto) to `folder`; None without a config.
+
+    The profiler is a context manager; call its step() after each training step.
+    """
+    if config is None:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    trace_path = folder / f"rank-{process.rank}.json.gz"
+    return profile(
+        activities=[ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if process.device.type == "cuda" else []),
+        schedule=schedule(wait=config.after_steps, warmup=PROFILER_WARMUP_STEPS, active=config.steps, repeat=1),
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(trace_path)),
+    )
 
 
 def raise_if_not_finite(

@@ -21,7 +21,7 @@ from recsys_core.models.spec import ModelSpec, TableSpec, module_name
 from recsys_core.models.tables.embedding_tables import local_shards
 from recsys_core.models.tables.table_config import DenseOptimizer, Schedule, TableOptimizer
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.sharded_model import ADAGRAD_EPS
+from recsys_core.training.sharded_model import EPS
 
 DENSE_OPTIMIZER_BY_KIND = {"adam": torch.optim.AdamW, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
 TABLE_OPTIMIZER_BY_KIND = {
@@ -64,7 +64,7 @@ def table_name_of(parameter_name: str, spec: ModelSpec) -> str | None:
 
 
 def _replicated_table_optimizer(name: str, parameter: Tensor, optimizer_config: TableOptimizer) -> KeyedOptimizer:
-    eps_argument = {"eps": ADAGRAD_EPS} if optimizer_config.kind in ADAGRAD_KINDS else {}
+    eps_argument = {"eps": EPS} if optimizer_config.kind in ADAGRAD_KINDS else {}
 
     def build(parameters: list[Tensor]) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = TABLE_OPTIMIZER_BY_KIND[optimizer_config.kind](

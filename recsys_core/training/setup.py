@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.launching.config import Launcher, LocalLauncher
 from recsys_core.manifests import Dataset, PlanManifest
 from recsys_core.models.loss.loss_config import LossConfig
@@ -40,40 +42,31 @@ class TrainingSetup:
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     launcher: Launcher = field(default_factory=LocalLauncher)
 
-    def plan(self, dataset: Dataset | None = None, *, folder: Path) -> PlanManifest:
-        """Plan the sharding as the stage `plan_sharding`. Without `dataset`, the lookups are assumed instead of measured."""
-        return plan_sharding(
-            self.sharding,
-            model=self.model,
-            batch_size=self.training.batch_size,
-            lookup_stats=self._lookup_stats(dataset),
-            folder=folder,
-        )
+    def plan(self, dataset: Dataset, *, folder: Path) -> PlanManifest:
+        """Plan the sharding as the stage `plan_sharding`."""
+        model, batch_size, lookup_stats = self.model, self.training.batch_size, self._lookup_stats(dataset)
+        return plan_sharding(self.sharding, model=model, batch_size=batch_size, lookup_stats=lookup_stats, folder=folder)
 
-    def make_plan(self, dataset: Dataset | None = None) -> PlanFile:
+    def make_plan(self, dataset: Dataset) -> PlanFile:
         """Return the same plan without writing it."""
-        return make_plan(
-            self.sharding,
-            model=self.model,
-            batch_size=self.training.batch_size,
-            lookup_stats=self._lookup_stats(dataset),
-        )
+        model, batch_size, lookup_stats = self.model, self.training.batch_size, self._lookup_stats(dataset)
+        return make_plan(self.sharding, model=model, batch_size=batch_size, lookup_stats=lookup_stats)
 
-    def _lookup_stats(self, dataset: Dataset | None) -> LookupStats | None:
-        if dataset is None:
-            return None
-        return measure_lookups(self.model, batch_size=self.training.batch_size, loss=self.loss, dataset=dataset)
+    def checkpoint_bytes(self, *, work_folder: Path, steps_per_epoch: int) -> int:
+        """Return the bytes that the checkpoints will need at their peak, less the bytes already in `work_folder`."""
+        config = self.training
+        checkpoint_bytes = sum(_weight_bytes(table) + _state_bytes(table) for table in self.model.tables.values())
+        # A new checkpoint is complete before an old one is removed, and the best one is kept in addition.
+        max_checkpoints = config.keep_checkpoints + 1 + (config.validation is not None)
+        num_validations = 0 if config.validation is None else config.epochs // config.validation.every_epochs
+        num_saves = max(1, config.epochs * steps_per_epoch // config.checkpoint_every_steps + num_validations)
+        existing_bytes = sum(path.stat().st_size for path in work_folder.rglob("*") if path.is_file())
+        return max(0, min(max_checkpoints, num_saves) * checkpoint_bytes - existing_bytes)
 
-
-def training_bytes(config: TrainingConfig, *, spec: ModelSpec, work_folder: Path, steps_per_epoch: int) -> int:
-    """Return the bytes that the checkpoints will need at their peak, less the bytes already in `work_folder`."""
-    checkpoint_bytes = sum(_weight_bytes(table) + _state_bytes(table) for table in spec.tables.values())
-    # A new checkpoint is complete before an old one is removed, and the best one is kept in addition.
-    max_checkpoints = config.keep_checkpoints + 1 + (config.validation is not None)
-    num_validations = 0 if config.validation is None else config.epochs // config.validation.every_epochs
-    num_saves = max(1, config.epochs * steps_per_epoch // config.checkpoint_every_steps + num_validations)
-    existing_bytes = sum(path.stat().st_size for path in work_folder.rglob("*") if path.is_file())
-    return max(0, min(max_checkpoints, num_saves) * checkpoint_bytes - existing_bytes)
+    def _lookup_stats(self, dataset: Dataset) -> LookupStats:
+        features = None if dataset.features is None else FeatureStore.open(dataset.features)
+        store, batch_size = EventStore.open(dataset.interactions), self.training.batch_size
+        return measure_lookups(self.model, batch_size=batch_size, loss=self.loss, store=store, features=features)
 
 
 def export_bytes(spec: ModelSpec) -> int:

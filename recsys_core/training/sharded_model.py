@@ -13,11 +13,10 @@ from torch import distributed as dist
 from torch import nn
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
-from torchrec.optim.optimizers import SGD, Adagrad, Adam, PartialRowWiseAdam
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.layout import memory_map, popularity_ranks
+from recsys_core.launching.rank import Process
 from recsys_core.manifests import Dataset
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
@@ -33,22 +32,22 @@ from recsys_core.models.tables.initialisation import (
 from recsys_core.models.tables.table_config import ID_TABLES, OFFSET_TABLE, TEACHER_TABLE, random_norm
 from recsys_core.models.task import TABLES_PATH, RetrievalHead, RetrievalTask
 from recsys_core.sharding.plan_file import PlanFile
-from recsys_core.sharding.torchrec_planner import sharders
+from recsys_core.sharding.torchrec_planner import OPTIMIZER_CLASSES, sharders
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.dense_parallel import shard_layers
-from recsys_core.training.job.job_spec import TrainJob
-from recsys_core.training.job.process_group import Process
+from recsys_core.training.job import TrainJob
 
 logger = logging.getLogger(__name__)
-ADAGRAD_EPS = 1e-8
-_FUSED_OPTIMIZER_BY_KIND: dict[str, tuple[type[torch.optim.Optimizer], EmbOptimType, float]] = {
-    "rowwise_adagrad": (RowWiseAdagrad, EmbOptimType.EXACT_ROWWISE_ADAGRAD, ADAGRAD_EPS),
-    "adagrad": (Adagrad, EmbOptimType.EXACT_ADAGRAD, ADAGRAD_EPS),
-    "sgd": (SGD, EmbOptimType.EXACT_SGD, ADAGRAD_EPS),
-    "adam": (Adam, EmbOptimType.ADAM, 1e-8),
-    "partial_rowwise_adam": (PartialRowWiseAdam, EmbOptimType.PARTIAL_ROWWISE_ADAM, 1e-8),
+EPS = 1e-8
+"""Epsilon of the optimizers of all tables."""
+_FBGEMM_TYPE_BY_OPTIMIZER = {
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "sgd": EmbOptimType.EXACT_SGD,
+    "none": EmbOptimType.EXACT_SGD,  # has no state; a frozen table has no gradients
+    "adam": EmbOptimType.ADAM,
+    "partial_rowwise_adam": EmbOptimType.PARTIAL_ROWWISE_ADAM,
 }
-"""Optimizer kind -> (torch's class, FBGEMM's type, epsilon)."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def initial_model(job: TrainJob, *, store: EventStore, dataset: Dataset, process
         loss=job.loss,
         item_count_I=store.train_count_I,
         popularity_rank_by_table=popularity_ranks_by_table(spec, store=store),
-        plan=PlanFile.read(job.plan),
+        plan=PlanFile.read(job.plan_path),
         process=process,
         config=job.training,
     )
@@ -150,19 +149,17 @@ def _assign_fused_optimizers(tables: nn.Module, spec: ModelSpec, *, plan: PlanFi
         if plan.tables[table_name].sharding_type == "data_parallel":
             continue
         optimizer_config = table.optimizer
-        # A frozen table gets SGD, the only optimizer without state. The optimizer never changes the table.
-        optimizer_class, fbgemm_type, eps = _FUSED_OPTIMIZER_BY_KIND["sgd" if table.is_frozen else optimizer_config.kind]
         fbgemm_arguments: dict[str, Any] = {
-            "optimizer": fbgemm_type,
+            "optimizer": _FBGEMM_TYPE_BY_OPTIMIZER[table.optimizer_kind],
             "learning_rate": optimizer_config.learning_rate,
-            "eps": eps,
+            "eps": EPS,
         }
         if optimizer_config.gradient_clip_value is not None:
             fbgemm_arguments |= {"gradient_clipping": True, "max_gradient": optimizer_config.gradient_clip_value}
         # These are the attributes that TorchRec's apply_optimizer_in_backward sets. The function itself cannot be used: it also
         # builds a torch optimizer, which does not accept FBGEMM's arguments.
         parameter = parameter_by_name[parameter_name(spec, table_name)]
-        parameter._optimizer_classes = [optimizer_class]  # type: ignore[attr-defined]
+        parameter._optimizer_classes = [OPTIMIZER_CLASSES[table.optimizer_kind]]  # type: ignore[attr-defined]
         parameter._optimizer_kwargs = [fbgemm_arguments]  # type: ignore[attr-defined]
 
 

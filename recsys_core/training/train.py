@@ -1,42 +1,45 @@
-"""Stage `train`: train from scratch or from the champion, in launched ranks, and commit the best checkpoint."""
+"""Stage `train`: attempts to train in launched ranks, each from the last verified checkpoint, until one succeeds."""
 
 import json
 import logging
+import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from recsys_core.atomic import write_text
 from recsys_core.disk import link_or_copy
-from recsys_core.manifests import (
-    Dataset,
-    InteractionsManifest,
-    PlanManifest,
-    StageFolder,
-    TrainManifest,
-    fingerprint_of,
-    require_no_link,
-)
+from recsys_core.errors import InputError, LaunchError
+from recsys_core.launching.config import Launcher
+from recsys_core.launching.heartbeat import HeartbeatFile
+from recsys_core.launching.launch import launch
+from recsys_core.launching.messages import RankLayout
+from recsys_core.manifests import Dataset, PlanManifest, StageFolder, TrainManifest, fingerprint_of, require_no_link
 from recsys_core.sharding.config import PLAN_NAME
-from recsys_core.training.config import WarmStartConfig
+from recsys_core.sharding.plan_file import PlanFile
+from recsys_core.training.checkpoint import latest_checkpoint
 from recsys_core.training.dense_parallel import require_shardable_layers
-from recsys_core.training.job.attempts import run_attempts
-from recsys_core.training.job.job_spec import (
+from recsys_core.training.job import (
     CHECKPOINTS_FOLDER,
     JOB_FILE,
     METRICS_FILE,
     PROFILE_FOLDER,
     RESULT_FILE,
+    ExportJob,
     Progress,
     TrainJob,
     TrainResult,
 )
 from recsys_core.training.metrics_log import MetricsTail
-from recsys_core.training.setup import TrainingSetup, training_bytes
-from recsys_core.training.warm.leaked_events import count_leaked_events
+from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.warm.starting_model import Champion
-from recsys_core.training.warm.warm_start import prepare_warm_start
+from recsys_core.training.warm.warm_start import choose_start, prepare_warm_start
 
 logger = logging.getLogger(__name__)
+MAX_FAILURES_PER_WORLD_SIZE = 2
 
 
 def train(
@@ -63,10 +66,9 @@ def train(
     require_shardable_layers(config.dense_parallel, spec=model)
     interactions, embeddings, features = dataset.interactions, dataset.embeddings, dataset.features
     start_champion, full_training_reason = choose_start(config.warm_start, champion=champion, interactions=interactions)
-    result_settings = config.result_settings()
     champion_export = start_champion and start_champion.export
     fingerprint = fingerprint_of(
-        "train", result_settings, model, setup.loss, interactions, embeddings, features, plan, champion_export
+        "train", config.result_settings(), model, setup.loss, interactions, embeddings, features, plan, champion_export
     )
     work_folder = folder.with_name(folder.name + ".work")
     require_no_link(work_folder)
@@ -75,16 +77,29 @@ def train(
         shutil.rmtree(work_folder, ignore_errors=True)
         return stage.manifest
     steps_per_epoch = interactions.train_events // (config.batch_size * plan.world_size)
-    checkpoint_bytes = training_bytes(config, spec=model, work_folder=work_folder, steps_per_epoch=steps_per_epoch)
+    checkpoint_bytes = setup.checkpoint_bytes(work_folder=work_folder, steps_per_epoch=steps_per_epoch)
     with stage.writing(min_bytes=checkpoint_bytes) as output_folder:
         if full_training_reason is not None:
             logger.info("full training: %s", full_training_reason)
-        _remove_unrelated_work(work_folder, fingerprint=fingerprint)
-        job = _prepare_job(
-            setup, dataset=dataset, plan=plan, champion=start_champion, work=work_folder, fingerprint=fingerprint
+        _clear_work_folder(work_folder, fingerprint=fingerprint)
+        # This comes before the creation of the work folder, so that a rejected champion leaves no folder behind.
+        warm_start = start_champion and prepare_warm_start(
+            start_champion, spec=model, dataset=dataset, folder=work_folder / "warm"
         )
-        poll = MetricsTail(work_folder / METRICS_FILE, on_progress).relay
-        job = run_attempts(job, launcher=setup.launcher, sharding=setup.sharding, poll=poll)
+        work_folder.mkdir(parents=True, exist_ok=True)
+        job = TrainJob(
+            work_folder=work_folder,
+            fingerprint=fingerprint,
+            spec=model,
+            loss=setup.loss,
+            training=config,
+            interactions_folder=interactions.folder,
+            embeddings_folder=embeddings.folder if embeddings else None,
+            features_folder=features.folder if features else None,
+            plan_path=plan.path(PLAN_NAME),
+            warm_start=warm_start,
+        )
+        job = run_attempts(job, setup=setup, poll=MetricsTail(work_folder / METRICS_FILE, on_progress).relay)
         result = _copy_result(job, output_folder=output_folder)
         manifest = stage.commit(
             **result.model_dump(exclude={"checkpoint"}),
@@ -96,80 +111,112 @@ def train(
     return manifest
 
 
-def choose_start(
-    config: WarmStartConfig | None, *, champion: Champion | None, interactions: InteractionsManifest
-) -> tuple[Champion | None, str | None]:
-    """Decide whether a training starts from the champion.
-
-    The champion is not used if a training from scratch is due, or if the champion was trained on events that are now held out.
-    In the second case, validation and test would measure memorised events.
-
-    Returns:
-        (champion, None) if the training starts from the champion; (None, reason) if the champion must not be used; (None, None)
-        without a champion, or if `config` is None.
-    """
-    if config is None or champion is None:
-        return None, None
-    num_runs_since_full = champion.train.num_warm_starts + 1
-    if num_runs_since_full >= config.full_retrain_every:
-        return None, (
-            f"this is run {num_runs_since_full} since the last full training "
-            f"(training.warm_start.full_retrain_every is {config.full_retrain_every})"
-        )
-    num_leaked_events = count_leaked_events(interactions, champion=champion.interactions)
-    if num_leaked_events:
-        num_held_out_events = interactions.validation_events + interactions.test_events
-        return None, (
-            f"the champion (run {champion.run_id}) was trained on {num_leaked_events:,} of the {num_held_out_events:,} "
-            "validation and test events of this run, because the split has moved back in time or has changed"
-        )
-    return champion, None
-
-
-def _remove_unrelated_work(work_folder: Path, *, fingerprint: str) -> None:
-    """Remove the work folder, unless it belongs to an interrupted training with the same fingerprint."""
+def _clear_work_folder(work_folder: Path, *, fingerprint: str) -> None:
+    """Remove the files of earlier attempts; keep the checkpoints and metrics of a training with the same fingerprint."""
     job_path = work_folder / JOB_FILE
     if not job_path.is_file() or json.loads(job_path.read_bytes())["fingerprint"] != fingerprint:
         shutil.rmtree(work_folder, ignore_errors=True)
-
-
-def _prepare_job(
-    setup: TrainingSetup,
-    *,
-    dataset: Dataset,
-    plan: PlanManifest,
-    champion: Champion | None,
-    work: Path,
-    fingerprint: str,
-) -> TrainJob:
-    """Return the job of the first attempt, and write the champion's rows and layers for its ranks."""
-    for earlier_folder in (work / "logs", work / "warm"):
+    for earlier_folder in (work_folder / "logs", work_folder / "warm"):
         shutil.rmtree(earlier_folder, ignore_errors=True)
-    (work / RESULT_FILE).unlink(missing_ok=True)
-    # This comes before the creation of `work`, so that a rejected champion leaves no folder behind.
-    warm = prepare_warm_start(champion, spec=setup.model, dataset=dataset, folder=work / "warm") if champion else None
-    work.mkdir(parents=True, exist_ok=True)
-    return TrainJob(
-        work=work,
-        fingerprint=fingerprint,
-        spec=setup.model,
-        loss=setup.loss,
-        training=setup.training,
-        interactions=dataset.interactions.folder,
-        embeddings=dataset.embeddings.folder if dataset.embeddings else None,
-        features=dataset.features.folder if dataset.features else None,
-        plan=plan.path(PLAN_NAME),
-        warm=warm,
-    )
+    (work_folder / RESULT_FILE).unlink(missing_ok=True)
 
 
 def _copy_result(job: TrainJob, *, output_folder: Path) -> TrainResult:
     """Copy checkpoint, metrics, plan, model and profile of the completed training to `output_folder`."""
-    result = TrainResult.model_validate_json((job.work / RESULT_FILE).read_bytes())
-    shutil.copytree(job.work / CHECKPOINTS_FOLDER / result.checkpoint, output_folder / "checkpoint", copy_function=link_or_copy)
-    shutil.copy(job.work / METRICS_FILE, output_folder / METRICS_FILE)
-    shutil.copy(job.plan, output_folder / PLAN_NAME)
-    if (job.work / PROFILE_FOLDER).is_dir():
-        shutil.copytree(job.work / PROFILE_FOLDER, output_folder / PROFILE_FOLDER)
+    work_folder = job.work_folder
+    result = TrainResult.model_validate_json((work_folder / RESULT_FILE).read_bytes())
+    checkpoint_folder = work_folder / CHECKPOINTS_FOLDER / result.checkpoint
+    shutil.copytree(checkpoint_folder, output_folder / "checkpoint", copy_function=link_or_copy)
+    shutil.copy(work_folder / METRICS_FILE, output_folder / METRICS_FILE)
+    shutil.copy(job.plan_path, output_folder / PLAN_NAME)
+    if (work_folder / PROFILE_FOLDER).is_dir():
+        shutil.copytree(work_folder / PROFILE_FOLDER, output_folder / PROFILE_FOLDER)
     (output_folder / "model.json").write_text(job.spec.model_dump_json(indent=2))
     return result
+
+
+def run_attempts(job: TrainJob, *, setup: TrainingSetup, poll: Callable[[], None]) -> TrainJob:
+    """Launch `job` until an attempt succeeds, at most job.training.max_attempts times; return the job of this attempt.
+
+    Each attempt resumes from the newest checkpoint. After two failures in a row, or after one if this host now has too few
+    GPUs, the next attempt uses fewer ranks, if job.training.min_processes allows it.
+
+    Raises LaunchError if the last attempt failed, and the InputError or StageError of any attempt.
+    """
+    num_failures = 0
+    while True:
+        checkpoint = latest_checkpoint(job.work_folder / CHECKPOINTS_FOLDER, fingerprint=job.fingerprint)
+        job = job.model_copy(update={"resume_folder": None if checkpoint is None else checkpoint.folder})
+        plan = PlanFile.read(job.plan_path)
+        if job.attempt > 1 or checkpoint is not None:
+            step = 0 if checkpoint is None else checkpoint.step
+            logger.info("attempt %d: %d ranks, from step %d", job.attempt, plan.world_size, step)
+        log_folder = job.work_folder / "logs" / f"attempt-{job.attempt}"
+        try:
+            launch_job(job, launcher=setup.launcher, log_folder=log_folder, poll=poll)
+            return job
+        except LaunchError as error:
+            if job.attempt == job.training.max_attempts:
+                raise
+            logger.warning("training attempt %d of %d failed: %s", job.attempt, job.training.max_attempts, error)
+        num_failures += 1
+        if num_failures >= MAX_FAILURES_PER_WORLD_SIZE or (setup.launcher.kind == "local" and _lacks_gpus(plan)):
+            smaller_job = _with_fewer_ranks(job, setup=setup, plan=plan)
+            if smaller_job is not None:
+                job, num_failures = smaller_job, 0
+        job = job.model_copy(update={"attempt": job.attempt + 1})
+
+
+def launch_job(
+    job: TrainJob | ExportJob, *, launcher: Launcher, log_folder: Path, poll: Callable[[], None] = lambda: None
+) -> None:
+    """Write the job file, and run the ranks of the job's plan; raise the errors of `launch`."""
+    job_path, plan = job.work_folder / JOB_FILE, PlanFile.read(job.plan_path)
+    write_text(job_path, job.model_dump_json(indent=2))
+    launch(
+        job_path,
+        layout=RankLayout(device=plan.device, num_hosts=plan.num_nodes, ranks_per_host=plan.processes_per_node),
+        folder=log_folder,
+        heartbeat_file=HeartbeatFile(job.heartbeat_path, job.training.start_timeout_s, job.training.heartbeat_timeout_s),
+        poll=poll,
+        launcher=launcher,
+    )
+
+
+def _lacks_gpus(plan: PlanFile) -> bool:
+    return plan.device == "cuda" and plan.num_nodes == 1 and torch.cuda.device_count() < plan.processes_per_node
+
+
+def _with_fewer_ranks(job: TrainJob, *, setup: TrainingSetup, plan: PlanFile) -> TrainJob | None:
+    """Return `job` with a plan for fewer ranks and the same number of examples per step; None if there is no such plan.
+
+    The new world size divides the world size of the original plan and is at least training.min_processes. First the number of
+    hosts is reduced, then the number of ranks of a single host.
+    """
+    num_planned_ranks = job.num_planned_ranks or plan.world_size
+    min_ranks = job.training.min_processes or num_planned_ranks
+    cluster_sizes = [(num_hosts, plan.processes_per_node) for num_hosts in range(plan.num_nodes - 1, 0, -1)]
+    cluster_sizes += [(1, num_ranks) for num_ranks in range(plan.processes_per_node - 1, 0, -1)]
+    num_nodes, processes_per_node = next((size for size in cluster_sizes if num_planned_ranks % math.prod(size) == 0), (0, 0))
+    world_size = num_nodes * processes_per_node
+    if world_size < min_ranks:
+        return None
+    training = job.training.model_copy(update={"batch_size": job.training.batch_size * plan.world_size // world_size})
+    cluster_update = {
+        "device": plan.device,
+        "num_nodes": num_nodes,
+        "processes_per_node": processes_per_node,
+        "hbm_gb": plan.cluster.hbm_gb,
+        "ddr_gb": plan.cluster.ddr_gb,
+    }
+    cluster = setup.sharding.cluster.model_copy(update=cluster_update)
+    sharding = setup.sharding.model_copy(update={"cluster": cluster})
+    try:
+        smaller_plan = replace(setup, training=training, sharding=sharding).make_plan(job.open_dataset())
+    except InputError as error:
+        logger.warning("there is no plan with %d ranks instead of %d: %s", world_size, plan.world_size, error)
+        return None
+    plan_path = job.work_folder / f"plan-{world_size}.json"
+    plan_path.write_text(smaller_plan.model_dump_json(indent=2))
+    logger.warning("continuing with %d ranks instead of %d", world_size, plan.world_size)
+    return job.model_copy(update={"plan_path": plan_path, "num_planned_ranks": num_planned_ranks, "training": training})

@@ -23,7 +23,6 @@ from recsys_core.manifests import InteractionsManifest
 from recsys_core.seeds import VALIDATION_USERS_SEED
 from recsys_core.training.config import ValidationConfig
 from recsys_core.training.export.encoding import Encoder, RankWriter
-from recsys_core.training.export.sharded_array import fill_array, remove_part, writing_part
 
 _METRIC_BY_NAME = {"recall": metrics.recall, "ndcg": metrics.ndcg, "hit_rate": metrics.hit_rate}
 
@@ -35,7 +34,7 @@ class Validator:
 
     Args:
         work_folder: folder that all ranks can read. Each rank writes its part of the item vectors to it.
-        heartbeat: file to touch during the validation.
+        heartbeat_path: file to touch during the validation.
     """
 
     def __init__(
@@ -45,11 +44,11 @@ class Validator:
         encoder: Encoder,
         interactions: InteractionsManifest,
         work_folder: Path,
-        heartbeat: Path,
+        heartbeat_path: Path,
     ) -> None:
         self.config = config
         self._encoder, self._store, self._work_folder = encoder, encoder.store, work_folder
-        self._writer = RankWriter(encoder.process, heartbeat=heartbeat)
+        self._writer = RankWriter(encoder.process, heartbeat_path=heartbeat_path)
         self._cold_items = cold_rows(self._store, "validation") if config.candidates == "cold" else None
         self._users = users_to_validate(config, store=self._store, cold_items=self._cold_items)
         spec = encoder.spec
@@ -95,9 +94,8 @@ class Validator:
 
     def _encode_items(self) -> Tensor:
         """Collective. Return the vectors of all items, on the CPU of every rank."""
-        spec, process = self._encoder.spec, self._encoder.process
-        vectors_path = self._work_folder / "validation_items"
-        with writing_part(vectors_path, process=process) as part:
+        spec, vectors_path = self._encoder.spec, self._work_folder / "validation_items"
+        with self._writer.part(vectors_path) as part:
             self._writer.write(
                 [part],
                 num_rows=spec.num_items,
@@ -105,8 +103,8 @@ class Validator:
                 array_name="validation",
             )
         item_vector_ID = np.zeros((spec.num_items, spec.config.output_dim), np.float32)
-        fill_array(vectors_path, item_vector_ID, process=process, on_record=self._writer.touch_heartbeat)
-        remove_part(vectors_path, process=process)
+        self._writer.fill(item_vector_ID, path=vectors_path)
+        self._writer.remove_part(vectors_path)
         return torch.from_numpy(item_vector_ID)
 
     def _target_positions(self, user_index_B: Int64Array, *, query_BD: Tensor, item_vector_ID: Tensor) -> TargetPositions:

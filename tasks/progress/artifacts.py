@@ -23,7 +23,7 @@ from prefect.artifacts import (
 )
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from recsys_core.training.job.job_spec import Progress
+from recsys_core.training.job import Progress
 from tasks.progress.reporting import LOG, show_bar, training_note
 from tasks.runs.context import StageContext
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from recsys_core.manifests import MANIFEST_NAME, Manifest, TrainManifest
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.job.job_spec import Progress
+from recsys_core.training.job import Progress
 
 ResultT = TypeVar("ResultT", bound=Manifest | None)
 LOG = logging.getLogger("nightjar")

@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, RunStatus
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-from recsys_core.training.job.job_spec import Progress
+from recsys_core.training.job import Progress
 from tasks.registry.mlflow_client import ANSWER_TIMEOUT_S, LOG, connect, tracking_error, tracking_uri
 from tasks.registry.tracking import log_metrics, log_params, open_run
 from tasks.runs.context import StageContext

@@ -21,7 +21,7 @@ from recsys_core.manifests import (
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.plot import index_table, plot_indexes
 from recsys_core.serving.config import PackageConfig
-from recsys_core.training.job.job_spec import Progress
+from recsys_core.training.job import Progress
 from recsys_core.training.warm.starting_model import Champion
 from recsys_core.units import MIB
 from tasks.progress.artifacts import TrainingProgress, show_image, show_markdown

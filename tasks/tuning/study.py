@@ -24,7 +24,7 @@ from recsys_core.config import Frozen
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import TrainManifest, create_own_folder
 from recsys_core.seeds import trial_seed
-from recsys_core.training.job.job_spec import METRICS_FILE, Progress
+from recsys_core.training.job import METRICS_FILE, Progress
 from tasks.progress.reporting import show_bar, training_note
 from tasks.registry.mlflow_client import call_or_warn
 from tasks.registry.tracking import as_metrics, log_metrics, log_params, open_run

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from recsys_core.training.checkpoint import latest_checkpoint
-from recsys_core.training.job.job_spec import CHECKPOINTS_FOLDER
+from recsys_core.training.job import CHECKPOINTS_FOLDER
 from tests.gloo import run_ranks
 from tests.recsys_core.training.forked_training import (
     checkpoint_of,

@@ -36,7 +36,7 @@ from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.config import PackageConfig
 from recsys_core.serving.package import build_package
-from recsys_core.training.job.job_spec import Progress
+from recsys_core.training.job import Progress
 from tasks.gate import smoke_test, version_tester
 from tasks.gate.sample import K, ServedSample
 from tasks.gate.smoke_test import UnusableVersionError

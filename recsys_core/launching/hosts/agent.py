@@ -21,18 +21,26 @@ from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-de
 from recsys_core.disk import disk_full_error, is_disk_full
 from recsys_core.launching.config import LOOPBACK_ADDRESS, TorchxLauncher
 from recsys_core.launching.hosts.network import HostRejected, find_network, listen
-from recsys_core.launching.local.torchrun import (
+from recsys_core.launching.messages import (
+    POLL_S,
+    STDERR_PREFIX,
+    Host,
+    HostReport,
+    LaunchFolder,
+    LaunchSpec,
+    running_versions,
+    wait_until,
+)
+from recsys_core.launching.torchrun import (
     INTERFACE_VARIABLES,
     StaticRendezvous,
     local_rendezvous,
     run_ranks,
 )
-from recsys_core.launching.messages import STDERR_PREFIX, Host, HostReport, LaunchFolder, LaunchSpec, running_versions
 
 STORAGE_TIMEOUT_S = 15.0
 CONNECT_TIMEOUT_S = 60.0
 EXIT_REJECTED = 3
-POLL_S = 0.2
 TERM_GRACE_S = 8.0
 MAX_POLLS_WITHOUT_LEASE = 10
 """A slow file system may hide the lease for some polls. If the lease of this launch is still missing after so many polls, the
@@ -57,7 +65,7 @@ def run_agent(spec_path: Path, token: str, host_index: str, head_variable: str) 
     except HostRejected as error:
         host_report = HostReport(host=host, pid=os.getpid(), reason=str(error), retryable=error.retryable)
         try:
-            folder.write(f"end-{host.index}.json", host_report)
+            folder.report_end(host_report)
         except OSError:  # this host has already reported its end, or cannot write into the folder
             sys.stderr.write(f"{STDERR_PREFIX} {error}\n")
     return EXIT_REJECTED
@@ -69,11 +77,9 @@ def _read_spec(path: Path, *, token: str, host: Host) -> LaunchSpec:
     The versions are compared before the other fields are read, because another version may have other fields.
     """
     advice = "the workspace must be on storage that all hosts mount at the same path"
-    deadline = time.monotonic() + STORAGE_TIMEOUT_S
-    while not any(path.parent.glob(path.name)):  # NFS refreshes its cache when a folder is listed
-        if time.monotonic() > deadline:
-            raise _FolderError(f"{host} does not see {path}, which the launching process wrote; {advice}")
-        time.sleep(POLL_S)
+    # NFS refreshes its cache when a folder is listed.
+    if not wait_until(lambda: any(path.parent.glob(path.name)), timeout_s=STORAGE_TIMEOUT_S):
+        raise _FolderError(f"{host} does not see {path}, which the launching process wrote; {advice}")
     spec_fields = json.loads(path.read_bytes())
     if spec_fields["token"] != token:
         raise _FolderError(
@@ -108,8 +114,13 @@ def _run_checked(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, head_nam
         listener = listen(launcher, network, host=host) if host.index == 0 else None
     address, port = network.address if network else LOOPBACK_ADDRESS, listener.getsockname()[1] if listener else 0
     _report_ready(folder, HostReport(host=host, pid=os.getpid(), address=address, port=port))
-    _wait_for_lease(spec, folder, host=host, timeout_s=launcher.lease_timeout_s)
-    host_0 = _wait_for_host_0(folder, host=host, timeout_s=launcher.rendezvous_timeout_s)
+    # A host may leave the scheduler's queue long after the launching process has ended.
+    initial_lease = folder.read_lease(spec.token)
+    if not wait_until(lambda: folder.read_lease(spec.token) not in (initial_lease, None), timeout_s=launcher.lease_timeout_s):
+        raise HostRejected(f"{host} started after the launching process had ended", retryable=True)
+    if not wait_until(lambda: 0 in folder.ready_hosts(), timeout_s=launcher.rendezvous_timeout_s):
+        raise HostRejected(f"{host} waited {launcher.rendezvous_timeout_s:g} s, but host 0 did not start", retryable=True)
+    host_0 = folder.ready_hosts()[0]
     threading.Thread(target=_watch_lease, args=(spec, folder, launcher.lease_timeout_s), daemon=True).start()
     try:
         meeting: AbstractContextManager[StaticRendezvous]
@@ -151,36 +162,13 @@ def connect_store(endpoint: tuple[str, int], *, listener: socket.socket | None, 
 def _report_ready(folder: LaunchFolder, host_report: HostReport) -> None:
     host = host_report.host
     try:
-        folder.write(f"ready-{host.index}.json", host_report)
+        folder.report_ready(host_report)
     except FileExistsError:
         raise HostRejected(f"{host} was started a second time for the same launch; start a new launch") from None
     except OSError as error:
         if is_disk_full(error):
             raise _FolderError(str(disk_full_error(folder.path, reason=f"{host} has to write into this folder"))) from None
         raise _FolderError(f"{host} cannot write into {folder.path}: {error.strerror}; mount the workspace writable") from None
-
-
-def _wait_for_host_0(folder: LaunchFolder, *, host: Host, timeout_s: float) -> HostReport:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        host_0 = folder.ready_hosts().get(0)
-        if host_0 is not None:
-            return host_0
-        if time.monotonic() > deadline:
-            raise HostRejected(f"{host} waited {timeout_s:g} s, but host 0 did not start", retryable=True)
-        time.sleep(POLL_S)
-
-
-def _wait_for_lease(spec: LaunchSpec, folder: LaunchFolder, *, host: Host, timeout_s: float) -> None:
-    """Wait until the launching process renews the lease. Raises HostRejected if it does not renew the lease in time.
-
-    A host may leave the scheduler's queue long after the launching process has ended.
-    """
-    initial_lease, deadline = folder.read_lease(spec.token), time.monotonic() + timeout_s
-    while folder.read_lease(spec.token) in (initial_lease, None):
-        if time.monotonic() > deadline:
-            raise HostRejected(f"{host} started after the launching process had ended", retryable=True)
-        time.sleep(POLL_S)
 
 
 def _watch_lease(spec: LaunchSpec, folder: LaunchFolder, timeout_s: float) -> None:

@@ -1,27 +1,38 @@
-"""Encoding with the sharded model: each rank encodes a range of rows and writes the vectors to its part of an array.
+"""Vectors of the sharded model: all ranks encode them together, and write arrays of which each rank has a part.
 
-Shapes: B rows of a batch, D width of a vector.
+On network storage, hosts that write one file through memory maps silently overwrite each other's pages. Here each rank appends
+records to a file of its own, its *part*. All ranks sync and close their parts before a barrier, and read parts only after it.
+
+Shapes: B rows of a batch, D width of a vector, R rows and C columns of a rectangle of an array.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from torch import distributed as dist
 
 from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import Int64Array
 from recsys_core.dataset.loader import query_batch
+from recsys_core.disk import allocate_npy, explain_disk_full
 from recsys_core.errors import StageError
+from recsys_core.launching.rank import Process
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.task import RetrievalTask
-from recsys_core.training.export.sharded_array import Part, build_array
-from recsys_core.training.job.process_group import Process
 
+Region = tuple[slice, slice]
 ENCODE_BATCH_ROWS = 8192
+MAX_RECORD_VALUES = 2**22
+"""Largest number of values of a record. A reader holds one record in memory."""
+HEADER_BYTES = 4 * 8
 
 
 @dataclass(frozen=True)
@@ -35,7 +46,7 @@ class Encoder:
 
     @property
     def spec(self) -> ModelSpec:
-        """The spec of the task's model."""
+        """The spec of the model."""
         return self.task.head.spec
 
     def encode_items(self, rows: Int64Array) -> tuple[Tensor, Tensor]:
@@ -49,15 +60,53 @@ class Encoder:
         return self.task.encode_queries(batch.to(self.process.device))
 
 
+class Part:
+    """The records of one rank. A record is a header, int64 [4] (first row, first column, rows, columns), and float32 values."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def add(self, first_row: int, first_column: int, values_RC: Tensor) -> None:
+        """Append a rectangle of the array. first_row, first_column: position of the rectangle in the array."""
+        num_rows, num_columns = values_RC.shape
+        rows_per_record = max(1, MAX_RECORD_VALUES // max(1, num_columns))
+        for record_start in range(0, num_rows, rows_per_record):
+            record_RC = values_RC[record_start : record_start + rows_per_record].detach().cpu().float().numpy()
+            self._file.write(np.array([first_row + record_start, first_column, *record_RC.shape], np.int64).tobytes())
+            self._file.write(np.ascontiguousarray(record_RC).data)
+
+
 class RankWriter:
-    """Splits the rows of an array into one contiguous range per rank, and writes this rank's range in batches.
+    """Writer of arrays for one rank. Each rank has a contiguous range of the rows, and the parts of all ranks make the array.
 
     Args:
-        heartbeat: file to touch after each batch.
+        heartbeat_path: file to touch after each batch and each record.
     """
 
-    def __init__(self, process: Process, *, heartbeat: Path) -> None:
-        self._process, self._heartbeat = process, heartbeat
+    def __init__(self, process: Process, *, heartbeat_path: Path) -> None:
+        self._process, self._heartbeat_path = process, heartbeat_path
+
+    @contextmanager
+    def part(self, path: Path) -> Iterator[Part]:
+        """Collective. Yield this rank's part of the array `path`; after the block every rank can read all parts."""
+        with explain_disk_full(path.parent), _part_path(path, self._process.rank).open("wb") as file:
+            yield Part(file)
+            file.flush()
+            os.fsync(file.fileno())
+        dist.barrier()
+
+    def batches(self, num_rows: int) -> Iterator[tuple[NDArray[np.int64], bool]]:
+        """Yield (row numbers, whether to keep their vectors) for each batch of this rank's range.
+
+        Encoding is collective, so every rank needs the same number of batches. A rank with too few rows for this number gets
+        the batch ([0], False): the caller encodes row 0 and discards the vector.
+        """
+        if num_rows == 0:
+            return
+        rows_by_rank = np.array_split(np.arange(num_rows), self._process.world_size)
+        num_batches = -(-len(rows_by_rank[0]) // ENCODE_BATCH_ROWS)
+        for rows in np.array_split(rows_by_rank[self._process.rank], num_batches):
+            yield (rows, True) if len(rows) else (np.zeros(1, np.int64), False)
 
     def write(
         self, parts: Sequence[Part], *, num_rows: int, encode: Callable[[Int64Array], tuple[Tensor, ...]], array_name: str
@@ -83,26 +132,76 @@ class RankWriter:
             self.touch_heartbeat()
 
     def build(self, path: Path, *, shape: tuple[int, ...], accumulate: bool = False) -> None:
-        """Build the array from the parts of all ranks, on rank 0.
+        """Write the .npy file `path` from the parts of all ranks on rank 0, and remove the parts.
 
-        accumulate: add up the values where parts overlap. By default parts must not overlap.
+        accumulate: add up overlapping records. By default, each value of the array must be in exactly one record.
+
+        Raises StageError if the parts do not make up an array of this shape, and InputError if the disk is full.
         """
-        if self._process.is_main:
-            build_array(path, shape=shape, process=self._process, accumulate=accumulate, on_record=self.touch_heartbeat)
+        if not self._process.is_main:
+            return
+        if 0 in shape:
+            np.save(path, np.empty(shape, np.float32))
+        else:
+            array = allocate_npy(path, dtype=np.float32, shape=shape)
+            self.fill(array, path=path, accumulate=accumulate)
+            assert isinstance(array, np.memmap)
+            array.flush()
+        for rank in range(self._process.world_size):
+            _part_path(path, rank).unlink()
+
+    def fill(self, array: NDArray[np.float32], *, path: Path, accumulate: bool = False) -> None:
+        """Copy all parts of `path` into `array`, an array of zeros, in the order of the ranks. accumulate: see `build`."""
+        array_RC, world_size = array if array.ndim == 2 else array[:, None], self._process.world_size
+        num_values = 0
+        for rank in range(world_size):
+            for region, values_RC in _read_records(_part_path(path, rank), shape=array_RC.shape):
+                if accumulate:
+                    array_RC[region] += values_RC
+                else:
+                    array_RC[region] = values_RC
+                num_values += values_RC.size
+                self.touch_heartbeat()
+        if not accumulate and num_values != array.size:
+            raise StageError(
+                f"{path}: the {world_size} ranks wrote {num_values:,} values, but the array has {array.size:,}; mount the same "
+                "storage under this path on all hosts"
+            )
+
+    def remove_part(self, path: Path) -> None:
+        """Collective. Remove this rank's part after all ranks have read it."""
+        dist.barrier()
+        _part_path(path, self._process.rank).unlink()
 
     def touch_heartbeat(self) -> None:
-        """Touch the heartbeat file."""
-        self._heartbeat.touch()
+        """Show the launching process that this rank works."""
+        self._heartbeat_path.touch()
 
-    def batches(self, num_rows: int) -> Iterator[tuple[NDArray[np.int64], bool]]:
-        """Yield (row numbers, whether to keep their vectors) for each batch of this rank's range.
 
-        Encoding is collective, so every rank needs the same number of batches. A rank with too few rows for this number gets
-        the batch ([0], False): the caller encodes row 0 and discards the vector.
-        """
-        if num_rows == 0:
-            return
-        rows_by_rank = np.array_split(np.arange(num_rows), self._process.world_size)
-        num_batches = -(-len(rows_by_rank[0]) // ENCODE_BATCH_ROWS)
-        for rows in np.array_split(rows_by_rank[self._process.rank], num_batches):
-            yield (rows, True) if len(rows) else (np.zeros(1, np.int64), False)
+def _part_path(path: Path, rank: int) -> Path:
+    return path.with_name(f"{path.name}.rank-{rank}")
+
+
+def _read_records(part_path: Path, *, shape: tuple[int, ...]) -> Iterator[tuple[Region, NDArray[np.float32]]]:
+    try:
+        file = part_path.open("rb")
+    except FileNotFoundError:
+        raise StageError(
+            f"{part_path}: this file of another rank is not visible here; mount the same storage under this path on all hosts"
+        ) from None
+    with file:
+        while raw_header := file.read(HEADER_BYTES):
+            # A truncated header is padded to negative numbers, so that it fails the check below.
+            row, column, num_rows, num_columns = np.frombuffer(raw_header.ljust(HEADER_BYTES, b"\xff"), np.int64).tolist()
+            is_inside = (
+                min(row, column, num_rows, num_columns) >= 0 and row + num_rows <= shape[0] and column + num_columns <= shape[1]
+            )
+            raw_values = file.read(num_rows * num_columns * 4) if is_inside else b""
+            if not is_inside or len(raw_values) != num_rows * num_columns * 4:
+                raise StageError(
+                    f"{part_path}: a record of {num_rows} x {num_columns} values at row {row}, column {column} is cut off or "
+                    f"does not fit into an array of {shape[0]} x {shape[1]}; mount the same, intact storage under this path "
+                    "on all hosts"
+                )
+            values_RC = np.frombuffer(raw_values, np.float32).reshape(num_rows, num_columns)
+            yield (slice(row, row + num_rows), slice(column, column + num_columns)), values_RC

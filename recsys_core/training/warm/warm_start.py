@@ -1,4 +1,4 @@
-"""Warm start: prepare the champion's rows and layers before the launch, and load them into each rank's shards."""
+"""Warm start: decide whether to start from the champion, prepare its rows and layers, and load them into each rank's shards."""
 
 import logging
 from pathlib import Path
@@ -11,15 +11,17 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_un
 from torchrec.optim.keyed import KeyedOptimizer
 
 from recsys_core.dataset.layout import memory_map
-from recsys_core.manifests import Dataset
+from recsys_core.manifests import Dataset, InteractionsManifest
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import LocalShard, table_shards
 from recsys_core.models.tables.initialisation import copy_pretrained
 from recsys_core.models.task import RetrievalTask
+from recsys_core.training.config import WarmStartConfig
 from recsys_core.training.dense_parallel import copy_into
-from recsys_core.training.job.job_spec import WarmStart
+from recsys_core.training.job import WarmStart
 from recsys_core.training.optimizers import accumulator_shards, has_accumulators
 from recsys_core.training.sharded_model import pretrained_vectors_by_table
+from recsys_core.training.warm.leaked_events import count_leaked_events
 from recsys_core.training.warm.starting_model import (
     Champion,
     carried_table_names,
@@ -30,6 +32,36 @@ from recsys_core.training.warm.starting_model import (
 
 logger = logging.getLogger(__name__)
 DENSE_FILE = "dense.safetensors"
+
+
+def choose_start(
+    config: WarmStartConfig | None, *, champion: Champion | None, interactions: InteractionsManifest
+) -> tuple[Champion | None, str | None]:
+    """Decide whether a training starts from the champion.
+
+    The champion is not used if a training from scratch is due, or if the champion was trained on events that are now held out.
+    In the second case, validation and test would measure memorised events.
+
+    Returns:
+        (champion, None) if the training starts from the champion; (None, reason) if the champion must not be used; (None, None)
+        without a champion, or if `config` is None.
+    """
+    if config is None or champion is None:
+        return None, None
+    num_runs_since_full = champion.train.num_warm_starts + 1
+    if num_runs_since_full >= config.full_retrain_every:
+        return None, (
+            f"this is run {num_runs_since_full} since the last full training "
+            f"(training.warm_start.full_retrain_every is {config.full_retrain_every})"
+        )
+    num_leaked_events = count_leaked_events(interactions, champion=champion.interactions)
+    if num_leaked_events:
+        num_held_out_events = interactions.validation_events + interactions.test_events
+        return None, (
+            f"the champion (run {champion.run_id}) was trained on {num_leaked_events:,} of the {num_held_out_events:,} "
+            "validation and test events of this run, because the split has moved back in time or has changed"
+        )
+    return champion, None
 
 
 def prepare_warm_start(champion: Champion, *, spec: ModelSpec, dataset: Dataset, folder: Path) -> WarmStart:
@@ -57,7 +89,7 @@ def prepare_warm_start(champion: Champion, *, spec: ModelSpec, dataset: Dataset,
             )
             description = f"{reason}, initialised as in a training from scratch"
         logger.info("warm start from run %s: table %s: %s", champion.run_id, table_name, description)
-    return WarmStart(run_id=champion.run_id, export=champion.export.folder, prepared=folder)
+    return WarmStart(run_id=champion.run_id, export_folder=champion.export.folder, prepared_folder=folder)
 
 
 def _describe_rows(champion_row: NDArray[np.int64], *, vector_row: NDArray[np.int64] | None, initialisation: str) -> str:
@@ -81,10 +113,10 @@ def load_champion_weights(model: DistributedModelParallel, *, warm_start: WarmSt
     parameter_by_name = dict(task.head.named_parameters())
     with no_grad():
         for table_name, path in warm_start.row_path_by_table().items():
-            champion_row, weights = memory_map(path), memory_map(warm_start.export / f"table_{table_name}.npy")
+            champion_row, weights = memory_map(path), memory_map(warm_start.export_folder / f"table_{table_name}.npy")
             for shard in table_shards(tensor_by_name, table=table_name):
                 copy_pretrained(shard, vectors=weights, vector_row=champion_row, norm=None)
-        for parameter_name, tensor in load_file(warm_start.prepared / DENSE_FILE).items():
+        for parameter_name, tensor in load_file(warm_start.prepared_folder / DENSE_FILE).items():
             copy_into(parameter_by_name[parameter_name], tensor)
 
 
@@ -97,7 +129,7 @@ def load_champion_accumulators(optimizer: KeyedOptimizer, *, spec: ModelSpec, wa
     for table_name, path in warm_start.row_path_by_table().items():
         if not has_accumulators(spec.tables[table_name]):
             continue
-        champion_row, accumulators = memory_map(path), memory_map(warm_start.export / f"state_{table_name}.npy")
+        champion_row, accumulators = memory_map(path), memory_map(warm_start.export_folder / f"state_{table_name}.npy")
         for shard in accumulator_shards(optimizer, spec=spec, table=table_name):
             is_rowwise = shard.values_RC.shape[1] == 1
             if is_rowwise:  # an accumulator per value becomes the row's mean

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from recsys_core import plots
 from recsys_core.evaluation.report import metric_table, plot_loss, plot_recall, to_markdown
 from recsys_core.manifests import TrainManifest
-from recsys_core.training.job.job_spec import Progress
+from recsys_core.training.job import Progress
 from tests.recsys_core.manifests.committed_stage import commit_stage
 
 METRICS = {

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from recsys_core.launching.local.rank import register_rank
+from recsys_core.launching.rank import register_rank
 
 
 def main(job_path: str) -> None:
@@ -25,7 +25,7 @@ def run(job_path: Path) -> None:
     from torch import distributed as dist
 
     from recsys_core.errors import InputError
-    from recsys_core.training.job.process_group import join_process_group
+    from recsys_core.launching.rank import join_process_group
 
     job = json.loads(job_path.read_text())
     with join_process_group(device_type="cpu") as process:

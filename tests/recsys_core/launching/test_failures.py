@@ -90,7 +90,7 @@ def test_a_full_disk_in_a_traceback_is_an_input_error_with_the_file_and_the_free
 def test_stacks_have_a_line_for_every_rank_even_if_it_did_not_start_or_respond(tmp_path: Path) -> None:
     folder = LaunchFolder(tmp_path)
     for number in range(2):
-        folder.write(f"rank-{number}.json", RankReport(rank=number, host=Host(index=0, name="alpha"), pid=40 + number))
+        folder.report_start(RankReport(rank=number, host=Host(index=0, name="alpha"), pid=40 + number))
     folder.stack_path(0).write_text(
         'Current thread 0x1 (most recent call first):\n  File "/x/torch/c10d.py", line 7 in all_reduce\n'
     )

@@ -7,9 +7,9 @@ from recsys_core.launching.messages import Host, HostReport, LaunchFolder
 
 def test_the_first_message_of_a_name_is_kept_and_a_message_that_is_cut_off_is_ignored(tmp_path: Path) -> None:
     folder, host = LaunchFolder(tmp_path), Host(index=0, name="alpha")
-    folder.write("end-0.json", HostReport(host=host, pid=1, reason="first"))
+    folder.report_end(HostReport(host=host, pid=1, reason="first"))
     with pytest.raises(FileExistsError):
-        folder.write("end-0.json", HostReport(host=host, pid=1, reason="second"))
+        folder.report_end(HostReport(host=host, pid=1, reason="second"))
     (tmp_path / "end-1.json").write_text('{"host": 1,')
     assert [report.reason for report in folder.ended_hosts()] == ["first"]
 

@@ -49,9 +49,9 @@ def error_of_launch(
     launch_folder, group = LaunchFolder(folder), RunningGroup()
     hosts = [Host(index=index, name=f"h{index}") for index in range(NUM_HOSTS)]
     for host in hosts[:num_ready_hosts]:
-        launch_folder.write(f"ready-{host.index}.json", HostReport(host=host, pid=1, address="10.0.0.1", port=29500))
+        launch_folder.report_ready(HostReport(host=host, pid=1, address="10.0.0.1", port=29500))
     for host in hosts[:num_started_ranks]:
-        launch_folder.write(f"rank-{host.index}.json", RankReport(rank=host.index, host=host, pid=1))
+        launch_folder.report_start(RankReport(rank=host.index, host=host, pid=1))
     heartbeat_file = HeartbeatFile(folder / "heartbeat", start_timeout_s=0.3, timeout_s=None)
     with pytest.raises(LaunchError) as caught:
         Monitor(spec, launch_folder, heartbeat=heartbeat_file).wait(group, poll=poll)

@@ -12,7 +12,7 @@ from recsys_core.models.config import MeanHistory, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.loss.objective import negative_share
 from recsys_core.models.spec import ModelSpec
-from recsys_core.sharding.lookup_stats import lookup_stats_of
+from recsys_core.sharding.lookup_stats import measure_lookups
 from tests.recsys_core.ingest.random_features import facts, feature_store
 
 USERS, ITEMS, EVENTS, BATCH, NEGATIVES = 300, 2000, 9000, 128, 64
@@ -45,7 +45,7 @@ def test_expected_lookups_match_those_of_real_batches(ordered: bool, length: int
     config = TwoTowerConfig(learn_user_embedding=True, history=MeanHistory(length=length, last_item_feature=length > 0))
     spec = ModelSpec.sized(config, num_users=USERS, num_items=ITEMS, facts_by_feature=facts())
     loss = LossConfig(num_negatives=NEGATIVES, negative_sampling_alpha=alpha)
-    lookup_stats = lookup_stats_of(spec, batch_size=BATCH, loss=loss, store=store, features=features)
+    lookup_stats = measure_lookups(spec, batch_size=BATCH, loss=loss, store=store, features=features)
     loader = TrainLoader(
         ExampleSource(store, Assembler(user_batch_key=UNPOOLED, features=features), max_history=length),
         batch_size=BATCH,
@@ -69,7 +69,7 @@ def test_expected_lookups_match_those_of_real_batches(ordered: bool, length: int
 def test_the_hot_row_curve_is_the_share_of_the_events() -> None:
     store = skewed_store(ordered=True)
     spec = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True), num_users=USERS, num_items=ITEMS)
-    shares = lookup_stats_of(spec, batch_size=BATCH, loss=LossConfig(), store=store).hot_row_curve
+    shares = measure_lookups(spec, batch_size=BATCH, loss=LossConfig(), store=store).hot_row_curve
     assert set(shares) == {"item", "user"}
     assert shares["item"][-1] == shares["user"][-1] == 1.0
     assert shares["item"][9] > 0.1, "the most frequent tenth of the items gets more than a tenth of the lookups"

@@ -122,7 +122,7 @@ def test_every_process_chooses_the_same_of_equally_good_layouts():
             processes_per_node=2,
             lookup_stats=None,
         )
-        orders.append([option.sharding_type for option in planner.options()["user"]])
+        orders.append([layout.sharding_type for layout in planner.layouts()["user"]])
     assert sorted(orders[0]) == sorted(KINDS) and orders[0] == orders[1]
 
 

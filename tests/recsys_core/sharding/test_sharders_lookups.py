@@ -12,6 +12,7 @@ from torch import distributed as dist
 from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.feature_store import UNPOOLED, FeatureStore
 from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.launching.rank import Process
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
@@ -22,7 +23,6 @@ from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableCons
 from recsys_core.sharding.constraints import UNPOOLED_SHARDING_TYPES
 from recsys_core.sharding.planner import make_plan
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.job.process_group import Process
 from recsys_core.training.sharded_model import build_model
 from tests.gloo import run_ranks
 from tests.recsys_core.ingest.random_features import facts, feature_store, values_of

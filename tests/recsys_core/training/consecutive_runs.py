@@ -13,6 +13,7 @@ from recsys_core.ingest.features.config import FeatureConfig, FeaturesConfig, Fe
 from recsys_core.ingest.features.ingest import ingest_features
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.ingest.vectors.ingest import ingest_embeddings
+from recsys_core.launching.rank import Process
 from recsys_core.manifests import (
     Dataset,
     EmbeddingsManifest,
@@ -29,8 +30,7 @@ from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableCons
 from recsys_core.sharding.planner import make_plan
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export.export import run_export
-from recsys_core.training.job.job_spec import CHECKPOINTS_FOLDER, RESULT_FILE, ExportJob, TrainJob, TrainResult
-from recsys_core.training.job.process_group import Process
+from recsys_core.training.job import CHECKPOINTS_FOLDER, RESULT_FILE, ExportJob, TrainJob, TrainResult
 from recsys_core.training.loop import run_training
 from recsys_core.training.warm.starting_model import Champion
 from tests.gloo import run_ranks
@@ -121,15 +121,15 @@ def train_job(run: PreparedRun, *, kind: str = "row_wise", training: TrainingCon
     work = run.folder / "train.work"
     work.mkdir(exist_ok=True)
     return TrainJob(
-        work=work,
+        work_folder=work,
         fingerprint="f",
         spec=spec,
         loss=LossConfig(num_negatives=8),
         training=training,
-        interactions=run.interactions.folder,
-        embeddings=run.embeddings.folder,
-        features=run.features.folder,
-        plan=run.folder / "plan.json",
+        interactions_folder=run.interactions.folder,
+        embeddings_folder=run.embeddings.folder,
+        features_folder=run.features.folder,
+        plan_path=run.folder / "plan.json",
     )
 
 
@@ -142,10 +142,12 @@ def train_and_export(rank: int, job: TrainJob, out: Path) -> None:
     """Run the train and export stages on one rank."""
     run_training(job, process=process(rank))
     dist.barrier()
-    result = TrainResult.model_validate_json((job.work / RESULT_FILE).read_bytes())
-    checkpoint = job.work / CHECKPOINTS_FOLDER / result.checkpoint
-    fields = job.model_dump(include={"work", "spec", "loss", "training", "interactions", "features", "plan"})
-    run_export(ExportJob(**fields, out=out, checkpoint=checkpoint), process=process(rank))
+    result = TrainResult.model_validate_json((job.work_folder / RESULT_FILE).read_bytes())
+    checkpoint = job.work_folder / CHECKPOINTS_FOLDER / result.checkpoint
+    fields = job.model_dump(
+        include={"work_folder", "spec", "loss", "training", "interactions_folder", "features_folder", "plan_path"}
+    )
+    run_export(ExportJob(**fields, output_folder=out, checkpoint_folder=checkpoint), process=process(rank))
 
 
 def train_champion(run: PreparedRun) -> Champion:
@@ -158,7 +160,7 @@ def train_champion(run: PreparedRun) -> Champion:
         return {"num_items": run.spec.num_items, "dim": DIM, "similarity": "cosine", "num_queries": {}}
 
     def trained(out: Path) -> dict[str, Any]:
-        result = TrainResult.model_validate_json((job.work / RESULT_FILE).read_bytes())
+        result = TrainResult.model_validate_json((job.work_folder / RESULT_FILE).read_bytes())
         return result.model_dump(exclude={"checkpoint"}) | {"attempts": 1}
 
     commit_stage(run.folder / "export", ExportManifest, fingerprint="export", build=build)

@@ -19,6 +19,7 @@ from recsys_core.ingest.log.ingest import ingest_interactions
 from recsys_core.ingest.synthetic import generate
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.ingest.vectors.ingest import ingest_embeddings
+from recsys_core.launching.rank import Process
 from recsys_core.manifests import Dataset, PlanManifest
 from recsys_core.models.config import RecencyHistory, TowerConfig, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
@@ -30,7 +31,7 @@ from recsys_core.training import loop
 from recsys_core.training.checkpoint import latest_checkpoint
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export.export import run_export
-from recsys_core.training.job.job_spec import (
+from recsys_core.training.job import (
     CHECKPOINTS_FOLDER,
     METRICS_FILE,
     RESULT_FILE,
@@ -39,7 +40,6 @@ from recsys_core.training.job.job_spec import (
     TrainJob,
     TrainResult,
 )
-from recsys_core.training.job.process_group import Process
 from recsys_core.training.validation import Validator
 from tests.gloo import run_ranks
 
@@ -167,16 +167,16 @@ def train_job(experiment: Experiment, work: Path) -> TrainJob:
     data = experiment.data
     checkpoint = latest_checkpoint(work / CHECKPOINTS_FOLDER, fingerprint="f")
     return TrainJob(
-        work=work,
+        work_folder=work,
         fingerprint="f",
         spec=experiment.spec,
         loss=experiment.loss,
         training=experiment.training,
-        interactions=data.interactions.folder,
-        embeddings=data.embeddings.folder,
-        features=data.features.folder,
-        plan=experiment.plan.path("plan.json"),
-        resume=checkpoint.folder if checkpoint is not None else None,
+        interactions_folder=data.interactions.folder,
+        embeddings_folder=data.embeddings.folder,
+        features_folder=data.features.folder,
+        plan_path=experiment.plan.path("plan.json"),
+        resume_folder=checkpoint.folder if checkpoint is not None else None,
     )
 
 
@@ -210,15 +210,15 @@ def export_in_forks(experiment: Experiment, checkpoint: Path, out: Path) -> dict
 def export_job(experiment: Experiment, checkpoint: Path, out: Path) -> ExportJob:
     """Return the job that exports `checkpoint` to `out`."""
     return ExportJob(
-        work=out,
-        out=out,
+        work_folder=out,
+        output_folder=out,
         spec=experiment.spec,
         loss=experiment.loss,
         training=experiment.training,
-        interactions=experiment.data.interactions.folder,
-        features=experiment.data.features.folder,
-        plan=experiment.plan.path("plan.json"),
-        checkpoint=checkpoint,
+        interactions_folder=experiment.data.interactions.folder,
+        features_folder=experiment.data.features.folder,
+        plan_path=experiment.plan.path("plan.json"),
+        checkpoint_folder=checkpoint,
     )
 
 

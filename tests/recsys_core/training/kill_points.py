@@ -18,7 +18,7 @@ from recsys_core.training import loop
 from recsys_core.training.checkpoint import CheckpointManifest
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export.export import RankWriter, run_export
-from recsys_core.training.job.job_spec import METRICS_FILE, ExportJob, TrainJob
+from recsys_core.training.job import METRICS_FILE, ExportJob, TrainJob
 from recsys_core.training.metrics_log import MetricsLog
 from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.train import train

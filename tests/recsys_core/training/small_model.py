@@ -12,6 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from recsys_core.dataset.batch import Assembler, Batch
 from recsys_core.dataset.feature_store import Feature, FeatureForm, FeatureStore
 from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.launching.rank import Process
 from recsys_core.manifests import FeatureFacts
 from recsys_core.models.config import AttentionHistory, TowerConfig, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
@@ -24,7 +25,6 @@ from recsys_core.sharding.config import ClusterConfig, QuantizedCommsConfig, Sha
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.job.process_group import Process
 from recsys_core.training.sharded_model import PretrainedVectors, build_model, fill_pretrained
 
 USERS, ITEMS, EVENTS = 50, 41, 300

@@ -19,6 +19,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from recsys_core.errors import InputError, StageError
 from recsys_core.launching.heartbeat import HeartbeatWriter
+from recsys_core.launching.rank import Process
 from recsys_core.manifests import load_manifest, stage_folder
 from recsys_core.manifests.ownership import MARKER_NAME
 from recsys_core.models.loss.loss_config import LossConfig
@@ -34,7 +35,6 @@ from recsys_core.training.checkpoint import (
     restore,
 )
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.job.process_group import Process
 from recsys_core.training.optimizers import accumulator_shards, make_optimizer
 from tests.gloo import run_ranks
 from tests.recsys_core.training.small_model import make_batch, sharded_model, small_spec

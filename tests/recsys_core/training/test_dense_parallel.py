@@ -17,6 +17,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from recsys_core.errors import InputError, StageError
 from recsys_core.launching.heartbeat import HeartbeatWriter
+from recsys_core.launching.rank import Process
 from recsys_core.models.config import HistoryConfig, RecencyHistory, TowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
@@ -26,8 +27,7 @@ from recsys_core.models.task import RetrievalHead
 from recsys_core.training.checkpoint import Checkpointer, checkpoint_name, restore
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.dense_parallel import gather_tensors, local_part, require_shardable_layers
-from recsys_core.training.job.job_spec import WarmStart
-from recsys_core.training.job.process_group import Process
+from recsys_core.training.job import WarmStart
 from recsys_core.training.metrics_log import raise_if_not_finite
 from recsys_core.training.optimizers import LearningRates, make_optimizer
 from recsys_core.training.setup import TrainingSetup
@@ -234,7 +234,7 @@ def fill_warm(rank: int, folder: Path) -> None:
     if rank == 0:
         save_file(given[0], folder / "dense.safetensors")
     dist.barrier()
-    load_champion_weights(setup.model, warm_start=WarmStart(run_id="champion", export=folder, prepared=folder))
+    load_champion_weights(setup.model, warm_start=WarmStart(run_id="champion", export_folder=folder, prepared_folder=folder))
     found = dict(gather_tensors(setup.head.state_dict()))
     assert found.keys() == given[0].keys()
     for name, value in given[0].items():

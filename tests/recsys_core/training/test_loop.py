@@ -16,7 +16,7 @@ from recsys_core.models.tables.table_config import DenseOptimizer, TableConfig, 
 from recsys_core.sharding.config import TableConstraint
 from recsys_core.sharding.plan_file import PlanFile, layout_fingerprint
 from recsys_core.training.config import ProfileConfig, TrainingConfig, ValidationConfig
-from recsys_core.training.job.job_spec import CHECKPOINTS_FOLDER
+from recsys_core.training.job import CHECKPOINTS_FOLDER
 from tests.recsys_core.training.forked_training import (
     DIM,
     MODEL,

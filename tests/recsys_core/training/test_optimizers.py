@@ -4,6 +4,7 @@ import pytest
 import torch
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
+from recsys_core.launching.rank import Process
 from recsys_core.manifests import FeatureFacts
 from recsys_core.models.config import TowerConfig, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
@@ -11,7 +12,6 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import DenseOptimizer
 from recsys_core.training.config import DenseParallel, TrainingConfig
 from recsys_core.training.dense_parallel import local_part
-from recsys_core.training.job.process_group import Process
 from recsys_core.training.optimizers import AccumulatorShard, make_optimizer, table_name_of
 from tests.gloo import run_ranks
 from tests.recsys_core.training.small_model import sharded_model, small_spec

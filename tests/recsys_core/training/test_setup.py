@@ -15,7 +15,7 @@ from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_indexes
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export.export import export_vectors
-from recsys_core.training.setup import TrainingSetup, export_bytes, training_bytes
+from recsys_core.training.setup import TrainingSetup, export_bytes
 from recsys_core.training.train import train
 from tests.recsys_core.training.forked_training import (
     checkpoint_of,
@@ -41,15 +41,16 @@ def test_a_checkpoint_and_an_export_are_at_least_as_large_as_their_estimates(exp
     rows = {name: array.nbytes for name, array in arrays.items() if name.startswith(("table_", "state_"))}
     items = {name: arrays[name].nbytes for name in ("item_vectors.npy", "history_items.npy")}
     largest = max(size for name, size in (rows | items).items() if not name.startswith("state_"))
-    estimate = training_bytes(CONFIG, spec=experiment.spec, work_folder=tmp_path / "none", steps_per_epoch=10)
+    estimate = TrainingSetup(experiment.spec, CONFIG).checkpoint_bytes(work_folder=tmp_path / "none", steps_per_epoch=10)
     assert estimate == sum(rows.values()) < sum(path.stat().st_size for path in checkpoint_of(trained).glob("*.distcp"))
     assert export_bytes(experiment.spec) == sum((rows | items).values()) + largest
 
 
 def test_files_of_an_earlier_attempt_reduce_the_estimate(experiment, tmp_path):
-    whole = training_bytes(CONFIG, spec=experiment.spec, work_folder=tmp_path, steps_per_epoch=10)
+    setup = TrainingSetup(experiment.spec, CONFIG)
+    whole = setup.checkpoint_bytes(work_folder=tmp_path, steps_per_epoch=10)
     (tmp_path / "checkpoint").write_bytes(bytes(1_000))
-    assert training_bytes(CONFIG, spec=experiment.spec, work_folder=tmp_path, steps_per_epoch=10) == whole - 1_000
+    assert setup.checkpoint_bytes(work_folder=tmp_path, steps_per_epoch=10) == whole - 1_000
 
 
 def test_training_starts_only_if_its_checkpoints_fit_on_the_disk(experiment, small_disk: Path):

@@ -10,6 +10,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from recsys_core.launching.rank import Process
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, table_shards
@@ -17,9 +18,8 @@ from recsys_core.models.tables.table_config import DenseOptimizer, TableConfig, 
 from recsys_core.sharding.config import QuantizedCommsConfig
 from recsys_core.sharding.constraints import UNPOOLED_SHARDING_TYPES
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.job.process_group import Process
 from recsys_core.training.optimizers import LearningRates, make_optimizer
-from recsys_core.training.sharded_model import ADAGRAD_EPS, zero_unknown_users
+from recsys_core.training.sharded_model import EPS, zero_unknown_users
 from tests.gloo import run_ranks
 from tests.recsys_core.training.small_model import USERS, make_batch, plain_task, sharded_model, small_spec
 
@@ -80,7 +80,7 @@ def train_plain(case: Case, *, ranks: int) -> Expected:
     spec, config = case.spec, case.training
     task, tables = plain_task(spec, loss=case.loss, seed=config.seed)
     trained = [weight for name, weight in tables.items() if not spec.tables[name].is_frozen]
-    adagrad = (torch.optim.Adagrad if config.table_optimizer.kind == "adagrad" else RowWiseAdagrad)(trained, eps=ADAGRAD_EPS)
+    adagrad = (torch.optim.Adagrad if config.table_optimizer.kind == "adagrad" else RowWiseAdagrad)(trained, eps=EPS)
     sgd = torch.optim.SGD(task.head.parameters())
     losses = []
     for step in range(STEPS):

@@ -11,12 +11,12 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from recsys_core.dataset.feature_store import UNPOOLED
+from recsys_core.launching.rank import Process
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import table_shards
 from recsys_core.models.tables.table_config import OFFSET_TABLE, DenseOptimizer, TableConfig, TableOptimizer, UnfreezeStep
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.job.process_group import Process
 from recsys_core.training.optimizers import LearningRates, make_optimizer, table_name_of
 from tests.gloo import run_ranks
 from tests.recsys_core.training.small_model import (

@@ -14,6 +14,7 @@ from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import UNPOOLED, FeatureStore
 from recsys_core.errors import InputError, LaunchError, StageError
+from recsys_core.launching.rank import Process
 from recsys_core.manifests import Dataset, PlanManifest, TrainManifest
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, parameter_name
 from recsys_core.models.tables.table_config import DenseOptimizer, TableOptimizer
@@ -25,8 +26,7 @@ from recsys_core.sharding.planner import plan_sharding
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export.encoding import Encoder
 from recsys_core.training.export.export import export_vectors
-from recsys_core.training.job.job_spec import Progress
-from recsys_core.training.job.process_group import Process
+from recsys_core.training.job import Progress
 from recsys_core.training.metrics_log import MetricsTail
 from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.train import train

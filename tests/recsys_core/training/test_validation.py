@@ -7,6 +7,7 @@ import torch
 
 from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
+from recsys_core.launching.rank import Process
 from recsys_core.manifests import Dataset
 from recsys_core.models.config import MeanHistory, TowerConfig, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
@@ -14,7 +15,6 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.task import RetrievalHead, RetrievalTask
 from recsys_core.training.config import ValidationConfig
 from recsys_core.training.export.encoding import Encoder
-from recsys_core.training.job.process_group import Process
 from recsys_core.training.validation import Validator, users_to_validate
 from tests.gloo import run_ranks
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
@@ -56,7 +56,7 @@ def _validate_new_users(rank: int, folder: Path) -> None:
             encoder=encoder,
             interactions=interactions,
             work_folder=folder,
-            heartbeat=folder / "heartbeat",
+            heartbeat_path=folder / "heartbeat",
         )
         assert validator.measure() == {"recall@1": 1.0, "ndcg@1": 1.0, "hit_rate@1": 1.0}
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from recsys_core.training.job.job_spec import Progress
+from recsys_core.training.job import Progress
 from tasks.progress import artifacts
 from tasks.progress.artifacts import TrainingProgress, artifact_key, show_markdown
 from tasks.runs.context import StageContext

@@ -86,7 +86,7 @@ def test_more_processes_than_gpus_are_rejected_with_both_numbers(tmp_path: Path)
 
 def test_a_host_that_its_scheduler_starts_a_second_time_is_rejected(tmp_path: Path) -> None:
     folder = write_spec(tmp_path)
-    folder.write("ready-1.json", HostReport(host=Host(index=1, name="before"), pid=1))
+    folder.report_ready(HostReport(host=Host(index=1, name="before"), pid=1))
     assert start(folder, host=1) == agent.EXIT_REJECTED
     assert "was started a second time for the same launch" in only_failure(folder).reason
 

@@ -11,7 +11,7 @@ from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableCons
 from recsys_core.sharding.planner import plan_sharding
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export.export import export_vectors
-from recsys_core.training.job.job_spec import Progress
+from recsys_core.training.job import Progress
 from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.train import train
 from tests.recsys_core.launching.scripted_launches import ONE_HOST, TWO_HOSTS

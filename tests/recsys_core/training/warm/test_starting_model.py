@@ -18,8 +18,9 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import TableConfig, TableOptimizer
 from recsys_core.training.config import TrainingConfig, WarmStartConfig
 from recsys_core.training.setup import TrainingSetup
-from recsys_core.training.train import choose_start, train
+from recsys_core.training.train import train
 from recsys_core.training.warm.starting_model import Champion, carried_table_names, champion_layers, require_compatible
+from recsys_core.training.warm.warm_start import choose_start
 from tests.recsys_core.ingest.interaction_logs import ingest
 from tests.recsys_core.ingest.parquet_files import write
 from tests.recsys_core.manifests.committed_stage import commit_stage

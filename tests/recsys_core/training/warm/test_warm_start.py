@@ -25,7 +25,7 @@ from recsys_core.models.tables.embedding_tables import table_shards
 from recsys_core.models.tables.table_config import TableConfig, random_norm
 from recsys_core.training.checkpoint import restore
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.job.job_spec import CHECKPOINTS_FOLDER, TrainJob, WarmStart
+from recsys_core.training.job import CHECKPOINTS_FOLDER, TrainJob, WarmStart
 from recsys_core.training.loop import make_loader
 from recsys_core.training.optimizers import accumulator_shards, make_optimizer
 from recsys_core.training.sharded_model import initial_model
@@ -83,13 +83,13 @@ def untrained_model(job: TrainJob, *, rank: int) -> tuple[DistributedModelParall
 
 def check_start(rank: int, job: TrainJob, expected: Path) -> None:
     """Compare the tables with <table>.npy and state_<table>.npy in `expected`; NaN: the row starts as in a full training."""
-    assert job.warm is not None
+    assert job.warm_start is not None
     model, optimizer = untrained_model(job, rank=rank)
     before = {
         name: [shard.weight_RD.clone() for shard in table_shards(model.state_dict(), table=name)] for name in job.spec.tables
     }
-    load_champion_weights(model, warm_start=job.warm)
-    load_champion_accumulators(optimizer, spec=job.spec, warm_start=job.warm)
+    load_champion_weights(model, warm_start=job.warm_start)
+    load_champion_accumulators(optimizer, spec=job.spec, warm_start=job.warm_start)
     for name in job.spec.tables:
         expected_RD, accumulator_R = (torch.from_numpy(np.load(expected / f"{kind}{name}.npy")) for kind in ("", "state_"))
         shards = table_shards(model.state_dict(), table=name)
@@ -100,7 +100,7 @@ def check_start(rank: int, job: TrainJob, expected: Path) -> None:
         expected_R = accumulator_R[shard.row : shard.row + len(shard.values_RC)]
         torch.testing.assert_close(shard.values_RC[:, 0], expected_R.nan_to_num(0.0), rtol=0, atol=0)
     head = get_unwrapped_module(model).head
-    for name, value in load_file(job.warm.export / "dense.safetensors").items():
+    for name, value in load_file(job.warm_start.export_folder / "dense.safetensors").items():
         torch.testing.assert_close(head.state_dict()[name], value, rtol=0, atol=0)
 
 
@@ -133,14 +133,14 @@ def test_rows_accumulators_and_layers_are_carried_over_by_id(
     assert 0 < num_with_vector < len(new_items)
     num_random = len(new_items) - num_with_vector
     assert f"{len(new_items)} new ({num_with_vector} from their vector, {num_random} random)" in log_text
-    job = train_job(second).model_copy(update={"warm": warm})
+    job = train_job(second).model_copy(update={"warm_start": warm})
     run_ranks(check_start, world_size=RANKS, arguments=(job, tmp_path))
 
 
 def check_new_items(rank: int, job: TrainJob, rows: list[int], vector_ND: NDArray[np.float32]) -> None:
-    assert job.warm is not None
+    assert job.warm_start is not None
     model, _ = untrained_model(job, rank=rank)
-    load_champion_weights(model, warm_start=job.warm)
+    load_champion_weights(model, warm_start=job.warm_start)
     for shard in table_shards(model.state_dict(), table="item"):
         for row, vector_D in zip(rows, torch.from_numpy(vector_ND), strict=True):
             if shard.row <= row < shard.row + len(shard.weight_RD):
@@ -153,7 +153,7 @@ def test_a_new_item_starts_with_its_pretrained_vector(first: PreparedRun, champi
     vector_row = np.load(second.interactions.path("vector_row.npy"))
     rows = [row for row in range(first.spec.num_items, second.spec.num_items) if vector_row[row] >= 0]
     vectors = np.load(second.embeddings.vectors_path("item"))[vector_row[rows]]
-    job = train_job(second).model_copy(update={"warm": prepare(champion, second, tmp_path / "warm")})
+    job = train_job(second).model_copy(update={"warm_start": prepare(champion, second, tmp_path / "warm")})
     run_ranks(check_new_items, world_size=RANKS, arguments=(job, rows, vectors))
 
 
@@ -165,13 +165,15 @@ def step(
     if checkpoint is not None:
         restore(model, optimizer, checkpoint=checkpoint)
     else:
-        assert job.warm is not None
-        load_champion_weights(model, warm_start=job.warm)
+        assert job.warm_start is not None
+        load_champion_weights(model, warm_start=job.warm_start)
         if accumulators:
-            load_champion_accumulators(optimizer, spec=job.spec, warm_start=job.warm)
-    interactions = require_manifest(job.interactions, InteractionsManifest)
-    assert job.features is not None
-    assembler = Assembler(user_batch_key=UNPOOLED, features=FeatureStore.open(require_manifest(job.features, FeaturesManifest)))
+            load_champion_accumulators(optimizer, spec=job.spec, warm_start=job.warm_start)
+    interactions = require_manifest(job.interactions_folder, InteractionsManifest)
+    assert job.features_folder is not None
+    assembler = Assembler(
+        user_batch_key=UNPOOLED, features=FeatureStore.open(require_manifest(job.features_folder, FeaturesManifest))
+    )
     loader = make_loader(job, store=EventStore.open(interactions), assembler=assembler, process=process(rank))
     pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
     pipeline.progress(iter([loader.batch(7, 0)]))
@@ -187,8 +189,8 @@ def step(
 
 def check_next_step(rank: int, job: TrainJob, out: Path) -> None:
     train_and_export(rank, job, out)
-    (checkpoint,) = (job.work / CHECKPOINTS_FOLDER).glob("step-*[0-9]")
-    warm = job.model_copy(update={"warm": WarmStart(run_id="first", export=out, prepared=out)})
+    (checkpoint,) = (job.work_folder / CHECKPOINTS_FOLDER).glob("step-*[0-9]")
+    warm = job.model_copy(update={"warm_start": WarmStart(run_id="first", export_folder=out, prepared_folder=out)})
     uninterrupted, carried = step(job, rank=rank, checkpoint=checkpoint), step(warm, rank=rank, checkpoint=None)
     for (weight_RC, values_RC), (warm_RC, warm_RS) in zip(uninterrupted, carried, strict=True):
         torch.testing.assert_close(warm_RC, weight_RC, rtol=1e-5, atol=1e-7)

@@ -33,7 +33,6 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from recsys_core.launching.config import LOOPBACK_ADDRESS, LOOPBACK_INTERFACE
-from recsys_core.launching.local.rank import request_stacks
 from recsys_core.launching.messages import (
     FOLDER_VARIABLE,
     STORE_VARIABLE,
@@ -44,6 +43,7 @@ from recsys_core.launching.messages import (
     RankReport,
     last_lines,
 )
+from recsys_core.launching.rank import request_stacks
 from recsys_core.parent_process import parent_environment
 from recsys_core.preflight import cgroup_limits, oom_kills
 
@@ -56,7 +56,7 @@ def run_local_agent(spec_path: Path) -> int:
     """Run the ranks of a launch on this host only; return the exit code of the agent."""
     spec, folder = LaunchSpec.model_validate_json(spec_path.read_bytes()), LaunchFolder(spec_path.parent)
     host = Host(index=0, name=platform.node())
-    folder.write("ready-0.json", HostReport(host=host, pid=os.getpid()))
+    folder.report_ready(HostReport(host=host, pid=os.getpid()))
     with local_rendezvous(spec) as rendezvous:
         return run_ranks(spec, folder=folder, host=host, rendezvous=rendezvous, address=LOOPBACK_ADDRESS)
 
@@ -97,7 +97,7 @@ def run_ranks(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, rendezvous:
     host_report = HostReport(
         host=host, pid=os.getpid(), failed_ranks=failed_ranks, oom_kills=num_kills, memory_bytes=memory_bytes
     )
-    folder.write(f"end-{host.index}.json", host_report)
+    folder.report_end(host_report)
     return 1 if failed_ranks else 0
 
 

@@ -21,68 +21,70 @@ class WarmStart(Frozen):
 
     Attributes:
         run_id: run of the champion.
-        export: stage folder with the champion's tables and Adagrad accumulators.
-        prepared: folder with two kinds of files. dense.safetensors has the champion's layers, named as in this run's model.
-            Each table that is carried over has a file rows_<table>.npy. It is an int64 array with one entry per row of this
-            run's table. The entry is the champion's row for the same id, or -1 for a new id.
+        export_folder: stage folder with the champion's tables and Adagrad accumulators.
+        prepared_folder: folder with two kinds of files. dense.safetensors has the champion's layers, named as in this run's
+            model. Each table that is carried over has a file rows_<table>.npy. It is an int64 array with one entry per row of
+            this run's table. The entry is the champion's row for the same id, or -1 for a new id.
     """
 
     run_id: str
-    export: Path
-    prepared: Path
+    export_folder: Path
+    prepared_folder: Path
 
     def row_path_by_table(self) -> dict[str, Path]:
         """Return the path of rows_<table>.npy by table, for the tables that are carried over."""
-        return {path.stem.removeprefix("rows_"): path for path in sorted(self.prepared.glob("rows_*.npy"))}
+        return {path.stem.removeprefix("rows_"): path for path in sorted(self.prepared_folder.glob("rows_*.npy"))}
 
 
 class JobSpec(Frozen):
-    """The part of a job that training and export share. interactions, embeddings, features: stage folders of the data."""
+    """The part of a job that training and export share."""
 
-    work: Path
+    work_folder: Path
     spec: ModelSpec
     loss: LossConfig
     training: TrainingConfig
-    interactions: Path
-    embeddings: Path | None = None
-    features: Path | None = None
-    plan: Path
+    interactions_folder: Path
+    embeddings_folder: Path | None = None
+    features_folder: Path | None = None
+    plan_path: Path
 
     def open_dataset(self) -> Dataset:
         """Open the stages of the ingested data."""
-        return Dataset.open(interactions=self.interactions, embeddings=self.embeddings, features=self.features)
+        return Dataset.open(
+            interactions=self.interactions_folder, embeddings=self.embeddings_folder, features=self.features_folder
+        )
 
     @property
-    def heartbeat(self) -> Path:
+    def heartbeat_path(self) -> Path:
         """File that the ranks change while they work; the launching process watches it."""
-        return self.work / "heartbeat"
+        return self.work_folder / "heartbeat"
 
 
 class TrainJob(JobSpec):
-    """Job that trains a model, and writes checkpoints, metrics.jsonl and result.json to the folder `work`.
+    """Job that trains a model, and writes checkpoints, metrics.jsonl and result.json to `work_folder`.
 
     Attributes:
         attempt: number of the attempt, from 1.
-        resume: verified checkpoint to resume from; None: the training starts from the initial model or from the champion.
-        planned_ranks: world size of the original plan, if this attempt has fewer ranks; otherwise None. The original world size
-            still determines the batches and the length of an epoch.
-        warm: the champion to start from, if this is a warm start.
+        resume_folder: verified checkpoint to resume from. None: the training starts from the initial model or the champion.
+        num_planned_ranks: world size of the original plan, if this attempt has fewer ranks; otherwise None. The original world
+            size still determines the batches and the length of an epoch.
+        warm_start: the champion to start from, if this is a warm start.
     """
 
     kind: Literal["train"] = "train"
     fingerprint: str
     attempt: int = 1
-    resume: Path | None = None
-    planned_ranks: int | None = None
-    warm: WarmStart | None = None
+    resume_folder: Path | None = None
+    num_planned_ranks: int | None = None
+    warm_start: WarmStart | None = None
 
 
 class ExportJob(JobSpec):
-    """Job that writes the vectors, tables and layers of the model in `checkpoint` to the folder `out`."""
+    """Job that writes the vectors, tables and layers of the model in `checkpoint_folder` to `output_folder`."""
 
     kind: Literal["export"] = "export"
-    out: Path
-    checkpoint: Path
+    output_folder: Path
+    checkpoint_folder: Path
 
 
 Job = Annotated[TrainJob | ExportJob, Field(discriminator="kind")]

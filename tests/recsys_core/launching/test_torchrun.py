@@ -14,8 +14,8 @@ from torch.distributed import TCPStore
 
 from recsys_core.launching.config import TorchxLauncher
 from recsys_core.launching.hosts.agent import connect_store
-from recsys_core.launching.local.torchrun import StaticRendezvous
 from recsys_core.launching.messages import AGENT_MODULE, STORE_VARIABLE, LaunchFolder, LaunchSpec, RankLayout
+from recsys_core.launching.torchrun import StaticRendezvous
 from tests.recsys_core.launching.listening_sockets import listening
 from tests.recsys_core.launching.scripted_launches import RANKS
 from tests.recsys_core.launching.test_launch import ranks_import_this_tree, running_launch

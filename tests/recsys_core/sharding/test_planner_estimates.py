@@ -7,8 +7,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import TableConfig, TableOptimizer
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig, TableConstraint
 from recsys_core.sharding.lookup_stats import LookupStats
-from recsys_core.sharding.plan_file import PlanFile
-from recsys_core.sharding.plan_page import to_html
+from recsys_core.sharding.plan_file import PlanFile, to_html
 from recsys_core.sharding.planner import make_plan
 from tests.recsys_core.training.small_model import with_optimizer
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from recsys_core.patches.rank import use_batch_scheduling
+from recsys_core.launching.rank import use_batch_scheduling
 
 if sys.platform != "linux":
     pytest.skip("scheduling policies of Linux", allow_module_level=True)
@@ -12,7 +12,7 @@ if sys.platform != "linux":
 CORES = sorted(os.sched_getaffinity(0))
 PRINT_POLICIES = """
 import os, threading
-from recsys_core.patches.rank import use_batch_scheduling
+from recsys_core.launching.rank import use_batch_scheduling
 use_batch_scheduling()
 policies = [os.sched_getscheduler(0)]
 thread = threading.Thread(target=lambda: policies.append(os.sched_getscheduler(threading.get_native_id())))
@@ -50,7 +50,7 @@ def cores_of(rank: int, ranks: int) -> set[int]:
         [
             sys.executable,
             "-c",
-            "import os; from recsys_core.patches.rank import pin_to_core_share; "
+            "import os; from recsys_core.launching.rank import pin_to_core_share; "
             f"pin_to_core_share(local_rank={rank}, num_local_ranks={ranks}); print(*os.sched_getaffinity(0))",
         ],
         capture_output=True,

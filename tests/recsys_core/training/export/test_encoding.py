@@ -9,31 +9,29 @@ import torch
 from torch import distributed as dist
 
 from recsys_core.errors import InputError, StageError
-from recsys_core.training.export.sharded_array import Part, build_array, fill_array, writing_part
-from recsys_core.training.job.process_group import Process
+from recsys_core.launching.rank import Process
+from recsys_core.training.export.encoding import Part, RankWriter
 from tests.gloo import run_ranks
 
 ROWS, COLUMNS = 1_000, 6
 WHOLE = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
-ALONE = Process(rank=0, world_size=1, device=torch.device("cpu"))
 
 
-def process_of(rank: int) -> Process:
-    return Process(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
+def writer_of(rank: int, folder: Path, *, world_size: int | None = None) -> RankWriter:
+    process = Process(rank=rank, world_size=world_size or dist.get_world_size(), device=torch.device("cpu"))
+    return RankWriter(process, heartbeat_path=folder / "heartbeat")
 
 
 def write_halves(rank: int, folder: Path) -> None:
-    process = process_of(rank)
+    writer = writer_of(rank, folder)
     by_rows, by_columns = (slice(rank * 300, 300 + rank * 700), slice(None)), (slice(None), slice(rank * 2, 2 + rank * 4))
     for path, place in ((folder / "rows.npy", by_rows), (folder / "columns.npy", by_columns)):
-        with writing_part(path, process=process) as part:
+        with writer.part(path) as part:
             part.add(place[0].start or 0, place[1].start or 0, WHOLE[place])
-        if process.is_main:
-            build_array(path, shape=(ROWS, COLUMNS), process=process, on_record=lambda: None)
-    with writing_part(folder / "accumulator.npy", process=process) as part:
+        writer.build(path, shape=(ROWS, COLUMNS))
+    with writer.part(folder / "accumulator.npy") as part:
         part.add(0, 0, WHOLE[:, :1])
-    if process.is_main:
-        build_array(folder / "accumulator.npy", shape=(ROWS,), process=process, accumulate=True, on_record=lambda: None)
+    writer.build(folder / "accumulator.npy", shape=(ROWS,), accumulate=True)
 
 
 def test_rows_and_columns_of_two_ranks_make_one_array_and_overlapping_records_add_up(tmp_path: Path) -> None:
@@ -41,13 +39,13 @@ def test_rows_and_columns_of_two_ranks_make_one_array_and_overlapping_records_ad
     np.testing.assert_array_equal(np.load(tmp_path / "rows.npy"), WHOLE.numpy())
     np.testing.assert_array_equal(np.load(tmp_path / "columns.npy"), WHOLE.numpy())
     np.testing.assert_array_equal(np.load(tmp_path / "accumulator.npy"), 2 * WHOLE[:, 0].numpy())
-    assert {path.name for path in tmp_path.iterdir()} == {"rows.npy", "columns.npy", "accumulator.npy"}
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.npy", "columns.npy", "accumulator.npy", "heartbeat"}
 
 
 def open_alone(rank: int, folder: Path) -> None:
     """Assert that this rank has no file of another rank open."""
-    process = process_of(rank)
-    with writing_part(folder / "array.npy", process=process) as part:
+    writer = writer_of(rank, folder)
+    with writer.part(folder / "array.npy") as part:
         part.add(rank, 0, torch.ones(1, 2))
         dist.barrier()
         open_files = {os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()}
@@ -61,14 +59,13 @@ def test_no_rank_opens_or_maps_a_file_that_another_one_writes(tmp_path: Path) ->
 
 
 def fill_the_disk(rank: int, folder: Path, megabytes: float) -> None:
-    process = process_of(rank)
+    writer = writer_of(rank, folder)
     values = torch.ones(int(megabytes * 2**18) // COLUMNS, COLUMNS)
     try:
-        with writing_part(folder / "array.npy", process=process) as part:
-            if process.is_main:
+        with writer.part(folder / "array.npy") as part:
+            if rank == 0:
                 part.add(0, 0, values)
-        if process.is_main:
-            build_array(folder / "array.npy", shape=tuple(values.shape), process=process, on_record=lambda: None)
+        writer.build(folder / "array.npy", shape=tuple(values.shape))
     except InputError as error:
         (folder.parent / f"error-{rank}").write_text(str(error))
         if megabytes > 1:
@@ -110,7 +107,7 @@ def test_records_that_are_missing_or_do_not_fit_the_array_are_named(
     tmp_path: Path, records: list[tuple[int, int, torch.Tensor]], says: str
 ) -> None:
     with pytest.raises(StageError, match=says):
-        fill_array(part_of(tmp_path, *records), np.zeros((4, 2), np.float32), process=ALONE)
+        writer_of(0, tmp_path, world_size=1).fill(np.zeros((4, 2), np.float32), path=part_of(tmp_path, *records))
 
 
 @pytest.mark.parametrize("cut", [5, 40])
@@ -119,7 +116,7 @@ def test_a_part_that_is_cut_off_or_missing_is_named(tmp_path: Path, cut: int) ->
     part = path.with_name("array.npy.rank-0")
     part.write_bytes(part.read_bytes()[:cut])
     with pytest.raises(StageError, match=r"array\.npy\.rank-0: a record .* is cut off"):
-        fill_array(path, np.zeros((4, 2), np.float32), process=ALONE)
+        writer_of(0, tmp_path, world_size=1).fill(np.zeros((4, 2), np.float32), path=path)
     part.unlink()
     with pytest.raises(StageError, match=r"array\.npy\.rank-0: this file of another rank is not visible here"):
-        fill_array(path, np.zeros((4, 2), np.float32), process=ALONE)
+        writer_of(0, tmp_path, world_size=1).fill(np.zeros((4, 2), np.float32), path=path)

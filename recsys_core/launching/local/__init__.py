@@ -1,1 +1,0 @@
-"""The ranks of one host: torchrun, rendezvous, stack dumps."""

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from flows.settings.schedule import ScheduleConfig
 from recsys_core.config import Folder, Paths, PipelineName, Settings, is_uri
-from recsys_core.data_report.config import DataReportConfig
+from recsys_core.data_report.limits import DataReportConfig
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.ingest.features.config import FeaturesConfig
 from recsys_core.ingest.inputs import InputConfig

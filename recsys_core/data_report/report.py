@@ -7,12 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from recsys_core.data_report.config import DataReportConfig
 from recsys_core.data_report.drift import Mover, compare_runs
 from recsys_core.data_report.leaks import count_split
-from recsys_core.data_report.limits import check_limits, describe_breaches, find_warnings
-from recsys_core.data_report.page import to_html
-from recsys_core.data_report.report_json import DataReport, Day
+from recsys_core.data_report.limits import DataReportConfig, check_limits, describe_breaches, find_warnings
+from recsys_core.data_report.page import DataReport, Day, to_html
 from recsys_core.data_report.statistics import (
     history_histogram,
     popularity_curve,

@@ -223,7 +223,7 @@ class FeaturesManifest(Manifest):
 
 
 class DataReportManifest(Manifest):
-    """report.json (recsys_core.data_report.report_json.DataReport) and report.html, one page for a browser."""
+    """report.json (recsys_core.data_report.page.DataReport) and report.html, one page for a browser."""
 
     stage: ClassVar[str] = "check_data"
     group: ClassVar[StageGroup] = "data"

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from mlflow import MlflowClient
 
-from recsys_core.data_report.config import DataReportConfig
+from recsys_core.data_report.limits import DataReportConfig
 from recsys_core.data_report.report import report_data
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate

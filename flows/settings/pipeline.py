@@ -16,7 +16,7 @@ from recsys_core.ingest.inputs import InputConfig
 from recsys_core.ingest.log.config import FileSplit, InteractionsConfig
 from recsys_core.ingest.vectors.config import EmbeddingsConfig, EmbeddingsConfigs
 from recsys_core.launching.config import Launcher, LocalLauncher
-from recsys_core.models.config import ORDER_FREE_POOLINGS, TwoTowerConfig
+from recsys_core.models.config import ORDER_FREE_POOLINGS, PackageConfig, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.tables.table_config import (
     OFFSET_TABLE,
@@ -25,7 +25,6 @@ from recsys_core.models.tables.table_config import (
     check_tables,
 )
 from recsys_core.retrieval.config import IndexConfig
-from recsys_core.serving.config import PackageConfig
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.training.config import TrainingConfig
 from tasks.registry.config import RegistryConfig

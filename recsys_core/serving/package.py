@@ -28,11 +28,10 @@ from recsys_core.manifests import (
     fingerprint_of,
     record_file,
 )
+from recsys_core.models.config import PackageConfig, Quantization
 from recsys_core.models.spec import ModelSpec
 from recsys_core.retrieval.kinds import AnyIndexKind
-from recsys_core.serving.config import PackageConfig
-from recsys_core.serving.quantise import Quantization, build_tower, save_tower
-from recsys_core.serving.query_batch import served_tables, user_features
+from recsys_core.serving.quantise import build_tower, save_tower, served_tables, user_features
 
 DESCRIPTION_NAME = "package.json"
 FORMAT_VERSION: Final = 4

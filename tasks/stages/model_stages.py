@@ -18,9 +18,9 @@ from recsys_core.manifests import (
     PlanManifest,
     TrainManifest,
 )
+from recsys_core.models.config import PackageConfig
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.plot import index_table, plot_indexes
-from recsys_core.serving.config import PackageConfig
 from recsys_core.training.job.job_spec import Progress
 from recsys_core.training.warm.starting_model import Champion
 from recsys_core.units import MIB

@@ -29,12 +29,11 @@ from recsys_core.manifests import (
     PlanManifest,
     TrainManifest,
 )
-from recsys_core.models.config import MeanHistory, TowerConfig, TwoTowerConfig
+from recsys_core.models.config import MeanHistory, PackageConfig, TowerConfig, TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.towers import QueryTower
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_indexes
-from recsys_core.serving.config import PackageConfig
 from recsys_core.serving.package import build_package
 from recsys_core.training.job.job_spec import Progress
 from tasks.gate import smoke_test, version_tester

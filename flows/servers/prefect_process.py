@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from flows.servers.server_process import REQUEST_GRACE_S, inherited_socket, receive_start_message
-from recsys_core.atomic import atomic_replacement
+from recsys_core.disk import atomic_replacement
 from recsys_core.imports import fast_imports
 from recsys_core.parent_process import die_with_parent
 

@@ -11,8 +11,8 @@ from recsys_core.config import Frozen
 from recsys_core.data_report.drift import Mover
 from recsys_core.data_report.limits import METRICS, Check, format_metric
 from recsys_core.errors import MAX_SHOWN_CHARACTERS, printable
-from recsys_core.html_page import render_page
 from recsys_core.manifests import ColumnFacts, DataReportManifest
+from recsys_core.plots import render_page
 
 _TEMPLATE = Path(__file__).with_name("report.html")
 _MAX_BARS = 120

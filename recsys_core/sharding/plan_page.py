@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from recsys_core.html_page import render_page
+from recsys_core.plots import render_page
 from recsys_core.sharding.constraints import OFFLOADING_KERNELS
 from recsys_core.sharding.plan_file import PlanFile, RankEstimate, RankMeasure, format_ranges
 from recsys_core.units import format_bytes

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from recsys_core.atomic import write_text
+from recsys_core.disk import write_text
 from recsys_core.errors import StageError
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import table_shards

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recsys_core.atomic import write_text
+from recsys_core.disk import write_text
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.report import metric_table, plot_loss, to_markdown
 from recsys_core.imports import fast_imports

@@ -14,7 +14,7 @@ from flows.cli.runner import Command, run_nightly, save_traceback
 from flows.settings import environment
 from flows.settings.template import starter_config
 from recsys_core.errors import StageError, TrackingServerError
-from recsys_core.manifests.ownership import create_own_folder
+from recsys_core.manifests.stage_folder import create_own_folder
 from tasks.registry import mlflow_client
 from tasks.runs.options import RunOptions
 from tests.tasks.unhealthy_servers import answering, closed, silent

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recsys_core.disk import allocate_npy
+from recsys_core.dataset.layout import allocate_npy
 from recsys_core.errors import InputError
 from recsys_core.ingest.vectors.batches import read_batches
 from recsys_core.ingest.vectors.layouts import ColumnsReader, ListReader, ReadTask, check_and_normalise

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch import distributed as dist
 
-from recsys_core.disk import allocate_npy, explain_disk_full
+from recsys_core.dataset.layout import allocate_npy
+from recsys_core.disk import explain_disk_full
 from recsys_core.errors import StageError
 from recsys_core.training.job.process_group import Process
 

@@ -96,14 +96,9 @@ class EventArrays:
     @classmethod
     def open(cls, manifest: InteractionsManifest) -> Self:
         """Map the arrays of an interactions stage."""
-        is_optional_by_name = {field.name: field.default is None for field in fields(cls)}
-        return cls(
-            **{
-                name: memory_map(manifest.path(array_file(name)))
-                for name, is_optional in is_optional_by_name.items()
-                if not is_optional or array_file(name) in manifest.files
-            }
-        )
+        required_names = {field.name for field in fields(cls) if field.default is not None}
+        stored_names = [field.name for field in fields(cls) if array_file(field.name) in manifest.files]
+        return cls(**{name: memory_map(manifest.path(array_file(name))) for name in required_names.union(stored_names)})
 
 
 def popularity_ranks(count_R: NDArray[Any]) -> Int64Array:

@@ -1,17 +1,12 @@
-"""Disks without enough space: checks of the free space, errors that report it, and .npy files with reserved disk space."""
+"""Files on a disk that may be full: checks of the free space, errors that report it, and atomic replacement of files."""
 
 import errno
-import math
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import DTypeLike, NDArray
 
 from recsys_core.errors import InputError, NightjarError
 from recsys_core.units import format_gib
@@ -95,39 +90,6 @@ def _nearest_existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
-def allocate_npy(path: Path, *, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Create a .npy file, reserve its disk space, and return it as a writable memory map.
-
-    Without reserved space a write to the map kills the process (SIGBUS) when the disk is full.
-
-    Raises:
-        InputError: the disk has too little free space.
-    """
-    data_type = np.dtype(dtype)
-    with path.open("wb") as file:
-        header = {"descr": np.lib.format.dtype_to_descr(data_type), "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(file, header)
-        file.flush()
-        num_bytes = file.tell() + math.prod(shape) * data_type.itemsize
-        try:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)
-        except OSError as error:
-            if error.errno not in (*DISK_FULL_ERRNOS, errno.EFBIG):
-                raise
-            path.unlink()
-            shape_text = f"{' x '.join(f'{length:,}' for length in shape)} numbers"
-            raise disk_full_error(
-                path.parent, reason=f"{path.name}, {shape_text}, takes {format_gib(num_bytes, digits=3)}"
-            ) from error
-    array: NDArray[Any] = np.load(path, mmap_mode="r+")
-    return array
-
-
-def save_npy(path: Path, array: NDArray[Any]) -> None:
-    """Write `array` like numpy.save; raise InputError if the disk is full."""
-    allocate_npy(path, dtype=array.dtype, shape=array.shape)[...] = array
-
-
 def link_or_copy(source: str | Path, target: str | Path) -> None:
     """Hard-link a file that never changes; copy it if the disk does not support links."""
     try:
@@ -136,3 +98,26 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
         if error.errno not in HARD_LINK_ERRORS:
             raise
         shutil.copyfile(source, target)
+
+
+@contextmanager
+def atomic_replacement(path: Path) -> Iterator[Path]:
+    """Yield a temporary path in the same folder; rename it to `path` at the end, or remove it after an error.
+
+    Readers see the old content of `path` or the new content, never part of it.
+
+    Two processes may replace the same file: the temporary name contains the process id.
+    """
+    temporary_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary_path
+        temporary_path.replace(path)
+    except BaseException:
+        temporary_path.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the content of `path` with `text`, in UTF-8."""
+    with atomic_replacement(path) as temporary_path:
+        temporary_path.write_text(text, encoding="utf-8")

@@ -1,12 +1,14 @@
-"""Style of all figures: size, fonts, colours, and output as PNG files or as SVG elements of an HTML page.
+"""Figures and HTML pages. A figure is a PNG file or an SVG element of a page; it follows the colours of the page.
 
 matplotlib is imported where a figure is created, because most commands draw nothing.
 """
 
 import io
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 if TYPE_CHECKING:
@@ -101,3 +103,24 @@ def to_svg(figure: "Figure") -> Markup:
     for colour, css_variable in _CSS_VARIABLES.items():
         svg = svg.replace(colour, f"var(--{css_variable})")
     return Markup(svg)  # noqa: S704 matplotlib escapes the text of its figures
+
+
+def render_page(template_path: Path, *, filters: Mapping[str, Callable[..., Any]], **variables: Any) -> str:
+    """Render a template that extends html_page.html, the shared head and stylesheet. Every value is escaped.
+
+    A page loads nothing from the network and has no scripts.
+
+    Args:
+        template_path: the template file. Its blocks are `title` and `body`.
+        filters: functions that the template calls as `{{ value|name }}`.
+        variables: the template's variables. A missing variable raises jinja2.UndefinedError.
+    """
+    environment = Environment(
+        loader=FileSystemLoader([template_path.parent, Path(__file__).parent]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= filters
+    return environment.get_template(template_path.name).render(variables)

@@ -17,11 +17,10 @@ from flows.runs.run_history import (
 )
 from flows.settings.pipeline import PipelineConfig
 from recsys_core import plots
-from recsys_core.atomic import write_text
-from recsys_core.disk import free_bytes, used_bytes
-from recsys_core.html_page import render_page
+from recsys_core.disk import free_bytes, used_bytes, write_text
 from recsys_core.manifests import STAGES
 from recsys_core.manifests.stage_folder import StageGroup
+from recsys_core.plots import render_page
 from recsys_core.units import format_bytes, format_duration
 from tasks.runs.run_record import RunState
 

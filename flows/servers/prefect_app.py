@@ -15,7 +15,7 @@ from prefect.server.services.db_vacuum import schedule_orphan_vacuum_tasks, sche
 from prefect.server.services.perpetual_services import get_perpetual_services
 from prefect.settings import get_current_settings
 
-from recsys_core.atomic import atomic_replacement
+from recsys_core.disk import atomic_replacement
 
 
 def create_app() -> FastAPI:

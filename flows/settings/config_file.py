@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from flows.settings import yaml_loader
 from flows.settings.config_errors import describe_problems
 from flows.settings.pipeline import PipelineConfig
-from recsys_core.atomic import write_text
+from recsys_core.disk import write_text
 from recsys_core.errors import InputError, printable, shown
 from tasks.tuning.config import RangeConfig, label_of
 

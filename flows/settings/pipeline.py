@@ -8,14 +8,14 @@ from pydantic import Field, model_validator
 
 from flows.settings.schedule import ScheduleConfig
 from recsys_core.config import Folder, PipelineName, Settings, is_uri
-from recsys_core.data_report.config import DataReportConfig
+from recsys_core.data_report.limits import DataReportConfig
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.ingest import InputConfig
 from recsys_core.ingest.features.config import FeaturesConfig
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.vectors.config import EmbeddingsConfigs
 from recsys_core.launching.config import Launcher, LocalLauncher
-from recsys_core.models.config import ORDER_FREE_POOLINGS, TwoTowerConfig
+from recsys_core.models.config import ORDER_FREE_POOLINGS, PackageConfig, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.tables.table_config import (
     OFFSET_TABLE,
@@ -24,7 +24,6 @@ from recsys_core.models.tables.table_config import (
     check_tables,
 )
 from recsys_core.retrieval.config import IndexConfig
-from recsys_core.serving.config import PackageConfig
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.training.config import TrainingConfig
 from tasks.registry.config import RegistryConfig

@@ -3,7 +3,6 @@
 Shapes: I items and U users of this run. An array with one entry per item or user of the previous run is named `previous_...`.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import duckdb
@@ -34,39 +33,35 @@ class Mover(Frozen):
     current_share: float
 
 
-@dataclass(frozen=True)
-class Turnover:
-    """Numbers and shares of new and vanished users, or items. Users or items without an event are not counted."""
+def turnover_metrics(side: str, *, previous_count: Ints, count_I: Ints, previous_row_I: Ints) -> dict[str, float]:
+    """Return the numbers and shares of new and vanished items, or users. Those without an event are not counted.
 
-    num_new: int
-    num_vanished: int
-    new_share: float
-    """Share of this run's users or items that are new."""
-    vanished_share: float
-    """Share of the previous run's users or items that vanished."""
+    The share of the new items is a share of this run's items; the share of the vanished items, of the previous run's items.
 
-    @classmethod
-    def between(cls, previous_count: Ints, count_I: Ints, *, previous_row_I: Ints) -> "Turnover":
-        """Compare the items of two runs, or the users; for users, I is the number of users.
+    Args:
+        side: "item" or "user"; for users, I is the number of users.
+        previous_count: number of events of each item in the previous run.
+        count_I: number of events of each item in this run.
+        previous_row_I: for each row of this run, the row of the same id in the previous run; -1 for a new id.
 
-        Args:
-            previous_count: number of events of each item in the previous run.
-            count_I: number of events of each item in this run.
-            previous_row_I: for each row of this run, the row of the same id in the previous run; -1 for a new id.
-
-        >>> Turnover.between(np.array([3, 1, 0]), np.array([2, 0, 4, 5]), previous_row_I=np.array([0, 1, 2, -1]))
-        Turnover(num_new=2, num_vanished=1, new_share=0.6666666666666666, vanished_share=0.5)
-        """
-        is_present_I = count_I > 0
-        was_known_I = previous_row_I >= 0
-        was_present_I = np.zeros(len(count_I), bool)
-        was_present_I[was_known_I] = previous_count[previous_row_I[was_known_I]] > 0
-        num_new = int(np.sum(is_present_I & ~was_present_I))
-        num_stayed = int(np.sum(is_present_I & was_present_I))
-        num_vanished = int(np.sum(previous_count > 0)) - num_stayed
-        return cls(
-            num_new, num_vanished, _share(num_new, num_new + num_stayed), _share(num_vanished, num_vanished + num_stayed)
-        )
+    >>> previous_row_I = np.array([0, 1, 2, -1])
+    >>> counts = {"previous_count": np.array([3, 1, 0]), "count_I": np.array([2, 0, 4, 5])}
+    >>> turnover_metrics("item", **counts, previous_row_I=previous_row_I)
+    {'new_items': 2, 'vanished_items': 1, 'new_item_share': 0.6666666666666666, 'vanished_item_share': 0.5}
+    """
+    is_present_I = count_I > 0
+    was_known_I = previous_row_I >= 0
+    was_present_I = np.zeros(len(count_I), bool)
+    was_present_I[was_known_I] = previous_count[previous_row_I[was_known_I]] > 0
+    num_new = int(np.sum(is_present_I & ~was_present_I))
+    num_stayed = int(np.sum(is_present_I & was_present_I))
+    num_vanished = int(np.sum(previous_count > 0)) - num_stayed
+    return {
+        f"new_{side}s": num_new,
+        f"vanished_{side}s": num_vanished,
+        f"new_{side}_share": num_new / max(num_new + num_stayed, 1),
+        f"vanished_{side}_share": num_vanished / max(num_vanished + num_stayed, 1),
+    }
 
 
 def match_rows(
@@ -77,21 +72,21 @@ def match_rows(
     Rows are matched by id. If this run continues the vocabulary of the previous run, an id has the same row in both runs.
 
     Args:
-        side: "users" or "items".
+        side: "user" or "item".
         spill_folder: folder for DuckDB's temporary files.
     """
-    num_rows, num_previous_rows = (_num_rows(manifest, side) for manifest in (interactions, previous_interactions))
+    num_rows, num_previous_rows = (getattr(manifest, f"num_{side}s") for manifest in (interactions, previous_interactions))
     # A common ancestor is not enough: two runs that both continue a third run may give the same new row to different ids.
     if interactions.continued_fingerprint == previous_interactions.fingerprint:
         continued_rows: Ints = np.arange(num_rows)
         continued_rows[num_previous_rows:] = -1
         return continued_rows
     matched_rows = np.full(num_rows, -1, np.int64)
-    id_type_field = f"{side.removesuffix('s')}_id_type"
+    id_type_field = f"{side}_id_type"
     if getattr(previous_interactions, id_type_field) != getattr(interactions, id_type_field):  # 1 and "1" are different ids
         return matched_rows
     scans_sql = (
-        scan_sql(manifest.path(f"{side}.parquet"), options_sql="file_row_number = true")
+        scan_sql(manifest.path(vocabulary_file(side)), options_sql="file_row_number = true")
         for manifest in (interactions, previous_interactions)
     )
     current_ids_sql, previous_ids_sql = (f"(SELECT id, file_row_number AS row FROM {table_sql})" for table_sql in scans_sql)
@@ -201,20 +196,16 @@ def compare_runs(
     """
     previous_store, store = EventStore.open(previous_interactions), EventStore.open(interactions)
     previous_train_count, train_count_I = previous_store.train_count_I, store.train_count_I
-    previous_row_I = match_rows(previous_interactions, interactions, side="items", spill_folder=spill_folder)
-    previous_row_U = match_rows(previous_interactions, interactions, side="users", spill_folder=spill_folder)
-    item_turnover = Turnover.between(previous_store.event_count_I(), num_events_I, previous_row_I=previous_row_I)
-    user_turnover = Turnover.between(previous_store.event_count_U, store.event_count_U, previous_row_I=previous_row_U)
+    previous_row_I = match_rows(previous_interactions, interactions, side="item", spill_folder=spill_folder)
+    previous_row_U = match_rows(previous_interactions, interactions, side="user", spill_folder=spill_folder)
     metrics = {
         "event_drop_share": 1 - interactions.train_events / previous_interactions.train_events,
-        "new_users": user_turnover.num_new,
-        "new_items": item_turnover.num_new,
-        "vanished_users": user_turnover.num_vanished,
-        "vanished_items": item_turnover.num_vanished,
-        "new_user_share": user_turnover.new_share,
-        "new_item_share": item_turnover.new_share,
-        "vanished_user_share": user_turnover.vanished_share,
-        "vanished_item_share": item_turnover.vanished_share,
+        **turnover_metrics(
+            "item", previous_count=previous_store.event_count_I(), count_I=num_events_I, previous_row_I=previous_row_I
+        ),
+        **turnover_metrics(
+            "user", previous_count=previous_store.event_count_U, count_I=store.event_count_U, previous_row_I=previous_row_U
+        ),
         "popularity_psi": popularity_psi(previous_train_count, train_count_I, previous_row_I=previous_row_I),
     }
     movers = find_movers(
@@ -237,11 +228,3 @@ def read_ids(interactions: InteractionsManifest, rows: Ints) -> list[str]:
                 id_by_row[row] = shown(batch.column("id")[row - batch_start].as_py())
             batch_start += batch.num_rows
     return [id_by_row[row] for row in rows.tolist()]
-
-
-def _num_rows(interactions: InteractionsManifest, side: str) -> int:
-    return interactions.num_users if side == "users" else interactions.num_items
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0

@@ -15,7 +15,6 @@ from recsys_core.units import DAY_US, INT64_MAX
 
 MAX_CHUNK_EVENTS = 2_000_000
 """Events per chunk; bounds the memory to about 250 MB for a log of any length."""
-_MAX_TIME = INT64_MAX
 
 Ints = NDArray[np.int64]
 
@@ -57,7 +56,7 @@ def count_split(interactions: InteractionsManifest, *, split: Split, max_chunk_e
     """
     store = EventStore.open(interactions)
     counts = SplitCounts(*np.zeros((2, interactions.num_items), np.int64))
-    first_held_out_times = (_MAX_TIME, _MAX_TIME)
+    first_held_out_times = (INT64_MAX, INT64_MAX)
     if store.has_times and split.kind == "time":
         first_held_out_times = store.first_time("validation"), store.first_time("test")
 
@@ -72,19 +71,8 @@ def count_split(interactions: InteractionsManifest, *, split: Split, max_chunk_e
     return counts
 
 
-def _first_value_U3(chunk: UserChunk, value_E: Ints, *, default: int) -> Ints:
-    """Return the value of the first event of each user in each part; `default` for a part without events."""
-    end_U3 = np.cumsum(chunk.num_events_U3.ravel()).reshape(-1, 3)
-    return _value_at(chunk, end_U3 - chunk.num_events_U3, value_E, default=default)
-
-
-def _last_value_U3(chunk: UserChunk, value_E: Ints, *, default: int) -> Ints:
-    """Return the value of the last event of each user in each part; `default` for a part without events."""
-    end_U3 = np.cumsum(chunk.num_events_U3.ravel()).reshape(-1, 3)
-    return _value_at(chunk, end_U3 - 1, value_E, default=default)
-
-
 def _value_at(chunk: UserChunk, index_U3: Ints, value_E: Ints, *, default: int) -> Ints:
+    """Return the value at each index; `default` for a part of a user without events."""
     return np.where(chunk.num_events_U3 > 0, value_E[np.clip(index_U3, 0, len(value_E) - 1)], default)
 
 
@@ -124,15 +112,14 @@ def _count_by_time(
         counts.num_events_by_day.setdefault(day, np.zeros(3, np.int64))[part] += num_day_events
     is_same_segment = chunk.segment_E[1:] == chunk.segment_E[:-1]
     counts.num_unordered_events += int(np.sum(is_same_segment & (time_E[1:] < time_E[:-1])))
-    first_time_U3 = _first_value_U3(chunk, time_E, default=_MAX_TIME)
-    last_time_U3 = _last_value_U3(chunk, time_E, default=-_MAX_TIME)
+    end_U3 = np.cumsum(chunk.num_events_U3.ravel()).reshape(-1, 3)
+    first_time_U3 = _value_at(chunk, end_U3 - chunk.num_events_U3, time_E, default=INT64_MAX)
+    last_time_U3 = _value_at(chunk, end_U3 - 1, time_E, default=-INT64_MAX)
     counts.num_future_events += int(np.sum((chunk.split_E == 0) & (time_E > first_time_U3[chunk.user_E, 2])))
     if split.kind == "time":
         first_validation_time, first_test_time = first_held_out_times
-        counts.num_misplaced_events += int(
-            np.sum((chunk.split_E == 0) & (time_E > min(first_validation_time, first_test_time)))
-        )
-        counts.num_misplaced_events += int(np.sum((chunk.split_E == 1) & (time_E > first_test_time)))
+        first_later_time_3 = np.array([min(first_validation_time, first_test_time), first_test_time, INT64_MAX])
+        counts.num_misplaced_events += int(np.sum(time_E > first_later_time_3[chunk.split_E]))
     if split.kind == "leave_last_out":
         counts.num_misplaced_events += int(np.sum(first_time_U3[:, 1] < last_time_U3[:, 0]))
         counts.num_misplaced_events += int(np.sum(first_time_U3[:, 2] < np.maximum(last_time_U3[:, 0], last_time_U3[:, 1])))

@@ -1,50 +1,140 @@
-"""Checks of the data report: metrics against the configured limits, and warnings about suspicious metrics."""
+"""Settings of the data report: limits on its metrics. Checks of the metrics, and warnings about suspicious metrics."""
 
 import math
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal
 
-from recsys_core.config import Frozen
-from recsys_core.data_report.config import DataReportConfig
+from pydantic import Field
+
+from recsys_core.config import MAX_COUNT, Frozen, Settings
 
 MODERATE_PSI, MAJOR_PSI = 0.1, 0.25
 
 Unit = Literal["share", "count", "index"]
+_Share = Annotated[float | None, Field(ge=0, le=1)]
+
+METRICS: dict[str, tuple[str, Unit]] = {
+    "train_events": ("training events", "count"),
+    "validation_events": ("validation events", "count"),
+    "test_events": ("test events", "count"),
+    "users": ("users with an event", "count"),
+    "validation_users": ("users with a validation event", "count"),
+    "test_users": ("users with a test event", "count"),
+    "items": ("items with an event", "count"),
+    "items_in_catalogue": ("items in the catalogue", "count"),
+    "event_drop_share": ("drop of training events since the previous run", "share"),
+    "new_users": ("users without an event in the previous run", "count"),
+    "new_user_share": ("users without an event in the previous run", "share"),
+    "vanished_users": ("users of the previous run without an event in this run", "count"),
+    "vanished_user_share": ("users of the previous run without an event in this run", "share"),
+    "new_items": ("items without an event in the previous run", "count"),
+    "new_item_share": ("items without an event in the previous run", "share"),
+    "vanished_items": ("items of the previous run without an event in this run", "count"),
+    "vanished_item_share": ("items of the previous run without an event in this run", "share"),
+    "popularity_psi": ("popularity shift (PSI) since the previous run", "index"),
+    "days": ("days from the first to the last event", "count"),
+    "empty_day_share": ("days without an event between the first and the last event", "share"),
+    "null_share": ("nulls in the column with the most nulls", "share"),
+    "item_vector_share": ("items with a pretrained vector", "share"),
+    "train_event_vector_share": ("training events whose item has a pretrained vector", "share"),
+    "head_share": ("training events of the most popular 1 % of the items", "share"),
+    "gini": ("Gini coefficient of item popularity", "index"),
+    "history_median": ("training events per user, median", "count"),
+    "history_p95": ("training events per user, 95th percentile", "count"),
+    "history_longest": ("training events per user, maximum", "count"),
+    "duplicate_share": ("events that repeat another event (user, item, time)", "share"),
+    "repeated_train_pair_share": ("training events whose user had the item before", "share"),
+    "repeated_pair_share": ("test events whose user had the item in training", "share"),
+    "unseen_item_share": ("test events whose item has no training event", "share"),
+    "unseen_user_share": ("test users without a training event", "share"),
+    "leaked_event_share": ("validation and test events with a copy in an earlier part of the split", "share"),
+    "future_event_share": ("training events later than the first test event of their user", "share"),
+    "files_without_checksums": ("log files without checksums, in which a flipped bit cannot be detected", "count"),
+    "split_violations": ("events in the wrong part of the split, or out of order", "count"),
+}
+"""Description and unit of each metric, in the order of the page."""
 
 
-class _MetricLimit(NamedTuple):
-    """A setting of DataReportConfig that limits a metric, and the name, description and unit of the metric."""
+class DataReportConfig(Settings):
+    """Limits on the ingested data. A run whose data breaks a limit stops before training, with exit code 2.
 
-    setting: str
-    metric_name: str
-    description: str
-    unit: Unit = "share"
+    A value without a limit is only reported.
+    "Previous run" is the newest earlier run in the workspace that broke no limit. Limits that compare two runs do not apply to
+    the first run.
+    """
+
+    min_train_events: int | None = Field(
+        None, ge=1, le=1_000 * MAX_COUNT, description="smallest allowed number of training events"
+    )
+    min_validation_users: int | None = Field(
+        50,
+        ge=1,
+        le=MAX_COUNT,
+        description="smallest allowed number of users with a validation event. A split without a validation part has no such "
+        "limit",
+    )
+    min_test_users: int | None = Field(
+        50,
+        ge=1,
+        le=MAX_COUNT,
+        description="smallest allowed number of users with a test event. With fewer users, metrics of two versions differ by "
+        "chance alone",
+    )
+    max_event_drop_share: float | None = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="largest allowed decrease of the number of training events since the previous run, as a share of the "
+        "previous run's number",
+    )
+    max_new_user_share: _Share = Field(None, description="largest allowed share of users that had no event in the previous run")
+    max_new_item_share: _Share = Field(None, description="largest allowed share of items that had no event in the previous run")
+    max_vanished_user_share: _Share = Field(
+        None, description="largest allowed share of the previous run's users that have no event in this run"
+    )
+    max_vanished_item_share: _Share = Field(
+        None, description="largest allowed share of the previous run's items that have no event in this run"
+    )
+    max_popularity_psi: float | None = Field(
+        None,
+        gt=0,
+        le=1_000,
+        description="largest allowed population stability index (PSI) between the item popularities of this run and the "
+        "previous run. By a common rule of thumb, a PSI of 0.1 is a moderate shift and 0.25 a major shift. From "
+        "0.1 on, the report has a warning",
+    )
+    min_item_vector_share: _Share = Field(None, description="smallest allowed share of items with a pretrained vector")
+    max_null_share: _Share = Field(None, description="largest allowed share of nulls in any column of the log")
+    max_duplicate_share: _Share = Field(
+        None, description="largest allowed share of events with the same user, item and time as another event"
+    )
+    max_leaked_event_share: _Share = Field(
+        0.01,
+        description="largest allowed share of validation and test events that also occur in an earlier part of the split",
+    )
+    max_train_after_test_share: _Share = Field(
+        None,
+        description="largest allowed share of training events that are later than the first test event of the same user",
+    )
+    max_split_violations: int | None = Field(
+        0,
+        ge=0,
+        le=1_000 * MAX_COUNT,
+        description="largest allowed number of events in the wrong part of the split, for example training events after "
+        "the start of the test period",
+    )
+    max_unseen_item_share: _Share = Field(
+        None, description="largest allowed share of test events whose item has no training event"
+    )
+    max_unseen_user_share: _Share = Field(None, description="largest allowed share of test users without a training event")
+    max_repeated_pair_share: _Share = Field(
+        None,
+        description="largest allowed share of test events whose user already has a training event with the same item",
+    )
 
 
-LIMITS = (
-    _MetricLimit("min_train_events", "train_events", "training events", "count"),
-    _MetricLimit("min_validation_users", "validation_users", "users with a validation event", "count"),
-    _MetricLimit("min_test_users", "test_users", "users with a test event", "count"),
-    _MetricLimit("max_event_drop_share", "event_drop_share", "drop of training events since the previous run"),
-    _MetricLimit("max_new_user_share", "new_user_share", "users without an event in the previous run"),
-    _MetricLimit("max_new_item_share", "new_item_share", "items without an event in the previous run"),
-    _MetricLimit("max_vanished_user_share", "vanished_user_share", "users of the previous run without an event in this run"),
-    _MetricLimit("max_vanished_item_share", "vanished_item_share", "items of the previous run without an event in this run"),
-    _MetricLimit("max_popularity_psi", "popularity_psi", "popularity shift (PSI) since the previous run", "index"),
-    _MetricLimit("min_item_vector_share", "item_vector_share", "items with a pretrained vector"),
-    _MetricLimit("max_null_share", "null_share", "nulls in the column with the most nulls"),
-    _MetricLimit("max_duplicate_share", "duplicate_share", "events that repeat another event (user, item, time)"),
-    _MetricLimit(
-        "max_leaked_event_share", "leaked_event_share", "validation and test events with a copy in an earlier part of the split"
-    ),
-    _MetricLimit(
-        "max_train_after_test_share", "future_event_share", "training events later than the first test event of their user"
-    ),
-    _MetricLimit("max_split_violations", "split_violations", "events in the wrong part of the split, or out of order", "count"),
-    _MetricLimit("max_unseen_item_share", "unseen_item_share", "test events whose item has no training event"),
-    _MetricLimit("max_unseen_user_share", "unseen_user_share", "test users without a training event"),
-    _MetricLimit("max_repeated_pair_share", "repeated_pair_share", "test events whose user had the item in training"),
-)
+_METRIC_BY_SETTING = {"max_train_after_test_share": "future_event_share"}
+"""Metric of each limit that is not named min_<metric> or max_<metric>."""
 
 WARNINGS = (
     ("future_event_share", 0.0, "of the training events are later than the first test event of their user: the model may learn "
@@ -78,25 +168,25 @@ def check_limits(metrics: Mapping[str, float], config: DataReportConfig) -> tupl
     >>> [(check.setting, check.is_passed, check.value_text, check.limit_text) for check in checks if check.value is not None]
     [('max_event_drop_share', False, '75 %', 'at most 50 %')]
     """
-    return tuple(
-        _check_limit(limit, metrics.get(limit.metric_name, math.nan), getattr(config, limit.setting)) for limit in LIMITS
-    )
+    return tuple(_check_limit(setting, getattr(config, setting), metrics) for setting in DataReportConfig.model_fields)
 
 
-def _check_limit(metric_limit: _MetricLimit, metric_value: float, limit_value: float | None) -> Check:
-    is_minimum = metric_limit.setting.startswith("min_")
+def _check_limit(setting: str, limit: float | None, metrics: Mapping[str, float]) -> Check:
+    is_minimum = setting.startswith("min_")
+    metric_name = _METRIC_BY_SETTING.get(setting, setting.removeprefix("min_").removeprefix("max_"))
+    description, unit = METRICS[metric_name]
+    value = metrics.get(metric_name, math.nan)
     # Comparisons with NaN are false, so a metric that was not measured violates no limit.
-    is_violated = limit_value is not None and (metric_value < limit_value if is_minimum else metric_value > limit_value)
+    is_violated = limit is not None and (value < limit if is_minimum else value > limit)
+    limit_text = "no limit" if limit is None else f"{'at least' if is_minimum else 'at most'} {format_metric(limit, unit)}"
     return Check(
-        setting=metric_limit.setting,
-        description=metric_limit.description,
-        value=None if math.isnan(metric_value) else metric_value,
-        limit=limit_value,
+        setting=setting,
+        description=description,
+        value=None if math.isnan(value) else value,
+        limit=limit,
         is_passed=not is_violated,
-        value_text="not measured" if math.isnan(metric_value) else format_metric(metric_value, metric_limit.unit),
-        limit_text="no limit"
-        if limit_value is None
-        else f"{'at least' if is_minimum else 'at most'} {format_metric(limit_value, metric_limit.unit)}",
+        value_text="not measured" if math.isnan(value) else format_metric(value, unit),
+        limit_text=limit_text,
     )
 
 

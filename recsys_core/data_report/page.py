@@ -1,4 +1,4 @@
-"""The HTML page of the data report, and its summary in Markdown."""
+"""The content of report.json, its HTML page, and its summary in Markdown."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,50 +7,64 @@ import numpy as np
 from markupsafe import Markup
 
 from recsys_core import plots
-from recsys_core.data_report.limits import Unit, format_metric
-from recsys_core.data_report.report_json import DataReport, Day
+from recsys_core.config import Frozen
+from recsys_core.data_report.drift import Mover
+from recsys_core.data_report.limits import METRICS, Check, format_metric
 from recsys_core.errors import MAX_SHOWN_CHARACTERS, printable
-from recsys_core.html_page import render_page
-from recsys_core.manifests import DataReportManifest
+from recsys_core.manifests import ColumnFacts, DataReportManifest
+from recsys_core.plots import render_page
 
 _TEMPLATE = Path(__file__).with_name("report.html")
 _MAX_BARS = 120
 _PLOT_SIZE = (5.6, 3.0)
 
-_METRICS: tuple[tuple[str, str, Unit], ...] = (
-    ("train_events", "training events", "count"),
-    ("validation_events", "validation events", "count"),
-    ("test_events", "test events", "count"),
-    ("users", "users with an event", "count"),
-    ("validation_users", "users with a validation event", "count"),
-    ("test_users", "users with a test event", "count"),
-    ("items", "items with an event", "count"),
-    ("items_in_catalogue", "items in the catalogue", "count"),
-    ("new_users", "users without an event in the previous run", "count"),
-    ("vanished_users", "users of the previous run without an event in this run", "count"),
-    ("new_items", "items without an event in the previous run", "count"),
-    ("vanished_items", "items of the previous run without an event in this run", "count"),
-    ("popularity_psi", "popularity shift (PSI) since the previous run", "index"),
-    ("days", "days from the first to the last event", "count"),
-    ("empty_day_share", "days without an event between the first and the last event", "share"),
-    ("item_vector_share", "items with a pretrained vector", "share"),
-    ("train_event_vector_share", "training events whose item has a pretrained vector", "share"),
-    ("head_share", "training events of the most popular 1 % of the items", "share"),
-    ("gini", "Gini coefficient of item popularity", "index"),
-    ("history_median", "training events per user, median", "count"),
-    ("history_p95", "training events per user, 95th percentile", "count"),
-    ("history_longest", "training events per user, maximum", "count"),
-    ("duplicate_share", "events that repeat another event (user, item, time)", "share"),
-    ("repeated_train_pair_share", "training events whose user had the item before", "share"),
-    ("repeated_pair_share", "test events whose user had the item in training", "share"),
-    ("unseen_item_share", "test events whose item has no training event", "share"),
-    ("unseen_user_share", "test users without a training event", "share"),
-    ("leaked_event_share", "validation and test events with a copy in an earlier part of the split", "share"),
-    ("future_event_share", "training events later than the first test event of their user", "share"),
-    ("files_without_checksums", "log files without checksums, in which a flipped bit cannot be detected", "count"),
-    ("split_violations", "events in the wrong part of the split, or out of order", "count"),
-)
-"""(metric, description, unit) in the order of the page."""
+
+class Day(Frozen):
+    """Number of events of one UTC day in each part of the split."""
+
+    day: str
+    train: int
+    validation: int
+    test: int
+
+
+class DataReport(Frozen):
+    """The content of report.json. Fields named `previous_...` are empty for the first run."""
+
+    compared_with: str | None
+    """Name of the previous run."""
+    num_vocabulary_runs: int
+    """Number of runs with the current vocabulary: the run that built it, and the runs that continued it."""
+    rebuild_reason: str | None
+    """Why the vocabulary was rebuilt; None if it was continued."""
+    first_time: str | None
+    """Time of the first event; None without timestamps."""
+    last_time: str | None
+    """Time of the last event; None without timestamps."""
+    split: str
+    """Kind of the split: time, leave_last_out or files."""
+    num_files: int
+    num_rows: int
+    num_files_read: int
+    num_rows_read: int
+    metrics: dict[str, float]
+    """Metrics that could be measured."""
+    previous_metrics: dict[str, float]
+    checks: tuple[Check, ...]
+    breaches: tuple[str, ...]
+    warnings: tuple[str, ...]
+    columns: dict[str, ColumnFacts]
+    removed_events: dict[str, int]
+    """Number of events that a filter removed, by filter."""
+    bad_rows: dict[str, int]
+    """Number of events that were removed because of a bad value, by reason."""
+    days: tuple[Day, ...]
+    history_lengths: tuple[tuple[str, int], ...]
+    """(range of the number of training events, number of users in this range)."""
+    popularity: tuple[tuple[int, float], ...]
+    """(popularity rank from 1, share of the training events), for some ranks."""
+    previous_popularity: tuple[tuple[int, float], ...]
+    movers: tuple[Mover, ...]
 
 
 def to_html(report: DataReport, *, run_name: str) -> str:
@@ -70,7 +84,7 @@ def to_html(report: DataReport, *, run_name: str) -> str:
         report=report,
         run_name=run_name,
         plots={title: plot for title, plot in plot_by_title.items() if plot is not None},
-        metrics=_METRICS,
+        metrics=METRICS,
     )
 
 
@@ -87,7 +101,7 @@ def to_markdown(manifest: DataReportManifest, *, page_path: Path) -> str:
     lines += ["", "| | |", "|:---|---:|"]
     lines += [
         f"| {description} | {format_metric(manifest.metrics[metric_name], unit)} |"
-        for metric_name, description, unit in _METRICS
+        for metric_name, (description, unit) in METRICS.items()
         if metric_name in manifest.metrics
     ]
     comparison = f"Compared with {manifest.compared_with}" if manifest.compared_with else "No previous run to compare with"

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from recsys_core.data_report.config import DataReportConfig
 from recsys_core.data_report.drift import Mover, compare_runs
 from recsys_core.data_report.leaks import count_split
-from recsys_core.data_report.limits import check_limits, describe_breaches, find_warnings
-from recsys_core.data_report.page import to_html
-from recsys_core.data_report.report_json import DataReport, Day
+from recsys_core.data_report.limits import DataReportConfig, check_limits, describe_breaches, find_warnings
+from recsys_core.data_report.page import DataReport, Day, to_html
 from recsys_core.data_report.statistics import (
     history_histogram,
     popularity_curve,
@@ -110,13 +108,8 @@ def build_report(
         removed_events=interactions.removed_events,
         bad_rows=interactions.bad_rows,
         days=tuple(
-            Day(
-                day=str(np.datetime64(day, "D")),
-                train=int(num_events[0]),
-                validation=int(num_events[1]),
-                test=int(num_events[2]),
-            )
-            for day, num_events in sorted(split_counts.num_events_by_day.items())
+            Day(day=str(np.datetime64(day, "D")), train=num_train, validation=num_validation, test=num_test)
+            for day, (num_train, num_validation, num_test) in sorted(split_counts.num_events_by_day.items())
         ),
         history_lengths=history_histogram(store.train_count_U),
         popularity=popularity_curve(store.train_count_I),

@@ -28,6 +28,14 @@ FeatureForm = Literal["single", "list", "weighted_list", "number"]
 single: one row; list: any number of rows; weighted_list: rows with weights; number: one row, with the number as its weight.
 """
 
+ARRAYS_BY_FORM: dict[FeatureForm, tuple[str, ...]] = {
+    "single": ("row",),
+    "list": ("row", "offset"),
+    "weighted_list": ("row", "offset", "weight"),
+    "number": ("row", "weight"),
+}
+"""Arrays of a feature: <key>.row.npy and so on, see FeaturesManifest."""
+
 
 @dataclass(frozen=True)
 class Feature:
@@ -70,11 +78,8 @@ class FeatureStore:
         """Map the arrays of the features in `form_by_key`, from any folder with the file names of FeaturesManifest."""
         feature_by_key = {}
         for key, form in form_by_key.items():
-            feature_by_key[key] = Feature(
-                table_rows=memory_map(folder / f"{key}.row.npy"),
-                offset=memory_map(folder / f"{key}.offset.npy") if form in ("list", "weighted_list") else None,
-                weights=memory_map(folder / f"{key}.weight.npy") if form in ("weighted_list", "number") else None,
-            )
+            array_by_name = {name: memory_map(folder / f"{key}.{name}.npy") for name in ARRAYS_BY_FORM[form]}
+            feature_by_key[key] = Feature(array_by_name["row"], array_by_name.get("offset"), array_by_name.get("weight"))
         return cls(feature_by_key)
 
 

@@ -1,14 +1,19 @@
-"""Files of an event store: the names and arrays that the ingest writes and `EventStore` maps. See InteractionsManifest."""
+"""Array files, and the files of an event store that the ingest writes and `EventStore` maps. See InteractionsManifest."""
 
+import errno
+import math
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from recsys_core.dataset.jagged import Int64Array
+from recsys_core.disk import DISK_FULL_ERRNOS, disk_full_error
 from recsys_core.manifests import InteractionsManifest
+from recsys_core.units import format_gib
 
 CONTEXT_FILE = "context.parquet"
 EVENT_ARRAYS = ("user_offset", "train_end", "validation_end", "event_item", "train_user", "event_time")
@@ -35,6 +40,39 @@ def memory_map(path: Path) -> NDArray[Any]:
     return np.asarray(np.load(path, mmap_mode="r"))
 
 
+def allocate_npy(path: Path, *, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[Any]:
+    """Create a .npy file, reserve its disk space, and return it as a writable memory map.
+
+    Without reserved space a write to the map kills the process (SIGBUS) when the disk is full.
+
+    Raises:
+        InputError: the disk has too little free space.
+    """
+    data_type = np.dtype(dtype)
+    with path.open("wb") as file:
+        header = {"descr": np.lib.format.dtype_to_descr(data_type), "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(file, header)
+        file.flush()
+        num_bytes = file.tell() + math.prod(shape) * data_type.itemsize
+        try:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        except OSError as error:
+            if error.errno not in (*DISK_FULL_ERRNOS, errno.EFBIG):
+                raise
+            path.unlink()
+            shape_text = f"{' x '.join(f'{length:,}' for length in shape)} numbers"
+            raise disk_full_error(
+                path.parent, reason=f"{path.name}, {shape_text}, takes {format_gib(num_bytes, digits=3)}"
+            ) from error
+    array: NDArray[Any] = np.load(path, mmap_mode="r+")
+    return array
+
+
+def save_npy(path: Path, array: NDArray[Any]) -> None:
+    """Write `array` like numpy.save; raise InputError if the disk is full."""
+    allocate_npy(path, dtype=array.dtype, shape=array.shape)[...] = array
+
+
 HISTORY_FILES = (array_file("user_offset"), array_file("event_item"))
 """Files with the items of each user, in the order of the log."""
 
@@ -58,14 +96,9 @@ class EventArrays:
     @classmethod
     def open(cls, manifest: InteractionsManifest) -> Self:
         """Map the arrays of an interactions stage."""
-        is_optional_by_name = {field.name: field.default is None for field in fields(cls)}
-        return cls(
-            **{
-                name: memory_map(manifest.path(array_file(name)))
-                for name, is_optional in is_optional_by_name.items()
-                if not is_optional or array_file(name) in manifest.files
-            }
-        )
+        required_names = {field.name for field in fields(cls) if field.default is not None}
+        stored_names = [field.name for field in fields(cls) if array_file(field.name) in manifest.files]
+        return cls(**{name: memory_map(manifest.path(array_file(name))) for name in required_names.union(stored_names)})
 
 
 def popularity_ranks(count_R: NDArray[Any]) -> Int64Array:

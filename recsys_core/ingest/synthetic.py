@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from recsys_core.atomic import atomic_replacement
+from recsys_core.disk import atomic_replacement
 from recsys_core.units import DAY_US
 
 NUM_TOPICS = 60

@@ -19,8 +19,8 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 import recsys_core
-from recsys_core.atomic import write_text
 from recsys_core.config import Frozen
+from recsys_core.disk import write_text
 from recsys_core.launching.config import Launcher
 
 AGENT_MODULE = "recsys_core.launching"

@@ -1,86 +1,41 @@
 """Manifests: the typed output of each stage, read by the stages after it."""
 
-from recsys_core.manifests.data_stages import (
-    ColumnFacts,
-    DataReportManifest,
-    Dataset,
-    EmbeddingsManifest,
-    FeatureFacts,
-    FeaturesManifest,
-    FeatureTableFacts,
-    IdType,
-    IngestedFile,
-    InteractionsManifest,
-    LogPart,
-    SourceFile,
-    VectorTable,
-)
-from recsys_core.manifests.model_stages import (
-    STAGES,
-    EvaluationManifest,
-    ExportManifest,
-    IndexManifest,
-    IndexReport,
-    PackageManifest,
-    PlanManifest,
-    RegistrationManifest,
-    SearchPoint,
-    StageName,
-    TrainManifest,
-)
-from recsys_core.manifests.ownership import MARKER_NAME, create_own_folder, require_no_link, require_own_folder
-from recsys_core.manifests.stage_folder import (
-    MANIFEST_NAME,
-    FileRecord,
-    Manifest,
-    ManifestT,
-    StageFolder,
-    commit_folder,
-    fingerprint_of,
-    load_manifest,
-    read_unchecked_manifest,
-    record_file,
-    require_manifest,
-)
-
-__all__ = [
-    "MANIFEST_NAME",
-    "MARKER_NAME",
-    "STAGES",
-    "ColumnFacts",
-    "DataReportManifest",
-    "Dataset",
-    "EmbeddingsManifest",
-    "EvaluationManifest",
-    "ExportManifest",
-    "FeatureFacts",
-    "FeatureTableFacts",
-    "FeaturesManifest",
-    "FileRecord",
-    "IdType",
-    "IndexManifest",
-    "IndexReport",
-    "IngestedFile",
-    "InteractionsManifest",
-    "LogPart",
-    "Manifest",
-    "ManifestT",
-    "PackageManifest",
-    "PlanManifest",
-    "RegistrationManifest",
-    "SearchPoint",
-    "SourceFile",
-    "StageFolder",
-    "StageName",
-    "TrainManifest",
-    "VectorTable",
-    "commit_folder",
-    "create_own_folder",
-    "fingerprint_of",
-    "load_manifest",
-    "read_unchecked_manifest",
-    "record_file",
-    "require_manifest",
-    "require_no_link",
-    "require_own_folder",
-]
+from recsys_core.manifests.data_stages import ColumnFacts as ColumnFacts
+from recsys_core.manifests.data_stages import DataReportManifest as DataReportManifest
+from recsys_core.manifests.data_stages import Dataset as Dataset
+from recsys_core.manifests.data_stages import EmbeddingsManifest as EmbeddingsManifest
+from recsys_core.manifests.data_stages import FeatureFacts as FeatureFacts
+from recsys_core.manifests.data_stages import FeaturesManifest as FeaturesManifest
+from recsys_core.manifests.data_stages import FeatureTableFacts as FeatureTableFacts
+from recsys_core.manifests.data_stages import IdType as IdType
+from recsys_core.manifests.data_stages import IngestedFile as IngestedFile
+from recsys_core.manifests.data_stages import InteractionsManifest as InteractionsManifest
+from recsys_core.manifests.data_stages import LogPart as LogPart
+from recsys_core.manifests.data_stages import SourceFile as SourceFile
+from recsys_core.manifests.data_stages import VectorTable as VectorTable
+from recsys_core.manifests.model_stages import STAGES as STAGES
+from recsys_core.manifests.model_stages import EvaluationManifest as EvaluationManifest
+from recsys_core.manifests.model_stages import ExportManifest as ExportManifest
+from recsys_core.manifests.model_stages import IndexManifest as IndexManifest
+from recsys_core.manifests.model_stages import IndexReport as IndexReport
+from recsys_core.manifests.model_stages import PackageManifest as PackageManifest
+from recsys_core.manifests.model_stages import PlanManifest as PlanManifest
+from recsys_core.manifests.model_stages import RegistrationManifest as RegistrationManifest
+from recsys_core.manifests.model_stages import SearchPoint as SearchPoint
+from recsys_core.manifests.model_stages import StageName as StageName
+from recsys_core.manifests.model_stages import TrainManifest as TrainManifest
+from recsys_core.manifests.stage_folder import MANIFEST_NAME as MANIFEST_NAME
+from recsys_core.manifests.stage_folder import MARKER_NAME as MARKER_NAME
+from recsys_core.manifests.stage_folder import FileRecord as FileRecord
+from recsys_core.manifests.stage_folder import Manifest as Manifest
+from recsys_core.manifests.stage_folder import ManifestT as ManifestT
+from recsys_core.manifests.stage_folder import StageFolder as StageFolder
+from recsys_core.manifests.stage_folder import commit_folder as commit_folder
+from recsys_core.manifests.stage_folder import create_own_folder as create_own_folder
+from recsys_core.manifests.stage_folder import fingerprint_of as fingerprint_of
+from recsys_core.manifests.stage_folder import load_manifest as load_manifest
+from recsys_core.manifests.stage_folder import read_unchecked_manifest as read_unchecked_manifest
+from recsys_core.manifests.stage_folder import record_file as record_file
+from recsys_core.manifests.stage_folder import require_manifest as require_manifest
+from recsys_core.manifests.stage_folder import require_no_link as require_no_link
+from recsys_core.manifests.stage_folder import require_own_folder as require_own_folder

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field
 
 from recsys_core.config import Frozen
-from recsys_core.manifests.stage_folder import Manifest, StageGroup, require_manifest
+from recsys_core.manifests.stage_folder import Manifest, require_manifest
 
 
 class SourceFile(Frozen):
@@ -49,7 +49,6 @@ class EmbeddingsManifest(Manifest):
     """
 
     stage: ClassVar[str] = "ingest_embeddings"
-    group: ClassVar[StageGroup] = "data"
     tables: dict[str, VectorTable]
     sources: tuple[SourceFile, ...]
 
@@ -126,7 +125,6 @@ class InteractionsManifest(Manifest):
     """
 
     stage: ClassVar[str] = "ingest_interactions"
-    group: ClassVar[StageGroup] = "data"
     num_users: int
     num_items: int
     train_events: int
@@ -215,7 +213,6 @@ class FeaturesManifest(Manifest):
     """
 
     stage: ClassVar[str] = "ingest_features"
-    group: ClassVar[StageGroup] = "data"
     lineage: str = Field(description="lineage of the interactions stage, which determines the order of the arrays")
     features: dict[str, FeatureFacts]
     tables: dict[str, FeatureTableFacts] = Field(description="statistics of the input table, by side (user, item)")
@@ -223,10 +220,9 @@ class FeaturesManifest(Manifest):
 
 
 class DataReportManifest(Manifest):
-    """report.json (recsys_core.data_report.report_json.DataReport) and report.html, one page for a browser."""
+    """report.json (recsys_core.data_report.page.DataReport) and report.html, one page for a browser."""
 
     stage: ClassVar[str] = "check_data"
-    group: ClassVar[StageGroup] = "data"
     pages: ClassVar[Mapping[str, str]] = {"report": "check_data/report.html"}
     metrics: dict[str, float] = Field(description="metrics by name; a metric that could not be measured is left out")
     breaches: tuple[str, ...] = Field(description="violated limits, each with value, limit and setting")

@@ -3,6 +3,8 @@
 A stage writes its files to `<folder>.tmp`. Then all files are hashed and fsynced, manifest.json is written, and the folder is
 renamed into place. A folder without a valid manifest is removed and built again. The manifest's fingerprint identifies the
 inputs and settings of the stage: a resumed run reuses a stage if its fingerprint is still the same.
+
+Each folder that nightjar creates has a marker file. A folder without it is never removed or overwritten.
 """
 
 import hashlib
@@ -21,10 +23,11 @@ from pydantic import BaseModel, Field
 from recsys_core import __version__
 from recsys_core.config import Frozen
 from recsys_core.disk import MIN_STAGE_BYTES, explain_disk_full, require_free_space
-from recsys_core.errors import StageError
-from recsys_core.manifests.ownership import MARKER_NAME, create_own_folder, remove_own_folder
+from recsys_core.errors import InputError, StageError
 
 MANIFEST_NAME = "manifest.json"
+MARKER_NAME = ".nightjar"
+_MARKER_TEXT = "nightjar created this folder, and may replace or remove the files in it.\n"
 _HASH_THREADS = 4
 _DAMAGED_JSON_ERRORS = (ValueError, KeyError, TypeError, AttributeError)
 
@@ -235,3 +238,52 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def create_own_folder(folder: Path) -> None:
+    """Create `folder` with the marker, or mark an empty folder. Raise InputError like `require_own_folder`."""
+    require_own_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / MARKER_NAME).exists():
+        (folder / MARKER_NAME).write_text(_MARKER_TEXT)
+
+
+def require_own_folder(folder: Path) -> None:
+    """Raise InputError if `folder` is a link, a file, or a folder with files but no marker. Nothing is changed."""
+    require_no_link(folder)
+    if not folder.exists():
+        return
+    if not (folder / MARKER_NAME).is_file() and any(folder.iterdir()):
+        raise InputError(
+            f"{folder}: holds files, but not the marker {MARKER_NAME} of a folder that nightjar created, so nightjar does not "
+            "replace or remove them; move the folder away, or, if nightjar created it, create an empty file "
+            f"{MARKER_NAME} in it"
+        )
+
+
+def require_no_link(folder: Path) -> None:
+    """Raise InputError if `folder` is a link or a file: nightjar may not own the files behind a link."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise InputError(
+            f"{folder}: is {'a link' if folder.is_symlink() else 'a file'}, but nightjar needs a folder of its own here, to "
+            f"replace and remove files in it; move the {'link' if folder.is_symlink() else 'file'} away"
+        )
+
+
+def remove_own_folder(folder: Path) -> None:
+    """Remove a folder that nightjar created. Raise InputError like `require_own_folder`.
+
+    The marker is removed last, so that a folder that was removed only in part can still be removed later.
+    """
+    require_own_folder(folder)
+    if not folder.exists():
+        return
+    for path in folder.iterdir():
+        if path.name == MARKER_NAME:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    (folder / MARKER_NAME).unlink(missing_ok=True)
+    folder.rmdir()

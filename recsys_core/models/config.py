@@ -1,4 +1,4 @@
-"""Settings of the two towers."""
+"""Settings of the two towers, and of the query tower in the package."""
 
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -199,3 +199,16 @@ class TwoTowerConfig(Settings):
     def history_dim(self) -> int:
         """Width of an item's vector in a history."""
         return self.output_dim if self.history.item_representation == "candidate_tower" else self.embedding_dim
+
+
+Quantization = Literal["int8", "none"]
+
+
+class PackageConfig(Settings):
+    """The packaged model."""
+
+    quantization: Quantization = Field(
+        "int8",
+        description="precision of the query tower's embedding tables in the served model: 8-bit integers with a scale and "
+        "an offset per row (`int8`), or fp32 (`none`)",
+    )

@@ -58,6 +58,7 @@ class RetrievalHead(nn.Module):
             )
         self.weight_decay = dict(weight_decay)
         self.uses_bf16 = False
+        self.histories_use_tower = spec.config.history.item_representation == "candidate_tower"
 
     def set_epoch(self, epoch: int) -> dict[str, float]:
         """Unfreeze rows of tables with transfer `gradual` for `epoch` (from 1); return the share of unfrozen rows by table."""
@@ -75,11 +76,10 @@ class RetrievalHead(nn.Module):
         with torch.autocast(batch.item_row_V.device.type, dtype=torch.bfloat16, enabled=self.uses_bf16):
             item_VD, features, item_outputs = self.embed_items(embeddings, batch)
             candidate_C = batch.candidate_index_C
-            if self.spec.config.history.item_representation == "candidate_tower":
-                history_item_VD = self.item(item_VD, features=features)
+            history_item_VD = self.represent_in_histories(item_VD, features=features)
+            if self.histories_use_tower:
                 candidate_CD = history_item_VD.index_select(0, candidate_C)
             else:
-                history_item_VD = item_VD
                 candidate_features = {
                     feature_name: feature_VD.index_select(0, candidate_C) for feature_name, feature_VD in features.items()
                 }
@@ -113,6 +113,11 @@ class RetrievalHead(nn.Module):
             {feature_name: output_by_table[feature_name] for feature_name in self.item.feature_names},
             output_by_table,
         )
+
+    def represent_in_histories(self, item_VD: Tensor, *, features: Mapping[str, Tensor]) -> Tensor:
+        """Return the vectors [V, D] that represent items in histories. item_VD, features: results of `embed_items`."""
+        history_item_VD: Tensor = self.item(item_VD, features=features) if self.histories_use_tower else item_VD
+        return history_item_VD
 
     def encode_queries(
         self, embeddings: CollectionOutputs, batch: Batch, *, history_item_VD: Tensor
@@ -173,14 +178,12 @@ class RetrievalTask(nn.Module):
         """
         item_VD, features, _ = self.head.embed_items(self._look_up(batch, self._item_collections), batch)
         candidate_VD = self.head.item(item_VD, features=features)
-        histories_use_tower = self.head.spec.config.history.item_representation == "candidate_tower"
-        return (candidate_VD if histories_use_tower else item_VD), candidate_VD
+        return (candidate_VD if self.head.histories_use_tower else item_VD), candidate_VD
 
     def encode_queries(self, batch: Batch) -> Tensor:
         """Return query vectors [B, D] of a batch without candidates."""
         embeddings = self._look_up(batch, list(self.embedding_tables))
-        history_item_VD, features, _ = self.head.embed_items(embeddings, batch)
-        if self.head.spec.config.history.item_representation == "candidate_tower":
-            history_item_VD = self.head.item(history_item_VD, features=features)
+        item_VD, features, _ = self.head.embed_items(embeddings, batch)
+        history_item_VD = self.head.represent_in_histories(item_VD, features=features)
         query_BD: Tensor = self.head.encode_queries(embeddings, batch, history_item_VD=history_item_VD)[0]
         return query_BD

@@ -25,8 +25,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.retrieval.search import load_index, search, search_exhaustively, verify_file
 from recsys_core.serving.ids import IdMap
 from recsys_core.serving.package import DESCRIPTION_NAME, FORMAT_VERSION, PackageDescription, package_files
-from recsys_core.serving.quantise import ServedQueryTower, load_tower
-from recsys_core.serving.query_batch import user_features
+from recsys_core.serving.quantise import ServedQueryTower, load_tower, user_features
 
 
 @dataclass(frozen=True)

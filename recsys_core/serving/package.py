@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from recsys_core.config import Frozen
 from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.feature_store import ARRAYS_BY_FORM
 from recsys_core.dataset.layout import HISTORY_FILES, vocabulary_file
 from recsys_core.manifests import (
     Dataset,
@@ -28,11 +29,10 @@ from recsys_core.manifests import (
     fingerprint_of,
     record_file,
 )
+from recsys_core.models.config import PackageConfig, Quantization
 from recsys_core.models.spec import ModelSpec
 from recsys_core.retrieval.kinds import AnyIndexKind
-from recsys_core.serving.config import PackageConfig
-from recsys_core.serving.quantise import Quantization, build_tower, save_tower
-from recsys_core.serving.query_batch import served_tables, user_features
+from recsys_core.serving.quantise import build_tower, save_tower, served_tables, user_features
 
 DESCRIPTION_NAME = "package.json"
 FORMAT_VERSION: Final = 4
@@ -148,16 +148,10 @@ def package_files(spec: ModelSpec) -> set[str]:
 
 def feature_files(spec: ModelSpec) -> list[str]:
     """Return the file names of the arrays that hold the user features."""
-    array_names_by_form = {
-        "single": ("row",),
-        "list": ("row", "offset"),
-        "weighted_list": ("row", "offset", "weight"),
-        "number": ("row", "weight"),
-    }
     return [
         f"{feature_name}.{array_name}.npy"
         for feature_name, form in user_features(spec).items()
-        for array_name in array_names_by_form[form]
+        for array_name in ARRAYS_BY_FORM[form]
     ]
 
 

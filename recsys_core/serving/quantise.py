@@ -5,7 +5,6 @@ Shapes: B queries, R rows of a table, L looked-up rows, D width of the vectors.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -14,13 +13,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from recsys_core.dataset.feature_store import FeatureForm, FeatureStore
+from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import StageError
+from recsys_core.models.config import Quantization
 from recsys_core.models.history import pool_lists
 from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.models.towers import QueryTower
-from recsys_core.serving.query_batch import QueryBatch, served_tables
 
-Quantization = Literal["int8", "none"]
 HISTORY_TABLE = "history"
 """Name of the table with the vectors that represent items in histories."""
 CHUNK_ROWS = 1 << 16
@@ -99,30 +99,54 @@ class ServedQueryTower(nn.Module):
         self.eval()
 
     @torch.inference_mode()
-    def forward(self, batch: QueryBatch) -> Tensor:
-        """Compute the query vectors, [B, D]."""
-        item_row_L = batch.history.row_L
+    def forward(self, user_row_B: NDArray[np.int64], history: JaggedArray, *, features: FeatureStore) -> Tensor:
+        """Compute the query vectors, [B, D].
+
+        Args:
+            user_row_B: -1 for a user who is not in the vocabulary. Such a user has no features.
+            history: item rows, oldest first. Only the newest items are used, up to the history length of the model.
+            features: the user features of the package.
+        """
+        history = history.last_values(self.spec.history_length)
+        item_LD = torch.zeros(0, self.spec.config.history_dim)
         if HISTORY_TABLE in self.tables:
-            item_LD = self.tables[HISTORY_TABLE](item_row_L)
-        else:
-            item_LD = torch.zeros(0, self.spec.config.history_dim)
-        features = {name: self._feature_vectors(name, batch) for name in self.spec.on_side("query")}
-        query_BD: Tensor = self.dense(item_LD, torch.arange(len(item_row_L)), batch.history.offset, features=features)
+            item_LD = self.tables[HISTORY_TABLE](torch.from_numpy(history.values_L))
+        vector_by_table = {name: self._feature_vectors(name, user_row_B, features) for name in self.spec.on_side("query")}
+        history_index_L, offset = torch.arange(len(item_LD)), torch.from_numpy(history.offset)
+        query_BD: Tensor = self.dense(item_LD, history_index_L, offset, features=vector_by_table)
         return query_BD
 
-    def _feature_vectors(self, table_name: str, batch: QueryBatch) -> Tensor:
+    def _feature_vectors(self, table_name: str, user_row_B: NDArray[np.int64], features: FeatureStore) -> Tensor:
         """Look up and pool the rows of a table, [B, D].
 
         The vectors of context features are zero, because context features are unknown while serving.
         """
         table = self.spec.tables[table_name]
-        if table_name not in batch.features:
-            return torch.zeros(batch.num_queries, table.dim)
-        jagged_rows = batch.features[table_name]
+        if table_name not in served_tables(self.spec):
+            return torch.zeros(len(user_row_B), table.dim)
+        is_known_B = user_row_B >= 0
+        row_lists, weight_L = JaggedArray.from_single_values(user_row_B[is_known_B]), None
+        if table_name != "user":
+            row_lists, weight_L = features.feature_by_key[table_name].rows_and_weights(user_row_B[is_known_B])
+        length_B = np.zeros(len(user_row_B), np.int64)
+        length_B[is_known_B] = row_lists.lengths
         is_list = self.spec.forms.get(table_name, "single") in ("list", "weighted_list")
-        value_LD = self.tables[module_name(table_name)](jagged_rows.row_L)
-        is_mean = is_list and table.settings.pooling == "mean"
-        return pool_lists(value_LD, jagged_rows.offset, weight_L=jagged_rows.weight_L, is_mean=is_mean)
+        return pool_lists(
+            self.tables[module_name(table_name)](torch.from_numpy(row_lists.values_L)),
+            torch.from_numpy(JaggedArray.from_lengths(length_B, row_lists.values_L).offset),
+            weight_L=None if weight_L is None else torch.from_numpy(weight_L),
+            is_mean=is_list and table.settings.pooling == "mean",
+        )
+
+
+def user_features(spec: ModelSpec) -> dict[str, FeatureForm]:
+    """Return user feature -> form. Other features are not available while serving."""
+    return {feature_name: form for feature_name, form in spec.forms.items() if feature_name.startswith("user.")}
+
+
+def served_tables(spec: ModelSpec) -> list[str]:
+    """Return the tables that a query looks up in addition to its history: the user table and the tables of user features."""
+    return (["user"] if spec.config.learn_user_embedding else []) + list(user_features(spec))
 
 
 def build_tower(

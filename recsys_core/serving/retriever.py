@@ -17,7 +17,6 @@ from recsys_core.retrieval.search import search, search_exhaustively
 from recsys_core.serving.contents import PackageContents, read_package
 from recsys_core.serving.ids import Id
 from recsys_core.serving.package import description_sha256
-from recsys_core.serving.query_batch import QueryBatchBuilder
 
 MAX_BATCH_RESULTS = 1 << 20
 """Largest number of recommended items (B * K) per batch; a larger request is split."""
@@ -36,8 +35,7 @@ class Retriever:
 
     def __init__(self, contents: PackageContents) -> None:
         self.package = contents.package
-        self._tower = contents.tower
-        self._batch_builder = QueryBatchBuilder(contents.package.model, contents.features)
+        self._tower, self._features = contents.tower, contents.features
         self._index = contents.index
         self.item_ids, self.user_ids = contents.item_ids, contents.user_ids
         self._user_offset, self._event_item = contents.user_offset, contents.event_item
@@ -140,8 +138,8 @@ class Retriever:
         is_known_B = self.package.model.is_known(history_length_B=history.lengths, user_row_B=user_row_B)
         known_indices = np.flatnonzero(is_known_B)
         if len(known_indices):
-            query_BD = self._tower(self._batch_builder.build(user_row_B[known_indices], history.take(known_indices))).numpy()
-            self._fill_by_index(top_items, known_indices, query_BD)
+            query_BD = self._tower(user_row_B[known_indices], history.take(known_indices), features=self._features)
+            self._fill_by_index(top_items, known_indices, query_BD.numpy())
         unknown_indices = np.flatnonzero(~is_known_B)
         if len(unknown_indices):
             depth = int(top_items.depth_B[unknown_indices].max())

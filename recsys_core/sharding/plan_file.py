@@ -12,8 +12,8 @@ from torchrec.distributed.types import CacheParams, EmbeddingModuleShardingPlan,
 
 from recsys_core.config import Frozen
 from recsys_core.errors import InputError
-from recsys_core.html_page import render_page
 from recsys_core.models.spec import ModelSpec, module_name
+from recsys_core.plots import render_page
 from recsys_core.sharding.config import ClusterConfig, ComputeKernel, QuantizedCommsConfig, ShardingType
 from recsys_core.sharding.constraints import OFFLOADING_KERNELS, ssd_parameters
 from recsys_core.units import MIB, format_bytes, format_milliseconds

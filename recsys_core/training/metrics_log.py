@@ -17,8 +17,8 @@ from torch import distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from recsys_core.atomic import write_text
 from recsys_core.dataset.batch import Batch
+from recsys_core.disk import write_text
 from recsys_core.errors import StageError
 from recsys_core.launching.rank import Process
 from recsys_core.models.spec import ModelSpec

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from recsys_core.atomic import write_text
-from recsys_core.disk import link_or_copy
+from recsys_core.disk import link_or_copy, write_text
 from recsys_core.errors import InputError, LaunchError
 from recsys_core.launching.config import Launcher
 from recsys_core.launching.heartbeat import HeartbeatFile

@@ -11,7 +11,6 @@ from recsys_core import plots
 from recsys_core.comparison.decision import Evidence, read_evidence
 from recsys_core.errors import MAX_SHOWN_CHARACTERS, printable
 from recsys_core.evaluation.report import draw_loss, metric_table
-from recsys_core.html_page import render_page
 from recsys_core.manifests import (
     DataReportManifest,
     EvaluationManifest,
@@ -19,6 +18,7 @@ from recsys_core.manifests import (
     RegistrationManifest,
     TrainManifest,
 )
+from recsys_core.plots import render_page
 from recsys_core.retrieval.plot import draw_indexes
 from tasks.runs.context import StageContext
 from tasks.runs.run_record import RunRecord

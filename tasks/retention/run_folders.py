@@ -17,7 +17,7 @@ from typing import Literal
 
 from filelock import FileLock, Timeout
 
-from recsys_core.atomic import write_text
+from recsys_core.disk import write_text
 from recsys_core.manifests import (
     MARKER_NAME,
     STAGES,
@@ -29,7 +29,7 @@ from recsys_core.manifests import (
     create_own_folder,
     load_manifest,
 )
-from recsys_core.manifests.ownership import remove_own_folder
+from recsys_core.manifests.stage_folder import remove_own_folder
 from tasks.retention.config import RetentionConfig
 from tasks.runs.run import CHAMPION_FILE_NAME, LOCK_NAME, REDUCED_FILE_NAME, RUNS_FOLDER_NAME, Run
 from tasks.runs.workspace import Workspace

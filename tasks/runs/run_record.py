@@ -16,8 +16,8 @@ from typing import Literal
 
 from pydantic import AwareDatetime, Field, ValidationError
 
-from recsys_core.atomic import write_text
 from recsys_core.config import Frozen
+from recsys_core.disk import write_text
 from recsys_core.errors import NightjarError, printable, redacted
 from recsys_core.manifests import (
     STAGES,

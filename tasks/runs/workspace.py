@@ -11,7 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from recsys_core.atomic import write_text
+from recsys_core.disk import write_text
 from recsys_core.errors import InputError
 from recsys_core.manifests import ManifestT, load_manifest
 from tasks.runs.run import RUN_ID_PATTERN, RUNS_FOLDER_NAME, TIMED_ID_PATTERN, Run, new_run_id

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from recsys_core.data_report.config import DataReportConfig
+from recsys_core.data_report.limits import DataReportConfig, describe_held_out_users
 from recsys_core.errors import DataRejectedError
 from recsys_core.imports import fast_imports
 from recsys_core.ingest import InputConfig
@@ -86,7 +86,6 @@ def ingest_features(context: StageContext, config: InputConfig) -> tuple[Feature
 def check_data(context: StageContext, config: DataReportConfig, *, split: Split) -> tuple[DataReportManifest, str]:
     """Write the data report; raise DataRejectedError if the data violates a limit of the config."""
     with fast_imports():
-        from recsys_core.data_report.limits import describe_held_out_users
         from recsys_core.data_report.page import to_markdown
         from recsys_core.data_report.report import report_data
         from tasks.registry.tracking import log_data_report_or_warn

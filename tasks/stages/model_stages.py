@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recsys_core.atomic import write_text
+from recsys_core.disk import write_text
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.report import metric_table, plot_loss, to_markdown
 from recsys_core.imports import fast_imports
@@ -18,9 +18,9 @@ from recsys_core.manifests import (
     PlanManifest,
     TrainManifest,
 )
+from recsys_core.models.config import PackageConfig
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.plot import index_table, plot_indexes
-from recsys_core.serving.config import PackageConfig
 from recsys_core.training.job import Progress
 from recsys_core.training.warm.starting_model import Champion
 from recsys_core.units import MIB

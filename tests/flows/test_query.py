@@ -16,7 +16,7 @@ from flows.settings import environment
 from flows.settings.config_file import LoadedConfig
 from flows.settings.template import starter_config
 from recsys_core.errors import StageError, TrackingServerError
-from recsys_core.manifests.ownership import create_own_folder
+from recsys_core.manifests.stage_folder import create_own_folder
 from tasks.registry import mlflow_client
 from tasks.runs.options import RunOptions
 from tests.tasks.unhealthy_servers import answering, closed, silent

@@ -1,8 +1,10 @@
-"""The figure style and its output formats."""
+"""Figures, their output formats, and pages that extend the shared layout."""
 
 import re
 from pathlib import Path
 
+import pytest
+from jinja2 import UndefinedError
 from matplotlib.figure import Figure
 
 from recsys_core import plots
@@ -32,3 +34,21 @@ def test_a_png_has_the_title_and_the_legend(tmp_path: Path) -> None:
     assert plots.save_png(figure, tmp_path / "figure.png").stat().st_size > 1_000
     assert figure.axes[0].get_title(loc="left") == "Loss"
     assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["loss"]
+
+
+def template(folder: Path, body: str) -> Path:
+    path = folder / "page.html"
+    path.write_text(f'{{% extends "html_page.html" %}}{{% block body %}}{body}{{% endblock %}}')
+    return path
+
+
+def test_a_page_has_the_shared_style_and_escapes_values(tmp_path: Path) -> None:
+    page = plots.render_page(
+        template(tmp_path, "<p>{{ name|double }}</p>"), filters={"double": lambda text: 2 * text}, name="<b>"
+    )
+    assert "prefers-color-scheme: dark" in page and "<p>&lt;b&gt;&lt;b&gt;</p>" in page
+
+
+def test_a_missing_variable_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UndefinedError, match="name"):
+        plots.render_page(template(tmp_path, "{{ name }}"), filters={})

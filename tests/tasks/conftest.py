@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from mlflow import MlflowClient
 
-from recsys_core.data_report.config import DataReportConfig
+from recsys_core.data_report.limits import DataReportConfig
 from recsys_core.data_report.report import report_data
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
@@ -29,12 +29,11 @@ from recsys_core.manifests import (
     PlanManifest,
     TrainManifest,
 )
-from recsys_core.models.config import MeanHistory, TowerConfig, TwoTowerConfig
+from recsys_core.models.config import MeanHistory, PackageConfig, TowerConfig, TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.towers import QueryTower
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_indexes
-from recsys_core.serving.config import PackageConfig
 from recsys_core.serving.package import build_package
 from recsys_core.training.job import Progress
 from tasks.gate import smoke_test, version_tester

@@ -12,7 +12,7 @@ import duckdb
 import numpy as np
 from numpy.typing import NDArray
 
-from recsys_core.disk import allocate_npy
+from recsys_core.dataset.layout import allocate_npy
 from recsys_core.ingest.features.config import FeatureConfig
 from recsys_core.manifests import FeatureFacts, IdType
 from recsys_core.parquet.duckdb_session import fetch_count

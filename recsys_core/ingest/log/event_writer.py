@@ -12,8 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from recsys_core.dataset.layout import CONTEXT_FILE, array_file, popularity_ranks, vocabulary_file
-from recsys_core.disk import allocate_npy, save_npy
+from recsys_core.dataset.layout import CONTEXT_FILE, allocate_npy, array_file, popularity_ranks, save_npy, vocabulary_file
 from recsys_core.ingest.log.config import SPLITS, InteractionsConfig
 from recsys_core.ingest.log.engine import Vocabulary
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from recsys_core.disk import allocate_npy
+from recsys_core.dataset.layout import allocate_npy
 from recsys_core.errors import InputError
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.ingest.vectors.ids import MEMORY_LIMIT, TableIds

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from recsys_core.disk import allocate_npy
+from recsys_core.dataset.layout import allocate_npy
 from recsys_core.errors import InputError
 from recsys_core.ingest.vectors.row_faults import Fault, FaultCodes, mark_faults
 from recsys_core.ingest.vectors.vector_schema import VectorFiles

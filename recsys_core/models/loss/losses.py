@@ -32,15 +32,8 @@ def softmax_loss(
     """Return the sampled softmax loss: cross-entropy of the positive among itself and the negatives.
 
     Args:
-        log_q_B: log of the expected number of columns with the positive's item. It is subtracted from the positive's logit.
-            None: nothing is subtracted.
-        log_q_N: log of the expected number of columns with each negative's item. It is subtracted from the negative's logit.
-            This is the logQ correction, which lowers the logit of a popular item (Yi et al., "Sampling-bias-corrected neural
-            modeling for large corpus item recommendations", RecSys 2019). None: no correction.
-
-    Pass `log_q_B` if the positive's item may be in several columns. Pass None if the other columns of the item are masked: the
-    positive then occurs exactly once, and a correction of its logit would be a bias (Khrylchenko et al., "Correcting the LogQ
-    correction", RecSys 2025).
+        log_q_B: correction of the positive's logit, see `log_expected_count`; None if other columns of its item are masked.
+        log_q_N: correction of each negative's logit, see `log_expected_count`; None: no correction.
 
     >>> scores = torch.zeros(1), torch.zeros(1, 1)
     >>> loss_B = softmax_loss(*scores, is_masked_BN=None, temperature=1.0)

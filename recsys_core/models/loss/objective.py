@@ -154,11 +154,10 @@ class Objective(nn.Module):
         """Return the log expected counts of the positives and of the columns."""
         if self.config.logq_correction == "none":
             return None, None
-        log_q_N, log_q_B = self._log_expected_count(columns.item_row_N, columns), None
-        # If other columns of the positive's item are masked, the positive occurs exactly once, see `softmax_loss`.
-        if self.config.mask_negatives == "none":
-            log_q_B = self._log_expected_count(item_row_B, columns)
-        return log_q_B, log_q_N
+        # If other columns of the positive's item are masked, the positive occurs exactly once: a correction would be a bias.
+        is_positive_corrected = self.config.mask_negatives == "none"
+        log_q_B = self._log_expected_count(item_row_B, columns) if is_positive_corrected else None
+        return log_q_B, self._log_expected_count(columns.item_row_N, columns)
 
     def _log_expected_count(self, item_row_N: Tensor, columns: ScoreColumns) -> Tensor:
         return log_expected_count(
@@ -181,9 +180,7 @@ def _positive_scores(query_BD: Tensor, positive_BD: Tensor, *, precision: torch.
 def log_expected_count(positive_share_C: Tensor, negative_share_C: Tensor, *, num_positives: int, num_negatives: int) -> Tensor:
     """Return the log of the expected number of each candidate's occurrences among in-batch positives and drawn negatives.
 
-    This is the log Q of the logQ correction (Yi et al., "Sampling-bias-corrected neural modeling for large corpus item
-    recommendations", RecSys 2019). The mixture of both kinds of negatives is from Yang et al., "Mixed negative sampling" (WWW
-    2020).
+    It is the log Q of the logQ correction (docs/models.md), which is subtracted from the logits of the candidates.
 
     Args:
         positive_share_C: probability of each candidate in one in-batch draw: its share of the training events.
@@ -205,9 +202,7 @@ def log_expected_count(positive_share_C: Tensor, negative_share_C: Tensor, *, nu
 def negative_share(item_count_I: NDArray[np.integer[Any]], alpha: float) -> NDArray[np.float64]:
     """Return the probability of each item in one draw of negatives: proportional to its number of events^alpha.
 
-    An item without a training event is never drawn: as a negative it would only be pushed away from all queries. With alpha 0,
-    the other items are equally likely. With alpha 1, the probability is proportional to popularity. Mikolov et al. use 0.75
-    ("Distributed representations", NeurIPS 2013).
+    An item without a training event is never drawn: as a negative it would only be pushed away from all queries.
 
     Args:
         item_count_I: number of training events of each item.

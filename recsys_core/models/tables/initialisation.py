@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from recsys_core.dataset.jagged import chunk_slices
 from recsys_core.models.tables.embedding_tables import LocalShard
 from recsys_core.seeds import table_chunk_seed
 
@@ -70,20 +71,13 @@ def mean_vector(vectors: NDArray[np.float32], *, vector_row: NDArray[np.int64], 
 
 
 def rows_with_vector(vector_row: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Yield the entries of `vector_row` that are not -1, in order, in arrays of CHUNK_ROWS to save memory.
+    """Yield the entries of `vector_row` that are not -1, in chunks that bound the memory.
 
     >>> [vector_rows.tolist() for vector_rows in rows_with_vector(np.array([4, -1, 0]))]
     [[4, 0]]
     """
-    pending_rows = vector_row[:0]
-    for chunk_start in range(0, len(vector_row), CHUNK_ROWS):
-        chunk_vector_rows = vector_row[chunk_start : chunk_start + CHUNK_ROWS]
-        pending_rows = np.concatenate([pending_rows, chunk_vector_rows[chunk_vector_rows >= 0]])
-        if len(pending_rows) >= CHUNK_ROWS:
-            yield pending_rows[:CHUNK_ROWS]
-            pending_rows = pending_rows[CHUNK_ROWS:]
-    if len(pending_rows):
-        yield pending_rows
+    for chunk in chunk_slices(len(vector_row), length=CHUNK_ROWS):
+        yield vector_row[chunk][vector_row[chunk] >= 0]
 
 
 def no_vectors(num_rows: int) -> NDArray[np.int64]:

@@ -21,8 +21,9 @@ from torch import distributed as dist
 from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import Int64Array
+from recsys_core.dataset.layout import allocate_npy
 from recsys_core.dataset.loader import query_batch
-from recsys_core.disk import allocate_npy, explain_disk_full
+from recsys_core.disk import explain_disk_full
 from recsys_core.errors import StageError
 from recsys_core.launching.rank import Process
 from recsys_core.models.spec import ModelSpec

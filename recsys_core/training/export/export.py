@@ -15,7 +15,7 @@ from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.dataset.jagged import Int64Array
-from recsys_core.disk import save_npy
+from recsys_core.dataset.layout import save_npy
 from recsys_core.launching.rank import Process
 from recsys_core.manifests import Dataset, ExportManifest, StageFolder, TrainManifest, fingerprint_of, require_no_link
 from recsys_core.models.tables.embedding_tables import table_shards

@@ -22,7 +22,7 @@ def test_runs_are_compared_by_id_whether_or_not_their_rows_agree(tmp_path: Path,
     else:
         log = [user(0, 0, test=1), user(2), user(1, 1, test=2)]
         after = interactions_of(tmp_path / "two", log, item_ids=["d", "c", "a"], user_ids=[3, 4, 1])
-        assert match_rows(before, after, side="items", spill_folder=tmp_path / "spill").tolist() == [-1, 2, 0]
+        assert match_rows(before, after, side="item", spill_folder=tmp_path / "spill").tolist() == [-1, 2, 0]
     manifest, report = report_of(tmp_path, after, before=before)
     expected = {"new_users": 1, "vanished_users": 1, "new_items": 1, "vanished_items": 1, "event_drop_share": 0.0}
     assert {name: manifest.metrics[name] for name in expected} == expected
@@ -35,13 +35,13 @@ def test_a_workspace_below_a_folder_named_like_a_hive_partition_is_compared(tmp_
         interactions_of(tmp_path / "id=7" / name, [user(0, 1, test=2), user(1, test=0)], item_ids=ids)
         for name, ids in (("previous", ["a", "b", "c"]), ("current", ["c", "b", "a"]))
     )
-    assert match_rows(previous, current, side="items", spill_folder=tmp_path / "spill").tolist() == [2, 1, 0]
+    assert match_rows(previous, current, side="item", spill_folder=tmp_path / "spill").tolist() == [2, 1, 0]
 
 
 def test_ids_of_different_types_do_not_match(tmp_path: Path) -> None:
     before = interactions_of(tmp_path / "one", [user(0, 1)], item_ids=[0, 1])
     after = interactions_of(tmp_path / "two", [user(0, 1)], item_ids=["0", "1"])
-    assert match_rows(before, after, side="items", spill_folder=tmp_path).tolist() == [-1, -1]
+    assert match_rows(before, after, side="item", spill_folder=tmp_path).tolist() == [-1, -1]
     assert report_of(tmp_path, after, before=before)[0].metrics["vanished_item_share"] == 1
 
 

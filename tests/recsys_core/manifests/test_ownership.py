@@ -6,7 +6,7 @@ import pytest
 
 from recsys_core.errors import InputError
 from recsys_core.manifests import MARKER_NAME, PlanManifest
-from recsys_core.manifests.ownership import create_own_folder, remove_own_folder
+from recsys_core.manifests.stage_folder import create_own_folder, remove_own_folder
 from tests.recsys_core.manifests.committed_stage import commit_stage
 
 

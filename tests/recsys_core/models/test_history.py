@@ -17,7 +17,6 @@ from recsys_core.models.history import HistoryEncoder, last_items, make_encoder
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.towers import QueryTower
 from recsys_core.serving.quantise import build_tower
-from recsys_core.serving.query_batch import QueryBatchBuilder
 from recsys_core.training.warm.starting_model import Champion, architecture_settings, champion_layers
 
 CONFIG_BY_KIND = {
@@ -210,10 +209,11 @@ def test_the_served_tower_of_8_bit_rows_gives_nearly_the_query_of_float_rows(kin
     spec = spec_of(kind)
     tower = torch.nn.ModuleDict({"query": QueryTower(spec)})
     history = JaggedArray.from_lengths(np.array([3, 0, 6]), np.array([0, 3, 4, 8, 7, 6, 5, 4, 3]))
-    batch = QueryBatchBuilder(spec, FeatureStore({})).build(np.zeros(3, np.int64), history)
     items = torch.randn(spec.num_items, spec.config.history_dim).numpy()
     compressed, exact = (
-        build_tower(spec, history_items=items, tables={}, dense=tower.state_dict(), quantization=quantization)(batch)
+        build_tower(spec, history_items=items, tables={}, dense=tower.state_dict(), quantization=quantization)(
+            np.zeros(3, np.int64), history, features=FeatureStore({})
+        )
         for quantization in ("int8", "none")
     )
     torch.testing.assert_close(compressed, exact, atol=0.02, rtol=0)

@@ -11,14 +11,12 @@ from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.manifests import Dataset, PackageManifest
-from recsys_core.models.config import TowerConfig, TwoTowerConfig
+from recsys_core.models.config import PackageConfig, TowerConfig, TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.towers import CandidateTower, QueryTower
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_indexes
-from recsys_core.serving.config import PackageConfig
 from recsys_core.serving.package import build_package
-from recsys_core.serving.query_batch import QueryBatchBuilder
 from tests.recsys_core.evaluation.stage_folders import export_stage, features_stage, interactions_stage
 from tests.recsys_core.ingest.random_features import facts, feature_store, values_of
 
@@ -91,10 +89,9 @@ class World:
         return {name: self.tables[name] for name in self.spec.on_side("query")}
 
     @property
-    def batches(self) -> QueryBatchBuilder:
-        """Return the builder of tower inputs. Features of events are not available at serving time."""
-        users = {key: value for key, value in self.features.feature_by_key.items() if key.startswith("user.")}
-        return QueryBatchBuilder(self.spec, FeatureStore(users))
+    def user_features(self) -> FeatureStore:
+        """The features that are available at serving time."""
+        return FeatureStore({key: value for key, value in self.features.feature_by_key.items() if key.startswith("user.")})
 
     def query(self, user: int | None, history: Sequence[int]) -> np.ndarray:
         """Return the float query vector. The rows of the user are pooled in NumPy; an unknown user has zeros."""

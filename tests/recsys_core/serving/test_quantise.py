@@ -50,15 +50,14 @@ def test_the_served_tower_gives_the_vectors_of_the_float_tower(model: dict, tmp_
     # All users with their logs, an unknown user with a history, and an unknown user without one.
     users, histories = [*range(USERS), -1, -1], [*world.log, [5, 6], []]
     expected = np.stack([world.query(None if user < 0 else user, rows) for user, rows in zip(users, histories, strict=True)])
-    batch = world.batches.build(
-        np.array(users), JaggedArray.from_lengths(np.array([*map(len, histories)]), np.concatenate(histories).astype(np.int64))
-    )
+    user_row, lengths = np.array(users), np.array([*map(len, histories)])
+    history = JaggedArray.from_lengths(lengths, np.concatenate(histories).astype(np.int64))
     for quantization in ("none", "int8"):
         tower = _tower(world, quantization)
         save_tower(tower, tmp_path / "tower.safetensors")
         loaded = load_tower(tmp_path / "tower.safetensors", spec=world.spec, quantization=quantization)
-        served = loaded(batch).numpy()
-        np.testing.assert_array_equal(served, tower(batch).numpy())
+        served, same = (one(user_row, history, features=world.user_features).numpy() for one in (loaded, tower))
+        np.testing.assert_array_equal(served, same)
         if quantization == "none":
             np.testing.assert_allclose(served, expected, rtol=1e-4, atol=1e-5)
         else:
@@ -70,8 +69,8 @@ def test_the_served_tower_gives_the_vectors_of_the_float_tower(model: dict, tmp_
 
 def test_an_empty_batch_has_no_query_vectors() -> None:
     world = _world(learn_user_embedding=True, features=USER_FEATURES)
-    batch = world.batches.build(np.zeros(0, np.int64), JaggedArray.empty(0))
-    assert _tower(world, "int8")(batch).shape == (0, 16)
+    tower = _tower(world, "int8")
+    assert tower(np.zeros(0, np.int64), JaggedArray.empty(0), features=world.user_features).shape == (0, 16)
 
 
 def test_int8_rows_equal_those_of_fbgemm() -> None:

@@ -21,7 +21,7 @@ from recsys_core.errors import InputError, StageError
 from recsys_core.launching.heartbeat import HeartbeatWriter
 from recsys_core.launching.rank import Process
 from recsys_core.manifests import load_manifest, stage_folder
-from recsys_core.manifests.ownership import MARKER_NAME
+from recsys_core.manifests.stage_folder import MARKER_NAME
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import table_shards

@@ -19,8 +19,7 @@ from recsys_core.manifests import Dataset, PlanManifest, TrainManifest
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, parameter_name
 from recsys_core.models.tables.table_config import DenseOptimizer, TableOptimizer
 from recsys_core.models.task import RetrievalHead, RetrievalTask
-from recsys_core.serving.quantise import build_tower
-from recsys_core.serving.query_batch import QueryBatchBuilder, user_features
+from recsys_core.serving.quantise import build_tower, user_features
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig
 from recsys_core.sharding.planner import plan_sharding
 from recsys_core.training.config import TrainingConfig
@@ -234,10 +233,10 @@ def test_the_float_tower_as_served_gives_the_exported_query_vectors(experiment, 
         quantization="none",
     )
     assert set(user_features(spec)) == {"user.country", "user.groups", "user.age"}
-    batches = QueryBatchBuilder(spec, FeatureStore.read(experiment.data.features.folder, user_features(spec)))
+    features = FeatureStore.read(experiment.data.features.folder, user_features(spec))
     for split in ("validation", "test"):
         users = np.load(exported.path(f"query_users_{split}.npy"))
-        served = tower(batches.build(users, store.items_before(users, split)))
+        served = tower(users, store.items_before(users, split), features=features)
         np.testing.assert_allclose(served, np.load(exported.path(f"query_vectors_{split}.npy")), rtol=1e-4, atol=1e-5)
 
 

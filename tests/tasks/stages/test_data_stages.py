@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from recsys_core.data_report.config import DataReportConfig
+from recsys_core.data_report.limits import DataReportConfig
 from recsys_core.errors import InputError
 from recsys_core.ingest.log.config import FileSplit
 from recsys_core.manifests import DataReportManifest, InteractionsManifest

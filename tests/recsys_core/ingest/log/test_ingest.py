@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.ingest.vectors.ingest import ingest_embeddings
 from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest
-from recsys_core.manifests.ownership import MARKER_NAME
+from recsys_core.manifests.stage_folder import MARKER_NAME
 from recsys_core.units import DAY_US
 from tests.recsys_core.ingest.interaction_logs import Event, check, ingest, leave_last_out, read, split_by_time, write_log
 from tests.recsys_core.ingest.parquet_files import write

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.ingest.vectors.ingest import ingest_embeddings
 from recsys_core.manifests import EmbeddingsManifest
-from recsys_core.manifests.ownership import MARKER_NAME
+from recsys_core.manifests.stage_folder import MARKER_NAME
 from tests.recsys_core.ingest.parquet_files import refuses, write
 
 Layout = Callable[[np.ndarray], pa.Array]

@@ -133,5 +133,5 @@ def test_a_table_of_many_rows_is_filled_without_a_copy_of_its_row_numbers():
 def test_rows_with_a_vector_come_in_chunks_and_in_order():
     vector_row = np.random.default_rng(0).integers(-1, 5, 3 * initialisation.CHUNK_ROWS)
     chunks = list(rows_with_vector(vector_row))
-    assert {len(chunk) for chunk in chunks[:-1]} == {initialisation.CHUNK_ROWS}
+    assert len(chunks) == 3 and max(map(len, chunks)) <= initialisation.CHUNK_ROWS
     np.testing.assert_array_equal(np.concatenate(chunks), vector_row[vector_row >= 0])

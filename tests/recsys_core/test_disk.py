@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from recsys_core.atomic import atomic_replacement, write_text
+from recsys_core.disk import atomic_replacement, write_text
 
 
 def test_text_replaces_the_file_and_leaves_no_temporary_file(tmp_path: Path) -> None:

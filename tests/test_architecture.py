@@ -122,7 +122,8 @@ def test_a_stage_imports_no_other_stage() -> None:
     wrong = [
         f"{place}: {module} imports {name}"
         for place, module, name in imports_of("tasks/stages")
-        if any(
+        if module != "tasks.stages"
+        and any(
             f"{name}.".startswith(f"{stage}.")
             for stage in stages - {module, "tasks.stages.__init__", "tasks.stages.model_stages"}
         )

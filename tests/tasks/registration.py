@@ -11,7 +11,7 @@ from tasks.registry.config import RegistryConfig
 from tasks.runs.context import StageContext
 from tasks.runs.options import RunOptions
 from tasks.runs.workspace import Workspace
-from tasks.stages.register import register
+from tasks.stages.registration import register
 from tests.tasks.conftest import Stages
 
 

@@ -1,7 +1,5 @@
 """Stage `register`."""
 
-from typing import TYPE_CHECKING
-
 from recsys_core.data_report.limits import describe_held_out_users
 from recsys_core.evaluation.report import MetricTable, metric_table, to_markdown
 from recsys_core.manifests import (
@@ -13,14 +11,19 @@ from recsys_core.manifests import (
     TrainManifest,
     fingerprint_of,
 )
+from tasks.delivery.prefect_events import PrefectEvents
+from tasks.gate.gate import run_champion_gate
+from tasks.gate.report import write_report
+from tasks.gate.smoke_test import start_processes
 from tasks.progress.artifacts import show_markdown
+from tasks.registry import tracking
 from tasks.registry.config import RegistryConfig
+from tasks.registry.metric_relay import log_training_metrics
 from tasks.registry.mlflow_client import tracking_uri
+from tasks.registry.registry import Registry
+from tasks.registry.versions import get_or_create_version, version_description
 from tasks.runs.context import StageContext
 from tasks.stages.stage import stage
-
-if TYPE_CHECKING:
-    from tasks.registry.registry import Registry
 
 
 @stage(RegistrationManifest)
@@ -29,13 +32,6 @@ def register(context: StageContext, config: RegistryConfig) -> tuple[Registratio
 
     A dry run only logs the results. Its manifest is None.
     """
-    from tasks.delivery.prefect_events import PrefectEvents
-    from tasks.gate.gate import run_champion_gate
-    from tasks.gate.report import write_report
-    from tasks.gate.smoke_test import start_processes
-    from tasks.registry.registry import Registry
-    from tasks.registry.versions import get_or_create_version, version_description
-
     run, results, options = context.run, context.results, context.options
     events = PrefectEvents(context.flow_run_id, context.pipeline, options.reason, run.run_id)
     if options.dry_run:
@@ -73,11 +69,8 @@ def register(context: StageContext, config: RegistryConfig) -> tuple[Registratio
     return manifest, f"{manifest.model_name} version {manifest.version} is {manifest.alias}: {manifest.reasons[0]}"
 
 
-def _log_results(registry: "Registry", context: StageContext) -> str:
+def _log_results(registry: Registry, context: StageContext) -> str:
     """Log the results of the run; return the id of its MLflow run."""
-    from tasks.registry import tracking
-    from tasks.registry.metric_relay import log_training_metrics
-
     mlflow_run_id = registry.call(tracking.open_run, registry.client, context)
     metrics_file = context.results[TrainManifest].path("metrics.jsonl")
     registry.call(log_training_metrics, registry.client, mlflow_run_id, metrics_file=metrics_file)

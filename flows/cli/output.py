@@ -197,7 +197,7 @@ def print_releases(releases: Sequence[Mapping[str, Any]], *, console: Console) -
     rows = [
         [
             str(release["version"]),
-            release["alias"] or "-",
+            release["aliases"] or "-",
             release["created"],
             *(
                 f"{release['metrics'][metric_name]:.4f}" if metric_name in release["metrics"] else "-"

@@ -63,7 +63,6 @@ def load_version(workspace: Path, *, model_name: str, version: str = "champion")
                 "register a version with `nightjar run`"
             )
         number = number_by_alias[version]
-    mlflow.set_tracking_uri(client.tracking_uri)
     location = redacted(f"models:/{model_name}/{number}: cannot be loaded from {client.tracking_uri}")
     try:
         model = load_model(f"models:/{model_name}/{number}", client=client, workspace=workspace)
@@ -96,15 +95,20 @@ def fetch_model(uri: str, *, client: MlflowClient, workspace: Path) -> tuple[Pat
     """
     uri, model_config = uri_and_model_config(uri, client=client)
     is_embedded = client.tracking_uri == f"sqlite:///{workspace.absolute()}/mlflow.db"
-    folder = Path(mlflow.artifacts.download_artifacts(uri, tracking_uri=client.tracking_uri))
+    folder = _download(uri, client)
     if is_embedded and model_config is not None:
         _require_logged_model(folder, workspace, uri)
     return folder, model_config
 
 
+def _download(uri: str, client: MlflowClient) -> Path:
+    mlflow.set_tracking_uri(client.tracking_uri)  # MLflow reads the address of the registry from the global settings
+    return Path(mlflow.artifacts.download_artifacts(uri, tracking_uri=client.tracking_uri))
+
+
 def record_logged_model(uri: str, *, client: MlflowClient, workspace: Path) -> None:
     """Add the sha256 of a model that was just logged to LOGGED_MODELS_FILE_NAME, before it becomes a version."""
-    folder = Path(mlflow.artifacts.download_artifacts(uri, tracking_uri=client.tracking_uri))
+    folder = _download(uri, client)
     with (workspace / LOGGED_MODELS_FILE_NAME).open("a") as file:
         file.write(f"{model_sha256(folder)}  {uri}\n")
         file.flush()

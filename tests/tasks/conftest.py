@@ -37,7 +37,7 @@ from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.config import PackageConfig
 from recsys_core.serving.package import build_package
 from recsys_core.training.job.job_spec import Progress
-from tasks.gate import version_tester
+from tasks.gate import by_hand, version_tester
 from tasks.gate.sample import K, ServedSample
 from tasks.gate.smoke_test import UnusableVersionError
 from tasks.stages import registration
@@ -74,7 +74,8 @@ def predicted_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         pq.write_table(table, output_file)
         return table["item_ids"].combine_chunks()
 
-    monkeypatch.setattr(registration, "start_processes", lambda count: nullcontext([]))
+    for module in (registration, by_hand):
+        monkeypatch.setattr(module, "ModelProcess", nullcontext)
     monkeypatch.setattr(version_tester, "predict_in_subprocess", predict)
     return uris
 

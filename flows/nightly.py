@@ -16,8 +16,7 @@ from recsys_core.errors import DataRejectedError
 from recsys_core.manifests import RegistrationManifest, StageName
 from tasks import stages
 from tasks.retention.budget import ensure_disk_space
-from tasks.runs.context import StageContext
-from tasks.runs.options import RunOptions
+from tasks.runs.context import RunOptions, StageContext
 from tasks.runs.run import Run
 from tasks.runs.run_record import RunState, record_run
 from tasks.runs.workspace import Workspace

@@ -143,7 +143,7 @@ def run(
 
     with embedded_server() as server:  # the server starts while the config and the input are read
         from flows.cli import runner
-        from tasks.runs.options import RunOptions
+        from tasks.runs.context import RunOptions
 
         run_options = RunOptions(reason=reason, full_retrain=full_retrain, dry_run=dry_run, promote=promote)
         command, last_stage = runner.prepare_run(options, server, until=until, run_options=run_options)

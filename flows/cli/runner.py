@@ -23,8 +23,7 @@ from recsys_core.disk import explain_disk_full
 from recsys_core.errors import InputError, NightjarError, StageError, TrackingServerError, redacted
 from recsys_core.evaluation.report import metric_table
 from recsys_core.manifests import STAGES, DataReportManifest, EvaluationManifest, StageName, TrainManifest, require_own_folder
-from tasks.runs.context import StageContext
-from tasks.runs.options import RunOptions
+from tasks.runs.context import RunOptions, StageContext
 from tasks.runs.run_record import RunRecord, write_traceback
 from tasks.runs.workspace import Workspace
 

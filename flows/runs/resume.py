@@ -9,7 +9,7 @@ from flows.settings import yaml_loader
 from flows.settings.config_file import load_config
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, shown
-from tasks.runs.options import RunOptions
+from tasks.runs.context import RunOptions
 from tasks.runs.run import REDUCED_FILE_NAME, Run
 from tasks.runs.run_record import RunRecord
 from tasks.runs.workspace import Workspace

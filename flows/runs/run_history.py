@@ -10,7 +10,7 @@ from typing import Any
 
 from recsys_core.disk import used_bytes
 from recsys_core.manifests import STAGES, DataReportManifest, RegistrationManifest, read_unchecked_manifest
-from tasks.runs.options import RunOptions
+from tasks.runs.context import RunOptions
 from tasks.runs.run import Run
 from tasks.runs.run_record import ERROR_LOG_NAME, RECORD_NAME, RunFigures, RunRecord, RunState
 from tasks.runs.workspace import Workspace

@@ -18,18 +18,19 @@ from mlflow.entities.model_registry import ModelVersion
 
 from recsys_core.errors import InputError, StageError, redacted
 from recsys_core.manifests import InteractionsManifest, load_manifest
+from tasks.delivery.publishers import Publisher
 from tasks.gate.sample import ServedMetrics, prepare_sample
 from tasks.gate.smoke_test import ModelProcess, NotFetchedError, UnusableVersionError
 from tasks.gate.version_tester import VersionTester
 from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import RUN_ID_TAG, connect
-from tasks.registry.registry import Publisher, Registry
+from tasks.registry.registry import Registry
 from tasks.registry.releases import (
     FORMER_CHAMPION_TAG,
     MANUAL_CHANGE_TAG,
     MAX_FORMER_CHAMPIONS,
 )
-from tasks.runs.options import check_reason
+from tasks.runs.context import check_reason
 from tasks.runs.workspace import Workspace
 
 

@@ -39,8 +39,7 @@ from tasks.registry.releases import (
     SPENT_DROP_TAG,
 )
 from tasks.registry.tracking import as_metrics, log_metrics
-from tasks.runs.context import StageContext
-from tasks.runs.options import RunOptions
+from tasks.runs.context import RunOptions, StageContext
 
 
 @dataclass(frozen=True)

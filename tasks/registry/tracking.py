@@ -31,8 +31,7 @@ from tasks.registry.mlflow_client import (
     call_or_warn,
     tracking_uri,
 )
-from tasks.runs.context import StageContext
-from tasks.runs.results import Results
+from tasks.runs.context import Results, StageContext
 
 UI_URL_VARIABLE = "NIGHTJAR_MLFLOW_UI_URL"
 """Environment variable with the address of the MLflow UI, if the run logs to a database instead of a server."""

@@ -11,7 +11,7 @@ from recsys_core.manifests import (
     TrainManifest,
     fingerprint_of,
 )
-from tasks.delivery.prefect_events import PrefectEvents
+from tasks.delivery.publishers import PrefectEvents
 from tasks.gate.gate import run_champion_gate
 from tasks.gate.report import write_report
 from tasks.gate.smoke_test import ModelProcess

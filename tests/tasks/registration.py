@@ -8,8 +8,7 @@ from mlflow import MlflowClient
 from recsys_core.comparison.rules import Margin
 from recsys_core.manifests import RegistrationManifest
 from tasks.registry.config import RegistryConfig
-from tasks.runs.context import StageContext
-from tasks.runs.options import RunOptions
+from tasks.runs.context import RunOptions, StageContext
 from tasks.runs.workspace import Workspace
 from tasks.stages.registration import register
 from tests.tasks.conftest import Stages

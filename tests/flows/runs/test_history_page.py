@@ -16,8 +16,7 @@ from flows.settings.template import starter_config
 from recsys_core.manifests import STAGES
 from tasks.registry.mlflow_client import connect, tracking_uri
 from tasks.registry.tracking import open_run
-from tasks.runs.context import StageContext
-from tasks.runs.options import RunOptions
+from tasks.runs.context import RunOptions, StageContext
 from tests.flows.run_folders import FIRST_START, METRIC, month_of_runs, past_run
 
 

@@ -10,12 +10,13 @@ import pytest
 
 from recsys_core.errors import InputError, StageError, TrackingServerError
 from recsys_core.manifests import InteractionsManifest
+from tasks.delivery.publishers import AliasChange
 from tasks.gate import version_tester
 from tasks.gate.by_hand import Decision, promote_version, roll_back
 from tasks.gate.sample import K, ServedSample
 from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import RUN_ID_TAG, connect
-from tasks.registry.registry import AliasChange, Registry
+from tasks.registry.registry import Registry
 from tasks.registry.releases import FORMER_CHAMPION_TAG, LOAD_ERROR_TAG, MANUAL_CHANGE_TAG
 from tests.tasks.conftest import Stages
 from tests.tasks.gate.test_gate import flip_a_bit, package_of

@@ -14,8 +14,7 @@ from recsys_core.units import DAY_US
 from tasks.registry import mlflow_client
 from tasks.registry.mlflow_client import connect
 from tasks.registry.tracking import open_run
-from tasks.runs.context import StageContext
-from tasks.runs.results import Results
+from tasks.runs.context import Results, StageContext
 from tasks.runs.run import Run
 from tasks.stages import data_report
 from tests.recsys_core.ingest.interactions_with_times import interactions_of

@@ -12,13 +12,13 @@ import pytest
 
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import RegistrationManifest
-from tasks.delivery import prefect_events as events
+from tasks.delivery import publishers
+from tasks.delivery.publishers import AliasChange
 from tasks.gate import version_tester
 from tasks.gate.sample import K, ServedSample, prepare_sample
 from tasks.gate.smoke_test import ModelProcess
 from tasks.registry.loading import load_version
 from tasks.registry.mlflow_client import connect
-from tasks.registry.registry import AliasChange
 from tasks.registry.releases import champion_of, list_releases
 from tests.tasks.conftest import ITEMS, STEPS, Stages
 from tests.tasks.registration import aliases, do_register, run_of, version_tags
@@ -83,7 +83,7 @@ def test_a_worse_version_becomes_challenger_and_an_equal_one_champion(
     workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes: list[AliasChange] = []
-    monkeypatch.setattr(events.PrefectEvents, "publish", lambda _, change: changes.append(change))
+    monkeypatch.setattr(publishers.PrefectEvents, "publish", lambda _, change: changes.append(change))
     do_register(stages(), run_of(workspace, "one"))
     worse = do_register(stages(confused=True), run_of(workspace, "two"))
     assert (worse.version, worse.alias, worse.promoted) == ("2", "challenger", False)

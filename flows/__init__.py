@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flows.settings.config_file import load_config as load_config
     from flows.settings.pipeline import PipelineConfig as PipelineConfig
     from flows.tuning import tune_settings as tune_settings
-    from tasks.runs.options import RunOptions as RunOptions
+    from tasks.runs.context import RunOptions as RunOptions
 
 __getattr__ = lazy_attributes(
     __name__,
@@ -26,7 +26,7 @@ __getattr__ = lazy_attributes(
         "PipelineConfig": "flows.settings.pipeline",
         "load_config": "flows.settings.config_file",
         "nightly_retrain": "flows.nightly",
-        "RunOptions": "tasks.runs.options",
+        "RunOptions": "tasks.runs.context",
         "RunResults": "flows.runs.results",
         "open_run": "flows.runs.results",
         "run_history": "flows.runs.run_history",

@@ -15,10 +15,9 @@ from flows.runs.mlflow_steps import write_and_log_history_page
 from flows.runs.run_history import run_history
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.parent_process import die_with_parent
-from tasks.delivery.prefect_events import PrefectEvents
+from tasks.delivery.publishers import PrefectEvents
 from tasks.gate.by_hand import Decision, promote_version, roll_back
-from tasks.runs.context import StageContext
-from tasks.runs.options import MAX_REASON_CHARACTERS
+from tasks.runs.context import MAX_REASON_CHARACTERS, StageContext
 
 LOG = logging.getLogger("nightjar")
 Reason = Annotated[str, titled_field("Reason"), Field(min_length=1, max_length=MAX_REASON_CHARACTERS)]

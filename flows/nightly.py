@@ -14,15 +14,12 @@ from flows.settings.config_file import dump_config
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import DataRejectedError
 from recsys_core.manifests import RegistrationManifest, StageName
+from tasks import stages
 from tasks.retention.budget import ensure_disk_space
-from tasks.runs.context import StageContext
-from tasks.runs.options import RunOptions
+from tasks.runs.context import RunOptions, StageContext
 from tasks.runs.run import Run
 from tasks.runs.run_record import RunState, record_run
 from tasks.runs.workspace import Workspace
-from tasks.stages.data_stages import check_data, ingest
-from tasks.stages.model_stages import build_index, build_package, evaluate, export_vectors, plan_sharding, train
-from tasks.stages.register import register
 from tasks.stages.stage import StoppedEarly
 
 
@@ -81,16 +78,16 @@ def nightly_retrain(
 
 def retrain(config: PipelineConfig, context: StageContext) -> RegistrationManifest | None:
     """Run the stages in order. A stage is skipped if the run already has its complete result. A dry run returns None."""
-    dataset = ingest(context, config.inputs)
-    check_data(context, config.data_report, split=config.interactions.split)
+    dataset = stages.ingest(context, config.inputs)
+    stages.check_data(context, config.data_report, split=config.interactions.split)
     setup = config.training_setup(dataset)
-    plan_sharding(context, setup)
-    train(context, setup, model_name=config.registry.model_name)
-    export_vectors(context, setup)
-    evaluate(context, config.evaluation)
-    build_index(context, config.index)
-    build_package(context, config.package)
-    return register(context, config.registry)
+    stages.plan_sharding(context, setup)
+    stages.train(context, setup, model_name=config.registry.model_name)
+    stages.export_vectors(context, setup)
+    stages.evaluate(context, config.evaluation)
+    stages.build_index(context, config.index)
+    stages.build_package(context, config.package)
+    return stages.register(context, config.registry)
 
 
 def end_state(registration: RegistrationManifest | None, *, run: Run) -> State:

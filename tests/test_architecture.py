@@ -34,9 +34,9 @@ MAY_IMPORT = {
         "": set(),
         "runs": set(),
         "progress": {"runs"},
-        "registry": {"runs"},
-        "delivery": {"progress", "registry"},
-        "gate": {"runs", "registry"},
+        "delivery": {"progress"},
+        "registry": {"runs", "delivery"},
+        "gate": {"runs", "registry", "delivery"},
         "retention": {"runs", "registry"},
         "tuning": {"runs", "progress", "registry"},
         "stages": {"runs", "progress", "registry", "delivery", "gate"},
@@ -122,7 +122,8 @@ def test_a_stage_imports_no_other_stage() -> None:
     wrong = [
         f"{place}: {module} imports {name}"
         for place, module, name in imports_of("tasks/stages")
-        if any(
+        if module != "tasks.stages"
+        and any(
             f"{name}.".startswith(f"{stage}.")
             for stage in stages - {module, "tasks.stages.__init__", "tasks.stages.model_stages"}
         )

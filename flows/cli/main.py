@@ -15,7 +15,7 @@ from flows.cli.arguments import DEFAULT_CONFIG_PATH, AsJson, ConfigOptions, Over
 from flows.interruption import Interrupted, end_process
 from flows.settings.environment import silence_libraries
 from recsys_core.errors import NightjarError
-from tasks.runs.options import Promote, RunOptions
+from tasks.runs.context import Promote, RunOptions
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -50,7 +50,7 @@ def releases(loaded: LoadedConfig, *, as_json: bool) -> None:
     rows = [
         [
             str(version["version"]),
-            version["alias"] or "-",
+            version["aliases"] or "-",
             version["created"],
             *(output.format_metric(version["metrics"].get(name)) for name in metric_names),
             version["run_id"],

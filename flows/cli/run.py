@@ -17,8 +17,7 @@ from recsys_core.data_report.limits import describe_held_out_users
 from recsys_core.errors import InputError, StageError, TrackingServerError
 from recsys_core.evaluation.report import MetricTable, metric_table
 from recsys_core.manifests import STAGES, DataReportManifest, EvaluationManifest, StageName, TrainManifest, require_own_folder
-from tasks.runs.context import StageContext
-from tasks.runs.options import RunOptions
+from tasks.runs.context import RunOptions, StageContext
 from tasks.runs.run_record import RunRecord
 from tasks.runs.workspace import Workspace
 

@@ -13,7 +13,7 @@ from recsys_core.ingest.first_row_group import check_shared_ids, check_time_unit
 from recsys_core.ingest.log.log_schema import open_interactions
 from recsys_core.ingest.vectors.vector_schema import open_embeddings
 from recsys_core.models.tables.table_config import check_width
-from tasks.runs.options import RunOptions
+from tasks.runs.context import RunOptions
 from tasks.runs.run import REDUCED_FILE_NAME, Run
 from tasks.runs.run_record import RunRecord
 from tasks.runs.workspace import Workspace

@@ -18,7 +18,7 @@ from recsys_core.manifests import (
     StageName,
     TrainManifest,
 )
-from tasks.runs.results import Results
+from tasks.runs.context import Results
 from tasks.runs.run import Run
 from tasks.runs.workspace import Workspace
 

@@ -22,8 +22,7 @@ from recsys_core.disk import explain_disk_full
 from recsys_core.errors import StageError, TrackingServerError
 from recsys_core.manifests import StageName
 from recsys_core.parent_process import die_with_parent
-from tasks.runs.context import StageContext
-from tasks.runs.options import MAX_REASON_CHARACTERS, Promote, RunOptions
+from tasks.runs.context import MAX_REASON_CHARACTERS, Promote, RunOptions, StageContext
 from tasks.runs.workspace import Workspace
 
 SCHEDULED_TAG = "auto-scheduled"

@@ -18,18 +18,19 @@ from mlflow.entities.model_registry import ModelVersion
 
 from recsys_core.errors import InputError, StageError, redacted
 from recsys_core.manifests import InteractionsManifest, load_manifest
+from tasks.delivery.publishers import Publisher
 from tasks.gate.sample import ServedMetrics, prepare_sample
-from tasks.gate.smoke_test import NotFetchedError, UnusableVersionError
+from tasks.gate.smoke_test import ModelProcess, NotFetchedError, UnusableVersionError
 from tasks.gate.version_tester import VersionTester
 from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import RUN_ID_TAG, connect
-from tasks.registry.registry import Publisher, Registry
+from tasks.registry.registry import Registry
 from tasks.registry.releases import (
-    BY_HAND_TAG,
     FORMER_CHAMPION_TAG,
+    MANUAL_CHANGE_TAG,
     MAX_FORMER_CHAMPIONS,
 )
-from tasks.runs.options import check_reason
+from tasks.runs.context import check_reason
 from tasks.runs.workspace import Workspace
 
 
@@ -136,11 +137,11 @@ def _open_tester(registry: Registry, decision: Decision, *, run_id: str | None) 
             f"{workspace.folder}: no run has an ingested interaction log, but the smoke test needs users of a log; "
             "ingest a log with `nightjar run --until ingest_interactions`"
         )
-    with TemporaryDirectory(prefix="nightjar-") as folder_name:
+    with TemporaryDirectory(prefix="nightjar-") as folder_name, ModelProcess() as process:
         sample = prepare_sample(
             interactions, max_users=decision.config.smoke_test_users, folder=Path(folder_name) / "smoke_test"
         )
-        yield VersionTester(registry, sample, decision.workspace)
+        yield VersionTester(registry, sample, decision.workspace, process)
 
 
 def _make_champion(
@@ -184,4 +185,4 @@ def _tag_decision(registry: Registry, version: ModelVersion, change: str, decisi
     except (OSError, KeyError):  # a container may run with a user id without a name
         user_name = f"user {os.getuid()}"
     tag_value = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {user_name} on {socket.gethostname()}: {change}: {decision.reason}"
-    registry.set_tag(version, BY_HAND_TAG, tag_value)
+    registry.set_tag(version, MANUAL_CHANGE_TAG, tag_value)

@@ -30,8 +30,8 @@ from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import LOG, RUN_REASON_TAG
 from tasks.registry.registry import Registry
 from tasks.registry.releases import (
-    ALARM_TAG,
     CHALLENGERS_TAG,
+    CHAMPION_ERROR_TAG,
     MAX_FORMER_CHAMPIONS,
     METRICS_TAG,
     PROMOTE_TAG,
@@ -39,8 +39,7 @@ from tasks.registry.releases import (
     SPENT_DROP_TAG,
 )
 from tasks.registry.tracking import as_metrics, log_metrics
-from tasks.runs.context import StageContext
-from tasks.runs.options import RunOptions
+from tasks.runs.context import RunOptions, StageContext
 
 
 @dataclass(frozen=True)
@@ -90,14 +89,13 @@ def run_champion_gate(
     config: RegistryConfig,
     context: StageContext,
     registry: Registry,
-    processes: list[ModelProcess],
+    process: ModelProcess,
     folder: Path,
 ) -> dict[str, Any]:
     """Test `version`, compare it with the champion, set its alias and its tags; return the fields of RegistrationManifest.
 
     Args:
         context: its option `promote` is the rule of the promotion, and `reason` becomes a tag of the version.
-        processes: processes of `start_processes` for the first versions that are tested.
         folder: receives the users of the smoke test and each version's recommendations.
 
     Raises:
@@ -105,7 +103,7 @@ def run_champion_gate(
     """
     options, smoke_test_folder = context.options, folder / "smoke_test"
     sample = prepare_sample(context.dataset.interactions, max_users=config.smoke_test_users, folder=smoke_test_folder)
-    tester = VersionTester(registry, sample, context.run.workspace, processes)
+    tester = VersionTester(registry, sample, context.run.workspace, process)
     baseline_metrics = read_user_metrics(context.results[EvaluationManifest].path(USER_METRICS_FILE))
     gate = _Gate(version, config, options, registry, tester, baseline_metrics)
     registry.set_tag(version, PROMOTE_TAG, options.promote)
@@ -146,7 +144,7 @@ def _compare_and_promote(gate: _Gate, new_metrics: ServedMetrics) -> Decision:
         registry.set_tag(version, REASONS_TAG, reason)
         registry.set_tag(version, SPENT_DROP_TAG, f"{decision.spent_drop:.6f}")
         if decision.alarm is not None:
-            registry.set_tag(version, ALARM_TAG, decision.alarm)
+            registry.set_tag(version, CHAMPION_ERROR_TAG, decision.alarm)
         winner = version if decision.is_promoted else decision.reinstated_champion
         # A champion that does not load is not marked as a former champion, because the gate could not fall back on it.
         if winner is None or registry.move_champion(
@@ -191,7 +189,7 @@ def _decide(gate: _Gate, new_metrics: ServedMetrics, *, champion: ModelVersion |
         # The run was interrupted after the promotion and resumed: repeat the first decision.
         tags = gate.registry.version(version.version).tags
         metrics, spent_drop = json.loads(tags[METRICS_TAG]), float(tags.get(SPENT_DROP_TAG, 0))
-        return Decision("promoted", (tags[REASONS_TAG],), metrics, spent_drop=spent_drop, alarm=tags.get(ALARM_TAG))
+        return Decision("promoted", (tags[REASONS_TAG],), metrics, spent_drop=spent_drop, alarm=tags.get(CHAMPION_ERROR_TAG))
     decision = _compare(gate, new_metrics, champion=champion)
     match gate.options.promote:
         case "never":

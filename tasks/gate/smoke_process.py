@@ -1,18 +1,19 @@
-"""Subprocess of the smoke test: `python -m tasks.gate.smoke_process`, with a JSON object on stdin.
+"""Process of the smoke test: `python -m tasks.gate.smoke_process` answers each request in a fork of itself.
 
-The object has model_folder and model_config (of a downloaded version), input_path, output_path and k. The subprocess does not
-import recsys_core, so a version runs with the code that was logged with it. It does not connect to MLflow, whose client takes
-a second to import.
+A request is one line on stdin: a JSON object with model_folder and model_config (of a downloaded version), input_path,
+output_path and k. The answer is one line on stdout: the exit code of the fork. The process does not import recsys_core, so a
+version runs with the code that was logged with it. It does not connect to MLflow, whose client takes a second to import.
 """
 
 import gc
 import json
+import os
 import sys
 from typing import Any
 
 gc.disable()  # collections during the imports take a fifth of their time
 
-# Every version imports faiss and torch, so they are imported while the parent process prepares the version.
+# Every version needs these libraries. They are imported once, while the parent process prepares the first version.
 import faiss  # noqa: E402, F401
 import mlflow.pyfunc  # noqa: E402
 import pandas as pd  # noqa: E402
@@ -22,11 +23,20 @@ import torch  # noqa: E402, F401
 
 
 def main() -> None:
+    """Answer requests until stdin is closed."""
+    for line in sys.stdin:
+        fork_id = os.fork()
+        if fork_id == 0:
+            os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # stdout is for exit codes only
+            answer(json.loads(line))
+            return
+        _, status = os.waitpid(fork_id, 0)
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
+        sys.stdout.flush()
+
+
+def answer(request: dict[str, Any]) -> None:
     """Read user_id and history (item ids) from input_path; write item_ids and scores, one list per row, to output_path."""
-    request_json = sys.stdin.read()
-    if not request_json:  # the parent process did not need this process, or has ended
-        return
-    request = json.loads(request_json)
     sample_table = pq.read_table(request["input_path"])
     users = pd.DataFrame({"user_id": sample_table["user_id"].to_pylist(), "history": sample_table["history"].to_pylist()})
     # Without suppress_warnings, MLflow compares the installed packages with the model's requirements, which takes .6 s.

@@ -6,15 +6,16 @@
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TypeAlias
+from tempfile import TemporaryFile
+from typing import Self
 
-import mlflow
 import pyarrow as pa
 import pyarrow.parquet as pq
 from mlflow import MlflowClient
@@ -31,8 +32,6 @@ _ALLOWED_VARIABLE_PATTERN = re.compile(
 """Environment variables of the process that runs the code of a version. None of them is a secret."""
 _KILL_EXIT_CODES = (-signal.SIGKILL, -signal.SIGTERM)
 
-ModelProcess: TypeAlias = "subprocess.Popen[str]"
-
 
 class UnusableVersionError(StageError):
     """The version does not load, does not answer, or gives invalid answers."""
@@ -42,19 +41,65 @@ class NotFetchedError(TrackingServerError):
     """The version's files could not be downloaded: MLflow does not work, or the files no longer exist."""
 
 
-@contextmanager
-def start_processes(count: int) -> Iterator[list[ModelProcess]]:
-    """Start processes for `predict_in_subprocess` before their versions exist; end the unused ones after the block.
+class ModelProcess:
+    """A process that loads versions and recommends with them, each in a fork of itself.
 
-    A process imports the libraries of a model, which takes seconds, while the caller works. It loads its version later.
+    It imports the libraries of a model, which takes seconds, while the caller works. If it has ended, the next request starts
+    another one.
     """
-    processes = [_start_process() for _ in range(count)]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            with process:  # closes the pipes and waits
-                process.kill()
+
+    def __init__(self) -> None:
+        self._stderr = TemporaryFile(buffering=0)  # noqa: SIM115  __exit__ closes it
+        self._num_read_bytes = 0
+        self._process = self._start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kill()
+        self._stderr.close()
+
+    def answer(self, request: Mapping[str, object]) -> tuple[int, str]:
+        """Answer a request of `tasks.gate.smoke_process`; return the exit code and the last line of stderr.
+
+        Raises:
+            TimeoutError: there was no answer within _TIMEOUT_S.
+        """
+        if self._process.poll() is not None:
+            self._process = self._start()
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+        except BrokenPipeError:  # the process has ended, so the answer is empty
+            pass
+        if not select.select([process.stdout], [], [], _TIMEOUT_S)[0]:
+            self._kill()
+            raise TimeoutError
+        exit_code_line = process.stdout.readline()
+        exit_code = int(exit_code_line) if exit_code_line else process.wait()
+        self._stderr.seek(self._num_read_bytes)
+        stderr = self._stderr.read()
+        self._num_read_bytes += len(stderr)
+        return exit_code, (stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+
+    def _start(self) -> "subprocess.Popen[str]":
+        import_root = str(Path(__file__).parents[2])
+        environment = {name: value for name, value in os.environ.items() if _ALLOWED_VARIABLE_PATTERN.match(name)} | {
+            "PYTHONPATH": os.pathsep.join(filter(None, [import_root, os.environ.get("PYTHONPATH")]))
+        }
+        command = [sys.executable, "-m", "tasks.gate.smoke_process"]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            command, env=environment, stdin=pipe, stdout=pipe, stderr=self._stderr, text=True, process_group=0
+        )
+
+    def _kill(self) -> None:
+        """End the process and its fork; no effect if they have ended."""
+        with self._process, suppress(ProcessLookupError):  # closes the pipes and waits
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def predict_in_subprocess(
@@ -63,13 +108,10 @@ def predict_in_subprocess(
     model_uri: str,
     client: MlflowClient,
     workspace: Path,
-    processes: list[ModelProcess],
+    process: ModelProcess,
     output_file: Path,
 ) -> pa.ListArray:
     """Return the ids of the K items that the version at `model_uri` recommends to each user, computed in a fresh process.
-
-    Args:
-        processes: processes of `start_processes`. One is taken from the list; if the list is empty, a process is started.
 
     Raises:
         UnusableVersionError: the process failed; the message ends with the last line of its stderr.
@@ -84,19 +126,15 @@ def predict_in_subprocess(
         "output_path": str(output_file),
         "k": K,
     }
-    with processes.pop() if processes else _start_process() as process:
-        try:
-            _, stderr = process.communicate(json.dumps(request), timeout=_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            raise UnusableVersionError(
-                f"{model_uri}: no answer for {sample.num_users:,} users within {_TIMEOUT_S:,.0f} s"
-            ) from None
-        finally:
-            process.kill()  # no effect on a process that has ended
-    if process.returncode:
-        last_line = (stderr.strip().splitlines() or ["no message"])[-1]
-        reason = redacted(f"{model_uri}: does not answer in a fresh process (exit {process.returncode}): {last_line}")
-        if process.returncode in _KILL_EXIT_CODES:
+    try:
+        exit_code, last_line = process.answer(request)
+    except TimeoutError:
+        raise UnusableVersionError(
+            f"{model_uri}: no answer for {sample.num_users:,} users within {_TIMEOUT_S:,.0f} s"
+        ) from None
+    if exit_code:
+        reason = redacted(f"{model_uri}: does not answer in a fresh process (exit {exit_code}): {last_line}")
+        if exit_code in _KILL_EXIT_CODES:
             raise StageError(f"{reason}; a signal ended the process, perhaps for lack of memory")
         raise UnusableVersionError(reason)
     return read_answers(output_file, sample=sample, model_uri=model_uri)
@@ -120,19 +158,8 @@ def read_answers(output_file: Path, *, sample: ServedSample, model_uri: str) -> 
     return answers
 
 
-def _start_process() -> ModelProcess:
-    import_root = str(Path(__file__).parents[2])
-    environment = {name: value for name, value in os.environ.items() if _ALLOWED_VARIABLE_PATTERN.match(name)} | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [import_root, os.environ.get("PYTHONPATH")]))
-    }
-    command = [sys.executable, "-m", "tasks.gate.smoke_process"]
-    pipe, no_file = subprocess.PIPE, subprocess.DEVNULL
-    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=no_file, stderr=pipe, text=True, errors="replace")
-
-
 def _fetch(model_uri: str, *, client: MlflowClient, workspace: Path) -> tuple[Path, dict[str, str] | None]:
     """Call `fetch_model`; raise UnusableVersionError or NotFetchedError."""
-    mlflow.set_tracking_uri(client.tracking_uri)  # MLflow reads the address of the registry from the global settings
     try:
         return fetch_model(model_uri, client=client, workspace=workspace)
     except StageError as error:  # another model than the registered one

@@ -15,7 +15,7 @@ from tasks.gate.smoke_test import (
     predict_in_subprocess,
 )
 from tasks.registry.registry import Registry
-from tasks.registry.releases import BROKEN_TAG, SMOKE_TAG
+from tasks.registry.releases import LOAD_ERROR_TAG, SMOKE_TAG
 
 _MAX_TAG_LENGTH = 500
 
@@ -25,14 +25,13 @@ class VersionTester:
     """Tester of versions on a sample of users that is the same for all versions.
 
     Attributes:
-        processes: processes of `start_processes` that have no version yet.
         metrics_by_version: metrics of the users by version number.
     """
 
     registry: Registry
     sample: ServedSample
     workspace: Path
-    processes: list[ModelProcess] = field(default_factory=list)
+    process: ModelProcess
     metrics_by_version: dict[str, ServedMetrics] = field(default_factory=dict)
 
     def smoke_test(self, version: ModelVersion) -> ServedMetrics:
@@ -65,9 +64,9 @@ class VersionTester:
         try:
             answers = self._predict_or_raise_unusable(version, control_version)
         except UnusableVersionError as error:
-            self.registry.set_tag(version, BROKEN_TAG, str(error)[:_MAX_TAG_LENGTH])
+            self.registry.set_tag(version, LOAD_ERROR_TAG, str(error)[:_MAX_TAG_LENGTH])
             raise
-        self.registry.remove_tag(version, BROKEN_TAG)
+        self.registry.remove_tag(version, LOAD_ERROR_TAG)
         return self._keep(version, answers)
 
     def _keep(self, version: ModelVersion, answers: pa.ListArray) -> ServedMetrics:
@@ -95,6 +94,6 @@ class VersionTester:
             model_uri=f"models:/{version.name}/{version.version}",
             client=self.registry.client,
             workspace=self.workspace,
-            processes=self.processes,
+            process=self.process,
             output_file=self.sample.histories_file.with_name(f"answers-{version.version}.parquet"),
         )

@@ -63,7 +63,6 @@ def load_version(workspace: Path, *, model_name: str, version: str = "champion")
                 "register a version with `nightjar run`"
             )
         number = number_by_alias[version]
-    mlflow.set_tracking_uri(client.tracking_uri)
     location = redacted(f"models:/{model_name}/{number}: cannot be loaded from {client.tracking_uri}")
     try:
         model = load_model(f"models:/{model_name}/{number}", client=client, workspace=workspace)
@@ -84,27 +83,38 @@ def load_model(uri: str, *, client: MlflowClient, workspace: Path) -> PyFuncMode
     return mlflow.pyfunc.load_model(str(folder), model_config=model_config)
 
 
-def fetch_model(uri: str, *, client: MlflowClient, workspace: Path) -> tuple[Path, dict[str, str] | None]:
-    """Return the folder of the model at `uri`, downloaded if it is remote, and the model config for MLflow.
+def fetch_model(uri: str, *, client: MlflowClient, workspace: Path) -> tuple[Path, dict[str, str]]:
+    """Return the folder of the version at `uri`, downloaded if it is remote, and the model config for MLflow.
 
-    The package of a registered version must have the sha256 in the version's tag. A version in the MLflow of the workspace must
-    be a model that a run of the workspace logged: its files are below the workspace and unchanged. Code of the model
-    is not executed.
+    The model config contains the sha256 in the version's tag, which the package must have. A version in the MLflow of the
+    workspace must be a model that a run of the workspace logged: its files are below the workspace and unchanged. Code of the
+    model is not executed.
 
     Raises:
         StageError: the version does not have the tag, or is another model.
     """
-    uri, model_config = uri_and_model_config(uri, client=client)
+    model_name, version_number = get_model_name_and_version(client, uri)
+    sha256 = client.get_model_version(model_name, version_number).tags.get(PACKAGE_SHA256_TAG)
+    if sha256 is None:
+        raise StageError(
+            f"models:/{model_name}/{version_number} does not have the tag {PACKAGE_SHA256_TAG}, so its package cannot be "
+            "verified; register the model again, and remove the version's alias if it has one"
+        )
     is_embedded = client.tracking_uri == f"sqlite:///{workspace.absolute()}/mlflow.db"
-    folder = Path(mlflow.artifacts.download_artifacts(uri, tracking_uri=client.tracking_uri))
-    if is_embedded and model_config is not None:
+    folder = _download(f"models:/{model_name}/{version_number}", client)
+    if is_embedded:
         _require_logged_model(folder, workspace, uri)
-    return folder, model_config
+    return folder, {PACKAGE_SHA256_KEY: sha256}
+
+
+def _download(uri: str, client: MlflowClient) -> Path:
+    mlflow.set_tracking_uri(client.tracking_uri)  # MLflow reads the address of the registry from the global settings
+    return Path(mlflow.artifacts.download_artifacts(uri, tracking_uri=client.tracking_uri))
 
 
 def record_logged_model(uri: str, *, client: MlflowClient, workspace: Path) -> None:
     """Add the sha256 of a model that was just logged to LOGGED_MODELS_FILE_NAME, before it becomes a version."""
-    folder = Path(mlflow.artifacts.download_artifacts(uri, tracking_uri=client.tracking_uri))
+    folder = _download(uri, client)
     with (workspace / LOGGED_MODELS_FILE_NAME).open("a") as file:
         file.write(f"{model_sha256(folder)}  {uri}\n")
         file.flush()
@@ -143,22 +153,3 @@ def _untrusted_error(uri: str, problem: str) -> Exception:
         f"{uri}: no run of this workspace logged this model: {problem}; the code of the model was not executed; register a new "
         "version with `nightjar run`, and delete this version"
     )
-
-
-def uri_and_model_config(uri: str, *, client: MlflowClient) -> tuple[str, dict[str, str] | None]:
-    """Return `uri` with the version number in place of an alias, and the model config for `load_model`.
-
-    The config contains the sha256 in the version's tag. For the URI of a run, a folder or a logged model, the config is None
-    and the package must have the sha256 in MLmodel.
-    """
-    name_and_version: tuple[str, ...] = get_model_name_and_version(client, uri) if uri.startswith("models:/") else ()
-    if len(name_and_version) != 2:
-        return uri, None
-    model_name, version_number = name_and_version
-    sha256 = client.get_model_version(model_name, version_number).tags.get(PACKAGE_SHA256_TAG)
-    if sha256 is None:
-        raise StageError(
-            f"models:/{model_name}/{version_number} does not have the tag {PACKAGE_SHA256_TAG}, so its package cannot be "
-            "verified; register the model again, and remove the version's alias if it has one"
-        )
-    return f"models:/{model_name}/{version_number}", {PACKAGE_SHA256_KEY: sha256}

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 
+from tasks.delivery.publishers import AliasChange, Publisher
 from tasks.registry.mlflow_client import call_with_retries, connect, tracking_uri
 from tasks.registry.releases import FORMER_CHAMPION_TAG, champion_of, former_champions, version_number_by_alias
 
@@ -20,30 +21,6 @@ SETTLE_S = 0.2
 """Pause before a moved alias is read back, so that a process that moves it at the same time is seen."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class AliasChange:
-    """An alias that moved to another version of a model.
-
-    Attributes:
-        old_version: version that had the alias; None if there was none.
-        new_version: version that has the alias; None if the alias was removed.
-        reason: why the alias moved.
-    """
-
-    model_name: str
-    alias: str
-    old_version: str | None
-    new_version: str | None
-    reason: str
-
-
-class Publisher(Protocol):
-    """Another system that is informed of moved aliases."""
-
-    def publish(self, change: AliasChange) -> None:
-        """Send the change. Log an error as a warning, because the alias has moved."""
 
 
 def number_of(version: ModelVersion | None) -> str | None:

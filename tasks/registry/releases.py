@@ -17,17 +17,17 @@ REASONS_TAG = "nightjar.reasons"
 """Result of the comparison with the champion, in one sentence."""
 METRICS_TAG = "nightjar.metrics"
 """Metrics of all compared versions, as JSON."""
-ALARM_TAG = "nightjar.alarm"
+CHAMPION_ERROR_TAG = "nightjar.alarm"
 """Error of the champion, as a tag of the version that was compared while the champion did not load."""
 SPENT_DROP_TAG = "nightjar.spent_drop"
 """Relative drop of the metric since the best champion, added up over promotions. It reduces the margin of later versions."""
 CHALLENGERS_TAG = "nightjar.evidence_for_challengers"
 """Tag of the champion: product of the e-values of the versions that were compared with it and not promoted; see `watch`."""
-BROKEN_TAG = "nightjar.broken"
+LOAD_ERROR_TAG = "nightjar.broken"
 """Last line of stderr of a version that did not load during a comparison. The tag is removed when the version loads again."""
 PROMOTE_TAG = "nightjar.promote"
 """Rule that decided whether the version becomes champion: by_gate, never or force (`RunOptions.promote`)."""
-BY_HAND_TAG = "nightjar.by_hand"
+MANUAL_CHANGE_TAG = "nightjar.by_hand"
 """Last manual change of the alias champion that affected the version: time, person, change and reason."""
 MAX_FORMER_CHAMPIONS = 3
 """Number of former champions that the gate tries to load if the champion does not load."""
@@ -64,7 +64,7 @@ def former_champions(client: MlflowClient, model_name: str) -> list[ModelVersion
     """Return the former champions, the most recent first, except versions that did not load in a later comparison."""
     versions = client.search_model_versions(f"name = '{model_name}'")
     former_versions = [
-        version for version in versions if FORMER_CHAMPION_TAG in version.tags and BROKEN_TAG not in version.tags
+        version for version in versions if FORMER_CHAMPION_TAG in version.tags and LOAD_ERROR_TAG not in version.tags
     ]
     return sorted(former_versions, key=lambda version: (-int(version.tags[FORMER_CHAMPION_TAG]), -int(version.version)))
 
@@ -76,12 +76,12 @@ def list_releases(client: MlflowClient, model_name: str) -> list[dict[str, objec
     return [
         {
             "version": str(version.version),
-            "alias": ", ".join(sorted(alias for alias, number in number_by_alias.items() if number == str(version.version))),
+            "aliases": ", ".join(sorted(alias for alias, number in number_by_alias.items() if number == str(version.version))),
             "smoke": version.tags.get(SMOKE_TAG, "not done"),
-            "broken": version.tags.get(BROKEN_TAG, ""),
+            "broken": version.tags.get(LOAD_ERROR_TAG, ""),
             "metrics": json.loads(version.tags.get(METRICS_TAG, "{}")),
             "reasons": version.tags.get(REASONS_TAG, ""),
-            "by_hand": version.tags.get(BY_HAND_TAG, ""),
+            "by_hand": version.tags.get(MANUAL_CHANGE_TAG, ""),
             "run_id": version.tags.get(RUN_ID_TAG, ""),
             "created": f"{datetime.fromtimestamp(version.creation_timestamp / 1000, UTC):%Y-%m-%d %H:%M}",
         }

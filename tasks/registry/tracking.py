@@ -25,15 +25,13 @@ from recsys_core.manifests import (
     TrainManifest,
     fingerprint_of,
 )
-from recsys_core.retrieval.plot import plot_indexes
 from tasks.registry.mlflow_client import (
     RUN_ID_TAG,
     RUN_REASON_TAG,
     call_or_warn,
     tracking_uri,
 )
-from tasks.runs.context import StageContext
-from tasks.runs.results import Results
+from tasks.runs.context import Results, StageContext
 
 UI_URL_VARIABLE = "NIGHTJAR_MLFLOW_UI_URL"
 """Environment variable with the address of the MLflow UI, if the run logs to a database instead of a server."""
@@ -140,30 +138,37 @@ def log_metrics(client: MlflowClient, mlflow_run_id: str, metrics: Sequence[Metr
         client.log_batch(mlflow_run_id, metrics=metrics[start_index : start_index + _METRICS_PER_CALL])
 
 
-def as_metrics(value_by_name: Mapping[str, float]) -> list[Metric]:
-    """Convert values by name to MLflow metrics: "@" is not allowed in a name and becomes "_at_"; NaN values are left out."""
+def as_metrics(value_by_name: Mapping[str, float], *, model_id: str | None = None) -> list[Metric]:
+    """Convert values by name to MLflow metrics, of the logged model `model_id` too.
+
+    "@" is not allowed in a name and becomes "_at_". NaN values are left out.
+    """
     now_ms = int(time.time() * 1000)
     return [
-        Metric(name.replace("@", "_at_"), value, now_ms, 0) for name, value in value_by_name.items() if not math.isnan(value)
+        Metric(name.replace("@", "_at_"), value, now_ms, 0, model_id=model_id)
+        for name, value in value_by_name.items()
+        if not math.isnan(value)
     ]
 
 
-def log_results(client: MlflowClient, mlflow_run_id: str, context: StageContext) -> None:
-    """Log the params, all metrics, the config, the sharding plan and the plots of a finished run.
+def log_results(client: MlflowClient, mlflow_run_id: str, context: StageContext, *, model_id: str | None) -> None:
+    """Log all metrics, the config, the sharding plan and the plots of a finished run.
 
-    The stage `train` has drawn loss.png.
+    The stages `train` and `build_index` have drawn loss.png and indexes.png.
+
+    Args:
+        model_id: logged model of the run, to which the metrics belong too; None if the run logs no model.
     """
     run, results = context.run, context.results
     train, evaluation, index = results[TrainManifest], results[EvaluationManifest], results[IndexManifest]
-    log_params(client, mlflow_run_id, config_file=run.config_file)
     recall_by_metric = {f"index/{kind}/recall": report.recall for kind, report in index.reports.items()}
     epoch_by_metric = {} if train.best_epoch is None else {"train/best_epoch": train.best_epoch}
     value_by_metric = {**evaluation.metrics, **recall_by_metric, **epoch_by_metric, "train/final_loss": train.final_loss}
-    log_metrics(client, mlflow_run_id, as_metrics(value_by_metric))
+    log_metrics(client, mlflow_run_id, as_metrics(value_by_metric, model_id=model_id))
     plots = (
         run.folder / "loss.png",
         plot_recall(evaluation.metrics, path=run.folder / "recall.png"),
-        plot_indexes(index.reports, served_kind=index.served_index, path=run.folder / "indexes.png"),
+        run.folder / "indexes.png",
     )
     for path in (run.config_file, results[PlanManifest].path("plan.json"), *plots):
         client.log_artifact(mlflow_run_id, str(path))

@@ -2,16 +2,18 @@
 
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-import mlflow
+import mlflow.pyfunc
 import pandas as pd
 import pyarrow.parquet as pq
 from filelock import FileLock
 from mlflow import MlflowClient
+from mlflow.entities import LoggedModel, LoggedModelOutput
+from mlflow.entities import Run as MlflowRun
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
-from mlflow.models import ModelSignature
-from mlflow.models.model import ModelInfo
+from mlflow.models import Model, ModelSignature
 from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from mlflow.types.schema import AnyType, Array
 
@@ -21,33 +23,19 @@ from recsys_core.dataset.layout import vocabulary_file
 from recsys_core.evaluation.report import metric_table
 from recsys_core.manifests import DataReportManifest, EvaluationManifest, InteractionsManifest, PackageManifest
 from recsys_core.serving.package import description_sha256
-from tasks.registry.config import RegistryConfig
 from tasks.registry.loading import PACKAGE_SHA256_KEY, PACKAGE_SHA256_TAG, record_logged_model
-from tasks.registry.mlflow_client import LOG, RUN_ID_TAG, SQLITE_PREFIX, tracking_uri
+from tasks.registry.mlflow_client import LOG, RUN_ID_TAG, SQLITE_PREFIX
 from tasks.registry.releases import delete_logged_model
 from tasks.runs.context import StageContext
-from tasks.runs.run import Run
 
 PACKAGE_TAG = "nightjar.package"
 _MODEL_CODE_FILE = Path(__file__).with_name("pyfunc_model.py")
 _SERVING_LIBRARIES = ("mlflow", "numpy", "pandas", "pyarrow", "pydantic", "safetensors", "torch")
 
 
-def get_or_create_version(
-    package: PackageManifest,
-    *,
-    config: RegistryConfig,
-    client: MlflowClient,
-    mlflow_run_id: str,
-    interactions: InteractionsManifest,
-    run: Run,
-    description: str,
-) -> ModelVersion:
-    """Return the registered version of `package`. Create it, unless this run created it before an interruption.
-
-    description: text in Markdown, which MLflow shows on the page of the version.
-    """
-    model_name = config.model_name
+def get_or_create_version(context: StageContext, *, model_name: str, client: MlflowClient, mlflow_run_id: str) -> ModelVersion:
+    """Return the registered version of the run's package. Create it, unless the run created it before an interruption."""
+    run, package = context.run, context.results[PackageManifest]
     tags = {RUN_ID_TAG: run.run_id, PACKAGE_TAG: package.fingerprint, PACKAGE_SHA256_TAG: description_sha256(package)}
     # Two runs in one workspace may create the same model at the same time.
     with FileLock(run.workspace / ".mlflow.lock"):
@@ -60,9 +48,9 @@ def get_or_create_version(
     for version in versions:
         if tags.items() <= version.tags.items():
             return version
-    _delete_unregistered_models(client, mlflow_run_id, registered_uris={version.source for version in versions})
-    mlflow.set_tracking_uri(tracking_uri(run.workspace))
-    logged_model = _log_model(package, mlflow_run_id=mlflow_run_id, interactions=interactions)
+    mlflow_run = client.get_run(mlflow_run_id)
+    _delete_unregistered_models(client, mlflow_run, registered_uris={version.source for version in versions})
+    logged_model = _log_model(package, client=client, mlflow_run=mlflow_run, interactions=context.dataset.interactions)
     if client.tracking_uri.startswith(SQLITE_PREFIX):
         record_logged_model(logged_model.model_uri, client=client, workspace=run.workspace)
     return client.create_model_version(
@@ -71,11 +59,11 @@ def get_or_create_version(
         run_id=mlflow_run_id,
         tags=tags,
         model_id=logged_model.model_id,
-        description=description,
+        description=_version_description(context, mlflow_run),
     )
 
 
-def version_description(context: StageContext, *, client: MlflowClient, mlflow_run_id: str) -> str:
+def _version_description(context: StageContext, mlflow_run: MlflowRun) -> str:
     """Return the period and sizes of the data, the test metrics, and a link to the MLflow run, in Markdown."""
     interactions, results = context.dataset.interactions, context.results
     period = f" from {interactions.first_time} to {interactions.last_time}" if interactions.first_time else ""
@@ -84,21 +72,21 @@ def version_description(context: StageContext, *, client: MlflowClient, mlflow_r
     metrics_text = ", ".join(
         f"{name} {value:.4f}" for name, value in zip(table.columns, table.rows["model"], strict=True) if value is not None
     )
-    experiment_id = client.get_run(mlflow_run_id).info.experiment_id
+    run_info = mlflow_run.info
     return "\n\n".join(
         (
             f"Data: {num_events:,} events{period}, {interactions.num_users:,} users, {interactions.num_items:,} items, "
             f"{describe_held_out_users(results[DataReportManifest].metrics)}",
             f"Test metrics over the full catalogue: {metrics_text}",
-            f"Run {context.run.run_id}: [MLflow run](#/experiments/{experiment_id}/runs/{mlflow_run_id})",
+            f"Run {context.run.run_id}: [MLflow run](#/experiments/{run_info.experiment_id}/runs/{run_info.run_id})",
         )
     )
 
 
-def _delete_unregistered_models(client: MlflowClient, mlflow_run_id: str, *, registered_uris: set[str | None]) -> None:
+def _delete_unregistered_models(client: MlflowClient, mlflow_run: MlflowRun, *, registered_uris: set[str | None]) -> None:
     """Delete the models that an interrupted attempt logged but did not register. An error is logged as a warning."""
-    experiment_id = client.get_run(mlflow_run_id).info.experiment_id
-    for model in client.search_logged_models([experiment_id], f"source_run_id = '{mlflow_run_id}'"):
+    run_info = mlflow_run.info
+    for model in client.search_logged_models([run_info.experiment_id], f"source_run_id = '{run_info.run_id}'"):
         if model.model_uri not in registered_uris:
             try:
                 delete_logged_model(client, model)
@@ -106,10 +94,23 @@ def _delete_unregistered_models(client: MlflowClient, mlflow_run_id: str, *, reg
                 LOG.warning("could not delete %s, which has no version (%s: %s)", model.model_uri, type(error).__name__, error)
 
 
-def _log_model(package: PackageManifest, *, mlflow_run_id: str, interactions: InteractionsManifest) -> ModelInfo:
-    with mlflow.start_run(run_id=mlflow_run_id):
-        return mlflow.pyfunc.log_model(
-            name="retriever",
+def _log_model(
+    package: PackageManifest, *, client: MlflowClient, mlflow_run: MlflowRun, interactions: InteractionsManifest
+) -> LoggedModel:
+    """Log the package as a model of the MLflow run.
+
+    `mlflow.pyfunc.log_model` would read the history of each metric of the run, and load the model in this process.
+    """
+    run_id = mlflow_run.info.run_id
+    model = client.create_logged_model(
+        mlflow_run.info.experiment_id, "retriever", source_run_id=run_id, params=mlflow_run.data.params
+    )
+    with TemporaryDirectory(prefix="nightjar-") as folder:
+        mlflow.pyfunc.save_model(
+            f"{folder}/model",
+            mlflow_model=Model(
+                artifact_path=model.artifact_location, run_id=run_id, model_uuid=model.model_id, model_id=model.model_id
+            ),
             python_model=str(_MODEL_CODE_FILE),
             code_paths=[str(Path(recsys_core.__file__).parent)],
             artifacts={"package": str(package.folder / "package")},
@@ -118,6 +119,9 @@ def _log_model(package: PackageManifest, *, mlflow_run_id: str, interactions: In
             signature=signature_for(interactions),
             input_example=_input_example(interactions),
         )
+        client.log_model_artifacts(model.model_id, f"{folder}/model")
+    client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
+    return client.finalize_logged_model(model.model_id, "READY")
 
 
 def signature_for(interactions: InteractionsManifest) -> ModelSignature:
@@ -150,8 +154,14 @@ def pinned_requirements() -> list[str]:
 
     Serving runs on a CPU, so faiss-gpu is replaced by faiss-cpu of the same version.
     """
-    version_by_library = {library: metadata.version(library) for library in _SERVING_LIBRARIES}
-    installed_libraries = {distribution.name for distribution in metadata.distributions()}
-    version_by_library["faiss-cpu"] = metadata.version("faiss-cpu" if "faiss-cpu" in installed_libraries else "faiss-gpu")
+    libraries = (*_SERVING_LIBRARIES, "faiss-cpu")
+    version_by_library = {library: _installed_version(library) for library in libraries}
     # A local version such as 2.14.1+cpu is not on PyPI.
     return [f"{library}=={version.partition('+')[0]}" for library, version in sorted(version_by_library.items())]
+
+
+def _installed_version(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return metadata.version(library.replace("faiss-cpu", "faiss-gpu"))

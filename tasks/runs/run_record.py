@@ -26,9 +26,7 @@ from recsys_core.manifests import (
     RegistrationManifest,
     read_unchecked_manifest,
 )
-from tasks.runs.context import StageContext
-from tasks.runs.options import RunOptions
-from tasks.runs.results import Results
+from tasks.runs.context import Results, RunOptions, StageContext
 from tasks.runs.run import Run
 
 LOG = logging.getLogger("nightjar")

@@ -2,12 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from recsys_core.disk import write_text
+from recsys_core.evaluation import evaluate as evaluate_core
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.report import metric_table, plot_loss, to_markdown
-from recsys_core.imports import fast_imports
 from recsys_core.manifests import (
     EvaluationManifest,
     ExportManifest,
@@ -19,13 +18,20 @@ from recsys_core.manifests import (
     TrainManifest,
 )
 from recsys_core.models.config import PackageConfig
+from recsys_core.retrieval import index as index_core
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.plot import index_table, plot_indexes
+from recsys_core.serving import package as package_core
+from recsys_core.sharding.plan_file import PlanFile
+from recsys_core.training import train as train_core
+from recsys_core.training.export import export as export_core
 from recsys_core.training.job import Progress
+from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.warm.starting_model import Champion
 from recsys_core.units import MIB
 from tasks.progress.artifacts import TrainingProgress, show_image, show_markdown
 from tasks.progress.reporting import show_bar, training_summary
+from tasks.registry.metric_relay import MetricRelay
 from tasks.registry.mlflow_client import LOG, RUN_ID_TAG, call_or_warn
 from tasks.registry.releases import champion_of
 from tasks.runs.context import StageContext
@@ -33,16 +39,10 @@ from tasks.runs.run import CHAMPION_FILE_NAME, Run
 from tasks.runs.workspace import Workspace
 from tasks.stages.stage import stage
 
-if TYPE_CHECKING:
-    from recsys_core.training.setup import TrainingSetup
-
 
 @stage(PlanManifest)
-def plan_sharding(context: StageContext, setup: "TrainingSetup") -> tuple[PlanManifest, str]:
+def plan_sharding(context: StageContext, setup: TrainingSetup) -> tuple[PlanManifest, str]:
     """Plan where the shards of each table go; write plan.json and plan.html."""
-    with fast_imports():
-        from recsys_core.sharding.plan_file import PlanFile
-
     manifest = setup.plan(context.dataset, folder=context.folder(PlanManifest))
     plan = PlanFile.read(manifest.path("plan.json"))
     show_markdown(context, "sharding-plan", plan.to_markdown())
@@ -51,11 +51,8 @@ def plan_sharding(context: StageContext, setup: "TrainingSetup") -> tuple[PlanMa
 
 
 @stage(TrainManifest)
-def train(context: StageContext, setup: "TrainingSetup", *, model_name: str) -> tuple[TrainManifest, str]:
+def train(context: StageContext, setup: TrainingSetup, *, model_name: str) -> tuple[TrainManifest, str]:
     """Train with torchrun on one or more hosts; send each line of metrics to MLflow, the terminal and a Prefect artifact."""
-    from recsys_core.training import train as train_core
-    from tasks.registry.metric_relay import MetricRelay
-
     progress_artifact = TrainingProgress(context)
     champion = starting_champion(model_name, run=context.run) if setup.training.warm_start is not None else None
     with MetricRelay(context) as relay:
@@ -117,10 +114,8 @@ def _write_json(path: Path, content: dict[str, str | None]) -> None:
 
 
 @stage(ExportManifest)
-def export_vectors(context: StageContext, setup: "TrainingSetup") -> tuple[ExportManifest, str]:
+def export_vectors(context: StageContext, setup: TrainingSetup) -> tuple[ExportManifest, str]:
     """Compute item vectors, query vectors and tables from the checkpoint."""
-    from recsys_core.training.export import export as export_core
-
     manifest = export_core.export_vectors(
         setup,
         dataset=context.dataset,
@@ -134,8 +129,6 @@ def export_vectors(context: StageContext, setup: "TrainingSetup") -> tuple[Expor
 @stage(EvaluationManifest)
 def evaluate(context: StageContext, config: EvaluationConfig) -> tuple[EvaluationManifest, str]:
     """Measure the exported vectors and the baselines over the full catalogue."""
-    from recsys_core.evaluation import evaluate as evaluate_core
-
     manifest = evaluate_core.evaluate(
         config,
         export=context.results[ExportManifest],
@@ -154,8 +147,6 @@ def evaluate(context: StageContext, config: EvaluationConfig) -> tuple[Evaluatio
 @stage(IndexManifest)
 def build_index(context: StageContext, config: IndexConfig) -> tuple[IndexManifest, str]:
     """Build the FAISS indexes of the item vectors and measure them against exact search."""
-    from recsys_core.retrieval import index as index_core
-
     manifest = index_core.build_indexes(config, export=context.results[ExportManifest], folder=context.folder(IndexManifest))
     served_kind = manifest.served_index
     show_markdown(context, "index", index_table(manifest.reports, served_kind=served_kind))
@@ -170,8 +161,6 @@ def build_index(context: StageContext, config: IndexConfig) -> tuple[IndexManife
 @stage(PackageManifest)
 def build_package(context: StageContext, config: PackageConfig) -> tuple[PackageManifest, str]:
     """Write the query tower, the served index and the ids into one folder that can be served."""
-    from recsys_core.serving import package as package_core
-
     manifest = package_core.build_package(
         config,
         export=context.results[ExportManifest],

@@ -1,9 +1,12 @@
 """The decorator for the stages of a run: a Prefect task with a log line, whose result joins the results of the run."""
 
-import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, Generic, ParamSpec, TypeVar
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.context import FlowRunContext
 
 from recsys_core.manifests import Manifest
 from tasks.progress.reporting import StageLog
@@ -22,22 +25,6 @@ class StoppedEarly(Exception):
         self.stage = stage_name
 
 
-def _is_in_flow() -> bool:
-    """Return whether a Prefect flow calls the stage. Commands without a flow do not import Prefect, which takes seconds."""
-    if "prefect" not in sys.modules:
-        return False
-    from prefect.context import FlowRunContext
-
-    return FlowRunContext.get() is not None
-
-
-def _as_task(run: Callable[P, ManifestT | None], stage_name: str) -> Callable[P, ManifestT | None]:
-    from prefect import task
-    from prefect.cache_policies import NO_CACHE
-
-    return task(name=stage_name, cache_policy=NO_CACHE)(run)
-
-
 class Stage(Generic[P, ManifestT]):
     """A stage of a run. Calling it runs its function, in a flow as a Prefect task, and returns the manifest.
 
@@ -52,7 +39,8 @@ class Stage(Generic[P, ManifestT]):
 
     def __call__(self, context: StageContext, *args: P.args, **kwargs: P.kwargs) -> ManifestT | None:
         """Run the stage; raise StoppedEarly if it is the last stage that the context names."""
-        run = _as_task(self.run, self.manifest_type.stage) if _is_in_flow() else self.run
+        as_task = task(name=self.manifest_type.stage, cache_policy=NO_CACHE)
+        run = self.run if FlowRunContext.get() is None else as_task(self.run)
         manifest = run(context, *args, **kwargs)
         # Not raised in the task, because Prefect would mark the task as failed.
         if context.until == self.manifest_type.stage:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import matplotlib
 import optuna
+from matplotlib import pyplot
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunStatus
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
@@ -186,9 +186,7 @@ def _remove_all_but_metrics_and_logs(folder: Path) -> None:
 
 def plot_history(study: optuna.Study, *, metric: str, path: Path) -> None:
     """Write a plot of the metric by trial, and of the best metric so far, to `path`."""
-    matplotlib.use("Agg")  # Optuna draws with pyplot, which would open a window on a desktop
-    from matplotlib import pyplot
-
+    pyplot.switch_backend("Agg")  # Optuna draws with pyplot, which would open a window on a desktop
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the function is marked as experimental
         optuna.visualization.matplotlib.plot_optimization_history(study, target_name=metric)

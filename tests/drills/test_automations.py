@@ -26,8 +26,7 @@ from flows.scheduled import automations
 from flows.scheduled.automations import BLOCK_NAME, create_automations
 from flows.settings.template import starter_config
 from recsys_core.errors import InputError
-from tasks.delivery.prefect_events import PrefectEvents
-from tasks.registry.registry import AliasChange
+from tasks.delivery.publishers import AliasChange, PrefectEvents
 
 pytestmark = pytest.mark.drill
 PATIENCE_S = 180.0

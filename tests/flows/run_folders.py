@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from recsys_core.manifests import STAGES
-from tasks.runs.options import RunOptions
+from tasks.runs.context import RunOptions
 from tasks.runs.run import Run
 from tasks.runs.run_record import RunFigures, RunRecord, RunState
 

@@ -28,7 +28,7 @@ from recsys_core.ingest.synthetic import generate
 from recsys_core.manifests import STAGES, RegistrationManifest
 from recsys_core.training.config import WarmStartConfig
 from tasks.registry.mlflow_client import connect, tracking_uri
-from tasks.runs.options import RunOptions
+from tasks.runs.context import RunOptions
 from tasks.runs.run import Run
 from tasks.runs.run_record import RunRecord
 from tests.recsys_core.launching.listening_sockets import Listening, collect_listening

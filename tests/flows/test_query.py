@@ -18,7 +18,7 @@ from flows.settings.template import starter_config
 from recsys_core.errors import StageError, TrackingServerError
 from recsys_core.manifests.stage_folder import create_own_folder
 from tasks.registry import mlflow_client
-from tasks.runs.options import RunOptions
+from tasks.runs.context import RunOptions
 from tests.tasks.unhealthy_servers import answering, closed, silent
 
 COMMANDS = (["query", "--user", "1"], ["releases"])

@@ -36,9 +36,10 @@ from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.package import build_package
 from recsys_core.training.job import Progress
-from tasks.gate import smoke_test, version_tester
+from tasks.gate import by_hand, version_tester
 from tasks.gate.sample import K, ServedSample
 from tasks.gate.smoke_test import UnusableVersionError
+from tasks.stages import registration
 from tests.recsys_core.evaluation.stage_folders import export_stage, interactions_stage
 from tests.recsys_core.manifests.committed_stage import commit_stage
 
@@ -72,7 +73,8 @@ def predicted_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         pq.write_table(table, output_file)
         return table["item_ids"].combine_chunks()
 
-    monkeypatch.setattr(smoke_test, "start_processes", lambda count: nullcontext([]))
+    for module in (registration, by_hand):
+        monkeypatch.setattr(module, "ModelProcess", nullcontext)
     monkeypatch.setattr(version_tester, "predict_in_subprocess", predict)
     return uris
 

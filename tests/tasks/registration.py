@@ -8,10 +8,9 @@ from mlflow import MlflowClient
 from recsys_core.comparison.rules import Margin
 from recsys_core.manifests import RegistrationManifest
 from tasks.registry.config import RegistryConfig
-from tasks.runs.context import StageContext
-from tasks.runs.options import RunOptions
+from tasks.runs.context import RunOptions, StageContext
 from tasks.runs.workspace import Workspace
-from tasks.stages.register import register
+from tasks.stages.registration import register
 from tests.tasks.conftest import Stages
 
 
@@ -20,6 +19,7 @@ def run_of(workspace: Path, run_id: str, **options: Any) -> StageContext:
     run.folder.mkdir(parents=True, exist_ok=True)
     run.config_file.write_text("name: tests\n")
     (run.folder / "loss.png").touch()  # drawn by the stage train
+    (run.folder / "indexes.png").touch()  # drawn by the stage build_index
     return StageContext(run, experiment="tests", options=RunOptions(**options))
 
 

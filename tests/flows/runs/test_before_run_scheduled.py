@@ -13,8 +13,7 @@ import pytest
 from flows.runs.before_run import MAX_STARTS, choose_run_to_resume, find_unfinished_run
 from flows.settings.config_file import dump_config, load_config
 from flows.settings.pipeline import PipelineConfig
-from tasks.runs.context import StageContext
-from tasks.runs.options import RunOptions
+from tasks.runs.context import RunOptions, StageContext
 from tasks.runs.run import REDUCED_FILE_NAME, Run
 from tasks.runs.run_record import RunRecord, RunState, record_run
 

@@ -9,7 +9,7 @@ from flows.runs.history_page import to_html
 from flows.runs.run_history import newest_promoted_version, run_history
 from flows.settings.pipeline import PipelineConfig
 from flows.settings.template import starter_config
-from tasks.runs.options import RunOptions
+from tasks.runs.context import RunOptions
 from tests.flows.run_folders import FIRST_START, METRIC, month_of_runs, past_run
 
 

@@ -9,8 +9,7 @@ from flows.scheduled.deployed import deployed_retrain
 from flows.settings.config_file import load_config
 from recsys_core.errors import InputError
 from recsys_core.manifests import STAGES
-from tasks.runs.context import StageContext
-from tasks.runs.options import RunOptions
+from tasks.runs.context import RunOptions, StageContext
 from tasks.runs.run import Run
 
 CONFIG = "interactions: {paths: log.parquet, timestamp_column: timestamp}\n"

@@ -10,13 +10,14 @@ import pytest
 
 from recsys_core.errors import InputError, StageError, TrackingServerError
 from recsys_core.manifests import InteractionsManifest
+from tasks.delivery.publishers import AliasChange
 from tasks.gate import version_tester
 from tasks.gate.by_hand import Decision, promote_version, roll_back
 from tasks.gate.sample import K, ServedSample
 from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import RUN_ID_TAG, connect
-from tasks.registry.registry import AliasChange, Registry
-from tasks.registry.releases import BROKEN_TAG, BY_HAND_TAG, FORMER_CHAMPION_TAG
+from tasks.registry.registry import Registry
+from tasks.registry.releases import FORMER_CHAMPION_TAG, LOAD_ERROR_TAG, MANUAL_CHANGE_TAG
 from tests.tasks.conftest import Stages
 from tests.tasks.gate.test_gate import flip_a_bit, package_of
 from tests.tasks.registration import aliases, do_register, run_of, version_tags
@@ -74,8 +75,8 @@ def test_promote_makes_the_challenger_champion_and_rollback_returns_to_the_forme
         "m version 3 is champion instead of version 2: recall@20 is 0."
     )
     assert aliases(client) == {"champion": "3"}
-    assert "promoted by hand, replaces version 2: legal: item 7" in version_tags(client, "3")[BY_HAND_TAG]
-    assert "replaced by version 3, promoted by hand: legal: item 7" in version_tags(client, "2")[BY_HAND_TAG]
+    assert "promoted by hand, replaces version 2: legal: item 7" in version_tags(client, "3")[MANUAL_CHANGE_TAG]
+    assert "replaced by version 3, promoted by hand: legal: item 7" in version_tags(client, "2")[MANUAL_CHANGE_TAG]
     assert FORMER_CHAMPION_TAG in version_tags(client, "2")
     assert [(change.alias, change.old_version, change.new_version, change.reason) for change in changes] == [
         ("champion", "2", "3", "promoted by hand: legal: item 7"),
@@ -87,7 +88,7 @@ def test_promote_makes_the_challenger_champion_and_rollback_returns_to_the_forme
     assert FORMER_CHAMPION_TAG not in version_tags(client, "3")
     assert roll_back(None, decide()).startswith("m version 1 is champion instead of version 2")  # not back to version 3
     assert FORMER_CHAMPION_TAG not in version_tags(client, "2")
-    assert "rolled back by hand, replaces version 2: sold-out items" in version_tags(client, "1")[BY_HAND_TAG]
+    assert "rolled back by hand, replaces version 2: sold-out items" in version_tags(client, "1")[MANUAL_CHANGE_TAG]
     assert [(change.old_version, change.new_version) for change in changes] == [("3", "2"), ("2", "1")]
     with pytest.raises(InputError, match=r"^m: there is no former champion \(former champions: none\); list the versions"):
         roll_back(None, decide())
@@ -98,7 +99,7 @@ def test_promote_makes_the_challenger_champion_and_rollback_returns_to_the_forme
         promote_version(number, decide())
     flip_a_bit(three_versions, "2")
     assert roll_back(None, decide()).startswith("m version 1 is champion instead of version 3")
-    assert BROKEN_TAG in version_tags(client, "2")
+    assert LOAD_ERROR_TAG in version_tags(client, "2")
     flip_a_bit(three_versions, "3")
     with pytest.raises(StageError, match=r"^models:/m/3: "):
         promote_version(3, decide())
@@ -129,7 +130,7 @@ def test_a_promotion_that_cannot_be_is_one_message_and_changes_nothing(
         with pytest.raises(StageError, match="items that are not in the catalogue"):
             promote_version(3, decide())
     assert (aliases(client), changes) == ({"champion": "2", "challenger": "3"}, [])
-    assert not any(BY_HAND_TAG in version_tags(client, number) for number in "123")
+    assert not any(MANUAL_CHANGE_TAG in version_tags(client, number) for number in "123")
 
     move_champion = Registry.move_champion
 

@@ -14,11 +14,12 @@ from recsys_core.errors import StageError, TrackingServerError
 from recsys_core.evaluation.metrics import SERVED_METRICS, UserMetrics
 from tasks.gate import gate, version_tester
 from tasks.gate.sample import ServedSample
-from tasks.gate.smoke_test import NotFetchedError, predict_in_subprocess
+from tasks.gate.smoke_test import ModelProcess, NotFetchedError, predict_in_subprocess
 from tasks.registry import mlflow_client
 from tasks.registry.loading import record_logged_model
 from tasks.registry.mlflow_client import connect
-from tasks.registry.releases import BROKEN_TAG
+from tasks.registry.releases import LOAD_ERROR_TAG
+from tasks.stages import registration
 from tests.tasks.conftest import USERS, Stages
 from tests.tasks.registration import aliases, do_register, run_of, version_tags
 
@@ -81,7 +82,9 @@ def test_a_champion_with_a_flipped_bit_is_replaced_and_reported(
     request.getfixturevalue("predicted_here")
     do_register(stages(), run_of(workspace, "one"))
     flip_a_bit(workspace, "1")
-    request.getfixturevalue("monkeypatch").setattr(version_tester, "predict_in_subprocess", in_fresh_processes)
+    monkeypatch = request.getfixturevalue("monkeypatch")
+    monkeypatch.setattr(version_tester, "predict_in_subprocess", in_fresh_processes)
+    monkeypatch.setattr(registration, "ModelProcess", ModelProcess)
     made = do_register(stages(), run_of(workspace, "two"), baselines=("popularity",))
     assert (made.alias, aliases(connect(workspace))) == ("champion", {"champion": "2"})
     assert made.reasons[0] == "no former champion loads" and made.reasons[1].endswith("of popularity")
@@ -89,7 +92,7 @@ def test_a_champion_with_a_flipped_bit_is_replaced_and_reported(
     assert made.alarm.startswith("the champion, version 1, does not load (models:/m/1: does not answer in a fresh process")
     assert made.alarm.endswith("; version 2 is champion instead")
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [f"m: {made.alarm}"]
-    assert version_tags(connect(workspace), "1")[BROKEN_TAG].startswith("models:/m/1: ")
+    assert version_tags(connect(workspace), "1")[LOAD_ERROR_TAG].startswith("models:/m/1: ")
 
 
 def test_champions_whose_process_ends_without_answers_are_replaced_by_the_last_champion_that_answers(
@@ -106,14 +109,15 @@ def test_champions_whose_process_ends_without_answers_are_replaced_by_the_last_c
         return (predict_in_subprocess if is_broken else predict_here)(sample, model_uri=model_uri, **options)
 
     monkeypatch.setattr(version_tester, "predict_in_subprocess", predict)
-    registration = do_register(stages(confused=True), run_of(workspace, "four"))
+    monkeypatch.setattr(registration, "ModelProcess", ModelProcess)
+    made = do_register(stages(confused=True), run_of(workspace, "four"))
     client = connect(workspace)
     assert aliases(client) == {"champion": "1", "challenger": "4"}
-    assert registration.alarm == (
+    assert made.alarm == (
         "the champion, version 3, does not load (models:/m/3: its process ended without a readable file of answers with the "
         "column item_ids (FileNotFoundError)); version 1 is champion instead"
     )
-    assert version_tags(client, "2")[BROKEN_TAG].endswith("(exit 1): no \ufffd")
+    assert version_tags(client, "2")[LOAD_ERROR_TAG].endswith("(exit 1): no \ufffd")
 
 
 def test_a_version_that_is_worse_than_the_last_loadable_champion_restores_that_champion(
@@ -146,11 +150,11 @@ def test_where_no_version_can_be_champion_the_stage_fails_until_the_champion_loa
         do_register(stages(confused=True), run_of(workspace, "two"), baselines=baselines)
     client = connect(workspace)
     assert aliases(client) == {"champion": "1", "challenger": "2"}
-    assert BROKEN_TAG in version_tags(client, "1")
+    assert LOAD_ERROR_TAG in version_tags(client, "1")
     shutil.copytree(kept, package_of(workspace, "1"), dirs_exist_ok=True)
     resumed = do_register(stages(confused=True), run_of(workspace, "two"), baselines=baselines)
     assert (resumed.version, resumed.alias, resumed.alarm) == ("2", "challenger", None)
-    assert BROKEN_TAG not in version_tags(client, "1")
+    assert LOAD_ERROR_TAG not in version_tags(client, "1")
 
 
 @pytest.mark.parametrize("cause", ["the files of the champion are gone", "MLflow does not work"])
@@ -173,10 +177,10 @@ def test_a_champion_that_cannot_be_fetched_is_broken_only_where_mlflow_works(
         with pytest.raises(TrackingServerError, match="models:/m/2: not fetched"):
             do_register(stages(), run_of(workspace, "two"))
         assert aliases(connect(workspace)) == {"champion": "1"}
-        assert BROKEN_TAG not in version_tags(connect(workspace), "1")
+        assert LOAD_ERROR_TAG not in version_tags(connect(workspace), "1")
     else:
         assert do_register(stages(), run_of(workspace, "two")).alias == "champion"
-        assert BROKEN_TAG in version_tags(connect(workspace), "1")
+        assert LOAD_ERROR_TAG in version_tags(connect(workspace), "1")
 
 
 @pytest.mark.parametrize("is_worse", [False, True])

@@ -1,13 +1,16 @@
 """Smoke test: the sample, invalid answers and metrics, compared with values computed by hand."""
 
+import os
+import signal
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tasks.gate import smoke_test
 from tasks.gate.sample import K, ServedSample, invalid_answers, measure_answers, prepare_sample
-from tasks.gate.smoke_test import UnusableVersionError, read_answers
+from tasks.gate.smoke_test import ModelProcess, UnusableVersionError, read_answers
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
 
 ITEMS = 30
@@ -103,3 +106,14 @@ def test_the_sample_is_reproducible(tmp_path: Path) -> None:
     first, second = (prepare_sample(interactions, max_users=5, folder=tmp_path / name) for name in ("a", "b"))
     assert first.num_users == 5
     assert pq.read_table(first.histories_file).equals(pq.read_table(second.histories_file))
+
+
+def test_a_process_answers_after_a_failed_request_and_is_replaced_after_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ModelProcess() as process:
+        assert process.answer({}) == (1, "KeyError: 'input_path'")
+        os.kill(process._process.pid, signal.SIGSTOP)
+        monkeypatch.setattr(smoke_test, "_TIMEOUT_S", 0.1)
+        with pytest.raises(TimeoutError):
+            process.answer({})
+        monkeypatch.undo()
+        assert process.answer({"input_path": "absent.parquet"}) == (1, "FileNotFoundError: absent.parquet")

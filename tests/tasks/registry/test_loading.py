@@ -8,7 +8,7 @@ import pytest
 
 from recsys_core.errors import StageError
 from tasks.gate.sample import prepare_sample
-from tasks.gate.smoke_test import UnusableVersionError, predict_in_subprocess
+from tasks.gate.smoke_test import ModelProcess, UnusableVersionError, predict_in_subprocess
 from tasks.registry.loading import LOGGED_MODELS_FILE_NAME, PACKAGE_SHA256_TAG, load_version
 from tasks.registry.mlflow_client import connect
 from tests.tasks.conftest import Stages
@@ -53,13 +53,14 @@ def test_the_code_of_a_model_outside_the_workspace_is_not_executed(workspace: Pa
     with pytest.raises(StageError, match=r"^models:/m/1: no run of this workspace logged this model: its files are in .*out"):
         load_version(workspace, model_name="m")
     sample = prepare_sample(stages().dataset.interactions, max_users=3, folder=workspace / "sample")
-    with pytest.raises(UnusableVersionError, match="no run of this workspace logged this model"):
+    error = pytest.raises(UnusableVersionError, match="no run of this workspace logged this model")
+    with ModelProcess() as process, error:
         predict_in_subprocess(
             sample,
             model_uri="models:/m/1",
             client=connect(workspace),
             workspace=workspace,
-            processes=[],
+            process=process,
             output_file=workspace / "answers.parquet",
         )
     assert not marker.exists()

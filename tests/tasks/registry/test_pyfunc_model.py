@@ -29,9 +29,8 @@ from recsys_core.manifests import InteractionsManifest
 from recsys_core.serving.requests import answer, parse
 from recsys_core.serving.retriever import Retriever
 from tasks.gate.sample import K, prepare_sample
-from tasks.gate.smoke_test import predict_in_subprocess
+from tasks.gate.smoke_test import ModelProcess, predict_in_subprocess
 from tasks.registry import tracking
-from tasks.registry.config import RegistryConfig
 from tasks.registry.loading import PACKAGE_SHA256_TAG, load_model
 from tasks.registry.mlflow_client import connect
 from tasks.registry.versions import get_or_create_version, pinned_requirements
@@ -70,16 +69,13 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, stages: BuildStages) -> 
         run = Run("one", workspace=tmp_path_factory.mktemp("workspace"))
         run.folder.mkdir(parents=True)
         run.config_file.write_text("name: tests\n")
+        context = StageContext(run, experiment="tests")
+        for manifest in (stages().dataset.interactions, *stages()[1:]):
+            context.results.add(manifest)
         client = connect(run.workspace)
-        get_or_create_version(
-            stages().package,
-            config=RegistryConfig(model_name="m"),
-            client=client,
-            mlflow_run_id=tracking.open_run(client, StageContext(run, experiment="tests")),
-            interactions=stages().dataset.interactions,
-            run=run,
-            description="a test",
-        )
+        mlflow_run_id = tracking.open_run(client, context)
+        tracking.log_params(client, mlflow_run_id, config_file=run.config_file)
+        get_or_create_version(context, model_name="m", client=client, mlflow_run_id=mlflow_run_id)
         yield run.workspace
 
 
@@ -199,14 +195,15 @@ def ask_query(workspace: Path, interactions: InteractionsManifest) -> tuple[dict
 
 def ask_smoke_test(workspace: Path, interactions: InteractionsManifest) -> tuple[dict[str, Any], list[list[int]]]:
     sample = prepare_sample(interactions, max_users=20, folder=workspace / "sample")
-    answers = predict_in_subprocess(
-        sample,
-        model_uri=URI,
-        client=MlflowClient(),
-        workspace=workspace,
-        processes=[],
-        output_file=workspace / "answers.parquet",
-    )
+    with ModelProcess() as process:
+        answers = predict_in_subprocess(
+            sample,
+            model_uri=URI,
+            client=MlflowClient(),
+            workspace=workspace,
+            process=process,
+            output_file=workspace / "answers.parquet",
+        )
     inputs = pq.read_table(sample.histories_file).to_pydict()
     return {"inputs": inputs, "params": {"k": K, "exclude_stored_history": False}}, answers.to_pylist()
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tasks.delivery.publishers import AliasChange
 from tasks.registry import registry as registry_module
-from tasks.registry.registry import AliasChange, Registry, number_of
+from tasks.registry.registry import Registry, number_of
 from tasks.registry.releases import FORMER_CHAMPION_TAG
 
 

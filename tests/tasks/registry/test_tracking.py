@@ -9,8 +9,7 @@ import pytest
 from recsys_core.manifests import PlanManifest, TrainManifest
 from tasks.registry.mlflow_client import connect
 from tasks.registry.tracking import as_metrics, log_params, log_run_end, open_run, run_address, server_address
-from tasks.runs.context import StageContext
-from tasks.runs.options import RunOptions
+from tasks.runs.context import RunOptions, StageContext
 from tasks.runs.run import Run
 from tests.tasks.conftest import Stages
 from tests.tasks.registration import run_of

@@ -10,8 +10,7 @@ import pytest
 
 from recsys_core.errors import StageError
 from recsys_core.manifests import DataReportManifest, RegistrationManifest
-from tasks.runs.context import StageContext
-from tasks.runs.options import RunOptions
+from tasks.runs.context import RunOptions, StageContext
 from tasks.runs.run import Run
 from tasks.runs.run_record import RunRecord, record_run
 from tests.recsys_core.manifests.committed_stage import commit_stage

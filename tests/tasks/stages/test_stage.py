@@ -8,8 +8,7 @@ import pytest
 
 from recsys_core.errors import StageError
 from recsys_core.manifests import PlanManifest, StageName
-from tasks.runs.context import StageContext
-from tasks.runs.results import Results
+from tasks.runs.context import Results, StageContext
 from tasks.runs.run import Run
 from tasks.stages.stage import StoppedEarly, stage
 from tests.recsys_core.manifests.committed_stage import commit_stage

@@ -12,12 +12,13 @@ import pytest
 
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import RegistrationManifest
-from tasks.delivery import prefect_events as events
+from tasks.delivery import publishers
+from tasks.delivery.publishers import AliasChange
 from tasks.gate import version_tester
 from tasks.gate.sample import K, ServedSample, prepare_sample
+from tasks.gate.smoke_test import ModelProcess
 from tasks.registry.loading import load_version
 from tasks.registry.mlflow_client import connect
-from tasks.registry.registry import AliasChange
 from tasks.registry.releases import champion_of, list_releases
 from tests.tasks.conftest import ITEMS, STEPS, Stages
 from tests.tasks.registration import aliases, do_register, run_of, version_tags
@@ -49,10 +50,15 @@ def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(works
         "indexes.png",
     }
     assert found.data.metrics["test/recall_at_20"] == exact["test/recall@20"]
+    source = client.get_model_version("m", "1").source
+    assert source is not None
+    model = client.get_logged_model(source.removeprefix("models:/"))
+    assert (model.name, model.status, model.params) == ("retriever", "READY", {"name": "tests"})
+    assert {metric.key: metric.value for metric in model.metrics}["test/recall_at_20"] == exact["test/recall@20"]
     assert {metric.step for metric in client.get_metric_history(made.mlflow_run_id, "train/loss")} == set(STEPS)
     assert [entry.dataset.name for entry in found.inputs.dataset_inputs] == ["interactions"]
     (release,) = list_releases(client, "m")
-    assert (release["version"], release["alias"], release["smoke"], release["run_id"]) == ("1", "champion", "passed", "one")
+    assert (release["version"], release["aliases"], release["smoke"], release["run_id"]) == ("1", "champion", "passed", "one")
     assert release["metrics"] == made.metrics
     data_text, metrics_text, run_text = client.get_model_version("m", "1").description.split("\n\n")
     assert data_text == "Data: 270 events, 30 users, 120 items, 30 test users"
@@ -77,7 +83,7 @@ def test_a_worse_version_becomes_challenger_and_an_equal_one_champion(
     workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes: list[AliasChange] = []
-    monkeypatch.setattr(events.PrefectEvents, "publish", lambda _, change: changes.append(change))
+    monkeypatch.setattr(publishers.PrefectEvents, "publish", lambda _, change: changes.append(change))
     do_register(stages(), run_of(workspace, "one"))
     worse = do_register(stages(confused=True), run_of(workspace, "two"))
     assert (worse.version, worse.alias, worse.promoted) == ("2", "challenger", False)
@@ -155,14 +161,15 @@ def test_a_version_that_fails_the_smoke_test_gets_no_alias_and_says_why(
 
 def test_a_version_that_cannot_be_downloaded_fails_with_the_error_of_mlflow(workspace: Path, stages: BuildStages) -> None:
     sample = prepare_sample(stages().dataset.interactions, max_users=3, folder=workspace / "sample")
-    with pytest.raises(StageError, match=r"models:/absent/1: could not be downloaded: MlflowException: .*absent"):
+    error = pytest.raises(StageError, match=r"models:/absent/1: could not be downloaded: MlflowException: .*absent")
+    with ModelProcess() as process, error:
         version_tester.predict_in_subprocess(
             sample,
             model_uri="models:/absent/1",
             client=connect(workspace),
             workspace=workspace,
             output_file=workspace / "answers.parquet",
-            processes=[],
+            process=process,
         )
 
 

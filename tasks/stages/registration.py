@@ -1,7 +1,5 @@
 """Stage `register`."""
 
-from typing import TYPE_CHECKING
-
 from recsys_core.data_report.limits import describe_held_out_users
 from recsys_core.evaluation.report import MetricTable, metric_table, to_markdown
 from recsys_core.manifests import (
@@ -13,14 +11,19 @@ from recsys_core.manifests import (
     TrainManifest,
     fingerprint_of,
 )
+from tasks.delivery.publishers import PrefectEvents
+from tasks.gate.gate import run_champion_gate
+from tasks.gate.report import write_report
+from tasks.gate.smoke_test import ModelProcess
 from tasks.progress.artifacts import show_markdown
+from tasks.registry import tracking
 from tasks.registry.config import RegistryConfig
+from tasks.registry.metric_relay import log_training_metrics
 from tasks.registry.mlflow_client import tracking_uri
+from tasks.registry.registry import Registry
+from tasks.registry.versions import get_or_create_version
 from tasks.runs.context import StageContext
 from tasks.stages.stage import stage
-
-if TYPE_CHECKING:
-    from tasks.registry.registry import Registry
 
 
 @stage(RegistrationManifest)
@@ -29,17 +32,12 @@ def register(context: StageContext, config: RegistryConfig) -> tuple[Registratio
 
     A dry run only logs the results. Its manifest is None.
     """
-    from tasks.delivery.prefect_events import PrefectEvents
-    from tasks.gate.gate import run_champion_gate
-    from tasks.gate.report import write_report
-    from tasks.gate.smoke_test import start_processes
-    from tasks.registry.registry import Registry
-    from tasks.registry.versions import get_or_create_version, version_description
-
     run, results, options = context.run, context.results, context.options
     events = PrefectEvents(context.flow_run_id, context.pipeline, options.reason, run.run_id)
     if options.dry_run:
-        _log_results(Registry.connect(run.workspace, config.model_name), context)
+        registry = Registry.connect(run.workspace, config.model_name)
+        mlflow_run_id = _open_mlflow_run(registry, context)
+        _log_results(registry, context, mlflow_run_id, model_id=None)
         return None, "dry run: no version is registered"
     package, evaluation = results[PackageManifest], results[EvaluationManifest]
     fingerprint = fingerprint_of(
@@ -49,21 +47,19 @@ def register(context: StageContext, config: RegistryConfig) -> tuple[Registratio
     manifest = register_stage.manifest
     if manifest is None:
         registry = Registry.connect(run.workspace, config.model_name, publishers=[events])
-        has_champion = registry.champion() is not None
-        with register_stage.writing() as new_folder, start_processes(1 + has_champion) as processes:
-            mlflow_run_id = _log_results(registry, context)
+        with register_stage.writing() as new_folder, ModelProcess() as process:
+            mlflow_run_id = _open_mlflow_run(registry, context)
             version = registry.call(
                 get_or_create_version,
-                package,
-                config=config,
+                context,
+                model_name=config.model_name,
                 client=registry.client,
                 mlflow_run_id=mlflow_run_id,
-                interactions=context.dataset.interactions,
-                run=run,
-                description=registry.call(version_description, context, client=registry.client, mlflow_run_id=mlflow_run_id),
             )
+            assert version.source is not None  # get_or_create_version creates every version from a logged model
+            _log_results(registry, context, mlflow_run_id, model_id=version.source.removeprefix("models:/"))
             registration_fields = run_champion_gate(
-                version, config=config, context=context, registry=registry, processes=processes, folder=new_folder
+                version, config=config, context=context, registry=registry, process=process, folder=new_folder
             )
             page_path = write_report(registration_fields, context, metric=config.metric, folder=new_folder)
             registry.call(registry.client.log_artifact, mlflow_run_id, str(page_path))
@@ -73,17 +69,19 @@ def register(context: StageContext, config: RegistryConfig) -> tuple[Registratio
     return manifest, f"{manifest.model_name} version {manifest.version} is {manifest.alias}: {manifest.reasons[0]}"
 
 
-def _log_results(registry: "Registry", context: StageContext) -> str:
-    """Log the results of the run; return the id of its MLflow run."""
-    from tasks.registry import tracking
-    from tasks.registry.metric_relay import log_training_metrics
-
+def _open_mlflow_run(registry: Registry, context: StageContext) -> str:
+    """Return the id of the MLflow run, which has the settings as params."""
     mlflow_run_id = registry.call(tracking.open_run, registry.client, context)
+    registry.call(tracking.log_params, registry.client, mlflow_run_id, config_file=context.run.config_file)
+    return mlflow_run_id
+
+
+def _log_results(registry: Registry, context: StageContext, mlflow_run_id: str, *, model_id: str | None) -> None:
+    """Log the results of the run to its MLflow run, and the metrics also to its logged model."""
     metrics_file = context.results[TrainManifest].path("metrics.jsonl")
     registry.call(log_training_metrics, registry.client, mlflow_run_id, metrics_file=metrics_file)
-    registry.call(tracking.log_results, registry.client, mlflow_run_id, context)
+    registry.call(tracking.log_results, registry.client, mlflow_run_id, context, model_id=model_id)
     registry.call(tracking.log_data, registry.client, mlflow_run_id, context)
-    return mlflow_run_id
 
 
 def verdict_page(registration: RegistrationManifest, *, evaluation: EvaluationManifest, data_report: DataReportManifest) -> str:

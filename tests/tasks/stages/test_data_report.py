@@ -11,13 +11,12 @@ from recsys_core.errors import InputError
 from recsys_core.ingest.log.config import FileSplit
 from recsys_core.manifests import DataReportManifest, InteractionsManifest
 from recsys_core.units import DAY_US
-from tasks.registry import mlflow_client, tracking
+from tasks.registry import mlflow_client
 from tasks.registry.mlflow_client import connect
 from tasks.registry.tracking import open_run
-from tasks.runs.context import StageContext
-from tasks.runs.results import Results
+from tasks.runs.context import Results, StageContext
 from tasks.runs.run import Run
-from tasks.stages import data_stages
+from tasks.stages import data_report
 from tests.recsys_core.ingest.interactions_with_times import interactions_of
 from tests.tasks.unhealthy_servers import silent
 
@@ -25,13 +24,13 @@ from tests.tasks.unhealthy_servers import silent
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr(data_stages, "show_markdown", lambda context, name, words: (tmp_path / f"{name}.md").write_text(words))
+    monkeypatch.setattr(data_report, "show_markdown", lambda context, name, words: (tmp_path / f"{name}.md").write_text(words))
     return tmp_path
 
 
 @pytest.fixture
 def untracked(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "log_data_report_or_warn", lambda context, report: None)
+    monkeypatch.setattr(data_report, "log_data_report_or_warn", lambda context, report: None)
 
 
 def check(workspace: Path, day: int, *, events: int, **limits: Any) -> DataReportManifest:
@@ -43,7 +42,7 @@ def check(workspace: Path, day: int, *, events: int, **limits: Any) -> DataRepor
     split = FileSplit(test_paths=("test.parquet",))
     context = StageContext(run, experiment="tests", results=Results([interactions]))
     limits = {"min_test_users": None} | limits
-    manifest: DataReportManifest = data_stages.check_data(context, DataReportConfig(**limits), split=split)
+    manifest: DataReportManifest = data_report.check_data(context, DataReportConfig(**limits), split=split)
     return manifest
 
 

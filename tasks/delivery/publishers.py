@@ -1,11 +1,35 @@
-"""Prefect events: one for each alias that moves to another version, so that an automation can deploy the version."""
+"""Publishers: systems that are informed of each alias that moves to another version, so that they can deploy the version."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from prefect.events import emit_event
 
 from tasks.progress.reporting import LOG
-from tasks.registry.registry import AliasChange
+
+
+@dataclass(frozen=True)
+class AliasChange:
+    """An alias that moved to another version of a model.
+
+    Attributes:
+        old_version: version that had the alias; None if there was none.
+        new_version: version that has the alias; None if the alias was removed.
+        reason: why the alias moved.
+    """
+
+    model_name: str
+    alias: str
+    old_version: str | None
+    new_version: str | None
+    reason: str
+
+
+class Publisher(Protocol):
+    """Another system that is informed of moved aliases."""
+
+    def publish(self, change: AliasChange) -> None:
+        """Send the change. Log an error as a warning, because the alias has moved."""
 
 
 @dataclass(frozen=True)

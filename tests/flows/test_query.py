@@ -12,6 +12,7 @@ from flows.cli import main as cli
 from flows.cli import runner
 from flows.cli.runner import Command, run_nightly, save_traceback
 from flows.settings import environment
+from flows.settings.config_file import dump_config
 from flows.settings.template import starter_config
 from recsys_core.errors import StageError, TrackingServerError
 from recsys_core.manifests.ownership import create_own_folder
@@ -70,7 +71,7 @@ def test_a_run_that_fails_because_of_mlflow_names_the_run_to_resume(tmp_path: Pa
     config = starter_config().with_absolute_paths(tmp_path)
     run_folder = config.workspace / "runs" / "r"
     create_own_folder(run_folder)
-    (run_folder / "config.yaml").write_text("")
+    dump_config(config, run_folder / "config.yaml")
 
     def end(*_: object, **__: object) -> None:
         raise TrackingServerError("MLflow does not work")

@@ -13,7 +13,7 @@ from flows.cli import session
 from flows.cli.run import run_nightly
 from flows.cli.session import one_sentence_errors
 from flows.settings import environment
-from flows.settings.config_file import LoadedConfig
+from flows.settings.config_file import LoadedConfig, dump_config
 from flows.settings.template import starter_config
 from recsys_core.errors import StageError, TrackingServerError
 from recsys_core.manifests.stage_folder import create_own_folder
@@ -69,7 +69,7 @@ def test_a_run_that_fails_because_of_mlflow_names_the_run_to_resume(tmp_path: Pa
     loaded = LoadedConfig(starter_config().with_absolute_paths(tmp_path), tmp_path / "nightly.yaml")
     run_folder = loaded.config.workspace / "runs" / "r"
     create_own_folder(run_folder)
-    (run_folder / "config.yaml").write_text("")
+    dump_config(config, run_folder / "config.yaml")
 
     def end(*_: object, **__: object) -> None:
         raise TrackingServerError("MLflow does not work")

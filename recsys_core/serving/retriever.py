@@ -107,6 +107,16 @@ class Retriever:
                 scores.append(score_K[:num_items])
         return item_ids, scores
 
+    def encode(self, user_row_B: NDArray[np.int64], history: JaggedArray) -> NDArray[np.float32]:
+        """Return the query vectors of users with these histories, [B, D].
+
+        Args:
+            user_row_B: rows of the users; -1 for an unknown user.
+            history: item rows of each user, oldest first.
+        """
+        query_BD: NDArray[np.float32] = self._tower(user_row_B, history, features=self._features).numpy()
+        return query_BD
+
     def is_known(self, user_ids: Sequence[Id]) -> NDArray[np.bool_]:
         """Return whether each user has an event in the log. Raises InputError for an invalid id."""
         is_known_B: NDArray[np.bool_] = self.user_ids.rows(user_ids) >= 0
@@ -138,8 +148,8 @@ class Retriever:
         is_known_B = self.package.model.is_known(history_length_B=history.lengths, user_row_B=user_row_B)
         known_indices = np.flatnonzero(is_known_B)
         if len(known_indices):
-            query_BD = self._tower(user_row_B[known_indices], history.take(known_indices), features=self._features)
-            self._fill_by_index(top_items, known_indices, query_BD.numpy())
+            query_BD = self.encode(user_row_B[known_indices], history.take(known_indices))
+            self._fill_by_index(top_items, known_indices, query_BD)
         unknown_indices = np.flatnonzero(~is_known_B)
         if len(unknown_indices):
             depth = int(top_items.depth_B[unknown_indices].max())

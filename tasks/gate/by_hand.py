@@ -4,9 +4,6 @@ The version is tested as in the champion gate before the alias `champion` moves 
 of a run in the workspace.
 """
 
-import getpass
-import os
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +26,7 @@ from tasks.registry.releases import (
     FORMER_CHAMPION_TAG,
     MANUAL_CHANGE_TAG,
     MAX_FORMER_CHAMPIONS,
+    current_person,
 )
 from tasks.runs.context import check_reason
 from tasks.runs.workspace import Workspace
@@ -180,9 +178,5 @@ def _make_champion(
 
 
 def _tag_decision(registry: Registry, version: ModelVersion, change: str, decision: Decision) -> None:
-    try:
-        user_name = getpass.getuser()
-    except (OSError, KeyError):  # a container may run with a user id without a name
-        user_name = f"user {os.getuid()}"
-    tag_value = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {user_name} on {socket.gethostname()}: {change}: {decision.reason}"
+    tag_value = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {current_person()}: {change}: {decision.reason}"
     registry.set_tag(version, MANUAL_CHANGE_TAG, tag_value)

@@ -1,13 +1,15 @@
-"""Evidence of the gate: comparisons of a new version with another version and with the baselines."""
+"""Evidence of the gate: comparisons of a new version with another version, with baselines, and with its exact model."""
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
 
 from recsys_core.comparison.decision import Evidence
-from recsys_core.comparison.rules import Margin, Rule
+from recsys_core.comparison.rules import Comparison, Margin, Outcome, Rule
 from recsys_core.evaluation.metrics import UserMetrics
 from tasks.gate.sample import K, ServedMetrics
+from tasks.gate.serving_loss import PACKAGED, TRAINED
 from tasks.registry.config import RegistryConfig
 
 
@@ -37,7 +39,38 @@ def version_evidence(
     ]
     if guardrails.max_coverage_drop < 1:
         evidence.append(_compare_coverage(new, other, baseline=label, max_relative_drop=guardrails.max_coverage_drop))
-    return evidence
+    costs = (
+        ("CPU ms per user", new.cpu_ms_per_user, other.cpu_ms_per_user),
+        ("model size in MB", new.num_bytes / 1e6, other.num_bytes / 1e6),
+    )
+    return evidence + [
+        _compare_costs(unit, new_cost, other_cost, baseline=label, max_increase=guardrails.max_cost_increase)
+        for unit, new_cost, other_cost in costs
+    ]
+
+
+def serving_evidence(config: RegistryConfig, new: ServedMetrics, exact_metrics: Mapping[str, UserMetrics]) -> list[Evidence]:
+    """Compare the packaged query tower with the trained one, and the index with an exact search. See `exact_metrics`."""
+    if not exact_metrics or config.guardrails.max_serving_loss == 1:
+        return []
+    rule = config.gate.for_guardrail(config.guardrails.max_serving_loss)
+    trained, packaged = exact_metrics[TRAINED], exact_metrics[PACKAGED]
+    pairs = (
+        ("with the packaged query tower", packaged, trained, "the trained one"),
+        ("with the index", new.users, packaged, "an exact search"),
+    )
+    return [
+        _compare(
+            config.metric,
+            rule,
+            measured,
+            exact,
+            baseline=baseline,
+            subject=f"{config.metric} {subject}",
+            num_guardrails=len(pairs),
+        )
+        for subject, measured, exact, baseline in pairs
+    ]
 
 
 def baseline_evidence(
@@ -74,3 +107,17 @@ def _compare_coverage(new: ServedMetrics, other: ServedMetrics, *, baseline: str
     num_users = len(new.users.user_row_U)
     comparison = comparison.model_copy(update={"num_users": num_users, "num_better_users": 0, "num_worse_users": 0})
     return Evidence(subject=f"coverage@{K}", baseline=baseline, is_guardrail=True, comparison=comparison)
+
+
+def _compare_costs(unit: str, new: float, other: float, *, baseline: str, max_increase: float) -> Evidence:
+    """Compare two costs, of which a lower one is better. A cost that was not measured is NaN."""
+    max_ratio = 1 + max_increase
+    outcome: Outcome = "accepted" if new <= max_ratio * other else "rejected"
+    relation = f"at most {max_ratio:g}" if outcome == "accepted" else f"more than {max_ratio:g}"
+    reason = f"{new:.3g}, {relation} times the {other:.3g} of {baseline}"
+    if math.isnan(new + other):
+        outcome, reason, new, other = "not_enough_data", f"not compared with {baseline}: too few users to measure it", 0.0, 0.0
+    comparison = Comparison(
+        outcome=outcome, reason=reason, num_users=0, new_mean=new, baseline_mean=other, num_better_users=0, num_worse_users=0
+    )
+    return Evidence(subject=unit, baseline=baseline, is_guardrail=True, comparison=comparison)

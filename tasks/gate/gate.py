@@ -2,7 +2,8 @@
 
 1. Smoke test: the new version recommends items to a sample of test users in a fresh process, as it will be served.
 2. Comparison: the champion recommends items to the same users. The rule `registry.gate` compares `registry.metric`, and the
-   guardrails compare other metrics, slices and the coverage. The version must also beat popularity.
+   guardrails compare other metrics, slices, the coverage and the costs. The version must also beat popularity, and its
+   package must answer about as well as an exact search with the trained model.
 3. Fallback: if the champion does not load, the new version is compared with the last former champion that loads, and the winner
    becomes champion. If there is no champion, the new version must beat all baselines.
 4. Promotion: the winner gets the alias `champion`. A new version that does not win gets `challenger`. `RunOptions.promote` can
@@ -22,8 +23,9 @@ from recsys_core.comparison.watch import ALARM_E_VALUE, e_value
 from recsys_core.errors import StageError
 from recsys_core.evaluation.metrics import USER_METRICS_FILE, UserMetrics, read_user_metrics
 from recsys_core.manifests import EvaluationManifest
-from tasks.gate.evidence import baseline_evidence, version_evidence
+from tasks.gate.evidence import baseline_evidence, serving_evidence, version_evidence
 from tasks.gate.sample import ServedMetrics, prepare_sample
+from tasks.gate.serving_loss import exact_metrics, means
 from tasks.gate.smoke_test import ModelProcess, UnusableVersionError
 from tasks.gate.version_tester import VersionTester
 from tasks.registry.config import RegistryConfig
@@ -37,6 +39,7 @@ from tasks.registry.releases import (
     PROMOTE_TAG,
     REASONS_TAG,
     SPENT_DROP_TAG,
+    current_person,
 )
 from tasks.registry.tracking import as_metrics, log_metrics
 from tasks.runs.context import RunOptions, StageContext
@@ -49,7 +52,8 @@ class Decision:
     Attributes:
         verdict: whether the new version becomes champion.
         reasons: the reasons, each in one sentence, the most important one first.
-        metrics: metrics of all compared versions, as <served | champion | former_champion>/<metric>.
+        metrics: metrics of all compared versions, as <served | champion | former_champion>/<metric>, and those of
+            `exact_metrics`.
         evidence: the comparisons.
         spent_drop: relative drop since the best champion, if the new version becomes champion. It reduces the margin of later
             versions.
@@ -81,6 +85,7 @@ class _Gate:
     registry: Registry
     tester: VersionTester
     baseline_metrics: Mapping[str, UserMetrics]
+    exact_metrics: Mapping[str, UserMetrics]
 
 
 def run_champion_gate(
@@ -105,11 +110,12 @@ def run_champion_gate(
     sample = prepare_sample(context.dataset.interactions, max_users=config.smoke_test_users, folder=smoke_test_folder)
     tester = VersionTester(registry, sample, context.run.workspace, process)
     baseline_metrics = read_user_metrics(context.results[EvaluationManifest].path(USER_METRICS_FILE))
-    gate = _Gate(version, config, options, registry, tester, baseline_metrics)
     registry.set_tag(version, PROMOTE_TAG, options.promote)
     if options.reason:
         registry.set_tag(version, RUN_REASON_TAG, options.reason)
-    decision = _compare_and_promote(gate, tester.smoke_test(version))
+    new_metrics = tester.smoke_test(version)
+    gate = _Gate(version, config, options, registry, tester, baseline_metrics, exact_metrics(context, sample))
+    decision = _compare_and_promote(gate, new_metrics)
     assert version.run_id is not None  # get_or_create_version creates every version from an MLflow run
     registry.call(log_metrics, registry.client, version.run_id, as_metrics(decision.metrics))
     registration_fields = {
@@ -196,7 +202,7 @@ def _decide(gate: _Gate, new_metrics: ServedMetrics, *, champion: ModelVersion |
             reasons = ("; ".join(["promote is never", *decision.reasons]),)
             decision = replace(decision, verdict="not_promoted", reinstated_champion=None, reasons=reasons)
         case "force":
-            reasons = ("; ".join([f"promotion was forced ({gate.options.reason})", *decision.reasons]),)
+            reasons = ("; ".join([f"promotion was forced by {current_person()} ({gate.options.reason})", *decision.reasons]),)
             decision = replace(decision, verdict="promoted", reinstated_champion=None, reasons=reasons, spent_drop=0.0)
     if decision.alarm is None:
         return decision
@@ -238,13 +244,13 @@ def _compare_with_version(
     spent_drop = float(version.tags.get(SPENT_DROP_TAG, 0))
     evidence = version_evidence(gate.config, new, other, label=f"version {version.version}", spent_drop=spent_drop)
     popularity = {name: metrics for name, metrics in gate.baseline_metrics.items() if name == "popularity"}
-    evidence += baseline_evidence(gate.config, new, popularity)
+    evidence += baseline_evidence(gate.config, new, popularity) + serving_evidence(gate.config, new, gate.exact_metrics)
     verdict, reasons = decide(evidence)
     drop = spent_drop - (evidence[0].comparison.relative_difference or 0.0)
     return Decision(
         verdict,
         reasons[:1] if verdict == "promoted" else reasons,
-        new.users.means("served") | other.users.means(role),
+        new.users.means("served") | other.users.means(role) | means(gate.exact_metrics),
         tuple(evidence),
         spent_drop=max(0.0, drop),
     )
@@ -253,6 +259,7 @@ def _compare_with_version(
 def _compare_with_baselines(gate: _Gate, new: ServedMetrics, *, situation: str) -> Decision:
     """Compare a version with the baselines of the config. Without a champion, a version must be better than each of them."""
     evidence = baseline_evidence(gate.config, new, gate.baseline_metrics)
+    evidence += serving_evidence(gate.config, new, gate.exact_metrics)
     verdict, reasons = decide(evidence)
     reasons = (situation, *reasons) if verdict == "promoted" else (*reasons, situation)
-    return Decision(verdict, reasons, new.users.means("served"), tuple(evidence))
+    return Decision(verdict, reasons, new.users.means("served") | means(gate.exact_metrics), tuple(evidence))

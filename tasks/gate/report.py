@@ -1,32 +1,36 @@
 """decision.html: the decision about a version on one page, with its comparisons, metrics, training and examples."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from markupsafe import Markup
 
 from recsys_core import plots
 from recsys_core.comparison.decision import Evidence, read_evidence
+from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.layout import vocabulary_file
 from recsys_core.errors import MAX_SHOWN_CHARACTERS, printable
 from recsys_core.evaluation.report import draw_loss, metric_table
 from recsys_core.manifests import (
     DataReportManifest,
     EvaluationManifest,
     IndexManifest,
+    InteractionsManifest,
     RegistrationManifest,
     TrainManifest,
 )
 from recsys_core.plots import render_page
 from recsys_core.retrieval.plot import draw_indexes
+from tasks.gate.report_plots import Recommended, draw_differences, draw_popularity, draw_scores, draw_trend
+from tasks.registry.config import RegistryConfig
 from tasks.runs.context import StageContext
-from tasks.runs.run_record import RunRecord
-from tasks.runs.workspace import Workspace
 
 LIST_METRICS = ("test/coverage@", "test/novelty@", "test/gini@", "test/popularity_lift@", "test/diversity@")
 NUM_SAMPLE_USERS, NUM_SHOWN_ITEMS = 10, 10
-MAX_TREND_RUNS = 30
 _TEMPLATE = Path(__file__).with_name("decision.html")
 _TONE = {"accepted": "good", "rejected": "bad", "not_enough_data": "none"}
 _LABEL = {"accepted": "✓ passed", "rejected": "✗ failed", "not_enough_data": "- not enough data"}
@@ -40,16 +44,17 @@ class SampleUser(NamedTuple):
     recommended: list[tuple[str, float]]
 
 
-def write_report(fields: dict[str, Any], context: StageContext, *, metric: str, folder: Path) -> Path:
+def write_report(fields: dict[str, Any], context: StageContext, *, config: RegistryConfig, folder: Path) -> Path:
     """Write decision.html into the folder of the stage `register`, from the files of the gate there; return its path.
 
     Args:
         fields: fields of RegistrationManifest.
-        metric: metric of the decision.
+        config: settings of the decision.
     """
     results, metrics = context.results, context.results[EvaluationManifest].metrics
     registration = RegistrationManifest.model_construct(**fields)
     evidence = read_evidence(folder)
+    recommended = _recommended(folder / "smoke_test", results[InteractionsManifest], version=registration.version)
     page = render_page(
         _TEMPLATE,
         filters={
@@ -62,7 +67,9 @@ def write_report(fields: dict[str, Any], context: StageContext, *, metric: str, 
         evidence=evidence,
         tone_by_outcome=_TONE,
         label_by_outcome=_LABEL,
-        metric=metric,
+        metric=config.metric,
+        margin=config.gate.max_relative_drop,
+        num_unknown_items={name: int(np.sum(items.item_row_L < 0)) for name, items in recommended.items()},
         data_metrics=results[DataReportManifest].metrics,
         tables={
             "Metrics over the full catalogue": metric_table(metrics),
@@ -71,7 +78,7 @@ def write_report(fields: dict[str, Any], context: StageContext, *, metric: str, 
             ),
         },
         index=results[IndexManifest].reports[results[IndexManifest].served_index],
-        plots=_plots(registration, context, evidence, metric=metric),
+        plots=_plots(registration, context, evidence, recommended, metric=config.metric),
         sample_users=_sample_users(folder / "smoke_test", version=registration.version),
     )
     page_path = folder / Path(RegistrationManifest.pages["decision"]).name
@@ -80,12 +87,22 @@ def write_report(fields: dict[str, Any], context: StageContext, *, metric: str, 
 
 
 def _plots(
-    registration: RegistrationManifest, context: StageContext, evidence: Sequence[Evidence], *, metric: str
+    registration: RegistrationManifest,
+    context: StageContext,
+    evidence: Sequence[Evidence],
+    recommended: Mapping[str, Recommended],
+    *,
+    metric: str,
 ) -> dict[str, Markup]:
-    index = context.results[IndexManifest]
+    index, store = context.results[IndexManifest], EventStore.open(context.results[InteractionsManifest])
+    target_item_T = store.targets(store.users_with_targets("test"), "test").values_L
     figure_by_title = {
         "Difference to the champion": draw_differences(evidence),
-        f"{metric} of the last runs": _draw_trend(registration, context, metric=metric),
+        f"{metric} of the last runs": draw_trend(registration, context, metric=metric),
+        "Scores of the recommended items": draw_scores(recommended),
+        "Popularity of the recommended items": draw_popularity(
+            recommended, train_count_I=store.train_count_I, target_item_T=target_item_T
+        ),
         "Training": draw_loss(context.results[TrainManifest]),
         "Index": draw_indexes(index.reports, served_kind=index.served_index),
     }
@@ -101,51 +118,18 @@ def format_percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:+.1f} %"
 
 
-def draw_differences(evidence: Sequence[Evidence]) -> Any:
-    """Draw the relative difference of each comparison with the champion and its interval; return None without one."""
-    shown = [item for item in evidence if item.comparison.interval is not None and item.baseline.startswith("version")]
-    if not shown:
-        return None
-    figure, axes = plots.new_figure(grid_axis="x", size=(6.4, 1.2 + 0.34 * len(shown)))
-    colours = {"accepted": plots.GREEN, "rejected": plots.RED, "not_enough_data": plots.GREY}
-    for position, item in enumerate(reversed(shown)):
-        comparison = item.comparison
-        assert comparison.interval is not None
-        low, high = (100 * bound for bound in comparison.interval)
-        colour = colours[comparison.outcome]
-        axes.plot([low, high], [position, position], color=colour, linewidth=3, solid_capstyle="round")
-        axes.scatter(100 * (comparison.relative_difference or 0.0), position, 34, colour, zorder=3)
-    axes.axvline(0, color=plots.INK, linewidth=0.8)
-    axes.set_yticks(range(len(shown)), [item.subject for item in reversed(shown)])
-    axes.set_xlabel("relative difference in %, with one-sided bounds")
-    return figure
-
-
-def _draw_trend(registration: RegistrationManifest, context: StageContext, *, metric: str) -> Any:
-    """Draw the metric of the last versions of the workspace, the new one last; return None with one version."""
-    runs = [run for run in Workspace(context.run.workspace).runs() if run.run_id != context.run.run_id]
-    records = [record for run in runs[-MAX_TREND_RUNS:] if (record := RunRecord.read(run)) is not None]
-    points = [
-        (record.figures.version, record.figures.metrics[f"served/{metric}"], record.figures.promoted)
-        for record in records
-        if record.figures.version is not None and f"served/{metric}" in record.figures.metrics
-    ]
-    points.append((registration.version, registration.metrics[f"served/{metric}"], registration.promoted))
-    if len(points) < 2:
-        return None
-    figure, axes = plots.new_figure(grid_axis="y", size=(6.4, 3.0))
-    positions, values = range(len(points)), [value for _, value, _ in points]
-    axes.plot(positions, values, color=plots.BLUE, linewidth=1.4)
-    for is_promoted, colour, label in ((True, plots.GREEN, "promoted"), (False, plots.ORANGE, "not promoted")):
-        shown = [position for position in positions if points[position][2] == is_promoted]
-        axes.scatter(shown, [values[position] for position in shown], 30, colour, label=label, zorder=3)
-    step = -(-len(points) // 10)
-    axes.set_xticks(positions[::step], [str(version) for version, _, _ in points[::step]])
-    axes.set_xlabel("version")
-    axes.set_ylabel(metric)
-    axes.margins(y=0.2)
-    plots.legend_above(axes)
-    return figure
+def _recommended(folder: Path, interactions: InteractionsManifest, *, version: str) -> dict[str, Recommended]:
+    """Return the recommended items of the new version and of the version that it is compared with, by name of the version."""
+    item_ids = pq.read_table(interactions.path(vocabulary_file("item")), columns=["id"])["id"].combine_chunks()
+    files_by_version = {path.stem.removeprefix("answers-"): path for path in folder.glob("answers-*.parquet")}
+    shown_versions = [version, *sorted(files_by_version.keys() - {version}, key=int)[-1:]]
+    recommended = {}
+    for shown_version in shown_versions:
+        table = pq.read_table(files_by_version[shown_version])
+        ids_L, scores = (table[name].combine_chunks().flatten() for name in ("item_ids", "scores"))
+        item_rows = pc.fill_null(pc.index_in(ids_L, value_set=item_ids), -1)
+        recommended[f"version {shown_version}"] = Recommended(scores.to_numpy(), item_rows.to_numpy().astype(np.int64))
+    return recommended
 
 
 def _sample_users(folder: Path, *, version: str) -> list[SampleUser]:

@@ -3,6 +3,7 @@
 All compared versions get the same sample.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 
 from recsys_core.comparison.slices import item_slices, user_slices
 from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.dataset.layout import vocabulary_file
 from recsys_core.errors import StageError
 from recsys_core.evaluation.metrics import TargetPositions, UserMetrics
@@ -24,6 +26,9 @@ from recsys_core.seeds import SMOKE_TEST_USERS_SEED
 
 K = 20
 """Number of items that a version recommends to each user: the largest cut-off of the served metrics."""
+
+MIN_CPU_S = 1.0
+"""CPU time of all answers from which two versions can be compared. A shorter one varies by more than a tenth."""
 
 IntArray = npt.NDArray[np.int64]
 
@@ -36,6 +41,7 @@ class ServedSample:
         histories_file: parquet file with one row per user. The column `history` lists the ids of the items that the user had
             before the test period; the other column is `user_id`.
         item_ids: ids of the catalogue by item row.
+        history: item rows of each user before the test period, oldest first.
         num_seen_U: number of distinct items in each user's history.
         seen_pair_L: the pairs of each user with the items in the user's history, ascending.
         target_pair_T: the pairs of each user with the user's test items that are not in the history, ascending.
@@ -45,6 +51,7 @@ class ServedSample:
     histories_file: Path
     user_row_U: IntArray
     item_ids: pa.Array
+    history: JaggedArray
     num_seen_U: IntArray
     seen_pair_L: IntArray
     target_pair_T: IntArray
@@ -91,6 +98,7 @@ def prepare_sample(interactions: InteractionsManifest, *, max_users: int, folder
         histories_file=histories_file,
         user_row_U=user_row_U,
         item_ids=item_ids,
+        history=history,
         num_seen_U=seen_items.lengths,
         seen_pair_L=seen_items.pair_keys(bound=len(item_ids)),
         target_pair_T=new_targets.pair_keys(bound=len(item_ids)),
@@ -105,16 +113,34 @@ class ServedMetrics(NamedTuple):
         users: metrics over all targets.
         users_by_slice: metrics over the targets of each slice.
         coverage: share of the catalogue that is recommended to at least one user.
+        cpu_ms_per_user: CPU time of the answers; NaN if it was too short to measure, below MIN_CPU_S for all users.
+        num_bytes: size of the model's files.
     """
 
     users: UserMetrics
     users_by_slice: Mapping[str, UserMetrics]
     coverage: float
+    cpu_ms_per_user: float
+    num_bytes: int
 
 
-def invalid_answers(answers: pa.ListArray, *, sample: ServedSample) -> list[str]:
+class Answers(NamedTuple):
+    """Recommendations of one version for the users of the sample.
+
+    Attributes:
+        item_ids: one list of item ids per user, the best item first.
+        cpu_s: CPU time of the process while it computed them, in seconds.
+        num_bytes: size of the model's files.
+    """
+
+    item_ids: pa.ListArray
+    cpu_s: float
+    num_bytes: int
+
+
+def invalid_answers(answers: Answers, *, sample: ServedSample) -> list[str]:
     """Describe and count the invalid recommendations: too few or too many items, unknown items, seen items, repeated items."""
-    recommendations = _parse_answers(answers, sample)
+    recommendations = _parse_answers(answers.item_ids, sample)
     expected_num_items_U = np.minimum(K, sample.num_items - sample.num_seen_U)
     is_known_L = recommendations.item_row_L >= 0
     recommended_pairs = recommendations.user_L[is_known_L] * sample.num_items + recommendations.item_row_L[is_known_L]
@@ -129,12 +155,12 @@ def invalid_answers(answers: pa.ListArray, *, sample: ServedSample) -> list[str]
     return [f"{count:,} {problem} (of {sample.num_users:,} users)" for problem, count in count_by_problem.items() if count]
 
 
-def measure_answers(answers: pa.ListArray, *, sample: ServedSample) -> ServedMetrics:
+def measure_answers(answers: Answers, *, sample: ServedSample) -> ServedMetrics:
     """Return the metrics of the users with a target that is not in the user's history.
 
     The metrics are defined as in the exact evaluation. A target that is not recommended has the last position.
     """
-    recommendations = _parse_answers(answers, sample)
+    recommendations = _parse_answers(answers.item_ids, sample)
     num_items = sample.num_items
     pair_L = np.where(recommendations.item_row_L >= 0, recommendations.user_L * num_items + recommendations.item_row_L, -1)
     answer_offset_U = np.cumsum(recommendations.num_items_U) - recommendations.num_items_U
@@ -154,7 +180,9 @@ def measure_answers(answers: pa.ListArray, *, sample: ServedSample) -> ServedMet
     return ServedMetrics(
         users=metrics_of(np.ones(len(target_position_T), np.bool_)),
         users_by_slice={name: metrics_of(mask_T) for name, mask_T in sample.slices.items()},
-        coverage=len(np.unique(recommendations.item_row_L)) / num_items,
+        coverage=len(np.unique(recommendations.item_row_L[recommendations.item_row_L >= 0])) / num_items,
+        cpu_ms_per_user=1_000 * answers.cpu_s / sample.num_users if answers.cpu_s >= MIN_CPU_S else math.nan,
+        num_bytes=answers.num_bytes,
     )
 
 
@@ -166,8 +194,8 @@ class _Recommendations(NamedTuple):
     num_items_U: IntArray
 
 
-def _parse_answers(answers: pa.ListArray, sample: ServedSample) -> _Recommendations:
-    num_items_U = pc.list_value_length(answers).to_numpy(zero_copy_only=False).astype(np.int64)
-    item_rows = pc.fill_null(pc.index_in(answers.flatten(), value_set=sample.item_ids), -1)
+def _parse_answers(item_ids: pa.ListArray, sample: ServedSample) -> _Recommendations:
+    num_items_U = pc.list_value_length(item_ids).to_numpy(zero_copy_only=False).astype(np.int64)
+    item_rows = pc.fill_null(pc.index_in(item_ids.flatten(), value_set=sample.item_ids), -1)
     item_row_L = item_rows.to_numpy(zero_copy_only=False).astype(np.int64)
     return _Recommendations(np.repeat(np.arange(sample.num_users), num_items_U), item_row_L, num_items_U)

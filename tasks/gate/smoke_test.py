@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from mlflow import MlflowClient
 
 from recsys_core.errors import StageError, TrackingServerError, redacted
-from tasks.gate.sample import K, ServedSample
+from tasks.gate.sample import Answers, K, ServedSample
 from tasks.registry.loading import fetch_model
 
 _TIMEOUT_S = 1_800.0
@@ -110,8 +110,8 @@ def predict_in_subprocess(
     workspace: Path,
     process: ModelProcess,
     output_file: Path,
-) -> pa.ListArray:
-    """Return the ids of the K items that the version at `model_uri` recommends to each user, computed in a fresh process.
+) -> Answers:
+    """Return the K items that the version at `model_uri` recommends to each user, computed in a fresh process.
 
     Raises:
         UnusableVersionError: the process failed; the message ends with the last line of its stderr.
@@ -137,13 +137,19 @@ def predict_in_subprocess(
         if exit_code in _KILL_EXIT_CODES:
             raise StageError(f"{reason}; a signal ended the process, perhaps for lack of memory")
         raise UnusableVersionError(reason)
-    return read_answers(output_file, sample=sample, model_uri=model_uri)
+    num_bytes = sum(path.stat().st_size for path in model_folder.rglob("*") if path.is_file())
+    return Answers(*read_answers(output_file, sample=sample, model_uri=model_uri), num_bytes)
 
 
-def read_answers(output_file: Path, *, sample: ServedSample, model_uri: str) -> pa.ListArray:
-    """Return the column item_ids of a process's answers; raise UnusableVersionError unless it has one list of ids per user."""
+def read_answers(output_file: Path, *, sample: ServedSample, model_uri: str) -> tuple[pa.ListArray, float]:
+    """Return the recommended item ids of a process, and its CPU time in seconds (NaN if the file does not have it).
+
+    Raises:
+        UnusableVersionError: the file does not have one list of item ids per user.
+    """
     try:
-        answers = pq.read_table(output_file)["item_ids"].combine_chunks()
+        table = pq.read_table(output_file)
+        answers = table["item_ids"].combine_chunks()
     except (OSError, KeyError, pa.ArrowException) as error:
         problem = f"its process ended without a readable file of answers with the column item_ids ({type(error).__name__})"
         raise UnusableVersionError(f"{model_uri}: {problem}") from None
@@ -155,7 +161,7 @@ def read_answers(output_file: Path, *, sample: ServedSample, model_uri: str) -> 
         )
     if answers.null_count:
         raise UnusableVersionError(f"{model_uri}: {answers.null_count:,} of {sample.num_users:,} users have no answer")
-    return answers
+    return answers, float((table.schema.metadata or {}).get(b"cpu_s", "nan"))
 
 
 def _fetch(model_uri: str, *, client: MlflowClient, workspace: Path) -> tuple[Path, dict[str, str] | None]:

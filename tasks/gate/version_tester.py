@@ -3,11 +3,10 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pyarrow as pa
 from mlflow.entities.model_registry import ModelVersion
 
 from recsys_core.evaluation.metrics import write_user_metrics
-from tasks.gate.sample import ServedMetrics, ServedSample, invalid_answers, measure_answers
+from tasks.gate.sample import Answers, ServedMetrics, ServedSample, invalid_answers, measure_answers
 from tasks.gate.smoke_test import (
     ModelProcess,
     NotFetchedError,
@@ -69,7 +68,7 @@ class VersionTester:
         self.registry.remove_tag(version, LOAD_ERROR_TAG)
         return self._keep(version, answers)
 
-    def _keep(self, version: ModelVersion, answers: pa.ListArray) -> ServedMetrics:
+    def _keep(self, version: ModelVersion, answers: Answers) -> ServedMetrics:
         """Keep the metrics of the users for later comparisons, also in a file next to the answers."""
         metrics = measure_answers(answers, sample=self.sample)
         write_user_metrics(
@@ -78,7 +77,7 @@ class VersionTester:
         self.metrics_by_version[str(version.version)] = metrics
         return metrics
 
-    def _predict_or_raise_unusable(self, version: ModelVersion, control_version: ModelVersion | None) -> pa.ListArray:
+    def _predict_or_raise_unusable(self, version: ModelVersion, control_version: ModelVersion | None) -> Answers:
         try:
             return self._predict(version)
         except NotFetchedError as error:
@@ -87,7 +86,7 @@ class VersionTester:
             self._predict(control_version)  # raises NotFetchedError if MLflow does not work
             raise UnusableVersionError(str(error)) from None
 
-    def _predict(self, version: ModelVersion) -> pa.ListArray:
+    def _predict(self, version: ModelVersion) -> Answers:
         return self.registry.call(
             predict_in_subprocess,
             self.sample,

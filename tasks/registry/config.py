@@ -32,6 +32,20 @@ class GuardrailsConfig(Settings):
         description="largest relative drop of the share of the catalogue that is recommended to at least one user. With `1`, "
         "coverage is not compared",
     )
+    max_serving_loss: float = Field(
+        0.05,
+        ge=0.001,
+        le=1,
+        description="largest relative drop of registry.metric by the quantized query tower against the trained model, and by "
+        "the index against an exact search. With 1, the drops are not compared",
+    )
+    max_cost_increase: float = Field(
+        1.0,
+        ge=0,
+        le=100,
+        description="largest relative increase of the CPU time per user, and of the size of the model, against the champion. "
+        "With 1, a version may cost twice as much",
+    )
 
 
 class RegistryConfig(Settings):

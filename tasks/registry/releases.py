@@ -1,6 +1,9 @@
 """Registered versions: tags, current and former champions, the rows of `nightjar releases`. Imports no model code."""
 
+import getpass
 import json
+import os
+import socket
 from datetime import UTC, datetime
 
 from mlflow import MlflowClient
@@ -34,6 +37,15 @@ MAX_FORMER_CHAMPIONS = 3
 FORMER_CHAMPION_TAG = "nightjar.champion_until"
 """Time at which another version replaced the champion, in seconds since 1970. A champion that did not load, or
 that was rolled back, does not have the tag."""
+
+
+def current_person() -> str:
+    """Return the user and the host of this process, for tags that record who changed a version."""
+    try:
+        user_name = getpass.getuser()
+    except (OSError, KeyError):  # a container may run with a user id without a name
+        user_name = f"user {os.getuid()}"
+    return f"{user_name} on {socket.gethostname()}"
 
 
 def version_number_by_alias(client: MlflowClient, model_name: str) -> dict[str, str] | None:

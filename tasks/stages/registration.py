@@ -61,7 +61,7 @@ def register(context: StageContext, config: RegistryConfig) -> tuple[Registratio
             registration_fields = run_champion_gate(
                 version, config=config, context=context, registry=registry, process=process, folder=new_folder
             )
-            page_path = write_report(registration_fields, context, metric=config.metric, folder=new_folder)
+            page_path = write_report(registration_fields, context, config=config, folder=new_folder)
             registry.call(registry.client.log_artifact, mlflow_run_id, str(page_path))
             manifest = register_stage.commit(**registration_fields)
     page = verdict_page(manifest, evaluation=evaluation, data_report=results[DataReportManifest])

@@ -69,7 +69,7 @@ def test_a_run_that_fails_because_of_mlflow_names_the_run_to_resume(tmp_path: Pa
     loaded = LoadedConfig(starter_config().with_absolute_paths(tmp_path), tmp_path / "nightly.yaml")
     run_folder = loaded.config.workspace / "runs" / "r"
     create_own_folder(run_folder)
-    dump_config(config, run_folder / "config.yaml")
+    dump_config(loaded.config, run_folder / "config.yaml")
 
     def end(*_: object, **__: object) -> None:
         raise TrackingServerError("MLflow does not work")

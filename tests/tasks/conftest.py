@@ -24,6 +24,7 @@ from recsys_core.manifests import (
     DataReportManifest,
     Dataset,
     EvaluationManifest,
+    ExportManifest,
     IndexManifest,
     PackageManifest,
     PlanManifest,
@@ -37,7 +38,7 @@ from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.package import build_package
 from recsys_core.training.job import Progress
 from tasks.gate import by_hand, version_tester
-from tasks.gate.sample import K, ServedSample
+from tasks.gate.sample import Answers, K, ServedSample
 from tasks.gate.smoke_test import UnusableVersionError
 from tasks.stages import registration
 from tests.recsys_core.evaluation.stage_folders import export_stage, interactions_stage
@@ -60,7 +61,7 @@ def predicted_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run predict_in_subprocess in this process, which is faster; the list holds the URIs of its calls."""
     uris: list[str] = []
 
-    def predict(sample: ServedSample, *, model_uri: str, client: MlflowClient, output_file: Path, **_: Any) -> pa.ListArray:
+    def predict(sample: ServedSample, *, model_uri: str, client: MlflowClient, output_file: Path, **_: Any) -> Answers:
         uris.append(model_uri)
         mlflow.set_tracking_uri(client.tracking_uri)
         cases = pq.read_table(sample.histories_file).to_pydict()
@@ -71,7 +72,7 @@ def predicted_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         answers = model.predict(pd.DataFrame(cases), params={"k": K, "exclude_stored_history": False})
         table = pa.table({name: [answer[name] for answer in answers] for name in ("item_ids", "scores")})
         pq.write_table(table, output_file)
-        return table["item_ids"].combine_chunks()
+        return Answers(table["item_ids"].combine_chunks(), cpu_s=2.0, num_bytes=10**6)
 
     for module in (registration, by_hand):
         monkeypatch.setattr(module, "ModelProcess", nullcontext)
@@ -89,6 +90,7 @@ class Stages(NamedTuple):
     evaluation: EvaluationManifest
     index: IndexManifest
     package: PackageManifest
+    export: ExportManifest
 
 
 @pytest.fixture(scope="session")
@@ -151,7 +153,7 @@ def _build(folder: Path, *, confused: bool) -> Stages:
         folder=folder / "data_report",
     )
     return Stages(
-        Dataset(interactions), data_report, _plan(folder / "plan"), _train(folder / "train"), evaluation, index, package
+        Dataset(interactions), data_report, _plan(folder / "plan"), _train(folder / "train"), evaluation, index, package, export
     )
 
 

@@ -13,7 +13,7 @@ from recsys_core.manifests import InteractionsManifest
 from tasks.delivery.publishers import AliasChange
 from tasks.gate import version_tester
 from tasks.gate.by_hand import Decision, promote_version, roll_back
-from tasks.gate.sample import K, ServedSample
+from tasks.gate.sample import Answers, K, ServedSample
 from tasks.registry.config import RegistryConfig
 from tasks.registry.mlflow_client import RUN_ID_TAG, connect
 from tasks.registry.registry import Registry
@@ -111,8 +111,8 @@ def test_promote_makes_the_challenger_champion_and_rollback_returns_to_the_forme
 def test_a_promotion_that_cannot_be_is_one_message_and_changes_nothing(
     three_versions: Path, decide: Decide, changes: list[AliasChange], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def recommend_unknown_items(sample: ServedSample, **_: object) -> pa.ListArray:
-        return pa.array([[-1] * K] * sample.num_users)
+    def recommend_unknown_items(sample: ServedSample, **_: object) -> Answers:
+        return Answers(pa.array([[-1] * K] * sample.num_users), 1.0, 1)
 
     client = connect(three_versions)
     for number, reason, message in (

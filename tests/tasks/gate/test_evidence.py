@@ -8,15 +8,16 @@ import pytest
 from recsys_core.comparison.decision import decide
 from recsys_core.comparison.rules import PairedBootstrap
 from recsys_core.evaluation.metrics import SERVED_METRICS, UserMetrics
-from tasks.gate.evidence import baseline_evidence, version_evidence
+from tasks.gate.evidence import baseline_evidence, serving_evidence, version_evidence
 from tasks.gate.sample import ServedMetrics
+from tasks.gate.serving_loss import PACKAGED, TRAINED
 from tasks.registry.config import GuardrailsConfig, RegistryConfig
 
 NUM_USERS = 20_000
 CONFIG = RegistryConfig(gate=PairedBootstrap(num_resamples=500), guardrails=GuardrailsConfig(metrics=()))
 
 
-def served(hit_U: np.ndarray, *, coverage: float = 0.5) -> ServedMetrics:
+def served(hit_U: np.ndarray, *, coverage: float = 0.5, cpu_ms_per_user: float = 1.0, num_bytes: int = 10**6) -> ServedMetrics:
     """Return the metrics of a version whose users have these hits. The second half of the users are heavy users."""
     rows, middle = np.arange(len(hit_U)), len(hit_U) // 2
 
@@ -24,7 +25,8 @@ def served(hit_U: np.ndarray, *, coverage: float = 0.5) -> ServedMetrics:
         return UserMetrics(rows[part], {name: hit_U[part].astype(np.float64) for name in SERVED_METRICS})
 
     slices = {"light users": metrics(slice(0, middle)), "heavy users": metrics(slice(middle, None))}
-    return ServedMetrics(metrics(slice(None)), slices | {"new users": metrics(slice(0, 0))}, coverage)
+    slices["new users"] = metrics(slice(0, 0))
+    return ServedMetrics(metrics(slice(None)), slices, coverage, cpu_ms_per_user, num_bytes)
 
 
 def hits(rate: float, *, num_users: int = NUM_USERS) -> np.ndarray:
@@ -93,3 +95,46 @@ def test_versions_are_compared_with_a_baseline_on_the_users_that_both_have() -> 
     baseline = UserMetrics(np.arange(600, 2_000), {name: np.zeros(1_400) for name in SERVED_METRICS})
     (item,) = baseline_evidence(CONFIG, new, {"popularity": baseline})
     assert (item.comparison.num_users, item.comparison.outcome) == (400, "accepted")
+
+
+@pytest.mark.parametrize(
+    ("cost", "reason"),
+    [
+        ({"cpu_ms_per_user": 2.1}, "CPU ms per user is 2.1, more than 2 times the 1 of version 7"),
+        ({"num_bytes": 3 * 10**6}, "model size in MB is 3, more than 2 times the 1 of version 7"),
+    ],
+)
+def test_a_version_that_costs_far_more_is_refused(cost: dict[str, Any], reason: str) -> None:
+    new, champion = served(hits(0.2), **cost), served(hits(0.2))
+    assert verdict(new, champion) == ("not_promoted", reason)
+    assert verdict(new, champion, guardrails=GuardrailsConfig(max_cost_increase=3))[0] == "promoted"
+
+
+def test_a_cost_that_was_too_short_to_measure_prevents_no_promotion() -> None:
+    new = served(hits(0.2), cpu_ms_per_user=float("nan"))
+    evidence = version_evidence(CONFIG, new, served(hits(0.2)), label="version 7", spent_drop=0)
+    assert [item.sentence for item in evidence if item.comparison.outcome == "not_enough_data" and "CPU" in item.subject] == [
+        "CPU ms per user is not compared with version 7: too few users to measure it"
+    ]
+    assert decide(evidence)[0] == "promoted"
+
+
+@pytest.mark.parametrize(
+    ("trained", "packaged", "served_rate", "reason"),
+    [
+        (0.2, 0.2, 0.15, "recall@20 with the index is 0.1524, -24.5 %"),
+        (0.2, 0.15, 0.15, "recall@20 with the packaged query tower is 0.1524, -24.5 %"),
+        (0.2, 0.199, 0.198, None),
+    ],
+)
+def test_a_package_that_answers_worse_than_its_model_is_refused(
+    trained: float, packaged: float, served_rate: float, reason: str | None
+) -> None:
+    exact = {TRAINED: served(hits(trained)).users, PACKAGED: served(hits(packaged)).users}
+    evidence = serving_evidence(CONFIG, served(hits(served_rate)), exact)
+    verdict_name, reasons = decide(evidence)
+    if reason is None:
+        assert verdict_name == "promoted"
+    else:
+        assert verdict_name == "not_promoted" and reasons[0].startswith(reason), reasons
+    assert serving_evidence(CONFIG, served(hits(served_rate)), {}) == []

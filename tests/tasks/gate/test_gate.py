@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from recsys_core.errors import StageError, TrackingServerError
 from recsys_core.evaluation.metrics import SERVED_METRICS, UserMetrics
 from tasks.gate import gate, version_tester
-from tasks.gate.sample import ServedSample
+from tasks.gate.sample import Answers, ServedSample
 from tasks.gate.smoke_test import ModelProcess, NotFetchedError, predict_in_subprocess
 from tasks.registry import mlflow_client
 from tasks.registry.loading import record_logged_model
@@ -62,7 +61,7 @@ def test_a_run_is_compared_with_a_champion_promoted_during_its_comparison(
     do_register(stages(confused=True), run_of(workspace, "one"))
     predict, others = version_tester.predict_in_subprocess, [stages()]
 
-    def promote_meanwhile(sample: ServedSample, *, model_uri: str, **rest: Any) -> pa.ListArray:
+    def promote_meanwhile(sample: ServedSample, *, model_uri: str, **rest: Any) -> Answers:
         answers = predict(sample, model_uri=model_uri, **rest)
         if model_uri == "models:/m/1" and others:
             do_register(others.pop(), run_of(workspace, "better"))
@@ -104,7 +103,7 @@ def test_champions_whose_process_ends_without_answers_are_replaced_by_the_last_c
     append_code(workspace, "3", "import os; NightjarModel.predict = lambda *_, **__: os._exit(0)")
     predict_here = version_tester.predict_in_subprocess
 
-    def predict(sample: ServedSample, *, model_uri: str, **options: Any) -> pa.ListArray:
+    def predict(sample: ServedSample, *, model_uri: str, **options: Any) -> Answers:
         is_broken = model_uri in ("models:/m/2", "models:/m/3")
         return (predict_in_subprocess if is_broken else predict_here)(sample, model_uri=model_uri, **options)
 
@@ -164,7 +163,7 @@ def test_a_champion_that_cannot_be_fetched_is_broken_only_where_mlflow_works(
     do_register(stages(), run_of(workspace, "one"))
     predict, unreachable = version_tester.predict_in_subprocess, {"models:/m/1"}
 
-    def fetch(sample: ServedSample, *, model_uri: str, **rest: Any) -> pa.ListArray:
+    def fetch(sample: ServedSample, *, model_uri: str, **rest: Any) -> Answers:
         if model_uri in unreachable:
             if cause == "MLflow does not work":
                 unreachable.add("models:/m/2")

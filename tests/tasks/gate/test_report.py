@@ -9,7 +9,8 @@ import pytest
 from recsys_core.comparison.decision import Evidence
 from recsys_core.comparison.rules import Comparison
 from recsys_core.manifests import RegistrationManifest
-from tasks.gate.report import NUM_SAMPLE_USERS, draw_differences
+from tasks.gate.report import NUM_SAMPLE_USERS
+from tasks.gate.report_plots import draw_differences
 from tests.tasks.conftest import Stages
 from tests.tasks.registration import do_register, run_of
 

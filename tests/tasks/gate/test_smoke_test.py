@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tasks.gate import smoke_test
-from tasks.gate.sample import K, ServedSample, invalid_answers, measure_answers, prepare_sample
+from tasks.gate.sample import Answers, K, ServedSample, invalid_answers, measure_answers, prepare_sample
 from tasks.gate.smoke_test import ModelProcess, UnusableVersionError, read_answers
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
 
@@ -31,8 +31,8 @@ def sample(tmp_path: Path) -> ServedSample:
     return prepare_sample(interactions, max_users=10, folder=tmp_path / "sample")
 
 
-def answers(first: list[int], second: list[int]) -> pa.ListArray:
-    return pa.array([first, second], type=pa.list_(pa.int64()))
+def answers(first: list[int], second: list[int]) -> Answers:
+    return Answers(pa.array([first, second], type=pa.list_(pa.int64())), cpu_s=3.0, num_bytes=10)
 
 
 def test_the_sample_holds_users_with_test_events_and_their_items_before_the_test(sample: ServedSample) -> None:

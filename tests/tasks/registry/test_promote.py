@@ -9,8 +9,9 @@ import pytest
 from recsys_core.errors import StageError
 from recsys_core.manifests import RegistrationManifest, load_manifest
 from tasks.gate import version_tester
-from tasks.gate.sample import K, ServedSample
+from tasks.gate.sample import Answers, K, ServedSample
 from tasks.registry.mlflow_client import connect
+from tasks.registry.releases import current_person
 from tests.tasks.conftest import Stages
 from tests.tasks.gate.test_gate import flip_a_bit
 from tests.tasks.registration import aliases, do_register, run_of, version_tags
@@ -35,8 +36,8 @@ def test_never_records_the_comparison_and_moves_no_champion_until_a_resume_promo
     assert aliases(client) == {"champion": "2"}
 
 
-def recommend_unknown_items(sample: ServedSample, **_: object) -> pa.ListArray:
-    return pa.array([[-1] * K] * sample.num_users)
+def recommend_unknown_items(sample: ServedSample, **_: object) -> Answers:
+    return Answers(pa.array([[-1] * K] * sample.num_users), 1.0, 1)
 
 
 def test_force_promotes_a_worse_version_that_passes_the_smoke_test_and_records_the_reason(
@@ -46,7 +47,7 @@ def test_force_promotes_a_worse_version_that_passes_the_smoke_test_and_records_t
     context = run_of(workspace, "two", promote="force", reason="legal: item 7 must go")
     forced = do_register(stages(confused=True), context)
     assert (forced.alias, forced.promoted) == ("champion", True)
-    assert forced.reasons[0].startswith("promotion was forced (legal: item 7 must go); recall@20 is")
+    assert forced.reasons[0].startswith(f"promotion was forced by {current_person()} (legal: item 7 must go); recall@20 is")
     assert "less than 0.98 times the" in forced.reasons[0]
     client = connect(workspace)
     assert aliases(client) == {"champion": "2"}

@@ -205,7 +205,7 @@ def ask_smoke_test(workspace: Path, interactions: InteractionsManifest) -> tuple
             output_file=workspace / "answers.parquet",
         )
     inputs = pq.read_table(sample.histories_file).to_pydict()
-    return {"inputs": inputs, "params": {"k": K, "exclude_stored_history": False}}, answers.to_pylist()
+    return {"inputs": inputs, "params": {"k": K, "exclude_stored_history": False}}, answers.item_ids.to_pylist()
 
 
 @pytest.mark.parametrize("ask", [ask_mlflow, ask_query, ask_smoke_test])

@@ -1,0 +1,121 @@
+"""Plots of the page of a decision. A plot without data is None.
+
+Shapes: I items, L recommended items of all users.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recsys_core import plots
+from recsys_core.comparison.decision import Evidence
+from recsys_core.manifests import RegistrationManifest
+from tasks.runs.context import StageContext
+from tasks.runs.run_record import RunRecord
+from tasks.runs.workspace import Workspace
+
+MAX_TREND_RUNS = 30
+NUM_BINS = 40
+
+
+class Recommended(NamedTuple):
+    """Recommended items of one version for all users of the sample, the best item of each user first.
+
+    Attributes:
+        score_L: scores.
+        item_row_L: item rows; -1 for an item that is not in the catalogue.
+    """
+
+    score_L: NDArray[np.float64]
+    item_row_L: NDArray[np.int64]
+
+
+def draw_differences(evidence: Sequence[Evidence]) -> Any:
+    """Draw the relative difference of each comparison with the champion and its interval; return None without one."""
+    shown = [item for item in evidence if item.comparison.interval is not None and item.baseline.startswith("version")]
+    if not shown:
+        return None
+    figure, axes = plots.new_figure(grid_axis="x", size=(6.4, 1.2 + 0.34 * len(shown)))
+    colours = {"accepted": plots.GREEN, "rejected": plots.RED, "not_enough_data": plots.GREY}
+    for position, item in enumerate(reversed(shown)):
+        comparison = item.comparison
+        assert comparison.interval is not None
+        low, high = (100 * bound for bound in comparison.interval)
+        colour = colours[comparison.outcome]
+        axes.plot([low, high], [position, position], color=colour, linewidth=3, solid_capstyle="round")
+        axes.scatter(100 * (comparison.relative_difference or 0.0), position, 34, colour, zorder=3)
+    axes.axvline(0, color=plots.INK, linewidth=0.8)
+    axes.set_yticks(range(len(shown)), [item.subject for item in reversed(shown)])
+    axes.set_xlabel("relative difference in %, with one-sided bounds")
+    return figure
+
+
+def draw_trend(registration: RegistrationManifest, context: StageContext, *, metric: str) -> Any:
+    """Draw the metric of the last versions of the workspace, the new one last; return None with one version."""
+    runs = [run for run in Workspace(context.run.workspace).runs() if run.run_id != context.run.run_id]
+    records = [record for run in runs[-MAX_TREND_RUNS:] if (record := RunRecord.read(run)) is not None]
+    points = [
+        (record.figures.version, record.figures.metrics[f"served/{metric}"], record.figures.promoted)
+        for record in records
+        if record.figures.version is not None and f"served/{metric}" in record.figures.metrics
+    ]
+    points.append((registration.version, registration.metrics[f"served/{metric}"], registration.promoted))
+    if len(points) < 2:
+        return None
+    figure, axes = plots.new_figure(grid_axis="y", size=(6.4, 3.0))
+    positions, values = range(len(points)), [value for _, value, _ in points]
+    axes.plot(positions, values, color=plots.BLUE, linewidth=1.4)
+    for is_promoted, colour, label in ((True, plots.GREEN, "promoted"), (False, plots.ORANGE, "not promoted")):
+        shown = [position for position in positions if points[position][2] == is_promoted]
+        axes.scatter(shown, [values[position] for position in shown], 30, colour, label=label, zorder=3)
+    step = -(-len(points) // 10)
+    axes.set_xticks(positions[::step], [str(version) for version, _, _ in points[::step]])
+    axes.set_xlabel("version")
+    axes.set_ylabel(metric)
+    axes.margins(y=0.2)
+    plots.legend_above(axes)
+    return figure
+
+
+def draw_scores(recommended_by_version: Mapping[str, Recommended]) -> Any:
+    """Draw the distribution of the scores of the recommended items of each version."""
+    figure, axes = plots.new_figure(grid_axis="y", size=(6.4, 3.0))
+    scores = [recommended.score_L for recommended in recommended_by_version.values()]
+    edges = np.histogram_bin_edges(np.concatenate(scores), bins=NUM_BINS)
+    for colour, (version, recommended) in zip(_COLOURS, recommended_by_version.items(), strict=False):
+        share, _ = np.histogram(recommended.score_L, bins=edges)
+        axes.stairs(100 * share / max(1, len(recommended.score_L)), edges, color=colour, linewidth=1.6, label=version)
+    axes.set_xlabel("score")
+    axes.set_ylabel("% of the recommendations")
+    plots.legend_above(axes)
+    return figure
+
+
+def draw_popularity(
+    recommended_by_version: Mapping[str, Recommended], *, train_count_I: NDArray[Any], target_item_T: NDArray[Any]
+) -> Any:
+    """Draw how popular the recommended items are: the share of recommendations up to each number of training events.
+
+    Args:
+        target_item_T: items that the users chose, for comparison.
+    """
+    figure, axes = plots.new_figure(grid_axis="both", size=(6.4, 3.0))
+    items_by_label = {version: recommended.item_row_L for version, recommended in recommended_by_version.items()}
+    items_by_label["test events"] = target_item_T
+    for colour, (label, item_row_L) in zip(
+        (*_COLOURS, plots.GREY)[-len(items_by_label) :], items_by_label.items(), strict=True
+    ):
+        count_L = np.sort(train_count_I[item_row_L[item_row_L >= 0]])
+        share_L = 100 * np.arange(1, len(count_L) + 1) / max(1, len(count_L))
+        axes.step(count_L, share_L, where="post", color=colour, linewidth=1.6, label=label)
+    axes.set_xscale("symlog", linthresh=1)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("training events of the item")
+    axes.set_ylabel("% of the recommendations")
+    plots.legend_above(axes)
+    return figure
+
+
+_COLOURS = (plots.BLUE, plots.ORANGE)

@@ -1,0 +1,65 @@
+"""What serving costs: the metrics of the trained model, of its packaged query tower, and of the answers of the package."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.evaluation.metrics import USER_METRICS_FILE, UserMetrics, read_user_metrics
+from recsys_core.evaluation.ranking import Queries, rank_served
+from recsys_core.manifests import EvaluationManifest, ExportManifest, PackageManifest
+from recsys_core.serving.retriever import Retriever
+from tasks.gate.sample import ServedSample
+from tasks.runs.context import StageContext
+
+TRAINED, PACKAGED = "exact_trained", "exact_packaged"
+"""Rankers that search all item vectors in float32: with the query tower of the training, and with the packaged query tower."""
+MAX_SCORES = 4_000_000_000
+"""Largest number of scores (users times items) of the exact search. With more users, only the first of them are ranked."""
+
+
+def exact_metrics(context: StageContext, sample: ServedSample) -> dict[str, UserMetrics]:
+    """Return the metrics of TRAINED and PACKAGED for users of the sample.
+
+    The difference between them is the cost of the quantization, and of context features, which are missing while serving. The
+    difference between PACKAGED and the served answers is the cost of the index. Without metrics of the trained model that
+    exclude seen items (`evaluation.exclude_seen: false`), the result is empty.
+    """
+    results = context.results
+    trained = read_user_metrics(results[EvaluationManifest].path(USER_METRICS_FILE)).get("model")
+    if trained is None:
+        return {}
+    num_users = min(sample.num_users, max(1, MAX_SCORES // sample.num_items))
+    packaged = _packaged_metrics(
+        sample,
+        retriever=Retriever.load(results[PackageManifest].folder),
+        item_vector_ID=torch.from_numpy(np.load(results[ExportManifest].path("item_vectors.npy"))),
+        order_I=np.load(results[EvaluationManifest].path("popularity.npy")),
+        num_users=num_users,
+    )
+    return {TRAINED: trained.common_with(packaged), PACKAGED: packaged}
+
+
+def _packaged_metrics(
+    sample: ServedSample, *, retriever: Retriever, item_vector_ID: torch.Tensor, order_I: np.ndarray, num_users: int
+) -> UserMetrics:
+    """Rank all items for the first `num_users` users by the query vectors of the package."""
+    user_row_U, history = sample.user_row_U[:num_users], sample.history.slice(0, num_users)
+    seen = JaggedArray.from_lengths(sample.num_seen_U, sample.seen_pair_L % sample.num_items).slice(0, num_users)
+    targets = JaggedArray.from_pairs(
+        sample.target_pair_T // sample.num_items, sample.target_pair_T % sample.num_items, num_lists=sample.num_users
+    ).slice(0, num_users)
+    queries = Queries(
+        query_BD=torch.from_numpy(retriever.encode(user_row_U, history)),
+        is_known_B=retriever.package.model.is_known(history_length_B=history.lengths, user_row_B=user_row_U),
+        seen=seen,
+        targets=targets,
+    )
+    ranking = rank_served(queries, item_vector_ID=item_vector_ID, order_I=order_I, k=0)
+    return UserMetrics.of(ranking.target_positions(), user_row_B=user_row_U)
+
+
+def means(metrics_by_ranker: Mapping[str, UserMetrics]) -> dict[str, float]:
+    """Return <ranker>/<metric> by name: the mean over the users."""
+    return {name: value for ranker, metrics in metrics_by_ranker.items() for name, value in metrics.means(ranker).items()}

@@ -1,0 +1,36 @@
+"""What serving costs, for packages whose answers are known: an exact one, and one with a broken index."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from recsys_core.evaluation.metrics import USER_METRICS_FILE, read_user_metrics
+from tasks.gate.sample import prepare_sample
+from tasks.gate.serving_loss import PACKAGED, TRAINED, exact_metrics
+from tests.tasks.conftest import USERS, Stages
+from tests.tasks.registration import do_register, run_of
+
+BuildStages = Callable[..., Stages]
+
+
+def test_the_packaged_query_tower_ranks_all_items_almost_as_the_trained_model(workspace: Path, stages: BuildStages) -> None:
+    built, context = stages(), run_of(workspace, "one")
+    for manifest in (built.dataset.interactions, *built[1:]):
+        context.results.add(manifest)
+    sample = prepare_sample(built.dataset.interactions, max_users=USERS, folder=workspace / "sample")
+    metrics = exact_metrics(context, sample)
+    trained = read_user_metrics(built.evaluation.path(USER_METRICS_FILE))["model"]
+    assert metrics[TRAINED].means("m") == trained.means("m")
+    assert metrics[PACKAGED].user_row_U.tolist() == trained.user_row_U.tolist()
+    recalls = [metrics[ranker].means("m")["m/recall@20"] for ranker in (TRAINED, PACKAGED)]
+    assert recalls[1] == pytest.approx(recalls[0], abs=0.05)  # the vectors of 30 users have 8 bits per value
+
+
+def test_the_metrics_of_a_registration_have_each_step_of_the_loss(
+    workspace: Path, stages: BuildStages, predicted_here: list[str]
+) -> None:
+    metrics = do_register(stages(), run_of(workspace, "one")).metrics
+    rankers = {name.partition("/")[0] for name in metrics}
+    assert rankers == {"served", TRAINED, PACKAGED}
+    assert metrics["served/recall@20"] == pytest.approx(metrics[f"{PACKAGED}/recall@20"])  # a flat index is exact

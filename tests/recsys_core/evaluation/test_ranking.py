@@ -175,3 +175,19 @@ def test_ranking_among_candidates_equals_the_full_ranking_without_the_other_item
         for at, number in enumerate(queries)
         for row in candidates & set(targets[number]) - set(seen[number])
     }
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 10_000), held=st.integers(8, 20), tile=st.integers(1, 9), k=st.integers(1, 8))
+def test_top_lists_alone_equal_those_of_the_full_ranking(seed: int, held: int, tile: int, k: int) -> None:
+    random = np.random.default_rng(seed)
+    query, item = random.integers(-1, 2, (QUERIES, 3)), random.integers(-1, 2, (50, 3))
+    seen, targets = ([random.integers(0, 50, 5).tolist() for _ in range(QUERIES)] for _ in range(2))
+    queries, item_vector_ID = _queries(query, seen=seen, targets=targets), torch.tensor(item, dtype=torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranking_module, "BOUND_COLUMNS", held)
+        patch.setattr(ranking_module, "TILE_COLUMNS", tile)
+        top = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=k, top_only=True)
+        full = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=k)
+    np.testing.assert_array_equal(top.top_BK, full.top_BK)
+    np.testing.assert_array_equal(top.position_T, np.where(full.position_T < k, full.position_T, 50))

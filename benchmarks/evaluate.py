@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from benchmarks.measuring import run_in_new_process
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation.config import EvaluationConfig
-from recsys_core.evaluation.evaluate import all_metrics
+from recsys_core.evaluation.estimates import full_ranking_metrics
 from recsys_core.evaluation.ranking import Queries, rank_catalogue
 from recsys_core.preflight import installed_versions
 
@@ -80,7 +80,7 @@ def evaluate_with_nightjar(
     config = EvaluationConfig()
     queries = Queries(torch.from_numpy(query_BD), is_known_B=np.ones(len(query_BD), np.bool_), seen=seen, targets=targets)
     ranking = rank_catalogue(queries, item_vector_ID=torch.from_numpy(item_vector_ID), k=max(config.ks))
-    return all_metrics("test", ranking, config=config)[f"test/recall@{K}"]
+    return full_ranking_metrics(ranking, config=config)[f"recall@{K}"].value
 
 
 def measure(contestant: str, *, num_queries: int) -> dict[str, float]:

@@ -4,8 +4,9 @@ Shapes: B queries, I items, C cold items, D width, T (query, target) pairs, U us
 """
 
 import json
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,23 +17,43 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recsys_core.dataset.events import EvaluationSplit, EventStore
-from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.dataset.jagged import JaggedArray, ragged_ranges
 from recsys_core.errors import InputError, StageError
-from recsys_core.evaluation import diversity, metrics
-from recsys_core.evaluation.baselines import cold_rows, popularity_before, zero_shot_vectors
+from recsys_core.evaluation import closed_form, diversity, metrics
+from recsys_core.evaluation.baselines import cold_rows, popularity_before, recent_popularity_order, zero_shot_vectors
 from recsys_core.evaluation.config import EvaluationConfig
-from recsys_core.evaluation.metrics import Floats, TargetPositions
-from recsys_core.evaluation.ranking import Queries, Ranking, rank_among, rank_by_order, rank_served
+from recsys_core.evaluation.estimates import (
+    Estimate,
+    Estimates,
+    cold_metrics,
+    full_ranking_metrics,
+    half_widths,
+    prefixed,
+    slice_reports,
+)
+from recsys_core.evaluation.ranking import (
+    Queries,
+    Ranking,
+    rank_among,
+    rank_by_order,
+    rank_by_scores,
+    rank_served,
+)
+from recsys_core.evaluation.slices import feature_slices, item_slices, user_slices
 from recsys_core.manifests import (
     Dataset,
     EvaluationManifest,
     ExportManifest,
+    FeaturesManifest,
     InteractionsManifest,
+    SliceReport,
     StageFolder,
     fingerprint_of,
 )
 from recsys_core.models.spec import ModelSpec
 from recsys_core.seeds import EVALUATION_USERS_SEED
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,7 +63,6 @@ class _Split:
     Attributes:
         user_row_B: rows of the users, ascending.
         history: item rows before the split.
-        is_new_B: users without a training event.
         popularity_order_I: item rows by falling popularity before the split.
         cold_row_C: rows of the items without an event before the split.
     """
@@ -50,7 +70,6 @@ class _Split:
     queries: Queries
     user_row_B: NDArray[np.int64]
     history: JaggedArray
-    is_new_B: NDArray[np.bool_]
     popularity_order_I: NDArray[np.int32]
     cold_row_C: NDArray[np.int64]
 
@@ -87,7 +106,8 @@ def evaluate(
             " export again"
         )
 
-    fingerprint = fingerprint_of("evaluate", config, export, interactions, dataset.embeddings)
+    sliced_features = dataset.features if config.slices else None
+    fingerprint = fingerprint_of("evaluate", config, export, interactions, dataset.embeddings, sliced_features)
     stage = StageFolder(folder, EvaluationManifest, fingerprint=fingerprint)
     if stage.manifest is not None:
         return stage.manifest
@@ -96,27 +116,23 @@ def evaluate(
     with stage.writing() as output_folder:
         item_vector_ID, store = torch.from_numpy(np.load(export.path("item_vectors.npy"))), EventStore.open(interactions)
         load_split = partial(_load_split, config=config, store=store, export=export, interactions=interactions)
-        on_ranked = _counter(on_progress, total=_num_rankings(config, export=export, has_zero_shot=item_embeddings is not None))
+        on_ranked = _counter(on_progress, total=_num_rankings(config, export=export, dataset=dataset))
         measure = partial(_measure, config=config, on_ranked=on_ranked)
-        metric_values: dict[str, float] = {}
+        estimates: Estimates = {}
         if export.num_queries.get("validation", 0):
-            metric_values |= measure("validation", load_split("validation"), item_vector_ID)[0]
+            estimates |= measure("validation", load_split("validation"), item_vector_ID)[0]
         test_split = load_split("test")
-        test_metrics, ranking = measure("test", test_split, item_vector_ID)
+        test_estimates, ranking = measure("test", test_split, item_vector_ID)
         if not len(ranking.position_T):
             raise InputError(
                 f"the users had already seen all {ranking.num_seen_targets} test targets; set evaluation.exclude_seen to false"
             )
-        is_cold_T, is_new_T = store.train_count_I[ranking.item_T] == 0, test_split.is_new_B[ranking.query_T]
-        metric_values |= test_metrics | _slice_metrics(
-            ranking,
-            {"cold_items": is_cold_T, "warm_items": ~is_cold_T, "new_users": is_new_T, "known_users": ~is_new_T},
-            config=config,
-        )
-        # Popularity cannot rank items without an event, so it has no cold metrics.
-        popularity_ranking = rank_by_order(test_split.queries, order_I=test_split.popularity_order_I, k=max(config.ks))
-        metric_values |= all_metrics("baseline/popularity", popularity_ranking, config=config)
-        rankings = {"test": ranking, "baseline/popularity": popularity_ranking}
+        slices = _slices(ranking, test_split, config=config, store=store, features=dataset.features)
+        estimates |= test_estimates | _slice_estimates(slices)
+        rankings = {"test": ranking}
+        for name, baseline_ranking in _rank_baselines(config, test_split, store=store, on_ranked=on_ranked):
+            rankings[f"baseline/{name}"] = baseline_ranking
+            estimates |= prefixed(f"baseline/{name}", full_ranking_metrics(baseline_ranking, config=config))
         vectors_RD = None
         if item_embeddings is not None:
             vectors_RD = np.load(item_embeddings.vectors_path("item"), mmap_mode="r")
@@ -124,17 +140,102 @@ def evaluate(
             assert vector_row_I is not None  # the ingest requires that items have vectors
             query_BD, vector_ID = zero_shot_vectors(vectors_RD, vector_row_I=vector_row_I, histories=test_split.history)
             every_user = replace(test_split.queries, query_BD=query_BD, is_known_B=np.ones(len(query_BD), np.bool_))
-            zero_shot_metrics, zero_shot_ranking = measure(
+            zero_shot_estimates, rankings["baseline/zero_shot"] = measure(
                 "baseline/zero_shot", replace(test_split, queries=every_user), vector_ID
             )
-            metric_values |= zero_shot_metrics
-            rankings["baseline/zero_shot"] = zero_shot_ranking
+            estimates |= zero_shot_estimates
+        metric_values = {name: float(estimate.value) for name, estimate in estimates.items()}
         for prefix, ranking in rankings.items():
             metric_values |= _list_metrics(prefix, ranking, test_split, store=store, vectors_RD=vectors_RD, k=min(config.ks))
         _write_user_metrics(rankings, test_split, config=config, path=output_folder / metrics.USER_METRICS_FILE)
+        positions = {
+            prefix.replace("test", "model").removeprefix("baseline/"): r.target_positions() for prefix, r in rankings.items()
+        }
+        metrics.write_positions(positions, user_row_B=test_split.user_row_B, path=output_folder / metrics.POSITIONS_FILE)
         np.save(output_folder / "popularity.npy", test_split.popularity_order_I)
         (output_folder / "metrics.json").write_text(json.dumps(metric_values, indent=2))
-        return stage.commit(metrics=metric_values)
+        return stage.commit(metrics=metric_values, half_widths=half_widths(estimates), slices=slices)
+
+
+def _rank_baselines(
+    config: EvaluationConfig, split: _Split, *, store: EventStore, on_ranked: Callable[[int], None]
+) -> Iterator[tuple[str, Ranking]]:
+    """Yield the name and the ranking of each baseline that needs only the log, and therefore cannot rank cold items."""
+    k, order_I = _num_listed(config), split.popularity_order_I
+    rank_in_order = partial(rank_by_order, split.queries, k=k)
+    yield "popularity", rank_in_order(order_I=order_I)
+    if "recent_popularity" in config.baselines and store.has_times:
+        recent_order_I = recent_popularity_order(
+            "test", store=store, days=config.recent_days, popularity_order_I=split.popularity_order_I
+        )
+        yield "recent_popularity", rank_in_order(order_I=recent_order_I)
+    linear_baselines = [name for name in ("cooccurrence", "closed_form") if name in config.baselines]
+    if linear_baselines and store.num_items > config.closed_form.max_items:
+        logger.info(
+            "the baselines %s are left out: %d items are more than evaluation.closed_form.max_items, %d",
+            " and ".join(linear_baselines), store.num_items, config.closed_form.max_items,
+        )  # fmt: skip
+        return
+    for name in linear_baselines:
+        # Without a history all scores are 0, and the items are ranked by popularity.
+        model = closed_form.cooccurrence if name == "cooccurrence" else partial(closed_form.linear_model, config.closed_form)
+        scores = model(store=store, histories=split.history, order_I=order_I)
+        yield (
+            name,
+            rank_by_scores(
+                split.queries, **scores._asdict(), row_C=order_I, k=k, top_only=_is_top_only(config), on_progress=on_ranked
+            ),
+        )
+
+
+def _slices(
+    ranking: Ranking, split: _Split, *, config: EvaluationConfig, store: EventStore, features: FeaturesManifest | None
+) -> tuple[SliceReport, ...]:
+    """Return the metrics of the slices by popularity, by history and by features."""
+    user_row_T, train_count_U = split.user_row_B[ranking.query_T], store.train_count_U[split.user_row_B]
+    masks = item_slices(store.train_count_I, item_T=ranking.item_T) | user_slices(train_count_U, user_T=ranking.query_T)
+    masks |= {"warm items": ~masks["cold items"], "known users": ~masks["new users"]}
+    reports = slice_reports(ranking, masks, config=config, min_users=config.min_slice_users)
+    for feature_slice in config.slices:
+        side = feature_slice.feature.partition(".")[0]
+        owner_T = {"user": user_row_T, "item": ranking.item_T}.get(side)
+        if owner_T is None:
+            owner_T = _event_of_target(ranking, split, store=store)
+        reports += slice_reports(
+            ranking,
+            feature_slices(feature_slice, features, owner_T=owner_T),
+            config=config,
+            min_users=feature_slice.min_users or config.min_slice_users,
+        )
+    return reports
+
+
+def _event_of_target(ranking: Ranking, split: _Split, *, store: EventStore) -> NDArray[np.int64]:
+    """Return the index in the log of each target's first test event."""
+    targets = split.queries.targets
+    event_L = ragged_ranges(store.first_event_index(split.user_row_B, "test"), targets.lengths)
+    distinct_keys, first_L = np.unique(targets.pair_keys(bound=store.num_items), return_index=True)
+    return event_L[first_L[np.searchsorted(distinct_keys, ranking.query_T * store.num_items + ranking.item_T)]]
+
+
+def _slice_estimates(slices: Sequence[SliceReport]) -> Estimates:
+    """Return the metrics of the slices without features, by names such as test/slice/cold_items/recall@20."""
+    return {
+        f"test/slice/{report.name.replace(' ', '_')}/{name}": Estimate(value, report.half_widths.get(name))
+        for report in slices
+        if "=" not in report.name
+        for name, value in {"targets": report.num_targets, "users": report.num_users, **report.metrics}.items()
+    }
+
+
+def _is_top_only(config: EvaluationConfig) -> bool:
+    """Return whether no metric needs the positions of the targets behind the top lists."""
+    return "auc" not in config.metrics
+
+
+def _num_listed(config: EvaluationConfig) -> int:
+    """Return the length of the top lists, which has to contain the cut-offs of the served metrics."""
+    return max(*config.ks, *(k for _, k in metrics.SERVED_METRICS.values()))
 
 
 def _list_metrics(
@@ -172,9 +273,12 @@ def _write_user_metrics(rankings: dict[str, Ranking], split: _Split, *, config: 
     metrics.write_user_metrics(user_metrics, path)
 
 
-def _num_rankings(config: EvaluationConfig, *, export: ExportManifest, has_zero_shot: bool) -> int:
-    """Return for how many queries the catalogue is ranked, without the popularity baseline, which is fast."""
-    num_rankings_by_split = {"validation": 1, "test": 2 if has_zero_shot else 1}
+def _num_rankings(config: EvaluationConfig, *, export: ExportManifest, dataset: Dataset) -> int:
+    """Return for how many queries the catalogue is ranked, without the baselines by popularity, which are fast."""
+    num_linear = len({"cooccurrence", "closed_form"} & {*config.baselines})
+    if export.num_items > config.closed_form.max_items:
+        num_linear = 0
+    num_rankings_by_split = {"validation": 1, "test": 1 + (dataset.item_embeddings is not None) + num_linear}
     return sum(
         min(count, config.max_users or count) * num_rankings_by_split[split] for split, count in export.num_queries.items()
     )
@@ -220,7 +324,6 @@ def _load_split(
         ),
         user_row_B=user_row_B,
         history=history,
-        is_new_B=store.train_count_U[user_row_B] == 0,
         popularity_order_I=popularity_before(split, store=store, interactions=interactions),
         cold_row_C=cold_rows(store, split),
     )
@@ -228,65 +331,18 @@ def _load_split(
 
 def _measure(
     prefix: str, split: _Split, item_vector_ID: Tensor, *, config: EvaluationConfig, on_ranked: Callable[[int], None]
-) -> tuple[dict[str, float], Ranking]:
+) -> tuple[Estimates, Ranking]:
     """Return the metrics of a model on the catalogue and on the cold items, and its ranking of the catalogue."""
     order_I = split.popularity_order_I
     ranking = rank_served(
-        split.queries, item_vector_ID=item_vector_ID, order_I=order_I, k=max(config.ks), on_progress=on_ranked
+        split.queries,
+        item_vector_ID=item_vector_ID,
+        order_I=order_I,
+        k=_num_listed(config),
+        top_only=_is_top_only(config),
+        on_progress=on_ranked,
     )
-    metric_values = all_metrics(prefix, ranking, config=config) if len(ranking.position_T) else {}
+    estimates = prefixed(prefix, full_ranking_metrics(ranking, config=config)) if len(ranking.position_T) else {}
     unseen = replace(split.queries, seen=JaggedArray.empty(len(split.history)))  # a cold item is in no history
     cold_ranking = rank_among(unseen, item_vector_ID=item_vector_ID, order_I=order_I, candidate_rows=split.cold_row_C, k=0)
-    return metric_values | _cold_metrics(prefix, cold_ranking, config=config), ranking
-
-
-def all_metrics(prefix: str, ranking: Ranking, *, config: EvaluationConfig) -> dict[str, float]:
-    """Return all metrics of a ranking under <prefix>/<metric>. Undefined metrics are left out."""
-    targets, max_k = ranking.target_positions(), max(config.ks)
-    metric_values: dict[str, float] = {
-        "users": targets.num_users,
-        "targets": len(targets.position_T),
-        "seen_targets": ranking.num_seen_targets,
-    }
-    metric_values |= _means(targets, ("recall", "ndcg", "precision", "hit_rate"), ks=config.ks)
-    for k in config.ks:
-        metric_values[f"coverage@{k}"] = metrics.coverage(ranking.top_BK, k=k, num_items=ranking.num_items)
-    metric_values["mrr"] = _mean(metrics.reciprocal_rank(targets))
-    metric_values[f"map@{max_k}"] = _mean(metrics.average_precision(targets, k=max_k))
-    metric_values["auc"] = _mean(metrics.auc(targets))
-    return {f"{prefix}/{metric_name}": float(value) for metric_name, value in metric_values.items() if not math.isnan(value)}
-
-
-def _cold_metrics(prefix: str, ranking: Ranking, *, config: EvaluationConfig) -> dict[str, float]:
-    """Return the metrics of cold items ranked among cold items; empty if no user has a cold target."""
-    if not len(ranking.position_T):
-        return {}
-    targets = ranking.target_positions()
-    cut_offs = [k for k in config.ks if k < ranking.num_items]  # with a larger cut-off, every item is among the first k
-    metric_values = _means(targets, ("recall", "ndcg", "hit_rate"), ks=cut_offs)
-    metric_values |= {"users": float(targets.num_users), "items": float(ranking.num_items)}
-    return {f"{prefix}/cold/{metric_name}": value for metric_name, value in metric_values.items()}
-
-
-def _slice_metrics(
-    ranking: Ranking, mask_by_slice: dict[str, NDArray[np.bool_]], *, config: EvaluationConfig
-) -> dict[str, float]:
-    """Return metrics over subsets of the targets, from the positions of the targets in the full ranking."""
-    metric_values: dict[str, float] = {}
-    for slice_name, mask_T in mask_by_slice.items():
-        slice_metrics = {"targets": float(mask_T.sum())}
-        if mask_T.any():
-            slice_metrics |= _means(ranking.target_positions(mask_T), ("recall", "ndcg"), ks=config.ks)
-        metric_values |= {f"test/slice/{slice_name}/{metric_name}": value for metric_name, value in slice_metrics.items()}
-    return metric_values
-
-
-def _means(targets: TargetPositions, metric_names: Sequence[str], *, ks: Sequence[int]) -> dict[str, float]:
-    """Return the mean of each metric over the users, by <metric>@<k>."""
-    return {f"{name}@{k}": _mean(metrics.METRIC_BY_NAME[name](targets, k=k)) for k in ks for name in metric_names}
-
-
-def _mean(value_U: Floats) -> float:
-    """Average over the users for whom the metric is not NaN."""
-    defined_value_U = value_U[~np.isnan(value_U)]
-    return float(defined_value_U.mean()) if len(defined_value_U) else math.nan
+    return estimates | prefixed(f"{prefix}/cold", cold_metrics(cold_ranking, config=config)), ranking

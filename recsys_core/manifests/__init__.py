@@ -25,6 +25,7 @@ from recsys_core.manifests.model_stages import (
     PlanManifest,
     RegistrationManifest,
     SearchPoint,
+    SliceReport,
     StageName,
     TrainManifest,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "PlanManifest",
     "RegistrationManifest",
     "SearchPoint",
+    "SliceReport",
     "SourceFile",
     "StageFolder",
     "StageName",

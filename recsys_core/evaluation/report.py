@@ -27,6 +27,7 @@ RANKER_COLOURS = {
     "closed_form": "#7a5195",
     "zero_shot": plots.GREEN,
 }
+"""Colours of the recall plot, by ranker in the order of the tables."""
 MAX_HORIZONTAL_LABELS = 3
 """Rankers of the recall plot up to which the values are written horizontally."""
 COLUMNS = ("recall@20", "ndcg@10", "hit_rate@10", "mrr", "auc", "coverage@20")
@@ -238,7 +239,8 @@ def _metrics_by_row(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]
 
 def _metrics_by_ranker(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Return the test metrics of the model and of each baseline, without their prefixes."""
-    baselines = sorted({metric_name.split("/")[1] for metric_name in metrics if metric_name.startswith("baseline/")})
+    measured = {metric_name.split("/")[1] for metric_name in metrics if metric_name.startswith("baseline/")}
+    baselines = [name for name in RANKER_COLOURS if name in measured]
     return {"model": _metrics_under("test/", metrics)} | {
         baseline: _metrics_under(f"baseline/{baseline}/", metrics) for baseline in baselines
     }

@@ -295,6 +295,7 @@ def _rank_with_vectors(
         order_I=order_I,
         k=_num_listed(config),
         top_only=_is_top_only(config),
+        device="cuda" if torch.cuda.is_available() else "cpu",
         on_progress=on_ranked,
     )
     unseen = replace(held_out.queries, seen=JaggedArray.empty(len(held_out.history)))  # a cold item is in no history

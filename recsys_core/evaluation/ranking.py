@@ -7,6 +7,7 @@ L entries of the seen items of all queries.
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 from recsys_core.dataset.jagged import JaggedArray, chunk_slices
 from recsys_core.errors import StageError
 from recsys_core.evaluation.metrics import TargetPositions
-from recsys_core.evaluation.top_k import top_columns
+from recsys_core.evaluation.top_k import positions_on_gpu, top_columns, top_columns_on_gpu
 from recsys_core.seeds import TIE_ORDER_SEED
 
 CHUNK_SCORES = 1 << 22
@@ -27,6 +28,8 @@ MIN_CHUNK_QUERIES, MAX_CHUNK_QUERIES = 16, 4_096
 """Bounds of the queries per chunk. One pass over the item vectors serves a chunk, and `top_columns` allows 65,536 queries."""
 MAX_SCORES = 1 << 28
 """Scores of all threads together: 1 GiB in float32. A large catalogue is ranked by fewer threads."""
+GPU_CHUNK_SCORES = 1 << 26
+"""Scores that are in the memory of a GPU at once: 256 MiB, and about 1 GiB of intermediate results."""
 TILE_COLUMNS = 2_048
 """Columns of a score matrix that are computed at once, so that the scores of a chunk stay in the cache of a core."""
 BOUND_COLUMNS = 1 << 14
@@ -101,6 +104,7 @@ def rank_catalogue(
     item_vector_ID: Tensor,
     k: int,
     top_only: bool = False,
+    device: str = "cpu",
     on_progress: Callable[[int], None] = lambda num_queries: None,
 ) -> Ranking:
     """Rank all unseen items by inner product for every query, known or not. Equal scores are ordered by `tie_order`.
@@ -111,6 +115,7 @@ def rank_catalogue(
         item_vector_ID: vectors of the same floating-point type as the query vectors.
         k: length of the top list; 0 for no top list.
         top_only: determine only the top lists, which is faster on a large catalogue. See `Ranking.position_T`.
+        device: torch device; the vectors are on the CPU. On a GPU, top_only has no effect.
         on_progress: called with the number of queries ranked since the previous call.
 
     Raises:
@@ -120,8 +125,11 @@ def rank_catalogue(
         if not torch.isfinite(vectors).all():
             vector_index = int(torch.nonzero(~torch.isfinite(vectors).all(dim=1))[0])
             raise StageError(f"{vector_kind} vector {vector_index} is not finite: training diverged; lower the learning rates")
-    query_BD, row_C = queries.query_BD.numpy(), tie_order(len(item_vector_ID))
-    item_CD = item_vector_ID.numpy()[row_C]
+    row_C = tie_order(len(item_vector_ID))
+    if device != "cpu":
+        item_vector_CD = item_vector_ID[torch.from_numpy(row_C)]
+        return _rank_on_gpu(queries, item_vector_CD=item_vector_CD, row_C=row_C, k=k, on_progress=on_progress, device=device)
+    query_BD, item_CD = queries.query_BD.numpy(), item_vector_ID.numpy()[row_C]
 
     def score_tile(query_slice: slice, columns: slice, score_BC: NDArray[Any]) -> None:
         np.matmul(query_BD[query_slice], item_CD[columns].T, out=score_BC)
@@ -150,41 +158,83 @@ def rank_by_scores(
         tile_columns: number of columns of a tile; TILE_COLUMNS by default.
         dtype: floating-point type of the scores.
     """
-    num_queries, num_items, tile_columns = len(queries.targets), len(row_C), tile_columns or TILE_COLUMNS
-    targets, seen, num_seen_targets = _exclude_seen(queries, num_items=num_items)
+    num_items, tile_columns = len(row_C), tile_columns or TILE_COLUMNS
     k = min(k, num_items)
-    top_BK = np.full((num_queries, k), -1, np.int32)
-    position_T = np.full(len(targets.values_L), num_items, np.int64)
-    column_I = np.argsort(row_C)
-    seen_columns, target_columns = (JaggedArray(items.offset, column_I[items.values_L]) for items in (seen, targets))
     num_held_columns = min(num_items, max(BOUND_COLUMNS, k, tile_columns)) if top_only else num_items
     num_workers = max(1, min(torch.get_num_threads(), MAX_SCORES // (MIN_CHUNK_QUERIES * max(1, num_held_columns))))
     chunk_queries = max(MIN_CHUNK_QUERIES, min(MAX_CHUNK_QUERIES, CHUNK_SCORES // max(1, num_held_columns)))
 
-    def rank_chunk(chunk_start: int) -> int:
-        chunk = slice(chunk_start, min(chunk_start + chunk_queries, num_queries))
-        chunk_seen, chunk_targets = (columns.slice(chunk.start, chunk.stop) for columns in (seen_columns, target_columns))
-        tiles = _Tiles(score_tile, chunk, seen=chunk_seen, tile_columns=tile_columns, dtype=dtype)
+    def rank_chunk(chunk: slice, seen: JaggedArray, targets: JaggedArray) -> tuple[NDArray[Any], NDArray[Any]]:
+        tiles = _Tiles(score_tile, chunk, seen=seen, tile_columns=tile_columns, dtype=dtype)
         held_BC = tiles.fill(num_held_columns)
-        chunk_position_T = position_T[targets.offset[chunk.start] : targets.offset[chunk.stop]]
+        top_BK = np.empty((len(held_BC), 0), np.int64)
         if k:
-            top_columns_BK = top_columns(held_BC, tiles.later(num_held_columns, num_items), k=k)
-            top_BK[chunk] = np.where(top_columns_BK >= 0, row_C[top_columns_BK], -1)
-            if top_only:
-                query_T, target_column_T1 = chunk_targets.list_index_L, chunk_targets.values_L[:, None]
-                target_T, position = np.nonzero(top_columns_BK[query_T] == target_column_T1)
-                chunk_position_T[target_T] = position
+            top_BK = top_columns(held_BC, tiles.later(num_held_columns, num_items), k=k)
+        query_T, column_T = targets.list_index_L, targets.values_L
         if not top_only:
-            chunk_position_T[:] = [
-                _position(held_BC[query], column)
-                for query, column in zip(chunk_targets.list_index_L, chunk_targets.values_L, strict=True)
-            ]
-        return chunk.stop - chunk.start
+            positions = [_position(held_BC[query], column) for query, column in zip(query_T, column_T, strict=True)]
+            return top_BK, np.array(positions, np.int64)
+        position_T = np.full(len(column_T), num_items)
+        target_T, position = np.nonzero(top_BK[query_T] == column_T[:, None])
+        position_T[target_T] = position
+        return top_BK, position_T
 
     # Each worker computes on its own core. The threads of a BLAS library would wait in spin loops for cores that are busy.
     with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(num_workers) as pool:
-        for num_ranked in pool.map(rank_chunk, range(0, num_queries, chunk_queries)):
-            on_progress(num_ranked)
+        return _rank_in_chunks(
+            queries, partial(pool.map, rank_chunk), row_C=row_C, k=k, chunk_queries=chunk_queries, on_progress=on_progress
+        )
+
+
+def _rank_on_gpu(
+    queries: Queries, *, item_vector_CD: Tensor, row_C: NDArray[Any], k: int, on_progress: Callable[[int], None], device: str
+) -> Ranking:
+    """Rank like `rank_by_scores`, by inner product on a GPU. The score matrix of a chunk of queries is in its memory."""
+    item_CD, k = item_vector_CD.to(device), min(k, len(row_C))
+
+    def rank_chunk(chunk: slice, seen: JaggedArray, targets: JaggedArray) -> tuple[NDArray[Any], NDArray[Any]]:
+        score_BC = queries.query_BD[chunk].to(device) @ item_CD.T
+        seen_query_L, seen_column_L, query_T, column_T = (
+            torch.from_numpy(array).to(device) for lists in (seen, targets) for array in (lists.list_index_L, lists.values_L)
+        )
+        score_BC[seen_query_L, seen_column_L] = -torch.inf
+        top_BK = top_columns_on_gpu(score_BC, k=k)
+        return top_BK.cpu().numpy(), positions_on_gpu(score_BC, query_T, column_T).cpu().numpy()
+
+    chunk_queries = max(1, min(MAX_CHUNK_QUERIES, GPU_CHUNK_SCORES // max(1, len(row_C))))
+    return _rank_in_chunks(
+        queries, partial(map, rank_chunk), row_C=row_C, k=k, chunk_queries=chunk_queries, on_progress=on_progress
+    )
+
+
+def _rank_in_chunks(
+    queries: Queries,
+    map_chunks: Callable[..., Iterator[tuple[NDArray[Any], NDArray[Any]]]],
+    *,
+    row_C: NDArray[Any],
+    k: int,
+    chunk_queries: int,
+    on_progress: Callable[[int], None],
+) -> Ranking:
+    """Build the ranking from the columns of the top lists and the positions of the targets of each chunk.
+
+    map_chunks: function of the slices of the queries, and of the columns of their seen items and of their targets.
+    """
+    num_queries, num_items = len(queries.targets), len(row_C)
+    targets, seen, num_seen_targets = _exclude_seen(queries, num_items=num_items)
+    column_I = np.argsort(row_C)
+    chunks = list(chunk_slices(num_queries, length=chunk_queries))
+    seen_by_chunk, targets_by_chunk = (
+        [columns.slice(chunk.start, chunk.stop) for chunk in chunks]
+        for columns in (JaggedArray(items.offset, column_I[items.values_L]) for items in (seen, targets))
+    )
+    top_BK, position_T = np.full((num_queries, k), -1, np.int32), np.empty(len(targets.values_L), np.int64)
+    for chunk, (top_columns_BK, chunk_position_T) in zip(
+        chunks, map_chunks(chunks, seen_by_chunk, targets_by_chunk), strict=True
+    ):
+        top_BK[chunk] = np.where(top_columns_BK >= 0, row_C[top_columns_BK], -1)
+        position_T[targets.offset[chunk.start] : targets.offset[chunk.stop]] = chunk_position_T
+        on_progress(chunk.stop - chunk.start)
     return Ranking(
         query_T=targets.list_index_L,
         item_T=targets.values_L,
@@ -285,6 +335,7 @@ def rank_served(
     order_I: NDArray[Any],
     k: int,
     top_only: bool = False,
+    device: str = "cpu",
     on_progress: Callable[[int], None] = lambda num_queries: None,
 ) -> Ranking:
     """Rank as the Retriever does: by inner product for known users, by popularity for the other users.
@@ -294,7 +345,7 @@ def rank_served(
     query_groups = [np.flatnonzero(queries.is_known_B), np.flatnonzero(~queries.is_known_B)]
     known_queries, unknown_queries = (queries.take(query_indices) for query_indices in query_groups)
     ranking_by_score = rank_catalogue(
-        known_queries, item_vector_ID=item_vector_ID, k=k, top_only=top_only, on_progress=on_progress
+        known_queries, item_vector_ID=item_vector_ID, k=k, top_only=top_only, device=device, on_progress=on_progress
     )
     rankings = (ranking_by_score, rank_by_order(unknown_queries, order_I=order_I, k=k))
     on_progress(len(query_groups[1]))

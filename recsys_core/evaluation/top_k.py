@@ -10,7 +10,11 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+
+from recsys_core.dataset.jagged import chunk_slices
 
 MAX_BLOCK_SIZE = 16
 
@@ -60,6 +64,36 @@ def top_columns(first_BC: Scores, later_tiles: Iterable[tuple[int, Scores]], *, 
     top_BK = np.full((num_queries, k), -1, np.int64)
     top_BK[:, : order_BK.shape[1]] = np.take_along_axis(column_BC, order_BK, axis=1)
     return top_BK
+
+
+def top_columns_on_gpu(score_BC: Tensor, *, k: int) -> Tensor:
+    """Return the columns of the k best scores like `top_columns`, from the whole score matrix on its device.
+
+    `torch.topk` orders equal scores arbitrarily, so it only determines the k-th best score.
+
+    >>> top_columns_on_gpu(torch.tensor([[1.0, 3.0, -torch.inf, 3.0, 3.0]]), k=2).tolist()
+    [[1, 3]]
+    """
+    if k == 0:
+        return torch.empty((len(score_BC), 0), dtype=torch.int64)
+    kth_score_B1 = score_BC.topk(k, dim=1).values[:, -1:]
+    is_top_BC, is_tied_BC = score_BC > kth_score_B1, score_BC == kth_score_B1
+    num_tied_in_list_B1 = k - is_top_BC.sum(dim=1, keepdim=True)
+    is_top_BC |= is_tied_BC & (is_tied_BC.cumsum(dim=1, dtype=torch.int32) <= num_tied_in_list_B1)
+    column_BK = is_top_BC.nonzero()[:, 1].view(len(score_BC), k)
+    score_BK, order_BK = score_BC.gather(1, column_BK).sort(dim=1, descending=True, stable=True)
+    return column_BK.gather(1, order_BK).masked_fill(score_BK == -torch.inf, -1)
+
+
+def positions_on_gpu(score_BC: Tensor, query_T: Tensor, column_T: Tensor) -> Tensor:
+    """Return the number of columns ranked above each target: higher scores, and equal scores in lower columns, [T]."""
+    column_C, positions = torch.arange(score_BC.shape[1], device=score_BC.device), []
+    for targets in chunk_slices(len(query_T), length=max(1, len(score_BC))):  # so many rows are in memory anyway
+        row_BC, column_B1 = score_BC[query_T[targets]], column_T[targets, None]
+        score_B1 = row_BC.gather(1, column_B1)
+        is_above_BC = (row_BC > score_B1) | ((row_BC == score_B1) & (column_C < column_B1))
+        positions.append(is_above_BC.sum(dim=1))
+    return torch.cat(positions) if positions else query_T
 
 
 def _lower_bound(score_BC: Scores, *, k: int) -> Scores:

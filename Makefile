@@ -44,7 +44,7 @@ bench-quality: setup ## compare models on public data with 3 seeds (about an hou
 bench-train: setup ## compare the training step with TorchRec's example and measure sharding types; writes benchmarks/train.md
 	$(BIN)/python -m benchmarks.train
 
-bench-evaluate: setup ## compare the exact evaluation with plain numpy; writes benchmarks/evaluate.md
+bench-evaluate: setup ## compare the exact evaluation with numpy and FAISS; writes benchmarks/evaluate.md
 	$(BIN)/python -m benchmarks.evaluate
 
 bench-gate: setup ## measure the error rates of the champion gate over simulated runs; writes benchmarks/gate.md

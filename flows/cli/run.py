@@ -88,9 +88,11 @@ def print_results(results: RunResults, *, config_path: Path, command_line: str) 
         command_line: text of the command that resumes the run, without --resume.
     """
     registration = results.registration
-    if results.stages.get(EvaluationManifest) is not None:
+    evaluation = results.stages.get(EvaluationManifest)
+    if evaluation is not None:
         output.stdout.print("\n[bold]Metrics over the full catalogue[/]")
-        print_metrics(metric_table(results.metrics), served_metrics=registration.metrics if registration else {})
+        table = metric_table(results.metrics, half_widths=evaluation.half_widths)
+        print_metrics(table, served_metrics=registration.metrics if registration else {})
         output.stdout.print()
     facts = {"run": str(results.run.folder)}
     train = results.stages.get(TrainManifest)

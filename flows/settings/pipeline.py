@@ -175,6 +175,23 @@ class PipelineConfig(Settings):
         check_table_names("sharding.tables", self.sharding.tables, tables=self.table_names)
         return self
 
+    @model_validator(mode="after")
+    def _slices_are_features_with_values(self) -> Self:
+        features = {} if self.features is None else self.features.by_key
+        for feature_slice in self.evaluation.slices:
+            feature = features.get(feature_slice.feature)
+            if feature is None:
+                raise ValueError(
+                    f"evaluation.slices: {feature_slice.feature} is not a declared feature; declare it under features, or set "
+                    f"one of {', '.join(sorted(features)) or 'the features that you declare'}"
+                )
+            if feature.standardise:
+                raise ValueError(
+                    f"evaluation.slices: {feature_slice.feature} is standardised, so it has no values to slice by; declare "
+                    "another feature of the same column with buckets"
+                )
+        return self
+
     @property
     def table_names(self) -> set[str]:
         """Names of all embedding tables of the model."""
@@ -182,10 +199,7 @@ class PipelineConfig(Settings):
         if "item" in self.tables and self.tables["item"].transfer == "residual":
             names.add(OFFSET_TABLE)
         if self.features is not None:
-            for prefix, feature_table in (("user", self.features.users), ("item", self.features.items)):
-                features = () if feature_table is None else feature_table.features
-                names |= {f"{prefix}.{feature.name}" for feature in features}
-            names |= {f"context.{feature.name}" for feature in self.features.context}
+            names |= self.features.by_key.keys()
         return names
 
     @property

@@ -1,8 +1,9 @@
-"""Rankings without a model: popularity, and nearest neighbours of the pretrained vectors (zero-shot).
+"""Rankings without a model: popularity, recent popularity, and nearest neighbours of the pretrained vectors (zero-shot).
 
 Shapes: B queries, I items, R pretrained vectors, D width.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding_bag, normalize
 
-from recsys_core.dataset.events import EvaluationSplit, EventStore
-from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.dataset.events import EVENTS_PER_CHUNK, EvaluationSplit, EventStore
+from recsys_core.dataset.jagged import Int64Array, JaggedArray
 from recsys_core.dataset.layout import rows_by_falling_count, vocabulary_file
 from recsys_core.manifests import InteractionsManifest
+from recsys_core.units import DAY_US
 
+SPLITS = ("train", "validation", "test")
+"""Names of the splits by their code in a chunk of events."""
 NO_VECTOR_SCORE = -4.0
 """Zero-shot score of an item without a vector. It is below -1, the lowest cosine."""
 
@@ -37,6 +41,29 @@ def popularity_before(split: EvaluationSplit, *, store: EventStore, interactions
     """Return item rows by falling number of events before `split`, int32 [I]. Unknown users get this order."""
     item_ids = pq.read_table(interactions.path(vocabulary_file("item")), columns=["id"])["id"].combine_chunks()
     return popularity_order(store.item_counts_before(split), item_ids=item_ids)
+
+
+def recent_popularity_order(
+    split: EvaluationSplit, *, store: EventStore, days: float, popularity_order_I: NDArray[np.int32]
+) -> NDArray[np.int32]:
+    """Return item rows by falling number of events in the last `days` before `split`, int32 [I].
+
+    The period ends at the newest event before `split`. Items with equal numbers are in the order `popularity_order_I`.
+    """
+    newest, count_I = 0, np.zeros(store.num_items, np.int64)
+    for time_E, _ in _events_before(split, store=store):
+        newest = max(newest, int(time_E.max(initial=0)))
+    for time_E, item_E in _events_before(split, store=store):
+        count_I += np.bincount(item_E[time_E > newest - days * DAY_US], minlength=store.num_items)
+    return popularity_order_I[rows_by_falling_count(count_I[popularity_order_I])]
+
+
+def _events_before(split: EvaluationSplit, *, store: EventStore) -> Iterator[tuple[Int64Array, Int64Array]]:
+    """Yield the times and items of the events before `split`, in chunks. The log has timestamps."""
+    for chunk in store.user_chunks(max_events=max(store.num_items, EVENTS_PER_CHUNK)):
+        assert chunk.time_E is not None
+        is_before_E = chunk.split_E < SPLITS.index(split)
+        yield chunk.time_E[is_before_E], chunk.item_E[is_before_E]
 
 
 def cold_rows(store: EventStore, split: EvaluationSplit) -> NDArray[np.int64]:

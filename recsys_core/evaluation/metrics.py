@@ -17,10 +17,14 @@ target is the last of them.
 [0.9197, 0.4307]
 >>> reciprocal_rank(targets).tolist()
 [1.0, 0.25]
+>>> reciprocal_rank(targets, k=3).tolist()
+[1.0, 0.0]
 >>> average_precision(targets, k=4).round(4).tolist()  # (1/1 + 2/3) / 2, and 1/4
 [0.8333, 0.25]
 >>> auc(targets).tolist()  # of 4 non-targets, 4 and 3 are below the targets of the first user: (4/4 + 3/4) / 2
 [0.875, 0.0]
+>>> round(grouped_auc(targets), 4)  # the first user has two targets: (2 * 0.875 + 1 * 0) / 3
+0.5833
 
 Shapes: B queries, U users with at least one target, T (user, target) pairs, K cut-off.
 """
@@ -127,14 +131,14 @@ def ndcg(targets: TargetPositions, *, k: int) -> Floats:
     return targets.sum_per_user(gain_T) / ideal_gain_U
 
 
-METRIC_BY_NAME = {"recall": recall, "ndcg": ndcg, "precision": precision, "hit_rate": hit_rate}
-"""The metrics at a cut-off K whose mean over the users is reported."""
+def reciprocal_rank(targets: TargetPositions, *, k: int | None = None) -> Floats:
+    """Return 1 / (1-based position of the best-ranked target), or 0 if it is not among the first k items, [U].
 
-
-def reciprocal_rank(targets: TargetPositions) -> Floats:
-    """Return 1 / (1-based position of the best-ranked target), [U]. The mean over users is the MRR."""
-    reciprocal_U: Floats = 1 / (targets.position_T[targets.first_target_index_U] + 1)
-    return reciprocal_U
+    The mean over users is the MRR, or MRR@k (Voorhees, TREC-8 1999).
+    """
+    best_position_U = targets.position_T[targets.first_target_index_U]
+    reciprocal_U: Floats = 1 / (best_position_U + 1)
+    return reciprocal_U if k is None else np.where(best_position_U < k, reciprocal_U, 0.0)
 
 
 def average_precision(targets: TargetPositions, *, k: int) -> Floats:
@@ -155,6 +159,29 @@ def auc(targets: TargetPositions) -> Floats:
     num_non_targets_above_U = targets.sum_per_user(targets.position_T - targets.num_targets_above_T)
     with np.errstate(invalid="ignore"):
         return 1.0 - num_non_targets_above_U / targets.num_targets_U / num_non_targets_U
+
+
+def grouped_auc(targets: TargetPositions) -> float:
+    """Return the mean AUC of the users, weighted by their numbers of targets (Zhu et al., KDD 2017).
+
+    Items are compared only within the ranking of a user, because scores of different users are not comparable. NaN if every
+    user's AUC is NaN.
+    """
+    auc_U = auc(targets)
+    is_defined_U = ~np.isnan(auc_U)
+    weight_U = targets.num_targets_U[is_defined_U]
+    return float(np.average(auc_U[is_defined_U], weights=weight_U)) if len(weight_U) else float("nan")
+
+
+METRIC_BY_NAME: Mapping[str, Callable[..., Floats]] = {
+    "recall": recall,
+    "ndcg": ndcg,
+    "precision": precision,
+    "hit_rate": hit_rate,
+    "map": average_precision,
+    "mrr": reciprocal_rank,
+}
+"""The metrics at a cut-off K whose mean over the users is reported, by the names of `evaluation.metrics`."""
 
 
 def coverage(top_BK: NDArray[np.int32], *, k: int, num_items: int) -> float:
@@ -231,3 +258,33 @@ def read_user_metrics(path: Path) -> dict[str, UserMetrics]:
         ranker, _, metric = column.rpartition("/")
         values_by_ranker.setdefault(ranker, {})[metric] = table[column].to_numpy()
     return {ranker: UserMetrics(user_row_U, values) for ranker, values in values_by_ranker.items()}
+
+
+POSITIONS_FILE = "positions.parquet"
+
+
+def write_positions(targets_by_ranker: Mapping[str, TargetPositions], *, user_row_B: NDArray[Any], path: Path) -> None:
+    """Write the positions of the same targets in several rankings, from which every metric of a user can be computed.
+
+    The columns are user_row, num_candidates, and the positions of the user's targets for each ranker, ascending from 0.
+    """
+    columns: dict[str, NDArray[Any]] = {}
+    for ranker, targets in targets_by_ranker.items():
+        columns["user_row"] = user_row_B[targets.original_user_U][targets.user_T]
+        columns["num_candidates"] = targets.num_candidates_U[targets.user_T]
+        columns[ranker] = targets.position_T
+    pq.write_table(pa.table(columns), path)
+
+
+def read_positions(path: Path) -> dict[str, TargetPositions]:
+    """Read a file of `write_positions`: the positions by ranker. The number of a user is the user's row."""
+    table = pq.read_table(path)
+    user_row_T, num_candidates_T = table["user_row"].to_numpy(), table["num_candidates"].to_numpy()
+    num_candidates_B = np.zeros(int(user_row_T.max(initial=-1)) + 1, np.int64)
+    num_candidates_B[user_row_T] = num_candidates_T
+    return {
+        ranker: TargetPositions.from_pairs(
+            user_T=user_row_T, position_T=table[ranker].to_numpy(), num_candidates_B=num_candidates_B
+        )
+        for ranker in table.column_names[2:]
+    }

@@ -4,7 +4,7 @@ Shapes: B queries, I items, D width, K length of the top list, T (query, target)
 L entries of the seen items of all queries.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,20 +13,30 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.dataset.jagged import JaggedArray, chunk_slices
 from recsys_core.errors import StageError
 from recsys_core.evaluation.metrics import TargetPositions
+from recsys_core.evaluation.top_k import positions_on_gpu, top_columns, top_columns_on_gpu
 from recsys_core.seeds import TIE_ORDER_SEED
 
 CHUNK_SCORES = 1 << 22
-"""Scores that one thread computes at once: 16 MiB in float32."""
-MIN_CHUNK_QUERIES = 16
-"""Smallest number of queries per chunk, so that one pass over the item vectors serves several queries."""
+"""Scores that one thread holds at once: 16 MiB in float32."""
+MIN_CHUNK_QUERIES, MAX_CHUNK_QUERIES = 16, 4_096
+"""Bounds of the queries per chunk. One pass over the item vectors serves a chunk, and `top_columns` allows 65,536 queries."""
 MAX_SCORES = 1 << 28
 """Scores of all threads together: 1 GiB in float32. A large catalogue is ranked by fewer threads."""
-MAX_BLOCK_SIZE = 64
+GPU_CHUNK_SCORES = 1 << 26
+"""Scores that are in the memory of a GPU at once: 256 MiB, and about 1 GiB of intermediate results."""
+TILE_COLUMNS = 2_048
+"""Columns of a score matrix that are computed at once, so that the scores of a chunk stay in the cache of a core."""
+BOUND_COLUMNS = 1 << 14
+"""Columns from which the top list is bounded, if the positions of the targets are not needed."""
+
+ScoreTile = Callable[[slice, slice, NDArray[Any]], None]
+"""Function that writes the scores of a slice of the queries and a slice of the columns into an array [B, C]."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,8 @@ class Ranking:
     Attributes:
         query_T: int64, query of each target, ascending.
         item_T: int64, item row of each target.
-        position_T: int64, position of each target; 0 is the best item.
+        position_T: int64, position of each target; 0 is the best item. `num_items` if only the top lists were determined, and
+            the target is not in the top list.
         num_candidates_B: int64, number of ranked items.
         top_BK: int32, rows of the best items; -1 after the last candidate.
         num_seen_targets: number of targets that were excluded because the user had seen them.
@@ -88,7 +99,13 @@ class Ranking:
 
 
 def rank_catalogue(
-    queries: Queries, *, item_vector_ID: Tensor, k: int, on_progress: Callable[[int], None] = lambda num_queries: None
+    queries: Queries,
+    *,
+    item_vector_ID: Tensor,
+    k: int,
+    top_only: bool = False,
+    device: str = "cpu",
+    on_progress: Callable[[int], None] = lambda num_queries: None,
 ) -> Ranking:
     """Rank all unseen items by inner product for every query, known or not. Equal scores are ordered by `tie_order`.
 
@@ -97,52 +114,127 @@ def rank_catalogue(
     Args:
         item_vector_ID: vectors of the same floating-point type as the query vectors.
         k: length of the top list; 0 for no top list.
+        top_only: determine only the top lists, which is faster on a large catalogue. See `Ranking.position_T`.
+        device: torch device; the vectors are on the CPU. On a GPU, top_only has no effect.
         on_progress: called with the number of queries ranked since the previous call.
 
     Raises:
         StageError: a vector is not finite.
     """
-    query_BD = queries.query_BD
-    for vector_kind, vectors in (("query", query_BD), ("item", item_vector_ID)):
+    for vector_kind, vectors in (("query", queries.query_BD), ("item", item_vector_ID)):
         if not torch.isfinite(vectors).all():
             vector_index = int(torch.nonzero(~torch.isfinite(vectors).all(dim=1))[0])
             raise StageError(f"{vector_kind} vector {vector_index} is not finite: training diverged; lower the learning rates")
-    num_queries, num_items = len(query_BD), len(item_vector_ID)
-    targets, seen, num_seen_targets = _exclude_seen(queries, num_items=num_items)
+    row_C = tie_order(len(item_vector_ID))
+    if device != "cpu":
+        item_vector_CD = item_vector_ID[torch.from_numpy(row_C)]
+        return _rank_on_gpu(queries, item_vector_CD=item_vector_CD, row_C=row_C, k=k, on_progress=on_progress, device=device)
+    query_BD, item_CD = queries.query_BD.numpy(), item_vector_ID.numpy()[row_C]
+
+    def score_tile(query_slice: slice, columns: slice, score_BC: NDArray[Any]) -> None:
+        np.matmul(query_BD[query_slice], item_CD[columns].T, out=score_BC)
+
+    return rank_by_scores(
+        queries, score_tile=score_tile, row_C=row_C, k=k, top_only=top_only, dtype=query_BD.dtype, on_progress=on_progress
+    )
+
+
+def rank_by_scores(
+    queries: Queries,
+    *,
+    score_tile: ScoreTile,
+    row_C: NDArray[Any],
+    k: int,
+    top_only: bool = False,
+    tile_columns: int | None = None,
+    dtype: Any = np.float32,
+    on_progress: Callable[[int], None] = lambda num_queries: None,
+) -> Ranking:
+    """Rank all unseen items by the scores of `score_tile` for every query.
+
+    Args:
+        score_tile: called in several threads.
+        row_C: item row of each column of the scores. Of two items with equal scores, the item in the lower column is first.
+        tile_columns: number of columns of a tile; TILE_COLUMNS by default.
+        dtype: floating-point type of the scores.
+    """
+    num_items, tile_columns = len(row_C), tile_columns or TILE_COLUMNS
     k = min(k, num_items)
-    top_BK = np.full((num_queries, k), -1, np.int32)
-    position_T = np.zeros(len(targets.values_L), np.int64)
+    num_held_columns = min(num_items, max(BOUND_COLUMNS, k, tile_columns)) if top_only else num_items
+    num_workers = max(1, min(torch.get_num_threads(), MAX_SCORES // (MIN_CHUNK_QUERIES * max(1, num_held_columns))))
+    chunk_queries = max(MIN_CHUNK_QUERIES, min(MAX_CHUNK_QUERIES, CHUNK_SCORES // max(1, num_held_columns)))
 
-    # The columns of the score matrix are the items in `tie_order`. Of two items with equal scores, the item in the lower column
-    # is ranked first.
-    row_C = tie_order(num_items)
+    def rank_chunk(chunk: slice, seen: JaggedArray, targets: JaggedArray) -> tuple[NDArray[Any], NDArray[Any]]:
+        tiles = _Tiles(score_tile, chunk, seen=seen, tile_columns=tile_columns, dtype=dtype)
+        held_BC = tiles.fill(num_held_columns)
+        top_BK = np.empty((len(held_BC), 0), np.int64)
+        if k:
+            top_BK = top_columns(held_BC, tiles.later(num_held_columns, num_items), k=k)
+        query_T, column_T = targets.list_index_L, targets.values_L
+        if not top_only:
+            positions = [_position(held_BC[query], column) for query, column in zip(query_T, column_T, strict=True)]
+            return top_BK, np.array(positions, np.int64)
+        position_T = np.full(len(column_T), num_items)
+        target_T, position = np.nonzero(top_BK[query_T] == column_T[:, None])
+        position_T[target_T] = position
+        return top_BK, position_T
+
+    # Each worker computes on its own core. The threads of a BLAS library would wait in spin loops for cores that are busy.
+    with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(num_workers) as pool:
+        return _rank_in_chunks(
+            queries, partial(pool.map, rank_chunk), row_C=row_C, k=k, chunk_queries=chunk_queries, on_progress=on_progress
+        )
+
+
+def _rank_on_gpu(
+    queries: Queries, *, item_vector_CD: Tensor, row_C: NDArray[Any], k: int, on_progress: Callable[[int], None], device: str
+) -> Ranking:
+    """Rank like `rank_by_scores`, by inner product on a GPU. The score matrix of a chunk of queries is in its memory."""
+    item_CD, k = item_vector_CD.to(device), min(k, len(row_C))
+
+    def rank_chunk(chunk: slice, seen: JaggedArray, targets: JaggedArray) -> tuple[NDArray[Any], NDArray[Any]]:
+        score_BC = queries.query_BD[chunk].to(device) @ item_CD.T
+        seen_query_L, seen_column_L, query_T, column_T = (
+            torch.from_numpy(array).to(device) for lists in (seen, targets) for array in (lists.list_index_L, lists.values_L)
+        )
+        score_BC[seen_query_L, seen_column_L] = -torch.inf
+        top_BK = top_columns_on_gpu(score_BC, k=k)
+        return top_BK.cpu().numpy(), positions_on_gpu(score_BC, query_T, column_T).cpu().numpy()
+
+    chunk_queries = max(1, min(MAX_CHUNK_QUERIES, GPU_CHUNK_SCORES // max(1, len(row_C))))
+    return _rank_in_chunks(
+        queries, partial(map, rank_chunk), row_C=row_C, k=k, chunk_queries=chunk_queries, on_progress=on_progress
+    )
+
+
+def _rank_in_chunks(
+    queries: Queries,
+    map_chunks: Callable[..., Iterator[tuple[NDArray[Any], NDArray[Any]]]],
+    *,
+    row_C: NDArray[Any],
+    k: int,
+    chunk_queries: int,
+    on_progress: Callable[[int], None],
+) -> Ranking:
+    """Build the ranking from the columns of the top lists and the positions of the targets of each chunk.
+
+    map_chunks: function of the slices of the queries, and of the columns of their seen items and of their targets.
+    """
+    num_queries, num_items = len(queries.targets), len(row_C)
+    targets, seen, num_seen_targets = _exclude_seen(queries, num_items=num_items)
     column_I = np.argsort(row_C)
-    item_DC = item_vector_ID[torch.from_numpy(row_C)].T
-    num_threads = torch.get_num_threads()
-    num_workers = max(1, min(num_threads, MAX_SCORES // (MIN_CHUNK_QUERIES * max(1, num_items))))
-    chunk_queries = max(MIN_CHUNK_QUERIES, CHUNK_SCORES // max(1, num_items))
-
-    def rank_chunk(chunk_start: int) -> int:
-        chunk_end = min(chunk_start + chunk_queries, num_queries)
-        score_BC = (query_BD[chunk_start:chunk_end] @ item_DC).numpy()
-        chunk_seen, chunk_targets = seen.slice(chunk_start, chunk_end), targets.slice(chunk_start, chunk_end)
-        score_BC[chunk_seen.list_index_L, column_I[chunk_seen.values_L]] = -np.inf
-        column_T = column_I[chunk_targets.values_L]
-        for query, score_C in enumerate(score_BC):
-            target_slice = slice(*chunk_targets.offset[query : query + 2])
-            positions = [_position(score_C, column) for column in column_T[target_slice]]
-            position_T[targets.offset[chunk_start] :][target_slice] = positions
-            if k:
-                top_columns = _top_columns(score_C, k=k)
-                top_BK[chunk_start + query, : len(top_columns)] = row_C[top_columns]
-        return chunk_end - chunk_start
-
-    try:
-        with ThreadPoolExecutor(num_workers, initializer=partial(torch.set_num_threads, num_threads // num_workers)) as pool:
-            for num_ranked in pool.map(rank_chunk, range(0, num_queries, chunk_queries)):
-                on_progress(num_ranked)
-    finally:
-        torch.set_num_threads(num_threads)  # later threads would otherwise use the number that the pool's threads have set
+    chunks = list(chunk_slices(num_queries, length=chunk_queries))
+    seen_by_chunk, targets_by_chunk = (
+        [columns.slice(chunk.start, chunk.stop) for chunk in chunks]
+        for columns in (JaggedArray(items.offset, column_I[items.values_L]) for items in (seen, targets))
+    )
+    top_BK, position_T = np.full((num_queries, k), -1, np.int32), np.empty(len(targets.values_L), np.int64)
+    for chunk, (top_columns_BK, chunk_position_T) in zip(
+        chunks, map_chunks(chunks, seen_by_chunk, targets_by_chunk), strict=True
+    ):
+        top_BK[chunk] = np.where(top_columns_BK >= 0, row_C[top_columns_BK], -1)
+        position_T[targets.offset[chunk.start] : targets.offset[chunk.stop]] = chunk_position_T
+        on_progress(chunk.stop - chunk.start)
     return Ranking(
         query_T=targets.list_index_L,
         item_T=targets.values_L,
@@ -152,6 +244,38 @@ def rank_catalogue(
         num_seen_targets=num_seen_targets,
         num_items=num_items,
     )
+
+
+class _Tiles:
+    """The scores of a chunk of queries, computed tile by tile. Scores of seen columns are -inf."""
+
+    def __init__(self, score_tile: ScoreTile, queries: slice, *, seen: JaggedArray, tile_columns: int, dtype: Any) -> None:
+        self._score_tile, self._queries, self._tile_columns, self._dtype = score_tile, queries, tile_columns, dtype
+        order_L = np.argsort(seen.values_L, kind="stable")
+        self._seen_query_L, self._seen_column_L = seen.list_index_L[order_L], seen.values_L[order_L]
+
+    def fill(self, num_columns: int) -> NDArray[Any]:
+        """Return the scores of the first columns, [B, C]."""
+        score_BC = np.empty((self._queries.stop - self._queries.start, num_columns), self._dtype)
+        for columns in chunk_slices(num_columns, length=self._tile_columns):
+            self._score(columns, score_BC[:, columns])
+        return score_BC
+
+    def later(self, first_column: int, num_columns: int) -> Iterator[tuple[int, NDArray[Any]]]:
+        """Yield the first column and the scores of each later tile. All tiles share one buffer."""
+        num_queries = self._queries.stop - self._queries.start
+        buffer = np.empty(num_queries * self._tile_columns, self._dtype)
+        for columns in chunk_slices(num_columns - first_column, length=self._tile_columns):
+            columns = slice(columns.start + first_column, columns.stop + first_column)
+            width = columns.stop - columns.start
+            score_BC = buffer[: num_queries * width].reshape(num_queries, width)
+            self._score(columns, score_BC)
+            yield columns.start, score_BC
+
+    def _score(self, columns: slice, score_BC: NDArray[Any]) -> None:
+        self._score_tile(self._queries, columns, score_BC)
+        seen_range = slice(*np.searchsorted(self._seen_column_L, [columns.start, columns.stop]))
+        score_BC[self._seen_query_L[seen_range], self._seen_column_L[seen_range] - columns.start] = -np.inf
 
 
 def rank_by_order(queries: Queries, *, order_I: NDArray[Any], k: int) -> Ranking:
@@ -210,6 +334,8 @@ def rank_served(
     item_vector_ID: Tensor,
     order_I: NDArray[Any],
     k: int,
+    top_only: bool = False,
+    device: str = "cpu",
     on_progress: Callable[[int], None] = lambda num_queries: None,
 ) -> Ranking:
     """Rank as the Retriever does: by inner product for known users, by popularity for the other users.
@@ -218,10 +344,11 @@ def rank_served(
     """
     query_groups = [np.flatnonzero(queries.is_known_B), np.flatnonzero(~queries.is_known_B)]
     known_queries, unknown_queries = (queries.take(query_indices) for query_indices in query_groups)
-    ranking_by_score = rank_catalogue(known_queries, item_vector_ID=item_vector_ID, k=k, on_progress=on_progress)
-    ranking_by_popularity = rank_by_order(unknown_queries, order_I=order_I, k=k)
+    ranking_by_score = rank_catalogue(
+        known_queries, item_vector_ID=item_vector_ID, k=k, top_only=top_only, device=device, on_progress=on_progress
+    )
+    rankings = (ranking_by_score, rank_by_order(unknown_queries, order_I=order_I, k=k))
     on_progress(len(query_groups[1]))
-    rankings = (ranking_by_score, ranking_by_popularity)
     query_T = np.concatenate([query_B[ranking.query_T] for query_B, ranking in zip(query_groups, rankings, strict=True)])
     order_T, order_B = np.argsort(query_T, kind="stable"), np.argsort(np.concatenate(query_groups))
     return Ranking(
@@ -297,16 +424,3 @@ def _position(score_C: NDArray[Any], column: int) -> int:
     """Return the number of columns ranked above `column`: columns with higher scores, and lower columns with the same score."""
     score = score_C[column]
     return int(np.count_nonzero(score_C[:column] >= score) + np.count_nonzero(score_C[column + 1 :] > score))
-
-
-def _top_columns(score_C: NDArray[Any], *, k: int) -> NDArray[np.int64]:
-    """Return the columns of the k best scores, equal scores by ascending column. Columns with score -inf are left out."""
-    # Split the scores into at least k blocks. The k-th highest block maximum is a lower bound of the k-th best score. It is
-    # computed in one pass, and only few scores are above it.
-    block_size = max(1, min(MAX_BLOCK_SIZE, len(score_C) // (4 * k)))
-    num_blocks = len(score_C) // block_size
-    block_max_scores = score_C[: block_size * num_blocks].reshape(block_size, num_blocks).max(axis=0)
-    score_lower_bound = np.partition(block_max_scores, num_blocks - k)[num_blocks - k]
-    candidate_columns = np.flatnonzero(score_C >= score_lower_bound)
-    best_columns = candidate_columns[np.argsort(-score_C[candidate_columns], kind="stable")[:k]]
-    return best_columns[score_C[best_columns] > -np.inf]

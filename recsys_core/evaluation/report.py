@@ -1,22 +1,35 @@
 """Evaluation and training results as tables and figures, for the terminal, Prefect and MLflow."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
 from recsys_core import plots
 from recsys_core.config import Frozen
-from recsys_core.manifests import TrainManifest
+from recsys_core.errors import printable
+from recsys_core.manifests import SliceReport, TrainManifest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-RANKER_COLOURS = {"model": plots.BLUE, "popularity": plots.GREY, "zero_shot": plots.GREEN}
+RANKER_COLOURS = {
+    "model": plots.BLUE,
+    "popularity": plots.GREY,
+    "recent_popularity": "#b8b8b8",
+    "cooccurrence": plots.ORANGE,
+    "closed_form": "#7a5195",
+    "zero_shot": plots.GREEN,
+}
+"""Colours of the recall plot, by ranker in the order of the tables."""
+MAX_HORIZONTAL_LABELS = 3
+"""Rankers of the recall plot up to which the values are written horizontally."""
 COLUMNS = ("recall@20", "ndcg@10", "hit_rate@10", "mrr", "auc", "coverage@20")
 MAX_LABELLED_EPOCHS = 15
 COLD_SUFFIX = ", cold"
@@ -28,8 +41,10 @@ class MetricTable(Frozen):
 
     columns: tuple[str, ...]
     rows: dict[str, tuple[float | None, ...]]
+    half_widths: dict[str, tuple[float | None, ...]] = Field(default_factory=dict)
+    """Half widths of the confidence intervals, by row."""
     note: str = ""
-    """Number of items and users behind the rows for cold items; empty without such rows."""
+    """Intervals of the model, and number of items and users behind the rows for cold items; empty without them."""
 
     def best_comparable(self, ranker: str) -> tuple[float, ...]:
         """Return the highest value of each column among the rows that rank the same items as the row `ranker`.
@@ -43,23 +58,46 @@ class MetricTable(Frozen):
         return tuple(max(value or 0.0 for value in column_values) for column_values in zip(*comparable_values, strict=True))
 
 
-def metric_table(metrics: Mapping[str, float], *, shown: Sequence[str] = COLUMNS) -> MetricTable:
+def metric_table(
+    metrics: Mapping[str, float], *, half_widths: Mapping[str, float] | None = None, shown: Sequence[str] = COLUMNS
+) -> MetricTable:
     """Build the table of the test metrics of the model and its baselines. Rows for cold items come last.
+
+    metrics, half_widths: see EvaluationManifest.
 
     >>> metric_table({"test/mrr": 0.5, "baseline/popularity/mrr": 0.25}).rows
     {'model': (0.5,), 'popularity': (0.25,)}
     """
-    metrics_by_ranker = _metrics_by_ranker(metrics)
+    metrics_by_ranker = _metrics_by_row(metrics)
+    half_widths_by_ranker = _metrics_by_row(half_widths or {})
     columns = tuple(column for column in shown if column in metrics_by_ranker["model"])
-    for ranker, ranker_metrics in list(metrics_by_ranker.items()):
-        cold_metrics = _metrics_under("cold/", ranker_metrics)
-        if cold_metrics.keys() & set(columns):
-            metrics_by_ranker[f"{ranker}{COLD_SUFFIX}"] = cold_metrics
-    note = ""
-    if cold_model := metrics_by_ranker.get(f"model{COLD_SUFFIX}"):
-        note = f"cold: {cold_model['items']:,.0f} items without an earlier event, for {cold_model['users']:,.0f} users"
-    rows = {ranker: tuple(values.get(column) for column in columns) for ranker, values in metrics_by_ranker.items()}
-    return MetricTable(columns=columns, rows=rows, note=note)
+    shown_rankers = [
+        ranker for ranker, values in metrics_by_ranker.items() if not ranker.endswith(COLD_SUFFIX) or values.keys() & {*columns}
+    ]
+    return MetricTable(
+        columns=columns,
+        rows={ranker: tuple(metrics_by_ranker[ranker].get(column) for column in columns) for ranker in shown_rankers},
+        half_widths={
+            ranker: tuple(values.get(column) for column in columns) for ranker, values in half_widths_by_ranker.items()
+        },
+        note="\n".join(_notes(metrics_by_ranker, half_widths_by_ranker, columns=columns, shown_rankers=shown_rankers)),
+    )
+
+
+def _notes(
+    metrics_by_ranker: Mapping[str, Mapping[str, float]],
+    half_widths_by_ranker: Mapping[str, Mapping[str, float]],
+    *,
+    columns: Sequence[str],
+    shown_rankers: Sequence[str],
+) -> Iterator[str]:
+    """Yield the intervals of the model, and the number of items and users behind the rows for cold items."""
+    half_widths = half_widths_by_ranker["model"]
+    if texts := [f"{column} ± {half_widths[column]:.4f}" for column in columns if column in half_widths]:
+        yield f"intervals of the model: {', '.join(texts)}"
+    if f"model{COLD_SUFFIX}" in shown_rankers:
+        cold_model = metrics_by_ranker[f"model{COLD_SUFFIX}"]
+        yield f"cold: {cold_model['items']:,.0f} items without an earlier event, for {cold_model['users']:,.0f} users"
 
 
 def to_markdown(table: MetricTable) -> str:
@@ -72,8 +110,41 @@ def to_markdown(table: MetricTable) -> str:
     """
     lines = ["| | " + " | ".join(table.columns) + " |", "|:---|" + "---:|" * len(table.columns)]
     for ranker, values in table.rows.items():
-        lines.append(f"| {ranker} | " + " | ".join("-" if value is None else f"{value:.4f}" for value in values) + " |")
+        half_widths = table.half_widths.get(ranker, (None,) * len(values))
+        cells = [_cell(value, half_width) for value, half_width in zip(values, half_widths, strict=True)]
+        lines.append(f"| {ranker} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", table.note] if table.note else lines)
+
+
+def slices_to_markdown(slices: Sequence[SliceReport], *, shown: Sequence[str] = COLUMNS) -> str:
+    """Return a table of the slices in GitHub's Markdown. A slice with too few users has no metrics.
+
+    >>> small = SliceReport(name="cold items", num_users=3, num_targets=4, min_users=30, metrics={}, half_widths={})
+    >>> values = {"metrics": {"recall@20": 0.5}, "half_widths": {"recall@20": 0.1}}
+    >>> large = SliceReport(name="head items", num_users=90, num_targets=95, min_users=30, **values)
+    >>> print(slices_to_markdown([large, small]))
+    | slice | users | targets | recall@20 |
+    |:---|---:|---:|---:|
+    | head items | 90 | 95 | 0.5000 ± 0.1000 |
+    | cold items | 3 | 4 | not enough data (30 users needed) |
+    """
+    columns = [column for column in shown if any(column in report.metrics for report in slices)]
+    titles = ["slice", "users", "targets", *(columns or ["metrics"])]
+    lines = [f"| {' | '.join(titles)} |", "|:---|" + "---:|" * (len(titles) - 1)]
+    for report in slices:
+        cells = [_cell(report.metrics.get(column), report.half_widths.get(column)) for column in columns]
+        if not report.metrics:
+            cells = [f"not enough data ({report.min_users:,} users needed)", *cells[1:]]
+        name = report.name.replace("|", "\\|")
+        lines.append(f"| {printable(name)} | {report.num_users:,} | {report.num_targets:,} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(value: float | None, half_width: float | None) -> str:
+    """Return a value with its interval, in four digits; - for no value."""
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if half_width is None else f"{value:.4f} ± {half_width:.4f}"
 
 
 def plot_recall(metrics: Mapping[str, float], *, path: Path) -> Path:
@@ -87,7 +158,8 @@ def plot_recall(metrics: Mapping[str, float], *, path: Path) -> Path:
         positions = [index + bar_offset for index in range(len(cut_offs))]
         recalls = [ranker_metrics[f"recall@{k}"] for k in cut_offs]
         bars = axes.bar(positions, recalls, bar_width * 0.94, label=ranker.replace("_", "-"), color=RANKER_COLOURS[ranker])
-        axes.bar_label(bars, fmt="%.3f", fontsize=7, padding=2, color=plots.INK)
+        rotation = 0 if len(metrics_by_ranker) <= MAX_HORIZONTAL_LABELS else 90
+        axes.bar_label(bars, fmt="%.3f", fontsize=7, padding=2, color=plots.INK, rotation=rotation)
     axes.set_xticks(range(len(cut_offs)), [str(k) for k in cut_offs])
     axes.set_xlabel("cut-off K")
     axes.set_ylabel("recall@K (share of the test items among the first K)")
@@ -158,9 +230,17 @@ def _plot_validation(axes: "Axes", validation_records: Sequence[Mapping[str, Any
     plots.legend_above(axes)
 
 
+def _metrics_by_row(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return the test metrics of the model and of each baseline, and then those of their rankings of cold items."""
+    metrics_by_ranker = _metrics_by_ranker(metrics)
+    cold = {f"{ranker}{COLD_SUFFIX}": _metrics_under("cold/", values) for ranker, values in metrics_by_ranker.items()}
+    return metrics_by_ranker | {ranker: values for ranker, values in cold.items() if values}
+
+
 def _metrics_by_ranker(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Return the test metrics of the model and of each baseline, without their prefixes."""
-    baselines = sorted({metric_name.split("/")[1] for metric_name in metrics if metric_name.startswith("baseline/")})
+    measured = {metric_name.split("/")[1] for metric_name in metrics if metric_name.startswith("baseline/")}
+    baselines = [name for name in RANKER_COLOURS if name in measured]
     return {"model": _metrics_under("test/", metrics)} | {
         baseline: _metrics_under(f"baseline/{baseline}/", metrics) for baseline in baselines
     }

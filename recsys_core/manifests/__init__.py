@@ -22,6 +22,7 @@ from recsys_core.manifests.model_stages import PackageManifest as PackageManifes
 from recsys_core.manifests.model_stages import PlanManifest as PlanManifest
 from recsys_core.manifests.model_stages import RegistrationManifest as RegistrationManifest
 from recsys_core.manifests.model_stages import SearchPoint as SearchPoint
+from recsys_core.manifests.model_stages import SliceReport as SliceReport
 from recsys_core.manifests.model_stages import StageName as StageName
 from recsys_core.manifests.model_stages import TrainManifest as TrainManifest
 from recsys_core.manifests.stage_folder import MANIFEST_NAME as MANIFEST_NAME

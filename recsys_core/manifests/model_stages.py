@@ -76,15 +76,33 @@ class ExportManifest(Manifest):
     num_queries: dict[str, int] = Field(description="number of queries by split")
 
 
+class SliceReport(Frozen):
+    """Metrics of the model over a subset of the test events, ranked among all items."""
+
+    name: str
+    num_users: int
+    num_targets: int
+    min_users: int = Field(description="number of users below which there are no metrics")
+    metrics: dict[str, float] = Field(description="metrics by name, e.g. recall@20; empty if the users are too few")
+    half_widths: dict[str, float]
+
+
 class EvaluationManifest(Manifest):
-    """metrics.json, popularity.npy int32 [items]: item rows by descending popularity over train and validation, and
-    user_metrics.parquet: values of the test users, see `write_user_metrics`.
+    """Exact metrics of the model and the baselines.
+
+    Files: metrics.json. popularity.npy: int32 [items], item rows by descending popularity over train and validation.
+    user_metrics.parquet: values of the test users, see `write_user_metrics`. positions.parquet: position of each test target in
+    the ranking of the model and of each baseline, see `write_positions`.
     """
 
     stage: ClassVar[str] = "evaluate"
     group: ClassVar[StageGroup] = "evaluation"
     pages: ClassVar[Mapping[str, str]] = {"recall": "recall.png"}
     metrics: dict[str, float] = Field(description="metrics by name, e.g. test/recall@20, baseline/popularity/recall@20")
+    half_widths: dict[str, float] = Field(
+        {}, description="half the width of the confidence interval of each metric that is a mean over the users"
+    )
+    slices: tuple[SliceReport, ...] = ()
 
 
 class SearchPoint(Frozen):

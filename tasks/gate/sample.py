@@ -15,12 +15,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recsys_core.comparison.slices import item_slices, user_slices
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.dataset.layout import vocabulary_file
 from recsys_core.errors import StageError
 from recsys_core.evaluation.metrics import TargetPositions, UserMetrics
+from recsys_core.evaluation.slices import item_slices, user_slices
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.seeds import SMOKE_TEST_USERS_SEED
 

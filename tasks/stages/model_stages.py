@@ -6,7 +6,7 @@ from pathlib import Path
 from recsys_core.disk import write_text
 from recsys_core.evaluation import evaluate as evaluate_core
 from recsys_core.evaluation.config import EvaluationConfig
-from recsys_core.evaluation.report import metric_table, plot_loss, to_markdown
+from recsys_core.evaluation.report import metric_table, plot_loss, slices_to_markdown, to_markdown
 from recsys_core.manifests import (
     EvaluationManifest,
     ExportManifest,
@@ -138,8 +138,8 @@ def evaluate(context: StageContext, config: EvaluationConfig) -> tuple[Evaluatio
             "evaluate", num_done=num_done, num_total=num_queries, note=f"{num_done:,} of {num_queries:,} queries"
         ),
     )
-    table = metric_table(manifest.metrics)
-    show_markdown(context, "metrics", to_markdown(table))
+    table = metric_table(manifest.metrics, half_widths=manifest.half_widths)
+    show_markdown(context, "metrics", f"{to_markdown(table)}\n\n{slices_to_markdown(manifest.slices)}")
     metric_texts = [f"{metric_name} {value:.4f}" for metric_name, value in zip(table.columns, table.rows["model"], strict=True)]
     return manifest, ", ".join(metric_texts[:3])
 

@@ -180,6 +180,13 @@ class FeaturesConfig(Settings):
         return self
 
     @property
+    def by_key(self) -> dict[str, FeatureConfig]:
+        """The features by <side>.<name>."""
+        tables = {side: () if table is None else table.features for side, table in (("user", self.users), ("item", self.items))}
+        sides = {**tables, "context": self.context}
+        return {f"{side}.{feature.name}": feature for side, features in sides.items() for feature in features}
+
+    @property
     def context_columns(self) -> tuple[str, ...]:
         """All columns of the interaction log to read, without repeats."""
         return tuple(dict.fromkeys(column for feature in self.context for column in feature.columns))

@@ -74,6 +74,22 @@ class LeaveLastOut(Settings):
         le=MAX_COUNT,
         description="Users with fewer events than this have training events only",
     )
+    num_folds: int = Field(
+        1,
+        ge=1,
+        le=1_000,
+        description="Number of folds of a cross-validation by user. A hash assigns each user to a fold, and only the users of "
+        "one fold have validation and test events",
+    )
+    fold: int = Field(0, ge=0, le=999, description="Fold with the validation and test events, from 0 to num_folds - 1")
+
+    @model_validator(mode="after")
+    def _fold_exists(self) -> Self:
+        if self.fold >= self.num_folds:
+            raise ValueError(
+                f"fold is {self.fold}, but num_folds is {self.num_folds}; set fold to at most {self.num_folds - 1}"
+            )
+        return self
 
     @property
     def has_validation(self) -> bool:

@@ -279,6 +279,27 @@ def test_a_cosine_loss_needs_cosine_similarity(file: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("features", "text"),
+    [
+        ([], "item.brand is not a declared feature; declare it under features, or set one of the features that you declare"),
+        (["features={context: [{name: device}]}"], "or set one of context.device"),
+        (
+            ["features={items: {paths: p, id_column: id, features: [{name: brand, kind: numeric, standardise: true}]}}"],
+            "item.brand is standardised",
+        ),
+    ],
+)
+def test_a_slice_needs_a_declared_feature_with_values(features: list[str], text: str, file: Path) -> None:
+    assert text in message(file, "evaluation.slices=[{feature: item.brand}]", *features)
+
+
+def test_a_fold_is_below_the_number_of_folds(file: Path) -> None:
+    assert "fold is 2, but num_folds is 2; set fold to at most 1" in message(
+        file, "interactions.split={kind: leave_last_out, num_folds: 2, fold: 2}"
+    )
+
+
 def test_distillation_needs_pretrained_item_vectors(file: Path) -> None:
     vectors = "embeddings={paths: a, vector_column: v}"
     distils = "loss.distillation={weight: 0.5}"

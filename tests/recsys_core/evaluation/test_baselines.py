@@ -1,11 +1,12 @@
 import numpy as np
 import pyarrow as pa
+import pytest
 import torch
 
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.dataset.layout import EventArrays
-from recsys_core.evaluation.baselines import cold_rows, popularity_order, zero_shot_vectors
+from recsys_core.evaluation.baselines import cold_rows, popularity_order, recent_popularity_order, zero_shot_vectors
 
 
 def test_ids_with_equal_counts_are_sorted_by_integer_value_or_alphabetically() -> None:
@@ -38,3 +39,24 @@ def test_zero_shot_ranks_by_cosine_with_the_mean_of_the_normalised_history() -> 
     torch.testing.assert_close(score[1, 1] / score[1, 3], torch.tensor(2.0))
     assert (score[:, 2] < score[:, [0, 1, 3, 4]].min(dim=1).values).all()
     assert (score[2:][:, [0, 1, 3, 4]] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("days", "expected"),
+    [
+        (1, [3, 0, 1, 2]),  # only the newest event is recent; the other items are in the order of all events
+        (3, [1, 3, 0, 2]),
+        (30, [0, 1, 3, 2]),
+    ],
+)
+def test_recent_popularity_counts_the_last_days_before_the_test(days: int, expected: list[int]) -> None:
+    # User 0: items 0, 0, 1 and the test item 2. User 1: items 0, 1, 3 (validation) and the test item 2.
+    day = np.array([1, 2, 8, 11, 3, 8, 10, 11])
+    arrays = EventArrays(
+        user_offset=np.array([0, 4, 8]), train_end=np.array([3, 6]), validation_end=np.array([3, 7]),
+        event_item=np.array([0, 0, 1, 2, 0, 1, 3, 2], np.int32), train_user=np.array([0, 0, 0, 1, 1], np.int32),
+        item_count=np.array([3, 2, 0, 0]), vector_row=np.full(4, -1), event_time=day * 86_400_000_000,
+    )  # fmt: skip
+    store = EventStore(arrays, is_ordered=True)
+    order = recent_popularity_order("test", store=store, days=days, popularity_order_I=np.array([0, 1, 2, 3], np.int32))
+    assert order.tolist() == expected

@@ -9,7 +9,8 @@ import torch
 from torch.nn.functional import normalize
 
 from recsys_core.errors import InputError
-from recsys_core.evaluation.config import EvaluationConfig
+from recsys_core.evaluation import metrics as metrics_module
+from recsys_core.evaluation.config import ClosedFormConfig, EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.manifests import Dataset, EvaluationManifest
 from recsys_core.models.config import TwoTowerConfig
@@ -55,7 +56,7 @@ def _run(
 
 
 def test_hand_counted_metrics_of_a_small_log(tmp_path: Path) -> None:
-    metrics = _run(tmp_path, EvaluationConfig(ks=(1, 2))).metrics
+    metrics = _run(tmp_path, EvaluationConfig(ks=(1, 2), min_slice_users=1)).metrics
     # Unseen items in order: user 0: 3 first. User 1: 5, 4, 3. User 2: 1, 2, 3, then 4. User 3: 5, then 1.
     assert metrics["test/users"] == 4
     assert metrics["test/targets"] == 5
@@ -112,7 +113,7 @@ def test_unknown_users_are_ranked_by_popularity_as_they_are_served(reads_users: 
     # User 1 has no event before the test. The vector would put item 3 first; popularity puts it last.
     spec = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=reads_users), num_users=2, num_items=4)
     manifest = evaluate(
-        EvaluationConfig(ks=(1, 3)),
+        EvaluationConfig(ks=(1, 3), min_slice_users=1),
         export=export_stage(
             tmp_path / "export", item_vectors=np.eye(4), queries={"test": ([0, 1], np.eye(4)[[3, 3]])}, spec=spec
         ),
@@ -130,7 +131,7 @@ def test_unknown_users_are_ranked_by_popularity_as_they_are_served(reads_users: 
 def test_progress_ends_with_all_queries(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     _run(tmp_path, EvaluationConfig(ks=(1,)), embeddings=True, on_progress=lambda *at: seen.append(at))
-    assert seen[-1] == (3 + 4 + 4, 3 + 4 + 4)
+    assert seen[-1] == (3 + 4 * 4, 3 + 4 * 4)  # the test users: model, zero-shot, co-occurrence and closed form
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
@@ -157,6 +158,47 @@ def test_a_sample_of_users_is_the_same_every_time(tmp_path: Path) -> None:
     first, again = (_run(tmp_path / name, EvaluationConfig(ks=(1,), max_users=2)).metrics for name in "ab")
     assert first == again
     assert first["test/users"] == 2
+
+
+def test_without_auc_the_metrics_at_the_cut_offs_stay_the_same(tmp_path: Path) -> None:
+    full = _run(tmp_path / "full", EvaluationConfig(ks=(1, 2)), embeddings=True).metrics
+    names = ("recall", "ndcg", "precision", "hit_rate", "map", "mrr")
+    top = _run(tmp_path / "top", EvaluationConfig(ks=(1, 2), metrics=names), embeddings=True).metrics
+    assert {name for name in full if name not in top} == {
+        f"{ranker}/{name}"
+        for ranker in (
+            "validation",
+            "test",
+            *(f"baseline/{name}" for name in ("popularity", "cooccurrence", "closed_form", "zero_shot")),
+        )
+        for name in ("auc", "gauc", "mrr")
+    }
+    assert top == {name: full[name] for name in top}
+
+
+def test_the_positions_of_the_targets_are_saved_for_each_ranker(tmp_path: Path) -> None:
+    manifest = _run(tmp_path, EvaluationConfig(ks=(2,)), embeddings=True)
+    positions = metrics_module.read_positions(manifest.path("positions.parquet"))
+    assert list(positions) == ["model", "popularity", "cooccurrence", "closed_form", "zero_shot"]
+    for ranker, targets in positions.items():
+        prefix = "test" if ranker == "model" else f"baseline/{ranker}"
+        assert metrics_module.auc(targets).mean() == pytest.approx(manifest.metrics[f"{prefix}/auc"])
+        assert metrics_module.recall(targets, k=2).mean() == pytest.approx(manifest.metrics[f"{prefix}/recall@2"])
+        assert targets.original_user_U.tolist() == [0, 1, 2, 3]
+
+
+def test_linear_baselines_are_left_out_of_a_catalogue_above_the_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = EvaluationConfig(ks=(1,), closed_form=ClosedFormConfig(max_items=5))
+    with caplog.at_level("INFO"):
+        metrics = _run(tmp_path, config).metrics
+    assert {name.split("/")[1] for name in metrics if name.startswith("baseline/")} == {"popularity"}
+    assert "cooccurrence and closed_form are left out: 6 items are more than evaluation.closed_form.max_items, 5" in caplog.text
+
+
+def test_metrics_have_intervals_over_the_sampled_users(tmp_path: Path) -> None:
+    half_widths = _run(tmp_path, EvaluationConfig(ks=(1,), max_users=3)).half_widths
+    assert half_widths["test/recall@1"] > 0 and half_widths["baseline/popularity/recall@1"] >= 0
+    assert "test/coverage@1" not in half_widths
 
 
 def test_a_log_without_test_events_is_rejected(tmp_path: Path) -> None:
@@ -186,7 +228,7 @@ def test_popularity_on_beauty_equals_published_counts(tmp_path: Path) -> None:
         queries={"test": (users, vectors[users % len(ids)])},
     )
     metrics = evaluate(
-        EvaluationConfig(ks=(10,)), export=export, dataset=Dataset(interactions), folder=tmp_path / "evaluation"
+        EvaluationConfig(ks=(10,), baselines=()), export=export, dataset=Dataset(interactions), folder=tmp_path / "evaluation"
     ).metrics
     assert round(metrics["baseline/popularity/hit_rate@10"], 4) == 0.0135
     assert round(metrics["baseline/popularity/ndcg@10"], 4) == 0.0061

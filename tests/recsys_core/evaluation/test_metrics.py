@@ -1,4 +1,4 @@
-"""The metrics compared with torchmetrics on random rankings."""
+"""The metrics compared with torchmetrics and scikit-learn on random rankings."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sklearn.metrics import average_precision_score, ndcg_score, roc_auc_score
 from torchmetrics.functional.classification import binary_auroc
 from torchmetrics.functional.retrieval import (
     retrieval_average_precision,
@@ -17,8 +18,10 @@ from torchmetrics.functional.retrieval import (
     retrieval_reciprocal_rank,
 )
 
+from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation import metrics
 from recsys_core.evaluation.metrics import TargetPositions, UserMetrics
+from recsys_core.evaluation.ranking import Queries, rank_catalogue, tie_order
 
 CANDIDATES = 12
 relevance = st.lists(st.booleans(), min_size=CANDIDATES, max_size=CANDIDATES).filter(lambda row: 0 < sum(row) < CANDIDATES)
@@ -48,8 +51,56 @@ def test_every_metric_equals_torchmetrics(rows: list[list[bool]], k: int) -> Non
     np.testing.assert_allclose(metrics.hit_rate(targets, k=k), oracle(retrieval_hit_rate, top_k=k), **close)
     np.testing.assert_allclose(metrics.ndcg(targets, k=k), oracle(retrieval_normalized_dcg, top_k=k), **close)
     np.testing.assert_allclose(metrics.reciprocal_rank(targets), oracle(retrieval_reciprocal_rank), **close)
+    mrr_at_k = [float(retrieval_reciprocal_rank(score[:k], row[:k])) for row in is_target]
+    np.testing.assert_allclose(metrics.reciprocal_rank(targets, k=k), mrr_at_k, **close)
     np.testing.assert_allclose(metrics.average_precision(targets, k=CANDIDATES), oracle(retrieval_average_precision), **close)
     np.testing.assert_allclose(metrics.auc(targets), oracle(binary_auroc), **close)
+
+
+def test_metrics_of_tied_scores_equal_scikit_learn_with_the_ties_in_the_fixed_order() -> None:
+    random, num_users, num_items = np.random.default_rng(4), 40, 60
+    query, item = random.integers(-1, 2, (num_users, 3)), random.integers(-1, 2, (num_items, 3))
+    is_target = random.random((num_users, num_items)) < 0.15
+    is_target[:, 0] = True
+    user, row = np.nonzero(is_target)
+    queries = Queries(
+        torch.tensor(query, dtype=torch.float32),
+        is_known_B=np.ones(num_users, bool),
+        seen=JaggedArray.empty(num_users),
+        targets=JaggedArray.from_pairs(user, row, num_lists=num_users),
+    )
+    ranking = rank_catalogue(queries, item_vector_ID=torch.tensor(item, dtype=torch.float32), k=0)
+    targets = ranking.target_positions()
+    # Subtracting less than the difference of two scores makes the scores distinct, in the order of the ties.
+    score = query @ item.T - np.argsort(tie_order(num_items)) / (10 * num_items)
+    assert len(np.unique(query @ item.T)) < 10
+    pairs = list(zip(is_target, score, strict=True))
+    close = {"rtol": 0, "atol": 1e-6}
+    for k in (1, 5, 20):
+        expected = [ndcg_score(t[None], s[None], k=k, ignore_ties=True) for t, s in pairs]
+        np.testing.assert_allclose(metrics.ndcg(targets, k=k), expected, **close)
+    expected_map = [average_precision_score(t, s) for t, s in pairs]
+    np.testing.assert_allclose(metrics.average_precision(targets, k=num_items), expected_map, **close)
+    auc = [roc_auc_score(t, s) for t, s in pairs]
+    np.testing.assert_allclose(metrics.auc(targets), auc, **close)
+    assert metrics.grouped_auc(targets) == pytest.approx(np.average(auc, weights=is_target.sum(axis=1)), abs=1e-6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(relevance, min_size=1, max_size=4), st.integers(1, CANDIDATES - 1))
+def test_metrics_are_between_0_and_1_and_do_not_fall_with_a_better_position(rows: list[list[bool]], k: int) -> None:
+    relevant_UC = np.array(rows)
+    first_target_U = relevant_UC.argmax(axis=1)
+    better_UC = relevant_UC.copy()
+    for user, position in enumerate(first_target_U):  # move the best target up by one position
+        better_UC[user, max(0, position - 1)], better_UC[user, position] = True, position == 0
+    targets, better = _target_positions(relevant_UC), _target_positions(better_UC)
+    for metric in metrics.METRIC_BY_NAME.values():
+        value_U, better_U = metric(targets, k=k), metric(better, k=k)
+        assert ((value_U >= 0) & (value_U <= 1) & (better_U >= value_U - 1e-12)).all()
+    assert (metrics.auc(better) >= metrics.auc(targets)).all()
+    assert (metrics.hit_rate(targets, k=k) >= metrics.recall(targets, k=k)).all()
+    assert (metrics.reciprocal_rank(targets, k=k) <= metrics.reciprocal_rank(targets)).all()
 
 
 def test_average_precision_divides_by_the_smaller_of_k_and_the_number_of_targets() -> None:
@@ -63,6 +114,7 @@ def test_average_precision_divides_by_the_smaller_of_k_and_the_number_of_targets
 def test_auc_is_undefined_when_every_candidate_is_a_target() -> None:
     targets = TargetPositions.from_pairs(user_T=np.zeros(2, int), position_T=np.array([0, 1]), num_candidates_B=np.array([2]))
     assert np.isnan(metrics.auc(targets)).all()
+    assert np.isnan(metrics.grouped_auc(targets))
 
 
 def test_users_without_targets_are_not_counted() -> None:

@@ -20,6 +20,7 @@ from recsys_core.evaluation.ranking import (
 )
 
 ITEMS, QUERIES = 9, 5
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu:0"  # the code for GPUs runs on any device but "cpu"
 row_lists = st.lists(st.lists(st.integers(0, ITEMS - 1), max_size=4), min_size=QUERIES, max_size=QUERIES)
 
 
@@ -175,3 +176,34 @@ def test_ranking_among_candidates_equals_the_full_ranking_without_the_other_item
         for at, number in enumerate(queries)
         for row in candidates & set(targets[number]) - set(seen[number])
     }
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 10_000), held=st.integers(8, 20), tile=st.integers(1, 9), k=st.integers(1, 8))
+def test_top_lists_alone_equal_those_of_the_full_ranking(seed: int, held: int, tile: int, k: int) -> None:
+    random = np.random.default_rng(seed)
+    query, item = random.integers(-1, 2, (QUERIES, 3)), random.integers(-1, 2, (50, 3))
+    seen, targets = ([random.integers(0, 50, 5).tolist() for _ in range(QUERIES)] for _ in range(2))
+    queries, item_vector_ID = _queries(query, seen=seen, targets=targets), torch.tensor(item, dtype=torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranking_module, "BOUND_COLUMNS", held)
+        patch.setattr(ranking_module, "TILE_COLUMNS", tile)
+        top = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=k, top_only=True)
+        full = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=k)
+    np.testing.assert_array_equal(top.top_BK, full.top_BK)
+    np.testing.assert_array_equal(top.position_T, np.where(full.position_T < k, full.position_T, 50))
+
+
+@settings(deadline=None, max_examples=50)
+@given(seed=st.integers(0, 10_000), k=st.integers(0, 12), chunk_scores=st.sampled_from([1, 60, 10_000]))
+def test_the_ranking_on_a_gpu_equals_that_on_the_cpu(seed: int, k: int, chunk_scores: int) -> None:
+    random = np.random.default_rng(seed)
+    query, item = random.integers(-1, 2, (QUERIES, 3)), random.integers(-1, 2, (20, 3))
+    seen, targets = ([random.integers(0, 20, length).tolist() for _ in range(QUERIES)] for length in (15, 5))
+    queries, item_vector_ID = _queries(query, seen=seen, targets=targets), torch.tensor(item, dtype=torch.float32)
+    on_cpu = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=k)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranking_module, "GPU_CHUNK_SCORES", chunk_scores)
+        on_gpu = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=k, device=DEVICE)
+    np.testing.assert_array_equal(on_gpu.top_BK, on_cpu.top_BK)
+    np.testing.assert_array_equal(on_gpu.position_T, on_cpu.position_T)

@@ -44,6 +44,13 @@ def test_cold_items_have_their_own_rows_and_a_note_with_their_number() -> None:
     assert to_markdown(table).splitlines()[-1] == "cold: 1,200 items without an earlier event, for 5 users"
 
 
+def test_a_value_has_its_interval_and_the_note_has_those_of_the_model() -> None:
+    table = metric_table(METRICS, half_widths={"test/recall@20": 0.05, "baseline/popularity/recall@20": 0.01})
+    lines = to_markdown(table).splitlines()
+    assert lines[2:4] == ["| model | 0.4000 ± 0.0500 | 0.1000 |", "| popularity | 0.1000 ± 0.0100 | 0.0300 |"]
+    assert lines[-1] == "intervals of the model: recall@20 ± 0.0500"
+
+
 def test_cold_metrics_at_cut_offs_that_are_not_shown_have_no_row() -> None:
     table = metric_table(METRICS | {"test/cold/users": 2.0, "test/cold/items": 3.0, "test/cold/recall@2": 0.5})
     assert list(table.rows) == ["model", "popularity"]

@@ -209,6 +209,10 @@ def _test_days(connection: duckdb.DuckDBPyConnection, split: TimeSplit, events_s
     return float(max(1, min(num_days_needed, (newest_us - oldest_us) // (MIN_SPAN_PER_TEST_PERIOD * DAY_US))))
 
 
+_FOLD_HASH_SQL = '("user"::BIGINT * 2654435761 % 4294967296 // 65536)'
+"""Multiplicative hash of a user's code (Knuth, The Art of Computer Programming, volume 3, section 6.4)."""
+
+
 def _split_code_sql(
     config: InteractionsConfig, *, newest_us: int, test_days: float | None, tie_breaker_columns: Sequence[str]
 ) -> str:
@@ -227,8 +231,10 @@ def _split_code_sql(
         return f"CASE WHEN position > {test_start_us} THEN 2 WHEN position > {validation_start_us} THEN 1 ELSE 0 END"
     if isinstance(split_config, LeaveLastOut):
         window_sql = f'PARTITION BY "user" ORDER BY {_newest_first_sql(tie_breaker_columns)}'
-        has_few_events_sql = f'count(*) OVER (PARTITION BY "user") < {split_config.min_events}'
-        return f"CASE WHEN {has_few_events_sql} THEN 0 ELSE greatest(0, 3 - row_number() OVER ({window_sql})) END"
+        trains_only_sql = f'count(*) OVER (PARTITION BY "user") < {split_config.min_events}'
+        if split_config.num_folds > 1:
+            trains_only_sql += f" OR {_FOLD_HASH_SQL} % {split_config.num_folds} != {split_config.fold}"
+        return f"CASE WHEN {trains_only_sql} THEN 0 ELSE greatest(0, 3 - row_number() OVER ({window_sql})) END"
     if split_config.validation_share > 0:
         return f"CASE WHEN split = 0 AND draw < {int(split_config.validation_share * 1_000_000)} THEN 1 ELSE split END"
     return "split"

@@ -90,6 +90,23 @@ def test_leave_last_out_holds_every_event_once_in_order(
     check(ingest(folder / "stage", path, split=LAST_OUT | {"min_events": min_events}), parts)
 
 
+def test_each_user_has_held_out_events_in_one_fold(tmp_path: Path) -> None:
+    num_users, num_folds = 100, 3
+    log = [(user, item, user * 10 + item) for user in range(num_users) for item in range(3)]
+    path = write_log(tmp_path / "log.parquet", log)
+    folds = []
+    for fold in range(num_folds):
+        split = LAST_OUT | {"num_folds": num_folds, "fold": fold}
+        manifest = ingest(tmp_path / f"stage{fold}", path, split=split)
+        held_out = {user for user, _, _ in read(manifest).parts[2]}
+        last_out = leave_last_out([event for event in log if event[0] in held_out], min_events=3)
+        others = [event for event in log if event[0] not in held_out]
+        check(manifest, ([*last_out[0], *others], *last_out[1:]))
+        folds.append(held_out)
+    assert set.union(*folds) == set(range(num_users)) and sum(map(len, folds)) == num_users
+    assert min(map(len, folds)) > num_users / num_folds * 0.7
+
+
 @settings(max_examples=20, deadline=None)
 @given(log=logs(smallest=3), cuts=st.tuples(st.integers(0, 30), st.integers(0, 30)))
 def test_given_files_are_the_splits(tmp_path_factory: pytest.TempPathFactory, log: list[Event], cuts: tuple[int, int]) -> None:

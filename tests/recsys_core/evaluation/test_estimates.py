@@ -1,0 +1,40 @@
+"""Confidence intervals of the metrics compared with scipy and with simulated samples."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from recsys_core.evaluation.config import EvaluationConfig
+from recsys_core.evaluation.estimates import accuracy, mean_estimate
+from recsys_core.evaluation.metrics import TargetPositions
+
+
+def test_the_interval_equals_that_of_scipy() -> None:
+    value_U = np.random.default_rng(0).random(500)
+    low, high = stats.norm.interval(0.9, loc=value_U.mean(), scale=stats.sem(value_U))
+    estimate = mean_estimate(np.append(value_U, np.nan), confidence=0.9)
+    assert estimate.half_width is not None
+    assert (estimate.value - estimate.half_width, estimate.value + estimate.half_width) == pytest.approx((low, high))
+
+
+def test_the_interval_of_a_sample_of_users_contains_the_mean_of_all_users_as_often_as_stated() -> None:
+    random = np.random.default_rng(1)
+    population_U = (random.random(20_000) < 0.2) * random.random(20_000)
+    num_inside = 0
+    for _ in range(1_000):
+        estimate = mean_estimate(random.choice(population_U, 400), confidence=0.95)
+        assert estimate.half_width is not None
+        num_inside += abs(estimate.value - population_U.mean()) <= estimate.half_width
+    assert 925 <= num_inside <= 970
+
+
+@pytest.mark.parametrize("num_users", [0, 1])
+def test_fewer_than_two_users_have_no_interval(num_users: int) -> None:
+    assert mean_estimate(np.full(num_users, 0.5), confidence=0.95).half_width is None
+
+
+def test_only_the_metrics_of_the_config_are_computed() -> None:
+    targets = TargetPositions.from_pairs(user_T=np.arange(2), position_T=np.array([0, 4]), num_candidates_B=np.full(2, 9))
+    config = EvaluationConfig(ks=(1, 5), metrics=("ndcg", "map", "auc"))
+    assert list(accuracy(targets, config=config)) == ["ndcg@1", "map@1", "ndcg@5", "map@5"]
+    assert list(accuracy(targets, config=config, names=("recall", "ndcg"), ks=(5,))) == ["ndcg@5"]

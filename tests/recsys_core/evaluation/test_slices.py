@@ -1,0 +1,135 @@
+"""Slices by the values of features, counted by hand."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recsys_core.dataset.feature_store import Feature, FeatureStore
+from recsys_core.errors import InputError
+from recsys_core.evaluation.config import EvaluationConfig, FeatureSlice
+from recsys_core.evaluation.evaluate import evaluate
+from recsys_core.evaluation.slices import feature_slices
+from recsys_core.manifests import Dataset, EvaluationManifest, FeatureFacts, FeaturesManifest
+from tests.recsys_core.evaluation.stage_folders import export_stage, features_stage, interactions_stage
+
+FACTS = {
+    name: FeatureFacts(
+        kind=kind,
+        rows=3,
+        values=0,
+        out_of_vocabulary=0,
+        missing=0,
+        definition="",
+        is_continued=False,
+        boundaries=boundaries,
+        mean=mean,
+    )
+    for name, kind, boundaries, mean in (
+        ("item.brand", "categorical", None, None),
+        ("item.tags", "list", None, None),
+        ("user.age", "numeric", (30.0,), None),
+        ("item.price", "numeric", None, 2.0),
+        ("context.hash", "categorical", None, None),
+    )
+}
+
+
+@pytest.fixture
+def features(tmp_path: Path) -> FeaturesManifest:
+    def column(rows: list[int], **arrays: np.ndarray) -> Feature:
+        return Feature(np.array(rows, np.int32), arrays.get("offset"), arrays.get("weights"))
+
+    store = FeatureStore(
+        {
+            "item.brand": column([1, 2, 1, 0]),
+            "item.tags": column([1, 2, 2], offset=np.array([0, 2, 3, 3, 3])),
+            "user.age": column([1, 2, 2]),
+            "item.price": column([1, 1, 1, 1], weights=np.ones(4, np.float32)),
+            "context.hash": column([1, 1, 2, 1, 2, 2, 2, 1]),
+        }
+    )
+    manifest = features_stage(tmp_path / "features", store, facts=FACTS)
+    for name in ("item.brand", "item.tags"):
+        pq.write_table(pa.table({"value": [None, "red", "blue"]}), manifest.folder / f"{name}.vocabulary.parquet")
+    files = {
+        **manifest.files,
+        **{f"{name}.vocabulary.parquet": manifest.files["item.brand.row.npy"] for name in ("item.brand", "item.tags")},
+    }
+    return manifest.model_copy(update={"files": files})
+
+
+@pytest.mark.parametrize(
+    ("name", "owners", "expected"),
+    [
+        ("item.brand", [0, 2, 1, 3], {"red": [0, 1], "(other)": [3], "blue": [2]}),
+        ("item.tags", [0, 1, 3], {"blue": [0, 1], "red": [0]}),
+        ("user.age", [0, 2, 1], {"[30, inf)": [1, 2], "[-inf, 30)": [0]}),
+        ("context.hash", [2, 4, 7], {"(hash 2)": [0, 1], "(hash 1)": [2]}),
+    ],
+)
+def test_each_value_is_a_slice(
+    name: str, owners: list[int], expected: dict[str, list[int]], features: FeaturesManifest
+) -> None:
+    masks = feature_slices(FeatureSlice(feature=name), features, owner_T=np.array(owners))
+    assert {slice_name: np.flatnonzero(mask).tolist() for slice_name, mask in masks.items()} == {
+        f"{name}={value}": targets for value, targets in expected.items()
+    }
+
+
+def test_only_the_most_frequent_values_are_slices(features: FeaturesManifest) -> None:
+    masks = feature_slices(FeatureSlice(feature="item.brand", max_values=1), features, owner_T=np.array([0, 2, 1]))
+    assert list(masks) == ["item.brand=red"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("item.color", r"item.color is not declared .*item\.brand"), ("item.price", "standardised")]
+)
+def test_a_feature_without_values_is_rejected(name: str, text: str, features: FeaturesManifest) -> None:
+    with pytest.raises(InputError, match=text):
+        feature_slices(FeatureSlice(feature=name), features, owner_T=np.array([0]))
+
+
+def test_slices_without_declared_features_are_rejected() -> None:
+    with pytest.raises(InputError, match="declared: none"):
+        feature_slices(FeatureSlice(feature="user.age"), None, owner_T=np.array([0]))
+
+
+def _evaluate(folder: Path, config: EvaluationConfig, features: FeaturesManifest) -> EvaluationManifest:
+    interactions = interactions_stage(
+        folder / "interactions", train=[[0, 1], [0], [3]], validation=[[], [], []], test=[[2], [1, 3], [0]], items=4
+    )
+    query = np.array([[0, 0, 1, 0], [0, 2, 0, 1], [0, 0, 0, 1.0]])
+    return evaluate(
+        config,
+        export=export_stage(folder / "export", item_vectors=np.eye(4), queries={"test": ([0, 1, 2], query)}),
+        dataset=Dataset(interactions, None, features),
+        folder=folder / "evaluation",
+    )
+
+
+def test_the_evaluation_reports_slices_of_items_users_and_context(tmp_path: Path, features: FeaturesManifest) -> None:
+    slices = tuple(FeatureSlice(feature=name, min_users=1) for name in ("item.brand", "user.age", "context.hash"))
+    reports = {report.name: report for report in _evaluate(tmp_path, EvaluationConfig(ks=(1,), slices=slices), features).slices}
+    # The events in the log are 0 1 |2|, 0 |1 3|, 3 |0|; the test events have the indices 2, 4, 5 and 7.
+    counts = {name: (report.num_users, report.num_targets) for name, report in reports.items() if "=" in name}
+    assert counts == {
+        "item.brand=red": (2, 2), "item.brand=(other)": (1, 1), "item.brand=blue": (1, 1),
+        "user.age=[30, inf)": (2, 3), "user.age=[-inf, 30)": (1, 1),
+        "context.hash=(hash 2)": (2, 3), "context.hash=(hash 1)": (1, 1),
+    }  # fmt: skip
+    assert reports["item.brand=blue"].metrics["recall@1"] == 1  # item 1 is the first of user 1
+    assert reports["context.hash=(hash 2)"].metrics["recall@1"] == pytest.approx((1 + 1 / 2) / 2)
+
+
+def test_a_slice_with_too_few_users_has_no_metrics(tmp_path: Path, features: FeaturesManifest) -> None:
+    config = EvaluationConfig(ks=(1,), slices=(FeatureSlice(feature="user.age", min_users=2),), min_slice_users=4)
+    manifest = _evaluate(tmp_path, config, features)
+    assert {report.name: bool(report.metrics) for report in manifest.slices if report.num_users > 1} == {
+        "warm items": False, "known users": False, "light users": False,
+        "user.age=[30, inf)": True,
+    }  # fmt: skip
+    assert "test/slice/warm_items/recall@1" not in manifest.metrics
+    assert manifest.metrics["test/slice/warm_items/users"] == 2

@@ -125,7 +125,10 @@ class IndexReport(Frozen):
 
 
 class IndexManifest(Manifest):
-    """One file <kind>.faiss for each kind of index that was built."""
+    """<kind>.faiss for each kind of index that was built, with `auto` only for flat, the chosen and the configured kinds.
+
+    served_recall.parquet: recall of the served index for each measured test query, columns user int64 (row) and recall.
+    """
 
     stage: ClassVar[str] = "build_index"
     group: ClassVar[StageGroup] = "release"
@@ -135,6 +138,8 @@ class IndexManifest(Manifest):
     dim: int
     num_items: int
     recall_target: float | None = None
+    choice: str | None = Field(None, description="why index.served.kind auto chose the served index; null for another kind")
+    warning: str | None = Field(None, description="recall target that the served index does not reach, and its recall")
     reports: dict[str, IndexReport]
 
 

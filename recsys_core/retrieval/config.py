@@ -1,10 +1,12 @@
 """Configuration of the FAISS indexes."""
 
-from typing import Any, Self, get_args
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import Field, model_validator
 
 from recsys_core.config import Settings
+from recsys_core.errors import InputError
+from recsys_core.retrieval.auto import Auto
 from recsys_core.retrieval.kinds import AnyIndexKind, Flat, Hnsw
 
 _CLASS_BY_KIND = {kind_class.model_fields["kind"].default: kind_class for kind_class in get_args(get_args(AnyIndexKind)[0])}
@@ -16,40 +18,60 @@ _EARLIER_SETTINGS = ("nlist", "nprobe", "pq_m", "pq_nbits", "hnsw_m", "ef_constr
 class IndexConfig(Settings):
     """FAISS indexes that search the item vectors by inner product. For cosine similarity, the vectors have length 1."""
 
-    served: AnyIndexKind = Field(
-        default_factory=Hnsw, description="index in the served model: its kind, or its kind and the settings of the kind"
+    served: Annotated[Auto | AnyIndexKind, Field(discriminator="kind")] = Field(
+        default_factory=Hnsw,
+        description="index in the served model: its kind, or its kind and the settings of the kind",
     )
     compared: tuple[AnyIndexKind, ...] = Field(
         (),
-        description="further indexes that are built and measured for comparison. `flat` is always built, because the recall "
-        "of the other kinds is measured against it",
+        description="further indexes that are built and measured for comparison, with the same settings per kind. auto may "
+        "choose them too. flat is always built, because the recall of the other kinds is measured against it",
     )
     recall_target: float = Field(
         0.95,
         gt=0,
         le=1,
-        description="recall of an index compared with an exact search. If `nprobe` and `ef_search` are not set, they are the "
-        "fastest values that reach this recall on validation queries",
+        description="recall of an index compared with an exact search. The search settings nprobe and ef_search, if they are "
+        "empty, are the fastest that reach this recall on validation queries. If no setting reaches it, the index with the "
+        "highest recall is served, with a warning",
     )
     recall_k: int = Field(100, ge=1, le=10_000, description="cut-off K of this recall")
 
     @property
-    def built(self) -> tuple[AnyIndexKind, ...]:
-        """Indexes to build, without repetitions. flat is first, because the others are measured against it.
+    def configured(self) -> tuple[AnyIndexKind, ...]:
+        """Indexes with settings, without repetitions. flat is first, because the others are measured against it.
 
-        >>> [index.kind for index in IndexConfig(served="hnsw", compared=("ivf_pq", "hnsw")).built]
+        >>> [index.kind for index in IndexConfig(served="hnsw", compared=("ivf_pq", "hnsw")).configured]
         ['flat', 'hnsw', 'ivf_pq']
         """
-        return tuple(dict.fromkeys((Flat(), self.served, *self.compared)))
+        served = () if isinstance(self.served, Auto) else (self.served,)
+        return tuple(dict.fromkeys((Flat(), *served, *self.compared)))
+
+    def built(self, *, num_items: int, dim: int) -> tuple[AnyIndexKind, ...]:
+        """Return the indexes to build for a catalogue: `configured`, and the other candidates of auto.
+
+        >>> [index.kind for index in IndexConfig(served="auto", compared=("ivf_pq",)).built(num_items=9_000, dim=64)]
+        ['flat', 'ivf_pq', 'hnsw']
+
+        Raises:
+            InputError: the settings of an index do not fit the vector width, or no candidate of auto fits its max_bytes.
+        """
+        if (problem := self.problem(dim)) is not None:
+            raise InputError(f"index: {problem}")
+        if not isinstance(self.served, Auto):
+            return self.configured
+        configured_kinds = {index.kind for index in self.configured}
+        candidates = self.served.candidates(num_items=num_items, dim=dim)
+        return (*self.configured, *(index for index in candidates if index.kind not in configured_kinds))
 
     def problem(self, dim: int) -> str | None:
         """Return the first problem of an index with vectors of width `dim`; None if there is no problem."""
-        return next((problem for index in self.built if (problem := index.problem(dim)) is not None), None)
+        return next((problem for index in self.configured if (problem := index.problem(dim)) is not None), None)
 
     @model_validator(mode="after")
     def _check_settings_are_equal(self) -> Self:
         for index in self.compared:
-            for other_index in self.built:
+            for other_index in self.configured:
                 if index.kind == other_index.kind and index != other_index:
                     raise ValueError(
                         f"two indexes have the kind {index.kind}, but different settings ({other_index!r} and {index!r}); "

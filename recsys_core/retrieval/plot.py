@@ -22,8 +22,7 @@ def draw_indexes(report_by_kind: Mapping[str, IndexReport], *, served_kind: str)
     recall_k = max(report.k for report in report_by_kind.values())
     figure, axes = plots.new_figure(title="Recall and latency of the indexes")
     for kind, report in report_by_kind.items():
-        if report.tried:
-            points = [(point.ms_per_query, point.recall) for point in report.tried]
+        for points in _curves(report):
             axes.plot(*zip(*points, strict=True), color=plots.GREY, linewidth=1.2, marker=".", zorder=2)
         axes.scatter(
             report.ms_per_query,
@@ -48,6 +47,14 @@ def draw_indexes(report_by_kind: Mapping[str, IndexReport], *, served_kind: str)
     axes.set_xlabel("latency: ms per query (one thread, all queries in one batch)")
     axes.set_ylabel(f"recall@{recall_k} against exact search")
     return figure
+
+
+def _curves(report: IndexReport) -> list[list[tuple[float, float]]]:
+    """Return latency and recall of the settings that were tried, as one curve for each number of rescored candidates."""
+    curve_by_rescore: dict[int, list[tuple[float, float]]] = {}
+    for point in report.tried:
+        curve_by_rescore.setdefault(point.parameters.get("rescore", 0), []).append((point.ms_per_query, point.recall))
+    return [*curve_by_rescore.values()]
 
 
 def index_table(report_by_kind: Mapping[str, IndexReport], *, served_kind: str) -> str:

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from recsys_core.retrieval.auto import Auto
 from recsys_core.retrieval.config import IndexConfig
-from recsys_core.retrieval.kinds import Flat, Hnsw, IvfFlat, IvfPq
+from recsys_core.retrieval.ivf import IvfFlat, IvfPq, PqFastScan
+from recsys_core.retrieval.kinds import Flat, Hnsw
 
 
 @pytest.mark.parametrize(
@@ -16,6 +18,9 @@ from recsys_core.retrieval.kinds import Flat, Hnsw, IvfFlat, IvfPq
         ({"served": "flat"}, IndexConfig(served=Flat())),
         ({"served": {"ef_search": 64}}, IndexConfig(served=Hnsw(ef_search=64))),
         ({"served": {"kind": "ivf_flat", "nlist": 7}}, IndexConfig(served=IvfFlat(nlist=7))),
+        ({"served": "auto"}, IndexConfig(served=Auto())),
+        ({"served": {"kind": "auto", "max_bytes": 9}}, IndexConfig(served=Auto(max_bytes=9))),
+        ({"served": {"kind": "pq_fastscan", "pq_m": 4}}, IndexConfig(served=PqFastScan(pq_m=4))),
         ({"compared": ["ivf_pq", {"kind": "hnsw"}]}, IndexConfig(compared=(IvfPq(), Hnsw()))),
     ],
 )
@@ -43,7 +48,9 @@ def test_the_settings_of_earlier_versions_belong_to_every_kind_that_has_them() -
         ({"served": {"hnsw_m": 16}, "compared": ["hnsw"]}, "two indexes have the kind hnsw, but different settings"),
         ({"served": {"kind": "hnsw", "nlist": 8}}, "Extra inputs are not permitted"),
         ({"served_kind": "ivf_flat", "nlist": True}, "nlist is true"),
-        ({"served": "annoy"}, "does not match any of the expected tags: 'flat', 'ivf_flat'"),
+        ({"served": "annoy"}, "does not match any of the expected tags: 'auto', 'flat'"),
+        ({"compared": ["auto"]}, "does not match any of the expected tags: 'flat', 'ivf_flat'"),
+        ({"served": {"kind": "ivf_flat", "rescore": 4}}, "Extra inputs are not permitted"),
         ({"served": 3}, "Input should be a valid dictionary"),
         ({"compared": 3}, "Input should be a valid tuple"),
     ],

@@ -1,5 +1,7 @@
 """The contract of an index kind, checked for every member of AnyIndexKind."""
 
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,13 +14,23 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import record_file
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_index, build_indexes
-from recsys_core.retrieval.kinds import MIN_ITEMS_PER_CENTROID, AnyIndexKind
+from recsys_core.retrieval.ivf import MIN_ITEMS_PER_CENTROID, IvfPq, IvfSq8, OpqPq, PqFastScan
+from recsys_core.retrieval.kinds import AnyIndexKind
 from recsys_core.retrieval.search import load_index, search, search_exhaustively
 from tests.recsys_core.evaluation.stage_folders import export_stage
 
 KINDS = tuple(kind_class() for kind_class in get_args(get_args(AnyIndexKind)[0]))
 NUM_ITEMS, DIM = 3_000, 32
+RESCORED = (IvfSq8(rescore=4), IvfPq(rescore=4), OpqPq(rescore=4), PqFastScan(rescore=4))
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_iterations() -> Iterator[None]:
+    """Train the rotation of opq_pq for a shorter time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OpqPq, "OPQ_ITERATIONS", 2)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +44,7 @@ def vectors() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def index_by_kind(vectors: np.ndarray) -> dict[str, Any]:
-    return {kind.kind: build_index(kind.fitted(NUM_ITEMS), vectors) for kind in KINDS}
+    return {kind.kind: build_index(kind.fitted(NUM_ITEMS, DIM), vectors) for kind in KINDS}
 
 
 @every_kind
@@ -41,10 +53,66 @@ def test_an_index_has_every_item_and_an_item_is_among_its_own_results(
 ) -> None:
     index = index_by_kind[kind.kind]
     assert (index.ntotal, index.d, index.metric_type) == (NUM_ITEMS, DIM, faiss.METRIC_INNER_PRODUCT)
-    score, row = search(index, vectors[:200], kind=kind.fitted(NUM_ITEMS), depth=10)
+    score, row = search(index, vectors[:200], kind=kind.fitted(NUM_ITEMS, DIM), depth=10)
     assert row.shape == score.shape == (200, 10)
     assert (np.diff(score, axis=1) <= 0).all()
     assert np.mean((row == np.arange(200)[:, None]).any(axis=1)) > 0.95
+
+
+@every_kind
+def test_the_widest_search_has_a_high_recall_and_a_search_beyond_the_catalogue_fills_up_with_missing_items(
+    kind: AnyIndexKind, index_by_kind: dict[str, Any], vectors: np.ndarray
+) -> None:
+    index, query = index_by_kind[kind.kind], vectors[:100]
+    *_, (*_, widest) = kind.fitted(NUM_ITEMS, DIM).search_ladders(20)
+    _, row = search(index, query, kind=widest, depth=20)
+    exact_row = np.argsort(-query @ vectors.T, axis=1)[:, :20]
+    recall = np.mean([len({*a} & {*b}) / 20 for a, b in zip(row, exact_row, strict=True)])
+    assert recall > (0.4 if getattr(kind, "rescore", None) == 0 and "pq" in kind.kind else 0.95)
+    _, row = search(index, query, kind=widest, depth=NUM_ITEMS + 7)
+    assert (row[:, NUM_ITEMS:] == -1).all()
+    for row_N in row:
+        assert len(np.unique(row_N[row_N >= 0])) == (row_N >= 0).sum()
+
+
+@every_kind
+def test_the_vectors_are_read_in_blocks_and_never_copied_as_a_whole(
+    kind: AnyIndexKind, vectors: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recsys_core.retrieval.index.ADD_BATCH_ROWS", 100)
+    np.save(tmp_path / "vectors.npy", np.tile(vectors, (4, 1)))
+    mapped = np.load(tmp_path / "vectors.npy", mmap_mode="r")
+    fitted = kind.fitted(*mapped.shape)
+    num_training_vectors = min(2_000, fitted.num_training_vectors())
+    monkeypatch.setattr(type(fitted), "num_training_vectors", lambda _: num_training_vectors)
+    tracemalloc.start()  # of numpy; FAISS's own memory is that of the index
+    build_index(fitted, mapped)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 0.5 * mapped.nbytes
+
+
+@pytest.mark.parametrize("kind", RESCORED, ids=lambda kind: kind.kind)
+def test_rescoring_raises_the_recall_and_its_scores_are_those_of_the_vectors(
+    kind: IvfPq, vectors: np.ndarray, tmp_path: Path
+) -> None:
+    query = vectors[:100]
+    exact_row = np.argsort(-query @ vectors.T, axis=1)[:, :20]
+    recalls = []
+    for rescore in (0, 4):
+        fitted = kind.model_copy(update={"rescore": rescore, "nprobe": 1_000}).fitted(NUM_ITEMS, DIM)
+        index = build_index(fitted, vectors)
+        score, row = search(index, query, kind=fitted, depth=20)
+        recalls.append(np.mean([len({*a} & {*b}) / 20 for a, b in zip(row, exact_row, strict=True)]))
+    assert recalls[0] < recalls[1] > 0.9
+    np.testing.assert_allclose(score, (query[:, None] * vectors[row]).sum(axis=2), atol=1e-3)
+    faiss.write_index(index, str(tmp_path / "index"))
+    loaded = load_index(tmp_path / "index", record=record_file(tmp_path / "index"))
+    assert np.array_equal(search(loaded, query, kind=fitted, depth=20)[1], row)
+    score, row = search_exhaustively(loaded, query, kind=fitted, depth=NUM_ITEMS + 3)
+    assert (np.sort(row[:, :NUM_ITEMS], axis=1) == np.arange(NUM_ITEMS)).all()
+    assert (row[:, NUM_ITEMS:] == -1).all()
+    assert (tmp_path / "index").stat().st_size > fitted.min_bytes(num_items=NUM_ITEMS, dim=DIM)
 
 
 @every_kind
@@ -63,7 +131,7 @@ def test_an_index_that_was_written_and_read_gives_the_same_results_and_has_about
     kind: AnyIndexKind, index_by_kind: dict[str, Any], vectors: np.ndarray, tmp_path: Path
 ) -> None:
     faiss.write_index(index_by_kind[kind.kind], str(tmp_path / "index"))
-    index, fitted = load_index(tmp_path / "index", record=record_file(tmp_path / "index")), kind.fitted(NUM_ITEMS)
+    index, fitted = load_index(tmp_path / "index", record=record_file(tmp_path / "index")), kind.fitted(NUM_ITEMS, DIM)
     for before, after in zip(
         search(index_by_kind[kind.kind], vectors[:50], kind=fitted, depth=10),
         search(index, vectors[:50], kind=fitted, depth=10),
@@ -80,9 +148,9 @@ def test_an_index_that_was_written_and_read_gives_the_same_results_and_has_about
 def test_the_settings_fit_a_small_catalogue_and_are_read_back_from_their_parameters(
     kind: AnyIndexKind, num_items: int, vectors: np.ndarray
 ) -> None:
-    fitted = kind.fitted(num_items)
-    assert fitted.fitted(num_items) == fitted
-    *_, fitted = fitted.search_variants(num_items)
+    fitted = kind.fitted(num_items, DIM)
+    assert fitted.fitted(num_items, DIM) == fitted
+    *_, (*_, fitted) = fitted.search_ladders(num_items)
     parameters = fitted.model_dump(exclude={"kind"})
     assert all(type(parameter) is int for parameter in parameters.values())
     assert TypeAdapter(AnyIndexKind).validate_python({"kind": kind.kind} | parameters) == fitted

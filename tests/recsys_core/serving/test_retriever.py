@@ -14,7 +14,7 @@ from recsys_core.serving.package import description_sha256
 from recsys_core.serving.retriever import Retriever
 from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEM_IDS, ITEMS, USER_FEATURES, USER_IDS, USERS, Build, World
 
-KINDS = ("flat", "ivf_flat", "ivf_pq", "hnsw")
+KINDS = ("flat", "ivf_flat", "ivf_sq8", "ivf_pq", "opq_pq", "pq_fastscan", "hnsw")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,96 @@
+"""The base class of the index kinds: how an index of a kind is built, searched and measured.
+
+Shapes: B queries, D width, N rows returned by an index.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Self
+
+from recsys_core.config import Settings
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+VALUE_BYTES = 4
+ROW_NUMBER_BYTES = 8
+
+
+class IndexKind(Settings):
+    """The methods of a kind. These defaults are for an index that has no training and no search parameters.
+
+    The settings of a kind except `kind` are integers. They are the parameters of an IndexReport and of package.json.
+    """
+
+    def problem(self, dim: int) -> str | None:
+        """Return the problem of the settings with vectors of width `dim`, and its fix; None if there is no problem."""
+        return None
+
+    def fitted(self, num_items: int, dim: int) -> Self:
+        """Return the settings for `num_items` vectors of width `dim`. Only search parameters stay empty."""
+        return self
+
+    def search_ladders(self, depth: int) -> Iterator[list[Self]]:
+        """Yield ladders: lists of settings with increasing recall and latency of a search for `depth` items.
+
+        Settings of the user stay. An index with one search parameter has one ladder. A second parameter gives a ladder for
+        each of its values.
+        """
+        yield [self]
+
+    @abstractmethod
+    def min_bytes(self, *, num_items: int, dim: int) -> int:
+        """Return a lower bound of the size of the index, in memory and as a file."""
+
+    @abstractmethod
+    def empty_index(self, dim: int) -> Any:
+        """Return a FAISS index for inner products, without vectors and untrained. The settings are fitted."""
+
+    def num_training_vectors(self) -> int:
+        """Return the number of vectors on which FAISS trains the index at most; 0 for an index without training."""
+        return 0
+
+    def train(self, index: Any, training_vector_RD: "NDArray[np.float32]") -> None:
+        """Train an empty index."""
+        index.train(training_vector_RD)
+
+    def builds_on_gpu(self) -> bool:
+        """Return whether FAISS has an implementation of this index for GPUs."""
+        return False
+
+    def uses_one_thread(self, num_items: int) -> bool:
+        """Return whether one thread adds the vectors, because the index depends on the timing of the threads otherwise."""
+        return False
+
+    def search_parameters(self, depth: int) -> Any:
+        """Return the FAISS parameters of a search for `depth` items."""
+        return None
+
+    def search_exhaustively(
+        self, index: Any, query_BD: "NDArray[np.float32]", depth: int
+    ) -> "tuple[NDArray[np.float32], NDArray[np.int64]]":
+        """Return inner products [B, N] and item rows [B, N] after a comparison of the queries with all vectors of `index`.
+
+        index: an IndexIDMap around the FAISS index of this kind.
+        """
+        scores_and_rows: tuple[NDArray[np.float32], NDArray[np.int64]] = index.search(query_BD, depth)
+        return scores_and_rows
+
+
+def search_vectors(
+    vectors: Any, index: Any, query_BD: "NDArray[np.float32]", depth: int
+) -> "tuple[NDArray[np.float32], NDArray[np.int64]]":
+    """Search `vectors`, an index inside `index` that holds whole vectors in the same order, and return item rows."""
+    import numpy as np
+
+    score_BN, index_BN = vectors.search(query_BD, depth)
+    row_number_I = faiss_module().vector_to_array(index.id_map)
+    return score_BN, np.where(index_BN >= 0, row_number_I[index_BN], -1)
+
+
+def faiss_module() -> Any:
+    """Import FAISS at the first use: reading a config takes .3 s less without it."""
+    import faiss
+
+    return faiss

@@ -210,6 +210,8 @@ class FeaturesManifest(Manifest):
             value null and is the row of all values out of vocabulary. Numeric and hashed features do not have this file.
         <side>.<name>.vector_row.npy: int64, for each row of the embedding table, the row of its pretrained vector in
             <side>.<name>.vectors.npy (embeddings stage), -1 without a vector. Only if there are vectors of the feature.
+
+    item_titles.parquet has the columns `row` and `title` of the items with a title, if the config names their column.
     """
 
     stage: ClassVar[str] = "ingest_features"

@@ -12,11 +12,12 @@ from markupsafe import Markup
 from recsys_core import plots
 from recsys_core.comparison.decision import Evidence, read_evidence
 from recsys_core.dataset.events import EventStore
-from recsys_core.dataset.layout import vocabulary_file
+from recsys_core.dataset.layout import ITEM_TITLES_FILE, vocabulary_file
 from recsys_core.errors import MAX_SHOWN_CHARACTERS, printable
 from recsys_core.evaluation.report import draw_loss, metric_table
 from recsys_core.manifests import (
     DataReportManifest,
+    Dataset,
     EvaluationManifest,
     IndexManifest,
     InteractionsManifest,
@@ -25,6 +26,7 @@ from recsys_core.manifests import (
 )
 from recsys_core.plots import render_page
 from recsys_core.retrieval.plot import draw_indexes
+from recsys_core.serving.ids import Id
 from tasks.gate.report_plots import Recommended, draw_differences, draw_popularity, draw_scores, draw_trend
 from tasks.registry.config import RegistryConfig
 from tasks.runs.context import StageContext
@@ -37,7 +39,7 @@ _LABEL = {"accepted": "✓ passed", "rejected": "✗ failed", "not_enough_data":
 
 
 class SampleUser(NamedTuple):
-    """A test user, with the ids of the newest items of the history and of the best recommendations."""
+    """A test user, with the titles or ids of the newest items of the history and of the best recommendations."""
 
     user_id: str
     history: list[str]
@@ -79,7 +81,9 @@ def write_report(fields: dict[str, Any], context: StageContext, *, config: Regis
         },
         index=results[IndexManifest].reports[results[IndexManifest].served_index],
         plots=_plots(registration, context, evidence, recommended, metric=config.metric),
-        sample_users=_sample_users(folder / "smoke_test", version=registration.version),
+        sample_users=_sample_users(
+            folder / "smoke_test", version=registration.version, title_by_id=_title_by_id(context.dataset)
+        ),
     )
     page_path = folder / Path(RegistrationManifest.pages["decision"]).name
     page_path.write_text(page, encoding="utf-8")
@@ -132,17 +136,27 @@ def _recommended(folder: Path, interactions: InteractionsManifest, *, version: s
     return recommended
 
 
-def _sample_users(folder: Path, *, version: str) -> list[SampleUser]:
-    """Return the first users of the smoke test, with the recommendations of the version."""
+def _title_by_id(dataset: Dataset) -> dict[Id, str]:
+    """Return the titles of the items; empty without a title column."""
+    if dataset.features is None or ITEM_TITLES_FILE not in dataset.features.files:
+        return {}
+    titles = pq.read_table(dataset.features.path(ITEM_TITLES_FILE))
+    item_ids = pq.read_table(dataset.interactions.path(vocabulary_file("item")), columns=["id"])["id"]
+    return dict(zip(item_ids.take(titles["row"]).to_pylist(), titles["title"].to_pylist(), strict=True))
+
+
+def _sample_users(folder: Path, *, version: str, title_by_id: Mapping[Id, str]) -> list[SampleUser]:
+    """Return the first users of the smoke test, with the recommendations of the version. An item without a title has its id."""
     cases = pq.read_table(folder / "cases.parquet").slice(0, NUM_SAMPLE_USERS).to_pylist()
     answers = pq.read_table(folder / f"answers-{version}.parquet").slice(0, NUM_SAMPLE_USERS).to_pylist()
     return [
         SampleUser(
             str(case["user_id"]),
-            [str(item_id) for item_id in case["history"][: -NUM_SHOWN_ITEMS - 1 : -1]],
-            [(str(item_id), score) for item_id, score in zip(answer["item_ids"], answer["scores"], strict=True)][
-                :NUM_SHOWN_ITEMS
-            ],
+            [title_by_id.get(item_id, str(item_id)) for item_id in case["history"][: -NUM_SHOWN_ITEMS - 1 : -1]],
+            [
+                (title_by_id.get(item_id, str(item_id)), score)
+                for item_id, score in zip(answer["item_ids"], answer["scores"], strict=True)
+            ][:NUM_SHOWN_ITEMS],
         )
         for case, answer in zip(cases, answers, strict=True)
     ]

@@ -163,11 +163,28 @@ class FeatureTableConfig(Settings):
         return tuple(dict.fromkeys([self.id_column, *(column for feature in self.features for column in feature.columns)]))
 
 
+class ItemTableConfig(FeatureTableConfig):
+    """A parquet table with one row per item, its features, and the titles of the items."""
+
+    features: tuple[FeatureConfig, ...] = Field((), max_length=1_000, description="Features to read from the table")
+    title_column: ColumnName | None = Field(
+        None,
+        description="Column with the titles of the items, which the page of a decision shows instead of ids. Default: no "
+        "titles",
+    )
+
+    @model_validator(mode="after")
+    def _has_features_or_titles(self) -> Self:
+        if not self.features and self.title_column is None:
+            raise ValueError("items has neither features nor title_column; declare a feature, or set title_column")
+        return self
+
+
 class FeaturesConfig(Settings):
     """Features of users, items and events."""
 
     users: FeatureTableConfig | None = Field(None, description="Features of users, from a feature table")
-    items: FeatureTableConfig | None = Field(None, description="Features of items, from a feature table")
+    items: ItemTableConfig | None = Field(None, description="Features and titles of items, from a feature table")
     context: tuple[FeatureConfig, ...] = Field(
         (), max_length=1_000, description="Features of events, from columns of the interaction log"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from recsys_core.errors import MAX_SHOWN_CHARACTERS, InputError
-from recsys_core.ingest.features.config import FeatureConfig, FeaturesConfig, Side
+from recsys_core.ingest.features.config import FeatureConfig, FeaturesConfig, FeatureTableConfig, ItemTableConfig, Side
 from recsys_core.manifests import IdType
 from recsys_core.parquet.columns import (
     id_type,
@@ -37,12 +37,14 @@ class FeatureTable:
     id_column: str | None = None
     """None for the context, whose rows are the events."""
     id_type: IdType | None = None
+    title_column: str | None = None
+    """Column with the titles of items."""
 
     @property
     def columns(self) -> tuple[str, ...]:
         """All columns to read, without repeats."""
-        id_columns = () if self.id_column is None else (self.id_column,)
-        return tuple(dict.fromkeys([*id_columns, *(name for feature in self.features for name in feature.columns)]))
+        own_columns = [column for column in (self.id_column, self.title_column) if column is not None]
+        return tuple(dict.fromkeys([*own_columns, *(name for feature in self.features for name in feature.columns)]))
 
 
 def open_feature_tables(
@@ -82,6 +84,7 @@ def open_feature_tables(
             _value_types(sources, table_config.features, setting=setting),
             table_config.id_column,
             table_id_type,
+            _title_column(table_config, sources, setting=setting),
         )
         _check_column_names(table)
         tables.append(table)
@@ -91,6 +94,17 @@ def open_feature_tables(
         tables.append(FeatureTable("context", setting, tuple(context_sources), config.context, types))
         _check_column_names(tables[-1])
     return tuple(tables)
+
+
+def _title_column(config: FeatureTableConfig, sources: Sequence[Source], *, setting: str) -> str | None:
+    """Return the column with the titles; raise InputError if a file does not have it as text."""
+    if not isinstance(config, ItemTableConfig) or config.title_column is None:
+        return None
+    for source in sources:
+        data_type = require_column(source, config.title_column, setting=f"{setting}.title_column")
+        if not is_text(value_type(data_type)):
+            raise _type_error(source, config.title_column, data_type, f"{setting}.title_column", "titles are strings; cast it")
+    return config.title_column
 
 
 def check_feature_vectors(tables: Sequence[FeatureTable], *, id_type_by_table: Mapping[str, IdType]) -> None:

@@ -75,7 +75,7 @@ def ingest_features(
             with database(
                 memory_limit=memory_limit, num_threads=threads, spill_folder=scratch_folder / "spill", subject="the features"
             ) as connection:
-                table_facts = source.load(connection, scratch_folder=scratch_folder)
+                table_facts = source.load(connection, output_folder=output_folder, scratch_folder=scratch_folder)
                 if table_facts is not None:
                     table_facts_by_side[source.table.side] = table_facts
                 for column in _feature_columns(source, connection, dataset, previous, output_folder):

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recsys_core.dataset.events import EventStore
-from recsys_core.dataset.layout import vocabulary_file
+from recsys_core.dataset.layout import ITEM_TITLES_FILE, vocabulary_file
 from recsys_core.errors import InputError
 from recsys_core.ingest.features.feature_column import BATCH_ROWS
 from recsys_core.ingest.features.feature_schema import FeatureTable
@@ -38,8 +38,8 @@ class TableSource:
     catalogue_path: Path
     """Parquet file with the ids of the users or items, in the order of their rows."""
 
-    def load(self, connection: duckdb.DuckDBPyConnection, *, scratch_folder: Path) -> FeatureTableFacts:
-        """Create table `joined` with the rows of the feature table whose id is in the catalogue."""
+    def load(self, connection: duckdb.DuckDBPyConnection, *, output_folder: Path, scratch_folder: Path) -> FeatureTableFacts:
+        """Create table `joined` with the rows of the feature table whose id is in the catalogue; write the titles of items."""
         table = self.table
         assert table.id_column is not None and table.id_type is not None
         with local_files(table.sources, columns=table.columns, scratch_folder=scratch_folder) as paths:
@@ -60,6 +60,9 @@ class TableSource:
                 f"{table.sources[0].name}: column {table.id_column!r}: none of the {num_rows:,} ids is in the {table.side}s of "
                 "the log; check that both use the same ids"
             )
+        if table.title_column is not None:
+            titles = connection.sql("SELECT row, title FROM joined WHERE title IS NOT NULL ORDER BY row").to_arrow_table()
+            pq.write_table(titles, output_folder / ITEM_TITLES_FILE)
         return FeatureTableFacts(
             rows=num_rows, not_in_catalogue=num_rows - num_matched, without_row=self.num_rows - num_matched
         )
@@ -75,7 +78,7 @@ class ContextSource:
     """Number of events."""
     events: EventStore
 
-    def load(self, connection: duckdb.DuckDBPyConnection, *, scratch_folder: Path) -> None:
+    def load(self, connection: duckdb.DuckDBPyConnection, *, output_folder: Path, scratch_folder: Path) -> None:
         """Create table `joined` with the context columns of every event."""
         paths = [source.path for source in self.table.sources]
         _reject_bad_table(connection, self.table, paths=paths)
@@ -103,7 +106,7 @@ def feature_sources(tables: Sequence[FeatureTable], interactions: InteractionsMa
 
 def _value_columns_sql(table: FeatureTable) -> str:
     """Return SQL for the columns v<n> and w<n> of `joined`, cast to the types in which values and weights are stored."""
-    columns = []
+    columns = [] if table.title_column is None else [f"CAST({quoted(table.title_column)} AS VARCHAR) AS title"]
     for feature_index, feature in enumerate(table.features):
         value_type = table.value_type_by_feature.get(feature.name)
         sql_type = ("DOUBLE" if value_type is None else SQL_TYPE[value_type]) + ("[]" if feature.is_list else "")

@@ -4,12 +4,14 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from recsys_core.comparison.decision import Evidence
 from recsys_core.comparison.rules import Comparison
 from recsys_core.manifests import RegistrationManifest
-from tasks.gate.report import NUM_SAMPLE_USERS
+from tasks.gate.report import NUM_SAMPLE_USERS, _sample_users
 from tasks.gate.report_plots import draw_differences
 from tests.tasks.conftest import Stages
 from tests.tasks.registration import do_register, run_of
@@ -34,6 +36,13 @@ def test_the_page_shows_the_verdict_the_comparisons_and_sample_users(
     assert "&lt;b&gt;new&lt;/b&gt; season" in page and "<b>new" not in page
     assert page.count('<td class="id">') == NUM_SAMPLE_USERS
     assert "<script" not in page and not re.search(r'(src|href)="[^#]', page)
+
+
+def test_sample_users_have_the_titles_of_items_and_the_ids_of_items_without_a_title(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"user_id": ["ann"], "history": [[5, 7]]}), tmp_path / "cases.parquet")
+    pq.write_table(pa.table({"item_ids": [[7, 9]], "scores": [[0.9, 0.8]]}), tmp_path / "answers-3.parquet")
+    users = _sample_users(tmp_path, version="3", title_by_id={7: "Seven", 5: "Five"})
+    assert users == [("ann", ["Seven", "Five"], [("Seven", 0.9), ("9", 0.8)])]
 
 
 def test_a_page_without_intervals_has_no_plot_of_differences() -> None:

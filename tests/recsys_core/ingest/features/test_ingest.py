@@ -283,3 +283,15 @@ def test_the_context_follows_the_events_of_a_real_log(tmp_path: Path) -> None:
         expected += [f"at {time[at]}" if at < end else None for at in range(start, stop)]
     assert [words[row] for row in rows_of(manifest, "context.device")] == expected
     assert len(words) == 1 + log.train_events
+
+
+@pytest.mark.parametrize("features", [[], [{"name": "genre"}]])
+def test_titles_of_items_are_stored_by_row_with_or_without_features(tmp_path: Path, features: list[dict[str, Any]]) -> None:
+    path = write(tmp_path / "i.parquet", id=[12, 10, 99], title=["Ω", None, "other"], genre=["rock", "pop", "pop"])
+    table = {"paths": path, "id_column": "id", "title_column": "title", "features": features}
+    interactions = stage(tmp_path / "log")
+    manifest = ingest(tmp_path / "features", interactions, items=table)
+    item_ids = pq.read_table(interactions.path("items.parquet"))["id"].to_pylist()
+    titles = pq.read_table(manifest.path("item_titles.parquet")).to_pylist()
+    assert [(item_ids[row["row"]], row["title"]) for row in titles] == [(12, "Ω")]
+    assert len(manifest.features) == len(features)

@@ -260,3 +260,21 @@ def test_declared_features_have_names_of_their_own(config: dict[str, Any], words
     with pytest.raises(ValidationError) as caught:
         FeaturesConfig.model_validate(config)
     assert words in str(caught.value)
+
+
+def test_titles_must_be_text_and_a_table_has_titles_or_features(tmp_path: Path) -> None:
+    interactions = write_interactions(tmp_path / "log", users=["ann", "bob"], items=[10, 11, 12], log=LOG)
+    path = write(tmp_path / "items.parquet", id=[10, 11, 12], title=[1.5, 2.5, 3.5])
+    config = FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id", "title_column": "title"}})
+    refuses(
+        lambda out: ingest_features(
+            config, dataset=Dataset(interactions), previous=None, memory_limit="200MB", threads=1, folder=out
+        ),
+        tmp_path,
+        "items.parquet",
+        "'title' is double",
+        "features.items.title_column",
+        "titles are strings",
+    )
+    with pytest.raises(ValidationError, match="neither features nor title_column"):
+        FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id"}})

@@ -67,14 +67,13 @@ class ModelProcess:
             TimeoutError: there was no answer within _TIMEOUT_S.
         """
         if self._process.poll() is not None:
+            self._kill()
             self._process = self._start()
         process = self._process
         assert process.stdin is not None and process.stdout is not None
-        try:
+        with suppress(BrokenPipeError):  # the process has ended, so the answer is empty
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
-        except BrokenPipeError:  # the process has ended, so the answer is empty
-            pass
         if not select.select([process.stdout], [], [], _TIMEOUT_S)[0]:
             self._kill()
             raise TimeoutError
@@ -98,8 +97,9 @@ class ModelProcess:
 
     def _kill(self) -> None:
         """End the process and its fork; no effect if they have ended."""
-        with self._process, suppress(ProcessLookupError):  # closes the pipes and waits
-            os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(BrokenPipeError), self._process:  # closes the pipes and waits
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def predict_in_subprocess(

@@ -79,8 +79,8 @@ class RunFigures(Frozen):
             stage_seconds={manifest.stage: round(manifest.seconds, 3) for manifest in results},
             events=interactions and interactions.train_events + interactions.validation_events + interactions.test_events,
             users=interactions and interactions.num_users,
-            validation_users=_as_count(data_metrics.get("validation_users")),
-            test_users=_as_count(data_metrics.get("test_users")),
+            validation_users=data_metrics.get("validation_users"),
+            test_users=data_metrics.get("test_users"),
             items=interactions and interactions.num_items,
             model_name=registration and registration.model_name,
             version=registration and registration.version,
@@ -88,10 +88,6 @@ class RunFigures(Frozen):
             mlflow_run_id=registration and registration.mlflow_run_id,
             metrics={} if registration is None else registration.metrics,
         )
-
-
-def _as_count(metric_value: float | None) -> int | None:
-    return None if metric_value is None else int(metric_value)
 
 
 class RunRecord(Frozen):
@@ -179,7 +175,8 @@ def record_run(context: StageContext) -> Iterator[RunEnding]:
             ending.set("Interrupted", "a signal ended the run: Ctrl-C, SIGTERM or a cancellation")
         else:
             ending.set("Failed", str(error) if isinstance(error, NightjarError) else f"{type(error).__name__}: {error}")
-            _save_unexpected_error(error, run.folder)
+            if not isinstance(error, NightjarError):
+                _save_traceback(error, run.folder)
         raise
     finally:
         try:
@@ -204,12 +201,11 @@ def _is_caused_by_signal(error: BaseException | None) -> bool:
     return any(isinstance(chained_error, KeyboardInterrupt | ExternalSignal) for chained_error in error_chain)
 
 
-def _save_unexpected_error(error: BaseException, folder: Path) -> None:
-    if not isinstance(error, NightjarError):
-        try:
-            write_traceback(error, folder=folder)
-        except OSError as write_error:
-            LOG.warning("could not write %s (%s)", folder / ERROR_LOG_NAME, write_error)
+def _save_traceback(error: BaseException, folder: Path) -> None:
+    try:
+        write_traceback(error, folder=folder)
+    except OSError as write_error:
+        LOG.warning("could not write %s (%s)", folder / ERROR_LOG_NAME, write_error)
 
 
 def write_traceback(error: BaseException, *, folder: Path) -> Path:

@@ -1,6 +1,6 @@
 """The stages of a run. A stage is imported when it is first used, because torch, MLflow and FAISS take seconds to import."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from recsys_core.imports import fast_imports, lazy_attributes
 
@@ -15,19 +15,24 @@ if TYPE_CHECKING:
     from tasks.stages.model_stages import train as train
     from tasks.stages.registration import register as register
 
-__getattr__ = fast_imports()(
-    lazy_attributes(
-        __name__,
-        {
-            "ingest": "tasks.stages.data_stages",
-            "check_data": "tasks.stages.data_report",
-            "plan_sharding": "tasks.stages.model_stages",
-            "train": "tasks.stages.model_stages",
-            "export_vectors": "tasks.stages.model_stages",
-            "evaluate": "tasks.stages.model_stages",
-            "build_index": "tasks.stages.model_stages",
-            "build_package": "tasks.stages.model_stages",
-            "register": "tasks.stages.registration",
-        },
-    )
+_import_stage = lazy_attributes(
+    __name__,
+    {
+        "ingest": "tasks.stages.data_stages",
+        "check_data": "tasks.stages.data_report",
+        "plan_sharding": "tasks.stages.model_stages",
+        "train": "tasks.stages.model_stages",
+        "export_vectors": "tasks.stages.model_stages",
+        "evaluate": "tasks.stages.model_stages",
+        "build_index": "tasks.stages.model_stages",
+        "build_package": "tasks.stages.model_stages",
+        "register": "tasks.stages.registration",
+    },
 )
+
+
+def __getattr__(name: str) -> Any:
+    """Import a stage. Later uses of the stage do not call this function."""
+    with fast_imports():
+        globals()[name] = stage = _import_stage(name)
+    return stage

@@ -1,7 +1,6 @@
 """Stages from the sharding plan to the package: `plan_sharding`, `train`, `export`, `evaluate`, `build_index` and `package`."""
 
 import json
-from pathlib import Path
 
 from recsys_core.disk import write_text
 from recsys_core.evaluation import evaluate as evaluate_core
@@ -89,7 +88,8 @@ def starting_champion(model_name: str, *, run: Run) -> Champion | None:
             warning="could not read the champion from MLflow",
         )
         run_id = None if version is None else version.tags.get(RUN_ID_TAG)
-        _write_json(champion_file, {"run_id": run_id})
+        run.folder.mkdir(parents=True, exist_ok=True)
+        write_text(champion_file, json.dumps({"run_id": run_id}))
     if run_id is None:
         LOG.info("full training: %s has no champion yet, or had none when this run began", model_name)
         return None
@@ -106,11 +106,6 @@ def starting_champion(model_name: str, *, run: Run) -> Champion | None:
             "full training: stages of run %s, which trained the champion, are missing in %s", run_id, champion_run.folder.parent
         )
     return champion
-
-
-def _write_json(path: Path, content: dict[str, str | None]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(content))
 
 
 @stage(ExportManifest)

@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -117,3 +118,22 @@ def test_a_process_answers_after_a_failed_request_and_is_replaced_after_a_timeou
             process.answer({})
         monkeypatch.undo()
         assert process.answer({"input_path": "absent.parquet"}) == (1, "FileNotFoundError: absent.parquet")
+
+
+def test_a_killed_process_is_an_exit_code_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = ModelProcess._start
+
+    def start_and_kill(process: ModelProcess) -> Any:
+        started = start(process)
+        started.kill()
+        started.wait()
+        monkeypatch.setattr(started, "poll", lambda: None)  # the process ends after the check
+        return started
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelProcess, "_start", start_and_kill)
+        process = ModelProcess()
+    with process:
+        assert process.answer({}) == (-signal.SIGKILL, "no message")
+        monkeypatch.undo()
+        assert process.answer({}) == (1, "KeyError: 'input_path'")

@@ -20,7 +20,7 @@ def run(workspace: Path) -> Run:
 
 
 @pytest.fixture(autouse=True)
-def complete_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def every_run_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workspace has all stages of every run."""
     monkeypatch.setattr(
         Champion, "open", lambda run_id, *, export_folder, **_: SimpleNamespace(run_id=run_id, export=export_folder)
@@ -56,9 +56,9 @@ def test_a_resumed_run_starts_from_the_champion_that_it_began_with(run: Run, set
     set_champion("first")
     champion = starting_champion("shop", run=run)
     set_champion("newer")
-    resumed = starting_champion("shop", run=run)
-    assert champion is not None and resumed is not None
-    assert champion.run_id == resumed.run_id == "first"
+    champion_after_resume = starting_champion("shop", run=run)
+    assert champion is not None and champion_after_resume is not None
+    assert champion.run_id == champion_after_resume.run_id == "first"
     assert champion.export == run.workspace / "runs/first/export"
     assert json.loads((run.folder / CHAMPION_FILE_NAME).read_bytes()) == {"run_id": "first"}
 

@@ -15,7 +15,7 @@ from tests.recsys_core.manifests.committed_stage import commit_stage
 
 
 @stage(PlanManifest)
-def plan(context: StageContext, *, is_skipped: bool = False) -> tuple[PlanManifest | None, str]:
+def plan_stage(context: StageContext, *, is_skipped: bool = False) -> tuple[PlanManifest | None, str]:
     if is_skipped:
         return None, "nothing to plan"
     folder = context.folder(PlanManifest)
@@ -32,8 +32,8 @@ def test_a_stage_returns_its_manifest_and_logs_whether_it_was_kept_or_skipped(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
     context = context_of(tmp_path)
-    assert plan(context) == plan(context_of(tmp_path)) == context.results[PlanManifest]
-    assert plan(context_of(tmp_path), is_skipped=True) is None
+    assert plan_stage(context) == plan_stage(context_of(tmp_path)) == context.results[PlanManifest]
+    assert plan_stage(context_of(tmp_path), is_skipped=True) is None
     lines = [record.getMessage() for record in caplog.records if hasattr(record, "stage_line")]
     patterns = (
         r"plan_sharding +2 cpu ranks +\d+\.\d s",
@@ -45,9 +45,9 @@ def test_a_stage_returns_its_manifest_and_logs_whether_it_was_kept_or_skipped(
 
 def test_a_run_stops_after_its_last_stage_and_keeps_the_manifest_of_this_stage(tmp_path: Path) -> None:
     with pytest.raises(StoppedEarly, match="plan_sharding"):
-        plan(context_of(tmp_path, until="plan_sharding"))
+        plan_stage(context_of(tmp_path, until="plan_sharding"))
     assert Results.read(Run("r", workspace=tmp_path)).get(PlanManifest) is not None
-    plan(context_of(tmp_path, until="train"))
+    plan_stage(context_of(tmp_path, until="train"))
 
 
 def test_a_stage_without_its_input_is_an_error_that_names_the_missing_stage(tmp_path: Path) -> None:

@@ -55,18 +55,20 @@ def scan_files(
     """
     good_row_sql = pass_sql(checks)
     written_row_sql = f"{good_row_sql} AND {positive_row_sql}" if positive_row_sql else good_row_sql
-    select_list = ["source", "count(*)", f"count(*) FILTER (NOT ({good_row_sql}))", f"count(*) FILTER ({written_row_sql})"]
+    select_list = ["source", "count(*)", f"count(*) FILTER (NOT ({good_row_sql}))"]
+    select_list += [f"count(*) FILTER ({written_row_sql})"] if positive_row_sql else ["count(*)"]
     select_list += [f"count(*) FILTER ({check.failure_sql})" for check in checks]
     for role in roles:
         range_row_sql = written_row_sql if role == "position" else good_row_sql
         select_list += [f"{bound}({role}::DOUBLE) FILTER ({range_row_sql})" for bound in ("min", "max")]
     query = f"SELECT {', '.join(select_list)} FROM raw GROUP BY source"
     statistics = [FileStatistics()] * num_files  # a file without rows does not occur in `raw`
-    for file_index, num_rows, num_bad, num_written, *check_counts_and_bounds in connection.sql(query).fetchall():
+    for file_index, num_rows, num_bad, num_positive, *check_counts_and_bounds in connection.sql(query).fetchall():
         check_counts, bounds = check_counts_and_bounds[: len(checks)], check_counts_and_bounds[len(checks) :]
         num_bad_by_check = {check.name: count for check, count in zip(checks, check_counts, strict=True) if count}
         role_bounds = zip(roles, bounds[::2], bounds[1::2], strict=True)
         range_by_role = {role: (low, high) for role, low, high in role_bounds if low is not None}
+        num_written = num_positive if positive_row_sql else num_rows - num_bad
         statistics[file_index] = FileStatistics(num_rows, num_bad, num_bad_by_check, range_by_role, num_written)
     return statistics
 

@@ -14,7 +14,7 @@ from recsys_core.ingest.log.config import FileSplit, InteractionsConfig
 from recsys_core.ingest.log.duckdb_engine.vocabulary import id_condition_sql
 from recsys_core.ingest.log.engine import LogFiles
 from recsys_core.manifests import IdType
-from recsys_core.parquet.duckdb_session import SQL_TYPE, quoted, scan_all_sql
+from recsys_core.parquet.duckdb_session import SQL_TYPE, fetch_count, quoted, scan_all_sql, scan_sql
 from recsys_core.parquet.sources import Source
 
 TO_MICROSECONDS_SQL = {"s": "* 1000000", "ms": "* 1000", "us": "", "ns": "// 1000"}
@@ -97,7 +97,7 @@ def write_events(
     kept_row_sql: str,
     id_types: Mapping[str, IdType],
 ) -> int:
-    """Write the rows of `raw` to keep to a part, with codes in place of ids; return the number of rows written."""
+    """Write the rows of `raw` to keep to a part, with codes in place of ids; return the number of rows without a null."""
     # TRY_CAST: DuckDB may cast a bad row before the filter removes it.
     id_sql_by_side = {side: f'TRY_CAST(raw."{side}" AS {SQL_TYPE[id_type]})' for side, id_type in id_types.items()}
     extra_columns_sql = ["TRY_CAST(weight AS FLOAT) AS weight"] if config.weight_column else []
@@ -109,11 +109,12 @@ def write_events(
         f"JOIN {side}_ids {side[0]} ON {id_condition_sql(connection, side, id_sql=id_sql)}"
         for side, id_sql in id_sql_by_side.items()
     ]
-    ((num_rows,),) = connection.execute(
+    connection.execute(
         f"COPY (SELECT {columns_sql} FROM raw {' '.join(joins_sql)} WHERE {kept_row_sql}) "
         f"TO {quoted(str(part_path), quote=chr(39))} (FORMAT parquet, COMPRESSION lz4_raw)"
     ).fetchall()
-    return int(num_rows)
+    is_complete_sql = "position IS NOT NULL" + (" AND weight IS NOT NULL" if config.weight_column else "")
+    return fetch_count(connection, f"SELECT count(*) FILTER ({is_complete_sql}) FROM {scan_sql(part_path)}")
 
 
 def _validation_draw_sql(config: InteractionsConfig) -> str | None:

@@ -98,12 +98,12 @@ class Interruption:
             end_as_crashed(self._flow_run.id, message=str(self.error))
 
 
-def _hide_unwind(unraisable: Any) -> None:
-    """Hide the message that Python prints about an _Unwind in a finalizer.
+def _hide_signal(unraisable: Any) -> None:
+    """Hide the message of Python about a signal's exception in a finalizer: an _Unwind, or Prefect's TerminationSignal.
 
     A finalizer cannot raise, so the main thread continues, and the watching thread ends the process.
     """
-    if unraisable.exc_type is not _Unwind:
+    if issubclass(unraisable.exc_type, Exception):
         sys.__unraisablehook__(unraisable)
 
 
@@ -126,7 +126,7 @@ def interruptible(how_to_resume: Callable[[], str]) -> Iterator[Interruption]:
         for signal_number in SIGNALS:
             cleanup.callback(signal.signal, signal_number, signal.signal(signal_number, interruption.unwind))
         cleanup.callback(setattr, sys, "unraisablehook", sys.unraisablehook)
-        sys.unraisablehook = _hide_unwind
+        sys.unraisablehook = _hide_signal
         cleanup.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(wakeup_socket.fileno(), warn_on_full_buffer=False))
         cleanup.callback(interruption.end)
         try:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from httpx import HTTPError
-
 from flows.cli import output
 from flows.interruption import interruptible
 from flows.servers.prefect_server import PrefectServer, prefect_session
@@ -93,7 +91,8 @@ def one_sentence_errors(folder: Path) -> Iterator[None]:
     except NightjarError:
         raise
     except Exception as error:  # any error of a library
-        # MLflow's client raises other types than HTTPError.
+        from httpx import HTTPError  # of Prefect's client; MLflow's client raises other types
+
         if isinstance(error, HTTPError) or str(error).startswith("Failed to reach API"):
             problem = f"Prefect at {os.environ.get('PREFECT_API_URL')} does not work: {type(error).__name__}: {error}"
             raise PrefectServerError(redacted(f"{' '.join(problem.split())}; check the server and PREFECT_API_URL")) from error

@@ -2,7 +2,8 @@
 
 When Prefect's process worker is stopped, it kills its runs and reports nothing. Without this process, the run would stay
 Running in Prefect and hold its slot for five minutes, and Prefect would cancel a new run of the deployment. An automation on
-Prefect's heartbeats would need 90 s, and would also end a live run after the server itself was away for 90 s.
+Prefect's heartbeats, which are at least 30 s apart, needs a minute or more and could end a live run after an outage of the
+server.
 
 If a person cancels the flow run, the worker sends SIGTERM to the flow run, and SIGKILL after 30 s. This process sends SIGKILL
 after CANCEL_GRACE_S.

@@ -38,11 +38,19 @@ from flows.interruption import Interrupted, end_process, interruptible
 class Thing:
     pass
 
+class TerminationSignal(BaseException):
+    pass
+
+def terminate(*_):
+    raise TerminationSignal
+
 def finalize(reference):
     signal.raise_signal(signal.SIGTERM)
 
 try:
     with interruptible(lambda: "resume with: it"):
+        if "like Prefect" in sys.argv:
+            signal.signal(signal.SIGTERM, terminate)
         thing = Thing()
         reference = weakref.ref(thing, finalize)
         del thing
@@ -52,6 +60,7 @@ except Interrupted as error:
 """
 
 
-def test_a_signal_that_arrives_in_a_finalizer_ends_the_process_with_the_line_alone() -> None:
-    answer = subprocess.run([sys.executable, "-c", FINALIZER], capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("handler", ["own", "like Prefect"])
+def test_a_signal_that_arrives_in_a_finalizer_ends_the_process_with_the_line_alone(handler: str) -> None:
+    answer = subprocess.run([sys.executable, "-c", FINALIZER, handler], capture_output=True, text=True, timeout=60)
     assert (answer.returncode, answer.stderr) == (143, "interrupted by SIGTERM; resume with: it\n")

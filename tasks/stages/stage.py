@@ -9,6 +9,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.context import FlowRunContext
 
 from recsys_core.manifests import Manifest
+from recsys_core.parquet.duckdb_session import raise_interrupts
 from tasks.progress.reporting import StageLog
 from tasks.runs.context import StageContext
 
@@ -50,7 +51,8 @@ class Stage(Generic[P, ManifestT]):
     def run(self, context: StageContext, *args: P.args, **kwargs: P.kwargs) -> ManifestT | None:
         """Run the function, log its summary, and add its manifest to the results of the run."""
         log = StageLog(self.manifest_type.stage)
-        manifest, summary = self.function(context, *args, **kwargs)
+        with raise_interrupts():
+            manifest, summary = self.function(context, *args, **kwargs)
         if manifest is not None:
             context.results.add(manifest)
         return log.finish(manifest, summary)

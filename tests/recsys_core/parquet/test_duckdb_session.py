@@ -1,8 +1,14 @@
 """Errors of DuckDB are raised as input errors with messages of this project."""
 
+import os
+import signal
+import threading
 from pathlib import Path
 
-from recsys_core.parquet.duckdb_session import database
+import duckdb
+import pytest
+
+from recsys_core.parquet.duckdb_session import database, raise_interrupts
 from tests.recsys_core.ingest.parquet_files import refusal
 
 
@@ -16,3 +22,24 @@ def test_a_spill_folder_without_disk_space_is_not_reported_as_too_little_memory(
     ):
         connection.execute("SET max_temp_directory_size = '1MB'")
         connection.execute("CREATE TABLE ids AS SELECT md5(range::VARCHAR) || md5(range::VARCHAR) AS id FROM range(2000000)")
+
+
+def test_a_signal_during_a_query_is_a_keyboard_interrupt() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous_handler = signal.signal(signal.SIGTERM, interrupt)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
+    endless_query = "SELECT count(*) FROM range(100000000) a, range(1000) b WHERE a.range * b.range % 7 = 3"
+    try:
+        with pytest.raises(KeyboardInterrupt), raise_interrupts(), duckdb.connect(config={"threads": 1}) as connection:
+            timer.start()
+            connection.sql(endless_query).fetchall()
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGTERM, previous_handler)
+
+
+def test_another_runtime_error_in_a_query_stays() -> None:
+    with pytest.raises(RuntimeError, match=r"^another$"), raise_interrupts():
+        raise RuntimeError("another")

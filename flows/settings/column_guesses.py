@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.config import is_uri
 from recsys_core.errors import InputError, shown, shown_names
-from recsys_core.ingest.features.config import FeatureConfig, FeatureKind, FeaturesConfig, FeatureTableConfig
+from recsys_core.ingest.features.config import FeatureConfig, FeatureKind, FeaturesConfig, ItemTableConfig
 from recsys_core.ingest.first_row_group import first_values, plausible_time_unit
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
@@ -163,7 +163,7 @@ def _guess_embeddings(table: _Table, item_column: str | None) -> EmbeddingsConfi
     return EmbeddingsConfig.model_validate({"paths": table.path_in_config, **settings})
 
 
-def _guess_items(table: _Table, item_column: str | None) -> FeatureTableConfig:
+def _guess_items(table: _Table, item_column: str | None) -> ItemTableConfig:
     id_column = _item_id_column(table, item_column)
     kind_by_column: dict[str, FeatureKind] = dict.fromkeys(table.columns(_is_id), "categorical")
     kind_by_column |= dict.fromkeys(table.columns(pa.types.is_floating), "numeric")
@@ -178,7 +178,7 @@ def _guess_items(table: _Table, item_column: str | None) -> FeatureTableConfig:
     if not features:
         raise InputError(f"--items: no column of {table.sources[0].name} can be a feature; leave --items out")
     table.notes["features.items.features"] = "guessed from the types: delete the columns that do not describe an item"
-    return FeatureTableConfig(paths=(table.path_in_config,), id_column=id_column, features=tuple(features[:MAX_FEATURES]))
+    return ItemTableConfig(paths=(table.path_in_config,), id_column=id_column, features=tuple(features[:MAX_FEATURES]))
 
 
 def _item_id_column(table: _Table, item_column: str | None) -> str:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import torch
 from torch import distributed as dist
 
-from recsys_core.ingest.features.config import FeatureConfig, FeaturesConfig, FeatureTableConfig
+from recsys_core.ingest.features.config import FeatureConfig, FeaturesConfig, ItemTableConfig
 from recsys_core.ingest.features.ingest import ingest_features
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.ingest.vectors.ingest import ingest_embeddings
@@ -87,7 +87,7 @@ def prepare_run(
     )
     brand = FeatureConfig(name="brand")
     features = ingest_features(
-        FeaturesConfig(items=FeatureTableConfig(paths=(items_file,), id_column="item_id", features=(brand,))),
+        FeaturesConfig(items=ItemTableConfig(paths=(items_file,), id_column="item_id", features=(brand,))),
         dataset=Dataset(interactions, embeddings),
         previous=after and after.features,
         memory_limit="1GB",

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import distributed as dist
 
-from recsys_core.ingest.features.config import FeatureConfig, FeaturesConfig, FeatureTableConfig
+from recsys_core.ingest.features.config import FeatureConfig, FeaturesConfig, FeatureTableConfig, ItemTableConfig
 from recsys_core.ingest.features.ingest import ingest_features
 from recsys_core.ingest.log.config import InteractionsConfig, TimeSplit
 from recsys_core.ingest.log.ingest import ingest_interactions
@@ -87,7 +87,7 @@ def generate_dataset(root: Path) -> Dataset:
                 FeatureConfig(name="age", kind="numeric", standardise=True),
             ),
         ),
-        items=FeatureTableConfig(
+        items=ItemTableConfig(
             paths=(str(root / "items.parquet"),),
             id_column="item_id",
             features=(FeatureConfig(name="brand"), FeatureConfig(name="price", kind="numeric", standardise=True)),

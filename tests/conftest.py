@@ -5,8 +5,11 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
+hypothesis.settings.register_profile("nightjar", deadline=None)  # no test depends on how long the code takes
+hypothesis.settings.load_profile("nightjar")
 gc.disable()  # until all test modules are imported, as in recsys_core.imports.fast_imports
 SLOW_FOLDERS = ("training", "flows", "tasks", "infra")
 

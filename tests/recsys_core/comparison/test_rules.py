@@ -4,7 +4,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -25,14 +25,12 @@ fast_by_kind = pytest.mark.parametrize("rule", FAST_RULES, ids=lambda rule: rule
 
 
 @fast_by_kind
-@settings(deadline=None)  # a test must not depend on how long the code takes
 @given(value_U=VALUES)
 def test_equal_values_are_accepted(rule: Rule, value_U: np.ndarray) -> None:
     assert rule.compare(value_U, value_U, baseline="version 1").is_accepted
 
 
 @fast_by_kind
-@settings(deadline=None)  # a test must not depend on how long the code takes
 @given(baseline_U=VALUES, seed=st.integers(0, 2**32 - 1), gain=st.floats(0, 1))
 def test_an_accepted_version_stays_accepted_with_larger_values(
     rule: Rule, baseline_U: np.ndarray, seed: int, gain: float

@@ -156,8 +156,8 @@ def print_metrics(table: "MetricTable", *, served_metrics: Mapping[str, float], 
         row_name = "served" if ranker == "served" else f"{ranker.removesuffix('_champion')} served"
         rows.append([row_name, *("-" if value is None else f"{value:.4f}" for value in row_values)])
     print_table(["test", *table.columns], rows, console=console)
-    if table.note:
-        console.print(table.note, style="dim")
+    for note in filter(None, (table.interval_note, table.note)):
+        console.print(note, style="dim")
 
 
 def print_table(column_titles: Sequence[str], rows: Sequence[Sequence[str | Text]], *, console: Console) -> None:

@@ -134,9 +134,11 @@ def print_metrics(table: MetricTable, *, served_metrics: Mapping[str, float]) ->
         for row_name, row_values in table.rows.items()
     ]
     for ranker in dict.fromkeys(row_name.partition("/")[0] for row_name in served_metrics):
+        if ranker.startswith("exact_"):  # the page of the decision shows the exact searches
+            continue
         row_values = [served_metrics.get(f"{ranker}/{column}") for column in table.columns]
         row_name = "served" if ranker == "served" else f"{ranker.removesuffix('_champion')} served"
         rows.append([row_name, *map(output.format_metric, row_values)])
     output.print_table(["test", *table.columns], rows)
-    if table.note:
-        output.stdout.print(table.note, style="dim")
+    for note in filter(None, (table.interval_note, table.note)):
+        output.stdout.print(note, style="dim")

@@ -416,8 +416,10 @@ def tie_order(num_items: int) -> NDArray[np.int64]:
 def _exclude_seen(queries: Queries, *, num_items: int) -> tuple[JaggedArray, JaggedArray, int]:
     """Return the distinct unseen targets, the distinct seen items, and the number of distinct targets that were seen."""
     seen, distinct_targets = queries.seen.distinct(bound=num_items), queries.targets.distinct(bound=num_items)
-    unseen_targets = distinct_targets.difference(seen, bound=num_items)
-    return unseen_targets, seen, len(distinct_targets.values_L) - len(unseen_targets.values_L)
+    seen_keys, target_keys = seen.pair_keys(bound=num_items), distinct_targets.pair_keys(bound=num_items)
+    index_T = np.searchsorted(seen_keys, target_keys)  # both are sorted, which makes this faster than np.isin
+    is_seen_T = np.append(seen_keys, -1)[index_T] == target_keys
+    return distinct_targets.filter(~is_seen_T), seen, int(np.count_nonzero(is_seen_T))
 
 
 def _position(score_C: NDArray[Any], column: int) -> int:

@@ -1,7 +1,7 @@
 """Evaluation and training results as tables and figures, for the terminal, Prefect and MLflow."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 RANKER_COLOURS = {
     "model": plots.BLUE,
     "popularity": plots.GREY,
-    "recent_popularity": "#b8b8b8",
+    "recent_popularity": "#7d8893",
     "cooccurrence": plots.ORANGE,
     "closed_form": "#7a5195",
     "zero_shot": plots.GREEN,
@@ -44,7 +44,14 @@ class MetricTable(Frozen):
     half_widths: dict[str, tuple[float | None, ...]] = Field(default_factory=dict)
     """Half widths of the confidence intervals, by row."""
     note: str = ""
-    """Intervals of the model, and number of items and users behind the rows for cold items; empty without them."""
+    """Number of items and users behind the rows for cold items; empty without such rows."""
+
+    @property
+    def interval_note(self) -> str:
+        """Half widths of the model's intervals, for a table that has no room for them; empty without intervals."""
+        half_widths = zip(self.columns, self.half_widths.get("model", ()), strict=False)
+        texts = [f"{column} ± {half_width:.4f}" for column, half_width in half_widths if half_width is not None]
+        return f"model, confidence intervals: {', '.join(texts)}" if texts else ""
 
     def best_comparable(self, ranker: str) -> tuple[float, ...]:
         """Return the highest value of each column among the rows that rank the same items as the row `ranker`.
@@ -71,33 +78,21 @@ def metric_table(
     metrics_by_ranker = _metrics_by_row(metrics)
     half_widths_by_ranker = _metrics_by_row(half_widths or {})
     columns = tuple(column for column in shown if column in metrics_by_ranker["model"])
+    note = ""
     shown_rankers = [
         ranker for ranker, values in metrics_by_ranker.items() if not ranker.endswith(COLD_SUFFIX) or values.keys() & {*columns}
     ]
+    if f"model{COLD_SUFFIX}" in shown_rankers:
+        cold_model = metrics_by_ranker[f"model{COLD_SUFFIX}"]
+        note = f"cold: {cold_model['items']:,.0f} items without an earlier event, for {cold_model['users']:,.0f} users"
     return MetricTable(
         columns=columns,
         rows={ranker: tuple(metrics_by_ranker[ranker].get(column) for column in columns) for ranker in shown_rankers},
         half_widths={
             ranker: tuple(values.get(column) for column in columns) for ranker, values in half_widths_by_ranker.items()
         },
-        note="\n".join(_notes(metrics_by_ranker, half_widths_by_ranker, columns=columns, shown_rankers=shown_rankers)),
+        note=note,
     )
-
-
-def _notes(
-    metrics_by_ranker: Mapping[str, Mapping[str, float]],
-    half_widths_by_ranker: Mapping[str, Mapping[str, float]],
-    *,
-    columns: Sequence[str],
-    shown_rankers: Sequence[str],
-) -> Iterator[str]:
-    """Yield the intervals of the model, and the number of items and users behind the rows for cold items."""
-    half_widths = half_widths_by_ranker["model"]
-    if texts := [f"{column} ± {half_widths[column]:.4f}" for column in columns if column in half_widths]:
-        yield f"intervals of the model: {', '.join(texts)}"
-    if f"model{COLD_SUFFIX}" in shown_rankers:
-        cold_model = metrics_by_ranker[f"model{COLD_SUFFIX}"]
-        yield f"cold: {cold_model['items']:,.0f} items without an earlier event, for {cold_model['users']:,.0f} users"
 
 
 def to_markdown(table: MetricTable) -> str:
@@ -151,7 +146,8 @@ def plot_recall(metrics: Mapping[str, float], *, path: Path) -> Path:
     """Write a PNG with the recall of the model and its baselines at each cut-off K. Return `path`."""
     metrics_by_ranker = _metrics_by_ranker(metrics)
     cut_offs = sorted(int(name.removeprefix("recall@")) for name in metrics_by_ranker["model"] if name.startswith("recall@"))
-    figure, axes = plots.new_figure(title="Recall on the test split, full catalogue", grid_axis="y")
+    width = 6.4 if len(metrics_by_ranker) <= MAX_HORIZONTAL_LABELS else 8.0
+    figure, axes = plots.new_figure(title="Recall on the test split, full catalogue", grid_axis="y", size=(width, 3.8))
     bar_width = 0.8 / len(metrics_by_ranker)
     for ranker_index, (ranker, ranker_metrics) in enumerate(metrics_by_ranker.items()):
         bar_offset = (ranker_index - (len(metrics_by_ranker) - 1) / 2) * bar_width
@@ -163,7 +159,8 @@ def plot_recall(metrics: Mapping[str, float], *, path: Path) -> Path:
     axes.set_xticks(range(len(cut_offs)), [str(k) for k in cut_offs])
     axes.set_xlabel("cut-off K")
     axes.set_ylabel("recall@K (share of the test items among the first K)")
-    plots.legend_above(axes)
+    axes.margins(y=0.14)  # for the values above the bars
+    plots.legend_above(axes, num_columns=len(RANKER_COLOURS))
     return plots.save_png(figure, path)
 
 

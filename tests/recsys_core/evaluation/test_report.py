@@ -44,11 +44,12 @@ def test_cold_items_have_their_own_rows_and_a_note_with_their_number() -> None:
     assert to_markdown(table).splitlines()[-1] == "cold: 1,200 items without an earlier event, for 5 users"
 
 
-def test_a_value_has_its_interval_and_the_note_has_those_of_the_model() -> None:
+def test_a_value_has_its_interval_and_a_line_has_those_of_the_model() -> None:
     table = metric_table(METRICS, half_widths={"test/recall@20": 0.05, "baseline/popularity/recall@20": 0.01})
     lines = to_markdown(table).splitlines()
     assert lines[2:4] == ["| model | 0.4000 ± 0.0500 | 0.1000 |", "| popularity | 0.1000 ± 0.0100 | 0.0300 |"]
-    assert lines[-1] == "intervals of the model: recall@20 ± 0.0500"
+    assert table.interval_note == "model, confidence intervals: recall@20 ± 0.0500"
+    assert metric_table(METRICS).interval_note == ""
 
 
 def test_cold_metrics_at_cut_offs_that_are_not_shown_have_no_row() -> None:
@@ -96,6 +97,17 @@ def test_the_training_plot_has_a_panel_of_validation_metrics_if_they_were_measur
     labels = [axes.get_legend_handles_labels()[1] for axes in figures[0].axes]
     validation_labels = ["recall@10", "ndcg@10", "best epoch: 3"]
     assert labels == [["loss", "mean of the epoch"], *([validation_labels] if best_epoch else [])]
+
+
+def test_the_recall_plot_has_the_rankers_in_the_order_of_the_table(figures: list[Figure], tmp_path: Path) -> None:
+    baselines = ("zero_shot", "closed_form", "cooccurrence", "recent_popularity")
+    metrics = METRICS | {f"baseline/{name}/recall@{k}": 0.3 for name in baselines for k in (10, 20)}
+    plot_recall(metrics, path=tmp_path / "recall.png")
+    assert list(metric_table(metrics).rows) == [
+        "model", "popularity", "recent_popularity", "cooccurrence", "closed_form", "zero_shot",
+    ]  # fmt: skip
+    labels = figures[0].axes[0].get_legend_handles_labels()[1]
+    assert labels == ["model", "popularity", "recent-popularity", "cooccurrence", "closed-form", "zero-shot"]
 
 
 def test_the_recall_plot_has_a_bar_per_ranker_and_cut_off(figures: list[Figure], tmp_path: Path) -> None:

@@ -80,14 +80,11 @@ def setting_groups(group_name: str, field: FieldInfo, *, default: Any) -> Iterat
         title = f"{group_name} ({tag_name}: {config_class.model_fields[tag_name].default})" if tag_name else group_name
         yield Group(title, config_class, default, shared_settings)
         for setting_name, inner_field in config_class.model_fields.items():
-            twins = [
-                name for name, other in config_class.model_fields.items() if is_union(other) and is_same(other, inner_field)
-            ]
-            if twins and twins[0] != setting_name:  # index.compared: its tables are those of index.served
-                continue
+            others = (other for name, other in config_class.model_fields.items() if name != setting_name)
+            if any(has_groups_of(other, inner_field) for other in others):
+                continue  # index.compared: its tables are among those of index.served
             inner_default = getattr(default, setting_name) if isinstance(default, config_class) else field_default(inner_field)
-            inner_name = " and ".join(f"{group_name}.{name}" for name in twins or [setting_name])
-            yield from setting_groups(inner_name, inner_field, default=inner_default)
+            yield from setting_groups(f"{group_name}.{setting_name}", inner_field, default=inner_default)
 
 
 def is_group(field: FieldInfo) -> bool:
@@ -100,9 +97,10 @@ def is_union(field: FieldInfo) -> bool:
     return len(list(nested_config_classes(field.annotation))) > 1
 
 
-def is_same(field: FieldInfo, other_field: FieldInfo) -> bool:
-    """Return whether both fields hold the same groups of settings."""
-    return list(nested_config_classes(field.annotation)) == list(nested_config_classes(other_field.annotation))
+def has_groups_of(field: FieldInfo, other_field: FieldInfo) -> bool:
+    """Return whether both fields hold one of several groups of settings, and `field` holds those of `other_field`."""
+    groups, other_groups = ({*nested_config_classes(each.annotation)} for each in (field, other_field))
+    return is_union(other_field) and other_groups <= groups
 
 
 def group_section(group: Group, *, with_title: bool) -> str:

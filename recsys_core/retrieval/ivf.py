@@ -314,7 +314,7 @@ class IvfPq(ProductQuantized):
 class OpqPq(IvfPq):
     """IVF-PQ of vectors that are rotated before (OPQ), so that the sub-vectors have similar variances and fit their codes."""
 
-    OPQ_ITERATIONS: ClassVar[int] = 20
+    OPQ_ITERATIONS: ClassVar[int] = 10
 
     kind: Literal["opq_pq"] = Field(  # type: ignore[assignment]
         "opq_pq", description="like ivf_pq, with a rotation of the vectors that lowers the error of the compression (OPQ)"

@@ -153,7 +153,7 @@ def test_the_plot_has_a_labelled_point_per_index(built, tmp_path: Path, monkeypa
     saved: list[Figure] = []
     monkeypatch.setattr(plots, "save_png", lambda figure, path: saved.append(figure) or path)
     plot_indexes(built.reports, served_kind=built.served_index, path=tmp_path / "index.png")
-    labels = [text.get_text() for text in saved[0].axes[0].texts]
+    labels = [text.get_text() for text in saved[0].axes[0].get_legend().get_texts()]
     assert [label.split(",")[0] for label in labels] == list(built.reports)
     assert [label.startswith("hnsw") for label in labels] == ["(served)" in label for label in labels]
 

@@ -173,9 +173,7 @@ def test_an_index_of_other_vectors_than_the_export_is_not_packaged(packaged: Pac
     )
     other_index = index.model_copy(update={"dim": DIM + 1, "similarity": "dot"})
     stages = {"dataset": None, "evaluation": None}  # the index is checked before they are read
-    message = (
-        rf"has {ITEMS} vectors of width {DIM + 1} for dot similarity, but the export .* has {ITEMS} vectors of"
-    )
+    message = rf"has {ITEMS} vectors of width {DIM + 1} for dot similarity, but the export .* has {ITEMS} vectors of"
     with pytest.raises(StageError, match=message):
         build_package(PackageConfig(), export=export, index=other_index, folder=tmp_path / "package", **stages)  # type: ignore[arg-type]
     assert not any(tmp_path.iterdir())

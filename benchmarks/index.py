@@ -27,8 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.measuring import measure_work, run_in_new_process
+from recsys_core.retrieval.compressed import IvfPq, IvfSq8, OpqPq, PqFastScan
 from recsys_core.retrieval.index import build_index
-from recsys_core.retrieval.ivf import IvfFlat, IvfPq, IvfSq8, OpqPq, PqFastScan
+from recsys_core.retrieval.ivf import IvfFlat
 from recsys_core.retrieval.kinds import AnyIndexKind, Flat, Hnsw
 from recsys_core.retrieval.measure import MeasuredQueries, faiss_threads, recall_per_query, tune
 from recsys_core.retrieval.search import search
@@ -119,7 +120,7 @@ def compare(folder: Path, *, rounds: int) -> dict[str, dict[str, Any]]:
             for name, index in index_by_name.items():
                 start_s = time.perf_counter()
                 if name == SEED:
-                    _, row_BK = index.search(test.query_BD, K, params=faiss.SearchParametersIVF(nprobe=8))
+                    _, row_BK = index.search(test.query_BD, K, params=IvfFlat(nprobe=8).search_parameters(K))
                 else:
                     _, row_BK = search(index, test.query_BD, kind=kind_by_name[name], depth=K)
                 rows[name]["queries_per_s"].append(len(test.query_BD) / (time.perf_counter() - start_s))

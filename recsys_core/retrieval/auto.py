@@ -8,7 +8,8 @@ from pydantic import Field
 
 from recsys_core.config import Settings
 from recsys_core.errors import InputError
-from recsys_core.retrieval.ivf import IvfFlat, IvfSq8, OpqPq, PqFastScan
+from recsys_core.retrieval.compressed import IvfSq8, OpqPq, PqFastScan
+from recsys_core.retrieval.ivf import IvfFlat
 from recsys_core.retrieval.kinds import AnyIndexKind, Flat, Hnsw
 from recsys_core.units import MIB
 

@@ -10,9 +10,10 @@ from recsys_core import plots
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import ExportManifest, IndexManifest
 from recsys_core.retrieval.auto import Auto
+from recsys_core.retrieval.compressed import IvfPq, IvfSq8, OpqPq, PqFastScan
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_index, build_indexes, num_gpus, served_recall_by_user
-from recsys_core.retrieval.ivf import IvfFlat, IvfPq, IvfSq8, OpqPq, PqFastScan
+from recsys_core.retrieval.ivf import IvfFlat
 from recsys_core.retrieval.kinds import AnyIndexKind, Hnsw
 from recsys_core.retrieval.plot import plot_indexes
 from recsys_core.retrieval.search import load_index, search, search_exhaustively

@@ -33,7 +33,7 @@ class IndexConfig(Settings):
         gt=0,
         le=1,
         description="recall of an index compared with an exact search. The search settings nprobe and ef_search, if they are "
-        "empty, are the fastest that reach this recall on validation queries. If no setting reaches it, the index with the "
+        "empty, are the fastest that reach this recall on validation queries. If none reaches it, the one with the "
         "highest recall is served, with a warning",
     )
     recall_k: int = Field(100, ge=1, le=10_000, description="cut-off K of this recall")

@@ -18,6 +18,9 @@ MAX_SMALL_ITEMS = 50_000
 MAX_HNSW_ITEMS = 5_000_000
 """With more items, the graph takes hours to build."""
 
+MAX_BYTES = 1 << 50
+"""Largest value of max_bytes, a PiB."""
+
 
 class Auto(Settings):
     """The kind with the least latency of those that reach index.recall_target."""
@@ -28,7 +31,7 @@ class Auto(Settings):
         "with more than 50,000 items, ivf_flat, ivf_sq8, pq_fastscan and opq_pq are built and measured on validation queries",
     )
     max_bytes: int | None = Field(
-        None, ge=1, description="largest size of the index in memory, in bytes. If empty, the size is not limited"
+        None, ge=1, le=MAX_BYTES, description="largest size of the index in memory, in bytes. If empty, the size is not limited"
     )
 
     def candidates(self, *, num_items: int, dim: int) -> tuple[AnyIndexKind, ...]:

@@ -14,7 +14,7 @@ LOCKS_cpu := bootstrap torch cuda cpu
 LOCKS_gpu := bootstrap gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test drills bench-nightly bench-ingest bench-quality bench-scale bench-train bench-evaluate bench-gate \
+.PHONY: help setup demo test drills bench-nightly bench-ingest bench-quality bench-scale bench-train bench-evaluate bench-index bench-gate \
         lint words spelling docs lock clean
 
 help: ## list the targets
@@ -46,6 +46,9 @@ bench-train: setup ## compare the training step with TorchRec's example and meas
 
 bench-evaluate: setup ## compare the exact evaluation with numpy and FAISS; writes benchmarks/evaluate.md
 	$(BIN)/python -m benchmarks.evaluate
+
+bench-index: setup ## compare the FAISS index kinds with a million items (about 10 minutes); writes benchmarks/index.md
+	$(BIN)/python -m benchmarks.index
 
 bench-gate: setup ## measure the error rates of the champion gate over simulated runs; writes benchmarks/gate.md
 	$(BIN)/python -m benchmarks.gate

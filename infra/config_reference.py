@@ -113,14 +113,11 @@ def setting_groups(name: str, field: FieldInfo, *, default: Any, parent: Group |
         group = Group(group_title, config_class, description, default, shared_settings, parent)
         yield group
         for setting_name, inner_field in config_class.model_fields.items():
-            twins = [
-                twin for twin, other in config_class.model_fields.items() if is_union(other) and is_same(other, inner_field)
-            ]
-            if twins and twins[0] != setting_name:  # index.compared: its tables are those of index.served
-                continue
+            others = (other for other_name, other in config_class.model_fields.items() if other_name != setting_name)
+            if any(has_groups_of(other, inner_field) for other in others):
+                continue  # index.compared: its tables are among those of index.served
             inner_default = getattr(default, setting_name) if isinstance(default, config_class) else field_default(inner_field)
-            inner_name = " and ".join(f"{name}.{twin}" for twin in twins or [setting_name])
-            yield from setting_groups(inner_name, inner_field, default=inner_default, parent=group)
+            yield from setting_groups(f"{name}.{setting_name}", inner_field, default=inner_default, parent=group)
 
 
 def is_group(field: FieldInfo) -> bool:
@@ -133,9 +130,10 @@ def is_union(field: FieldInfo) -> bool:
     return len(list(nested_config_classes(field.annotation))) > 1
 
 
-def is_same(field: FieldInfo, other_field: FieldInfo) -> bool:
-    """Return whether both fields hold the same groups of settings."""
-    return list(nested_config_classes(field.annotation)) == list(nested_config_classes(other_field.annotation))
+def has_groups_of(field: FieldInfo, other_field: FieldInfo) -> bool:
+    """Return whether both fields hold one of several groups of settings, and `field` holds those of `other_field`."""
+    groups, other_groups = ({*nested_config_classes(each.annotation)} for each in (field, other_field))
+    return is_union(other_field) and other_groups <= groups
 
 
 def group_section(group: Group, *, home: Group, link_by_row: dict[str, str]) -> str:

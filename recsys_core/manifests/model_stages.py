@@ -142,6 +142,11 @@ class IndexManifest(Manifest):
     warning: str | None = Field(None, description="recall target that the served index does not reach, and its recall")
     reports: dict[str, IndexReport]
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The reason of auto, and the warning if it says more."""
+        return tuple(dict.fromkeys(note for note in (self.choice, self.warning) if note is not None))
+
 
 class PackageManifest(Manifest):
     """package/: the files that recsys_core.serving.retriever.Retriever loads, with their own checksums."""

@@ -8,7 +8,8 @@ from pydantic import Field
 
 from recsys_core.config import Settings
 from recsys_core.errors import InputError
-from recsys_core.retrieval.ivf import IvfFlat, IvfSq8, OpqPq, PqFastScan
+from recsys_core.retrieval.compressed import IvfSq8, OpqPq, PqFastScan
+from recsys_core.retrieval.ivf import IvfFlat
 from recsys_core.retrieval.kinds import AnyIndexKind, Flat, Hnsw
 from recsys_core.units import MIB
 
@@ -16,6 +17,9 @@ MAX_SMALL_ITEMS = 50_000
 """Up to this number of items, an exact search takes less than a millisecond, and k-means has too few items to pay off."""
 MAX_HNSW_ITEMS = 5_000_000
 """With more items, the graph takes hours to build."""
+
+MAX_BYTES = 1 << 50
+"""Largest value of max_bytes, a PiB."""
 
 
 class Auto(Settings):
@@ -27,7 +31,7 @@ class Auto(Settings):
         "with more than 50,000 items, ivf_flat, ivf_sq8, pq_fastscan and opq_pq are built and measured on validation queries",
     )
     max_bytes: int | None = Field(
-        None, ge=1, description="largest size of the index in memory, in bytes. If empty, the size is not limited"
+        None, ge=1, le=MAX_BYTES, description="largest size of the index in memory, in bytes. If empty, the size is not limited"
     )
 
     def candidates(self, *, num_items: int, dim: int) -> tuple[AnyIndexKind, ...]:

@@ -124,14 +124,11 @@ class _MeasuredIndexes:
         best_recall = max((point.recall for point in report.tried), default=report.recall)
         if best_recall >= target:
             return served.kind, None, None
-        return (
-            served.kind,
-            None,
-            (
-                f"the {served.kind} index reaches a recall@{report.k} of {best_recall:.4f}, below index.recall_target "
-                f"{target:g}; change its settings, or set index.served to auto"
-            ),
+        warning = (
+            f"the {served.kind} index reaches a recall@{report.k} of {best_recall:.4f}, below index.recall_target {target:g}; "
+            "change its settings, or set index.served to auto"
         )
+        return served.kind, None, warning
 
     def _search_exact_results(self, flat_index: Any) -> None:
         depth = min(self._config.recall_k, self._export.num_items)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field
 
+from recsys_core.retrieval.compressed import IvfPq, IvfSq8, OpqPq, PqFastScan
 from recsys_core.retrieval.index_kind import ROW_NUMBER_BYTES, VALUE_BYTES, IndexKind, faiss_module, search_vectors
-from recsys_core.retrieval.ivf import IvfFlat, IvfPq, IvfSq8, OpqPq, PqFastScan
+from recsys_core.retrieval.ivf import IvfFlat
 
 if TYPE_CHECKING:
     import numpy as np

@@ -95,7 +95,7 @@ def tune(
 
 def _is_flat(recalls: Sequence[float]) -> bool:
     """Return whether the last two steps of a ladder, which double the work of a search, gained less than MIN_RECALL_GAIN."""
-    return len(recalls) > 2 and recalls[-1] - recalls[-3] < MIN_RECALL_GAIN
+    return len(recalls) > 2 and recalls[-3] > 0 and recalls[-1] - recalls[-3] < MIN_RECALL_GAIN
 
 
 def recall_per_query(

@@ -1,6 +1,6 @@
 """Figure and table that compare the indexes: recall, latency and size."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,9 @@ from recsys_core.units import MIB
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_COLOURS = (plots.INK, plots.BLUE, plots.GREEN, plots.ORANGE, plots.RED)
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
 
 def plot_indexes(report_by_kind: Mapping[str, IndexReport], *, served_kind: str, path: Path) -> Path:
     """Write a PNG of `draw_indexes`. Return `path`."""
@@ -18,34 +21,30 @@ def plot_indexes(report_by_kind: Mapping[str, IndexReport], *, served_kind: str,
 
 
 def draw_indexes(report_by_kind: Mapping[str, IndexReport], *, served_kind: str) -> "Figure":
-    """Draw recall and latency with one point per index; the point of the served index is filled."""
+    """Draw recall and latency with one point per index, and a curve of its tried settings. The served one is filled."""
     recall_k = max(report.k for report in report_by_kind.values())
     figure, axes = plots.new_figure(title="Recall and latency of the indexes")
-    for kind, report in report_by_kind.items():
+    for number, (kind, report) in enumerate(report_by_kind.items()):
+        colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
         for points in _curves(report):
-            axes.plot(*zip(*points, strict=True), color=plots.GREY, linewidth=1.2, marker=".", zorder=2)
+            axes.plot(*zip(*points, strict=True), color=colour, alpha=0.5, linewidth=1, marker=".", markersize=3, zorder=2)
         axes.scatter(
             report.ms_per_query,
             report.recall,
-            s=70,
+            s=60,
             zorder=3,
-            edgecolors=plots.BLUE,
-            facecolors=plots.BLUE if kind == served_kind else "white",
-        )
-        axes.annotate(
-            f"{kind}, {report.bytes / MIB:.1f} MiB" + (" (served)" if kind == served_kind else ""),
-            (report.ms_per_query, report.recall),
-            xytext=(8, -12),
-            textcoords="offset points",
-            fontsize=8,
-            color=plots.INK,
+            marker=marker,
+            edgecolors=colour,
+            facecolors=colour if kind == served_kind else "white",
+            label=f"{kind}, {report.bytes / MIB:.1f} MiB" + (" (served)" if kind == served_kind else ""),
         )
     axes.set_xscale("log", subs=(2, 5))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("{x:g}")
-    axes.margins(x=0.5, y=0.15)
+    axes.margins(x=0.1, y=0.1)
     axes.set_xlabel("latency: ms per query (one thread, all queries in one batch)")
     axes.set_ylabel(f"recall@{recall_k} against exact search")
+    axes.legend(loc="lower right", frameon=False, fontsize=8, labelcolor=plots.INK)
     return figure
 
 
@@ -57,8 +56,8 @@ def _curves(report: IndexReport) -> list[list[tuple[float, float]]]:
     return [*curve_by_rescore.values()]
 
 
-def index_table(report_by_kind: Mapping[str, IndexReport], *, served_kind: str) -> str:
-    """Return the comparison as a table in GitHub's Markdown.
+def index_table(report_by_kind: Mapping[str, IndexReport], *, served_kind: str, notes: Sequence[str] = ()) -> str:
+    """Return the comparison as a table in GitHub's Markdown, the notes, and a table of all settings that were tried.
 
     >>> report = IndexReport(recall=0.99, k=20, ms_per_query=0.5, bytes=3 * MIB, parameters={"nlist": 8})
     >>> print(index_table({"ivf_flat": report}, served_kind="ivf_flat"))
@@ -73,10 +72,22 @@ def index_table(report_by_kind: Mapping[str, IndexReport], *, served_kind: str) 
     ]
     for kind, report in report_by_kind.items():
         shown_kind = f"**{kind}** (served)" if kind == served_kind else kind
-        parameters = (
-            ", ".join(f"{parameter} {parameter_value}" for parameter, parameter_value in report.parameters.items()) or "none"
-        )
         lines.append(
-            f"| {shown_kind} | {report.recall:.4f} | {report.ms_per_query:.3f} | {report.bytes / MIB:.1f} | {parameters} |"
+            f"| {shown_kind} | {report.recall:.4f} | {report.ms_per_query:.3f} | {report.bytes / MIB:.1f} "
+            f"| {_as_text(report.parameters)} |"
         )
+    for note in notes:
+        lines += ["", note]
+    if any(report.tried for report in report_by_kind.values()):
+        lines += ["", "Settings that were tried on validation queries:", ""]
+        lines += [f"| index | recall@{recall_k} of exact search | ms per query | parameters |", "|:---|---:|---:|:---|"]
+    lines += [
+        f"| {kind} | {point.recall:.4f} | {point.ms_per_query:.3f} | {_as_text(point.parameters)} |"
+        for kind, report in report_by_kind.items()
+        for point in report.tried
+    ]
     return "\n".join(lines)
+
+
+def _as_text(parameters: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in parameters.items()) or "none"

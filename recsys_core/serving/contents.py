@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import faiss
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
@@ -128,6 +129,8 @@ def _read_index(path: Path, package: PackageDescription) -> Any:
         index = load_index(path, record=package.files[path.name])
         if (index.ntotal, index.d) != (num_items, dim):
             raise _mismatch(path, f"{index.ntotal} vectors of width {index.d}", f"{num_items} vectors of width {dim}")
+        if index.metric_type != faiss.METRIC_INNER_PRODUCT:
+            raise _mismatch(path, f"an index with FAISS metric {index.metric_type}", "inner products (metric 0)")
         # These two searches fail if the kind or the parameters in package.json do not match the index.
         query = np.zeros((1, dim), np.float32)
         search(index, query, kind=package.index, depth=1)

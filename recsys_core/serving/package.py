@@ -17,6 +17,7 @@ from recsys_core.config import Frozen
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import ARRAYS_BY_FORM
 from recsys_core.dataset.layout import HISTORY_FILES, vocabulary_file
+from recsys_core.errors import StageError
 from recsys_core.manifests import (
     Dataset,
     EvaluationManifest,
@@ -81,7 +82,16 @@ def build_package(
     - popularity_share.npy float32 [I]: share of each item in the events before the test split, in the order of popularity.npy.
     - user.<feature>.*.npy: user features in the format of FeaturesManifest.
     - package.json: `PackageDescription`.
+
+    Raises:
+        StageError: the index has other vectors than the export.
     """
+    indexed, exported = ((stage.num_items, stage.dim, stage.similarity) for stage in (index, export))
+    if indexed != exported:
+        raise StageError(
+            f"{index.folder}: the index has {_describe_vectors(*indexed)}, but the export {export.folder} has "
+            f"{_describe_vectors(*exported)}; build the index again"
+        )
     interactions, features = dataset.interactions, dataset.features
     fingerprint = fingerprint_of("package", FORMAT_VERSION, config, export, index, interactions, features, evaluation)
     stage = StageFolder(folder, PackageManifest, fingerprint=fingerprint)
@@ -133,6 +143,11 @@ def build_package(
             served_index=index.served_index,
             quantization=config.quantization,
         )
+
+
+def _describe_vectors(num_items: int, dim: int, similarity: str) -> str:
+    """Describe item vectors in a message."""
+    return f"{num_items:,} vectors of width {dim} for {similarity} similarity"
 
 
 def description_sha256(package: PackageManifest) -> str:

@@ -144,11 +144,13 @@ def build_index(context: StageContext, config: IndexConfig) -> tuple[IndexManife
     """Build the FAISS indexes of the item vectors and measure them against exact search."""
     manifest = index_core.build_indexes(config, export=context.results[ExportManifest], folder=context.folder(IndexManifest))
     served_kind = manifest.served_index
-    show_markdown(context, "index", index_table(manifest.reports, served_kind=served_kind))
+    show_markdown(context, "index", index_table(manifest.reports, served_kind=served_kind, notes=manifest.notes))
     plot_path = plot_indexes(manifest.reports, served_kind=served_kind, path=context.run.folder / "indexes.png")
     show_image(context, "indexes", plot_path)
+    if manifest.warning is not None:
+        LOG.warning("index: %s", manifest.warning)
     report = manifest.reports[served_kind]
-    target = "" if report.recall >= config.recall_target else f", below the target of {config.recall_target:g}"
+    target = "" if manifest.warning is None else f", below the target of {config.recall_target:g}"
     recall = f"recall@{report.k} {report.recall:.4f} of exact search{target}"
     return manifest, f"{served_kind}: {recall}, {report.ms_per_query:.3f} ms per query"
 

@@ -91,9 +91,9 @@ def test_a_split_without_a_known_kind_lists_the_kinds(file: Path) -> None:
     expected = "interactions.split: set kind to one of time, leave_last_out, files"
     assert expected in message(file, "interactions.split={test_days: 1}")
     assert expected in message(file, "interactions.split.kind=weekly")
-    kinds = "set kind to one of flat, ivf_flat, "
-    assert f"index.served: {kinds}" in message(file, "index.served=annoy")
-    assert f"index.compared.0: {kinds}" in message(file, "index.compared=[{nlist: 8}]")
+    kinds = "flat, ivf_flat, ivf_sq8, ivf_pq, opq_pq, pq_fastscan, hnsw"
+    assert f"index.served: set kind to one of auto, {kinds}" in message(file, "index.served=annoy")
+    assert f"index.compared.0: set kind to one of {kinds}" in message(file, "index.compared=[{nlist: 8}]")
     assert "launcher: set kind to one of local, torchx" in message(file, "launcher.kind=ssh")
 
 

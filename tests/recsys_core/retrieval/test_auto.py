@@ -2,7 +2,7 @@ import pytest
 
 from recsys_core.errors import InputError
 from recsys_core.retrieval.auto import Auto, Candidate, choose
-from recsys_core.retrieval.ivf import OpqPq, PqFastScan
+from recsys_core.retrieval.compressed import OpqPq, PqFastScan
 
 FLAT, HNSW = Candidate("flat", 1.0, 3.0, 300), Candidate("hnsw", 0.97, 0.1, 500)
 PQ = Candidate("opq_pq", 0.8, 0.05, 40)

@@ -6,8 +6,9 @@ import pytest
 from pydantic import ValidationError
 
 from recsys_core.retrieval.auto import Auto
+from recsys_core.retrieval.compressed import IvfPq, PqFastScan
 from recsys_core.retrieval.config import IndexConfig
-from recsys_core.retrieval.ivf import IvfFlat, IvfPq, PqFastScan
+from recsys_core.retrieval.ivf import IvfFlat
 from recsys_core.retrieval.kinds import Flat, Hnsw
 
 

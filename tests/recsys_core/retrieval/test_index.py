@@ -10,9 +10,10 @@ from recsys_core import plots
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import ExportManifest, IndexManifest
 from recsys_core.retrieval.auto import Auto
+from recsys_core.retrieval.compressed import IvfPq, IvfSq8, OpqPq, PqFastScan
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_index, build_indexes, num_gpus, served_recall_by_user
-from recsys_core.retrieval.ivf import IvfFlat, IvfPq, IvfSq8, OpqPq, PqFastScan
+from recsys_core.retrieval.ivf import IvfFlat
 from recsys_core.retrieval.kinds import AnyIndexKind, Hnsw
 from recsys_core.retrieval.plot import plot_indexes
 from recsys_core.retrieval.search import load_index, search, search_exhaustively
@@ -153,7 +154,7 @@ def test_the_plot_has_a_labelled_point_per_index(built, tmp_path: Path, monkeypa
     saved: list[Figure] = []
     monkeypatch.setattr(plots, "save_png", lambda figure, path: saved.append(figure) or path)
     plot_indexes(built.reports, served_kind=built.served_index, path=tmp_path / "index.png")
-    labels = [text.get_text() for text in saved[0].axes[0].texts]
+    labels = [text.get_text() for text in saved[0].axes[0].get_legend().get_texts()]
     assert [label.split(",")[0] for label in labels] == list(built.reports)
     assert [label.startswith("hnsw") for label in labels] == ["(served)" in label for label in labels]
 

@@ -12,9 +12,10 @@ from pydantic import TypeAdapter
 
 from recsys_core.errors import InputError
 from recsys_core.manifests import record_file
+from recsys_core.retrieval.compressed import IvfPq, IvfSq8, OpqPq, PqFastScan
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_index, build_indexes
-from recsys_core.retrieval.ivf import MIN_ITEMS_PER_CENTROID, IvfPq, IvfSq8, OpqPq, PqFastScan
+from recsys_core.retrieval.ivf import MIN_ITEMS_PER_CENTROID
 from recsys_core.retrieval.kinds import AnyIndexKind
 from recsys_core.retrieval.search import load_index, search, search_exhaustively
 from tests.recsys_core.evaluation.stage_folders import export_stage

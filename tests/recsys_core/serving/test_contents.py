@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recsys_core.errors import StageError
-from recsys_core.manifests import PackageManifest, record_file
+from recsys_core.manifests import ExportManifest, IndexManifest, PackageManifest, record_file, require_manifest
+from recsys_core.serving.config import PackageConfig
 from recsys_core.serving.contents import read_package
-from recsys_core.serving.package import DESCRIPTION_NAME, description_sha256, package_files
+from recsys_core.serving.package import DESCRIPTION_NAME, build_package, description_sha256, package_files
 from recsys_core.serving.retriever import Retriever
 from tests.recsys_core.serving.conftest import DIM, ITEM_IDS, ITEMS, USER_FEATURES, USERS, Build
 
@@ -154,6 +155,28 @@ def test_mismatching_contents_are_rejected_by_name_even_if_all_checksums_match(c
     (copy / name).write_bytes(content)
     with pytest.raises(StageError, match=name):
         read_package(copy, sha256=rehash(copy, name))
+
+
+def test_an_index_for_another_similarity_is_rejected(copy: Path) -> None:
+    index = faiss.IndexIDMap(faiss.IndexFlatL2(DIM))
+    index.add_with_ids(np.ones((ITEMS, DIM), np.float32), np.arange(ITEMS))
+    faiss.write_index(index, str(copy / "index.faiss"))
+    with pytest.raises(StageError, match=r"index.faiss: the file has an index with FAISS metric 1, but the model needs inner"):
+        read_package(copy, sha256=rehash(copy, "index.faiss"))
+
+
+def test_an_index_of_other_vectors_than_the_export_is_not_packaged(packaged: PackageManifest, tmp_path: Path) -> None:
+    folder = packaged.folder.parent
+    index, export = (
+        require_manifest(folder / name, manifest_type)
+        for name, manifest_type in (("index", IndexManifest), ("export", ExportManifest))
+    )
+    other_index = index.model_copy(update={"dim": DIM + 1, "similarity": "dot"})
+    stages = {"dataset": None, "evaluation": None}  # the index is checked before they are read
+    message = rf"has {ITEMS} vectors of width {DIM + 1} for dot similarity, but the export .* has {ITEMS} vectors of"
+    with pytest.raises(StageError, match=message):
+        build_package(PackageConfig(), export=export, index=other_index, folder=tmp_path / "package", **stages)  # type: ignore[arg-type]
+    assert not any(tmp_path.iterdir())
 
 
 def test_events_of_unknown_items_are_rejected(copy: Path) -> None:

@@ -1,4 +1,4 @@
-"""The champion that a run starts from: read once from a real MLflow and saved; a missing champion is no error."""
+"""The champion that a run starts from, read once from a real MLflow and saved, and the report of the indexes."""
 
 import json
 import logging
@@ -6,12 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from recsys_core.manifests import ExportManifest
+from recsys_core.retrieval.config import IndexConfig
 from recsys_core.training.warm.starting_model import Champion
 from tasks.registry.mlflow_client import RUN_ID_TAG, connect
+from tasks.runs.context import StageContext
 from tasks.runs.run import CHAMPION_FILE_NAME, Run
-from tasks.stages.model_stages import starting_champion
+from tasks.stages.model_stages import build_index, starting_champion
+from tests.recsys_core.evaluation.stage_folders import export_stage
 
 
 @pytest.fixture
@@ -73,3 +78,20 @@ def test_a_champion_whose_stages_are_gone_means_a_full_training_and_one_line_in_
         assert starting_champion("shop", run=run) is None
     (line,) = [record.getMessage() for record in caplog.records if record.name == "nightjar"]
     assert line.startswith("full training: stages of run removed, which trained the champion, are missing in ")
+
+
+def test_an_index_below_the_recall_target_is_a_warning_in_the_log_and_in_the_summary(
+    run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("nightjar"), "propagate", True)
+    context = StageContext(run)
+    vectors = np.random.default_rng(0).normal(size=(500, 8))
+    queries = {"test": (range(40), vectors[:40])}
+    context.results.add(export_stage(context.folder(ExportManifest), item_vectors=vectors, queries=queries))
+    config = IndexConfig.model_validate({"served": {"kind": "ivf_pq", "pq_m": 1, "pq_nbits": 1}, "recall_target": 0.9})
+    manifest = build_index(context, config)
+    assert manifest is not None
+    warning, line = (record.getMessage() for record in caplog.records if record.name == "nightjar")
+    assert warning == f"index: {manifest.warning}"
+    assert ", below the target of 0.9, " in line
+    assert (run.folder / "indexes.png").stat().st_size > 0

@@ -1,0 +1,58 @@
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recsys_core.manifests import SearchPoint
+from recsys_core.retrieval.compressed import PqFastScan
+from recsys_core.retrieval.ivf import IvfFlat
+from recsys_core.retrieval.measure import recall_per_query, tune
+
+
+@pytest.mark.parametrize("max_gathered_values", [1, 1 << 20])
+def test_the_recall_of_each_query_is_its_overlap_with_the_exact_results(
+    max_gathered_values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recsys_core.retrieval.measure.MAX_GATHERED_VALUES", max_gathered_values)
+    random = np.random.default_rng(0)
+    items, queries = (random.normal(size=(rows, 5)).astype(np.float32) for rows in (90, 30))
+    exact_row = np.argsort(-queries @ items.T, axis=1)[:, :10]
+    row = np.array([random.choice(np.arange(-1, 30), size=12, replace=False) for _ in queries])
+    recall = recall_per_query(row, exact_row_BK=exact_row, query_BD=queries, item_vector_ID=items)
+    assert recall.tolist() == [len({*a} & {*b}) / 10 for a, b in zip(row, exact_row, strict=True)]
+
+
+@dataclass
+class ScriptedQueries:
+    """Queries whose recall and latency are given by nprobe and rescore."""
+
+    point_by_setting: dict[tuple[int, int], tuple[float, float]]
+    measured: list[tuple[int, int]] = field(default_factory=list)
+    exact_row_BK: np.ndarray = field(default_factory=lambda: np.zeros((1, 10), np.int64))
+
+    def measure(self, index: Any, kind: Any) -> SearchPoint:
+        setting = (kind.nprobe, getattr(kind, "rescore", 0))
+        self.measured.append(setting)
+        recall, ms_per_query = self.point_by_setting[setting]
+        return SearchPoint(parameters=kind.model_dump(exclude={"kind"}), recall=recall, ms_per_query=ms_per_query)
+
+
+def test_of_two_ladders_the_faster_setting_is_chosen_and_a_slower_one_is_not_climbed_further() -> None:
+    points = {(1, 2): (0.5, 1.0), (2, 2): (0.7, 2.0), (3, 2): (0.96, 3.0)}
+    points |= {(1, 4): (0.6, 1.5), (2, 4): (0.95, 2.5)}
+    points |= {(1, 8): (0.8, 2.6)} | {(1, 16): (0.9, 2.7)}
+    queries = ScriptedQueries(points)
+    kind, tried = tune(PqFastScan(nlist=4, pq_m=2), None, queries, recall_target=0.95)  # type: ignore[arg-type]
+    assert (kind.nprobe, kind.rescore) == (2, 4)  # type: ignore[union-attr]
+    assert queries.measured == [*points]
+    assert [point.recall for point in tried] == [recall for recall, _ in points.values()]
+
+
+def test_a_ladder_ends_where_the_recall_no_longer_grows_and_gives_the_highest_recall() -> None:
+    recalls = [0.0, 0.0, 0.0, 0.4, 0.8, 0.8004, 0.8003]
+    nprobes = [1, 2, 3, 4, 6, 8, 12]
+    queries = ScriptedQueries({(nprobe, 0): (recall, float(nprobe)) for nprobe, recall in zip(nprobes, recalls, strict=True)})
+    kind, tried = tune(IvfFlat(nlist=1_000), None, queries, recall_target=0.95)  # type: ignore[arg-type]
+    assert kind == IvfFlat(nlist=1_000, nprobe=8)
+    assert [point.recall for point in tried] == recalls

@@ -18,14 +18,14 @@ class ClosedFormConfig(Settings):
         200_000,
         ge=1,
         le=MAX_COUNT,
-        description="number of items above which the baselines closed_form and cooccurrence are left out",
+        description="number of items above which the baselines `closed_form` and `cooccurrence` are left out",
     )
     ease_max_items: int = Field(
         5_000,
         ge=0,
         le=50_000,
-        description="number of items up to which closed_form is EASE, which inverts a matrix of all pairs of items. With more "
-        "items it is a truncated SVD",
+        description="number of items up to which `closed_form` is EASE, which inverts a matrix of all pairs of items. With "
+        "more items it is a truncated SVD",
     )
     l2: float = Field(500.0, gt=0, le=1e9, description="L2 regularisation of EASE")
     rank: int = Field(128, ge=1, le=2_048, description="number of singular vectors of the truncated SVD")
@@ -37,14 +37,14 @@ class FeatureSlice(Settings):
     feature: str = Field(
         max_length=120,
         pattern=r"^(user|item|context)\.[A-Za-z0-9_]+$",
-        description="Declared feature, such as item.brand, user.country or context.device",
+        description="Declared feature, such as `item.brand`, `user.country` or `context.device`",
     )
     max_values: int = Field(10, ge=1, le=1_000, description="number of values that get a slice")
     min_users: int | None = Field(
         None,
         ge=1,
         le=MAX_COUNT,
-        description="number of users below which a slice has no metrics. If empty, min_slice_users applies",
+        description="number of users below which a slice has no metrics. Default: `min_slice_users`",
     )
 
 
@@ -60,9 +60,9 @@ class EvaluationConfig(Settings):
     metrics: tuple[MetricName, ...] = Field(
         ("recall", "ndcg", "precision", "hit_rate", "map", "mrr", "auc"),
         min_length=1,
-        description="metrics of the model and the baselines, at each of the cut-offs. auc also adds the mean AUC weighted by "
+        description="metrics of the model and the baselines, at each of the cut-offs. `auc` also adds the mean AUC weighted by "
         "the targets of each user (gauc) and the MRR without a cut-off. It needs the exact position of every target; without "
-        "it, only the first max(ks) items are determined, which is faster on a large catalogue",
+        "it, only the first `max(ks)` items are determined, which is faster on a large catalogue",
     )
     confidence: float = Field(
         0.95,
@@ -82,16 +82,19 @@ class EvaluationConfig(Settings):
     )
     baselines: tuple[BaselineName, ...] = Field(
         ("recent_popularity", "cooccurrence", "closed_form"),
-        description="baselines in addition to popularity and zero-shot. recent_popularity ranks by the number of events in "
-        "the last recent_days, cooccurrence by the number of users who had both items, and closed_form by a linear model of "
-        "the log (see closed_form)",
+        description="baselines in addition to popularity and zero-shot. `recent_popularity` ranks by the number of events in "
+        "the last `recent_days`, `cooccurrence` by the number of users who had both items, and `closed_form` by a linear model "
+        "of the log",
     )
     recent_days: float = Field(
-        7.0, gt=0, le=MAX_DAYS, description="length in days of the period before the test events that recent_popularity counts"
+        7.0,
+        gt=0,
+        le=MAX_DAYS,
+        description="length in days of the period before the test events that `recent_popularity` counts",
     )
     closed_form: ClosedFormConfig = Field(
         default_factory=ClosedFormConfig,
-        description="the baselines closed_form and cooccurrence, which are computed from the log",
+        description="the baselines `closed_form` and `cooccurrence`, which are computed from the log",
     )
     slices: tuple[FeatureSlice, ...] = Field(
         (),

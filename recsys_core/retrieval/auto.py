@@ -27,11 +27,12 @@ class Auto(Settings):
 
     kind: Literal["auto"] = Field(
         "auto",
-        description="the kind with the least latency of those that reach index.recall_target within max_bytes. flat, hnsw and, "
-        "with more than 50,000 items, ivf_flat, ivf_sq8, pq_fastscan and opq_pq are built and measured on validation queries",
+        description="the kind with the least latency of those that reach `index.recall_target` within `max_bytes`. `flat`, "
+        "`hnsw` and, with more than 50,000 items, `ivf_flat`, `ivf_sq8`, `pq_fastscan` and `opq_pq` are built and measured on "
+        "validation queries",
     )
     max_bytes: int | None = Field(
-        None, ge=1, le=MAX_BYTES, description="largest size of the index in memory, in bytes. If empty, the size is not limited"
+        None, ge=1, le=MAX_BYTES, description="largest size of the index in memory, in bytes. Default: no limit"
     )
 
     def candidates(self, *, num_items: int, dim: int) -> tuple[AnyIndexKind, ...]:

@@ -29,8 +29,8 @@ _Rescore = Annotated[
         ge=0,
         le=1_000,
         description="number of candidates per requested item whose scores are computed again from vectors in half precision. "
-        "The index then holds these vectors too. With 0, the scores are those of the compressed vectors. If empty, it is "
-        "2, 4, 8 or 16, whichever reaches index.recall_target with the least latency",
+        "The index then holds these vectors too. With `0`, the scores are those of the compressed vectors. Default: "
+        "2, 4, 8 or 16, whichever reaches `index.recall_target` with the least latency",
     ),
 ]
 _PqM = Annotated[
@@ -38,8 +38,8 @@ _PqM = Annotated[
     Field(
         ge=1,
         le=16_384,
-        description="number of sub-vectors of product quantization. It must divide the width of the vectors. If empty, it is "
-        "the largest divisor up to half the width",
+        description="number of sub-vectors of product quantization. It must divide the width of the vectors. Default: the "
+        "largest divisor up to half the width",
     ),
 ]
 

@@ -25,16 +25,16 @@ class IndexConfig(Settings):
     compared: tuple[AnyIndexKind, ...] = Field(
         (),
         description="further indexes that are built and measured for comparison. Their kinds and settings are those of "
-        "index.served, without auto, which may choose these indexes too. flat is always built, because the recall of the other "
-        "kinds is measured against it",
+        "`index.served`, without `auto`, which may choose these indexes too. `flat` is always built, because the recall of the "
+        "other kinds is measured against it",
     )
     recall_target: float = Field(
         0.95,
         gt=0,
         le=1,
-        description="recall of an index compared with an exact search. The search settings nprobe and ef_search, if they are "
-        "empty, are the fastest that reach this recall on validation queries. If none reaches it, the one with the "
-        "highest recall is served, with a warning",
+        description="recall of an index compared with an exact search. If `nprobe` and `ef_search` are not set, they are the "
+        "fastest values that reach this recall on validation queries. If none reaches it, the one with the highest recall is "
+        "served, with a warning",
     )
     recall_k: int = Field(100, ge=1, le=10_000, description="cut-off K of this recall")
 

@@ -32,15 +32,15 @@ class Ivf(IndexKind):
         None,
         ge=1,
         le=1_000_000,
-        description="number of cells of an IVF index. If empty, it is four times the square root of the number of items. A "
-        "catalogue with fewer than 39 items per cell gets fewer cells",
+        description="number of cells of an IVF index. A catalogue with fewer than 39 items per cell gets fewer cells. Default: "
+        "four times the square root of the number of items",
     )
     nprobe: int | None = Field(
         None,
         ge=1,
         le=1_000_000,
-        description="number of cells of an IVF index that a query searches. If empty, it is the smallest tested number that "
-        "reaches index.recall_target",
+        description="number of cells of an IVF index that a query searches. Default: the smallest tested number that "
+        "reaches `index.recall_target`",
     )
 
     def fitted(self, num_items: int, dim: int) -> Self:

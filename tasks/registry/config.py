@@ -36,7 +36,7 @@ class GuardrailsConfig(Settings):
         0.05,
         ge=0.001,
         le=1,
-        description="largest relative drop of registry.metric by the quantized query tower against the trained model, and by "
+        description="largest relative drop of `registry.metric` by the quantized query tower against the trained model, and by "
         "the index against an exact search. With 1, the drops are not compared",
     )
     max_cost_increase: float = Field(

@@ -70,7 +70,7 @@ def tune_settings(config: PipelineConfig) -> StudyResult:
     data_run = Run("data", workspace=workspace, parent=TUNING_FOLDER_NAME)
     with data_run.lock():
         dataset = ingest(StageContext(data_run), config.inputs)
-        if dataset.interactions.validation_events == 0:
+        if dataset.interactions.num_validation_events == 0:
             raise InputError(
                 "tuning compares trials on the validation split, but the split holds no event; set interactions.split, e.g. "
                 "{kind: time, validation_days: 1}"

@@ -33,7 +33,7 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
     require_writable(config.workspace)
     log = open_interactions(config.interactions_with_context, allowed_data_root=config.allowed_data_root)
     check_time_unit(config.interactions_with_context, log.sources_by_split["train"])
-    num_rows = sum(source.record.rows for source in log.sources)
+    num_rows = sum(source.record.num_rows for source in log.sources)
     facts = {
         "interactions": f"{num_rows:,} rows in {len(log.sources)} files, users {log.user_id_type}, items {log.item_id_type}"
     }

@@ -199,7 +199,7 @@ def compare_runs(
     previous_row_I = match_rows(previous_interactions, interactions, side="item", spill_folder=spill_folder)
     previous_row_U = match_rows(previous_interactions, interactions, side="user", spill_folder=spill_folder)
     metrics = {
-        "event_drop_share": 1 - interactions.train_events / previous_interactions.train_events,
+        "event_drop_share": 1 - interactions.num_train_events / previous_interactions.num_train_events,
         **turnover_metrics(
             "item", previous_count=previous_store.event_count_I(), count_I=num_events_I, previous_row_I=previous_row_I
         ),

@@ -11,7 +11,7 @@ from recsys_core.config import Frozen
 from recsys_core.data_report.drift import Mover
 from recsys_core.data_report.limits import METRICS, Check, format_metric
 from recsys_core.errors import MAX_SHOWN_CHARACTERS, printable
-from recsys_core.manifests import ColumnFacts, DataReportManifest
+from recsys_core.manifests import ColumnStatistics, DataReportManifest
 from recsys_core.plots import render_page
 
 _TEMPLATE = Path(__file__).with_name("report.html")
@@ -53,7 +53,7 @@ class DataReport(Frozen):
     checks: tuple[Check, ...]
     breaches: tuple[str, ...]
     warnings: tuple[str, ...]
-    columns: dict[str, ColumnFacts]
+    columns: dict[str, ColumnStatistics]
     removed_events: dict[str, int]
     """Number of events that a filter removed, by filter."""
     bad_rows: dict[str, int]

@@ -96,17 +96,17 @@ def build_report(
         last_time=interactions.last_time,
         split=split.kind,
         num_files=len(interactions.sources),
-        num_rows=sum(source.rows for source in interactions.sources),
-        num_files_read=interactions.files_read,
-        num_rows_read=interactions.rows_read,
+        num_rows=sum(source.num_rows for source in interactions.sources),
+        num_files_read=interactions.num_files_read,
+        num_rows_read=interactions.num_rows_read,
         metrics=without_nan(metrics),
         previous_metrics={} if previous is None else without_nan(previous.metrics),
         checks=checks,
         breaches=describe_breaches(checks),
         warnings=find_warnings(metrics),
         columns=interactions.columns,
-        removed_events=interactions.removed_events,
-        bad_rows=interactions.bad_rows,
+        removed_events=interactions.num_removed_events_by_filter,
+        bad_rows=interactions.num_bad_rows_by_reason,
         days=tuple(
             Day(day=str(np.datetime64(day, "D")), train=num_train, validation=num_validation, test=num_test)
             for day, (num_train, num_validation, num_test) in sorted(split_counts.num_events_by_day.items())

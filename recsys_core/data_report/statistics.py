@@ -30,9 +30,9 @@ def size_metrics(interactions: InteractionsManifest, split_counts: SplitCounts) 
         else math.nan
     )
     return {
-        "train_events": float(interactions.train_events),
-        "validation_events": float(interactions.validation_events),
-        "test_events": float(interactions.test_events),
+        "train_events": float(interactions.num_train_events),
+        "validation_events": float(interactions.num_validation_events),
+        "test_events": float(interactions.num_test_events),
         "users": float(np.sum(store.event_count_U > 0)),
         "validation_users": float(len(store.users_with_targets("validation"))),
         "test_users": float(len(store.users_with_targets("test"))),
@@ -51,9 +51,9 @@ def share_metrics(interactions: InteractionsManifest, split_counts: SplitCounts)
     """Return shares, the Gini coefficient and the number of split violations. A metric that cannot be measured is NaN."""
     store = EventStore.open(interactions)
     train_count_I = store.train_count_I
-    num_train_events, num_test_events = interactions.train_events, interactions.test_events
-    num_held_out_events = interactions.validation_events + num_test_events
-    num_rows = sum(source.rows for source in interactions.sources)
+    num_train_events, num_test_events = interactions.num_train_events, interactions.num_test_events
+    num_held_out_events = interactions.num_validation_events + num_test_events
+    num_rows = sum(source.num_rows for source in interactions.sources)
     item_vector_row_I = store.vector_rows("item")
     assert item_vector_row_I is not None  # every ingest writes the vector rows of the items
     has_vector_I = item_vector_row_I >= 0
@@ -65,7 +65,7 @@ def share_metrics(interactions: InteractionsManifest, split_counts: SplitCounts)
     num_split_violations = float(
         split_counts.num_misplaced_events + (split_counts.num_unordered_events if interactions.is_ordered else 0)
     )
-    null_shares = [_ratio(column.nulls, num_rows) for column in interactions.columns.values()]
+    null_shares = [_ratio(column.num_nulls, num_rows) for column in interactions.columns.values()]
     return {
         "item_vector_share": _ratio(float(has_vector_I.sum()), float(np.sum(has_vector_I | (split_counts.num_events_I > 0)))),
         "train_event_vector_share": _ratio(float(train_count_I[has_vector_I].sum()), num_train_events),

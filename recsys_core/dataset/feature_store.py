@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from recsys_core.dataset.jagged import Int64Array, JaggedArray, ragged_ranges
 from recsys_core.dataset.layout import memory_map
-from recsys_core.manifests import FeatureFacts, FeaturesManifest
+from recsys_core.manifests import FeaturesManifest, IngestedFeature
 
 UNPOOLED, POOLED, POOLED_WEIGHTED = "unpooled", "pooled", "pooled_weighted"
 """Kinds of lookup, the keys of `Batch.sparse`.
@@ -83,7 +83,7 @@ class FeatureStore:
         return cls(feature_by_key)
 
 
-def feature_form(facts: FeatureFacts) -> FeatureForm:
+def feature_form(facts: IngestedFeature) -> FeatureForm:
     """Return the form of a feature."""
     if facts.kind in ("list", "weighted_list"):
         return facts.kind

@@ -47,7 +47,7 @@ def first_values(sources: Sequence[Source], column: str, *, max_rows: int = MAX_
 
 
 def _first_non_empty(sources: Sequence[Source]) -> Source:
-    return next(source for source in sources if source.record.rows)
+    return next(source for source in sources if source.record.num_rows)
 
 
 def stored_vector_dim(entry: VectorFiles) -> int | None:

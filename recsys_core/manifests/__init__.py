@@ -1,13 +1,13 @@
 """Manifests: the typed output of each stage, read by the stages after it."""
 
-from recsys_core.manifests.data_stages import ColumnFacts as ColumnFacts
+from recsys_core.manifests.data_stages import ColumnStatistics as ColumnStatistics
 from recsys_core.manifests.data_stages import DataReportManifest as DataReportManifest
 from recsys_core.manifests.data_stages import Dataset as Dataset
 from recsys_core.manifests.data_stages import EmbeddingsManifest as EmbeddingsManifest
-from recsys_core.manifests.data_stages import FeatureFacts as FeatureFacts
 from recsys_core.manifests.data_stages import FeaturesManifest as FeaturesManifest
-from recsys_core.manifests.data_stages import FeatureTableFacts as FeatureTableFacts
+from recsys_core.manifests.data_stages import FeatureTableStatistics as FeatureTableStatistics
 from recsys_core.manifests.data_stages import IdType as IdType
+from recsys_core.manifests.data_stages import IngestedFeature as IngestedFeature
 from recsys_core.manifests.data_stages import IngestedFile as IngestedFile
 from recsys_core.manifests.data_stages import InteractionsManifest as InteractionsManifest
 from recsys_core.manifests.data_stages import LogPart as LogPart

@@ -15,8 +15,8 @@ class SourceFile(Frozen):
     """One input file, with its state at the time it was read."""
 
     path: str
-    bytes: int
-    rows: int
+    size_bytes: int
+    num_rows: int
     modified_ns: int = Field(description="modification time; it changes even if new values leave the footer unchanged")
     footer_sha256: str = Field(description="sha256 of the parquet footer: layout, sizes and statistics")
 
@@ -27,15 +27,17 @@ IdType = Literal["int64", "string"]
 class VectorTable(Frozen):
     """Pretrained vectors of one embedding table."""
 
-    rows: int
+    num_rows: int
     dim: int
     id_type: IdType
     explained_variance: float | None = Field(
         None, description="share of the variance that the projection keeps; null without a projection"
     )
-    dropped: dict[str, int] = Field(default_factory=dict, description="rows dropped by on_bad_rows: drop, by problem")
-    unmapped: int = Field(0, description="vectors ignored because the id map does not list their id")
-    overridden: int = Field(
+    num_dropped_by_fault: dict[str, int] = Field(
+        default_factory=dict, description="rows dropped by on_bad_rows: drop, by problem"
+    )
+    num_unmapped: int = Field(0, description="vectors ignored because the id map does not list their id")
+    num_overridden: int = Field(
         0, description="vectors ignored because an earlier entry of `embeddings` has a vector with the same id"
     )
 
@@ -61,13 +63,13 @@ class EmbeddingsManifest(Manifest):
         return self.path(f"{table}.ids.parquet")
 
 
-class ColumnFacts(Frozen):
+class ColumnStatistics(Frozen):
     """Statistics of one column of the interaction log."""
 
-    nulls: int = 0
-    out_of_range: int = 0
-    distinct: int | None = Field(None, description="number of distinct values, for id columns")
-    unusual_ids: int = Field(
+    num_nulls: int = 0
+    num_out_of_range: int = 0
+    num_distinct: int | None = Field(None, description="number of distinct values, for id columns")
+    num_unusual_ids: int = Field(
         0, description="for id columns: number of distinct ids with control characters or more than 1,000 characters"
     )
     min_value: str | None = Field(None, description="smallest value, for columns of times, labels and weights")
@@ -78,8 +80,8 @@ class IngestedFile(Frozen):
     """One file of the interaction log, with its statistics and the number of dropped rows."""
 
     source: SourceFile
-    bad_rows: dict[str, int] = Field(description="number of dropped rows, by `<column>: <reason>`")
-    below_threshold: int = Field(description="number of rows whose label is below the threshold")
+    num_bad_rows_by_reason: dict[str, int] = Field(description="number of dropped rows, by `<column>: <reason>`")
+    num_below_threshold: int = Field(description="number of rows whose label is below the threshold")
     spans: dict[str, tuple[float, float]] = Field(description="smallest and largest value of each numeric or time column")
     has_checksums: bool = Field(False, description="whether the pages of the file have checksums")
 
@@ -127,14 +129,16 @@ class InteractionsManifest(Manifest):
     stage: ClassVar[str] = "ingest_interactions"
     num_users: int
     num_items: int
-    train_events: int
-    validation_events: int
-    test_events: int
+    num_train_events: int
+    num_validation_events: int
+    num_test_events: int
     is_ordered: bool = Field(
         description="whether the events of each user are in time order or in the order of the order column"
     )
-    items_with_vector: int
-    items_vector_only: int = Field(description="items that are in the catalogue only because they have a vector (cold items)")
+    num_items_with_vector: int
+    num_items_vector_only: int = Field(
+        description="items that are in the catalogue only because they have a vector (cold items)"
+    )
     user_id_type: IdType
     item_id_type: IdType
     id_columns: tuple[str, str] = Field(
@@ -150,28 +154,30 @@ class InteractionsManifest(Manifest):
     )
     run_number: int = Field(description="number of runs with this vocabulary: 1 for the run that built it")
     rebuild_reason: str | None = Field(description="why the vocabulary was rebuilt; null if it was continued")
-    idle_users: int = Field(description="number of users in the vocabulary without an event in this run")
-    idle_items: int = Field(description="number of items in the vocabulary without an event or a vector in this run")
-    rows_read: int = Field(description="rows of the files that this run read, without the rows of parts that it reused")
-    files_read: int
-    columns: dict[str, ColumnFacts] = Field(description="statistics by column of the log, over all files")
-    removed_events: dict[str, int] = Field(description="events removed by filters, by reason such as window or duplicate")
-    bad_rows: dict[str, int] = Field(description="rows dropped by on_bad_rows: drop, by `<column>: <reason>`")
+    num_idle_users: int = Field(description="number of users in the vocabulary without an event in this run")
+    num_idle_items: int = Field(description="number of items in the vocabulary without an event or a vector in this run")
+    num_rows_read: int = Field(description="rows of the files that this run read, without the rows of parts that it reused")
+    num_files_read: int
+    columns: dict[str, ColumnStatistics] = Field(description="statistics by column of the log, over all files")
+    num_removed_events_by_filter: dict[str, int] = Field(
+        description="events removed by filters, by reason such as window or duplicate"
+    )
+    num_bad_rows_by_reason: dict[str, int] = Field(description="rows dropped by on_bad_rows: drop, by `<column>: <reason>`")
     parts: tuple[LogPart, ...]
     sources: tuple[SourceFile, ...]
 
 
-class FeatureFacts(Frozen):
+class IngestedFeature(Frozen):
     """One ingested feature."""
 
     kind: Literal["categorical", "list", "weighted_list", "numeric"]
-    rows: int = Field(description="rows of the feature's embedding table, including row 0 (out of vocabulary)")
-    values: int = Field(description="number of stored values, over all users, items or events")
-    out_of_vocabulary: int = Field(description="values stored as row 0: unseen, below min_count, null or NaN")
-    missing: int = Field(
+    num_rows: int = Field(description="rows of the feature's embedding table, including row 0 (out of vocabulary)")
+    num_values: int = Field(description="number of stored values, over all users, items or events")
+    num_out_of_vocabulary: int = Field(description="values stored as row 0: unseen, below min_count, null or NaN")
+    num_missing: int = Field(
         description="users, items or events without the feature: not in the table, null, NaN, or an empty list"
     )
-    truncated: int = Field(0, description="lists longer than max_values; values after the first max_values were dropped")
+    num_truncated: int = Field(0, description="lists longer than max_values; values after the first max_values were dropped")
     boundaries: tuple[float, ...] | None = Field(
         None, description="numeric: bucket boundaries in ascending order; values below the first one have row 1"
     )
@@ -179,8 +185,8 @@ class FeatureFacts(Frozen):
     std: float | None = Field(None, description="numeric, standardised: divisor of each value; if it is 0, all weights are 0")
     definition: str = Field(description="settings of the feature; a later run with equal settings continues the vocabulary")
     is_continued: bool = Field(description="whether the run reused the vocabulary, boundaries or mean of the previous run")
-    new_values: int = Field(0, description="values that got a new row in this run")
-    with_vector: int = Field(0, description="values of the vocabulary with a pretrained vector")
+    num_new_values: int = Field(0, description="values that got a new row in this run")
+    num_with_vector: int = Field(0, description="values of the vocabulary with a pretrained vector")
 
     @property
     def is_weighted(self) -> bool:
@@ -188,12 +194,12 @@ class FeatureFacts(Frozen):
         return self.kind == "weighted_list" or self.mean is not None
 
 
-class FeatureTableFacts(Frozen):
+class FeatureTableStatistics(Frozen):
     """One input table of features."""
 
-    rows: int
-    not_in_catalogue: int = Field(description="rows whose id is not in the catalogue; ignored")
-    without_row: int = Field(description="ids of the catalogue that have no row in the table")
+    num_rows: int
+    num_not_in_catalogue: int = Field(description="rows whose id is not in the catalogue; ignored")
+    num_without_row: int = Field(description="ids of the catalogue that have no row in the table")
 
 
 class FeaturesManifest(Manifest):
@@ -216,8 +222,8 @@ class FeaturesManifest(Manifest):
 
     stage: ClassVar[str] = "ingest_features"
     lineage: str = Field(description="lineage of the interactions stage, which determines the order of the arrays")
-    features: dict[str, FeatureFacts]
-    tables: dict[str, FeatureTableFacts] = Field(description="statistics of the input table, by side (user, item)")
+    features: dict[str, IngestedFeature]
+    tables: dict[str, FeatureTableStatistics] = Field(description="statistics of the input table, by side (user, item)")
     sources: tuple[SourceFile, ...]
 
 

@@ -37,12 +37,12 @@ class TrainManifest(Manifest):
     group: ClassVar[StageGroup] = "training"
     pages: ClassVar[Mapping[str, str]] = {"loss": "loss.png"}
     world_size: int
-    steps: int
-    epochs: int
-    examples: int
+    num_steps: int
+    num_epochs: int
+    num_examples: int
     final_loss: float
     samples_per_s: float
-    attempts: int = Field(description="number of attempts to train, including those that failed")
+    num_attempts: int = Field(description="number of attempts to train, including those that failed")
     best_epoch: int | None = Field(
         description="epoch with the best validation metric, whose model the checkpoint holds; null without validation"
     )
@@ -119,7 +119,7 @@ class IndexReport(Frozen):
     recall: float = Field(description="share of the exact top `k` that the index returns")
     k: int
     ms_per_query: float
-    bytes: int
+    size_bytes: int
     parameters: dict[str, int]
     tried: tuple[SearchPoint, ...] = Field((), description="search settings that were measured to reach the recall target")
 
@@ -153,7 +153,7 @@ class PackageManifest(Manifest):
 
     stage: ClassVar[str] = "package"
     group: ClassVar[StageGroup] = "release"
-    bytes: int
+    size_bytes: int
     served_index: str
     quantization: Literal["int8", "none"]
 

@@ -35,7 +35,7 @@ _DAMAGED_JSON_ERRORS = (ValueError, KeyError, TypeError, AttributeError)
 class FileRecord(Frozen):
     """Size and sha256 of one file of a stage."""
 
-    bytes: int
+    size_bytes: int
     sha256: str
 
 
@@ -55,7 +55,7 @@ class Manifest(Frozen):
     group: ClassVar[StageGroup] = "data"
     pages: ClassVar[Mapping[str, str]] = {}
 
-    format_version: Literal[2] = 2
+    format_version: Literal[3] = 3
     fingerprint: str
     seconds: float
     files: dict[str, FileRecord]
@@ -173,7 +173,8 @@ def load_manifest(folder: Path, manifest_type: type[ManifestT], *, verify: bool 
         return None
     try:
         is_intact = all(
-            (folder / file_name).stat().st_size == record.bytes and (not verify or record_file(folder / file_name) == record)
+            (folder / file_name).stat().st_size == record.size_bytes
+            and (not verify or record_file(folder / file_name) == record)
             for file_name, record in manifest.files.items()
         )
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -200,7 +201,8 @@ def require_manifest(folder: Path, manifest_type: type[ManifestT], *, verify: bo
     manifest = load_manifest(folder, manifest_type, verify=verify)
     if manifest is None:
         raise StageError(
-            f"{folder}: the {manifest_type.stage} stage is incomplete, or one of its files changed; run the stage again"
+            f"{folder}: the {manifest_type.stage} stage is incomplete, one of its files changed, or another version of "
+            "nightjar wrote it; run the stage again"
         )
     return manifest
 
@@ -224,7 +226,7 @@ def _record_files(folder: Path) -> dict[str, FileRecord]:
 def record_file(path: Path) -> FileRecord:
     """Return size and sha256 of `path`."""
     with path.open("rb") as file:
-        return FileRecord(bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+        return FileRecord(size_bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def _write_durably(path: Path, content: bytes) -> None:

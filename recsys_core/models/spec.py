@@ -11,7 +11,7 @@ from pydantic import Field
 from recsys_core.config import Frozen
 from recsys_core.dataset.feature_store import POOLED, POOLED_WEIGHTED, UNPOOLED, FeatureForm, feature_form
 from recsys_core.errors import InputError
-from recsys_core.manifests import Dataset, FeatureFacts
+from recsys_core.manifests import Dataset, IngestedFeature
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.tables.table_config import (
@@ -122,7 +122,7 @@ class ModelSpec(Frozen):
         *,
         num_users: int,
         num_items: int,
-        facts_by_feature: Mapping[str, FeatureFacts] | None = None,
+        facts_by_feature: Mapping[str, IngestedFeature] | None = None,
         vector_dim_by_table: Mapping[str, int] | None = None,
         tables: Mapping[str, TableConfig] | None = None,
         has_distillation: bool = False,
@@ -146,7 +146,7 @@ class ModelSpec(Frozen):
             num_rows_by_table[TEACHER_TABLE] = num_items
         if config.learn_user_embedding:
             num_rows_by_table["user"] = num_users
-        num_rows_by_table |= {feature_name: facts.rows for feature_name, facts in facts_by_feature.items()}
+        num_rows_by_table |= {feature_name: facts.num_rows for feature_name, facts in facts_by_feature.items()}
         check_tables(
             settings_by_table,
             tables=num_rows_by_table.keys() - {TEACHER_TABLE},

@@ -60,13 +60,13 @@ def check_expansion(
     total_decoded_bytes = 0.0
     for source in sources:
         decoded_bytes = _decoded_bytes_from_footer(source, columns)
-        require_within_limit(source.name, decoded_bytes, source.record.bytes)
+        require_within_limit(source.name, decoded_bytes, source.record.size_bytes)
         if count_text_bytes:
-            limit_bytes = max(HARMLESS_BYTES, max_expansion_ratio * source.record.bytes)
+            limit_bytes = max(HARMLESS_BYTES, max_expansion_ratio * source.record.size_bytes)
             decoded_bytes += _total_text_bytes(source, columns, max_text_bytes=limit_bytes - decoded_bytes)
-            require_within_limit(source.name, decoded_bytes, source.record.bytes)
+            require_within_limit(source.name, decoded_bytes, source.record.size_bytes)
         total_decoded_bytes += decoded_bytes
-    file_bytes = sum(source.record.bytes for source in sources)
+    file_bytes = sum(source.record.size_bytes for source in sources)
     require_within_limit(f"{sources[0].name} and {len(sources) - 1} more", total_decoded_bytes, file_bytes)
 
 
@@ -86,7 +86,7 @@ def _decoded_bytes_from_footer(source: Source, columns: Sequence[str]) -> float:
         data_type = source.schema.field(source.schema.names.index(column)).type
         if pa.types.is_fixed_size_list(data_type):
             element_bytes = max(1, _bit_width(data_type.value_type) // 8)
-            decoded_bytes = max(decoded_bytes, source.record.rows * float(data_type.list_size) * element_bytes)
+            decoded_bytes = max(decoded_bytes, source.record.num_rows * float(data_type.list_size) * element_bytes)
     return decoded_bytes
 
 
@@ -191,7 +191,7 @@ def verify_pages(source: Source, columns: Sequence[str]) -> None:
             num_rows = sum(_batch_row_counts(file, source, columns_in_file))
     except _READ_ERRORS as error:
         raise _first_damage_error(source, columns_in_file, error) from error
-    if columns_in_file and num_rows != source.record.rows:
+    if columns_in_file and num_rows != source.record.num_rows:
         raise _first_damage_error(source, columns_in_file, None)
 
 
@@ -200,7 +200,7 @@ def _batch_row_counts(
 ) -> Iterator[int]:
     if not columns:
         return
-    row_bytes = int(_decoded_bytes_from_footer(source, columns)) // max(1, source.record.rows) + 1
+    row_bytes = int(_decoded_bytes_from_footer(source, columns)) // max(1, source.record.num_rows) + 1
     rows_per_batch = max(1, min(_BATCH_ROWS, _BATCH_BYTES // row_bytes))
     for batch in file.iter_batches(rows_per_batch, row_groups=group_indices, columns=list(columns)):
         yield batch.num_rows

@@ -103,7 +103,7 @@ def read_batches(
         # By default, pyarrow would hold whole column chunks in memory.
         with pq.ParquetFile(path, pre_buffer=False, buffer_size=_PAGE_BUFFER_BYTES, page_checksum_verification=True) as file:
             group_indexes = list(range(file.num_row_groups) if row_groups is None else row_groups)
-            expected_rows = source.record.rows
+            expected_rows = source.record.num_rows
             if row_groups is not None:
                 expected_rows = sum(file.metadata.row_group(index).num_rows for index in group_indexes)
             for batch in file.iter_batches(batch_rows, row_groups=group_indexes, columns=list(columns), use_threads=False):
@@ -140,6 +140,6 @@ def _reject_null_of_fixed_size(source: Source, path: Path, column: str) -> None:
         if num_nulls:
             raise InputError(
                 f"{source.name}: column {column!r}, row {first_row}: the vector is null ({num_nulls:,} of "
-                f"{source.record.rows:,} rows); fix these rows, or write the column as a list of "
+                f"{source.record.num_rows:,} rows); fix these rows, or write the column as a list of "
                 "variable size, whose null rows can be dropped"
             )

@@ -108,7 +108,7 @@ def open_sources(patterns: Sequence[str], *, setting: str, allowed_data_root: Pa
     )
     if not sources:
         raise InputError(f"{setting}: names no file; give a path, a glob or a folder")
-    if sum(source.record.rows for source in sources) == 0:
+    if sum(source.record.num_rows for source in sources) == 0:
         more_files = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
         raise InputError(f"{setting}: {sources[0].name}{more_files}: no rows; check the job that writes this table")
     return _with_partition_types(sources)
@@ -142,9 +142,9 @@ def reject_copies(sources: Sequence[Source], *, setting: str) -> None:
     """
     sources_by_footer: dict[tuple[object, ...], list[Source]] = {}
     for source in sources:
-        if source.record.rows:
+        if source.record.num_rows:
             record = source.record
-            footer_key = (record.footer_sha256, record.bytes, tuple(sorted(source.partition_values.items())))
+            footer_key = (record.footer_sha256, record.size_bytes, tuple(sorted(source.partition_values.items())))
             sources_by_footer.setdefault(footer_key, []).append(source)
     for candidates in sources_by_footer.values():
         source_by_sha256: dict[str, Source] = {}
@@ -152,7 +152,7 @@ def reject_copies(sources: Sequence[Source], *, setting: str) -> None:
             original = source_by_sha256.setdefault(_content_sha256(source), source)
             if original is not source:
                 raise InputError(
-                    f"{setting}: {source.name} is a byte copy of {original.name}, so its {source.record.rows:,} rows would "
+                    f"{setting}: {source.name} is a byte copy of {original.name}, so its {source.record.num_rows:,} rows would "
                     "count twice; remove one of the two files"
                 )
 
@@ -171,8 +171,8 @@ def _content_sha256(source: Source) -> str:
 def _record_of(location: Location, footer: Footer) -> SourceFile:
     return SourceFile(
         path=location.name,
-        bytes=location.num_bytes,
-        rows=footer.metadata.num_rows,
+        size_bytes=location.num_bytes,
+        num_rows=footer.metadata.num_rows,
         modified_ns=location.modified_ns,
         footer_sha256=footer.sha256,
     )

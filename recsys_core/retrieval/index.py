@@ -109,7 +109,7 @@ class _MeasuredIndexes:
             recall=float(recall_B.mean()),
             k=self._config.recall_k,
             ms_per_query=ms_per_query,
-            bytes=num_bytes,
+            size_bytes=num_bytes,
             parameters=parameters,
             tried=tried,
         )

@@ -36,7 +36,7 @@ def draw_indexes(report_by_kind: Mapping[str, IndexReport], *, served_kind: str)
             marker=marker,
             edgecolors=colour,
             facecolors=colour if kind == served_kind else "white",
-            label=f"{kind}, {report.bytes / MIB:.1f} MiB" + (" (served)" if kind == served_kind else ""),
+            label=f"{kind}, {report.size_bytes / MIB:.1f} MiB" + (" (served)" if kind == served_kind else ""),
         )
     axes.set_xscale("log", subs=(2, 5))
     axes.xaxis.set_major_formatter("{x:g}")
@@ -59,7 +59,7 @@ def _curves(report: IndexReport) -> list[list[tuple[float, float]]]:
 def index_table(report_by_kind: Mapping[str, IndexReport], *, served_kind: str, notes: Sequence[str] = ()) -> str:
     """Return the comparison as a table in GitHub's Markdown, the notes, and a table of all settings that were tried.
 
-    >>> report = IndexReport(recall=0.99, k=20, ms_per_query=0.5, bytes=3 * MIB, parameters={"nlist": 8})
+    >>> report = IndexReport(recall=0.99, k=20, ms_per_query=0.5, size_bytes=3 * MIB, parameters={"nlist": 8})
     >>> print(index_table({"ivf_flat": report}, served_kind="ivf_flat"))
     | index | recall@20 of exact search | ms per query | MiB | parameters |
     |:---|---:|---:|---:|:---|
@@ -73,7 +73,7 @@ def index_table(report_by_kind: Mapping[str, IndexReport], *, served_kind: str, 
     for kind, report in report_by_kind.items():
         shown_kind = f"**{kind}** (served)" if kind == served_kind else kind
         lines.append(
-            f"| {shown_kind} | {report.recall:.4f} | {report.ms_per_query:.3f} | {report.bytes / MIB:.1f} "
+            f"| {shown_kind} | {report.recall:.4f} | {report.ms_per_query:.3f} | {report.size_bytes / MIB:.1f} "
             f"| {_as_text(report.parameters)} |"
         )
     for note in notes:

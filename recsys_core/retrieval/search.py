@@ -32,8 +32,8 @@ def verify_file(path: Path, *, record: FileRecord) -> None:
     actual_record = record_file(path)
     if actual_record != record:
         raise StageError(
-            f"{path}: the file has {actual_record.bytes} bytes with sha256 {actual_record.sha256}, but {record.bytes} bytes "
-            f"with sha256 {record.sha256} were written; the file was changed. Build or copy it again"
+            f"{path}: the file has {actual_record.size_bytes} bytes with sha256 {actual_record.sha256}, but "
+            f"{record.size_bytes} bytes with sha256 {record.sha256} were written; the file was changed. Build or copy it again"
         )
 
 

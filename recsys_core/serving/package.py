@@ -36,14 +36,14 @@ from recsys_core.retrieval.kinds import AnyIndexKind
 from recsys_core.serving.quantise import build_tower, save_tower, served_tables, user_features
 
 DESCRIPTION_NAME = "package.json"
-FORMAT_VERSION: Final = 4
+FORMAT_VERSION: Final = 5
 _INDEX_KIND: TypeAdapter[AnyIndexKind] = TypeAdapter(AnyIndexKind)
 
 
 class PackageDescription(Frozen):
     """package.json: the model, the index, and the size and checksum of every other file."""
 
-    format_version: Literal[4] = FORMAT_VERSION
+    format_version: Literal[5] = FORMAT_VERSION
     model: ModelSpec
     similarity: Literal["cosine", "dot"]
     quantization: Quantization
@@ -101,7 +101,7 @@ def build_package(
         index.files[f"{index.served_index}.faiss"],
         *(interactions.files[file_name] for file_name in HISTORY_FILES),
     )
-    with stage.writing(min_bytes=sum(record.bytes for record in large_files)) as output_folder:
+    with stage.writing(min_bytes=sum(record.size_bytes for record in large_files)) as output_folder:
         package_folder = output_folder / "package"
         package_folder.mkdir()
         spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
@@ -139,7 +139,7 @@ def build_package(
         )
         (package_folder / DESCRIPTION_NAME).write_text(description.model_dump_json(indent=2))
         return stage.commit(
-            bytes=sum(path.stat().st_size for path in package_folder.iterdir()),
+            size_bytes=sum(path.stat().st_size for path in package_folder.iterdir()),
             served_index=index.served_index,
             quantization=config.quantization,
         )

@@ -112,9 +112,9 @@ class Progress(Frozen):
 class TrainResult(Frozen):
     """Content of result.json, which rank 0 writes at the end of the training."""
 
-    steps: int
-    epochs: int
-    examples: int
+    num_steps: int
+    num_epochs: int
+    num_examples: int
     final_loss: float
     samples_per_s: float
     world_size: int

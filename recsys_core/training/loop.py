@@ -49,7 +49,7 @@ def run_training(job: TrainJob, *, process: Process) -> None:
     loader = make_loader(job, store=store, assembler=assembler, process=process)
     if len(loader) == 0:
         raise InputError(
-            f"{dataset.interactions.train_events} training events are too few for {process.world_size} ranks: each "
+            f"{dataset.interactions.num_train_events} training events are too few for {process.world_size} ranks: each "
             "rank needs at least one event; use fewer ranks or more data"
         )
     model = initial_model(job, store=store, dataset=dataset, process=process)
@@ -255,9 +255,9 @@ class Trainer:
     def _write_result(self) -> None:
         num_epochs = self.step // self.steps_per_epoch
         result = TrainResult(
-            steps=self.step,
-            epochs=num_epochs,
-            examples=num_epochs * self.loader.num_epoch_queries * self.process.world_size,
+            num_steps=self.step,
+            num_epochs=num_epochs,
+            num_examples=num_epochs * self.loader.num_epoch_queries * self.process.world_size,
             final_loss=self.metrics_log.last_loss,
             samples_per_s=self.metrics_log.samples_per_s,
             world_size=self.process.world_size,

@@ -75,7 +75,7 @@ def train(
     if stage.manifest is not None:
         shutil.rmtree(work_folder, ignore_errors=True)
         return stage.manifest
-    steps_per_epoch = interactions.train_events // (config.batch_size * plan.world_size)
+    steps_per_epoch = interactions.num_train_events // (config.batch_size * plan.world_size)
     checkpoint_bytes = setup.checkpoint_bytes(work_folder=work_folder, steps_per_epoch=steps_per_epoch)
     with stage.writing(min_bytes=checkpoint_bytes) as output_folder:
         if full_training_reason is not None:
@@ -102,7 +102,7 @@ def train(
         result = _copy_result(job, output_folder=output_folder)
         manifest = stage.commit(
             **result.model_dump(exclude={"checkpoint"}),
-            attempts=job.attempt,
+            num_attempts=job.attempt,
             warm_from=start_champion and start_champion.run_id,
             num_warm_starts=start_champion.train.num_warm_starts + 1 if start_champion else 0,
         )

@@ -56,9 +56,9 @@ def training_note(progress: Progress, *, validation: Mapping[str, float]) -> str
 
 def training_summary(train: TrainManifest, *, config: TrainingConfig) -> str:
     """Return steps, loss and throughput of a finished training, whether it stopped early, and its best epoch."""
-    summary = f"{train.steps:,} steps, loss {train.final_loss:.4f}, {train.samples_per_s:,.0f} samples/s"
-    if train.epochs < config.epochs:
-        summary += f", stopped early after epoch {train.epochs} of {config.epochs}"
+    summary = f"{train.num_steps:,} steps, loss {train.final_loss:.4f}, {train.samples_per_s:,.0f} samples/s"
+    if train.num_epochs < config.epochs:
+        summary += f", stopped early after epoch {train.num_epochs} of {config.epochs}"
     if train.best_epoch is not None and config.validation is not None:
         metric_name = f"{config.validation.metric}@{config.validation.k}"
         summary += f", best epoch {train.best_epoch}: validation {metric_name} {train.validation[metric_name]:.4f}"

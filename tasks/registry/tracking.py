@@ -235,7 +235,7 @@ def log_run_end(context: StageContext, *, state: str, message: str) -> None:
     value_by_metric: dict[str, float] = {}
     for manifest in Results.read(context.run):
         value_by_metric[f"stage/{manifest.stage}/seconds"] = manifest.seconds
-        value_by_metric[f"stage/{manifest.stage}/bytes"] = float(sum(record.bytes for record in manifest.files.values()))
+        value_by_metric[f"stage/{manifest.stage}/bytes"] = float(sum(record.size_bytes for record in manifest.files.values()))
 
     def log(client: MlflowClient) -> None:
         mlflow_run_id = open_run(client, context)

@@ -67,7 +67,7 @@ def _version_description(context: StageContext, mlflow_run: MlflowRun) -> str:
     """Return the period and sizes of the data, the test metrics, and a link to the MLflow run, in Markdown."""
     interactions, results = context.dataset.interactions, context.results
     period = f" from {interactions.first_time} to {interactions.last_time}" if interactions.first_time else ""
-    num_events = interactions.train_events + interactions.validation_events + interactions.test_events
+    num_events = interactions.num_train_events + interactions.num_validation_events + interactions.num_test_events
     table = metric_table(results[EvaluationManifest].metrics)
     metrics_text = ", ".join(
         f"{name} {value:.4f}" for name, value in zip(table.columns, table.rows["model"], strict=True) if value is not None

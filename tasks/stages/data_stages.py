@@ -26,7 +26,7 @@ def ingest_embeddings(context: StageContext, config: InputConfig) -> tuple[Embed
         config.embeddings, folder=context.folder(EmbeddingsManifest), allowed_data_root=config.allowed_data_root
     )
     tables = manifest.tables.items()
-    return manifest, "; ".join(f"{table_name}: {table.rows:,} x {table.dim} vectors" for table_name, table in tables)
+    return manifest, "; ".join(f"{table_name}: {table.num_rows:,} x {table.dim} vectors" for table_name, table in tables)
 
 
 @stage(InteractionsManifest)
@@ -39,8 +39,8 @@ def ingest_interactions(context: StageContext, config: InputConfig) -> tuple[Int
         previous=context.previous(InteractionsManifest),
         allowed_data_root=config.allowed_data_root,
     )
-    num_events = manifest.train_events + manifest.validation_events + manifest.test_events
-    read_files_text = f"{manifest.files_read} of {len(manifest.sources)} files read"
+    num_events = manifest.num_train_events + manifest.num_validation_events + manifest.num_test_events
+    read_files_text = f"{manifest.num_files_read} of {len(manifest.sources)} files read"
     return manifest, f"{num_events:,} events, {manifest.num_users:,} users, {manifest.num_items:,} items, {read_files_text}"
 
 
@@ -59,5 +59,5 @@ def ingest_features(context: StageContext, config: InputConfig) -> tuple[Feature
         folder=context.folder(FeaturesManifest),
         allowed_data_root=config.allowed_data_root,
     )
-    num_rows = sum(feature.rows for feature in manifest.features.values())
+    num_rows = sum(feature.num_rows for feature in manifest.features.values())
     return manifest, f"{len(manifest.features)} features, {num_rows:,} rows in their tables"

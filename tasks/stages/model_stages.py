@@ -166,4 +166,4 @@ def build_package(context: StageContext, config: PackageConfig) -> tuple[Package
         evaluation=context.results[EvaluationManifest],
         folder=context.folder(PackageManifest),
     )
-    return manifest, f"{manifest.quantization} tower, {manifest.served_index} index, {manifest.bytes / MIB:,.1f} MiB"
+    return manifest, f"{manifest.quantization} tower, {manifest.served_index} index, {manifest.size_bytes / MIB:,.1f} MiB"

@@ -29,7 +29,10 @@ def test_each_day_reads_the_log_up_to_its_end_and_is_kept_by_a_second_backtest(t
     assert days[1].until - days[0].until == timedelta(days=1)
     manifests = [require_manifest(folder / "runs" / day.run_id / "ingest_interactions", InteractionsManifest) for day in days]
     assert all(manifest.last_time <= day.until.isoformat() for manifest, day in zip(manifests, days, strict=True))
-    assert manifests[0].removed_events["outside_window"] > 0 and "outside_window" not in manifests[1].removed_events
+    assert (
+        manifests[0].num_removed_events_by_filter["outside_window"] > 0
+        and "outside_window" not in manifests[1].num_removed_events_by_filter
+    )
     assert "baseline/popularity/recall@20" in days[0].metrics and "champion/recall@20" in days[1].metrics
     assert (folder / "backtest.png").stat().st_size > 10_000
     assert not (workspace / "mlflow.db").exists()  # the backtest has a registry of its own

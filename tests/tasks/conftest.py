@@ -175,12 +175,12 @@ def _train(folder: Path) -> TrainManifest:
         (out / "metrics.jsonl").write_text("".join(json.dumps(progress(step).model_dump()) + "\n" for step in STEPS))
         return {
             "world_size": 2,
-            "steps": STEPS[-1],
-            "epochs": 1,
-            "examples": 600,
+            "num_steps": STEPS[-1],
+            "num_epochs": 1,
+            "num_examples": 600,
             "final_loss": 0.5,
             "samples_per_s": 10.0,
-            "attempts": 1,
+            "num_attempts": 1,
             "best_epoch": 1,
             "validation": {"ndcg@10": 0.5},
         }

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from recsys_core.errors import InputError
 from recsys_core.ingest.features.feature_column import BATCH_ROWS, FeatureColumn
 from recsys_core.ingest.features.numeric import encode_numeric
-from recsys_core.manifests import FeatureFacts
+from recsys_core.manifests import IngestedFeature
 from recsys_core.parquet.duckdb_session import SQL_TYPE, scan_sql
 
 
-def encode(feature_column: FeatureColumn) -> FeatureFacts:
+def encode(feature_column: FeatureColumn) -> IngestedFeature:
     """Write the files of one feature (see FeaturesManifest)."""
     if feature_column.feature.kind == "numeric":
         return encode_numeric(feature_column)
@@ -42,7 +42,7 @@ def _single_values_sql(feature_column: FeatureColumn) -> str:
     return f"SELECT row, in_training, unnest({values_sql}) AS value, {list_index_sql}{weight_sql} FROM joined"
 
 
-def _encode_by_vocabulary(feature_column: FeatureColumn) -> FeatureFacts:
+def _encode_by_vocabulary(feature_column: FeatureColumn) -> IngestedFeature:
     num_new_values = create_vocabulary(feature_column)
     fact_counts = _write_rows(
         feature_column, table_row_sql="vocabulary.row", source_sql="single_values LEFT JOIN vocabulary USING (value)"
@@ -51,18 +51,20 @@ def _encode_by_vocabulary(feature_column: FeatureColumn) -> FeatureFacts:
     num_table_rows = 1 + feature_column.fetch_count("SELECT coalesce(max(row), 0) FROM vocabulary")
     num_with_vector = write_vector_rows(feature_column, num_table_rows=num_table_rows)
     feature_column.connection.execute("DROP TABLE vocabulary")
-    return feature_column.facts(rows=num_table_rows, new_values=num_new_values, with_vector=num_with_vector, **fact_counts)
+    return feature_column.facts(
+        num_rows=num_table_rows, num_new_values=num_new_values, num_with_vector=num_with_vector, **fact_counts
+    )
 
 
-def _encode_by_hash(feature_column: FeatureColumn) -> FeatureFacts:
+def _encode_by_hash(feature_column: FeatureColumn) -> IngestedFeature:
     # md5, because DuckDB's own hash may differ between its versions.
     table_row_sql = f"1 + md5_number_lower(CAST(value AS VARCHAR)) % {feature_column.feature.hash_rows}"
     fact_counts = _write_rows(feature_column, table_row_sql=table_row_sql, source_sql="single_values")
-    return feature_column.facts(rows=1 + (feature_column.feature.hash_rows or 0), **fact_counts)
+    return feature_column.facts(num_rows=1 + (feature_column.feature.hash_rows or 0), **fact_counts)
 
 
 def _write_rows(feature_column: FeatureColumn, *, table_row_sql: str, source_sql: str) -> dict[str, int]:
-    """Write the table row of every value; return the counts for FeatureFacts.
+    """Write the table row of every value; return the counts for IngestedFeature.
 
     Args:
         table_row_sql: SQL for the row of a value in the embedding table; null for a value without a row.
@@ -78,9 +80,9 @@ def _write_rows(feature_column: FeatureColumn, *, table_row_sql: str, source_sql
         num_present += len(row_N)
         num_unknown += int((table_row_N == 0).sum())
     return {
-        "values": feature_column.num_rows,
-        "out_of_vocabulary": num_unknown,
-        "missing": feature_column.num_rows - num_present,
+        "num_values": feature_column.num_rows,
+        "num_out_of_vocabulary": num_unknown,
+        "num_missing": feature_column.num_rows - num_present,
     }
 
 
@@ -113,10 +115,10 @@ def _write_lists(feature_column: FeatureColumn, *, table_row_sql: str, source_sq
             f"SELECT count(*) FROM joined WHERE len(v{feature_column.feature_index}) > {max_values}"
         )
     return {
-        "values": num_values,
-        "out_of_vocabulary": num_unknown,
-        "missing": num_empty,
-        "truncated": num_truncated,
+        "num_values": num_values,
+        "num_out_of_vocabulary": num_unknown,
+        "num_missing": num_empty,
+        "num_truncated": num_truncated,
     }
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from recsys_core.dataset.layout import allocate_npy
 from recsys_core.ingest.features.config import FeatureConfig
-from recsys_core.manifests import FeatureFacts, IdType
+from recsys_core.manifests import IdType, IngestedFeature
 from recsys_core.parquet.duckdb_session import fetch_count
 
 BATCH_ROWS = 1_000_000
@@ -24,7 +24,7 @@ BATCH_ROWS = 1_000_000
 class PreviousFeature:
     """The same feature in the previous run."""
 
-    facts: FeatureFacts
+    facts: IngestedFeature
     vocabulary_path: Path | None
     """None for a feature without a vocabulary."""
 
@@ -75,9 +75,9 @@ class FeatureColumn:
         """Return a new memory-mapped array of the feature, filled with zeros."""
         return allocate_npy(self.output_folder / f"{self.key}.{array_name}.npy", dtype=dtype, shape=(length,))
 
-    def facts(self, **fields: Any) -> FeatureFacts:
+    def facts(self, **fields: Any) -> IngestedFeature:
         """Return the facts of the feature for the manifest."""
-        return FeatureFacts(
+        return IngestedFeature(
             kind=self.feature.kind,
             definition=feature_definition(self.feature, self.value_type),
             is_continued=self.previous is not None,

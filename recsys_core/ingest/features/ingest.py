@@ -14,10 +14,10 @@ from recsys_core.ingest.features.feature_schema import check_feature_vectors, op
 from recsys_core.ingest.features.sources import FeatureSource, feature_sources
 from recsys_core.manifests import (
     Dataset,
-    FeatureFacts,
     FeaturesManifest,
-    FeatureTableFacts,
+    FeatureTableStatistics,
     IdType,
+    IngestedFeature,
     StageFolder,
     fingerprint_of,
     record_file,
@@ -68,8 +68,8 @@ def ingest_features(
     with stage.writing() as output_folder:
         scratch_folder = output_folder / "scratch"
         scratch_folder.mkdir()
-        facts_by_key: dict[str, FeatureFacts] = {}
-        table_facts_by_side: dict[str, FeatureTableFacts] = {}
+        facts_by_key: dict[str, IngestedFeature] = {}
+        table_facts_by_side: dict[str, FeatureTableStatistics] = {}
         for source in feature_sources(tables, interactions):
             # One database per side: its memory and its spill files are released before the next side.
             with database(

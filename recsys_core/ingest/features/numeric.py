@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recsys_core.ingest.features.feature_column import BATCH_ROWS, FeatureColumn
-from recsys_core.manifests import FeatureFacts
+from recsys_core.manifests import IngestedFeature
 
 MAX_DEVIATIONS = 10.0
 """Standardised values are clipped to this many standard deviations, so that an outlier cannot dominate a training step."""
 Numbers = NDArray[np.float64]
 
 
-def encode_numeric(feature_column: FeatureColumn) -> FeatureFacts:
+def encode_numeric(feature_column: FeatureColumn) -> IngestedFeature:
     """Write the row of the embedding table for each number.
 
     With buckets, a number in bucket n gets row 1 + n. Bucket n holds numbers x with boundary[n - 1] <= x < boundary[n].
@@ -44,10 +44,10 @@ def encode_numeric(feature_column: FeatureColumn) -> FeatureFacts:
             weight_R[row_N] = standardised(value_N, mean=mean, std=std)
         num_present += len(row_N)
     return feature_column.facts(
-        rows=len(boundaries) + 2,
-        values=feature_column.num_rows,
-        out_of_vocabulary=0,
-        missing=feature_column.num_rows - num_present,
+        num_rows=len(boundaries) + 2,
+        num_values=feature_column.num_rows,
+        num_out_of_vocabulary=0,
+        num_missing=feature_column.num_rows - num_present,
         boundaries=None if standardise else boundaries,
         mean=mean,
         std=std,

@@ -20,7 +20,7 @@ from recsys_core.errors import InputError
 from recsys_core.ingest.features.feature_column import BATCH_ROWS
 from recsys_core.ingest.features.feature_schema import FeatureTable
 from recsys_core.ingest.row_checks import FIX_ROWS, BadRow, RowCheck, first_bad_row, reject_bad_rows
-from recsys_core.manifests import FeatureTableFacts, InteractionsManifest
+from recsys_core.manifests import FeatureTableStatistics, InteractionsManifest
 from recsys_core.parquet.duckdb_session import SQL_TYPE, quoted, scan_all_sql, scan_sql
 from recsys_core.parquet.local_copies import local_files
 from recsys_core.units import FLOAT32_MAX, INT64_MAX
@@ -38,7 +38,9 @@ class TableSource:
     catalogue_path: Path
     """Parquet file with the ids of the users or items, in the order of their rows."""
 
-    def load(self, connection: duckdb.DuckDBPyConnection, *, output_folder: Path, scratch_folder: Path) -> FeatureTableFacts:
+    def load(
+        self, connection: duckdb.DuckDBPyConnection, *, output_folder: Path, scratch_folder: Path
+    ) -> FeatureTableStatistics:
         """Create table `joined` with the rows of the feature table whose id is in the catalogue; write the titles of items."""
         table = self.table
         assert table.id_column is not None and table.id_type is not None
@@ -54,7 +56,7 @@ class TableSource:
                 "ON catalogue.id = feature_table.feature_table_id"
             )
         ((num_matched,),) = connection.sql("SELECT count(*) FROM joined").fetchall()
-        num_rows = sum(source.record.rows for source in table.sources)
+        num_rows = sum(source.record.num_rows for source in table.sources)
         if num_matched == 0:
             raise InputError(
                 f"{table.sources[0].name}: column {table.id_column!r}: none of the {num_rows:,} ids is in the {table.side}s of "
@@ -63,8 +65,8 @@ class TableSource:
         if table.title_column is not None:
             titles = connection.sql("SELECT row, title FROM joined WHERE title IS NOT NULL ORDER BY row").to_arrow_table()
             pq.write_table(titles, output_folder / ITEM_TITLES_FILE)
-        return FeatureTableFacts(
-            rows=num_rows, not_in_catalogue=num_rows - num_matched, without_row=self.num_rows - num_matched
+        return FeatureTableStatistics(
+            num_rows=num_rows, num_not_in_catalogue=num_rows - num_matched, num_without_row=self.num_rows - num_matched
         )
 
 
@@ -97,7 +99,7 @@ def feature_sources(tables: Sequence[FeatureTable], interactions: InteractionsMa
     num_rows_by_side = {"user": interactions.num_users, "item": interactions.num_items}
     for table in tables:
         if table.side == "context":
-            num_events = interactions.train_events + interactions.validation_events + interactions.test_events
+            num_events = interactions.num_train_events + interactions.num_validation_events + interactions.num_test_events
             yield ContextSource(table, num_events, EventStore.open(interactions))
         else:
             catalogue_path = interactions.path(vocabulary_file(table.side))
@@ -180,7 +182,7 @@ def _reject_failures(
     reject_bad_rows(
         {check.name: count for check, count in zip(checks, check_counts, strict=True)},
         num_bad=num_bad,
-        num_rows=sum(source.record.rows for source in table.sources),
+        num_rows=sum(source.record.num_rows for source in table.sources),
         policy=None,
         find_first=find_first,
     )

@@ -75,13 +75,13 @@ def _settings_fingerprint(engine: LogEngine, config: InteractionsConfig, log: In
 
 def _is_mostly_current(part: LogPart, input_files: Collection[SourceFile]) -> bool:
     """Return whether at least half of the rows of `part` are from unchanged, current input files."""
-    num_rows = sum(file.source.rows for file in part.files)
-    return 2 * sum(file.source.rows for file in part.files if file.source in input_files) >= num_rows
+    num_rows = sum(file.source.num_rows for file in part.files)
+    return 2 * sum(file.source.num_rows for file in part.files if file.source in input_files) >= num_rows
 
 
 def _has_dropped_future_rows(part: LogPart) -> bool:
     """Return whether rows were dropped because their time was in the future. By now, these rows may be valid."""
-    return any(check_name.endswith(IN_FUTURE) for file in part.files for check_name in file.bad_rows)
+    return any(check_name.endswith(IN_FUTURE) for file in part.files for check_name in file.num_bad_rows_by_reason)
 
 
 def read_part(
@@ -114,8 +114,8 @@ def _ingested_file(
     column_by_role, num_good_rows = columns_by_role(config), statistics.num_rows - statistics.num_bad
     return IngestedFile(
         source=source.record,
-        bad_rows=dict(statistics.num_bad_by_check),
-        below_threshold=num_good_rows - statistics.num_written if config.label_column else 0,
+        num_bad_rows_by_reason=dict(statistics.num_bad_by_check),
+        num_below_threshold=num_good_rows - statistics.num_written if config.label_column else 0,
         spans={column_by_role[role]: bounds for role, bounds in statistics.range_by_role.items()},
         has_checksums=has_checksums,
     )

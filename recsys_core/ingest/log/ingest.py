@@ -100,18 +100,18 @@ def _write_store(
         "test_days": counts.test_days,
         "num_users": len(users),
         "num_items": len(items),
-        **{f"{split}_events": count for split, count in zip(SPLITS, counts.num_events_by_split, strict=True)},
+        **{f"num_{split}_events": count for split, count in zip(SPLITS, counts.num_events_by_split, strict=True)},
         "is_ordered": config.is_ordered,
         "id_columns": (config.user_column, config.item_column),
-        "items_with_vector": int(has_vector_I.sum()),
-        "items_vector_only": int((has_vector_I & ~has_event_I).sum()),
-        "idle_users": int((user_count_U == 0).sum()),
-        "idle_items": int((~has_event_I & ~has_vector_I).sum()),
-        "rows_read": sum(source.record.rows for source in new_sources),
-        "files_read": len(new_sources),
+        "num_items_with_vector": int(has_vector_I.sum()),
+        "num_items_vector_only": int((has_vector_I & ~has_event_I).sum()),
+        "num_idle_users": int((user_count_U == 0).sum()),
+        "num_idle_items": int((~has_event_I & ~has_vector_I).sum()),
+        "num_rows_read": sum(source.record.num_rows for source in new_sources),
+        "num_files_read": len(new_sources),
         "columns": column_statistics(config, log, parts=parts, vocabularies=vocabularies),
-        "removed_events": counts.num_removed_by_reason,
-        "bad_rows": bad_row_counts(parts, log),
+        "num_removed_events_by_filter": counts.num_removed_by_reason,
+        "num_bad_rows_by_reason": bad_row_counts(parts, log),
         "parts": parts,
     }
 
@@ -133,7 +133,7 @@ def _check_vector_id_types(config: InteractionsConfig, log: InteractionsInput, e
 def _require_match(embeddings: EmbeddingsManifest | None, side: str, *, has_match: bool) -> None:
     if embeddings is not None and side in embeddings.tables and not has_match:
         raise InputError(
-            f"embeddings: none of the {embeddings.tables[side].rows:,} ids of the {side} vectors is an id of the "
+            f"embeddings: none of the {embeddings.tables[side].num_rows:,} ids of the {side} vectors is an id of the "
             f"{side}s of the log; check that both use the same ids"
         )
 
@@ -141,7 +141,7 @@ def _require_match(embeddings: EmbeddingsManifest | None, side: str, *, has_matc
 def _rebuild_reason(config: InteractionsConfig, log: InteractionsInput, previous: InteractionsManifest | None) -> str | None:
     """Return the reason to build the vocabularies from scratch; None to continue the vocabularies of the previous run."""
     if previous is None:
-        return "there is no previous run"
+        return "there is no previous run that this version of nightjar reads"
     if config.vocabulary.rebuild == "always":
         return "interactions.vocabulary.rebuild is always"
     id_columns = (config.user_column, config.item_column)
@@ -153,8 +153,8 @@ def _rebuild_reason(config: InteractionsConfig, log: InteractionsInput, previous
     if previous.run_number >= config.vocabulary.rebuild_after_runs:
         return f"{previous.run_number} runs have used the same vocabularies (interactions.vocabulary.rebuild_after_runs)"
     for side, num_idle, num_rows in (
-        ("users", previous.idle_users, previous.num_users),
-        ("items", previous.idle_items, previous.num_items),
+        ("users", previous.num_idle_users, previous.num_users),
+        ("items", previous.num_idle_items, previous.num_items),
     ):
         if num_idle > config.vocabulary.max_idle_share * num_rows:
             return (

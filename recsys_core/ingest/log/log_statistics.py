@@ -15,7 +15,7 @@ from recsys_core.ingest.log.config import SPLITS, InteractionsConfig
 from recsys_core.ingest.log.engine import FileStatistics, LogCounts, Vocabulary
 from recsys_core.ingest.log.log_schema import InteractionsInput
 from recsys_core.ingest.row_checks import BadRow, BadRowPolicy, reject_bad_rows
-from recsys_core.manifests import ColumnFacts, IngestedFile, LogPart
+from recsys_core.manifests import ColumnStatistics, IngestedFile, LogPart
 from recsys_core.parquet.sources import Source
 from recsys_core.units import DAY_US
 
@@ -63,9 +63,9 @@ def reject_bad_log(
         find_first: returns the first bad row of the source with the given index.
     """
     for source, file_statistics in zip(sources, statistics, strict=True):
-        if file_statistics.num_rows != source.record.rows:
+        if file_statistics.num_rows != source.record.num_rows:
             raise InputError(
-                f"{source.name}: damaged: the footer declares {source.record.rows:,} rows, but the file has "
+                f"{source.name}: damaged: the footer declares {source.record.num_rows:,} rows, but the file has "
                 f"{file_statistics.num_rows:,}; write the file again"
             )
     reject_bad_rows(
@@ -105,7 +105,7 @@ def reject_unusable_log(config: InteractionsConfig, counts: LogCounts, *, first_
 
 def bad_row_counts(parts: Sequence[LogPart], log: InteractionsInput) -> dict[str, int]:
     """Return the number of dropped rows by check. A check is named `<column>: <reason>`."""
-    return sum((Counter(ingested_file.bad_rows) for ingested_file in current_files(parts, log)), Counter())
+    return sum((Counter(ingested_file.num_bad_rows_by_reason) for ingested_file in current_files(parts, log)), Counter())
 
 
 def column_statistics(
@@ -114,10 +114,10 @@ def column_statistics(
     *,
     parts: Sequence[LogPart],
     vocabularies: Sequence[tuple[Vocabulary, NDArray[np.int64]]],
-) -> dict[str, ColumnFacts]:
+) -> dict[str, ColumnStatistics]:
     """Return the statistics of each column. vocabularies: the vocabulary and the number of events of each of its ids."""
     num_bad_by_check, files = bad_row_counts(parts, log), list(current_files(parts, log))
-    statistics: dict[str, ColumnFacts] = {}
+    statistics: dict[str, ColumnStatistics] = {}
     for column in config.columns:
         num_nulls = sum(count for check_name, count in num_bad_by_check.items() if check_name.startswith(f"{column}: null"))
         num_bad_rows = sum(count for check_name, count in num_bad_by_check.items() if check_name.startswith(f"{column}: "))
@@ -127,13 +127,13 @@ def column_statistics(
             is_time = column == config.timestamp_column
             min_value = _as_text(min(low for low, _ in bounds_by_file), is_time=is_time)
             max_value = _as_text(max(high for _, high in bounds_by_file), is_time=is_time)
-        statistics[column] = ColumnFacts(
-            nulls=num_nulls, out_of_range=num_bad_rows - num_nulls, min_value=min_value, max_value=max_value
+        statistics[column] = ColumnStatistics(
+            num_nulls=num_nulls, num_out_of_range=num_bad_rows - num_nulls, min_value=min_value, max_value=max_value
         )
     for vocabulary, event_count_R in vocabularies:
         column = config.user_column if vocabulary.side == "user" else config.item_column
         ids = vocabulary.ids.filter(pa.array(event_count_R > 0))
-        update = {"distinct": len(ids), "unusual_ids": _num_unusual(ids)}
+        update = {"num_distinct": len(ids), "num_unusual_ids": _num_unusual(ids)}
         statistics[column] = statistics[column].model_copy(update=update)
     return statistics
 

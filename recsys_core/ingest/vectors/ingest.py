@@ -100,13 +100,13 @@ def _build_table(entries: Sequence[VectorFiles], *, table_name: str, output_fold
                 read_entries, table_ids=table_ids, matrix_path=output_folder / f"{table_name}.vectors.npy"
             )
             return VectorTable(
-                rows=table_ids.count_ids(),
+                num_rows=table_ids.count_ids(),
                 dim=dim,
                 id_type=entries[0].id_type,
                 explained_variance=explained_variance,
-                dropped=sum((read_entry.num_dropped_by_fault for read_entry in read_entries), Counter()),
-                unmapped=sum(read_entry.num_unmapped for read_entry in read_entries),
-                overridden=sum(read_entry.num_overridden for read_entry in read_entries),
+                num_dropped_by_fault=sum((read_entry.num_dropped_by_fault for read_entry in read_entries), Counter()),
+                num_unmapped=sum(read_entry.num_unmapped for read_entry in read_entries),
+                num_overridden=sum(read_entry.num_overridden for read_entry in read_entries),
             )
     finally:
         shutil.rmtree(scratch_folder, ignore_errors=True)

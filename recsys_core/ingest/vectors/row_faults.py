@@ -123,7 +123,7 @@ def _vector_problem(fault: Fault, values: Sequence[Any], entry: VectorFiles, *, 
 def locate(sources: Sequence[Source], entry_row: int) -> tuple[Source, int]:
     """Return the file that contains a row of the entry, and the number of the row in this file, from 0."""
     for source in sources:
-        if entry_row < source.record.rows:
+        if entry_row < source.record.num_rows:
             return source, entry_row
-        entry_row -= source.record.rows
+        entry_row -= source.record.num_rows
     raise AssertionError("the row is in none of the files")

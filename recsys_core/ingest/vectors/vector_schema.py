@@ -33,7 +33,7 @@ class VectorFiles:
     @property
     def num_rows(self) -> int:
         """Number of rows of all files."""
-        return sum(source.record.rows for source in self.sources)
+        return sum(source.record.num_rows for source in self.sources)
 
     @property
     def source_dim(self) -> int | None:

@@ -96,8 +96,8 @@ def champion_rows(table_name: str, *, dataset: Dataset, champion: Champion) -> N
         )
     # The feature has no vocabulary: its rows are hash values or buckets, with the same numbers in both models. The champion may
     # have fewer buckets than this model, because equal quantiles become one bucket.
-    rows = np.arange(features.features[table_name].rows)
-    return np.where(rows < champion_features.features[table_name].rows, rows, -1)
+    rows = np.arange(features.features[table_name].num_rows)
+    return np.where(rows < champion_features.features[table_name].num_rows, rows, -1)
 
 
 def match_rows_by_id(table_name: str, *, from_stage: InteractionsManifest, to_stage: InteractionsManifest) -> NDArray[np.int64]:

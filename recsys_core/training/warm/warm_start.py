@@ -56,7 +56,7 @@ def choose_start(
         )
     num_leaked_events = count_leaked_events(interactions, champion=champion.interactions)
     if num_leaked_events:
-        num_held_out_events = interactions.validation_events + interactions.test_events
+        num_held_out_events = interactions.num_validation_events + interactions.num_test_events
         return None, (
             f"the champion (run {champion.run_id}) was trained on {num_leaked_events:,} of the {num_held_out_events:,} "
             "validation and test events of this run, because the split has moved back in time or has changed"

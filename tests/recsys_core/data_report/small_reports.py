@@ -28,7 +28,7 @@ def report_of(
     **limits: Any,
 ) -> tuple[DataReportManifest, DataReport]:
     limits = {"min_validation_users": None, "min_test_users": None} | limits
-    previous = before and PreviousRun("20261120-020000-aa11", before, {"train_events": float(before.train_events)})
+    previous = before and PreviousRun("20261120-020000-aa11", before, {"train_events": float(before.num_train_events)})
     manifest = report_data(
         DataReportConfig(**limits),
         split=split,

@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from recsys_core.data_report.page import to_html, to_markdown
-from recsys_core.manifests import ColumnFacts
+from recsys_core.manifests import ColumnStatistics
 from tests.recsys_core.data_report.small_reports import report_of, user
 from tests.recsys_core.ingest.interactions_with_times import interactions_of
 
@@ -27,9 +27,9 @@ class _Tags(HTMLParser):
 
 def test_the_page_is_one_file_and_escapes_all_values_of_the_data(tmp_path: Path) -> None:
     facts = {
-        "columns": {HOSTILE: ColumnFacts(nulls=1, min_value=HOSTILE)},
-        "removed_events": {HOSTILE: 2},
-        "bad_rows": {HOSTILE: 1},
+        "columns": {HOSTILE: ColumnStatistics(num_nulls=1, min_value=HOSTILE)},
+        "num_removed_events_by_filter": {HOSTILE: 2},
+        "num_bad_rows_by_reason": {HOSTILE: 1},
     }
     before = interactions_of(tmp_path / "one", [user(0, 1)], item_ids=[HOSTILE, "x" * 10_000])
     interactions = interactions_of(tmp_path / "two", [user(0, 0, 1)], item_ids=[HOSTILE, "y" * 10_000], **facts)

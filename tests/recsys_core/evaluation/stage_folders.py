@@ -14,8 +14,8 @@ from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.manifests import (
     EmbeddingsManifest,
     ExportManifest,
-    FeatureFacts,
     FeaturesManifest,
+    IngestedFeature,
     InteractionsManifest,
     VectorTable,
 )
@@ -58,21 +58,21 @@ def interactions_stage(
         return {
             "num_users": len(train),
             "num_items": items,
-            "train_events": sum(parts[0]),
-            "validation_events": sum(parts[1]),
-            "test_events": sum(parts[2]),
+            "num_train_events": sum(parts[0]),
+            "num_validation_events": sum(parts[1]),
+            "num_test_events": sum(parts[2]),
             "is_ordered": True,
-            "items_with_vector": 0,
-            "items_vector_only": 0,
+            "num_items_with_vector": 0,
+            "num_items_vector_only": 0,
             "user_id_type": "string" if pa.types.is_string(user_column.type) else "int64",
             "item_id_type": "string" if pa.types.is_string(item_column.type) else "int64",
             "sources": (),
             "lineage": "interactions",
             "run_number": 1,
             "rebuild_reason": "there is no previous run",
-            **dict.fromkeys(("idle_users", "idle_items", "rows_read", "files_read"), 0),
+            **dict.fromkeys(("num_idle_users", "num_idle_items", "num_rows_read", "num_files_read"), 0),
             "id_columns": ("user_id", "item_id"),
-            **{name: {} for name in ("columns", "removed_events", "bad_rows")},
+            **{name: {} for name in ("columns", "num_removed_events_by_filter", "num_bad_rows_by_reason")},
             "parts": (),
         }
 
@@ -83,13 +83,13 @@ def embeddings_stage(folder: Path, vectors: np.ndarray) -> EmbeddingsManifest:
     def build(out: Path) -> dict[str, Any]:
         np.save(out / "item.vectors.npy", vectors.astype(np.float32))
         pq.write_table(pa.table({"id": np.arange(len(vectors))}), out / "item.ids.parquet")
-        item = VectorTable(rows=len(vectors), dim=vectors.shape[1], id_type="int64")
+        item = VectorTable(num_rows=len(vectors), dim=vectors.shape[1], id_type="int64")
         return {"tables": {"item": item}, "sources": ()}
 
     return commit_stage(folder, EmbeddingsManifest, fingerprint="embeddings", build=build)
 
 
-def features_stage(folder: Path, store: FeatureStore, *, facts: Mapping[str, FeatureFacts]) -> FeaturesManifest:
+def features_stage(folder: Path, store: FeatureStore, *, facts: Mapping[str, IngestedFeature]) -> FeaturesManifest:
     def build(out: Path) -> dict[str, Any]:
         for key, feature in store.feature_by_key.items():
             for name, array in (("row", feature.table_rows), ("offset", feature.offset), ("weight", feature.weights)):

@@ -72,8 +72,8 @@ def train_stage(folder: Path, *, best_epoch: int | None) -> TrainManifest:
         ]  # fmt: skip
         (out / "metrics.jsonl").write_text("".join(line.model_dump_json() + "\n" for line in lines))
         return {
-            "world_size": 1, "steps": 40, "epochs": 4, "examples": 40, "final_loss": 1.0, "samples_per_s": 10.0,
-            "attempts": 1, "best_epoch": best_epoch, "validation": {},
+            "world_size": 1, "num_steps": 40, "num_epochs": 4, "num_examples": 40, "final_loss": 1.0, "samples_per_s": 10.0,
+            "num_attempts": 1, "best_epoch": best_epoch, "validation": {},
         }  # fmt: skip
 
     return commit_stage(folder, TrainManifest, fingerprint="train", build=build)

@@ -12,16 +12,16 @@ from recsys_core.errors import InputError
 from recsys_core.evaluation.config import EvaluationConfig, FeatureSlice
 from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.evaluation.slices import feature_slices
-from recsys_core.manifests import Dataset, EvaluationManifest, FeatureFacts, FeaturesManifest
+from recsys_core.manifests import Dataset, EvaluationManifest, FeaturesManifest, IngestedFeature
 from tests.recsys_core.evaluation.stage_folders import export_stage, features_stage, interactions_stage
 
 FACTS = {
-    name: FeatureFacts(
+    name: IngestedFeature(
         kind=kind,
-        rows=3,
-        values=0,
-        out_of_vocabulary=0,
-        missing=0,
+        num_rows=3,
+        num_values=0,
+        num_out_of_vocabulary=0,
+        num_missing=0,
         definition="",
         is_continued=False,
         boundaries=boundaries,

@@ -89,7 +89,11 @@ def read(manifest: InteractionsManifest) -> Store:
         for code, part in enumerate(store.parts):
             part.extend((user, store.items[arrays["event_item"][at]], time[at]) for at in range(bounds[code], bounds[code + 1]))
     assert arrays["user_offset"][0] == 0 and arrays["user_offset"][-1] == len(arrays["event_item"])
-    assert [len(part) for part in store.parts] == [manifest.train_events, manifest.validation_events, manifest.test_events]
+    assert [len(part) for part in store.parts] == [
+        manifest.num_train_events,
+        manifest.num_validation_events,
+        manifest.num_test_events,
+    ]
     assert (manifest.num_users, manifest.num_items) == (len(store.users), len(store.items))
     assert [store.users[row] for row in arrays["train_user"]] == [user for user, _, _ in store.parts[0]]
     assert arrays["item_count"].tolist() == store.item_counts

@@ -61,11 +61,12 @@ def write_interactions(
     return commit_folder(
         staging, folder, InteractionsManifest,
         fingerprint=f"by hand, {lineage}", seconds=0.0, num_users=len(users), num_items=len(items),
-        train_events=train, validation_events=validation, test_events=test, is_ordered=True,
-        items_with_vector=0, items_vector_only=0,
+        num_train_events=train, num_validation_events=validation, num_test_events=test, is_ordered=True,
+        num_items_with_vector=0, num_items_vector_only=0,
         user_id_type="string" if isinstance(users[0], str) else "int64",
         item_id_type="string" if isinstance(items[0], str) else "int64",
         lineage=lineage, run_number=1, rebuild_reason="by hand", id_columns=("user_id", "item_id"),
-        rows_read=len(item), files_read=1,
-        columns={}, removed_events={}, bad_rows={}, sources=(), parts=(), idle_users=0, idle_items=0,
+        num_rows_read=len(item), num_files_read=1,
+        columns={}, num_removed_events_by_filter={}, num_bad_rows_by_reason={}, sources=(), parts=(),
+        num_idle_users=0, num_idle_items=0,
     )  # fmt: skip

@@ -49,14 +49,14 @@ def interactions_of(
                 pa.table({"id": pa.array(of, pa.string() if types[name] == "string" else pa.int64())}), out / f"{name}.parquet"
             )
         train, validation, test = length_U3.sum(axis=0).tolist()
-        source = SourceFile(path="log.parquet", bytes=1, rows=len(events), modified_ns=1, footer_sha256="")
+        source = SourceFile(path="log.parquet", size_bytes=1, num_rows=len(events), modified_ns=1, footer_sha256="")
         return {
-            "num_users": len(users), "num_items": len(item_ids), "train_events": train, "validation_events": validation,
-            "test_events": test, "is_ordered": ordered, "items_with_vector": 0, "items_vector_only": 0,
+            "num_users": len(users), "num_items": len(item_ids), "num_train_events": train, "num_validation_events": validation,
+            "num_test_events": test, "is_ordered": ordered, "num_items_with_vector": 0, "num_items_vector_only": 0,
             "user_id_type": types["users"], "item_id_type": types["items"], "lineage": str(folder), "run_number": 1,
             "rebuild_reason": "the first run", "id_columns": ("user_id", "item_id"),
-            "idle_users": 0, "idle_items": 0, "parts": (), "rows_read": len(events), "files_read": 1,
-            "columns": {}, "removed_events": {}, "bad_rows": {}, "sources": (source,),
+            "num_idle_users": 0, "num_idle_items": 0, "parts": (), "num_rows_read": len(events), "num_files_read": 1,
+            "columns": {}, "num_removed_events_by_filter": {}, "num_bad_rows_by_reason": {}, "sources": (source,),
         } | facts  # fmt: skip
 
     fingerprint = fingerprint_of("by hand", str(users), item_ids, facts)

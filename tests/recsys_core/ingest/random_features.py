@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from recsys_core.dataset.feature_store import Feature, FeatureForm, FeatureStore
-from recsys_core.manifests import FeatureFacts
+from recsys_core.manifests import IngestedFeature
 
 FORMS: tuple[FeatureForm, ...] = ("single", "list", "weighted_list", "number")
 SIDES = ("user", "item", "context")
@@ -30,7 +30,7 @@ def feature_store(*, users: int, items: int, events: int, seed: int = 0, weightl
     return FeatureStore(features)
 
 
-def facts(*keys: str) -> dict[str, FeatureFacts]:
+def facts(*keys: str) -> dict[str, IngestedFeature]:
     """Return the manifest entries of the features `keys`, each called <side>.<form>; of all features without `keys`."""
     every = keys or tuple(f"{side}.{form}" for side in SIDES for form in FORMS)
     kinds: dict[str, dict[str, Any]] = {
@@ -39,8 +39,9 @@ def facts(*keys: str) -> dict[str, FeatureFacts]:
         "weighted_list": {"kind": "weighted_list"},
         "number": {"kind": "numeric", "mean": 0.0, "std": 1.0},
     }
-    counted = {"rows": ROWS, "values": 0, "out_of_vocabulary": 0, "missing": 0, "definition": "", "is_continued": False}
-    return {key: FeatureFacts.model_validate(counted | kinds[key.split(".")[1]]) for key in every}
+    counts = {"num_rows": ROWS, "num_values": 0, "num_out_of_vocabulary": 0, "num_missing": 0}
+    counted = counts | {"definition": "", "is_continued": False}
+    return {key: IngestedFeature.model_validate(counted | kinds[key.split(".")[1]]) for key in every}
 
 
 def values_of(store: FeatureStore, key: str, index: int) -> tuple[list[int], list[float] | None]:

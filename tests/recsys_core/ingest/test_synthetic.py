@@ -28,9 +28,9 @@ def test_both_ingests_accept_the_generated_files(folder: Path, tmp_path: Path) -
     log = InteractionsConfig(paths=str(folder / "interactions" / "*.parquet"), timestamp_column="timestamp", threads=1)
     made = ingest_interactions(log, embeddings=embeddings, folder=tmp_path / "interactions")
     table = embeddings.tables["item"]
-    assert (table.rows, table.dim, made.num_items, made.items_with_vector) == (400, 8, 400, 400)
-    assert made.train_events + made.validation_events + made.test_events == 6000
-    assert min(made.validation_events, made.test_events) > 300
+    assert (table.num_rows, table.dim, made.num_items, made.num_items_with_vector) == (400, 8, 400, 400)
+    assert made.num_train_events + made.num_validation_events + made.num_test_events == 6000
+    assert min(made.num_validation_events, made.num_test_events) > 300
     assert (made.user_id_type, made.item_id_type, made.num_users <= 200) == ("string", "int64", True)
 
 

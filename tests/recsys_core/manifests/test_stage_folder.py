@@ -63,7 +63,7 @@ def make(
 def test_the_manifest_lists_every_file_with_size_and_hash(tmp_path: Path) -> None:
     made = make(tmp_path / "stage")
     assert set(made.files) == {"squares.txt", "deep/cubes.txt"}
-    assert made.files["squares.txt"].bytes == 7
+    assert made.files["squares.txt"].size_bytes == 7
     assert made.path("deep/cubes.txt").read_text() == "0 1 8 27"
     assert load_manifest(tmp_path / "stage", SquaresManifest) == made
     assert [path.name for path in tmp_path.iterdir()] == ["stage"]
@@ -164,10 +164,12 @@ def test_a_manifest_of_another_kind_or_format_counts_as_none(tmp_path: Path) -> 
     assert load_manifest(tmp_path / "stage", CubesManifest) is None
     content = json.loads((tmp_path / "stage" / MANIFEST_NAME).read_text())
     del content["sha256"]
-    content["format_version"] = 3
+    content["format_version"] = 2
     content["sha256"] = stage_folder._content_sha256(content)
     (tmp_path / "stage" / MANIFEST_NAME).write_text(json.dumps(content))
     assert load_manifest(tmp_path / "stage", SquaresManifest) is None
+    with pytest.raises(StageError, match=r"^\S+/stage: the squares stage .* another version of nightjar wrote it; run .*\w$"):
+        require_manifest(tmp_path / "stage", SquaresManifest)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.1 + 0.2, 1e-320])

@@ -39,7 +39,7 @@ def assert_rejected(path: str, *message_parts: str) -> None:
 
 def test_a_valid_file_is_read(tmp_path: Path) -> None:
     (source,) = open_sources([valid_file(tmp_path)], setting="s")
-    assert source.record.rows == 2 * ROWS
+    assert source.record.num_rows == 2 * ROWS
     with source.open() as file:
         assert file.read().num_rows == 2 * ROWS
 
@@ -136,7 +136,7 @@ def test_every_single_flipped_byte_of_a_footer_is_rejected_or_harmless(tmp_path:
         except ValueError as error:  # an InputError, and nothing else of its family
             assert type(error).__name__ == "InputError" and "\n" not in str(error)
             continue
-        assert source.record.rows == source.footer.num_group_rows.sum() == 2 * ROWS
+        assert source.record.num_rows == source.footer.num_group_rows.sum() == 2 * ROWS
 
 
 @pytest.mark.parametrize("rows", [0, 1])
@@ -145,7 +145,7 @@ def test_a_footer_larger_than_the_first_read_is_read_whole(tmp_path: Path, rows:
     wide = write(tmp_path / "wide.parquet", **{f"dim_{index}": pa.array([0.5] * rows, pa.float64()) for index in range(2000)})
     sources = open_sources([str(tmp_path)], setting="s")
     assert pq.read_metadata(wide).serialized_size > 64 * 1024
-    assert [(len(source.schema), source.record.rows) for source in sources] == [(2000, 1), (2000, rows)]
+    assert [(len(source.schema), source.record.num_rows) for source in sources] == [(2000, 1), (2000, rows)]
 
 
 def test_columns_of_any_name_are_found(tmp_path: Path) -> None:

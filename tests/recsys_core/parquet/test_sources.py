@@ -17,7 +17,7 @@ def test_files_come_sorted_and_each_once(tmp_path: Path) -> None:
         write(tmp_path / f"{name}.parquet", x=[1, 2])
     found = open_sources([str(tmp_path / "b.parquet"), str(tmp_path / "*.parquet")], setting="s")
     assert [source.path.name for source in found] == ["a.parquet", "b.parquet", "c.parquet"]
-    assert [source.record.rows for source in found] == [2, 2, 2]
+    assert [source.record.num_rows for source in found] == [2, 2, 2]
 
 
 def test_folders_that_match_a_glob_are_not_files(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_the_record_changes_with_the_content(tmp_path: Path) -> None:
     for values in ([1, 2], [1, 3], [1.0, 3.0]):
         path = write(tmp_path / "a.parquet", x=values)
         digests.add(open_sources([path], setting="s")[0].record.footer_sha256)
-        assert open_sources([path], setting="s")[0].record.bytes == Path(path).stat().st_size
+        assert open_sources([path], setting="s")[0].record.size_bytes == Path(path).stat().st_size
     assert len(digests) == 3
 
 

@@ -72,7 +72,7 @@ def test_a_store_and_a_disk_give_the_same_files_schemas_and_keys(tmp_path: Path,
             other.partition_types,
         )
         assert one.record.footer_sha256 == other.record.footer_sha256
-        assert (one.record.bytes, one.record.rows) == (other.record.bytes, other.record.rows)
+        assert (one.record.size_bytes, one.record.num_rows) == (other.record.size_bytes, other.record.num_rows)
         with one.open() as mine, other.open() as theirs:
             assert mine.read() == theirs.read()
     assert there[0].record.path == there[0].name

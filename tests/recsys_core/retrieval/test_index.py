@@ -65,7 +65,7 @@ def test_reported_recall_equals_the_overlap_with_brute_force(built, export: Expo
         _, row = search(index, query, kind=kind, depth=CONFIG.recall_k)
         overlap = np.mean([len({*returned} & {*exact}) / len(exact) for returned, exact in zip(row, exact_row, strict=True)])
         assert report.recall == pytest.approx(overlap, abs=1e-3)
-        assert report.bytes == built.path(f"{kind.kind}.faiss").stat().st_size
+        assert report.size_bytes == built.path(f"{kind.kind}.faiss").stat().st_size
     assert (built.reports["flat"].recall, built.warning, built.choice) == (1.0, None, None)
     assert built.reports["hnsw"].recall > 0.9
     assert built.reports["ivf_pq"].recall < 1.0
@@ -222,7 +222,7 @@ def test_a_target_above_what_the_memory_allows_serves_the_best_index_with_a_warn
     manifest = build_indexes(config, export=export, folder=tmp_path / "index")
     report = manifest.reports["opq_pq"]
     assert (manifest.served_index, {*manifest.reports}) == ("opq_pq", {"flat", "opq_pq"})
-    assert report.bytes <= 200_000 < manifest.reports["flat"].bytes
+    assert report.size_bytes <= 200_000 < manifest.reports["flat"].size_bytes
     assert manifest.warning is not None
     assert manifest.warning.startswith(
         "no kind reaches a recall of 0.99 within max_bytes (0.2 MiB); opq_pq has the highest, 0."

@@ -161,7 +161,7 @@ def train_champion(run: PreparedRun) -> Champion:
 
     def trained(out: Path) -> dict[str, Any]:
         result = TrainResult.model_validate_json((job.work_folder / RESULT_FILE).read_bytes())
-        return result.model_dump(exclude={"checkpoint"}) | {"attempts": 1}
+        return result.model_dump(exclude={"checkpoint"}) | {"num_attempts": 1}
 
     commit_stage(run.folder / "export", ExportManifest, fingerprint="export", build=build)
     commit_stage(run.folder / "train", TrainManifest, fingerprint="train", build=trained)

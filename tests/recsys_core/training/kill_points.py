@@ -56,7 +56,7 @@ class Undisturbed(NamedTuple):
 
 def train_undisturbed(experiment: Experiment, folder: Path) -> Undisturbed:
     trained = train_in_forks(experiment, folder / "work")
-    assert trained.result.steps == STEPS
+    assert trained.result.num_steps == STEPS
     export = export_in_forks(experiment, checkpoint_of(trained), folder / "export")
     return Undisturbed(state_in(checkpoint_of(trained)), without_timings(trained.lines), export)
 

@@ -13,7 +13,7 @@ from recsys_core.dataset.batch import Assembler, Batch
 from recsys_core.dataset.feature_store import Feature, FeatureForm, FeatureStore
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.launching.rank import Process
-from recsys_core.manifests import FeatureFacts
+from recsys_core.manifests import IngestedFeature
 from recsys_core.models.config import AttentionHistory, TowerConfig, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
@@ -50,11 +50,18 @@ RANKS = {
 """Popularity rank of each row, by table."""
 
 
-def _facts(form: FeatureForm) -> FeatureFacts:
+def _facts(form: FeatureForm) -> IngestedFeature:
     kind = {"single": "categorical", "number": "numeric"}.get(form, form)
     numbers = {"mean": 0.0, "std": 1.0} if form == "number" else {}
-    return FeatureFacts(
-        kind=kind, rows=ROWS[form], values=0, out_of_vocabulary=0, missing=0, definition="d", is_continued=False, **numbers
+    return IngestedFeature(
+        kind=kind,
+        num_rows=ROWS[form],
+        num_values=0,
+        num_out_of_vocabulary=0,
+        num_missing=0,
+        definition="d",
+        is_continued=False,
+        **numbers,
     )
 
 

@@ -134,10 +134,10 @@ def test_training_stops_when_validation_no_longer_improves_and_the_best_epoch_is
     )
     experiment = make_experiment(data, tmp_path / "plan", training=patient)
     stopped = train_in_forks(experiment, tmp_path / "stopped", scores=[0.1, 0.3, 0.2, 0.3, 0.9, 0.9])
-    assert (stopped.result.epochs, stopped.result.best_epoch) == (4, 2)  # an equal score is no improvement
+    assert (stopped.result.num_epochs, stopped.result.best_epoch) == (4, 2)  # an equal score is no improvement
     assert stopped.result.validation == {"ndcg@10": 0.3}
     assert [line.validation["ndcg@10"] for line in stopped.lines if line.validation] == [0.1, 0.3, 0.2, 0.3]
-    best, last = stopped.result.checkpoint, f"step-{stopped.result.steps:09d}"
+    best, last = stopped.result.checkpoint, f"step-{stopped.result.num_steps:09d}"
     assert sorted(path.name for path in (stopped.work / CHECKPOINTS_FOLDER).iterdir()) == [best, last]
 
     short = experiment._replace(training=patient.model_copy(update={"epochs": 2, "validation": None}))

@@ -5,7 +5,7 @@ import torch
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from recsys_core.launching.rank import Process
-from recsys_core.manifests import FeatureFacts
+from recsys_core.manifests import IngestedFeature
 from recsys_core.models.config import TowerConfig, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
@@ -75,8 +75,14 @@ def test_an_accumulator_per_value_keeps_its_position_in_the_table() -> None:
     ],
 )
 def test_a_parameter_name_gives_its_table_whatever_the_name_of_the_collection(parameter: str, table: str | None) -> None:
-    brand = FeatureFacts(
-        kind="categorical", rows=5, values=3, out_of_vocabulary=0, missing=0, definition="{}", is_continued=False
+    brand = IngestedFeature(
+        kind="categorical",
+        num_rows=5,
+        num_values=3,
+        num_out_of_vocabulary=0,
+        num_missing=0,
+        definition="{}",
+        is_continued=False,
     )
     spec = ModelSpec.sized(
         TwoTowerConfig(learn_user_embedding=True), num_users=3, num_items=4, facts_by_feature={"item.brand": brand}

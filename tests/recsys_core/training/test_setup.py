@@ -75,12 +75,12 @@ def test_export_and_index_begin_only_where_their_arrays_fit(experiment, small_di
     spec = ModelSpec.sized(TwoTowerConfig(), num_users=10, num_items=100_000)
     trained = TrainManifest(
         world_size=2,
-        steps=1,
-        epochs=1,
-        examples=1,
+        num_steps=1,
+        num_epochs=1,
+        num_examples=1,
         final_loss=0.1,
         samples_per_s=1.0,
-        attempts=1,
+        num_attempts=1,
         best_epoch=None,
         validation={},
         warm_from=None,

@@ -124,7 +124,7 @@ def once_at(step: int, action):
 def test_metrics_are_relayed_in_order_while_training_and_the_loss_falls(trained):
     manifest, lines = trained
     steps = [line.step for line in lines]
-    assert steps == sorted(set(steps)) and steps[-1] == manifest.steps == lines[0].total_steps
+    assert steps == sorted(set(steps)) and steps[-1] == manifest.num_steps == lines[0].total_steps
     assert lines[-1].loss == pytest.approx(manifest.final_loss) and lines[-1].loss < lines[0].loss
     assert all(line.samples_per_s > 0 for line in lines)
     measured = {line.epoch: line.validation["ndcg@10"] for line in lines if line.validation}
@@ -168,7 +168,7 @@ def test_a_run_resumed_with_other_settings_starts_from_scratch_and_reports_its_o
     shorter = CONFIG.model_copy(update={"epochs": 1, "keep_checkpoints": 1})
     manifest = run_train(experiment, tmp_path / "train", config=shorter, on_progress=lines.append)
     assert lines[0].step == CONFIG.log_every_steps
-    assert {line.total_steps for line in lines} == {manifest.steps}
+    assert {line.total_steps for line in lines} == {manifest.num_steps}
 
 
 @pytest.mark.drill
@@ -284,9 +284,9 @@ def test_after_a_second_failure_training_continues_with_fewer_ranks_and_the_same
 
     sharding = ShardingConfig(cluster=ClusterConfig(device="cpu", processes_per_node=2))
     manifest = run_train(experiment, tmp_path / "train", config=config, on_progress=kill_twice, sharding=sharding)
-    assert (manifest.attempts, manifest.world_size) == (3, 1)
+    assert (manifest.num_attempts, manifest.world_size) == (3, 1)
     whole = trained[0]
-    assert (manifest.steps, manifest.examples) == (whole.steps, whole.examples)
+    assert (manifest.num_steps, manifest.num_examples) == (whole.num_steps, whole.num_examples)
     assert [line.step for line in seen] == sorted({line.step for line in trained[1]})
     assert manifest.final_loss == pytest.approx(whole.final_loss, rel=0.05)
     export(experiment, manifest, tmp_path / "export")

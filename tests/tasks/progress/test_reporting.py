@@ -18,7 +18,7 @@ def trained(stages: Callable[..., Stages]) -> TrainManifest:
 
 
 def test_the_log_line_of_training_has_early_stopping_and_the_best_epoch(trained: TrainManifest) -> None:
-    stopped = trained.model_copy(update={"epochs": 5, "best_epoch": 2})
+    stopped = trained.model_copy(update={"num_epochs": 5, "best_epoch": 2})
     facts = training_summary(stopped, config=TrainingConfig(epochs=10))
     assert "stopped early after epoch 5 of 10, best epoch 2: validation ndcg@10 0.5000" in facts
     assert "stopped early" not in training_summary(stopped, config=TrainingConfig(epochs=5))

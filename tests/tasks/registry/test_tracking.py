@@ -82,4 +82,4 @@ def test_the_end_of_a_run_is_its_description_and_each_complete_stage_has_its_dur
     assert (ended.info.status, ended.data.tags["nightjar.state"]) == ("FINISHED", "NotPromoted")
     description = "**NotPromoted**: recall is less\n\n[Flow run in Prefect](http://prefect/1)"
     assert ended.data.tags["mlflow.note.content"] == description
-    assert ended.data.metrics["stage/train/bytes"] == sum(file.bytes for file in manifests.train_manifest.files.values())
+    assert ended.data.metrics["stage/train/bytes"] == sum(file.size_bytes for file in manifests.train_manifest.files.values())

@@ -47,7 +47,7 @@ def load_log(
     if num_events == 0:
         return LogCounts(num_read=0)
     current_files = [file for part in parts for file in part.files if file.source in split_code_by_file]
-    num_removed_by_reason = {"below_threshold": sum(file.below_threshold for file in current_files)}
+    num_removed_by_reason = {"below_threshold": sum(file.num_below_threshold for file in current_files)}
     newest_us = _newest_time_us(current_files, config.timestamp_column) if config.timestamp_column else 0
     events_sql, other_filters = "events", config.filter.model_copy(update={"until": None, "window_days": None})
     if config.filter.until is not None:

@@ -51,7 +51,7 @@ def ingest(
 def by_value(manifest: FeaturesManifest, key: str) -> dict[Any, int]:
     """Return the row of the vector of each value in the vocabulary; None is the value of row 0."""
     row = np.load(manifest.path(f"{key}.vector_row.npy"))
-    assert (row.dtype, len(row)) == (np.int64, manifest.features[key].rows)
+    assert (row.dtype, len(row)) == (np.int64, manifest.features[key].num_rows)
     values = pq.read_table(manifest.path(f"{key}.vocabulary.parquet"))["value"].to_pylist()
     return dict(zip(values, row.tolist(), strict=True))
 
@@ -62,7 +62,7 @@ def test_each_value_has_the_row_of_its_vector(tmp_path: Path, name: type) -> Non
     brand = pa.array([name(one) for one in (1, 2, 2, 3)] + [None])
     manifest = ingest(tmp_path, embeddings, {"name": "brand"}, {"name": "other", "column": "brand"}, brand=brand)
     assert by_value(manifest, "item.brand") == {None: -1, name(2): 1, name(1): 2, name(3): -1}
-    assert (manifest.features["item.brand"].with_vector, manifest.features["item.other"].with_vector) == (2, 0)
+    assert (manifest.features["item.brand"].num_with_vector, manifest.features["item.other"].num_with_vector) == (2, 0)
     assert "item.other.vector_row.npy" not in manifest.files
 
 

@@ -75,8 +75,14 @@ def test_a_vocabulary_is_sorted_by_count_and_row_zero_is_out_of_vocabulary(tmp_p
     assert vocabulary(manifest, "item.genre") == [(None, 1), ("rock", 2), ("pop", 1)]
     assert rows_of(manifest, "item.genre") == [2, 1, 1, 0, 0]
     facts = manifest.features["item.genre"]
-    assert (facts.rows, facts.values, facts.missing, facts.out_of_vocabulary, facts.new_values) == (3, 5, 2, 0, 2)
-    assert manifest.tables["item"].model_dump() == {"rows": 5, "not_in_catalogue": 1, "without_row": 1}
+    assert (facts.num_rows, facts.num_values, facts.num_missing, facts.num_out_of_vocabulary, facts.num_new_values) == (
+        3,
+        5,
+        2,
+        0,
+        2,
+    )
+    assert manifest.tables["item"].model_dump() == {"num_rows": 5, "num_not_in_catalogue": 1, "num_without_row": 1}
     assert sorted(manifest.files) == ["item.genre.row.npy", "item.genre.vocabulary.parquet"]
 
 
@@ -85,7 +91,7 @@ def test_values_below_min_count_are_out_of_vocabulary_and_counted(tmp_path: Path
     manifest = ingest(tmp_path / "features", stage(tmp_path / "log"), **items(path, {"name": "brand", "min_count": 2}))
     assert vocabulary(manifest, "item.brand") == [(None, 1), (7, 2), (8, 2)]
     assert rows_of(manifest, "item.brand") == [1, 1, 2, 2, 0]
-    assert manifest.features["item.brand"].out_of_vocabulary == 1
+    assert manifest.features["item.brand"].num_out_of_vocabulary == 1
 
 
 def test_lists_keep_their_order_nulls_are_row_zero_and_long_lists_are_cut(tmp_path: Path) -> None:
@@ -97,7 +103,13 @@ def test_lists_keep_their_order_nulls_are_row_zero_and_long_lists_are_cut(tmp_pa
     assert vocabulary(manifest, "item.tags") == [(None, 1), ("a", 3), ("b", 3), ("c", 1)]
     assert rows_of(manifest, "item.tags") == [[2, 1, 2], [], [], [1, 0], [3, 2, 1]]
     facts = manifest.features["item.tags"]
-    assert (facts.rows, facts.values, facts.missing, facts.out_of_vocabulary, facts.truncated) == (4, 8, 2, 1, 1)
+    assert (facts.num_rows, facts.num_values, facts.num_missing, facts.num_out_of_vocabulary, facts.num_truncated) == (
+        4,
+        8,
+        2,
+        1,
+        1,
+    )
 
 
 def test_weights_stay_next_to_their_values(tmp_path: Path) -> None:
@@ -118,7 +130,7 @@ def test_numbers_go_into_the_buckets_that_the_config_bounds(tmp_path: Path) -> N
         **items(path, {"name": "price", "kind": "numeric", "boundaries": [1, 10]}),
     )
     assert rows_of(manifest, "item.price") == [1, 2, 3, 0, 0]
-    assert (manifest.features["item.price"].rows, manifest.features["item.price"].missing) == (4, 2)
+    assert (manifest.features["item.price"].num_rows, manifest.features["item.price"].num_missing) == (4, 2)
 
 
 def test_buckets_are_equally_full_on_what_training_sees(tmp_path: Path) -> None:
@@ -148,7 +160,7 @@ def test_a_hash_needs_no_vocabulary_and_stays_the_same(tmp_path: Path) -> None:
     digest = {value: hashlib.md5(value.encode()).digest() for value in ("a", "b", "émile")}
     row = {value: 1 + int.from_bytes(half[8:], "little") % 1000 for value, half in digest.items()}
     assert rows_of(manifest, "item.brand") == [row["a"], row["b"], row["a"], 0, row["émile"]]
-    assert manifest.features["item.brand"].rows == 1001
+    assert manifest.features["item.brand"].num_rows == 1001
     assert sorted(manifest.files) == ["item.brand.row.npy"]
 
 
@@ -160,7 +172,7 @@ def test_the_context_is_counted_on_training_events_alone(tmp_path: Path) -> None
     manifest = ingest(tmp_path / "features", interactions, context=features)
     assert vocabulary(manifest, "context.device") == [(None, 0), ("app", 3), ("tv", 2), ("car", 1)]
     assert rows_of(manifest, "context.device") == [2, 2, 1, 0, 0, 1, 0, 3, 1]
-    assert manifest.features["context.device"].out_of_vocabulary == 3
+    assert manifest.features["context.device"].num_out_of_vocabulary == 3
     assert manifest.features["context.time"].boundaries == (4.0,)
     assert rows_of(manifest, "context.time") == [1, 1, 1, 2, 2, 2, 2, 2, 2]
     assert manifest.tables == {}
@@ -187,7 +199,7 @@ def test_a_value_keeps_its_row_in_later_runs(tmp_path: Path) -> None:
     later = ingest(tmp_path / "run2", log, previous=earlier, **items(second, *features))
     assert vocabulary(later, "item.brand") == [(None, 0), ("a", 0), ("c", 1), ("b", 1), ("d", 3)]
     assert rows_of(later, "item.brand") == [3, 4, 4, 4, 2]
-    assert (later.features["item.brand"].is_continued, later.features["item.brand"].new_values) == (True, 1)
+    assert (later.features["item.brand"].is_continued, later.features["item.brand"].num_new_values) == (True, 1)
     assert later.features["item.price"].boundaries == earlier.features["item.price"].boundaries
 
 
@@ -282,7 +294,7 @@ def test_the_context_follows_the_events_of_a_real_log(tmp_path: Path) -> None:
     for start, stop, end in zip(user_offset[:-1], user_offset[1:], train_end, strict=True):
         expected += [f"at {time[at]}" if at < end else None for at in range(start, stop)]
     assert [words[row] for row in rows_of(manifest, "context.device")] == expected
-    assert len(words) == 1 + log.train_events
+    assert len(words) == 1 + log.num_train_events
 
 
 @pytest.mark.parametrize("features", [[], [{"name": "genre"}]])

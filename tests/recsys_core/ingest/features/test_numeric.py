@@ -50,7 +50,7 @@ def test_a_number_is_standardised_with_the_training_events(tmp_path: Path) -> No
     manifest = ingest(tmp_path, [1.0, 3.0, 1.0, 3.0, None, math.nan, 4.5])
     assert stored(manifest) == ([1, 1, 1, 1, 0, 0, 1, 0], [-1.0, 1.0, -1.0, 1.0, 0.0, 0.0, 2.5, 0.0])
     facts = manifest.features["item.price"]
-    assert (facts.mean, facts.std, facts.rows, facts.missing, facts.values) == (2.0, 1.0, 2, 3, 8)
+    assert (facts.mean, facts.std, facts.num_rows, facts.num_missing, facts.num_values) == (2.0, 1.0, 2, 3, 8)
     assert facts.is_weighted and facts.boundaries is None
     assert sorted(manifest.files) == ["item.price.row.npy", "item.price.weight.npy"]
 

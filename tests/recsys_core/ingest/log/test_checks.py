@@ -141,11 +141,11 @@ def test_dropped_rows_are_counted_by_reason_and_all_others_are_kept(tmp_path: Pa
     manifest = ingest(tmp_path / "good", *paths, split=LAST_OUT, max_bad_share=0.3, **settings)
     check(manifest, leave_last_out([event for _, events in logs for event in events], min_events=3))
     counts = sum((reasons(columns) for columns, _ in logs), Counter())
-    assert manifest.bad_rows == counts
+    assert manifest.num_bad_rows_by_reason == counts
     facts = manifest.columns["user_id"]
-    assert (facts.nulls, facts.out_of_range) == (counts["user_id: null"], counts["user_id: an empty string"])
+    assert (facts.num_nulls, facts.num_out_of_range) == (counts["user_id: null"], counts["user_id: an empty string"])
     below = [sum(x is not None and x < 1 for x in columns["x"]) for columns, _ in logs]
-    assert 0 < manifest.removed_events["below_threshold"] <= sum(below)
+    assert 0 < manifest.num_removed_events_by_filter["below_threshold"] <= sum(below)
     refuses(
         lambda folder: ingest(folder, *paths, split=LAST_OUT, max_bad_share=0.1, **settings), tmp_path,
         "0.parquet: column ", " of 1,200 rows); ", " of 1,200 rows are bad (", "), a share of 0.",
@@ -160,7 +160,7 @@ def test_bad_values_outside_the_type_of_the_column_are_dropped_too(tmp_path: Pat
     path = write(tmp_path / "a.parquet", **columns)
     manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, on_bad_rows="drop", max_bad_share=0.5, **WEIGHT)
     check(manifest, leave_last_out(log, min_events=3))
-    assert manifest.bad_rows == {"user_id: too large for int64": 1, "x: negative": 1}
+    assert manifest.num_bad_rows_by_reason == {"user_id: too large for int64": 1, "x: negative": 1}
 
 
 def test_a_log_of_nothing_but_bad_rows_is_rejected_whatever_the_share(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_unusual_unicode_ids_are_stored_unchanged_and_suspicious_ones_are_counte
     manifest = ingest(tmp_path / "stage", write_log(tmp_path / "a.parquet", log), split=LAST_OUT)
     check(manifest, leave_last_out(log, min_events=3))
     for column in ("user_id", "item_id"):
-        assert (manifest.columns[column].distinct, manifest.columns[column].unusual_ids) == (len(STRANGE), len(ODD))
+        assert (manifest.columns[column].num_distinct, manifest.columns[column].num_unusual_ids) == (len(STRANGE), len(ODD))
 
 
 def test_ids_in_folder_names_are_checked_like_other_ids(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_ids_in_folder_names_are_checked_like_other_ids(tmp_path: Path) -> None:
     manifest = ingest(tmp_path / "good", log, split=LAST_OUT)
     kept: list[Event] = [(user, item, item - 4) for user in ("a\u202ex", "b\n", "c") for item in (5, 6, 7)]
     check(manifest, leave_last_out(kept, min_events=3))
-    assert manifest.columns["user_id"].unusual_ids == 2
+    assert manifest.columns["user_id"].num_unusual_ids == 2
     write(tmp_path / "log" / "user_id=" / "a.parquet", **events)
     message = "user_id=/a.parquet: column 'user_id', row 0: '' is an empty string (3 of 12 rows"
     refuses(lambda folder: ingest(folder, log, split=LAST_OUT), tmp_path, message)

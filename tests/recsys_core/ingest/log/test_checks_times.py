@@ -33,8 +33,8 @@ def bad_rows_of(tmp_path: Path, *times: int | None, kind: pa.DataType, **setting
     ids = {name: values + [1] * len(times) for name, values in IDS.items()}
     path = write(tmp_path / "a.parquet", **ids, t=pa.array([1, 2, 3, 4, 5, *times], kind))
     manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, on_bad_rows="drop", max_bad_share=0.9, **settings)
-    assert manifest.train_events + manifest.validation_events + manifest.test_events == 5
-    return manifest.bad_rows
+    assert manifest.num_train_events + manifest.num_validation_events + manifest.num_test_events == 5
+    return manifest.num_bad_rows_by_reason
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

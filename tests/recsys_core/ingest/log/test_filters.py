@@ -47,7 +47,7 @@ def test_both_minimums_hold_at_the_end(
     chosen = {"min_user_events": users, "min_item_events": items}
     manifest = ingest(folder / "stage", write_log(folder / "log.parquet", log), split=LAST_OUT, filter=chosen)
     assert events_of(manifest) == sorted(expected)
-    assert manifest.removed_events == ({"rare": len(log) - len(expected)} if len(expected) < len(log) else {})
+    assert manifest.num_removed_events_by_filter == ({"rare": len(log) - len(expected)} if len(expected) < len(log) else {})
     assert set(read(manifest).users) == {user for user, _, _ in expected}
     assert set(read(manifest).items) == {item for _, item, _ in expected}
 
@@ -102,7 +102,7 @@ def test_a_filter_keeps_the_matching_events_and_counts_the_others(tmp_path: Path
     assert sorted((user, time) for user, _, time in events_of(manifest)) == sorted((user, time) for user, _, time in expected)
     if reason != "over_cap":  # of events at one time, which are the newest is settled by the vocabulary
         assert events_of(manifest) == expected
-    assert manifest.removed_events == {reason: len(LOG) - len(expected)}
+    assert manifest.num_removed_events_by_filter == {reason: len(LOG) - len(expected)}
 
 
 def test_users_above_the_bot_threshold_are_removed_with_their_events(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_users_above_the_bot_threshold_are_removed_with_their_events(tmp_path: P
         tmp_path / "stage", write_log(tmp_path / "log.parquet", LOG), split=LAST_OUT, filter={"bot_threshold": 10}
     )
     assert read(manifest).users == [1, 2]
-    assert manifest.removed_events == {"bot_users": 1, "bot_events": 30}
+    assert manifest.num_removed_events_by_filter == {"bot_users": 1, "bot_events": 30}
 
 
 @pytest.mark.parametrize("filters", [{}, {"max_user_events": 3}, {"duplicates": "last"}])

@@ -65,7 +65,7 @@ def test_only_the_new_day_is_read_and_every_id_keeps_its_row(tmp_path: Path, mon
     monkeypatch.setattr(log_parts, "read_part", spy)
     first, second = two_runs(tmp_path)
     assert opened == [["day0.parquet", "day1.parquet", "day2.parquet"], ["day3.parquet"]]
-    assert (first.files_read, first.rows_read, second.files_read, second.rows_read) == (3, 9, 1, 3)
+    assert (first.num_files_read, first.num_rows_read, second.num_files_read, second.num_rows_read) == (3, 9, 1, 3)
     for side in ("users", "items"):
         assert rows(first, side).items() <= rows(second, side).items()
     assert list(rows(second, "users"))[3:] == ["dan"] and list(rows(second, "items"))[3:] == ["w"]
@@ -84,7 +84,7 @@ def test_a_run_without_new_files_reads_no_file(tmp_path: Path) -> None:
     first, _ = two_runs(tmp_path)
     (tmp_path / "in" / "day3.parquet").unlink()
     again = ingest(tmp_path / "again", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
-    assert (again.files_read, again.run_number) == (0, 2)
+    assert (again.num_files_read, again.run_number) == (0, 2)
     assert read(again) == read(first)
 
 
@@ -92,7 +92,7 @@ def test_a_changed_file_is_read_again_and_counts_once(tmp_path: Path) -> None:
     first, _ = two_runs(tmp_path)
     write_log(tmp_path / "in" / "day1.parquet", [("eve", "v", DAY_US), ("eve", "x", DAY_US + 1)])
     manifest = ingest(tmp_path / "again", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
-    assert manifest.files_read == 2
+    assert manifest.num_files_read == 2
     same_events(manifest, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME))
 
 
@@ -100,7 +100,7 @@ def test_events_of_deleted_files_are_removed_but_their_ids_keep_their_rows(tmp_p
     first = ingest(tmp_path / "run1", partitions(tmp_path / "in", DAYS), split=TIME)
     (tmp_path / "in" / "day3.parquet").unlink()
     manifest = ingest(tmp_path / "run2", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
-    assert (manifest.files_read, manifest.num_users, manifest.idle_users, manifest.idle_items) == (0, 4, 1, 1)
+    assert (manifest.num_files_read, manifest.num_users, manifest.num_idle_users, manifest.num_idle_items) == (0, 4, 1, 1)
     assert rows(manifest, "users") == rows(first, "users")
     assert sum(len(part) for part in read(manifest).parts) == 9
 
@@ -115,7 +115,7 @@ def test_events_of_deleted_files_are_removed_but_their_ids_keep_their_rows(tmp_p
 def test_a_rebuild_numbers_ids_again_by_frequency(tmp_path: Path, settings: dict[str, Any], why: str) -> None:
     first, second = two_runs(tmp_path, **settings)
     assert second.rebuild_reason is not None and why in second.rebuild_reason
-    assert (second.run_number, second.files_read, second.lineage == first.lineage) == (1, 4, False)
+    assert (second.run_number, second.num_files_read, second.lineage == first.lineage) == (1, 4, False)
     counts = [sum(event[1] == item for day in DAYS for event in day) for item in rows(second, "items")]
     assert counts == sorted(counts, reverse=True)
 
@@ -129,10 +129,10 @@ def test_a_rebuild_is_due_when_most_ids_are_idle(tmp_path: Path) -> None:
         write_log(tmp_path / "in" / f"late{number}.parquet", events)
     paths = str(tmp_path / "in" / "late*.parquet")
     second = ingest(tmp_path / "run2", paths, split=TIME, previous=first)
-    assert (second.rebuild_reason, second.idle_users, second.num_users) == (None, 3, 5)
+    assert (second.rebuild_reason, second.num_idle_users, second.num_users) == (None, 3, 5)
     third = ingest(tmp_path / "run3", paths, split=TIME, previous=second)
     assert third.rebuild_reason is not None and "3 of 5 users had no event in the previous run" in third.rebuild_reason
-    assert (third.num_users, third.idle_users) == (2, 0)
+    assert (third.num_users, third.num_idle_users) == (2, 0)
 
 
 def test_other_reading_settings_read_all_files_again_and_keep_the_rows(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_other_reading_settings_read_all_files_again_and_keep_the_rows(tmp_path:
     paths = str(tmp_path / "in" / "*.parquet")
     first = ingest(tmp_path / "run1", paths, split=TIME)
     second = ingest(tmp_path / "run2", paths, split=TIME, previous=first, label_column="stars", label_threshold=3)
-    assert (second.files_read, second.run_number, second.removed_events) == (4, 2, {"below_threshold": 4})
+    assert (second.num_files_read, second.run_number, second.num_removed_events_by_filter) == (4, 2, {"below_threshold": 4})
     assert rows(second, "users") == rows(first, "users")
 
 
@@ -163,7 +163,7 @@ def test_parts_are_copied_where_they_cannot_be_linked(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(Path, "hardlink_to", refuse)
     first, second = two_runs(tmp_path)
-    assert second.files_read == 1
+    assert second.num_files_read == 1
     assert not first.path(first.parts[0].file_name).samefile(second.path(second.parts[0].file_name))
 
 
@@ -173,7 +173,7 @@ def test_parts_of_another_engine_version_are_read_again_and_every_id_keeps_its_r
     first = ingest(tmp_path / "run1", partitions(tmp_path / "in", DAYS[:3]), split=TIME)
     monkeypatch.setattr(DuckdbEngine, "version", "duckdb 0.0.0")
     second = ingest(tmp_path / "run2", partitions(tmp_path / "in", DAYS), split=TIME, previous=first)
-    assert (second.files_read, second.rebuild_reason) == (4, None)
+    assert (second.num_files_read, second.rebuild_reason) == (4, None)
     for side in ("users", "items"):
         assert rows(first, side).items() <= rows(second, side).items()
     same_events(second, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME))
@@ -192,10 +192,10 @@ def test_a_row_from_the_future_is_used_once_its_time_is_past(tmp_path: Path, mon
     dropping = {"on_bad_rows": "drop", "max_bad_share": 0.5, "max_future_days": 0}
     monkeypatch.setattr(time, "time_ns", lambda: (3 * DAY_US - 1) * 1_000)
     first = ingest(tmp_path / "run1", path, split=TIME, **dropping)
-    assert first.bad_rows == {"t: in the future": 3}
+    assert first.num_bad_rows_by_reason == {"t: in the future": 3}
     monkeypatch.setattr(time, "time_ns", lambda: 4 * DAY_US * 1_000)
     second = ingest(tmp_path / "run2", path, split=TIME, previous=first, **dropping)
-    assert (second.bad_rows, second.files_read) == ({}, 4)
+    assert (second.num_bad_rows_by_reason, second.num_files_read) == ({}, 4)
     same_events(second, ingest(tmp_path / "whole", path, split=TIME))
 
 
@@ -205,7 +205,7 @@ def test_a_bad_new_day_leaves_the_previous_run_unchanged(tmp_path: Path) -> None
     with refusal("day4.parquet: column 'user_id', row 1: null"):
         ingest(tmp_path / "bad", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
     assert not (tmp_path / "bad").exists()
-    assert first.path(first.parts[0].file_name).stat().st_size == first.files[first.parts[0].file_name].bytes
+    assert first.path(first.parts[0].file_name).stat().st_size == first.files[first.parts[0].file_name].size_bytes
 
 
 def test_a_file_without_rows_may_be_deleted(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_an_id_of_a_deleted_file_gets_no_row_when_its_filter_is_removed(tmp_path
     first = ingest(tmp_path / "run1", old, new, split=TIME, filter=filtered)
     second = ingest(tmp_path / "run2", new, split=TIME, previous=first)
     assert not {"rare", "r"} & {*rows(second, "users"), *rows(second, "items")}
-    assert (second.idle_users, second.idle_items) == (0, 0)
+    assert (second.num_idle_users, second.num_idle_items) == (0, 0)
 
 
 @pytest.mark.parametrize("folder", ["user=bob", "item=x", "split=1", "position=5", "id=7"])

@@ -46,7 +46,12 @@ def test_a_time_split_holds_every_event_once_in_order(
     split = {"kind": "time", "test_days": test_days, "validation_days": validation_days}
     manifest = ingest(folder / "stage", write_log(folder / "log.parquet", log), split=split)
     check(manifest, parts)
-    assert (manifest.removed_events, manifest.items_with_vector, manifest.items_vector_only, manifest.is_ordered) == (
+    assert (
+        manifest.num_removed_events_by_filter,
+        manifest.num_items_with_vector,
+        manifest.num_items_vector_only,
+        manifest.is_ordered,
+    ) == (
         {},
         0,
         0,
@@ -134,7 +139,7 @@ def test_a_file_without_rows_between_others_is_read_as_such(tmp_path: Path) -> N
     write_log(tmp_path / "in" / "2.parquet", log[2:])
     manifest = ingest(tmp_path / "stage", str(tmp_path / "in"), split=LAST_OUT)
     check(manifest, leave_last_out(log, min_events=3))
-    assert (manifest.files_read, [file.source.rows for file in manifest.parts[0].files]) == (3, [2, 0, 3])
+    assert (manifest.num_files_read, [file.source.num_rows for file in manifest.parts[0].files]) == (3, [2, 0, 3])
 
 
 @pytest.mark.parametrize("name", ["day[1].parquet", "day?.parquet", "day*.parquet", "day{1,2}.parquet", "d'ay\".parquet"])
@@ -221,7 +226,7 @@ def test_events_below_the_label_threshold_are_counted_and_left_out(tmp_path: Pat
     path = write_log(tmp_path / "log.parquet", log, stars=label)
     manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, label_column="stars", label_threshold=threshold)
     check(manifest, leave_last_out([log[0], log[2], log[3], log[5]], min_events=3))
-    assert manifest.removed_events == {"below_threshold": 2}
+    assert manifest.num_removed_events_by_filter == {"below_threshold": 2}
 
 
 def test_the_label_threshold_holds_for_given_test_files_too(tmp_path: Path) -> None:
@@ -231,7 +236,7 @@ def test_the_label_threshold_holds_for_given_test_files_too(tmp_path: Path) -> N
         tmp_path / "stage", train, split={"kind": "files", "test_paths": test}, label_column="stars", label_threshold=2
     )
     check(manifest, ([(1, 1, 1), (2, 1, 1)], [], [(1, 4, 4)]))
-    assert manifest.removed_events == {"below_threshold": 2}
+    assert manifest.num_removed_events_by_filter == {"below_threshold": 2}
 
 
 def test_the_validation_share_is_taken_from_train_only_and_is_reproducible(tmp_path: Path) -> None:
@@ -243,7 +248,7 @@ def test_the_validation_share_is_taken_from_train_only_and_is_reproducible(tmp_p
     manifests = [ingest(tmp_path / str(index), path, split=split) for index, path in enumerate((train, backwards))]
     first, second = (read(manifest) for manifest in manifests)
     assert first == second
-    assert 850 < manifests[0].validation_events < 1150  # 5 standard deviations of 28 around 1000
+    assert 850 < manifests[0].num_validation_events < 1150  # 5 standard deviations of 28 around 1000
     assert sorted(first.parts[0] + first.parts[1]) == log
     assert len({user for user, _, _ in first.parts[1]}) > 90
 
@@ -265,7 +270,7 @@ def test_held_out_items_have_no_training_events_and_are_the_same_in_every_run(tm
     # The next run reads one more file: held-out items stay held out in it, also when it starts from scratch.
     more = write_log(tmp_path / "b.parquet", [(user, name(item), 2000) for user in (7, 8) for item in range(900, 1100)])
     later = ingest(tmp_path / "later", first, more, split=split, previous=earlier)
-    assert later.files_read == 1
+    assert later.num_files_read == 1
     train, validation, _ = read(later).parts
     new = {item for _, item, _ in validation}
     assert not new & {item for _, item, _ in train}
@@ -306,7 +311,7 @@ def test_items_known_by_their_vector_alone_are_in_the_vocabulary(tmp_path: Path,
     manifest = ingest(tmp_path / "stage", path, split={"kind": "leave_last_out"}, embeddings=embeddings)
     assert read(manifest).items == [as_id(number) for number in (3, 1, 5, 9, 7)]
     assert np.load(manifest.path("vector_row.npy")).tolist() == [1, -1, 3, 0, 2]
-    assert (manifest.items_with_vector, manifest.items_vector_only) == (4, 2)
+    assert (manifest.num_items_with_vector, manifest.num_items_vector_only) == (4, 2)
 
 
 def test_columns_may_be_named_anything(tmp_path: Path) -> None:
@@ -325,7 +330,7 @@ def test_the_spill_folder_is_deleted(tmp_path: Path) -> None:
     left = {str(path.relative_to(manifest.folder)) for path in manifest.folder.rglob("*") if path.is_file()}
     assert left == {*manifest.files, "manifest.json", MARKER_NAME}
     assert {path.name for path in manifest.folder.iterdir() if path.is_dir()} == {"parts"}
-    assert manifest.train_events + manifest.validation_events + manifest.test_events == 1_000_000
+    assert manifest.num_train_events + manifest.num_validation_events + manifest.num_test_events == 1_000_000
 
 
 @pytest.mark.skipif(not BEAUTY.exists(), reason="the Beauty log is not on this machine")
@@ -336,8 +341,12 @@ def test_data_real_beauty_gives_the_published_numbers(tmp_path: Path) -> None:
     )
     path = str(BEAUTY / "interactions.parquet")
     manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, order_column="position", embeddings=embeddings)
-    assert (manifest.num_users, manifest.num_items, manifest.items_with_vector) == (22_363, 12_101, 12_101)
-    assert (manifest.train_events, manifest.validation_events, manifest.test_events) == (198_502 - 2 * 22_363, 22_363, 22_363)
+    assert (manifest.num_users, manifest.num_items, manifest.num_items_with_vector) == (22_363, 12_101, 12_101)
+    assert (manifest.num_train_events, manifest.num_validation_events, manifest.num_test_events) == (
+        198_502 - 2 * 22_363,
+        22_363,
+        22_363,
+    )
     assert targets_never_seen(manifest) == {"train": 138, "train and validation": 52}
 
 

@@ -29,7 +29,7 @@ def test_unusual_unicode_ids_are_stored_unchanged(tmp_path: Path, dictionary: bo
     )
     items, rows = interaction_logs.read(store).items, np.load(store.path("vector_row.npy"))
     assert [STRANGE[row] for row in rows] == items
-    assert store.items_with_vector == len(STRANGE)
+    assert store.num_items_with_vector == len(STRANGE)
 
 
 @pytest.mark.parametrize("name", ODD)

@@ -65,7 +65,7 @@ def test_every_list_layout_gives_the_same_matrix(tmp_path: Path, layout: Layout,
     assert stored.dtype == np.float32
     np.testing.assert_array_equal(stored, vectors.astype(np.float32))
     assert ids_of(manifest) == list(range(0, 77, 7))
-    assert (manifest.tables["item"].rows, manifest.tables["item"].dim, manifest.tables["item"].id_type) == (11, 3, "int64")
+    assert (manifest.tables["item"].num_rows, manifest.tables["item"].dim, manifest.tables["item"].id_type) == (11, 3, "int64")
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
@@ -130,7 +130,7 @@ def test_files_of_a_glob_follow_one_another_by_name(tmp_path: Path) -> None:
     manifest = ingest(tmp_path / "stage", str(tmp_path / "in-*.parquet"), batch_rows=2)
     np.testing.assert_array_equal(np.load(manifest.vectors_path("item")), vectors)
     assert ids_of(manifest) == list(range(9))
-    assert [source.rows for source in manifest.sources] == [2, 0, 4, 3]
+    assert [source.num_rows for source in manifest.sources] == [2, 0, 4, 3]
 
 
 def test_a_stage_folder_may_have_pattern_characters_in_its_name(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_an_id_map_replaces_ids_and_drops_ids_without_an_entry(tmp_path: Path) -
     )
     assert ids_of(manifest) == [10, 30, 40] and manifest.tables["item"].id_type == "int64"
     assert np.load(manifest.vectors_path("item")).tolist() == [[1.0], [3.0], [4.0]]
-    assert (manifest.tables["item"].rows, manifest.tables["item"].unmapped) == (3, 1)
+    assert (manifest.tables["item"].num_rows, manifest.tables["item"].num_unmapped) == (3, 1)
     assert [Path(source.path).name for source in manifest.sources] == ["a.parquet", "map.parquet"]
 
 
@@ -211,7 +211,7 @@ def test_the_first_of_two_entries_for_a_table_wins_and_each_table_has_its_own_fi
     manifest = ingest_embeddings(entries, folder=tmp_path / "stage")
     assert ids_of(manifest) == [1, 2, 3, 5, 4]
     assert np.load(manifest.vectors_path("item")).tolist() == [[1, 0], [2, 0], [3, 0], [9, 5], [9, 4]]
-    assert (manifest.tables["item"].overridden, manifest.tables["user"].overridden) == (2, 0)
+    assert (manifest.tables["item"].num_overridden, manifest.tables["user"].num_overridden) == (2, 0)
     assert np.load(manifest.vectors_path("user")).tolist() == [[7.0, 7.0, 7.0]]
     assert pq.read_table(manifest.ids_path("user"))["id"].to_pylist() == ["ann"]
 
@@ -239,4 +239,4 @@ def test_only_bad_rows_are_dropped_and_the_others_keep_their_vectors(
     manifest = ingest(folder / "stage", path, on_bad_rows="drop", max_bad_share=1.0, batch_rows=batch_rows, vector_column="v")
     assert ids_of(manifest) == list(expected)
     assert np.load(manifest.vectors_path("item")).tolist() == list(expected.values())
-    assert manifest.tables["item"].rows + sum(manifest.tables["item"].dropped.values()) == len(names)
+    assert manifest.tables["item"].num_rows + sum(manifest.tables["item"].num_dropped_by_fault.values()) == len(names)

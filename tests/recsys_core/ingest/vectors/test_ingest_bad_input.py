@@ -212,7 +212,7 @@ def test_with_drop_bad_rows_are_dropped_and_counted(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", **{name: values[:99] for name, values in BAD.items()})
     manifest = ingest(tmp_path / "stage", path, on_bad_rows="drop", max_bad_share=0.04)
     # The first vector of item 2 is no vector, so the second is its first.
-    assert manifest.tables["item"].dropped == {"null_id": 1, "not_finite": 1, "all_zero": 1}
+    assert manifest.tables["item"].num_dropped_by_fault == {"null_id": 1, "not_finite": 1, "all_zero": 1}
     assert pq.read_table(manifest.ids_path("item"))["id"].to_pylist() == [1, 2, *range(4, 98)]
     assert np.load(manifest.vectors_path("item"))[:3].tolist() == [[1.0], [4.0], [1.0]]
 

@@ -60,7 +60,7 @@ def test_two_hosts_with_one_rank_each_train_the_same_model_as_one_host_with_two_
     here, lines_here, one = run(experiment, tmp_path / "here", launcher=ONE_HOST)
     there, lines_there, two = run(experiment, tmp_path / "there", launcher=TWO_HOSTS)
     assert [line.loss for line in lines_there] == [line.loss for line in lines_here] and len(lines_here) > 3
-    assert (there.final_loss, there.validation, there.attempts) == (here.final_loss, here.validation, 1)
+    assert (there.final_loss, there.validation, there.num_attempts) == (here.final_loss, here.validation, 1)
     arrays = [name for name in one.files if name.endswith(".npy")]
     assert "item_vectors.npy" in arrays
     for name in arrays:

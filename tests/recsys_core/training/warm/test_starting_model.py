@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from recsys_core.errors import InputError
-from recsys_core.manifests import Dataset, ExportManifest, FeatureFacts, FeaturesManifest, PlanManifest, TrainManifest
+from recsys_core.manifests import Dataset, ExportManifest, FeaturesManifest, IngestedFeature, PlanManifest, TrainManifest
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
@@ -55,12 +55,12 @@ def champion(run: PreparedRun) -> Champion:
 
 TRAINED = {
     "world_size": 2,
-    "steps": 1,
-    "epochs": 1,
-    "examples": 1,
+    "num_steps": 1,
+    "num_epochs": 1,
+    "num_examples": 1,
     "final_loss": 1.0,
     "samples_per_s": 1.0,
-    "attempts": 1,
+    "num_attempts": 1,
     "best_epoch": None,
     "validation": {},
     "num_warm_starts": 3,
@@ -126,9 +126,15 @@ def test_a_champion_with_another_id_column_is_rejected(run: PreparedRun, champio
         check_compatible(run, replace(champion, interactions=other), run.spec)
 
 
-def facts(definition: str) -> FeatureFacts:
-    return FeatureFacts(
-        kind="categorical", rows=5, values=3, out_of_vocabulary=0, missing=0, definition=definition, is_continued=False
+def facts(definition: str) -> IngestedFeature:
+    return IngestedFeature(
+        kind="categorical",
+        num_rows=5,
+        num_values=3,
+        num_out_of_vocabulary=0,
+        num_missing=0,
+        definition=definition,
+        is_continued=False,
     )
 
 

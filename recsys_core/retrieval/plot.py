@@ -23,7 +23,7 @@ def plot_indexes(report_by_kind: Mapping[str, IndexReport], *, served_kind: str,
 def draw_indexes(report_by_kind: Mapping[str, IndexReport], *, served_kind: str) -> "Figure":
     """Draw recall and latency with one point per index, and a curve of its tried settings. The served one is filled."""
     recall_k = max(report.k for report in report_by_kind.values())
-    figure, axes = plots.new_figure(title="Recall and latency of the indexes")
+    figure, axes = plots.new_figure(title="Recall and latency of the indexes", size=(6.4, 4.4))
     for number, (kind, report) in enumerate(report_by_kind.items()):
         colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
         for points in _curves(report):
@@ -44,7 +44,9 @@ def draw_indexes(report_by_kind: Mapping[str, IndexReport], *, served_kind: str)
     axes.margins(x=0.1, y=0.1)
     axes.set_xlabel("latency: ms per query (one thread, all queries in one batch)")
     axes.set_ylabel(f"recall@{recall_k} against exact search")
-    axes.legend(loc="lower right", frameon=False, fontsize=8, labelcolor=plots.INK)
+    axes.legend(  # below the axes, where it hides no point
+        loc="upper left", bbox_to_anchor=(0, -0.16), ncols=3, frameon=False, fontsize=8, labelcolor=plots.INK
+    )
     return figure
 
 

@@ -25,7 +25,8 @@ MAX_EVENTS = 5_000_000
 MAX_HISTORY = 200
 """Newest items of a user that are counted in pairs, because their number grows with the square of the history."""
 MAX_NEIGHBOURS = 100
-BLOCK_PAIRS = 1 << 24
+BLOCK_PAIRS = 1 << 22
+"""Pairs of items of a user that are counted at once. Sorting them takes about 100 bytes each."""
 
 Floats32 = NDArray[np.float32]
 

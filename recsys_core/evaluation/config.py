@@ -15,7 +15,7 @@ class ClosedFormConfig(Settings):
     """Linear models that are computed from the log without training: EASE, or a truncated SVD for more items."""
 
     max_items: int = Field(
-        200_000,
+        100_000,
         ge=1,
         le=MAX_COUNT,
         description="number of items above which the baselines `closed_form` and `cooccurrence` are left out",

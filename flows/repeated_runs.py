@@ -130,10 +130,13 @@ def measure_gate_noise(config: PipelineConfig, num_seeds: int) -> GateNoise:
     """
     name_flow_run(config.name, f"with {num_seeds} seeds")
     metric, values = config.registry.metric, dict[int, float]()
+    metric_name, _, k = metric.partition("@")
+    only_metric = {"metrics": (metric_name,), "ks": (int(k),), "baselines": (), "slices": ()}
+    evaluation = config.evaluation.model_copy(update=only_metric)
     with _own_workspace(config, GATE_NOISE_NAME) as folder:
         for seed in range(config.training.seed, config.training.seed + num_seeds):
             training = config.training.model_copy(update={"seed": seed, "warm_start": None})
-            seed_config = config.model_copy(update={"training": training})
+            seed_config = config.model_copy(update={"training": training, "evaluation": evaluation})
             record, metrics = _repeat_run(seed_config, f"seed-{seed}", folder=folder, until="evaluate")
             if f"test/{metric}" not in metrics:
                 raise StageError(f"the training with seed {seed} ended as {record.state}: {record.message}")
@@ -173,6 +176,7 @@ def plot_days(days: list[Day], *, metric: str, path: Path) -> None:
         "model": (f"test/{metric}", plots.BLUE, "-"),
         "popularity": (f"baseline/popularity/{metric}", plots.GREY, "-"),
         "zero-shot": (f"baseline/zero_shot/{metric}", plots.GREEN, "-"),
+        "closed form": (f"baseline/closed_form/{metric}", plots.RED, "-"),
         "served": (f"served/{metric}", plots.ORANGE, "-"),
         "champion before": (f"champion/{metric}", plots.INK, "--"),
     }
@@ -184,5 +188,5 @@ def plot_days(days: list[Day], *, metric: str, path: Path) -> None:
     axes.set_xticks(range(len(days)), [f"{day.until:%m-%d}\n{day.state}" for day in days], fontsize=7)
     axes.set_ylim(bottom=0)
     axes.set_ylabel(metric)
-    plots.legend_above(axes, num_columns=5)
+    plots.legend_above(axes, num_columns=6)
     plots.save_png(figure, path)

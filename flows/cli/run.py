@@ -134,7 +134,7 @@ def print_metrics(table: MetricTable, *, served_metrics: Mapping[str, float]) ->
         for row_name, row_values in table.rows.items()
     ]
     for ranker in dict.fromkeys(row_name.partition("/")[0] for row_name in served_metrics):
-        if ranker.startswith("exact_"):  # the page of the decision shows the exact searches
+        if ranker == "index" or ranker.startswith("exact_"):  # the page of the decision shows what serving costs
             continue
         row_values = [served_metrics.get(f"{ranker}/{column}") for column in table.columns]
         row_name = "served" if ranker == "served" else f"{ranker.removesuffix('_champion')} served"

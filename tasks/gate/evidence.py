@@ -9,7 +9,7 @@ from recsys_core.comparison.decision import Evidence
 from recsys_core.comparison.rules import Comparison, Margin, Outcome, Rule
 from recsys_core.evaluation.metrics import UserMetrics
 from tasks.gate.sample import K, ServedMetrics
-from tasks.gate.serving_loss import PACKAGED, TRAINED
+from tasks.gate.serving_loss import INDEX, PACKAGED, TRAINED
 from tasks.registry.config import RegistryConfig
 
 
@@ -51,15 +51,21 @@ def version_evidence(
 
 def serving_evidence(config: RegistryConfig, new: ServedMetrics, exact_metrics: Mapping[str, UserMetrics]) -> list[Evidence]:
     """Compare the packaged query tower with the trained one, and the index with an exact search. See `exact_metrics`."""
-    if not exact_metrics or config.guardrails.max_serving_loss == 1:
+    if not exact_metrics:
         return []
-    rule = config.gate.for_guardrail(config.guardrails.max_serving_loss)
+    guardrails = config.guardrails
+    index_rule, rule = (config.gate.for_guardrail(loss) for loss in (guardrails.max_index_loss, guardrails.max_serving_loss))
     trained, packaged = exact_metrics[TRAINED], exact_metrics[PACKAGED]
     pairs = (
         ("with the packaged query tower", packaged, trained, "the trained one"),
         ("with the index", new.users, packaged, "an exact search"),
     )
-    return [
+    ((recall_name, recall_U),) = exact_metrics[INDEX].value_U_by_metric.items()
+    comparison = index_rule.compare(recall_U, np.ones(len(recall_U)), baseline="an exact search", num_comparisons=len(pairs))
+    index_evidence = Evidence(
+        subject=f"{recall_name} of the index", baseline="an exact search", is_guardrail=True, comparison=comparison
+    )
+    return [index_evidence] + [
         _compare(
             config.metric,
             rule,

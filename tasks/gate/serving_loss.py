@@ -8,19 +8,22 @@ import torch
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation.metrics import USER_METRICS_FILE, UserMetrics, read_user_metrics
 from recsys_core.evaluation.ranking import Queries, rank_served
-from recsys_core.manifests import EvaluationManifest, ExportManifest, PackageManifest
+from recsys_core.manifests import EvaluationManifest, ExportManifest, IndexManifest, PackageManifest
+from recsys_core.retrieval.index import served_recall_by_user
 from recsys_core.serving.retriever import Retriever
 from tasks.gate.sample import ServedSample
 from tasks.runs.context import StageContext
 
 TRAINED, PACKAGED = "exact_trained", "exact_packaged"
 """Rankers that search all item vectors in float32: with the query tower of the training, and with the packaged query tower."""
+INDEX = "index"
+"""Key of the recall of the served index against an exact search, for a sample of the test users."""
 MAX_SCORES = 4_000_000_000
 """Largest number of scores (users times items) of the exact search. With more users, only the first of them are ranked."""
 
 
 def exact_metrics(context: StageContext, sample: ServedSample) -> dict[str, UserMetrics]:
-    """Return the metrics of TRAINED and PACKAGED for users of the sample.
+    """Return the metrics of TRAINED and PACKAGED for users of the sample, and those of INDEX.
 
     The difference between them is the cost of the quantization, and of context features, which are missing while serving. The
     difference between PACKAGED and the served answers is the cost of the index. Without metrics of the trained model that
@@ -38,7 +41,10 @@ def exact_metrics(context: StageContext, sample: ServedSample) -> dict[str, User
         order_I=np.load(results[EvaluationManifest].path("popularity.npy")),
         num_users=num_users,
     )
-    return {TRAINED: trained.common_with(packaged), PACKAGED: packaged}
+    index = results[IndexManifest]
+    user_rows, recalls = served_recall_by_user(index)
+    index_recall = UserMetrics(user_rows, {f"recall@{index.reports[index.served_index].k}": recalls})
+    return {TRAINED: trained.common_with(packaged), PACKAGED: packaged, INDEX: index_recall}
 
 
 def _packaged_metrics(

@@ -35,9 +35,16 @@ class GuardrailsConfig(Settings):
     max_serving_loss: float = Field(
         0.05,
         ge=0.001,
-        le=1,
+        lt=1,
         description="largest relative drop of `registry.metric` by the quantized query tower against the trained model, and by "
-        "the index against an exact search. With 1, the drops are not compared",
+        "the index against an exact search",
+    )
+    max_index_loss: float = Field(
+        0.5,
+        ge=0.001,
+        lt=1,
+        description="largest share of the exact top items that the index may miss, on average over the test users. A "
+        "compressed index may miss many of them and still serve the right items, so this limit only finds a broken index",
     )
     max_cost_increase: float = Field(
         1.0,

@@ -93,7 +93,9 @@ def verdict_page(registration: RegistrationManifest, *, evaluation: EvaluationMa
         metrics_by_ranker.setdefault(title, {})[metric_name] = value
     metric_names = tuple(next(iter(metrics_by_ranker.values())))
     values_by_ranker = {
-        ranker: tuple(metrics.get(metric_name) for metric_name in metric_names) for ranker, metrics in metrics_by_ranker.items()
+        ranker: tuple(metrics.get(metric_name) for metric_name in metric_names)
+        for ranker, metrics in metrics_by_ranker.items()
+        if metrics.keys() >= set(metric_names)  # not the index, which has its own recall
     }
     lines = [
         f"## {registration.model_name} version {registration.version} is {registration.alias}",

@@ -10,7 +10,7 @@ from recsys_core.comparison.rules import PairedBootstrap
 from recsys_core.evaluation.metrics import SERVED_METRICS, UserMetrics
 from tasks.gate.evidence import baseline_evidence, serving_evidence, version_evidence
 from tasks.gate.sample import ServedMetrics
-from tasks.gate.serving_loss import PACKAGED, TRAINED
+from tasks.gate.serving_loss import INDEX, PACKAGED, TRAINED
 from tasks.registry.config import GuardrailsConfig, RegistryConfig
 
 NUM_USERS = 20_000
@@ -119,6 +119,18 @@ def test_a_cost_that_was_too_short_to_measure_prevents_no_promotion() -> None:
     assert decide(evidence)[0] == "promoted"
 
 
+def index_recall(share: float) -> UserMetrics:
+    return UserMetrics(np.arange(1_000), {"recall@100": np.full(1_000, share)})
+
+
+def test_an_index_that_misses_most_items_is_refused() -> None:
+    users = served(hits(0.2)).users
+    exact = {TRAINED: users, PACKAGED: users, INDEX: index_recall(0.3)}
+    verdict_name, reasons = decide(serving_evidence(CONFIG, served(hits(0.2)), exact))
+    assert verdict_name == "not_promoted"
+    assert reasons[0].startswith("recall@100 of the index is 0.3000, -70.0 %") and "of an exact search" in reasons[0]
+
+
 @pytest.mark.parametrize(
     ("trained", "packaged", "served_rate", "reason"),
     [
@@ -130,7 +142,7 @@ def test_a_cost_that_was_too_short_to_measure_prevents_no_promotion() -> None:
 def test_a_package_that_answers_worse_than_its_model_is_refused(
     trained: float, packaged: float, served_rate: float, reason: str | None
 ) -> None:
-    exact = {TRAINED: served(hits(trained)).users, PACKAGED: served(hits(packaged)).users}
+    exact = {TRAINED: served(hits(trained)).users, PACKAGED: served(hits(packaged)).users, INDEX: index_recall(0.9)}
     evidence = serving_evidence(CONFIG, served(hits(served_rate)), exact)
     verdict_name, reasons = decide(evidence)
     if reason is None:

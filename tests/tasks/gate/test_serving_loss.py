@@ -7,7 +7,7 @@ import pytest
 
 from recsys_core.evaluation.metrics import USER_METRICS_FILE, read_user_metrics
 from tasks.gate.sample import prepare_sample
-from tasks.gate.serving_loss import PACKAGED, TRAINED, exact_metrics
+from tasks.gate.serving_loss import INDEX, PACKAGED, TRAINED, exact_metrics
 from tests.tasks.conftest import USERS, Stages
 from tests.tasks.registration import do_register, run_of
 
@@ -32,5 +32,6 @@ def test_the_metrics_of_a_registration_have_each_step_of_the_loss(
 ) -> None:
     metrics = do_register(stages(), run_of(workspace, "one")).metrics
     rankers = {name.partition("/")[0] for name in metrics}
-    assert rankers == {"served", TRAINED, PACKAGED}
+    assert rankers == {"served", TRAINED, PACKAGED, INDEX}
+    assert metrics["index/recall@100"] == 1.0
     assert metrics["served/recall@20"] == pytest.approx(metrics[f"{PACKAGED}/recall@20"])  # a flat index is exact

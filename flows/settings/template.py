@@ -13,7 +13,6 @@ from flows.settings import yaml_loader
 from flows.settings.config_errors import nested_config_classes, union_tag
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.ingest.log.config import InteractionsConfig, TimeSplit
-from recsys_core.ingest.synthetic import generate
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.training.config import TrainingConfig
 
@@ -82,6 +81,8 @@ def demo_config() -> PipelineConfig:
 
 def write_demo(workspace: Path) -> Path:
     """Generate `<workspace>/data` and write `<workspace>/nightly.yaml`, unless they exist; return the path of the config."""
+    from recsys_core.ingest.synthetic import generate  # imports NumPy and pyarrow
+
     config_path = workspace / "nightly.yaml"
     if not (workspace / "data" / "item_embeddings.parquet").is_file():
         generate(workspace / "data")

@@ -15,9 +15,9 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import TrainManifest, create_own_folder
 from tasks.registry.mlflow_client import RUN_ID_TAG
 from tasks.retention.clean import Removals
-from tasks.retention.run_folders import run_ids
 from tasks.runs.run import Run
 from tasks.runs.workspace import Workspace
+from tests.tasks.retention.run_folders_by_hand import run_ids
 
 MEBIBYTE = 2**20
 

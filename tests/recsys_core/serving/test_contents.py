@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from recsys_core.errors import StageError
 from recsys_core.manifests import ExportManifest, IndexManifest, PackageManifest, record_file, require_manifest
-from recsys_core.serving.config import PackageConfig
+from recsys_core.models.config import PackageConfig
 from recsys_core.serving.contents import read_package
 from recsys_core.serving.package import DESCRIPTION_NAME, build_package, description_sha256, package_files
 from recsys_core.serving.retriever import Retriever

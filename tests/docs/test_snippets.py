@@ -118,7 +118,7 @@ def test_the_config_reference_has_one_table_per_class_and_the_defaults_of_its_ot
     assert "| `max_user_events` | no limit |" in section_by_title["`interactions.filter`"]
     assert "those of [`features.users.features`](#featuresusersfeatures)" in section_by_title["`features.items.features`"]
     rows = [line for line in reference_page().splitlines() if line.startswith("| `")]
-    assert len(rows) - len(set(rows)) <= 3  # a single common row, such as `paths`, is repeated
+    assert len(rows) - len(set(rows)) <= 6  # a single common row, such as `paths` or `rescore`, is repeated
 
 
 def test_every_link_of_the_documentation_leads_to_a_file_and_heading() -> None:

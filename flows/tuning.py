@@ -18,7 +18,7 @@ from tasks.progress.reporting import LOG
 from tasks.runs.context import StageContext
 from tasks.runs.run import Run
 from tasks.stages.data_stages import ingest
-from tasks.tuning.config import short_label
+from tasks.tuning.config import format_setting_value
 from tasks.tuning.study import (
     FinishedTrial,
     fail_trial,
@@ -139,7 +139,7 @@ def _run_next_trial(config: PipelineConfig, study: optuna.Study, dataset: Datase
 
 def _log_line(trial: FinishedTrial, *, metric: str) -> None:
     metric_text = "" if trial.value is None else f"{metric} {trial.value:.4f}, "
-    settings_text = ", ".join(f"{key} {short_label(value)}" for key, value in trial.settings.items())
+    settings_text = ", ".join(f"{key} {format_setting_value(value)}" for key, value in trial.settings.items())
     reason_text = f" ({trial.reason.splitlines()[0]})" if trial.reason else ""
     ending_text = f"{metric_text}{trial.ending}{reason_text}: {settings_text}"
     line_parts = (f"trial {trial.number}", ending_text, f"{trial.seconds:,.1f} s")

@@ -15,7 +15,7 @@ from flows.settings.config_file import LoadedConfig
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, StageError
 from tasks.runs.run import Run
-from tasks.tuning.config import label_of, short_label
+from tasks.tuning.config import format_setting_value, label_of
 
 if TYPE_CHECKING:
     from flows.repeated_runs import Day, GateNoise
@@ -30,13 +30,13 @@ def tune(options: ConfigOptions, server: PrefectServer | None, *, num_trials: in
     """
     loaded = options.read()
     config = tunable_config(loaded, num_trials=num_trials)
-    words = [] if num_trials is None else ["--trials", str(num_trials)]
+    trial_words = [] if num_trials is None else ["--trials", str(num_trials)]
     study: StudyResult = _run_flow(
-        "flows.tuning:tune_settings", loaded, server, [config], folder_name="tuning", words=["tune", *words]
+        "flows.tuning:tune_settings", loaded, server, [config], folder_name="tuning", command_words=["tune", *trial_words]
     )
     if study.best_trial is None:
-        last_trial = f"; trial {study.trials[-1].number} failed: {study.trials[-1].reason}" if study.trials else ""
-        raise StageError(f"none of {len(study.trials)} trials is complete{last_trial}\nthe trials are in {study.folder}")
+        last_failure_text = f"; trial {study.trials[-1].number} failed: {study.trials[-1].reason}" if study.trials else ""
+        raise StageError(f"none of {len(study.trials)} trials is complete{last_failure_text}\nthe trials are in {study.folder}")
     if as_json:
         trials = [trial.model_dump(mode="json") for trial in study.trials]
         summary = {"study": study.folder.name, "folder": str(study.folder), "metric": study.metric, "trials": trials}
@@ -48,9 +48,14 @@ def tune(options: ConfigOptions, server: PrefectServer | None, *, num_trials: in
 def backtest(options: ConfigOptions, server: PrefectServer | None, *, num_days: int) -> None:
     """Run the pipeline for each of the last days and print the metrics of each day."""
     loaded = options.read()
-    words = ["backtest", "--days", str(num_days)]
+    command_words = ["backtest", "--days", str(num_days)]
     days = _run_flow(
-        "flows.repeated_runs:backtest", loaded, server, [loaded.config, num_days], folder_name="backtest", words=words
+        "flows.repeated_runs:backtest",
+        loaded,
+        server,
+        [loaded.config, num_days],
+        folder_name="backtest",
+        command_words=command_words,
     )
     print_days(loaded.config, days)
 
@@ -58,8 +63,10 @@ def backtest(options: ConfigOptions, server: PrefectServer | None, *, num_days: 
 def gate_noise(options: ConfigOptions, server: PrefectServer | None, *, num_seeds: int) -> None:
     """Train with several seeds and print the spread of the metric."""
     loaded = options.read()
-    flow_path, words = "flows.repeated_runs:measure_gate_noise", ["gate-noise", "--seeds", str(num_seeds)]
-    noise = _run_flow(flow_path, loaded, server, [loaded.config, num_seeds], folder_name="gate-noise", words=words)
+    flow_path, command_words = "flows.repeated_runs:measure_gate_noise", ["gate-noise", "--seeds", str(num_seeds)]
+    noise = _run_flow(
+        flow_path, loaded, server, [loaded.config, num_seeds], folder_name="gate-noise", command_words=command_words
+    )
     print_gate_noise(loaded.config, noise)
 
 
@@ -70,17 +77,17 @@ def _run_flow(
     arguments: list[Any],
     *,
     folder_name: str,
-    words: list[str],
+    command_words: list[str],
 ) -> Any:
-    """Return the result of a flow that the same command continues after an interruption.
+    """Run a flow and return its result. If it is interrupted, the same command continues it.
 
     Args:
         folder_name: folder of the flow in the workspace.
-        words: name and options of the command.
+        command_words: name and options of the command.
     """
     prepare_input(loaded)
     run = Run(folder_name, workspace=loaded.config.workspace, parent="")
-    command = FlowCommand(loaded.config, server, run, command_line(words[0], loaded, words[1:]))
+    command = FlowCommand(loaded.config, server, run, command_line(command_words[0], loaded, command_words[1:]))
     with flow_session(command, flow_path) as flow:
         return flow(*arguments)
 
@@ -95,8 +102,8 @@ def tunable_config(loaded: LoadedConfig, *, num_trials: int | None) -> PipelineC
         )
     if loaded.config.training.validation is None:
         raise InputError(
-            f"{loaded.path}: training.validation is null, but trials are compared by its metric; leave the "
-            "setting out to use ndcg@10"
+            f"{loaded.path}: training.validation is null, so trials have no metric to be compared by; remove "
+            "this setting to use the default ndcg@10"
         )
     if num_trials is None:
         return loaded.config
@@ -113,7 +120,10 @@ def print_study(study: "StudyResult", *, config_path: Path) -> None:
             output.format_metric(trial.value),
             str(max(trial.epochs, default=0)),
             f"{trial.seconds:,.0f}",
-            *(short_label(trial.settings[setting]) if setting in trial.settings else "-" for setting in best_trial.settings),
+            *(
+                format_setting_value(trial.settings[setting]) if setting in trial.settings else "-"
+                for setting in best_trial.settings
+            ),
             trial.ending,
         ]
         for trial in study.trials
@@ -144,13 +154,13 @@ def as_overrides(settings: Mapping[str, Any]) -> str:
 def print_days(config: PipelineConfig, days: "list[Day]") -> None:
     """Print a row per day, and the paths of the results."""
     metric, folder = config.registry.metric, config.workspace / "backtest"
-    rankers = ("test", "baseline/popularity", "baseline/zero_shot", "served", "champion")
+    metric_prefixes = ("test", "baseline/popularity", "baseline/zero_shot", "served", "champion")
     rows = [
         [
             f"{day.until:%Y-%m-%d %H:%M}",
             day.state,
             day.version or "-",
-            *(output.format_metric(day.metrics.get(f"{ranker}/{metric}")) for ranker in rankers),
+            *(output.format_metric(day.metrics.get(f"{prefix}/{metric}")) for prefix in metric_prefixes),
         ]
         for day in days
     ]
@@ -171,6 +181,7 @@ def print_gate_noise(config: PipelineConfig, noise: "GateNoise") -> None:
     facts = {
         "mean": output.format_metric(noise.mean),
         "spread": f"{100 * noise.relative_sd:.1f} % of the mean (standard deviation between seeds)",
-        "margin": f"{100 * margin:g} %: an equal training is worse by more in {chance} of the runs, because of its seed alone",
+        "margin": f"{100 * margin:g} %: in {chance} of the runs, a training that differs only in its seed is worse by more "
+        "than this",
     }
     output.print_facts(facts)

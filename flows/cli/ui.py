@@ -24,7 +24,7 @@ from recsys_core.errors import InputError, StageError
 from recsys_core.parent_process import parent_environment
 
 RUNS_STOP_TIMEOUT_S = 5.5
-"""Time for the runs to end. The command must end within 10 s; the rest of this time is for the servers."""
+"""Seconds for the runs to end. The command must end within 10 s; the rest is for the servers."""
 WATCH_INTERVAL_S = 0.5
 READY_MESSAGE = "ready"
 PASSWORD_FILE_NAME = "server-password"  # noqa: S105 a name
@@ -38,13 +38,13 @@ def serve(config: PipelineConfig, *, prefect_port: int, mlflow_port: int) -> Non
     """
     log_file = config.workspace / "ui.log"
     with _until_signal() as stack:
-        facts, prefect_server = _start_servers(
+        text_by_label, prefect_server = _start_servers(
             config, prefect_port=prefect_port, mlflow_port=mlflow_port, log_file=log_file, stack=stack
         )
-        if "log" not in facts:  # this command has started no server
-            output.print_facts(facts)
+        if "log" not in text_by_label:  # this command has started no server
+            output.print_facts(text_by_label)
             return
-        output.print_facts(facts | {"stop": "Ctrl-C"})
+        output.print_facts(text_by_label | {"stop": "Ctrl-C"})
         _watch(prefect_server, None, log_file=log_file)
 
 
@@ -56,17 +56,19 @@ def up(loaded: LoadedConfig, *, prefect_port: int, mlflow_port: int) -> None:
     config = loaded.config
     log_file = config.workspace / "up.log"
     with _until_signal() as stack:
-        facts, prefect_server = _start_servers(
+        text_by_label, prefect_server = _start_servers(
             config, prefect_port=prefect_port, mlflow_port=mlflow_port, log_file=log_file, stack=stack
         )
         stack.enter_context(_up_lock(config.workspace))
         # The runs log to the database, but their links to MLflow need the address of the UI.
-        os.environ.setdefault("NIGHTJAR_MLFLOW_UI_URL", facts["MLflow"])
+        os.environ.setdefault("NIGHTJAR_MLFLOW_UI_URL", text_by_label["MLflow"])
         runs_process = stack.enter_context(_planned_runs(loaded, log_file=log_file))
         next_start = config.schedule.next_start(datetime.now(UTC))
-        facts["deployments"] = f"nightly-retrain/{config.name}, and promote and rollback"
-        facts["next start"] = f"{next_start:%Y-%m-%d %H:%M %Z}" if next_start else "by hand in Prefect only; set schedule.cron"
-        output.print_facts(facts | {"log": str(log_file), "stop": "Ctrl-C"})
+        text_by_label["deployments"] = f"nightly-retrain/{config.name}, and promote and rollback"
+        text_by_label["next start"] = (
+            f"{next_start:%Y-%m-%d %H:%M %Z}" if next_start else "none is planned; start a run in Prefect, or set schedule.cron"
+        )
+        output.print_facts(text_by_label | {"log": str(log_file), "stop": "Ctrl-C"})
         _watch(prefect_server, runs_process, log_file=log_file)
 
 
@@ -90,21 +92,25 @@ def _until_signal() -> Iterator[ExitStack]:
 def _start_servers(
     config: PipelineConfig, *, prefect_port: int, mlflow_port: int, log_file: Path, stack: ExitStack
 ) -> tuple[dict[str, str], PrefectServer | None]:
-    """Start each server that no environment variable names. Return the facts to print, and the started Prefect server."""
-    facts: dict[str, str] = {}
+    """Start the Prefect and the MLflow server, except those that an environment variable names.
+
+    Returns:
+        The texts to print, by label, and the Prefect server if it was started.
+    """
+    text_by_label: dict[str, str] = {}
     prefect_server: PrefectServer | None = None
     mlflow_server: ServerProcess | None = None
     if api_url := os.environ.get("PREFECT_API_URL"):
-        facts["Prefect"] = os.environ.get("PREFECT_UI_URL") or api_url.removesuffix("/api")
+        text_by_label["Prefect"] = os.environ.get("PREFECT_UI_URL") or api_url.removesuffix("/api")
     else:
         prefect_server = PrefectServer(port=prefect_port, has_ui=True)
         stack.callback(prefect_server.stop)
-        facts["Prefect"] = prefect_server.url
+        text_by_label["Prefect"] = prefect_server.url
     if store_uri := os.environ.get("MLFLOW_BACKEND_STORE_URI"):  # MLflow's own variable for the database of its server
         os.environ.setdefault("MLFLOW_TRACKING_URI", store_uri)
     mlflow_uri = os.environ.get("MLFLOW_TRACKING_URI", "")
     if mlflow_uri.startswith(("http://", "https://")):
-        facts["MLflow"] = mlflow_uri
+        text_by_label["MLflow"] = mlflow_uri
     else:
         mlflow_server = ServerProcess(
             "flows.servers.mlflow_app",
@@ -114,37 +120,37 @@ def _start_servers(
             port_option="--mlflow-port",
         )
         stack.callback(mlflow_server.stop)
-        facts["MLflow"] = mlflow_server.url
+        text_by_label["MLflow"] = mlflow_server.url
     servers = [server for server in (prefect_server, mlflow_server) if server is not None]
     if not servers:
-        return facts, None
-    password, shown_password = _server_password(config.workspace)
-    facts |= {"password": shown_password} if shown_password else {}
+        return text_by_label, None
+    credentials, shown_credentials = _server_password(config.workspace)
+    text_by_label |= {"password": shown_credentials} if shown_credentials else {}
     if prefect_server is not None:
         set_flow_run_retention(num_days=config.retention.flow_run_days)
-        prefect_server.start_prefect(log_file=log_file, password=password)
+        prefect_server.start_prefect(log_file=log_file, password=credentials)
     if mlflow_server is not None:
-        mlflow_server.start_serving(log_file=log_file, environment=_mlflow_environment(config.workspace, password=password))
+        mlflow_server.start_serving(log_file=log_file, environment=_mlflow_environment(config.workspace, password=credentials))
     for server in servers:
         server.wait_until_ready()
-    return facts | {"log": str(log_file)}, prefect_server
+    return text_by_label | {"log": str(log_file)}, prefect_server
 
 
 def _server_password(workspace: Path) -> tuple[str, str | None]:
-    """Return the password of both servers as user:password, and the text to print about it.
+    """Return the credentials of both servers as `user:password`, and the text to print about them.
 
-    If PREFECT_SERVER_API_AUTH_STRING is set, it is the password, and the text is None. Otherwise the command creates a password
-    and saves it in a file that only the user can read, so a browser stays signed in after a restart. The password is printed to
-    a terminal only, because a service manager logs the output of a service.
+    If PREFECT_SERVER_API_AUTH_STRING is set, it has the credentials, and the text is None. Otherwise the command creates a
+    password and saves it in a file that only the user can read, so a browser stays signed in after a restart. The password is
+    printed to a terminal only, because a service manager logs the output of a service.
     """
-    if password_of_user := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
-        return password_of_user, None
+    if given_credentials := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
+        return given_credentials, None
     password_path = workspace / PASSWORD_FILE_NAME
     if not password_path.is_file():
         with os.fdopen(os.open(password_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as password_file:
             password_file.write(f"nightjar:{secrets.token_urlsafe(12)}\n")
-    password = password_path.read_text().strip()
-    return password, password if sys.stdout.isatty() else f"in {password_path}"
+    credentials = password_path.read_text().strip()
+    return credentials, credentials if sys.stdout.isatty() else f"in {password_path}"
 
 
 def _mlflow_environment(workspace: Path, *, password: str) -> dict[str, str]:

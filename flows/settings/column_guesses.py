@@ -1,7 +1,7 @@
 """Columns guessed from parquet files, for `nightjar init --log ... --items ... --vectors ...`.
 
-A user or item column is known by its name, and a time column by its values and its name. A column that is not known has a
-placeholder, and its note starts with FILL_IN.
+A user or item column is recognised by its name, and a time column by its values and its name. A setting whose column is not
+recognised gets a placeholder, and its note starts with FILL_IN.
 """
 
 import re
@@ -48,7 +48,7 @@ class InitInputs:
 
 
 def guess_config(config: PipelineConfig, inputs: InitInputs, *, config_folder: Path) -> tuple[PipelineConfig, dict[str, str]]:
-    """Return `config` with the given inputs and their columns, and a note by dotted name for each guessed setting.
+    """Return `config` with the given inputs and their columns, and a note for each guessed setting, by its dotted name.
 
     Args:
         config_folder: folder of the config file. Relative paths in the config are relative to it.
@@ -56,31 +56,38 @@ def guess_config(config: PipelineConfig, inputs: InitInputs, *, config_folder: P
     Raises:
         InputError: a file is missing or is not parquet, or a column that the user named is missing or unsuitable.
     """
-    groups: dict[str, Any] = {"embeddings": (), "features": None}
+    section_by_name: dict[str, Any] = {"embeddings": (), "features": None}
     notes: dict[str, str] = {}
     item_column = inputs.item_column
     try:
         if inputs.log is not None:
-            groups["interactions"] = _guess_interactions(_Table("interactions", inputs.log, config_folder, notes), inputs)
-            item_column = groups["interactions"].item_column
+            section_by_name["interactions"] = _guess_interactions(
+                _Table("interactions", inputs.log, config_folder, notes), inputs
+            )
+            item_column = section_by_name["interactions"].item_column
         if inputs.vectors is not None:
-            groups["embeddings"] = (_guess_embeddings(_Table("embeddings", inputs.vectors, config_folder, notes), item_column),)
+            section_by_name["embeddings"] = (
+                _guess_embeddings(_Table("embeddings", inputs.vectors, config_folder, notes), item_column),
+            )
         if inputs.items is not None:
             table = _Table("features.items", inputs.items, config_folder, notes)
-            groups["features"] = FeaturesConfig(items=_guess_items(table, item_column))
+            section_by_name["features"] = FeaturesConfig(items=_guess_items(table, item_column))
     except ValidationError as error:
         raise InputError(f"nightjar init: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
-    return config.model_copy(update=groups), notes
+    return config.model_copy(update=section_by_name), notes
 
 
 class _Table:
     """One input. Its columns are judged by their names and types, and by the first values of its first file."""
 
-    def __init__(self, group: str, path: str, config_folder: Path, notes: dict[str, str]) -> None:
-        self.group, self.notes = group, notes
-        self.sources = open_sources((path,), setting=f"{group}.paths")
+    def __init__(self, section: str, path: str, config_folder: Path, notes: dict[str, str]) -> None:
+        self.section, self.notes = section, notes
+        self.sources = open_sources((path,), setting=f"{section}.paths")
         schema = self.sources[0].schema
-        self.types = {**self.sources[0].partition_types, **{name: value_type(schema.field(name).type) for name in schema.names}}
+        self.type_by_column = {
+            **self.sources[0].partition_types,
+            **{name: value_type(schema.field(name).type) for name in schema.names},
+        }
         absolute_path, absolute_folder = Path.cwd() / path, Path.cwd() / config_folder
         is_below = absolute_path.is_relative_to(absolute_folder)
         self.path_in_config = (
@@ -89,19 +96,22 @@ class _Table:
 
     def columns(self, has_type: Callable[[pa.DataType], bool]) -> list[str]:
         """Return the columns with a suitable type."""
-        return [column for column, column_type in self.types.items() if has_type(column_type)]
+        return [column for column, column_type in self.type_by_column.items() if has_type(column_type)]
 
     def values(self, column: str) -> pa.Array:
         """Return the first values of the column without nulls; no values for a partition key."""
         values = first_values(self.sources, column)
-        return pa.array([], self.types[column]) if values is None else values.cast(self.types[column]).drop_null()
+        column_type = self.type_by_column[column]
+        return pa.array([], column_type) if values is None else values.cast(column_type).drop_null()
 
     def use(self, setting: str, column: str | None, *, role: str) -> str:
         """Note how `setting` was guessed and return `column`; return a placeholder if `column` is None."""
         if column is not None:
-            self.notes[f"{self.group}.{setting}"] = f"guessed: column {shown(column)} is {self.types[column]}"
+            self.notes[f"{self.section}.{setting}"] = f"guessed: column {shown(column)} is {self.type_by_column[column]}"
             return column
-        self.notes[f"{self.group}.{setting}"] = f"{FILL_IN} the column of the {role}: one of {shown_names(list(self.types))}"
+        self.notes[f"{self.section}.{setting}"] = (
+            f"{FILL_IN} the column of the {role}: one of {shown_names(list(self.type_by_column))}"
+        )
         return f"<column of the {role}>"
 
 
@@ -122,7 +132,7 @@ def _guess_interactions(table: _Table, inputs: InitInputs) -> InteractionsConfig
     if settings["timestamp_column"] in table.columns(pa.types.is_integer):
         unit, newest_time = _time_unit(table, settings["timestamp_column"])
         settings["timestamp_unit"] = unit or "s"
-        table.notes["interactions.timestamp_unit"] = f"guessed: the newest of the first times is {newest_time}"
+        table.notes["interactions.timestamp_unit"] = f"guessed from {newest_time}, the newest time in the first rows of the log"
     settings |= _guess_label(table, settings.values())
 
     for setting, names, role in (("user_column", USER_NAMES, "users"), ("item_column", ITEM_NAMES, "items")):
@@ -134,8 +144,8 @@ def _guess_interactions(table: _Table, inputs: InitInputs) -> InteractionsConfig
 
 def _guess_label(table: _Table, used_columns: Collection[str]) -> dict[str, Any]:
     """Return the settings of a label column with at least two values; no settings if there is none."""
-    numbers = table.columns(lambda data_type: pa.types.is_integer(data_type) or pa.types.is_floating(data_type))
-    column = _named_column([column for column in numbers if column not in used_columns], LABEL_NAMES)
+    number_columns = table.columns(lambda data_type: pa.types.is_integer(data_type) or pa.types.is_floating(data_type))
+    column = _named_column([column for column in number_columns if column not in used_columns], LABEL_NAMES)
     if column is None:
         return {}
     smallest, largest = pc.min_max(table.values(column)).as_py().values()
@@ -143,7 +153,8 @@ def _guess_label(table: _Table, used_columns: Collection[str]) -> dict[str, Any]
         return {}
     table.use("label_column", column, role="labels")
     table.notes["interactions.label_threshold"] = (
-        f"guessed: the middle of {smallest:g} to {largest:g}; events below it are left out; delete both settings to keep all"
+        f"guessed: the middle of {smallest:g} to {largest:g}; events below it are left out; "
+        "delete label_column and label_threshold to keep all events"
     )
     return {"label_column": column, "label_threshold": (smallest + largest) / 2}
 
@@ -172,7 +183,7 @@ def _guess_items(table: _Table, item_column: str | None) -> ItemTableConfig:
     )
     features = [
         FeatureConfig(name=column, kind=kind_by_column[column], standardise=kind_by_column[column] == "numeric")
-        for column in table.types
+        for column in table.type_by_column
         if column in kind_by_column and column != id_column and re.fullmatch(r"[A-Za-z0-9_]{1,100}", column)
     ]
     if not features:
@@ -182,7 +193,7 @@ def _guess_items(table: _Table, item_column: str | None) -> ItemTableConfig:
 
 
 def _item_id_column(table: _Table, item_column: str | None) -> str:
-    """Return the item column of the log if the table has it, else the column that is named as an item or as id."""
+    """Return the log's item column if the table has it; else a column whose name is a word for an item, or just `id`."""
     id_columns = table.columns(_is_id)
     return table.use(
         "id_column", item_column if item_column in id_columns else _named_column(id_columns, (*ITEM_NAMES, "")), role="item ids"
@@ -190,14 +201,20 @@ def _item_id_column(table: _Table, item_column: str | None) -> str:
 
 
 def _named_column(columns: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return the column whose name is earliest in `names`, without its case, punctuation and ending id, key or code."""
+    """Return the column that matches the earliest of `names`.
+
+    Case, all characters but letters, and a final id, key or code of a column are ignored.
+    """
     letters_by_column = {column: re.sub(r"[^a-z]", "", column.lower()) for column in reversed(columns)}
     column_by_name = {re.sub(r"(id|key|code)$", "", letters): column for column, letters in letters_by_column.items()}
     return next((column_by_name[name] for name in names if name in column_by_name), None)
 
 
 def _time_column(table: _Table, used_columns: Collection[str]) -> str | None:
-    """Return the column with plausible times and the name of a time; else the only column with either of them."""
+    """Return the first column that has both plausible times and a time-like name.
+
+    If none has both, return the one column that has either; None if there are none or several.
+    """
     timestamps = table.columns(lambda data_type: pa.types.is_timestamp(data_type) or pa.types.is_date(data_type))
     score_by_column = {
         column: bool(TIME_NAME.search(column)) + (column in timestamps or _time_unit(table, column)[0] is not None)
@@ -210,7 +227,7 @@ def _time_column(table: _Table, used_columns: Collection[str]) -> str | None:
 
 
 def _time_unit(table: _Table, column: str) -> tuple[str | None, int]:
-    """Return the unit in which the newest of the first values is a plausible time, if there is one, and that value."""
+    """Return (unit, newest): the largest of the first values, and the unit in which it is a plausible time, or None."""
     newest_time = pc.max(table.values(column)).as_py() or 0
     return plausible_time_unit(newest_time, latest_s=time.time() + DAY_S), newest_time
 

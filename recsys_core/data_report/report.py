@@ -1,4 +1,7 @@
-"""Stage `data_report`: statistics of the ingested data, drift since the previous run, leaks, and limits."""
+"""Work of the stage `check_data`: statistics of the ingested data, drift since the previous run, leaks, and limits.
+
+Shapes: I items, U users.
+"""
 
 import math
 from collections.abc import Mapping
@@ -73,7 +76,7 @@ def build_report(
     previous: PreviousRun | None,
     spill_folder: Path,
 ) -> DataReport:
-    """Build the report without writing a file. spill_folder: folder for DuckDB's temporary files."""
+    """Return the report; the caller writes it. DuckDB may write temporary files into `spill_folder`."""
     split_counts = count_split(interactions, split=split)
     store = EventStore.open(interactions)
     metrics = size_metrics(interactions, split_counts) | share_metrics(interactions, split_counts)

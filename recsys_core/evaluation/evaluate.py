@@ -213,7 +213,7 @@ def _slices(
         side = feature_slice.feature.partition(".")[0]
         owner_T = {"user": user_row_T, "item": ranking.item_T}.get(side)
         if owner_T is None:
-            owner_T = held_out.target_events(ranking, store=store)
+            owner_T = held_out.target_event_index(ranking, store=store)
         reports += slice_reports(
             ranking,
             feature_slices(feature_slice, features, owner_T=owner_T),

@@ -25,7 +25,7 @@ class HeldOut:
 
     Attributes:
         user_row_B: rows of the users, ascending.
-        history: item rows before the split.
+        history: item rows of each user's events before the split, oldest first.
         popularity_order_I: item rows by falling popularity before the split.
         cold_row_C: rows of the items without an event before the split.
     """
@@ -36,15 +36,18 @@ class HeldOut:
     popularity_order_I: NDArray[np.int32]
     cold_row_C: NDArray[np.int64]
 
-    def target_events(self, ranking: Ranking, *, store: EventStore) -> Int64Array:
-        """Return the index in the log of the first test event of each ranked target, [T]."""
+    def target_event_index(self, ranking: Ranking, *, store: EventStore) -> Int64Array:
+        """Return the index in the event store of the user's first test event with each ranked target, [T].
+
+        For the test split only.
+        """
         targets = self.queries.targets
-        event_L = ragged_ranges(store.first_event_index(self.user_row_B, "test"), targets.lengths)
+        event_index_L = ragged_ranges(store.first_event_index(self.user_row_B, "test"), targets.lengths)
         distinct_keys, first_L = np.unique(targets.pair_keys(bound=store.num_items), return_index=True)
-        events: Int64Array = event_L[
+        event_index_T: Int64Array = event_index_L[
             first_L[np.searchsorted(distinct_keys, ranking.query_T * store.num_items + ranking.item_T)]
         ]
-        return events
+        return event_index_T
 
 
 def load_held_out(

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _LOG_INTERVAL_S = 5.0
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 64 * 1024
-_CHUNK_COLUMNS = (
+_CHUNK_COLUMNS_SQL = (
     "row_group_id, row_group_num_rows, row_group_bytes, column_id, num_values, total_compressed_size, total_uncompressed_size, "
     "data_page_offset, coalesce(dictionary_page_offset, 0) AS dictionary_page_offset"
 )
@@ -161,7 +161,7 @@ def _parse_footer(
         footer_path: path of this file.
         data_end: offset of the footer in the input file, which is the end of the input file's data.
     """
-    query_sql = f"SELECT {_CHUNK_COLUMNS} FROM parquet_metadata(?) ORDER BY row_group_id, column_id"
+    query_sql = f"SELECT {_CHUNK_COLUMNS_SQL} FROM parquet_metadata(?) ORDER BY row_group_id, column_id"
     try:
         values_by_field: dict[str, Any] = connection.execute(query_sql, [str(footer_path)]).fetchnumpy()
     except duckdb.ConversionException as error:  # DuckDB cannot represent a timestamp in the statistics
@@ -175,7 +175,10 @@ def _parse_footer(
     shape = (metadata.num_row_groups, len(leaves))
     num_chunks = len(values_by_field["column_id"])
     if num_chunks != shape[0] * shape[1]:
-        raise _InvalidFooterError(f"{shape[0]} row groups of {shape[1]} columns have {num_chunks} chunks; write it again")
+        raise _InvalidFooterError(
+            f"its footer lists {num_chunks} column chunks, but {shape[0]} row groups of {shape[1]} columns have "
+            f"{shape[0] * shape[1]}; write it again"
+        )
     if any(np.ma.getmaskarray(field_values).any() for field_values in values_by_field.values()):
         raise _InvalidFooterError("its footer leaves out counts or offsets; write it again")
     matrix_by_field = {
@@ -206,11 +209,9 @@ def _leaf(column: pq.ColumnSchema) -> Leaf:
 def _explain_timestamp(footer_file_content: bytes) -> str:
     with pq.ParquetFile(pa.BufferReader(footer_file_content)) as file:
         timestamp_columns = [field.name for field in file.schema_arrow if pa.types.is_timestamp(field.type)]
-    shown_columns = " or ".join(shown(name) for name in timestamp_columns[:5]) or "with timestamps"
-    return (
-        f"the times of column {shown_columns} reach beyond the year 290,000, which cannot be valid; "
-        "fix the job that writes them"
-    )
+    shown_columns = " or ".join(shown(name) for name in timestamp_columns[:5])
+    subject = f"the times of column {shown_columns}" if timestamp_columns else "the times of a column"
+    return f"{subject} reach beyond the year 290,000, which cannot be valid; fix the job that writes them"
 
 
 def _check_counts_and_offsets(
@@ -240,7 +241,7 @@ def _check_counts_and_offsets(
     reject(
         is_negative | (matrix_by_field["row_group_bytes"] < 0),
         "{num_values:,} values in {total_compressed_size:,} bytes ({total_uncompressed_size:,} decompressed, "
-        "{row_group_bytes:,} in the row group) at {start:,}; write it again",
+        "{row_group_bytes:,} in the row group) at {start:,}; a count, size or offset is negative; write it again",
     )
     is_flat = np.array([not leaf.is_repeated for leaf in leaves], np.bool_)
     contradicts_rows = (num_values < num_group_rows) | (is_flat & (num_values != num_group_rows))

@@ -1,4 +1,4 @@
-"""The kinds of FAISS indexes: exact search, the HNSW graph, and the union of all kinds.
+"""Exact search and HNSW as kinds of FAISS indexes, and AnyIndexKind, the union type of all kinds.
 
 A new kind is a subclass of IndexKind and a member of AnyIndexKind. No other module distinguishes the kinds, except that
 auto.py lists the candidates for a catalogue.
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 MAX_SINGLE_THREAD_ITEMS = 100_000
 """Up to this number of items, one thread builds HNSW. Its links then do not depend on timing, so a rerun is identical."""
 MIN_EF_SEARCH = 8
-"""Candidate list of an HNSW index that is not tuned."""
-EF_SEARCH_STEPS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Tested candidate lists in halves of the search depth."""
+"""Smallest size of the candidate list; also the size if ef_search is not set and the search is not deeper."""
+EF_SEARCH_PER_HALF_DEPTH = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Tested sizes of the candidate list, divided by half the search depth: 2 is the depth itself, 64 is 32 times the depth."""
 
 
 class Flat(IndexKind):
@@ -58,12 +58,12 @@ class Hnsw(IndexKind):
     )
 
     def search_ladders(self, depth: int) -> Iterator[list[Self]]:
-        """Yield candidate lists of `depth` items, and of up to 32 times as many.
+        """Yield one ladder: candidate lists of `depth` to 32 * `depth` items. If ef_search is set, yield only this size.
 
         >>> [[variant.ef_search for variant in ladder] for ladder in Hnsw().search_ladders(100)]
         [[100, 150, 200, 300, 400, 600, 800, 1200, 1600, 2400, 3200]]
         """
-        sizes = [max(depth, MIN_EF_SEARCH) * step // 2 for step in EF_SEARCH_STEPS]
+        sizes = [max(depth, MIN_EF_SEARCH) * factor // 2 for factor in EF_SEARCH_PER_HALF_DEPTH]
         yield [self.model_copy(update={"ef_search": size}) for size in (sizes if self.ef_search is None else [self.ef_search])]
 
     def min_bytes(self, *, num_items: int, dim: int) -> int:

@@ -30,12 +30,12 @@ class Retriever:
     """A loaded model package. It has no mutable state, so threads may share it.
 
     Attributes:
-        item_ids, user_ids: table rows by id.
+        item_ids, user_ids: maps between ids and table rows.
     """
 
     def __init__(self, contents: PackageContents) -> None:
         self.package = contents.package
-        self._tower, self._features = contents.tower, contents.features
+        self._query_tower, self._features = contents.tower, contents.features
         self._index = contents.index
         self.item_ids, self.user_ids = contents.item_ids, contents.user_ids
         self._user_offset, self._event_item = contents.user_offset, contents.event_item
@@ -68,16 +68,17 @@ class Retriever:
     ) -> tuple[list[NDArray[Any]], list[NDArray[np.float32]]]:
         """Recommend the k best unseen items for each user, best first; fewer if the user has seen nearly all items.
 
-        The score of an item is the inner product of query and item vector. For a user without history and features, the score
-        is the share of the item in all events.
+        The score of an item is the inner product of query and item vector. Users that the model does not know (see
+        ModelSpec.is_known) get the most popular items; the score is then the item's share of all events.
 
         Args:
             user_ids: may contain ids that the model does not have.
             k: number of items.
             histories: one per user. A history replaces the user's stored history; None keeps the stored history. Unknown item
                 ids are ignored.
-            exclude_stored_history: whether to exclude the items of the stored history even if `histories` replaces it. With
-                False, the model can be measured on events that are in the stored histories.
+            exclude_stored_history: whether the items of a stored history stay excluded when `histories` replaces it. With
+                False, the model can be measured on events that are in the stored histories. A stored history that is not
+                replaced is always excluded.
 
         Returns:
             (item ids, scores), one array per user.
@@ -114,11 +115,11 @@ class Retriever:
             user_row_B: rows of the users; -1 for an unknown user.
             history: item rows of each user, oldest first.
         """
-        query_BD: NDArray[np.float32] = self._tower(user_row_B, history, features=self._features).numpy()
+        query_BD: NDArray[np.float32] = self._query_tower(user_row_B, history, features=self._features).numpy()
         return query_BD
 
     def is_known(self, user_ids: Sequence[Id]) -> NDArray[np.bool_]:
-        """Return whether each user has an event in the log. Raises InputError for an invalid id."""
+        """Return whether each user has a row; it may have one without an event. Raises InputError for an invalid id."""
         is_known_B: NDArray[np.bool_] = self.user_ids.rows(user_ids) >= 0
         return is_known_B
 
@@ -163,10 +164,14 @@ class Retriever:
         return top_items
 
     def _fill_by_index(self, top_items: "_TopItems", query_indices: NDArray[np.int64], query_BD: NDArray[np.float32]) -> None:
-        """Set the items of the queries with the indices `query_indices` in the batch. query_BD: the vectors of these queries.
+        """Search the index and fill the top items of some queries.
 
         Queries that need a similar number of candidates are searched together. If an approximate index returns too few items
         for a query, the query is searched again over all vectors.
+
+        Args:
+            query_indices: positions of the queries in the batch.
+            query_BD: vectors of these queries, in the same order.
         """
         kind = self.package.index
         depth_B = top_items.depth_B[query_indices]
@@ -186,7 +191,7 @@ class _TopItems:
     """The best items that are not excluded, for each query of a batch.
 
     Attributes:
-        num_requested_B: number of items to recommend: k, or the number of items that are not excluded if it is smaller.
+        num_requested_B: number of items to recommend: the smaller of k and the number of items that are not excluded.
         depth_B: number of candidates to fetch, so that num_requested_B items remain after the exclusion.
         num_items_B: number of items set in row_BK and score_BK.
         row_BK, score_BK: item rows and scores, best first.

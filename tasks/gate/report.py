@@ -1,4 +1,7 @@
-"""decision.html: the decision about a version on one page, with its comparisons, metrics, training and examples."""
+"""decision.html: the decision about a version on one page, with its comparisons, metrics, training and examples.
+
+Shapes: L recommended items of all users, T targets, I items.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,29 +37,33 @@ from tasks.runs.context import StageContext
 LIST_METRICS = ("test/coverage@", "test/novelty@", "test/gini@", "test/popularity_lift@", "test/diversity@")
 NUM_SAMPLE_USERS, NUM_SHOWN_ITEMS = 10, 10
 _TEMPLATE = Path(__file__).with_name("decision.html")
-_TONE = {"accepted": "good", "rejected": "bad", "not_enough_data": "none"}
-_LABEL = {"accepted": "✓ passed", "rejected": "✗ failed", "not_enough_data": "- not enough data"}
+_TONE_BY_OUTCOME = {"accepted": "good", "rejected": "bad", "not_enough_data": "none"}
+_LABEL_BY_OUTCOME = {"accepted": "✓ passed", "rejected": "✗ failed", "not_enough_data": "- not enough data"}
 
 
 class SampleUser(NamedTuple):
-    """A test user, with the titles or ids of the newest items of the history and of the best recommendations."""
+    """A test user with the newest items of the history and the best recommendations.
+
+    An item is a title, or an id if it has no title.
+    """
 
     user_id: str
     history: list[str]
     recommended: list[tuple[str, float]]
 
 
-def write_report(fields: dict[str, Any], context: StageContext, *, config: RegistryConfig, folder: Path) -> Path:
-    """Write decision.html into the folder of the stage `register`, from the files of the gate there; return its path.
+def write_report(registration_fields: dict[str, Any], context: StageContext, *, config: RegistryConfig, folder: Path) -> Path:
+    """Write decision.html into `folder` from the files that the gate wrote there. Return its path.
 
     Args:
-        fields: fields of RegistrationManifest.
+        registration_fields: fields of RegistrationManifest.
         config: settings of the decision.
+        folder: folder of the stage `register`.
     """
     results, metrics = context.results, context.results[EvaluationManifest].metrics
-    registration = RegistrationManifest.model_construct(**fields)
+    registration = RegistrationManifest.model_construct(**registration_fields)
     evidence = read_evidence(folder)
-    recommended = _recommended(folder / "smoke_test", results[InteractionsManifest], version=registration.version)
+    recommended_by_version = _recommended(folder / "smoke_test", results[InteractionsManifest], version=registration.version)
     page = render_page(
         _TEMPLATE,
         filters={
@@ -67,11 +74,13 @@ def write_report(fields: dict[str, Any], context: StageContext, *, config: Regis
         run_id=context.run.run_id,
         tone={"Promoted": "good", "NotPromoted": "bad", "NotEnoughData": "warn"}[registration.state_name],
         evidence=evidence,
-        tone_by_outcome=_TONE,
-        label_by_outcome=_LABEL,
+        tone_by_outcome=_TONE_BY_OUTCOME,
+        label_by_outcome=_LABEL_BY_OUTCOME,
         metric=config.metric,
         margin=config.gate.max_relative_drop,
-        num_unknown_items={name: int(np.sum(items.item_row_L < 0)) for name, items in recommended.items()},
+        num_unknown_items_by_version={
+            version_name: int(np.sum(items.item_row_L < 0)) for version_name, items in recommended_by_version.items()
+        },
         data_metrics=results[DataReportManifest].metrics,
         tables={
             "Metrics over the full catalogue": metric_table(metrics),
@@ -80,7 +89,7 @@ def write_report(fields: dict[str, Any], context: StageContext, *, config: Regis
             ),
         },
         index=results[IndexManifest].reports[results[IndexManifest].served_index],
-        plots=_plots(registration, context, evidence, recommended, metric=config.metric),
+        plots=_plots(registration, context, evidence, recommended_by_version, metric=config.metric),
         sample_users=_sample_users(
             folder / "smoke_test", version=registration.version, title_by_id=_title_by_id(context.dataset)
         ),
@@ -94,7 +103,7 @@ def _plots(
     registration: RegistrationManifest,
     context: StageContext,
     evidence: Sequence[Evidence],
-    recommended: Mapping[str, Recommended],
+    recommended_by_version: Mapping[str, Recommended],
     *,
     metric: str,
 ) -> dict[str, Markup]:
@@ -103,9 +112,9 @@ def _plots(
     figure_by_title = {
         "Difference to the champion": draw_differences(evidence),
         f"{metric} of the last runs": draw_trend(registration, context, metric=metric),
-        "Scores of the recommended items": draw_scores(recommended),
+        "Scores of the recommended items": draw_scores(recommended_by_version),
         "Popularity of the recommended items": draw_popularity(
-            recommended, train_count_I=store.train_count_I, target_item_T=target_item_T
+            recommended_by_version, train_count_I=store.train_count_I, target_item_T=target_item_T
         ),
         "Training": draw_loss(context.results[TrainManifest]),
         "Index": draw_indexes(index.reports, served_kind=index.served_index),
@@ -127,13 +136,15 @@ def _recommended(folder: Path, interactions: InteractionsManifest, *, version: s
     item_ids = pq.read_table(interactions.path(vocabulary_file("item")), columns=["id"])["id"].combine_chunks()
     files_by_version = {path.stem.removeprefix("answers-"): path for path in folder.glob("answers-*.parquet")}
     shown_versions = [version, *sorted(files_by_version.keys() - {version}, key=int)[-1:]]
-    recommended = {}
+    recommended_by_version = {}
     for shown_version in shown_versions:
         table = pq.read_table(files_by_version[shown_version])
         ids_L, scores = (table[name].combine_chunks().flatten() for name in ("item_ids", "scores"))
         item_rows = pc.fill_null(pc.index_in(ids_L, value_set=item_ids), -1)
-        recommended[f"version {shown_version}"] = Recommended(scores.to_numpy(), item_rows.to_numpy().astype(np.int64))
-    return recommended
+        recommended_by_version[f"version {shown_version}"] = Recommended(
+            scores.to_numpy(), item_rows.to_numpy().astype(np.int64)
+        )
+    return recommended_by_version
 
 
 def _title_by_id(dataset: Dataset) -> dict[Id, str]:
@@ -146,7 +157,10 @@ def _title_by_id(dataset: Dataset) -> dict[Id, str]:
 
 
 def _sample_users(folder: Path, *, version: str, title_by_id: Mapping[Id, str]) -> list[SampleUser]:
-    """Return the first users of the smoke test, with the recommendations of the version. An item without a title has its id."""
+    """Return the first users of the smoke test, with the recommendations of the version.
+
+    An item without a title is shown by its id.
+    """
     cases = pq.read_table(folder / "cases.parquet").slice(0, NUM_SAMPLE_USERS).to_pylist()
     answers = pq.read_table(folder / f"answers-{version}.parquet").slice(0, NUM_SAMPLE_USERS).to_pylist()
     return [

@@ -1,9 +1,9 @@
 """Stages that read the input: `ingest_embeddings`, `ingest_interactions` and `ingest_features`."""
 
 from recsys_core.ingest import InputConfig
-from recsys_core.ingest.features import ingest as features_core
-from recsys_core.ingest.log import ingest as interactions_core
-from recsys_core.ingest.vectors import ingest as embeddings_core
+from recsys_core.ingest.features import ingest as feature_ingest
+from recsys_core.ingest.log import ingest as log_ingest
+from recsys_core.ingest.vectors import ingest as vector_ingest
 from recsys_core.manifests import Dataset, EmbeddingsManifest, FeaturesManifest, InteractionsManifest
 from tasks.runs.context import StageContext
 from tasks.stages.stage import stage
@@ -22,7 +22,7 @@ def ingest_embeddings(context: StageContext, config: InputConfig) -> tuple[Embed
     """Write the pretrained vectors as one memory-mapped matrix per table."""
     if not config.embeddings:
         return None, "no pretrained embeddings"
-    manifest = embeddings_core.ingest_embeddings(
+    manifest = vector_ingest.ingest_embeddings(
         config.embeddings, folder=context.folder(EmbeddingsManifest), allowed_data_root=config.allowed_data_root
     )
     tables = manifest.tables.items()
@@ -32,7 +32,7 @@ def ingest_embeddings(context: StageContext, config: InputConfig) -> tuple[Embed
 @stage(InteractionsManifest)
 def ingest_interactions(context: StageContext, config: InputConfig) -> tuple[InteractionsManifest, str]:
     """Write the vocabularies, the split and the event store."""
-    manifest = interactions_core.ingest_interactions(
+    manifest = log_ingest.ingest_interactions(
         config.interactions,
         embeddings=context.results.get(EmbeddingsManifest),
         folder=context.folder(InteractionsManifest),
@@ -50,7 +50,7 @@ def ingest_features(context: StageContext, config: InputConfig) -> tuple[Feature
     if config.features is None:
         return None, "no features"
     dataset = context.dataset
-    manifest = features_core.ingest_features(
+    manifest = feature_ingest.ingest_features(
         config.features,
         dataset=dataset,
         previous=context.previous(FeaturesManifest),

@@ -105,10 +105,10 @@ def label_of(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def short_label(value: object) -> str:
-    """Return the label of a value with floats shortened to 4 digits.
+def format_setting_value(value: object) -> str:
+    """Return the value of a setting as text: a float with 4 digits, any other value as by `label_of`.
 
-    >>> short_label(0.0123456), short_label("softmax"), short_label([64, 32])
+    >>> format_setting_value(0.0123456), format_setting_value("softmax"), format_setting_value([64, 32])
     ('0.01235', 'softmax', '[64, 32]')
     """
     return f"{value:.4g}" if isinstance(value, float) else label_of(value)

@@ -13,25 +13,25 @@ pytestmark = pytest.mark.drill
 WITHIN_S = 10.0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_a_signal_in_any_stage_ends_the_run_in_time_with_the_command_that_resumes_it(
-    tmp_path: Path, number: signal.Signals
+@pytest.mark.parametrize("stop_signal", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_in_any_stage_ends_the_run_in_time_and_prints_the_command_that_resumes_it(
+    tmp_path: Path, stop_signal: signal.Signals
 ) -> None:
-    file = write_config(tmp_path)
-    run = tmp_path / "workspace" / "runs" / RUN_ID
-    run.mkdir(parents=True)
+    config_path = write_config(tmp_path)
+    run_folder = tmp_path / "workspace" / "runs" / RUN_ID
+    run_folder.mkdir(parents=True)
     for name in ("config.yaml", MARKER_NAME):  # --resume needs the folder of a run that was started
-        (run / name).touch()
+        (run_folder / name).touch()
     for stage in STAGES:
 
         def has_begun(stage: str = stage) -> bool:
-            return is_in(stage, run)
+            return is_in(stage, run_folder)
 
-        process, seconds = interrupt_run(file, "--resume", RUN_ID, has_begun=has_begun, number=number)
-        assert process.returncode == 128 + number, f"{stage}: {process.stderr}"
-        line = f"interrupted by {number.name}; resume with: nightjar run {file} --resume {RUN_ID}"
+        process, seconds = interrupt_run(config_path, "--resume", RUN_ID, has_begun=has_begun, number=stop_signal)
+        assert process.returncode == 128 + stop_signal, f"{stage}: {process.stderr}"
+        line = f"interrupted by {stop_signal.name}; resume with: nightjar run {config_path} --resume {RUN_ID}"
         assert process.stderr.splitlines()[-1] == line, f"{stage}: {process.stderr}"
         assert "Traceback" not in process.stderr and "ConnectError" not in process.stderr, f"{stage}: {process.stderr}"
         assert states(tmp_path / "workspace") <= {"CRASHED", "COMPLETED", "CANCELLED"}, stage
         assert seconds < WITHIN_S, stage
-    assert run_pipeline(file)["model"]["alias"] == "champion"
+    assert run_pipeline(config_path)["model"]["alias"] == "champion"

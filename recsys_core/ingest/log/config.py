@@ -43,7 +43,7 @@ class TimeSplit(Settings):
     test_days: Annotated[float, Field(gt=0, le=MAX_DAYS)] | Literal["auto"] = Field(
         "auto",
         description="Length of the test period in days. The period ends at the newest event. With `auto`, it is the smallest "
-        "number of whole days with at least `test_users` users, and at most a fifth of the time span of the log",
+        "number of whole days with `test_users` users, but never more than a fifth of the log's time span",
     )
     test_users: int = Field(
         5_000,
@@ -174,8 +174,7 @@ class LogFilter(Settings):
         None,
         ge=1,
         le=MAX_COUNT,
-        description="Maximum number of events per user. The oldest events of a user above this number are removed. Default: "
-        "no limit",
+        description="Only this many of a user's newest events are kept. Default: no limit",
     )
 
 
@@ -278,8 +277,8 @@ class InteractionsConfig(Settings):
                 raise ValueError(f"filter.{name} needs timestamp_column; set it, or remove {name}")
         if not self.is_ordered and (self.filter.max_user_events is not None or self.filter.duplicates in ("first", "last")):
             raise ValueError(
-                "filter.max_user_events and filter.duplicates first or last need timestamp_column or order_column, which order "
-                "the events"
+                "filter.max_user_events, and filter.duplicates first or last, need an order of the events; set "
+                "timestamp_column or order_column"
             )
         return self
 

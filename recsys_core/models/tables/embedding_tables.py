@@ -3,6 +3,8 @@
 Item and user embeddings are unpooled: a batch looks up each distinct item once, and uses the row for all candidates and history
 entries with that item (docs/adr/0005). Features of queries are pooled by the EmbeddingBagCollection. Frozen tables are in
 collections of their own, which run without autograd.
+
+Shapes: B queries, V distinct items, L values of all lists, D columns, R rows of a shard.
 """
 
 from collections.abc import Mapping
@@ -54,11 +56,11 @@ def _table_arguments(table_name: str, table: TableSpec) -> dict[str, Any]:
     }
 
 
-def parameter_name(spec: ModelSpec, table: str) -> str:
-    """Return the name of the weights of `table` among the parameters of EmbeddingTables."""
-    table_spec = spec.tables[table]
-    module_dict = "embeddings" if table_spec.is_unpooled else "embedding_bags"
-    return f"{table_spec.collection}.{module_dict}.{module_name(table)}.weight"
+def parameter_name(spec: ModelSpec, table_name: str) -> str:
+    """Return the name of the weights of table `table_name` among the parameters of EmbeddingTables."""
+    table = spec.tables[table_name]
+    module_dict = "embeddings" if table.is_unpooled else "embedding_bags"
+    return f"{table.collection}.{module_dict}.{module_name(table_name)}.weight"
 
 
 def table_outputs(spec: ModelSpec, embeddings: CollectionOutputs, batch: Batch, *, side: Side) -> dict[str, Tensor]:
@@ -118,7 +120,10 @@ class LocalShard:
 
 
 def local_shards(parameter: Any) -> list[LocalShard]:
-    """Return this rank's shards of a value in a sharded model's state dict. A data-parallel table is one shard."""
+    """Return this rank's shards of a parameter. A data-parallel table is one shard.
+
+    parameter: an entry of a sharded model's state dict.
+    """
     if isinstance(parameter, ShardedTensor):
         shards = ((shard.metadata.shard_offsets, shard.tensor) for shard in parameter.local_shards())
         return [LocalShard(first_row, first_column, tensor) for (first_row, first_column), tensor in shards]

@@ -49,7 +49,7 @@ def test_an_invalid_range_is_rejected_when_the_file_is_read(tmp_path: Path, rang
     ("override", "message"),
     [
         ("tuning=null", "tuning is not set; name the settings to vary"),
-        ("training.validation=null", "trials are compared by its metric"),
+        ("training.validation=null", "trials have no metric to be compared by"),
     ],
 )
 def test_a_file_without_ranges_or_without_validation_is_rejected(tmp_path: Path, override: str, message: str) -> None:

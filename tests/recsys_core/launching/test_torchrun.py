@@ -23,20 +23,23 @@ from tests.recsys_core.launching.test_launch import ranks_import_this_tree, runn
 __all__ = ["ranks_import_this_tree"]
 LOOPBACK = {"127.0.0.1", "::1"}
 C10D_POLL_S = 6.0
-"""torchrun's c10d rendezvous would read its state again every five seconds."""
+"""Longer than the 5 s after which torchrun's c10d rendezvous, which nightjar does not use, would unpickle the state in the
+store."""
 
 
 def test_on_one_host_the_agent_has_no_listening_socket_and_ranks_listen_on_the_loopback_only(tmp_path: Path) -> None:
-    with running_launch(tmp_path, "local") as (launcher, _):
-        sockets = listening(psutil.Process(launcher.pid))
-    assert sockets, "gloo's ranks listen for each other"
+    with running_launch(tmp_path, "local") as (launch_process, _):
+        sockets = listening(psutil.Process(launch_process.pid))
+    assert sockets, "gloo's ranks should listen for each other, but none does"
     assert {name for name, _ in sockets} == {RANKS}
     assert {address for _, address in sockets} <= LOOPBACK
 
 
-def test_ranks_of_one_host_use_the_loopback_interface_and_meet_in_a_folder_of_their_user_alone(tmp_path: Path) -> None:
-    with running_launch(tmp_path, "local") as (launcher, _):
-        environments = [process.environ() for process in psutil.Process(launcher.pid).children(recursive=True)]
+def test_ranks_of_one_host_use_the_loopback_interface_and_meet_in_a_folder_that_only_their_user_can_open(
+    tmp_path: Path,
+) -> None:
+    with running_launch(tmp_path, "local") as (launch_process, _):
+        environments = [process.environ() for process in psutil.Process(launch_process.pid).children(recursive=True)]
         rank_environments = [environment for environment in environments if "RANK" in environment]
         modes = {stat.S_IMODE(Path(env[STORE_VARIABLE]).parent.stat().st_mode) for env in rank_environments}
     assert len(rank_environments) == 2 and modes == {0o700}
@@ -57,8 +60,8 @@ class Payload:
 @pytest.mark.drill
 @pytest.mark.skipif(find_spec("torchx") is None, reason="torchx is not installed")
 def test_on_two_hosts_a_pickle_put_into_the_store_is_not_run(tmp_path: Path) -> None:
-    with running_launch(tmp_path, "torchx") as (launcher, _):
-        sockets = listening(psutil.Process(launcher.pid))
+    with running_launch(tmp_path, "torchx") as (launch_process, _):
+        sockets = listening(psutil.Process(launch_process.pid))
         assert {name for name, _ in sockets} == {AGENT_MODULE, RANKS} and {address for _, address in sockets} <= LOOPBACK
         folder = LaunchFolder(tmp_path / "logs")
         first = folder.ready_hosts()[0]
@@ -66,7 +69,7 @@ def test_on_two_hosts_a_pickle_put_into_the_store_is_not_run(tmp_path: Path) -> 
         token = LaunchSpec.model_validate_json(folder.spec_path.read_bytes()).token
         store.set(f"torch.rendezvous.{token}", base64.b64encode(pickle.dumps(Payload(tmp_path / "was run"))).decode())
         time.sleep(C10D_POLL_S)
-        assert launcher.poll() is None
+        assert launch_process.poll() is None
     assert not (tmp_path / "was run").exists()
 
 
@@ -77,7 +80,9 @@ def test_the_store_of_the_first_host_opens_no_socket_except_the_given_listener()
     endpoint = listener.getsockname()
 
     def listening_addresses() -> set[object]:
-        return {one.laddr for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN}
+        return {
+            connection.laddr for connection in psutil.Process().net_connections() if connection.status == psutil.CONN_LISTEN
+        }
 
     before = listening_addresses()
     store = connect_store(endpoint, listener=listener, timeout_s=5.0)

@@ -39,10 +39,10 @@ from recsys_core.training.optimizers import accumulator_shards, make_optimizer
 from tests.gloo import run_ranks
 from tests.recsys_core.training.small_model import make_batch, sharded_model, small_spec
 
-KINDS = ("row_wise", "table_wise", "column_wise")
+SHARDING_TYPES = ("row_wise", "table_wise", "column_wise")
 SAVED_BY = {"row_wise": 2, "table_wise": 3, "column_wise": 4}
 """Number of ranks that save a checkpoint, by its sharding type."""
-STEPS = 3
+NUM_STEPS = 3
 TRAINING = TrainingConfig(seed=1)
 LOSS = LossConfig(num_negatives=5)
 BEST = BestValidation(step=2, metrics={"ndcg@10": 0.5})
@@ -86,7 +86,7 @@ def checkpointer(rank: int, folder: Path, **settings: Any) -> Checkpointer:
 
 def whole_state(setup: Setup, spec: ModelSpec) -> dict[str, np.ndarray]:
     """Return tables, accumulators and all unsharded tensors, gathered from all ranks."""
-    found: dict[str, np.ndarray] = {}
+    array_by_name: dict[str, np.ndarray] = {}
     parts: dict[str, list[Any]] = {}
     state = setup.model.state_dict()
     for name in spec.tables:
@@ -95,27 +95,27 @@ def whole_state(setup: Setup, spec: ModelSpec) -> dict[str, np.ndarray]:
     gathered: list[dict[str, list[Any]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(gathered, parts)
     for name, table in spec.tables.items():
-        found[name] = np.full((table.num_rows, table.dim), np.nan, np.float32)
+        array_by_name[name] = np.full((table.num_rows, table.dim), np.nan, np.float32)
         by_row = table.settings.optimizer is None
-        found[f"{name} accumulator"] = np.zeros(table.num_rows if by_row else (table.num_rows, table.dim), np.float32)
-        for one in gathered:
-            for row, column, value in one[name]:
-                found[name][row : row + len(value), column : column + value.shape[1]] = value
-            for shard in one[f"{name} accumulator"]:
+        array_by_name[f"{name} accumulator"] = np.zeros(table.num_rows if by_row else (table.num_rows, table.dim), np.float32)
+        for rank_parts in gathered:
+            for row, column, value in rank_parts[name]:
+                array_by_name[name][row : row + len(value), column : column + value.shape[1]] = value
+            for shard in rank_parts[f"{name} accumulator"]:
                 row, column, value = shard.table_contribution(is_rowwise=by_row, dim=table.dim)
-                accumulator = found[f"{name} accumulator"].reshape(table.num_rows, -1)
+                accumulator = array_by_name[f"{name} accumulator"].reshape(table.num_rows, -1)
                 accumulator[row : row + len(value), column : column + value.shape[1]] += value.numpy()
     flat, _ = flatten_state_dict({"model": state, "optimizer": setup.optimizer.state_dict()})
-    return found | {key: np.array(value) for key, value in flat.items() if not isinstance(value, ShardedTensor)}
+    return array_by_name | {key: np.array(value) for key, value in flat.items() if not isinstance(value, ShardedTensor)}
 
 
 def save_one(rank: int, kind: str, folder: Path) -> None:
     spec = spec_of()
-    setup = make(rank, kind, spec=spec, steps=STEPS)
+    setup = make(rank, kind, spec=spec, steps=NUM_STEPS)
     saver = checkpointer(rank, folder / kind)
-    saver.save(setup.model, setup.optimizer, step=STEPS, best=BEST)
+    saver.save(setup.model, setup.optimizer, step=NUM_STEPS, best=BEST)
     expected = whole_state(setup, spec)
-    train(setup, rank, spec=spec, steps=range(STEPS, STEPS + 2))  # while the checkpoint is being written
+    train(setup, rank, spec=spec, steps=range(NUM_STEPS, NUM_STEPS + 2))  # while the checkpoint is being written
     saver.finish()
     if rank == 0:
         np.savez(folder / f"{kind}.npz", **expected)
@@ -131,17 +131,17 @@ def saved(tmp_path_factory) -> Path:
 
 def load_all(rank: int, folder: Path) -> None:
     spec = spec_of()
-    for kind in KINDS:
+    for kind in SHARDING_TYPES:
         for source in SAVED_BY:
             setup = make(rank, kind, spec=spec)
-            restore(setup.model, setup.optimizer, checkpoint=folder / source / checkpoint_name(STEPS))
-            found, expected = whole_state(setup, spec), dict(np.load(folder / f"{source}.npz"))
-            assert found.keys() == expected.keys()
-            assert any("exp_avg_sq" in key for key in found) and any(key.endswith("step") for key in found)
+            restore(setup.model, setup.optimizer, checkpoint=folder / source / checkpoint_name(NUM_STEPS))
+            state, expected = whole_state(setup, spec), dict(np.load(folder / f"{source}.npz"))
+            assert state.keys() == expected.keys()
+            assert any("exp_avg_sq" in key for key in state) and any(key.endswith("step") for key in state)
             for name, value in expected.items():
-                # A row's sum is a mean over column shards: adding those up rounds.
-                close = {"rtol": 1e-6} if name.endswith(" accumulator") else {"rtol": 0.0}
-                np.testing.assert_allclose(found[name], value, **close, err_msg=f"{source} -> {kind}: {name}")
+                # A row's accumulator is gathered as a sum over column shards, which rounds.
+                rtol = 1e-6 if name.endswith(" accumulator") else 0.0
+                np.testing.assert_allclose(state[name], value, rtol=rtol, err_msg=f"{source} -> {kind}: {name}")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -155,8 +155,8 @@ def load_into(rank: int, checkpoint: Path, spec: ModelSpec, message: str) -> Non
         restore(setup.model, setup.optimizer, checkpoint=checkpoint)
 
 
-def test_a_checkpoint_of_another_model_is_rejected_with_tables_and_shapes(saved):
-    checkpoint = saved / "row_wise" / checkpoint_name(STEPS)
+def test_a_checkpoint_of_another_model_is_rejected_and_the_message_names_tables_and_shapes(saved):
+    checkpoint = saved / "row_wise" / checkpoint_name(NUM_STEPS)
     spec = spec_of()
     user = spec.tables["user"].model_copy(update={"num_rows": spec.tables["user"].num_rows + 1})
     larger = spec.model_copy(update={"tables": spec.tables | {"user": user}})
@@ -168,38 +168,40 @@ def test_a_checkpoint_of_another_model_is_rejected_with_tables_and_shapes(saved)
 
 
 def test_each_of_120_flipped_bits_is_detected_and_the_previous_checkpoint_is_used(saved, tmp_path, caplog):
-    for step in (STEPS - 1, STEPS):
-        shutil.copytree(saved / "table_wise" / checkpoint_name(STEPS), tmp_path / checkpoint_name(step))
-    newest = tmp_path / checkpoint_name(STEPS)
+    for step in (NUM_STEPS - 1, NUM_STEPS):
+        shutil.copytree(saved / "table_wise" / checkpoint_name(NUM_STEPS), tmp_path / checkpoint_name(step))
+    newest = tmp_path / checkpoint_name(NUM_STEPS)
     files = sorted(path for path in newest.rglob("*") if path.is_file() and path.name != MARKER_NAME)
     assert {"manifest.json", ".metadata", "job.json"} <= {path.name for path in files}
     draw = random.Random(0)
     for _ in range(120):
         path = draw.choice(files)
-        place, bit = draw.randrange(path.stat().st_size), draw.randrange(8)
+        byte_index, bit = draw.randrange(path.stat().st_size), draw.randrange(8)
         content = bytearray(path.read_bytes())
-        content[place] ^= 1 << bit
+        content[byte_index] ^= 1 << bit
         path.write_bytes(content)
         with caplog.at_level(logging.WARNING):
-            found = latest_checkpoint(tmp_path, fingerprint="f")
-        assert found is not None and found.folder.name == checkpoint_name(STEPS - 1), f"{path.name}, byte {place}, bit {bit}"
+            checkpoint = latest_checkpoint(tmp_path, fingerprint="f")
+        assert checkpoint is not None and checkpoint.folder.name == checkpoint_name(NUM_STEPS - 1), (
+            f"{path.name}, byte {byte_index}, bit {bit}"
+        )
         assert caplog.messages == [
             f"{newest}: a file is missing or differs from its checksum; falling back to the previous checkpoint"
         ]
         caplog.clear()
-        content[place] ^= 1 << bit
+        content[byte_index] ^= 1 << bit
         path.write_bytes(content)
-    found = latest_checkpoint(tmp_path, fingerprint="f")
-    assert found is not None and found.folder == newest and found.best == BEST
+    checkpoint = latest_checkpoint(tmp_path, fingerprint="f")
+    assert checkpoint is not None and checkpoint.folder == newest and checkpoint.best == BEST
 
 
 def test_a_half_written_checkpoint_of_an_earlier_attempt_is_ignored(saved, tmp_path):
-    whole = saved / "row_wise" / checkpoint_name(STEPS)
-    shutil.copytree(whole, tmp_path / f"{checkpoint_name(STEPS)}.tmp-1")
-    shutil.copytree(whole, tmp_path / checkpoint_name(7))
+    saved_checkpoint = saved / "row_wise" / checkpoint_name(NUM_STEPS)
+    shutil.copytree(saved_checkpoint, tmp_path / f"{checkpoint_name(NUM_STEPS)}.tmp-1")
+    shutil.copytree(saved_checkpoint, tmp_path / checkpoint_name(7))
     (tmp_path / checkpoint_name(7) / "manifest.json").unlink()
     assert latest_checkpoint(tmp_path, fingerprint="f") is None
-    shutil.copytree(whole, tmp_path / checkpoint_name(STEPS))
+    shutil.copytree(saved_checkpoint, tmp_path / checkpoint_name(NUM_STEPS))
     assert latest_checkpoint(tmp_path, fingerprint="another") is None
 
 
@@ -239,7 +241,7 @@ def save_behind_a_link(rank: int, folder: Path) -> None:
 def test_files_behind_a_link_are_never_removed_with_the_old_checkpoints(saved, tmp_path):
     archive = tmp_path / "archive"
     for name in (checkpoint_name(1), checkpoint_name(2), f"{checkpoint_name(3)}.tmp-1"):
-        shutil.copytree(saved / "row_wise" / checkpoint_name(STEPS), archive / name)
+        shutil.copytree(saved / "row_wise" / checkpoint_name(NUM_STEPS), archive / name)
     files = sorted(archive.rglob("*"))
     (tmp_path / "checkpoints").symlink_to(archive)
     run_ranks(save_behind_a_link, world_size=1, arguments=(tmp_path / "checkpoints",))

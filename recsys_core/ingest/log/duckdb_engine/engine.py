@@ -74,7 +74,11 @@ class DuckdbEngine:
                 for side, id_type in self._id_types.items():
                     add_ids(self._connection, side, id_type=id_type, kept_row_sql=kept_row_sql)
                 num_complete = write_events(
-                    self._connection, self._config, part_path=part_path, kept_row_sql=kept_row_sql, id_types=self._id_types
+                    self._connection,
+                    self._config,
+                    part_path=part_path,
+                    kept_row_sql=kept_row_sql,
+                    id_type_by_side=self._id_types,
                 )
             except duckdb.ConstraintException:  # an id is null although the statistics of its file claim that none is
                 num_complete = 0

@@ -1,6 +1,9 @@
-"""The new files of the log in DuckDB: view `raw`, and the part that stores its rows.
+"""SQL for the new files of the log: view `raw` has their rows, and `write_events` writes the good rows to a *part*.
 
-The view has the columns user, item, position, label, weight and context_<n>.
+A part is one parquet file.
+
+The view has the columns user, item, position, label, weight and context_<n>, the index of the row's file (`source`) and the
+index of the row in this file (`row`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +42,7 @@ def raw_log_sql(config: InteractionsConfig, files: LogFiles) -> str:
     ]
     files_sql = f"{scan_all_sql(files.paths)} AS file"
     if hive_columns:
-        files_sql += f" JOIN ({_hive_keys_sql(sources, sorted(hive_columns))}) AS keys ON file.file_index = keys.source"
+        files_sql += f" JOIN ({_hive_keys_sql(sources, sorted(hive_columns))}) AS keys ON file.file_index = keys.file_index"
     raw_columns_sql = (
         f"SELECT {', '.join(select_list)}, file.file_index AS source, file.file_row_number AS row FROM {files_sql}"
     )
@@ -55,7 +58,7 @@ def _hive_keys_sql(sources: Sequence[Source], keys: Sequence[str]) -> str:
         f"({index}, {', '.join(_constant_sql(source.partition_value(key)) for key in keys)})"
         for index, source in enumerate(sources)
     ]
-    return f"SELECT * FROM (VALUES {', '.join(rows_sql)}) AS t(source, {', '.join(quoted(key) for key in keys)})"
+    return f"SELECT * FROM (VALUES {', '.join(rows_sql)}) AS t(file_index, {', '.join(quoted(key) for key in keys)})"
 
 
 def _constant_sql(value: int | date | str) -> str:
@@ -82,7 +85,10 @@ def _position_sql(config: InteractionsConfig, type_by_column: Mapping[str, pa.Da
 
 
 def _before_1970_sql(data_type: pa.DataType) -> str:
-    """Return SQL that is true for a time before 1970. It also works for a time that overflows `position`."""
+    """Return SQL that is true for a time before 1970. It also works for a time whose `position` is null.
+
+    The position is null if the time does not fit into 64 bits of microseconds.
+    """
     if pa.types.is_integer(data_type):
         return "time < 0"
     has_time_zone = pa.types.is_timestamp(data_type) and data_type.tz is not None
@@ -95,15 +101,18 @@ def write_events(
     *,
     part_path: Path,
     kept_row_sql: str,
-    id_types: Mapping[str, IdType],
+    id_type_by_side: Mapping[str, IdType],
 ) -> int:
-    """Write the rows of `raw` to keep to a part, with codes in place of ids; return the number of rows without a null."""
+    """Write the rows of `raw` that `kept_row_sql` selects to the file `part_path`, with codes in place of ids.
+
+    Return how many of them have a position and, if there is a weight column, a weight.
+    """
     # TRY_CAST: DuckDB may cast a bad row before the filter removes it.
-    id_sql_by_side = {side: f'TRY_CAST(raw."{side}" AS {SQL_TYPE[id_type]})' for side, id_type in id_types.items()}
+    id_sql_by_side = {side: f'TRY_CAST(raw."{side}" AS {SQL_TYPE[id_type]})' for side, id_type in id_type_by_side.items()}
     extra_columns_sql = ["TRY_CAST(weight AS FLOAT) AS weight"] if config.weight_column else []
     extra_columns_sql += [f"context_{index}" for index in range(len(config.context_columns))]
-    draw_sql = _validation_draw_sql(config)
-    extra_columns_sql += [] if draw_sql is None else [f"{draw_sql} AS draw"]
+    validation_hash_sql = _validation_hash_sql(config)
+    extra_columns_sql += [] if validation_hash_sql is None else [f"{validation_hash_sql} AS draw"]
     columns_sql = ", ".join(["source::INTEGER AS source", 'u.code AS "user"', "i.code AS item", "position", *extra_columns_sql])
     joins_sql = [
         f"JOIN {side}_ids {side[0]} ON {id_condition_sql(connection, side, id_sql=id_sql)}"
@@ -117,7 +126,7 @@ def write_events(
     return fetch_count(connection, f"SELECT count(*) FILTER ({is_complete_sql}) FROM {scan_sql(part_path)}")
 
 
-def _validation_draw_sql(config: InteractionsConfig) -> str | None:
+def _validation_hash_sql(config: InteractionsConfig) -> str | None:
     """Return SQL for a number below 1,000,000 that decides whether a training event is held out for validation.
 
     All events of a pair of user and item, or of an item (see validation_unit), have the same number.

@@ -175,7 +175,7 @@ def test_weights_and_context_stay_with_their_events(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"filter": {"window_days": 3}, "order_column": "t"}, "filter.window_days needs timestamp_column"),
-        ({"filter": {"max_user_events": 3}}, "need timestamp_column or order_column"),
+        ({"filter": {"max_user_events": 3}}, "need an order of the events; set timestamp_column or order_column"),
         ({"label_range": (1, 5), "timestamp_column": "t"}, "label_range is set, but label_column is not"),
         ({"label_range": (5, 1), "label_column": "s", "label_threshold": 1, "timestamp_column": "t"}, "below the second"),
         (

@@ -16,9 +16,9 @@ from ruamel.yaml import YAML
 
 from flows.settings import yaml_loader
 from recsys_core.disk import used_bytes
-from recsys_core.manifests import MARKER_NAME, STAGES, StageName, read_unchecked_manifest
+from recsys_core.manifests import STAGES, StageName, read_unchecked_manifest
 from tests.drills.interrupted_run import ROOT
-from tests.drills.test_kill_and_resume import NIGHTJAR, RUN_ID, write_config
+from tests.drills.test_kill_and_resume import NIGHTJAR, RUN_ID, start_run_folder, write_config
 
 pytestmark = pytest.mark.drill
 DISK_MIB = 96
@@ -112,21 +112,12 @@ def short_config(folder: Path) -> Path:
     return file
 
 
-def new_run(workspace: Path) -> Path:
-    """Create the folder of a run that has been started: --resume needs it."""
-    run = workspace / "runs" / RUN_ID
-    run.mkdir(parents=True)
-    for name in ("config.yaml", MARKER_NAME):
-        (run / name).touch()
-    return run
-
-
 def test_a_disk_that_is_full_in_any_stage_leaves_no_half_stage_and_a_resume_completes_the_run(
     tmp_path: Path, disk: Path
 ) -> None:
     file = short_config(tmp_path)
     for workspace in (tmp_path / "workspace", disk / "workspace"):
-        new_run(workspace)
+        start_run_folder(file, workspace=workspace)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
     process = subprocess.run(
         [sys.executable, "-c", RUN_STAGES, str(file), str(disk)], cwd=ROOT, env=environment, capture_output=True, text=True
@@ -161,7 +152,7 @@ def test_the_databases_of_the_servers_on_a_full_disk_end_the_run_with_one_messag
     assert not list(disk.glob("workspace/runs/*"))
     filler.unlink()
 
-    run = new_run(disk / "workspace")
+    run = start_run_folder(file, workspace=disk / "workspace")
     interrupted_run = nightjar(file, on_disk, "--resume", RUN_ID)
     deadline = time.monotonic() + PATIENCE_S
     while not any((run / "train.work" / "checkpoints").glob("step-*[0-9]")):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from recsys_core.manifests import MARKER_NAME, STAGES
+from recsys_core.manifests import STAGES
 from tests.drills.interrupted_run import interrupt_run, states
-from tests.drills.test_kill_and_resume import RUN_ID, is_in, run_pipeline, write_config
+from tests.drills.test_kill_and_resume import RUN_ID, is_in, run_pipeline, start_run_folder, write_config
 
 pytestmark = pytest.mark.drill
 WITHIN_S = 10.0
@@ -18,10 +18,7 @@ def test_a_signal_in_any_stage_ends_the_run_in_time_and_prints_the_command_that_
     tmp_path: Path, stop_signal: signal.Signals
 ) -> None:
     config_path = write_config(tmp_path)
-    run_folder = tmp_path / "workspace" / "runs" / RUN_ID
-    run_folder.mkdir(parents=True)
-    for name in ("config.yaml", MARKER_NAME):  # --resume needs the folder of a run that was started
-        (run_folder / name).touch()
+    run_folder = start_run_folder(config_path)
     for stage in STAGES:
 
         def has_begun(stage: str = stage) -> bool:

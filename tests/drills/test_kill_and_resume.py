@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from flows.settings import yaml_loader
+from flows.settings.config_file import dump_config, load_config
 from recsys_core.ingest.synthetic import generate
 from recsys_core.manifests import MARKER_NAME, STAGES
 
@@ -70,13 +71,20 @@ def kill_in(stage: str, file: Path, run: Path) -> list[psutil.Process]:
     return children
 
 
+def start_run_folder(config_path: Path, *, workspace: Path | None = None) -> Path:
+    """Create the folder of the run RUN_ID as a command that was started leaves it: --resume needs it."""
+    config = load_config(config_path, () if workspace is None else (f"workspace={workspace}",))
+    run_folder = config.workspace / "runs" / RUN_ID
+    run_folder.mkdir(parents=True)
+    (run_folder / MARKER_NAME).touch()
+    dump_config(config, run_folder / "config.yaml")
+    return run_folder
+
+
 def test_a_run_killed_in_every_stage_has_the_metrics_of_an_undisturbed_one(tmp_path):
     undisturbed = run_pipeline(write_config(tmp_path / "undisturbed"))
     file = write_config(tmp_path / "killed")
-    run = tmp_path / "killed" / "workspace" / "runs" / RUN_ID
-    run.mkdir(parents=True)
-    for name in ("config.yaml", MARKER_NAME):  # --resume needs the folder of a run that was started
-        (run / name).touch()
+    run = start_run_folder(file)
     for stage in STAGES:
         children = kill_in(stage, file, run)
         _, alive = psutil.wait_procs(children, timeout=10)

@@ -78,16 +78,16 @@ def nightly_retrain(
 
 def retrain(config: PipelineConfig, context: StageContext) -> RegistrationManifest | None:
     """Run the stages in order. A stage is skipped if the run already has its complete result. A dry run returns None."""
-    dataset = stages.ingest(context, config.inputs)
-    stages.check_data(context, config.data_report, split=config.interactions.split)
+    dataset = stages.data_stages.ingest(context, config.inputs)
+    stages.data_report.check_data(context, config.data_report, split=config.interactions.split)
     setup = config.training_setup(dataset)
-    stages.plan_sharding(context, setup)
-    stages.train(context, setup, model_name=config.registry.model_name)
-    stages.export_vectors(context, setup)
-    stages.evaluate(context, config.evaluation)
-    stages.build_index(context, config.index)
-    stages.build_package(context, config.package)
-    return stages.register(context, config.registry)
+    stages.model_stages.plan_sharding(context, setup)
+    stages.model_stages.train(context, setup, model_name=config.registry.model_name)
+    stages.model_stages.export_vectors(context, setup)
+    stages.model_stages.evaluate(context, config.evaluation)
+    stages.model_stages.build_index(context, config.index)
+    stages.model_stages.build_package(context, config.package)
+    return stages.registration.register(context, config.registry)
 
 
 def end_state(registration: RegistrationManifest | None, *, run: Run) -> State:

@@ -1,9 +1,10 @@
 """Imports on first use, and imports without garbage collection."""
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 
@@ -22,6 +23,18 @@ def lazy_attributes(package_name: str, module_by_name: Mapping[str, str]) -> Cal
         return getattr(import_module(module_by_name[name]), name)
 
     return get_attribute
+
+
+def lazy_modules(package_name: str, module_names: Collection[str]) -> Callable[[str], ModuleType]:
+    """Return a module-level `__getattr__` that imports the named modules of a package on first use."""
+
+    def get_module(name: str) -> ModuleType:
+        if name not in module_names:
+            raise AttributeError(f"module {package_name!r} has no attribute {name!r}")
+        with fast_imports():
+            return import_module(f"{package_name}.{name}")
+
+    return get_module
 
 
 @contextmanager

@@ -123,16 +123,21 @@ def slices_to_markdown(slices: Sequence[SliceReport], *, shown: Sequence[str] = 
     | head items | 90 | 95 | 0.5000 ± 0.1000 |
     | cold items | 3 | 4 | not enough data (30 users needed) |
     """
-    columns = [column for column in shown if any(column in report.metrics for report in slices)]
-    titles = ["slice", "users", "targets", *(columns or ["metrics"])]
+    titles, *rows = ([cell.replace("|", "\\|") for cell in row] for row in slice_rows(slices, shown=shown))
     lines = [f"| {' | '.join(titles)} |", "|:---|" + "---:|" * (len(titles) - 1)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def slice_rows(slices: Sequence[SliceReport], *, shown: Sequence[str] = COLUMNS) -> list[list[str]]:
+    """Return the cells of a table of slices: the titles of the columns, then one row for each slice."""
+    columns = [column for column in shown if any(column in report.metrics for report in slices)]
+    rows = [["slice", "users", "targets", *(columns or ["metrics"])]]
     for report in slices:
         cells = [_cell(report.metrics.get(column), report.half_widths.get(column)) for column in columns]
         if not report.metrics:
             cells = [f"not enough data ({report.min_users:,} users needed)", *cells[1:]]
-        name = report.name.replace("|", "\\|")
-        lines.append(f"| {printable(name)} | {report.num_users:,} | {report.num_targets:,} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([printable(report.name), f"{report.num_users:,}", f"{report.num_targets:,}", *cells])
+    return rows
 
 
 def _cell(value: float | None, half_width: float | None) -> str:

@@ -17,7 +17,7 @@ from recsys_core.comparison.decision import Evidence, read_evidence
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.layout import ITEM_TITLES_FILE, vocabulary_file
 from recsys_core.errors import MAX_SHOWN_CHARACTERS, printable
-from recsys_core.evaluation.report import draw_loss, metric_table
+from recsys_core.evaluation.report import draw_loss, metric_table, slice_rows
 from recsys_core.manifests import (
     DataReportManifest,
     Dataset,
@@ -60,7 +60,8 @@ def write_report(registration_fields: dict[str, Any], context: StageContext, *, 
         config: settings of the decision.
         folder: folder of the stage `register`.
     """
-    results, metrics = context.results, context.results[EvaluationManifest].metrics
+    results, evaluation = context.results, context.results[EvaluationManifest]
+    metrics = evaluation.metrics
     registration = RegistrationManifest.model_construct(**registration_fields)
     evidence = read_evidence(folder)
     recommended_by_version = _recommended(folder / "smoke_test", results[InteractionsManifest], version=registration.version)
@@ -83,11 +84,12 @@ def write_report(registration_fields: dict[str, Any], context: StageContext, *, 
         },
         data_metrics=results[DataReportManifest].metrics,
         tables={
-            "Metrics over the full catalogue": metric_table(metrics),
+            "Metrics over the full catalogue": metric_table(metrics, half_widths=evaluation.half_widths),
             "Recommended items": metric_table(
                 metrics, shown=[name.removeprefix("test/") for name in metrics if name.startswith(LIST_METRICS)]
             ),
         },
+        slices=slice_rows(evaluation.slices) if evaluation.slices else [],
         index=results[IndexManifest].reports[results[IndexManifest].served_index],
         plots=_plots(registration, context, evidence, recommended_by_version, metric=config.metric),
         sample_users=_sample_users(

@@ -35,6 +35,7 @@ def test_the_page_shows_the_verdict_the_comparisons_and_sample_users(
     assert page.count("version 1</td>") >= 5 and "coverage@20" in page and "recall@20 of tail items" in page
     assert "&lt;b&gt;new&lt;/b&gt; season" in page and "<b>new" not in page
     assert page.count('<td class="id">') == NUM_SAMPLE_USERS
+    assert "<td>head items</td>" in page and "not enough data (30 users needed)" in page
     assert "<script" not in page and not re.search(r'(src|href)="[^#]', page)
 
 

@@ -104,9 +104,8 @@ def draw_popularity(
     figure, axes = plots.new_figure(grid_axis="both", size=(6.4, 3.0))
     items_by_label = {version: recommended.item_row_L for version, recommended in recommended_by_version.items()}
     items_by_label["test events"] = target_item_T
-    for colour, (label, item_row_L) in zip(
-        (*_COLOURS, plots.GREY)[-len(items_by_label) :], items_by_label.items(), strict=True
-    ):
+    colours = (*_COLOURS[: len(recommended_by_version)], plots.GREY)
+    for (label, item_row_L), colour in zip(items_by_label.items(), colours, strict=True):
         count_L = np.sort(train_count_I[item_row_L[item_row_L >= 0]])
         share_L = 100 * np.arange(1, len(count_L) + 1) / max(1, len(count_L))
         axes.step(count_L, share_L, where="post", color=colour, linewidth=1.6, label=label)

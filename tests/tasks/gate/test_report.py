@@ -4,15 +4,18 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from matplotlib.colors import to_hex
 
+from recsys_core import plots
 from recsys_core.comparison.decision import Evidence
 from recsys_core.comparison.rules import Comparison
 from recsys_core.manifests import RegistrationManifest
 from tasks.gate.report import NUM_SAMPLE_USERS, _sample_users
-from tasks.gate.report_plots import draw_differences
+from tasks.gate.report_plots import Recommended, draw_differences, draw_popularity, draw_scores
 from tests.tasks.conftest import Stages
 from tests.tasks.registration import do_register, run_of
 
@@ -37,6 +40,15 @@ def test_the_page_shows_the_verdict_the_comparisons_and_sample_users(
     assert page.count('<td class="id">') == NUM_SAMPLE_USERS
     assert "<td>head items</td>" in page and "not enough data (30 users needed)" in page
     assert "<script" not in page and not re.search(r'(src|href)="[^#]', page)
+
+
+def test_a_version_has_the_same_colour_in_every_plot_and_the_test_events_another_one() -> None:
+    recommended = Recommended(np.array([0.5, 0.4]), np.array([0, 1]))
+    for versions in ({"version 1": recommended}, {"version 2": recommended, "version 1": recommended}):
+        scores = draw_scores(versions).axes[0].patches
+        lines = draw_popularity(versions, train_count_I=np.array([3, 1]), target_item_T=np.array([1])).axes[0].lines
+        assert [line.get_color() for line in lines[:-1]] == [to_hex(patch.get_edgecolor()) for patch in scores]
+        assert lines[-1].get_color() == plots.GREY
 
 
 def test_sample_users_have_the_titles_of_items_and_the_ids_of_items_without_a_title(tmp_path: Path) -> None:

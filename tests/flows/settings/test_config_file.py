@@ -49,6 +49,11 @@ def test_a_missing_setting_has_its_default(file: Path) -> None:
             "sharding: {tables: {item: {sharding_type: [row_wise]}}}",
             "sharding.tables.item.sharding_type: unknown key; did you mean sharding.tables.item.sharding_types?",
         ),
+        (
+            "embeddings: {checksums: pages}",
+            "embeddings.checksums: this setting no longer exists; delete it. Page checksums are always verified, and "
+            "<file>.sha256 is not read",
+        ),
         ("package: {zzz: 1}", "package.zzz: unknown key; the known keys are quantization"),
         ("training: {epochs: 0}", "training.epochs: Input should be greater than or equal to 1, but it is 0"),
         ("model: {similarity: l2}", "model.similarity: Input should be 'cosine' or 'dot', but it is 'l2'"),

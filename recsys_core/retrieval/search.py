@@ -52,7 +52,7 @@ class Selection:
     def __init__(self, index: Any, is_selected_I: NDArray[np.bool_]) -> None:
         self.num_items = int(is_selected_I.sum())
         self._bits = np.packbits(is_selected_I[item_row_by_position(index)], bitorder="little")  # FAISS reads it in place
-        self.selector = faiss.IDSelectorBitmap(self._bits)
+        self.selector: Any = faiss.IDSelectorBitmap(self._bits)  # type: ignore[call-arg,arg-type]  # the stubs are of C++
 
 
 def search(
@@ -83,3 +83,26 @@ def search_exhaustively(
     """
     selector = None if selection is None else selection.selector
     return kind.search_exhaustively(index, np.ascontiguousarray(query_BD, dtype=np.float32), depth, selector)
+
+
+class StoredVectors:
+    """The whole vectors of an index in its memory, by item row."""
+
+    def __init__(self, index: Any, vector_ID: NDArray[np.float32]) -> None:
+        self._index, self._vector_ID = index, vector_ID  # the vectors are in the memory of the index
+        self._position_I = np.argsort(item_row_by_position(index))
+
+    def take(self, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Copy the vectors of items, [L, D]."""
+        vector_LD: NDArray[np.float32] = self._vector_ID[self._position_I[item_row_L]]
+        return vector_LD
+
+
+def stored_vectors(index: Any) -> StoredVectors | None:
+    """Return the vectors of an index that holds them as a whole, in one array: a flat index, or one with flat storage."""
+    inner_index = faiss.downcast_index(index.index)
+    storage = faiss.downcast_index(inner_index.storage) if hasattr(inner_index, "storage") else inner_index
+    if not isinstance(storage, faiss.IndexFlat):
+        return None
+    vector_ID = faiss.rev_swig_ptr(storage.get_xb(), index.ntotal * index.d).reshape(index.ntotal, index.d)
+    return StoredVectors(index, vector_ID)

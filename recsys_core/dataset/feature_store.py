@@ -37,6 +37,10 @@ ARRAYS_BY_FORM: dict[FeatureForm, tuple[str, ...]] = {
 """Arrays of a feature: <key>.row.npy and so on, see FeaturesManifest."""
 
 
+MAX_DEVIATIONS = 10.0
+"""Standardised values are clipped to this many standard deviations, so that an outlier cannot dominate a training step."""
+
+
 @dataclass(frozen=True)
 class Feature:
     """One feature of all users, items or events.
@@ -88,3 +92,19 @@ def feature_form(facts: IngestedFeature) -> FeatureForm:
     if facts.kind in ("list", "weighted_list"):
         return facts.kind
     return "number" if facts.is_weighted else "single"
+
+
+def standardised(value_N: NDArray[np.float64], *, mean: float, std: float) -> NDArray[np.float32]:
+    """Return (value - mean) / std, clipped to -10 to 10. NaN becomes 0. If `std` is 0, all values become 0.
+
+    >>> standardised(np.array([5.0, 1.0, 1000.0, -np.inf, np.nan]), mean=3.0, std=2.0).tolist()
+    [1.0, -1.0, 10.0, -10.0, 0.0]
+    >>> standardised(np.array([5.0, np.inf]), mean=5.0, std=0.0).tolist()
+    [0.0, 0.0]
+    """
+    if std < np.finfo(np.float64).tiny:
+        return np.zeros(len(value_N), np.float32)
+    with np.errstate(over="ignore"):
+        # The numbers are halved, because the difference of two finite numbers may overflow.
+        z_score_N = (value_N / 2 - mean / 2) / (std / 2)
+    return np.nan_to_num(np.clip(z_score_N, -MAX_DEVIATIONS, MAX_DEVIATIONS), nan=0.0).astype(np.float32)

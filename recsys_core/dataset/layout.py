@@ -17,6 +17,7 @@ from recsys_core.units import format_gib
 
 CONTEXT_FILE = "context.parquet"
 ITEM_TITLES_FILE = "item_titles.parquet"
+ITEM_COLUMNS_FILE = "item_columns.parquet"
 EVENT_ARRAYS = ("user_offset", "train_end", "validation_end", "event_item", "train_user", "event_time")
 """Arrays that identify the events: user, split, item and time."""
 

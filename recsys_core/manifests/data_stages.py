@@ -186,6 +186,11 @@ class IngestedFeature(Frozen):
     definition: str = Field(description="settings of the feature; a later run with equal settings continues the vocabulary")
     is_continued: bool = Field(description="whether the run reused the vocabulary, boundaries or mean of the previous run")
     num_new_values: int = Field(0, description="values that got a new row in this run")
+    column: str | None = Field(None, description="column with the values")
+    weight_column: str | None = Field(None, description="column with the weights of a weighted_list")
+    value_type: IdType | None = Field(None, description="type of the values; null for numbers")
+    hash_rows: int | None = Field(None, description="rows onto which a hash maps the values; null without a hash")
+    max_values: int | None = Field(None, description="number of values of a list that are used; null for all")
     num_with_vector: int = Field(0, description="values of the vocabulary with a pretrained vector")
 
     @property
@@ -218,6 +223,7 @@ class FeaturesManifest(Manifest):
             <side>.<name>.vectors.npy (embeddings stage), -1 without a vector. Only if there are vectors of the feature.
 
     item_titles.parquet has the columns `row` and `title` of the items with a title, if the config names their column.
+    item_columns.parquet has the column `row` and the filter columns of the items in the table, if the config names them.
     """
 
     stage: ClassVar[str] = "ingest_features"

@@ -57,9 +57,9 @@ class CompressedIvf(Ivf):
     def code_bytes(self, dim: int) -> int:
         """Return the bytes of a compressed vector of fitted settings."""
 
-    def compressed_search_parameters(self, depth: int) -> Any:
+    def compressed_search_parameters(self, depth: int, selector: Any = None) -> Any:
         """Return the FAISS parameters of a search of the compressed vectors."""
-        return super().search_parameters(depth)
+        return super().search_parameters(depth, selector)
 
     def min_bytes(self, *, num_items: int, dim: int) -> int:
         """Return the bytes of the codes, of the vectors if they are stored, and of the row numbers, stored twice."""
@@ -84,9 +84,9 @@ class CompressedIvf(Ivf):
         for rescore in RESCORE_FACTORS if self.rescore is None else (self.rescore,):
             yield from super(CompressedIvf, self.model_copy(update={"rescore": rescore})).search_ladders(depth)
 
-    def search_parameters(self, depth: int) -> Any:
-        """Return nprobe and `rescore`."""
-        parameters = self.compressed_search_parameters(depth)
+    def search_parameters(self, depth: int, selector: Any = None) -> Any:
+        """Return nprobe, the selector and `rescore`."""
+        parameters = self.compressed_search_parameters(depth, selector)
         if self.rescore == 0:
             return parameters
         return faiss_module().IndexRefineSearchParameters(
@@ -94,12 +94,13 @@ class CompressedIvf(Ivf):
         )
 
     def search_exhaustively(
-        self, index: Any, query_BD: "NDArray[np.float32]", depth: int
+        self, index: Any, query_BD: "NDArray[np.float32]", depth: int, selector: Any = None
     ) -> "tuple[NDArray[np.float32], NDArray[np.int64]]":
         """Search all cells, or with `rescore` the vectors without the cells."""
         if self.rescore == 0:
-            return super().search_exhaustively(index, query_BD, depth)
-        return search_vectors(faiss_module().downcast_index(index.index).refine_index, index, query_BD, depth)
+            return super().search_exhaustively(index, query_BD, depth, selector)
+        vectors = faiss_module().downcast_index(index.index).refine_index
+        return search_vectors(vectors, index, query_BD, depth, faiss_module().SearchParameters(sel=selector))
 
 
 class IvfSq8(CompressedIvf):
@@ -242,9 +243,10 @@ class OpqPq(IvfPq):
         """Return the width: with fewer vectors, FAISS's OPQMatrix writes outside its memory."""
         return dim
 
-    def compressed_search_parameters(self, depth: int) -> Any:
-        """Return nprobe inside the parameters of an IndexPreTransform."""
-        return faiss_module().SearchParametersPreTransform(index_params=super().compressed_search_parameters(depth))
+    def compressed_search_parameters(self, depth: int, selector: Any = None) -> Any:
+        """Return nprobe and the selector inside the parameters of an IndexPreTransform."""
+        parameters = super().compressed_search_parameters(depth, selector)
+        return faiss_module().SearchParametersPreTransform(index_params=parameters)
 
     def builds_on_gpu(self) -> bool:
         """Return False."""

@@ -63,30 +63,37 @@ class IndexKind(Settings):
         """Return whether one thread adds the vectors, because the index depends on the timing of the threads otherwise."""
         return False
 
-    def search_parameters(self, depth: int) -> Any:
-        """Return the FAISS parameters of a search for `depth` items."""
-        return None
+    def search_parameters(self, depth: int, selector: Any = None) -> Any:
+        """Return the FAISS parameters of a search for `depth` items.
+
+        selector: a FAISS IDSelector of positions inside the index, for a search of a part of the items; None for all items.
+        """
+        return faiss_module().SearchParameters(sel=selector)
 
     def search_exhaustively(
-        self, index: Any, query_BD: "NDArray[np.float32]", depth: int
+        self, index: Any, query_BD: "NDArray[np.float32]", depth: int, selector: Any = None
     ) -> "tuple[NDArray[np.float32], NDArray[np.int64]]":
-        """Return inner products [B, N] and item rows [B, N] after a comparison of the queries with all vectors of `index`.
+        """Return inner products [B, N] and item rows [B, N] after a comparison of the queries with all selected vectors.
 
         index: an IndexIDMap around the FAISS index of this kind.
         """
-        scores_and_rows: tuple[NDArray[np.float32], NDArray[np.int64]] = index.search(query_BD, depth)
-        return scores_and_rows
+        return search_vectors(index.index, index, query_BD, depth, self.search_parameters(depth, selector))
 
 
 def search_vectors(
-    vectors: Any, index: Any, query_BD: "NDArray[np.float32]", depth: int
+    vectors: Any, index: Any, query_BD: "NDArray[np.float32]", depth: int, parameters: Any
 ) -> "tuple[NDArray[np.float32], NDArray[np.int64]]":
-    """Search `vectors`, an index inside `index` that holds whole vectors in the same order, and return item rows."""
+    """Search `vectors`, an index inside `index` that holds the vectors in the same order, and return item rows."""
     import numpy as np
 
-    score_BN, index_BN = vectors.search(query_BD, depth)
-    row_number_I = faiss_module().vector_to_array(index.id_map)
-    return score_BN, np.where(index_BN >= 0, row_number_I[index_BN], -1)
+    score_BN, position_BN = vectors.search(query_BD, depth, params=parameters)
+    return score_BN, np.where(position_BN >= 0, item_row_by_position(index)[position_BN], -1)
+
+
+def item_row_by_position(index: Any) -> "NDArray[np.int64]":
+    """Return the item row of each vector of an IndexIDMap, in the order in which the vectors were added, without a copy."""
+    rows: NDArray[np.int64] = faiss_module().rev_swig_ptr(index.id_map.data(), index.ntotal)
+    return rows
 
 
 def faiss_module() -> Any:

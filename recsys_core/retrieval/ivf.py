@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field
 
-from recsys_core.retrieval.index_kind import ROW_NUMBER_BYTES, VALUE_BYTES, IndexKind, faiss_module
+from recsys_core.retrieval.index_kind import ROW_NUMBER_BYTES, VALUE_BYTES, IndexKind, faiss_module, search_vectors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,18 +75,17 @@ class Ivf(IndexKind):
         """Return a number that is enough for each cell. With many cells it is the smallest, because k-means takes long."""
         return max(MAX_VECTORS_PER_CENTROID * MIN_CENTROIDS, MIN_ITEMS_PER_CENTROID * self.num_cells)
 
-    def search_parameters(self, depth: int) -> Any:
-        """Return nprobe."""
-        return faiss_module().SearchParametersIVF(nprobe=self.nprobe or DEFAULT_NPROBE)
+    def search_parameters(self, depth: int, selector: Any = None) -> Any:
+        """Return nprobe and the selector."""
+        return faiss_module().SearchParametersIVF(nprobe=self.nprobe or DEFAULT_NPROBE, sel=selector)
 
     def search_exhaustively(
-        self, index: Any, query_BD: "NDArray[np.float32]", depth: int
+        self, index: Any, query_BD: "NDArray[np.float32]", depth: int, selector: Any = None
     ) -> "tuple[NDArray[np.float32], NDArray[np.int64]]":
         """Search all cells."""
         num_cells = faiss_module().extract_index_ivf(index).nlist
-        all_cells = self.model_copy(update={"nprobe": num_cells}).search_parameters(depth)
-        scores_and_rows: tuple[NDArray[np.float32], NDArray[np.int64]] = index.search(query_BD, depth, params=all_cells)
-        return scores_and_rows
+        all_cells = self.model_copy(update={"nprobe": num_cells}).search_parameters(depth, selector)
+        return search_vectors(index.index, index, query_BD, depth, all_cells)
 
 
 class IvfFlat(Ivf):

@@ -81,15 +81,16 @@ class Hnsw(IndexKind):
         """Return whether the catalogue is small."""
         return num_items <= MAX_SINGLE_THREAD_ITEMS
 
-    def search_parameters(self, depth: int) -> Any:
-        """Return ef_search, raised to `depth` if it is smaller."""
-        return faiss_module().SearchParametersHNSW(efSearch=max(self.ef_search or MIN_EF_SEARCH, depth))
+    def search_parameters(self, depth: int, selector: Any = None) -> Any:
+        """Return ef_search, raised to `depth` if it is smaller, and the selector."""
+        return faiss_module().SearchParametersHNSW(efSearch=max(self.ef_search or MIN_EF_SEARCH, depth), sel=selector)
 
     def search_exhaustively(
-        self, index: Any, query_BD: "NDArray[np.float32]", depth: int
+        self, index: Any, query_BD: "NDArray[np.float32]", depth: int, selector: Any = None
     ) -> "tuple[NDArray[np.float32], NDArray[np.int64]]":
         """Search the vectors without the graph."""
-        return search_vectors(faiss_module().downcast_index(index.index).storage, index, query_BD, depth)
+        storage = faiss_module().downcast_index(index.index).storage
+        return search_vectors(storage, index, query_BD, depth, faiss_module().SearchParameters(sel=selector))
 
 
 AnyIndexKind = Annotated[

@@ -24,8 +24,10 @@ from recsys_core.dataset.layout import HISTORY_FILES
 from recsys_core.errors import StageError
 from recsys_core.models.spec import ModelSpec
 from recsys_core.retrieval.search import load_index, search, search_exhaustively, verify_file
+from recsys_core.serving.description import DESCRIPTION_NAME, FORMAT_VERSION, ITEMS_NAME, PackageDescription
+from recsys_core.serving.given_features import RequestFeatures
 from recsys_core.serving.ids import IdMap
-from recsys_core.serving.package import DESCRIPTION_NAME, FORMAT_VERSION, PackageDescription, package_files
+from recsys_core.serving.items import ItemTable
 from recsys_core.serving.quantise import ServedQueryTower, load_tower, user_features
 
 
@@ -36,7 +38,9 @@ class PackageContents:
     package: PackageDescription
     tower: ServedQueryTower
     features: FeatureStore
+    request_features: RequestFeatures
     index: Any
+    items: ItemTable
     item_ids: IdMap
     user_ids: IdMap
     user_offset: NDArray[np.int64]
@@ -67,8 +71,10 @@ def _read_contents(folder: Path, package: PackageDescription) -> PackageContents
         package=package,
         tower=load_tower(folder / "tower.safetensors", spec=spec, quantization=package.quantization),
         features=_read_features(folder, spec),
+        request_features=RequestFeatures(package.features, folder=folder),
         index=_read_index(folder / "index.faiss", package),
-        item_ids=_read_ids(folder / "item_ids.parquet", id_name="item_id", num_ids=spec.num_items),
+        items=_read_items(folder / ITEMS_NAME, package),
+        item_ids=_read_ids(folder / ITEMS_NAME, id_name="item_id", num_ids=spec.num_items),
         user_ids=_read_ids(folder / "user_ids.parquet", id_name="user_id", num_ids=spec.num_users),
         user_offset=user_offset,
         event_item=event_item,
@@ -110,7 +116,7 @@ def _format_version(content: bytes) -> Any:
 
 def _verify_files(folder: Path, package: PackageDescription) -> None:
     """Raise StageError unless the folder has exactly the files of the model, with the recorded checksums."""
-    expected_names = package_files(package.model)
+    expected_names = package.file_names
     for file_name in sorted(expected_names ^ package.files.keys()):
         difference = "does not list it" if file_name in expected_names else "lists it, but the model does not use it"
         raise StageError(f"{folder / file_name}: {DESCRIPTION_NAME} {difference}; package the model again")
@@ -161,6 +167,11 @@ def _read_features(folder: Path, spec: ModelSpec) -> FeatureStore:
             weights = _read_array(folder / f"{feature_name}.weight.npy", np.float32, length=len(table_rows))
         features[feature_name] = Feature(table_rows=table_rows, offset=offset, weights=weights)
     return FeatureStore(features)
+
+
+def _read_items(path: Path, package: PackageDescription) -> ItemTable:
+    with _name_unreadable_file(path):
+        return ItemTable(path, filter_columns=package.filter_columns, has_titles=package.has_titles)
 
 
 def _read_ids(path: Path, *, id_name: str, num_ids: int) -> IdMap:

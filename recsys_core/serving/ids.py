@@ -22,7 +22,7 @@ _DECIMAL_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
 class IdMap:
-    """Map between ids (int64 or string) and table rows. The row of an id is its index in the column `id` of a parquet file.
+    """Map between ids (int64 or string) and table rows. The row of an id is its index in a column of a parquet file.
 
     Ids are looked up by binary search over 64-bit keys: the integers themselves, or hashes of the strings. The keys and their
     rows need 16 bytes per id, about a tenth of the memory of a dictionary.
@@ -40,8 +40,8 @@ class IdMap:
 
     @classmethod
     def read(cls, path: Path, *, id_name: str) -> "IdMap":
-        """Read the column `id` of a parquet file."""
-        id_column = pq.read_table(path, columns=["id"])["id"]
+        """Read the column `id_name` of a parquet file."""
+        id_column = pq.read_table(path, columns=[id_name], memory_map=True)[id_name]
         return cls(
             id_column.cast(pa.int64() if pa.types.is_integer(id_column.type) else pa.large_string()).combine_chunks(),
             id_name=id_name,

@@ -3,26 +3,24 @@
 Shapes: I items.
 """
 
+import hashlib
 import shutil
 from pathlib import Path
-from typing import Final, Literal, Self
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from pydantic import TypeAdapter, model_validator
 from safetensors.torch import load_file
 
-from recsys_core.config import Frozen
 from recsys_core.dataset.events import EventStore
-from recsys_core.dataset.feature_store import ARRAYS_BY_FORM
-from recsys_core.dataset.layout import HISTORY_FILES, vocabulary_file
+from recsys_core.dataset.layout import HISTORY_FILES, ITEM_COLUMNS_FILE, ITEM_TITLES_FILE, vocabulary_file
 from recsys_core.errors import StageError
 from recsys_core.manifests import (
     Dataset,
     EvaluationManifest,
     ExportManifest,
-    FileRecord,
+    FeaturesManifest,
     IndexManifest,
     InteractionsManifest,
     PackageManifest,
@@ -30,36 +28,19 @@ from recsys_core.manifests import (
     fingerprint_of,
     record_file,
 )
-from recsys_core.models.config import PackageConfig, Quantization
+from recsys_core.models.config import PackageConfig
 from recsys_core.models.spec import ModelSpec
-from recsys_core.retrieval.kinds import AnyIndexKind
-from recsys_core.serving.quantise import build_tower, save_tower, served_tables, user_features
-
-DESCRIPTION_NAME = "package.json"
-FORMAT_VERSION: Final = 5
-_INDEX_KIND: TypeAdapter[AnyIndexKind] = TypeAdapter(AnyIndexKind)
-
-
-class PackageDescription(Frozen):
-    """package.json: the model, the index, and the size and checksum of every other file."""
-
-    format_version: Literal[5] = FORMAT_VERSION
-    model: ModelSpec
-    similarity: Literal["cosine", "dot"]
-    quantization: Quantization
-    index_kind: str
-    index_parameters: dict[str, int]
-    files: dict[str, FileRecord]
-
-    @property
-    def index(self) -> AnyIndexKind:
-        """Kind of the index, with the settings with which it was built."""
-        return _INDEX_KIND.validate_python({"kind": self.index_kind} | self.index_parameters)
-
-    @model_validator(mode="after")
-    def _index_is_valid(self) -> Self:
-        _ = self.index  # raises ValidationError
-        return self
+from recsys_core.serving.description import (
+    DESCRIPTION_NAME,
+    FORMAT_VERSION,
+    ITEMS_NAME,
+    PackageDescription,
+    QueryFeature,
+    feature_files,
+    vocabulary_name,
+)
+from recsys_core.serving.items import RESERVED_ITEM_COLUMNS, write_items
+from recsys_core.serving.quantise import build_tower, save_tower, served_tables
 
 
 def build_package(
@@ -76,11 +57,13 @@ def build_package(
     Files:
 
     - tower.safetensors: the query tower. index.faiss: the served index.
-    - item_ids.parquet, user_ids.parquet: column `id`, in the order of the rows.
+    - items.parquet: item_id, title, filter columns and vector of each item, in the order of the item rows.
+    - user_ids.parquet: user_id, in the order of the user rows.
     - user_offset.npy, event_item.npy: the events of each user from training, validation and test.
     - popularity.npy int32 [I]: item rows by falling popularity.
     - popularity_share.npy float32 [I]: share of each item in the events before the test split, in the order of popularity.npy.
-    - user.<feature>.*.npy: user features in the format of FeaturesManifest.
+    - user.<feature>.*.npy, user.<feature>.vocabulary.parquet: user features in the format of FeaturesManifest.
+    - context.<feature>.vocabulary.parquet: vocabularies of context features, whose values come with a request.
     - package.json: `PackageDescription`.
 
     Raises:
@@ -118,10 +101,13 @@ def build_package(
         shutil.copyfile(index.path(f"{index.served_index}.faiss"), package_folder / "index.faiss")
         for file_name in HISTORY_FILES:
             shutil.copyfile(interactions.path(file_name), package_folder / file_name)
-        for side in ("item", "user"):
-            ids = pq.read_table(interactions.path(vocabulary_file(side)), columns=["id"])
-            pq.write_table(ids, package_folder / f"{side}_ids.parquet")
-        for file_name in feature_files(spec):
+        user_ids = pq.read_table(interactions.path(vocabulary_file("user")), columns=["id"]).rename_columns(["user_id"])
+        pq.write_table(user_ids, package_folder / "user_ids.parquet")
+        item_columns, query_features = _item_columns(dataset), _query_features(spec, features)
+        item_vector_ID = np.load(export.path("item_vectors.npy"), mmap_mode="r")
+        write_items(package_folder / ITEMS_NAME, columns=item_columns, item_vector_ID=item_vector_ID)
+        vocabularies = [vocabulary_name(key) for key, feature in query_features.items() if feature.has_vocabulary]
+        for file_name in [*feature_files(spec), *vocabularies]:
             assert features is not None  # the spec has features
             shutil.copyfile(features.path(file_name), package_folder / file_name)
         shutil.copyfile(evaluation.path("popularity.npy"), package_folder / "popularity.npy")
@@ -135,6 +121,10 @@ def build_package(
             quantization=config.quantization,
             index_kind=index.served_index,
             index_parameters=index.reports[index.served_index].parameters,
+            features=query_features,
+            filter_columns=tuple(name for name in item_columns.column_names if name not in RESERVED_ITEM_COLUMNS),
+            has_titles="title" in item_columns.column_names,
+            space_id=space_id_of(export),
             files=record_by_name,
         )
         (package_folder / DESCRIPTION_NAME).write_text(description.model_dump_json(indent=2))
@@ -145,29 +135,41 @@ def build_package(
         )
 
 
+def space_id_of(export: ExportManifest) -> str:
+    """Return the id of the vector space of an export: a hash of both towers, which are their layers and their tables."""
+    names = sorted(name for name in export.files if name == "dense.safetensors" or name.startswith("table_"))
+    content = "".join(f"{name} {export.files[name].sha256}\n" for name in [*names, "history_items.npy"])
+    return hashlib.sha256(f"{export.similarity}\n{content}".encode()).hexdigest()[:16]
+
+
 def _describe_vectors(num_items: int, dim: int, similarity: str) -> str:
     """Describe item vectors in a message."""
     return f"{num_items:,} vectors of width {dim} for {similarity} similarity"
 
 
-def description_sha256(package: PackageManifest) -> str:
-    """Return the sha256 of package.json."""
-    return package.files[f"package/{DESCRIPTION_NAME}"].sha256
+def _item_columns(dataset: Dataset) -> pa.Table:
+    """Return the columns of items.parquet except the vectors: item_id, and the titles and filter columns, if there are any."""
+    columns = pq.read_table(dataset.interactions.path(vocabulary_file("item")), columns=["id"]).rename_columns(["item_id"])
+    if dataset.features is None:
+        return columns
+    for file_name in (ITEM_TITLES_FILE, ITEM_COLUMNS_FILE):
+        if file_name not in dataset.features.files:
+            continue
+        values = pq.read_table(dataset.features.path(file_name))
+        position_I = np.full(columns.num_rows, -1, np.int64)
+        position_I[values["row"].to_numpy()] = np.arange(values.num_rows)
+        position = pa.array(position_I, mask=position_I < 0)  # null for an item without a row
+        for name in values.column_names:
+            if name != "row":
+                columns = columns.append_column(name, values[name].take(position))
+    return columns
 
 
-def package_files(spec: ModelSpec) -> set[str]:
-    """Return the names of the files of a package except package.json."""
-    arrays = (*HISTORY_FILES, "popularity.npy", "popularity_share.npy")
-    return {"tower.safetensors", "index.faiss", "item_ids.parquet", "user_ids.parquet", *arrays, *feature_files(spec)}
-
-
-def feature_files(spec: ModelSpec) -> list[str]:
-    """Return the file names of the arrays that hold the user features."""
-    return [
-        f"{feature_name}.{array_name}.npy"
-        for feature_name, form in user_features(spec).items()
-        for array_name in ARRAYS_BY_FORM[form]
-    ]
+def _query_features(spec: ModelSpec, features: FeaturesManifest | None) -> dict[str, QueryFeature]:
+    """Return the features of users and of the context that the model reads."""
+    if features is None:
+        return {}
+    return {key: QueryFeature.of(key, features) for key in spec.features("query")}
 
 
 def _popularity_share(interactions: InteractionsManifest, item_by_popularity_I: NDArray[np.int32]) -> NDArray[np.float32]:

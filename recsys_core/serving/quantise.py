@@ -5,6 +5,7 @@ Shapes: B queries, R rows of a table, L looked-up rows, D width of the vectors.
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from recsys_core.models.config import Quantization
 from recsys_core.models.history import pool_lists
 from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.models.towers import QueryTower
+
+if TYPE_CHECKING:
+    from recsys_core.serving.given_features import GivenFeature
 
 HISTORY_TABLE = "history"
 """Name of the table with the vectors that represent items in histories."""
@@ -99,54 +103,91 @@ class ServedQueryTower(nn.Module):
         self.eval()
 
     @torch.inference_mode()
-    def forward(self, user_row_B: NDArray[np.int64], history: JaggedArray, *, features: FeatureStore) -> Tensor:
+    def forward(
+        self,
+        user_row_B: NDArray[np.int64],
+        history: JaggedArray,
+        *,
+        features: FeatureStore,
+        given: "Mapping[str, GivenFeature] | None" = None,
+    ) -> Tensor:
         """Compute the query vectors, [B, D].
 
         Args:
-            user_row_B: -1 for a user who is not in the vocabulary. Such a user has no features.
+            user_row_B: -1 for a user who is not in the vocabulary. Such a user has no stored features.
             history: item rows, oldest first. Only the newest items are used, up to the history length of the model.
             features: the user features of the package.
+            given: features from the request. They replace the stored ones.
         """
         history = history.last_values(self.spec.history_length)
         item_LD = torch.zeros(0, self.spec.config.history_dim)
         if HISTORY_TABLE in self.tables:
             item_LD = self.tables[HISTORY_TABLE](torch.from_numpy(history.values_L))
-        vector_by_table = {name: self._feature_vectors(name, user_row_B, features) for name in self.spec.on_side("query")}
+        vector_by_table = {
+            name: self._feature_vectors(name, user_row_B, features, (given or {}).get(name))
+            for name in self.spec.on_side("query")
+        }
         history_index_L, offset = torch.arange(len(item_LD)), torch.from_numpy(history.offset)
         query_BD: Tensor = self.dense(item_LD, history_index_L, offset, features=vector_by_table)
         return query_BD
 
-    def _feature_vectors(self, table_name: str, user_row_B: NDArray[np.int64], features: FeatureStore) -> Tensor:
-        """Look up and pool the rows of a table, [B, D].
-
-        The vectors of context features are zero, because context features are unknown while serving.
-        """
+    def _feature_vectors(
+        self, table_name: str, user_row_B: NDArray[np.int64], features: FeatureStore, given: "GivenFeature | None"
+    ) -> Tensor:
+        """Look up and pool the rows of a table, [B, D]. The vector of a feature that is neither stored nor given is zero."""
         table = self.spec.tables[table_name]
-        if table_name not in served_tables(self.spec):
+        row_lists, weight_L = self._stored_rows(table_name, user_row_B, features)
+        if given is not None:
+            row_lists, weight_L = _replace_rows(row_lists, weight_L, given)
+        if not len(row_lists.values_L):
             return torch.zeros(len(user_row_B), table.dim)
+        is_list = self.spec.forms.get(table_name, "single") in ("list", "weighted_list")
+        return pool_lists(
+            self.tables[module_name(table_name)](torch.from_numpy(row_lists.values_L)),
+            torch.from_numpy(row_lists.offset),
+            weight_L=None if weight_L is None else torch.from_numpy(weight_L),
+            is_mean=is_list and table.settings.pooling == "mean",
+        )
+
+    def _stored_rows(
+        self, table_name: str, user_row_B: NDArray[np.int64], features: FeatureStore
+    ) -> tuple[JaggedArray, NDArray[np.float32] | None]:
+        """Return the rows of each user in a table, and their weights; no rows for an unknown user and for the context."""
+        is_weighted = self.spec.forms.get(table_name) in ("weighted_list", "number")
         is_known_B = user_row_B >= 0
+        if table_name != "user" and table_name not in features.feature_by_key:
+            is_known_B = np.zeros(len(user_row_B), np.bool_)
+        if not is_known_B.any():
+            return JaggedArray.empty(len(user_row_B)), np.zeros(0, np.float32) if is_weighted else None
         row_lists, weight_L = JaggedArray.from_single_values(user_row_B[is_known_B]), None
         if table_name != "user":
             row_lists, weight_L = features.feature_by_key[table_name].rows_and_weights(user_row_B[is_known_B])
         length_B = np.zeros(len(user_row_B), np.int64)
         length_B[is_known_B] = row_lists.lengths
-        is_list = self.spec.forms.get(table_name, "single") in ("list", "weighted_list")
-        return pool_lists(
-            self.tables[module_name(table_name)](torch.from_numpy(row_lists.values_L)),
-            torch.from_numpy(JaggedArray.from_lengths(length_B, row_lists.values_L).offset),
-            weight_L=None if weight_L is None else torch.from_numpy(weight_L),
-            is_mean=is_list and table.settings.pooling == "mean",
-        )
+        return JaggedArray.from_lengths(length_B, row_lists.values_L), weight_L
+
+
+def _replace_rows(
+    stored: JaggedArray, weight_L: NDArray[np.float32] | None, given: "GivenFeature"
+) -> tuple[JaggedArray, NDArray[np.float32] | None]:
+    """Return the given rows and weights of the queries that have them, and the stored ones of the others."""
+    stored_index = JaggedArray(stored.offset, np.arange(len(stored.values_L)))
+    given_index = JaggedArray(given.rows.offset, len(stored.values_L) + np.arange(len(given.rows.values_L)))
+    index = stored_index.replace(given_index, where=given.is_given_B)
+    rows = np.concatenate([stored.values_L, given.rows.values_L])[index.values_L]
+    if weight_L is None or given.weight_L is None:
+        return JaggedArray(index.offset, rows), None
+    return JaggedArray(index.offset, rows), np.concatenate([weight_L, given.weight_L])[index.values_L]
 
 
 def user_features(spec: ModelSpec) -> dict[str, FeatureForm]:
-    """Return user feature -> form. Other features are not available while serving."""
+    """Return user feature -> form. The package stores the values of these features."""
     return {feature_name: form for feature_name, form in spec.forms.items() if feature_name.startswith("user.")}
 
 
 def served_tables(spec: ModelSpec) -> list[str]:
-    """Return the tables that a query looks up in addition to its history: the user table and the tables of user features."""
-    return (["user"] if spec.config.learn_user_embedding else []) + list(user_features(spec))
+    """Return the tables that a query looks up in addition to its history: users, and features of users and of the context."""
+    return list(spec.on_side("query"))
 
 
 def build_tower(

@@ -1,103 +1,240 @@
-"""Requests for recommendations and their answers, without MLflow and HTTP."""
+"""Requests for recommendations and their answers, without MLflow and HTTP.
 
-from collections.abc import Mapping
+A request is {"inputs": {column: [value of each row]}, "params": {...}}, or {"rows": [{column: value}], "params": {...}}.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from recsys_core.errors import InputError, shown
+from recsys_core.serving.answers import Answer, Recommendations
+from recsys_core.serving.description import ITEM_COLUMN, QUERY_COLUMNS
 from recsys_core.serving.ids import Id, is_missing
 
 if TYPE_CHECKING:
-    from recsys_core.serving.retriever import Retriever
+    from recsys_core.serving.retriever import Retriever, SearchOptions
 
-_DEFAULT_PARAMS: dict[str, Any] = {"k": 10, "exclude_stored_history": True}
+_TYPE_BY_PARAM: dict[str, tuple[type, ...]] = {
+    "k": (int,),
+    "exclude_seen": (bool,),
+    "exclude_stored_history": (bool,),
+    "exclude": (list, tuple, np.ndarray),
+    "min_score": (int, float),
+    "filter": (Mapping, str),
+    "with_vectors": (bool,),
+}
+PARAMS = tuple(_TYPE_BY_PARAM)
+"""Names of the params of a request."""
+_OPTIONAL_PARAMS = ("exclude", "min_score", "filter")
+"""Params that may be null."""
+
+
+def respond(retriever: "Retriever", request: Mapping[str, Any]) -> list[Answer]:
+    """Parse and answer a request: for similar items if it has the column item_id, for recommendations otherwise.
+
+    Raises:
+        InputError: the request is invalid, so no row can be answered.
+    """
+    inputs = request.get("inputs")
+    if isinstance(inputs, Mapping) and ITEM_COLUMN in inputs:
+        return answer_similar(retriever, parse_similar(request))
+    return answer(retriever, parse(request))
 
 
 class Request(NamedTuple):
-    """A request for recommendations, with one row per user.
+    """A request for recommendations, with one row per query.
 
     Attributes:
-        user_ids: the value of each row; an invalid value is reported in the answer of its row.
-        histories: the value of each row; None if no row has a history.
-        k, exclude_stored_history: see Retriever.recommend.
+        columns: user_id, history and feature columns, each with one value per row. An invalid value is reported in the answer
+            of its row.
+        k, options: see Retriever.recommend.
     """
 
-    user_ids: list[Any]
-    histories: list[Any] | None
+    columns: dict[str, list[Any]]
+    num_rows: int
     k: int
-    exclude_stored_history: bool
-
-
-class Answer(NamedTuple):
-    """Recommended items and scores for one row of a request, best first. An invalid row has an error and no items."""
-
-    item_ids: list[Id]
-    scores: list[float]
-    error: str | None
+    options: "SearchOptions"
 
 
 def parse(request: Mapping[str, Any]) -> Request:
-    """Parse a request of the form {"inputs": {"user_id": [...], "history": [...]}, "params": {"k": 10}}.
+    """Parse a request: columns user_id (id or null), history (list of item ids or null) and features, and params.
 
-    `history` and `params` are optional. A history lists item ids in time order and replaces the user's history in the log. If
-    it is null, the history in the log is used.
+    A history lists item ids in time order and replaces the user's history in the log. If it is null, the history in the log is
+    used. A row without user_id, history and features gets the most popular items.
 
     Raises:
         InputError: a column or a param is missing, unknown or invalid, so no row can be answered.
     """
-    inputs, params = request.get("inputs"), request.get("params") or {}
-    if not isinstance(inputs, Mapping) or not isinstance(inputs.get("user_id"), list):
-        raise InputError("inputs: the column user_id is missing; pass a list with one user id per row")
-    user_ids, histories = inputs["user_id"], inputs.get("history")
-    if histories is not None and (not isinstance(histories, list) or len(histories) != len(user_ids)):
-        raise InputError(
-            f"inputs: history is not a list of {len(user_ids)} histories, one per user; use null for a user without one"
-        )
-    if unknown_params := [str(name) for name in params if name not in _DEFAULT_PARAMS]:
-        raise InputError(f"params: unknown {', '.join(unknown_params)}; the model has {list(_DEFAULT_PARAMS)}")
+    k, options = _parse_params(request.get("params"))
+    columns, num_rows = _parse_columns(request)
+    return Request(columns, num_rows, k, options)
+
+
+def parse_similar(request: Mapping[str, Any]) -> Request:
+    """Parse a request for similar items: the column item_id, and params. Raises InputError if it is invalid."""
+    parsed = parse(request)
+    if parsed.columns.keys() != {ITEM_COLUMN}:
+        raise InputError(f"inputs: a request for similar items has only the column item_id, not {sorted(parsed.columns)}")
+    return parsed
+
+
+def _parse_columns(request: Mapping[str, Any]) -> tuple[dict[str, list[Any]], int]:
+    rows, inputs = request.get("rows"), request.get("inputs")
+    if (rows is None) == (inputs is None):
+        raise InputError("a request has either inputs (a list of values for each column) or rows (a list of objects)")
+    if rows is not None:
+        if not isinstance(rows, Sequence) or isinstance(rows, str) or not all(isinstance(row, Mapping) for row in rows):
+            raise InputError("rows is not a list of objects; pass one object with user_id, history or features per row")
+        names = dict.fromkeys(str(name) for row in rows for name in row)
+        return {name: [row.get(name) for row in rows] for name in names}, len(rows)
+    if not isinstance(inputs, Mapping) or not inputs:
+        raise InputError("inputs: there is no column; pass user_id or history, a list with one value per row")
+    for name, values in inputs.items():
+        if not isinstance(values, list):
+            raise InputError(f"inputs: {name} is of type {type(values).__name__}; pass a list with one value per row")
+    num_rows = max(len(values) for values in inputs.values())
+    for name, values in inputs.items():
+        if len(values) != num_rows:
+            raise InputError(f"inputs: {name} has {len(values)} values, but another column has {num_rows}; pass one per row")
+    return {str(name): values for name, values in inputs.items()}, num_rows
+
+
+def _parse_params(params: Any) -> "tuple[int, SearchOptions]":
+    """Return k, and the options that are set."""
+    if params is None:
+        return 10, {}
+    if not isinstance(params, Mapping):
+        raise InputError(f"params is of type {type(params).__name__}; pass an object")
+    if unknown_params := [str(name) for name in params if name not in PARAMS]:
+        raise InputError(f"params: unknown {', '.join(unknown_params)}; the model has {list(PARAMS)}")
+    options: dict[str, Any] = {}
     for name, value in params.items():
-        if value is None:
+        if value is None and name not in _OPTIONAL_PARAMS:
             raise InputError(f"params: {name} is null; set a value, or leave it out")
-        if isinstance(value, bool) != isinstance(_DEFAULT_PARAMS[name], bool) or not isinstance(value, int):
-            expected_type = type(_DEFAULT_PARAMS[name]).__name__
-            raise InputError(f"params: {name} is {shown(value)}; it must be of type {expected_type}")
-    return Request(user_ids, histories, **_DEFAULT_PARAMS | dict(params))
+        if value is not None:
+            options[name] = _parse_param(name, value)
+    k = options.pop("k", 10)
+    return k, options  # type: ignore[return-value]  # the types have been checked
+
+
+def _parse_param(name: str, value: Any) -> Any:
+    types = _TYPE_BY_PARAM[name]
+    if isinstance(value, bool) != (types == (bool,)) or not isinstance(value, types):
+        expected_type = " or ".join(parameter_type.__name__ for parameter_type in types)
+        raise InputError(f"params: {name} is {shown(value)}; it must be of type {expected_type}")
+    if isinstance(value, float) and math.isnan(value):
+        raise InputError(f"params: {name} is NaN; pass a number")
+    if name == "filter" and isinstance(value, str):
+        try:
+            value = json.loads(value) if value else {}
+        except ValueError as error:
+            raise InputError(f"params: filter is not a JSON object ({error})") from None
+        if not isinstance(value, dict):
+            raise InputError(f"params: filter is {shown(value)}; it must be a JSON object")
+    return value
 
 
 def answer(retriever: "Retriever", request: Request) -> list[Answer]:
     """Return one answer per row. A row with an invalid value gets an error, and the other rows are served.
 
     Raises:
-        InputError: k is below 1.
+        InputError: a param is invalid, or a column is unknown.
     """
-    histories = [None] * len(request.user_ids) if request.histories is None else request.histories
-    valid_users, valid_histories = [], []
-    errors: dict[int, str] = {}
-    for row, (user_id, history) in enumerate(zip(request.user_ids, histories, strict=True)):
-        try:
-            retriever.user_ids.parse([user_id])
-            valid_histories.append(_parse_history(retriever, history))
-            valid_users.append(user_id)
-        except InputError as error:
-            errors[row] = str(error)
-    item_ids, scores = retriever.recommend(
-        valid_users,
+    features = {name: values for name, values in request.columns.items() if name not in QUERY_COLUMNS}
+    retriever.request_features.require_known(features)
+    user_ids, user_errors = _parse_user_ids(retriever, request)
+    histories, history_errors = _parse_histories(retriever, request)
+    errors = dict(retriever.request_features.invalid_rows(features, num_rows=request.num_rows)) if features else {}
+    errors |= history_errors | user_errors
+    valid_rows = [row for row in range(request.num_rows) if row not in errors] if errors else range(request.num_rows)
+
+    def valid(values: Sequence[Any]) -> Sequence[Any]:
+        return [values[row] for row in valid_rows] if errors else values
+
+    recommendations = retriever.recommend(
+        valid([None] * request.num_rows if user_ids is None else user_ids),
         request.k,
-        histories=None if request.histories is None else valid_histories,
-        exclude_stored_history=request.exclude_stored_history,
+        histories=None if histories is None else valid(histories),
+        features={name: valid(values) for name, values in features.items()},
+        **request.options,
     )
-    valid_answers = (Answer(ids_K.tolist(), score_K.tolist(), None) for ids_K, score_K in zip(item_ids, scores, strict=True))
-    return [Answer([], [], errors[row]) if row in errors else next(valid_answers) for row in range(len(request.user_ids))]
+    return _with_errors(recommendations, errors, num_rows=request.num_rows)
 
 
-def _parse_history(retriever: "Retriever", history: Any) -> list[Id] | None:
-    if is_missing(history):
-        return None
-    if not isinstance(history, list | tuple | np.ndarray):
-        raise InputError(f"history is of type {type(history).__name__}; pass a list of item ids, or leave it out")
+def answer_similar(retriever: "Retriever", request: Request) -> list[Answer]:
+    """Return the similar items of each item of a request. An invalid or unknown item id gets an error.
+
+    Raises:
+        InputError: a param is invalid.
+    """
+    item_ids = request.columns[ITEM_COLUMN]
+    errors = _invalid_values(retriever.item_ids.parse, item_ids)
+    valid_ids = [item_id for row, item_id in enumerate(item_ids) if row not in errors]
+    return _with_errors(retriever.similar(valid_ids, request.k, **request.options), errors, num_rows=request.num_rows)
+
+
+def _with_errors(recommendations: Recommendations, errors: Mapping[int, str], *, num_rows: int) -> list[Answer]:
+    """Insert the answers of the invalid rows."""
+    if not errors:
+        return list(recommendations)
+    valid_answers = iter(recommendations)
+    version, space_id = recommendations.version, recommendations.space_id
+    return [
+        Answer([], [], version, space_id, error=errors[row]) if row in errors else next(valid_answers)
+        for row in range(num_rows)
+    ]
+
+
+def _parse_user_ids(retriever: "Retriever", request: Request) -> tuple[list[Any] | None, dict[int, str]]:
+    """Return the user ids, None for a missing one, and the errors by row."""
+    values = request.columns.get("user_id")
+    if values is None:
+        return None, {}
+    user_ids = [None if is_missing(value) else value for value in values]
+    return user_ids, _invalid_values(retriever.user_ids.parse, user_ids)
+
+
+def _parse_histories(retriever: "Retriever", request: Request) -> tuple[list[list[Id] | None] | None, dict[int, str]]:
+    """Return the histories, None for a missing one, and the errors by row."""
+    values = request.columns.get("history")
+    if values is None:
+        return None, {}
+    histories: list[Any] = [None if is_missing(value) else value for value in values]
+    errors = {
+        row: f"history is of type {type(history).__name__}; pass a list of item ids, or leave it out"
+        for row, history in enumerate(histories)
+        if history is not None and not _is_list(history)
+    }
+    histories = [None if row in errors else history for row, history in enumerate(histories)]
     try:
-        retriever.item_ids.parse(history)
-    except InputError as error:
-        raise InputError(f"history: {error}") from None
-    return list(history)
+        retriever.item_ids.parse([item_id for history in histories if history is not None for item_id in history])
+    except InputError:
+        for row, history in enumerate(histories):
+            try:
+                retriever.item_ids.parse([] if history is None else history)
+            except InputError as error:
+                errors[row] = f"history: {error}"
+    return histories, errors
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim == 1)
+
+
+def _invalid_values(parse_ids: Any, values: Sequence[Any]) -> dict[int, str]:
+    """Return the error of each value that is not None and no id, by its position."""
+    try:
+        parse_ids([value for value in values if value is not None])
+    except InputError:
+        errors = {}
+        for position, value in enumerate(values):
+            try:
+                parse_ids([value] if value is not None else [])
+            except InputError as error:
+                errors[position] = str(error)
+        return errors
+    return {}

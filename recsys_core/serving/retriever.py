@@ -1,29 +1,83 @@
-"""The Retriever, which recommends items for user ids from a model package.
+"""The Retriever, which recommends items from a model package.
 
-Shapes: B queries, I items, D width, N candidates fetched from the index, K recommended items.
+Shapes: B queries, I items, D width, N candidates fetched from the index, K recommended items, L items of all queries.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from recsys_core.dataset.jagged import JaggedArray
-from recsys_core.errors import InputError
+from recsys_core.errors import InputError, shown
 from recsys_core.manifests import PackageManifest, require_manifest
-from recsys_core.retrieval.search import search, search_exhaustively
+from recsys_core.retrieval.search import Selection, search, search_exhaustively, stored_vectors
+from recsys_core.serving.answers import FALLBACKS, Recommendations
 from recsys_core.serving.contents import PackageContents, read_package
+from recsys_core.serving.description import description_sha256
+from recsys_core.serving.given_features import GivenFeature
 from recsys_core.serving.ids import Id
-from recsys_core.serving.package import description_sha256
+from recsys_core.serving.items import Filter
+from recsys_core.serving.top_items import Candidates, TopItems
 
 MAX_BATCH_RESULTS = 1 << 20
 """Largest number of recommended items (B * K) per batch; a larger request is split."""
 MAX_BATCH_QUERIES = 1024
+MAX_LISTED_EXCLUDES = 1_000
+"""Up to this many items that no query gets are excluded from the candidates of each query. More are left out of the search."""
 
 History = Sequence[Id] | None
 """Item ids in time order; None for the history that is stored in the package."""
+
+
+class SearchOptions(TypedDict, total=False):
+    """Options of `Retriever.recommend` and `Retriever.similar`.
+
+    Attributes:
+        exclude_seen: leave out the items of the histories (default True).
+        exclude_stored_history: whether `exclude_seen` leaves out the items of a stored history that the request replaces
+            (default True). With False, a model can be measured on events that are in the stored histories.
+        exclude: ids of items that are left out. Unknown ids are ignored.
+        min_score: leave out items with a lower score. It does not apply to the most popular items, whose scores are shares.
+        filter: conditions on filter columns; see recsys_core.serving.items.
+        with_vectors: also return query vectors and item vectors.
+    """
+
+    exclude_seen: bool
+    exclude_stored_history: bool
+    exclude: Sequence[Id]
+    min_score: float | None
+    filter: Filter | None
+    with_vectors: bool
+
+
+DEFAULT_OPTIONS: SearchOptions = {
+    "exclude_seen": True,
+    "exclude_stored_history": True,
+    "exclude": (),
+    "min_score": None,
+    "filter": None,
+    "with_vectors": False,
+}
+
+
+class _Queries(NamedTuple):
+    """Queries of one batch.
+
+    Attributes:
+        is_model_B: whether the model ranks the items; otherwise they are ranked by popularity.
+        query_BD: query vectors; zeros for queries that are ranked by popularity.
+        excluded_items: items that each query does not get, distinct.
+        fallback_code_B, num_unknown_items_B: see Recommendations.
+    """
+
+    is_model_B: NDArray[np.bool_]
+    query_BD: NDArray[np.float32]
+    excluded_items: JaggedArray
+    fallback_code_B: NDArray[np.int8]
+    num_unknown_items_B: NDArray[np.int64]
 
 
 class Retriever:
@@ -31,139 +85,267 @@ class Retriever:
 
     Attributes:
         item_ids, user_ids: maps between ids and table rows.
+        items: titles and filter columns.
+        request_features: the feature columns that a request may have.
+        version: number of the version in the registry; if it is not known, the start of the sha256 of package.json.
     """
 
-    def __init__(self, contents: PackageContents) -> None:
-        self.package = contents.package
+    def __init__(self, contents: PackageContents, *, version: str) -> None:
+        self.package, self.version = contents.package, version
         self._query_tower, self._features = contents.tower, contents.features
-        self._index = contents.index
+        self._index, self.items = contents.index, contents.items
         self.item_ids, self.user_ids = contents.item_ids, contents.user_ids
+        self.request_features = contents.request_features
         self._user_offset, self._event_item = contents.user_offset, contents.event_item
         self._item_by_popularity_I = contents.item_by_popularity_I
         self._popularity_share_I = contents.popularity_share_I
+        self._stored_vectors = stored_vectors(contents.index)
 
     @classmethod
-    def load(cls, folder: Path, *, sha256: str | None = None) -> Self:
+    def load(cls, folder: Path | str, *, sha256: str | None = None, version: str | None = None) -> Self:
         """Load a model package.
 
         Args:
             folder: folder of the package. Without sha256: folder of a `package` stage, whose manifest has the checksum.
             sha256: expected checksum of package.json.
+            version: number of the version in the registry, which answers contain.
 
         Raises:
             StageError: a file is missing or was changed.
         """
+        folder = Path(folder)
         if sha256 is None:
             sha256 = description_sha256(require_manifest(folder, PackageManifest))
             folder = folder / "package"
-        return cls(read_package(folder, sha256=sha256))
+        return cls(read_package(folder, sha256=sha256), version=version or sha256[:12])
+
+    @property
+    def space_id(self) -> str:
+        """Id of the vector space of the query tower and the items."""
+        return self.package.space_id
 
     def recommend(
         self,
-        user_ids: Sequence[Id],
-        k: int,
+        user_ids: Sequence[Id | None] | NDArray[Any] | None = None,
+        k: int = 10,
         *,
         histories: Sequence[History] | None = None,
-        exclude_stored_history: bool = True,
-    ) -> tuple[list[NDArray[Any]], list[NDArray[np.float32]]]:
-        """Recommend the k best unseen items for each user, best first; fewer if the user has seen nearly all items.
+        features: Mapping[str, Sequence[Any]] | None = None,
+        **options: Unpack[SearchOptions],
+    ) -> Recommendations:
+        """Recommend the k best items for each query, best first; fewer if fewer items are allowed.
 
-        The score of an item is the inner product of query and item vector. Users that the model does not know (see
-        ModelSpec.is_known) get the most popular items; the score is then the item's share of all events.
+        The score of an item is the inner product of query and item vector. A query of which the model reads nothing gets the
+        most popular items (see FALLBACKS); the score is then the item's share of all events.
 
         Args:
-            user_ids: may contain ids that the model does not have.
+            user_ids: one per query. An id may be unknown to the model, or None.
             k: number of items.
-            histories: one per user. A history replaces the user's stored history; None keeps the stored history. Unknown item
+            histories: one per query. A history replaces the user's stored history; None keeps the stored history. Unknown item
                 ids are ignored.
-            exclude_stored_history: whether the items of a stored history stay excluded when `histories` replaces it. With
-                False, the model can be measured on events that are in the stored histories. A stored history that is not
-                replaced is always excluded.
-
-        Returns:
-            (item ids, scores), one array per user.
+            features: values of features by column (see RequestFeatures), one per query; None for a query without the feature.
+                They replace the stored features of a user.
+            options: see SearchOptions.
 
         Raises:
-            InputError: k is below 1, an id is invalid, or histories and user_ids have different lengths.
+            InputError: an argument or an id is invalid, or the arguments have different lengths.
         """
-        if k < 1:
-            raise InputError(f"k is {k}; it must be at least 1")
-        if histories is not None and len(histories) != len(user_ids):
-            raise InputError(f"{len(histories)} histories for {len(user_ids)} users; pass one history per user, or none")
+        checked = _checked_options(k, options)
+        num_queries = _num_queries(user_ids, histories, features)
         k = min(k, len(self.item_ids))
-        batch_size = min(MAX_BATCH_QUERIES, max(1, MAX_BATCH_RESULTS // k))
-        user_rows = self.user_ids.rows(user_ids)
-        item_ids: list[NDArray[Any]] = []
-        scores: list[NDArray[np.float32]] = []
-        for batch_start in range(0, len(user_rows), batch_size):
-            batch_slice = slice(batch_start, batch_start + batch_size)
-            history, excluded_items = self._histories(
-                user_rows[batch_slice],
-                new_histories=histories and histories[batch_slice],
-                exclude_stored_history=exclude_stored_history,
+        user_rows = self._user_rows(user_ids, num_queries)
+        given = self.request_features.encode(features, num_rows=num_queries) if features else {}
+        candidates = self._candidates(checked)
+        parts = []
+        for batch in _batches(num_queries, k=k):
+            row_indices = np.arange(num_queries)[batch]
+            queries = self._queries(
+                user_rows[batch],
+                histories=histories and histories[batch],
+                given={key: feature.take(row_indices) for key, feature in given.items()},
+                options=checked,
             )
-            top_items = self._top_items(user_rows[batch_slice], history=history, excluded_items=excluded_items, k=k)
-            for row_K, score_K, num_items in zip(top_items.row_BK, top_items.score_BK, top_items.num_items_B, strict=True):
-                item_ids.append(self.item_ids.ids(row_K[:num_items]))
-                scores.append(score_K[:num_items])
-        return item_ids, scores
+            parts.append(self._recommend_batch(queries, candidates, k=k, options=checked))
+        return _joined(parts) if parts else self._nothing()
 
-    def encode(self, user_row_B: NDArray[np.int64], history: JaggedArray) -> NDArray[np.float32]:
+    def similar(self, item_ids: Sequence[Id] | NDArray[Any], k: int = 10, **options: Unpack[SearchOptions]) -> Recommendations:
+        """Return the k items with the largest inner product of their vector and that of each item, without the item itself.
+
+        An item that is not in the catalogue has an error in the result. `exclude_seen` has no effect.
+
+        Raises:
+            InputError: an argument or an id is invalid.
+        """
+        checked = _checked_options(k, options)
+        k = min(k, len(self.item_ids))
+        item_rows = self.item_ids.rows(item_ids)
+        candidates = self._candidates(checked)
+        parts = []
+        for batch in _batches(len(item_rows), k=k):
+            row_B = item_rows[batch]
+            is_known_B = row_B >= 0
+            query_BD = np.zeros((len(row_B), self.package.model.config.output_dim), np.float32)
+            query_BD[is_known_B] = self.item_vectors(row_B[is_known_B])
+            no_code_B, itself = np.zeros(len(row_B), np.int8), JaggedArray.from_lengths(is_known_B, row_B[is_known_B])
+            queries = _Queries(is_known_B, query_BD, itself, no_code_B, no_code_B.astype(np.int64))
+            parts.append(self._recommend_batch(queries, candidates, k=k, options=checked, popularity=False))
+        errors = {
+            int(query): f"item_id {shown(item_ids[int(query)])} is not in the catalogue"
+            for query in np.flatnonzero(item_rows < 0)
+        }
+        return _joined(parts, errors=errors) if parts else self._nothing()
+
+    def encode(
+        self, user_row_B: NDArray[np.int64], history: JaggedArray, *, given: Mapping[str, GivenFeature] | None = None
+    ) -> NDArray[np.float32]:
         """Return the query vectors of users with these histories, [B, D].
 
         Args:
             user_row_B: rows of the users; -1 for an unknown user.
             history: item rows of each user, oldest first.
+            given: features of a request by key, which replace stored ones.
         """
-        query_BD: NDArray[np.float32] = self._query_tower(user_row_B, history, features=self._features).numpy()
+        query_BD: NDArray[np.float32] = self._query_tower(user_row_B, history, features=self._features, given=given).numpy()
         return query_BD
+
+    def item_vectors(self, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the vectors of items, [L, D]."""
+        return self.items.vectors(item_row_L) if self._stored_vectors is None else self._stored_vectors.take(item_row_L)
 
     def is_known(self, user_ids: Sequence[Id]) -> NDArray[np.bool_]:
         """Return whether each user has a row; it may have one without an event. Raises InputError for an invalid id."""
-        is_known_B: NDArray[np.bool_] = self.user_ids.rows(user_ids) >= 0
+        is_known_B: NDArray[np.bool_] = self._user_rows(user_ids, len(user_ids)) >= 0
         return is_known_B
+
+    def _user_rows(self, user_ids: Sequence[Id | None] | NDArray[Any] | None, num_queries: int) -> NDArray[np.int64]:
+        """Return the row of each user, -1 for an unknown user and for None."""
+        if user_ids is None:
+            return np.full(num_queries, -1, np.int64)
+        if isinstance(user_ids, np.ndarray) or None not in user_ids:
+            return self.user_ids.rows(user_ids)  # type: ignore[arg-type]  # no element is None
+        user_rows = np.full(num_queries, -1, np.int64)
+        user_rows[[user_id is not None for user_id in user_ids]] = self.user_ids.rows(
+            [user_id for user_id in user_ids if user_id is not None]
+        )
+        return user_rows
+
+    def _candidates(self, options: SearchOptions) -> Candidates:
+        """Return the items that a request allows. Raises InputError for an invalid filter or id."""
+        num_items, is_allowed_I = len(self.item_ids), None
+        if options["filter"]:
+            is_allowed_I = self.items.matching(options["filter"])
+        excluded_rows = self.item_ids.rows(options["exclude"]) if len(options["exclude"]) else np.zeros(0, np.int64)
+        excluded_rows = np.unique(excluded_rows[excluded_rows >= 0])
+        if len(excluded_rows) > MAX_LISTED_EXCLUDES:
+            is_allowed_I = np.ones(num_items, np.bool_) if is_allowed_I is None else is_allowed_I
+            is_allowed_I[excluded_rows] = False
+            excluded_rows = excluded_rows[:0]
+        if is_allowed_I is None:
+            return Candidates(num_items, None, None, excluded_rows)
+        selection = Selection(self._index, is_allowed_I)
+        return Candidates(selection.num_items, is_allowed_I, selection, excluded_rows[is_allowed_I[excluded_rows]])
+
+    def _queries(
+        self,
+        user_row_B: NDArray[np.int64],
+        *,
+        histories: Sequence[History] | None,
+        given: Mapping[str, GivenFeature],
+        options: SearchOptions,
+    ) -> _Queries:
+        """Return the queries of a batch."""
+        history, excluded_items, num_unknown_items_B = self._histories(
+            user_row_B, new_histories=histories, exclude_stored_history=options["exclude_stored_history"]
+        )
+        if not options["exclude_seen"]:
+            excluded_items = JaggedArray.empty(len(user_row_B))
+        model = self.package.model
+        is_model_B = model.is_known(history_length_B=history.lengths, user_row_B=user_row_B)
+        for feature in given.values():
+            is_model_B = is_model_B | feature.is_given_B
+        query_BD = np.zeros((len(user_row_B), model.config.output_dim), np.float32)
+        model_indices = np.flatnonzero(is_model_B)
+        if len(model_indices) == len(user_row_B):
+            query_BD = self.encode(user_row_B, history, given=given)
+        elif len(model_indices):
+            model_given = {key: feature.take(model_indices) for key, feature in given.items()}
+            query_BD[model_indices] = self.encode(user_row_B[model_indices], history.take(model_indices), given=model_given)
+        has_history_B = (history.lengths > 0) & (model.history_length > 0)
+        unknown_code_B = np.where(has_history_B, FALLBACKS.index("history"), FALLBACKS.index("features"))
+        code_B = np.where(user_row_B >= 0, 0, unknown_code_B)
+        code_B = np.where(is_model_B, code_B, FALLBACKS.index("popularity")).astype(np.int8)
+        return _Queries(is_model_B, query_BD, excluded_items, code_B, num_unknown_items_B)
 
     def _histories(
         self, user_row_B: NDArray[np.int64], *, new_histories: Sequence[History] | None, exclude_stored_history: bool
-    ) -> tuple[JaggedArray, JaggedArray]:
-        """Return the histories for the query tower, and the items to exclude, both as item rows."""
+    ) -> tuple[JaggedArray, JaggedArray, NDArray[np.int64]]:
+        """Return the histories for the query tower and the seen items, both as item rows, and the numbers of unknown items."""
         start_B = np.where(user_row_B >= 0, self._user_offset[user_row_B], 0)
         end_B = np.where(user_row_B >= 0, self._user_offset[user_row_B + 1], 0)
         stored_history = JaggedArray.from_slices(self._event_item, start=start_B, end=end_B)
         num_items = len(self.item_ids)
         if new_histories is None:
-            return stored_history, stored_history.distinct(bound=num_items)
+            return stored_history, stored_history.distinct(bound=num_items), np.zeros(len(user_row_B), np.int64)
         length_B = np.array([0 if history is None else len(history) for history in new_histories], np.int64)
         new_item_rows = self.item_ids.rows([item_id for history in new_histories if history is not None for item_id in history])
         new_history = JaggedArray.from_lengths(length_B, new_item_rows).filter(new_item_rows >= 0)
         is_replaced_B = np.array([history is not None for history in new_histories])
         history = stored_history.replace(new_history, where=is_replaced_B)
+        num_unknown_items_B = length_B - new_history.lengths
         if exclude_stored_history:
-            return history, stored_history.union(new_history, bound=num_items)
-        return history, history.distinct(bound=num_items)
+            return history, stored_history.union(new_history, bound=num_items), num_unknown_items_B
+        return history, history.distinct(bound=num_items), num_unknown_items_B
 
-    def _top_items(
-        self, user_row_B: NDArray[np.int64], *, history: JaggedArray, excluded_items: JaggedArray, k: int
-    ) -> "_TopItems":
-        top_items = _TopItems(excluded_items=excluded_items, k=k, catalogue_size=len(self.item_ids))
-        is_known_B = self.package.model.is_known(history_length_B=history.lengths, user_row_B=user_row_B)
-        known_indices = np.flatnonzero(is_known_B)
-        if len(known_indices):
-            query_BD = self.encode(user_row_B[known_indices], history.take(known_indices))
-            self._fill_by_index(top_items, known_indices, query_BD)
-        unknown_indices = np.flatnonzero(~is_known_B)
-        if len(unknown_indices):
-            depth = int(top_items.depth_B[unknown_indices].max())
-            shape = (len(unknown_indices), depth)
-            top_items.fill(
-                unknown_indices,
-                np.broadcast_to(self._item_by_popularity_I[:depth].astype(np.int64), shape),
-                np.broadcast_to(self._popularity_share_I[:depth], shape),
-            )
-        assert (top_items.num_items_B == top_items.num_requested_B).all()
-        return top_items
+    def _recommend_batch(
+        self, queries: _Queries, candidates: Candidates, *, k: int, options: SearchOptions, popularity: bool = True
+    ) -> Recommendations:
+        """Return the recommendations of a batch.
 
-    def _fill_by_index(self, top_items: "_TopItems", query_indices: NDArray[np.int64], query_BD: NDArray[np.float32]) -> None:
+        popularity: whether queries that the model does not rank get the most popular items; otherwise they get no item.
+        """
+        bound = len(self.item_ids)
+        excluded_items = candidates.excluded_from(queries.excluded_items, bound=bound)
+        top_items = TopItems(excluded_items=excluded_items, k=k, num_candidates=candidates.num_items, bound=bound)
+        model_indices, other_indices = np.flatnonzero(queries.is_model_B), np.flatnonzero(~queries.is_model_B)
+        if len(model_indices):
+            self._fill_by_index(top_items, model_indices, queries.query_BD[model_indices], candidates.selection)
+            assert not top_items.is_short(model_indices).any()
+        if options["min_score"] is not None:
+            top_items.drop_below(options["min_score"], model_indices)
+        if len(other_indices) and popularity:
+            self._fill_by_popularity(top_items, other_indices, candidates)
+        is_item_BK = top_items.is_item_BK
+        item_row_L = top_items.row_BK[is_item_BK]
+        return Recommendations(
+            item_id_L=self.item_ids.ids(item_row_L),
+            score_L=top_items.score_BK[is_item_BK],
+            offset=np.concatenate([[0], np.cumsum(top_items.num_items_B)]),
+            fallback_code_B=queries.fallback_code_B,
+            num_unknown_items_B=queries.num_unknown_items_B,
+            version=self.version,
+            space_id=self.space_id,
+            query_BD=queries.query_BD if options["with_vectors"] else None,
+            item_vector_LD=self.item_vectors(item_row_L) if options["with_vectors"] else None,
+        )
+
+    def _fill_by_popularity(self, top_items: TopItems, query_indices: NDArray[np.int64], candidates: Candidates) -> None:
+        depth = min(int(top_items.depth_B[query_indices].max()), max(1, candidates.num_items))
+        row_I, share_I = self._item_by_popularity_I, self._popularity_share_I
+        if candidates.is_allowed_I is not None:
+            is_allowed_I = candidates.is_allowed_I[row_I]
+            row_I, share_I = row_I[is_allowed_I], share_I[is_allowed_I]
+        shape = (len(query_indices), len(row_I[:depth]))
+        top_items.fill(
+            query_indices, np.broadcast_to(row_I[:depth].astype(np.int64), shape), np.broadcast_to(share_I[:depth], shape)
+        )
+
+    def _fill_by_index(
+        self,
+        top_items: TopItems,
+        query_indices: NDArray[np.int64],
+        query_BD: NDArray[np.float32],
+        selection: Selection | None,
+    ) -> None:
         """Search the index and fill the top items of some queries.
 
         Queries that need a similar number of candidates are searched together. If an approximate index returns too few items
@@ -172,6 +354,7 @@ class Retriever:
         Args:
             query_indices: positions of the queries in the batch.
             query_BD: vectors of these queries, in the same order.
+            selection: the allowed items; None for all items.
         """
         kind = self.package.index
         depth_B = top_items.depth_B[query_indices]
@@ -179,44 +362,71 @@ class Retriever:
         for log_depth in np.unique(log_depth_B):
             similar_depth_indices = np.flatnonzero(log_depth_B == log_depth)
             depth = int(depth_B[similar_depth_indices].max())
-            score_BN, row_BN = search(self._index, query_BD[similar_depth_indices], kind=kind, depth=depth)
+            score_BN, row_BN = search(self._index, query_BD[similar_depth_indices], kind=kind, depth=depth, selection=selection)
             top_items.fill(query_indices[similar_depth_indices], row_BN, score_BN)
             short_indices = similar_depth_indices[top_items.is_short(query_indices[similar_depth_indices])]
             if len(short_indices):
-                score_BN, row_BN = search_exhaustively(self._index, query_BD[short_indices], kind=kind, depth=depth)
+                score_BN, row_BN = search_exhaustively(
+                    self._index, query_BD[short_indices], kind=kind, depth=depth, selection=selection
+                )
                 top_items.fill(query_indices[short_indices], row_BN, score_BN)
 
+    def _nothing(self) -> Recommendations:
+        """Return the result of a request without queries."""
+        return Recommendations(
+            item_id_L=self.item_ids.ids(np.zeros(0, np.int64)),
+            score_L=np.zeros(0, np.float32),
+            offset=np.zeros(1, np.int64),
+            fallback_code_B=np.zeros(0, np.int8),
+            num_unknown_items_B=np.zeros(0, np.int64),
+            version=self.version,
+            space_id=self.space_id,
+        )
 
-class _TopItems:
-    """The best items that are not excluded, for each query of a batch.
 
-    Attributes:
-        num_requested_B: number of items to recommend: the smaller of k and the number of items that are not excluded.
-        depth_B: number of candidates to fetch, so that num_requested_B items remain after the exclusion.
-        num_items_B: number of items set in row_BK and score_BK.
-        row_BK, score_BK: item rows and scores, best first.
-    """
+def _checked_options(k: int, options: SearchOptions) -> SearchOptions:
+    if unknown_options := options.keys() - DEFAULT_OPTIONS.keys():
+        raise InputError(f"unknown option {', '.join(sorted(unknown_options))}; there are {', '.join(DEFAULT_OPTIONS)}")
+    if k < 1:
+        raise InputError(f"k is {k}; it must be at least 1")
+    return {**DEFAULT_OPTIONS, **options}
 
-    def __init__(self, *, excluded_items: JaggedArray, k: int, catalogue_size: int) -> None:
-        self._excluded_items, self._catalogue_size = excluded_items, catalogue_size
-        self.num_requested_B = np.minimum(k, catalogue_size - excluded_items.lengths)
-        self.depth_B = np.maximum(1, self.num_requested_B + np.where(self.num_requested_B > 0, excluded_items.lengths, 0))
-        self.num_items_B = np.zeros(len(excluded_items), np.int64)
-        self.row_BK = np.full((len(excluded_items), k), -1, np.int64)
-        self.score_BK = np.zeros((len(excluded_items), k), np.float32)
 
-    def is_short(self, query_indices: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return whether each query has fewer items than requested."""
-        return self.num_items_B[query_indices] < self.num_requested_B[query_indices]
+def _num_queries(
+    user_ids: Sequence[Id | None] | NDArray[Any] | None,
+    histories: Sequence[History] | None,
+    features: Mapping[str, Sequence[Any]] | None,
+) -> int:
+    if histories is not None and user_ids is not None and len(histories) != len(user_ids):
+        raise InputError(f"{len(histories)} histories for {len(user_ids)} users; pass one history per user, or none")
+    columns = [column for column in (user_ids, histories, *(features or {}).values()) if column is not None]
+    if not columns:
+        raise InputError("there are no queries; pass user_ids, histories or features")
+    return len(columns[0])
 
-    def fill(self, query_indices: NDArray[np.int64], row_BN: NDArray[np.int64], score_BN: NDArray[np.float32]) -> None:
-        """Set the items of the queries to the first candidates that are not excluded. Row -1 marks a missing candidate."""
-        candidate_key_BN = np.arange(len(query_indices))[:, None] * self._catalogue_size + row_BN
-        excluded_keys = self._excluded_items.take(query_indices).pair_keys(bound=self._catalogue_size)
-        is_recommended_BN = (row_BN >= 0) & ~np.isin(candidate_key_BN, excluded_keys)
-        position_BN = is_recommended_BN.cumsum(axis=1) - 1
-        is_recommended_BN &= position_BN < self.num_requested_B[query_indices][:, None]
-        query_BN = np.broadcast_to(query_indices[:, None], is_recommended_BN.shape)
-        self.row_BK[query_BN[is_recommended_BN], position_BN[is_recommended_BN]] = row_BN[is_recommended_BN]
-        self.score_BK[query_BN[is_recommended_BN], position_BN[is_recommended_BN]] = score_BN[is_recommended_BN]
-        self.num_items_B[query_indices] = is_recommended_BN.sum(axis=1)
+
+def _batches(num_queries: int, *, k: int) -> list[slice]:
+    batch_size = min(MAX_BATCH_QUERIES, max(1, MAX_BATCH_RESULTS // k))
+    return [slice(start, min(num_queries, start + batch_size)) for start in range(0, num_queries, batch_size)]
+
+
+def _joined(parts: Sequence[Recommendations], *, errors: Mapping[int, str] | None = None) -> Recommendations:
+    """Join the results of consecutive batches."""
+    first = parts[0]
+    if len(parts) == 1 and not errors:
+        return first
+    num_items_B = np.concatenate([np.diff(part.offset) for part in parts])
+    query_BDs = [part.query_BD for part in parts if part.query_BD is not None]
+    item_vector_LDs = [part.item_vector_LD for part in parts if part.item_vector_LD is not None]
+    return Recommendations(
+        item_id_L=np.concatenate([part.item_id_L for part in parts]),
+        score_L=np.concatenate([part.score_L for part in parts]),
+        offset=np.concatenate([[0], np.cumsum(num_items_B)]),
+        fallback_code_B=np.concatenate([part.fallback_code_B for part in parts]),
+        num_unknown_items_B=np.concatenate([part.num_unknown_items_B for part in parts]),
+        version=first.version,
+        space_id=first.space_id,
+        errors=errors or {},
+        query_BD=np.concatenate(query_BDs) if query_BDs else None,
+        item_vector_LD=np.concatenate(item_vector_LDs) if item_vector_LDs else None,
+    )

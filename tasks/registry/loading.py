@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 PACKAGE_SHA256_TAG = "nightjar.package_sha256"
 PACKAGE_SHA256_KEY = "package_sha256"
 """Key of the model config in MLmodel that holds the sha256 of package.json."""
-
+VERSION_KEY = "version"
+"""Key of the model config for the number of the version, which its answers contain."""
 
 LOGGED_MODELS_FILE_NAME = "logged-models.sha256"
 """File of a workspace with the sha256 of each model that its runs logged to the MLflow of the workspace.
@@ -104,7 +105,7 @@ def fetch_model(uri: str, *, client: MlflowClient, workspace: Path) -> tuple[Pat
     folder = _download(f"models:/{model_name}/{version_number}", client)
     if is_embedded:
         _require_logged_model(folder, workspace, uri)
-    return folder, {PACKAGE_SHA256_KEY: sha256}
+    return folder, {PACKAGE_SHA256_KEY: sha256, VERSION_KEY: str(version_number)}
 
 
 def _download(uri: str, client: MlflowClient) -> Path:

@@ -11,25 +11,26 @@ from mlflow.pyfunc import PyFuncModel
 from mlflow.pyfunc.model import PythonModel, PythonModelContext
 
 from recsys_core.errors import InputError, StageError
-from recsys_core.serving.requests import answer, parse
+from recsys_core.serving.requests import respond
 from recsys_core.serving.retriever import Retriever
 
 
 class NightjarModel(PythonModel):
     """Recommends items that are not in the user's history.
 
-    A server responds with `{"predictions": [{"item_ids": [...], "scores": [...], "error": null}]}`, one prediction per input
-    row, in the same order. A row with an invalid user_id or history has an error message and empty lists.
+    A server responds with `{"predictions": [{"item_ids": [...], "scores": [...], "error": null, ...}]}`, one prediction per
+    input row, in the same order. A row with an invalid value has an error message and empty lists.
     """
 
     rejects_unknown_params = True
 
     def load_context(self, context: PythonModelContext) -> None:
         """Load the package that was logged with the model; raise StageError if a file has changed since then."""
-        sha256 = (context.model_config or {}).get("package_sha256")
+        config = context.model_config or {}
+        sha256, version = config.get("package_sha256"), config.get("version")
         if not isinstance(sha256, str):
             raise StageError("MLmodel: the python_function flavor has no config package_sha256; download the version again")
-        self.retriever = Retriever.load(Path(context.artifacts["package"]), sha256=sha256)
+        self.retriever = Retriever.load(Path(context.artifacts["package"]), sha256=sha256, version=version)
 
     def predict(
         self, context: PythonModelContext, model_input: pd.DataFrame, params: dict[str, Any] | None = None
@@ -38,16 +39,24 @@ class NightjarModel(PythonModel):
 
         Args:
             context: not used.
-            model_input: column user_id, and optionally history: a list of item ids in time order that replaces the user's
-                history in the log. If the history is null, the history in the log is used.
-            params: k and exclude_stored_history, see Retriever.recommend. An invalid value fails the whole request.
+            model_input: columns user_id, history (a list of item ids in time order that replaces the user's history in the
+                log) and features, all optional; or the column item_id, for similar items. A missing value is null.
+            params: see recsys_core.serving.requests. `filter` is a JSON object as a string. An invalid value fails the whole
+                request.
         """
-        inputs = {name: model_input[name].tolist() for name in ("user_id", "history") if name in model_input}
+        inputs = {str(name): _values(model_input.iloc[:, index]) for index, name in enumerate(model_input.columns)}
         try:
-            answers = answer(self.retriever, parse({"inputs": inputs, "params": params}))
+            answers = respond(self.retriever, {"inputs": inputs, "params": params})
         except InputError as error:
             raise MlflowException.invalid_parameter_value(str(error)) from error
-        return [row_answer._asdict() for row_answer in answers]
+        has_vectors = bool(params and params.get("with_vectors"))
+        return [row_answer.to_dict(with_vectors=has_vectors) for row_answer in answers]
+
+
+def _values(column: pd.Series) -> list[Any]:
+    """Return the values of a column. pandas stores null as NaN in a column of numbers, and as NA or NaT in others."""
+    is_missing = column.isna() if column.dtype != object else pd.Series(False, column.index)
+    return column.astype(object).mask(is_missing, None).tolist()
 
 
 def _reject_unknown_params() -> None:

@@ -21,9 +21,16 @@ import recsys_core
 from recsys_core.data_report.limits import describe_held_out_users
 from recsys_core.dataset.layout import vocabulary_file
 from recsys_core.evaluation.report import metric_table
-from recsys_core.manifests import DataReportManifest, EvaluationManifest, InteractionsManifest, PackageManifest
-from recsys_core.serving.package import description_sha256
-from tasks.registry.loading import PACKAGE_SHA256_KEY, PACKAGE_SHA256_TAG, record_logged_model
+from recsys_core.manifests import DataReportManifest, EvaluationManifest, IdType, InteractionsManifest, PackageManifest
+from recsys_core.serving.description import (
+    DESCRIPTION_NAME,
+    ITEM_COLUMN,
+    QUERY_COLUMNS,
+    PackageDescription,
+    description_sha256,
+    request_columns,
+)
+from tasks.registry.loading import PACKAGE_SHA256_KEY, PACKAGE_SHA256_TAG, VERSION_KEY, record_logged_model
 from tasks.registry.mlflow_client import LOG, RUN_ID_TAG, SQLITE_PREFIX
 from tasks.registry.releases import delete_logged_model
 from tasks.runs.context import StageContext
@@ -114,9 +121,12 @@ def _log_model(
             python_model=str(_MODEL_CODE_FILE),
             code_paths=[str(Path(recsys_core.__file__).parent)],
             artifacts={"package": str(package.folder / "package")},
-            model_config={PACKAGE_SHA256_KEY: description_sha256(package)},
+            model_config={PACKAGE_SHA256_KEY: description_sha256(package), VERSION_KEY: ""},  # a version gets its number later
             pip_requirements=pinned_requirements(),
-            signature=signature_for(interactions),
+            signature=signature_for(
+                PackageDescription.model_validate_json(package.path(f"package/{DESCRIPTION_NAME}").read_bytes()),
+                item_id_type=interactions.item_id_type,
+            ),
             input_example=_input_example(interactions),
         )
         client.log_model_artifacts(model.model_id, f"{folder}/model")
@@ -124,23 +134,41 @@ def _log_model(
     return client.finalize_logged_model(model.model_id, "READY")
 
 
-def signature_for(interactions: InteractionsManifest) -> ModelSignature:
-    """Return the signature. Inputs: user_id and an optional history. Outputs: item ids and scores, or an error.
+def signature_for(package: PackageDescription, *, item_id_type: IdType) -> ModelSignature:
+    """Return the signature. Inputs: user_id, history and features, or item_id. Outputs: item ids and scores, or an error.
 
     The inputs have type Any: with a stricter type, a single null or value of another type would make MLflow reject the
     whole request.
     """
-    item_type = DataType.long if interactions.item_id_type == "int64" else DataType.string
+    item_type = DataType.long if item_id_type == "int64" else DataType.string
+    names = [name for names in request_columns(package.features).values() for name in names if name is not None]
+    input_columns = dict.fromkeys((*QUERY_COLUMNS, *names, ITEM_COLUMN))
     return ModelSignature(
-        inputs=Schema([ColSpec(AnyType(), "user_id"), ColSpec(AnyType(), "history", required=False)]),
+        inputs=Schema([ColSpec(AnyType(), name, required=False) for name in input_columns]),
         outputs=Schema(
             [
                 ColSpec(Array(item_type), "item_ids"),
                 ColSpec(Array(DataType.double), "scores"),
+                ColSpec(DataType.string, "version"),
+                ColSpec(DataType.string, "space_id"),
+                ColSpec(DataType.string, "fallback", required=False),
+                ColSpec(DataType.long, "num_unknown_items"),
                 ColSpec(DataType.string, "error", required=False),
+                ColSpec(Array(DataType.double), "query_vector", required=False),
+                ColSpec(Array(Array(DataType.double)), "item_vectors", required=False),
             ]
         ),
-        params=ParamSchema([ParamSpec("k", DataType.long, 10), ParamSpec("exclude_stored_history", DataType.boolean, True)]),
+        params=ParamSchema(
+            [
+                ParamSpec("k", DataType.long, 10),
+                ParamSpec("exclude_seen", DataType.boolean, True),
+                ParamSpec("exclude_stored_history", DataType.boolean, True),
+                ParamSpec("exclude", item_type, [], (-1,)),
+                ParamSpec("min_score", DataType.double, None),
+                ParamSpec("filter", DataType.string, ""),
+                ParamSpec("with_vectors", DataType.boolean, False),
+            ]
+        ),
     )
 
 

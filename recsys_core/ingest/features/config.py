@@ -163,8 +163,12 @@ class FeatureTableConfig(Settings):
         return tuple(dict.fromkeys([self.id_column, *(column for feature in self.features for column in feature.columns)]))
 
 
+RESERVED_ITEM_COLUMNS = ("row", "item_id", "title", "vector")
+"""Names of other columns in the files with the titles, filter columns and vectors of the items."""
+
+
 class ItemTableConfig(FeatureTableConfig):
-    """A parquet table with one row per item, its features, and the titles of the items."""
+    """A parquet table with one row per item: features, titles, and the columns by which a request can filter items."""
 
     features: tuple[FeatureConfig, ...] = Field((), max_length=1_000, description="Features to read from the table")
     title_column: ColumnName | None = Field(
@@ -172,11 +176,23 @@ class ItemTableConfig(FeatureTableConfig):
         description="Column with the titles of the items, which the page of a decision shows instead of ids. Default: no "
         "titles",
     )
+    filter_columns: tuple[ColumnName, ...] = Field(
+        (),
+        max_length=100,
+        description="Columns by which a request can filter the recommended items, such as a price or a category. A column has "
+        "integers, floats, strings, booleans, dates or timestamps. Default: no filters",
+    )
 
     @model_validator(mode="after")
-    def _has_features_or_titles(self) -> Self:
-        if not self.features and self.title_column is None:
-            raise ValueError("items has neither features nor title_column; declare a feature, or set title_column")
+    def _has_a_column(self) -> Self:
+        if not self.features and self.title_column is None and not self.filter_columns:
+            raise ValueError(
+                "items has neither features nor title_column nor filter_columns; declare a feature, or set one of the others"
+            )
+        for column in self.filter_columns:
+            if column in RESERVED_ITEM_COLUMNS or self.filter_columns.count(column) > 1:
+                problem = "is a reserved name" if column in RESERVED_ITEM_COLUMNS else "occurs twice"
+                raise ValueError(f"filter_columns: {column!r} {problem}; rename the column, or remove it")
         return self
 
 

@@ -81,6 +81,11 @@ class FeatureColumn:
             kind=self.feature.kind,
             definition=feature_definition(self.feature, self.value_type),
             is_continued=self.previous is not None,
+            column=self.feature.source_column,
+            weight_column=self.feature.weight_column,
+            value_type=self.value_type,
+            hash_rows=self.feature.hash_rows,
+            max_values=self.feature.max_values,
             **fields,
         )
 

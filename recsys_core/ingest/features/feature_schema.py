@@ -1,7 +1,7 @@
 """Schema check of the feature tables: files, columns and types, from the parquet footers alone."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,6 +15,7 @@ from recsys_core.parquet.columns import (
     is_text,
     require_column,
     require_one_type,
+    require_same_types,
     require_unambiguous_case,
     value_type,
 )
@@ -39,11 +40,14 @@ class FeatureTable:
     id_type: IdType | None = None
     title_column: str | None = None
     """Column with the titles of items."""
+    filter_sql_type_by_column: Mapping[str, str] = field(default_factory=dict)
+    """SQL types in which the filter columns of items are stored, by column."""
 
     @property
     def columns(self) -> tuple[str, ...]:
         """All columns to read, without repeats."""
         own_columns = [column for column in (self.id_column, self.title_column) if column is not None]
+        own_columns += self.filter_sql_type_by_column
         return tuple(dict.fromkeys([*own_columns, *(name for feature in self.features for name in feature.columns)]))
 
 
@@ -85,6 +89,7 @@ def open_feature_tables(
             table_config.id_column,
             table_id_type,
             _title_column(table_config, sources, setting=setting),
+            _filter_columns(table_config, sources, setting=setting),
         )
         _check_column_names(table)
         tables.append(table)
@@ -105,6 +110,30 @@ def _title_column(config: FeatureTableConfig, sources: Sequence[Source], *, sett
         if not is_text(value_type(data_type)):
             raise _type_error(source, config.title_column, data_type, f"{setting}.title_column", "titles are strings; cast it")
     return config.title_column
+
+
+def _filter_columns(config: FeatureTableConfig, sources: Sequence[Source], *, setting: str) -> dict[str, str]:
+    """Return the SQL type of each filter column; raise InputError if a file does not have it, or has an unsuitable type."""
+    sql_type_by_column = {}
+    for column in config.filter_columns if isinstance(config, ItemTableConfig) else ():
+        column_setting = f"{setting}.filter_columns"
+        data_type = value_type(require_same_types(sources, column, setting=column_setting))
+        sql_type = next((sql_type for is_type, sql_type in _FILTER_SQL_TYPES if is_type(data_type)), None)
+        if sql_type is None or pa.types.is_uint64(data_type):
+            fix = "filters need int64, floats, strings, booleans, dates or timestamps; cast it"
+            raise _type_error(sources[0], column, data_type, column_setting, fix)
+        sql_type_by_column[column] = sql_type
+    return sql_type_by_column
+
+
+_FILTER_SQL_TYPES: tuple[tuple[Callable[[pa.DataType], bool], str], ...] = (
+    (pa.types.is_integer, "BIGINT"),
+    (pa.types.is_floating, "DOUBLE"),
+    (is_text, "VARCHAR"),
+    (pa.types.is_boolean, "BOOLEAN"),
+    (lambda data_type: pa.types.is_timestamp(data_type) and data_type.tz is not None, "TIMESTAMPTZ"),
+    (lambda data_type: pa.types.is_timestamp(data_type) or pa.types.is_date(data_type), "TIMESTAMP"),
+)
 
 
 def check_feature_vectors(tables: Sequence[FeatureTable], *, id_type_by_table: Mapping[str, IdType]) -> None:

@@ -14,11 +14,10 @@ import duckdb
 import numpy as np
 from numpy.typing import NDArray
 
+from recsys_core.dataset.feature_store import standardised
 from recsys_core.ingest.features.feature_column import BATCH_ROWS, FeatureColumn
 from recsys_core.manifests import IngestedFeature
 
-MAX_DEVIATIONS = 10.0
-"""Standardised values are clipped to this many standard deviations, so that an outlier cannot dominate a training step."""
 Numbers = NDArray[np.float64]
 
 
@@ -113,22 +112,6 @@ def training_mean_and_std(connection: duckdb.DuckDBPyConnection, column_name: st
 
     scaled_mean = average(lambda value_N: value_N)
     return scaled_mean * scale, math.sqrt(average(lambda value_N: (value_N - scaled_mean) ** 2)) * scale
-
-
-def standardised(value_N: Numbers, *, mean: float, std: float) -> NDArray[np.float32]:
-    """Return (value - mean) / std, clipped to -10 to 10. NaN becomes 0. If `std` is 0, all values become 0.
-
-    >>> standardised(np.array([5.0, 1.0, 1000.0, -np.inf, np.nan]), mean=3.0, std=2.0).tolist()
-    [1.0, -1.0, 10.0, -10.0, 0.0]
-    >>> standardised(np.array([5.0, np.inf]), mean=5.0, std=0.0).tolist()
-    [0.0, 0.0]
-    """
-    if std < np.finfo(np.float64).tiny:
-        return np.zeros(len(value_N), np.float32)
-    with np.errstate(over="ignore"):
-        # The numbers are halved, because the difference of two finite numbers may overflow.
-        z_score_N = (value_N / 2 - mean / 2) / (std / 2)
-    return np.nan_to_num(np.clip(z_score_N, -MAX_DEVIATIONS, MAX_DEVIATIONS), nan=0.0).astype(np.float32)
 
 
 def _finite_training_values_sql(column_name: str) -> str:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recsys_core.dataset.events import EventStore
-from recsys_core.dataset.layout import ITEM_TITLES_FILE, vocabulary_file
+from recsys_core.dataset.layout import ITEM_COLUMNS_FILE, ITEM_TITLES_FILE, vocabulary_file
 from recsys_core.errors import InputError
 from recsys_core.ingest.features.feature_column import BATCH_ROWS
 from recsys_core.ingest.features.feature_schema import FeatureTable
@@ -41,7 +41,10 @@ class TableSource:
     def load(
         self, connection: duckdb.DuckDBPyConnection, *, output_folder: Path, scratch_folder: Path
     ) -> FeatureTableStatistics:
-        """Create table `joined` with the rows of the feature table whose id is in the catalogue; write the titles of items."""
+        """Create table `joined` with the rows of the feature table whose id is in the catalogue.
+
+        Write the titles and the filter columns of the items.
+        """
         table = self.table
         assert table.id_column is not None and table.id_type is not None
         with local_files(table.sources, columns=table.columns, scratch_folder=scratch_folder) as paths:
@@ -65,6 +68,12 @@ class TableSource:
         if table.title_column is not None:
             titles = connection.sql("SELECT row, title FROM joined WHERE title IS NOT NULL ORDER BY row").to_arrow_table()
             pq.write_table(titles, output_folder / ITEM_TITLES_FILE)
+        if table.filter_sql_type_by_column:
+            columns_sql = ", ".join(
+                f"f{column_index} AS {quoted(column)}" for column_index, column in enumerate(table.filter_sql_type_by_column)
+            )
+            filter_values = connection.sql(f"SELECT row, {columns_sql} FROM joined ORDER BY row").to_arrow_table()
+            pq.write_table(filter_values, output_folder / ITEM_COLUMNS_FILE)
         return FeatureTableStatistics(
             num_rows=num_rows, num_not_in_catalogue=num_rows - num_matched, num_without_row=self.num_rows - num_matched
         )
@@ -109,6 +118,11 @@ def feature_sources(tables: Sequence[FeatureTable], interactions: InteractionsMa
 def _value_columns_sql(table: FeatureTable) -> str:
     """Return SQL for the columns v<n> and w<n> of `joined`, cast to the types in which values and weights are stored."""
     columns = [] if table.title_column is None else [f"CAST({quoted(table.title_column)} AS VARCHAR) AS title"]
+    for column_index, (column, sql_type) in enumerate(table.filter_sql_type_by_column.items()):
+        # A zone is only a way to write a time: all times are stored in UTC.
+        value_sql = f"CAST({quoted(column)} AS {sql_type})"
+        value_sql = f"({value_sql} AT TIME ZONE 'UTC')" if sql_type == "TIMESTAMPTZ" else value_sql
+        columns.append(f"{value_sql} AS f{column_index}")
     for feature_index, feature in enumerate(table.features):
         value_type = table.value_type_by_feature.get(feature.name)
         sql_type = ("DOUBLE" if value_type is None else SQL_TYPE[value_type]) + ("[]" if feature.is_list else "")

@@ -36,7 +36,7 @@ def facts(*keys: str) -> dict[str, IngestedFeature]:
     kinds: dict[str, dict[str, Any]] = {
         "single": {"kind": "categorical"},
         "list": {"kind": "list"},
-        "weighted_list": {"kind": "weighted_list"},
+        "weighted_list": {"kind": "weighted_list", "weight_column": "weights"},
         "number": {"kind": "numeric", "mean": 0.0, "std": 1.0},
     }
     counts = {"num_rows": ROWS, "num_values": 0, "num_out_of_vocabulary": 0, "num_missing": 0}

@@ -17,7 +17,7 @@ from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_index, build_indexes
 from recsys_core.retrieval.ivf import MIN_ITEMS_PER_CENTROID
 from recsys_core.retrieval.kinds import AnyIndexKind
-from recsys_core.retrieval.search import load_index, search, search_exhaustively
+from recsys_core.retrieval.search import Selection, load_index, search, search_exhaustively
 from tests.recsys_core.evaluation.stage_folders import export_stage
 
 KINDS = tuple(kind_class() for kind_class in get_args(get_args(AnyIndexKind)[0]))
@@ -170,3 +170,30 @@ def test_the_problem_of_a_kind_is_reported_by_the_config_and_stops_the_stage(kin
         )
         with pytest.raises(InputError, match=f"index: {problem}"):
             build_indexes(IndexConfig(served=kind), export=export, folder=tmp_path / "index")
+
+
+@every_kind
+@pytest.mark.parametrize("max_exact", [0, 10_000])
+def test_a_search_of_selected_items_returns_only_them(
+    kind: AnyIndexKind,
+    max_exact: int,
+    index_by_kind: dict[str, Any],
+    vectors: np.ndarray,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("recsys_core.retrieval.search.MAX_EXACT_ITEMS", max_exact)
+    index, query, num_selected = index_by_kind[kind.kind], vectors[:50], NUM_ITEMS // 5
+    is_selected = np.zeros(NUM_ITEMS, np.bool_)
+    is_selected[np.random.default_rng(3).permutation(NUM_ITEMS)[:num_selected]] = True
+    selection = Selection(index, is_selected)
+    assert selection.num_items == num_selected
+    *_, (*_, widest) = kind.fitted(NUM_ITEMS, DIM).search_ladders(20)
+    exact_row = np.argsort(np.where(is_selected, -query @ vectors.T, np.inf), axis=1)[:, :20]
+    for search_items in (search, search_exhaustively):
+        score, row = search_items(index, query, kind=widest, depth=20, selection=selection)
+        assert is_selected[row[row >= 0]].all() and (np.diff(score) <= 0).all()
+        recall = np.mean([len({*a} & {*b}) / 20 for a, b in zip(row, exact_row, strict=True)])
+        assert recall > (0.4 if getattr(kind, "rescore", None) == 0 and "pq" in kind.kind else 0.95)
+    _, row = search_exhaustively(index, query, kind=widest, depth=NUM_ITEMS, selection=selection)
+    assert (np.sort(row[:, :num_selected], axis=1) == np.flatnonzero(is_selected)).all()
+    assert (row[:, num_selected:] == -1).all()

@@ -1,8 +1,10 @@
 """A small model with random weights, its stages, and its package."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import datetime, timedelta
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from torch import nn
@@ -30,6 +32,23 @@ CONTEXT_FEATURES = ("context.single", "context.number")
 """Features of an event: not available at serving time."""
 
 
+GENRES, PRICES = ("rock", "pop", None), [float(row % 50) for row in range(ITEMS)]
+TIMES = [datetime(2026, 1, 1) + timedelta(days=row) for row in range(ITEMS)]
+ITEM_FILES = {
+    "item_titles.parquet": pa.table({"row": range(0, ITEMS, 2), "title": [f"title {row}" for row in range(0, ITEMS, 2)]}),
+    "item_columns.parquet": pa.table(
+        {
+            "row": range(ITEMS - 10),  # the last items are not in the table of items
+            "genre": [GENRES[row % 3] for row in range(ITEMS - 10)],
+            "price": PRICES[:-10],
+            "stock": [row % 7 for row in range(ITEMS - 10)],
+            "is_new": [row % 2 == 0 for row in range(ITEMS - 10)],
+            "since": pa.array(TIMES[:-10], pa.timestamp("us")),
+        }
+    ),
+}
+
+
 def config_of(
     *, history: dict[str, object] | None = None, layers: Sequence[int] = (24, DIM), **model: object
 ) -> TwoTowerConfig:
@@ -42,6 +61,10 @@ def config_of(
             **model,
         }
     )
+
+
+Values = tuple[list[int], list[float] | None]
+"""Table rows and weights of a feature in a request."""
 
 
 class World:
@@ -93,11 +116,20 @@ class World:
         """The features that are available at serving time."""
         return FeatureStore({key: value for key, value in self.features.feature_by_key.items() if key.startswith("user.")})
 
-    def query(self, user: int | None, history: Sequence[int]) -> np.ndarray:
-        """Return the float query vector. The rows of the user are pooled in NumPy; an unknown user has zeros."""
+    def query(
+        self,
+        user: int | None,
+        history: Sequence[int],
+        *,
+        given: Mapping[str, tuple[list[int], list[float] | None]] | None = None,
+    ) -> np.ndarray:
+        """Return the float query vector. The rows of the user are pooled in NumPy; an unknown user has zeros.
+
+        given: table rows and weights of features in the request.
+        """
         length = self.spec.config.history.length
         recent = list(history)[-length:] if length else []
-        pooled = {name: torch.from_numpy(self._pooled(name, user))[None] for name in self.query_tables}
+        pooled = {name: torch.from_numpy(self._pooled(name, user, (given or {}).get(name)))[None] for name in self.query_tables}
         items = torch.from_numpy(self.history_items)
         with torch.no_grad():
             vector = self.towers["query"](
@@ -105,22 +137,23 @@ class World:
             )
         return vector[0].numpy()
 
-    def _pooled(self, name: str, user: int | None) -> np.ndarray:
+    def _pooled(self, name: str, user: int | None, given: Values | None) -> np.ndarray:
         table = self.tables[name]
-        if user is None or name.startswith("context."):
+        if given is None and (user is None or name.startswith("context.")):
             return np.zeros(table.shape[1], np.float32)
         if name == "user":
             return table[user]
-        rows, weights = values_of(self.features, name, user)
+        rows, weights = values_of(self.features, name, user) if given is None else given  # type: ignore[arg-type]
         if not rows:
             return np.zeros(table.shape[1], np.float32)
         total = table[rows].T @ np.array(weights if weights else [1.0] * len(rows), np.float32)
         return (total / (np.sum(weights) if weights else len(rows)) if "list" in name else total).astype(np.float32)
 
-    def best(self, query: np.ndarray, *, seen: Sequence[int], k: int) -> list[str]:
-        """Return the ids of the best items by sorting the whole catalogue."""
+    def best(self, query: np.ndarray, *, seen: Sequence[int], k: int, allowed: Collection[int] = range(ITEMS)) -> list[str]:
+        """Return the ids of the best allowed items by sorting the whole catalogue."""
+        seen = {*seen} | {*range(ITEMS)} - {*allowed}
         order = np.argsort(-(self.item_vectors @ query), kind="stable")
-        return [ITEM_IDS[row] for row in order if row not in set(seen)][:k]
+        return [ITEM_IDS[row] for row in order if row not in seen][:k]
 
 
 Build = Callable[..., tuple[World, PackageManifest]]
@@ -134,6 +167,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
         quantization: str = "none",
         nprobe: int = 1,
         features: Sequence[str] = (),
+        item_files: Mapping[str, pa.Table] | None = None,
         **model: object,
     ) -> tuple[World, PackageManifest]:
         folder = tmp_path_factory.mktemp("chain")
@@ -166,7 +200,9 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
             ),
             dataset=Dataset(
                 interactions,
-                features=features_stage(folder / "features", world.features, facts=world.facts) if features else None,
+                features=features_stage(folder / "features", world.features, facts=world.facts, item_files=item_files)
+                if features or item_files
+                else None,
             ),
             evaluation=evaluate(EvaluationConfig(), export=export, dataset=Dataset(interactions), folder=folder / "evaluation"),
             folder=folder / "package",

@@ -20,7 +20,8 @@ from recsys_core.errors import StageError
 from recsys_core.manifests import ExportManifest, IndexManifest, PackageManifest, record_file, require_manifest
 from recsys_core.models.config import PackageConfig
 from recsys_core.serving.contents import read_package
-from recsys_core.serving.package import DESCRIPTION_NAME, build_package, description_sha256, package_files
+from recsys_core.serving.description import DESCRIPTION_NAME, description_sha256
+from recsys_core.serving.package import build_package
 from recsys_core.serving.retriever import Retriever
 from tests.recsys_core.serving.conftest import DIM, ITEM_IDS, ITEMS, USER_FEATURES, USERS, Build
 
@@ -53,11 +54,7 @@ def rehash(folder: Path, name: str) -> str:
 def test_every_file_of_the_package_is_listed_and_needed(packaged: PackageManifest) -> None:
     names = {path.name for path in (packaged.folder / "package").iterdir()}
     contents = read_package(packaged.folder / "package", sha256=description_sha256(packaged))
-    assert (
-        names
-        == package_files(contents.package.model) | {DESCRIPTION_NAME}
-        == contents.package.files.keys() | {DESCRIPTION_NAME}
-    )
+    assert names == contents.package.file_names | {DESCRIPTION_NAME} == contents.package.files.keys() | {DESCRIPTION_NAME}
 
 
 def test_a_flipped_bit_or_a_missing_file_is_rejected_by_name(packaged: PackageManifest, copy: Path) -> None:
@@ -98,7 +95,7 @@ def test_an_edited_description_is_rejected_even_if_it_is_valid(
 
 def test_a_package_of_another_format_is_rejected_in_one_line_with_both_formats(copy: Path) -> None:
     sha256 = describe(copy, lambda described: described.update(format_version=3, removed_setting=True))
-    with pytest.raises(StageError, match=r"^\S+package.json: the package has format 3, .* reads format 5; .* nightjar .*\w$"):
+    with pytest.raises(StageError, match=r"^\S+package.json: the package has format 3, .* reads format 6; .* nightjar .*\w$"):
         read_package(copy, sha256=sha256)
 
 
@@ -119,7 +116,7 @@ def _array(values: np.ndarray) -> bytes:
 
 def _ids(ids: list[str]) -> bytes:
     file = io.BytesIO()
-    pq.write_table(pa.table({"id": ids}), file)
+    pq.write_table(pa.table({"item_id": ids}), file)
     return file.getvalue()
 
 
@@ -132,7 +129,7 @@ def _index(items: int, dim: int) -> bytes:
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        *((name, b"") for name in ("tower.safetensors", "index.faiss", "item_ids.parquet", "popularity.npy")),
+        *((name, b"") for name in ("tower.safetensors", "index.faiss", "items.parquet", "popularity.npy")),
         *(
             (name, b"\x93NUMPY garbage" * 9)
             for name in ("tower.safetensors", "index.faiss", "user_ids.parquet", "event_item.npy")
@@ -145,7 +142,7 @@ def _index(items: int, dim: int) -> bytes:
         ("user.single.row.npy", _array(np.full(USERS, 10_000, np.int32))),
         ("user.list.offset.npy", _array(np.zeros(USERS, np.int64))),
         ("user.number.weight.npy", _array(np.zeros(USERS + 1, np.float32))),
-        ("item_ids.parquet", _ids(ITEM_IDS[1:])),
+        ("items.parquet", _ids(ITEM_IDS[1:])),
         ("index.faiss", _index(ITEMS - 1, DIM)),
         ("index.faiss", _index(ITEMS, DIM + 4)),
         ("index.faiss", _index(ITEMS, DIM)),

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from recsys_core.serving.package import description_sha256
+from recsys_core.serving.description import description_sha256
 from recsys_core.serving.retriever import Retriever
 from tests.recsys_core.serving.conftest import USER_FEATURES, USER_IDS, Build
 
@@ -22,7 +22,7 @@ sys.meta_path.insert(0, Block())
 from recsys_core.serving.retriever import Retriever
 
 retriever = Retriever.load(Path(sys.argv[1]), sha256=sys.argv[2])
-ids, _ = retriever.recommend(json.loads(sys.argv[3]), k=10)
+ids = retriever.recommend(json.loads(sys.argv[3]), k=10).item_ids
 print(json.dumps([row.tolist() for row in ids]))
 """
 
@@ -33,5 +33,5 @@ def test_a_package_is_served_without_torchrec_and_fbgemm(build: Build) -> None:
     command = [sys.executable, "-c", SERVE, str(folder), sha256, json.dumps(USER_IDS), ",".join(BLOCKED_MODULES)]
     served = subprocess.run(command, capture_output=True, text=True)
     assert served.returncode == 0, served.stderr
-    here, _ = Retriever.load(folder, sha256=sha256).recommend(USER_IDS, k=10)
+    here = Retriever.load(folder, sha256=sha256).recommend(USER_IDS, k=10).item_ids
     assert json.loads(served.stdout) == [row.tolist() for row in here]

@@ -1,7 +1,10 @@
+import math
 import shutil
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +13,20 @@ from hypothesis import strategies as st
 
 from recsys_core.errors import InputError
 from recsys_core.manifests import PackageManifest
-from recsys_core.serving.package import description_sha256
+from recsys_core.serving.description import description_sha256
 from recsys_core.serving.retriever import Retriever
-from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEM_IDS, ITEMS, USER_FEATURES, USER_IDS, USERS, Build, World
+from tests.recsys_core.serving.conftest import (
+    CONTEXT_FEATURES,
+    ITEM_FILES,
+    ITEM_IDS,
+    ITEMS,
+    TIMES,
+    USER_FEATURES,
+    USER_IDS,
+    USERS,
+    Build,
+    World,
+)
 
 KINDS = ("flat", "ivf_flat", "ivf_sq8", "ivf_pq", "opq_pq", "pq_fastscan", "hnsw")
 
@@ -43,7 +57,8 @@ def _seen(world: World, user: int) -> set[str]:
 
 def test_known_users_get_the_exact_best_unseen_items(flat, retriever: Retriever) -> None:
     world, _ = flat
-    ids, scores = retriever.recommend(USER_IDS, k=10)
+    recommendations = retriever.recommend(USER_IDS, k=10)
+    ids, scores = recommendations.item_ids, recommendations.scores
     for user in range(USERS):
         query = world.query(user, world.log[user])
         assert ids[user].tolist() == world.best(query, seen=world.log[user], k=10)
@@ -62,14 +77,15 @@ def test_a_package_loads_without_the_compiler_of_torch(flat) -> None:
 
 def test_int8_agrees_with_float_on_most_of_the_top(build: Build, flat, retriever: Retriever) -> None:
     small = load(build(index="flat", quantization="int8")[1])
-    pairs = zip(retriever.recommend(USER_IDS, k=20)[0], small.recommend(USER_IDS, k=20)[0], strict=True)
+    pairs = zip(retriever.recommend(USER_IDS, k=20).item_ids, small.recommend(USER_IDS, k=20).item_ids, strict=True)
     assert np.mean([len({*a} & {*b}) / len(a) for a, b in pairs]) > 0.9
 
 
 def test_every_index_kind_fills_the_list_without_seen_or_repeated_items(any_retriever: tuple[World, Retriever]) -> None:
     world, retriever = any_retriever
     for k in (1, 20, ITEMS, ITEMS + 50):
-        ids, scores = retriever.recommend(USER_IDS, k=k)
+        recommendations = retriever.recommend(USER_IDS, k=k)
+        ids, scores = recommendations.item_ids, recommendations.scores
         for user, (item_ids, score) in enumerate(zip(ids, scores, strict=True)):
             seen = _seen(world, user)
             assert len(item_ids) == len(score) == len({*item_ids}) == min(k, ITEMS - len(seen))
@@ -79,14 +95,14 @@ def test_every_index_kind_fills_the_list_without_seen_or_repeated_items(any_retr
 
 def test_a_user_who_has_seen_nearly_all_items_gets_the_others(any_retriever: tuple[World, Retriever]) -> None:
     world, retriever = any_retriever
-    assert {*retriever.recommend([USER_IDS[3]], k=5)[0][0]} == {*ITEM_IDS} - _seen(world, 3)
+    assert {*retriever.recommend([USER_IDS[3]], k=5).item_ids[0]} == {*ITEM_IDS} - _seen(world, 3)
 
 
 def test_a_given_history_replaces_the_stored_one(flat, retriever: Retriever) -> None:
     world, _ = flat
     rows = [11, 250, 31, 7, 99, 120, 130, 44]  # longer than a history
     given = [ITEM_IDS[row] for row in rows]
-    ids, _ = retriever.recommend([USER_IDS[5], 1], k=8, histories=[["unheard of", *given], given])
+    ids = retriever.recommend([USER_IDS[5], 1], k=8, histories=[["unheard of", *given], given]).item_ids
     query = world.query(None, rows)
     assert ids[0].tolist() == world.best(query, seen=[*rows, *world.log[5]], k=8)
     assert ids[1].tolist() == world.best(query, seen=rows, k=8)
@@ -96,15 +112,15 @@ def test_without_exclude_stored_history_only_the_given_history_is_excluded(flat,
     world, _ = flat
     rows = world.train[5]
     given = [[ITEM_IDS[row] for row in rows]]
-    (ids,), _ = retriever.recommend([USER_IDS[5]], k=ITEMS, histories=given, exclude_stored_history=False)
+    (ids,) = retriever.recommend([USER_IDS[5]], k=ITEMS, histories=given, exclude_stored_history=False).item_ids
     assert {*ids} == {*ITEM_IDS} - {*given[0]}  # the user's test item may come back
-    (best,), _ = retriever.recommend([USER_IDS[5]], k=8, histories=given, exclude_stored_history=False)
+    (best,) = retriever.recommend([USER_IDS[5]], k=8, histories=given, exclude_stored_history=False).item_ids
     assert best.tolist() == world.best(world.query(None, rows), seen=rows, k=8)
 
 
 def test_a_history_of_none_keeps_the_stored_one(retriever: Retriever) -> None:
-    mixed, _ = retriever.recommend(USER_IDS[:2], k=5, histories=[None, [ITEM_IDS[0]]])
-    alone, _ = retriever.recommend(USER_IDS[:1], k=5)
+    mixed = retriever.recommend(USER_IDS[:2], k=5, histories=[None, [ITEM_IDS[0]]]).item_ids
+    alone = retriever.recommend(USER_IDS[:1], k=5).item_ids
     assert mixed[0].tolist() == alone[0].tolist()
 
 
@@ -112,12 +128,13 @@ def test_an_unknown_user_without_a_known_item_gets_popular_items(flat, retriever
     world, _ = flat
     count = np.bincount(np.concatenate(world.train), minlength=ITEMS)
     popular = sorted(range(ITEMS), key=lambda row: (-count[row], ITEM_IDS[row]))
-    ids, scores = retriever.recommend([1, 2, USER_IDS[0]], k=15, histories=[[], ["unheard of"], None])
+    recommendations = retriever.recommend([1, 2, USER_IDS[0]], k=15, histories=[[], ["unheard of"], None])
+    ids, scores = recommendations.item_ids, recommendations.scores
     for answer, score in zip(ids[:2], scores[:2], strict=True):
         assert answer.tolist() == [ITEM_IDS[row] for row in popular[:15]]
         np.testing.assert_allclose(score, count[popular[:15]] / count.sum(), rtol=1e-6)
     assert not _seen(world, 0) & {*ids[2]}
-    everything, _ = retriever.recommend([1], k=10**9)
+    everything = retriever.recommend([1], k=10**9).item_ids
     assert sorted(everything[0]) == sorted(ITEM_IDS)
 
 
@@ -128,7 +145,7 @@ def test_is_known_marks_the_users_of_the_log(retriever: Retriever) -> None:
 def test_a_model_of_user_ids_alone_serves_known_users_and_excludes_given_items(build: Build) -> None:
     world, package = build(learn_user_embedding=True, history={"length": 0, "last_item_feature": False})
     retriever = load(package)
-    ids, _ = retriever.recommend([USER_IDS[2], 1], k=6, histories=[[ITEM_IDS[8]], [ITEM_IDS[8]]])
+    ids = retriever.recommend([USER_IDS[2], 1], k=6, histories=[[ITEM_IDS[8]], [ITEM_IDS[8]]]).item_ids
     assert ids[0].tolist() == world.best(world.query(2, []), seen=[8, *world.log[2]], k=6)
     assert ITEM_IDS[8] not in ids[1] and len(ids[1]) == 6
 
@@ -136,18 +153,18 @@ def test_a_model_of_user_ids_alone_serves_known_users_and_excludes_given_items(b
 def test_features_of_known_users_are_read_from_the_package(build: Build) -> None:
     world, package = build(features=(*USER_FEATURES, *CONTEXT_FEATURES))
     retriever = load(package)
-    ids, _ = retriever.recommend(USER_IDS, k=6)
+    ids = retriever.recommend(USER_IDS, k=6).item_ids
     for user, item_ids in enumerate(ids):
         assert item_ids.tolist() == world.best(world.query(user, world.log[user]), seen=world.log[user], k=6)
     rows = [11, 250, 31]
     given = [[ITEM_IDS[row] for row in rows]] * 2
-    (known, unknown), _ = retriever.recommend([USER_IDS[5], 1], k=6, histories=given)
+    (known, unknown) = retriever.recommend([USER_IDS[5], 1], k=6, histories=given).item_ids
     assert known.tolist() == world.best(world.query(5, rows), seen=[*rows, *world.log[5]], k=6)
     assert unknown.tolist() == world.best(world.query(None, rows), seen=rows, k=6)
     # Without a history, the query of a known user has only its features.
-    (known,), _ = retriever.recommend([USER_IDS[5]], k=6, histories=[[]])
+    (known,) = retriever.recommend([USER_IDS[5]], k=6, histories=[[]]).item_ids
     assert known.tolist() == world.best(world.query(5, []), seen=world.log[5], k=6)
-    assert not [path.name for path in (package.folder / "package").glob("context.*")]
+    assert not [path.name for path in (package.folder / "package").glob("context.*.row.npy")]
 
 
 @settings(deadline=None, max_examples=25)
@@ -158,21 +175,21 @@ def test_recommendations_do_not_depend_on_the_rest_of_the_batch(
     choice = st.one_of(st.none(), st.lists(st.sampled_from([*ITEM_IDS[:40], "unheard of"]), max_size=5))
     histories = data.draw(st.lists(choice, min_size=len(users), max_size=len(users)))
     user_ids = [USER_IDS[user] if user >= 0 else user for user in users]
-    together, _ = retriever.recommend(user_ids, k=k, histories=histories)
+    together = retriever.recommend(user_ids, k=k, histories=histories).item_ids
     for user, history, answer in zip(user_ids, histories, together, strict=True):
-        alone, _ = retriever.recommend([user], k=k, histories=[history])
+        alone = retriever.recommend([user], k=k, histories=[history]).item_ids
         assert answer.tolist() == alone[0].tolist()
 
 
 def test_a_large_request_is_split_into_batches(retriever: Retriever, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, _ = retriever.recommend(USER_IDS, k=7)
+    whole = retriever.recommend(USER_IDS, k=7).item_ids
     monkeypatch.setattr("recsys_core.serving.retriever.MAX_BATCH_RESULTS", 21)
-    parts, _ = retriever.recommend(USER_IDS, k=7)
+    parts = retriever.recommend(USER_IDS, k=7).item_ids
     assert [answer.tolist() for answer in whole] == [answer.tolist() for answer in parts]
 
 
 def test_invalid_arguments_are_rejected(retriever: Retriever) -> None:
-    assert retriever.recommend([], k=3) == ([], [])
+    assert list(retriever.recommend([], k=3)) == []
     with pytest.raises(InputError, match="k is 0"):
         retriever.recommend([1], k=0)
     with pytest.raises(InputError, match="1 histories for 2 users"):
@@ -181,10 +198,203 @@ def test_invalid_arguments_are_rejected(retriever: Retriever) -> None:
 
 def test_the_folder_of_the_stage_loads_without_a_checksum(flat, retriever: Retriever) -> None:
     loaded = Retriever.load(flat[1].folder)
-    assert loaded.recommend(USER_IDS[:1], k=5)[0][0].tolist() == retriever.recommend(USER_IDS[:1], k=5)[0][0].tolist()
+    assert (
+        loaded.recommend(USER_IDS[:1], k=5).item_ids[0].tolist() == retriever.recommend(USER_IDS[:1], k=5).item_ids[0].tolist()
+    )
 
 
 def test_a_moved_package_loads_without_other_files(flat, retriever: Retriever, tmp_path: Path) -> None:
     shutil.copytree(flat[1].folder / "package", tmp_path / "elsewhere")
     moved = Retriever.load(tmp_path / "elsewhere", sha256=description_sha256(flat[1]))
-    assert moved.recommend(USER_IDS[:1], k=5)[0][0].tolist() == retriever.recommend(USER_IDS[:1], k=5)[0][0].tolist()
+    assert (
+        moved.recommend(USER_IDS[:1], k=5).item_ids[0].tolist() == retriever.recommend(USER_IDS[:1], k=5).item_ids[0].tolist()
+    )
+
+
+def test_features_of_a_request_are_encoded_as_in_the_ingest(build: Build) -> None:
+    world, package = build(features=(*USER_FEATURES, *CONTEXT_FEATURES))
+    retriever = load(package)
+    assert retriever.request_features.columns == [
+        *("user.single", "list", "weighted_list", "weights", "user.number", "context.single", "context.number")
+    ]
+    ids = retriever.recommend(
+        [USER_IDS[5], 1, USER_IDS[6], 1],
+        k=6,
+        features={
+            "context.single": ["context.single 3", "context.single 2", None, None],
+            "context.number": [0.5, None, None, None],
+            "weighted_list": [None, ["user.weighted_list 4", "unheard of"], None, None],
+            "weights": [None, [2.0, 1.0], None, None],
+            "user.single": [None, None, "user.single 2", None],
+        },
+    )
+    history = {5: world.log[5], 6: world.log[6]}
+    queries = [
+        world.query(5, history[5], given={"context.single": ([3], None), "context.number": ([1], [0.5])}),
+        world.query(None, [], given={"context.single": ([2], None), "user.weighted_list": ([4, 0], [2.0, 1.0])}),
+        world.query(6, history[6], given={"user.single": ([2], None)}),
+    ]
+    for answer, query, seen in zip(ids, queries, (history[5], [], history[6]), strict=False):
+        assert answer.item_ids == world.best(query, seen=seen, k=6)
+    assert ids.fallbacks == [None, "features", None, "popularity"]
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        ({"context.number": [math.nan]}, "context.number: nan is not a finite number"),
+        ({"context.number": ["3"]}, "context.number: '3' is not a finite number"),
+        ({"context.number": [True]}, "context.number: True is not a finite number"),
+        ({"context.single": [3]}, "context.single: value 3 is not a string"),
+        ({"list": ["a"]}, "list: 'a' is not a list"),
+        ({"weighted_list": [["a"]]}, "'weights' does not have one weight for each value of 'weighted_list'"),
+        ({"weighted_list": [["a"]], "weights": [[-1.0]]}, "'weights' has a weight that is negative or too large"),
+        ({"device": ["ios"]}, r"unknown column \['device'\]; the model has \['user_id', 'history', 'user.single'"),
+        ({"list": [None, None]}, "column 'list' has 2 values for 1 rows"),
+    ],
+)
+def test_invalid_features_are_rejected_by_name(build: Build, features: dict[str, list[Any]], message: str) -> None:
+    _, package = build(features=(*USER_FEATURES, *CONTEXT_FEATURES))
+    with pytest.raises(InputError, match=message):
+        load(package).recommend([1], k=3, features=features)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def filtered(request: pytest.FixtureRequest, build: Build) -> tuple[World, Retriever]:
+    world, package = build(index=request.param, item_files=ITEM_FILES)
+    return world, load(package)
+
+
+IN_TABLE = range(ITEMS - 10)
+FILTERS: list[tuple[dict[str, Any], list[int]]] = [
+    ({"genre": {"in": ["rock", "jazz"]}}, [row for row in IN_TABLE if row % 3 == 0]),
+    ({"genre": "pop", "price": {"ge": 10, "lt": 12.5}}, [row for row in IN_TABLE if row % 3 == 1 and row % 50 in (10, 11, 12)]),
+    ({"stock": [2, 3]}, [row for row in IN_TABLE if row % 7 in (2, 3)]),
+    ({"is_new": True, "stock": {"gt": 4, "le": 5}}, [row for row in IN_TABLE if row % 2 == 0 and row % 7 == 5]),
+    ({"since": {"since": "2026-10-01T02:00:00+02:00"}}, [row for row in IN_TABLE if TIMES[row] >= datetime(2026, 10, 1)]),
+    ({"price": {"gt": 1000}}, []),
+]
+
+
+@pytest.mark.parametrize(("item_filter", "allowed"), FILTERS)
+@pytest.mark.parametrize("max_exact", [0, 10_000])
+def test_a_filter_is_applied_inside_the_search(
+    filtered: tuple[World, Retriever],
+    item_filter: dict[str, Any],
+    allowed: list[int],
+    max_exact: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("recsys_core.retrieval.search.MAX_EXACT_ITEMS", max_exact)
+    world, retriever = filtered
+    allowed_ids = {ITEM_IDS[row] for row in allowed}
+    for k in (5, ITEMS):
+        answers = retriever.recommend([*USER_IDS, 1], k=k, filter=item_filter)
+        for user, answer in enumerate(answers):
+            seen = _seen(world, user) if user < USERS else set()
+            assert len(answer.item_ids) == len({*answer.item_ids}) == min(k, len(allowed_ids - seen))
+            assert {*answer.item_ids} <= allowed_ids - seen
+        assert answers[-1].fallback == "popularity"
+        if retriever.package.index_kind == "flat":
+            for user in range(USERS):
+                query = world.query(user, world.log[user])
+                assert answers[user].item_ids == world.best(query, seen=world.log[user], k=k, allowed=allowed)
+
+
+@pytest.mark.parametrize(
+    ("item_filter", "message"),
+    [
+        ({"colour": "red"}, r"unknown column 'colour'; the model has \['genre', 'price', 'stock', 'is_new', 'since'\]"),
+        ({"price": {"between": [1, 2]}}, "column 'price' has the unknown operator 'between'; use in, ge, gt, le, lt, since"),
+        ({"price": {"ge": "10"}}, "'10' is no value of column 'price'; pass a finite number"),
+        ({"price": {"ge": math.nan}}, "nan is no value of column 'price'"),
+        ({"stock": {"in": 3}}, "'stock' in 3: pass a list of values"),
+        ({"stock": {"ge": 10**30}}, "is no value of column 'stock'"),
+        ({"genre": {"ge": "a"}}, "column 'genre' has no order"),
+        ({"genre": [1]}, "1 is no value of column 'genre'; pass a string"),
+        ({"is_new": [1]}, "1 is no value of column 'is_new'; pass true or false"),
+        ({"since": {"since": "yesterday"}}, "'yesterday' is no value of column 'since'; pass a time"),
+        ({"price": {"since": 3}}, "column 'price' has no times"),
+    ],
+)
+def test_an_invalid_filter_is_rejected_by_column(build: Build, item_filter: dict[str, Any], message: str) -> None:
+    retriever = load(build(item_files=ITEM_FILES)[1])
+    with pytest.raises(InputError, match=message):
+        retriever.recommend([1], k=3, filter=item_filter)
+
+
+def test_excluded_items_are_left_out_and_seen_items_come_back_on_request(
+    flat, retriever: Retriever, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, _ = flat
+    query = world.query(5, world.log[5])
+    best = world.best(query, seen=world.log[5], k=20)
+    for max_listed in (1_000, 2):
+        monkeypatch.setattr("recsys_core.serving.retriever.MAX_LISTED_EXCLUDES", max_listed)
+        answer = retriever.recommend([USER_IDS[5]], k=5, exclude=[*best[:3], best[1], best[6], "unheard of"])[0]
+        assert answer.item_ids == [*best[3:6], *best[7:9]]
+    again = retriever.recommend([USER_IDS[5]], k=ITEMS, exclude_seen=False)[0]
+    assert again.item_ids == world.best(query, seen=[], k=ITEMS)
+
+
+def test_items_below_the_smallest_score_are_left_out(retriever: Retriever) -> None:
+    whole = retriever.recommend([USER_IDS[5], USER_IDS[6], 1], k=20)
+    limit = whole[0].scores[7]
+    answers = retriever.recommend([USER_IDS[5], USER_IDS[6], 1], k=20, min_score=limit)
+    assert answers[0].item_ids == whole[0].item_ids[:8]
+    assert answers[1].item_ids == [
+        item for item, score in zip(whole[1].item_ids, whole[1].scores, strict=True) if score >= limit
+    ]
+    assert answers[2] == whole[2] and answers[2].fallback == "popularity"
+
+
+def test_an_answer_has_its_origin_and_the_number_of_unknown_items(retriever: Retriever) -> None:
+    given = [ITEM_IDS[4], "unheard of", ITEM_IDS[9], "unheard of"]
+    answers = retriever.recommend([USER_IDS[0], 1, None, 1, USER_IDS[0]], k=3, histories=[None, given, given, ["?"], given])
+    assert answers.fallbacks == [None, "history", "history", "popularity", None]
+    assert [answer.num_unknown_items for answer in answers] == [0, 2, 2, 1, 2]
+    assert {answer.version for answer in answers} == {retriever.version} and len(retriever.version) == 12
+    assert {answer.space_id for answer in answers} == {retriever.space_id}
+    assert answers[1] == answers[2] == retriever.recommend(histories=[given], k=3)[0]
+
+
+@pytest.mark.parametrize("index", ["flat", "hnsw", "ivf_flat", "ivf_sq8"])
+def test_vectors_of_an_answer_give_its_scores(build: Build, index: str) -> None:
+    world, package = build(index=index, item_files=ITEM_FILES)
+    retriever = load(package)
+    answers = retriever.recommend([USER_IDS[0], 1, USER_IDS[3]], k=4, with_vectors=True)
+    for answer in answers:
+        rows = [ITEM_IDS.index(item_id) for item_id in answer.item_ids]
+        np.testing.assert_allclose(answer.item_vectors, world.item_vectors[rows], atol=1e-6)
+        scores = np.array(answer.item_vectors) @ np.array(answer.query_vector)
+        if answer.fallback is None:
+            np.testing.assert_allclose(scores, answer.scores, atol=0.05 if index == "ivf_sq8" else 1e-5)
+    assert retriever.recommend([USER_IDS[0]], k=4)[0].item_vectors is None
+
+
+@pytest.mark.parametrize("index", ["flat", "hnsw", "ivf_flat"])
+def test_similar_items_have_the_largest_inner_products(build: Build, index: str) -> None:
+    world, package = build(index=index, item_files=ITEM_FILES)
+    retriever = load(package)
+    rows = [7, 250, 3]
+    answers = retriever.similar([*(ITEM_IDS[row] for row in rows), "unheard of"], k=5, exclude=[ITEM_IDS[9]])
+    for row, answer in zip(rows, answers, strict=False):
+        if index == "flat":
+            assert answer.item_ids == world.best(world.item_vectors[row], seen=[row, 9], k=5)
+        assert ITEM_IDS[row] not in answer.item_ids and len(answer.item_ids) == 5 and answer.error is None
+    assert answers[3].error == "item_id 'unheard of' is not in the catalogue" and answers[3].item_ids == []
+    allowed = FILTERS[0][1]
+    (answer,) = retriever.similar([ITEM_IDS[7]], k=ITEMS, filter=FILTERS[0][0])
+    assert {*answer.item_ids} == {ITEM_IDS[row] for row in allowed} - {ITEM_IDS[7]}
+
+
+def test_titles_of_items_are_read_from_the_package(build: Build) -> None:
+    items = load(build(item_files=ITEM_FILES)[1]).items
+    assert items.titles(np.array([4, 3, 0])) == ["title 4", None, "title 0"]
+
+
+def test_unknown_options_are_rejected(retriever: Retriever) -> None:
+    with pytest.raises(InputError, match="unknown option top; there are exclude_seen"):
+        retriever.recommend([1], k=3, top=3)  # type: ignore[call-arg]
+    with pytest.raises(InputError, match="there are no queries"):
+        retriever.recommend(k=3)

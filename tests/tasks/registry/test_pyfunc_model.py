@@ -134,7 +134,7 @@ def test_an_invalid_record_has_an_error_and_the_others_have_recommendations(serv
     assert [answer["error"] for answer in answers] == [
         None,
         "user_id 7 is not a string, but the model was trained on string ids",
-        "user_id is missing",
+        None,
         "history is of type str; pass a list of item ids, or leave it out",
         "history: item_id is missing",
         "history: item_id 'x' is not an integer, but the model was trained on integer ids",
@@ -157,12 +157,37 @@ def test_records_without_a_history_keep_the_stored_one_next_to_records_with_one(
     assert other.json()["predictions"] == alone
 
 
+def test_an_answer_names_its_version_its_space_and_its_origin(workspace: Path, server: TestClient) -> None:
+    records = [{"user_id": "user-0"}, {"user_id": "?", "history": [5003, 1]}, {"user_id": None}, {"history": [5003]}]
+    status, answers = post(server, records, k=3)
+    assert status == 200 and len({answer["space_id"] for answer in answers}) == 1
+    assert [answer["fallback"] for answer in answers] == [None, "history", "popularity", "history"]
+    assert [answer["num_unknown_items"] for answer in answers] == [0, 1, 0, 0]
+    assert "query_vector" not in answers[0]
+    verified = load_model(URI, client=MlflowClient(), workspace=FOREIGN)
+    assert [answer["version"] for answer in verified.predict(pd.DataFrame(records), params={"k": 3})] == ["1"] * 4
+
+
+def test_params_exclude_items_and_return_vectors(server: TestClient) -> None:
+    _, (whole,) = post(server, [{"user_id": "user-0"}], k=4, with_vectors=True)
+    _, (answer,) = post(server, [{"user_id": "user-0"}], k=3, exclude=whole["item_ids"][:1], min_score=-10)
+    assert answer["item_ids"] == whole["item_ids"][1:]
+    scores = [sum(a * b for a, b in zip(vector, whole["query_vector"], strict=True)) for vector in whole["item_vectors"]]
+    assert scores == pytest.approx(whole["scores"], abs=1e-5)
+
+
+def test_similar_items_are_requested_by_item_id(server: TestClient) -> None:
+    status, (similar, unknown) = post(server, [{"item_id": 5003}, {"item_id": 1}], k=3)
+    assert (status, len(similar["item_ids"])) == (200, 3) and 5003 not in similar["item_ids"]
+    assert unknown["error"] == "item_id 1 is not in the catalogue"
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
         (
             {"k": 3, "exclude_seen": True, "top": 5},
-            r"params: unknown exclude_seen, top; the model has \['k', 'exclude_stored_history'\]",
+            r"params: unknown top; the model has \['k', 'exclude_seen', 'exclude_stored_history', 'exclude', ",
         ),
         ({"K": 3}, "params: unknown K"),
         ({"k": 0}, "k is 0; it must be at least 1"),
@@ -170,6 +195,9 @@ def test_records_without_a_history_keep_the_stored_one_next_to_records_with_one(
         ({"exclude_stored_history": None}, "params: exclude_stored_history is null"),
         ({"k": "3"}, "Invalid parameters found"),
         ({"k": 2.5}, "Invalid parameters found"),
+        ({"exclude": ["x"]}, "Invalid parameters found"),
+        ({"filter": "genre"}, "filter is not a JSON object"),
+        ({"filter": '{"genre": "rock"}'}, r"unknown column 'genre'; the model has \[\]"),
     ],
 )
 def test_a_param_that_is_unknown_or_wrong_fails_the_request_by_name(

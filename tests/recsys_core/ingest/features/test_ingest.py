@@ -3,6 +3,7 @@
 import collections
 import hashlib
 import math
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -307,3 +308,23 @@ def test_titles_of_items_are_stored_by_row_with_or_without_features(tmp_path: Pa
     titles = pq.read_table(manifest.path("item_titles.parquet")).to_pylist()
     assert [(item_ids[row["row"]], row["title"]) for row in titles] == [(12, "Ω")]
     assert len(manifest.features) == len(features)
+
+
+def test_filter_columns_are_stored_by_row_in_their_types(tmp_path: Path) -> None:
+    zone = timezone(timedelta(hours=2))
+    path = write(
+        tmp_path / "i.parquet",
+        id=[12, 10, 99],
+        price=[1.5, None, 3.0],
+        genre=["rock", "pop", "pop"],
+        since=[datetime(2026, 1, 1, 2, tzinfo=zone), None, None],
+    )
+    table = {"paths": path, "id_column": "id", "filter_columns": ["price", "genre", "since"], "features": [{"name": "genre"}]}
+    interactions = stage(tmp_path / "log")
+    manifest = ingest(tmp_path / "features", interactions, items=table)
+    item_ids = pq.read_table(interactions.path("items.parquet"))["id"].to_pylist()
+    stored = [row | {"row": item_ids[row["row"]]} for row in pq.read_table(manifest.path("item_columns.parquet")).to_pylist()]
+    assert sorted(stored, key=lambda row: -row["row"]) == [
+        {"row": 12, "price": 1.5, "genre": "rock", "since": datetime(2026, 1, 1)},
+        {"row": 10, "price": None, "genre": "pop", "since": None},
+    ]

@@ -278,3 +278,25 @@ def test_titles_must_be_text_and_a_table_has_titles_or_features(tmp_path: Path) 
     )
     with pytest.raises(ValidationError, match="neither features nor title_column"):
         FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id"}})
+
+
+@pytest.mark.parametrize("columns", [["vector"], ["price", "price"]])
+def test_a_filter_column_has_a_name_of_its_own(columns: list[str]) -> None:
+    with pytest.raises(ValidationError, match=r"is a reserved name|occurs twice"):
+        FeaturesConfig.model_validate({"items": {"paths": "i.parquet", "id_column": "id", "filter_columns": columns}})
+
+
+def test_filter_columns_are_single_values(tmp_path: Path) -> None:
+    interactions = write_interactions(tmp_path / "log", users=["ann", "bob"], items=[10, 11, 12], log=LOG)
+    path = write(tmp_path / "items.parquet", id=[10, 11, 12], tags=[["a"], [], ["b"]])
+    config = FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id", "filter_columns": ["tags"]}})
+    refuses(
+        lambda out: ingest_features(
+            config, dataset=Dataset(interactions), previous=None, memory_limit="200MB", threads=1, folder=out
+        ),
+        tmp_path,
+        "items.parquet",
+        "'tags' is list",
+        "features.items.filter_columns",
+        "cast it",
+    )

@@ -1,0 +1,113 @@
+"""Answers of the Retriever: recommended items with their scores, their origin, and optionally the vectors behind the scores.
+
+Shapes: B queries, L recommended items of all queries, D width of the vectors.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recsys_core.serving.ids import Id
+
+Fallback = Literal["history", "features", "popularity"]
+FALLBACKS: tuple[Fallback | None, ...] = (None, "history", "features", "popularity")
+"""Origin of the recommendations of a query; the position is the code in Recommendations.
+
+None: the model knows the user, or the package has no users and the request has the history. history: the user is unknown, and
+the items come from the history in the request. features: the same with features in the request. popularity: the most popular
+items, because the request has nothing that the model reads.
+"""
+
+
+class Answer(NamedTuple):
+    """Recommended items for one row of a request, best first. An invalid row has an error and no items.
+
+    Attributes:
+        version, space_id: the version that answered, and the vector space of its query tower and items.
+        fallback: see FALLBACKS.
+        num_unknown_items: number of items of the history that are not in the catalogue, and are ignored.
+        query_vector, item_vectors: only with `with_vectors`.
+    """
+
+    item_ids: list[Id]
+    scores: list[float]
+    version: str
+    space_id: str
+    fallback: Fallback | None = None
+    num_unknown_items: int = 0
+    error: str | None = None
+    query_vector: list[float] | None = None
+    item_vectors: list[list[float]] | None = None
+
+    def to_dict(self, *, with_vectors: bool) -> dict[str, Any]:
+        """Return the fields by name, without the vectors unless they were requested."""
+        fields = self._asdict()
+        return fields if with_vectors else {name: value for name, value in fields.items() if not name.endswith(_VECTORS)}
+
+
+_VECTORS = ("query_vector", "item_vectors")
+
+
+@dataclass(frozen=True)
+class Recommendations(Sequence[Answer]):
+    """Recommendations for some queries, as arrays. Item i of the sequence is the Answer of query i.
+
+    Attributes:
+        item_id_L, score_L: item ids and scores of all queries, one query after the other.
+        offset: [B + 1], the bounds of each query in these arrays.
+        fallback_code_B: index into FALLBACKS.
+        errors: error by query; such a query has no items.
+        query_BD, item_vector_LD: only with `with_vectors`. The query vector of a query without one is zero.
+    """
+
+    item_id_L: NDArray[Any]
+    score_L: NDArray[np.float32]
+    offset: NDArray[np.int64]
+    fallback_code_B: NDArray[np.int8]
+    num_unknown_items_B: NDArray[np.int64]
+    version: str
+    space_id: str
+    errors: Mapping[int, str] = field(default_factory=dict)
+    query_BD: NDArray[np.float32] | None = None
+    item_vector_LD: NDArray[np.float32] | None = None
+
+    @property
+    def item_ids(self) -> list[NDArray[Any]]:
+        """The recommended ids of each query, best first."""
+        return np.split(self.item_id_L, self.offset[1:-1]) if len(self) else []
+
+    @property
+    def scores(self) -> list[NDArray[np.float32]]:
+        """The scores of the ids of each query: inner products of query and item vector, or shares of all events."""
+        return np.split(self.score_L, self.offset[1:-1]) if len(self) else []
+
+    @property
+    def fallbacks(self) -> list[Fallback | None]:
+        """The origin of the recommendations of each query."""
+        return [FALLBACKS[code] for code in self.fallback_code_B]
+
+    def __len__(self) -> int:
+        return len(self.offset) - 1
+
+    def __getitem__(self, query: Any) -> Any:
+        if isinstance(query, slice):
+            return [self[index] for index in range(*query.indices(len(self)))]
+        query = range(len(self))[query]
+        items = slice(int(self.offset[query]), int(self.offset[query + 1]))
+        return Answer(
+            item_ids=self.item_id_L[items].tolist(),
+            scores=self.score_L[items].tolist(),
+            version=self.version,
+            space_id=self.space_id,
+            fallback=FALLBACKS[self.fallback_code_B[query]],
+            num_unknown_items=int(self.num_unknown_items_B[query]),
+            error=self.errors.get(query),
+            query_vector=None if self.query_BD is None else self.query_BD[query].tolist(),
+            item_vectors=None if self.item_vector_LD is None else self.item_vector_LD[items].tolist(),
+        )
+
+    def __iter__(self) -> Iterator[Answer]:
+        return (self[query] for query in range(len(self)))

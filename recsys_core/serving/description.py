@@ -1,0 +1,137 @@
+"""package.json, the manifest of a model package, and the files that a package has."""
+
+from collections.abc import Mapping
+from typing import Final, Literal, Self
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import Field, TypeAdapter, model_validator
+
+from recsys_core.config import Frozen
+from recsys_core.dataset.feature_store import ARRAYS_BY_FORM
+from recsys_core.dataset.layout import HISTORY_FILES
+from recsys_core.manifests import FeaturesManifest, FileRecord, IdType, PackageManifest
+from recsys_core.models.config import Quantization
+from recsys_core.models.spec import ModelSpec
+from recsys_core.retrieval.kinds import AnyIndexKind
+from recsys_core.serving.quantise import user_features
+
+DESCRIPTION_NAME = "package.json"
+ITEMS_NAME = "items.parquet"
+FORMAT_VERSION: Final = 6
+QUERY_COLUMNS = ("user_id", "history")
+"""Columns of a request for recommendations in addition to features."""
+ITEM_COLUMN = "item_id"
+"""Column of a request for similar items."""
+_INDEX_KIND: TypeAdapter[AnyIndexKind] = TypeAdapter(AnyIndexKind)
+
+
+class QueryFeature(Frozen):
+    """A feature of the query side, with all that turns its values into rows of its embedding table.
+
+    Attributes:
+        column, weight_column: columns with the values and weights, in the log or the feature table, and in a request.
+        value_type: None for numbers.
+        hash_rows: rows onto which a hash maps the values; None for a vocabulary.
+        boundaries, mean, std: buckets of a number, or its standardisation.
+    """
+
+    kind: Literal["categorical", "list", "weighted_list", "numeric"]
+    column: str
+    weight_column: str | None = None
+    value_type: IdType | None = None
+    hash_rows: int | None = None
+    max_values: int | None = None
+    boundaries: tuple[float, ...] | None = None
+    mean: float | None = None
+    std: float | None = None
+
+    @classmethod
+    def of(cls, key: str, manifest: FeaturesManifest) -> Self:
+        """Return the feature `key` of an ingest. The type of the values is that of the vocabulary, if there is one."""
+        facts = manifest.features[key]
+        values = facts.model_dump(include=cls.model_fields.keys() - {"column"})
+        feature = cls(column=facts.column or key.partition(".")[2], **values)
+        if not feature.has_vocabulary:
+            return feature
+        value_type = pq.read_schema(manifest.path(vocabulary_name(key))).field("value").type
+        return feature.model_copy(update={"value_type": "string" if pa.types.is_string(value_type) else "int64"})
+
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether the package has a file with the vocabulary of the feature."""
+        return self.kind != "numeric" and self.hash_rows is None
+
+
+class PackageDescription(Frozen):
+    """package.json: the model, the index, and the size and checksum of every other file."""
+
+    format_version: Literal[6] = FORMAT_VERSION
+    model: ModelSpec
+    space_id: str = Field(description="hash of both towers: vectors with another id must not be compared with these")
+    similarity: Literal["cosine", "dot"]
+    quantization: Quantization
+    index_kind: str
+    index_parameters: dict[str, int]
+    features: dict[str, QueryFeature] = Field(default_factory=dict, description="features of users and context, by key")
+    filter_columns: tuple[str, ...] = ()
+    has_titles: bool = False
+    files: dict[str, FileRecord]
+
+    @property
+    def index(self) -> AnyIndexKind:
+        """Kind of the index, with the settings with which it was built."""
+        return _INDEX_KIND.validate_python({"kind": self.index_kind} | self.index_parameters)
+
+    @model_validator(mode="after")
+    def _index_is_valid(self) -> Self:
+        _ = self.index  # raises ValidationError
+        return self
+
+    @property
+    def file_names(self) -> set[str]:
+        """Names of the files of the package except package.json."""
+        arrays = (*HISTORY_FILES, "popularity.npy", "popularity_share.npy", *feature_files(self.model))
+        vocabularies = (vocabulary_name(key) for key, feature in self.features.items() if feature.has_vocabulary)
+        return {"tower.safetensors", "index.faiss", ITEMS_NAME, "user_ids.parquet", *arrays, *vocabularies}
+
+
+def request_columns(features: Mapping[str, QueryFeature]) -> dict[str, tuple[str, str | None]]:
+    """Return the names of the columns of each feature in a request: that of the values, and that of the weights or None.
+
+    A column has its name in the log or in the feature table. If users and context both have a column of that name, or if a
+    request has another column of that name, it is called user.<column> or context.<column>.
+    """
+    sides_by_column: dict[str, set[str]] = {}
+    for key, feature in features.items():
+        for column in (feature.column, feature.weight_column):
+            if column is not None:
+                sides_by_column.setdefault(column, set()).add(key.partition(".")[0])
+
+    def name(key: str, column: str) -> str:
+        is_ambiguous = len(sides_by_column[column]) > 1 or column in (*QUERY_COLUMNS, ITEM_COLUMN)
+        return f"{key.partition('.')[0]}.{column}" if is_ambiguous else column
+
+    return {
+        key: (name(key, feature.column), None if feature.weight_column is None else name(key, feature.weight_column))
+        for key, feature in features.items()
+    }
+
+
+def description_sha256(package: PackageManifest) -> str:
+    """Return the sha256 of package.json."""
+    return package.files[f"package/{DESCRIPTION_NAME}"].sha256
+
+
+def vocabulary_name(key: str) -> str:
+    """Return the name of the file with the vocabulary of a feature, in a features stage and in a package."""
+    return f"{key}.vocabulary.parquet"
+
+
+def feature_files(spec: ModelSpec) -> list[str]:
+    """Return the file names of the arrays that hold the user features."""
+    return [
+        f"{feature_name}.{array_name}.npy"
+        for feature_name, form in user_features(spec).items()
+        for array_name in ARRAYS_BY_FORM[form]
+    ]

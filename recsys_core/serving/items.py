@@ -1,0 +1,160 @@
+"""The items of a package: ids, titles, vectors, and the filters on their columns.
+
+items.parquet has one row per item, in the order of the item rows. It is not compressed, so that it can be mapped.
+
+Shapes: I items, L looked-up items, D width of the vectors.
+"""
+
+import math
+from collections.abc import Mapping
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from recsys_core.errors import InputError, shown, shown_names
+
+ROW_GROUP_ROWS = 16_384
+RESERVED_ITEM_COLUMNS = ("item_id", "title", "vector")
+"""Columns of items.parquet that are no filter columns."""
+_COMPARISONS = {"ge": pc.greater_equal, "gt": pc.greater, "le": pc.less_equal, "lt": pc.less, "since": pc.greater_equal}
+_OPERATORS = ("in", *_COMPARISONS)
+
+Filter = Mapping[str, Any]
+"""Conditions by filter column, which an item has to satisfy all: {"genre": {"in": ["rock"]}, "price": {"ge": 5, "lt": 20}}."""
+
+
+def write_items(path: Path, *, columns: pa.Table, item_vector_ID: NDArray[np.float32]) -> None:
+    """Write items.parquet: `columns` (item_id, title, filter columns) and the column `vector`, in blocks of rows."""
+    num_items, dim = item_vector_ID.shape
+    schema = columns.schema.append(pa.field("vector", pa.list_(pa.float32(), dim)))
+    with pq.ParquetWriter(path, schema, compression="none", use_dictionary=False) as writer:
+        for start in range(0, num_items, ROW_GROUP_ROWS):
+            vector_RD = np.ascontiguousarray(item_vector_ID[start : start + ROW_GROUP_ROWS])
+            vectors = pa.FixedSizeListArray.from_arrays(pa.array(vector_RD.reshape(-1)), dim)
+            block = columns.slice(start, len(vector_RD))
+            writer.write_table(block.append_column("vector", vectors).cast(schema), row_group_size=ROW_GROUP_ROWS)
+
+
+class ItemTable:
+    """Titles and filter columns of the items in memory-mapped columns, and their vectors, which are read on demand."""
+
+    def __init__(self, path: Path, *, filter_columns: tuple[str, ...], has_titles: bool) -> None:
+        self._path = path
+        self._filters = pq.read_table(path, columns=list(filter_columns), memory_map=True).combine_chunks()
+        self._titles = pq.read_table(path, columns=["title"], memory_map=True)["title"] if has_titles else None
+
+    @property
+    def filter_columns(self) -> list[str]:
+        """Names of the columns by which items can be filtered."""
+        return list(self._filters.column_names)
+
+    def titles(self, item_row_L: NDArray[np.int64]) -> list[str | None]:
+        """Return the title of each item; None for an item without one."""
+        if self._titles is None:
+            return [None] * len(item_row_L)
+        titles: list[str | None] = self._titles.take(pa.array(item_row_L)).to_pylist()
+        return titles
+
+    def vectors(self, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Read the vectors of items from the file, [L, D]."""
+        file = pq.ParquetFile(self._path, memory_map=True)
+        group_L = item_row_L // ROW_GROUP_ROWS
+        vector_LD = np.zeros((len(item_row_L), file.schema_arrow.field("vector").type.list_size), np.float32)
+        for group in np.unique(group_L):
+            values = file.read_row_group(int(group), columns=["vector"])["vector"].combine_chunks().flatten()
+            vector_RD = values.to_numpy().reshape(-1, vector_LD.shape[1])
+            vector_LD[group_L == group] = vector_RD[item_row_L[group_L == group] % ROW_GROUP_ROWS]
+        return vector_LD
+
+    def matching(self, item_filter: Filter) -> NDArray[np.bool_]:
+        """Return whether each item satisfies all conditions, [I]. An item without a value in a column does not satisfy it.
+
+        Raises:
+            InputError: an unknown column or operator, or a value of another type than the column.
+        """
+        if not isinstance(item_filter, Mapping):
+            raise InputError(f"filter: {shown(item_filter)} is not an object; write conditions by column")
+        is_match_I = np.ones(self._filters.num_rows, np.bool_)
+        for column, conditions in item_filter.items():
+            if column not in self._filters.column_names:
+                raise InputError(
+                    f"filter: unknown column {shown(column)}; the model has {shown_names(self._filters.column_names)}, from "
+                    "features.items.filter_columns"
+                )
+            values = self._filters[column]
+            for operator, operand in _conditions(column, conditions).items():
+                is_match = _is_match(values, column, operator, operand)
+                is_match_I &= pc.fill_null(is_match, False).to_numpy()
+        return is_match_I
+
+
+def _conditions(column: str, conditions: Any) -> Mapping[str, Any]:
+    """Return the operand of each operator. A list of values, or one value, is short for `in`."""
+    if not isinstance(conditions, Mapping):
+        return {"in": conditions if isinstance(conditions, list | tuple) else [conditions]}
+    for operator in conditions:
+        if operator not in _OPERATORS:
+            raise InputError(
+                f"filter: column {column!r} has the unknown operator {shown(operator)}; use {', '.join(_OPERATORS)}"
+            )
+    return conditions
+
+
+def _is_match(values: pa.ChunkedArray, column: str, operator: str, operand: Any) -> pa.ChunkedArray:
+    if operator == "in":
+        if not isinstance(operand, list | tuple):
+            raise InputError(f"filter: {column!r} in {shown(operand)}: pass a list of values")
+        value_set = [_parsed(value, values.type, column) for value in operand]
+        return pc.is_in(values, value_set=pa.array(value_set, pa.float64() if _has_floats(value_set) else values.type))
+    if not (_is_number(values.type) or pa.types.is_timestamp(values.type)):
+        raise InputError(f"filter: column {column!r} has no order ({values.type}); filter it with `in`")
+    if operator == "since" and not pa.types.is_timestamp(values.type):
+        raise InputError(f"filter: column {column!r} has no times ({values.type}); use ge instead of since")
+    return _COMPARISONS[operator](values, pa.scalar(_parsed(operand, values.type, column)))
+
+
+def _parsed(value: Any, data_type: pa.DataType, column: str) -> Any:
+    """Return a value that can be compared with the column; raise InputError if it has another type."""
+    if _is_number(data_type):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and math.isfinite(value) and abs(value) < 2**63:
+            return value
+        expected = "a finite number"
+    elif pa.types.is_boolean(data_type):
+        if isinstance(value, bool):
+            return value
+        expected = "true or false"
+    elif pa.types.is_timestamp(data_type):
+        if (time := _parsed_time(value)) is not None:
+            return time
+        expected = "a time such as 2026-11-25T06:00:00Z"
+    else:
+        if isinstance(value, str) and value.isprintable():
+            return value
+        expected = "a string"
+    raise InputError(f"filter: {shown(value)} is no value of column {column!r}; pass {expected}")
+
+
+def _parsed_time(value: Any) -> datetime | None:
+    """Return a time in UTC, without a zone, as the columns have them; None if the value is no time."""
+    try:
+        time = datetime.fromisoformat(value) if isinstance(value, str) else value
+        if isinstance(time, date) and not isinstance(time, datetime):
+            time = datetime(time.year, time.month, time.day)
+        return time.astimezone(UTC).replace(tzinfo=None) if time.tzinfo is not None else time
+    except (ValueError, AttributeError, OverflowError):
+        return None
+
+
+def _is_number(data_type: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(data_type) or pa.types.is_floating(data_type))
+
+
+def _has_floats(values: list[Any]) -> bool:
+    return any(isinstance(value, float) for value in values)

@@ -1,0 +1,87 @@
+"""The best items that may be recommended to each query of a batch, from the candidates of an index.
+
+Shapes: B queries, I items, K recommended items, N candidates fetched from the index.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.retrieval.search import Selection
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The items that a request allows.
+
+    Attributes:
+        num_items: number of allowed items.
+        is_allowed_I, selection: the allowed items; None if all items are allowed.
+        excluded_rows: distinct rows of allowed items that no query gets.
+    """
+
+    num_items: int
+    is_allowed_I: NDArray[np.bool_] | None
+    selection: Selection | None
+    excluded_rows: NDArray[np.int64]
+
+    def excluded_from(self, excluded_items: JaggedArray, *, bound: int) -> JaggedArray:
+        """Return the allowed items that each query does not get; `excluded_items` are those of each query, distinct."""
+        if len(self.excluded_rows):
+            num_queries = len(excluded_items)
+            length_B = np.full(num_queries, len(self.excluded_rows))
+            common = JaggedArray.from_lengths(length_B, np.tile(self.excluded_rows, num_queries))
+            excluded_items = excluded_items.union(common, bound=bound)
+        if self.is_allowed_I is None:
+            return excluded_items
+        return excluded_items.filter(self.is_allowed_I[excluded_items.values_L])
+
+
+class TopItems:
+    """The best items that are not excluded, for each query of a batch.
+
+    Attributes:
+        num_requested_B: number of items to recommend: the smaller of k and the number of items that are not excluded.
+        depth_B: number of candidates to fetch, so that num_requested_B items remain after the exclusion.
+        num_items_B: number of items set in row_BK and score_BK.
+        row_BK, score_BK: item rows and scores, best first.
+    """
+
+    def __init__(self, *, excluded_items: JaggedArray, k: int, num_candidates: int, bound: int) -> None:
+        """num_candidates: number of allowed items. bound: number of items of the catalogue."""
+        self._excluded_items, self._bound = excluded_items, bound
+        self.num_requested_B = np.minimum(k, num_candidates - excluded_items.lengths)
+        self.depth_B = np.maximum(1, self.num_requested_B + np.where(self.num_requested_B > 0, excluded_items.lengths, 0))
+        self.num_items_B = np.zeros(len(excluded_items), np.int64)
+        self.row_BK = np.full((len(excluded_items), k), -1, np.int64)
+        self.score_BK = np.zeros((len(excluded_items), k), np.float32)
+
+    def is_short(self, query_indices: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return whether each query has fewer items than requested."""
+        return self.num_items_B[query_indices] < self.num_requested_B[query_indices]
+
+    def fill(self, query_indices: NDArray[np.int64], row_BN: NDArray[np.int64], score_BN: NDArray[np.float32]) -> None:
+        """Set the items of the queries to the first candidates that are not excluded. Row -1 marks a missing candidate."""
+        candidate_key_BN = np.arange(len(query_indices))[:, None] * self._bound + row_BN
+        excluded_keys = self._excluded_items.take(query_indices).pair_keys(bound=self._bound)
+        is_recommended_BN = (row_BN >= 0) & ~np.isin(candidate_key_BN, excluded_keys)
+        position_BN = is_recommended_BN.cumsum(axis=1) - 1
+        is_recommended_BN &= position_BN < self.num_requested_B[query_indices][:, None]
+        query_BN = np.broadcast_to(query_indices[:, None], is_recommended_BN.shape)
+        self.row_BK[query_BN[is_recommended_BN], position_BN[is_recommended_BN]] = row_BN[is_recommended_BN]
+        self.score_BK[query_BN[is_recommended_BN], position_BN[is_recommended_BN]] = score_BN[is_recommended_BN]
+        self.num_items_B[query_indices] = is_recommended_BN.sum(axis=1)
+
+    def drop_below(self, min_score: float, query_indices: NDArray[np.int64]) -> None:
+        """Drop the items of the queries whose score is below `min_score`; they are the last ones."""
+        num_above = (self.score_BK[query_indices] >= min_score).sum(axis=1)
+        # Unused places have a score of 0.
+        self.num_items_B[query_indices] = np.minimum(self.num_items_B[query_indices], num_above)
+
+    @property
+    def is_item_BK(self) -> NDArray[np.bool_]:
+        """Whether each place of row_BK and score_BK has an item."""
+        is_item_BK: NDArray[np.bool_] = np.arange(self.row_BK.shape[1]) < self.num_items_B[:, None]
+        return is_item_BK

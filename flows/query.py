@@ -1,6 +1,7 @@
 """Recommendations of a registered version, for `nightjar query` and for notebooks."""
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.settings.pipeline import PipelineConfig
@@ -11,6 +12,7 @@ from tasks.registry.loading import LoadedVersion, load_version
 
 if TYPE_CHECKING:
     from recsys_core.serving.retriever import Retriever
+    from tasks.delivery.recommendations import BatchSummary
 
 _MODEL_URI_PATTERN = re.compile(r"models:/([^/@]+)(?:/(\d+)|@([^/@]+))")
 
@@ -45,6 +47,25 @@ def recommend(config: PipelineConfig, *, user: str, k: int, model_uri: str | Non
         RankedItem(item_id=item_id, score=score) for item_id, score in zip(prediction.item_ids, prediction.scores, strict=True)
     )
     return UserAnswer(model=model_name, version=version, known_user=bool(retriever.is_known([user])[0]), items=items)
+
+
+def recommend_many(config: PipelineConfig, retriever: "Retriever", *, folder: Path) -> "BatchSummary":
+    """Write the recommendations of `retriever` for many users with the settings `recommendations`."""
+    from tasks.delivery.recommendations import write_recommendations  # imports torch and FAISS
+    from tasks.progress.reporting import show_bar
+
+    settings = config.recommendations
+    return write_recommendations(
+        retriever,
+        settings.users,
+        folder=folder,
+        k=settings.k,
+        options={"exclude_seen": settings.exclude_seen},
+        scratch_folder=config.workspace,
+        on_progress=lambda num_done, num_rows: show_bar(
+            "recommend", num_done=num_done, num_total=num_rows, note=f"{num_done:,} of {num_rows:,} users"
+        ),
+    )
 
 
 def load_retriever(config: PipelineConfig, model_uri: str | None = None) -> "Retriever":

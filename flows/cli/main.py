@@ -1,6 +1,7 @@
 """The `nightjar` command. Exit codes: 0 success, 1 failure, 2 invalid config or input, 130 SIGINT, 143 SIGTERM."""
 
 import atexit
+import json
 import os
 import sys
 from importlib.metadata import version as version_of
@@ -163,6 +164,27 @@ def query(
     """Recommend items to a user with the champion, or with --model."""
     config = options.prepare().config
     cli.registry.query(config, user=user, k=k, model_uri=model, as_json=as_json)
+
+
+@app.command(epilog="Example: nightjar recommend --users users.parquet -k 100 --out recommendations")
+@takes_config
+def recommend(
+    options: ConfigOptions,
+    users: Annotated[
+        str | None, typer.Option(help="parquet files with user_id, history or features; by default recommendations.users")
+    ] = None,
+    k: Annotated[int | None, typer.Option("-k", min=1, help="items per user; by default recommendations.k")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for the files; by default recommendations.folder")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="URI", help="a version other than the champion, e.g. models:/nightjar/3")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the champion's recommendations for many users to parquet files."""
+    settings = {"users": users, "k": k, "folder": out and str(out.absolute())}
+    overrides = [f"recommendations.{name}={json.dumps(value)}" for name, value in settings.items() if value is not None]
+    config = ConfigOptions(options.path, (*options.overrides, *overrides)).prepare().config
+    cli.registry.recommend(config, model_uri=model, as_json=as_json)
 
 
 app.registered_commands += operations.commands.registered_commands

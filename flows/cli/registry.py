@@ -1,7 +1,8 @@
-"""Commands that use the model registry: `query`, `releases`, `promote`, `rollback` and `clean`."""
+"""Commands that use the model registry: `query`, `recommend`, `releases`, `promote`, `rollback` and `clean`."""
 
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -9,10 +10,11 @@ from typing import Any, Literal
 from flows.cli import output
 from flows.cli.session import one_sentence_errors
 from flows.interruption import interruptible
-from flows.query import recommend
+from flows.query import load_retriever, recommend_many
+from flows.query import recommend as recommend_to_user
 from flows.settings.config_file import LoadedConfig
 from flows.settings.pipeline import PipelineConfig
-from recsys_core.errors import printable
+from recsys_core.errors import InputError, printable
 from recsys_core.imports import fast_imports
 from recsys_core.units import format_gib
 from tasks.registry.mlflow_client import RUN_ID_TAG, call_with_deadline, connect
@@ -23,7 +25,7 @@ from tasks.runs.workspace import Workspace
 
 def query(config: PipelineConfig, *, user: str, k: int, model_uri: str | None, as_json: bool) -> None:
     """Print the top `k` items for a user of the champion, or of the version at `model_uri`."""
-    answer = recommend(config, user=user, k=k, model_uri=model_uri)
+    answer = recommend_to_user(config, user=user, k=k, model_uri=model_uri)
     if not answer.known_user:
         text = f"user {printable(user)} is unknown to version {answer.version}: these are the most popular items"
         output.print_line(text, console=output.stderr)
@@ -32,6 +34,31 @@ def query(config: PipelineConfig, *, user: str, k: int, model_uri: str | None, a
         return
     output.print_line(f"{answer.model} version {answer.version}, user {printable(user)}")
     output.print_table(["item", "score"], [[str(item.item_id), output.format_metric(item.score)] for item in answer.items])
+
+
+def recommend(config: PipelineConfig, *, model_uri: str | None, as_json: bool) -> None:
+    """Write the recommendations for many users with the settings `recommendations`, and print how many users got them."""
+    folder = config.recommendations.folder
+    if folder is None:
+        raise InputError("--out is missing, and recommendations.folder is not set; choose a folder for the files")
+    start_s = time.perf_counter()
+    retriever = load_retriever(config, model_uri)
+    with output.stage_lines():
+        summary = recommend_many(config, retriever, folder=folder)
+    if as_json:
+        output.print_json(json.dumps(summary._asdict()))
+        return
+    seconds = time.perf_counter() - start_s
+    rows_by_origin = {name: count for name, count in summary.num_rows_by_fallback.items() if count}
+    output.print_facts(
+        {
+            "files": str(folder),
+            "version": summary.version,
+            "users": f"{summary.num_rows:,}, {summary.k} items each, {summary.num_rows / seconds:,.0f} users/s with the start",
+            "columns read": ", ".join(summary.columns),
+            "items from": ", ".join(f"{name}: {count:,} users" for name, count in rows_by_origin.items()),
+        }
+    )
 
 
 def releases(loaded: LoadedConfig, *, as_json: bool) -> None:

@@ -98,7 +98,7 @@ def test_a_deployment_has_the_schedule_the_limit_and_the_defaults_of_the_form(
     assert {"reason", "resume", "promote"} <= set(deployment.parameter_openapi_schema["properties"])
     assert capsys.readouterr().out.count("02:15 CET") == 1
 
-    for name in ("promote", "rollback"):
+    for name in ("promote", "rollback", "recommend"):
         by_hand = deployments.read_deployment(client, "movies", flow_name=name)
         assert by_hand is not None
         assert (by_hand.entrypoint, by_hand.schedules, by_hand.global_concurrency_limit) == (f"flows.champion.{name}", [], None)
@@ -114,7 +114,7 @@ def test_only_the_changes_of_an_existing_deployment_are_printed_and_another_pipe
     deploy(tmp_path, name="books", schedule={"cron": "15 2 * * *"})
     out = capsys.readouterr().out
     assert [line.split() for line in out.splitlines()[:3]] == [
-        [f"{flow}/books", "unchanged"] for flow in ("nightly-retrain", "promote", "rollback")
+        [f"{flow}/books", "unchanged"] for flow in ("nightly-retrain", "promote", "rollback", "recommend")
     ]
     deploy(tmp_path, name="books", schedule={"on_overrun": "queue"})
     out = capsys.readouterr().out

@@ -262,14 +262,14 @@ def test_a_full_retrain_builds_the_vocabularies_again_and_starts_from_no_champio
 @pytest.mark.parametrize("run_id", ["../../theirs", "theirs", "link"])
 def test_the_flow_changes_no_folder_that_nightjar_did_not_create(tmp_path: Path, run_id: str) -> None:
     places = {"../../theirs": tmp_path / "theirs", "theirs": tmp_path / "workspace/runs/theirs", "link": tmp_path / "elsewhere"}
-    theirs = places[run_id]
-    (theirs / "embeddings").mkdir(parents=True)
-    (theirs / "embeddings" / "mine.npy").write_text("kept")
-    (theirs / "config.yaml").write_text("kept")
+    user_folder = places[run_id]
+    (user_folder / "embeddings").mkdir(parents=True)
+    (user_folder / "embeddings" / "mine.npy").write_text("kept")
+    (user_folder / "config.yaml").write_text("kept")
     if run_id == "link":
         (tmp_path / "workspace/runs").mkdir(parents=True)
-        (tmp_path / "workspace/runs/link").symlink_to(theirs)
+        (tmp_path / "workspace/runs/link").symlink_to(user_folder)
     with pytest.raises(InputError, match=r"a run id consists of letters|holds files, but not the marker|is a link"):
         nightly.nightly_retrain.fn(starter_config().with_absolute_paths(tmp_path), run_id=run_id)
-    assert (theirs / "config.yaml").read_text() == (theirs / "embeddings" / "mine.npy").read_text() == "kept"
-    assert sorted(path.name for path in theirs.rglob("*")) == ["config.yaml", "embeddings", "mine.npy"]
+    assert (user_folder / "config.yaml").read_text() == (user_folder / "embeddings" / "mine.npy").read_text() == "kept"
+    assert sorted(path.name for path in user_folder.rglob("*")) == ["config.yaml", "embeddings", "mine.npy"]

@@ -117,12 +117,12 @@ def _previous_feature(
     """Return the feature in the previous run; None if its definition differs or its vocabulary file is missing or changed."""
     if previous is None or key not in previous.features:
         return None
-    facts = previous.features[key]
-    if facts.definition != feature_definition(feature, value_type):
+    previous_feature = previous.features[key]
+    if previous_feature.definition != feature_definition(feature, value_type):
         return None
     vocabulary_name = f"{key}.vocabulary.parquet"
     if vocabulary_name not in previous.files:
-        return PreviousFeature(facts, None)
+        return PreviousFeature(previous_feature, None)
     path = previous.path(vocabulary_name)
     is_intact = path.is_file() and record_file(path) == previous.files[vocabulary_name]
-    return PreviousFeature(facts, path) if is_intact else None
+    return PreviousFeature(previous_feature, path) if is_intact else None

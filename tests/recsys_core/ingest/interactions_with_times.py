@@ -32,7 +32,7 @@ def interactions_of(
     events = [event for user in users for part in user for event in part]
     trained = [item for user in users for item, _ in user[0]]
     ids: Mapping[str, Any] = {"items": item_ids, "users": range(len(users)) if user_ids is None else user_ids}
-    types = {name: "string" if isinstance(next(iter(of), 0), str) else "int64" for name, of in ids.items()}
+    types = {name: "string" if isinstance(next(iter(values), 0), str) else "int64" for name, values in ids.items()}
 
     def build(out: Path) -> dict[str, Any]:
         np.save(out / "user_offset.npy", offset)
@@ -44,9 +44,10 @@ def interactions_of(
         np.save(out / "train_user.npy", np.repeat(np.arange(len(users), dtype=np.int32), length_U3[:, 0]))
         np.save(out / "item_count.npy", np.bincount(np.array(trained, np.int64), minlength=len(item_ids)))
         np.save(out / "vector_row.npy", np.array(vector_row or [-1] * len(item_ids), np.int64))
-        for name, of in ids.items():
+        for name, values in ids.items():
             pq.write_table(
-                pa.table({"id": pa.array(of, pa.string() if types[name] == "string" else pa.int64())}), out / f"{name}.parquet"
+                pa.table({"id": pa.array(values, pa.string() if types[name] == "string" else pa.int64())}),
+                out / f"{name}.parquet",
             )
         train, validation, test = length_U3.sum(axis=0).tolist()
         source = SourceFile(path="log.parquet", size_bytes=1, num_rows=len(events), modified_ns=1, footer_sha256="")

@@ -120,11 +120,11 @@ def test_a_schedule_rises_to_the_full_rate_and_never_rises_again(
 ) -> None:
     schedule = Schedule(learning_rate=1.0, warmup_steps=warmup, lr_decay=decay)
     step = data.draw(st.integers(0, total - 1))
-    here, after = (schedule.scale(at, total_steps=total) for at in (step, step + 1))
-    assert 0 < here <= 1
+    scale, next_scale = (schedule.scale(at, total_steps=total) for at in (step, step + 1))
+    assert 0 < scale <= 1
     if step + 1 <= warmup:
-        assert here < after
+        assert scale < next_scale
     else:
-        assert after <= here
+        assert next_scale <= scale
     if decay == "none" and step >= warmup:
-        assert here == 1
+        assert scale == 1

@@ -20,8 +20,8 @@ from tests.recsys_core.parquet.fake_s3 import KEY, Store, running
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Store]:
-    with running() as found:
-        yield found
+    with running() as running_server:
+        yield running_server
 
 
 @pytest.fixture
@@ -61,22 +61,26 @@ def days(folder: Path, store: Store, *, rows: int = 10) -> None:
 )
 def test_a_store_and_a_disk_give_the_same_files_schemas_and_keys(tmp_path: Path, store: Store, pattern: str) -> None:
     days(tmp_path, store)
-    here = open_sources([str(tmp_path / pattern)], setting="s")
-    there = open_sources([store.uri(pattern)], setting="s")
-    assert [source.name for source in there] == ["s3://bucket/" + str(source.path.relative_to(tmp_path)) for source in here]
-    assert [source.partition_values["dt"] for source in there] == ["2026-11-17", "2026-11-18", "2026-11-19"][3 - len(there) :]
-    for one, other in zip(here, there, strict=True):
-        assert (one.schema, one.partition_values, one.partition_types) == (
-            other.schema,
-            other.partition_values,
-            other.partition_types,
+    local_sources = open_sources([str(tmp_path / pattern)], setting="s")
+    remote_sources = open_sources([store.uri(pattern)], setting="s")
+    assert [source.name for source in remote_sources] == [
+        "s3://bucket/" + str(source.path.relative_to(tmp_path)) for source in local_sources
+    ]
+    assert [source.partition_values["dt"] for source in remote_sources] == ["2026-11-17", "2026-11-18", "2026-11-19"][
+        3 - len(remote_sources) :
+    ]
+    for local, remote in zip(local_sources, remote_sources, strict=True):
+        assert (local.schema, local.partition_values, local.partition_types) == (
+            remote.schema,
+            remote.partition_values,
+            remote.partition_types,
         )
-        assert one.record.footer_sha256 == other.record.footer_sha256
-        assert (one.record.size_bytes, one.record.num_rows) == (other.record.size_bytes, other.record.num_rows)
-        with one.open() as mine, other.open() as theirs:
-            assert mine.read() == theirs.read()
-    assert there[0].record.path == there[0].name
-    assert there[0].record.modified_ns > 0
+        assert local.record.footer_sha256 == remote.record.footer_sha256
+        assert (local.record.size_bytes, local.record.num_rows) == (remote.record.size_bytes, remote.record.num_rows)
+        with local.open() as local_file, remote.open() as remote_file:
+            assert local_file.read() == remote_file.read()
+    assert remote_sources[0].record.path == remote_sources[0].name
+    assert remote_sources[0].record.modified_ns > 0
 
 
 def test_remote_files_are_copied_with_the_requested_columns_and_deleted_afterwards(tmp_path: Path, store: Store) -> None:

@@ -90,7 +90,7 @@ def test_the_search_is_the_fastest_that_reaches_the_target_and_its_recall_is_mea
     for query_vectors, recall in ((validation, tuned.recall), (test, report.recall)):
         exact_row = np.argsort(-query_vectors @ item_vector_ID.T, axis=1)[:, :20]
         _, row = search(index, query_vectors, kind=fastest, depth=20)
-        overlap = np.mean([len({*found} & {*exact}) / 20 for found, exact in zip(row, exact_row, strict=True)])
+        overlap = np.mean([len({*rows} & {*exact}) / 20 for rows, exact in zip(row, exact_row, strict=True)])
         assert recall == pytest.approx(overlap, abs=2e-3)
 
 

@@ -62,7 +62,7 @@ def test_twenty_billion_rows_are_planned_with_64_bit_row_numbers():
     shards = plan.tables["user"].shards
     assert sum(shard.size[0] for shard in shards) == 19 * 10**9
     assert max(shard.offset[0] for shard in shards) > 2**34
-    assert all(later.offset[0] == one.offset[0] + one.size[0] for one, later in pairwise(shards))
+    assert all(next_shard.offset[0] == shard.offset[0] + shard.size[0] for shard, next_shard in pairwise(shards))
     assert max(rank.hbm_bytes for rank in plan.ranks) < 80 * 2**30
     restored = PlanFile.model_validate_json(plan.model_dump_json())
     assert restored == plan
@@ -95,7 +95,7 @@ def test_a_plan_for_another_optimizer_or_one_changed_by_hand_is_rejected():
     plan.check_matches(spec=spec, world_size=2)
     with pytest.raises(InputError, match="table item was planned with optimizer sgd, but it has adagrad"):
         plan.check_matches(spec=with_optimizer(SPEC, TableOptimizer(kind="adagrad")), world_size=2)
-    own = ModelSpec.sized(
+    spec = ModelSpec.sized(
         SPEC.config,
         num_users=1000,
         num_items=500,
@@ -103,7 +103,7 @@ def test_a_plan_for_another_optimizer_or_one_changed_by_hand_is_rejected():
         optimizer=TableOptimizer(kind="sgd"),
     )
     with pytest.raises(InputError, match="table user was planned with optimizer sgd, but it has adagrad"):
-        plan.check_matches(spec=own, world_size=2)
+        plan.check_matches(spec=spec, world_size=2)
     item = plan.tables["item"].model_copy(update={"compute_kernel": "fused_uvm"})
     with pytest.raises(InputError, match="changed by hand"):
         plan.model_copy(update={"tables": plan.tables | {"item": item}}).check_matches(spec=spec, world_size=2)

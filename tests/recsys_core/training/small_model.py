@@ -103,13 +103,13 @@ def with_optimizer(spec: ModelSpec, optimizer: TableOptimizer) -> ModelSpec:
 
 def pretrained_of(spec: ModelSpec) -> dict[str, PretrainedVectors]:
     """Return pretrained vectors for the tables that have them; every fifth row has no vector."""
-    found = {}
+    vectors_by_table = {}
     for name, table in spec.tables.items():
         if table.pretrained:
             vectors = np.random.default_rng(table.num_rows).normal(size=(table.num_rows, table.dim)).astype(np.float32)
             row = np.arange(table.num_rows)
-            found[name] = PretrainedVectors(vectors, np.where(row % 5 == 4, -1, row[::-1]))
-    return found
+            vectors_by_table[name] = PretrainedVectors(vectors, np.where(row % 5 == 4, -1, row[::-1]))
+    return vectors_by_table
 
 
 def _feature(key: str, form: FeatureForm) -> Feature:
@@ -143,12 +143,12 @@ def make_batch(spec: ModelSpec, *, ranks: Sequence[int], step: int, queries: int
         parts["negative"].append(random.choice(np.flatnonzero(COUNTS), negatives))
         parts["length"].append(random.integers(0, HISTORY + 1, queries))
         parts["row"].append(random.integers(0, ITEMS, int(parts["length"][-1].sum())))
-    drawn = {name: np.concatenate(values) for name, values in parts.items()}
+    array_by_name = {name: np.concatenate(values) for name, values in parts.items()}
     return assembler.batch(
-        user_row_B=drawn["user"],
-        event_index_B=drawn["position"],
-        history=JaggedArray.from_lengths(drawn["length"], drawn["row"]),
-        candidate_row_C=np.concatenate([drawn["positive"], drawn["negative"]]),
+        user_row_B=array_by_name["user"],
+        event_index_B=array_by_name["position"],
+        history=JaggedArray.from_lengths(array_by_name["length"], array_by_name["row"]),
+        candidate_row_C=np.concatenate([array_by_name["positive"], array_by_name["negative"]]),
     )
 
 

@@ -190,8 +190,8 @@ def test_ids_in_folder_names_are_checked_like_other_ids(tmp_path: Path) -> None:
         write(tmp_path / "log" / f"user_id={name}" / "a.parquet", **events)
     log = str(tmp_path / "log")
     manifest = ingest(tmp_path / "good", log, split=LAST_OUT)
-    kept: list[Event] = [(user, item, item - 4) for user in ("a\u202ex", "b\n", "c") for item in (5, 6, 7)]
-    check(manifest, leave_last_out(kept, min_events=3))
+    valid_events: list[Event] = [(user, item, item - 4) for user in ("a\u202ex", "b\n", "c") for item in (5, 6, 7)]
+    check(manifest, leave_last_out(valid_events, min_events=3))
     assert manifest.columns["user_id"].num_unusual_ids == 2
     write(tmp_path / "log" / "user_id=" / "a.parquet", **events)
     message = "user_id=/a.parquet: column 'user_id', row 0: '' is an empty string (3 of 12 rows"

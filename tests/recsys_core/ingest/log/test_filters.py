@@ -29,10 +29,10 @@ def events_of(manifest: InteractionsManifest) -> list[Event]:
 def core(log: list[Event], *, users: int, items: int) -> list[Event]:
     while True:
         by_user, by_item = (Counter(event[side] for event in log) for side in (0, 1))
-        left = [event for event in log if by_user[event[0]] >= users and by_item[event[1]] >= items]
-        if left == log:
+        filtered = [event for event in log if by_user[event[0]] >= users and by_item[event[1]] >= items]
+        if filtered == log:
             return log
-        log = left
+        log = filtered
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])  # many logs have no core

@@ -46,12 +46,12 @@ def two_runs(
 
 def rows(manifest: InteractionsManifest, side: str) -> dict[Any, int]:
     ids = pq.read_table(manifest.path(f"{side}.parquet")).column("id").to_pylist()
-    return {one: row for row, one in enumerate(ids)}
+    return {id_: row for row, id_ in enumerate(ids)}
 
 
 def same_events(manifest: InteractionsManifest, other: InteractionsManifest) -> None:
-    for one, two in zip(read(manifest).parts, read(other).parts, strict=True):
-        assert sorted(one) == sorted(two)
+    for events, other_events in zip(read(manifest).parts, read(other).parts, strict=True):
+        assert sorted(events) == sorted(other_events)
 
 
 def test_only_the_new_day_is_read_and_every_id_keeps_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,10 +144,15 @@ def test_the_result_depends_neither_on_threads_nor_on_row_groups(tmp_path: Path,
     vectors = some_vectors(5_000, 37, np.float64)
     wide = {f"d{index}": vectors[:, index] for index in range(37)}
     path = write(tmp_path / "a.parquet", item_id=np.arange(5_000)[::-1], v=as_fixed(vectors), row_group=1_111, **wide)
-    kept = {threads: ingest(tmp_path / f"stage{threads}", path, threads=threads, **columns) for threads in (1, 5)}
-    np.testing.assert_array_equal(np.load(kept[5].vectors_path("item")), vectors.astype(np.float32))
-    assert ids_of(kept[5]) == list(range(5_000))[::-1]
-    assert kept[1].files == kept[5].files and kept[1].fingerprint == kept[5].fingerprint
+    manifest_by_num_threads = {
+        threads: ingest(tmp_path / f"stage{threads}", path, threads=threads, **columns) for threads in (1, 5)
+    }
+    np.testing.assert_array_equal(np.load(manifest_by_num_threads[5].vectors_path("item")), vectors.astype(np.float32))
+    assert ids_of(manifest_by_num_threads[5]) == list(range(5_000))[::-1]
+    assert (
+        manifest_by_num_threads[1].files == manifest_by_num_threads[5].files
+        and manifest_by_num_threads[1].fingerprint == manifest_by_num_threads[5].fingerprint
+    )
 
 
 def test_the_stage_has_only_matrices_and_ids(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ class EventStore:
 
     @property
     def popularity_rank_I(self) -> Int64Array:
-        """[I]: popularity rank of each item, from `popularity_ranks` of the number of training events."""
+        """[I]: popularity rank of each item by its number of training events; 0 is the most popular item."""
         assert self._item_rank is not None  # every ingest writes the ranks
         return self._item_rank
 
@@ -278,7 +278,7 @@ class EventStore:
 
     @property
     def _counted_chunk_events(self) -> int:
-        """Events of a chunk whose items are counted; at least I, because np.bincount takes time proportional to I."""
+        """Number of events in a chunk for np.bincount. It is at least I, because np.bincount takes time proportional to I."""
         return max(self.num_items, EVENTS_PER_CHUNK)
 
     def _user_slices(self, *, max_events: int) -> Iterator[slice]:

@@ -39,7 +39,7 @@ def ingest_features(
     """Write the arrays that FeaturesManifest describes, out of core in DuckDB.
 
     Args:
-        dataset: the log, and the pretrained vectors; a table such as item.brand holds vectors of the values of a feature.
+        dataset: the log and the pretrained vectors. Vectors for a table such as item.brand belong to the values of a feature.
         previous: manifest of the previous run. Its feature vocabularies, boundaries and means are used again, unless the
             vocabularies of users and items were rebuilt.
         allowed_data_root: folder that has to contain every file of a feature table.

@@ -114,7 +114,7 @@ def _run_checked(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, head_nam
         listener = listen(launcher, network, host=host) if host.index == 0 else None
     address, port = network.address if network else LOOPBACK_ADDRESS, listener.getsockname()[1] if listener else 0
     _report_ready(folder, HostReport(host=host, pid=os.getpid(), address=address, port=port))
-    # A host may leave the scheduler's queue long after the launching process has ended.
+    # The scheduler may start this host long after the launching process has ended, so wait until the lease is renewed.
     initial_lease = folder.read_lease(spec.token)
     if not wait_until(lambda: folder.read_lease(spec.token) not in (initial_lease, None), timeout_s=launcher.lease_timeout_s):
         raise HostRejected(f"{host} started after the launching process had ended", retryable=True)

@@ -95,7 +95,7 @@ def test_a_plan_for_another_optimizer_or_one_changed_by_hand_is_rejected():
     plan.check_matches(spec=spec, world_size=2)
     with pytest.raises(InputError, match="table item was planned with optimizer sgd, but it has adagrad"):
         plan.check_matches(spec=with_optimizer(SPEC, TableOptimizer(kind="adagrad")), world_size=2)
-    spec = ModelSpec.sized(
+    pooled_spec = ModelSpec.sized(
         SPEC.config,
         num_users=1000,
         num_items=500,
@@ -103,7 +103,7 @@ def test_a_plan_for_another_optimizer_or_one_changed_by_hand_is_rejected():
         optimizer=TableOptimizer(kind="sgd"),
     )
     with pytest.raises(InputError, match="table user was planned with optimizer sgd, but it has adagrad"):
-        plan.check_matches(spec=spec, world_size=2)
+        plan.check_matches(spec=pooled_spec, world_size=2)
     item = plan.tables["item"].model_copy(update={"compute_kernel": "fused_uvm"})
     with pytest.raises(InputError, match="changed by hand"):
         plan.model_copy(update={"tables": plan.tables | {"item": item}}).check_matches(spec=spec, world_size=2)

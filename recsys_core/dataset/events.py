@@ -243,7 +243,7 @@ class EventStore:
         return self._split_bounds(split)[0][user_B]
 
     def items_before(self, user_B: Int64Array, split: EvaluationSplit, *, max_items: int | None = None) -> JaggedArray:
-        """Return the items of each user's events before `split`, oldest first; with max_items only the newest of them."""
+        """Return the items of each user's events before `split`, oldest first; at most the newest `max_items` items."""
         end_B = self._split_bounds(split)[0][user_B]
         start_B = self._user_offset[user_B]
         return JaggedArray.from_slices(

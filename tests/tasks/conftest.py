@@ -158,8 +158,8 @@ def _build(folder: Path, *, confused: bool) -> Stages:
 
 
 def _plan(folder: Path) -> PlanManifest:
-    def build(out: Path) -> dict[str, object]:
-        (out / "plan.json").write_text("{}")
+    def build(output_folder: Path) -> dict[str, object]:
+        (output_folder / "plan.json").write_text("{}")
         return {"world_size": 2, "device": "cpu"}
 
     return commit_stage(folder, PlanManifest, fingerprint="plan", build=build)
@@ -171,8 +171,8 @@ def progress(step: int) -> Progress:
 
 
 def _train(folder: Path) -> TrainManifest:
-    def build(out: Path) -> dict[str, object]:
-        (out / "metrics.jsonl").write_text("".join(json.dumps(progress(step).model_dump()) + "\n" for step in STEPS))
+    def build(output_folder: Path) -> dict[str, object]:
+        (output_folder / "metrics.jsonl").write_text("".join(json.dumps(progress(step).model_dump()) + "\n" for step in STEPS))
         return {
             "world_size": 2,
             "num_steps": STEPS[-1],

@@ -47,7 +47,11 @@ def test_all_counts_equal_those_of_plain_python_for_any_chunk_size(log: list[Par
     assert counts.num_repeated_train_pairs == len(trained) - len(set(trained))
     assert counts.num_repeated_test_pairs == sum(at == 2 and (user, item) in trained for user, at, item, _ in all_events)
     first_seen = {
-        (user, item, time): min(at for u, at, i, t in all_events if (u, i, t) == (user, item, time))
+        (user, item, time): min(
+            at
+            for event_user, at, event_item, event_time in all_events
+            if (event_user, event_item, event_time) == (user, item, time)
+        )
         for user, _, item, time in all_events
     }
     assert counts.num_leaked_events == sum(at > first_seen[user, item, time] for user, at, item, time in all_events)

@@ -175,9 +175,9 @@ def test_a_retry_with_half_the_ranks_has_the_examples_and_batches_of_the_plan() 
 def test_resuming_at_a_batch_gives_exactly_the_later_batches(start: int, small_chunks: None) -> None:
     loader = loader_of(store_of(numbered([13] * 4)), num_negatives=3)
     assert len(loader) == 13
-    whole, resumed = list(loader.epoch(2)), list(loader.epoch(2, start_batch=start))
-    assert len(whole) == 13 and len(resumed) == 13 - start
-    assert all(are_equal(batch, resumed_batch) for batch, resumed_batch in zip(whole[start:], resumed, strict=True))
+    batches, resumed_batches = list(loader.epoch(2)), list(loader.epoch(2, start_batch=start))
+    assert len(batches) == 13 and len(resumed_batches) == 13 - start
+    assert all(are_equal(batch, resumed_batch) for batch, resumed_batch in zip(batches[start:], resumed_batches, strict=True))
 
 
 @settings(max_examples=25, deadline=None)

@@ -109,8 +109,8 @@ def test_an_exception_in_build_leaves_nothing_behind(tmp_path: Path, error: Base
 
 def test_files_that_are_not_committed_are_removed(tmp_path: Path) -> None:
     stage = StageFolder(tmp_path / "stage", SquaresManifest, fingerprint="a")
-    with stage.writing() as out:
-        write_squares(out)
+    with stage.writing() as output_folder:
+        write_squares(output_folder)
     assert list(tmp_path.iterdir()) == []
 
 

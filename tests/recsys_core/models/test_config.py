@@ -28,9 +28,9 @@ def test_default_layers_are_one_for_the_query_tower_and_none_for_the_candidate_t
 
 
 def test_the_width_of_a_history_is_that_of_its_item_representation() -> None:
-    wide = {"candidate": {"layers": (12,)}, "query": {}}
-    assert towers(**wide).history_dim == 8
-    assert towers(**wide, history={"item_representation": "candidate_tower"}).history_dim == 12
+    layers = {"candidate": {"layers": (12,)}, "query": {}}
+    assert towers(**layers).history_dim == 8
+    assert towers(**layers, history={"item_representation": "candidate_tower"}).history_dim == 12
 
 
 def test_a_last_item_without_a_history_raises() -> None:

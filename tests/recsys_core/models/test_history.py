@@ -43,7 +43,7 @@ def ragged(lists: list[list[int]]) -> tuple[Tensor, Tensor]:
     return torch.tensor([item for items in lists for item in items], dtype=torch.int64), lengths.cumsum(0)
 
 
-def slow(kind: str, pooling: Any, item_VD: Tensor, lists: list[list[int]]) -> list[list[float]]:
+def loop_vectors(kind: str, pooling: Any, item_VD: Tensor, lists: list[list[int]]) -> list[list[float]]:
     """Return the pooled histories, computed with plain floats."""
     vectors = []
     for items in lists:
@@ -57,13 +57,21 @@ def slow(kind: str, pooling: Any, item_VD: Tensor, lists: list[list[int]]) -> li
                 scores = [pooling.recency[age].item() for age in ages]
             case "attention":
                 query = pooling.attention.tolist()
-                scores = [sum(a * b for a, b in zip(query, row, strict=True)) / math.sqrt(WIDTH) for row in rows]
+                scores = [
+                    sum(query_value * row_value for query_value, row_value in zip(query, row, strict=True)) / math.sqrt(WIDTH)
+                    for row in rows
+                ]
             case _:
                 scores = [0.0] * len(items)
         top = max(scores)
         weights = [math.exp(score - top) for score in scores]
         total = 1.0 if kind == "sum" else sum(weights)
-        vectors.append([sum(w * row[h] for w, row in zip(weights, rows, strict=True)) / total for h in range(WIDTH)])
+        vectors.append(
+            [
+                sum(weight * row[dimension] for weight, row in zip(weights, rows, strict=True)) / total
+                for dimension in range(WIDTH)
+            ]
+        )
     return vectors
 
 
@@ -76,7 +84,7 @@ def test_every_pooling_equals_a_loop_over_the_items(kind: str, lists: list[list[
         torch.nn.init.normal_(parameter)
     item_VD = torch.randn(5, WIDTH) * scale
     result = pooling(item_VD, *ragged(lists))
-    expected = torch.tensor(slow(kind, pooling, item_VD, lists)).reshape(len(lists), WIDTH)
+    expected = torch.tensor(loop_vectors(kind, pooling, item_VD, lists)).reshape(len(lists), WIDTH)
     torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-4 * scale)
 
 

@@ -142,9 +142,11 @@ def test_every_single_flipped_byte_of_a_footer_is_rejected_or_harmless(tmp_path:
 @pytest.mark.parametrize("rows", [0, 1])
 def test_a_footer_larger_than_the_first_read_is_read_whole(tmp_path: Path, rows: int) -> None:
     write(tmp_path / "some.parquet", **{f"dim_{index}": [0.5] for index in range(2000)})
-    wide = write(tmp_path / "wide.parquet", **{f"dim_{index}": pa.array([0.5] * rows, pa.float64()) for index in range(2000)})
+    wide_path = write(
+        tmp_path / "wide.parquet", **{f"dim_{index}": pa.array([0.5] * rows, pa.float64()) for index in range(2000)}
+    )
     sources = open_sources([str(tmp_path)], setting="s")
-    assert pq.read_metadata(wide).serialized_size > 64 * 1024
+    assert pq.read_metadata(wide_path).serialized_size > 64 * 1024
     assert [(len(source.schema), source.record.num_rows) for source in sources] == [(2000, 1), (2000, rows)]
 
 

@@ -150,7 +150,7 @@ def test_with_checksums_a_flipped_byte_anywhere_is_found_or_changes_nothing(tmp_
     """The checksum does not cover the page header, where an unused byte may flip without effect."""
     path = tmp_path / "a.parquet"
     content = log(path, checksums=True, compression=compression)
-    whole = pq.read_table(path)
+    undamaged_table = pq.read_table(path)
     random = np.random.default_rng(2)
     num_found = 0
     for position in random.integers(4, len(content), 60):
@@ -160,7 +160,7 @@ def test_with_checksums_a_flipped_byte_anywhere_is_found_or_changes_nothing(tmp_
         if verdict(path) is None:
             (source,) = open_sources([str(path)], setting="s")
             with source.open() as file:
-                assert file.read().equals(whole)
+                assert file.read().equals(undamaged_table)
         else:
             num_found += 1
     assert num_found > 40

@@ -55,9 +55,9 @@ def test_a_file_that_is_not_parquet_is_rejected_with_its_size(tmp_path: Path, co
 
 def test_a_truncated_parquet_file_is_rejected(tmp_path: Path) -> None:
     path = Path(write(tmp_path / "a.parquet", x=list(range(1000))))
-    whole = path.read_bytes()
-    for length in (len(whole) - 1, len(whole) // 2, 12):
-        path.write_bytes(whole[:length])
+    content = path.read_bytes()
+    for length in (len(content) - 1, len(content) // 2, 12):
+        path.write_bytes(content[:length])
         with refusal(str(path), "not a readable parquet file"):
             open_sources([str(path)], setting="s")
 

@@ -54,10 +54,10 @@ def damaged(path: Path, cut: Callable[[bytes], bytes]) -> Path:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (lambda whole: b"", "not a readable parquet file (0 bytes): it is empty; write it again"),
-        (lambda whole: whole[: len(whole) // 2], "it begins as parquet, but its end is missing: truncated; copy"),
-        (lambda whole: whole[:-1], "its end is missing: truncated"),
-        (lambda whole: b"id,item\n1,2\n", "(12 bytes): it has no parquet footer; list only parquet files"),
+        (lambda content: b"", "not a readable parquet file (0 bytes): it is empty; write it again"),
+        (lambda content: content[: len(content) // 2], "it begins as parquet, but its end is missing: truncated; copy"),
+        (lambda content: content[:-1], "its end is missing: truncated"),
+        (lambda content: b"id,item\n1,2\n", "(12 bytes): it has no parquet footer; list only parquet files"),
     ],
 )
 def test_truncated_files_are_rejected(tmp_path: Path, stage: Stage, content: Callable[[bytes], bytes], message: str) -> None:

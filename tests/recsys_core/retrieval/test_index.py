@@ -279,5 +279,9 @@ def test_an_index_that_a_gpu_built_has_the_recall_of_one_built_without(export: E
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("recsys_core.retrieval.index.num_gpus", lambda gpus=gpus: gpus)
                 _, row = search(build_index(fitted, vectors), query, kind=fitted, depth=10)
-            recalls.append(np.mean([len({*a} & {*b}) / 10 for a, b in zip(row, exact_row, strict=True)]))
+            recalls.append(
+                np.mean(
+                    [len({*found_rows} & {*exact_rows}) / 10 for found_rows, exact_rows in zip(row, exact_row, strict=True)]
+                )
+            )
         assert recalls[0] == pytest.approx(recalls[1], abs=0.1)

@@ -53,8 +53,8 @@ def test_more_hosts_are_suggested_if_one_does_not_have_enough_gpus():
 
 def test_a_constraint_that_prevents_a_plan_is_named():
     roomy = cluster(num_nodes=2, processes_per_node=8, ddr_gb=2000)
-    whole = TableConstraint(sharding_types=("table_wise",), compute_kernels=("fused",))
-    message = message_of(ShardingConfig(cluster=roomy, tables={"user": whole}))
+    table_wise = TableConstraint(sharding_types=("table_wise",), compute_kernels=("fused",))
+    message = message_of(ShardingConfig(cluster=roomy, tables={"user": table_wise}))
     assert "table user needs" in message and "bytes short per rank" in message
     assert "sharding.tables.user.sharding_types removed" in message
     resident = TableConstraint(compute_kernels=("fused",))

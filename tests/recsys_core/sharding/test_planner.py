@@ -24,7 +24,9 @@ KINDS = ("table_wise", "row_wise", "column_wise", "table_row_wise", "table_colum
 def config(*kinds: str, **cluster) -> ShardingConfig:
     """Return a constraint to `kinds` for every table; row_wise for item tables that do not support them."""
     possible = {
-        name: kinds if not table.is_unpooled else tuple(k for k in kinds if k in UNPOOLED_SHARDING_TYPES) or ("row_wise",)
+        name: kinds
+        if not table.is_unpooled
+        else tuple(kind for kind in kinds if kind in UNPOOLED_SHARDING_TYPES) or ("row_wise",)
         for name, table in SPEC.tables.items()
     }
     tables = {name: TableConstraint(sharding_types=of_table) for name, of_table in possible.items()} if kinds else {}
@@ -110,8 +112,8 @@ def test_a_plan_for_another_optimizer_or_one_changed_by_hand_is_rejected():
 
 
 def test_every_process_chooses_the_same_of_equally_good_layouts():
-    tied = config("column_wise", "table_wise")  # 64 columns stay whole
-    assert make_plan(tied, model=SPEC, batch_size=64).tables["user"].sharding_type == "table_wise"
+    equal_layouts = config("column_wise", "table_wise")  # 64 columns stay whole
+    assert make_plan(equal_layouts, model=SPEC, batch_size=64).tables["user"].sharding_type == "table_wise"
     orders = []
     for kinds in (KINDS, KINDS[::-1]):
         planner = TorchrecPlanner(

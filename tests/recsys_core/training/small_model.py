@@ -166,13 +166,13 @@ def plain_task(spec: ModelSpec, *, loss: LossConfig, seed: int) -> tuple[Retriev
     vectors = pretrained_of(spec)
     with torch.no_grad():
         for name, table in spec.tables.items():
-            whole = LocalShard(0, 0, tables[name])
-            fill_random(whole, table=name, dim=table.dim, seed=seed, std=table.settings.init_std)
+            whole_table = LocalShard(0, 0, tables[name])
+            fill_random(whole_table, table=name, dim=table.dim, seed=seed, std=table.settings.init_std)
             if table.settings.missing_vector_init == "zero":
-                fill_missing(whole, vector_row=np.full(table.num_rows, -1), value_D=None)
+                fill_missing(whole_table, vector_row=np.full(table.num_rows, -1), value_D=None)
             if name in vectors:
                 norm = random_norm(table.settings.init_std, table.dim)
-                copy_pretrained(whole, vectors=vectors[name].vectors, vector_row=vectors[name].vector_row, norm=norm)
+                copy_pretrained(whole_table, vectors=vectors[name].vectors, vector_row=vectors[name].vector_row, norm=norm)
     return task, tables
 
 

@@ -122,8 +122,8 @@ def test_a_run_killed_while_it_registers_finds_its_version_again(
         for tag in version_tags(client, "2"):
             if tag not in ("nightjar.run_id", "nightjar.package", "nightjar.package_sha256"):
                 client.delete_model_version_tag("m", "2", tag)
-    again = do_register(stages(), context)
-    assert again.model_dump(exclude={"seconds", "files"}) == undisturbed.model_dump(exclude={"seconds", "files"})
+    repeated = do_register(stages(), context)
+    assert repeated.model_dump(exclude={"seconds", "files"}) == undisturbed.model_dump(exclude={"seconds", "files"})
     assert len(client.search_model_versions("name = 'm'")) == 2
     assert aliases(client)["champion"] == "2"
 

@@ -120,8 +120,8 @@ def test_vectors_of_an_unsuitable_feature_are_rejected(
     path = write(tmp_path / "items.parquet", id=ITEMS, **BRANDS)
     config = FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id", "features": [feature]}})
     refuses(
-        lambda out: ingest_features(
-            config, dataset=Dataset(interactions, embeddings), previous=None, memory_limit="200MB", threads=1, folder=out
+        lambda folder: ingest_features(
+            config, dataset=Dataset(interactions, embeddings), previous=None, memory_limit="200MB", threads=1, folder=folder
         ),
         tmp_path / "run",
         *words,

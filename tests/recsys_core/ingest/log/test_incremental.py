@@ -259,8 +259,8 @@ def test_the_last_of_several_runs_has_the_events_of_one_run_over_all_days(
             for side in ("users", "items"):
                 assert rows(before, side).items() <= rows(manifest, side).items()
     assert manifest is not None
-    whole = ingest(folder / "whole", str(folder / "in" / "*.parquet"), **chosen)
-    same_events(manifest, whole)
+    manifest_of_one_run = ingest(folder / "whole", str(folder / "in" / "*.parquet"), **chosen)
+    same_events(manifest, manifest_of_one_run)
     rank = np.load(manifest.path("item_rank.npy"))
     counts = np.load(manifest.path("item_count.npy"))
     assert sorted(rank.tolist()) == list(range(manifest.num_items))

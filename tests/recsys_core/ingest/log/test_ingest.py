@@ -163,7 +163,9 @@ def big_log(rows: int = 300_000) -> dict[str, np.ndarray]:
 def test_the_result_is_the_same_bytes_for_any_number_of_threads(tmp_path: Path) -> None:
     columns = big_log()
     path = write(tmp_path / "log.parquet", row_group=30_000, **columns)
-    manifests = [ingest(tmp_path / f"stage{n}", path, split={"kind": "time"}, threads=n) for n in (1, 2, 4)]
+    manifests = [
+        ingest(tmp_path / f"stage{num_threads}", path, split={"kind": "time"}, threads=num_threads) for num_threads in (1, 2, 4)
+    ]
     # The order of rows within a part depends on the threads.
     first_files, *other_files = (
         {name: file for name, file in manifest.files.items() if "parts/" not in name} for manifest in manifests

@@ -306,6 +306,10 @@ def test_seen_pairs_equal_those_of_a_plain_loop(histories, candidates):
     query_index, column_index = seen_pairs(history_H, offset, torch.tensor(candidates, dtype=torch.int64))
     assert query_index.dtype == column_index.dtype == torch.int64
     expected = [
-        (b, k) for b, history in enumerate(histories) for row in history for k, item in enumerate(candidates) if item == row
+        (query_index, column)
+        for query_index, history in enumerate(histories)
+        for row in history
+        for column, item in enumerate(candidates)
+        if item == row
     ]
     assert list(zip(query_index.tolist(), column_index.tolist(), strict=True)) == expected

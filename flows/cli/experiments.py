@@ -181,7 +181,7 @@ def print_gate_noise(config: PipelineConfig, noise: "GateNoise") -> None:
     facts = {
         "mean": output.format_metric(noise.mean),
         "spread": f"{100 * noise.relative_sd:.1f} % of the mean (standard deviation between seeds)",
-        "margin": f"{100 * margin:g} %: in {chance} of the runs, a training that differs only in its seed is worse by more "
-        "than this",
+        "margin": f"{100 * margin:g} %; a training that differs only in its seed is worse by more than this margin in {chance} "
+        "of the runs",
     }
     output.print_facts(facts)

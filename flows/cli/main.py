@@ -145,7 +145,7 @@ def gate_noise(
     options: ConfigOptions,
     seeds: Annotated[int, typer.Option(min=2, max=100, help="number of trainings, each with another seed")] = 5,
 ) -> None:
-    """Measure how much the metric of the gate differs between seeds of the training. The same command resumes."""
+    """Measure how much `registry.metric` depends on the training seed. The same command resumes an interrupted measurement."""
     with cli.session.embedded_server() as server:
         cli.experiments.gate_noise(options, server, num_seeds=seeds)
 
@@ -205,9 +205,9 @@ def main() -> None:
 def run_command() -> None:
     """Run the `nightjar` command, and end the process without freeing the objects of its modules.
 
-    Python would free a million objects in half a second, and nanobind, DuckDB's binding library, would print forty lines
-    about the objects that Prefect keeps until then. If the output cannot be written or an exception is not handled, Python
-    ends the process as usual and reports the error.
+    Freeing a million objects would take half a second. In addition, DuckDB's binding library nanobind would print forty lines
+    about objects that Prefect still refers to. If the output cannot be written or an exception is not handled, Python ends the
+    process as usual and reports the error.
     """
     exit_code: int | None = None
 

@@ -54,9 +54,9 @@ class Decision:
         reasons: the reasons, each in one sentence, the most important one first.
         metrics: metrics of all compared versions, as <served | champion | former_champion>/<metric>, and those of
             `exact_metrics`.
-        evidence: the comparisons.
-        spent_drop: relative drop since the best champion, if the new version becomes champion. It reduces the margin of later
-            versions.
+        evidence: the comparisons of metrics and costs, with their outcomes.
+        spent_drop: relative drop of the metric from the best champion to the new version. If the new version becomes champion,
+            this drop reduces the margin of later versions.
         alarm: error of a champion that does not load, and the version that replaces it; None if the champion loads.
         reinstated_champion: the former champion that becomes champion again, if any.
     """
@@ -100,7 +100,8 @@ def run_champion_gate(
     """Test `version`, compare it with the champion, set its alias and its tags; return the fields of RegistrationManifest.
 
     Args:
-        context: its option `promote` is the rule of the promotion, and `reason` becomes a tag of the version.
+        context: context of the stage. Its option `promote` decides whether the comparison counts, and its option `reason`
+            becomes a tag of the version.
         folder: receives the users of the smoke test and each version's recommendations.
 
     Raises:
@@ -163,7 +164,7 @@ def _compare_and_promote(gate: _Gate, new_metrics: ServedMetrics) -> Decision:
     if not decision.is_promoted:
         registry.move_challenger(version, reason=reason)
     elif "challenger" in registry.version(version.version).aliases:
-        # An earlier start of the run did not promote the version, but this start has another `promote`.
+        # The run was resumed with another `promote`: its earlier attempt made this version challenger, now it is champion.
         registry.move_challenger(None, reason=reason)
     if decision.alarm is not None:
         LOG.error("%s: %s", version.name, decision.alarm)
@@ -173,7 +174,9 @@ def _compare_and_promote(gate: _Gate, new_metrics: ServedMetrics) -> Decision:
 
 
 def _watch_champion(gate: _Gate, champion: ModelVersion, decision: Decision) -> Decision:
-    """Add the evidence of this run that the champion loses to new versions; add a reason if it has become strong."""
+    """Multiply the champion's tag by this run's e-value for "new versions are better"; add a reason to the decision if the
+    product has reached ALARM_E_VALUE.
+    """
     comparison = decision.evidence[0].comparison
     evidence = float(champion.tags.get(CHALLENGERS_TAG, 1))
     evidence *= e_value(comparison.num_better_users, comparison.num_worse_users)

@@ -28,7 +28,7 @@ K = 20
 """Number of items that a version recommends to each user: the largest cut-off of the served metrics."""
 
 MIN_CPU_S = 1.0
-"""CPU time of all answers from which two versions can be compared. A shorter one varies by more than a tenth."""
+"""Smallest total CPU time of the answers that can be compared between versions. A smaller one varies by more than a tenth."""
 
 IntArray = npt.NDArray[np.int64]
 
@@ -113,7 +113,7 @@ class ServedMetrics(NamedTuple):
         users: metrics over all targets.
         users_by_slice: metrics over the targets of each slice.
         coverage: share of the catalogue that is recommended to at least one user.
-        cpu_ms_per_user: CPU time of the answers; NaN if it was too short to measure, below MIN_CPU_S for all users.
+        cpu_ms_per_user: CPU time of the answers per user; NaN if the total for all users is below MIN_CPU_S.
         num_bytes: size of the model's files.
     """
 

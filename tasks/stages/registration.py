@@ -1,4 +1,4 @@
-"""Stage `register`."""
+"""Stage `register`: the results and the package of a run in MLflow, the champion gate, and a page with the verdict."""
 
 from recsys_core.data_report.limits import describe_held_out_users
 from recsys_core.evaluation.report import MetricTable, metric_table, to_markdown
@@ -95,7 +95,7 @@ def verdict_page(registration: RegistrationManifest, *, evaluation: EvaluationMa
     values_by_ranker = {
         ranker: tuple(metrics.get(metric_name) for metric_name in metric_names)
         for ranker, metrics in metrics_by_ranker.items()
-        if metrics.keys() >= set(metric_names)  # not the index, which has its own recall
+        if metrics.keys() >= set(metric_names)  # leave out the entry `index`, which has only the recall of the index
     }
     lines = [
         f"## {registration.model_name} version {registration.version} is {registration.alias}",

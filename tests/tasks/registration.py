@@ -18,8 +18,8 @@ def run_of(workspace: Path, run_id: str, **options: Any) -> StageContext:
     run = Workspace(workspace).run(run_id)
     run.folder.mkdir(parents=True, exist_ok=True)
     run.config_file.write_text("name: tests\n")
-    (run.folder / "loss.png").touch()  # drawn by the stage train
-    (run.folder / "indexes.png").touch()  # drawn by the stage build_index
+    (run.folder / "loss.png").touch()  # written by the stage train
+    (run.folder / "indexes.png").touch()  # written by the stage build_index
     return StageContext(run, experiment="tests", options=RunOptions(**options))
 
 

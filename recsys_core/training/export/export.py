@@ -75,7 +75,7 @@ def export_vectors(setup: TrainingSetup, *, dataset: Dataset, train: TrainManife
 
 
 def run_export(job: ExportJob, *, process: Process) -> None:
-    """Collective. Write the files that ExportManifest lists to `job.output_folder`."""
+    """Write the files that ExportManifest lists to `job.output_folder`. All ranks must call this function."""
     dataset = job.open_dataset()
     store = EventStore.open(dataset.interactions)
     feature_store = None if dataset.features is None else FeatureStore.open(dataset.features)

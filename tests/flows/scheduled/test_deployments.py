@@ -112,17 +112,17 @@ def test_only_the_changes_of_an_existing_deployment_are_printed_and_another_pipe
         deploy(tmp_path, name=name, schedule={"cron": "15 2 * * *"})
     capsys.readouterr()
     deploy(tmp_path, name="books", schedule={"cron": "15 2 * * *"})
-    out = capsys.readouterr().out
-    assert [line.split() for line in out.splitlines()[:3]] == [
+    output = capsys.readouterr().out
+    assert [line.split() for line in output.splitlines()[:4]] == [
         [f"{flow}/books", "unchanged"] for flow in ("nightly-retrain", "promote", "rollback", "recommend")
     ]
     deploy(tmp_path, name="books", schedule={"on_overrun": "queue"})
-    out = capsys.readouterr().out
-    assert [line.split() for line in out.splitlines()[1:3]] == [
+    output = capsys.readouterr().out
+    assert [line.split() for line in output.splitlines()[1:3]] == [
         ["nightly-retrain", "schedule", "15", "2", "*", "*", "*", "UTC", "none"],
         ["nightly-retrain", "concurrent", "runs", "1,", "CANCEL_NEW", "1,", "ENQUEUE"],
     ]
-    assert "by hand only" in out
+    assert "by hand only" in output
     books, music = (deployments.read_deployment(client, name) for name in ("books", "music"))
     assert books is not None
     assert music is not None

@@ -189,16 +189,16 @@ def test_relative_paths_are_relative_to_the_folder_of_the_file(file: Path, monke
             "embeddings={paths: vectors.parquet, vector_column: v}",
         ],
     )
-    here = file.parent
-    assert config.workspace == here.parent / "elsewhere"
-    assert config.interactions.paths == (str(here / "log/a.parquet"), "/data/b.parquet")
-    assert config.interactions.split == FileSplit(test_paths=(str(here / "test.parquet"),))
-    assert config.embeddings == (EmbeddingsConfig(paths=(str(here / "vectors.parquet"),), vector_column="v"),)
+    folder = file.parent
+    assert config.workspace == folder.parent / "elsewhere"
+    assert config.interactions.paths == (str(folder / "log/a.parquet"), "/data/b.parquet")
+    assert config.interactions.split == FileSplit(test_paths=(str(folder / "test.parquet"),))
+    assert config.embeddings == (EmbeddingsConfig(paths=(str(folder / "vectors.parquet"),), vector_column="v"),)
 
 
 def test_embeddings_are_one_group_of_settings_or_a_list_of_them(file: Path) -> None:
-    one = GOOD + "embeddings: {paths: a.parquet, vector_column: v}\n"
-    file.write_text(one)
+    text_with_one = GOOD + "embeddings: {paths: a.parquet, vector_column: v}\n"
+    file.write_text(text_with_one)
     config = load_config(file, ["embeddings.paths=b.parquet", "embeddings.pca_dim=8"])
     assert [(entry.paths, entry.pca_dim) for entry in config.embeddings] == [((str(file.parent / "b.parquet"),), 8)]
     ids = "{paths: map.parquet, from_column: a, to_column: b}"

@@ -90,7 +90,7 @@ def test_the_search_is_the_fastest_that_reaches_the_target_and_its_recall_is_mea
     for query_vectors, recall in ((validation, tuned.recall), (test, report.recall)):
         exact_row = np.argsort(-query_vectors @ item_vector_ID.T, axis=1)[:, :20]
         _, row = search(index, query_vectors, kind=fastest, depth=20)
-        overlap = np.mean([len({*found} & {*exact}) / 20 for found, exact in zip(row, exact_row, strict=True)])
+        overlap = np.mean([len({*rows} & {*exact}) / 20 for rows, exact in zip(row, exact_row, strict=True)])
         assert recall == pytest.approx(overlap, abs=2e-3)
 
 
@@ -279,5 +279,9 @@ def test_an_index_that_a_gpu_built_has_the_recall_of_one_built_without(export: E
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("recsys_core.retrieval.index.num_gpus", lambda gpus=gpus: gpus)
                 _, row = search(build_index(fitted, vectors), query, kind=fitted, depth=10)
-            recalls.append(np.mean([len({*a} & {*b}) / 10 for a, b in zip(row, exact_row, strict=True)]))
+            recalls.append(
+                np.mean(
+                    [len({*found_rows} & {*exact_rows}) / 10 for found_rows, exact_rows in zip(row, exact_row, strict=True)]
+                )
+            )
         assert recalls[0] == pytest.approx(recalls[1], abs=0.1)

@@ -187,8 +187,8 @@ def _process(rank: int) -> Process:
 def _train(rank: int, job: TrainJob, stops_at: int | None, scores: list[float] | None) -> None:
     check_loss = loop.raise_if_not_finite  # called after each step
 
-    def check_loss_and_stop(loss: torch.Tensor, *, step: int, **rest: Any) -> None:
-        check_loss(loss, step=step, **rest)
+    def check_loss_and_stop(loss: torch.Tensor, *, step: int, **options: Any) -> None:
+        check_loss(loss, step=step, **options)
         if step == stops_at:
             os._exit(0)
 

@@ -90,16 +90,16 @@ DRILL = pytest.mark.drill
 )
 def test_a_run_that_is_stopped_twice_ends_bit_for_bit_like_an_undisturbed_one(data, settings, tmp_path):
     experiment = make_experiment(data, tmp_path / "plan", **{"training": TRAINING} | settings)
-    whole = train_in_forks(experiment, tmp_path / "whole")
-    per_epoch = steps_of_epoch(whole)
+    undisturbed = train_in_forks(experiment, tmp_path / "whole")
+    per_epoch = steps_of_epoch(undisturbed)
     for step in (per_epoch - 1, 2 * per_epoch + 1):
         train_in_forks(experiment, tmp_path / "stopped", stops_at=step)
     stopped = train_in_forks(experiment, tmp_path / "stopped")
-    assert without_timings(stopped.lines) == without_timings(whole.lines)
-    assert stopped.result.model_dump(exclude={"samples_per_s"}) == whole.result.model_dump(exclude={"samples_per_s"})
-    assert sum(bool(line.validation) for line in whole.lines) == TRAINING.epochs
-    assert 60 <= float((whole.work / "heartbeat").read_text()) < 600  # it follows the measured checkpoints
-    expected = export_in_forks(experiment, checkpoint_of(whole), tmp_path / "a")
+    assert without_timings(stopped.lines) == without_timings(undisturbed.lines)
+    assert stopped.result.model_dump(exclude={"samples_per_s"}) == undisturbed.result.model_dump(exclude={"samples_per_s"})
+    assert sum(bool(line.validation) for line in undisturbed.lines) == TRAINING.epochs
+    assert 60 <= float((undisturbed.work / "heartbeat").read_text()) < 600  # it follows the measured checkpoints
+    expected = export_in_forks(experiment, checkpoint_of(undisturbed), tmp_path / "a")
     resumed = export_in_forks(experiment, checkpoint_of(stopped), tmp_path / "b")
     assert resumed.keys() == expected.keys()
     for name, value in expected.items():

@@ -105,7 +105,7 @@ def test_ranks_listen_on_the_loopback_alone_and_their_agent_on_nothing(exported,
 
 def kill_a_rank(_: Progress) -> None:
     """Send SIGKILL to one of the two trainers below this process."""
-    ranks = [p for p in psutil.Process().children(recursive=True) if "recsys_core.training" in p.cmdline()]
+    ranks = [process for process in psutil.Process().children(recursive=True) if "recsys_core.training" in process.cmdline()]
     ranks[-1].send_signal(signal.SIGKILL)
 
 
@@ -153,8 +153,8 @@ def test_after_the_last_attempt_the_error_names_rank_and_signal_and_no_process_i
     config = CONFIG.model_copy(update={"max_attempts": 1})
     with pytest.raises(LaunchError, match=r"rank [01] was the first to fail, with signal SIGKILL"):
         run_train(experiment, tmp_path / "train", config=config, on_progress=once_at(5, kill_a_rank))
-    ours = {"recsys_core.training", "recsys_core.launching"}
-    assert not [p for p in psutil.Process().children(recursive=True) if ours & set(p.cmdline())]
+    nightjar_modules = {"recsys_core.training", "recsys_core.launching"}
+    assert not [process for process in psutil.Process().children(recursive=True) if nightjar_modules & set(process.cmdline())]
     assert not (tmp_path / "train").exists()
 
 
@@ -285,8 +285,8 @@ def test_after_a_second_failure_training_continues_with_fewer_ranks_and_the_same
     sharding = ShardingConfig(cluster=ClusterConfig(device="cpu", processes_per_node=2))
     manifest = run_train(experiment, tmp_path / "train", config=config, on_progress=kill_twice, sharding=sharding)
     assert (manifest.num_attempts, manifest.world_size) == (3, 1)
-    whole = trained[0]
-    assert (manifest.num_steps, manifest.num_examples) == (whole.num_steps, whole.num_examples)
+    undisturbed = trained[0]
+    assert (manifest.num_steps, manifest.num_examples) == (undisturbed.num_steps, undisturbed.num_examples)
     assert [line.step for line in seen] == sorted({line.step for line in trained[1]})
-    assert manifest.final_loss == pytest.approx(whole.final_loss, rel=0.05)
+    assert manifest.final_loss == pytest.approx(undisturbed.final_loss, rel=0.05)
     export(experiment, manifest, tmp_path / "export")

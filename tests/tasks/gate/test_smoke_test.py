@@ -19,7 +19,10 @@ ITEMS = 30
 
 @pytest.fixture
 def sample(tmp_path: Path) -> ServedSample:
-    """Item row r has the id 100 + r; the second user has no test event, the only target of the third is in its history."""
+    """A sample of three users. Item row r has the id 100 + r.
+
+    The second user has no test event. The only test item of the third user is already in its history.
+    """
     interactions = interactions_stage(
         tmp_path / "interactions",
         train=[[0, 1], [2], [3]],

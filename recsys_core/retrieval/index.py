@@ -118,7 +118,9 @@ class _MeasuredIndexes:
         """Return the served kind, the reason of auto, and a warning if the kind does not reach the recall target."""
         served, target = self._config.served, self._config.recall_target
         if isinstance(served, Auto):
-            choice = choose(self._candidates, recall_target=target, max_bytes=served.max_bytes)
+            left_out = served.left_out(num_items=self._export.num_items, dim=self._export.dim)
+            left_out = tuple(kind for kind in left_out if kind not in self.reports)
+            choice = choose(self._candidates, recall_target=target, max_bytes=served.max_bytes, left_out=left_out)
             return choice.kind, choice.reason, None if choice.reaches_target else choice.reason
         report = self.reports[served.kind]
         best_recall = max((point.recall for point in report.tried), default=report.recall)

@@ -312,6 +312,27 @@ def test_a_vector_that_is_not_finite_stops_the_stage(name: str, tmp_path: Path) 
     assert {path.name for path in tmp_path.iterdir()} == {"export"}
 
 
+@pytest.mark.parametrize("value", [70_000.0, -65_505.0])
+def test_a_value_above_half_precision_stops_an_index_that_rescores_and_no_other(value: float, tmp_path: Path) -> None:
+    vectors = np.random.default_rng(0).normal(size=(400, 8))
+    vectors[17, 3] = value
+    vectors[18, 0] = 65_504.0
+    export = export_stage(tmp_path / "export", item_vectors=vectors, queries={"test": (range(20), vectors[:20])})
+    for kind in (PqFastScan(), IvfSq8(rescore=4)):
+        problem = rf"row 17 has the value {value:,.0f} in column 3, but the kind {kind.kind} with rescore .* up to 65,504; set"
+        with pytest.raises(InputError, match=problem):
+            build_indexes(IndexConfig(served=kind), export=export, folder=tmp_path / "index")
+    assert {path.name for path in tmp_path.iterdir()} == {"export"}
+    for served in (IvfSq8(), IvfPq(pq_m=4), PqFastScan(rescore=0)):
+        manifest = build_indexes(IndexConfig(served=served, recall_k=5), export=export, folder=tmp_path / served.kind)
+        score, _ = search_exhaustively(_load(manifest, served), vectors[:20], kind=served.fitted(400, 8), depth=5)
+        assert np.isfinite(score).all()
+    vectors[17, 3] = 65_504.0
+    rescored = IvfSq8(nlist=2, nprobe=2, rescore=4)
+    score, _ = search(build_index(rescored, vectors.astype(np.float32)), vectors[:20], kind=rescored, depth=5)
+    assert np.isfinite(score).all()
+
+
 def test_a_gpu_builds_the_kinds_that_faiss_has_for_it_and_the_index_keeps_its_row_numbers(
     export: ExportManifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

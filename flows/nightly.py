@@ -87,7 +87,7 @@ def retrain(config: PipelineConfig, context: StageContext) -> RegistrationManife
     stages.model_stages.evaluate(context, config.evaluation)
     stages.model_stages.build_index(context, config.index)
     stages.model_stages.build_package(context, config.package)
-    return stages.registration.register(context, config.registry)
+    return stages.registration.register(context, config.registry, config.guarded_slices)
 
 
 def end_state(registration: RegistrationManifest | None, *, run: Run) -> State:

@@ -10,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from recsys_core.dataset.events import EvaluationSplit, EventStore
-from recsys_core.dataset.jagged import Int64Array, JaggedArray, ragged_ranges
+from recsys_core.dataset.jagged import Int64Array, JaggedArray
 from recsys_core.evaluation.baselines import cold_rows, popularity_before
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.ranking import Queries, Ranking
+from recsys_core.evaluation.slices import first_test_event
 from recsys_core.manifests import ExportManifest, InteractionsManifest
 from recsys_core.models.spec import ModelSpec
 from recsys_core.seeds import EVALUATION_USERS_SEED
@@ -41,13 +42,7 @@ class HeldOut:
 
         For the test split only.
         """
-        targets = self.queries.targets
-        event_index_L = ragged_ranges(store.first_event_index(self.user_row_B, "test"), targets.lengths)
-        distinct_keys, first_L = np.unique(targets.pair_keys(bound=store.num_items), return_index=True)
-        event_index_T: Int64Array = event_index_L[
-            first_L[np.searchsorted(distinct_keys, ranking.query_T * store.num_items + ranking.item_T)]
-        ]
-        return event_index_T
+        return first_test_event(store, user_row_U=self.user_row_B, user_T=ranking.query_T, item_T=ranking.item_T)
 
 
 def load_held_out(

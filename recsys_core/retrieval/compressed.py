@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 RESCORE_FACTORS = (2, 4, 8, 16)
 RESCORE_VALUE_BYTES = 2
+MAX_HALF_PRECISION_VALUE = 65_504.0
 _GPU_PQ_SIZES = (1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96)
 """Numbers of sub-vectors that FAISS's GPU implementation of IVF-PQ supports, with 8 bits each."""
 _Rescore = Annotated[
@@ -56,6 +57,10 @@ class CompressedIvf(Ivf):
     @abstractmethod
     def code_bytes(self, dim: int) -> int:
         """Return the bytes of a compressed vector of fitted settings."""
+
+    def max_value(self) -> float | None:
+        """Return the limit of half precision with `rescore`: FAISS replaces a larger value by infinity."""
+        return None if self.rescore == 0 else MAX_HALF_PRECISION_VALUE
 
     def compressed_search_parameters(self, depth: int, selector: Any = None) -> Any:
         """Return the FAISS parameters of a search of the compressed vectors."""

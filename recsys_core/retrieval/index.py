@@ -31,8 +31,8 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
     """Build the indexes of `config.built`, measure recall and latency of each on the test queries, and choose the served one.
 
     Raises:
-        InputError: the settings of an index do not fit the vector width; no index fits into index.served.max_bytes; there are
-            fewer than two items; or the test split is empty.
+        InputError: the settings of an index do not fit the vector width; no index fits into index.served.max_bytes; a value of
+            a vector is larger than an index can hold; there are fewer than two items; or the test split is empty.
         StageError: a vector is not finite.
     """
     num_items, dim = export.num_items, export.dim
@@ -120,7 +120,9 @@ class _MeasuredIndexes:
         """Return the served kind, why `auto` chose it, and a warning if it does not reach the recall target."""
         served, target = self._config.served, self._config.recall_target
         if isinstance(served, Auto):
-            choice = choose(self._candidates, recall_target=target, max_bytes=served.max_bytes)
+            left_out = served.left_out(num_items=self._export.num_items, dim=self._export.dim)
+            left_out = tuple(kind for kind in left_out if kind not in self.reports)
+            choice = choose(self._candidates, recall_target=target, max_bytes=served.max_bytes, left_out=left_out)
             return choice.kind, choice.reason, None if choice.reaches_target else choice.reason
         report = self.reports[served.kind]
         best_recall = max((point.recall for point in report.tried), default=report.recall)
@@ -159,8 +161,12 @@ def build_index(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32]) -> Any:
     """Return an IndexIDMap with all vectors. `kind` has the settings for this number of items.
 
     A GPU trains and fills the index if FAISS can use one and has the kind for it. The index is returned in host memory.
+
+    Raises:
+        InputError: a value of a vector is larger than the index can hold.
     """
     num_items, dim = item_vector_ID.shape
+    _check_values(kind, item_vector_ID)
     index = kind.empty_index(dim)
     is_on_gpu = kind.builds_on_gpu() and num_gpus() > 0
     if is_on_gpu:
@@ -181,6 +187,23 @@ def build_index(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32]) -> Any:
     if is_on_gpu:
         _replace_index(index_with_row_numbers, faiss.index_gpu_to_cpu(index))
     return index_with_row_numbers
+
+
+def _check_values(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32]) -> None:
+    """Raise InputError for the first row with a value above the limit of the kind."""
+    max_value = kind.max_value()
+    if max_value is None:
+        return
+    for start in range(0, len(item_vector_ID), ADD_BATCH_ROWS):
+        vector_RD = item_vector_ID[start : start + ADD_BATCH_ROWS]
+        is_too_large_RD = np.abs(vector_RD) > max_value
+        if is_too_large_RD.any():
+            row, column = (int(indices[0]) for indices in np.nonzero(is_too_large_RD))
+            raise InputError(
+                f"index: the item vector in row {start + row:,} has the value {float(vector_RD[row, column]):,.0f} in column "
+                f"{column}, but the kind {kind.kind} with rescore holds vectors in half precision, up to {max_value:,.0f}; set "
+                "rescore: 0 or another kind, such as ivf_sq8 or hnsw, or model.similarity: cosine, whose vectors have length 1"
+            )
 
 
 def num_gpus() -> int:

@@ -11,16 +11,17 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mlflow.entities.model_registry import ModelVersion
 
-from recsys_core.comparison.decision import Evidence, Verdict, decide, write_evidence
+from recsys_core.comparison.decision import Evidence, Verdict, decide, missing_evidence, write_evidence
 from recsys_core.comparison.watch import ALARM_E_VALUE, e_value
 from recsys_core.errors import StageError
+from recsys_core.evaluation.config import FeatureSlice
 from recsys_core.evaluation.metrics import USER_METRICS_FILE, UserMetrics, read_user_metrics
 from recsys_core.manifests import EvaluationManifest
 from tasks.gate.evidence import baseline_evidence, serving_evidence, version_evidence
@@ -96,6 +97,7 @@ def run_champion_gate(
     registry: Registry,
     process: ModelProcess,
     folder: Path,
+    feature_slices: Sequence[FeatureSlice] = (),
 ) -> dict[str, Any]:
     """Test `version`, compare it with the champion, set its alias and its tags; return the fields of RegistrationManifest.
 
@@ -103,12 +105,19 @@ def run_champion_gate(
         context: context of the stage. Its option `promote` decides whether the comparison counts, and its option `reason`
             becomes a tag of the version.
         folder: receives the users of the smoke test and each version's recommendations.
+        feature_slices: slices by features on which the version is compared too.
 
     Raises:
         StageError: the version failed the smoke test, or no version can be champion.
     """
     options, smoke_test_folder = context.options, folder / "smoke_test"
-    sample = prepare_sample(context.dataset.interactions, max_users=config.smoke_test_users, folder=smoke_test_folder)
+    sample = prepare_sample(
+        context.dataset.interactions,
+        max_users=config.smoke_test_users,
+        folder=smoke_test_folder,
+        features=context.dataset.features,
+        feature_slices=feature_slices,
+    )
     tester = VersionTester(registry, sample, context.run.workspace, process)
     baseline_metrics = read_user_metrics(context.results[EvaluationManifest].path(USER_METRICS_FILE))
     registry.set_tag(version, PROMOTE_TAG, options.promote)
@@ -245,14 +254,21 @@ def _compare_with_version(
 ) -> Decision:
     """Compare with another version. role: first part of the keys of the other version's metrics."""
     spent_drop = float(version.tags.get(SPENT_DROP_TAG, 0))
-    evidence = version_evidence(gate.config, new, other, label=f"version {version.version}", spent_drop=spent_drop)
+    evidence = version_evidence(
+        gate.config,
+        new,
+        other,
+        label=f"version {version.version}",
+        spent_drop=spent_drop,
+        min_users_by_slice=gate.tester.sample.min_users_by_slice,
+    )
     popularity = {name: metrics for name, metrics in gate.baseline_metrics.items() if name == "popularity"}
     evidence += baseline_evidence(gate.config, new, popularity) + serving_evidence(gate.config, new, gate.exact_metrics)
     verdict, reasons = decide(evidence)
     drop = spent_drop - (evidence[0].comparison.relative_difference or 0.0)
     return Decision(
         verdict,
-        reasons[:1] if verdict == "promoted" else reasons,
+        (*reasons[:1], *missing_evidence(evidence)) if verdict == "promoted" else reasons,
         new.users.means("served") | other.users.means(role) | means(gate.exact_metrics),
         tuple(evidence),
         spent_drop=max(0.0, drop),
@@ -264,5 +280,5 @@ def _compare_with_baselines(gate: _Gate, new: ServedMetrics, *, situation: str) 
     evidence = baseline_evidence(gate.config, new, gate.baseline_metrics)
     evidence += serving_evidence(gate.config, new, gate.exact_metrics)
     verdict, reasons = decide(evidence)
-    reasons = (situation, *reasons) if verdict == "promoted" else (*reasons, situation)
+    reasons = (situation, *reasons, *missing_evidence(evidence)) if verdict == "promoted" else (*reasons, situation)
     return Decision(verdict, reasons, new.users.means("served") | means(gate.exact_metrics), tuple(evidence))

@@ -4,7 +4,7 @@ All compared versions get the same sample.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,9 +19,10 @@ from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.dataset.layout import vocabulary_file
 from recsys_core.errors import StageError
+from recsys_core.evaluation.config import FeatureSlice
 from recsys_core.evaluation.metrics import TargetPositions, UserMetrics
-from recsys_core.evaluation.slices import item_slices, user_slices
-from recsys_core.manifests import InteractionsManifest
+from recsys_core.evaluation.slices import guarded_slices, item_slices, user_slices
+from recsys_core.manifests import FeaturesManifest, InteractionsManifest
 from recsys_core.seeds import SMOKE_TEST_USERS_SEED
 
 K = 20
@@ -46,6 +47,7 @@ class ServedSample:
         seen_pair_L: the pairs of each user with the items in the user's history, ascending.
         target_pair_T: the pairs of each user with the user's test items that are not in the history, ascending.
         slices: whether each target belongs to a slice of the users or items, by name of the slice.
+        min_users_by_slice: number of users below which a slice by a feature is not compared; None: that of the gate.
     """
 
     histories_file: Path
@@ -56,6 +58,7 @@ class ServedSample:
     seen_pair_L: IntArray
     target_pair_T: IntArray
     slices: Mapping[str, npt.NDArray[np.bool_]]
+    min_users_by_slice: Mapping[str, int | None]
 
     @property
     def num_users(self) -> int:
@@ -68,10 +71,21 @@ class ServedSample:
         return len(self.item_ids)
 
 
-def prepare_sample(interactions: InteractionsManifest, *, max_users: int, folder: Path) -> ServedSample:
+def prepare_sample(
+    interactions: InteractionsManifest,
+    *,
+    max_users: int,
+    folder: Path,
+    features: FeaturesManifest | None = None,
+    feature_slices: Sequence[FeatureSlice] = (),
+) -> ServedSample:
     """Draw up to `max_users` users with test events, with a fixed seed, and write their histories to `folder`.
 
+    Args:
+        feature_slices: slices by the values of `features`, in addition to those by popularity and history.
+
     Raises:
+        InputError: a feature of `feature_slices` is not among the features.
         StageError: all test items of all users are in their histories, so no metric can be computed.
     """
     event_store = EventStore.open(interactions)
@@ -94,6 +108,14 @@ def prepare_sample(interactions: InteractionsManifest, *, max_users: int, folder
         )
     slices = item_slices(event_store.train_count_I, item_T=new_targets.values_L)
     slices |= user_slices(seen_items.lengths, user_T=new_targets.list_index_L)
+    masks, min_users_by_slice = guarded_slices(
+        feature_slices,
+        features,
+        store=event_store,
+        user_row_U=user_row_U,
+        user_T=new_targets.list_index_L,
+        item_T=new_targets.values_L,
+    )
     return ServedSample(
         histories_file=histories_file,
         user_row_U=user_row_U,
@@ -102,7 +124,8 @@ def prepare_sample(interactions: InteractionsManifest, *, max_users: int, folder
         num_seen_U=seen_items.lengths,
         seen_pair_L=seen_items.pair_keys(bound=len(item_ids)),
         target_pair_T=new_targets.pair_keys(bound=len(item_ids)),
-        slices=slices,
+        slices=slices | masks,
+        min_users_by_slice=min_users_by_slice,
     )
 
 

@@ -20,7 +20,13 @@ class GuardrailsConfig(Settings):
     slices: bool = Field(
         True,
         description="compare `registry.metric` also on slices: head, torso, tail and cold items; new, light and heavy users. "
-        "A slice with too few users is reported, and prevents no promotion",
+        "A slice with too few users is named in the reasons, and prevents no promotion",
+    )
+    features: tuple[str, ...] = Field(
+        (),
+        max_length=100,
+        description="features of `evaluation.slices`, such as `item.brand`, on whose slices `registry.metric` is compared too. "
+        "A slice needs the `min_users` of its entry in `evaluation.slices`, or `registry.gate.min_users` if it is not set",
     )
     max_relative_drop: float = Field(
         0.15, ge=0.001, lt=1, description="largest relative drop of these metrics, and of `registry.metric` on a slice"

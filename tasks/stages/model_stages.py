@@ -145,7 +145,7 @@ def build_index(context: StageContext, config: IndexConfig) -> tuple[IndexManife
     manifest = index_core.build_indexes(config, export=context.results[ExportManifest], folder=context.folder(IndexManifest))
     served_kind = manifest.served_index
     show_markdown(context, "index", index_table(manifest.reports, served_kind=served_kind, notes=manifest.notes))
-    plot_path = plot_indexes(manifest.reports, served_kind=served_kind, path=context.run.folder / "indexes.png")
+    plot_path = plot_indexes(manifest, context.run.folder / "indexes.png")
     show_image(context, "indexes", plot_path)
     if manifest.warning is not None:
         LOG.warning("index: %s", manifest.warning)

@@ -8,6 +8,7 @@ import pytest
 from flows.settings.config_file import LoadedConfig, load_config
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError
+from recsys_core.evaluation.config import FeatureSlice
 from recsys_core.ingest.log.config import FileSplit, InteractionsConfig
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.launching.config import TorchxLauncher
@@ -297,6 +298,17 @@ def test_a_cosine_loss_needs_cosine_similarity(file: Path) -> None:
 )
 def test_a_slice_needs_a_declared_feature_with_values(features: list[str], text: str, file: Path) -> None:
     assert text in message(file, "evaluation.slices=[{feature: item.brand}]", *features)
+
+
+def test_a_guarded_feature_is_a_slice_of_the_evaluation(file: Path) -> None:
+    features = ["features={context: [{name: device}]}", "evaluation.slices=[{feature: context.device, min_users: 40}]"]
+    assert (
+        "registry.guardrails.features: item.brand is not a feature of evaluation.slices (its features: context.device); add "
+        "{feature: item.brand} to evaluation.slices"
+    ) in message(file, "registry.guardrails.features=[item.brand]", *features)
+    config = load_config(file, overrides=["registry.guardrails.features=[context.device]", *features])
+    assert config.guarded_slices == (FeatureSlice(feature="context.device", min_users=40),)
+    assert load_config(file, overrides=features).guarded_slices == ()
 
 
 def test_a_fold_is_below_the_number_of_folds(file: Path) -> None:

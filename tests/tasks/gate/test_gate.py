@@ -9,8 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from recsys_core.comparison.decision import read_evidence
+from recsys_core.dataset.feature_store import Feature, FeatureStore
 from recsys_core.errors import StageError, TrackingServerError
+from recsys_core.evaluation.config import FeatureSlice
 from recsys_core.evaluation.metrics import SERVED_METRICS, UserMetrics
+from recsys_core.manifests import IngestedFeature
 from tasks.gate import gate, version_tester
 from tasks.gate.sample import Answers, ServedSample
 from tasks.gate.smoke_test import ModelProcess, NotFetchedError, predict_in_subprocess
@@ -19,7 +23,8 @@ from tasks.registry.loading import record_logged_model
 from tasks.registry.mlflow_client import connect
 from tasks.registry.releases import LOAD_ERROR_TAG
 from tasks.stages import registration
-from tests.tasks.conftest import USERS, Stages
+from tests.recsys_core.evaluation.stage_folders import features_stage
+from tests.tasks.conftest import ITEMS, USERS, Stages
 from tests.tasks.registration import aliases, do_register, run_of, version_tags
 
 BuildStages = Callable[..., Stages]
@@ -180,6 +185,37 @@ def test_a_champion_that_cannot_be_fetched_is_broken_only_where_mlflow_works(
     else:
         assert do_register(stages(), run_of(workspace, "two")).alias == "champion"
         assert LOAD_ERROR_TAG in version_tags(connect(workspace), "1")
+
+
+def test_the_slices_of_a_guarded_feature_are_compared_user_by_user(
+    workspace: Path, stages: BuildStages, predicted_here: list[str], tmp_path: Path
+) -> None:
+    brand_I = np.arange(ITEMS, dtype=np.int32) % 3  # row 0 is (other)
+    facts = IngestedFeature(
+        kind="categorical",
+        num_rows=3,
+        num_values=ITEMS,
+        num_out_of_vocabulary=0,
+        num_missing=0,
+        definition="",
+        is_continued=False,
+    )
+    store = FeatureStore({"item.brand": Feature(brand_I, None, None)})
+    features = features_stage(tmp_path / "features", store, facts={"item.brand": facts})
+    options: dict[str, Any] = {"feature_slices": (FeatureSlice(feature="item.brand", max_values=2, min_users=10),)}
+    for run_id, is_confused in (("one", False), ("two", True)):
+        context = run_of(workspace, run_id)
+        context.results.add(features)
+        registration = do_register(stages(confused=is_confused), context, **options)
+    evidence = read_evidence(context.run.folder / "register")
+    of_brands = [item for item in evidence if "item.brand" in item.subject]
+    assert {item.subject for item in of_brands} <= {
+        f"recall@20 of item.brand={name}" for name in ("(other)", "(hash 1)", "(hash 2)")
+    }
+    assert len(of_brands) == 2
+    assert {item.comparison.outcome for item in of_brands} == {"rejected"} and not registration.promoted
+    for item in of_brands:  # the mean over the users with a target of the brand
+        assert 10 <= item.comparison.num_users <= USERS and item.comparison.baseline_mean > 0.5
 
 
 @pytest.mark.parametrize("is_worse", [False, True])

@@ -22,7 +22,7 @@ class GuardrailsConfig(Settings):
         description="compare `registry.metric` also on slices: head, torso, tail and cold items; new, light and heavy users. "
         "A slice with too few users is named in the reasons, and prevents no promotion",
     )
-    features: tuple[str, ...] = Field(
+    features: tuple[Name, ...] = Field(
         (),
         max_length=100,
         description="features of `evaluation.slices`, such as `item.brand`, on whose slices `registry.metric` is compared too. "

@@ -65,10 +65,12 @@ def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(works
     (release,) = list_releases(client, "m")
     assert (release["version"], release["aliases"], release["smoke"], release["run_id"]) == ("1", "champion", "passed", "one")
     assert release["metrics"] == registration.metrics
-    data_text, metrics_text, run_text = client.get_model_version("m", "1").description.split("\n\n")
-    assert data_text == "Data: 270 events, 30 users, 120 items, 30 test users"
-    assert f"recall@20 {exact['test/recall@20']:.4f}, " in metrics_text
-    assert run_text == f"Run one: [MLflow run](#/experiments/{mlflow_run.info.experiment_id}/runs/{registration.mlflow_run_id})"
+    card = client.get_model_version("m", "1").description
+    assert "\n\n270 events, 30 users, 120 items; 180 training events; 30 test users." in card
+    assert f"| model | {exact['test/recall@20']:.4f}" in card
+    assert "| popularity |" in card
+    run_link = f"[MLflow run](#/experiments/{mlflow_run.info.experiment_id}/runs/{registration.mlflow_run_id})"
+    assert card.endswith(f"Run one: {run_link}")
 
 
 def test_the_logged_model_has_its_own_code_and_no_pickle(

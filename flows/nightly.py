@@ -7,6 +7,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 from pydantic.json_schema import SkipJsonSchema
 
+from flows.delivery import deliver
 from flows.prefect_runs import flow_run_url, name_flow_run, run_id_in
 from flows.runs.after_run import after_run
 from flows.runs.before_run import check_resume
@@ -65,7 +66,9 @@ def nightly_retrain(
                 if context.until is None:
                     ensure_disk_space(config.retention, run, model_name=config.registry.model_name)
                 try:
-                    state = end_state(retrain(config, context), run=run)
+                    registration = retrain(config, context)
+                    problem = deliver(config) if registration is not None and registration.promoted else None
+                    state = end_state(registration, run=run, problem=problem)
                 except StoppedEarly as stop:
                     state = Completed(name="StoppedEarly", message=f"stopped after {stop.stage}, as requested")
                 except DataRejectedError as error:
@@ -90,12 +93,16 @@ def retrain(config: PipelineConfig, context: StageContext) -> RegistrationManife
     return stages.registration.register(context, config.registry, config.guarded_slices)
 
 
-def end_state(registration: RegistrationManifest | None, *, run: Run) -> State:
-    """Return the end state of a flow run that ran all stages. `registration` is None after a dry run."""
+def end_state(registration: RegistrationManifest | None, *, run: Run, problem: str | None) -> State:
+    """Return the end state of a flow run that ran all stages.
+
+    registration: None after a dry run. problem: error of the delivery.
+    """
     if registration is None:
         return Completed(name="DryRun", message=f"dry run: no version is registered; a resume of {run.run_id} registers it")
     message = (
         f"{registration.model_name} version {registration.version} is {registration.alias}: {'; '.join(registration.reasons)}"
+        f"{f'; {problem}' if problem else ''}"
     )
     if registration.alarm is not None:
         return Completed(name="BrokenChampion", message=f"{registration.alarm}; {message}", data=registration)

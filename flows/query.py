@@ -50,14 +50,14 @@ def recommend(config: PipelineConfig, *, user: str, k: int, model_uri: str | Non
 
 
 def recommend_many(config: PipelineConfig, retriever: "Retriever", *, folder: Path) -> "BatchSummary":
-    """Write the recommendations of `retriever` for many users with the settings `recommendations`."""
+    """Write the recommendations of `retriever` for many users with the settings `delivery.recommendations`."""
     from tasks.delivery.recommendations import write_recommendations  # imports torch and FAISS
     from tasks.progress.reporting import show_bar
 
-    settings = config.recommendations
+    settings = config.delivery.recommendations
     return write_recommendations(
         retriever,
-        settings.users,
+        settings.user_paths,
         folder=folder,
         k=settings.k,
         options={"exclude_seen": settings.exclude_seen},

@@ -1,8 +1,5 @@
 """The flow `recommend`: the champion's recommendations for many users, as parquet files."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
@@ -12,17 +9,14 @@ from flows.query import load_retriever, recommend_many
 from recsys_core.errors import InputError
 from recsys_core.parent_process import die_with_parent
 
-if TYPE_CHECKING:
-    from tasks.delivery.recommendations import BatchSummary
-
 
 @flow(name="recommend", validate_parameters=True, on_crashed=[name_unknown_parameters])
 def recommend(pipeline: ConfigPath, overrides: Overrides = ()) -> State:
-    """Write the champion's recommendations for the users in recommendations.users to recommendations.folder.
+    """Write the champion's recommendations for many users to parquet files, with the settings `delivery.recommendations`.
 
     Args:
         pipeline: Path of the config file on the worker.
-        overrides: Settings that differ from the config file, as key=value, for example recommendations.k=20.
+        overrides: Settings that differ from the config file, as key=value, for example delivery.recommendations.k=20.
 
     Returns:
         The end state Completed.
@@ -34,16 +28,8 @@ def recommend(pipeline: ConfigPath, overrides: Overrides = ()) -> State:
     die_with_parent()  # has an effect only under `nightjar up`
     config = load_form_config(pipeline, overrides)
     name_flow_run(config.name, "recommend")
-    if config.recommendations.folder is None:
-        raise InputError("recommendations.folder is not set; set it to the folder for the files")
-    summary = recommend_many(config, load_retriever(config), folder=config.recommendations.folder)
-    return Completed(message=describe(summary, folder=config.recommendations.folder))
-
-
-def describe(summary: "BatchSummary", *, folder: Path) -> str:
-    """Return the result in one sentence."""
-    num_by_popularity = summary.num_rows_by_fallback["popularity"]
-    return (
-        f"{folder}: {summary.k} items for each of {summary.num_rows:,} users by version {summary.version}; "
-        f"{num_by_popularity:,} users got the most popular items"
-    )
+    folder = config.delivery.recommendations.folder
+    if folder is None:
+        raise InputError("delivery.recommendations.folder is not set; set it to the folder for the files")
+    summary = recommend_many(config, load_retriever(config), folder=folder)
+    return Completed(message=f"{folder}: {summary.text}")

@@ -15,6 +15,7 @@ from flows.cli import operations, output
 from flows.cli.arguments import DEFAULT_CONFIG_PATH, AsJson, ConfigOptions, Overrides, takes_config
 from flows.interruption import Interrupted, end_process
 from flows.settings.environment import silence_libraries
+from recsys_core.config import is_uri
 from recsys_core.errors import NightjarError
 from tasks.runs.context import Promote, RunOptions
 
@@ -171,18 +172,20 @@ def query(
 def recommend(
     options: ConfigOptions,
     users: Annotated[
-        str | None, typer.Option(help="parquet files with user_id, history or features; by default recommendations.users")
+        str | None, typer.Option(help="parquet files with user_id, history or features; by default as in the config")
     ] = None,
-    k: Annotated[int | None, typer.Option("-k", min=1, help="items per user; by default recommendations.k")] = None,
-    out: Annotated[Path | None, typer.Option(help="folder for the files; by default recommendations.folder")] = None,
+    k: Annotated[int | None, typer.Option("-k", min=1, help="items per user; by default as in the config")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for the files; by default as in the config")] = None,
     model: Annotated[
         str | None, typer.Option(metavar="URI", help="a version other than the champion, e.g. models:/nightjar/3")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the champion's recommendations for many users to parquet files."""
-    settings = {"users": users, "k": k, "folder": out and str(out.absolute())}
-    overrides = [f"recommendations.{name}={json.dumps(value)}" for name, value in settings.items() if value is not None]
+    """Write the champion's recommendations for many users to parquet files. The defaults are in delivery.recommendations."""
+    user_paths = users if users is None or is_uri(users) else str(Path(users).absolute())
+    settings = {"user_paths": user_paths, "k": k, "folder": out and str(out.absolute())}
+    given = {f"delivery.recommendations.{name}": value for name, value in settings.items() if value is not None}
+    overrides = [f"{setting}={json.dumps(value)}" for setting, value in given.items()]
     config = ConfigOptions(options.path, (*options.overrides, *overrides)).prepare().config
     cli.registry.recommend(config, model_uri=model, as_json=as_json)
 

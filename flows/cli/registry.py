@@ -37,10 +37,10 @@ def query(config: PipelineConfig, *, user: str, k: int, model_uri: str | None, a
 
 
 def recommend(config: PipelineConfig, *, model_uri: str | None, as_json: bool) -> None:
-    """Write the recommendations for many users with the settings `recommendations`, and print how many users got them."""
-    folder = config.recommendations.folder
+    """Write the recommendations for many users with the settings `delivery.recommendations`, and print a summary."""
+    folder = config.delivery.recommendations.folder
     if folder is None:
-        raise InputError("--out is missing, and recommendations.folder is not set; choose a folder for the files")
+        raise InputError("--out is missing, and delivery.recommendations.folder is not set; choose a folder for the files")
     start_s = time.perf_counter()
     retriever = load_retriever(config, model_uri)
     with output.stage_lines():

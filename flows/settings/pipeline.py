@@ -26,7 +26,7 @@ from recsys_core.models.tables.table_config import (
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.training.config import TrainingConfig
-from tasks.delivery.config import RecommendationsConfig
+from tasks.delivery.config import DeliveryConfig
 from tasks.registry.config import RegistryConfig
 from tasks.retention.config import RetentionConfig
 from tasks.tuning.config import TuningConfig
@@ -92,9 +92,8 @@ class PipelineConfig(Settings):
         default_factory=RegistryConfig,
         description="registration in MLflow, and the rule by which a new version becomes champion",
     )
-    recommendations: RecommendationsConfig = Field(
-        default_factory=RecommendationsConfig,
-        description="recommendations for many users, which the champion writes to parquet files",
+    delivery: DeliveryConfig = Field(
+        default_factory=DeliveryConfig, description="what a new champion delivers to other systems than MLflow"
     )
     schedule: ScheduleConfig = Field(
         default_factory=ScheduleConfig, description="when `nightjar up` or a Prefect worker starts runs of the pipeline"

@@ -17,7 +17,7 @@ class RecommendationsConfig(Settings):
         description="folder for the recommendations of the champion. Each promotion replaces its files. Default: "
         "recommendations are written only by `nightjar recommend --out`",
     )
-    users: Annotated[Paths, OPERATIONAL] = Field(
+    user_paths: Annotated[Paths, OPERATIONAL] = Field(
         (),
         description="parquet files with one row per query: the column `user_id`, the column `history` (a list of item ids), or "
         "columns of features. Default: all users of the model",
@@ -26,3 +26,12 @@ class RecommendationsConfig(Settings):
         100, ge=1, le=MAX_RECOMMENDED_ITEMS, description="number of items that each user gets"
     )
     exclude_seen: Annotated[bool, OPERATIONAL] = Field(True, description="whether the items of a user's history are left out")
+
+
+class DeliveryConfig(Settings):
+    """Systems outside of MLflow that get the champion."""
+
+    recommendations: RecommendationsConfig = Field(
+        default_factory=RecommendationsConfig,
+        description="recommendations for many users, which the champion writes to parquet files",
+    )

@@ -24,7 +24,7 @@ from recsys_core.serving.answers import FALLBACKS, Recommendations
 from recsys_core.serving.description import QUERY_COLUMNS
 from recsys_core.serving.retriever import Retriever, SearchOptions
 
-SUMMARY_FILE_NAME = "recommendations.json"
+SUMMARY_FILE_NAME = "_recommendations.json"
 MAX_BATCH_ROWS = 1 << 14
 MAX_BATCH_ITEMS = 1 << 22
 """Largest number of recommended items in memory."""
@@ -36,7 +36,7 @@ OnProgress = Callable[[int, int], None]
 
 
 class BatchSummary(NamedTuple):
-    """Content of recommendations.json.
+    """Content of _recommendations.json.
 
     Attributes:
         columns: columns of the input that were read.
@@ -49,6 +49,14 @@ class BatchSummary(NamedTuple):
     num_rows: int
     columns: list[str]
     num_rows_by_fallback: dict[str, int]
+
+    @property
+    def text(self) -> str:
+        """The content in one sentence."""
+        return (
+            f"{self.k} items for each of {self.num_rows:,} users by version {self.version}; "
+            f"{self.num_rows_by_fallback['popularity']:,} users got the most popular items"
+        )
 
 
 class _Rows(NamedTuple):
@@ -71,7 +79,7 @@ def write_recommendations(
     """Write the recommendations for each row of parquet files, in the same order, to a folder of parquet files.
 
     The columns of the output are user_id (if the input has it), item_ids, scores, fallback and num_unknown_items. The folder
-    also gets recommendations.json. The folder is complete or does not exist; earlier recommendations in it are replaced.
+    also gets _recommendations.json. The folder is complete or does not exist; earlier recommendations in it are replaced.
 
     Args:
         users: paths or globs of parquet files with the column user_id, the column history (a list of item ids), or feature

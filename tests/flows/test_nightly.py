@@ -43,6 +43,7 @@ features: {items: {paths: data/item_features.parquet, id_column: item_id, featur
 model: {embedding_dim: 16, learn_user_embedding: true}
 training: {epochs: 3, batch_size: 64, log_every_steps: 5, checkpoint_every_steps: 20, warm_start: null}
 index: {nlist: 8}
+delivery: {recommendations: {folder: recommendations, k: 7}}
 registry: {model_name: small, smoke_test_users: 300, gate: {kind: margin}, baselines: []}
 """
 
@@ -164,6 +165,8 @@ def test_command_line_python_and_server_answer_the_same_unseen_items(workspace: 
     assert len(set(items)) == 7
     assert set(items) <= set(pq.read_table(workspace.folder / "data/item_embeddings.parquet")["item_id"].to_pylist())
     assert not set(items) & set(log.loc[log["user_id"] == user, "item_id"])
+    recommendations = pq.read_table(workspace.folder / "recommendations").to_pylist()
+    assert {row["user_id"]: row["item_ids"] for row in recommendations}[user] == items
 
     mlflow.set_tracking_uri(tracking_uri(workspace.folder))
     model = mlflow.pyfunc.load_model("models:/small@champion")
@@ -223,6 +226,9 @@ def test_a_challenger_and_a_broken_champion_end_the_flow_in_named_states(
     state = nightly.nightly_retrain.fn(config, run_id="r")
     assert (state.name, state.is_completed()) == (name, True)
     assert state.message == message
+    if promoted:
+        monkeypatch.setattr(nightly, "deliver", lambda config: "the recommendations are old")
+        assert nightly.nightly_retrain.fn(config, run_id="r").message == f"{message}; the recommendations are old"
     assert Run("r", workspace=tmp_path / "workspace").config_file.is_file()
 
 

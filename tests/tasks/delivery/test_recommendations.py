@@ -56,7 +56,7 @@ def test_each_row_of_the_files_gets_the_items_of_a_single_call(retriever: Retrie
     assert [row["fallback"] for row in rows] == [None, "history", "history", "popularity"]
     assert summary.num_rows_by_fallback == {"model": 1, "history": 2, "features": 0, "popularity": 1}
     assert summary.columns == ["user_id", "history", number_column]
-    assert json.loads((output / "recommendations.json").read_text()) == summary._asdict()
+    assert json.loads((output / "_recommendations.json").read_text()) == summary._asdict()
     assert (summary.version, summary.space_id) == (retriever.version, retriever.space_id)
 
 

@@ -52,6 +52,17 @@ def test_a_target_at_position_11_does_not_count_for_hit_rate_at_10(sample: Serve
     assert (metrics["served/hit_rate@10"], metrics["served/recall@20"]) == (0.0, 0.5)
 
 
+def test_items_of_another_catalogue_are_left_out_of_the_lists_and_counted(sample: ServedSample) -> None:
+    known = [*range(110, 120), 105]
+    metrics = measure_answers(answers([-1, *known], []), sample=sample)
+    assert (metrics.num_recommended, metrics.num_unknown) == (12, 1)
+    expected = measure_answers(answers(known, []), sample=sample)
+    assert metrics.users.means("served") == expected.users.means("served")
+    assert (metrics.coverage, expected.num_unknown) == (expected.coverage, 0)
+    eleventh = measure_answers(answers([999, *range(110, 119), 105], []), sample=sample)
+    assert eleventh.users.means("served")["served/hit_rate@10"] == 1  # the tenth of the items that both have
+
+
 def test_valid_answers_have_no_problems(sample: ServedSample) -> None:
     assert invalid_answers(answers(list(range(103, 123)), list(range(104, 124))), sample=sample) == []
 

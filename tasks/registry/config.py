@@ -84,7 +84,8 @@ class RegistryConfig(Settings):
     )
     baselines: tuple[Baseline, ...] = Field(
         ("popularity", "zero_shot"),
-        description="baselines that a version must beat if there is no champion. Every later version must beat `popularity`",
+        description="baselines that a version must beat if there is no champion. Every later version must beat `popularity`, "
+        "if it is one of them",
     )
     smoke_test_users: int = Field(
         20_000,

@@ -155,6 +155,14 @@ def test_a_first_version_must_beat_popularity(num_users: int, rate: float, popul
     assert (name, text in reasons[0]) == (expected, True), reasons
 
 
+def test_a_first_version_that_beats_popularity_but_not_the_nearest_neighbours_of_the_vectors_is_refused() -> None:
+    baselines = {"popularity": served(hits(0.1)).users, "zero_shot": served(hits(0.25)).users}
+    evidence = baseline_evidence(CONFIG, served(hits(0.2)), baselines)
+    assert {item.baseline: item.comparison.outcome for item in evidence} == {"popularity": "accepted", "zero-shot": "rejected"}
+    name, reasons = decide(evidence)
+    assert name == "not_promoted" and "of zero-shot (must be better; users +0 / -" in reasons[0]
+
+
 def test_versions_are_compared_with_a_baseline_on_the_users_that_both_have() -> None:
     new = served(np.ones(1_000, bool))
     baseline = UserMetrics(np.arange(600, 2_000), {name: np.zeros(1_400) for name in SERVED_METRICS})

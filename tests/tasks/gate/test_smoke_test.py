@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recsys_core.errors import StageError
 from tasks.gate import smoke_test
 from tasks.gate.sample import Answers, K, ServedSample, invalid_answers, measure_answers, prepare_sample
 from tasks.gate.smoke_test import ModelProcess, UnusableVersionError, read_answers
@@ -109,6 +110,17 @@ def test_a_version_that_writes_no_parquet_file_is_unusable(sample: ServedSample,
     (tmp_path / "answers.parquet").write_bytes(b"PAR1")
     with pytest.raises(UnusableVersionError, match="without a readable file of answers with the column item_ids"):
         read_answers(tmp_path / "answers.parquet", sample=sample, model_uri="models:/m/1")
+
+
+@pytest.mark.parametrize(("test_items", "num_users"), [([], 0), ([0], 2)])
+def test_a_log_without_a_new_test_item_stops_the_stage(test_items: list[int], num_users: int, tmp_path: Path) -> None:
+    interactions = interactions_stage(
+        tmp_path / "interactions", train=[[0], [0]], validation=[[], []], test=[test_items, test_items], items=3
+    )
+    with pytest.raises(
+        StageError, match=f"none of {num_users} test users has a test item that is not in .*; choose another test"
+    ):
+        prepare_sample(interactions, max_users=5, folder=tmp_path / "sample")
 
 
 def test_the_sample_is_reproducible(tmp_path: Path) -> None:

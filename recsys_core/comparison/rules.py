@@ -31,9 +31,11 @@ class Comparison(Frozen):
         num_users: number of users that are compared.
         new_mean, baseline_mean: means over the users.
         interval: one-sided bounds of the relative difference, at the confidence of the rule; None without bounds.
+        absolute_interval: the same bounds of the difference of the means.
         num_better_users, num_worse_users: number of users whose value is higher or lower with the new version.
         detectable_drop: smallest margin with which an equally good version is accepted with the probability POWER; None if
             unknown.
+        num_needed_users: number of users with which the outcome would be another one than not_enough_data; None if unknown.
     """
 
     outcome: Outcome
@@ -42,9 +44,11 @@ class Comparison(Frozen):
     new_mean: float
     baseline_mean: float
     interval: tuple[float, float] | None = None
+    absolute_interval: tuple[float, float] | None = None
     num_better_users: int
     num_worse_users: int
     detectable_drop: float | None = None
+    num_needed_users: int | None = None
 
     @property
     def is_accepted(self) -> bool:
@@ -187,10 +191,22 @@ class PairedBootstrap(Settings):
             f"{new_mean:.4f}, {difference} from the {baseline_mean:.4f} of {baseline} ({condition}; users "
             f"+{fields['num_better_users']:,} / -{fields['num_worse_users']:,})"
         )
+        num_needed = None
         if outcome == "not_enough_data":
-            num_needed = num_users * (detectable_drop / self.max_relative_drop) ** 2
-            reason += f"; {num_users:,} test users are too few for this margin, which needs about {num_needed:,.0f}"
-        return Comparison(outcome=outcome, reason=reason, interval=interval, detectable_drop=detectable_drop, **fields)
+            reason += f"; {num_users:,} test users are too few for this margin"
+            if math.isfinite(detectable_drop):
+                num_needed = math.ceil(num_users * (detectable_drop / self.max_relative_drop) ** 2)
+                reason += f", which needs about {num_needed:,}"
+        low, high = np.quantile(new_R - baseline_R, [1 - self.confidence, self.confidence]).tolist()
+        return Comparison(
+            outcome=outcome,
+            reason=reason,
+            interval=interval,
+            absolute_interval=(low, high),
+            detectable_drop=detectable_drop,
+            num_needed_users=num_needed,
+            **fields,
+        )
 
     def with_margin(self, max_relative_drop: float) -> Self:
         """Return the rule with another margin, of at least MIN_MARGIN."""
@@ -214,7 +230,7 @@ def _too_few_users(new_U: "Floats", baseline_U: "Floats", *, baseline: str, min_
     fields = _counts_and_means(new_U, baseline_U)
     refused = f"{fields['new_mean']:.4f}, not compared with {baseline}" if num_users else f"not compared with {baseline}"
     reason = f"{refused}: {num_users:,} test users, but the gate needs at least {min_users:,}"
-    return Comparison(outcome="not_enough_data", reason=reason, **fields)
+    return Comparison(outcome="not_enough_data", reason=reason, num_needed_users=max(1, min_users), **fields)
 
 
 def _counts_and_means(new_U: "Floats", baseline_U: "Floats") -> dict[str, Any]:

@@ -23,8 +23,9 @@ from recsys_core.comparison.watch import ALARM_E_VALUE, e_value
 from recsys_core.errors import StageError
 from recsys_core.evaluation.config import FeatureSlice
 from recsys_core.evaluation.metrics import USER_METRICS_FILE, UserMetrics, read_user_metrics
-from recsys_core.manifests import EvaluationManifest
+from recsys_core.manifests import EvaluationManifest, InteractionsManifest
 from tasks.gate.evidence import baseline_evidence, serving_evidence, version_evidence
+from tasks.gate.needed_users import needed_users, small_margin
 from tasks.gate.sample import ServedMetrics, prepare_sample
 from tasks.gate.serving_loss import exact_metrics, means
 from tasks.gate.smoke_test import ModelProcess, UnusableVersionError
@@ -85,6 +86,7 @@ class _Gate:
     options: RunOptions
     registry: Registry
     tester: VersionTester
+    interactions: InteractionsManifest
     baseline_metrics: Mapping[str, UserMetrics]
     exact_metrics: Mapping[str, UserMetrics]
 
@@ -124,7 +126,8 @@ def run_champion_gate(
     if options.reason:
         registry.set_tag(version, RUN_REASON_TAG, options.reason)
     new_metrics = tester.smoke_test(version)
-    gate = _Gate(version, config, options, registry, tester, baseline_metrics, exact_metrics(context, sample))
+    interactions = context.dataset.interactions
+    gate = _Gate(version, config, options, registry, tester, interactions, baseline_metrics, exact_metrics(context, sample))
     decision = _compare_and_promote(gate, new_metrics)
     assert version.run_id is not None  # get_or_create_version creates every version from an MLflow run
     registry.call(log_metrics, registry.client, version.run_id, as_metrics(decision.metrics))
@@ -264,21 +267,45 @@ def _compare_with_version(
     )
     popularity = {name: metrics for name, metrics in gate.baseline_metrics.items() if name == "popularity"}
     evidence += baseline_evidence(gate.config, new, popularity) + serving_evidence(gate.config, new, gate.exact_metrics)
-    verdict, reasons = decide(evidence)
+    verdict, reasons = _decided(gate, evidence)
+    if other.num_unknown:
+        reasons = (
+            *reasons,
+            f"version {version.version} was trained on another catalogue: {other.num_unknown:,} of {other.num_recommended:,} "
+            "recommendations are items that this run does not have, and are left out of its lists",
+        )
     drop = spent_drop - (evidence[0].comparison.relative_difference or 0.0)
     return Decision(
         verdict,
-        (*reasons[:1], *missing_evidence(evidence)) if verdict == "promoted" else reasons,
+        reasons,
         new.users.means("served") | other.users.means(role) | means(gate.exact_metrics),
         tuple(evidence),
         spent_drop=max(0.0, drop),
     )
 
 
+def _decided(gate: _Gate, evidence: Sequence[Evidence]) -> tuple[Verdict, tuple[str, ...]]:
+    """Return the verdict, its reasons, and sentences about users that are too few."""
+    verdict, reasons = decide(evidence)
+    match verdict:
+        case "promoted":
+            is_of_version = evidence[0].baseline.startswith("version") if evidence else False
+            reasons = (*(reasons[:1] if is_of_version else reasons), *missing_evidence(evidence))
+            return verdict, (*reasons, *small_margin(evidence, config=gate.config))
+        case "not_enough_data":
+            sample = gate.tester.sample
+            return verdict, (
+                *reasons,
+                *needed_users(evidence, config=gate.config, sample=sample, interactions=gate.interactions),
+            )
+        case "not_promoted":
+            return verdict, reasons
+
+
 def _compare_with_baselines(gate: _Gate, new: ServedMetrics, *, situation: str) -> Decision:
     """Compare a version with the baselines of the config. Without a champion, a version must be better than each of them."""
     evidence = baseline_evidence(gate.config, new, gate.baseline_metrics)
     evidence += serving_evidence(gate.config, new, gate.exact_metrics)
-    verdict, reasons = decide(evidence)
-    reasons = (situation, *reasons, *missing_evidence(evidence)) if verdict == "promoted" else (*reasons, situation)
+    verdict, reasons = _decided(gate, evidence)
+    reasons = (situation, *reasons) if verdict == "promoted" else (*reasons, situation)
     return Decision(verdict, reasons, new.users.means("served") | means(gate.exact_metrics), tuple(evidence))

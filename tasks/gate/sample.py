@@ -138,6 +138,8 @@ class ServedMetrics(NamedTuple):
         coverage: share of the catalogue that is recommended to at least one user.
         cpu_ms_per_user: CPU time of the answers per user; NaN if the total for all users is below MIN_CPU_S.
         num_bytes: size of the model's files.
+        num_recommended: number of recommendations, for all users.
+        num_unknown: number of them whose item is not in the catalogue. They are left out of the metrics.
     """
 
     users: UserMetrics
@@ -145,6 +147,8 @@ class ServedMetrics(NamedTuple):
     coverage: float
     cpu_ms_per_user: float
     num_bytes: int
+    num_recommended: int = 0
+    num_unknown: int = 0
 
 
 class Answers(NamedTuple):
@@ -181,13 +185,14 @@ def invalid_answers(answers: Answers, *, sample: ServedSample) -> list[str]:
 def measure_answers(answers: Answers, *, sample: ServedSample) -> ServedMetrics:
     """Return the metrics of the users with a target that is not in the user's history.
 
-    The metrics are defined as in the exact evaluation. A target that is not recommended has the last position.
+    The metrics are defined as in the exact evaluation. A target that is not recommended has the last position. Items that are
+    not in the catalogue, of a version that was trained on another one, are left out of the lists.
     """
     recommendations = _parse_answers(answers.item_ids, sample)
-    num_items = sample.num_items
-    pair_L = np.where(recommendations.item_row_L >= 0, recommendations.user_L * num_items + recommendations.item_row_L, -1)
-    answer_offset_U = np.cumsum(recommendations.num_items_U) - recommendations.num_items_U
-    position_L = np.arange(len(pair_L)) - np.repeat(answer_offset_U, recommendations.num_items_U)
+    num_items, is_known_L = sample.num_items, recommendations.item_row_L >= 0
+    user_L, item_row_L = recommendations.user_L[is_known_L], recommendations.item_row_L[is_known_L]
+    pair_L, num_known_U = user_L * num_items + item_row_L, np.bincount(user_L, minlength=sample.num_users)
+    position_L = np.arange(len(pair_L)) - np.repeat(np.cumsum(num_known_U) - num_known_U, num_known_U)
     _, hit_target_index, hit_answer_index = np.intersect1d(sample.target_pair_T, pair_L, return_indices=True)
     target_position_T = np.full(len(sample.target_pair_T), num_items)
     target_position_T[hit_target_index] = position_L[hit_answer_index]
@@ -203,9 +208,11 @@ def measure_answers(answers: Answers, *, sample: ServedSample) -> ServedMetrics:
     return ServedMetrics(
         users=metrics_of(np.ones(len(target_position_T), np.bool_)),
         users_by_slice={name: metrics_of(mask_T) for name, mask_T in sample.slices.items()},
-        coverage=len(np.unique(recommendations.item_row_L[recommendations.item_row_L >= 0])) / num_items,
+        coverage=len(np.unique(item_row_L)) / num_items,
         cpu_ms_per_user=1_000 * answers.cpu_s / sample.num_users if answers.cpu_s >= MIN_CPU_S else math.nan,
         num_bytes=answers.num_bytes,
+        num_recommended=len(is_known_L),
+        num_unknown=int(np.sum(~is_known_L)),
     )
 
 

@@ -1,4 +1,4 @@
-"""Model card of a version, in Markdown: data, metrics with intervals beside baselines, slices, limits, and how to serve it."""
+"""Model card of a version, in Markdown: data, metrics with intervals next to baselines, slices, limits, and how to serve it."""
 
 from mlflow.entities import Run as MlflowRun
 

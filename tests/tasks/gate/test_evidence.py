@@ -48,6 +48,22 @@ def test_a_version_that_loses_one_percent_is_promoted_until_earlier_promotions_h
     assert name == "not_promoted" and "(margin -0.5 %" in reason
 
 
+@pytest.mark.parametrize("rule", [Margin(), PairedBootstrap(num_resamples=200)], ids=lambda rule: rule.kind)
+def test_thirty_runs_that_lose_a_little_each_lose_at_most_the_margin_in_total(rule: Margin | PairedBootstrap) -> None:
+    """Each version is 1.5 % worse than the champion, which alone would pass."""
+    best_rate = champion_rate = 0.4
+    spent_drop, num_promoted = 0.0, 0
+    for _ in range(30):
+        new, champion = served(hits(0.985 * champion_rate)), served(hits(champion_rate))
+        config = CONFIG.model_copy(update={"gate": rule})
+        evidence = version_evidence(config, new, champion, label="version 7", spent_drop=spent_drop)
+        if decide(evidence)[0] == "promoted":
+            spent_drop = max(0.0, spent_drop - (evidence[0].comparison.relative_difference or 0.0))
+            champion_rate, num_promoted = 0.985 * champion_rate, num_promoted + 1
+    assert num_promoted >= 1
+    assert champion_rate >= (1 - rule.max_relative_drop) * best_rate * 0.995  # up to the difference of rates and hits
+
+
 def test_a_version_that_is_worse_on_one_slice_alone_is_refused() -> None:
     hit_U = hits(0.2)
     worse_U = hit_U.copy()
@@ -137,6 +153,14 @@ def test_a_first_version_must_beat_popularity(num_users: int, rate: float, popul
     evidence = baseline_evidence(CONFIG, served(hits(rate, num_users=num_users)), {"popularity": baseline})
     name, reasons = decide(evidence)
     assert (name, text in reasons[0]) == (expected, True), reasons
+
+
+def test_a_first_version_that_beats_popularity_but_not_the_nearest_neighbours_of_the_vectors_is_refused() -> None:
+    baselines = {"popularity": served(hits(0.1)).users, "zero_shot": served(hits(0.25)).users}
+    evidence = baseline_evidence(CONFIG, served(hits(0.2)), baselines)
+    assert {item.baseline: item.comparison.outcome for item in evidence} == {"popularity": "accepted", "zero-shot": "rejected"}
+    name, reasons = decide(evidence)
+    assert name == "not_promoted" and "of zero-shot (must be better; users +0 / -" in reasons[0]
 
 
 def test_versions_are_compared_with_a_baseline_on_the_users_that_both_have() -> None:

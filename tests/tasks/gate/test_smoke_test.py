@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recsys_core.errors import StageError
 from tasks.gate import smoke_test
 from tasks.gate.sample import Answers, K, ServedSample, invalid_answers, measure_answers, prepare_sample
 from tasks.gate.smoke_test import ModelProcess, UnusableVersionError, read_answers
@@ -53,6 +54,17 @@ def test_metrics_count_each_target_once_and_skip_users_whose_targets_are_in_thei
 def test_a_target_at_position_11_does_not_count_for_hit_rate_at_10(sample: ServedSample) -> None:
     metrics = measure_answers(answers([*range(110, 120), 105], []), sample=sample).users.means("served")
     assert (metrics["served/hit_rate@10"], metrics["served/recall@20"]) == (0.0, 0.5)
+
+
+def test_items_of_another_catalogue_are_left_out_of_the_lists_and_counted(sample: ServedSample) -> None:
+    known = [*range(110, 120), 105]
+    metrics = measure_answers(answers([-1, *known], []), sample=sample)
+    assert (metrics.num_recommended, metrics.num_unknown) == (12, 1)
+    expected = measure_answers(answers(known, []), sample=sample)
+    assert metrics.users.means("served") == expected.users.means("served")
+    assert (metrics.coverage, expected.num_unknown) == (expected.coverage, 0)
+    eleventh = measure_answers(answers([999, *range(110, 119), 105], []), sample=sample)
+    assert eleventh.users.means("served")["served/hit_rate@10"] == 1  # the tenth of the items that both have
 
 
 def test_valid_answers_have_no_problems(sample: ServedSample) -> None:
@@ -101,6 +113,17 @@ def test_a_version_that_writes_no_parquet_file_is_unusable(sample: ServedSample,
     (tmp_path / "answers.parquet").write_bytes(b"PAR1")
     with pytest.raises(UnusableVersionError, match="without a readable file of answers with the column item_ids"):
         read_answers(tmp_path / "answers.parquet", sample=sample, model_uri="models:/m/1")
+
+
+@pytest.mark.parametrize(("test_items", "num_users"), [([], 0), ([0], 2)])
+def test_a_log_without_a_new_test_item_stops_the_stage(test_items: list[int], num_users: int, tmp_path: Path) -> None:
+    interactions = interactions_stage(
+        tmp_path / "interactions", train=[[0], [0]], validation=[[], []], test=[test_items, test_items], items=3
+    )
+    with pytest.raises(
+        StageError, match=f"none of {num_users} test users has a test item that is not in .*; choose another test"
+    ):
+        prepare_sample(interactions, max_users=5, folder=tmp_path / "sample")
 
 
 def test_the_sample_is_reproducible(tmp_path: Path) -> None:

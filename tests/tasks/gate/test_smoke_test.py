@@ -5,15 +5,19 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recsys_core.dataset.feature_store import Feature, FeatureStore
 from recsys_core.errors import StageError
+from recsys_core.evaluation.config import FeatureSlice
+from recsys_core.manifests import IngestedFeature
 from tasks.gate import smoke_test
 from tasks.gate.sample import Answers, K, ServedSample, invalid_answers, measure_answers, prepare_sample
 from tasks.gate.smoke_test import ModelProcess, UnusableVersionError, read_answers
-from tests.recsys_core.evaluation.stage_folders import interactions_stage
+from tests.recsys_core.evaluation.stage_folders import features_stage, interactions_stage
 
 ITEMS = 30
 
@@ -124,6 +128,46 @@ def test_a_log_without_a_new_test_item_stops_the_stage(test_items: list[int], nu
         StageError, match=f"none of {num_users} test users has a test item that is not in .*; choose another test"
     ):
         prepare_sample(interactions, max_users=5, folder=tmp_path / "sample")
+
+
+def test_the_sample_has_slices_by_features_of_users_items_and_events(tmp_path: Path) -> None:
+    # The events are 0 1 |2 2|, 0 |0 1 3|, 3 |0|. The targets are 2, then 1 and 3, then 0; the log has the events 0 to 9.
+    interactions = interactions_stage(
+        tmp_path / "interactions", train=[[0, 1], [0], [3]], validation=[[]] * 3, test=[[2, 2], [0, 1, 3], [0]], items=4
+    )
+    rows_by_feature = {"user.age": [1, 2, 2], "item.brand": [1, 2, 1, 0], "context.hour": [1, 1, 2, 1, 1, 1, 2, 1, 1, 2]}
+    columns = {key: Feature(np.array(rows, np.int32), None, None) for key, rows in rows_by_feature.items()}
+    columns["item.tags"] = Feature(np.zeros(0, np.int32), np.zeros(5, np.int64), None)
+    fields = dict.fromkeys(("num_values", "num_out_of_vocabulary", "num_missing"), 0)
+    facts = {
+        key: IngestedFeature(
+            kind="list" if key == "item.tags" else "categorical", num_rows=3, definition="", is_continued=False, **fields
+        )
+        for key in columns
+    }
+    sample = prepare_sample(
+        interactions,
+        max_users=3,
+        folder=tmp_path / "sample",
+        features=features_stage(tmp_path / "features", FeatureStore(columns), facts=facts),
+        feature_slices=[FeatureSlice(feature=key, min_users=7 if key == "user.age" else None) for key in columns],
+    )
+    assert (sample.target_pair_T % 4).tolist() == [2, 1, 3, 0]
+    targets = {name: np.flatnonzero(mask_T).tolist() for name, mask_T in sample.slices.items() if "." in name}
+    assert targets == {
+        "user.age=(hash 1)": [0],
+        "user.age=(hash 2)": [1, 2, 3],
+        "item.brand=(hash 1)": [0, 3],
+        "item.brand=(hash 2)": [1],
+        "item.brand=(other)": [2],
+        "context.hour=(hash 2)": [0, 1, 3],
+        "context.hour=(hash 1)": [2],
+        "item.tags": [],  # no item has a value: the slice stays visible, and is not enough data
+    }
+    assert {name: sample.min_users_by_slice[name] for name in ("user.age=(hash 1)", "item.tags")} == {
+        "user.age=(hash 1)": 7,
+        "item.tags": None,
+    }
 
 
 def test_the_sample_is_reproducible(tmp_path: Path) -> None:

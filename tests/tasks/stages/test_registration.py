@@ -1,6 +1,7 @@
 """Registration of real packages on a real sqlite MLflow; tests of the subprocess start a real one."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from tasks.gate.smoke_test import ModelProcess
 from tasks.registry.loading import load_version
 from tasks.registry.mlflow_client import connect
 from tasks.registry.releases import champion_of, list_releases
+from tasks.stages.registration import verdict_page
 from tests.tasks.conftest import ITEMS, STEPS, Stages
 from tests.tasks.registration import aliases, do_register, run_of, version_tags
 
@@ -84,6 +86,16 @@ def test_the_logged_model_has_its_own_code_and_no_pickle(
     required = (model / "artifacts" / "requirements.txt").read_text().split()
     assert all("==" in line for line in required)
     assert any(line.startswith("faiss-") for line in required)
+
+
+def test_the_verdict_in_prefect_has_the_reasons_and_the_path_of_the_decision_page(
+    workspace: Path, stages: BuildStages, predicted_here: list[str]
+) -> None:
+    made = do_register(stages(), run_of(workspace, "one"))
+    page = verdict_page(made, evaluation=stages().evaluation, data_report=stages().data_report)
+    assert page.startswith("## m version 1 is champion\n\nthere was no champion\n\n")
+    (decision_path,) = re.findall(r"All comparisons: `(.*)`", page)
+    assert "<h2>Promoted: this version is the champion</h2>" in Path(decision_path).read_text()
 
 
 def test_a_worse_version_becomes_challenger_and_an_equal_one_champion(

@@ -49,7 +49,7 @@ def test_a_missing_setting_has_its_default(file: Path) -> None:
             "sharding: {tables: {item: {sharding_type: [row_wise]}}}",
             "sharding.tables.item.sharding_type: unknown key; did you mean sharding.tables.item.sharding_types?",
         ),
-        ("package: {zzz: 1}", "package.zzz: unknown key; the known keys are quantization"),
+        ("package: {zzz: 1}", "package.zzz: unknown key; the known keys are quantization, users"),
         ("training: {epochs: 0}", "training.epochs: Input should be greater than or equal to 1, but it is 0"),
         ("model: {similarity: l2}", "model.similarity: Input should be 'cosine' or 'dot', but it is 'l2'"),
         ("model: {query: {layers: [64, x]}}", "model.query.layers.1: Input should be a valid integer"),

@@ -253,6 +253,12 @@ def test_contradicting_stages_are_rejected_with_advice(file: Path, override: str
     assert "set " in error
 
 
+def test_a_model_of_user_embeddings_needs_stored_users(file: Path) -> None:
+    error = message(file, "package.users=none", "model.learn_user_embedding=true")
+    assert "package.users is none, but the model reads an embedding of each user" in error
+    assert load_config(file, ["package={users: none, quantization: none}"]).package.quantization == "fp32"
+
+
 def test_a_setting_of_an_unknown_table_lists_the_known_tables(file: Path) -> None:
     for table in ("item.brand", "item_offset", "item_teacher"):
         for group in ("tables", "sharding.tables"):

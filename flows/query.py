@@ -9,11 +9,12 @@ from flows.settings.pipeline import PipelineConfig
 from recsys_core.config import Frozen
 from recsys_core.errors import InputError, shown
 from recsys_core.serving.requests import respond
-from tasks.registry.loading import LoadedVersion, load_version
+from tasks.registry.loading import LoadedVersion, load_version, newest_version
 
 if TYPE_CHECKING:
     from recsys_core.serving.retriever import Retriever
     from tasks.delivery.recommendations import BatchSummary
+    from tasks.registry.version_overlap import VersionOverlap
 
 _MODEL_URI_PATTERN = re.compile(r"models:/([^/@]+)(?:/(\d+)|@([^/@]+))")
 
@@ -102,6 +103,24 @@ def recommend_many(config: PipelineConfig, retriever: "Retriever", *, folder: Pa
             "recommend", num_done=num_done, num_total=num_rows, note=f"{num_done:,} of {num_rows:,} users"
         ),
     )
+
+
+def compare_versions(
+    config: PipelineConfig, *, version: str | None, other: str, num_users: int, k: int
+) -> "tuple[str, str, VersionOverlap]":
+    """Return the numbers of two versions, and how much their recommendations differ.
+
+    Args:
+        version: number or alias; None for the newest version.
+        other: number or alias of the version that it is compared with.
+    """
+    from tasks.registry.version_overlap import overlap  # imports torch and FAISS
+
+    model_name = config.registry.model_name
+    if version is None:
+        version = newest_version(config.workspace, model_name)
+    before, after = (load_version(config.workspace, model_name=model_name, version=name) for name in (other, version))
+    return before.version, after.version, overlap(before.retriever, after.retriever, num_users=num_users, k=k)
 
 
 def load_retriever(config: PipelineConfig, model_uri: str | None = None) -> "Retriever":

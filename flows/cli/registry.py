@@ -10,7 +10,7 @@ from typing import Any, Literal
 from flows.cli import output
 from flows.cli.session import one_sentence_errors
 from flows.interruption import interruptible
-from flows.query import QueryAnswer, load_retriever, recommend_many
+from flows.query import QueryAnswer, compare_versions, load_retriever, recommend_many
 from flows.query import recommend as recommend_to_one
 from flows.settings.config_file import LoadedConfig
 from flows.settings.pipeline import PipelineConfig
@@ -121,6 +121,46 @@ def releases(loaded: LoadedConfig, *, as_json: bool) -> None:
     ]
     metric_titles = [name.removeprefix("served/") for name in metric_names]
     output.print_table(["version", "alias", "created (UTC)", *metric_titles, "run", "reason"], rows)
+
+
+def compare(loaded: LoadedConfig, *, version: str | None, other: str, num_users: int, k: int, as_json: bool) -> None:
+    """Print the served metrics of two versions, the overlap of their recommendations, and the items that move most."""
+    config = loaded.config
+    before, after, overlap = compare_versions(config, version=version, other=other, num_users=num_users, k=k)
+    client = connect(config.workspace)
+    releases = call_with_deadline(lambda: list_releases(client, config.registry.model_name), uri=client.tracking_uri)
+    metrics_by_version: dict[str, Any] = {str(release["version"]): release["metrics"] for release in releases}
+    metrics_before, metrics_after = metrics_by_version[before], metrics_by_version[after]
+    served = {name: (metrics_before.get(name), metrics_after.get(name)) for name in {**metrics_before, **metrics_after}}
+    served = {name: values for name, values in served.items() if name.startswith(("served/", "exact_", "index/"))}
+    if as_json:
+        output.print_json(json.dumps({"versions": [before, after], "metrics": served, "recommendations": overlap.model_dump()}))
+        return
+    output.print_line(f"version {after}, compared with version {before}")
+    output.print_table(
+        ["metric", f"version {before}", f"version {after}", "difference"],
+        [
+            [name, output.format_metric(old), output.format_metric(new), "-" if None in (old, new) else f"{new - old:+.4f}"]
+            for name, (old, new) in served.items()
+        ],
+    )
+    output.print_line(
+        f"\n{overlap.num_users:,} users: {overlap.mean_overlap:.1%} of the top {overlap.k} are the same items; "
+        f"{overlap.num_equal_lists:,} users have equal lists"
+    )
+    if overlap.movers:
+        has_titles = any(mover.title is not None for mover in overlap.movers)
+        rows = [
+            [
+                *([mover.title or "-"] if has_titles else []),
+                str(mover.item_id),
+                f"{mover.num_users_before:,}",
+                f"{mover.num_users_after:,}",
+            ]
+            for mover in overlap.movers
+        ]
+        titles = [*(["title"] if has_titles else []), "item", f"users of version {before}", f"users of version {after}"]
+        output.print_table(titles, rows)
 
 
 def choose_champion(loaded: LoadedConfig, command: Literal["promote", "rollback"], parameters: Mapping[str, Any]) -> None:

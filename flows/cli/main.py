@@ -194,6 +194,22 @@ def recommend(
     cli.registry.recommend(config, model_uri=model, as_json=as_json)
 
 
+@app.command(epilog="Example: nightjar serve nightly.yaml --port 8080 --workers 4")
+@takes_config
+def serve(
+    options: ConfigOptions,
+    host: Annotated[str | None, typer.Option(help="address to listen on, instead of serve.host")] = None,
+    port: Annotated[int | None, typer.Option(help="port to listen on, instead of serve.port; 0: a free port")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="number of processes, instead of serve.workers")] = None,
+    alias: Annotated[str, typer.Option(help="alias of the version to serve; the server follows it")] = "champion",
+) -> None:
+    """Serve the champion over HTTP, and follow the registry, until Ctrl-C or SIGTERM."""
+    settings = {"serve.host": host, "serve.port": port, "serve.workers": workers}
+    overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items() if value is not None]
+    config = ConfigOptions(options.path, (*options.overrides, *overrides)).prepare().config
+    cli.registry.serve(config, alias=alias)
+
+
 app.registered_commands += operations.commands.registered_commands
 
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -93,6 +95,32 @@ def recommend(config: PipelineConfig, *, model_uri: str | None, as_json: bool) -
             "items from": ", ".join(f"{name}: {count:,} users" for name, count in rows_by_origin.items()),
         }
     )
+
+
+def serve(config: PipelineConfig, *, alias: str) -> None:
+    """Serve the version with an alias over HTTP until Ctrl-C or SIGTERM."""
+    from tasks.serve.registry_champion import RegistryChampion
+    from tasks.serve.server import serve as serve_champion
+
+    stop = threading.Event()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, lambda *_: stop.set())
+
+    def print_address(url: str, version: str) -> None:
+        model_name = config.registry.model_name
+        output.print_facts(
+            {
+                "serving": f"{model_name} version {version}, in {config.serve.num_workers} processes",
+                "requests": f"{url}/recommend, {url}/similar",
+                "schema": f"{url}/openapi.json",
+                "state": f"{url}/readyz, {url}/metrics",
+                "end": "Ctrl-C",
+            }
+        )
+
+    with output.log_lines():
+        champion = RegistryChampion(config.workspace, model_name=config.registry.model_name, alias=alias)
+        serve_champion(config.serve, champion, stop=stop, on_ready=print_address)
 
 
 def releases(loaded: LoadedConfig, *, as_json: bool) -> None:

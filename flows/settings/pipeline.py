@@ -10,6 +10,7 @@ from flows.settings.schedule import ScheduleConfig
 from recsys_core.config import Folder, PipelineName, Settings, is_uri
 from recsys_core.data_report.limits import DataReportConfig
 from recsys_core.evaluation.config import EvaluationConfig, FeatureSlice
+from recsys_core.http_server.config import ServeConfig
 from recsys_core.ingest import InputConfig
 from recsys_core.ingest.features.config import FeaturesConfig
 from recsys_core.ingest.log.config import InteractionsConfig
@@ -95,6 +96,7 @@ class PipelineConfig(Settings):
     delivery: DeliveryConfig = Field(
         default_factory=DeliveryConfig, description="what a new champion delivers to other systems than MLflow"
     )
+    serve: ServeConfig = Field(default_factory=ServeConfig, description="the HTTP server of `nightjar serve`")
     schedule: ScheduleConfig = Field(
         default_factory=ScheduleConfig, description="when `nightjar up` or a Prefect worker starts runs of the pipeline"
     )

@@ -33,7 +33,9 @@ from recsys_core.evaluation.estimates import (
 )
 from recsys_core.evaluation.held_out import HeldOut, load_held_out
 from recsys_core.evaluation.metrics import TargetPositions
-from recsys_core.evaluation.ranking import Ranking, rank_among, rank_by_order, rank_by_scores, rank_served
+from recsys_core.evaluation.ranking.catalogue import rank_by_scores
+from recsys_core.evaluation.ranking.queries import Ranking
+from recsys_core.evaluation.ranking.served import rank_among, rank_by_order, rank_served
 from recsys_core.evaluation.slices import feature_slices, item_slices, user_slices
 from recsys_core.manifests import (
     Dataset,

@@ -13,7 +13,7 @@ from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import Int64Array, JaggedArray, ragged_ranges
 from recsys_core.evaluation.baselines import cold_rows, popularity_before
 from recsys_core.evaluation.config import EvaluationConfig
-from recsys_core.evaluation.ranking import Queries, Ranking
+from recsys_core.evaluation.ranking.queries import Queries, Ranking
 from recsys_core.manifests import ExportManifest, InteractionsManifest
 from recsys_core.models.spec import ModelSpec
 from recsys_core.seeds import EVALUATION_USERS_SEED

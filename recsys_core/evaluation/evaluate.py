@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import InputError, StageError
 from recsys_core.evaluation import closed_form, diversity, metrics
@@ -31,11 +31,18 @@ from recsys_core.evaluation.estimates import (
     prefixed,
     slice_reports,
 )
-from recsys_core.evaluation.held_out import HeldOut, load_held_out
+from recsys_core.evaluation.held_out import HeldOut, cold_queries, load_held_out, ranking_settings
 from recsys_core.evaluation.metrics import TargetPositions
 from recsys_core.evaluation.ranking.catalogue import rank_by_scores
 from recsys_core.evaluation.ranking.queries import Ranking
-from recsys_core.evaluation.ranking.served import rank_among, rank_by_order, rank_served
+from recsys_core.evaluation.ranking.served import (
+    add_unknown_queries,
+    candidate_order,
+    rank_among,
+    rank_by_order,
+    rank_served,
+)
+from recsys_core.evaluation.ranking.stored import read_ranking
 from recsys_core.evaluation.slices import feature_slices, item_slices, user_slices
 from recsys_core.manifests import (
     Dataset,
@@ -134,19 +141,19 @@ def evaluate(
     if not export.num_queries.get("test", 0):
         raise InputError("the test split has no event, so nothing can be evaluated; change interactions.split")
     with stage.writing() as output_folder:
-        item_vector_ID, store = torch.from_numpy(np.load(export.path("item_vectors.npy"))), EventStore.open(interactions)
+        store = EventStore.open(interactions)
         load = partial(load_held_out, config=config, store=store, export=export, interactions=interactions)
         on_ranked = _counter(on_progress, total=_num_rankings(config, export=export, dataset=dataset))
-        rank = partial(_rank_with_vectors, config=config, on_ranked=on_ranked)
+        rank = _model_ranker(config, export=export, on_ranked=on_ranked)
         held_out = load("test")
         vectors_RD = None if item_embeddings is None else np.load(item_embeddings.vectors_path("item"), mmap_mode="r")
         results = _Results(config, held_out, store=store, vectors_RD=vectors_RD)
         if export.num_queries.get("validation", 0):
-            ranking, cold_ranking = rank(load("validation"), item_vector_ID=item_vector_ID)
+            ranking, cold_ranking = rank("validation", load("validation"))
             if len(ranking.position_T):
                 results.add(prefixed("validation", full_ranking_metrics(ranking, config=config)))
             results.add(prefixed("validation/cold", cold_metrics(cold_ranking, config=config)))
-        ranking, cold_ranking = rank(held_out, item_vector_ID=item_vector_ID)
+        ranking, cold_ranking = rank("test", held_out)
         if not len(ranking.position_T):
             raise InputError(
                 f"the users had already seen all {ranking.num_seen_targets} test targets; set evaluation.exclude_seen to false"
@@ -162,7 +169,9 @@ def evaluate(
             assert vector_row_I is not None  # the ingest requires that items have vectors
             query_BD, vector_ID = zero_shot_vectors(vectors_RD, vector_row_I=vector_row_I, histories=held_out.history)
             every_user = replace(held_out.queries, query_BD=query_BD, is_known_B=np.ones(len(query_BD), np.bool_))
-            ranking, cold_ranking = rank(replace(held_out, queries=every_user), item_vector_ID=vector_ID)
+            ranking, cold_ranking = _rank_with_vectors(
+                replace(held_out, queries=every_user), item_vector_ID=vector_ID, config=config, on_ranked=on_ranked
+            )
             results.add_ranking("zero_shot", ranking)
             results.add(prefixed("baseline/zero_shot/cold", cold_metrics(cold_ranking, config=config)))
         _write_user_metrics(results.positions, held_out, config=config, path=output_folder / metrics.USER_METRICS_FILE)
@@ -176,7 +185,8 @@ def _rank_baselines(
     config: EvaluationConfig, held_out: HeldOut, *, store: EventStore, on_ranked: Callable[[int], None]
 ) -> Iterator[tuple[str, Ranking]]:
     """Yield the name and the ranking of each baseline that needs only the log, and therefore cannot rank cold items."""
-    k, order_I = _num_listed(config), held_out.popularity_order_I
+    settings, order_I = ranking_settings(config), held_out.popularity_order_I
+    k = settings.k
     rank_in_order = partial(rank_by_order, held_out.queries, k=k)
     yield "popularity", rank_in_order(order_I=order_I)
     if "recent_popularity" in config.baselines and store.has_times:
@@ -198,7 +208,7 @@ def _rank_baselines(
         yield (
             name,
             rank_by_scores(
-                held_out.queries, **scores._asdict(), row_C=order_I, k=k, top_only=_is_top_only(config), on_progress=on_ranked
+                held_out.queries, **scores._asdict(), row_C=order_I, k=k, top_only=settings.top_only, on_progress=on_ranked
             ),
         )
 
@@ -235,16 +245,6 @@ def _slice_estimates(slices: Sequence[SliceReport]) -> Estimates:
     }
 
 
-def _is_top_only(config: EvaluationConfig) -> bool:
-    """Return whether no metric needs the positions of the targets behind the top lists."""
-    return "auc" not in config.metrics
-
-
-def _num_listed(config: EvaluationConfig) -> int:
-    """Return the length of the top lists, which has to contain the cut-offs of the served metrics."""
-    return max(*config.ks, *(k for _, k in metrics.SERVED_METRICS.values()))
-
-
 def _write_user_metrics(
     positions_by_ranker: Mapping[str, TargetPositions], held_out: HeldOut, *, config: EvaluationConfig, path: Path
 ) -> None:
@@ -268,7 +268,8 @@ def _num_rankings(config: EvaluationConfig, *, export: ExportManifest, dataset: 
     num_linear = len({"cooccurrence", "closed_form"} & {*config.baselines})
     if export.num_items > config.closed_form.max_items:
         num_linear = 0
-    num_rankings_by_split = {"validation": 1, "test": 1 + (dataset.item_embeddings is not None) + num_linear}
+    num_model = int(export.ranking != ranking_settings(config))
+    num_rankings_by_split = {"validation": num_model, "test": num_model + (dataset.item_embeddings is not None) + num_linear}
     return sum(
         min(count, config.max_users or count) * num_rankings_by_split[split] for split, count in export.num_queries.items()
     )
@@ -286,17 +287,53 @@ def _counter(on_progress: Callable[[int, int], None], *, total: int) -> Callable
     return add
 
 
+def _model_ranker(
+    config: EvaluationConfig, *, export: ExportManifest, on_ranked: Callable[[int], None]
+) -> Callable[[EvaluationSplit, HeldOut], tuple[Ranking, Ranking]]:
+    """Return the function that returns the model's ranking of the catalogue and of the cold items.
+
+    It reads the rankings of the export, or ranks in this process if they were made with other settings.
+    """
+    settings = ranking_settings(config)
+    if export.ranking == settings:
+        return partial(_read_rankings, export=export, k=settings.k)
+    if export.ranking is not None:
+        logger.info(
+            "the settings of the evaluation have changed since the export, so this process ranks the items again; to rank "
+            "them on the ranks of the training, remove the folder %s before the run is resumed", export.folder,
+        )  # fmt: skip
+    item_vector_ID = torch.from_numpy(np.load(export.path("item_vectors.npy")))
+    return lambda split, held_out: _rank_with_vectors(
+        held_out, item_vector_ID=item_vector_ID, config=config, on_ranked=on_ranked
+    )
+
+
+def _read_rankings(split: EvaluationSplit, held_out: HeldOut, *, export: ExportManifest, k: int) -> tuple[Ranking, Ranking]:
+    """Return the rankings that the ranks have written, with the ranking by popularity of the unknown users."""
+    queries, order_I, cold_row_C = held_out.queries, held_out.popularity_order_I, held_out.cold_row_C
+    read = partial(read_ranking, export=export, split=split)
+    ranking = add_unknown_queries(read(queries.known(), num_items=len(order_I), is_cold=False), queries, order_I=order_I, k=k)
+    among_cold = cold_queries(queries, cold_row_C, num_items=len(order_I))
+    cold_ranking = add_unknown_queries(
+        read(among_cold.known(), num_items=len(cold_row_C), is_cold=True),
+        among_cold,
+        order_I=candidate_order(order_I, cold_row_C),
+        k=0,
+    )
+    return ranking, cold_ranking
+
+
 def _rank_with_vectors(
     held_out: HeldOut, *, item_vector_ID: Tensor, config: EvaluationConfig, on_ranked: Callable[[int], None]
 ) -> tuple[Ranking, Ranking]:
-    """Return the ranking of the catalogue by a model, and its ranking of the cold items."""
-    order_I = held_out.popularity_order_I
+    """Return the ranking of the catalogue by inner product, and the ranking of the cold items."""
+    order_I, settings = held_out.popularity_order_I, ranking_settings(config)
     ranking = rank_served(
         held_out.queries,
         item_vector_ID=item_vector_ID,
         order_I=order_I,
-        k=_num_listed(config),
-        top_only=_is_top_only(config),
+        k=settings.k,
+        top_only=settings.top_only,
         device="cuda" if torch.cuda.is_available() else "cpu",
         on_progress=on_ranked,
     )

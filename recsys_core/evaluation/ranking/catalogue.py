@@ -97,7 +97,7 @@ def rank_by_scores(
         scored.add(slice(0, grid.num_columns), score_tile)
         return scored.result()
 
-    with worker_threads(grid) as pool:
+    with worker_threads(grid.num_held_columns) as pool:
         return rank_in_chunks(
             queries,
             partial(pool.map, rank_chunk),
@@ -109,12 +109,12 @@ def rank_by_scores(
 
 
 @contextmanager
-def worker_threads(grid: Grid) -> Iterator[ThreadPoolExecutor]:
-    """Yield the threads that rank chunks on a CPU.
+def worker_threads(num_held_columns: int) -> Iterator[ThreadPoolExecutor]:
+    """Yield the threads that rank chunks on a CPU. num_held_columns: columns whose scores a thread holds at once.
 
     Each thread computes on its own core. The threads of a BLAS library would wait in spin loops for cores that are busy.
     """
-    num_threads = min(torch.get_num_threads(), MAX_SCORES // (MIN_CHUNK_QUERIES * max(1, grid.num_held_columns)))
+    num_threads = min(torch.get_num_threads(), MAX_SCORES // (MIN_CHUNK_QUERIES * max(1, num_held_columns)))
     with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(max(1, num_threads)) as pool:
         yield pool
 

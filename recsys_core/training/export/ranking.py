@@ -162,5 +162,5 @@ def write_rankings(
     ):
         path, first_row = folder / ranking_file(split, content), int(count_W[: process.rank].sum())
         with writer.part(path) as file_part:
-            file_part.add(first_row, 0, torch.from_numpy(part_array.reshape(len(part_array), -1)))
+            file_part.add(first_row, 0, torch.from_numpy(part_array if part_array.ndim == 2 else part_array[:, None]))
         writer.build(path, shape=(int(count_W.sum()), *part_array.shape[1:]), dtype=dtype)

@@ -12,12 +12,9 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from recsys_core.dataset.events import EvaluationSplit, EventStore
-from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.dataset.events import EventStore
 from recsys_core.errors import InputError, StageError
 from recsys_core.evaluation import closed_form, diversity, metrics
 from recsys_core.evaluation.baselines import recent_popularity_order, zero_shot_vectors
@@ -31,18 +28,12 @@ from recsys_core.evaluation.estimates import (
     prefixed,
     slice_reports,
 )
-from recsys_core.evaluation.held_out import HeldOut, cold_queries, load_held_out, ranking_settings
+from recsys_core.evaluation.held_out import HeldOut, load_held_out, ranking_settings
 from recsys_core.evaluation.metrics import TargetPositions
+from recsys_core.evaluation.model_rankings import model_ranker, rank_with_vectors
 from recsys_core.evaluation.ranking.catalogue import rank_by_scores
 from recsys_core.evaluation.ranking.queries import Ranking
-from recsys_core.evaluation.ranking.served import (
-    add_unknown_queries,
-    candidate_order,
-    rank_among,
-    rank_by_order,
-    rank_served,
-)
-from recsys_core.evaluation.ranking.stored import read_ranking
+from recsys_core.evaluation.ranking.served import rank_by_order
 from recsys_core.evaluation.slices import feature_slices, item_slices, user_slices
 from recsys_core.manifests import (
     Dataset,
@@ -144,7 +135,7 @@ def evaluate(
         store = EventStore.open(interactions)
         load = partial(load_held_out, config=config, store=store, export=export, interactions=interactions)
         on_ranked = _counter(on_progress, total=_num_rankings(config, export=export, dataset=dataset))
-        rank = _model_ranker(config, export=export, on_ranked=on_ranked)
+        rank = model_ranker(config, export=export, on_ranked=on_ranked)
         held_out = load("test")
         vectors_RD = None if item_embeddings is None else np.load(item_embeddings.vectors_path("item"), mmap_mode="r")
         results = _Results(config, held_out, store=store, vectors_RD=vectors_RD)
@@ -169,7 +160,7 @@ def evaluate(
             assert vector_row_I is not None  # the ingest requires that items have vectors
             query_BD, vector_ID = zero_shot_vectors(vectors_RD, vector_row_I=vector_row_I, histories=held_out.history)
             every_user = replace(held_out.queries, query_BD=query_BD, is_known_B=np.ones(len(query_BD), np.bool_))
-            ranking, cold_ranking = _rank_with_vectors(
+            ranking, cold_ranking = rank_with_vectors(
                 replace(held_out, queries=every_user), item_vector_ID=vector_ID, config=config, on_ranked=on_ranked
             )
             results.add_ranking("zero_shot", ranking)
@@ -285,58 +276,3 @@ def _counter(on_progress: Callable[[int, int], None], *, total: int) -> Callable
         on_progress(num_ranked, total)
 
     return add
-
-
-def _model_ranker(
-    config: EvaluationConfig, *, export: ExportManifest, on_ranked: Callable[[int], None]
-) -> Callable[[EvaluationSplit, HeldOut], tuple[Ranking, Ranking]]:
-    """Return the function that returns the model's ranking of the catalogue and of the cold items.
-
-    It reads the rankings of the export, or ranks in this process if they were made with other settings.
-    """
-    settings = ranking_settings(config)
-    if export.ranking == settings:
-        return partial(_read_rankings, export=export, k=settings.k)
-    if export.ranking is not None:
-        logger.info(
-            "the settings of the evaluation have changed since the export, so this process ranks the items again; to rank "
-            "them on the ranks of the training, remove the folder %s before the run is resumed", export.folder,
-        )  # fmt: skip
-    item_vector_ID = torch.from_numpy(np.load(export.path("item_vectors.npy")))
-    return lambda split, held_out: _rank_with_vectors(
-        held_out, item_vector_ID=item_vector_ID, config=config, on_ranked=on_ranked
-    )
-
-
-def _read_rankings(split: EvaluationSplit, held_out: HeldOut, *, export: ExportManifest, k: int) -> tuple[Ranking, Ranking]:
-    """Return the rankings that the ranks have written, with the ranking by popularity of the unknown users."""
-    queries, order_I, cold_row_C = held_out.queries, held_out.popularity_order_I, held_out.cold_row_C
-    read = partial(read_ranking, export=export, split=split)
-    ranking = add_unknown_queries(read(queries.known(), num_items=len(order_I), is_cold=False), queries, order_I=order_I, k=k)
-    among_cold = cold_queries(queries, cold_row_C, num_items=len(order_I))
-    cold_ranking = add_unknown_queries(
-        read(among_cold.known(), num_items=len(cold_row_C), is_cold=True),
-        among_cold,
-        order_I=candidate_order(order_I, cold_row_C),
-        k=0,
-    )
-    return ranking, cold_ranking
-
-
-def _rank_with_vectors(
-    held_out: HeldOut, *, item_vector_ID: Tensor, config: EvaluationConfig, on_ranked: Callable[[int], None]
-) -> tuple[Ranking, Ranking]:
-    """Return the ranking of the catalogue by inner product, and the ranking of the cold items."""
-    order_I, settings = held_out.popularity_order_I, ranking_settings(config)
-    ranking = rank_served(
-        held_out.queries,
-        item_vector_ID=item_vector_ID,
-        order_I=order_I,
-        k=settings.k,
-        top_only=settings.top_only,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        on_progress=on_ranked,
-    )
-    unseen = replace(held_out.queries, seen=JaggedArray.empty(len(held_out.history)))  # a cold item is in no history
-    cold_ranking = rank_among(unseen, item_vector_ID=item_vector_ID, order_I=order_I, candidate_rows=held_out.cold_row_C, k=0)
-    return ranking, cold_ranking

@@ -26,7 +26,7 @@ class _Candidates(NamedTuple):
     """Scores that may be in the top lists, in any order of the queries. Equal scores of a query are in ascending columns."""
 
     query_L: NDArray[np.int64]
-    column_L: NDArray[np.int64]
+    column_L: NDArray[Any]
     score_L: Scores
 
 
@@ -37,7 +37,7 @@ class TopLists:
     columns are in random order.
 
     Attributes:
-        column_BK: int64, columns of the k best scores so far; -1 after the last column.
+        column_BK: int32, columns of the k best scores so far; -1 after the last column.
 
     >>> lists = TopLists(1, k=3)
     >>> lists.add([(0, np.array([[1.0, 3.0, -np.inf]])), (3, np.array([[3.0, 9.0]]))])
@@ -50,7 +50,7 @@ class TopLists:
 
     def __init__(self, num_queries: int, *, k: int) -> None:
         self._k = k
-        self.column_BK = np.full((num_queries, k), -1, np.int64)
+        self.column_BK = np.full((num_queries, k), -1, np.int32)
         self._score_BK: Scores | None = None
 
     def add(self, tiles: Iterable[tuple[int, Scores]]) -> None:
@@ -91,7 +91,7 @@ class TopLists:
 
 
 def listed_positions(
-    column_BK: NDArray[np.int64], query_T: NDArray[np.int64], column_T: NDArray[np.int64], *, num_columns: int
+    column_BK: NDArray[Any], query_T: NDArray[np.int64], column_T: NDArray[np.int64], *, num_columns: int
 ) -> NDArray[np.int64]:
     """Return the position of each target in the top list of its query, `num_columns` if it is not in the list, [T].
 

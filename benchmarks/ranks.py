@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -84,14 +85,18 @@ def measure_rank(options: argparse.Namespace) -> dict[str, Any]:
         np.save(Path(options.folder) / f"top-{process.rank}.npy", ranking.top_BK)
         np.save(Path(options.folder) / f"positions-{process.rank}.npy", ranking.position_T)
 
-    measurement = measure_work(rank)
+    start_cpu_s = time.process_time()
+    measurement = measure_work(rank) | {"cpu_s": time.process_time() - start_cpu_s}
     if options.world_size:
         dist.destroy_process_group()
     return measurement
 
 
 def measure_ranks(world_size: int, *, options: argparse.Namespace, top_only: bool) -> dict[str, Any]:
-    """Return the duration, the largest memory of a rank in bytes, and a hash of the ranking. world_size 0: one process."""
+    """Return the duration, the CPU time of all ranks, the largest memory of a rank, and a hash of the ranking.
+
+    world_size: number of ranks; 0 for one process without ranks.
+    """
     num_processes = max(1, world_size)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.ranks", "--folder", folder, "--world-size", str(world_size)]
@@ -111,6 +116,7 @@ def measure_ranks(world_size: int, *, options: argparse.Namespace, top_only: boo
     return {
         "world_size": world_size,
         "seconds": max(measurement["seconds"] for measurement in measurements),
+        "cpu_s": sum(measurement["cpu_s"] for measurement in measurements),
         "rank_bytes": max(measurement["peak_anon_bytes"] - measurement["start_anon_bytes"] for measurement in measurements),
         "sha256": digest.hexdigest(),
     }
@@ -126,14 +132,15 @@ def to_markdown(results: dict[str, Any]) -> str:
         f"top lists of {K} items.",
         "",
         "All contestants use all cores of the machine and compute the same ranking, bit by bit. The memory is the peak of a",
-        "rank, with its vectors and without the libraries. The load average at the start was "
-        f"{results['load']:.1f}, so only large ratios",
-        "of the durations are meaningful.",
+        "rank, with its vectors and without the libraries. The CPU time is the total of all ranks and cores. The load average",
+        f"at the start was {results['load']:.1f}; while other programs run, CPU times are more reliable than durations.",
     ]
     for title, runs in results["runs"].items():
-        lines += ["", f"## {title}", "", "| ranks | duration, s | memory of a rank, MB |", "|---:|---:|---:|"]
+        lines += ["", f"## {title}", "", "| ranks | duration, s | CPU time, s | memory of a rank, MB |", "|" + "---:|" * 4]
         lines += [
-            f"| {run['world_size'] or 'one process'} | {run['seconds']:.0f} | {run['rank_bytes'] / 1e6:,.0f} |" for run in runs
+            f"| {run['world_size'] or 'one process'} | {run['seconds']:.0f} | {run['cpu_s']:.0f} "
+            f"| {run['rank_bytes'] / 1e6:,.0f} |"
+            for run in runs
         ]
     return "\n".join(lines) + "\n"
 

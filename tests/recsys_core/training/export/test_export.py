@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from recsys_core.errors import StageError
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.evaluation.held_out import ranking_settings
@@ -75,7 +73,3 @@ def test_stored_rankings_are_read_only_if_they_have_the_settings_of_the_evaluati
         metrics = _evaluate(longer, export, data, tmp_path / "longer").metrics
     assert "the settings of the evaluation have changed since the export" in caplog.text
     assert metrics == _evaluate(longer, export.model_copy(update={"ranking": None}), data, tmp_path / "again").metrics
-    positions_path = export.path("ranking_test_positions.npy")
-    np.save(positions_path, np.load(positions_path)[:-1])
-    with pytest.raises(StageError, match=r"ranking_test_positions\.npy: the ranking has .* users and .* targets, but the log"):
-        _evaluate(ALL_METRICS, export, data, tmp_path / "damaged")

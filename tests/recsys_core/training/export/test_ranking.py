@@ -5,25 +5,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import distributed as dist
 
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation.ranking import chunks
 from recsys_core.evaluation.ranking.catalogue import rank_catalogue
 from recsys_core.evaluation.ranking.queries import Queries
 from recsys_core.evaluation.ranking.served import among_candidates
-from recsys_core.launching.rank import Process
-from recsys_core.training.export.item_columns import Share, TravellingColumns, rows_of_rank
 from recsys_core.training.export.ranking import rank_on_ranks
 from tests.gloo import run_ranks
+from tests.recsys_core.training.export.shares import process_of, share_of
 
 ITEMS, QUERIES, DIM, K = 5_003, 157, 24, 30
 SIZES = {"BOUND_COLUMNS": 256, "BLOCK_COLUMNS": 600, "TILE_COLUMNS": 128, "CHUNK_SCORES": 64 * ITEMS}
 """Small sizes: eight blocks of 640 columns, of which the last has a narrow tile, and chunks of 64 queries."""
-
-
-def process_of(rank: int) -> Process:
-    return Process(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
 
 
 def random_queries_and_items() -> tuple[Queries, torch.Tensor]:
@@ -36,12 +30,6 @@ def random_queries_and_items() -> tuple[Queries, torch.Tensor]:
     )
     query_BD = torch.from_numpy(random.normal(size=(QUERIES, DIM)).astype(np.float32))
     return Queries(query_BD, is_known_B=np.ones(QUERIES, np.bool_), seen=seen, targets=targets), torch.from_numpy(item_ID)
-
-
-def share_of(vector_ID: torch.Tensor, process: Process) -> Share:
-    share = Share(len(vector_ID), dim=vector_ID.shape[1], process=process)
-    share.add(share.rows.start, 0, vector_ID[share.rows])
-    return share
 
 
 def rank_own_queries(rank: int, folder: Path, query_ranges: list[tuple[int, int]]) -> None:
@@ -89,24 +77,3 @@ def test_ranks_compute_the_ranking_of_one_process(
         parts = [np.load(tmp_path / f"{name}-{rank}.npz") for rank in range(len(query_ranges))]
         np.testing.assert_array_equal(np.concatenate([part["top_BK"] for part in parts]), ranking.top_BK)
         np.testing.assert_array_equal(np.concatenate([part["position_T"] for part in parts]), ranking.position_T)
-
-
-def travel_in_order(rank: int) -> None:
-    vector_ID, process = torch.arange(70.0).reshape(35, 2), process_of(rank)
-    item_row_C = np.random.default_rng(0).permutation(35)[:33]
-    columns = TravellingColumns(share_of(vector_ID, process), item_row_C=item_row_C, block_columns=4, process=process)
-    for _ in range(2):
-        blocks = [(first_column, block_CD.clone()) for first_column, block_CD in columns.travel()]
-        assert [first_column for first_column, _ in blocks] == list(range(0, 33, 4))
-        torch.testing.assert_close(torch.cat([block_CD for _, block_CD in blocks]), vector_ID[torch.from_numpy(item_row_C)])
-    assert columns.num_own_columns == {0: 12, 1: 12, 2: 9}[rank]
-
-
-def test_every_rank_holds_some_columns_and_sees_all_of_them_in_order() -> None:
-    run_ranks(travel_in_order, world_size=3)
-
-
-@pytest.mark.parametrize("num_rows", [0, 2, 7, 9])
-def test_the_ranges_of_the_ranks_are_those_of_array_split(num_rows: int) -> None:
-    ranges = [rows_of_rank(num_rows, Process(rank, 4, torch.device("cpu"))) for rank in range(4)]
-    assert [list(range(num_rows))[rows] for rows in ranges] == [rows.tolist() for rows in np.array_split(range(num_rows), 4)]

@@ -29,11 +29,11 @@ from torch import distributed as dist
 from benchmarks.measuring import ROOT, measure_work
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation.ranking.catalogue import rank_catalogue
-from recsys_core.evaluation.ranking.queries import Queries
+from recsys_core.evaluation.ranking.queries import Queries, Ranking
 from recsys_core.launching.rank import Process
 from recsys_core.preflight import installed_versions
 from recsys_core.training.export.item_columns import Share, rows_of_rank
-from recsys_core.training.export.ranking import rank_on_ranks
+from recsys_core.training.export.ranking import PartOfRanking, rank_on_ranks
 
 DIM, K, NUM_SEEN, NUM_TARGETS = 64, 100, 20, 5
 ROWS_PER_SEED = 1_000
@@ -77,6 +77,7 @@ def measure_rank(options: argparse.Namespace) -> dict[str, Any]:
     def rank() -> None:
         queries, items = own_queries(rows, num_items=options.items), Share(options.items, dim=DIM, process=process)
         items.add(items.rows.start, 0, torch.from_numpy(random_rows(items.rows, columns=DIM, kind=1)))
+        ranking: PartOfRanking | Ranking
         if options.world_size:
             candidates = np.arange(options.items)
             ranking = rank_on_ranks(queries, items=items, candidate_rows=candidates, k=K, top_only=top_only, process=process)

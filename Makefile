@@ -47,7 +47,7 @@ bench-train: setup ## compare the training step with TorchRec's example and meas
 bench-evaluate: setup ## compare the exact evaluation with numpy and FAISS; writes benchmarks/evaluate.md
 	$(BIN)/python -m benchmarks.evaluate
 
-bench-ranks: setup ## measure the exact ranking on 1, 2 and 4 ranks (about half an hour); writes benchmarks/ranks.md
+bench-ranks: setup ## measure the exact ranking on 1, 2 and 4 ranks (about 15 minutes); writes benchmarks/ranks.md
 	$(BIN)/python -m benchmarks.ranks
 
 bench-index: setup ## compare the FAISS index kinds with a million items (about 10 minutes); writes benchmarks/index.md

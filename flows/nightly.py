@@ -86,7 +86,7 @@ def retrain(config: PipelineConfig, context: StageContext) -> RegistrationManife
     setup = config.training_setup(dataset)
     stages.model_stages.plan_sharding(context, setup)
     stages.model_stages.train(context, setup, model_name=config.registry.model_name)
-    stages.model_stages.export_vectors(context, setup)
+    stages.model_stages.export_vectors(context, setup, config.evaluation)
     stages.model_stages.evaluate(context, config.evaluation)
     stages.model_stages.build_index(context, config.index)
     stages.model_stages.build_package(context, config.package)

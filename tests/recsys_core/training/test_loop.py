@@ -10,7 +10,6 @@ import pytest
 
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
-from recsys_core.manifests import ExportManifest, commit_folder
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.tables.table_config import DenseOptimizer, TableConfig, TableOptimizer, UnfreezeStep
 from recsys_core.sharding.config import TableConstraint
@@ -24,6 +23,7 @@ from tests.recsys_core.training.forked_training import (
     FinishedTraining,
     checkpoint_of,
     export_in_forks,
+    exported,
     generate_dataset,
     make_experiment,
     train_in_forks,
@@ -148,24 +148,6 @@ def test_training_stops_when_validation_no_longer_improves_and_the_best_epoch_is
         np.testing.assert_array_equal(value, expected[name], err_msg=name)
     # A run that had stopped and is started again has nothing left to do.
     assert without_timings(train_in_forks(experiment, stopped.work, scores=[]).lines) == without_timings(stopped.lines)
-
-
-def exported(experiment: Experiment, trained: FinishedTraining, folder) -> ExportManifest:
-    """Write the export stage of the trained model."""
-    staging = folder.with_name("staging")
-    arrays = export_in_forks(experiment, checkpoint_of(trained), staging)
-    (staging / "model.json").write_text(experiment.spec.model_dump_json())
-    return commit_folder(
-        staging,
-        folder,
-        ExportManifest,
-        fingerprint="export",
-        seconds=0.0,
-        num_items=experiment.spec.num_items,
-        dim=experiment.spec.config.output_dim,
-        similarity=experiment.spec.config.similarity,
-        num_queries={split: len(arrays[f"query_users_{split}.npy"]) for split in ("validation", "test")},
-    )
 
 
 @pytest.mark.parametrize(("candidates", "prefix"), [("all", "validation"), ("cold", "validation/cold")])

@@ -14,6 +14,8 @@ from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import UNPOOLED, FeatureStore
 from recsys_core.errors import InputError, LaunchError, StageError
+from recsys_core.evaluation.config import EvaluationConfig
+from recsys_core.evaluation.held_out import ranking_settings
 from recsys_core.launching.rank import Process
 from recsys_core.manifests import Dataset, PlanManifest, TrainManifest
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, parameter_name
@@ -82,12 +84,19 @@ def trained(experiment, tmp_path_factory, sockets):
     return manifest, lines
 
 
-def export(experiment: Experiment, manifest: TrainManifest, folder: Path):
+def export(
+    experiment: Experiment,
+    manifest: TrainManifest,
+    folder: Path,
+    *,
+    evaluation: EvaluationConfig = EvaluationConfig(),  # noqa: B008  it is frozen
+):
     return export_vectors(
         TrainingSetup(experiment.spec, CONFIG, experiment.loss),
         dataset=Dataset(experiment.data.interactions, features=experiment.data.features),
         train=manifest,
         folder=folder,
+        ranking=ranking_settings(evaluation),
     )
 
 
@@ -221,6 +230,13 @@ def test_exported_vectors_are_those_of_the_unsharded_model(experiment, exported)
             np.testing.assert_array_equal(users, store.users_with_targets(split))
             query = np.load(exported.path(f"query_vectors_{split}.npy"))
             np.testing.assert_allclose(query, encoder.encode_queries(users, split=split), **close)
+
+
+def test_an_export_stays_valid_if_the_evaluation_needs_other_rankings(experiment, trained, exported):
+    assert {"ranking_test_top.npy", "ranking_test_positions.npy", "ranking_test_cold_positions.npy"} <= exported.files.keys()
+    changed = EvaluationConfig(ks=(5,), metrics=("recall",))
+    assert exported.ranking == ranking_settings(EvaluationConfig()) != ranking_settings(changed)
+    assert export(experiment, trained[0], exported.folder, evaluation=changed) == exported
 
 
 def test_the_float_tower_as_served_gives_the_exported_query_vectors(experiment, exported):

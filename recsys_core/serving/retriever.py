@@ -100,7 +100,7 @@ class Retriever:
     def __init__(self, contents: PackageContents, *, version: str) -> None:
         self.package, self.version = contents.package, version
         self._query_tower, self._features = contents.tower, contents.features
-        self._index, self.items = contents.index, contents.items
+        self._index, self._index_kind, self.items = contents.index, contents.package.index, contents.items
         self.item_ids, self.user_ids = contents.item_ids, contents.user_ids
         self.request_features = contents.request_features
         self._user_offset, self._event_item = contents.user_offset, contents.event_item
@@ -382,7 +382,7 @@ class Retriever:
             query_BD: vectors of these queries, in the same order.
             selection: the allowed items; None for all items.
         """
-        kind = self.package.index
+        kind = self._index_kind
         depth_B = top_items.depth_B[query_indices]
         log_depth_B = np.ceil(np.log2(np.maximum(depth_B, 1))).astype(np.int64)
         for log_depth in np.unique(log_depth_B):

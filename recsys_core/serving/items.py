@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from recsys_core.errors import InputError, shown, shown_names
 from recsys_core.serving.quantise import SPACE_ID_KEY
 
-ROW_GROUP_ROWS = 16_384
+ROW_GROUP_ROWS = 2_048
+"""A lookup of one vector reads a row group, so it is small."""
 RESERVED_ITEM_COLUMNS = ("item_id", "title", "vector")
 """Columns of items.parquet that are no filter columns."""
 _COMPARISONS = {"ge": pc.greater_equal, "gt": pc.greater, "le": pc.less_equal, "lt": pc.less, "since": pc.greater_equal}
@@ -51,8 +52,9 @@ class ItemTable:
 
     def __init__(self, path: Path, *, filter_columns: tuple[str, ...], has_titles: bool) -> None:
         self._path = path
-        metadata = pq.read_schema(path, memory_map=True).metadata or {}
-        self.space_id = metadata.get(SPACE_ID_KEY.encode(), b"").decode()
+        self._footer = pq.read_metadata(path, memory_map=True)
+        schema_metadata = self._footer.schema.to_arrow_schema().metadata or {}
+        self.space_id = schema_metadata.get(SPACE_ID_KEY.encode(), b"").decode()
         self._filters = pq.read_table(path, columns=list(filter_columns), memory_map=True).combine_chunks()
         self._titles = pq.read_table(path, columns=["title"], memory_map=True)["title"] if has_titles else None
 
@@ -70,7 +72,7 @@ class ItemTable:
 
     def vectors(self, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
         """Read the vectors of items from the file, [L, D]."""
-        file = pq.ParquetFile(self._path, memory_map=True)
+        file = pq.ParquetFile(self._path, metadata=self._footer, memory_map=True)
         group_L = item_row_L // ROW_GROUP_ROWS
         vector_LD = np.zeros((len(item_row_L), file.schema_arrow.field("vector").type.list_size), np.float32)
         for group in np.unique(group_L):

@@ -3,6 +3,8 @@
 Shapes: B queries, I items, D width, N candidates fetched from the index, K recommended items, L items of all queries.
 """
 
+import functools
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypedDict, Unpack
@@ -28,6 +30,10 @@ MAX_BATCH_RESULTS = 1 << 20
 MAX_BATCH_QUERIES = 1024
 MAX_LISTED_EXCLUDES = 1_000
 """Up to this many items that no query gets are excluded from the candidates of each query. More are left out of the search."""
+
+MAX_REMEMBERED_FILTERS = 16
+MAX_SEARCHED_SHARE = 1 / 16
+"""A search for a larger share of the allowed items compares all of them, which is faster than a deep search of the index."""
 
 History = Sequence[Id] | None
 """Item ids in time order; None for the history that is stored in the package."""
@@ -82,7 +88,7 @@ class _Queries(NamedTuple):
 
 
 class Retriever:
-    """A loaded model package. It has no mutable state, so threads may share it.
+    """A loaded model package. Threads may share it: its only mutable state is a cache of the last filters.
 
     Attributes:
         item_ids, user_ids: maps between ids and table rows.
@@ -94,13 +100,16 @@ class Retriever:
     def __init__(self, contents: PackageContents, *, version: str) -> None:
         self.package, self.version = contents.package, version
         self._query_tower, self._features = contents.tower, contents.features
-        self._index, self.items = contents.index, contents.items
+        self._index, self._index_kind, self.items = contents.index, contents.package.index, contents.items
         self.item_ids, self.user_ids = contents.item_ids, contents.user_ids
         self.request_features = contents.request_features
         self._user_offset, self._event_item = contents.user_offset, contents.event_item
         self._item_by_popularity_I = contents.item_by_popularity_I
         self._popularity_share_I = contents.popularity_share_I
         self._stored_vectors = stored_vectors(contents.index)
+        self._remembered_selection = functools.lru_cache(MAX_REMEMBERED_FILTERS)(
+            lambda filter_json: self._select(json.loads(filter_json))
+        )
 
     @classmethod
     def load(cls, folder: Path | str, *, sha256: str | None = None, version: str | None = None, verify: bool = True) -> Self:
@@ -236,19 +245,30 @@ class Retriever:
 
     def _candidates(self, options: SearchOptions) -> Candidates:
         """Return the items that a request allows. Raises InputError for an invalid filter or id."""
-        num_items, is_allowed_I = len(self.item_ids), None
+        num_items, is_allowed_I, selection = len(self.item_ids), None, None
         if options["filter"]:
-            is_allowed_I = self.items.matching(options["filter"])
+            is_allowed_I, selection = self._selected(options["filter"])
         excluded_rows = self.item_ids.rows(options["exclude"]) if len(options["exclude"]) else np.zeros(0, np.int64)
         excluded_rows = np.unique(excluded_rows[excluded_rows >= 0])
         if len(excluded_rows) > MAX_LISTED_EXCLUDES:
-            is_allowed_I = np.ones(num_items, np.bool_) if is_allowed_I is None else is_allowed_I
+            is_allowed_I = np.ones(num_items, np.bool_) if is_allowed_I is None else is_allowed_I.copy()
             is_allowed_I[excluded_rows] = False
-            excluded_rows = excluded_rows[:0]
-        if is_allowed_I is None:
+            excluded_rows, selection = excluded_rows[:0], Selection(self._index, is_allowed_I)
+        if is_allowed_I is None or selection is None:
             return Candidates(num_items, None, None, excluded_rows)
-        selection = Selection(self._index, is_allowed_I)
         return Candidates(selection.num_items, is_allowed_I, selection, excluded_rows[is_allowed_I[excluded_rows]])
+
+    def _selected(self, item_filter: Filter) -> tuple[NDArray[np.bool_], Selection]:
+        """Return the items that satisfy a filter. The last filters are remembered, because most requests repeat one."""
+        try:
+            filter_json = json.dumps(item_filter)
+        except (TypeError, ValueError):  # e.g. a datetime
+            return self._select(item_filter)
+        return self._remembered_selection(filter_json)
+
+    def _select(self, item_filter: Filter) -> tuple[NDArray[np.bool_], Selection]:
+        is_allowed_I = self.items.matching(item_filter)
+        return is_allowed_I, Selection(self._index, is_allowed_I)
 
     def _queries(
         self,
@@ -362,7 +382,7 @@ class Retriever:
             query_BD: vectors of these queries, in the same order.
             selection: the allowed items; None for all items.
         """
-        kind = self.package.index
+        kind = self._index_kind
         depth_B = top_items.depth_B[query_indices]
         log_depth_B = np.ceil(np.log2(np.maximum(depth_B, 1))).astype(np.int64)
         for log_depth in np.unique(log_depth_B):

@@ -100,21 +100,17 @@ def features_stage(
     store: FeatureStore,
     *,
     facts: Mapping[str, IngestedFeature],
-    item_files: Mapping[str, pa.Table] | None = None,
+    tables: Mapping[str, pa.Table] | None = None,
 ) -> FeaturesManifest:
-    """Write features. The value of row n of a feature is "<key> n". item_files: titles and filter columns."""
+    """Write features. tables: parquet files by name, for example vocabularies."""
 
     def build(out: Path) -> dict[str, Any]:
         for key, feature in store.feature_by_key.items():
             for name, array in (("row", feature.table_rows), ("offset", feature.offset), ("weight", feature.weights)):
                 if array is not None:
                     np.save(out / f"{key}.{name}.npy", array)
-        for file_name, table in (item_files or {}).items():
+        for file_name, table in (tables or {}).items():
             pq.write_table(table, out / file_name)
-        for key, fact in facts.items():
-            if fact.kind != "numeric":
-                values = pa.array([None, *(f"{key} {row}" for row in range(1, fact.num_rows))], pa.string())
-                pq.write_table(pa.table({"value": values}), out / f"{key}.vocabulary.parquet")
         return {"lineage": "interactions", "features": dict(facts), "tables": {}, "sources": ()}
 
     return commit_stage(folder, FeaturesManifest, fingerprint="features", build=build)

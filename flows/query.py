@@ -1,12 +1,13 @@
 """Recommendations of a registered version, for `nightjar query` and for notebooks."""
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.config import Frozen
 from recsys_core.errors import InputError, shown
-from recsys_core.serving.requests import answer, parse
+from recsys_core.serving.requests import respond
 from tasks.registry.loading import LoadedVersion, load_version
 
 if TYPE_CHECKING:
@@ -20,31 +21,66 @@ class RankedItem(Frozen):
 
     item_id: int | str
     score: float
+    title: str | None = None
 
 
-class UserAnswer(Frozen):
+class QueryAnswer(Frozen):
     """Result of `nightjar query`, printed by --json.
 
     Attributes:
-        known_user: whether the user is in the vocabulary of the model; an unknown user gets the most popular items.
+        known_user: whether the user is in the vocabulary of the model; False without --user.
+        fallback: origin of the items, see recsys_core.serving.answers.FALLBACKS.
+        num_unknown_items: number of items of --history that are not in the catalogue.
     """
 
     model: str
     version: str
     known_user: bool
+    fallback: str | None
+    num_unknown_items: int
     items: tuple[RankedItem, ...]
 
 
-def recommend(config: PipelineConfig, *, user: str, k: int, model_uri: str | None) -> UserAnswer:
-    """Return the top `k` items for a user from the champion, or from the version at `model_uri`."""
+def recommend(
+    config: PipelineConfig,
+    *,
+    user: str | None = None,
+    history: Sequence[str] | None = None,
+    item: str | None = None,
+    k: int,
+    model_uri: str | None,
+) -> QueryAnswer:
+    """Return the top `k` items from the champion, or from the version at `model_uri`.
+
+    Args:
+        user: id of a user.
+        history: item ids, oldest first. They replace the stored history of the user.
+        item: id of an item, to which the returned items are similar; without user and history.
+
+    Raises:
+        InputError: an id is invalid, the item is unknown, or there is nothing to recommend from.
+    """
+    if (item is None) == (user is None and history is None):
+        raise InputError("pass --user, --history or both; or --item alone")
     retriever, model_name, version = _load(config, model_uri)
-    (prediction,) = answer(retriever, parse({"inputs": {"user_id": [user]}, "params": {"k": k}}))
+    columns: dict[str, Any] = {"item_id": item, "user_id": user, "history": None if history is None else list(history)}
+    inputs = {name: [value] for name, value in columns.items() if value is not None}
+    (prediction,) = respond(retriever, {"inputs": inputs, "params": {"k": k}})
     if prediction.error is not None:
-        raise InputError(f"--user: {prediction.error}")
-    items = tuple(
-        RankedItem(item_id=item_id, score=score) for item_id, score in zip(prediction.item_ids, prediction.scores, strict=True)
+        option = "--item" if item is not None else "--history" if prediction.error.startswith("history") else "--user"
+        raise InputError(f"{option}: {prediction.error}")
+    titles = retriever.items.titles(retriever.item_ids.rows(prediction.item_ids))
+    return QueryAnswer(
+        model=model_name,
+        version=version,
+        known_user=user is not None and bool(retriever.is_known([user])[0]),
+        fallback=prediction.fallback,
+        num_unknown_items=prediction.num_unknown_items,
+        items=tuple(
+            RankedItem(item_id=item_id, score=score, title=title)
+            for item_id, score, title in zip(prediction.item_ids, prediction.scores, titles, strict=True)
+        ),
     )
-    return UserAnswer(model=model_name, version=version, known_user=bool(retriever.is_known([user])[0]), items=items)
 
 
 def load_retriever(config: PipelineConfig, model_uri: str | None = None) -> "Retriever":

@@ -24,6 +24,8 @@ INDEX_SAMPLE_SEED = 0
 """Sample of vectors that train a FAISS index, and sample of queries that measure its recall."""
 SMOKE_TEST_USERS_SEED = 0
 """Sample of users for the queries in the smoke test of a served model."""
+GOLDEN_QUERIES_SEED = 0
+"""Histories of the golden queries of a package."""
 CLOSED_FORM_SEED = 0
 """Sample of users from which the closed-form baselines are computed, and start of their truncated SVD."""
 BOOTSTRAP_SEED = 0

@@ -153,16 +153,20 @@ def gate_noise(
 @takes_config
 def query(
     options: ConfigOptions,
-    user: Annotated[str, typer.Option(help="user id as in the log; unknown users get the most popular items")],
+    user: Annotated[str | None, typer.Option(help="user id as in the log; unknown users get the most popular items")] = None,
+    history: Annotated[
+        str | None, typer.Option(metavar="IDS", help="item ids, oldest first and separated by commas, instead of the log")
+    ] = None,
+    item: Annotated[str | None, typer.Option(help="item id, for similar items")] = None,
     k: Annotated[int, typer.Option("-k", min=1, help="number of items to return")] = 10,
     model: Annotated[
         str | None, typer.Option(metavar="URI", help="a version other than the champion, e.g. models:/nightjar/3")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Recommend items to a user with the champion, or with --model."""
+    """Recommend items to a user or for a history, or show similar items, with the champion or with --model."""
     config = options.prepare().config
-    cli.registry.query(config, user=user, k=k, model_uri=model, as_json=as_json)
+    cli.registry.query(config, user=user, history=history, item=item, k=k, model_uri=model, as_json=as_json)
 
 
 app.registered_commands += operations.commands.registered_commands

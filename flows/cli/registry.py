@@ -2,14 +2,14 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
 from flows.cli import output
 from flows.cli.session import one_sentence_errors
 from flows.interruption import interruptible
-from flows.query import recommend
+from flows.query import QueryAnswer, recommend
 from flows.settings.config_file import LoadedConfig
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import printable
@@ -21,17 +21,51 @@ from tasks.retention.clean import Removals, clean
 from tasks.runs.workspace import Workspace
 
 
-def query(config: PipelineConfig, *, user: str, k: int, model_uri: str | None, as_json: bool) -> None:
-    """Print the top `k` items for a user of the champion, or of the version at `model_uri`."""
-    answer = recommend(config, user=user, k=k, model_uri=model_uri)
-    if not answer.known_user:
-        text = f"user {printable(user)} is unknown to version {answer.version}: these are the most popular items"
-        output.print_line(text, console=output.stderr)
+def query(
+    config: PipelineConfig,
+    *,
+    user: str | None,
+    history: str | None,
+    item: str | None,
+    k: int,
+    model_uri: str | None,
+    as_json: bool,
+) -> None:
+    """Print the top `k` items of the champion, or of the version at `model_uri`.
+
+    Args:
+        history: item ids, separated by commas.
+    """
+    history_ids = None if history is None else [item_id.strip() for item_id in history.split(",") if item_id.strip()]
+    answer = recommend(config, user=user, history=history_ids, item=item, k=k, model_uri=model_uri)
+    for note in _notes(answer, user=user):
+        output.print_line(note, console=output.stderr)
     if as_json:
         output.print_json(answer.model_dump_json())
         return
-    output.print_line(f"{answer.model} version {answer.version}, user {printable(user)}")
-    output.print_table(["item", "score"], [[str(item.item_id), output.format_metric(item.score)] for item in answer.items])
+    given = {"user": user, "history": history, "item": item}
+    subject = ", ".join(f"{name} {printable(value)}" for name, value in given.items() if value is not None)
+    output.print_line(f"{answer.model} version {answer.version}, {subject}")
+    has_titles = any(ranked.title is not None for ranked in answer.items)
+    rows = [
+        [*([ranked.title or "-"] if has_titles else []), str(ranked.item_id), output.format_metric(ranked.score)]
+        for ranked in answer.items
+    ]
+    output.print_table([*(["title"] if has_titles else []), "item", "score"], rows)
+
+
+def _notes(answer: QueryAnswer, *, user: str | None) -> Iterator[str]:
+    """Yield what differs from the usual answer to a known user."""
+    if answer.fallback is not None:
+        items = "the most popular items" if answer.fallback == "popularity" else f"recommended from the {answer.fallback} alone"
+        if user is None and answer.fallback == "popularity":
+            yield f"the history has no item of version {answer.version}: these are {items}"
+        elif user is not None and not answer.known_user:
+            yield f"user {printable(user)} is unknown to version {answer.version}: these are {items}"
+        elif user is not None:
+            yield f"version {answer.version} has no history of user {printable(user)}: these are {items}"
+    if answer.num_unknown_items:
+        yield f"{answer.num_unknown_items} items of the history are unknown to version {answer.version}"
 
 
 def releases(loaded: LoadedConfig, *, as_json: bool) -> None:

@@ -134,6 +134,15 @@ class PipelineConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _user_embeddings_need_stored_users(self) -> Self:
+        if self.package.users == "none" and self.model.learn_user_embedding:
+            raise ValueError(
+                "package.users is none, but the model reads an embedding of each user, which a request cannot bring; set "
+                "model.learn_user_embedding to false, or package.users to stored"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _indexes_fit_vector_width(self) -> Self:
         if (problem := self.index.problem(self.model.output_dim)) is not None:
             raise ValueError(f"index: {problem}")

@@ -155,7 +155,7 @@ class PackageManifest(Manifest):
     group: ClassVar[StageGroup] = "release"
     size_bytes: int
     served_index: str
-    quantization: Literal["int8", "none"]
+    quantization: Literal["int8", "int4", "fp16", "fp32", "none"]
 
 
 class RegistrationManifest(Manifest):

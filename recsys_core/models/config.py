@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from recsys_core.config import Settings
 
@@ -201,7 +201,7 @@ class TwoTowerConfig(Settings):
         return self.output_dim if self.history.item_representation == "candidate_tower" else self.embedding_dim
 
 
-Quantization = Literal["int8", "none"]
+Quantization = Literal["int8", "int4", "fp16", "fp32"]
 
 
 class PackageConfig(Settings):
@@ -209,6 +209,16 @@ class PackageConfig(Settings):
 
     quantization: Quantization = Field(
         "int8",
-        description="precision of the query tower's embedding tables in the served model: 8-bit integers with a scale and "
-        "an offset per row (`int8`), or fp32 (`none`)",
+        description="precision of the query tower's embedding tables in the served model: 8-bit or 4-bit integers with a scale "
+        "and an offset per row (`int8`, `int4`), or floats (`fp16`, `fp32`). Earlier configs call `fp32` `none`",
     )
+    users: Literal["stored", "none"] = Field(
+        "stored",
+        description="whether the served model stores the history and the features of each user. With `none`, its size does not "
+        "depend on the number of users, and each request brings the history of its user",
+    )
+
+    @field_validator("quantization", mode="before")
+    @classmethod
+    def _rename_none(cls, quantization: object) -> object:
+        return "fp32" if quantization == "none" else quantization

@@ -16,19 +16,19 @@ from typing import Any
 
 import faiss
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from recsys_core.dataset.feature_store import Feature, FeatureStore
 from recsys_core.dataset.layout import HISTORY_FILES
 from recsys_core.errors import StageError
-from recsys_core.models.spec import ModelSpec
 from recsys_core.retrieval.search import load_index, search, search_exhaustively, verify_file
 from recsys_core.serving.description import DESCRIPTION_NAME, FORMAT_VERSION, ITEMS_NAME, PackageDescription
 from recsys_core.serving.given_features import RequestFeatures
 from recsys_core.serving.ids import IdMap
 from recsys_core.serving.items import ItemTable
-from recsys_core.serving.quantise import ServedQueryTower, load_tower, user_features
+from recsys_core.serving.quantise import ServedQueryTower, load_tower, read_space_id, user_features
 
 
 @dataclass(frozen=True)
@@ -62,20 +62,36 @@ def read_package(folder: Path, *, sha256: str) -> PackageContents:
 
 def _read_contents(folder: Path, package: PackageDescription) -> PackageContents:
     _verify_files(folder, package)
+    return open_contents(folder, package)
+
+
+def open_contents(folder: Path, package: PackageDescription) -> PackageContents:
+    """Read the files of a package without comparing their checksums. Raises StageError if they do not match the description."""
     spec = package.model
-    user_offset, event_item = _read_events(folder, spec)
+    tower_path = folder / "tower.safetensors"
+    tower, items = (
+        load_tower(tower_path, spec=spec, quantization=package.quantization),
+        _read_items(folder / ITEMS_NAME, package),
+    )
+    for path, space_id in ((tower_path, read_space_id(tower_path)), (folder / ITEMS_NAME, items.space_id)):
+        if space_id != package.space_id:
+            raise StageError(
+                f"{path}: the file has the space_id {space_id}, but the package has {package.space_id}: query tower and items "
+                "are of different versions; package the model again"
+            )
+    user_offset, event_item = _read_events(folder, package)
     item_by_popularity_I = _read_array(folder / "popularity.npy", np.int32, length=spec.num_items)
     if not np.array_equal(np.sort(item_by_popularity_I), np.arange(spec.num_items)):
         raise _mismatch(folder / "popularity.npy", "repeated or missing items", f"each of {spec.num_items} items once")
     return PackageContents(
         package=package,
-        tower=load_tower(folder / "tower.safetensors", spec=spec, quantization=package.quantization),
-        features=_read_features(folder, spec),
+        tower=tower,
+        features=_read_features(folder, package),
         request_features=RequestFeatures(package.features, folder=folder),
         index=_read_index(folder / "index.faiss", package),
-        items=_read_items(folder / ITEMS_NAME, package),
+        items=items,
         item_ids=_read_ids(folder / ITEMS_NAME, id_name="item_id", num_ids=spec.num_items),
-        user_ids=_read_ids(folder / "user_ids.parquet", id_name="user_id", num_ids=spec.num_users),
+        user_ids=_read_user_ids(folder / "user_ids.parquet", package),
         user_offset=user_offset,
         event_item=event_item,
         item_by_popularity_I=item_by_popularity_I,
@@ -144,7 +160,10 @@ def _read_index(path: Path, package: PackageDescription) -> Any:
     return index
 
 
-def _read_events(folder: Path, spec: ModelSpec) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+def _read_events(folder: Path, package: PackageDescription) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    if package.users == "none":
+        return np.zeros(1, np.int64), np.zeros(0, np.int32)
+    spec = package.model
     offset_path, item_path = (folder / file_name for file_name in HISTORY_FILES)
     event_item = _read_array(item_path, np.int32)
     user_offset = _read_array(offset_path, np.int64, length=spec.num_users + 1)
@@ -153,9 +172,10 @@ def _read_events(folder: Path, spec: ModelSpec) -> tuple[NDArray[np.int64], NDAr
     return user_offset, event_item
 
 
-def _read_features(folder: Path, spec: ModelSpec) -> FeatureStore:
+def _read_features(folder: Path, package: PackageDescription) -> FeatureStore:
     features = {}
-    for feature_name, form in user_features(spec).items():
+    spec = package.model
+    for feature_name, form in user_features(spec).items() if package.users == "stored" else ():
         path, is_list = folder / f"{feature_name}.row.npy", form in ("list", "weighted_list")
         table_rows = _read_array(path, np.int32, length=None if is_list else spec.num_users)
         _check_rows(path, table_rows, num_rows=spec.tables[feature_name].num_rows)
@@ -172,6 +192,12 @@ def _read_features(folder: Path, spec: ModelSpec) -> FeatureStore:
 def _read_items(path: Path, package: PackageDescription) -> ItemTable:
     with _name_unreadable_file(path):
         return ItemTable(path, filter_columns=package.filter_columns, has_titles=package.has_titles)
+
+
+def _read_user_ids(path: Path, package: PackageDescription) -> IdMap:
+    if package.users == "none":
+        return IdMap(pa.array([], pa.int64()), id_name="user_id")
+    return _read_ids(path, id_name="user_id", num_ids=package.model.num_users)
 
 
 def _read_ids(path: Path, *, id_name: str, num_ids: int) -> IdMap:

@@ -14,10 +14,13 @@ from recsys_core.manifests import FeaturesManifest, FileRecord, IdType, PackageM
 from recsys_core.models.config import Quantization
 from recsys_core.models.spec import ModelSpec
 from recsys_core.retrieval.kinds import AnyIndexKind
+from recsys_core.serving.answers import Fallback
 from recsys_core.serving.quantise import user_features
 
 DESCRIPTION_NAME = "package.json"
 ITEMS_NAME = "items.parquet"
+GOLDEN_NAME = "golden.json"
+"""File with requests and the expected answers, which are compared when the package is loaded."""
 FORMAT_VERSION: Final = 6
 QUERY_COLUMNS = ("user_id", "history")
 """Columns of a request for recommendations in addition to features."""
@@ -63,8 +66,25 @@ class QueryFeature(Frozen):
         return self.kind != "numeric" and self.hash_rows is None
 
 
+class DataWindow(Frozen):
+    """The events with which the model was trained and evaluated."""
+
+    first_time: str | None
+    last_time: str | None
+    num_events: int
+    num_users: int
+    num_items: int
+
+
+class Metric(Frozen):
+    """A metric of the model on the test split, with half the width of its confidence interval if it is a mean over users."""
+
+    value: float
+    half_width: float | None
+
+
 class PackageDescription(Frozen):
-    """package.json: the model, the index, and the size and checksum of every other file."""
+    """package.json: what the package is, and the size and checksum of every other file."""
 
     format_version: Literal[6] = FORMAT_VERSION
     model: ModelSpec
@@ -73,9 +93,15 @@ class PackageDescription(Frozen):
     quantization: Quantization
     index_kind: str
     index_parameters: dict[str, int]
-    features: dict[str, QueryFeature] = Field(default_factory=dict, description="features of users and context, by key")
-    filter_columns: tuple[str, ...] = ()
-    has_titles: bool = False
+    dim: int = Field(description="width of query and item vectors")
+    max_k: int = Field(description="largest number of recommended items: a request for more gets all items")
+    users: Literal["stored", "none"] = Field(description="whether the package has the histories and features of the users")
+    fallbacks: tuple[Fallback, ...] = Field(description="origins of recommendations for users that the model does not know")
+    features: dict[str, QueryFeature] = Field(description="features of users and context, by key")
+    filter_columns: tuple[str, ...]
+    has_titles: bool
+    data: DataWindow
+    metrics: dict[str, Metric] = Field(description="metrics on the test split over the whole catalogue, by name")
     files: dict[str, FileRecord]
 
     @property
@@ -91,9 +117,10 @@ class PackageDescription(Frozen):
     @property
     def file_names(self) -> set[str]:
         """Names of the files of the package except package.json."""
-        arrays = (*HISTORY_FILES, "popularity.npy", "popularity_share.npy", *feature_files(self.model))
+        user_files = ("user_ids.parquet", *HISTORY_FILES, *feature_files(self.model)) if self.users == "stored" else ()
         vocabularies = (vocabulary_name(key) for key, feature in self.features.items() if feature.has_vocabulary)
-        return {"tower.safetensors", "index.faiss", ITEMS_NAME, "user_ids.parquet", *arrays, *vocabularies}
+        other_files = ("tower.safetensors", "index.faiss", ITEMS_NAME, GOLDEN_NAME, "popularity.npy", "popularity_share.npy")
+        return {*other_files, *user_files, *vocabularies}
 
 
 def request_columns(features: Mapping[str, QueryFeature]) -> dict[str, tuple[str, str | None]]:

@@ -18,8 +18,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from recsys_core.errors import InputError, shown, shown_names
+from recsys_core.serving.quantise import SPACE_ID_KEY
 
-ROW_GROUP_ROWS = 16_384
+ROW_GROUP_ROWS = 2_048
+"""A lookup of one vector reads a row group, so it is small."""
 RESERVED_ITEM_COLUMNS = ("item_id", "title", "vector")
 """Columns of items.parquet that are no filter columns."""
 _COMPARISONS = {"ge": pc.greater_equal, "gt": pc.greater, "le": pc.less_equal, "lt": pc.less, "since": pc.greater_equal}
@@ -29,10 +31,14 @@ Filter = Mapping[str, Any]
 """Conditions by filter column, which an item has to satisfy all: {"genre": {"in": ["rock"]}, "price": {"ge": 5, "lt": 20}}."""
 
 
-def write_items(path: Path, *, columns: pa.Table, item_vector_ID: NDArray[np.float32]) -> None:
-    """Write items.parquet: `columns` (item_id, title, filter columns) and the column `vector`, in blocks of rows."""
+def write_items(path: Path, *, columns: pa.Table, item_vector_ID: NDArray[np.float32], space_id: str) -> None:
+    """Write items.parquet: `columns` (item_id, title, filter columns) and the column `vector`, in blocks of rows.
+
+    The metadata of its schema have the space_id of the vectors.
+    """
     num_items, dim = item_vector_ID.shape
     schema = columns.schema.append(pa.field("vector", pa.list_(pa.float32(), dim)))
+    schema = schema.with_metadata({SPACE_ID_KEY: space_id})
     with pq.ParquetWriter(path, schema, compression="none", use_dictionary=False) as writer:
         for start in range(0, num_items, ROW_GROUP_ROWS):
             vector_RD = np.ascontiguousarray(item_vector_ID[start : start + ROW_GROUP_ROWS])
@@ -46,6 +52,9 @@ class ItemTable:
 
     def __init__(self, path: Path, *, filter_columns: tuple[str, ...], has_titles: bool) -> None:
         self._path = path
+        self._footer = pq.read_metadata(path, memory_map=True)
+        schema_metadata = self._footer.schema.to_arrow_schema().metadata or {}
+        self.space_id = schema_metadata.get(SPACE_ID_KEY.encode(), b"").decode()
         self._filters = pq.read_table(path, columns=list(filter_columns), memory_map=True).combine_chunks()
         self._titles = pq.read_table(path, columns=["title"], memory_map=True)["title"] if has_titles else None
 
@@ -63,7 +72,7 @@ class ItemTable:
 
     def vectors(self, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
         """Read the vectors of items from the file, [L, D]."""
-        file = pq.ParquetFile(self._path, memory_map=True)
+        file = pq.ParquetFile(self._path, metadata=self._footer, memory_map=True)
         group_L = item_row_L // ROW_GROUP_ROWS
         vector_LD = np.zeros((len(item_row_L), file.schema_arrow.field("vector").type.list_size), np.float32)
         for group in np.unique(group_L):
@@ -71,6 +80,14 @@ class ItemTable:
             vector_RD = values.to_numpy().reshape(-1, vector_LD.shape[1])
             vector_LD[group_L == group] = vector_RD[item_row_L[group_L == group] % ROW_GROUP_ROWS]
         return vector_LD
+
+    def most_frequent(self, column: str) -> Any:
+        """Return the most frequent value of a filter column in the form that JSON has for it; None without a value."""
+        counts = pc.value_counts(self._filters[column].drop_null())
+        if not len(counts):
+            return None
+        value = counts.field("values")[int(np.argmax(counts.field("counts").to_numpy()))].as_py()
+        return value.isoformat() if isinstance(value, datetime) else value
 
     def matching(self, item_filter: Filter) -> NDArray[np.bool_]:
         """Return whether each item satisfies all conditions, [I]. An item without a value in a column does not satisfy it.

@@ -5,6 +5,7 @@ Shapes: I items.
 
 import hashlib
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -30,17 +31,24 @@ from recsys_core.manifests import (
 )
 from recsys_core.models.config import PackageConfig
 from recsys_core.models.spec import ModelSpec
+from recsys_core.serving.answers import Fallback
+from recsys_core.serving.contents import open_contents
 from recsys_core.serving.description import (
     DESCRIPTION_NAME,
     FORMAT_VERSION,
+    GOLDEN_NAME,
     ITEMS_NAME,
+    DataWindow,
+    Metric,
     PackageDescription,
     QueryFeature,
     feature_files,
     vocabulary_name,
 )
+from recsys_core.serving.golden import write_golden
 from recsys_core.serving.items import RESERVED_ITEM_COLUMNS, write_items
 from recsys_core.serving.quantise import build_tower, save_tower, served_tables
+from recsys_core.serving.retriever import Retriever
 
 
 def build_package(
@@ -64,7 +72,9 @@ def build_package(
     - popularity_share.npy float32 [I]: share of each item in the events before the test split, in the order of popularity.npy.
     - user.<feature>.*.npy, user.<feature>.vocabulary.parquet: user features in the format of FeaturesManifest.
     - context.<feature>.vocabulary.parquet: vocabularies of context features, whose values come with a request.
-    - package.json: `PackageDescription`.
+    - golden.json: `GoldenQueries`. package.json: `PackageDescription`.
+
+    With `users: none`, the files of users and events are left out.
 
     Raises:
         StageError: the index has other vectors than the export.
@@ -97,36 +107,48 @@ def build_package(
             dense=load_file(export.path("dense.safetensors")),
             quantization=config.quantization,
         )
-        save_tower(tower, package_folder / "tower.safetensors")
+        space_id = space_id_of(export)
+        save_tower(tower, package_folder / "tower.safetensors", space_id=space_id)
         shutil.copyfile(index.path(f"{index.served_index}.faiss"), package_folder / "index.faiss")
-        for file_name in HISTORY_FILES:
-            shutil.copyfile(interactions.path(file_name), package_folder / file_name)
-        user_ids = pq.read_table(interactions.path(vocabulary_file("user")), columns=["id"]).rename_columns(["user_id"])
-        pq.write_table(user_ids, package_folder / "user_ids.parquet")
         item_columns, query_features = _item_columns(dataset), _query_features(spec, features)
-        item_vector_ID = np.load(export.path("item_vectors.npy"), mmap_mode="r")
-        write_items(package_folder / ITEMS_NAME, columns=item_columns, item_vector_ID=item_vector_ID)
+        write_items(
+            package_folder / ITEMS_NAME,
+            columns=item_columns,
+            item_vector_ID=np.load(export.path("item_vectors.npy"), mmap_mode="r"),
+            space_id=space_id,
+        )
         vocabularies = [vocabulary_name(key) for key, feature in query_features.items() if feature.has_vocabulary]
-        for file_name in [*feature_files(spec), *vocabularies]:
+        if config.users == "stored":
+            _write_users(package_folder, interactions)
+        for file_name in [*(feature_files(spec) if config.users == "stored" else ()), *vocabularies]:
             assert features is not None  # the spec has features
             shutil.copyfile(features.path(file_name), package_folder / file_name)
         shutil.copyfile(evaluation.path("popularity.npy"), package_folder / "popularity.npy")
         item_by_popularity_I = np.load(package_folder / "popularity.npy")
         np.save(package_folder / "popularity_share.npy", _popularity_share(interactions, item_by_popularity_I))
 
-        record_by_name = {path.name: record_file(path) for path in sorted(package_folder.iterdir())}
         description = PackageDescription(
             model=spec,
+            space_id=space_id,
             similarity=export.similarity,
             quantization=config.quantization,
             index_kind=index.served_index,
             index_parameters=index.reports[index.served_index].parameters,
+            dim=export.dim,
+            max_k=export.num_items,
+            users=config.users,
+            fallbacks=_fallbacks(spec, query_features),
             features=query_features,
             filter_columns=tuple(name for name in item_columns.column_names if name not in RESERVED_ITEM_COLUMNS),
             has_titles="title" in item_columns.column_names,
-            space_id=space_id_of(export),
-            files=record_by_name,
+            data=_data_window(interactions),
+            metrics=_test_metrics(evaluation),
+            files={path.name: record_file(path) for path in sorted(package_folder.iterdir())},
         )
+        retriever = Retriever(open_contents(package_folder, description), version="")
+        write_golden(retriever, package_folder / GOLDEN_NAME)
+        records = description.files | {GOLDEN_NAME: record_file(package_folder / GOLDEN_NAME)}
+        description = description.model_copy(update={"files": records})
         (package_folder / DESCRIPTION_NAME).write_text(description.model_dump_json(indent=2))
         return stage.commit(
             size_bytes=sum(path.stat().st_size for path in package_folder.iterdir()),
@@ -145,6 +167,38 @@ def space_id_of(export: ExportManifest) -> str:
 def _describe_vectors(num_items: int, dim: int, similarity: str) -> str:
     """Describe item vectors in a message."""
     return f"{num_items:,} vectors of width {dim} for {similarity} similarity"
+
+
+def _write_users(folder: Path, interactions: InteractionsManifest) -> None:
+    """Write the ids and the histories of the users."""
+    for file_name in HISTORY_FILES:
+        shutil.copyfile(interactions.path(file_name), folder / file_name)
+    user_ids = pq.read_table(interactions.path(vocabulary_file("user")), columns=["id"]).rename_columns(["user_id"])
+    pq.write_table(user_ids, folder / "user_ids.parquet")
+
+
+def _fallbacks(spec: ModelSpec, features: Mapping[str, QueryFeature]) -> tuple[Fallback, ...]:
+    fallbacks: tuple[Fallback | None, ...] = ("history" if spec.history_length else None, "features" if features else None)
+    return (*(fallback for fallback in fallbacks if fallback is not None), "popularity")
+
+
+def _data_window(interactions: InteractionsManifest) -> DataWindow:
+    return DataWindow(
+        first_time=interactions.first_time,
+        last_time=interactions.last_time,
+        num_events=interactions.num_train_events + interactions.num_validation_events + interactions.num_test_events,
+        num_users=interactions.num_users,
+        num_items=interactions.num_items,
+    )
+
+
+def _test_metrics(evaluation: EvaluationManifest) -> dict[str, Metric]:
+    """Return the metrics of the model on the test split, by name."""
+    return {
+        name.removeprefix("test/"): Metric(value=value, half_width=evaluation.half_widths.get(name))
+        for name, value in evaluation.metrics.items()
+        if name.startswith("test/")
+    }
 
 
 def _item_columns(dataset: Dataset) -> pa.Table:

@@ -1,4 +1,4 @@
-"""The served query tower in plain torch, with row-wise INT8 or fp32 embedding tables.
+"""The served query tower in plain torch, with quantized or float embedding tables.
 
 Shapes: B queries, R rows of a table, L looked-up rows, D width of the vectors.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -28,67 +28,102 @@ if TYPE_CHECKING:
 HISTORY_TABLE = "history"
 """Name of the table with the vectors that represent items in histories."""
 CHUNK_ROWS = 1 << 16
+SPACE_ID_KEY = "space_id"
+"""Key of the id of the vector space in the metadata of tower.safetensors and items.parquet."""
 
 
 class FloatTable(nn.Module):
-    """Embedding table in fp32."""
+    """Embedding table of floats."""
 
     weight: Tensor
 
-    def __init__(self, num_rows: int, dim: int) -> None:
+    def __init__(self, num_rows: int, dim: int, *, dtype: torch.dtype) -> None:
         super().__init__()
-        self.register_buffer("weight", torch.empty(num_rows, dim))
+        self.register_buffer("weight", torch.empty(num_rows, dim, dtype=dtype))
 
     @torch.no_grad()
     def fill(self, weight_RD: NDArray[np.float32]) -> None:
-        """Copy the weights into the table."""
-        self.weight.copy_(torch.from_numpy(weight_RD))
+        """Copy the weights into the table. Raises StageError for a row with a value that overflows the type."""
+        for start in range(0, len(weight_RD), CHUNK_ROWS):
+            chunk = slice(start, start + CHUNK_ROWS)
+            self.weight[chunk] = torch.from_numpy(np.ascontiguousarray(weight_RD[chunk])).to(self.weight.dtype)
+            is_finite = self.weight[chunk].isfinite().all(dim=1)
+            if not is_finite.all():
+                row = start + int((~is_finite).nonzero()[0])
+                raise _overflow_error(row, weight_RD[row], "fp16 values")
 
     def forward(self, row_L: Tensor) -> Tensor:
-        """Look up rows, [L, D]."""
-        return self.weight.index_select(0, row_L)
+        """Look up rows, fp32 [L, D]."""
+        return self.weight.index_select(0, row_L).float()
 
 
-class Int8Table(nn.Module):
-    """Embedding table of uint8 codes with a float16 scale and offset per row: value = code * scale + offset.
+class IntegerTable(nn.Module):
+    """Embedding table of codes with 8 or 4 bits, and a float16 scale and offset per row: value = code * scale + offset.
 
-    The codes equal those of FBGEMM's row-wise quantization with half-precision scale and offset.
+    The codes equal those of FBGEMM's row-wise quantization with half-precision scale and offset. A byte holds two codes of 4
+    bits, the first one in its lower half.
     """
 
     code: Tensor
     scale_offset: Tensor
 
-    def __init__(self, num_rows: int, dim: int) -> None:
+    def __init__(self, num_rows: int, dim: int, *, num_bits: int) -> None:
         super().__init__()
-        self.register_buffer("code", torch.empty(num_rows, dim, dtype=torch.uint8))
+        self._dim, self._num_bits = dim, num_bits
+        self.register_buffer("code", torch.empty(num_rows, -(-dim * num_bits // 8), dtype=torch.uint8))
         self.register_buffer("scale_offset", torch.empty(num_rows, 2, dtype=torch.float16))
 
     @torch.no_grad()
     def fill(self, weight_RD: NDArray[np.float32]) -> None:
         """Quantize the weights into the table. Raises StageError for a row whose scale or offset overflows float16."""
+        max_code = (1 << self._num_bits) - 1
         for start in range(0, len(weight_RD), CHUNK_ROWS):
             chunk = slice(start, start + CHUNK_ROWS)
             value_RD = torch.from_numpy(np.ascontiguousarray(weight_RD[chunk]))
             offset = value_RD.amin(dim=1).half()
-            scale = ((value_RD.amax(dim=1) - offset.float()) / 255).half()
+            scale = ((value_RD.amax(dim=1) - offset.float()) / max_code).half()
             # A scale of 0 means that all values are equal, or that their range underflows float16.
             scale = torch.where(scale == 0, torch.ones_like(scale), scale)
             is_finite = offset.isfinite() & scale.isfinite()
             if not is_finite.all():
                 row = start + int((~is_finite).nonzero()[0])
-                raise StageError(
-                    f"row {row}: values {weight_RD[row].min():g} to {weight_RD[row].max():g} do not fit the float16 scale and "
-                    "offset of an INT8 row; set package.quantization to none"
-                )
+                raise _overflow_error(row, weight_RD[row], f"the float16 scale and offset of an INT{self._num_bits} row")
             code = (value_RD - offset.float()[:, None]) * (1 / scale.float())[:, None]
-            self.code[chunk] = code.round_().clamp_(0, 255).to(torch.uint8)
+            self.code[chunk] = self._packed(code.round_().clamp_(0, max_code).to(torch.uint8))
             self.scale_offset[chunk] = torch.stack([scale, offset], dim=1)
 
     def forward(self, row_L: Tensor) -> Tensor:
         """Look up and dequantize rows, fp32 [L, D]."""
         scale_offset_L2 = self.scale_offset.index_select(0, row_L).float()
-        value_LD = self.code.index_select(0, row_L).float()
+        value_LD = self._unpacked(self.code.index_select(0, row_L)).float()
         return value_LD.mul_(scale_offset_L2[:, :1]).add_(scale_offset_L2[:, 1:])
+
+    def _packed(self, code_RD: Tensor) -> Tensor:
+        if self._num_bits == 8:
+            return code_RD
+        code_RD = nn.functional.pad(code_RD, (0, self._dim % 2))
+        return code_RD[:, ::2] | (code_RD[:, 1::2] << 4)
+
+    def _unpacked(self, byte_LC: Tensor) -> Tensor:
+        if self._num_bits == 8:
+            return byte_LC
+        return torch.stack([byte_LC & 15, byte_LC >> 4], dim=2).flatten(1)[:, : self._dim]
+
+
+Table = FloatTable | IntegerTable
+
+
+def _overflow_error(row: int, value_D: NDArray[np.float32], target: str) -> StageError:
+    return StageError(
+        f"row {row}: values {value_D.min():g} to {value_D.max():g} do not fit {target}; set package.quantization to fp32"
+    )
+
+
+def make_table(num_rows: int, dim: int, *, quantization: Quantization) -> Table:
+    """Return an empty table."""
+    if quantization in ("int8", "int4"):
+        return IntegerTable(num_rows, dim, num_bits=int(quantization.removeprefix("int")))
+    return FloatTable(num_rows, dim, dtype=torch.float16 if quantization == "fp16" else torch.float32)
 
 
 class ServedQueryTower(nn.Module):
@@ -96,9 +131,10 @@ class ServedQueryTower(nn.Module):
 
     def __init__(self, spec: ModelSpec, *, quantization: Quantization) -> None:
         super().__init__()
-        table_type = Int8Table if quantization == "int8" else FloatTable
         self.spec = spec
-        self.tables = nn.ModuleDict({name: table_type(*shape) for name, shape in _table_shapes(spec).items()})
+        self.tables = nn.ModuleDict(
+            {name: make_table(*shape, quantization=quantization) for name, shape in _table_shapes(spec).items()}
+        )
         self.dense = QueryTower(spec)
         self.eval()
 
@@ -210,7 +246,7 @@ def build_tower(
         module_name(table_name): weight for table_name, weight in tables.items()
     }
     for table_name, table in tower.tables.items():
-        assert isinstance(table, FloatTable | Int8Table)
+        assert isinstance(table, Table)
         try:
             table.fill(weights_by_table[table_name])
         except StageError as error:
@@ -220,9 +256,20 @@ def build_tower(
     return tower
 
 
-def save_tower(tower: ServedQueryTower, path: Path) -> None:
-    """Write tower.safetensors. An INT8 table has the tensors `code` uint8 [R, D] and `scale_offset` float16 [R, 2]."""
-    save_file({tensor_name: tensor.detach().contiguous() for tensor_name, tensor in tower.state_dict().items()}, path)
+def save_tower(tower: ServedQueryTower, path: Path, *, space_id: str = "") -> None:
+    """Write tower.safetensors, with `space_id` in its metadata.
+
+    A table of integers has the tensors `code` uint8 [R, D], or [R, D / 2] with 4 bits, and `scale_offset` float16 [R, 2].
+    """
+    tensors = {tensor_name: tensor.detach().contiguous() for tensor_name, tensor in tower.state_dict().items()}
+    save_file(tensors, path, metadata={SPACE_ID_KEY: space_id})
+
+
+def read_space_id(path: Path) -> str | None:
+    """Return the space_id of a file of `save_tower`; None if it has none."""
+    with safe_open(path, framework="pt") as file:
+        metadata: dict[str, str] | None = file.metadata()
+    return (metadata or {}).get(SPACE_ID_KEY)
 
 
 def load_tower(path: Path, *, spec: ModelSpec, quantization: Quantization) -> ServedQueryTower:

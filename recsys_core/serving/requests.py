@@ -192,7 +192,7 @@ def _with_errors(recommendations: Recommendations, errors: Mapping[int, str], *,
 def _parse_user_ids(retriever: "Retriever", request: Request) -> tuple[list[Any] | None, dict[int, str]]:
     """Return the user ids, None for a missing one, and the errors by row."""
     values = request.columns.get("user_id")
-    if values is None:
+    if values is None or retriever.package.users == "none":
         return None, {}
     user_ids = [None if is_missing(value) else value for value in values]
     return user_ids, _invalid_values(retriever.user_ids.parse, user_ids)

@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import InputError, shown
-from recsys_core.manifests import PackageManifest, require_manifest
+from recsys_core.manifests import PackageManifest, record_file, require_manifest
 from recsys_core.retrieval.search import Selection, search, search_exhaustively, stored_vectors
 from recsys_core.serving.answers import FALLBACKS, Recommendations
 from recsys_core.serving.contents import PackageContents, read_package
-from recsys_core.serving.description import description_sha256
+from recsys_core.serving.description import DESCRIPTION_NAME, GOLDEN_NAME, description_sha256
 from recsys_core.serving.given_features import GivenFeature
+from recsys_core.serving.golden import verify_golden
 from recsys_core.serving.ids import Id
 from recsys_core.serving.items import Filter
 from recsys_core.serving.top_items import Candidates, TopItems
@@ -102,22 +103,26 @@ class Retriever:
         self._stored_vectors = stored_vectors(contents.index)
 
     @classmethod
-    def load(cls, folder: Path | str, *, sha256: str | None = None, version: str | None = None) -> Self:
+    def load(cls, folder: Path | str, *, sha256: str | None = None, version: str | None = None, verify: bool = True) -> Self:
         """Load a model package.
 
         Args:
-            folder: folder of the package. Without sha256: folder of a `package` stage, whose manifest has the checksum.
-            sha256: expected checksum of package.json.
+            folder: folder of the package, of a `package` stage, or of a downloaded MLflow model.
+            sha256: expected checksum of package.json. Without it, the manifest of the stage has the checksum. Outside of a
+                stage, the files are only compared with package.json itself.
             version: number of the version in the registry, which answers contain.
+            verify: compare the answers to the golden queries with the expected ones.
 
         Raises:
-            StageError: a file is missing or was changed.
+            StageError: a file is missing or was changed, or a golden query has another answer.
         """
         folder = Path(folder)
         if sha256 is None:
-            sha256 = description_sha256(require_manifest(folder, PackageManifest))
-            folder = folder / "package"
-        return cls(read_package(folder, sha256=sha256), version=version or sha256[:12])
+            folder, sha256 = _find_package(folder)
+        retriever = cls(read_package(folder, sha256=sha256), version=version or sha256[:12])
+        if verify:
+            verify_golden(retriever, folder / GOLDEN_NAME)
+        return retriever
 
     @property
     def space_id(self) -> str:
@@ -219,7 +224,7 @@ class Retriever:
 
     def _user_rows(self, user_ids: Sequence[Id | None] | NDArray[Any] | None, num_queries: int) -> NDArray[np.int64]:
         """Return the row of each user, -1 for an unknown user and for None."""
-        if user_ids is None:
+        if user_ids is None or self.package.users == "none":
             return np.full(num_queries, -1, np.int64)
         if isinstance(user_ids, np.ndarray) or None not in user_ids:
             return self.user_ids.rows(user_ids)  # type: ignore[arg-type]  # no element is None
@@ -272,7 +277,8 @@ class Retriever:
             query_BD[model_indices] = self.encode(user_row_B[model_indices], history.take(model_indices), given=model_given)
         has_history_B = (history.lengths > 0) & (model.history_length > 0)
         unknown_code_B = np.where(has_history_B, FALLBACKS.index("history"), FALLBACKS.index("features"))
-        code_B = np.where(user_row_B >= 0, 0, unknown_code_B)
+        is_expected_B = (user_row_B >= 0) | (self.package.users == "none")
+        code_B = np.where(is_expected_B, 0, unknown_code_B)
         code_B = np.where(is_model_B, code_B, FALLBACKS.index("popularity")).astype(np.int8)
         return _Queries(is_model_B, query_BD, excluded_items, code_B, num_unknown_items_B)
 
@@ -382,6 +388,14 @@ class Retriever:
             version=self.version,
             space_id=self.space_id,
         )
+
+
+def _find_package(folder: Path) -> tuple[Path, str]:
+    """Return the folder of the package and the sha256 of its package.json."""
+    for package_folder in (folder, folder / "artifacts" / "package"):
+        if (path := package_folder / DESCRIPTION_NAME).is_file():
+            return package_folder, record_file(path).sha256
+    return folder / "package", description_sha256(require_manifest(folder, PackageManifest))
 
 
 def _checked_options(k: int, options: SearchOptions) -> SearchOptions:

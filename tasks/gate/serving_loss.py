@@ -25,7 +25,7 @@ MAX_SCORES = 4_000_000_000
 def exact_metrics(context: StageContext, sample: ServedSample) -> dict[str, UserMetrics]:
     """Return the metrics of TRAINED and PACKAGED for users of the sample, and those of INDEX.
 
-    The difference between them is the cost of the quantization, and of context features, which are missing while serving. The
+    The difference between them is the cost of the quantization, and of context features, which the sample does not have. The
     difference between PACKAGED and the served answers is the cost of the index. Without metrics of the trained model that
     exclude seen items (`evaluation.exclude_seen: false`), the result is empty.
     """

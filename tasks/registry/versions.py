@@ -36,7 +36,7 @@ from tasks.registry.releases import delete_logged_model
 from tasks.runs.context import StageContext
 
 PACKAGE_TAG = "nightjar.package"
-_MODEL_CODE_FILE = Path(__file__).with_name("pyfunc_model.py")
+MODEL_CODE_FILE = Path(__file__).with_name("pyfunc_model.py")
 _SERVING_LIBRARIES = ("mlflow", "numpy", "pandas", "pyarrow", "pydantic", "safetensors", "torch")
 
 
@@ -118,7 +118,7 @@ def _log_model(
             mlflow_model=Model(
                 artifact_path=model.artifact_location, run_id=run_id, model_uuid=model.model_id, model_id=model.model_id
             ),
-            python_model=str(_MODEL_CODE_FILE),
+            python_model=str(MODEL_CODE_FILE),
             code_paths=[str(Path(recsys_core.__file__).parent)],
             artifacts={"package": str(package.folder / "package")},
             model_config={PACKAGE_SHA256_KEY: description_sha256(package), VERSION_KEY: ""},  # a version gets its number later

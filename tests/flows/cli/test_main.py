@@ -143,6 +143,8 @@ def test_bad_config_and_bad_input_exit_with_2_and_one_message_before_anything_is
         (["run", "--set", "workspace=/proc/none"], "workspace /proc/none: cannot be written"),
         (["query", "--user", "1", "--set", "workspace=/dev/null/x"], "workspace /dev/null/x: /dev/null is not a folder"),
         (["query", "--user", "1", "--json"], "has no champion"),
+        (["query"], "pass --user, --history or both; or --item alone"),
+        (["query", "--user", "1", "--item", "2"], "pass --user, --history or both; or --item alone"),
     ],
 )
 def test_an_input_error_is_one_message_without_a_traceback(file: Path, arguments: list[str], words: str) -> None:

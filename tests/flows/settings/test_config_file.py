@@ -54,7 +54,7 @@ def test_a_missing_setting_has_its_default(file: Path) -> None:
             "embeddings.checksums: this setting no longer exists; delete it. Page checksums are always verified, and "
             "<file>.sha256 is not read",
         ),
-        ("package: {zzz: 1}", "package.zzz: unknown key; the known keys are quantization"),
+        ("package: {zzz: 1}", "package.zzz: unknown key; the known keys are quantization, users"),
         ("training: {epochs: 0}", "training.epochs: Input should be greater than or equal to 1, but it is 0"),
         ("model: {similarity: l2}", "model.similarity: Input should be 'cosine' or 'dot', but it is 'l2'"),
         ("model: {query: {layers: [64, x]}}", "model.query.layers.1: Input should be a valid integer"),
@@ -256,6 +256,12 @@ def test_contradicting_stages_are_rejected_with_advice(file: Path, override: str
     error = message(file, override)
     assert expected in error
     assert "set " in error
+
+
+def test_a_model_of_user_embeddings_needs_stored_users(file: Path) -> None:
+    error = message(file, "package.users=none", "model.learn_user_embedding=true")
+    assert "package.users is none, but the model reads an embedding of each user" in error
+    assert load_config(file, ["package={users: none, quantization: none}"]).package.quantization == "fp32"
 
 
 def test_a_setting_of_an_unknown_table_lists_the_known_tables(file: Path) -> None:

@@ -214,7 +214,7 @@ def test_the_served_tower_of_8_bit_rows_gives_nearly_the_query_of_float_rows(kin
         build_tower(spec, history_items=items, tables={}, dense=tower.state_dict(), quantization=quantization)(
             np.zeros(3, np.int64), history, features=FeatureStore({})
         )
-        for quantization in ("int8", "none")
+        for quantization in ("int8", "fp32")
     )
     torch.testing.assert_close(compressed, exact, atol=0.02, rtol=0)
 

@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import StageError
-from recsys_core.serving.quantise import Int8Table, ServedQueryTower, build_tower, load_tower, save_tower
+from recsys_core.serving.quantise import IntegerTable, ServedQueryTower, build_tower, load_tower, make_table, save_tower
 from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEMS, USER_FEATURES, USERS, World, config_of
 
 EMBEDDING_BAG = EmbeddingBagConfig(name="t", num_embeddings=500, embedding_dim=12, feature_names=["f"])
@@ -52,18 +53,19 @@ def test_the_served_tower_gives_the_vectors_of_the_float_tower(model: dict, tmp_
     expected = np.stack([world.query(None if user < 0 else user, rows) for user, rows in zip(users, histories, strict=True)])
     user_row, lengths = np.array(users), np.array([*map(len, histories)])
     history = JaggedArray.from_lengths(lengths, np.concatenate(histories).astype(np.int64))
-    for quantization in ("none", "int8"):
+    for quantization in ("fp32", "fp16", "int8", "int4"):
         tower = _tower(world, quantization)
         save_tower(tower, tmp_path / "tower.safetensors")
         loaded = load_tower(tmp_path / "tower.safetensors", spec=world.spec, quantization=quantization)
         served, same = (one(user_row, history, features=world.user_features).numpy() for one in (loaded, tower))
         np.testing.assert_array_equal(served, same)
-        if quantization == "none":
-            np.testing.assert_allclose(served, expected, rtol=1e-4, atol=1e-5)
+        if quantization.startswith("fp"):
+            error = 1e-2 if quantization == "fp16" else 1e-5
+            np.testing.assert_allclose(served, expected, rtol=10 * error, atol=error)
         else:
             norms = np.linalg.norm(served, axis=1) * np.linalg.norm(expected, axis=1)
             cosine = (served * expected).sum(axis=1)[norms > 0] / norms[norms > 0]
-            assert cosine.min() > 0.99
+            assert cosine.min() > (0.99 if quantization == "int8" else 0.8)
             assert not np.array_equal(served, expected)
 
 
@@ -82,16 +84,30 @@ def test_int8_rows_equal_those_of_fbgemm() -> None:
     reference["bags"].embedding_bags["t"].weight.data.copy_(torch.from_numpy(values))
     quantize_embeddings(reference, dtype=torch.qint8, inplace=True)
     features = KeyedJaggedTensor(keys=["f"], values=torch.arange(500), lengths=torch.ones(500, dtype=torch.int32))
-    rows = Int8Table(500, 12)
+    rows = IntegerTable(500, 12, num_bits=8)
     rows.fill(values)
     assert torch.equal(rows(torch.arange(500)), reference["bags"](features).values())
 
 
-def test_a_row_that_overflows_float16_is_rejected() -> None:
+@pytest.mark.parametrize("dim", [12, 7])
+def test_int4_rows_equal_those_of_fbgemm(dim: int) -> None:
+    values = np.random.default_rng(3).normal(size=(500, dim)).astype(np.float32)
+    values *= np.logspace(-4, 3, 500, dtype=np.float32)[:, None]
+    padded = torch.from_numpy(np.pad(values, ((0, 0), (0, dim % 2)), mode="edge"))  # FBGEMM has an even number of codes
+    fused = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(padded, 4)
+    rows = IntegerTable(500, dim, num_bits=4)
+    rows.fill(values)
+    expected = torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(fused, 4)[:, :dim]
+    assert rows.code.shape == (500, (dim + 1) // 2)
+    torch.testing.assert_close(rows(torch.arange(500)), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp16"])
+def test_a_row_that_overflows_float16_is_rejected(quantization: Any) -> None:
     values = np.zeros((3, 4), np.float32)
     values[2, 1] = 1e9
-    with pytest.raises(StageError, match=r"row 2: values 0 to 1e\+09 do not fit .*; set package.quantization to none"):
-        Int8Table(3, 4).fill(values)
+    with pytest.raises(StageError, match=r"row 2: values 0 to 1e\+09 do not fit .*; set package.quantization to fp32"):
+        make_table(3, 4, quantization=quantization).fill(values)
 
 
 def test_int8_tables_are_stored_as_bytes(tmp_path: Path) -> None:

@@ -398,3 +398,43 @@ def test_unknown_options_are_rejected(retriever: Retriever) -> None:
         retriever.recommend([1], k=3, top=3)  # type: ignore[call-arg]
     with pytest.raises(InputError, match="there are no queries"):
         retriever.recommend(k=3)
+
+
+def test_a_package_without_users_answers_from_the_history_of_the_request(build: Build) -> None:
+    world, package = build(users="none", features=(*USER_FEATURES, *CONTEXT_FEATURES))
+    names = {path.name for path in (package.folder / "package").iterdir()}
+    assert not {"user_ids.parquet", "user_offset.npy", "event_item.npy", "user.single.row.npy"} & names
+    retriever = Retriever.load(package.folder)
+    rows = [11, 250, 31]
+    history = [ITEM_IDS[row] for row in rows]
+    answers = retriever.recommend(
+        [USER_IDS[5], "any", None, USER_IDS[5]],
+        k=6,
+        histories=[history, history, None, history],
+        features={"user.single": [None, None, None, "user.single 2"]},
+    )
+    assert answers.fallbacks == [None, None, "popularity", None]
+    best = world.best(world.query(None, rows), seen=rows, k=6)
+    assert answers[0].item_ids == answers[1].item_ids == best
+    assert answers[3].item_ids == world.best(world.query(None, rows, given={"user.single": ([2], None)}), seen=rows, k=6)
+
+
+def test_the_description_of_a_package_has_its_data_and_its_metrics(flat, retriever: Retriever) -> None:
+    world, _ = flat
+    package = retriever.package
+    assert (package.dim, package.max_k, package.users, package.fallbacks) == (16, ITEMS, "stored", ("history", "popularity"))
+    assert (package.data.num_events, package.data.num_users) == (sum(map(len, world.log)), USERS)
+    recall = package.metrics["recall@20"]
+    assert 0 < recall.value < 1 and recall.half_width is not None and recall.half_width > 0
+
+
+def test_a_package_is_found_in_its_stage_in_its_folder_and_in_a_model_of_mlflow(flat, tmp_path: Path) -> None:
+    shutil.copytree(flat[1].folder / "package", tmp_path / "artifacts" / "package")
+    folders = (flat[1].folder, flat[1].folder / "package", str(tmp_path))
+    assert len({Retriever.load(folder).version for folder in folders}) == 1
+    assert Retriever.load(tmp_path, version="7").recommend([1], k=1)[0].version == "7"
+
+
+def test_another_training_has_another_space(build: Build, retriever: Retriever) -> None:
+    assert load(build(index="hnsw", quantization="int8")[1]).space_id == retriever.space_id
+    assert load(build(similarity="dot")[1]).space_id != retriever.space_id

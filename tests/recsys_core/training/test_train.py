@@ -230,7 +230,7 @@ def test_the_float_tower_as_served_gives_the_exported_query_vectors(experiment, 
         history_items=np.load(exported.path("history_items.npy")),
         tables={name: np.load(exported.path(f"table_{name}.npy")) for name in spec.on_side("query")},
         dense=load_file(exported.path("dense.safetensors")),
-        quantization="none",
+        quantization="fp32",
     )
     assert set(user_features(spec)) == {"user.country", "user.groups", "user.age"}
     features = FeatureStore.read(experiment.data.features.folder, user_features(spec))

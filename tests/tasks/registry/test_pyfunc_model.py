@@ -21,10 +21,11 @@ from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import PyFuncModel, scoring_server
 from ruamel.yaml import YAML
 
+from flows.cli.registry import query
 from flows.query import recommend
 from flows.settings import yaml_loader
 from flows.settings.template import starter_config
-from recsys_core.errors import StageError
+from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.serving.requests import answer, parse
 from recsys_core.serving.retriever import Retriever
@@ -246,6 +247,26 @@ def test_mlflow_query_and_smoke_test_give_the_answers_of_the_package(
     assert all(item_ids)
 
 
+def test_query_recommends_for_a_history_and_shows_similar_items(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = starter_config().model_copy(update={"workspace": workspace})
+    answer = recommend(config, history=["5003", "1", "5006"], k=4, model_uri=URI)
+    assert (answer.version, answer.known_user, answer.fallback, answer.num_unknown_items) == ("1", False, "history", 1)
+    assert not {5003, 5006} & {item.item_id for item in answer.items}
+    assert 5003 not in {item.item_id for item in recommend(config, item="5003", k=4, model_uri=URI).items}
+    for arguments, message in (
+        ({"item": "1"}, "--item: item_id '1' is not in the catalogue"),
+        ({"item": "x"}, "--item: item_id 'x' is not an integer"),
+        ({"history": ["x"]}, "--history: history: item_id 'x' is not an integer"),
+    ):
+        with pytest.raises(InputError, match=message):
+            recommend(config, k=4, model_uri=URI, **arguments)  # type: ignore[arg-type]
+    query(config, user="new", history="5003, 1", item=None, k=2, model_uri=URI, as_json=False)
+    printed = capsys.readouterr()
+    assert "m version 1, user new, history 5003, 1" in printed.out
+    assert "user new is unknown to version 1: these are recommended from the history alone" in printed.err
+    assert "1 items of the history are unknown to version 1" in printed.err
+
+
 @pytest.fixture
 def stored(workspace: Path, tmp_path: Path) -> Iterator[Path]:
     """The folder of the model in the artifact store, which a test may change."""
@@ -276,9 +297,9 @@ def test_a_package_whose_edit_was_hashed_into_mlmodel_does_not_have_the_sha256_o
 ) -> None:
     description, mlmodel = next(stored.rglob("package.json")), stored / "MLmodel"
     before = hashlib.sha256(description.read_bytes()).hexdigest()
-    _edit(description, '"pooling": "mean"', '"pooling": "sum"')
+    _edit(description, '"max_k": 120', '"max_k": 7')
     _edit(mlmodel, before, hashlib.sha256(description.read_bytes()).hexdigest())
-    mlflow.pyfunc.load_model(URI)  # nothing in the folder contradicts it
+    mlflow.pyfunc.load_model(URI)  # nothing in the folder contradicts it, and no answer depends on it
     with pytest.raises(StageError, match=rf"package.json: the sha256 is \w+, but the file was written with {before}"):
         load_model(URI, client=MlflowClient(), workspace=FOREIGN)
 

@@ -1,0 +1,143 @@
+"""Golden queries: requests with their expected answers, which every consumer of a package compares before it serves.
+
+They find what checksums do not: a query tower and an index of different versions, ids in another order, or another version of a
+library that computes other scores.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from recsys_core.config import Frozen
+from recsys_core.errors import NightjarError, StageError, shown
+from recsys_core.seeds import GOLDEN_QUERIES_SEED
+from recsys_core.serving.answers import Answer
+from recsys_core.serving.ids import Id
+from recsys_core.serving.requests import respond
+
+if TYPE_CHECKING:
+    from recsys_core.serving.retriever import Retriever
+
+NUM_QUERIES = 8
+"""Number of queries of each kind."""
+K = 10
+MAX_SCORE_DIFFERENCE = 1e-3
+"""Largest difference of two scores, relative to the largest score of the answer. Rounding differs between processors."""
+
+
+class GoldenAnswer(Frozen):
+    """The expected answer to one row of a request."""
+
+    item_ids: tuple[Id, ...]
+    scores: tuple[float, ...]
+    fallback: str | None
+
+
+class GoldenRequest(Frozen):
+    """A request, in the form of recsys_core.serving.requests, and the expected answers to its rows."""
+
+    request: dict[str, Any]
+    answers: tuple[GoldenAnswer, ...]
+
+
+class GoldenQueries(Frozen):
+    """golden.json: requests of every kind that the package answers."""
+
+    space_id: str
+    requests: tuple[GoldenRequest, ...]
+
+
+def write_golden(retriever: "Retriever", path: Path) -> None:
+    """Write the answers of `retriever` to requests for known users, for histories, for nothing, with filters and for items.
+
+    The histories are random items, not those of a user.
+    """
+    requests = _requests(retriever)
+    golden_requests = tuple(
+        GoldenRequest(
+            request=request,
+            answers=tuple(
+                GoldenAnswer(item_ids=tuple(answer.item_ids), scores=tuple(answer.scores), fallback=answer.fallback)
+                for answer in respond(retriever, request)
+            ),
+        )
+        for request in requests
+    )
+    path.write_text(GoldenQueries(space_id=retriever.space_id, requests=golden_requests).model_dump_json(indent=1))
+
+
+def verify_golden(retriever: "Retriever", path: Path) -> None:
+    """Answer the golden queries of a package; raise StageError if an answer differs from the expected one."""
+    try:
+        golden = GoldenQueries.model_validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise StageError(f"{path}: cannot be read ({type(error).__name__}: {error}); package the model again") from error
+    if golden.space_id != retriever.space_id:
+        raise StageError(
+            f"{path}: the queries are of the space_id {golden.space_id}, but the package has {retriever.space_id}; package the "
+            "model again"
+        )
+    for golden_request in golden.requests:
+        try:
+            answers = respond(retriever, golden_request.request)
+        except NightjarError as error:
+            raise StageError(f"{path}: the request {shown(golden_request.request)} is rejected: {error}") from error
+        for row, (answer, expected) in enumerate(zip(answers, golden_request.answers, strict=True)):
+            if (problem := _difference(answer, expected)) is not None:
+                raise StageError(
+                    f"{path}: row {row} of the request {shown(golden_request.request)}: {problem}; the query tower, the index "
+                    "and the ids are of different versions, or a library computes other scores; package the model again, or "
+                    "install the versions in its requirements.txt"
+                )
+
+
+def _difference(answer: Answer, expected: GoldenAnswer) -> str | None:
+    """Describe the difference of an answer from the expected one. Items with nearly equal scores may change places."""
+    if answer.error is not None or answer.fallback != expected.fallback or len(answer.item_ids) != len(expected.item_ids):
+        actual = answer.error or f"{len(answer.item_ids)} items from {answer.fallback or 'the model'}"
+        return (
+            f"the answer has {actual}, but {len(expected.item_ids)} items from {expected.fallback or 'the model'} are expected"
+        )
+    if not expected.scores:
+        return None
+    tolerance = MAX_SCORE_DIFFERENCE * max(abs(score) for score in expected.scores)
+    score_by_id = dict(zip(answer.item_ids, answer.scores, strict=True))
+    for item_id, score in zip(expected.item_ids, expected.scores, strict=True):
+        # An item that is not in the answer is replaced by one with nearly the same score, at the end of the answer.
+        actual_score = score_by_id.get(item_id, answer.scores[-1])
+        if not abs(actual_score - score) <= tolerance:
+            actual = f"the score {actual_score:g}" if item_id in score_by_id else "no place in the answer"
+            return f"item {shown(item_id)} has {actual}, but the score {score:g} is expected"
+    return None
+
+
+def _requests(retriever: "Retriever") -> list[dict[str, Any]]:
+    """Return one request of each kind that the package answers."""
+    params, num_items = {"k": K}, len(retriever.item_ids)
+    item_rows = np.random.default_rng(GOLDEN_QUERIES_SEED).permutation(num_items)[: NUM_QUERIES * NUM_QUERIES]
+    item_ids = retriever.item_ids.ids(item_rows).tolist()
+    # Each history is longer than the one before; in a small catalogue, the last ones are empty.
+    history_rows = [{"history": item_ids[length * length : length * (length + 2) + 1]} for length in range(NUM_QUERIES)]
+    requests: list[dict[str, Any]] = [
+        {"rows": [*history_rows, {"history": []}, {}], "params": params},
+        {"inputs": {"item_id": _spread(retriever.item_ids.ids(np.arange(len(retriever.item_ids))))}, "params": params},
+        {"rows": history_rows, "params": params | {"exclude": item_ids[:K], "exclude_seen": False}},
+    ]
+    if len(retriever.user_ids):
+        user_ids = _spread(retriever.user_ids.ids(np.arange(len(retriever.user_ids))))
+        requests.append({"rows": [{"user_id": user_id} for user_id in user_ids], "params": params})
+    for column in retriever.items.filter_columns[:1]:
+        value = retriever.items.most_frequent(column)
+        if value is not None:
+            requests.append({"rows": [*history_rows, {}], "params": params | {"filter": {column: {"in": [value]}}}})
+    return requests
+
+
+def _spread(ids: Any) -> Sequence[Id]:
+    """Return NUM_QUERIES ids, from the first to the last one."""
+    positions = np.unique(np.linspace(0, len(ids) - 1, NUM_QUERIES).astype(np.int64))
+    chosen: list[Id] = pa.array(ids[positions]).to_pylist()
+    return chosen

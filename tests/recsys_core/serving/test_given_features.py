@@ -1,0 +1,99 @@
+"""A value in a request gets the rows and weights that the ingest stored for the same value."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from recsys_core.dataset.feature_store import FeatureStore
+from recsys_core.ingest.features.config import FeaturesConfig
+from recsys_core.ingest.features.ingest import ingest_features
+from recsys_core.manifests import Dataset, FeaturesManifest
+from recsys_core.serving.description import QueryFeature, request_columns
+from recsys_core.serving.given_features import RequestFeatures
+from tests.recsys_core.ingest.interactions_with_context import write_interactions
+from tests.recsys_core.ingest.parquet_files import write
+
+USERS = 40
+RANDOM = np.random.default_rng(4)
+LETTERS = [[str(letter) for letter in RANDOM.choice(list("abcdé"), RANDOM.integers(1, 5))] for _ in range(USERS)]
+COLUMNS: dict[str, Any] = {
+    "country": [f"country {value}" for value in RANDOM.integers(0, 6, USERS)],
+    "number": RANDOM.integers(-5, 5, USERS).tolist(),
+    "is_member": (RANDOM.random(USERS) < 0.5).tolist(),
+    "age": RANDOM.normal(40, 20, USERS).tolist(),
+    "tags": LETTERS,
+    "topics": LETTERS,
+    "topic_weights": [RANDOM.random(len(letters)).astype(np.float32).tolist() for letters in LETTERS],
+}
+FEATURES: list[dict[str, Any]] = [
+    {"name": "country", "min_count": 3},
+    {"name": "number"},
+    {"name": "member", "column": "is_member"},
+    {"name": "hashed_country", "column": "country", "hash_rows": 50},
+    {"name": "hashed_number", "column": "number", "hash_rows": 50},
+    {"name": "hashed_member", "column": "is_member", "hash_rows": 50},
+    {"name": "bucket", "column": "age", "kind": "numeric", "buckets": 7},
+    {"name": "boundary", "column": "age", "kind": "numeric", "boundaries": [20, 40.5, 60]},
+    {"name": "standard", "column": "age", "kind": "numeric", "standardise": True},
+    {"name": "tags", "kind": "list", "max_values": 2},
+    {"name": "topics", "kind": "weighted_list", "weight_column": "topic_weights", "max_values": 3},
+    {"name": "hashed_tags", "column": "tags", "kind": "list", "hash_rows": 9},
+]
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> FeaturesManifest:
+    folder = tmp_path_factory.mktemp("ingest")
+    log = [([user % 3], [], []) for user in range(USERS)]
+    interactions = write_interactions(folder / "log", users=[f"user {user}" for user in range(USERS)], items=[1, 2, 3], log=log)
+    lists = {name: pa.array(COLUMNS[name], pa.list_(pa.string())) for name in ("tags", "topics")}
+    path = write(folder / "users.parquet", id=[f"user {user}" for user in range(USERS)], **(COLUMNS | lists))
+    return ingest_features(
+        FeaturesConfig.model_validate({"users": {"paths": path, "id_column": "id", "features": FEATURES}}),
+        dataset=Dataset(interactions),
+        previous=None,
+        memory_limit="500MB",
+        threads=1,
+        folder=folder / "features",
+    )
+
+
+def test_a_value_has_the_same_rows_and_weights_as_in_the_ingest(manifest: FeaturesManifest) -> None:
+    features = {key: QueryFeature.of(key, manifest) for key in manifest.features}
+    given = RequestFeatures(features, folder=manifest.folder).encode(COLUMNS, num_rows=USERS)
+    stored = FeatureStore.open(manifest).feature_by_key
+    assert given.keys() == stored.keys()
+    for key, feature in given.items():
+        rows, weights = stored[key].rows_and_weights(np.arange(USERS))
+        assert feature.is_given_B.all(), key
+        np.testing.assert_array_equal(feature.rows.offset, rows.offset, err_msg=key)
+        np.testing.assert_array_equal(feature.rows.values_L, rows.values_L, err_msg=key)
+        assert (feature.weight_L is None) == (weights is None), key
+        if weights is not None:
+            np.testing.assert_array_equal(feature.weight_L, weights, err_msg=key)
+
+
+def test_a_value_that_the_ingest_has_not_seen_is_out_of_vocabulary(manifest: FeaturesManifest, tmp_path: Path) -> None:
+    features = {key: QueryFeature.of(key, manifest) for key in ("user.country", "user.number", "user.tags")}
+    given = RequestFeatures(features, folder=manifest.folder).encode(
+        {"country": ["nowhere", None], "number": [10**6, -5.0], "tags": [["z"], []]}, num_rows=2
+    )
+    assert given["user.country"].rows.values_L.tolist() == [0] and given["user.country"].is_given_B.tolist() == [True, False]
+    assert given["user.number"].rows.values_L[0] == 0 and given["user.number"].rows.values_L[1] > 0
+    assert given["user.tags"].rows.offset.tolist() == [0, 1, 1]
+
+
+def test_an_ambiguous_column_is_called_by_its_side() -> None:
+    features = {
+        "user.country": QueryFeature(kind="categorical", column="country"),
+        "context.where": QueryFeature(kind="categorical", column="country"),
+        "context.history": QueryFeature(kind="weighted_list", column="history", weight_column="weights"),
+    }
+    assert request_columns(features) == {
+        "user.country": ("user.country", None),
+        "context.where": ("context.country", None),
+        "context.history": ("context.history", "weights"),
+    }

@@ -1,0 +1,137 @@
+"""Random requests to a registered model: each is answered, or rejected with an error code that is HTTP status 400."""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import mlflow
+import pandas as pd
+import pytest
+from fastapi.testclient import TestClient
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mlflow.exceptions import MlflowException
+from mlflow.pyfunc import PyFuncModel, scoring_server
+
+from recsys_core.manifests import PackageManifest
+from recsys_core.serving.description import DESCRIPTION_NAME, PackageDescription, description_sha256
+from tasks.registry.loading import PACKAGE_SHA256_KEY, VERSION_KEY
+from tasks.registry.versions import MODEL_CODE_FILE, signature_for
+from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEM_FILES, ITEM_IDS, ITEMS, USER_FEATURES, USER_IDS
+from tests.recsys_core.serving.conftest import build as build
+
+NUM_REQUESTS = 2_000
+Build = Callable[..., tuple[Any, PackageManifest]]
+
+
+@pytest.fixture(scope="module")
+def model(build: Build, tmp_path_factory: pytest.TempPathFactory) -> PyFuncModel:
+    _, package = build(index="hnsw", quantization="int8", features=(*USER_FEATURES, *CONTEXT_FEATURES), item_files=ITEM_FILES)
+    folder = tmp_path_factory.mktemp("mlflow") / "model"
+    description = PackageDescription.model_validate_json((package.folder / "package" / DESCRIPTION_NAME).read_bytes())
+    mlflow.pyfunc.save_model(
+        str(folder),
+        python_model=str(MODEL_CODE_FILE),
+        artifacts={"package": str(package.folder / "package")},
+        model_config={PACKAGE_SHA256_KEY: description_sha256(package), VERSION_KEY: ""},
+        pip_requirements=[],
+        signature=signature_for(description, item_id_type="string"),
+    )
+    return mlflow.pyfunc.load_model(str(folder))
+
+
+ANYTHING = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=5),
+    st.lists(st.one_of(st.none(), st.integers(), st.floats(), st.text(max_size=3)), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
+ITEM = st.sampled_from([*ITEM_IDS[:50], "unheard of"])
+HISTORY = st.one_of(st.lists(ITEM, max_size=20), st.just([ITEM_IDS[row % ITEMS] for row in range(100_000)]))
+COLUMNS = {
+    "user_id": st.one_of(st.sampled_from(USER_IDS), st.integers(1, 9)),
+    "history": HISTORY,
+    "item_id": ITEM,
+    "context.number": st.one_of(st.floats(), st.none()),
+    "context.single": st.sampled_from(["context.single 2", "unheard of", None]),
+    "weighted_list": st.lists(st.sampled_from(["user.weighted_list 2", "unheard of"]), min_size=2, max_size=2),
+    "weights": st.lists(st.floats(0, 2), min_size=2, max_size=2),
+    "colour": st.just("red"),
+}
+FILTER = st.one_of(
+    st.sampled_from(['{"genre": "rock"}', '{"price": {"ge": 10, "lt": 20}}', '{"since": {"since": "2026-03-01"}}', "{", ""]),
+    st.dictionaries(st.sampled_from(["genre", "price", "stock", "is_new", "since", "colour"]), ANYTHING, max_size=2).map(
+        lambda conditions: json.dumps(conditions)
+    ),
+)
+PARAMS = {
+    "k": st.sampled_from([0, -1, 1, 10, 1_000_000]),
+    "exclude": st.lists(ITEM, max_size=5),
+    "exclude_seen": st.booleans(),
+    "min_score": st.floats(),
+    "filter": FILTER,
+    "with_vectors": st.booleans(),
+}
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Draw records and params. In every fourth request, they are of any type."""
+    is_wild = draw(st.integers(0, 3)) == 0
+    names = [name for name in COLUMNS if name != "item_id" and draw(st.booleans())]
+    if draw(st.integers(0, 5)) == 0:
+        names = ["item_id"]
+    if is_wild:
+        names = draw(st.lists(st.sampled_from([*COLUMNS, "colour"]), max_size=3, unique=True))
+    records = [
+        {name: draw(st.one_of(COLUMNS[name], ANYTHING) if is_wild else COLUMNS[name]) for name in names}
+        for _ in range(draw(st.integers(0, 3)))
+    ]
+    params = {name: draw(param) for name, param in PARAMS.items() if draw(st.integers(0, 3)) == 0}
+    if is_wild:
+        params |= {name: draw(ANYTHING) for name in draw(st.lists(st.sampled_from([*PARAMS, "top"]), max_size=1))}
+    return records, params
+
+
+def check(prediction: dict[str, Any], record: dict[str, Any], params: dict[str, Any]) -> None:
+    item_ids, scores = prediction["item_ids"], prediction["scores"]
+    assert len(item_ids) == len(scores) == len({*item_ids}) <= min(ITEMS, params.get("k", 10))
+    assert {*item_ids} <= {*ITEM_IDS} and all(math.isfinite(score) for score in scores)
+    if prediction["error"] is not None:
+        assert not item_ids
+    elif isinstance(record.get("history"), list) and params.get("exclude_seen", True):
+        assert not {*item_ids} & {item for item in record["history"] if isinstance(item, str)}
+    if isinstance(params.get("exclude"), list):
+        assert not {*item_ids} & {*params["exclude"]}
+
+
+@settings(max_examples=NUM_REQUESTS, deadline=None, suppress_health_check=list(HealthCheck))
+@given(requests())
+def test_every_request_is_answered_or_rejected_by_name(
+    model: PyFuncModel, request_parts: tuple[list[dict[str, Any]], dict[str, Any]]
+) -> None:
+    records, params = request_parts
+    try:
+        predictions = model.predict(pd.DataFrame(records), params=params)
+    except MlflowException as error:
+        assert error.error_code in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST") and error.message
+        return
+    assert len(predictions) == len(records)
+    for prediction, record in zip(predictions, records, strict=True):
+        check(prediction, record, params)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(requests())
+def test_the_server_of_mlflow_never_fails(
+    model: PyFuncModel, request_parts: tuple[list[dict[str, Any]], dict[str, Any]]
+) -> None:
+    records, params = request_parts
+    content = json.dumps({"dataframe_records": records, "params": params})
+    with TestClient(scoring_server.init(model), raise_server_exceptions=False) as client:
+        answer = client.post("/invocations", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code in (200, 400), answer.text

@@ -8,6 +8,7 @@ from prefect.states import Completed, Failed
 from pydantic.json_schema import SkipJsonSchema
 
 from flows.prefect_runs import flow_run_url, name_flow_run, run_id_in
+from flows.push import push_champion
 from flows.runs.after_run import after_run
 from flows.runs.before_run import check_resume
 from flows.settings.config_file import dump_config
@@ -65,7 +66,9 @@ def nightly_retrain(
                 if context.until is None:
                     ensure_disk_space(config.retention, run, model_name=config.registry.model_name)
                 try:
-                    state = end_state(retrain(config, context), run=run)
+                    registration = retrain(config, context)
+                    alarm = None if registration is None else push_champion(config)
+                    state = end_state(registration, run=run, alarm=alarm)
                 except StoppedEarly as stop:
                     state = Completed(name="StoppedEarly", message=f"stopped after {stop.stage}, as requested")
                 except DataRejectedError as error:
@@ -90,13 +93,18 @@ def retrain(config: PipelineConfig, context: StageContext) -> RegistrationManife
     return stages.registration.register(context, config.registry)
 
 
-def end_state(registration: RegistrationManifest | None, *, run: Run) -> State:
-    """Return the end state of a flow run that ran all stages. `registration` is None after a dry run."""
+def end_state(registration: RegistrationManifest | None, *, run: Run, alarm: str | None = None) -> State:
+    """Return the end state of a flow run that ran all stages. `registration` is None after a dry run.
+
+    alarm: why a vector store did not get the champion.
+    """
     if registration is None:
         return Completed(name="DryRun", message=f"dry run: no version is registered; a resume of {run.run_id} registers it")
     message = (
         f"{registration.model_name} version {registration.version} is {registration.alias}: {'; '.join(registration.reasons)}"
     )
+    if alarm is not None:
+        message = f"{message}; {alarm}"
     if registration.alarm is not None:
         return Completed(name="BrokenChampion", message=f"{registration.alarm}; {message}", data=registration)
     return Completed(name=registration.state_name, message=message, data=registration)

@@ -26,6 +26,7 @@ from recsys_core.models.tables.table_config import (
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.training.config import TrainingConfig
+from tasks.delivery.config import DeliveryConfig
 from tasks.registry.config import RegistryConfig
 from tasks.retention.config import RetentionConfig
 from tasks.tuning.config import TuningConfig
@@ -90,6 +91,9 @@ class PipelineConfig(Settings):
     registry: RegistryConfig = Field(
         default_factory=RegistryConfig,
         description="registration in MLflow, and the rule by which a new version becomes champion",
+    )
+    delivery: DeliveryConfig = Field(
+        default_factory=DeliveryConfig, description="vector stores that get the items of each new champion"
     )
     schedule: ScheduleConfig = Field(
         default_factory=ScheduleConfig, description="when `nightjar up` or a Prefect worker starts runs of the pipeline"

@@ -2,6 +2,7 @@
 
 import logging
 
+from flows.push import push_champion
 from flows.query import load_retriever, recommend_many
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import NightjarError, first_line
@@ -10,8 +11,17 @@ from tasks.progress.reporting import StageLog
 LOG = logging.getLogger("nightjar")
 
 
-def deliver(config: PipelineConfig) -> str | None:
-    """Deliver the champion with the settings `delivery`. Log an error, and return it as one sentence; None without an error."""
+def deliver(config: PipelineConfig, *, is_new_champion: bool) -> list[str]:
+    """Deliver the champion with the settings `delivery`. Log each error, and return it as one sentence.
+
+    The vector stores also get a champion that they do not have yet, for example after an earlier error.
+    """
+    problems = [_write_recommendations(config) if is_new_champion else None, push_champion(config)]
+    return [problem for problem in problems if problem is not None]
+
+
+def _write_recommendations(config: PipelineConfig) -> str | None:
+    """Write the recommendations for many users; return the error as one sentence."""
     folder = config.delivery.recommendations.folder
     if folder is None:
         return None

@@ -1,5 +1,6 @@
 """The nightly run: all stages from the parquet files to a registered retriever."""
 
+from collections.abc import Sequence
 from typing import cast
 
 from prefect import flow, runtime
@@ -67,8 +68,8 @@ def nightly_retrain(
                     ensure_disk_space(config.retention, run, model_name=config.registry.model_name)
                 try:
                     registration = retrain(config, context)
-                    problem = deliver(config) if registration is not None and registration.promoted else None
-                    state = end_state(registration, run=run, problem=problem)
+                    problems = [] if registration is None else deliver(config, is_new_champion=registration.promoted)
+                    state = end_state(registration, run=run, problems=problems)
                 except StoppedEarly as stop:
                     state = Completed(name="StoppedEarly", message=f"stopped after {stop.stage}, as requested")
                 except DataRejectedError as error:
@@ -93,17 +94,15 @@ def retrain(config: PipelineConfig, context: StageContext) -> RegistrationManife
     return stages.registration.register(context, config.registry, config.guarded_slices)
 
 
-def end_state(registration: RegistrationManifest | None, *, run: Run, problem: str | None) -> State:
+def end_state(registration: RegistrationManifest | None, *, run: Run, problems: Sequence[str]) -> State:
     """Return the end state of a flow run that ran all stages.
 
-    registration: None after a dry run. problem: error of the delivery.
+    registration: None after a dry run. problems: errors of the delivery.
     """
     if registration is None:
         return Completed(name="DryRun", message=f"dry run: no version is registered; a resume of {run.run_id} registers it")
-    message = (
-        f"{registration.model_name} version {registration.version} is {registration.alias}: {'; '.join(registration.reasons)}"
-        f"{f'; {problem}' if problem else ''}"
-    )
+    reasons = "; ".join((*registration.reasons, *problems))
+    message = f"{registration.model_name} version {registration.version} is {registration.alias}: {reasons}"
     if registration.alarm is not None:
         return Completed(name="BrokenChampion", message=f"{registration.alarm}; {message}", data=registration)
     return Completed(name=registration.state_name, message=message, data=registration)

@@ -86,6 +86,17 @@ def rollback(
     cli.registry.choose_champion(loaded, "rollback", {"version": version or 0, "reason": reason})
 
 
+@commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar push nightly.yaml --version 7")
+@takes_config
+def push(
+    options: ConfigOptions,
+    version: Annotated[int | None, typer.Option(min=1, help="number of the version; by default the champion")] = None,
+) -> None:
+    """Load the items of a version into the vector stores of `delivery`, and let their aliases name it."""
+    config = options.prepare().config
+    cli.registry.push(config, version=version)
+
+
 @commands.command(
     rich_help_panel=HELP_PANEL,
     epilog='Example: nightjar deploy --cron "15 2 * * *" --timezone Europe/Berlin --work-pool nightjar',

@@ -1,4 +1,4 @@
-"""Commands that use the model registry: `query`, `recommend`, `releases`, `promote`, `rollback` and `clean`."""
+"""Commands that use the model registry: from `query` and `releases` to `serve`, `push` and `clean`."""
 
 import json
 import os
@@ -12,11 +12,12 @@ from typing import Any, Literal
 from flows.cli import output
 from flows.cli.session import one_sentence_errors
 from flows.interruption import interruptible
+from flows.push import push_version
 from flows.query import QueryAnswer, compare_versions, load_retriever, recommend_many
 from flows.query import recommend as recommend_to_one
 from flows.settings.config_file import LoadedConfig
 from flows.settings.pipeline import PipelineConfig
-from recsys_core.errors import InputError, printable
+from recsys_core.errors import InputError, StageError, printable
 from recsys_core.imports import fast_imports
 from recsys_core.units import format_gib
 from tasks.registry.mlflow_client import RUN_ID_TAG, call_with_deadline, connect
@@ -215,6 +216,20 @@ def choose_champion(loaded: LoadedConfig, command: Literal["promote", "rollback"
         if final_state.is_failed():
             final_state.result()  # raises the error of the flow
     output.print_facts({"result": str(final_state.message), "versions": f"nightjar releases {loaded.path}"})
+
+
+def push(config: PipelineConfig, *, version: int | None) -> None:
+    """Push a version to the vector stores of the config, and print one line per store.
+
+    Raises:
+        StageError: a store did not get the version.
+    """
+    with one_sentence_errors(config.workspace), output.stage_lines():
+        pushed, alarms = push_version(config, version="champion" if version is None else str(version))
+    for result in pushed:
+        output.print_line(str(result))
+    if alarms:
+        raise StageError("\n".join(alarms))
 
 
 def clean_workspace(config: PipelineConfig, *, dry_run: bool) -> Removals:

@@ -5,8 +5,13 @@ from typing import Annotated
 from pydantic import Field
 
 from recsys_core.config import OPERATIONAL, Folder, Paths, Settings
+from tasks.delivery.lancedb_store import LanceDbSettings
+from tasks.delivery.milvus_store import MilvusSettings
+from tasks.delivery.qdrant_store import QdrantSettings
 
 MAX_RECOMMENDED_ITEMS = 1_000_000
+AnyStore = LanceDbSettings | QdrantSettings | MilvusSettings
+StoreConfig = Annotated[AnyStore, Field(discriminator="kind")]
 
 
 class RecommendationsConfig(Settings):
@@ -35,3 +40,14 @@ class DeliveryConfig(Settings):
         default_factory=RecommendationsConfig,
         description="recommendations for many users, which the champion writes to parquet files",
     )
+    stores: tuple[StoreConfig, ...] = Field(
+        (),
+        max_length=20,
+        description="vector stores that get the items of each new champion: a list of groups of settings, each with a `kind`. "
+        "Default: none",
+    )
+
+    def require_libraries(self) -> None:
+        """Raise InputError if a library of a store is not installed."""
+        for store in self.stores:
+            store.require_libraries()

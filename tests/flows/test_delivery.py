@@ -17,9 +17,10 @@ def config_with(folder: Path | None) -> PipelineConfig:
     return config.model_copy(update={"delivery": config.delivery.model_copy(update={"recommendations": recommendations})})
 
 
-def test_without_a_folder_nothing_is_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_folder_or_a_new_champion_nothing_is_delivered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "load_retriever", lambda config: pytest.fail("the champion was loaded"))
-    assert delivery.deliver(config_with(None)) is None
+    assert delivery.deliver(config_with(None), is_new_champion=True) == []
+    assert delivery.deliver(config_with(tmp_path), is_new_champion=False) == []
 
 
 def test_a_failed_delivery_is_logged_and_returned_but_not_raised(
@@ -30,10 +31,10 @@ def test_a_failed_delivery_is_logged_and_returned_but_not_raised(
 
     monkeypatch.setattr(delivery, "load_retriever", load)
     with caplog.at_level(logging.ERROR, logger="nightjar"):
-        problem = delivery.deliver(config_with(tmp_path / "recs"))
+        problems = delivery.deliver(config_with(tmp_path / "recs"), is_new_champion=True)
     expected_problem = (
         f"the recommendations in {tmp_path / 'recs'} are not those of the new champion: index.faiss: the sha256 differs; "
         "repeat nightjar recommend"
     )
-    assert problem == expected_problem
+    assert problems == [expected_problem]
     assert caplog.messages == [expected_problem]

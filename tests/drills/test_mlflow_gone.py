@@ -53,7 +53,7 @@ def lock(database_file: Path, *, seconds: float) -> None:
 def test_a_run_without_mlflow_trains_and_fails_at_its_end_and_a_resume_registers_one_version(tmp_path: Path) -> None:
     file, server = write_config(tmp_path), mlflow_server(tmp_path)
     with started_run(file, MLFLOW_TRACKING_URI=server.address) as run:
-        run.wait_until(lambda folder: is_in("register", folder), description="register")
+        run.wait_until(lambda folder: (folder / "package").is_dir(), description="package")
         start_s = time.monotonic()
         exit_code, stderr = run.end()
         seconds = time.monotonic() - start_s

@@ -6,6 +6,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, ValidationError, create_model
 
 from recsys_core.errors import InputError, printable, shown
+from recsys_core.http_server.access import RequestError
 from recsys_core.http_server.config import ServeConfig
 
 MAX_ID_CHARACTERS = 1_000
@@ -151,13 +152,14 @@ def parse_body(content: bytes, model: type[BaseModel], *, limits: ServeConfig) -
     """Return the JSON object of a body after its validation.
 
     Raises:
-        ValueError: not JSON; NaN and Infinity are not JSON.
+        RequestError: not JSON; NaN and Infinity are not JSON.
         InputError: the object does not fit the model or exceeds a limit. The message names the field.
     """
     try:
         body = orjson.loads(content)
     except orjson.JSONDecodeError as error:
-        raise ValueError(f"the body is not JSON ({error}); send an object such as {RECOMMEND_EXAMPLE}") from None
+        example = orjson.dumps(RECOMMEND_EXAMPLE).decode()
+        raise RequestError(400, f"the body is not JSON ({error}); send an object such as {example}") from None
     try:
         model.model_validate(body)
     except ValidationError as error:

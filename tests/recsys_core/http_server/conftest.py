@@ -1,0 +1,55 @@
+"""A small served model, and a client of its application."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+from recsys_core.http_server.app import create_app
+from recsys_core.http_server.config import ServeConfig
+from recsys_core.http_server.follower import Follower
+from recsys_core.http_server.release import RELEASE_NAME, Champion, Release
+from recsys_core.manifests import PackageManifest
+from recsys_core.serving.description import description_sha256
+from recsys_core.serving.retriever import Retriever
+from tests.recsys_core.serving.conftest import ITEM_FILES, Build
+from tests.recsys_core.serving.conftest import build as build  # a fixture
+
+Client = Callable[..., TestClient]
+
+
+def release_of(package: PackageManifest, *, version: str) -> Release:
+    return Release(version=version, folder=package.folder / "package", sha256=description_sha256(package))
+
+
+@pytest.fixture(scope="session")
+def package(build: Build) -> PackageManifest:
+    return build(item_files=ITEM_FILES, features=("user.number",))[1]
+
+
+@pytest.fixture(scope="session")
+def retriever(package: PackageManifest) -> Retriever:
+    return Retriever.load(package.folder, version="7")
+
+
+@pytest.fixture
+def follower(package: PackageManifest, tmp_path: Path) -> Iterator[Follower]:
+    Champion(release=release_of(package, version="7"), registry_answered_at=0.0).write(tmp_path / RELEASE_NAME)
+    follower = Follower(tmp_path, state_path=tmp_path / "worker-0.json", pid=os.getpid())
+    follower.start()
+    yield follower
+    follower.stop()
+
+
+@pytest.fixture
+def client(follower: Follower) -> Iterator[Client]:
+    with ExitStack() as stack:
+
+        def start(*, token: str | None = None, **settings: object) -> TestClient:
+            app = create_app(follower, limits=ServeConfig.model_validate(settings), token=token)
+            return stack.enter_context(TestClient(app, raise_server_exceptions=False))
+
+        yield start

@@ -1,0 +1,149 @@
+"""The HTTP application, compared with the Retriever, and requests that it must refuse."""
+
+from typing import Any
+
+import pytest
+import schemathesis
+from fastapi.testclient import TestClient
+from hypothesis import HealthCheck, Phase, given, settings
+
+from recsys_core.http_server.follower import Follower
+from recsys_core.serving.retriever import Retriever
+from tests.recsys_core.http_server.conftest import Client
+from tests.recsys_core.serving.conftest import ITEM_IDS, USER_IDS
+
+TOKEN = "a-token-of-24-characters"  # noqa: S105
+ROW = {"user_id": USER_IDS[0]}
+
+
+def recommend(client: TestClient, rows: list[Any], **params: Any) -> list[dict[str, Any]]:
+    response = client.post("/recommend", json={"rows": rows, "params": params})
+    assert response.status_code == 200, response.text
+    predictions: list[dict[str, Any]] = response.json()["predictions"]
+    return predictions
+
+
+def test_a_response_has_the_answers_of_the_retriever(client: Client, retriever: Retriever) -> None:
+    rows = [{"user_id": USER_IDS[4]}, {"history": ITEM_IDS[:3]}, {"user_id": 1, "history": ["no item"]}, {}]
+    predictions = recommend(client(), rows, k=6)
+    expected = retriever.recommend([USER_IDS[4], None, 1, None], 6, histories=[None, ITEM_IDS[:3], ["no item"], None])
+    for prediction, answer in zip(predictions, expected, strict=True):
+        assert prediction["item_ids"] == answer.item_ids
+        assert prediction["scores"] == pytest.approx(answer.scores)
+        assert (prediction["fallback"], prediction["num_unknown_items"]) == (answer.fallback, answer.num_unknown_items)
+        assert (prediction["version"], prediction["space_id"], prediction["error"]) == ("7", retriever.space_id, None)
+        assert "query_vector" not in prediction
+
+
+def test_params_reach_the_retriever(client: Client, retriever: Retriever) -> None:
+    conditions = {"genre": {"in": ["rock"]}, "price": {"lt": 20}}
+    (prediction,) = recommend(
+        client(), [ROW], k=4, filter=conditions, exclude=ITEM_IDS[:50], exclude_seen=False, with_vectors=True
+    )
+    (expected,) = retriever.recommend(
+        [USER_IDS[0]], 4, filter=conditions, exclude=ITEM_IDS[:50], exclude_seen=False, with_vectors=True
+    )
+    assert prediction["item_ids"] == expected.item_ids
+    assert prediction["query_vector"] == pytest.approx(expected.query_vector)
+    assert len(prediction["item_vectors"]) == 4
+
+
+def test_similar_items_are_those_of_the_retriever(client: Client, retriever: Retriever) -> None:
+    response = client().post("/similar", json={"rows": [{"item_id": ITEM_IDS[3]}, {"item_id": "no item"}], "params": {"k": 5}})
+    first, second = response.json()["predictions"]
+    assert first["item_ids"] == retriever.similar([ITEM_IDS[3]], 5)[0].item_ids
+    assert second["error"] == "item_id 'no item' is not in the catalogue"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "expected"),
+    [
+        ("{", 400, "the body is not JSON"),
+        ('{"rows": [{"user_id": NaN}]}', 400, "the body is not JSON"),
+        ("[]", 422, "the body is of type list; it must be a valid dictionary"),
+        ("{}", 422, "rows is missing; add it"),
+        ('{"rows": []}', 422, "rows: the list should have at least 1 item"),
+        ('{"rows": [{"user_id": 1.5}]}', 422, "rows.0.user_id is 1.5; it must be a valid integer"),
+        ('{"rows": [{"user_id": "x"}]}', 422, "rows.0: user_id 'x' is not an integer"),
+        ('{"rows": [{"history": 3}]}', 422, "rows.0.history is 3; it must be a valid list"),
+        ('{"rows": [{"usr": 1}]}', 422, "unknown column ['usr']"),
+        ('{"rows": [{}], "params": {"k": 0}}', 422, "params.k is 0; it must be greater than or equal to 1"),
+        ('{"rows": [{}], "params": {"k": -3}}', 422, "params.k is -3; it must be"),
+        ('{"rows": [{}], "params": {"k": 1000000}}', 422, "params.k is 1000000; it must be less than or equal to 1000"),
+        ('{"rows": [{}], "params": {"k": true}}', 422, "params.k is True; it must be a valid integer"),
+        ('{"rows": [{}], "params": {"K": 3}}', 422, "unknown field 'params.K'; see the schema at /openapi.json"),
+        ('{"rows": [{}], "params": {"filter": {"colour": {"in": ["red"]}}}}', 422, "colour"),
+        ('{"rows": [{"history": [' + ",".join(["1"] * 100_000) + "]}]}", 422, "rows.0.history: the list should have at most"),
+        ('{"rows": [' + ",".join(["{}"] * 900) + '], "params": {"k": 900}}', 422, "900 rows with k = 900 are 810000 items"),
+    ],
+)  # fmt: skip
+def test_an_invalid_request_gets_its_reason(client: Client, body: str, status: int, expected: str) -> None:
+    response = client().post("/recommend", content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == status, response.text
+    assert response.json()["error"].startswith(expected) or (expected == "colour" and expected in response.json()["error"])
+
+
+def test_an_invalid_row_does_not_affect_the_others(client: Client) -> None:
+    first, second = recommend(client(), [{"user_id": "x"}, ROW], k=2)
+    assert first["error"].startswith("user_id 'x' is not an integer") and first["item_ids"] == []
+    assert second["error"] is None and len(second["item_ids"]) == 2
+
+
+def test_a_large_body_and_another_content_type_are_refused(client: Client) -> None:
+    small = client(max_body_bytes=2_000)
+    response = small.post("/recommend", json={"rows": [{"history": list(range(3_000))}]})
+    assert (response.status_code, response.json()["error"]) == (
+        413,
+        "the body is larger than 2,000 bytes; send fewer rows per request",
+    )
+    response = small.post("/recommend", content=b"user_id=3", headers={"Content-Type": "text/plain"})
+    assert (response.status_code, response.json()["error"]) == (415, "the content type is 'text/plain'; send application/json")
+
+
+def test_with_a_token_only_requests_that_have_it_are_answered(client: Client) -> None:
+    guarded = client(token=TOKEN)
+    for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):
+        response = guarded.post("/recommend", json={"rows": [ROW]}, headers=header)
+        assert (response.status_code, response.headers["WWW-Authenticate"]) == (401, "Bearer")
+    accepted = guarded.post("/recommend", json={"rows": [ROW]}, headers={"Authorization": f"Bearer {TOKEN}"})
+    assert accepted.status_code == 200
+    assert guarded.get("/healthz").status_code == 200  # a probe of an orchestrator has no token
+
+
+def test_readyz_names_the_version_and_an_unknown_path_gets_a_sentence(client: Client) -> None:
+    started = client()
+    assert started.get("/readyz").json() == {
+        "status": "ready",
+        "version": "7",
+        "problem": None,
+        "registry": {"answered_at": "1970-01-01T00:00:00Z", "down_since": None, "problem": None},
+    }
+    response = started.get("/nothing")
+    assert (response.status_code, response.json()["error"]) == (404, "Not Found; the paths and methods are in /openapi.json")
+
+
+def test_a_bug_ends_the_request_with_500_but_not_the_server(client: Client, follower: Follower, monkeypatch: Any) -> None:
+    started = client()
+
+    def fail(queries: object) -> None:
+        raise RuntimeError("secret detail")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(follower._model, "respond", fail)
+        response = started.post("/recommend", json={"rows": [ROW]})
+    assert (response.status_code, response.json()) == (500, {"error": "the server could not answer; the reason is in its log"})
+    assert started.post("/recommend", json={"rows": [ROW]}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/recommend", "/similar"])
+def test_generated_requests_get_documented_statuses_and_never_5xx(client: Client, path: str) -> None:
+    started = client()
+    operation = schemathesis.openapi.from_dict(started.get("/openapi.json").json())[path]["POST"]
+
+    @settings(max_examples=1_000, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy())
+    def send(case: Any) -> None:
+        response = started.post(path, json=case.body)
+        assert response.status_code in (200, 422), (response.status_code, response.text, case.body)
+
+    send()

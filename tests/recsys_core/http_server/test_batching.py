@@ -1,0 +1,112 @@
+"""Batches of concurrent requests: shared searches, a bounded queue, timeouts and errors of single requests."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from recsys_core.errors import InputError
+from recsys_core.http_server.batching import Batcher, QueueFullError
+from recsys_core.http_server.config import ServeConfig
+from recsys_core.http_server.served_model import Query, Result, ServedModel
+from recsys_core.serving.answers import Answer
+from recsys_core.serving.requests import parse
+from recsys_core.serving.retriever import Retriever
+from tests.recsys_core.serving.conftest import USER_IDS
+
+
+def query(user_id: object, k: int = 3) -> Query:
+    return Query(parse({"rows": [{"user_id": user_id}], "params": {"k": k}}), is_similar=False)
+
+
+class BlockedModel:
+    """Answers a batch when `release` is set, and stores the sizes of the batches."""
+
+    def __init__(self) -> None:
+        self.batch_sizes: list[int] = []
+        self.has_begun, self.release = threading.Event(), threading.Event()
+
+    def respond(self, queries: Sequence[Query]) -> list[Result]:
+        self.batch_sizes.append(len(queries))
+        self.has_begun.set()
+        assert self.release.wait(30)
+        return [[Answer([], [], "1", "s")] for _ in queries]
+
+
+def run(body: Callable[[Batcher, BlockedModel], object], **settings: object) -> BlockedModel:
+    """Run the coroutine function `body` with a started batcher."""
+    model = BlockedModel()
+
+    async def main() -> None:
+        batcher = Batcher(model.respond, limits=ServeConfig.model_validate(settings), observe=lambda num_rows: None)
+        batcher.start()
+        try:
+            await body(batcher, model)  # type: ignore[misc]
+        finally:
+            model.release.set()
+            await batcher.stop()
+
+    asyncio.run(main())
+    return model
+
+
+async def until_begun(model: BlockedModel) -> None:
+    await asyncio.to_thread(model.has_begun.wait, 30)
+
+
+def test_requests_that_arrive_during_a_search_share_the_next_one() -> None:
+    async def body(batcher: Batcher, model: BlockedModel) -> None:
+        first = asyncio.create_task(batcher.submit(query(1)))
+        await until_begun(model)
+        others = [asyncio.create_task(batcher.submit(query(user))) for user in range(5)]
+        await asyncio.sleep(0)
+        model.release.set()
+        await asyncio.gather(first, *others)
+
+    assert run(body, max_batch_rows=4).batch_sizes == [1, 4, 1]
+
+
+def test_a_full_queue_refuses_a_request() -> None:
+    async def body(batcher: Batcher, model: BlockedModel) -> None:
+        tasks = [asyncio.create_task(batcher.submit(query(1)))]
+        await until_begun(model)
+        tasks += [asyncio.create_task(batcher.submit(query(2))) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError):
+            await batcher.submit(query(3))
+        model.release.set()
+        await asyncio.gather(*tasks)
+
+    run(body, max_queued_requests=2)
+
+
+def test_a_request_without_an_answer_in_time_is_not_answered_later() -> None:
+    async def body(batcher: Batcher, model: BlockedModel) -> None:
+        first = asyncio.create_task(batcher.submit(query(1)))
+        await until_begun(model)
+        with pytest.raises(TimeoutError):
+            await batcher.submit(query(2))
+        model.release.set()
+        with pytest.raises(TimeoutError):
+            await first
+        await batcher.submit(query(3))
+
+    assert run(body, timeout_s=0.2).batch_sizes == [1, 1]  # the request that timed out in the queue is not searched
+
+
+def test_a_batch_with_different_options_and_an_invalid_request_answers_each_as_alone(retriever: Retriever) -> None:
+    queries = [query(USER_IDS[0]), query(USER_IDS[1], k=5), query(USER_IDS[2]), query("x")]
+    results = ServedModel(retriever).respond(queries)
+    for user_id, k, result in zip(USER_IDS, (3, 5, 3), results, strict=False):
+        assert not isinstance(result, Exception)
+        assert result[0].item_ids == retriever.recommend([user_id], k)[0].item_ids
+    (invalid,) = results[3]  # type: ignore[misc]
+    assert invalid.error is not None and "'x'" in invalid.error
+
+
+def test_a_request_that_fails_does_not_fail_the_others_of_its_batch(retriever: Retriever) -> None:
+    unknown_column = Query(parse({"rows": [{"user_id": USER_IDS[0], "colour": "red"}], "params": {"k": 3}}), is_similar=False)
+    good, bad = ServedModel(retriever).respond([query(USER_IDS[0]), unknown_column])
+    assert isinstance(good, list) and good[0].error is None
+    assert isinstance(bad, InputError) and "colour" in str(bad)

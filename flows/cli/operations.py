@@ -46,6 +46,20 @@ def releases(options: ConfigOptions, as_json: AsJson = False) -> None:
     cli.registry.releases(loaded, as_json=as_json)
 
 
+@commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar compare --version 8 --with 7")
+@takes_config
+def compare(
+    options: ConfigOptions,
+    version: Annotated[str | None, typer.Option(help="number or alias of a version; by default the newest version")] = None,
+    other: Annotated[str, typer.Option("--with", help="number or alias of the version to compare it with")] = "champion",
+    users: Annotated[int, typer.Option(min=1, help="number of users whose recommendations are compared")] = 1_000,
+    k: Annotated[int, typer.Option("-k", min=1, help="number of items per user")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two versions: served metrics, overlap of their recommendations, and the items that move most."""
+    cli.registry.compare(options.prepare(), version=version, other=other, num_users=users, k=k, as_json=as_json)
+
+
 @commands.command(rich_help_panel=HELP_PANEL, epilog='Example: nightjar promote --version 7 --reason "new prices"')
 @takes_config
 def promote(
@@ -70,6 +84,17 @@ def rollback(
     """Give the alias champion back to a former champion."""
     loaded = options.prepare()
     cli.registry.choose_champion(loaded, "rollback", {"version": version or 0, "reason": reason})
+
+
+@commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar push nightly.yaml --version 7")
+@takes_config
+def push(
+    options: ConfigOptions,
+    version: Annotated[int | None, typer.Option(min=1, help="number of the version; by default the champion")] = None,
+) -> None:
+    """Load the items of a version into the vector stores of `delivery`, and let their aliases name it."""
+    config = options.prepare().config
+    cli.registry.push(config, version=version)
 
 
 @commands.command(

@@ -14,6 +14,10 @@ from recsys_core.errors import printable, shown
 
 MAX_PROBLEMS = 20
 """Number of problems listed in one message."""
+ADVICE_BY_REMOVED_SETTING = {
+    "checksums": "this setting no longer exists; delete it. Page checksums are always verified, and <file>.sha256 is not read"
+}
+"""What to do about a setting of an earlier version that has no successor, by the last part of its key."""
 
 
 def describe_problems(error: ValidationError, raw_settings: Mapping[str, Any]) -> list[str]:
@@ -30,7 +34,7 @@ def _describe_problem(details: ErrorDetails, raw_settings: Mapping[str, Any]) ->
     key = printable(dotted_key_of(details["loc"], raw_settings, may_be_missing=may_be_missing), max_characters=200)
     match details["type"]:
         case "extra_forbidden":
-            return f"{key}: unknown key; {_suggestion(key)}"
+            return f"{key}: {ADVICE_BY_REMOVED_SETTING.get(key.rpartition('.')[2]) or f'unknown key; {_suggestion(key)}'}"
         case "missing":
             return f"{key}: is missing and has no default; set it"
         case "union_tag_not_found" | "union_tag_invalid":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from recsys_core.config import Frozen
 from recsys_core.errors import NightjarError, StageError, shown
@@ -92,6 +93,17 @@ def verify_golden(retriever: "Retriever", path: Path) -> None:
                     "and the ids are of different versions, or a library computes other scores; package the model again, or "
                     "install the versions in its requirements.txt"
                 )
+
+
+def golden_vectors(retriever: "Retriever") -> NDArray[np.float32]:
+    """Return the query vectors of the golden queries that the model ranks, [number of queries, D]."""
+    vectors = [
+        answer.query_vector
+        for request in _requests(retriever)
+        for answer in respond(retriever, request | {"params": {"k": 1, "with_vectors": True}})
+        if answer.fallback != "popularity"
+    ]
+    return np.array(vectors, np.float32).reshape(-1, retriever.package.dim)
 
 
 def _difference(answer: Answer, expected: GoldenAnswer) -> str | None:

@@ -6,7 +6,7 @@ Shapes: I items, L looked-up items, D width of the vectors.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,12 @@ class ItemTable:
             return [None] * len(item_row_L)
         titles: list[str | None] = self._titles.take(pa.array(item_row_L)).to_pylist()
         return titles
+
+    def batches(self, num_rows: int) -> Iterator[pa.Table]:
+        """Read all columns of the items, in blocks of at most `num_rows` rows."""
+        with pq.ParquetFile(self._path, memory_map=True) as file:
+            for batch in file.iter_batches(num_rows):
+                yield pa.Table.from_batches([batch])
 
     def vectors(self, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
         """Read the vectors of items from the file, [L, D]."""

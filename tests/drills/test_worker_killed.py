@@ -56,6 +56,7 @@ def test_a_signal_to_the_worker_in_any_stage_ends_the_run_as_crashed_and_a_retry
                 deploy = [sys.executable, "-m", "flows.cli", "deploy", str(file), "--work-pool", "nightjar"]
                 subprocess.run(deploy, env=dict(servers.environment), check=True, capture_output=True)
                 flow_run = page.start_run()
+            page.wait_for(flow_run, "Running")  # a stage that had begun before the last signal has a folder already
             deadline = time.monotonic() + PATIENCE_S
             while not has_begun(stage):
                 assert time.monotonic() < deadline, f"{stage}: {page.flow_run(flow_run)['state']}; {log_file.read_text()}"

@@ -37,7 +37,10 @@ def interactions_stage(
     item_ids: Sequence[int] | Sequence[str] | None = None,
     user_ids: Sequence[int] | Sequence[str] | None = None,
     vector_row: Sequence[int] | None = None,
+    times: Sequence[int] | None = None,
+    test_days: float | None = None,
 ) -> InteractionsManifest:
+    """Write the stage. times: times of all events in microseconds, in the order of the events in the files."""
     parts = [[len(rows) for rows in split] for split in (train, validation, test)]
     offset = np.concatenate([[0], np.cumsum(np.sum(parts, axis=0))]).astype(np.int64)
     events = np.array([row for user in zip(train, validation, test, strict=True) for part in user for row in part], np.int32)
@@ -50,6 +53,8 @@ def interactions_stage(
         np.save(out / "train_end.npy", offset[:-1] + parts[0])
         np.save(out / "validation_end.npy", offset[:-1] + parts[0] + parts[1])
         np.save(out / "event_item.npy", events)
+        if times is not None:
+            np.save(out / "event_time.npy", np.array(times, np.int64))
         np.save(out / "train_user.npy", np.repeat(np.arange(len(train), dtype=np.int32), parts[0]))
         np.save(out / "item_count.npy", count.astype(np.int64))
         np.save(out / "vector_row.npy", np.array([-1] * items if vector_row is None else vector_row, np.int64))
@@ -58,6 +63,7 @@ def interactions_stage(
         return {
             "num_users": len(train),
             "num_items": items,
+            "test_days": test_days,
             "num_train_events": sum(parts[0]),
             "num_validation_events": sum(parts[1]),
             "num_test_events": sum(parts[2]),

@@ -1,0 +1,160 @@
+"""Items in Milvus: on a server, or in a file of Milvus Lite."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from recsys_core.config import Folder
+from recsys_core.errors import InputError, shown
+from tasks.delivery.vector_store import StoreSettings, VectorStore
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow as pa
+    from numpy.typing import NDArray
+
+    from recsys_core.serving.ids import Id
+
+TOKEN_VARIABLE = "MILVUS_TOKEN"  # noqa: S105  the name of a variable
+_MAX_TEXT_BYTES = 65_535
+_FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_TIMEOUT_S = 60
+
+
+class MilvusSettings(StoreSettings):
+    """A Milvus server, or a file of Milvus Lite."""
+
+    libraries: ClassVar[tuple[str, ...]] = ("pymilvus",)
+
+    kind: Literal["milvus"] = Field("milvus", description="Milvus on a server (`url`) or in a file of Milvus Lite (`file`)")
+    url: str | None = Field(
+        None,
+        pattern=r"^https?://[^/\s@?#]+(/[^\s@?#]*)?$",
+        description=f"address of a server, without credentials. A token or `user:password` is read from the environment "
+        f"variable `{TOKEN_VARIABLE}`. Default: `file` is used",
+    )
+    file: Folder | None = Field(
+        None,
+        description="path of Milvus Lite, which ends in `.db`. One process at a time can open it. Default: `url` is used",
+    )
+
+    @model_validator(mode="after")
+    def _has_one_location(self) -> Self:
+        if (self.url is None) == (self.file is None):
+            raise ValueError("set either url, for a Milvus server, or file, for Milvus Lite")
+        if self.file is not None and self.file.suffix != ".db":
+            raise ValueError(f"file is {str(self.file)[:80]!r}, but the path of Milvus Lite must end in .db")
+        return self
+
+    @property
+    def location(self) -> str:
+        """Kind and place of the store, for messages."""
+        return f"milvus {self.url or self.file}"
+
+    @contextmanager
+    def connect(self) -> Iterator[VectorStore]:
+        """Open a connection, and close it at the end."""
+        library = self.import_library()
+        if self.file is None:
+            client = library.MilvusClient(self.url, token=os.environ.get(TOKEN_VARIABLE, ""), timeout=_TIMEOUT_S)
+            try:
+                yield _Milvus(client, library, self)
+            finally:
+                client.close()
+            return
+        from milvus_lite.server_manager import server_manager_instance
+
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        client = library.MilvusClient(str(self.file))
+        try:
+            yield _Milvus(client, library, self)
+        finally:
+            client.close()
+            server_manager_instance.release_server(str(self.file))  # it would lock the file until this process ends
+
+
+class _Milvus:
+    batch_rows = 2_048
+
+    def __init__(self, client: Any, library: Any, settings: MilvusSettings) -> None:
+        self._client, self._library, self._settings = client, library, settings
+
+    def collections(self) -> list[str]:
+        return list(self._client.list_collections())
+
+    def create(self, collection: str, schema: pa.Schema) -> None:
+        from tasks.delivery.item_columns import column_kind
+
+        types = self._library.DataType
+        milvus_schema = self._client.create_schema(auto_id=False, enable_dynamic_field=False)
+        for field in schema:
+            if not _FIELD_NAME.fullmatch(field.name):
+                raise InputError(
+                    f"{self._settings.location}: the filter column {shown(field.name)} is no name of a Milvus field, which has "
+                    "letters, digits and _; rename the column in the file of the items"
+                )
+            options: dict[str, Any] = {"is_primary": True} if field.name == "item_id" else {"nullable": True}
+            if field.name == "vector":
+                options = {"dim": field.type.list_size}
+            data_type = _field_types(types)[column_kind(field.type)]
+            if data_type == types.VARCHAR:
+                options["max_length"] = _MAX_TEXT_BYTES
+            milvus_schema.add_field(field.name, data_type, **options)
+        index = self._client.prepare_index_params()
+        index.add_index("vector", index_type="FLAT" if self._settings.is_exact else "HNSW", metric_type="IP", params={})
+        # A server may answer from before the last insert otherwise. Milvus Lite always sees it, and rejects "Strong".
+        consistency = {} if self._settings.url is None else {"consistency_level": "Strong"}
+        self._client.create_collection(collection, schema=milvus_schema, index_params=index, **consistency)
+
+    def add(self, collection: str, items: pa.Table) -> None:
+        from tasks.delivery.item_columns import vectors_of, with_integer_times, without_nan
+
+        columns = without_nan(with_integer_times(items)).drop_columns(["vector"])
+        rows = [row | {"vector": vector} for row, vector in zip(columns.to_pylist(), vectors_of(items), strict=True)]
+        self._client.insert(collection, rows)
+
+    def finish(self, collection: str) -> None:
+        self._client.flush(collection)
+        self._client.load_collection(collection)
+
+    def count(self, collection: str) -> int:
+        self._client.load_collection(collection)
+        return int(self._client.query(collection, filter="", output_fields=["count(*)"])[0]["count(*)"])
+
+    def search(self, collection: str, query_BD: NDArray[np.float32], k: int) -> list[list[Id]]:
+        self._client.load_collection(collection)
+        hits_by_query = self._client.search(collection, data=list(query_BD), limit=k, output_fields=["item_id"])
+        return [[hit["item_id"] for hit in hits] for hits in hits_by_query]
+
+    def target(self, alias: str) -> str | None:
+        # describe_alias logs a traceback for an alias that does not exist.
+        if alias not in self._client.list_aliases()["aliases"]:
+            return None
+        return str(self._client.describe_alias(alias)["collection_name"])
+
+    def switch(self, alias: str, collection: str) -> None:
+        if self.target(alias) is None:
+            self._client.create_alias(collection, alias)
+        else:
+            self._client.alter_alias(collection, alias)
+
+    def drop(self, collection: str) -> None:
+        self._client.drop_collection(collection)
+
+
+def _field_types(types: Any) -> dict[str, Any]:
+    """Return the type of a Milvus field by the kind of a column."""
+    return {
+        "vector": types.FLOAT_VECTOR,
+        "boolean": types.BOOL,
+        "integer": types.INT64,
+        "float": types.DOUBLE,
+        "time": types.INT64,
+        "text": types.VARCHAR,
+    }

@@ -1,0 +1,180 @@
+"""Push of a version to a vector store: a new collection, checks, a switched alias.
+
+1. Load the items into a collection of their own, whose name has the version and the space_id.
+2. Check the number of items and, for the golden queries, the best 10 items of the store against an exact search.
+3. Switch the alias in one step. Readers use the alias, so they never see a collection that is incomplete.
+4. Delete older collections, except the one that the alias named before.
+
+Shapes: B queries, D width of the vectors, K best items.
+"""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recsys_core.errors import StageError, redacted, shown
+from recsys_core.serving.golden import golden_vectors
+from recsys_core.serving.retriever import Retriever
+from tasks.delivery.config import AnyStore
+from tasks.delivery.vector_store import VectorStore, store_errors
+from tasks.progress.reporting import LOG, show_bar
+
+K = 10
+SCORE_TOLERANCE = 1e-5
+"""Largest difference of two scores that count as equal, relative to the largest score of the query."""
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """A collection that an alias of a store names.
+
+    Attributes:
+        overlap: share of the exact best 10 items that the store returned for the golden queries.
+        num_loaded: number of items that this push loaded; 0 if the store had the collection.
+    """
+
+    location: str
+    alias: str
+    collection: str
+    num_items: int
+    overlap: float
+    num_loaded: int
+
+    def __str__(self) -> str:
+        how = f"{self.num_loaded:,} items loaded" if self.num_loaded else f"{self.num_items:,} items, which were there"
+        return f"{self.location}: alias {self.alias} names {self.collection} ({how}, overlap {self.overlap:.1%})"
+
+
+def push(retriever: Retriever, settings: AnyStore, *, model_name: str) -> Pushed:
+    """Let the alias of a store name the items of `retriever`. Load them, unless the store has them.
+
+    Raises:
+        InputError: the library of the store is not installed, or the store cannot have one of the columns.
+        StageError: the store does not work, or it returned other items than an exact search. The message has the collection
+            that the alias names, and what to do.
+    """
+    alias = settings.alias or model_name.replace("-", "_")
+    collection = f"{alias}_v{retriever.version}_{retriever.space_id}"
+    served: str | None = None
+    try:
+        with store_errors(settings.location), settings.connect() as store:
+            served = store.target(alias)
+            load = _Load(store, settings, retriever, collection)
+            num_loaded, overlap = load.ensure(is_served=served == collection)
+            if served != collection:
+                store.switch(alias, collection)
+                former, served = served, collection
+                _drop_older(store, alias, kept={collection, former})
+    except StageError as error:
+        raise StageError(
+            f"{error}; the alias {alias} names {served or 'no collection'}. Repeat the push with `nightjar push` after the "
+            "cause is removed"
+        ) from error
+    return Pushed(settings.location, alias, collection, len(retriever.item_ids), overlap, num_loaded)
+
+
+def _drop_older(store: VectorStore, alias: str, *, kept: set[str | None]) -> None:
+    name_pattern = re.compile(rf"{re.escape(alias)}_v[0-9a-f]+_[0-9a-f]{{16}}")
+    for collection in store.collections():
+        if name_pattern.fullmatch(collection) and collection not in kept:
+            store.drop(collection)
+
+
+@dataclass(frozen=True)
+class _Load:
+    """The items of a version, and the collection of a store that gets them."""
+
+    store: VectorStore
+    settings: AnyStore
+    retriever: Retriever
+    collection: str
+
+    def ensure(self, *, is_served: bool) -> tuple[int, float]:
+        """Return the number of loaded items, which is 0 if the collection was complete, and the overlap.
+
+        An incomplete collection of an interrupted push is loaded again. One that the alias names stays as it is.
+        """
+        if self.collection in self.store.collections():
+            try:
+                return 0, self._check()
+            except StageError as error:
+                if is_served:
+                    raise StageError(
+                        f"{error}; the alias names this collection, so it is not loaded again: push another version, or delete "
+                        "the collection"
+                    ) from error
+                LOG.info("%s; the collection is loaded again", error)
+                self.store.drop(self.collection)
+        return self._add_items(), self._check()
+
+    def _add_items(self) -> int:
+        num_items, num_added = len(self.retriever.item_ids), 0
+        for items in self.retriever.items.batches(self.store.batch_rows):
+            if not num_added:
+                self.store.create(self.collection, items.schema.remove_metadata())
+            self.store.add(self.collection, items.replace_schema_metadata())
+            num_added += len(items)
+            note = f"{self.settings.kind}: {num_added:,} of {num_items:,} items"
+            show_bar("push", num_done=num_added, num_total=num_items, note=note)
+        self.store.finish(self.collection)
+        return num_added
+
+    def _check(self) -> float:
+        """Return the overlap; raise StageError if the collection has another number of items, or the overlap is too small."""
+        location = f"{self.settings.location}: the collection {self.collection}"
+        num_items, num_stored = len(self.retriever.item_ids), self.store.count(self.collection)
+        if num_stored != num_items:
+            raise StageError(f"{location} has {num_stored:,} items, but the version has {num_items:,}")
+        query_BD = golden_vectors(self.retriever)
+        k = min(K, num_items)
+        exact_score_BK = exact_top_scores(self.retriever, query_BD, k=k)
+        num_correct = 0
+        for query, item_ids in enumerate(self.store.search(self.collection, query_BD, k)):
+            num_correct += self._num_correct(item_ids, query_BD[query], float(exact_score_BK[query, -1]))
+        overlap = num_correct / max(1, k * len(query_BD))
+        min_overlap = 1.0 if self.settings.is_exact else self.settings.min_overlap
+        if overlap < min_overlap and len(query_BD):
+            raise StageError(
+                f"{location} returns {overlap:.1%} of the exact best {k} items for {len(query_BD)} golden queries, but "
+                f"{min_overlap:.1%} are required"
+            )
+        return overlap
+
+    def _num_correct(self, item_ids: list[int | str], query_D: NDArray[np.float32], lowest_score: float) -> int:
+        """Return the number of different items whose exact score is at least `lowest_score`."""
+        item_rows = self.retriever.item_ids.rows(item_ids)
+        if (item_rows < 0).any():
+            unknown_id = item_ids[int((item_rows < 0).argmax())]
+            raise StageError(
+                f"{self.settings.location}: the collection {self.collection} returns the item {shown(unknown_id)}, which is "
+                "not in the version"
+            )
+        score_K = self.retriever.item_vectors(np.unique(item_rows)) @ query_D
+        return int((score_K >= lowest_score - SCORE_TOLERANCE * max(1.0, abs(lowest_score))).sum())
+
+
+def exact_top_scores(retriever: Retriever, query_BD: NDArray[np.float32], *, k: int) -> NDArray[np.float32]:
+    """Return the k largest inner products of each query with all items in falling order, [B, K]."""
+    top_BK = np.zeros((len(query_BD), 0), np.float32)
+    num_items, block_rows = len(retriever.item_ids), 1 << 14
+    for start in range(0, num_items, block_rows):
+        vector_RD = retriever.item_vectors(np.arange(start, min(num_items, start + block_rows)))
+        top_BK = -np.sort(-np.concatenate([top_BK, query_BD @ vector_RD.T], axis=1), axis=1)[:, :k]
+    return top_BK
+
+
+def push_to_all(retriever: Retriever, stores: tuple[AnyStore, ...], *, model_name: str) -> tuple[list[Pushed], list[str]]:
+    """Push to each store, also if another one failed. Return the results, and one sentence for each store that failed."""
+    pushed, alarms = [], []
+    for settings in stores:
+        try:
+            result = push(retriever, settings, model_name=model_name)
+        except Exception as error:  # a library may raise any error when it is imported or opened
+            text = str(error) if isinstance(error, StageError | ValueError) else f"{type(error).__name__}: {error}"
+            alarms.append(redacted(f"version {retriever.version} was not pushed: {text}"))
+        else:
+            LOG.info("%s", result)
+            pushed.append(result)
+    return pushed, alarms

@@ -66,7 +66,8 @@ FOREIGN = Path("the folder of another workspace")
 def workspace(tmp_path_factory: pytest.TempPathFactory, stages: BuildStages) -> Iterator[Path]:
     """A workspace with version 1 of the model m."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        patch.setenv("MLFLOW_TRACKING_URI", "")  # MLflow sets it; without this call, it would stay set for later tests
+        patch.delenv("MLFLOW_TRACKING_URI")
         run = Run("one", workspace=tmp_path_factory.mktemp("workspace"))
         run.folder.mkdir(parents=True)
         run.config_file.write_text("name: tests\n")

@@ -1,0 +1,172 @@
+"""`nightjar serve` on a real registry: two processes follow the champion, survive damage, and end without a failed request."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from recsys_core.errors import InputError, StageError
+from recsys_core.http_server.config import ServeConfig
+from tasks.registry.mlflow_client import connect
+from tasks.serve.registry_champion import RegistryChampion
+from tasks.serve.server import serve
+from tests.tasks.conftest import Stages
+from tests.tasks.registration import do_register, run_of
+
+BuildStages = Callable[..., Stages]
+CONFIG = ServeConfig(port=0, workers=2, poll_interval_s=0.2)
+PATIENCE_S = 60.0
+
+
+class Running:
+    """A server in a thread of this process; its workers are real processes."""
+
+    def __init__(self, workspace: Path, config: ServeConfig) -> None:
+        self._stop, self._ready = threading.Event(), threading.Event()
+        self.url, self.error = "", None
+
+        def run() -> None:
+            try:
+                serve(config, RegistryChampion(workspace, model_name="m"), stop=self._stop, on_ready=self._set_ready)
+            except Exception as error:
+                self.error = error
+            finally:
+                self._ready.set()
+
+        self._thread = threading.Thread(target=run)
+        self._thread.start()
+
+    def _set_ready(self, url: str, version: str) -> None:
+        self.url = url
+        self._ready.set()
+
+    def wait(self) -> None:
+        assert self._ready.wait(PATIENCE_S)
+        if self.error is not None:
+            raise self.error
+
+    def end(self) -> None:
+        self._stop.set()
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+    def predict(self) -> dict[str, Any]:
+        response = httpx.post(f"{self.url}/recommend", json={"rows": [{"user_id": "user-0"}], "params": {"k": 3}})
+        assert response.status_code == 200, response.text
+        prediction: dict[str, Any] = response.json()["predictions"][0]
+        return prediction
+
+    def readiness(self) -> dict[str, Any]:
+        content: dict[str, Any] = httpx.get(f"{self.url}/readyz").json()
+        return content
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, self.readiness()
+            time.sleep(0.05)
+
+
+@contextmanager
+def running(workspace: Path, config: ServeConfig = CONFIG) -> Iterator[Running]:
+    server = Running(workspace, config)
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.end()
+
+
+def workers() -> list[psutil.Process]:
+    children = (child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE)
+    return [child for child in children if "recsys_core.http_server" in child.cmdline()]
+
+
+def test_the_server_follows_the_champion_and_keeps_it_without_a_registry(
+    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run_id in ("one", "two"):
+        do_register(stages(), run_of(workspace, run_id))
+    client = connect(workspace)
+    client.set_registered_model_alias("m", "champion", "1")
+    with running(workspace) as server:
+        assert server.predict()["version"] == "1"
+        client.set_registered_model_alias("m", "champion", "2")
+        server.wait_for(lambda: all(server.predict()["version"] == "2" for _ in range(10)))
+        client.set_registered_model_alias("m", "champion", "1")
+        server.wait_for(lambda: all(server.predict()["version"] == "1" for _ in range(10)))
+
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # the registry is away
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        server.wait_for(lambda: server.readiness()["registry"]["down_since"] is not None)
+        assert (server.readiness()["status"], server.predict()["version"]) == ("ready", "1")
+        monkeypatch.delenv("MLFLOW_TRACKING_URI")
+        server.wait_for(lambda: server.readiness()["registry"]["down_since"] is None)
+
+        killed, *_ = workers()
+        killed.kill()
+        server.wait_for(lambda: len(workers()) == CONFIG.workers and killed.pid not in [worker.pid for worker in workers()])
+        assert server.predict()["version"] == "1"
+        assert "nightjar_requests_total" in httpx.get(f"{server.url}/metrics").text
+    assert workers() == []
+
+
+def test_a_damaged_champion_is_not_served_and_readyz_says_why(
+    workspace: Path, stages: BuildStages, predicted_here: list[str]
+) -> None:
+    for run_id in ("one", "two"):
+        do_register(stages(), run_of(workspace, run_id))
+    client = connect(workspace)
+    client.set_registered_model_alias("m", "champion", "1")
+    (damaged_file,) = (
+        path
+        for path in (workspace / "mlartifacts").rglob("package/index.faiss")
+        if client.get_model_version("m", "2").source.removeprefix("models:/") in str(path)  # type: ignore[union-attr]
+    )
+    with damaged_file.open("r+b") as file:
+        file.seek(60)
+        file.write(b"damaged")
+    with running(workspace) as server:
+        client.set_registered_model_alias("m", "champion", "2")
+        server.wait_for(lambda: server.readiness()["problem"] is not None)
+        assert "index.faiss" in server.readiness()["problem"]
+        assert server.predict()["version"] == "1"
+
+
+def test_without_a_champion_or_with_a_used_port_the_start_ends_with_a_sentence(
+    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StageError, match="has no version with the alias champion; register one"), running(workspace):
+        pass
+    do_register(stages(), run_of(workspace, "one"))
+    with running(workspace, CONFIG.model_copy(update={"workers": 1})) as server:
+        port = int(server.url.rpartition(":")[2])
+        with pytest.raises(InputError, match=f"cannot listen on 127.0.0.1 port {port}"):
+            serve(ServeConfig(port=port), RegistryChampion(workspace, model_name="m"), stop=threading.Event())
+    monkeypatch.setenv("NIGHTJAR_SERVE_TOKEN", "short")
+    with pytest.raises(InputError, match="must have at least 16 ASCII characters"), running(workspace):
+        pass
+
+
+def test_open_requests_are_answered_before_the_end(workspace: Path, stages: BuildStages, predicted_here: list[str]) -> None:
+    do_register(stages(), run_of(workspace, "one"))
+    config = CONFIG.model_copy(update={"workers": 1, "max_wait_ms": 800.0})
+    statuses: list[int] = []
+    with running(workspace, config) as server:
+        rows = {"rows": [{"user_id": "user-0"}]}
+        post = threading.Thread(
+            target=lambda: statuses.append(httpx.post(f"{server.url}/recommend", json=rows, timeout=30).status_code)
+        )
+        post.start()
+        time.sleep(0.3)
+        os.kill(workers()[0].pid, signal.SIGTERM)
+        post.join()
+    assert statuses == [200]

@@ -14,8 +14,8 @@ LOCKS_cpu := bootstrap torch cuda cpu
 LOCKS_gpu := bootstrap gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test drills bench-nightly bench-ingest bench-quality bench-scale bench-train bench-evaluate bench-index bench-gate \
-        lint words spelling docs lock clean
+.PHONY: help setup demo test drills bench-nightly bench-ingest bench-quality bench-scale bench-train bench-evaluate bench-ranks \
+        bench-index bench-gate lint words spelling docs lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -46,6 +46,9 @@ bench-train: setup ## compare the training step with TorchRec's example and meas
 
 bench-evaluate: setup ## compare the exact evaluation with numpy and FAISS; writes benchmarks/evaluate.md
 	$(BIN)/python -m benchmarks.evaluate
+
+bench-ranks: setup ## measure the exact ranking on 1, 2 and 4 ranks (about 15 minutes); writes benchmarks/ranks.md
+	$(BIN)/python -m benchmarks.ranks
 
 bench-index: setup ## compare the FAISS index kinds with a million items (about 10 minutes); writes benchmarks/index.md
 	$(BIN)/python -m benchmarks.index

@@ -36,7 +36,8 @@ from benchmarks.measuring import measure_work, run_in_new_process
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.estimates import full_ranking_metrics
-from recsys_core.evaluation.ranking import Queries, rank_catalogue
+from recsys_core.evaluation.ranking.catalogue import rank_catalogue
+from recsys_core.evaluation.ranking.queries import Queries
 from recsys_core.preflight import installed_versions
 
 DIM = 64

@@ -10,6 +10,7 @@ import json
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from recsys_core.comparison.bootstrap import resample_means
 from recsys_core.comparison.rules import Outcome, PairedBootstrap
 
 RECALL, FLIP_RATE = 0.2, 0.045
-NUM_RUNS = 500
+NUM_RUNS, NUM_TIMED_USERS = 500, 100_000
 RULE = PairedBootstrap(num_resamples=2_000)
 DROPS, NUM_USERS = (0.0, 0.02, 0.05, 0.1), (1_000, 5_000, 20_000)
 OUTCOMES: tuple[Outcome, ...] = ("accepted", "rejected", "not_enough_data")
@@ -57,8 +58,8 @@ def bootstrap_seconds(num_users: int, *, has_equal_users: bool) -> float:
     return time.perf_counter() - start_s
 
 
-def main() -> None:
-    """Measure, and write gate.json and gate.md."""
+def measure() -> dict[str, Any]:
+    """Return the rates of the outcomes, and the durations of the bootstrap."""
     rates = [
         {"relative_drop": drop, "num_users": num_users}
         | outcome_rates(RULE, relative_drop=drop, num_users=num_users, num_runs=NUM_RUNS)
@@ -66,22 +67,26 @@ def main() -> None:
         for num_users in NUM_USERS
     ]
     seconds = {
-        kind: bootstrap_seconds(100_000, has_equal_users=has_equal_users)
+        kind: bootstrap_seconds(NUM_TIMED_USERS, has_equal_users=has_equal_users)
         for kind, has_equal_users in (("hits", True), ("distinct values", False))
     }
-    result = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "num_runs": NUM_RUNS, "rates": rates, "bootstrap_s": seconds}
-    (FOLDER / "gate.json").write_text(json.dumps(result, indent=2) + "\n")
+    return {"date": f"{datetime.now(UTC):%Y-%m-%d}", "num_runs": NUM_RUNS, "rates": rates, "bootstrap_s": seconds}
+
+
+def to_markdown(result: dict[str, Any]) -> str:
+    """Return the report."""
+    num_runs = result["num_runs"]
     rows = [
         f"| {100 * row['relative_drop']:g} % | {row['num_users']:,} | "
         + " | ".join(f"{100 * row[outcome]:.1f} %" for outcome in OUTCOMES)
         + " |"
-        for row in rates
+        for row in result["rates"]
     ]
     lines = [
         "# Champion gate",
         "",
         f"Measured on {result['date']} by `make bench-gate`. The table has the share of each outcome of the rule",
-        f"`paired_bootstrap` with its default settings over {NUM_RUNS} simulated runs. The champion has the recall {RECALL:g}.",
+        f"`paired_bootstrap` with its default settings over {num_runs} simulated runs. The champion has the recall {RECALL:g}.",
         f"With an equally good version, {100 * FLIP_RATE:g} % of the users gain a hit and {100 * FLIP_RATE:g} % lose one.",
         "",
         "| drop of the new version | test users | promoted | not promoted | not enough data |",
@@ -91,12 +96,19 @@ def main() -> None:
         f"A version that is worse by the margin, {100 * RULE.max_relative_drop:g} %, is promoted in about 5 % of the runs with",
         "any number of users.",
         "",
-        "| values of 100,000 users | 10,000 resamples, s |",
+        f"| values of {NUM_TIMED_USERS:,} users | 10,000 resamples, s |",
         "|---|---:|",
-        *(f"| {kind} | {duration_s:.2f} |" for kind, duration_s in seconds.items()),
+        *(f"| {kind} | {duration_s:.2f} |" for kind, duration_s in result["bootstrap_s"].items()),
         "",
     ]
-    (FOLDER / "gate.md").write_text("\n".join(lines))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, and write gate.json and gate.md."""
+    result = measure()
+    (FOLDER / "gate.json").write_text(json.dumps(result, indent=2) + "\n")
+    (FOLDER / "gate.md").write_text(to_markdown(result))
 
 
 if __name__ == "__main__":

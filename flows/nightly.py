@@ -1,5 +1,6 @@
 """The nightly run: all stages from the parquet files to a registered retriever."""
 
+from collections.abc import Sequence
 from typing import cast
 
 from prefect import flow, runtime
@@ -7,8 +8,8 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 from pydantic.json_schema import SkipJsonSchema
 
+from flows.delivery import deliver
 from flows.prefect_runs import flow_run_url, name_flow_run, run_id_in
-from flows.push import push_champion
 from flows.runs.after_run import after_run
 from flows.runs.before_run import check_resume
 from flows.settings.config_file import dump_config
@@ -67,8 +68,8 @@ def nightly_retrain(
                     ensure_disk_space(config.retention, run, model_name=config.registry.model_name)
                 try:
                     registration = retrain(config, context)
-                    alarm = None if registration is None else push_champion(config)
-                    state = end_state(registration, run=run, alarm=alarm)
+                    problems = [] if registration is None else deliver(config, is_new_champion=registration.promoted)
+                    state = end_state(registration, run=run, problems=problems)
                 except StoppedEarly as stop:
                     state = Completed(name="StoppedEarly", message=f"stopped after {stop.stage}, as requested")
                 except DataRejectedError as error:
@@ -86,25 +87,22 @@ def retrain(config: PipelineConfig, context: StageContext) -> RegistrationManife
     setup = config.training_setup(dataset)
     stages.model_stages.plan_sharding(context, setup)
     stages.model_stages.train(context, setup, model_name=config.registry.model_name)
-    stages.model_stages.export_vectors(context, setup)
+    stages.model_stages.export_vectors(context, setup, config.evaluation)
     stages.model_stages.evaluate(context, config.evaluation)
     stages.model_stages.build_index(context, config.index)
     stages.model_stages.build_package(context, config.package)
-    return stages.registration.register(context, config.registry)
+    return stages.registration.register(context, config.registry, config.guarded_slices)
 
 
-def end_state(registration: RegistrationManifest | None, *, run: Run, alarm: str | None = None) -> State:
-    """Return the end state of a flow run that ran all stages. `registration` is None after a dry run.
+def end_state(registration: RegistrationManifest | None, *, run: Run, problems: Sequence[str]) -> State:
+    """Return the end state of a flow run that ran all stages.
 
-    alarm: why a vector store did not get the champion.
+    registration: None after a dry run. problems: errors of the delivery.
     """
     if registration is None:
         return Completed(name="DryRun", message=f"dry run: no version is registered; a resume of {run.run_id} registers it")
-    message = (
-        f"{registration.model_name} version {registration.version} is {registration.alias}: {'; '.join(registration.reasons)}"
-    )
-    if alarm is not None:
-        message = f"{message}; {alarm}"
+    reasons = "; ".join((*registration.reasons, *problems))
+    message = f"{registration.model_name} version {registration.version} is {registration.alias}: {reasons}"
     if registration.alarm is not None:
         return Completed(name="BrokenChampion", message=f"{registration.alarm}; {message}", data=registration)
     return Completed(name=registration.state_name, message=message, data=registration)

@@ -2,16 +2,19 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.config import Frozen
 from recsys_core.errors import InputError, shown
 from recsys_core.serving.requests import respond
-from tasks.registry.loading import LoadedVersion, load_version
+from tasks.registry.loading import LoadedVersion, load_version, newest_version
 
 if TYPE_CHECKING:
     from recsys_core.serving.retriever import Retriever
+    from tasks.delivery.recommendations import BatchSummary
+    from tasks.registry.version_overlap import VersionOverlap
 
 _MODEL_URI_PATTERN = re.compile(r"models:/([^/@]+)(?:/(\d+)|@([^/@]+))")
 
@@ -81,6 +84,43 @@ def recommend(
             for item_id, score, title in zip(prediction.item_ids, prediction.scores, titles, strict=True)
         ),
     )
+
+
+def recommend_many(config: PipelineConfig, retriever: "Retriever", *, folder: Path) -> "BatchSummary":
+    """Write the recommendations of `retriever` for many users with the settings `delivery.recommendations`."""
+    from tasks.delivery.recommendations import write_recommendations  # imports torch and FAISS
+    from tasks.progress.reporting import show_bar
+
+    settings = config.delivery.recommendations
+    return write_recommendations(
+        retriever,
+        settings.user_paths,
+        folder=folder,
+        k=settings.k,
+        options={"exclude_seen": settings.exclude_seen},
+        scratch_folder=config.workspace,
+        on_progress=lambda num_done, num_rows: show_bar(
+            "recommend", num_done=num_done, num_total=num_rows, note=f"{num_done:,} of {num_rows:,} users"
+        ),
+    )
+
+
+def compare_versions(
+    config: PipelineConfig, *, version: str | None, other: str, num_users: int, k: int
+) -> "tuple[str, str, VersionOverlap]":
+    """Return the numbers of two versions, and how much their recommendations differ.
+
+    Args:
+        version: number or alias; None for the newest version.
+        other: number or alias of the version that it is compared with.
+    """
+    from tasks.registry.version_overlap import overlap  # imports torch and FAISS
+
+    model_name = config.registry.model_name
+    if version is None:
+        version = newest_version(config.workspace, model_name)
+    before, after = (load_version(config.workspace, model_name=model_name, version=name) for name in (other, version))
+    return before.version, after.version, overlap(before.retriever, after.retriever, num_users=num_users, k=k)
 
 
 def load_retriever(config: PipelineConfig, model_uri: str | None = None) -> "Retriever":

@@ -5,7 +5,7 @@ interrupted flow are kept.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,6 +19,7 @@ from flows.settings.pipeline import PipelineConfig
 from recsys_core import plots
 from recsys_core.config import Frozen
 from recsys_core.errors import InputError, StageError
+from recsys_core.evaluation.metrics import SERVED_METRICS
 from recsys_core.manifests import EvaluationManifest, StageName, read_unchecked_manifest
 from tasks.progress.reporting import LOG
 from tasks.runs.context import StageContext
@@ -170,23 +171,32 @@ def _write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def plot_days(days: list[Day], *, metric: str, path: Path) -> None:
-    """Write a PNG of a metric over the days: the model, the baselines, and the served versions."""
-    series = {
-        "model": (f"test/{metric}", plots.BLUE, "-"),
-        "popularity": (f"baseline/popularity/{metric}", plots.GREY, "-"),
-        "zero-shot": (f"baseline/zero_shot/{metric}", plots.GREEN, "-"),
-        "closed form": (f"baseline/closed_form/{metric}", plots.RED, "-"),
-        "served": (f"served/{metric}", plots.ORANGE, "-"),
-        "champion before": (f"champion/{metric}", plots.INK, "--"),
-    }
-    figure, axes = plots.new_figure(title=f"{metric} of each day's run", grid_axis="y", size=(8.0, 4.2))
-    for label, (name, colour, style) in series.items():
-        points = [(position, day.metrics[name]) for position, day in enumerate(days) if name in day.metrics]
-        if points:
-            axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker="o", markersize=4, label=label)
-    axes.set_xticks(range(len(days)), [f"{day.until:%m-%d}\n{day.state}" for day in days], fontsize=7)
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel(metric)
-    plots.legend_above(axes, num_columns=6)
-    plots.save_png(figure, path)
+_RANKERS = {
+    "model": ("test", plots.BLUE, "-"),
+    "served": ("served", plots.ORANGE, "-"),
+    "champion before": ("champion", plots.INK, "--"),
+    "closed form": ("baseline/closed_form", plots.RED, "-"),
+    "co-occurrence": ("baseline/cooccurrence", plots.RED, ":"),
+    "zero-shot": ("baseline/zero_shot", plots.GREEN, "-"),
+    "popularity": ("baseline/popularity", plots.GREY, "-"),
+    "recent popularity": ("baseline/recent_popularity", plots.GREY, ":"),
+}
+"""Prefix of the metrics, colour and line style of each ranker in the plot of a backtest, by label."""
+
+
+def plot_days(days: Sequence[Day], *, metric: str, path: Path) -> Path:
+    """Write a PNG with one panel for each served metric over the days, the config's metric first. Return `path`."""
+    metrics = (metric, *(name for name in SERVED_METRICS if name != metric))
+    figure, panels = plots.new_panels(len(metrics), title="Metrics of each day's run", grid_axis="y", size=(8.0, 8.4))
+    for axes, name in zip(panels, metrics, strict=True):
+        for label, (prefix, colour, style) in _RANKERS.items():
+            values = [(position, day.metrics.get(f"{prefix}/{name}")) for position, day in enumerate(days)]
+            points = [(position, value) for position, value in values if value is not None]
+            if points:
+                axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker="o", markersize=4, label=label)
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel(name)
+    panels[-1].set_xticks(range(len(days)), [f"{day.until:%m-%d}\n{day.state}" for day in days], fontsize=7)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8, labelcolor=plots.INK)
+    return plots.save_png(figure, path)

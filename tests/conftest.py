@@ -16,7 +16,11 @@ SLOW_FOLDERS = ("training", "flows", "tasks", "infra")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the folders whose tests start processes first, so that no worker ends with a long file of its own."""
-    items.sort(key=lambda item: next((n for n, name in enumerate(SLOW_FOLDERS) if name in item.path.parts), len(SLOW_FOLDERS)))
+    items.sort(
+        key=lambda item: next(
+            (folder_index for folder_index, name in enumerate(SLOW_FOLDERS) if name in item.path.parts), len(SLOW_FOLDERS)
+        )
+    )
 
 
 def pytest_collection_finish() -> None:

@@ -29,6 +29,7 @@ MAY_IMPORT = {
         "training": {"manifests", "dataset", "models", "patches", "sharding", "launching", "evaluation"},
         "retrieval": {"manifests"},
         "serving": {"manifests", "dataset", "models", "retrieval"},
+        "http_server": {"serving"},
     },
     "tasks": {
         "": set(),
@@ -40,6 +41,7 @@ MAY_IMPORT = {
         "retention": {"runs", "registry"},
         "tuning": {"runs", "progress", "registry"},
         "stages": {"runs", "progress", "registry", "delivery", "gate"},
+        "serve": {"registry"},
     },
     "flows": {
         "settings": set(),

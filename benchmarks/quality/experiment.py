@@ -14,6 +14,7 @@ import torch
 
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.evaluation.evaluate import evaluate
+from recsys_core.evaluation.held_out import ranking_settings
 from recsys_core.ingest.features.ingest import ingest_features
 from recsys_core.ingest.log.ingest import ingest_interactions
 from recsys_core.ingest.vectors.ingest import ingest_embeddings
@@ -161,6 +162,7 @@ def _train_and_evaluate(experiment: Experiment, *, folder: Path, core: int) -> d
         dataset=Dataset(interactions, features=features),
         train=train_manifest,
         folder=run_folder / "export",
+        ranking=ranking_settings(config.evaluation),
     )
     evaluation = evaluate(
         config.evaluation, export=export, dataset=Dataset(interactions, embeddings), folder=run_folder / "evaluation"

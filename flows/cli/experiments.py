@@ -154,7 +154,7 @@ def as_overrides(settings: Mapping[str, Any]) -> str:
 def print_days(config: PipelineConfig, days: "list[Day]") -> None:
     """Print a row per day, and the paths of the results."""
     metric, folder = config.registry.metric, config.workspace / "backtest"
-    metric_prefixes = ("test", "baseline/popularity", "baseline/zero_shot", "served", "champion")
+    metric_prefixes = ("test", "baseline/popularity", "baseline/zero_shot", "baseline/closed_form", "served", "champion")
     rows = [
         [
             f"{day.until:%Y-%m-%d %H:%M}",
@@ -164,7 +164,17 @@ def print_days(config: PipelineConfig, days: "list[Day]") -> None:
         ]
         for day in days
     ]
-    titles = ["log until", "ended as", "version", "model", "popularity", "zero-shot", "served", "champion before"]
+    titles = [
+        "log until",
+        "ended as",
+        "version",
+        "model",
+        "popularity",
+        "zero-shot",
+        "closed form",
+        "served",
+        "champion before",
+    ]
     output.stdout.print(f"\n[bold]{metric}[/] of each day's run")
     output.print_table(titles, rows)
     output.print_facts(
@@ -181,7 +191,7 @@ def print_gate_noise(config: PipelineConfig, noise: "GateNoise") -> None:
     facts = {
         "mean": output.format_metric(noise.mean),
         "spread": f"{100 * noise.relative_sd:.1f} % of the mean (standard deviation between seeds)",
-        "margin": f"{100 * margin:g} %: in {chance} of the runs, a training that differs only in its seed is worse by more "
-        "than this",
+        "margin": f"{100 * margin:g} %; a training that differs only in its seed is worse by more than this margin in {chance} "
+        "of the runs",
     }
     output.print_facts(facts)

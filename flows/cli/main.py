@@ -1,6 +1,7 @@
 """The `nightjar` command. Exit codes: 0 success, 1 failure, 2 invalid config or input, 130 SIGINT, 143 SIGTERM."""
 
 import atexit
+import json
 import os
 import sys
 from importlib.metadata import version as version_of
@@ -14,6 +15,7 @@ from flows.cli import operations, output
 from flows.cli.arguments import DEFAULT_CONFIG_PATH, AsJson, ConfigOptions, Overrides, takes_config
 from flows.interruption import Interrupted, end_process
 from flows.settings.environment import silence_libraries
+from recsys_core.config import is_uri
 from recsys_core.errors import NightjarError
 from tasks.runs.context import Promote, RunOptions
 
@@ -144,7 +146,7 @@ def gate_noise(
     options: ConfigOptions,
     seeds: Annotated[int, typer.Option(min=2, max=100, help="number of trainings, each with another seed")] = 5,
 ) -> None:
-    """Measure how much the metric of the gate differs between seeds of the training. The same command resumes."""
+    """Measure how much `registry.metric` depends on the training seed. The same command resumes an interrupted measurement."""
     with cli.session.embedded_server() as server:
         cli.experiments.gate_noise(options, server, num_seeds=seeds)
 
@@ -169,6 +171,45 @@ def query(
     cli.registry.query(config, user=user, history=history, item=item, k=k, model_uri=model, as_json=as_json)
 
 
+@app.command(epilog="Example: nightjar recommend --users users.parquet -k 100 --out recommendations")
+@takes_config
+def recommend(
+    options: ConfigOptions,
+    users: Annotated[
+        str | None, typer.Option(help="parquet files with user_id, history or features; by default as in the config")
+    ] = None,
+    k: Annotated[int | None, typer.Option("-k", min=1, help="items per user; by default as in the config")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for the files; by default as in the config")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="URI", help="a version other than the champion, e.g. models:/nightjar/3")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the champion's recommendations for many users to parquet files. The defaults are in delivery.recommendations."""
+    user_paths = users if users is None or is_uri(users) else str(Path(users).absolute())
+    settings = {"user_paths": user_paths, "k": k, "folder": out and str(out.absolute())}
+    given = {f"delivery.recommendations.{name}": value for name, value in settings.items() if value is not None}
+    overrides = [f"{setting}={json.dumps(value)}" for setting, value in given.items()]
+    config = ConfigOptions(options.path, (*options.overrides, *overrides)).prepare().config
+    cli.registry.recommend(config, model_uri=model, as_json=as_json)
+
+
+@app.command(epilog="Example: nightjar serve nightly.yaml --port 8080 --workers 4")
+@takes_config
+def serve(
+    options: ConfigOptions,
+    host: Annotated[str | None, typer.Option(help="address to listen on, instead of serve.host")] = None,
+    port: Annotated[int | None, typer.Option(help="port to listen on, instead of serve.port; 0: a free port")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="number of processes, instead of serve.workers")] = None,
+    alias: Annotated[str, typer.Option(help="alias of the version to serve; the server follows it")] = "champion",
+) -> None:
+    """Serve the champion over HTTP, and follow the registry, until Ctrl-C or SIGTERM."""
+    settings = {"serve.host": host, "serve.port": port, "serve.workers": workers}
+    overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items() if value is not None]
+    config = ConfigOptions(options.path, (*options.overrides, *overrides)).prepare().config
+    cli.registry.serve(config, alias=alias)
+
+
 app.registered_commands += operations.commands.registered_commands
 
 
@@ -187,9 +228,9 @@ def main() -> None:
 def run_command() -> None:
     """Run the `nightjar` command, and end the process without freeing the objects of its modules.
 
-    Python would free a million objects in half a second, and nanobind, DuckDB's binding library, would print forty lines
-    about the objects that Prefect keeps until then. If the output cannot be written or an exception is not handled, Python
-    ends the process as usual and reports the error.
+    Freeing a million objects would take half a second. In addition, DuckDB's binding library nanobind would print forty lines
+    about objects that Prefect still refers to. If the output cannot be written or an exception is not handled, Python ends the
+    process as usual and reports the error.
     """
     exit_code: int | None = None
 

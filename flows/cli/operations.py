@@ -46,6 +46,20 @@ def releases(options: ConfigOptions, as_json: AsJson = False) -> None:
     cli.registry.releases(loaded, as_json=as_json)
 
 
+@commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar compare --version 8 --with 7")
+@takes_config
+def compare(
+    options: ConfigOptions,
+    version: Annotated[str | None, typer.Option(help="number or alias of a version; by default the newest version")] = None,
+    other: Annotated[str, typer.Option("--with", help="number or alias of the version to compare it with")] = "champion",
+    users: Annotated[int, typer.Option(min=1, help="number of users whose recommendations are compared")] = 1_000,
+    k: Annotated[int, typer.Option("-k", min=1, help="number of items per user")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two versions: served metrics, overlap of their recommendations, and the items that move most."""
+    cli.registry.compare(options.prepare(), version=version, other=other, num_users=users, k=k, as_json=as_json)
+
+
 @commands.command(rich_help_panel=HELP_PANEL, epilog='Example: nightjar promote --version 7 --reason "new prices"')
 @takes_config
 def promote(

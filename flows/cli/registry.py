@@ -1,7 +1,10 @@
-"""Commands that use the model registry: `query`, `releases`, `promote`, `rollback`, `push` and `clean`."""
+"""Commands that use the model registry: from `query` and `releases` to `serve`, `push` and `clean`."""
 
 import json
 import os
+import signal
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -10,10 +13,11 @@ from flows.cli import output
 from flows.cli.session import one_sentence_errors
 from flows.interruption import interruptible
 from flows.push import push_version
-from flows.query import QueryAnswer, recommend
+from flows.query import QueryAnswer, compare_versions, load_retriever, recommend_many
+from flows.query import recommend as recommend_to_one
 from flows.settings.config_file import LoadedConfig
 from flows.settings.pipeline import PipelineConfig
-from recsys_core.errors import StageError, printable
+from recsys_core.errors import InputError, StageError, printable
 from recsys_core.imports import fast_imports
 from recsys_core.units import format_gib
 from tasks.registry.mlflow_client import RUN_ID_TAG, call_with_deadline, connect
@@ -38,7 +42,7 @@ def query(
         history: item ids, separated by commas.
     """
     history_ids = None if history is None else [item_id.strip() for item_id in history.split(",") if item_id.strip()]
-    answer = recommend(config, user=user, history=history_ids, item=item, k=k, model_uri=model_uri)
+    answer = recommend_to_one(config, user=user, history=history_ids, item=item, k=k, model_uri=model_uri)
     for note in _notes(answer, user=user):
         output.print_line(note, console=output.stderr)
     if as_json:
@@ -69,6 +73,57 @@ def _notes(answer: QueryAnswer, *, user: str | None) -> Iterator[str]:
         yield f"{answer.num_unknown_items} items of the history are unknown to version {answer.version}"
 
 
+def recommend(config: PipelineConfig, *, model_uri: str | None, as_json: bool) -> None:
+    """Write the recommendations for many users with the settings `delivery.recommendations`, and print a summary."""
+    folder = config.delivery.recommendations.folder
+    if folder is None:
+        raise InputError("--out is missing, and delivery.recommendations.folder is not set; choose a folder for the files")
+    start_s = time.perf_counter()
+    retriever = load_retriever(config, model_uri)
+    with output.stage_lines():
+        summary = recommend_many(config, retriever, folder=folder)
+    if as_json:
+        output.print_json(json.dumps(summary._asdict()))
+        return
+    seconds = time.perf_counter() - start_s
+    rows_by_origin = {name: count for name, count in summary.num_rows_by_fallback.items() if count}
+    output.print_facts(
+        {
+            "files": str(folder),
+            "version": summary.version,
+            "users": f"{summary.num_rows:,}, {summary.k} items each, {summary.num_rows / seconds:,.0f} users/s with the start",
+            "columns read": ", ".join(summary.columns),
+            "items from": ", ".join(f"{name}: {count:,} users" for name, count in rows_by_origin.items()),
+        }
+    )
+
+
+def serve(config: PipelineConfig, *, alias: str) -> None:
+    """Serve the version with an alias over HTTP until Ctrl-C or SIGTERM."""
+    from tasks.serve.registry_champion import RegistryChampion
+    from tasks.serve.server import serve as serve_champion
+
+    stop = threading.Event()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, lambda *_: stop.set())
+
+    def print_address(url: str, version: str) -> None:
+        model_name = config.registry.model_name
+        output.print_facts(
+            {
+                "serving": f"{model_name} version {version}, in {config.serve.num_workers} processes",
+                "requests": f"{url}/recommend, {url}/similar",
+                "schema": f"{url}/openapi.json",
+                "state": f"{url}/readyz, {url}/metrics",
+                "end": "Ctrl-C",
+            }
+        )
+
+    with output.log_lines():
+        champion = RegistryChampion(config.workspace, model_name=config.registry.model_name, alias=alias)
+        serve_champion(config.serve, champion, stop=stop, on_ready=print_address)
+
+
 def releases(loaded: LoadedConfig, *, as_json: bool) -> None:
     """Print one row per registered version: alias, creation, served metrics, run and reason."""
     client, model_name = connect(loaded.config.workspace), loaded.config.registry.model_name
@@ -95,6 +150,46 @@ def releases(loaded: LoadedConfig, *, as_json: bool) -> None:
     ]
     metric_titles = [name.removeprefix("served/") for name in metric_names]
     output.print_table(["version", "alias", "created (UTC)", *metric_titles, "run", "reason"], rows)
+
+
+def compare(loaded: LoadedConfig, *, version: str | None, other: str, num_users: int, k: int, as_json: bool) -> None:
+    """Print the served metrics of two versions, the overlap of their recommendations, and the items that move most."""
+    config = loaded.config
+    before, after, overlap = compare_versions(config, version=version, other=other, num_users=num_users, k=k)
+    client = connect(config.workspace)
+    releases = call_with_deadline(lambda: list_releases(client, config.registry.model_name), uri=client.tracking_uri)
+    metrics_by_version: dict[str, Any] = {str(release["version"]): release["metrics"] for release in releases}
+    metrics_before, metrics_after = metrics_by_version[before], metrics_by_version[after]
+    served = {name: (metrics_before.get(name), metrics_after.get(name)) for name in {**metrics_before, **metrics_after}}
+    served = {name: values for name, values in served.items() if name.startswith(("served/", "exact_", "index/"))}
+    if as_json:
+        output.print_json(json.dumps({"versions": [before, after], "metrics": served, "recommendations": overlap.model_dump()}))
+        return
+    output.print_line(f"version {after}, compared with version {before}")
+    output.print_table(
+        ["metric", f"version {before}", f"version {after}", "difference"],
+        [
+            [name, output.format_metric(old), output.format_metric(new), "-" if None in (old, new) else f"{new - old:+.4f}"]
+            for name, (old, new) in served.items()
+        ],
+    )
+    output.print_line(
+        f"\n{overlap.num_users:,} users: {overlap.mean_overlap:.1%} of the top {overlap.k} are the same items; "
+        f"{overlap.num_equal_lists:,} users have equal lists"
+    )
+    if overlap.movers:
+        has_titles = any(mover.title is not None for mover in overlap.movers)
+        rows = [
+            [
+                *([mover.title or "-"] if has_titles else []),
+                str(mover.item_id),
+                f"{mover.num_users_before:,}",
+                f"{mover.num_users_after:,}",
+            ]
+            for mover in overlap.movers
+        ]
+        titles = [*(["title"] if has_titles else []), "item", f"users of version {before}", f"users of version {after}"]
+        output.print_table(titles, rows)
 
 
 def choose_champion(loaded: LoadedConfig, command: Literal["promote", "rollback"], parameters: Mapping[str, Any]) -> None:

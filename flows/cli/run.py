@@ -120,8 +120,8 @@ def print_metrics(table: MetricTable, *, served_metrics: Mapping[str, float]) ->
     """Print models and baselines by row and metrics by column. The best value of each column is bold.
 
     Args:
-        served_metrics: metrics of the smoke test by <ranker>/<metric>. The ranker `served` is the new version, and the other
-            rankers are baselines.
+        served_metrics: metrics of the smoke test by <ranker>/<metric>. The ranker `served` is the new version. The other
+            rankers are the versions and searches that it was compared with.
     """
     rows: list[list[str | Text]] = [
         [

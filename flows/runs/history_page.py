@@ -41,7 +41,7 @@ _TONE_BY_STATE: dict[RunState, Tone] = {
     "Failed": "bad",
     "Interrupted": "bad",
 }
-"""Colour of a state. The other states have no colour."""
+"""Tone, and with it the colour, of a state on the page. The other states have the tone `none`."""
 _COLOUR_BY_GROUP: dict[StageGroup, str] = {
     "data": plots.GREEN,
     "training": plots.BLUE,
@@ -57,7 +57,7 @@ def write_history_page(
     """Replace <workspace>/index.html and return its path.
 
     Args:
-        find_champion: returns the version that is champion now, from the runs on the page.
+        find_champion: function that returns the current champion's version. Its argument is the list of runs on the page.
     """
     past_runs = run_history(config.workspace, max_runs=MAX_RUNS)
     page_path = config.workspace.absolute() / PAGE_FILE_NAME
@@ -125,8 +125,8 @@ def plot_metric(past_runs: Sequence[PastRun], *, metric_name: str) -> Markup | N
     figure, axes = plots.new_figure(size=_WIDE_SIZE_INCHES, grid_axis="y")
     axes.plot(*zip(*new_points, strict=True), color=plots.BLUE, linewidth=1.6, label="new version", zorder=3)
     if champion_points:
-        line: dict[str, Any] = {"color": plots.GREY, "linewidth": 1.6, "linestyle": "--"}
-        axes.plot(*zip(*champion_points, strict=True), label="champion before the run", **line)
+        line_style: dict[str, Any] = {"color": plots.GREY, "linewidth": 1.6, "linestyle": "--"}
+        axes.plot(*zip(*champion_points, strict=True), label="champion before the run", **line_style)
     for label, colour, is_promoted in (("promoted", plots.GREEN, True), ("not promoted", plots.ORANGE, False)):
         points = [point for point in new_points if (past_runs[point[0]].record.state == "Promoted") == is_promoted]
         if points:

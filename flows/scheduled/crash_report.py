@@ -1,9 +1,9 @@
 """Process that reports the end of a killed flow run: `python -m flows.scheduled.crash_report PID FLOW_RUN_ID`.
 
 When Prefect's process worker is stopped, it kills its runs and reports nothing. Without this process, the run would stay
-Running in Prefect and hold its slot for five minutes, and Prefect would cancel a new run of the deployment. An automation on
-Prefect's heartbeats, which are at least 30 s apart, needs a minute or more and could end a live run after an outage of the
-server.
+Running in Prefect and hold its slot for five minutes, and Prefect would cancel a new run of the deployment. A Prefect
+automation that reacts to missing heartbeats would be slower, because heartbeats are at least 30 s apart. It could also end a
+live run after an outage of the server.
 
 If a person cancels the flow run, the worker sends SIGTERM to the flow run, and SIGKILL after 30 s. This process sends SIGKILL
 after CANCEL_GRACE_S.
@@ -36,9 +36,9 @@ def tie_to_worker() -> None:
     flow_run_id = os.environ.get(FLOW_RUN_VARIABLE)
     if flow_run_id is None or PARENT_VARIABLE in os.environ:
         return
-    _, pipe_fd = start_reporter(flow_run_id)
-    os.set_blocking(pipe_fd, False)
-    signal.set_wakeup_fd(pipe_fd, warn_on_full_buffer=False)  # the reporter reads a byte for each signal
+    _, write_fd = start_reporter(flow_run_id)
+    os.set_blocking(write_fd, False)
+    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)  # the reporter reads a byte for each signal
     die_with_reader_of_output()
 
 
@@ -48,7 +48,7 @@ def start_reporter(flow_run_id: str) -> "tuple[subprocess.Popen[bytes], int]":
     Returns: the reporter, and the file descriptor of a pipe to it. When this process ends, the kernel closes the pipe, and the
     reporter starts its report.
     """
-    read_fd, pipe_fd = os.pipe()
+    read_fd, write_fd = os.pipe()
     reporter = subprocess.Popen(
         [sys.executable, "-m", "flows.scheduled.crash_report", str(os.getpid()), flow_run_id],
         stdin=read_fd,
@@ -57,7 +57,7 @@ def start_reporter(flow_run_id: str) -> "tuple[subprocess.Popen[bytes], int]":
         start_new_session=True,  # a signal to the process group of the flow run ends only the flow run
     )
     os.close(read_fd)
-    return reporter, pipe_fd
+    return reporter, write_fd
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def main() -> None:
             kill_timer.start()
             pipe.readall()
             kill_timer.cancel()
-    # During this import, a worker that is still alive reports the end of its run with the exit status.
+    # The import takes seconds. In this time, a worker that is still alive reports the end itself, with the exit status.
     import_module("flows.prefect_runs").end_as_crashed(UUID(flow_run_id), message=CRASH_MESSAGE, only_running=True)
 
 

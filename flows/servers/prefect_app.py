@@ -19,10 +19,10 @@ from recsys_core.disk import atomic_replacement
 
 
 def create_app() -> FastAPI:
-    """Return Prefect's application with its database, from which it deletes old flow runs.
+    """Create the database if it is missing, and return Prefect's application, which deletes old flow runs.
 
-    Prefect has a service that deletes flow runs with their logs and artifacts, which PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED
-    enables. By default, an embedded server never runs this service.
+    Prefect's service that deletes old flow runs with their logs and artifacts is enabled by
+    PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED. By default, an embedded server never runs this service.
     """
     create_database()
     for service in get_perpetual_services():

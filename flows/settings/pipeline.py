@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 from flows.settings.schedule import ScheduleConfig
 from recsys_core.config import Folder, PipelineName, Settings, is_uri
 from recsys_core.data_report.limits import DataReportConfig
-from recsys_core.evaluation.config import EvaluationConfig
+from recsys_core.evaluation.config import EvaluationConfig, FeatureSlice
+from recsys_core.http_server.config import ServeConfig
 from recsys_core.ingest import InputConfig
 from recsys_core.ingest.features.config import FeaturesConfig
 from recsys_core.ingest.log.config import InteractionsConfig
@@ -93,8 +94,9 @@ class PipelineConfig(Settings):
         description="registration in MLflow, and the rule by which a new version becomes champion",
     )
     delivery: DeliveryConfig = Field(
-        default_factory=DeliveryConfig, description="vector stores that get the items of each new champion"
+        default_factory=DeliveryConfig, description="what a new champion delivers to other systems than MLflow"
     )
+    serve: ServeConfig = Field(default_factory=ServeConfig, description="the HTTP server of `nightjar serve`")
     schedule: ScheduleConfig = Field(
         default_factory=ScheduleConfig, description="when `nightjar up` or a Prefect worker starts runs of the pipeline"
     )
@@ -214,6 +216,23 @@ class PipelineConfig(Settings):
                     "another feature of the same column with buckets"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _guarded_features_are_slices(self) -> Self:
+        sliced_features = sorted(feature_slice.feature for feature_slice in self.evaluation.slices)
+        for feature in self.registry.guardrails.features:
+            if feature not in sliced_features:
+                raise ValueError(
+                    f"registry.guardrails.features: {feature} is not a feature of evaluation.slices (its features: "
+                    f"{', '.join(sliced_features) or 'none'}); add {{feature: {feature}}} to evaluation.slices"
+                )
+        return self
+
+    @property
+    def guarded_slices(self) -> tuple[FeatureSlice, ...]:
+        """The entries of evaluation.slices whose features are in registry.guardrails.features."""
+        guarded_features = self.registry.guardrails.features
+        return tuple(feature_slice for feature_slice in self.evaluation.slices if feature_slice.feature in guarded_features)
 
     @property
     def table_names(self) -> set[str]:

@@ -52,6 +52,15 @@ def decide(evidence: Sequence[Evidence]) -> tuple[Verdict, tuple[str, ...]]:
     return "promoted", tuple(item.sentence for item in main)
 
 
+def missing_evidence(evidence: Sequence[Evidence]) -> tuple[str, ...]:
+    """Return a sentence that names the guardrails with too few users; empty if all guardrails have enough."""
+    guardrails = [item for item in evidence if item.is_guardrail]
+    missing = [item.subject for item in guardrails if item.comparison.outcome == "not_enough_data"]
+    if not missing:
+        return ()
+    return (f"not enough data for {len(missing)} of {len(guardrails)} guardrails: {', '.join(missing)}",)
+
+
 def write_evidence(evidence: Sequence[Evidence], folder: Path) -> None:
     """Write the comparisons to EVIDENCE_FILE."""
     (folder / EVIDENCE_FILE).write_bytes(_EVIDENCE.dump_json(tuple(evidence), indent=2))

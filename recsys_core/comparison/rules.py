@@ -31,9 +31,11 @@ class Comparison(Frozen):
         num_users: number of users that are compared.
         new_mean, baseline_mean: means over the users.
         interval: one-sided bounds of the relative difference, at the confidence of the rule; None without bounds.
+        absolute_interval: the same bounds of the difference of the means.
         num_better_users, num_worse_users: number of users whose value is higher or lower with the new version.
         detectable_drop: smallest margin with which an equally good version is accepted with the probability POWER; None if
             unknown.
+        num_needed_users: number of users with which the outcome would be another one than not_enough_data; None if unknown.
     """
 
     outcome: Outcome
@@ -42,9 +44,11 @@ class Comparison(Frozen):
     new_mean: float
     baseline_mean: float
     interval: tuple[float, float] | None = None
+    absolute_interval: tuple[float, float] | None = None
     num_better_users: int
     num_worse_users: int
     detectable_drop: float | None = None
+    num_needed_users: int | None = None
 
     @property
     def is_accepted(self) -> bool:
@@ -71,18 +75,25 @@ class Rule(Protocol):
     def with_margin(self, max_relative_drop: float) -> "Rule":
         """Return the rule with another margin."""
 
-    def for_guardrail(self, max_relative_drop: float) -> "Rule":
-        """Return the rule for a metric that need not improve, with its own margin."""
+    def for_guardrail(self, max_relative_drop: float, *, min_users: int | None = None) -> "Rule":
+        """Return the rule for a metric that need not improve, with its own margin.
+
+        Args:
+            min_users: number of users below which the outcome is not_enough_data. None: that of the rule.
+        """
 
     def for_baseline(self) -> "Rule":
         """Return the rule for a baseline that a version has to beat."""
 
 
 class Margin(Settings):
-    """The new mean must be at least (1 - max_relative_drop) times the mean of the baseline, whatever the number of users."""
+    """The new mean must be at least (1 - max_relative_drop) times the mean of the baseline, without a test of significance."""
 
     kind: Literal["margin"] = Field("margin", description="compare the means, without a test of significance")
     max_relative_drop: float = Field(0.02, ge=0, lt=1, description="largest relative drop of the metric")
+    min_users: int = Field(
+        1, ge=1, le=10_000_000, description="number of test users below which no version is promoted automatically"
+    )
 
     def compare(self, new_U: "Floats", baseline_U: "Floats", *, baseline: str, num_comparisons: int = 1) -> Comparison:
         """Compare the means.
@@ -92,6 +103,8 @@ class Margin(Settings):
         >>> comparison.outcome, comparison.reason
         ('rejected', '0.2000, less than 0.98 times the 0.2500 of version 3')
         """
+        if (too_few := _too_few_users(new_U, baseline_U, baseline=baseline, min_users=self.min_users)) is not None:
+            return too_few
         min_ratio, new_mean, baseline_mean = 1 - self.max_relative_drop, float(new_U.mean()), float(baseline_U.mean())
         is_accepted = new_mean >= baseline_mean * min_ratio
         relation = "at least" if is_accepted else "less than"
@@ -105,9 +118,9 @@ class Margin(Settings):
         """Return the rule with another margin."""
         return self.model_copy(update={"max_relative_drop": max_relative_drop})
 
-    def for_guardrail(self, max_relative_drop: float) -> Self:
+    def for_guardrail(self, max_relative_drop: float, *, min_users: int | None = None) -> Self:
         """Return the rule with the margin of a guardrail."""
-        return self.with_margin(max_relative_drop)
+        return self.with_margin(max_relative_drop).model_copy(update={"min_users": min_users or self.min_users})
 
     def for_baseline(self) -> Self:
         """Return the rule without a margin."""
@@ -149,13 +162,11 @@ class PairedBootstrap(Settings):
         from recsys_core.comparison.bootstrap import resample_means
 
         fields = _counts_and_means(new_U, baseline_U)
+        if (too_few := _too_few_users(new_U, baseline_U, baseline=baseline, min_users=self.min_users)) is not None:
+            return too_few
         num_users, new_mean, baseline_mean = len(new_U), float(new_U.mean()), float(baseline_U.mean())
-        refused = f"{new_mean:.4f}, not compared with {baseline}"
-        if num_users < self.min_users:
-            reason = f"{refused}: {num_users:,} test users, but the gate needs at least {self.min_users:,}"
-            return Comparison(outcome="not_enough_data", reason=reason, **fields)
         if new_mean == baseline_mean == 0:
-            reason = f"{refused}: both have no hit for any of {num_users:,} test users"
+            reason = f"0.0000, not compared with {baseline}: both have no hit for any of {num_users:,} test users"
             return Comparison(outcome="not_enough_data", reason=reason, **fields)
 
         new_R, baseline_R = resample_means(np.stack([new_U, baseline_U], axis=1), num_resamples=self.num_resamples).T
@@ -180,29 +191,54 @@ class PairedBootstrap(Settings):
             f"{new_mean:.4f}, {difference} from the {baseline_mean:.4f} of {baseline} ({condition}; users "
             f"+{fields['num_better_users']:,} / -{fields['num_worse_users']:,})"
         )
+        num_needed = None
         if outcome == "not_enough_data":
-            num_needed = num_users * (detectable_drop / self.max_relative_drop) ** 2
-            reason += f"; {num_users:,} test users are too few for this margin, which needs about {num_needed:,.0f}"
-        return Comparison(outcome=outcome, reason=reason, interval=interval, detectable_drop=detectable_drop, **fields)
+            reason += f"; {num_users:,} test users are too few for this margin"
+            if math.isfinite(detectable_drop):
+                num_needed = math.ceil(num_users * (detectable_drop / self.max_relative_drop) ** 2)
+                reason += f", which needs about {num_needed:,}"
+        low, high = np.quantile(new_R - baseline_R, [1 - self.confidence, self.confidence]).tolist()
+        return Comparison(
+            outcome=outcome,
+            reason=reason,
+            interval=interval,
+            absolute_interval=(low, high),
+            detectable_drop=detectable_drop,
+            num_needed_users=num_needed,
+            **fields,
+        )
 
     def with_margin(self, max_relative_drop: float) -> Self:
         """Return the rule with another margin, of at least MIN_MARGIN."""
         return self.model_copy(update={"max_relative_drop": max(MIN_MARGIN, max_relative_drop)})
 
-    def for_guardrail(self, max_relative_drop: float) -> Self:
+    def for_guardrail(self, max_relative_drop: float, *, min_users: int | None = None) -> Self:
         """Return the rule for a metric that need not improve."""
-        return self.with_margin(max_relative_drop).model_copy(update={"must_be_better": False})
+        update = {"must_be_better": False, "min_users": min_users or self.min_users}
+        return self.with_margin(max_relative_drop).model_copy(update=update)
 
     def for_baseline(self) -> Self:
         """Return the rule that a version must be better."""
         return self.model_copy(update={"must_be_better": True})
 
 
+def _too_few_users(new_U: "Floats", baseline_U: "Floats", *, baseline: str, min_users: int) -> Comparison | None:
+    """Return the comparison of fewer than min_users users; None if there are enough."""
+    num_users = len(new_U)
+    if num_users >= max(1, min_users):
+        return None
+    fields = _counts_and_means(new_U, baseline_U)
+    refused = f"{fields['new_mean']:.4f}, not compared with {baseline}" if num_users else f"not compared with {baseline}"
+    reason = f"{refused}: {num_users:,} test users, but the gate needs at least {min_users:,}"
+    return Comparison(outcome="not_enough_data", reason=reason, num_needed_users=max(1, min_users), **fields)
+
+
 def _counts_and_means(new_U: "Floats", baseline_U: "Floats") -> dict[str, Any]:
+    """Return the fields of a Comparison that do not depend on the rule. The mean over no user is 0."""
     return {
         "num_users": len(new_U),
-        "new_mean": float(new_U.mean()),
-        "baseline_mean": float(baseline_U.mean()),
+        "new_mean": float(new_U.mean()) if len(new_U) else 0.0,
+        "baseline_mean": float(baseline_U.mean()) if len(baseline_U) else 0.0,
         "num_better_users": int((new_U > baseline_U).sum()),
         "num_worse_users": int((new_U < baseline_U).sum()),
     }

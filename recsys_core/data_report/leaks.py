@@ -50,8 +50,8 @@ def count_split(interactions: InteractionsManifest, *, split: Split, max_chunk_e
     `num_misplaced_events` depends on split.kind:
 
     - time: training events after the first validation or test event, and validation events after the first test event.
-    - leave_last_out: each user's validation events beyond the first, and each user's test events beyond the first. If a
-      user's validation or test events begin before the events of an earlier part end, one more event is counted.
+    - leave_last_out: each user's validation events beyond the first, and each user's test events beyond the first. One more
+      event is counted for each user whose validation or test part begins before an earlier part ends.
     - files: no events, because the config lists the files of each part.
     """
     store = EventStore.open(interactions)

@@ -1,4 +1,4 @@
-"""Settings of the data report: limits on its metrics. Checks of the metrics, and warnings about suspicious metrics."""
+"""Limits on the metrics of the data report: the settings, their checks, and warnings that do not depend on settings."""
 
 import math
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ METRICS: dict[str, tuple[str, Unit]] = {
     "popularity_psi": ("popularity shift (PSI) since the previous run", "index"),
     "days": ("days from the first to the last event", "count"),
     "empty_day_share": ("days without an event between the first and the last event", "share"),
-    "null_share": ("nulls in the column with the most nulls", "share"),
+    "null_share": ("null values in the column that has the most", "share"),
     "item_vector_share": ("items with a pretrained vector", "share"),
     "train_event_vector_share": ("training events whose item has a pretrained vector", "share"),
     "head_share": ("training events of the most popular 1 % of the items", "share"),
@@ -211,7 +211,7 @@ def describe_held_out_users(metrics: Mapping[str, float]) -> str:
 
 
 def find_warnings(metrics: Mapping[str, float]) -> tuple[str, ...]:
-    """Return one sentence for each suspicious metric. The configured limits do not matter."""
+    """Return one sentence for each suspicious metric, also if its limit is not set or not violated."""
     warnings = []
     psi = metrics.get("popularity_psi", math.nan)
     if psi >= MODERATE_PSI:

@@ -46,6 +46,7 @@ class DataReport(Frozen):
     num_files: int
     num_rows: int
     num_files_read: int
+    """Number of files that were new or had changed. The other files were read by earlier runs."""
     num_rows_read: int
     metrics: dict[str, float]
     """Metrics that could be measured."""

@@ -1,6 +1,6 @@
 """The input of a training step, and its assembly from users, histories and candidates.
 
-Shapes: B queries, N drawn negatives, C = B + N candidates, V distinct items, H entries of all histories, L ragged entries.
+Shapes: B queries, N sampled negatives, C = B + N candidates, V distinct items, H entries of all histories, L ragged entries.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from recsys_core.dataset.jagged import Int64Array, JaggedArray
 
 @dataclass(frozen=True)
 class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
-    """B queries with their positives, N drawn negatives, and the V distinct items of candidates and histories.
+    """B queries with their positives, N sampled negatives, and the V distinct items of candidates and histories.
 
     Candidates and histories are indices into the V items, so each item is looked up once per step.
     """
@@ -33,7 +33,7 @@ class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec has no types
     item_row_V: Tensor
     """int64 [V]: row of each distinct item in the catalogue."""
     candidate_index_C: Tensor
-    """int64 [C], indices into the V items: the B positives, then the N drawn negatives."""
+    """int64 [C], indices into the V items: the B positives, then the N sampled negatives."""
     history_index_H: Tensor
     """int64 [H], indices into the V items: the histories one after the other, each oldest first."""
     history_offset: Tensor

@@ -97,7 +97,7 @@ class EventStore:
 
     @property
     def popularity_rank_I(self) -> Int64Array:
-        """[I]: popularity rank of each item, from `popularity_ranks` of the number of training events."""
+        """[I]: popularity rank of each item by its number of training events; 0 is the most popular item."""
         assert self._item_rank is not None  # every ingest writes the ranks
         return self._item_rank
 
@@ -243,7 +243,7 @@ class EventStore:
         return self._split_bounds(split)[0][user_B]
 
     def items_before(self, user_B: Int64Array, split: EvaluationSplit, *, max_items: int | None = None) -> JaggedArray:
-        """Return the items of each user's events before `split`, oldest first; with max_items only the newest of them."""
+        """Return the items of each user's events before `split`, oldest first; at most the newest `max_items` items."""
         end_B = self._split_bounds(split)[0][user_B]
         start_B = self._user_offset[user_B]
         return JaggedArray.from_slices(
@@ -278,7 +278,7 @@ class EventStore:
 
     @property
     def _counted_chunk_events(self) -> int:
-        """Events of a chunk whose items are counted; at least I, because np.bincount takes time proportional to I."""
+        """Number of events in a chunk for np.bincount. It is at least I, because np.bincount takes time proportional to I."""
         return max(self.num_items, EVENTS_PER_CHUNK)
 
     def _user_slices(self, *, max_events: int) -> Iterator[slice]:

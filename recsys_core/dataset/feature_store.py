@@ -75,7 +75,7 @@ class FeatureStore:
     @classmethod
     def open(cls, manifest: FeaturesManifest) -> Self:
         """Map the arrays of a completed stage."""
-        return cls.read(manifest.folder, {key: feature_form(facts) for key, facts in manifest.features.items()})
+        return cls.read(manifest.folder, {key: feature_form(feature) for key, feature in manifest.features.items()})
 
     @classmethod
     def read(cls, folder: Path, form_by_key: Mapping[str, FeatureForm]) -> Self:
@@ -87,11 +87,11 @@ class FeatureStore:
         return cls(feature_by_key)
 
 
-def feature_form(facts: IngestedFeature) -> FeatureForm:
+def feature_form(feature: IngestedFeature) -> FeatureForm:
     """Return the form of a feature."""
-    if facts.kind in ("list", "weighted_list"):
-        return facts.kind
-    return "number" if facts.is_weighted else "single"
+    if feature.kind in ("list", "weighted_list"):
+        return feature.kind
+    return "number" if feature.is_weighted else "single"
 
 
 def standardised(value_N: NDArray[np.float64], *, mean: float, std: float) -> NDArray[np.float32]:

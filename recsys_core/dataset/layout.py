@@ -33,7 +33,10 @@ def vocabulary_file(side: str) -> str:
 
 
 def codes_file(side: str) -> str:
-    """Return the name of the file with every id ever read in the order of the codes; `side` is user or item."""
+    """Return the name of the file with every id ever read, in the order of their codes; `side` is user or item.
+
+    The code of an id never changes. Its row may change when the vocabulary is rebuilt.
+    """
     return f"{side}_ids.parquet"
 
 

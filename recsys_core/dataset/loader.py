@@ -4,7 +4,7 @@ A training batch is a function of (seed, epoch, rank, batch index), so a run can
 builds several consecutive batches, a chunk, at a time. If it built one small batch at a time, switching between the threads
 would take longer than building the batches.
 
-Shapes: B queries, N drawn negatives, C candidates, U users, I items, P batches of a chunk, E events of a chunk.
+Shapes: B queries, N sampled negatives, C candidates, U users, I items, P batches of a chunk, E events of a chunk.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ from recsys_core.dataset.shuffle import shuffled
 from recsys_core.seeds import negatives_key
 
 CHUNK_CANDIDATES = 20_000
-"""Number of positives and drawn negatives in a chunk. A batch that has more is a chunk of its own."""
+"""Number of positives and sampled negatives in a chunk. A batch that has more is a chunk of its own."""
 PREFETCHED_CHUNKS = 3
 PHILOX_VALUES_PER_INCREMENT = 4
 """Number of values that numpy's Philox generator returns for each increment of its counter."""
@@ -70,7 +70,7 @@ class TrainLoader:
 
     Args:
         batch_size: queries per rank and step; the last batch of an epoch may be smaller.
-        num_negatives: number of items drawn for each batch, in addition to the positives.
+        num_negatives: number of items sampled for each batch, in addition to the positives.
         negative_share_I: float64 [I], probability of each item in one draw; the sum is 1.
     """
 
@@ -136,7 +136,7 @@ class TrainLoader:
 
     def _draw_negatives(self, epoch: int, first_batch: int, stop_batch: int) -> Int64Array:
         """Draw num_negatives items for each of these batches, [P, N]."""
-        # Philox is counter-based: the negatives of a batch do not depend on the batches drawn before it.
+        # Philox is counter-based: the negatives of a batch do not depend on earlier batches.
         increments_per_batch = -(-self._num_negatives // PHILOX_VALUES_PER_INCREMENT)
         philox_key = negatives_key(self._seed, epoch=epoch, rank=self._shard.rank)
         generator = np.random.Generator(np.random.Philox(key=philox_key, counter=first_batch * increments_per_batch))

@@ -19,20 +19,22 @@ _SHIFT_29, _SHIFT_32 = np.uint64(29), np.uint64(32)
 
 
 def shuffled(index: NDArray[np.int64], *, n: int, key: tuple[int, ...]) -> NDArray[np.int64]:
-    """Apply the permutation of [0, n) that `key` selects to each index.
+    """Replace each index by its image under a permutation of [0, n). `key` selects the permutation.
 
     >>> sorted(shuffled(np.arange(5), n=5, key=(7, 0)).tolist())
     [0, 1, 2, 3, 4]
     """
     if n < 2:
         return index.copy()
-    left_size = math.isqrt(n - 1) + 1
-    grid_size = (np.uint64(left_size), np.uint64(-(-n // left_size)))
+    left_side = math.isqrt(n - 1) + 1
+    grid_sides = (np.uint64(left_side), np.uint64(-(-n // left_side)))
     round_keys = _round_keys(key)
-    shuffled_index = _feistel(np.ascontiguousarray(index, np.int64).view(np.uint64), grid_size=grid_size, round_keys=round_keys)
+    shuffled_index = _feistel(
+        np.ascontiguousarray(index, np.int64).view(np.uint64), grid_sides=grid_sides, round_keys=round_keys
+    )
     outside_positions = np.flatnonzero(shuffled_index >= n)
     while len(outside_positions):
-        next_index = _feistel(shuffled_index[outside_positions], grid_size=grid_size, round_keys=round_keys)
+        next_index = _feistel(shuffled_index[outside_positions], grid_sides=grid_sides, round_keys=round_keys)
         shuffled_index[outside_positions] = next_index
         outside_positions = outside_positions[next_index >= n]
     return shuffled_index.view(np.int64)
@@ -45,14 +47,14 @@ def _round_keys(key: tuple[int, ...]) -> NDArray[np.uint64]:
 
 
 def _feistel(
-    index: NDArray[np.uint64], *, grid_size: tuple[np.uint64, np.uint64], round_keys: NDArray[np.uint64]
+    index: NDArray[np.uint64], *, grid_sides: tuple[np.uint64, np.uint64], round_keys: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
-    left = index // grid_size[1]
-    coordinates = [left, index - left * grid_size[1]]
+    left = index // grid_sides[1]
+    coordinates = [left, index - left * grid_sides[1]]
     hashed, buffer = np.empty_like(index), np.empty_like(index)
     for round_index, key in enumerate(round_keys):
         target, source = coordinates[round_index % 2], coordinates[1 - round_index % 2]
-        size = grid_size[round_index % 2]
+        size = grid_sides[round_index % 2]
         # Hash the source coordinate; the upper 32 bits are well mixed.
         np.bitwise_xor(source, key, out=hashed)
         hashed *= _MULTIPLIER
@@ -69,5 +71,5 @@ def _feistel(
         target += hashed
         np.subtract(target, size, out=buffer)
         np.minimum(target, buffer, out=target)
-    shuffled_index: NDArray[np.uint64] = coordinates[0] * grid_size[1] + coordinates[1]
+    shuffled_index: NDArray[np.uint64] = coordinates[0] * grid_sides[1] + coordinates[1]
     return shuffled_index

@@ -17,7 +17,7 @@ from scipy.sparse.linalg import svds
 from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation.config import ClosedFormConfig
-from recsys_core.evaluation.ranking import TILE_COLUMNS, ScoreTile
+from recsys_core.evaluation.ranking.chunks import TILE_COLUMNS, ScoreTile
 from recsys_core.seeds import CLOSED_FORM_SEED
 
 MAX_EVENTS = 5_000_000

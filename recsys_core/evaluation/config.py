@@ -8,6 +8,7 @@ from recsys_core.config import MAX_COUNT, MAX_DAYS, Settings
 
 MetricName = Literal["recall", "ndcg", "precision", "hit_rate", "map", "mrr", "auc"]
 BaselineName = Literal["recent_popularity", "cooccurrence", "closed_form"]
+FeatureKey = Annotated[str, Field(max_length=120, pattern=r"^(user|item|context)\.[A-Za-z0-9_]+$")]
 CutOff = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
@@ -34,11 +35,7 @@ class ClosedFormConfig(Settings):
 class FeatureSlice(Settings):
     """Slices by the values of one feature: one slice for each of the most frequent values among the test events."""
 
-    feature: str = Field(
-        max_length=120,
-        pattern=r"^(user|item|context)\.[A-Za-z0-9_]+$",
-        description="Declared feature, such as `item.brand`, `user.country` or `context.device`",
-    )
+    feature: FeatureKey = Field(description="Declared feature, such as `item.brand`, `user.country` or `context.device`")
     max_values: int = Field(10, ge=1, le=1_000, description="number of values that get a slice")
     min_users: int | None = Field(
         None,

@@ -13,7 +13,7 @@ import numpy as np
 from recsys_core.evaluation import metrics
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.metrics import Floats, TargetPositions
-from recsys_core.evaluation.ranking import Ranking
+from recsys_core.evaluation.ranking.queries import Ranking
 from recsys_core.evaluation.slices import Masks
 from recsys_core.manifests import SliceReport
 

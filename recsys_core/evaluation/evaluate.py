@@ -12,12 +12,9 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from recsys_core.dataset.events import EventStore
-from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import InputError, StageError
 from recsys_core.evaluation import closed_form, diversity, metrics
 from recsys_core.evaluation.baselines import recent_popularity_order, zero_shot_vectors
@@ -31,9 +28,12 @@ from recsys_core.evaluation.estimates import (
     prefixed,
     slice_reports,
 )
-from recsys_core.evaluation.held_out import HeldOut, load_held_out
+from recsys_core.evaluation.held_out import HeldOut, load_held_out, ranking_settings
 from recsys_core.evaluation.metrics import TargetPositions
-from recsys_core.evaluation.ranking import Ranking, rank_among, rank_by_order, rank_by_scores, rank_served
+from recsys_core.evaluation.model_rankings import model_ranker, rank_with_vectors
+from recsys_core.evaluation.ranking.catalogue import rank_by_scores
+from recsys_core.evaluation.ranking.queries import Ranking
+from recsys_core.evaluation.ranking.served import rank_by_order
 from recsys_core.evaluation.slices import feature_slices, item_slices, user_slices
 from recsys_core.manifests import (
     Dataset,
@@ -132,19 +132,19 @@ def evaluate(
     if not export.num_queries.get("test", 0):
         raise InputError("the test split has no event, so nothing can be evaluated; change interactions.split")
     with stage.writing() as output_folder:
-        item_vector_ID, store = torch.from_numpy(np.load(export.path("item_vectors.npy"))), EventStore.open(interactions)
+        store = EventStore.open(interactions)
         load = partial(load_held_out, config=config, store=store, export=export, interactions=interactions)
         on_ranked = _counter(on_progress, total=_num_rankings(config, export=export, dataset=dataset))
-        rank = partial(_rank_with_vectors, config=config, on_ranked=on_ranked)
+        rank = model_ranker(config, export=export, on_ranked=on_ranked)
         held_out = load("test")
         vectors_RD = None if item_embeddings is None else np.load(item_embeddings.vectors_path("item"), mmap_mode="r")
         results = _Results(config, held_out, store=store, vectors_RD=vectors_RD)
         if export.num_queries.get("validation", 0):
-            ranking, cold_ranking = rank(load("validation"), item_vector_ID=item_vector_ID)
+            ranking, cold_ranking = rank("validation", load("validation"))
             if len(ranking.position_T):
                 results.add(prefixed("validation", full_ranking_metrics(ranking, config=config)))
             results.add(prefixed("validation/cold", cold_metrics(cold_ranking, config=config)))
-        ranking, cold_ranking = rank(held_out, item_vector_ID=item_vector_ID)
+        ranking, cold_ranking = rank("test", held_out)
         if not len(ranking.position_T):
             raise InputError(
                 f"the users had already seen all {ranking.num_seen_targets} test targets; set evaluation.exclude_seen to false"
@@ -160,7 +160,9 @@ def evaluate(
             assert vector_row_I is not None  # the ingest requires that items have vectors
             query_BD, vector_ID = zero_shot_vectors(vectors_RD, vector_row_I=vector_row_I, histories=held_out.history)
             every_user = replace(held_out.queries, query_BD=query_BD, is_known_B=np.ones(len(query_BD), np.bool_))
-            ranking, cold_ranking = rank(replace(held_out, queries=every_user), item_vector_ID=vector_ID)
+            ranking, cold_ranking = rank_with_vectors(
+                replace(held_out, queries=every_user), item_vector_ID=vector_ID, config=config, on_ranked=on_ranked
+            )
             results.add_ranking("zero_shot", ranking)
             results.add(prefixed("baseline/zero_shot/cold", cold_metrics(cold_ranking, config=config)))
         _write_user_metrics(results.positions, held_out, config=config, path=output_folder / metrics.USER_METRICS_FILE)
@@ -174,7 +176,8 @@ def _rank_baselines(
     config: EvaluationConfig, held_out: HeldOut, *, store: EventStore, on_ranked: Callable[[int], None]
 ) -> Iterator[tuple[str, Ranking]]:
     """Yield the name and the ranking of each baseline that needs only the log, and therefore cannot rank cold items."""
-    k, order_I = _num_listed(config), held_out.popularity_order_I
+    settings, order_I = ranking_settings(config), held_out.popularity_order_I
+    k = settings.k
     rank_in_order = partial(rank_by_order, held_out.queries, k=k)
     yield "popularity", rank_in_order(order_I=order_I)
     if "recent_popularity" in config.baselines and store.has_times:
@@ -196,7 +199,7 @@ def _rank_baselines(
         yield (
             name,
             rank_by_scores(
-                held_out.queries, **scores._asdict(), row_C=order_I, k=k, top_only=_is_top_only(config), on_progress=on_ranked
+                held_out.queries, **scores._asdict(), row_C=order_I, k=k, top_only=settings.top_only, on_progress=on_ranked
             ),
         )
 
@@ -233,16 +236,6 @@ def _slice_estimates(slices: Sequence[SliceReport]) -> Estimates:
     }
 
 
-def _is_top_only(config: EvaluationConfig) -> bool:
-    """Return whether no metric needs the positions of the targets behind the top lists."""
-    return "auc" not in config.metrics
-
-
-def _num_listed(config: EvaluationConfig) -> int:
-    """Return the length of the top lists, which has to contain the cut-offs of the served metrics."""
-    return max(*config.ks, *(k for _, k in metrics.SERVED_METRICS.values()))
-
-
 def _write_user_metrics(
     positions_by_ranker: Mapping[str, TargetPositions], held_out: HeldOut, *, config: EvaluationConfig, path: Path
 ) -> None:
@@ -266,7 +259,8 @@ def _num_rankings(config: EvaluationConfig, *, export: ExportManifest, dataset: 
     num_linear = len({"cooccurrence", "closed_form"} & {*config.baselines})
     if export.num_items > config.closed_form.max_items:
         num_linear = 0
-    num_rankings_by_split = {"validation": 1, "test": 1 + (dataset.item_embeddings is not None) + num_linear}
+    num_model = int(export.ranking != ranking_settings(config))
+    num_rankings_by_split = {"validation": num_model, "test": num_model + (dataset.item_embeddings is not None) + num_linear}
     return sum(
         min(count, config.max_users or count) * num_rankings_by_split[split] for split, count in export.num_queries.items()
     )
@@ -282,22 +276,3 @@ def _counter(on_progress: Callable[[int, int], None], *, total: int) -> Callable
         on_progress(num_ranked, total)
 
     return add
-
-
-def _rank_with_vectors(
-    held_out: HeldOut, *, item_vector_ID: Tensor, config: EvaluationConfig, on_ranked: Callable[[int], None]
-) -> tuple[Ranking, Ranking]:
-    """Return the ranking of the catalogue by a model, and its ranking of the cold items."""
-    order_I = held_out.popularity_order_I
-    ranking = rank_served(
-        held_out.queries,
-        item_vector_ID=item_vector_ID,
-        order_I=order_I,
-        k=_num_listed(config),
-        top_only=_is_top_only(config),
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        on_progress=on_ranked,
-    )
-    unseen = replace(held_out.queries, seen=JaggedArray.empty(len(held_out.history)))  # a cold item is in no history
-    cold_ranking = rank_among(unseen, item_vector_ID=item_vector_ID, order_I=order_I, candidate_rows=held_out.cold_row_C, k=0)
-    return ranking, cold_ranking

@@ -3,18 +3,22 @@
 Shapes: B queries, I items, C cold items, L targets of all queries, T ranked (query, target) pairs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from recsys_core.dataset.events import EvaluationSplit, EventStore
-from recsys_core.dataset.jagged import Int64Array, JaggedArray, ragged_ranges
+from recsys_core.dataset.jagged import Int64Array, JaggedArray
 from recsys_core.evaluation.baselines import cold_rows, popularity_before
 from recsys_core.evaluation.config import EvaluationConfig
-from recsys_core.evaluation.ranking import Queries, Ranking
-from recsys_core.manifests import ExportManifest, InteractionsManifest
+from recsys_core.evaluation.metrics import SERVED_METRICS
+from recsys_core.evaluation.ranking.queries import Queries, Ranking
+from recsys_core.evaluation.ranking.served import among_candidates
+from recsys_core.evaluation.slices import first_test_event
+from recsys_core.manifests import ExportManifest, InteractionsManifest, RankingSettings
 from recsys_core.models.spec import ModelSpec
 from recsys_core.seeds import EVALUATION_USERS_SEED
 
@@ -41,13 +45,47 @@ class HeldOut:
 
         For the test split only.
         """
-        targets = self.queries.targets
-        event_index_L = ragged_ranges(store.first_event_index(self.user_row_B, "test"), targets.lengths)
-        distinct_keys, first_L = np.unique(targets.pair_keys(bound=store.num_items), return_index=True)
-        event_index_T: Int64Array = event_index_L[
-            first_L[np.searchsorted(distinct_keys, ranking.query_T * store.num_items + ranking.item_T)]
-        ]
-        return event_index_T
+        return first_test_event(store, user_row_U=self.user_row_B, user_T=ranking.query_T, item_T=ranking.item_T)
+
+
+def ranking_settings(config: EvaluationConfig) -> RankingSettings:
+    """Return the settings on which the rankings of an evaluation depend.
+
+    The top lists contain the cut-offs of the evaluation and of the served metrics. Only `auc` needs positions behind them.
+    """
+    return RankingSettings(
+        k=max(*config.ks, *(k for _, k in SERVED_METRICS.values())),
+        top_only="auc" not in config.metrics,
+        exclude_seen=config.exclude_seen,
+        max_users=config.max_users,
+    )
+
+
+def sampled_users(num_users: int, *, max_users: int | None) -> Int64Array:
+    """Return the indices of the evaluated users: all, or a random sample of `max_users` with a fixed seed; ascending."""
+    if max_users is None or max_users >= num_users:
+        return np.arange(num_users)
+    return np.sort(np.random.default_rng(EVALUATION_USERS_SEED).choice(num_users, max_users, replace=False))
+
+
+def queries_of(
+    user_row_B: Int64Array, query_BD: Tensor, *, split: EvaluationSplit, exclude_seen: bool, store: EventStore, spec: ModelSpec
+) -> tuple[Queries, JaggedArray]:
+    """Return the queries of these users, and their histories: the item rows of each user's events before the split."""
+    history = store.items_before(user_row_B, split)
+    queries = Queries(
+        query_BD=query_BD,
+        is_known_B=spec.is_known(history_length_B=history.lengths, user_row_B=user_row_B),
+        seen=history if exclude_seen else JaggedArray.empty(len(history)),
+        targets=store.targets(user_row_B, split),
+    )
+    return queries, history
+
+
+def cold_queries(queries: Queries, cold_row_C: NDArray[np.int64], *, num_items: int) -> Queries:
+    """Return the queries of a ranking of the cold items: those with a cold target. A cold item is in no history."""
+    unseen = replace(queries, seen=JaggedArray.empty(len(queries.targets)))
+    return among_candidates(unseen, cold_row_C, num_items=num_items)
 
 
 def load_held_out(
@@ -58,24 +96,18 @@ def load_held_out(
     export: ExportManifest,
     interactions: InteractionsManifest,
 ) -> HeldOut:
-    """Load the exported queries of a split; if there are more than max_users, a random sample of them with a fixed seed."""
+    """Load the evaluated users of a split. Their query vectors are loaded only if the export has no ranking for `config`."""
     user_row_B = np.load(export.path(f"query_users_{split}.npy"))
-    query_vectors = np.load(export.path(f"query_vectors_{split}.npy"), mmap_mode="r")
-    sampled_indices = np.arange(len(user_row_B))
-    if config.max_users is not None and config.max_users < len(user_row_B):
-        sampled_indices = np.sort(
-            np.random.default_rng(EVALUATION_USERS_SEED).choice(len(user_row_B), config.max_users, replace=False)
-        )
+    sampled_indices = sampled_users(len(user_row_B), max_users=config.max_users)
     user_row_B = user_row_B[sampled_indices]
-    history = store.items_before(user_row_B, split)
+    query_BD = torch.empty((len(user_row_B), 0))
+    if export.ranking != ranking_settings(config):
+        query_vectors = np.load(export.path(f"query_vectors_{split}.npy"), mmap_mode="r")
+        query_BD = torch.from_numpy(query_vectors[sampled_indices])
     spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
+    queries, history = queries_of(user_row_B, query_BD, split=split, exclude_seen=config.exclude_seen, store=store, spec=spec)
     return HeldOut(
-        queries=Queries(
-            query_BD=torch.from_numpy(query_vectors[sampled_indices]),
-            is_known_B=spec.is_known(history_length_B=history.lengths, user_row_B=user_row_B),
-            seen=history if config.exclude_seen else JaggedArray.empty(len(history)),
-            targets=store.targets(user_row_B, split),
-        ),
+        queries=queries,
         user_row_B=user_row_B,
         history=history,
         popularity_order_I=popularity_before(split, store=store, interactions=interactions),

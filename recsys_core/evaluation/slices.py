@@ -1,16 +1,18 @@
 """Slices of the test events: by popularity of the item, by length of the user's history, and by the values of a feature.
 
-Shapes: I items, U users, T (user, target item) pairs.
+Shapes: I items, U users, T (user, target item) pairs, L test events.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import FeatureStore
-from recsys_core.dataset.jagged import Int64Array
+from recsys_core.dataset.jagged import Int64Array, ragged_ranges
 from recsys_core.errors import InputError
 from recsys_core.evaluation.config import FeatureSlice
 from recsys_core.manifests import FeaturesManifest
@@ -81,6 +83,53 @@ def feature_slices(config: FeatureSlice, features: FeaturesManifest | None, *, o
         mask_T[values.list_index_L[values.values_L == row]] = True
         masks[f"{key}={_value_name(features, key, row=row)}"] = mask_T
     return masks
+
+
+def guarded_slices(
+    configs: Sequence[FeatureSlice],
+    features: FeaturesManifest | None,
+    *,
+    store: EventStore,
+    user_row_U: Int64Array,
+    user_T: Int64Array,
+    item_T: Int64Array,
+) -> tuple[Masks, dict[str, int | None]]:
+    """Return the slices of test targets by the values of several features, and `min_users` of each slice.
+
+    A feature without a value for any target has one empty slice with the name of the feature, so that it stays visible.
+
+    Args:
+        user_row_U: rows of the users.
+        user_T, item_T: index of each target's user in `user_row_U`, and row of its item.
+
+    Raises InputError as `feature_slices`.
+    """
+    masks: Masks = {}
+    min_users_by_slice: dict[str, int | None] = {}
+    for config in configs:
+        match config.feature.partition(".")[0]:
+            case "user":
+                owner_T = user_row_U[user_T]
+            case "item":
+                owner_T = item_T
+            case _:
+                owner_T = first_test_event(store, user_row_U=user_row_U, user_T=user_T, item_T=item_T)
+        feature_masks = feature_slices(config, features, owner_T=owner_T)
+        masks |= feature_masks or {config.feature: np.zeros(len(item_T), np.bool_)}
+        min_users_by_slice |= dict.fromkeys(feature_masks or (config.feature,), config.min_users)
+    return masks, min_users_by_slice
+
+
+def first_test_event(store: EventStore, *, user_row_U: Int64Array, user_T: Int64Array, item_T: Int64Array) -> Int64Array:
+    """Return the index in the event store of the user's first test event with each target, [T].
+
+    Args: see `guarded_slices`.
+    """
+    targets = store.targets(user_row_U, "test")
+    event_index_L = ragged_ranges(store.first_event_index(user_row_U, "test"), targets.lengths)
+    distinct_keys, first_L = np.unique(targets.pair_keys(bound=store.num_items), return_index=True)
+    event_index_T: Int64Array = event_index_L[first_L[np.searchsorted(distinct_keys, user_T * store.num_items + item_T)]]
+    return event_index_T
 
 
 def _value_name(features: FeaturesManifest, key: str, *, row: int) -> str:

@@ -59,8 +59,7 @@ def _topics_of_events(
 ) -> NDArray[np.int64]:
     """Draw a topic for each event from the topics of its user. The topics of a user change over the days."""
     topics_UT = np.argsort(rng.random((num_users, NUM_TOPICS)), axis=1)
-    # At any time, the topics of a user are TOPICS_PER_USER adjacent entries of topics_UT. Each shift drops the first
-    # of these entries and adds the entry after them.
+    # A user starts with the first TOPICS_PER_USER topics of a row of topics_UT. Each shift moves this window by one topic.
     num_shifts_E = ((NUM_TOPIC_SHIFTS + 0.999) * day_E / num_days).astype(np.int64)
     topic_E: NDArray[np.int64] = topics_UT[user_E, num_shifts_E + rng.integers(0, TOPICS_PER_USER, len(user_E))]
     return topic_E

@@ -20,8 +20,10 @@ CAUSES: dict[str, Callable[[RankReport], object]] = {
     "lost peer": lambda rank: rank.traceback,
     "terminated": lambda rank: True,
 }
-"""Cause -> whether it applies to a failed rank, the most likely cause first. The last two are consequences of other failures:
-a rank loses its peer, or receives torchrun's SIGTERM, which may also follow an exception."""
+"""Cause -> whether it applies to a failed rank, the most likely cause first.
+
+The last two are consequences of the failure of another rank: this rank lost its connection, or torchrun sent it SIGTERM.
+"""
 CONSEQUENCES = ("lost peer", "terminated")
 NUM_SHOWN_CALLS = 6
 OUTERMOST_FUNCTIONS = {"wrapper", "<module>", "_run_code", "_run_module_as_main"}

@@ -78,10 +78,10 @@ class Host(Frozen):
 
 
 class RankReport(Frozen):
-    """A rank that has started. The other fields describe how it failed.
+    """A rank that has started and, if it failed, how it ended.
 
-    signal: a name such as SIGKILL. traceback: empty if a signal ended the rank before it wrote one. timestamp: seconds since
-    1970.
+    The fields from `exit_code` on are set only if the rank failed. signal: a name such as SIGKILL. traceback: empty if a signal
+    ended the rank before it wrote one. timestamp: seconds since 1970.
     """
 
     rank: int
@@ -95,11 +95,13 @@ class RankReport(Frozen):
 
 
 class HostReport(Frozen):
-    """A host that is ready, or how it ended: all its ranks exited with code 0 unless there is a `reason` or `failed_ranks`.
+    """Report of a host when it is ready, and again when it has ended.
+
+    If `reason` and `failed_ranks` are empty in the second report, all ranks of the host exited with code 0.
 
     port: the port on which host 0 listens; 0 on the other hosts. reason: the failed check of the agent. retryable: whether
     another attempt may succeed. oom_kills: number of processes of this host's container that the kernel's out-of-memory killer
-    ended during the launch; None if the kernel does not count them. memory_bytes: the memory limit.
+    ended during the launch; None if the kernel does not count them. memory_bytes: memory limit of the host or container.
     """
 
     host: Host

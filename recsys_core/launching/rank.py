@@ -1,4 +1,4 @@
-"""The process of a rank: tied to its agent, on its share of the cores, and a member of the job's process group.
+"""Setup of a rank's process: it ends with its agent, runs on its share of the cores, and joins the job's process group.
 
 torch is imported in the last function only, because `register_rank` runs before the import of torch, which takes seconds.
 """
@@ -78,7 +78,7 @@ class Process:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0. It writes the files that the ranks do not write separately."""
+        """Whether this is rank 0, which alone writes files such as result.json."""
         return self.rank == 0
 
 

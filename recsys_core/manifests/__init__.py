@@ -20,6 +20,7 @@ from recsys_core.manifests.model_stages import IndexManifest as IndexManifest
 from recsys_core.manifests.model_stages import IndexReport as IndexReport
 from recsys_core.manifests.model_stages import PackageManifest as PackageManifest
 from recsys_core.manifests.model_stages import PlanManifest as PlanManifest
+from recsys_core.manifests.model_stages import RankingSettings as RankingSettings
 from recsys_core.manifests.model_stages import RegistrationManifest as RegistrationManifest
 from recsys_core.manifests.model_stages import SearchPoint as SearchPoint
 from recsys_core.manifests.model_stages import SliceReport as SliceReport

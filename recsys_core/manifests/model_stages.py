@@ -51,6 +51,15 @@ class TrainManifest(Manifest):
     num_warm_starts: int = Field(0, description="number of warm starts in a row since the last training from scratch")
 
 
+class RankingSettings(Frozen):
+    """The settings of the evaluation on which the rankings of the test users and validation users depend."""
+
+    k: int = Field(description="length of the top lists")
+    top_only: bool = Field(description="whether only targets in the top lists have their exact position")
+    exclude_seen: bool = Field(description="whether items that a user has seen are not ranked")
+    max_users: int | None = Field(description="number of sampled users of each split; null: all users")
+
+
 class ExportManifest(Manifest):
     """Vectors and parameters for evaluation, index and serving. Each rank writes its own rows.
 
@@ -66,6 +75,12 @@ class ExportManifest(Manifest):
             table with one of these optimizers.
         dense.safetensors: all other parameters.
         model.json: recsys_core.models.spec.ModelSpec.
+
+    If `ranking` is not null, there are rankings of the items by the model, for the known users in the order of the queries:
+
+        ranking_<split>_top.npy: int32 [known users, k], item rows, best first; -1 after the last candidate.
+        ranking_<split>_positions.npy: int64 [targets], position of each target, see recsys_core.evaluation.ranking.queries.
+        ranking_<split>_cold_positions.npy: int64 [cold targets], positions in the ranking of the cold items.
     """
 
     stage: ClassVar[str] = "export"
@@ -74,6 +89,7 @@ class ExportManifest(Manifest):
     dim: int
     similarity: Literal["cosine", "dot"]
     num_queries: dict[str, int] = Field(description="number of queries by split")
+    ranking: RankingSettings | None = Field(None, description="settings of the stored rankings; null: there are no rankings")
 
 
 class SliceReport(Frozen):

@@ -46,11 +46,7 @@ class Auto(Settings):
         Raises:
             InputError: no kind fits.
         """
-        kinds: list[AnyIndexKind] = [Flat()]
-        if num_items <= MAX_HNSW_ITEMS:
-            kinds.append(Hnsw())
-        if num_items > MAX_SMALL_ITEMS:
-            kinds += [IvfFlat(), IvfSq8(), PqFastScan()]
+        kinds = [*_kinds_for(num_items)]
         if self.max_bytes is None:
             return tuple(kinds)
         compressed = [OpqPq(pq_m=size) for size in range(dim // 2 or 1, 0, -1) if dim % size == 0]
@@ -63,6 +59,21 @@ class Auto(Settings):
                 f"takes {smallest_bytes:,} bytes; raise max_bytes, or remove it"
             )
         return fitting
+
+    def left_out(self, *, num_items: int, dim: int) -> tuple[str, ...]:
+        """Return the kinds that would be candidates without max_bytes.
+
+        >>> Auto(max_bytes=200_000_000).left_out(num_items=1_000_000, dim=64)
+        ('flat', 'hnsw', 'ivf_flat')
+        """
+        candidates = {kind.kind for kind in self.candidates(num_items=num_items, dim=dim)}
+        return tuple(kind.kind for kind in _kinds_for(num_items) if kind.kind not in candidates)
+
+
+def _kinds_for(num_items: int) -> tuple[AnyIndexKind, ...]:
+    """Return the kinds that suit the size of the catalogue, without a limit of the memory."""
+    small: tuple[AnyIndexKind, ...] = (Flat(), Hnsw()) if num_items <= MAX_HNSW_ITEMS else (Flat(),)
+    return small if num_items <= MAX_SMALL_ITEMS else (*small, IvfFlat(), IvfSq8(), PqFastScan())
 
 
 @dataclass(frozen=True)
@@ -87,22 +98,29 @@ class Choice(NamedTuple):
     reaches_target: bool
 
 
-def choose(candidates: Sequence[Candidate], *, recall_target: float, max_bytes: int | None) -> Choice:
+def choose(
+    candidates: Sequence[Candidate], *, recall_target: float, max_bytes: int | None, left_out: Sequence[str] = ()
+) -> Choice:
     """Return the kind with the least latency of those that reach the target within max_bytes.
 
     If no candidate reaches the target, return the one with the highest recall.
 
+    Args:
+        left_out: kinds that were not built because of max_bytes. The reason names them.
+
     >>> flat, hnsw = Candidate("flat", 1.0, 0.9, 3 * MIB), Candidate("hnsw", 0.97, 0.1, 5 * MIB)
     >>> choose((flat, hnsw), recall_target=0.95, max_bytes=None).reason
-    'hnsw has the least latency (0.100 ms per query) of the 2 kinds that reach a recall of 0.95'
-    >>> choose((flat, hnsw), recall_target=0.95, max_bytes=4 * MIB).kind
-    'flat'
+    'hnsw has the least latency (0.100 ms per query) of the 2 kinds that reach a recall of 0.95 on validation queries'
+    >>> print(choose((flat, hnsw), recall_target=0.95, max_bytes=4 * MIB).reason)
+    flat is the only kind that reaches a recall of 0.95 on validation queries within max_bytes (4.0 MiB; too large: hnsw)
 
     Raises:
         InputError: every candidate takes more than max_bytes.
     """
     fitting = [candidate for candidate in candidates if max_bytes is None or candidate.bytes <= max_bytes]
-    memory = "" if max_bytes is None else f" within max_bytes ({max_bytes / MIB:,.1f} MiB)"
+    too_large = sorted({*left_out, *(candidate.kind for candidate in candidates if candidate not in fitting)})
+    too_large_text = f"; too large: {', '.join(too_large)}" if too_large else ""
+    memory = "" if max_bytes is None else f" within max_bytes ({max_bytes / MIB:,.1f} MiB{too_large_text})"
     if not fitting:
         smallest = min(candidates, key=lambda candidate: candidate.bytes)
         raise InputError(
@@ -112,9 +130,12 @@ def choose(candidates: Sequence[Candidate], *, recall_target: float, max_bytes: 
     reaching = [candidate for candidate in fitting if candidate.recall >= recall_target]
     if reaching:
         chosen = min(reaching, key=lambda candidate: candidate.ms_per_query)
+        target = f"a recall of {recall_target:g} on validation queries{memory}"
         reason = (
-            f"{chosen.kind} has the least latency ({chosen.ms_per_query:.3f} ms per query) of the {len(reaching)} kinds that "
-            f"reach a recall of {recall_target:g}{memory}"
+            f"{chosen.kind} is the only kind that reaches {target}"
+            if len(reaching) == 1
+            else f"{chosen.kind} has the least latency ({chosen.ms_per_query:.3f} ms per query) of the {len(reaching)} kinds "
+            f"that reach {target}"
         )
         return Choice(chosen.kind, reason, reaches_target=True)
     chosen = max(fitting, key=lambda candidate: candidate.recall)

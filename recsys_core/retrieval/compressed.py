@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 RESCORE_FACTORS = (2, 4, 8, 16)
 RESCORE_VALUE_BYTES = 2
+MAX_HALF_PRECISION_VALUE = 65_504.0
 _GPU_PQ_SIZES = (1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96)
 """Numbers of sub-vectors that FAISS's GPU implementation of IVF-PQ supports, with 8 bits each."""
 _Rescore = Annotated[
@@ -56,6 +57,10 @@ class CompressedIvf(Ivf):
     @abstractmethod
     def code_bytes(self, dim: int) -> int:
         """Return the bytes of a compressed vector of fitted settings."""
+
+    def max_value(self) -> float | None:
+        """Return the limit of half precision with `rescore`: FAISS replaces a larger value by infinity."""
+        return None if self.rescore == 0 else MAX_HALF_PRECISION_VALUE
 
     def compressed_search_parameters(self, depth: int, selector: Any = None) -> Any:
         """Return the FAISS parameters of a search of the compressed vectors."""
@@ -185,10 +190,10 @@ class IvfPq(ProductQuantized):
     )
 
     def fitted(self, num_items: int, dim: int) -> Self:
-        """Also limit pq_nbits to the largest number with at least one item per centroid, as FAISS requires.
+        """Also reduce pq_nbits until there is at least one item per centroid, as FAISS requires.
 
-        MIN_ITEMS_PER_CENTROID does not apply to pq_nbits. Its purpose is that centroids fit more vectors than the sample on
-        which they are trained. In a small catalogue, the sample contains all vectors.
+        MIN_ITEMS_PER_CENTROID, which keeps k-means from overfitting its sample, does not apply to pq_nbits. In a small
+        catalogue, the sample contains all vectors.
 
         >>> [IvfPq(pq_nbits=8).fitted(num_items, 64).pq_nbits for num_items in (12_101, 256, 255)]
         [8, 8, 7]
@@ -196,7 +201,7 @@ class IvfPq(ProductQuantized):
         return super().fitted(num_items, dim).model_copy(update={"pq_nbits": min(self.pq_nbits, num_items.bit_length() - 1)})
 
     def code_bytes(self, dim: int) -> int:
-        """Return the bytes of the numbers of the centroids."""
+        """Return the bytes of the code of a vector: one centroid number per sub-vector."""
         return self.num_sub_vectors * self.pq_nbits // 8
 
     def compressed_index(self, dim: int) -> Any:
@@ -210,7 +215,7 @@ class IvfPq(ProductQuantized):
         return index
 
     def num_training_vectors(self) -> int:
-        """Return the larger sample of the two k-means: that of the cells and that of the sub-vectors."""
+        """Return the size of the larger of two samples: for the k-means of the cells, and for that of the sub-vectors."""
         return max(super().num_training_vectors(), MAX_VECTORS_PER_CENTROID << self.pq_nbits)
 
     def builds_on_gpu(self) -> bool:
@@ -265,7 +270,7 @@ class PqFastScan(ProductQuantized):
     rescore: _Rescore = None
 
     def code_bytes(self, dim: int) -> int:
-        """Return the bytes of the numbers of the centroids."""
+        """Return the bytes of the code of a vector: one centroid number per sub-vector."""
         return self.num_sub_vectors // 2
 
     def compressed_index(self, dim: int) -> Any:

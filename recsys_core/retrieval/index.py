@@ -31,8 +31,8 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
     """Build the indexes of `config.built`, measure recall and latency of each on the test queries, and choose the served one.
 
     Raises:
-        InputError: the settings of an index do not fit the vector width; no index fits into index.served.max_bytes; there are
-            fewer than two items; or the test split is empty.
+        InputError: the settings of an index do not fit the vector width; no index fits into index.served.max_bytes; a value of
+            a vector is larger than an index can hold; there are fewer than two items; or the test split is empty.
         StageError: a vector is not finite.
     """
     num_items, dim = export.num_items, export.dim
@@ -67,9 +67,10 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
 
 
 def served_recall_by_user(index: IndexManifest) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return user rows [B], and for each of them the recall of the served index against exact search [B], at index.recall_k.
+    """Return the measured users as rows [B], and the recall of the served index for each of them [B].
 
-    The users are those whose test queries were measured: a sample of MAX_MEASURED_QUERIES of them if there are more.
+    The recall compares the first index.recall_k items with those of exact search. At most MAX_MEASURED_QUERIES users of the
+    test split are measured; if there are more, they are a random sample.
     """
     table = pq.read_table(index.path(RECALL_FILE_NAME))
     return table["user"].to_numpy(), table["recall"].to_numpy()
@@ -80,7 +81,8 @@ class _MeasuredIndexes:
 
     Attributes:
         test_rows: the test queries that measure the indexes, as rows of query_vectors_test.npy.
-        reports, recalls: by kind, the report and the recall of each test query.
+        reports: the report of each index, by kind.
+        recalls: the recall of each test query, by kind.
     """
 
     def __init__(self, config: IndexConfig, export: ExportManifest, output_folder: Path) -> None:
@@ -91,7 +93,7 @@ class _MeasuredIndexes:
         self.recalls: dict[str, NDArray[np.float64]] = {}
 
     def add(self, kind: AnyIndexKind) -> None:
-        """Build, write, tune and measure the index of fitted settings."""
+        """Build the index, write it, tune its search parameters and measure it. `kind` has the settings for this catalogue."""
         index = build_index(kind, self._item_vector_ID)
         if kind.kind == "flat":
             self._search_exact_results(index)
@@ -115,10 +117,12 @@ class _MeasuredIndexes:
         )
 
     def choose(self) -> tuple[str, str | None, str | None]:
-        """Return the served kind, the reason of auto, and a warning if the kind does not reach the recall target."""
+        """Return the served kind, why `auto` chose it, and a warning if it does not reach the recall target."""
         served, target = self._config.served, self._config.recall_target
         if isinstance(served, Auto):
-            choice = choose(self._candidates, recall_target=target, max_bytes=served.max_bytes)
+            left_out = served.left_out(num_items=self._export.num_items, dim=self._export.dim)
+            left_out = tuple(kind for kind in left_out if kind not in self.reports)
+            choice = choose(self._candidates, recall_target=target, max_bytes=served.max_bytes, left_out=left_out)
             return choice.kind, choice.reason, None if choice.reaches_target else choice.reason
         report = self.reports[served.kind]
         best_recall = max((point.recall for point in report.tried), default=report.recall)
@@ -140,7 +144,7 @@ class _MeasuredIndexes:
         if len(vectors_by_split["test"]) == 0:
             raise InputError("the test split has no event, so the indexes cannot be measured; change interactions.split")
         self.test_rows = _random_rows(len(vectors_by_split["test"]), num_rows=MAX_MEASURED_QUERIES)
-        measured = [
+        query_sets = [
             MeasuredQueries.with_exact_results(
                 query_RD[_random_rows(len(query_RD), num_rows=MAX_MEASURED_QUERIES)],
                 exact_index=flat_index,
@@ -150,15 +154,19 @@ class _MeasuredIndexes:
             for query_RD in vectors_by_split.values()
         ]
         # Without validation queries, the queries of the test split tune an index too.
-        self._test, self._tuning = measured[0], measured[-1]
+        self._test, self._tuning = query_sets[0], query_sets[-1]
 
 
 def build_index(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32]) -> Any:
     """Return an IndexIDMap with all vectors. `kind` has the settings for this number of items.
 
     A GPU trains and fills the index if FAISS can use one and has the kind for it. The index is returned in host memory.
+
+    Raises:
+        InputError: a value of a vector is larger than the index can hold.
     """
     num_items, dim = item_vector_ID.shape
+    _check_values(kind, item_vector_ID)
     index = kind.empty_index(dim)
     is_on_gpu = kind.builds_on_gpu() and num_gpus() > 0
     if is_on_gpu:
@@ -179,6 +187,23 @@ def build_index(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32]) -> Any:
     if is_on_gpu:
         _replace_index(index_with_row_numbers, faiss.index_gpu_to_cpu(index))
     return index_with_row_numbers
+
+
+def _check_values(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32]) -> None:
+    """Raise InputError for the first row with a value above the limit of the kind."""
+    max_value = kind.max_value()
+    if max_value is None:
+        return
+    for start in range(0, len(item_vector_ID), ADD_BATCH_ROWS):
+        vector_RD = item_vector_ID[start : start + ADD_BATCH_ROWS]
+        is_too_large_RD = np.abs(vector_RD) > max_value
+        if is_too_large_RD.any():
+            row, column = (int(indices[0]) for indices in np.nonzero(is_too_large_RD))
+            raise InputError(
+                f"index: the item vector in row {start + row:,} has the value {float(vector_RD[row, column]):,.0f} in column "
+                f"{column}, but the kind {kind.kind} with rescore holds vectors in half precision, up to {max_value:,.0f}; set "
+                "rescore: 0 or another kind, such as ivf_sq8 or hnsw, or model.similarity: cosine, whose vectors have length 1"
+            )
 
 
 def num_gpus() -> int:
@@ -205,7 +230,10 @@ def _load_vectors(path: Path) -> NDArray[np.float32]:
 
 
 def _random_rows(num_available: int, *, num_rows: int) -> slice | NDArray[np.int64]:
-    """Return random rows, in ascending order so that a memory map is read from front to back. All rows are a slice."""
+    """Return random rows; if `num_rows` covers all rows, return a slice.
+
+    The rows are in ascending order, so that a memory map is read from front to back.
+    """
     if num_rows >= num_available:
         return slice(None)
     return np.sort(np.random.default_rng(INDEX_SAMPLE_SEED).choice(num_available, num_rows, replace=False))

@@ -47,6 +47,10 @@ class IndexKind(Settings):
     def empty_index(self, dim: int) -> Any:
         """Return a FAISS index for inner products, without vectors and untrained. The settings are fitted."""
 
+    def max_value(self) -> float | None:
+        """Return the largest absolute value that a vector in the index may have; None without a limit."""
+        return None
+
     def num_training_vectors(self) -> int:
         """Return the number of vectors on which FAISS trains the index at most; 0 for an index without training."""
         return 0

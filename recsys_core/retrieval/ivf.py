@@ -1,4 +1,4 @@
-"""The IVF kinds with whole vectors: k-means divides the vectors into cells, and a query searches the nearest cells.
+"""IVF indexes of uncompressed vectors: k-means divides the vectors into cells, and a query searches the nearest cells.
 
 Shapes: B queries, D width, N rows returned by an index.
 """
@@ -19,10 +19,11 @@ MIN_ITEMS_PER_CENTROID = 39
 """With fewer items per centroid, FAISS warns that k-means is undertrained."""
 MAX_VECTORS_PER_CENTROID = 256
 """FAISS trains k-means on at most this many vectors per centroid."""
-MIN_CENTROIDS = 256
-"""Fewer cells are trained on a sample for this many centroids. It is also enough for 8 bits of product quantization."""
+MIN_SAMPLED_CENTROIDS = 256
+"""The training sample is never smaller than the sample for this many centroids, because product quantization with 8 bits
+trains 256 centroids on the same sample."""
 DEFAULT_NPROBE = 16
-"""Searched cells of an index that is not tuned."""
+"""Number of cells that a query searches in an index that was not tuned."""
 
 
 class Ivf(IndexKind):
@@ -44,7 +45,7 @@ class Ivf(IndexKind):
     )
 
     def fitted(self, num_items: int, dim: int) -> Self:
-        """Set an empty nlist, limit nlist to the largest number with enough items per cell for k-means, and nprobe to nlist.
+        """Set nlist if it is None, and reduce nlist until each cell has enough items for k-means. nprobe is at most nlist.
 
         >>> [IvfFlat(nlist=100).fitted(num_items, 64).nlist for num_items in (12_101, 390, 20)]
         [100, 10, 1]
@@ -62,7 +63,7 @@ class Ivf(IndexKind):
         return self.nlist
 
     def search_ladders(self, depth: int) -> Iterator[list[Self]]:
-        """Yield 1, 2, 3, 4, 6, 8, 12, ... searched cells, and at last all cells.
+        """Yield one list of settings with nprobe 1, 2, 3, 4, 6, 8, 12, ... and all cells. A configured nprobe is the only one.
 
         >>> [[variant.nprobe for variant in ladder] for ladder in IvfFlat(nlist=30).search_ladders(10)]
         [[1, 2, 3, 4, 6, 8, 12, 16, 24, 30]]
@@ -72,11 +73,11 @@ class Ivf(IndexKind):
         yield [self.model_copy(update={"nprobe": nprobe}) for nprobe in nprobes]
 
     def num_training_vectors(self) -> int:
-        """Return a number that is enough for each cell. With many cells it is the smallest, because k-means takes long."""
-        return max(MAX_VECTORS_PER_CENTROID * MIN_CENTROIDS, MIN_ITEMS_PER_CENTROID * self.num_cells)
+        """Return the size of the sample for k-means. With many cells, it is FAISS's minimum, because k-means takes long."""
+        return max(MAX_VECTORS_PER_CENTROID * MIN_SAMPLED_CENTROIDS, MIN_ITEMS_PER_CENTROID * self.num_cells)
 
     def search_parameters(self, depth: int, selector: Any = None) -> Any:
-        """Return nprobe and the selector."""
+        """Return FAISS's parameters with the nprobe of these settings, and the selector."""
         return faiss_module().SearchParametersIVF(nprobe=self.nprobe or DEFAULT_NPROBE, sel=selector)
 
     def search_exhaustively(
@@ -89,12 +90,12 @@ class Ivf(IndexKind):
 
 
 class IvfFlat(Ivf):
-    """Cells of whole vectors."""
+    """An IVF index that stores the vectors of each cell without compression."""
 
     kind: Literal["ivf_flat"] = Field("ivf_flat", description="search of the nearest cells of vectors (IVF)")
 
     def min_bytes(self, *, num_items: int, dim: int) -> int:
-        """Return the bytes of the vectors and their row numbers, which the cells store again."""
+        """Return the bytes of the vectors and of two row numbers per vector: one in its cell, one in the IndexIDMap."""
         return num_items * (VALUE_BYTES * dim + 2 * ROW_NUMBER_BYTES)
 
     def empty_index(self, dim: int) -> Any:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recsys_core import plots
-from recsys_core.manifests import IndexReport
+from recsys_core.manifests import IndexManifest, IndexReport
 from recsys_core.units import MIB
 
 if TYPE_CHECKING:
@@ -15,13 +15,14 @@ _COLOURS = (plots.INK, plots.BLUE, plots.GREEN, plots.ORANGE, plots.RED)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
-def plot_indexes(report_by_kind: Mapping[str, IndexReport], *, served_kind: str, path: Path) -> Path:
+def plot_indexes(index: IndexManifest, path: Path) -> Path:
     """Write a PNG of `draw_indexes`. Return `path`."""
-    return plots.save_png(draw_indexes(report_by_kind, served_kind=served_kind), path)
+    return plots.save_png(draw_indexes(index), path)
 
 
-def draw_indexes(report_by_kind: Mapping[str, IndexReport], *, served_kind: str) -> "Figure":
+def draw_indexes(index: IndexManifest) -> "Figure":
     """Draw recall and latency with one point per index, and a curve of its tried settings. The served one is filled."""
+    report_by_kind, served_kind = index.reports, index.served_index
     recall_k = max(report.k for report in report_by_kind.values())
     figure, axes = plots.new_figure(title="Recall and latency of the indexes", size=(6.4, 4.4))
     for number, (kind, report) in enumerate(report_by_kind.items()):
@@ -38,7 +39,10 @@ def draw_indexes(report_by_kind: Mapping[str, IndexReport], *, served_kind: str)
             facecolors=colour if kind == served_kind else "white",
             label=f"{kind}, {report.size_bytes / MIB:.1f} MiB" + (" (served)" if kind == served_kind else ""),
         )
+    if index.recall_target is not None:
+        axes.axhline(index.recall_target, color=plots.GREY, linestyle="--", linewidth=1, zorder=1, label="recall target")
     axes.set_xscale("log", subs=(2, 5))
+    axes.tick_params(axis="x", which="both", length=3, pad=4)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("{x:g}")
     axes.margins(x=0.1, y=0.1)

@@ -111,3 +111,25 @@ class Recommendations(Sequence[Answer]):
 
     def __iter__(self) -> Iterator[Answer]:
         return (self[query] for query in range(len(self)))
+
+
+def joined(parts: Sequence[Recommendations], *, errors: Mapping[int, str] | None = None) -> Recommendations:
+    """Join the recommendations of consecutive batches. errors: error by query."""
+    first = parts[0]
+    if len(parts) == 1 and not errors:
+        return first
+    num_items_B = np.concatenate([np.diff(part.offset) for part in parts])
+    query_BDs = [part.query_BD for part in parts if part.query_BD is not None]
+    item_vector_LDs = [part.item_vector_LD for part in parts if part.item_vector_LD is not None]
+    return Recommendations(
+        item_id_L=np.concatenate([part.item_id_L for part in parts]),
+        score_L=np.concatenate([part.score_L for part in parts]),
+        offset=np.concatenate([[0], np.cumsum(num_items_B)]),
+        fallback_code_B=np.concatenate([part.fallback_code_B for part in parts]),
+        num_unknown_items_B=np.concatenate([part.num_unknown_items_B for part in parts]),
+        version=first.version,
+        space_id=first.space_id,
+        errors=errors or {},
+        query_BD=np.concatenate(query_BDs) if query_BDs else None,
+        item_vector_LD=np.concatenate(item_vector_LDs) if item_vector_LDs else None,
+    )

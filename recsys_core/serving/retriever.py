@@ -3,6 +3,8 @@
 Shapes: B queries, I items, D width, N candidates fetched from the index, K recommended items, L items of all queries.
 """
 
+import functools
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypedDict, Unpack
@@ -13,21 +15,23 @@ from numpy.typing import NDArray
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import InputError, shown
 from recsys_core.manifests import PackageManifest, record_file, require_manifest
-from recsys_core.retrieval.search import Selection, search, search_exhaustively, stored_vectors
-from recsys_core.serving.answers import FALLBACKS, Recommendations
+from recsys_core.retrieval.search import Selection, stored_vectors
+from recsys_core.serving.answers import FALLBACKS, Recommendations, joined
 from recsys_core.serving.contents import PackageContents, read_package
 from recsys_core.serving.description import DESCRIPTION_NAME, GOLDEN_NAME, description_sha256
 from recsys_core.serving.given_features import GivenFeature
 from recsys_core.serving.golden import verify_golden
 from recsys_core.serving.ids import Id
 from recsys_core.serving.items import Filter
-from recsys_core.serving.top_items import Candidates, TopItems
+from recsys_core.serving.top_items import Candidates, IndexSearch, TopItems
 
 MAX_BATCH_RESULTS = 1 << 20
 """Largest number of recommended items (B * K) per batch; a larger request is split."""
 MAX_BATCH_QUERIES = 1024
 MAX_LISTED_EXCLUDES = 1_000
 """Up to this many items that no query gets are excluded from the candidates of each query. More are left out of the search."""
+
+MAX_REMEMBERED_FILTERS = 16
 
 History = Sequence[Id] | None
 """Item ids in time order; None for the history that is stored in the package."""
@@ -82,7 +86,7 @@ class _Queries(NamedTuple):
 
 
 class Retriever:
-    """A loaded model package. It has no mutable state, so threads may share it.
+    """A loaded model package. Threads may share it: its only mutable state is a cache of the last filters.
 
     Attributes:
         item_ids, user_ids: maps between ids and table rows.
@@ -94,13 +98,16 @@ class Retriever:
     def __init__(self, contents: PackageContents, *, version: str) -> None:
         self.package, self.version = contents.package, version
         self._query_tower, self._features = contents.tower, contents.features
-        self._index, self.items = contents.index, contents.items
+        self._index, self._index_kind, self.items = contents.index, contents.package.index, contents.items
         self.item_ids, self.user_ids = contents.item_ids, contents.user_ids
         self.request_features = contents.request_features
         self._user_offset, self._event_item = contents.user_offset, contents.event_item
         self._item_by_popularity_I = contents.item_by_popularity_I
         self._popularity_share_I = contents.popularity_share_I
         self._stored_vectors = stored_vectors(contents.index)
+        self._remembered_selection = functools.lru_cache(MAX_REMEMBERED_FILTERS)(
+            lambda filter_json: self._select(json.loads(filter_json))
+        )
 
     @classmethod
     def load(cls, folder: Path | str, *, sha256: str | None = None, version: str | None = None, verify: bool = True) -> Self:
@@ -171,7 +178,7 @@ class Retriever:
                 options=checked,
             )
             parts.append(self._recommend_batch(queries, candidates, k=k, options=checked))
-        return _joined(parts) if parts else self._nothing()
+        return joined(parts) if parts else self._nothing()
 
     def similar(self, item_ids: Sequence[Id] | NDArray[Any], k: int = 10, **options: Unpack[SearchOptions]) -> Recommendations:
         """Return the k items with the largest inner product of their vector and that of each item, without the item itself.
@@ -198,7 +205,7 @@ class Retriever:
             int(query): f"item_id {shown(item_ids[int(query)])} is not in the catalogue"
             for query in np.flatnonzero(item_rows < 0)
         }
-        return _joined(parts, errors=errors) if parts else self._nothing()
+        return joined(parts, errors=errors) if parts else self._nothing()
 
     def encode(
         self, user_row_B: NDArray[np.int64], history: JaggedArray, *, given: Mapping[str, GivenFeature] | None = None
@@ -236,19 +243,30 @@ class Retriever:
 
     def _candidates(self, options: SearchOptions) -> Candidates:
         """Return the items that a request allows. Raises InputError for an invalid filter or id."""
-        num_items, is_allowed_I = len(self.item_ids), None
+        num_items, is_allowed_I, selection = len(self.item_ids), None, None
         if options["filter"]:
-            is_allowed_I = self.items.matching(options["filter"])
+            is_allowed_I, selection = self._selected(options["filter"])
         excluded_rows = self.item_ids.rows(options["exclude"]) if len(options["exclude"]) else np.zeros(0, np.int64)
         excluded_rows = np.unique(excluded_rows[excluded_rows >= 0])
         if len(excluded_rows) > MAX_LISTED_EXCLUDES:
-            is_allowed_I = np.ones(num_items, np.bool_) if is_allowed_I is None else is_allowed_I
+            is_allowed_I = np.ones(num_items, np.bool_) if is_allowed_I is None else is_allowed_I.copy()
             is_allowed_I[excluded_rows] = False
-            excluded_rows = excluded_rows[:0]
-        if is_allowed_I is None:
+            excluded_rows, selection = excluded_rows[:0], Selection(self._index, is_allowed_I)
+        if is_allowed_I is None or selection is None:
             return Candidates(num_items, None, None, excluded_rows)
-        selection = Selection(self._index, is_allowed_I)
         return Candidates(selection.num_items, is_allowed_I, selection, excluded_rows[is_allowed_I[excluded_rows]])
+
+    def _selected(self, item_filter: Filter) -> tuple[NDArray[np.bool_], Selection]:
+        """Return the items that satisfy a filter. The last filters are remembered, because most requests repeat one."""
+        try:
+            filter_json = json.dumps(item_filter)
+        except (TypeError, ValueError):  # e.g. a datetime
+            return self._select(item_filter)
+        return self._remembered_selection(filter_json)
+
+    def _select(self, item_filter: Filter) -> tuple[NDArray[np.bool_], Selection]:
+        is_allowed_I = self.items.matching(item_filter)
+        return is_allowed_I, Selection(self._index, is_allowed_I)
 
     def _queries(
         self,
@@ -314,7 +332,8 @@ class Retriever:
         top_items = TopItems(excluded_items=excluded_items, k=k, num_candidates=candidates.num_items, bound=bound)
         model_indices, other_indices = np.flatnonzero(queries.is_model_B), np.flatnonzero(~queries.is_model_B)
         if len(model_indices):
-            self._fill_by_index(top_items, model_indices, queries.query_BD[model_indices], candidates.selection)
+            search = IndexSearch(self._index, self._index_kind, candidates)
+            search.fill(top_items, model_indices, queries.query_BD[model_indices])
             assert not top_items.is_short(model_indices).any()
         if options["min_score"] is not None:
             top_items.drop_below(options["min_score"], model_indices)
@@ -344,38 +363,6 @@ class Retriever:
         top_items.fill(
             query_indices, np.broadcast_to(row_I[:depth].astype(np.int64), shape), np.broadcast_to(share_I[:depth], shape)
         )
-
-    def _fill_by_index(
-        self,
-        top_items: TopItems,
-        query_indices: NDArray[np.int64],
-        query_BD: NDArray[np.float32],
-        selection: Selection | None,
-    ) -> None:
-        """Search the index and fill the top items of some queries.
-
-        Queries that need a similar number of candidates are searched together. If an approximate index returns too few items
-        for a query, the query is searched again over all vectors.
-
-        Args:
-            query_indices: positions of the queries in the batch.
-            query_BD: vectors of these queries, in the same order.
-            selection: the allowed items; None for all items.
-        """
-        kind = self.package.index
-        depth_B = top_items.depth_B[query_indices]
-        log_depth_B = np.ceil(np.log2(np.maximum(depth_B, 1))).astype(np.int64)
-        for log_depth in np.unique(log_depth_B):
-            similar_depth_indices = np.flatnonzero(log_depth_B == log_depth)
-            depth = int(depth_B[similar_depth_indices].max())
-            score_BN, row_BN = search(self._index, query_BD[similar_depth_indices], kind=kind, depth=depth, selection=selection)
-            top_items.fill(query_indices[similar_depth_indices], row_BN, score_BN)
-            short_indices = similar_depth_indices[top_items.is_short(query_indices[similar_depth_indices])]
-            if len(short_indices):
-                score_BN, row_BN = search_exhaustively(
-                    self._index, query_BD[short_indices], kind=kind, depth=depth, selection=selection
-                )
-                top_items.fill(query_indices[short_indices], row_BN, score_BN)
 
     def _nothing(self) -> Recommendations:
         """Return the result of a request without queries."""
@@ -422,25 +409,3 @@ def _num_queries(
 def _batches(num_queries: int, *, k: int) -> list[slice]:
     batch_size = min(MAX_BATCH_QUERIES, max(1, MAX_BATCH_RESULTS // k))
     return [slice(start, min(num_queries, start + batch_size)) for start in range(0, num_queries, batch_size)]
-
-
-def _joined(parts: Sequence[Recommendations], *, errors: Mapping[int, str] | None = None) -> Recommendations:
-    """Join the results of consecutive batches."""
-    first = parts[0]
-    if len(parts) == 1 and not errors:
-        return first
-    num_items_B = np.concatenate([np.diff(part.offset) for part in parts])
-    query_BDs = [part.query_BD for part in parts if part.query_BD is not None]
-    item_vector_LDs = [part.item_vector_LD for part in parts if part.item_vector_LD is not None]
-    return Recommendations(
-        item_id_L=np.concatenate([part.item_id_L for part in parts]),
-        score_L=np.concatenate([part.score_L for part in parts]),
-        offset=np.concatenate([[0], np.cumsum(num_items_B)]),
-        fallback_code_B=np.concatenate([part.fallback_code_B for part in parts]),
-        num_unknown_items_B=np.concatenate([part.num_unknown_items_B for part in parts]),
-        version=first.version,
-        space_id=first.space_id,
-        errors=errors or {},
-        query_BD=np.concatenate(query_BDs) if query_BDs else None,
-        item_vector_LD=np.concatenate(item_vector_LDs) if item_vector_LDs else None,
-    )

@@ -1,15 +1,20 @@
 """The best items that may be recommended to each query of a batch, from the candidates of an index.
 
-Shapes: B queries, I items, K recommended items, N candidates fetched from the index.
+Shapes: B queries, I items, D width, K recommended items, N candidates fetched from the index.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from recsys_core.dataset.jagged import JaggedArray
-from recsys_core.retrieval.search import Selection
+from recsys_core.retrieval.kinds import AnyIndexKind
+from recsys_core.retrieval.search import Selection, search, search_exhaustively
+
+MAX_SEARCHED_SHARE = 1 / 16
+"""A search for a larger share of the allowed items compares all of them, which is faster than a deep search of the index."""
 
 
 @dataclass(frozen=True)
@@ -85,3 +90,48 @@ class TopItems:
         """Whether each place of row_BK and score_BK has an item."""
         is_item_BK: NDArray[np.bool_] = np.arange(self.row_BK.shape[1]) < self.num_items_B[:, None]
         return is_item_BK
+
+
+@dataclass(frozen=True)
+class IndexSearch:
+    """A search of the allowed items with an index."""
+
+    index: Any
+    kind: AnyIndexKind
+    candidates: Candidates
+
+    def fill(self, top_items: TopItems, query_indices: NDArray[np.int64], query_BD: NDArray[np.float32]) -> None:
+        """Fill the top items of some queries.
+
+        Queries that need a similar number of candidates are searched together. If an approximate index returns too few items
+        for a query, the query is searched again over all vectors.
+
+        Args:
+            query_indices: positions of the queries in the batch.
+            query_BD: vectors of these queries, in the same order.
+        """
+        depth_B = top_items.depth_B[query_indices]
+        log_depth_B = np.ceil(np.log2(np.maximum(depth_B, 1))).astype(np.int64)
+        for log_depth in np.unique(log_depth_B):
+            indices = np.flatnonzero(log_depth_B == log_depth)
+            depth = int(depth_B[indices].max())
+            is_deep = depth > self.candidates.num_items * MAX_SEARCHED_SHARE
+            self._fill_group(top_items, query_indices[indices], query_BD[indices], depth=depth, is_exhaustive=is_deep)
+            short_indices = indices[top_items.is_short(query_indices[indices])]
+            if len(short_indices):
+                self._fill_group(
+                    top_items, query_indices[short_indices], query_BD[short_indices], depth=depth, is_exhaustive=True
+                )
+
+    def _fill_group(
+        self,
+        top_items: TopItems,
+        query_indices: NDArray[np.int64],
+        query_BD: NDArray[np.float32],
+        *,
+        depth: int,
+        is_exhaustive: bool,
+    ) -> None:
+        search_items = search_exhaustively if is_exhaustive else search
+        score_BN, row_BN = search_items(self.index, query_BD, kind=self.kind, depth=depth, selection=self.candidates.selection)
+        top_items.fill(query_indices, row_BN, score_BN)

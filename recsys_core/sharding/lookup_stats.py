@@ -103,7 +103,7 @@ def lookup_probability(count_I: NDArray[np.int64], *, num_draws: float, num_nega
     Args:
         count_I: training events of each item.
         num_draws: number of positives and history items of the batch. They are drawn in proportion to count_I.
-        num_negatives: number of drawn negatives of the batch.
+        num_negatives: number of sampled negatives of the batch.
         alpha: exponent of the sampling distribution of negatives, see `negative_share`.
 
     >>> lookup_probability(np.array([1, 1]), num_draws=1, num_negatives=0, alpha=0.0).tolist()

@@ -57,7 +57,8 @@ class TorchrecPlanner:
     Attributes:
         config: the cluster must have memory sizes, see `with_default_memory`.
         batch_size: queries per rank and step.
-        device, processes_per_node: the values of `resolve_cluster`.
+        device, processes_per_node: device and number of the ranks per host, as `resolve_cluster` returns them.
+        lookup_stats: measured lookups of the training data; None if the data is not known.
     """
 
     config: ShardingConfig
@@ -110,20 +111,20 @@ class TorchrecPlanner:
 
     def best_layouts(self) -> dict[str, ShardingOption]:
         """Return the layout of each table in the plan with the shortest estimated step. Raises PlannerError if no plan fits."""
-        best_plan, constraints = _BestPlanRecorder(), self._constraints
+        recorder, constraints = _BestPlanRecorder(), self._constraints
         planner = EmbeddingShardingPlanner(
             topology=self._topology,
             batch_size=self.batch_size,
             enumerator=EmbeddingEnumerator(self._topology, batch_size=self.batch_size, constraints=constraints),
             constraints=constraints,
-            stats=best_plan,
+            stats=recorder,
             debug=False,
             # TorchRec reserves this share of GPU memory only; `_usable_ddr_bytes` reserves the share of main memory.
             storage_reservation=FixedPercentageStorageReservation(percentage=RESERVED_SHARE),
         )
         with _silence_torchrec():
             planner.plan(self._module, sharders(self.config.quantized_comms))
-        layout_by_module = {layout.name: layout for layout in best_plan.options}
+        layout_by_module = {layout.name: layout for layout in recorder.layouts}
         return {table_name: layout_by_module[module_name(table_name)] for table_name in sorted(self.model.tables)}
 
     def layouts(self) -> dict[str, list[ShardingOption]]:
@@ -214,13 +215,13 @@ class TorchrecPlanner:
 
 
 class _BestPlanRecorder(Stats):  # type: ignore[misc]  # TorchRec has no types
-    """A statistics hook of TorchRec's planner that stores the chosen options with their estimates."""
+    """A statistics hook of TorchRec's planner that stores the chosen layouts with their estimates."""
 
     def __init__(self) -> None:
-        self.options: list[ShardingOption] = []
+        self.layouts: list[ShardingOption] = []
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        self.options = kwargs["best_plan"]
+        self.layouts = kwargs["best_plan"]
 
 
 @contextmanager

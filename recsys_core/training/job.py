@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from recsys_core.config import Frozen
-from recsys_core.manifests import Dataset
+from recsys_core.manifests import Dataset, RankingSettings
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training.config import TrainingConfig
@@ -80,11 +80,15 @@ class TrainJob(JobSpec):
 
 
 class ExportJob(JobSpec):
-    """Job that writes the vectors, tables and layers of the model in `checkpoint_folder` to `output_folder`."""
+    """Job that writes the vectors, tables and layers of the model in `checkpoint_folder` to `output_folder`.
+
+    ranking: settings of the rankings that the job writes; None for no rankings.
+    """
 
     kind: Literal["export"] = "export"
     output_folder: Path
     checkpoint_folder: Path
+    ranking: RankingSettings | None = None
 
 
 Job = Annotated[TrainJob | ExportJob, Field(discriminator="kind")]

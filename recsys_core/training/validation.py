@@ -18,7 +18,8 @@ from recsys_core.errors import InputError
 from recsys_core.evaluation import metrics
 from recsys_core.evaluation.baselines import cold_rows, popularity_before
 from recsys_core.evaluation.metrics import TargetPositions
-from recsys_core.evaluation.ranking import Queries, rank_among, rank_served
+from recsys_core.evaluation.ranking.queries import Queries
+from recsys_core.evaluation.ranking.served import rank_among, rank_served
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.seeds import VALIDATION_USERS_SEED
 from recsys_core.training.config import ValidationConfig

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 
@@ -14,28 +16,44 @@ from tasks.registry.config import RegistryConfig
 
 
 def version_evidence(
-    config: RegistryConfig, new: ServedMetrics, other: ServedMetrics, *, label: str, spent_drop: float
+    config: RegistryConfig,
+    new: ServedMetrics,
+    other: ServedMetrics,
+    *,
+    label: str,
+    spent_drop: float,
+    min_users_by_slice: Mapping[str, int | None] = MappingProxyType({}),
 ) -> list[Evidence]:
     """Compare with another version: first on the config's metric, then on the guardrails.
+
+    A slice without a user is left out, but not a slice by a feature, because the config names the feature.
 
     Args:
         label: name of the other version.
         spent_drop: relative drop of earlier promotions, which uses up the margin. A series of small drops cannot exceed it.
+        min_users_by_slice: number of users that each slice by a feature needs; None: that of the gate.
     """
     metric, guardrails = config.metric, config.guardrails
     rule = config.gate.with_margin(max(0.0, config.gate.max_relative_drop - spent_drop))
-    pairs: list[tuple[str, str, UserMetrics, UserMetrics]]
-    pairs = [(name, name, new.users, other.users) for name in guardrails.metrics if name != metric]
-    if guardrails.slices:
-        pairs += [
-            (f"{metric} of {name}", metric, users, other.users_by_slice[name]) for name, users in new.users_by_slice.items()
-        ]
-    pairs = [pair for pair in pairs if len(pair[2].user_row_U)]
-    wide_rule = config.gate.for_guardrail(guardrails.max_relative_drop)
+    names = [name for name in guardrails.metrics if name != metric]
+    slices = [
+        name
+        for name, users in new.users_by_slice.items()
+        if name in min_users_by_slice or (guardrails.slices and len(users.user_row_U))
+    ]
+    compare = partial(_compare, baseline=label, num_guardrails=len(names) + len(slices))
+    wide_rule = partial(config.gate.for_guardrail, guardrails.max_relative_drop)
     evidence = [_compare(metric, rule, new.users, other.users, baseline=label)]
+    evidence += [compare(name, wide_rule(), new.users, other.users) for name in names]
     evidence += [
-        _compare(name, wide_rule, new_users, other_users, baseline=label, subject=subject, num_guardrails=len(pairs))
-        for subject, name, new_users, other_users in pairs
+        compare(
+            metric,
+            wide_rule(min_users=min_users_by_slice.get(name)),
+            new.users_by_slice[name],
+            other.users_by_slice[name],
+            subject=f"{metric} of {name}",
+        )
+        for name in slices
     ]
     if guardrails.max_coverage_drop < 1:
         evidence.append(_compare_coverage(new, other, baseline=label, max_relative_drop=guardrails.max_coverage_drop))

@@ -11,19 +11,21 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mlflow.entities.model_registry import ModelVersion
 
-from recsys_core.comparison.decision import Evidence, Verdict, decide, write_evidence
+from recsys_core.comparison.decision import Evidence, Verdict, decide, missing_evidence, write_evidence
 from recsys_core.comparison.watch import ALARM_E_VALUE, e_value
 from recsys_core.errors import StageError
+from recsys_core.evaluation.config import FeatureSlice
 from recsys_core.evaluation.metrics import USER_METRICS_FILE, UserMetrics, read_user_metrics
-from recsys_core.manifests import EvaluationManifest
+from recsys_core.manifests import EvaluationManifest, InteractionsManifest
 from tasks.gate.evidence import baseline_evidence, serving_evidence, version_evidence
+from tasks.gate.needed_users import needed_users, small_margin
 from tasks.gate.sample import ServedMetrics, prepare_sample
 from tasks.gate.serving_loss import exact_metrics, means
 from tasks.gate.smoke_test import ModelProcess, UnusableVersionError
@@ -54,9 +56,9 @@ class Decision:
         reasons: the reasons, each in one sentence, the most important one first.
         metrics: metrics of all compared versions, as <served | champion | former_champion>/<metric>, and those of
             `exact_metrics`.
-        evidence: the comparisons.
-        spent_drop: relative drop since the best champion, if the new version becomes champion. It reduces the margin of later
-            versions.
+        evidence: the comparisons of metrics and costs, with their outcomes.
+        spent_drop: relative drop of the metric from the best champion to the new version. If the new version becomes champion,
+            this drop reduces the margin of later versions.
         alarm: error of a champion that does not load, and the version that replaces it; None if the champion loads.
         reinstated_champion: the former champion that becomes champion again, if any.
     """
@@ -84,6 +86,7 @@ class _Gate:
     options: RunOptions
     registry: Registry
     tester: VersionTester
+    interactions: InteractionsManifest
     baseline_metrics: Mapping[str, UserMetrics]
     exact_metrics: Mapping[str, UserMetrics]
 
@@ -96,25 +99,35 @@ def run_champion_gate(
     registry: Registry,
     process: ModelProcess,
     folder: Path,
+    feature_slices: Sequence[FeatureSlice] = (),
 ) -> dict[str, Any]:
     """Test `version`, compare it with the champion, set its alias and its tags; return the fields of RegistrationManifest.
 
     Args:
-        context: its option `promote` is the rule of the promotion, and `reason` becomes a tag of the version.
+        context: context of the stage. Its option `promote` decides whether the comparison counts, and its option `reason`
+            becomes a tag of the version.
         folder: receives the users of the smoke test and each version's recommendations.
+        feature_slices: slices by features on which the version is compared too.
 
     Raises:
         StageError: the version failed the smoke test, or no version can be champion.
     """
     options, smoke_test_folder = context.options, folder / "smoke_test"
-    sample = prepare_sample(context.dataset.interactions, max_users=config.smoke_test_users, folder=smoke_test_folder)
+    sample = prepare_sample(
+        context.dataset.interactions,
+        max_users=config.smoke_test_users,
+        folder=smoke_test_folder,
+        features=context.dataset.features,
+        feature_slices=feature_slices,
+    )
     tester = VersionTester(registry, sample, context.run.workspace, process)
     baseline_metrics = read_user_metrics(context.results[EvaluationManifest].path(USER_METRICS_FILE))
     registry.set_tag(version, PROMOTE_TAG, options.promote)
     if options.reason:
         registry.set_tag(version, RUN_REASON_TAG, options.reason)
     new_metrics = tester.smoke_test(version)
-    gate = _Gate(version, config, options, registry, tester, baseline_metrics, exact_metrics(context, sample))
+    interactions = context.dataset.interactions
+    gate = _Gate(version, config, options, registry, tester, interactions, baseline_metrics, exact_metrics(context, sample))
     decision = _compare_and_promote(gate, new_metrics)
     assert version.run_id is not None  # get_or_create_version creates every version from an MLflow run
     registry.call(log_metrics, registry.client, version.run_id, as_metrics(decision.metrics))
@@ -163,7 +176,7 @@ def _compare_and_promote(gate: _Gate, new_metrics: ServedMetrics) -> Decision:
     if not decision.is_promoted:
         registry.move_challenger(version, reason=reason)
     elif "challenger" in registry.version(version.version).aliases:
-        # An earlier start of the run did not promote the version, but this start has another `promote`.
+        # The run was resumed with another `promote`: its earlier attempt made this version challenger, now it is champion.
         registry.move_challenger(None, reason=reason)
     if decision.alarm is not None:
         LOG.error("%s: %s", version.name, decision.alarm)
@@ -173,7 +186,9 @@ def _compare_and_promote(gate: _Gate, new_metrics: ServedMetrics) -> Decision:
 
 
 def _watch_champion(gate: _Gate, champion: ModelVersion, decision: Decision) -> Decision:
-    """Add the evidence of this run that the champion loses to new versions; add a reason if it has become strong."""
+    """Multiply the champion's tag by this run's e-value for "new versions are better"; add a reason to the decision if the
+    product has reached ALARM_E_VALUE.
+    """
     comparison = decision.evidence[0].comparison
     evidence = float(champion.tags.get(CHALLENGERS_TAG, 1))
     evidence *= e_value(comparison.num_better_users, comparison.num_worse_users)
@@ -242,24 +257,55 @@ def _compare_with_version(
 ) -> Decision:
     """Compare with another version. role: first part of the keys of the other version's metrics."""
     spent_drop = float(version.tags.get(SPENT_DROP_TAG, 0))
-    evidence = version_evidence(gate.config, new, other, label=f"version {version.version}", spent_drop=spent_drop)
+    evidence = version_evidence(
+        gate.config,
+        new,
+        other,
+        label=f"version {version.version}",
+        spent_drop=spent_drop,
+        min_users_by_slice=gate.tester.sample.min_users_by_slice,
+    )
     popularity = {name: metrics for name, metrics in gate.baseline_metrics.items() if name == "popularity"}
     evidence += baseline_evidence(gate.config, new, popularity) + serving_evidence(gate.config, new, gate.exact_metrics)
-    verdict, reasons = decide(evidence)
+    verdict, reasons = _decided(gate, evidence)
+    if other.num_unknown:
+        reasons = (
+            *reasons,
+            f"version {version.version} was trained on another catalogue: {other.num_unknown:,} of {other.num_recommended:,} "
+            "recommendations are items that this run does not have, and are left out of its lists",
+        )
     drop = spent_drop - (evidence[0].comparison.relative_difference or 0.0)
     return Decision(
         verdict,
-        reasons[:1] if verdict == "promoted" else reasons,
+        reasons,
         new.users.means("served") | other.users.means(role) | means(gate.exact_metrics),
         tuple(evidence),
         spent_drop=max(0.0, drop),
     )
 
 
+def _decided(gate: _Gate, evidence: Sequence[Evidence]) -> tuple[Verdict, tuple[str, ...]]:
+    """Return the verdict, its reasons, and sentences about users that are too few."""
+    verdict, reasons = decide(evidence)
+    match verdict:
+        case "promoted":
+            is_of_version = evidence[0].baseline.startswith("version") if evidence else False
+            reasons = (*(reasons[:1] if is_of_version else reasons), *missing_evidence(evidence))
+            return verdict, (*reasons, *small_margin(evidence, config=gate.config))
+        case "not_enough_data":
+            sample = gate.tester.sample
+            return verdict, (
+                *reasons,
+                *needed_users(evidence, config=gate.config, sample=sample, interactions=gate.interactions),
+            )
+        case "not_promoted":
+            return verdict, reasons
+
+
 def _compare_with_baselines(gate: _Gate, new: ServedMetrics, *, situation: str) -> Decision:
     """Compare a version with the baselines of the config. Without a champion, a version must be better than each of them."""
     evidence = baseline_evidence(gate.config, new, gate.baseline_metrics)
     evidence += serving_evidence(gate.config, new, gate.exact_metrics)
-    verdict, reasons = decide(evidence)
+    verdict, reasons = _decided(gate, evidence)
     reasons = (situation, *reasons) if verdict == "promoted" else (*reasons, situation)
     return Decision(verdict, reasons, new.users.means("served") | means(gate.exact_metrics), tuple(evidence))

@@ -119,7 +119,7 @@ def _plots(
             recommended_by_version, train_count_I=store.train_count_I, target_item_T=target_item_T
         ),
         "Training": draw_loss(context.results[TrainManifest]),
-        "Index": draw_indexes(index.reports, served_kind=index.served_index),
+        "Index": draw_indexes(index),
     }
     return {title: plots.to_svg(figure) for title, figure in figure_by_title.items() if figure is not None}
 

@@ -4,6 +4,7 @@ Shapes: I items, L recommended items of all users.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from tasks.runs.context import StageContext
 from tasks.runs.run_record import RunRecord
 from tasks.runs.workspace import Workspace
 
-MAX_TREND_RUNS = 30
+MAX_TREND_VERSIONS = 30
 NUM_BINS = 40
 
 
@@ -55,12 +56,13 @@ def draw_differences(evidence: Sequence[Evidence]) -> Any:
 def draw_trend(registration: RegistrationManifest, context: StageContext, *, metric: str) -> Any:
     """Draw the metric of the last versions of the workspace, the new one last; return None with one version."""
     runs = [run for run in Workspace(context.run.workspace).runs() if run.run_id != context.run.run_id]
-    records = [record for run in runs[-MAX_TREND_RUNS:] if (record := RunRecord.read(run)) is not None]
-    points = [
+    records = (record for run in reversed(runs) if (record := RunRecord.read(run)) is not None)
+    earlier_points = (
         (record.figures.version, record.figures.metrics[f"served/{metric}"], record.figures.promoted)
         for record in records
         if record.figures.version is not None and f"served/{metric}" in record.figures.metrics
-    ]
+    )
+    points = [*reversed([*islice(earlier_points, MAX_TREND_VERSIONS - 1)])]
     points.append((registration.version, registration.metrics[f"served/{metric}"], registration.promoted))
     if len(points) < 2:
         return None

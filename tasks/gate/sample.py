@@ -4,7 +4,7 @@ All compared versions get the same sample.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,16 +19,17 @@ from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.dataset.layout import vocabulary_file
 from recsys_core.errors import StageError
+from recsys_core.evaluation.config import FeatureSlice
 from recsys_core.evaluation.metrics import TargetPositions, UserMetrics
-from recsys_core.evaluation.slices import item_slices, user_slices
-from recsys_core.manifests import InteractionsManifest
+from recsys_core.evaluation.slices import guarded_slices, item_slices, user_slices
+from recsys_core.manifests import FeaturesManifest, InteractionsManifest
 from recsys_core.seeds import SMOKE_TEST_USERS_SEED
 
 K = 20
 """Number of items that a version recommends to each user: the largest cut-off of the served metrics."""
 
 MIN_CPU_S = 1.0
-"""CPU time of all answers from which two versions can be compared. A shorter one varies by more than a tenth."""
+"""Smallest total CPU time of the answers that can be compared between versions. A smaller one varies by more than a tenth."""
 
 IntArray = npt.NDArray[np.int64]
 
@@ -46,6 +47,7 @@ class ServedSample:
         seen_pair_L: the pairs of each user with the items in the user's history, ascending.
         target_pair_T: the pairs of each user with the user's test items that are not in the history, ascending.
         slices: whether each target belongs to a slice of the users or items, by name of the slice.
+        min_users_by_slice: number of users below which a slice by a feature is not compared; None: that of the gate.
     """
 
     histories_file: Path
@@ -56,6 +58,7 @@ class ServedSample:
     seen_pair_L: IntArray
     target_pair_T: IntArray
     slices: Mapping[str, npt.NDArray[np.bool_]]
+    min_users_by_slice: Mapping[str, int | None]
 
     @property
     def num_users(self) -> int:
@@ -68,10 +71,21 @@ class ServedSample:
         return len(self.item_ids)
 
 
-def prepare_sample(interactions: InteractionsManifest, *, max_users: int, folder: Path) -> ServedSample:
+def prepare_sample(
+    interactions: InteractionsManifest,
+    *,
+    max_users: int,
+    folder: Path,
+    features: FeaturesManifest | None = None,
+    feature_slices: Sequence[FeatureSlice] = (),
+) -> ServedSample:
     """Draw up to `max_users` users with test events, with a fixed seed, and write their histories to `folder`.
 
+    Args:
+        feature_slices: slices by the values of `features`, in addition to those by popularity and history.
+
     Raises:
+        InputError: a feature of `feature_slices` is not among the features.
         StageError: all test items of all users are in their histories, so no metric can be computed.
     """
     event_store = EventStore.open(interactions)
@@ -94,6 +108,14 @@ def prepare_sample(interactions: InteractionsManifest, *, max_users: int, folder
         )
     slices = item_slices(event_store.train_count_I, item_T=new_targets.values_L)
     slices |= user_slices(seen_items.lengths, user_T=new_targets.list_index_L)
+    masks, min_users_by_slice = guarded_slices(
+        feature_slices,
+        features,
+        store=event_store,
+        user_row_U=user_row_U,
+        user_T=new_targets.list_index_L,
+        item_T=new_targets.values_L,
+    )
     return ServedSample(
         histories_file=histories_file,
         user_row_U=user_row_U,
@@ -102,7 +124,8 @@ def prepare_sample(interactions: InteractionsManifest, *, max_users: int, folder
         num_seen_U=seen_items.lengths,
         seen_pair_L=seen_items.pair_keys(bound=len(item_ids)),
         target_pair_T=new_targets.pair_keys(bound=len(item_ids)),
-        slices=slices,
+        slices=slices | masks,
+        min_users_by_slice=min_users_by_slice,
     )
 
 
@@ -113,8 +136,10 @@ class ServedMetrics(NamedTuple):
         users: metrics over all targets.
         users_by_slice: metrics over the targets of each slice.
         coverage: share of the catalogue that is recommended to at least one user.
-        cpu_ms_per_user: CPU time of the answers; NaN if it was too short to measure, below MIN_CPU_S for all users.
+        cpu_ms_per_user: CPU time of the answers per user; NaN if the total for all users is below MIN_CPU_S.
         num_bytes: size of the model's files.
+        num_recommended: number of recommendations, for all users.
+        num_unknown: number of them whose item is not in the catalogue. They are left out of the metrics.
     """
 
     users: UserMetrics
@@ -122,6 +147,8 @@ class ServedMetrics(NamedTuple):
     coverage: float
     cpu_ms_per_user: float
     num_bytes: int
+    num_recommended: int = 0
+    num_unknown: int = 0
 
 
 class Answers(NamedTuple):
@@ -158,13 +185,14 @@ def invalid_answers(answers: Answers, *, sample: ServedSample) -> list[str]:
 def measure_answers(answers: Answers, *, sample: ServedSample) -> ServedMetrics:
     """Return the metrics of the users with a target that is not in the user's history.
 
-    The metrics are defined as in the exact evaluation. A target that is not recommended has the last position.
+    The metrics are defined as in the exact evaluation. A target that is not recommended has the last position. Items that are
+    not in the catalogue, of a version that was trained on another one, are left out of the lists.
     """
     recommendations = _parse_answers(answers.item_ids, sample)
-    num_items = sample.num_items
-    pair_L = np.where(recommendations.item_row_L >= 0, recommendations.user_L * num_items + recommendations.item_row_L, -1)
-    answer_offset_U = np.cumsum(recommendations.num_items_U) - recommendations.num_items_U
-    position_L = np.arange(len(pair_L)) - np.repeat(answer_offset_U, recommendations.num_items_U)
+    num_items, is_known_L = sample.num_items, recommendations.item_row_L >= 0
+    user_L, item_row_L = recommendations.user_L[is_known_L], recommendations.item_row_L[is_known_L]
+    pair_L, num_known_U = user_L * num_items + item_row_L, np.bincount(user_L, minlength=sample.num_users)
+    position_L = np.arange(len(pair_L)) - np.repeat(np.cumsum(num_known_U) - num_known_U, num_known_U)
     _, hit_target_index, hit_answer_index = np.intersect1d(sample.target_pair_T, pair_L, return_indices=True)
     target_position_T = np.full(len(sample.target_pair_T), num_items)
     target_position_T[hit_target_index] = position_L[hit_answer_index]
@@ -180,9 +208,11 @@ def measure_answers(answers: Answers, *, sample: ServedSample) -> ServedMetrics:
     return ServedMetrics(
         users=metrics_of(np.ones(len(target_position_T), np.bool_)),
         users_by_slice={name: metrics_of(mask_T) for name, mask_T in sample.slices.items()},
-        coverage=len(np.unique(recommendations.item_row_L[recommendations.item_row_L >= 0])) / num_items,
+        coverage=len(np.unique(item_row_L)) / num_items,
         cpu_ms_per_user=1_000 * answers.cpu_s / sample.num_users if answers.cpu_s >= MIN_CPU_S else math.nan,
         num_bytes=answers.num_bytes,
+        num_recommended=len(is_known_L),
+        num_unknown=int(np.sum(~is_known_L)),
     )
 
 

@@ -7,7 +7,8 @@ import torch
 
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation.metrics import USER_METRICS_FILE, UserMetrics, read_user_metrics
-from recsys_core.evaluation.ranking import Queries, rank_served
+from recsys_core.evaluation.ranking.queries import Queries
+from recsys_core.evaluation.ranking.served import rank_served
 from recsys_core.manifests import EvaluationManifest, ExportManifest, IndexManifest, PackageManifest
 from recsys_core.retrieval.index import served_recall_by_user
 from recsys_core.serving.retriever import Retriever

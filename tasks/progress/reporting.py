@@ -18,7 +18,7 @@ PROGRESS_LOG = logging.getLogger("nightjar.steps")
 
 
 class StageLog:
-    """The log lines of the running stage. The constructor reports the start of the stage."""
+    """The log lines of a running stage, or of a step after the stages. The constructor reports the start."""
 
     def __init__(self, stage: str) -> None:
         self.stage = stage
@@ -37,10 +37,21 @@ class StageLog:
         elif (manifest.folder / MANIFEST_NAME).stat().st_mtime < self._start_timestamp_s:
             duration_or_status = "(kept)"
         else:
-            duration_or_status = f"{time.perf_counter() - self._start_counter_s:,.1f} s"
+            duration_or_status = self._duration
+        self._log(summary, duration_or_status)
+        return manifest
+
+    def finish_step(self, summary: str) -> None:
+        """Log the end of a step without a manifest."""
+        self._log(summary, self._duration)
+
+    @property
+    def _duration(self) -> str:
+        return f"{time.perf_counter() - self._start_counter_s:,.1f} s"
+
+    def _log(self, summary: str, duration_or_status: str) -> None:
         stage_line = (self.stage, summary, duration_or_status)
         LOG.info("%-20s %-70s %s", *stage_line, extra={"stage_line": stage_line})
-        return manifest
 
 
 def show_bar(stage: str, *, num_done: int, num_total: int, note: str) -> None:

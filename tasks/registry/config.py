@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from recsys_core.comparison.rules import PairedBootstrap, RuleConfig
 from recsys_core.config import Name, Settings
+from recsys_core.evaluation.config import FeatureKey
 
 ServedMetric = Literal["recall@20", "hit_rate@10", "ndcg@20"]
 Baseline = Literal["popularity", "zero_shot"]
@@ -20,7 +21,13 @@ class GuardrailsConfig(Settings):
     slices: bool = Field(
         True,
         description="compare `registry.metric` also on slices: head, torso, tail and cold items; new, light and heavy users. "
-        "A slice with too few users is reported, and prevents no promotion",
+        "A slice with too few users is named in the reasons, and prevents no promotion",
+    )
+    features: tuple[FeatureKey, ...] = Field(
+        (),
+        max_length=100,
+        description="features of `evaluation.slices`, such as `item.brand`, on whose slices `registry.metric` is compared too. "
+        "A slice needs the `min_users` of its entry in `evaluation.slices`, or `registry.gate.min_users` if it is not set",
     )
     max_relative_drop: float = Field(
         0.15, ge=0.001, lt=1, description="largest relative drop of these metrics, and of `registry.metric` on a slice"
@@ -78,7 +85,8 @@ class RegistryConfig(Settings):
     )
     baselines: tuple[Baseline, ...] = Field(
         ("popularity", "zero_shot"),
-        description="baselines that a version must beat if there is no champion. Every later version must beat `popularity`",
+        description="baselines that a version must beat if there is no champion. Every later version must beat `popularity`, "
+        "if it is one of them",
     )
     smoke_test_users: int = Field(
         20_000,

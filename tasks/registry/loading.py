@@ -43,6 +43,15 @@ class LoadedVersion(NamedTuple):
     version: str
 
 
+def newest_version(workspace: Path, model_name: str) -> str:
+    """Return the number of the newest version; raise InputError if there is none."""
+    client = connect(workspace)
+    versions = call_with_deadline(lambda: client.search_model_versions(f"name = '{model_name}'"), uri=client.tracking_uri)
+    if not versions:
+        raise InputError(f"{model_name} has no version; register one with `nightjar run`")
+    return str(max(int(version.version) for version in versions))
+
+
 def load_version(workspace: Path, *, model_name: str, version: str = "champion") -> LoadedVersion:
     """Load a version from the MLflow of the workspace and verify its package.
 

@@ -154,7 +154,7 @@ def as_metrics(value_by_name: Mapping[str, float], *, model_id: str | None = Non
 def log_results(client: MlflowClient, mlflow_run_id: str, context: StageContext, *, model_id: str | None) -> None:
     """Log all metrics, the config, the sharding plan and the plots of a finished run.
 
-    The stages `train` and `build_index` have drawn loss.png and indexes.png.
+    The stages `train` and `build_index` have written loss.png and indexes.png.
 
     Args:
         model_id: logged model of the run, to which the metrics belong too; None if the run logs no model.

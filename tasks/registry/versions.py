@@ -18,10 +18,8 @@ from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from mlflow.types.schema import AnyType, Array
 
 import recsys_core
-from recsys_core.data_report.limits import describe_held_out_users
 from recsys_core.dataset.layout import vocabulary_file
-from recsys_core.evaluation.report import metric_table
-from recsys_core.manifests import DataReportManifest, EvaluationManifest, IdType, InteractionsManifest, PackageManifest
+from recsys_core.manifests import IdType, InteractionsManifest, PackageManifest
 from recsys_core.serving.description import (
     DESCRIPTION_NAME,
     ITEM_COLUMN,
@@ -32,6 +30,7 @@ from recsys_core.serving.description import (
 )
 from tasks.registry.loading import PACKAGE_SHA256_KEY, PACKAGE_SHA256_TAG, VERSION_KEY, record_logged_model
 from tasks.registry.mlflow_client import LOG, RUN_ID_TAG, SQLITE_PREFIX
+from tasks.registry.model_card import model_card
 from tasks.registry.releases import delete_logged_model
 from tasks.runs.context import StageContext
 
@@ -66,27 +65,7 @@ def get_or_create_version(context: StageContext, *, model_name: str, client: Mlf
         run_id=mlflow_run_id,
         tags=tags,
         model_id=logged_model.model_id,
-        description=_version_description(context, mlflow_run),
-    )
-
-
-def _version_description(context: StageContext, mlflow_run: MlflowRun) -> str:
-    """Return the period and sizes of the data, the test metrics, and a link to the MLflow run, in Markdown."""
-    interactions, results = context.dataset.interactions, context.results
-    period = f" from {interactions.first_time} to {interactions.last_time}" if interactions.first_time else ""
-    num_events = interactions.num_train_events + interactions.num_validation_events + interactions.num_test_events
-    table = metric_table(results[EvaluationManifest].metrics)
-    metrics_text = ", ".join(
-        f"{name} {value:.4f}" for name, value in zip(table.columns, table.rows["model"], strict=True) if value is not None
-    )
-    run_info = mlflow_run.info
-    return "\n\n".join(
-        (
-            f"Data: {num_events:,} events{period}, {interactions.num_users:,} users, {interactions.num_items:,} items, "
-            f"{describe_held_out_users(results[DataReportManifest].metrics)}",
-            f"Test metrics over the full catalogue: {metrics_text}",
-            f"Run {context.run.run_id}: [MLflow run](#/experiments/{run_info.experiment_id}/runs/{run_info.run_id})",
-        )
+        description=model_card(context, mlflow_run, model_name=model_name, package=description_of(package)),
     )
 
 
@@ -123,15 +102,17 @@ def _log_model(
             artifacts={"package": str(package.folder / "package")},
             model_config={PACKAGE_SHA256_KEY: description_sha256(package), VERSION_KEY: ""},  # a version gets its number later
             pip_requirements=pinned_requirements(),
-            signature=signature_for(
-                PackageDescription.model_validate_json(package.path(f"package/{DESCRIPTION_NAME}").read_bytes()),
-                item_id_type=interactions.item_id_type,
-            ),
+            signature=signature_for(description_of(package), item_id_type=interactions.item_id_type),
             input_example=_input_example(interactions),
         )
         client.log_model_artifacts(model.model_id, f"{folder}/model")
     client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
     return client.finalize_logged_model(model.model_id, "READY")
+
+
+def description_of(package: PackageManifest) -> PackageDescription:
+    """Return the content of package.json."""
+    return PackageDescription.model_validate_json(package.path(f"package/{DESCRIPTION_NAME}").read_bytes())
 
 
 def signature_for(package: PackageDescription, *, item_id_type: IdType) -> ModelSignature:

@@ -1,4 +1,4 @@
-"""Model versions: the runs behind aliases, and old versions with their files.
+"""Retention of model versions: find the runs whose version has an alias, and delete old versions with their files.
 
 MLflow's delete_model_version removes the registry entry and the aliases of a version, but not its logged model. This module
 deletes the logged model and its files too. The rows of the logged model in MLflow's database remain until `mlflow gc`.
@@ -64,7 +64,7 @@ def find_aliased_runs(client: MlflowClient, workspace: Path, *, model_name: str)
 
 
 def find_old_versions(client: MlflowClient, model_name: str, *, num_kept: int) -> list[ModelVersion]:
-    """Return the versions of nightjar that retention does not keep, the oldest first. Nothing is deleted.
+    """Return the versions that nightjar registered and retention does not keep, the oldest first. Nothing is deleted.
 
     Retention keeps the newest `num_kept` versions, versions with an alias, the latest former champions, and versions that are
     in the gate of another run. It also keeps versions whose files are behind a link.

@@ -5,6 +5,7 @@ import json
 from recsys_core.disk import write_text
 from recsys_core.evaluation import evaluate as evaluate_core
 from recsys_core.evaluation.config import EvaluationConfig
+from recsys_core.evaluation.held_out import ranking_settings
 from recsys_core.evaluation.report import metric_table, plot_loss, slices_to_markdown, to_markdown
 from recsys_core.manifests import (
     EvaluationManifest,
@@ -109,13 +110,14 @@ def starting_champion(model_name: str, *, run: Run) -> Champion | None:
 
 
 @stage(ExportManifest)
-def export_vectors(context: StageContext, setup: TrainingSetup) -> tuple[ExportManifest, str]:
-    """Compute item vectors, query vectors and tables from the checkpoint."""
+def export_vectors(context: StageContext, setup: TrainingSetup, evaluation: EvaluationConfig) -> tuple[ExportManifest, str]:
+    """Compute item vectors, query vectors and tables from the checkpoint, and rank the items for the evaluation."""
     manifest = export_core.export_vectors(
         setup,
         dataset=context.dataset,
         train=context.results[TrainManifest],
         folder=context.folder(ExportManifest),
+        ranking=ranking_settings(evaluation),
     )
     query_counts = ", ".join(f"{count:,} {split} queries" for split, count in manifest.num_queries.items())
     return manifest, f"{manifest.num_items:,} x {manifest.dim} item vectors, {query_counts}"
@@ -145,7 +147,7 @@ def build_index(context: StageContext, config: IndexConfig) -> tuple[IndexManife
     manifest = index_core.build_indexes(config, export=context.results[ExportManifest], folder=context.folder(IndexManifest))
     served_kind = manifest.served_index
     show_markdown(context, "index", index_table(manifest.reports, served_kind=served_kind, notes=manifest.notes))
-    plot_path = plot_indexes(manifest.reports, served_kind=served_kind, path=context.run.folder / "indexes.png")
+    plot_path = plot_indexes(manifest, context.run.folder / "indexes.png")
     show_image(context, "indexes", plot_path)
     if manifest.warning is not None:
         LOG.warning("index: %s", manifest.warning)

@@ -1,6 +1,9 @@
-"""Stage `register`."""
+"""Stage `register`: the results and the package of a run in MLflow, the champion gate, and a page with the verdict."""
+
+from collections.abc import Sequence
 
 from recsys_core.data_report.limits import describe_held_out_users
+from recsys_core.evaluation.config import FeatureSlice
 from recsys_core.evaluation.report import MetricTable, metric_table, to_markdown
 from recsys_core.manifests import (
     DataReportManifest,
@@ -27,10 +30,15 @@ from tasks.stages.stage import stage
 
 
 @stage(RegistrationManifest)
-def register(context: StageContext, config: RegistryConfig) -> tuple[RegistrationManifest | None, str]:
+def register(
+    context: StageContext, config: RegistryConfig, feature_slices: Sequence[FeatureSlice] = ()
+) -> tuple[RegistrationManifest | None, str]:
     """Log the results of the run to MLflow, register the package as a model version, and compare the version with the champion.
 
     A dry run only logs the results. Its manifest is None.
+
+    Args:
+        feature_slices: slices by features on which the version is compared too.
     """
     run, results, options = context.run, context.results, context.options
     events = PrefectEvents(context.flow_run_id, context.pipeline, options.reason, run.run_id)
@@ -41,7 +49,14 @@ def register(context: StageContext, config: RegistryConfig) -> tuple[Registratio
         return None, "dry run: no version is registered"
     package, evaluation = results[PackageManifest], results[EvaluationManifest]
     fingerprint = fingerprint_of(
-        "register", config, tracking_uri(run.workspace), package, evaluation, results[TrainManifest], options.promote
+        "register",
+        config,
+        tracking_uri(run.workspace),
+        package,
+        evaluation,
+        results[TrainManifest],
+        options.promote,
+        *feature_slices,
     )
     register_stage = StageFolder(context.folder(RegistrationManifest), RegistrationManifest, fingerprint=fingerprint)
     manifest = register_stage.manifest
@@ -59,7 +74,13 @@ def register(context: StageContext, config: RegistryConfig) -> tuple[Registratio
             assert version.source is not None  # get_or_create_version creates every version from a logged model
             _log_results(registry, context, mlflow_run_id, model_id=version.source.removeprefix("models:/"))
             registration_fields = run_champion_gate(
-                version, config=config, context=context, registry=registry, process=process, folder=new_folder
+                version,
+                config=config,
+                context=context,
+                registry=registry,
+                process=process,
+                folder=new_folder,
+                feature_slices=feature_slices,
             )
             page_path = write_report(registration_fields, context, config=config, folder=new_folder)
             registry.call(registry.client.log_artifact, mlflow_run_id, str(page_path))
@@ -95,7 +116,7 @@ def verdict_page(registration: RegistrationManifest, *, evaluation: EvaluationMa
     values_by_ranker = {
         ranker: tuple(metrics.get(metric_name) for metric_name in metric_names)
         for ranker, metrics in metrics_by_ranker.items()
-        if metrics.keys() >= set(metric_names)  # not the index, which has its own recall
+        if metrics.keys() >= set(metric_names)  # leave out the entry `index`, which has only the recall of the index
     }
     lines = [
         f"## {registration.model_name} version {registration.version} is {registration.alias}",

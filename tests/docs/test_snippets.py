@@ -21,7 +21,7 @@ from infra.config_reference import PAGE_PATH, reference_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), *(ROOT / "infra").glob("*.md")]
-BASE = {
+BASE_CONFIG = {
     "interactions": {"paths": "log.parquet", "timestamp_column": "timestamp"},
     "embeddings": {"paths": "vectors.parquet", "vector_column": "vector"},
     "features": {"context": [{"name": "device"}]},
@@ -72,7 +72,7 @@ def merged(base: Any, update: Any) -> Any:
 
 @pytest.mark.parametrize("text", blocks("yaml"))
 def test_a_yaml_block_of_the_documentation_is_a_valid_config(text: str, tmp_path: Path) -> None:
-    config = merged(BASE, YAML(typ="safe", pure=True).load(text))
+    config = merged(BASE_CONFIG, YAML(typ="safe", pure=True).load(text))
     (tmp_path / "nightly.yaml").write_text(yaml_loader.dump(config))
     load_config(tmp_path / "nightly.yaml")
 
@@ -93,14 +93,14 @@ def test_a_command_of_the_documentation_exists_with_its_options(line: str) -> No
     subcommand = COMMAND.commands.get(words[0])  # type: ignore[attr-defined]
     assert subcommand is not None, f"nightjar {words[0]} does not exist"
     options = {option for parameter in subcommand.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    unknown = [word for word in words[1:] if word.startswith("-") and word.partition("=")[0] not in options]
-    assert not unknown, f"nightjar {words[0]} has no {unknown}; it has {sorted(options)}"
+    unknown_options = [word for word in words[1:] if word.startswith("-") and word.partition("=")[0] not in options]
+    assert not unknown_options, f"nightjar {words[0]} has no {unknown_options}; it has {sorted(options)}"
 
 
 @pytest.mark.parametrize("name", named_settings())
 def test_a_setting_named_in_the_documentation_exists(name: str) -> None:
-    plain = re.sub(r"<name>|\"[a-z_.]+\"", "*", name)
-    assert any(fnmatchcase(plain, setting) or fnmatchcase(setting, plain) for setting in SETTINGS), name
+    pattern = re.sub(r"<name>|\"[a-z_.]+\"", "*", name)
+    assert any(fnmatchcase(pattern, setting) or fnmatchcase(setting, pattern) for setting in SETTINGS), name
 
 
 def test_the_config_reference_is_current() -> None:

@@ -166,6 +166,6 @@ def test_the_databases_of_the_servers_on_a_full_disk_end_the_run_with_one_messag
     assert not (run / "train").exists()
     filler.unlink()
 
-    out, error = (resumed_run := nightjar(file, on_disk, "--resume", RUN_ID, "--json")).communicate(timeout=PATIENCE_S)
+    output, error = (resumed_run := nightjar(file, on_disk, "--resume", RUN_ID, "--json")).communicate(timeout=PATIENCE_S)
     assert resumed_run.returncode == 0, error
-    assert json.loads(out.splitlines()[-1])["model"]["alias"] == "champion"
+    assert json.loads(output.splitlines()[-1])["model"]["alias"] == "champion"

@@ -13,7 +13,7 @@ from tests.drills.test_kill_and_resume import NIGHTJAR, write_config
 
 pytestmark = pytest.mark.drill
 MODEL = "models:/nightjar@champion"
-USERS = 5
+NUM_USERS = 5
 INSTALL_TIMEOUT_S = 3_600.0
 PREDICT_SCRIPT = """
 import json, sys
@@ -29,7 +29,7 @@ def test_a_version_answers_in_an_environment_made_from_its_own_requirements(tmp_
     file = write_config(tmp_path)
     subprocess.run([*NIGHTJAR, "run", str(file)], check=True)
     (users,) = (tmp_path / "workspace" / "runs").glob("*/ingest_interactions/users.parquet")
-    user_ids = pq.read_table(users, columns=["id"])["id"].to_pylist()[:USERS]
+    user_ids = pq.read_table(users, columns=["id"])["id"].to_pylist()[:NUM_USERS]
     expected_item_ids = []
     for user in user_ids:
         command = [*NIGHTJAR, "query", str(file), "--user", str(user), "-k", "10", "--json"]

@@ -88,7 +88,7 @@ def test_a_run_killed_in_every_stage_has_the_metrics_of_an_undisturbed_one(tmp_p
     for stage in STAGES:
         children = kill_in(stage, file, run)
         _, alive = psutil.wait_procs(children, timeout=10)
-        assert not alive, f"{stage}: left running: {[p.cmdline() for p in alive]}"
+        assert not alive, f"{stage}: left running: {[process.cmdline() for process in alive]}"
         assert not (run / stage).exists(), f"{stage} looks complete although it was killed"
     resumed = subprocess.run([*NIGHTJAR, "run", str(file), "--resume", RUN_ID, "--json"], capture_output=True, text=True)
     assert resumed.returncode == 0, resumed.stderr

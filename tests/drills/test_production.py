@@ -108,10 +108,10 @@ def test_a_planned_run_starts_on_the_worker_and_its_version_is_in_postgresql_and
         page = PrefectPage(servers)
         page.wait_for_pool()
         planned_start = datetime.now(UTC) + LEAD
-        out = nightjar(
+        output = nightjar(
             "deploy", str(file), "--work-pool", "nightjar", "--cron", f"{planned_start:%M %H} * * *", servers=servers
         )
-        assert re.search(r"nightly-retrain/nightly +created", out), out
+        assert re.search(r"nightly-retrain/nightly +created", output), output
         flow_run = page.planned_run()
         page.wait_for(flow_run, "Promoted")
     assert page.flow_run(flow_run)["run_count"] == 1

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.drill
 NIGHTJAR = [sys.executable, "-m", "flows.cli"]
 RUN_ID = "20260101-000000-5ec2"
 WRONG_PASSWORD, DATABASE_PASSWORD, STORE_KEY = "wrong-pa55-31d0", "database-pa55/8e@1", "store-key-c4fe"
-PLANTED = (
+PLANTED_SECRETS = (
     *(value.rpartition(":")[2] for name, value in SECRETS.items() if name != "S3_ACCESS_KEY"),
     *(WRONG_PASSWORD, DATABASE_PASSWORD, STORE_KEY),
 )
@@ -48,7 +48,7 @@ def encodings(secret: str) -> set[bytes]:
     return {secret.encode(), quote(secret, safe="").encode(), *encoded}
 
 
-SECRET_BY_ENCODING = {encoding: secret for secret in PLANTED for encoding in encodings(secret)}
+SECRET_BY_ENCODING = {encoding: secret for secret in PLANTED_SECRETS for encoding in encodings(secret)}
 
 
 def secrets_in(content: bytes) -> list[str]:
@@ -82,7 +82,7 @@ def nightjar(*arguments: str, environment: Mapping[str, str]) -> "subprocess.Com
 
 
 def test_the_search_finds_each_form_of_a_secret() -> None:
-    for secret in PLANTED:
+    for secret in PLANTED_SECRETS:
         login = base64.b64encode(f"nightjar:{secret}".encode())
         for text in (secret.encode(), quote(secret, safe="").encode(), b"Authorization: Basic " + login):
             assert secrets_in(b"before" + text + b"after") == [secret]
@@ -92,28 +92,30 @@ def test_no_secret_gets_out(tmp_path: Path) -> None:
     server_folder, folder = tmp_path / "servers", tmp_path / "user"
     server_folder.mkdir()
     folder.mkdir()
-    file = write_config(folder)
+    config_path = write_config(folder)
     leaks: dict[str, list[str]] = {}
     outputs: dict[str, subprocess.CompletedProcess[bytes]] = {}
     with watched_command_lines(leaks), production_servers(server_folder) as servers:
-        started = time.monotonic()
+        start_time = time.monotonic()
         verbose_environment = with_secrets(servers, WRONG_PASSWORD) | {"PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO"}
-        outputs["wrong password"] = nightjar("run", str(file), environment=verbose_environment)
+        outputs["wrong password"] = nightjar("run", str(config_path), environment=verbose_environment)
         user_environment = with_secrets(servers, USER_PASSWORD)
         (run_folder,) = (folder / "workspace" / "runs").iterdir()
-        outputs["resumed"] = nightjar("run", str(file), "--resume", run_folder.name, "--json", environment=user_environment)
-        outputs["doctor"] = nightjar("doctor", str(file), environment=user_environment)
-        outputs["query"] = nightjar("query", str(file), "--user", "1", environment=user_environment)
+        outputs["resumed"] = nightjar(
+            "run", str(config_path), "--resume", run_folder.name, "--json", environment=user_environment
+        )
+        outputs["doctor"] = nightjar("doctor", str(config_path), environment=user_environment)
+        outputs["query"] = nightjar("query", str(config_path), "--user", "1", environment=user_environment)
         database = f"postgresql+psycopg://ada:{quote(DATABASE_PASSWORD, safe='')}@127.0.0.1:9/mlflow"
-        unreachable = user_environment | {"MLFLOW_TRACKING_URI": database}
-        outputs["no database"] = nightjar("run", str(file), "--until", "check_data", environment=unreachable)
-        outputs["no database, releases"] = nightjar("releases", str(file), environment=unreachable)
-        embedded = clean_environment() | {
+        unreachable_environment = user_environment | {"MLFLOW_TRACKING_URI": database}
+        outputs["no database"] = nightjar("run", str(config_path), "--until", "check_data", environment=unreachable_environment)
+        outputs["no database, releases"] = nightjar("releases", str(config_path), environment=unreachable_environment)
+        embedded_environment = clean_environment() | {
             "PREFECT_API_DATABASE_CONNECTION_URL": database.replace("+psycopg", "+asyncpg"),
             "PREFECT_SERVER_DATABASE_CONNECTION_URL": database.replace("+psycopg", "+asyncpg"),
         }
-        outputs["no Prefect"] = nightjar("run", str(file), "--until", "check_data", environment=embedded)
-        print(f"{time.monotonic() - started:.0f} s")  # noqa: T201 shown with -s
+        outputs["no Prefect"] = nightjar("run", str(config_path), "--until", "check_data", environment=embedded_environment)
+        print(f"{time.monotonic() - start_time:.0f} s")  # noqa: T201 shown with -s
     exit_codes = {name: output.returncode for name, output in outputs.items()}
     errors = {name: output.stderr.decode()[-2000:] for name, output in outputs.items()}
     assert exit_codes["wrong password"] == 1 and b"401" in outputs["wrong password"].stderr, errors

@@ -69,9 +69,9 @@ def test_a_run_whose_ranks_are_killed_at_eighteen_points_ends_like_an_undisturbe
     trained = train_in_forks(experiment, work)
     assert without_timings(trained.lines) == undisturbed.lines
     assert state_in(checkpoint_of(trained)) == undisturbed.state
-    out = tmp_path / "export"
-    out.mkdir()
-    job = export_job(experiment, checkpoint_of(trained), out)
+    export_folder = tmp_path / "export"
+    export_folder.mkdir()
+    job = export_job(experiment, checkpoint_of(trained), export_folder)
     run_ranks(export_and_die, world_size=2, arguments=(job, Kill("export", 1)), dies=1)
     exported = export_in_forks(experiment, checkpoint_of(trained), tmp_path / "again")
     assert exported.keys() == undisturbed.export.keys()

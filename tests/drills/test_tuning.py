@@ -31,10 +31,10 @@ class Tuning:
         self.file.write_text(CONFIG)
         self._kill_in_second_trial()
         process = self.start("--json")
-        out, err = process.communicate(timeout=400)
-        assert process.returncode == 0, err
-        self.stderr = err
-        self.answer: Any = json.loads(out.splitlines()[-1])
+        output, error_output = process.communicate(timeout=400)
+        assert process.returncode == 0, error_output
+        self.stderr = error_output
+        self.answer: Any = json.loads(output.splitlines()[-1])
         self.study = Path(self.answer["folder"])
         self.trial_by_number = {trial["number"]: trial for trial in self.answer["trials"]}
 

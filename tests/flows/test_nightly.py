@@ -43,6 +43,7 @@ features: {items: {paths: data/item_features.parquet, id_column: item_id, featur
 model: {embedding_dim: 16, learn_user_embedding: true}
 training: {epochs: 3, batch_size: 64, log_every_steps: 5, checkpoint_every_steps: 20, warm_start: null}
 index: {nlist: 8}
+delivery: {recommendations: {folder: recommendations, k: 7}}
 registry: {model_name: small, smoke_test_users: 300, gate: {kind: margin}, baselines: []}
 """
 
@@ -60,8 +61,8 @@ class Workspace:
 
     def start(self, command: str, *arguments: str) -> "subprocess.Popen[str]":
         """`nightjar COMMAND FILE ARGUMENTS` without the Prefect and MLflow variables of the environment."""
-        ours = ("PREFECT_", "MLFLOW_")
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        server_prefixes = ("PREFECT_", "MLFLOW_")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(server_prefixes)}
         return subprocess.Popen(
             [sys.executable, "-m", "flows.cli", command, str(self.file), *arguments],
             env=environment | {"OMP_NUM_THREADS": "1"},
@@ -74,9 +75,9 @@ class Workspace:
     def nightjar(self, command: str, *arguments: str) -> Any:
         """Run a command to its end and return the JSON object on the last line of stdout."""
         process = self.start(command, *arguments, "--json")
-        out, err = process.communicate(timeout=600)
-        assert process.returncode == 0, err
-        return json.loads(out.splitlines()[-1])
+        output, error_output = process.communicate(timeout=600)
+        assert process.returncode == 0, error_output
+        return json.loads(output.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -157,13 +158,15 @@ def test_command_line_python_and_server_answer_the_same_unseen_items(workspace: 
     asked = workspace.nightjar("query", "--user", user, "-k", "7")
     assert (asked["model"], asked["version"], asked["known_user"]) == ("small", "1", True)
     stranger = workspace.start("query", "--user", "stranger", "--json")
-    out, err = stranger.communicate(timeout=240)
-    assert json.loads(out)["known_user"] is False and len(json.loads(out)["items"]) == 10
-    assert "user stranger is unknown to version 1: these are the most popular items" in err
+    output, error_output = stranger.communicate(timeout=240)
+    assert json.loads(output)["known_user"] is False and len(json.loads(output)["items"]) == 10
+    assert "user stranger is unknown to version 1: these are the most popular items" in error_output
     items = [item["item_id"] for item in asked["items"]]
     assert len(set(items)) == 7
     assert set(items) <= set(pq.read_table(workspace.folder / "data/item_embeddings.parquet")["item_id"].to_pylist())
     assert not set(items) & set(log.loc[log["user_id"] == user, "item_id"])
+    recommendations = pq.read_table(workspace.folder / "recommendations").to_pylist()
+    assert {row["user_id"]: row["item_ids"] for row in recommendations}[user] == items
 
     mlflow.set_tracking_uri(tracking_uri(workspace.folder))
     model = mlflow.pyfunc.load_model("models:/small@champion")
@@ -223,6 +226,9 @@ def test_a_challenger_and_a_broken_champion_end_the_flow_in_named_states(
     state = nightly.nightly_retrain.fn(config, run_id="r")
     assert (state.name, state.is_completed()) == (name, True)
     assert state.message == message
+    if promoted:
+        monkeypatch.setattr(nightly, "deliver", lambda config, is_new_champion: ["the recommendations are old"])
+        assert nightly.nightly_retrain.fn(config, run_id="r").message == f"{message}; the recommendations are old"
     assert Run("r", workspace=tmp_path / "workspace").config_file.is_file()
 
 
@@ -262,14 +268,14 @@ def test_a_full_retrain_builds_the_vocabularies_again_and_starts_from_no_champio
 @pytest.mark.parametrize("run_id", ["../../theirs", "theirs", "link"])
 def test_the_flow_changes_no_folder_that_nightjar_did_not_create(tmp_path: Path, run_id: str) -> None:
     places = {"../../theirs": tmp_path / "theirs", "theirs": tmp_path / "workspace/runs/theirs", "link": tmp_path / "elsewhere"}
-    theirs = places[run_id]
-    (theirs / "embeddings").mkdir(parents=True)
-    (theirs / "embeddings" / "mine.npy").write_text("kept")
-    (theirs / "config.yaml").write_text("kept")
+    user_folder = places[run_id]
+    (user_folder / "embeddings").mkdir(parents=True)
+    (user_folder / "embeddings" / "mine.npy").write_text("kept")
+    (user_folder / "config.yaml").write_text("kept")
     if run_id == "link":
         (tmp_path / "workspace/runs").mkdir(parents=True)
-        (tmp_path / "workspace/runs/link").symlink_to(theirs)
+        (tmp_path / "workspace/runs/link").symlink_to(user_folder)
     with pytest.raises(InputError, match=r"a run id consists of letters|holds files, but not the marker|is a link"):
         nightly.nightly_retrain.fn(starter_config().with_absolute_paths(tmp_path), run_id=run_id)
-    assert (theirs / "config.yaml").read_text() == (theirs / "embeddings" / "mine.npy").read_text() == "kept"
-    assert sorted(path.name for path in theirs.rglob("*")) == ["config.yaml", "embeddings", "mine.npy"]
+    assert (user_folder / "config.yaml").read_text() == (user_folder / "embeddings" / "mine.npy").read_text() == "kept"
+    assert sorted(path.name for path in user_folder.rglob("*")) == ["config.yaml", "embeddings", "mine.npy"]

@@ -1,4 +1,4 @@
-"""`query` and `releases` without a healthy MLflow: exit code 1 and one sentence, in time and without a password."""
+"""Commands that read the registry, without a healthy MLflow: exit code 1 and one sentence, in time and without a password."""
 
 import sys
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from flows.settings import environment
 from tasks.registry import mlflow_client
 from tests.tasks.unhealthy_servers import answering, closed, silent
 
-COMMANDS = (["query", "--user", "1"], ["releases"])
+COMMANDS = (["query", "--user", "1"], ["recommend", "--out", "recs"], ["releases"])
 TROUBLE: dict[str, Callable[[], AbstractContextManager[str]]] = {
     "a closed port": lambda: nullcontext(closed()),
     "not MLflow": partial(answering, (200, "<html></html>")),

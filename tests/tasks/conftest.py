@@ -96,12 +96,12 @@ class Stages(NamedTuple):
 @pytest.fixture(scope="session")
 def stages(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Stages]:
     """A function that builds the stages. confused=True: the same log with the vectors of other items."""
-    made: dict[bool, Stages] = {}
+    stages_by_confused: dict[bool, Stages] = {}
 
     def build(*, confused: bool = False) -> Stages:
-        if confused not in made:
-            made[confused] = _build(tmp_path_factory.mktemp("stages"), confused=confused)
-        return made[confused]
+        if confused not in stages_by_confused:
+            stages_by_confused[confused] = _build(tmp_path_factory.mktemp("stages"), confused=confused)
+        return stages_by_confused[confused]
 
     return build
 
@@ -110,12 +110,12 @@ def _build(folder: Path, *, confused: bool) -> Stages:
     random = np.random.default_rng(5)
     cluster = np.arange(ITEMS) % CLUSTERS
     table = (np.eye(DIM)[cluster] + random.normal(0, 0.1, (ITEMS, DIM))).astype(np.float32)
-    own = [random.permutation(np.flatnonzero(cluster == user % CLUSTERS)).tolist() for user in range(USERS)]
+    item_rows_by_user = [random.permutation(np.flatnonzero(cluster == user % CLUSTERS)).tolist() for user in range(USERS)]
     interactions = interactions_stage(
         folder / "interactions",
-        train=[rows[:6] for rows in own],
-        validation=[[] for _ in own],
-        test=[rows[6:9] for rows in own],
+        train=[rows[:6] for rows in item_rows_by_user],
+        validation=[[] for _ in item_rows_by_user],
+        test=[rows[6:9] for rows in item_rows_by_user],
         items=ITEMS,
         item_ids=[5000 + 3 * row for row in range(ITEMS)],
         user_ids=[f"user-{user}" for user in range(USERS)],
@@ -125,7 +125,7 @@ def _build(folder: Path, *, confused: bool) -> Stages:
     config = TwoTowerConfig(embedding_dim=DIM, query=TowerConfig(layers=()), history=MeanHistory(length=5))
     spec = ModelSpec.sized(config, num_users=USERS, num_items=ITEMS)
     vectors = table / np.linalg.norm(table, axis=1, keepdims=True)
-    queries = np.stack([vectors[rows[1:6]].mean(axis=0) for rows in own])
+    queries = np.stack([vectors[rows[1:6]].mean(axis=0) for rows in item_rows_by_user])
     export = export_stage(
         folder / "export",
         item_vectors=vectors,
@@ -158,8 +158,8 @@ def _build(folder: Path, *, confused: bool) -> Stages:
 
 
 def _plan(folder: Path) -> PlanManifest:
-    def build(out: Path) -> dict[str, object]:
-        (out / "plan.json").write_text("{}")
+    def build(output_folder: Path) -> dict[str, object]:
+        (output_folder / "plan.json").write_text("{}")
         return {"world_size": 2, "device": "cpu"}
 
     return commit_stage(folder, PlanManifest, fingerprint="plan", build=build)
@@ -171,8 +171,8 @@ def progress(step: int) -> Progress:
 
 
 def _train(folder: Path) -> TrainManifest:
-    def build(out: Path) -> dict[str, object]:
-        (out / "metrics.jsonl").write_text("".join(json.dumps(progress(step).model_dump()) + "\n" for step in STEPS))
+    def build(output_folder: Path) -> dict[str, object]:
+        (output_folder / "metrics.jsonl").write_text("".join(json.dumps(progress(step).model_dump()) + "\n" for step in STEPS))
         return {
             "world_size": 2,
             "num_steps": STEPS[-1],

@@ -1,4 +1,4 @@
-"""Encoding of a feature: arrays with a row of the feature's embedding table for each user, item or event.
+"""Encoding of a feature: each value of a user, item or event becomes a row number of the feature's embedding table.
 
 Categorical and list features use a vocabulary (table `vocabulary`: value, count, row) or a hash, numeric features use buckets
 or a standardised value (numeric.py). Row 0 of the embedding table is for values that have no row of their own.
@@ -27,9 +27,9 @@ def encode(feature_column: FeatureColumn) -> IngestedFeature:
         return encode_numeric(feature_column)
     feature_column.connection.execute(f"CREATE VIEW single_values AS {_single_values_sql(feature_column)}")
     encode_values = _encode_by_vocabulary if feature_column.feature.hash_rows is None else _encode_by_hash
-    facts = encode_values(feature_column)
+    ingested_feature = encode_values(feature_column)
     feature_column.connection.execute("DROP VIEW single_values")
-    return facts
+    return ingested_feature
 
 
 def _single_values_sql(feature_column: FeatureColumn) -> str:
@@ -44,7 +44,7 @@ def _single_values_sql(feature_column: FeatureColumn) -> str:
 
 def _encode_by_vocabulary(feature_column: FeatureColumn) -> IngestedFeature:
     num_new_values = create_vocabulary(feature_column)
-    fact_counts = _write_rows(
+    counts = _write_rows(
         feature_column, table_row_sql="vocabulary.row", source_sql="single_values LEFT JOIN vocabulary USING (value)"
     )
     write_vocabulary(feature_column)
@@ -52,15 +52,15 @@ def _encode_by_vocabulary(feature_column: FeatureColumn) -> IngestedFeature:
     num_with_vector = write_vector_rows(feature_column, num_table_rows=num_table_rows)
     feature_column.connection.execute("DROP TABLE vocabulary")
     return feature_column.facts(
-        num_rows=num_table_rows, num_new_values=num_new_values, num_with_vector=num_with_vector, **fact_counts
+        num_rows=num_table_rows, num_new_values=num_new_values, num_with_vector=num_with_vector, **counts
     )
 
 
 def _encode_by_hash(feature_column: FeatureColumn) -> IngestedFeature:
     # md5, because DuckDB's own hash may differ between its versions.
     table_row_sql = f"1 + md5_number_lower(CAST(value AS VARCHAR)) % {feature_column.feature.hash_rows}"
-    fact_counts = _write_rows(feature_column, table_row_sql=table_row_sql, source_sql="single_values")
-    return feature_column.facts(num_rows=1 + (feature_column.feature.hash_rows or 0), **fact_counts)
+    counts = _write_rows(feature_column, table_row_sql=table_row_sql, source_sql="single_values")
+    return feature_column.facts(num_rows=1 + (feature_column.feature.hash_rows or 0), **counts)
 
 
 def _write_rows(feature_column: FeatureColumn, *, table_row_sql: str, source_sql: str) -> dict[str, int]:

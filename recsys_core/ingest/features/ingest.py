@@ -39,7 +39,7 @@ def ingest_features(
     """Write the arrays that FeaturesManifest describes, out of core in DuckDB.
 
     Args:
-        dataset: the log, and the pretrained vectors; a table such as item.brand holds vectors of the values of a feature.
+        dataset: the log and the pretrained vectors. Vectors for a table such as item.brand belong to the values of a feature.
         previous: manifest of the previous run. Its feature vocabularies, boundaries and means are used again, unless the
             vocabularies of users and items were rebuilt.
         allowed_data_root: folder that has to contain every file of a feature table.
@@ -117,12 +117,12 @@ def _previous_feature(
     """Return the feature in the previous run; None if its definition differs or its vocabulary file is missing or changed."""
     if previous is None or key not in previous.features:
         return None
-    facts = previous.features[key]
-    if facts.definition != feature_definition(feature, value_type):
+    previous_feature = previous.features[key]
+    if previous_feature.definition != feature_definition(feature, value_type):
         return None
     vocabulary_name = f"{key}.vocabulary.parquet"
     if vocabulary_name not in previous.files:
-        return PreviousFeature(facts, None)
+        return PreviousFeature(previous_feature, None)
     path = previous.path(vocabulary_name)
     is_intact = path.is_file() and record_file(path) == previous.files[vocabulary_name]
-    return PreviousFeature(facts, path) if is_intact else None
+    return PreviousFeature(previous_feature, path) if is_intact else None

@@ -1,7 +1,7 @@
 """LogEngine: the steps of the log ingest that read, check, count and sort events, and that a database executes.
 
-The engine-neutral part of the ingest opens the files, reuses parts, reports errors, and writes the event store and the
-manifest. A user or item has a code, which its id keeps from run to run, and a row in the vocabulary.
+The rest of the ingest is the same for all engines: it opens the files, reuses parts, reports errors, and writes the event
+store and the manifest. Each id of a user or item has a code, which never changes, and a row in the vocabulary.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ class LogFiles:
     paths: Sequence[Path]
     """A local file for each source, with the columns of the config that are not hive keys."""
     type_by_column: Mapping[str, pa.DataType]
-    """The type that decides the row checks of a column, by column of the config."""
+    """Type of each column of the config. The row checks of a column depend on its type."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,15 @@ class LogCounts:
     num_read: int
     """Number of events of the current files, before the filters."""
     num_removed_by_reason: Mapping[str, int] = field(default_factory=dict)
-    """Number of removed events by filter, without filters that remove no event; for bots, also the number of users."""
+    """Number of removed events by filter. Filters that remove no event are left out. The bot filter also counts its users."""
     num_events_by_split: tuple[int, ...] = ()
     """Number of events of each split, by its code."""
     sides_with_one_id: frozenset[str] = frozenset()
     """user if all events have the same user, item if all events have the same item."""
     time_span_us: tuple[int, int] | None = None
-    test_days: float | None = None
-    """Length of the test period, of a split by time."""
     """Times of the first and the last event; None for a log without event times."""
+    test_days: float | None = None
+    """Length of the test period; None unless the split is by time."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class LogEngine(Protocol):
             The statistics of each file.
 
         Raises:
-            InputError: see `reject_bad_log`, and files whose content contradicts their footer.
+            InputError: a row is bad (see `reject_bad_log`), or the content of a file contradicts its footer.
         """
 
     def load(self, parts: Sequence[LogPart], *, folder: Path, split_code_by_file: Mapping[SourceFile, int]) -> LogCounts:

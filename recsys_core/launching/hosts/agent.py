@@ -114,7 +114,7 @@ def _run_checked(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, head_nam
         listener = listen(launcher, network, host=host) if host.index == 0 else None
     address, port = network.address if network else LOOPBACK_ADDRESS, listener.getsockname()[1] if listener else 0
     _report_ready(folder, HostReport(host=host, pid=os.getpid(), address=address, port=port))
-    # A host may leave the scheduler's queue long after the launching process has ended.
+    # The scheduler may start this host long after the launching process has ended, so wait until the lease is renewed.
     initial_lease = folder.read_lease(spec.token)
     if not wait_until(lambda: folder.read_lease(spec.token) not in (initial_lease, None), timeout_s=launcher.lease_timeout_s):
         raise HostRejected(f"{host} started after the launching process had ended", retryable=True)
@@ -123,16 +123,16 @@ def _run_checked(spec: LaunchSpec, *, folder: LaunchFolder, host: Host, head_nam
     host_0 = folder.ready_hosts()[0]
     threading.Thread(target=_watch_lease, args=(spec, folder, launcher.lease_timeout_s), daemon=True).start()
     try:
-        meeting: AbstractContextManager[StaticRendezvous]
+        rendezvous_context: AbstractContextManager[StaticRendezvous]
         if network is None:
-            meeting = local_rendezvous(spec)
+            rendezvous_context = local_rendezvous(spec)
         else:
             for variable in INTERFACE_VARIABLES:
                 os.environ[variable] = os.environ.get(variable) or network.interface
             endpoint = host_0.address, host_0.port
             store = connect_store(endpoint, listener=listener, timeout_s=launcher.rendezvous_timeout_s)
-            meeting = nullcontext(StaticRendezvous(spec, host=host.index, store=store, endpoint=endpoint))
-        with meeting as rendezvous:
+            rendezvous_context = nullcontext(StaticRendezvous(spec, host=host.index, store=store, endpoint=endpoint))
+        with rendezvous_context as rendezvous:
             return run_ranks(spec, folder=folder, host=host, rendezvous=rendezvous, address=address)
     except DistError as error:
         if len(folder.started_ranks()) == spec.layout.world_size:

@@ -139,7 +139,7 @@ class TorchxGroup:
                 self._runner.cancel(self._app_handle)
             deadline = time.monotonic() + END_TIMEOUT_S
             while self.state() != "ended" and self._status is not None and time.monotonic() < deadline:
-                # The next request follows within a second, even if the interval is longer.
+                # Ask again after a second: the usual interval is too long for a user who waits for the command to end.
                 self._last_request_time = min(self._last_request_time, time.monotonic() - self._interval_s + 1.0)
                 time.sleep(0.1)
         except Exception as error:  # the scheduler cannot be reached; the hosts end when their lease expires

@@ -35,7 +35,7 @@ class ScoreColumns:
         item_row_N: item rows.
         positive_column_B: column of each query's own positive; None if the positives are not columns.
         num_positives: number of columns that are positives of a query, on this rank or another rank.
-        num_negatives: number of columns that are drawn negatives.
+        num_negatives: number of columns that are sampled negatives.
     """
 
     vector_ND: Tensor
@@ -84,7 +84,7 @@ class Objective(nn.Module):
 
         Args:
             query_BD: query vectors.
-            candidate_CD: vectors of the rank's own candidates: the B positives, then the drawn negatives.
+            candidate_CD: vectors of the rank's own candidates: the B positives, then the sampled negatives.
             teacher_CD: pretrained vectors of the candidates, zeros for a candidate without a vector; None without distillation.
         """
         loss = self._retrieval_loss(query_BD, candidate_CD, batch=batch)
@@ -178,7 +178,7 @@ def _positive_scores(query_BD: Tensor, positive_BD: Tensor, *, precision: torch.
 
 
 def log_expected_count(positive_share_C: Tensor, negative_share_C: Tensor, *, num_positives: int, num_negatives: int) -> Tensor:
-    """Return the log of the expected number of each candidate's occurrences among in-batch positives and drawn negatives.
+    """Return the log of the expected number of each candidate's occurrences among in-batch positives and sampled negatives.
 
     It is the log Q of the logQ correction (docs/models.md), which is subtracted from the logits of the candidates.
 
@@ -202,7 +202,7 @@ def log_expected_count(positive_share_C: Tensor, negative_share_C: Tensor, *, nu
 def negative_share(item_count_I: NDArray[np.integer[Any]], alpha: float) -> NDArray[np.float64]:
     """Return the probability of each item in one draw of negatives: proportional to its number of events^alpha.
 
-    An item without a training event is never drawn: as a negative it would only be pushed away from all queries.
+    An item without a training event is never sampled: as a negative it would only be pushed away from all queries.
 
     Args:
         item_count_I: number of training events of each item.
@@ -218,7 +218,7 @@ def negative_share(item_count_I: NDArray[np.integer[Any]], alpha: float) -> NDAr
     has_event_I = item_count_I > 0
     if not has_event_I.any():
         raise InputError(
-            f"0 of {len(item_count_I)} items have a training event, but negatives are drawn from the items that have one; "
+            f"0 of {len(item_count_I)} items have a training event, but negatives are sampled from the items that have one; "
             "give the training part of the log at least one event"
         )
     share_I = np.zeros(len(item_count_I), dtype=np.float64)

@@ -58,7 +58,7 @@ def copy_pretrained(
 
 
 def mean_vector(vectors: NDArray[np.float32], *, vector_row: NDArray[np.int64], norm: float | None) -> Tensor:
-    """Return the mean [D] of the rows that `copy_pretrained` writes into the whole table; zeros if no row has a vector.
+    """Return the mean [D] of the pretrained vectors of a table, scaled as in `copy_pretrained`; zeros if it has none.
 
     Every rank computes the same mean.
     """

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 from torch import distributed as dist
 
@@ -28,6 +28,7 @@ from recsys_core.errors import StageError
 from recsys_core.launching.rank import Process
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.task import RetrievalTask
+from recsys_core.training.export.item_columns import Share, rows_of_rank
 
 Region = tuple[slice, slice]
 ENCODE_BATCH_ROWS = 8192
@@ -62,7 +63,10 @@ class Encoder:
 
 
 class Part:
-    """The records of one rank. A record is a header, int64 [4] (first row, first column, rows, columns), and float32 values."""
+    """The records of one rank. A record is a header, int64 [4] (first row, first column, rows, columns), and the values.
+
+    Floating-point values are stored as float32, integers in their own type.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -72,7 +76,8 @@ class Part:
         num_rows, num_columns = values_RC.shape
         rows_per_record = max(1, MAX_RECORD_VALUES // max(1, num_columns))
         for record_start in range(0, num_rows, rows_per_record):
-            record_RC = values_RC[record_start : record_start + rows_per_record].detach().cpu().float().numpy()
+            values = values_RC[record_start : record_start + rows_per_record].detach().cpu()
+            record_RC = (values.float() if values.is_floating_point() else values).numpy()
             self._file.write(np.array([first_row + record_start, first_column, *record_RC.shape], np.int64).tobytes())
             self._file.write(np.ascontiguousarray(record_RC).data)
 
@@ -104,18 +109,23 @@ class RankWriter:
         """
         if num_rows == 0:
             return
-        rows_by_rank = np.array_split(np.arange(num_rows), self._process.world_size)
-        num_batches = -(-len(rows_by_rank[0]) // ENCODE_BATCH_ROWS)
-        for rows in np.array_split(rows_by_rank[self._process.rank], num_batches):
+        own_rows, longest_range = rows_of_rank(num_rows, self._process), -(-num_rows // self._process.world_size)
+        num_batches = -(-longest_range // ENCODE_BATCH_ROWS)
+        for rows in np.array_split(np.arange(own_rows.start, own_rows.stop), num_batches):
             yield (rows, True) if len(rows) else (np.zeros(1, np.int64), False)
 
     def write(
-        self, parts: Sequence[Part], *, num_rows: int, encode: Callable[[Int64Array], tuple[Tensor, ...]], array_name: str
+        self,
+        parts: Sequence[Part | Share],
+        *,
+        num_rows: int,
+        encode: Callable[[Int64Array], tuple[Tensor, ...]],
+        array_name: str,
     ) -> None:
         """Collective. Encode this rank's range of `num_rows` rows, and append the vectors to `parts`.
 
         Args:
-            parts: this rank's parts of one or more arrays.
+            parts: this rank's parts of one or more arrays, in files or in memory.
             encode: function of row numbers that returns, for each of `parts`, the vectors of these rows.
             array_name: name of the array, for the error message.
 
@@ -132,31 +142,31 @@ class RankWriter:
                     part.add(int(rows[0]), 0, vectors)
             self.touch_heartbeat()
 
-    def build(self, path: Path, *, shape: tuple[int, ...], accumulate: bool = False) -> None:
+    def build(self, path: Path, *, shape: tuple[int, ...], dtype: DTypeLike = np.float32, accumulate: bool = False) -> None:
         """Write the .npy file `path` from the parts of all ranks on rank 0, and remove the parts.
 
-        accumulate: add up overlapping records. By default, each value of the array must be in exactly one record.
+        dtype: type of the array. accumulate: add up overlapping records. By default, each value must be in exactly one record.
 
         Raises StageError if the parts do not make up an array of this shape, and InputError if the disk is full.
         """
         if not self._process.is_main:
             return
         if 0 in shape:
-            np.save(path, np.empty(shape, np.float32))
+            np.save(path, np.empty(shape, dtype))
         else:
-            array = allocate_npy(path, dtype=np.float32, shape=shape)
+            array = allocate_npy(path, dtype=dtype, shape=shape)
             self.fill(array, path=path, accumulate=accumulate)
             assert isinstance(array, np.memmap)
             array.flush()
         for rank in range(self._process.world_size):
             _part_path(path, rank).unlink()
 
-    def fill(self, array: NDArray[np.float32], *, path: Path, accumulate: bool = False) -> None:
+    def fill(self, array: NDArray[Any], *, path: Path, accumulate: bool = False) -> None:
         """Copy all parts of `path` into `array`, an array of zeros, in the order of the ranks. accumulate: see `build`."""
         array_RC, world_size = array if array.ndim == 2 else array[:, None], self._process.world_size
         num_values = 0
         for rank in range(world_size):
-            for region, values_RC in _read_records(_part_path(path, rank), shape=array_RC.shape):
+            for region, values_RC in _read_records(_part_path(path, rank), shape=array_RC.shape, dtype=array.dtype):
                 if accumulate:
                     array_RC[region] += values_RC
                 else:
@@ -183,7 +193,7 @@ def _part_path(path: Path, rank: int) -> Path:
     return path.with_name(f"{path.name}.rank-{rank}")
 
 
-def _read_records(part_path: Path, *, shape: tuple[int, ...]) -> Iterator[tuple[Region, NDArray[np.float32]]]:
+def _read_records(part_path: Path, *, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[tuple[Region, NDArray[Any]]]:
     try:
         file = part_path.open("rb")
     except FileNotFoundError:
@@ -197,12 +207,13 @@ def _read_records(part_path: Path, *, shape: tuple[int, ...]) -> Iterator[tuple[
             is_inside = (
                 min(row, column, num_rows, num_columns) >= 0 and row + num_rows <= shape[0] and column + num_columns <= shape[1]
             )
-            raw_values = file.read(num_rows * num_columns * 4) if is_inside else b""
-            if not is_inside or len(raw_values) != num_rows * num_columns * 4:
+            num_bytes = num_rows * num_columns * dtype.itemsize
+            raw_values = file.read(num_bytes) if is_inside else b""
+            if not is_inside or len(raw_values) != num_bytes:
                 raise StageError(
                     f"{part_path}: a record of {num_rows} x {num_columns} values at row {row}, column {column} is cut off or "
                     f"does not fit into an array of {shape[0]} x {shape[1]}; mount the same, intact storage under this path "
                     "on all hosts"
                 )
-            values_RC = np.frombuffer(raw_values, np.float32).reshape(num_rows, num_columns)
+            values_RC = np.frombuffer(raw_values, dtype).reshape(num_rows, num_columns)
             yield (slice(row, row + num_rows), slice(column, column + num_columns)), values_RC

@@ -17,7 +17,15 @@ from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.dataset.jagged import Int64Array
 from recsys_core.dataset.layout import save_npy
 from recsys_core.launching.rank import Process
-from recsys_core.manifests import Dataset, ExportManifest, StageFolder, TrainManifest, fingerprint_of, require_no_link
+from recsys_core.manifests import (
+    Dataset,
+    ExportManifest,
+    RankingSettings,
+    StageFolder,
+    TrainManifest,
+    fingerprint_of,
+    require_no_link,
+)
 from recsys_core.models.tables.embedding_tables import table_shards
 from recsys_core.models.task import RetrievalTask
 from recsys_core.sharding.config import PLAN_NAME
@@ -25,6 +33,8 @@ from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.checkpoint import restore
 from recsys_core.training.dense_parallel import gather_tensors
 from recsys_core.training.export.encoding import Encoder, RankWriter
+from recsys_core.training.export.item_columns import Share
+from recsys_core.training.export.ranking import write_rankings
 from recsys_core.training.job import ExportJob
 from recsys_core.training.optimizers import accumulator_shards, has_accumulators, make_optimizer
 from recsys_core.training.setup import TrainingSetup, export_bytes
@@ -34,8 +44,18 @@ from recsys_core.training.train import launch_job
 HELD_OUT_SPLITS: tuple[EvaluationSplit, ...] = ("validation", "test")
 
 
-def export_vectors(setup: TrainingSetup, *, dataset: Dataset, train: TrainManifest, folder: Path) -> ExportManifest:
+def export_vectors(
+    setup: TrainingSetup,
+    *,
+    dataset: Dataset,
+    train: TrainManifest,
+    folder: Path,
+    ranking: RankingSettings | None = None,
+) -> ExportManifest:
     """Launch as many ranks as the training had. Together they write the arrays of the model; no rank gathers a whole table.
+
+    ranking: settings of the rankings that the ranks also write; None for no rankings. They are not part of the fingerprint,
+    because an export is still valid after a change of the evaluation. The stage `evaluate` then ranks by itself.
 
     Raises InputError, StageError or LaunchError as `launch` does.
     """
@@ -60,6 +80,7 @@ def export_vectors(setup: TrainingSetup, *, dataset: Dataset, train: TrainManife
             features_folder=dataset.features.folder if dataset.features else None,
             plan_path=train.path(PLAN_NAME),
             checkpoint_folder=train.folder / "checkpoint",
+            ranking=ranking,
         )
         launch_job(job, launcher=setup.launcher, log_folder=work_folder / "logs")
         (output_folder / "model.json").write_text(model.model_dump_json(indent=2))
@@ -69,13 +90,14 @@ def export_vectors(setup: TrainingSetup, *, dataset: Dataset, train: TrainManife
             dim=model.config.output_dim,
             similarity=model.config.similarity,
             num_queries=num_queries_by_split,
+            ranking=ranking,
         )
     shutil.rmtree(work_folder, ignore_errors=True)
     return manifest
 
 
 def run_export(job: ExportJob, *, process: Process) -> None:
-    """Collective. Write the files that ExportManifest lists to `job.output_folder`."""
+    """Write the files that ExportManifest lists to `job.output_folder`. All ranks must call this function."""
     dataset = job.open_dataset()
     store = EventStore.open(dataset.interactions)
     feature_store = None if dataset.features is None else FeatureStore.open(dataset.features)
@@ -95,9 +117,20 @@ def run_export(job: ExportJob, *, process: Process) -> None:
     encoder = Encoder(task, store, Assembler(user_batch_key=job.spec.user_batch_key, features=feature_store), process)
     writer = RankWriter(process, heartbeat_path=job.heartbeat_path)
     with torch.no_grad():
-        _write_item_vectors(encoder, job=job, writer=writer)
+        items = _write_item_vectors(encoder, job=job, writer=writer)
         for split in HELD_OUT_SPLITS:
-            _write_query_vectors(encoder, split, job=job, writer=writer)
+            queries = _write_query_vectors(encoder, split, job=job, writer=writer)
+            if job.ranking is not None:
+                write_rankings(
+                    encoder,
+                    items=items,
+                    queries=queries,
+                    split=split,
+                    settings=job.ranking,
+                    folder=job.output_folder,
+                    writer=writer,
+                )
+        del items, queries
         _write_tables(sharded_model, optimizer, job=job, writer=writer, process=process)
     layer_by_name = {}
     for tensor_name, tensor in gather_tensors(task.head.state_dict()):
@@ -108,31 +141,43 @@ def run_export(job: ExportJob, *, process: Process) -> None:
     dist.barrier()
 
 
-def _write_item_vectors(encoder: Encoder, *, job: ExportJob, writer: RankWriter) -> None:
-    config = job.spec.config
+def _write_item_vectors(encoder: Encoder, *, job: ExportJob, writer: RankWriter) -> Share:
+    """Write the vectors of all items, and return those of this rank."""
+    config, num_items = job.spec.config, job.spec.num_items
     dim_by_path = {
         job.output_folder / "history_items.npy": config.history_dim,
         job.output_folder / "item_vectors.npy": config.output_dim,
     }
+    share = Share(num_items, dim=config.output_dim, process=encoder.process)
+
+    def encode(rows: Int64Array) -> tuple[torch.Tensor, ...]:
+        history_item_BD, item_BD = encoder.encode_items(rows)
+        return history_item_BD, item_BD, item_BD
+
     with ExitStack() as stack:
         parts = [stack.enter_context(writer.part(path)) for path in dim_by_path]
-        writer.write(parts, num_rows=job.spec.num_items, encode=encoder.encode_items, array_name="item_vectors.npy")
+        writer.write([*parts, share], num_rows=num_items, encode=encode, array_name="item_vectors.npy")
     for path, dim in dim_by_path.items():
-        writer.build(path, shape=(job.spec.num_items, dim))
+        writer.build(path, shape=(num_items, dim))
+    return share
 
 
-def _write_query_vectors(encoder: Encoder, split: EvaluationSplit, *, job: ExportJob, writer: RankWriter) -> None:
-    users = encoder.store.users_with_targets(split)
+def _write_query_vectors(encoder: Encoder, split: EvaluationSplit, *, job: ExportJob, writer: RankWriter) -> Share:
+    """Write the vectors of all users with targets in the split, and return those of this rank."""
+    users, dim = encoder.store.users_with_targets(split), job.spec.config.output_dim
     if encoder.process.is_main:
         save_npy(job.output_folder / f"query_users_{split}.npy", users)
     path = job.output_folder / f"query_vectors_{split}.npy"
+    share = Share(len(users), dim=dim, process=encoder.process)
 
-    def encode(user_indices: Int64Array) -> tuple[torch.Tensor]:
-        return (encoder.encode_queries(users[user_indices], split=split),)
+    def encode(user_indices: Int64Array) -> tuple[torch.Tensor, ...]:
+        query_BD = encoder.encode_queries(users[user_indices], split=split)
+        return query_BD, query_BD
 
     with writer.part(path) as part:
-        writer.write([part], num_rows=len(users), encode=encode, array_name=path.name)
-    writer.build(path, shape=(len(users), job.spec.config.output_dim))
+        writer.write([part, share], num_rows=len(users), encode=encode, array_name=path.name)
+    writer.build(path, shape=(len(users), dim))
+    return share
 
 
 def _write_tables(

@@ -47,12 +47,14 @@ def count_leaked_events(interactions: InteractionsManifest, *, champion: Interac
     champion_codes = held_out_events.matching_codes(champion_store, user_row=user_row, item_row=item_row)
     if not len(champion_codes):
         return 0
-    own_codes = held_out_events.matching_codes(store, user_row=np.arange(store.num_users), item_row=np.arange(store.num_items))
-    return len(np.setdiff1d(champion_codes, own_codes))
+    train_codes = held_out_events.matching_codes(
+        store, user_row=np.arange(store.num_users), item_row=np.arange(store.num_items)
+    )
+    return len(np.setdiff1d(champion_codes, train_codes))
 
 
 def _has_new_events(store: EventStore, champion_store: EventStore, *, user_row: Int64Array) -> NDArray[np.bool_]:
-    """Return, for each user of `store`, whether the champion's run had all events of the user in training and `store` has more.
+    """Return [U] which users of `store` had only training events in the champion's run and have more events now.
 
     user_row: for each user of `champion_store` the row in `store`, -1 for none.
     """

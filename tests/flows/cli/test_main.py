@@ -148,9 +148,9 @@ def test_bad_config_and_bad_input_exit_with_2_and_one_message_before_anything_is
     ],
 )
 def test_an_input_error_is_one_message_without_a_traceback(file: Path, arguments: list[str], words: str) -> None:
-    command, *rest = arguments
+    command, *options = arguments
     answer = subprocess.run(
-        [sys.executable, "-m", "flows.cli", command, str(file), *rest],
+        [sys.executable, "-m", "flows.cli", command, str(file), *options],
         capture_output=True,
         text=True,
         cwd=Path(cli.__file__).parents[2],

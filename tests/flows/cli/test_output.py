@@ -50,12 +50,12 @@ def test_a_stage_line_in_a_file_is_one_line(monkeypatch: pytest.MonkeyPatch, con
 
 
 def test_the_bar_shows_the_stage_and_how_far_it_is(monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
-    drawn = Console(file=io.StringIO(), width=WIDTH, force_terminal=True)
-    monkeypatch.setattr(output, "stderr", drawn)
+    bar_console = Console(file=io.StringIO(), width=WIDTH, force_terminal=True)
+    monkeypatch.setattr(output, "stderr", bar_console)
     with output.stage_lines():
         logging.getLogger("nightjar.steps").debug("evaluate", extra={"stage": "evaluate"})
         show_bar("evaluate", num_done=3_000, num_total=30_000, note="3,000 of 30,000 queries")
-    text = "".join(printed(drawn))
+    text = "".join(printed(bar_console))
     assert "evaluate" in text and "3,000 of 30,000 queries" in text
 
 

@@ -42,8 +42,8 @@ def test_vectors_of_a_feature_that_is_not_declared_are_found_before_the_run(tmp_
 
 def test_vectors_of_another_width_than_the_setting_are_found_before_the_run(tmp_path: Path) -> None:
     log = write(tmp_path / "log.parquet", user_id=[1, 2], item_id=[1, 2], t=[1, 2])
-    wide = pa.FixedSizeListArray.from_arrays(pa.array([1.0] * 24, pa.float32()), 12)
-    vectors = write(tmp_path / "vectors.parquet", item_id=[1, 2], v=wide)
+    vector_column = pa.FixedSizeListArray.from_arrays(pa.array([1.0] * 24, pa.float32()), 12)
+    vectors = write(tmp_path / "vectors.parquet", item_id=[1, 2], v=vector_column)
     config = {
         "interactions": {"paths": log, "timestamp_column": "t"},
         "embeddings": {"paths": vectors, "vector_column": "v"},

@@ -98,10 +98,11 @@ def test_a_deployment_has_the_schedule_the_limit_and_the_defaults_of_the_form(
     assert {"reason", "resume", "promote"} <= set(deployment.parameter_openapi_schema["properties"])
     assert capsys.readouterr().out.count("02:15 CET") == 1
 
-    for name in ("promote", "rollback"):
+    entrypoint_by_name = {name: f"flows.champion.{name}" for name in ("promote", "rollback")}
+    for name, entrypoint in (entrypoint_by_name | {"recommend": "flows.recommend.recommend"}).items():
         by_hand = deployments.read_deployment(client, "movies", flow_name=name)
         assert by_hand is not None
-        assert (by_hand.entrypoint, by_hand.schedules, by_hand.global_concurrency_limit) == (f"flows.champion.{name}", [], None)
+        assert (by_hand.entrypoint, by_hand.schedules, by_hand.global_concurrency_limit) == (entrypoint, [], None)
         assert by_hand.parameters == deployment.parameters
 
 
@@ -112,17 +113,17 @@ def test_only_the_changes_of_an_existing_deployment_are_printed_and_another_pipe
         deploy(tmp_path, name=name, schedule={"cron": "15 2 * * *"})
     capsys.readouterr()
     deploy(tmp_path, name="books", schedule={"cron": "15 2 * * *"})
-    out = capsys.readouterr().out
-    assert [line.split() for line in out.splitlines()[:3]] == [
-        [f"{flow}/books", "unchanged"] for flow in ("nightly-retrain", "promote", "rollback")
+    output = capsys.readouterr().out
+    assert [line.split() for line in output.splitlines()[:4]] == [
+        [f"{flow}/books", "unchanged"] for flow in ("nightly-retrain", "promote", "rollback", "recommend")
     ]
     deploy(tmp_path, name="books", schedule={"on_overrun": "queue"})
-    out = capsys.readouterr().out
-    assert [line.split() for line in out.splitlines()[1:3]] == [
+    output = capsys.readouterr().out
+    assert [line.split() for line in output.splitlines()[1:3]] == [
         ["nightly-retrain", "schedule", "15", "2", "*", "*", "*", "UTC", "none"],
         ["nightly-retrain", "concurrent", "runs", "1,", "CANCEL_NEW", "1,", "ENQUEUE"],
     ]
-    assert "by hand only" in out
+    assert "by hand only" in output
     books, music = (deployments.read_deployment(client, name) for name in ("books", "music"))
     assert books is not None
     assert music is not None

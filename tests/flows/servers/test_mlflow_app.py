@@ -41,7 +41,9 @@ def test_every_page_except_the_health_check_requires_the_password_and_only_the_l
         for page in PAGES:
             assert status_of(server.url + page) == status_of(server.url + page, login="nightjar:wrong") == 401, page
         assert status_of(server.url + SEARCH, login="nightjar:s3cret") == 200
-        listening = [c for c in psutil.Process(server.pid).net_connections() if c.status == psutil.CONN_LISTEN]
+        listening = [
+            connection for connection in psutil.Process(server.pid).net_connections() if connection.status == psutil.CONN_LISTEN
+        ]
         assert {connection.laddr.ip for connection in listening} == {"127.0.0.1"}
     finally:
         server.stop()

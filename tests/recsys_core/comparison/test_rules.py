@@ -73,7 +73,7 @@ def test_a_gate_for_better_versions_does_not_require_better_guardrails() -> None
         (
             np.tile([0.0, 1.0], 150),
             np.tile([1.0, 0.0], 150),
-            "300 test users are too few for this margin, which needs about 9,435",
+            "300 test users are too few for this margin, which needs about 9,436",
         ),
     ],
 )

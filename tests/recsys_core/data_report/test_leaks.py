@@ -13,15 +13,15 @@ from recsys_core.units import DAY_US
 from tests.recsys_core.ingest.interactions_with_times import Parts, interactions_of
 
 FILES = FileSplit(test_paths=("test.parquet",))
-ITEMS = 5
-part = st.lists(st.tuples(st.integers(0, ITEMS - 1), st.integers(-2, 6).map(lambda half: half * DAY_US // 2)), max_size=6)
+NUM_ITEMS = 5
+part = st.lists(st.tuples(st.integers(0, NUM_ITEMS - 1), st.integers(-2, 6).map(lambda half: half * DAY_US // 2)), max_size=6)
 ordered_part = part.map(lambda events: sorted(events, key=lambda event: event[1]))
 logs = st.lists(st.tuples(ordered_part, ordered_part, ordered_part), min_size=1, max_size=5)
 
 
 def counts_of(log: list[Parts], split: Split, *, chunk_events: int = 4) -> SplitCounts:
     with tempfile.TemporaryDirectory() as folder:
-        interactions = interactions_of(Path(folder, "stage"), log, item_ids=range(ITEMS))
+        interactions = interactions_of(Path(folder, "stage"), log, item_ids=range(NUM_ITEMS))
         return count_split(interactions, split=split, max_chunk_events=chunk_events)
 
 
@@ -32,9 +32,11 @@ def test_all_counts_equal_those_of_plain_python_for_any_chunk_size(log: list[Par
     all_events = [
         (user, at, item, time) for user, parts in enumerate(log) for at, part in enumerate(parts) for item, time in part
     ]
-    assert counts.num_events_I.tolist() == [sum(item == one for _, _, one, _ in all_events) for item in range(ITEMS)]
+    assert counts.num_events_I.tolist() == [
+        sum(item == event_item for _, _, event_item, _ in all_events) for item in range(NUM_ITEMS)
+    ]
     assert counts.num_test_events_I.tolist() == [
-        sum(at == 2 and item == one for _, at, one, _ in all_events) for item in range(ITEMS)
+        sum(at == 2 and item == event_item for _, at, event_item, _ in all_events) for item in range(NUM_ITEMS)
     ]
     days = {}
     for _, at, _, time in all_events:
@@ -45,7 +47,11 @@ def test_all_counts_equal_those_of_plain_python_for_any_chunk_size(log: list[Par
     assert counts.num_repeated_train_pairs == len(trained) - len(set(trained))
     assert counts.num_repeated_test_pairs == sum(at == 2 and (user, item) in trained for user, at, item, _ in all_events)
     first_seen = {
-        (user, item, time): min(at for u, at, i, t in all_events if (u, i, t) == (user, item, time))
+        (user, item, time): min(
+            at
+            for event_user, at, event_item, event_time in all_events
+            if (event_user, event_item, event_time) == (user, item, time)
+        )
         for user, _, item, time in all_events
     }
     assert counts.num_leaked_events == sum(at > first_seen[user, item, time] for user, at, item, time in all_events)

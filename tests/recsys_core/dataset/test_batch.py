@@ -13,13 +13,13 @@ from recsys_core.dataset.feature_store import POOLED, POOLED_WEIGHTED, UNPOOLED,
 from recsys_core.dataset.jagged import JaggedArray
 from tests.recsys_core.ingest.random_features import FORMS, SIDES, feature_store, values_of
 
-USERS, ITEMS, EVENTS = 5, 9, 20
-histories = st.lists(st.lists(st.integers(0, ITEMS - 1), max_size=4), min_size=1, max_size=5)
+NUM_USERS, NUM_ITEMS, NUM_EVENTS = 5, 9, 20
+histories = st.lists(st.lists(st.integers(0, NUM_ITEMS - 1), max_size=4), min_size=1, max_size=5)
 
 
 def lists_of(history: list[list[int]]) -> JaggedArray:
     return JaggedArray.from_lengths(
-        np.array([len(one) for one in history], np.int64), np.array([item for one in history for item in one], np.int64)
+        np.array([len(items) for items in history], np.int64), np.array([item for items in history for item in items], np.int64)
     )
 
 
@@ -50,17 +50,19 @@ def rows_of(jagged: KeyedJaggedTensor, key: str, *, samples: int | None = None) 
 
 
 @settings(deadline=None)
-@given(history=histories, candidate=st.lists(st.integers(0, ITEMS - 1), max_size=6))
+@given(history=histories, candidate=st.lists(st.integers(0, NUM_ITEMS - 1), max_size=6))
 def test_each_distinct_item_occurs_once_and_indices_restore_the_rows(history: list[list[int]], candidate: list[int]) -> None:
     batch = made(history, candidate)
     distinct = batch.item_row_V.tolist()
-    assert sorted(distinct) == sorted({*candidate, *(item for one in history for item in one)} or {0})
+    assert sorted(distinct) == sorted({*candidate, *(item for items in history for item in items)} or {0})
     assert rows_of(batch.sparse[UNPOOLED], "item", samples=len(distinct)) == [[row] for row in distinct]
     assert rows_of(batch.sparse[UNPOOLED], "user", samples=len(history)) == [[row] for row in range(len(history))]
     assert [distinct[place] for place in batch.candidate_index_C.tolist()] == candidate
     offset = batch.history_offset.tolist()
-    found = [[distinct[place] for place in batch.history_index_H[start:end].tolist()] for start, end in pairwise(offset)]
-    assert found == history
+    restored_histories = [
+        [distinct[place] for place in batch.history_index_H[start:end].tolist()] for start, end in pairwise(offset)
+    ]
+    assert restored_histories == history
     assert batch.batch_size == len(history)
 
 
@@ -72,7 +74,7 @@ def test_an_item_of_two_candidates_and_a_history_is_looked_up_once() -> None:
 
 
 def test_without_any_item_one_unused_row_is_looked_up() -> None:
-    batch = made([[], []], [], features=feature_store(users=USERS, items=ITEMS, events=EVENTS))
+    batch = made([[], []], [], features=feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS))
     assert (batch.item_row_V.tolist(), rows_of(batch.sparse[UNPOOLED], "item", samples=1)) == ([0], [[0]])
     assert batch.candidate_index_C.tolist() == batch.history_index_H.tolist() == []
     assert batch.history_offset.tolist() == [0, 0, 0]
@@ -82,9 +84,9 @@ def test_without_any_item_one_unused_row_is_looked_up() -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@given(history=histories, candidate=st.lists(st.integers(0, ITEMS - 1), max_size=6), seed=st.integers(0, 20))
+@given(history=histories, candidate=st.lists(st.integers(0, NUM_ITEMS - 1), max_size=6), seed=st.integers(0, 20))
 def test_users_items_and_events_have_features_with_weights(history: list[list[int]], candidate: list[int], seed: int) -> None:
-    store = feature_store(users=USERS, items=ITEMS, events=EVENTS, seed=seed)
+    store = feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS, seed=seed)
     batch = made(history, candidate, features=store)
     assert batch.sparse[UNPOOLED].keys() == ["item", *(f"item.{form}" for form in FORMS), "user"]
     assert batch.sparse[POOLED].keys() == ["user.single", "user.list", "context.single", "context.list"]
@@ -113,7 +115,7 @@ def test_users_are_under_the_key_of_their_table_and_missing_features_have_no_key
     assert keys(UNPOOLED) == {UNPOOLED: ["item", "user"]}
     assert keys(POOLED) == {UNPOOLED: ["item"], POOLED: ["user"]}
     assert keys(None) == {UNPOOLED: ["item"]}
-    numbers = FeatureStore({"user.number": feature_store(users=USERS, items=1, events=1).feature_by_key["user.number"]})
+    numbers = FeatureStore({"user.number": feature_store(users=NUM_USERS, items=1, events=1).feature_by_key["user.number"]})
     assert set(made([[1]], [2], user=None, features=numbers).sparse) == {UNPOOLED, POOLED_WEIGHTED}
 
 
@@ -124,7 +126,7 @@ def test_weights_are_those_of_the_queries() -> None:
 
 
 def test_an_item_batch_keeps_its_order_and_has_item_features() -> None:
-    store = feature_store(users=USERS, items=ITEMS, events=EVENTS)
+    store = feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS)
     for user in (None, POOLED, UNPOOLED):
         batch = Assembler(user_batch_key=user, features=store).item_batch(np.array([6, 0, 3]))
         assert (batch.batch_size, batch.item_row_V.tolist(), batch.candidate_index_C.tolist()) == (0, [6, 0, 3], [0, 1, 2])

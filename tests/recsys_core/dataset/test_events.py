@@ -62,8 +62,8 @@ def places(log: Users) -> Users:
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 6))))
 def test_ragged_ranges_count_up_from_every_start(pairs: list[tuple[int, int]]) -> None:
     starts, lengths = np.array(pairs, np.int64).reshape(-1, 2).T
-    wanted = [number for start, length in pairs for number in range(start, start + length)]
-    assert ragged_ranges(starts, lengths).tolist() == wanted
+    expected = [number for start, length in pairs for number in range(start, start + length)]
+    assert ragged_ranges(starts, lengths).tolist() == expected
 
 
 @given(log=users, max_history=st.integers(0, 6))
@@ -71,12 +71,12 @@ def test_an_ordered_history_holds_the_preceding_events_but_not_the_event_itself(
     where = store_of(places(log))
     position, user = train_positions(where)
     histories = lists_of(where.histories(position, user, max_history=max_history))
-    wanted = [train[max(0, at - max_history) : at] for train, _, _ in places(log) for at in range(len(train))]
-    assert histories == wanted
+    expected_positions = [train[max(0, at - max_history) : at] for train, _, _ in places(log) for at in range(len(train))]
+    assert histories == expected_positions
     assert all(before < event for event, history in zip(position.tolist(), histories, strict=True) for before in history)
     items = store_of(log)
-    expected = [train[max(0, at - max_history) : at] for train, _, _ in log for at in range(len(train))]
-    assert lists_of(items.histories(position, user, max_history=max_history)) == expected
+    expected_items = [train[max(0, at - max_history) : at] for train, _, _ in log for at in range(len(train))]
+    assert lists_of(items.histories(position, user, max_history=max_history)) == expected_items
 
 
 @given(log=users, max_history=st.integers(0, 10))
@@ -85,20 +85,20 @@ def test_an_unordered_history_is_other_training_events_of_the_user_each_once(log
     position, user = train_positions(where)
     histories = lists_of(where.histories(position, user, max_history=max_history))
     for event, owner, history in zip(position.tolist(), user.tolist(), histories, strict=True):
-        others = set(places(log)[owner][0]) - {event}
-        assert set(history) <= others
-        assert len(history) == len(set(history)) == min(len(others), max_history)
+        other_events = set(places(log)[owner][0]) - {event}
+        assert set(history) <= other_events
+        assert len(history) == len(set(history)) == min(len(other_events), max_history)
 
 
 @given(log=users, max_history=st.integers(1, 4))
 def test_in_unordered_histories_no_event_of_a_user_is_favoured(log: Users, max_history: int) -> None:
     where = store_of(places(log), ordered=False)
     position, user = train_positions(where)
-    drawn = np.bincount(
+    count_by_event = np.bincount(
         where.histories(position, user, max_history=max_history).values_L, minlength=int(where.event_count_U.sum())
     )
     for train, _, _ in places(log):
-        assert len(set(drawn[train].tolist())) == 1
+        assert len(set(count_by_event[train].tolist())) == 1
 
 
 @settings(deadline=None)
@@ -110,11 +110,11 @@ def test_targets_and_histories_equal_those_of_plain_python(
     chosen = data.draw(st.lists(st.integers(0, len(log) - 1), max_size=8))
     user = np.array(chosen, np.int64)
     part = {"validation": 1, "test": 2}[split]
-    assert lists_of(store.targets(user, split)) == [log[one][part] for one in chosen]
-    before = [[item for items in log[one][:part] for item in items] for one in chosen]
-    wanted = before if last is None else [items[max(0, len(items) - last) :] for items in before]
-    assert lists_of(store.items_before(user, split, max_items=last)) == wanted
-    assert store.users_with_targets(split).tolist() == [row for row, one in enumerate(log) if one[part]]
+    assert lists_of(store.targets(user, split)) == [log[user_row][part] for user_row in chosen]
+    before = [[item for items in log[user_row][:part] for item in items] for user_row in chosen]
+    expected = before if last is None else [items[max(0, len(items) - last) :] for items in before]
+    assert lists_of(store.items_before(user, split, max_items=last)) == expected
+    assert store.users_with_targets(split).tolist() == [row for row, user_row in enumerate(log) if user_row[part]]
 
 
 @pytest.mark.parametrize("timed", [True, False])
@@ -134,10 +134,10 @@ def test_the_store_opens_what_the_ingest_wrote(tmp_path: Path, timed: bool) -> N
 
 
 def test_events_are_counted_without_a_copy_of_the_log() -> None:
-    users, each, items = 40_000, 100, 50
-    event_item = np.tile(np.arange(items, dtype=np.int32), users * each // items)
-    offset = np.arange(users + 1) * each
-    ends = {"train_end": offset[:-1] + each - 20, "validation_end": offset[:-1] + each - 10}
+    users, events_per_user, items = 40_000, 100, 50
+    event_item = np.tile(np.arange(items, dtype=np.int32), users * events_per_user // items)
+    offset = np.arange(users + 1) * events_per_user
+    ends = {"train_end": offset[:-1] + events_per_user - 20, "validation_end": offset[:-1] + events_per_user - 10}
     arrays = replace(
         arrays_of([([0], [], [])]), user_offset=offset, event_item=event_item, item_count=np.zeros(items, np.int64), **ends
     )
@@ -149,8 +149,8 @@ def test_events_are_counted_without_a_copy_of_the_log() -> None:
     finally:
         tracemalloc.stop()
     assert peak < event_item.nbytes, f"{peak:,} bytes for a log of {event_item.nbytes:,}"
-    for split, length in (("validation", each - 20), ("test", each - 10)):
-        expected = np.bincount(event_item.reshape(users, each)[:, :length].ravel(), minlength=items)
+    for split, length in (("validation", events_per_user - 20), ("test", events_per_user - 10)):
+        expected = np.bincount(event_item.reshape(users, events_per_user)[:, :length].ravel(), minlength=items)
         np.testing.assert_array_equal(counts[split], expected)
     np.testing.assert_array_equal(store.event_count_I(), np.bincount(event_item, minlength=items))
 

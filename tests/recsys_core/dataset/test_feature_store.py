@@ -18,29 +18,29 @@ from recsys_core.manifests import Dataset
 from tests.recsys_core.ingest.interactions_with_context import write_interactions
 from tests.recsys_core.ingest.parquet_files import write
 
-USERS, ITEMS = 6, 11
+NUM_USERS, NUM_ITEMS = 6, 11
 DESCRIBED = {
-    "user.age": [None if row == 2 else float(10 * row) for row in range(USERS)],
-    "user.likes": [[f"g{one % 4}" for one in range(row)] for row in range(USERS)],
-    "item.brand": [f"b{row % 3}" for row in range(ITEMS)],
-    "item.tags": [[f"t{one}" for one in range(row % 4)] for row in range(ITEMS)],
+    "user.age": [None if row == 2 else float(10 * row) for row in range(NUM_USERS)],
+    "user.likes": [[f"g{index % 4}" for index in range(row)] for row in range(NUM_USERS)],
+    "item.brand": [f"b{row % 3}" for row in range(NUM_ITEMS)],
+    "item.tags": [[f"t{index}" for index in range(row % 4)] for row in range(NUM_ITEMS)],
 }
 WEIGHT = {
-    "user.likes": [[0.5 + one for one in range(row)] for row in range(USERS)],
-    "item.tags": [[1.0 + row + one / 8 for one in range(row % 4)] for row in range(ITEMS)],
+    "user.likes": [[0.5 + index for index in range(row)] for row in range(NUM_USERS)],
+    "item.tags": [[1.0 + row + index / 8 for index in range(row % 4)] for row in range(NUM_ITEMS)],
 }
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[EventStore, FeatureStore]:
+def stores(tmp_path_factory: pytest.TempPathFactory) -> tuple[EventStore, FeatureStore]:
     folder = tmp_path_factory.mktemp("features")
     rng = np.random.default_rng(3)
-    log = [tuple(rng.integers(0, ITEMS, size).tolist() for size in (5 + row, 2, 1)) for row in range(USERS)]
+    log = [tuple(rng.integers(0, NUM_ITEMS, size).tolist() for size in (5 + row, 2, 1)) for row in range(NUM_USERS)]
     events = sum(len(part) for user in log for part in user)
     interactions = write_interactions(
         folder / "log",
-        users=list(range(USERS)),
-        items=list(range(ITEMS)),
+        users=list(range(NUM_USERS)),
+        items=list(range(NUM_ITEMS)),
         log=log,
         context={"device": [f"d{event}" for event in range(events)]},  # each event has its own
         weight=[event / 4 for event in range(events)],
@@ -48,11 +48,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[EventStore, FeatureS
     text = pa.list_(pa.string())
     weights = {key: pa.array(value, pa.list_(pa.float64())) for key, value in WEIGHT.items()}
     users = write(
-        folder / "users.parquet", id=list(range(USERS)), age=DESCRIBED["user.age"],
+        folder / "users.parquet", id=list(range(NUM_USERS)), age=DESCRIBED["user.age"],
         likes=pa.array(DESCRIBED["user.likes"], text), much=weights["user.likes"],
     )  # fmt: skip
     items = write(
-        folder / "items.parquet", id=list(range(ITEMS)), brand=DESCRIBED["item.brand"],
+        folder / "items.parquet", id=list(range(NUM_ITEMS)), brand=DESCRIBED["item.brand"],
         tags=pa.array(DESCRIBED["item.tags"], text), much=weights["item.tags"],
     )  # fmt: skip
     config = FeaturesConfig.model_validate(
@@ -79,8 +79,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[EventStore, FeatureS
     return EventStore.open(interactions), FeatureStore.open(stage)
 
 
-def loader_of(made: tuple[EventStore, FeatureStore], *, with_features: bool = True) -> TrainLoader:
-    store, features = made
+def loader_of(stores: tuple[EventStore, FeatureStore], *, with_features: bool = True) -> TrainLoader:
+    store, features = stores
     assembler = Assembler(user_batch_key=UNPOOLED, features=features if with_features else None)
     return TrainLoader(
         ExampleSource(store, assembler, max_history=3),
@@ -88,17 +88,17 @@ def loader_of(made: tuple[EventStore, FeatureStore], *, with_features: bool = Tr
         shard=Shard(0, 1),
         seed=4,
         num_negatives=5,
-        negative_share_I=np.full(ITEMS, 1 / ITEMS),
+        negative_share_I=np.full(NUM_ITEMS, 1 / NUM_ITEMS),
     )
 
 
 def samples(jagged: KeyedJaggedTensor, *, weights: bool = False) -> dict[str, list[list[float]]]:
     """Return, for each key, the rows (or their weights) of each sample."""
-    found = {}
+    samples_by_key = {}
     for key, feature in jagged.to_dict().items():
         parts = feature.to_dense_weights() if weights else feature.to_dense()
-        found[key] = [part.tolist() for part in parts]
-    return found
+        samples_by_key[key] = [part.tolist() for part in parts]
+    return samples_by_key
 
 
 def per_item(batch: Batch, key: str) -> list[list[float]]:
@@ -108,10 +108,10 @@ def per_item(batch: Batch, key: str) -> list[list[float]]:
 
 
 def test_each_query_has_the_features_of_its_user_and_event_and_each_item_its_own(
-    made: tuple[EventStore, FeatureStore],
+    stores: tuple[EventStore, FeatureStore],
 ) -> None:
-    store, features = made
-    loader = loader_of(made)
+    store, features = stores
+    loader = loader_of(stores)
     device = features.feature_by_key["context.device"].table_rows
     training_user, training_position = store.training_events(np.arange(store.num_train_events))
     user_of = dict(zip(training_position.tolist(), training_user.tolist(), strict=True))
@@ -119,7 +119,10 @@ def test_each_query_has_the_features_of_its_user_and_event_and_each_item_its_own
     for batch in (loader.batch(0, number) for number in range(len(loader))):
         assert batch.loss_weight is not None
         query, likes = samples(batch.sparse["pooled"]), samples(batch.sparse["pooled_weighted"])["user.likes"]
-        much, items = samples(batch.sparse["pooled_weighted"], weights=True)["user.likes"], samples(batch.sparse[UNPOOLED])
+        like_weights, items = (
+            samples(batch.sparse["pooled_weighted"], weights=True)["user.likes"],
+            samples(batch.sparse[UNPOOLED]),
+        )
         assert set(query) == {"user.age", "context.device"}
         assert set(items) == {"item", "item.brand", "item.tags", "user"} and set(batch.item_feature_weight) == {"item.tags"}
         for place, item in enumerate(batch.item_row_V.tolist()):
@@ -131,7 +134,7 @@ def test_each_query_has_the_features_of_its_user_and_event_and_each_item_its_own
             (user,) = items["user"][sample]
             assert query["user.age"][sample] == [{0: 1, 1: 1, 2: 0, 3: 2, 4: 3, 5: 3}[user]]
             assert len(likes[sample]) == len(DESCRIBED["user.likes"][user])
-            assert much[sample] == WEIGHT["user.likes"][user]
+            assert like_weights[sample] == WEIGHT["user.likes"][user]
             # The device tells the event; its weight and its item have to be of the same one.
             positions.append(int(np.flatnonzero(device == query["context.device"][sample])[0]))
             assert batch.loss_weight[sample].item() == pytest.approx(positions[-1] / 4 / store.mean_weight())
@@ -141,19 +144,22 @@ def test_each_query_has_the_features_of_its_user_and_event_and_each_item_its_own
 
 
 def test_a_query_has_the_event_features_of_the_first_event_of_the_split(
-    made: tuple[EventStore, FeatureStore],
+    stores: tuple[EventStore, FeatureStore],
 ) -> None:
-    store, features = made
+    store, features = stores
     users = np.array([4, 1])
-    first_event = np.array([sum(8 + row for row in range(user)) for user in range(USERS)])
-    for split, first in (("validation", first_event + 5 + np.arange(USERS)), ("test", first_event + 7 + np.arange(USERS))):
+    first_event = np.array([sum(8 + row for row in range(user)) for user in range(NUM_USERS)])
+    for split, first in (
+        ("validation", first_event + 5 + np.arange(NUM_USERS)),
+        ("test", first_event + 7 + np.arange(NUM_USERS)),
+    ):
         batch = query_batch(store, users, split, assembler=Assembler(user_batch_key=UNPOOLED, features=features), max_history=2)
         expected = features.feature_by_key["context.device"].table_rows[first[users]].tolist()
         assert batch.sparse["pooled"]["context.device"].values().tolist() == expected
 
 
-def test_lists_keep_their_own_values(made: tuple[EventStore, FeatureStore]) -> None:
-    lists, weight = made[1].feature_by_key["item.tags"].rows_and_weights(np.array([7, 0, 3]))
+def test_lists_keep_their_own_values(stores: tuple[EventStore, FeatureStore]) -> None:
+    lists, weight = stores[1].feature_by_key["item.tags"].rows_and_weights(np.array([7, 0, 3]))
     # t0 is the most frequent tag, t2 the rarest.
     assert (lists.values_L.tolist(), lists.lengths.tolist()) == ([1, 2, 3, 1, 2, 3], [3, 0, 3])
     assert weight is not None and weight.tolist() == WEIGHT["item.tags"][7] + WEIGHT["item.tags"][3]
@@ -186,17 +192,17 @@ def test_the_form_of_a_feature_follows_its_number_of_values_and_weights(tmp_path
     assert lists.lengths.tolist() == [1, 1] and weight is not None and weight.tolist() == [1.0, -1.0]
 
 
-def test_features_change_nothing_else_about_a_batch(made: tuple[EventStore, FeatureStore]) -> None:
-    with_features, without = loader_of(made).batch(1, 2), loader_of(made, with_features=False).batch(1, 2)
-    assert set(without.sparse) == {UNPOOLED} and without.item_feature_weight == {}
-    assert without.sparse[UNPOOLED].keys() == ["item", "user"]
+def test_features_change_nothing_else_about_a_batch(stores: tuple[EventStore, FeatureStore]) -> None:
+    with_features, without_features = loader_of(stores).batch(1, 2), loader_of(stores, with_features=False).batch(1, 2)
+    assert set(without_features.sparse) == {UNPOOLED} and without_features.item_feature_weight == {}
+    assert without_features.sparse[UNPOOLED].keys() == ["item", "user"]
     for name in ("item_row_V", "candidate_index_C", "history_index_H", "history_offset"):
-        assert torch.equal(getattr(without, name), getattr(with_features, name))
-    assert samples(without.sparse[UNPOOLED])["user"] == samples(with_features.sparse[UNPOOLED])["user"]
+        assert torch.equal(getattr(without_features, name), getattr(with_features, name))
+    assert samples(without_features.sparse[UNPOOLED])["user"] == samples(with_features.sparse[UNPOOLED])["user"]
 
 
-def test_the_whole_batch_moves(made: tuple[EventStore, FeatureStore]) -> None:
-    batch = loader_of(made).batch(0, 0).to(torch.device("meta"))
+def test_the_whole_batch_moves(stores: tuple[EventStore, FeatureStore]) -> None:
+    batch = loader_of(stores).batch(0, 0).to(torch.device("meta"))
     assert batch.loss_weight is not None
     weighted = batch.sparse["pooled_weighted"]
     parts = [

@@ -20,7 +20,7 @@ from recsys_core.errors import InputError
 from recsys_core.models.loss.objective import negative_share
 from tests.recsys_core.dataset.test_events import Users, store_of, users
 
-MAX_HISTORY, ITEMS = 3, 10_000
+MAX_HISTORY, NUM_ITEMS = 3, 10_000
 TENSORS = ("item_row_V", "candidate_index_C", "history_index_H", "history_offset")
 
 
@@ -32,12 +32,12 @@ def loader_of(
     max_history: int = MAX_HISTORY,
     include_target: bool = False,
     num_planned_ranks: int | None = None,
-    **settings_of: Any,
+    **loader_settings: Any,
 ) -> TrainLoader:
-    """Return a loader. By default every item is drawn with the same probability."""
+    """Return a loader. By default every item is sampled with the same probability."""
     examples = ExampleSource(store, Assembler(user_batch_key=UNPOOLED), max_history=max_history, include_target=include_target)
     base = {"batch_size": 4, "seed": 5, "negative_share_I": np.full(store.num_items, 1 / store.num_items)}
-    return TrainLoader(examples, shard=Shard(rank, world_size, num_planned_ranks), **(base | settings_of))
+    return TrainLoader(examples, shard=Shard(rank, world_size, num_planned_ranks), **(base | loader_settings))
 
 
 def numbered(sizes: list[int]) -> Users:
@@ -61,12 +61,12 @@ def histories(batch: Batch) -> list[list[int]]:
     return [row_H[start:end].tolist() for start, end in pairwise(batch.history_offset.tolist())]
 
 
-def same(one: Batch, other: Batch) -> bool:
-    pairs = [(getattr(one, name), getattr(other, name)) for name in TENSORS]
-    for key in one.sparse:
-        pairs += [(one.sparse[key].values(), other.sparse[key].values())]
-        pairs += [(one.sparse[key].lengths(), other.sparse[key].lengths())]
-    fits = one.batch_size == other.batch_size and set(one.sparse) == set(other.sparse)
+def are_equal(batch: Batch, other_batch: Batch) -> bool:
+    pairs = [(getattr(batch, name), getattr(other_batch, name)) for name in TENSORS]
+    for key in batch.sparse:
+        pairs += [(batch.sparse[key].values(), other_batch.sparse[key].values())]
+        pairs += [(batch.sparse[key].lengths(), other_batch.sparse[key].lengths())]
+    fits = batch.batch_size == other_batch.batch_size and set(batch.sparse) == set(other_batch.sparse)
     return fits and all(torch.equal(left, right) for left, right in pairs)
 
 
@@ -107,7 +107,7 @@ def test_over_all_ranks_an_epoch_covers_every_example_at_most_once(
 def test_positives_users_and_histories_are_those_of_one_example(
     log: Users, batch_size: int, negatives: int, max_history: int, ordered: bool, include_target: bool
 ) -> None:
-    counter = iter(range(ITEMS))
+    counter = iter(range(NUM_ITEMS))
     log = [([next(counter) for _ in train], validation, test) for train, validation, test in log]  # an item tells its event
     owner = {item: (row, at) for row, (train, _, _) in enumerate(log) for at, item in enumerate(train)}
     loader = loader_of(
@@ -138,27 +138,27 @@ def test_an_item_is_looked_up_once_however_often_it_occurs(log: Users, batch_siz
 
 def test_negatives_come_from_the_whole_catalogue_and_differ_by_rank_and_batch() -> None:
     store = store_of(numbered([50]))
-    made = [
+    batches = [
         loader_of(store, rank=rank, world_size=2, batch_size=5, num_negatives=400).batch(0, batch)
         for rank in range(2)
         for batch in range(2)
     ]
-    drawn = [tuple(candidates(batch)[5:]) for batch in made]
-    assert len(set(drawn)) == 4
-    assert set(drawn[0]) == set(range(store.num_items))
+    negatives_by_batch = [tuple(candidates(batch)[5:]) for batch in batches]
+    assert len(set(negatives_by_batch)) == 4
+    assert set(negatives_by_batch[0]) == set(range(store.num_items))
 
 
-def test_negatives_are_drawn_in_proportion_to_their_share() -> None:
+def test_negatives_are_sampled_in_proportion_to_their_share() -> None:
     share_I = np.array([0.0, 0.5, 0.0, 0.2, 0.3, 0.0])
     loader = loader_of(store_of([([1, 3, 4], [], [])]), batch_size=3, num_negatives=100_000, negative_share_I=share_I)
-    drawn = np.bincount(candidates(loader.batch(0, 0))[3:], minlength=6) / 100_000
-    assert drawn[share_I == 0].sum() == 0
-    np.testing.assert_allclose(drawn, share_I, atol=0.01)
+    sampled_share_I = np.bincount(candidates(loader.batch(0, 0))[3:], minlength=6) / 100_000
+    assert sampled_share_I[share_I == 0].sum() == 0
+    np.testing.assert_allclose(sampled_share_I, share_I, atol=0.01)
 
 
 @given(count=st.lists(st.integers(0, 5), min_size=1, max_size=50).filter(any), alpha=st.sampled_from([0.0, 0.5, 1.0]))
 @settings(max_examples=60, deadline=None)
-def test_only_items_with_a_training_event_are_drawn(count: list[int], alpha: float) -> None:
+def test_only_items_with_a_training_event_are_sampled(count: list[int], alpha: float) -> None:
     share_I = negative_share(np.array(count), alpha)
     batch = loader_of(store_of([([0], [], [])]), num_negatives=200, negative_share_I=share_I).batch(0, 0)
     assert all(count[item] for item in candidates(batch)[1:])
@@ -175,9 +175,9 @@ def test_a_retry_with_half_the_ranks_has_the_examples_and_batches_of_the_plan() 
 def test_resuming_at_a_batch_gives_exactly_the_later_batches(start: int, small_chunks: None) -> None:
     loader = loader_of(store_of(numbered([13] * 4)), num_negatives=3)
     assert len(loader) == 13
-    whole, resumed = list(loader.epoch(2)), list(loader.epoch(2, start_batch=start))
-    assert len(whole) == 13 and len(resumed) == 13 - start
-    assert all(same(one, other) for one, other in zip(whole[start:], resumed, strict=True))
+    batches, resumed_batches = list(loader.epoch(2)), list(loader.epoch(2, start_batch=start))
+    assert len(batches) == 13 and len(resumed_batches) == 13 - start
+    assert all(are_equal(batch, resumed_batch) for batch, resumed_batch in zip(batches[start:], resumed_batches, strict=True))
 
 
 @settings(max_examples=25, deadline=None)
@@ -194,16 +194,16 @@ def test_a_batch_is_a_function_of_seed_epoch_rank_and_number(
     log: Users, ordered: bool, batch_size: int, world_size: int, seed: int, epoch: int, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, world_size - 1))
-    settings_of = {"batch_size": batch_size, "world_size": world_size, "rank": rank, "seed": seed, "num_negatives": 3}
+    loader_settings = {"batch_size": batch_size, "world_size": world_size, "rank": rank, "seed": seed, "num_negatives": 3}
     store = store_of(log, ordered=ordered)
-    one, other = loader_of(store, **settings_of), loader_of(store, **settings_of)
-    in_order = list(one.epoch(epoch))
-    assert len(in_order) == len(one)
-    for number in data.draw(st.permutations(range(len(one)))):
-        assert same(other.batch(epoch, number), in_order[number])
-    start = data.draw(st.integers(0, len(one)))
-    resumed = other.epoch(epoch, start_batch=start)
-    assert all(same(here, there) for here, there in zip(in_order[start:], resumed, strict=True))
+    loader, equal_loader = loader_of(store, **loader_settings), loader_of(store, **loader_settings)
+    in_order = list(loader.epoch(epoch))
+    assert len(in_order) == len(loader)
+    for number in data.draw(st.permutations(range(len(loader)))):
+        assert are_equal(equal_loader.batch(epoch, number), in_order[number])
+    start = data.draw(st.integers(0, len(loader)))
+    resumed = equal_loader.epoch(epoch, start_batch=start)
+    assert all(are_equal(batch, resumed_batch) for batch, resumed_batch in zip(in_order[start:], resumed, strict=True))
 
 
 def test_epochs_and_seeds_differ_and_the_same_ones_are_equal() -> None:
@@ -214,8 +214,8 @@ def test_epochs_and_seeds_differ_and_the_same_ones_are_equal() -> None:
         return [item for batch in batches for item in candidates(batch)]
 
     orders = [order(seed, epoch) for seed in (1, 2) for epoch in (0, 1)]
-    assert all(sorted(found) == list(range(120)) for found in orders)
-    assert len({tuple(found) for found in orders}) == 4
+    assert all(sorted(order_of_epoch) == list(range(120)) for order_of_epoch in orders)
+    assert len({tuple(order_of_epoch) for order_of_epoch in orders}) == 4
     assert order(2, 1) == orders[3]
 
 
@@ -272,7 +272,7 @@ def test_the_background_thread_computes_no_more_than_depth_items_ahead() -> None
 
 def test_the_batch_moves_as_a_whole() -> None:
     batch = loader_of(store_of(numbered([9])), num_negatives=2).batch(0, 0)
-    assert same(batch, batch.to(torch.device("cpu")))
+    assert are_equal(batch, batch.to(torch.device("cpu")))
     meta = batch.to(torch.device("meta"))
     parts = [getattr(meta, name) for name in TENSORS] + [sparse.values() for sparse in meta.sparse.values()]
     assert {part.device.type for part in parts} == {"meta"}

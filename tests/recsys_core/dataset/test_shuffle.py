@@ -26,9 +26,9 @@ def test_a_part_is_shuffled_like_the_whole(n: int, key: tuple[int, int], data: s
 @settings(max_examples=50, deadline=None)
 @given(n=st.integers(100, 5000), keys=st.lists(keys, min_size=2, max_size=2, unique=True))
 def test_it_differs_by_key_and_is_not_the_order_itself(n: int, keys: list[tuple[int, int]]) -> None:
-    one, other = (shuffled(np.arange(n), n=n, key=key) for key in keys)
-    assert (one == other).sum() < 20  # 1 on average between two random permutations
-    assert (one == np.arange(n)).sum() < 20
+    first_order, second_order = (shuffled(np.arange(n), n=n, key=key) for key in keys)
+    assert (first_order == second_order).sum() < 20  # 1 on average between two random permutations
+    assert (first_order == np.arange(n)).sum() < 20
 
 
 def test_the_argument_is_left_as_it_was() -> None:

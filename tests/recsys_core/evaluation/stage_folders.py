@@ -37,7 +37,10 @@ def interactions_stage(
     item_ids: Sequence[int] | Sequence[str] | None = None,
     user_ids: Sequence[int] | Sequence[str] | None = None,
     vector_row: Sequence[int] | None = None,
+    times: Sequence[int] | None = None,
+    test_days: float | None = None,
 ) -> InteractionsManifest:
+    """Write the stage. times: times of all events in microseconds, in the order of the events in the files."""
     parts = [[len(rows) for rows in split] for split in (train, validation, test)]
     offset = np.concatenate([[0], np.cumsum(np.sum(parts, axis=0))]).astype(np.int64)
     events = np.array([row for user in zip(train, validation, test, strict=True) for part in user for row in part], np.int32)
@@ -50,6 +53,8 @@ def interactions_stage(
         np.save(out / "train_end.npy", offset[:-1] + parts[0])
         np.save(out / "validation_end.npy", offset[:-1] + parts[0] + parts[1])
         np.save(out / "event_item.npy", events)
+        if times is not None:
+            np.save(out / "event_time.npy", np.array(times, np.int64))
         np.save(out / "train_user.npy", np.repeat(np.arange(len(train), dtype=np.int32), parts[0]))
         np.save(out / "item_count.npy", count.astype(np.int64))
         np.save(out / "vector_row.npy", np.array([-1] * items if vector_row is None else vector_row, np.int64))
@@ -58,6 +63,7 @@ def interactions_stage(
         return {
             "num_users": len(train),
             "num_items": items,
+            "test_days": test_days,
             "num_train_events": sum(parts[0]),
             "num_validation_events": sum(parts[1]),
             "num_test_events": sum(parts[2]),
@@ -94,21 +100,17 @@ def features_stage(
     store: FeatureStore,
     *,
     facts: Mapping[str, IngestedFeature],
-    item_files: Mapping[str, pa.Table] | None = None,
+    tables: Mapping[str, pa.Table] | None = None,
 ) -> FeaturesManifest:
-    """Write features. The value of row n of a feature is "<key> n". item_files: titles and filter columns."""
+    """Write features. tables: parquet files by name, for example vocabularies."""
 
     def build(out: Path) -> dict[str, Any]:
         for key, feature in store.feature_by_key.items():
             for name, array in (("row", feature.table_rows), ("offset", feature.offset), ("weight", feature.weights)):
                 if array is not None:
                     np.save(out / f"{key}.{name}.npy", array)
-        for file_name, table in (item_files or {}).items():
+        for file_name, table in (tables or {}).items():
             pq.write_table(table, out / file_name)
-        for key, fact in facts.items():
-            if fact.kind != "numeric":
-                values = pa.array([None, *(f"{key} {row}" for row in range(1, fact.num_rows))], pa.string())
-                pq.write_table(pa.table({"value": values}), out / f"{key}.vocabulary.parquet")
         return {"lineage": "interactions", "features": dict(facts), "tables": {}, "sources": ()}
 
     return commit_stage(folder, FeaturesManifest, fingerprint="features", build=build)

@@ -21,7 +21,8 @@ from recsys_core.evaluation.closed_form import (
 )
 from recsys_core.evaluation.config import ClosedFormConfig
 from recsys_core.evaluation.metrics import ndcg, recall
-from recsys_core.evaluation.ranking import Queries, rank_by_scores
+from recsys_core.evaluation.ranking.catalogue import rank_by_scores
+from recsys_core.evaluation.ranking.queries import Queries
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
 
 ML1M = Path(__file__).resolve().parents[4] / "shared" / "data" / "ml1m"

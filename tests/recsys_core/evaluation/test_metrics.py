@@ -21,7 +21,8 @@ from torchmetrics.functional.retrieval import (
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation import metrics
 from recsys_core.evaluation.metrics import TargetPositions, UserMetrics
-from recsys_core.evaluation.ranking import Queries, rank_catalogue, tie_order
+from recsys_core.evaluation.ranking.catalogue import rank_catalogue
+from recsys_core.evaluation.ranking.queries import Queries, tie_order
 
 CANDIDATES = 12
 relevance = st.lists(st.booleans(), min_size=CANDIDATES, max_size=CANDIDATES).filter(lambda row: 0 < sum(row) < CANDIDATES)

@@ -113,7 +113,8 @@ def _evaluate(folder: Path, config: EvaluationConfig, features: FeaturesManifest
 def test_the_evaluation_reports_slices_of_items_users_and_context(tmp_path: Path, features: FeaturesManifest) -> None:
     slices = tuple(FeatureSlice(feature=name, min_users=1) for name in ("item.brand", "user.age", "context.hash"))
     reports = {report.name: report for report in _evaluate(tmp_path, EvaluationConfig(ks=(1,), slices=slices), features).slices}
-    # The events in the log are 0 1 |2|, 0 |1 3|, 3 |0|; the test events have the indices 2, 4, 5 and 7.
+    # Items of the three users' events, with test items between bars: 0 1 |2|, 0 |1 3|, 3 |0|. The test events have the indices
+    # 2, 4, 5 and 7 in the log.
     counts = {name: (report.num_users, report.num_targets) for name, report in reports.items() if "=" in name}
     assert counts == {
         "item.brand=red": (2, 2), "item.brand=(other)": (1, 1), "item.brand=blue": (1, 1),

@@ -20,11 +20,11 @@ def patch_footer(path: str, *, old: int, new: int, nth: int) -> None:
 
 
 def _varint(number: int) -> bytes:
-    rest, out = (number << 1) ^ (number >> 63), bytearray()
-    while rest > 127:
-        out.append(rest & 127 | 128)
-        rest >>= 7
-    return bytes([*out, rest])
+    remaining_bits, encoded = (number << 1) ^ (number >> 63), bytearray()
+    while remaining_bits > 127:
+        encoded.append(remaining_bits & 127 | 128)
+        remaining_bits >>= 7
+    return bytes([*encoded, remaining_bits])
 
 
 def list_bomb(path: Path) -> str:

@@ -56,12 +56,12 @@ def split_by_time(events: Sequence[Event], *, test_days: float, validation_days:
 def leave_last_out(events: Sequence[Event], *, min_events: int) -> Parts:
     parts: Parts = ([], [], [])
     items = [item for _, item, _ in events]
-    row = {item: row for row, item in enumerate(sorted(set(items), key=lambda one: (-items.count(one), one)))}
+    row = {item: row for row, item in enumerate(sorted(set(items), key=lambda item: (-items.count(item), item)))}
     for user in {user for user, _, _ in events}:
-        own = sorted((event for event in events if event[0] == user), key=lambda event: (event[2], row[event[1]]))
-        held_out = 0 if len(own) < min_events else 2
-        parts[0].extend(own[: len(own) - held_out])
-        for part, event in zip((1, 2), own[len(own) - held_out :], strict=False):
+        user_events = sorted((event for event in events if event[0] == user), key=lambda event: (event[2], row[event[1]]))
+        held_out = 0 if len(user_events) < min_events else 2
+        parts[0].extend(user_events[: len(user_events) - held_out])
+        for part, event in zip((1, 2), user_events[len(user_events) - held_out :], strict=False):
             parts[part].append(event)
     return parts
 
@@ -112,6 +112,6 @@ def check(manifest: InteractionsManifest, parts: Parts) -> None:
             times = [time for owner, _, time in stored if owner == user]
             assert times == sorted(times)
     for side, ids, counts in ((0, store.users, store.user_counts), (1, store.items, store.item_counts)):
-        trained, every = ([event[side] for part in chosen for event in part] for chosen in (parts[:1], parts))
-        assert ids == sorted(set(every), key=lambda one: (-every.count(one), one))
-        assert counts == [trained.count(one) for one in ids]
+        train_ids, ids_of_events = ([event[side] for part in chosen for event in part] for chosen in (parts[:1], parts))
+        assert ids == sorted(set(ids_of_events), key=lambda id_: (-ids_of_events.count(id_), id_))
+        assert counts == [train_ids.count(id_) for id_ in ids]

@@ -32,28 +32,29 @@ def interactions_of(
     events = [event for user in users for part in user for event in part]
     trained = [item for user in users for item, _ in user[0]]
     ids: Mapping[str, Any] = {"items": item_ids, "users": range(len(users)) if user_ids is None else user_ids}
-    types = {name: "string" if isinstance(next(iter(of), 0), str) else "int64" for name, of in ids.items()}
+    types = {name: "string" if isinstance(next(iter(values), 0), str) else "int64" for name, values in ids.items()}
 
-    def build(out: Path) -> dict[str, Any]:
-        np.save(out / "user_offset.npy", offset)
-        np.save(out / "train_end.npy", offset[:-1] + length_U3[:, 0])
-        np.save(out / "validation_end.npy", offset[:-1] + length_U3[:, :2].sum(axis=1))
-        np.save(out / "event_item.npy", np.array([item for item, _ in events], np.int32))
+    def build(output_folder: Path) -> dict[str, Any]:
+        np.save(output_folder / "user_offset.npy", offset)
+        np.save(output_folder / "train_end.npy", offset[:-1] + length_U3[:, 0])
+        np.save(output_folder / "validation_end.npy", offset[:-1] + length_U3[:, :2].sum(axis=1))
+        np.save(output_folder / "event_item.npy", np.array([item for item, _ in events], np.int32))
         if timed:
-            np.save(out / "event_time.npy", np.array([time for _, time in events], np.int64))
-        np.save(out / "train_user.npy", np.repeat(np.arange(len(users), dtype=np.int32), length_U3[:, 0]))
-        np.save(out / "item_count.npy", np.bincount(np.array(trained, np.int64), minlength=len(item_ids)))
-        np.save(out / "vector_row.npy", np.array(vector_row or [-1] * len(item_ids), np.int64))
-        for name, of in ids.items():
+            np.save(output_folder / "event_time.npy", np.array([time for _, time in events], np.int64))
+        np.save(output_folder / "train_user.npy", np.repeat(np.arange(len(users), dtype=np.int32), length_U3[:, 0]))
+        np.save(output_folder / "item_count.npy", np.bincount(np.array(trained, np.int64), minlength=len(item_ids)))
+        np.save(output_folder / "vector_row.npy", np.array(vector_row or [-1] * len(item_ids), np.int64))
+        for name, values in ids.items():
             pq.write_table(
-                pa.table({"id": pa.array(of, pa.string() if types[name] == "string" else pa.int64())}), out / f"{name}.parquet"
+                pa.table({"id": pa.array(values, pa.string() if types[name] == "string" else pa.int64())}),
+                output_folder / f"{name}.parquet",
             )
         train, validation, test = length_U3.sum(axis=0).tolist()
         source = SourceFile(path="log.parquet", size_bytes=1, num_rows=len(events), modified_ns=1, footer_sha256="")
         return {
             "num_users": len(users), "num_items": len(item_ids), "num_train_events": train, "num_validation_events": validation,
             "num_test_events": test, "is_ordered": ordered, "num_items_with_vector": 0, "num_items_vector_only": 0,
-            "user_id_type": types["users"], "item_id_type": types["items"], "lineage": str(folder), "run_number": 1,
+            "user_id_type": types["users"], "item_id_type": types["items"], "lineage": str(output_folder), "run_number": 1,
             "rebuild_reason": "the first run", "id_columns": ("user_id", "item_id"),
             "num_idle_users": 0, "num_idle_items": 0, "parts": (), "num_rows_read": len(events), "num_files_read": 1,
             "columns": {}, "num_removed_events_by_filter": {}, "num_bad_rows_by_reason": {}, "sources": (source,),

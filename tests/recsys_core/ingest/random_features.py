@@ -9,7 +9,7 @@ from recsys_core.manifests import IngestedFeature
 
 FORMS: tuple[FeatureForm, ...] = ("single", "list", "weighted_list", "number")
 SIDES = ("user", "item", "context")
-ROWS = 6
+NUM_ROWS = 6
 """Rows of the table of each feature."""
 
 
@@ -23,7 +23,7 @@ def feature_store(*, users: int, items: int, events: int, seed: int = 0, weightl
             values = int(length.sum())
             weight = (rng.normal(size=values) if form == "number" else rng.uniform(0.1, 2.0, values)).astype(np.float32)
             features[f"{side}.{form}"] = Feature(
-                table_rows=rng.integers(0, ROWS, values).astype(np.int32),
+                table_rows=rng.integers(0, NUM_ROWS, values).astype(np.int32),
                 offset=np.concatenate([[0], length.cumsum()]).astype(np.int64) if "list" in form else None,
                 weights=weight * (not weightless) if form in ("weighted_list", "number") else None,
             )
@@ -32,16 +32,16 @@ def feature_store(*, users: int, items: int, events: int, seed: int = 0, weightl
 
 def facts(*keys: str) -> dict[str, IngestedFeature]:
     """Return the manifest entries of the features `keys`, each called <side>.<form>; of all features without `keys`."""
-    every = keys or tuple(f"{side}.{form}" for side in SIDES for form in FORMS)
+    selected_keys = keys or tuple(f"{side}.{form}" for side in SIDES for form in FORMS)
     kinds: dict[str, dict[str, Any]] = {
         "single": {"kind": "categorical"},
         "list": {"kind": "list"},
         "weighted_list": {"kind": "weighted_list", "weight_column": "weights"},
         "number": {"kind": "numeric", "mean": 0.0, "std": 1.0},
     }
-    counts = {"num_rows": ROWS, "num_values": 0, "num_out_of_vocabulary": 0, "num_missing": 0}
+    counts = {"num_rows": NUM_ROWS, "num_values": 0, "num_out_of_vocabulary": 0, "num_missing": 0}
     counted = counts | {"definition": "", "is_continued": False}
-    return {key: IngestedFeature.model_validate(counted | kinds[key.split(".")[1]]) for key in every}
+    return {key: IngestedFeature.model_validate(counted | kinds[key.split(".")[1]]) for key in selected_keys}
 
 
 def values_of(store: FeatureStore, key: str, index: int) -> tuple[list[int], list[float] | None]:

@@ -17,21 +17,21 @@ SIZE = {"num_users": 200, "num_items": 400, "num_events": 6000, "num_days": 10, 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("synthetic")
-    generate(made, **SIZE)
-    return made
+    folder_with_data = tmp_path_factory.mktemp("synthetic")
+    generate(folder_with_data, **SIZE)
+    return folder_with_data
 
 
 def test_both_ingests_accept_the_generated_files(folder: Path, tmp_path: Path) -> None:
     vectors = EmbeddingsConfig(paths=str(folder / "item_embeddings.parquet"), vector_column="embedding")
     embeddings = ingest_embeddings((vectors,), folder=tmp_path / "embeddings")
     log = InteractionsConfig(paths=str(folder / "interactions" / "*.parquet"), timestamp_column="timestamp", threads=1)
-    made = ingest_interactions(log, embeddings=embeddings, folder=tmp_path / "interactions")
+    interactions = ingest_interactions(log, embeddings=embeddings, folder=tmp_path / "interactions")
     table = embeddings.tables["item"]
-    assert (table.num_rows, table.dim, made.num_items, made.num_items_with_vector) == (400, 8, 400, 400)
-    assert made.num_train_events + made.num_validation_events + made.num_test_events == 6000
-    assert min(made.num_validation_events, made.num_test_events) > 300
-    assert (made.user_id_type, made.item_id_type, made.num_users <= 200) == ("string", "int64", True)
+    assert (table.num_rows, table.dim, interactions.num_items, interactions.num_items_with_vector) == (400, 8, 400, 400)
+    assert interactions.num_train_events + interactions.num_validation_events + interactions.num_test_events == 6000
+    assert min(interactions.num_validation_events, interactions.num_test_events) > 300
+    assert (interactions.user_id_type, interactions.item_id_type, interactions.num_users <= 200) == ("string", "int64", True)
 
 
 def test_cold_items_have_vectors_and_no_event_before_the_last_two_days(folder: Path) -> None:

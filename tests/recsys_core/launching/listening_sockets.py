@@ -19,7 +19,7 @@ def listening(top: psutil.Process | None = None) -> Listening:
             command = process.cmdline()
             name = command[command.index("-m") + 1] if "-m" in command else " ".join(command)
             connections = process.net_connections("inet")
-            sockets |= {(name, one.laddr.ip) for one in connections if one.status == psutil.CONN_LISTEN}
+            sockets |= {(name, connection.laddr.ip) for connection in connections if connection.status == psutil.CONN_LISTEN}
     return sockets
 
 

@@ -65,8 +65,10 @@ def test_of_two_exceptions_the_earlier_one_is_reported() -> None:
 
 @pytest.mark.parametrize("kind", [InputError, StageError])
 def test_an_input_or_stage_error_of_a_rank_keeps_its_class_and_message(kind: type[Exception]) -> None:
-    ours = f"Traceback (most recent call last):\nrecsys_core.errors.{kind.__name__}: plan.json: made for 4 ranks\nplan again\n"
-    ranks = (rank(0, signal="SIGKILL", timestamp=1), rank(1, traceback=ours))
+    nightjar_traceback = (
+        f"Traceback (most recent call last):\nrecsys_core.errors.{kind.__name__}: plan.json: made for 4 ranks\nplan again\n"
+    )
+    ranks = (rank(0, signal="SIGKILL", timestamp=1), rank(1, traceback=nightjar_traceback))
     error = error_of(host_report(0, *ranks))
     assert type(error) is kind and str(error) == "plan.json: made for 4 ranks\nplan again"
 

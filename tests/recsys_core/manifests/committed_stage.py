@@ -19,5 +19,5 @@ def commit_stage(
     stage = StageFolder(folder, manifest_type, fingerprint=fingerprint)
     if stage.manifest is not None:
         return stage.manifest
-    with stage.writing(min_bytes=min_bytes) as out:
-        return stage.commit(**build(out))
+    with stage.writing(min_bytes=min_bytes) as output_folder:
+        return stage.commit(**build(output_folder))

@@ -18,36 +18,36 @@ def build(folder: Path) -> dict[str, object]:
 @pytest.mark.parametrize("place", ["plan", "plan.tmp"])
 @pytest.mark.parametrize("how", ["folder", "link", "file"])
 def test_a_stage_does_not_replace_files_of_the_user(tmp_path: Path, place: str, how: str) -> None:
-    theirs = tmp_path / ("elsewhere" if how == "link" else place)
+    user_path = tmp_path / ("elsewhere" if how == "link" else place)
     if how == "file":
-        theirs.write_text("kept")
+        user_path.write_text("kept")
     else:
-        theirs.mkdir()
-        (theirs / "mine.npy").write_text("kept")
+        user_path.mkdir()
+        (user_path / "mine.npy").write_text("kept")
     if how == "link":
-        (tmp_path / place).symlink_to(theirs)
+        (tmp_path / place).symlink_to(user_path)
     with pytest.raises(InputError, match=str(tmp_path / place)):
         commit_stage(tmp_path / "plan", PlanManifest, fingerprint="f", build=build)
-    assert (theirs if how == "file" else theirs / "mine.npy").read_text() == "kept"
+    assert (user_path if how == "file" else user_path / "mine.npy").read_text() == "kept"
     assert (tmp_path / place).is_symlink() == (how == "link")
 
 
 def test_a_stage_replaces_an_older_stage_or_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "plan").mkdir()
     for fingerprint in ("a", "b"):
-        made = commit_stage(tmp_path / "plan", PlanManifest, fingerprint=fingerprint, build=build)
-        assert made.fingerprint == fingerprint and set(made.files) == {"plan.json"}
+        manifest = commit_stage(tmp_path / "plan", PlanManifest, fingerprint=fingerprint, build=build)
+        assert manifest.fingerprint == fingerprint and set(manifest.files) == {"plan.json"}
 
 
 def test_removing_a_folder_removes_links_but_not_their_targets(tmp_path: Path) -> None:
-    theirs = tmp_path / "theirs"
-    theirs.mkdir()
-    (theirs / "mine.npy").write_text("kept")
+    user_path = tmp_path / "theirs"
+    user_path.mkdir()
+    (user_path / "mine.npy").write_text("kept")
     create_own_folder(tmp_path / "ours")
-    (tmp_path / "ours" / "link").symlink_to(theirs)
+    (tmp_path / "ours" / "link").symlink_to(user_path)
     remove_own_folder(tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
-    assert (theirs / "mine.npy").read_text() == "kept"
+    assert (user_path / "mine.npy").read_text() == "kept"
 
 
 def test_a_removal_that_was_killed_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,11 +61,11 @@ def make(
 
 
 def test_the_manifest_lists_every_file_with_size_and_hash(tmp_path: Path) -> None:
-    made = make(tmp_path / "stage")
-    assert set(made.files) == {"squares.txt", "deep/cubes.txt"}
-    assert made.files["squares.txt"].size_bytes == 7
-    assert made.path("deep/cubes.txt").read_text() == "0 1 8 27"
-    assert load_manifest(tmp_path / "stage", SquaresManifest) == made
+    manifest = make(tmp_path / "stage")
+    assert set(manifest.files) == {"squares.txt", "deep/cubes.txt"}
+    assert manifest.files["squares.txt"].size_bytes == 7
+    assert manifest.path("deep/cubes.txt").read_text() == "0 1 8 27"
+    assert load_manifest(tmp_path / "stage", SquaresManifest) == manifest
     assert [path.name for path in tmp_path.iterdir()] == ["stage"]
 
 
@@ -90,8 +90,8 @@ def test_another_fingerprint_rebuilds_the_stage_and_removes_old_files(tmp_path: 
         return {"count": 2}
 
     make(tmp_path / "stage")
-    made = make(tmp_path / "stage", build=only_roots, fingerprint="b")
-    assert (made.fingerprint, set(made.files)) == ("b", {"roots.txt"})
+    manifest = make(tmp_path / "stage", build=only_roots, fingerprint="b")
+    assert (manifest.fingerprint, set(manifest.files)) == ("b", {"roots.txt"})
     assert {path.name for path in (tmp_path / "stage").iterdir()} == {"roots.txt", MANIFEST_NAME, MARKER_NAME}
 
 
@@ -109,8 +109,8 @@ def test_an_exception_in_build_leaves_nothing_behind(tmp_path: Path, error: Base
 
 def test_files_that_are_not_committed_are_removed(tmp_path: Path) -> None:
     stage = StageFolder(tmp_path / "stage", SquaresManifest, fingerprint="a")
-    with stage.writing() as out:
-        write_squares(out)
+    with stage.writing() as output_folder:
+        write_squares(output_folder)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -122,7 +122,7 @@ def test_an_unknown_manifest_field_leaves_nothing_behind(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["squares.txt", "deep/cubes.txt", MANIFEST_NAME])
 def test_every_flipped_bit_in_any_file_is_noticed(tmp_path: Path, name: str) -> None:
-    made = make(tmp_path / "stage")
+    manifest = make(tmp_path / "stage")
     path = tmp_path / "stage" / name
     intact = path.read_bytes()
     for position in range(len(intact)):
@@ -130,8 +130,8 @@ def test_every_flipped_bit_in_any_file_is_noticed(tmp_path: Path, name: str) -> 
         damaged[position] ^= 1 << position % 8
         path.write_bytes(damaged)
         # A flip in the manifest may keep its meaning, as from 1e-05 to 1E-05; a flip in a file must be noticed.
-        found = load_manifest(tmp_path / "stage", SquaresManifest)
-        assert found is None or (name == MANIFEST_NAME and found == made), (
+        loaded = load_manifest(tmp_path / "stage", SquaresManifest)
+        assert loaded is None or (name == MANIFEST_NAME and loaded == manifest), (
             f"byte {position}: {bytes(damaged[max(0, position - 20) : position + 20])!r}"
         )
     assert make(tmp_path / "stage").path("squares.txt").read_text() == "0 1 4 9"
@@ -148,8 +148,8 @@ def test_a_damaged_manifest_counts_as_none(tmp_path: Path, damage: bytes) -> Non
 
 def test_a_missing_or_longer_file_is_noticed_even_without_hashing(tmp_path: Path) -> None:
     for damage in (Path.unlink, lambda path: path.write_text("0 1 4 9 16")):
-        made = make(tmp_path / "stage")
-        damage(made.path("squares.txt"))
+        manifest = make(tmp_path / "stage")
+        damage(manifest.path("squares.txt"))
         assert load_manifest(tmp_path / "stage", SquaresManifest, verify=False) is None
         with pytest.raises(StageError, match="the squares stage is incomplete"):
             require_manifest(tmp_path / "stage", SquaresManifest)
@@ -211,8 +211,8 @@ def test_a_build_killed_at_any_point_is_redone(tmp_path: Path, point: str, befor
     child.join()
     assert child.exitcode == -signal.SIGKILL
     assert load_manifest(folder, SquaresManifest) is None
-    made = make(folder, fingerprint="b")
-    assert made.path("squares.txt").read_text() == "0 1 4 9"
+    manifest = make(folder, fingerprint="b")
+    assert manifest.path("squares.txt").read_text() == "0 1 4 9"
     assert [path.name for path in tmp_path.iterdir()] == ["stage"]
 
 
@@ -275,8 +275,8 @@ def test_too_little_disk_space_raises_before_the_stage_begins(small_disk: Path) 
     )
     with pytest.raises(InputError, match=says):
         commit_stage(small_disk / "stage", SquaresManifest, fingerprint="a", build=never, min_bytes=2**30)
-    made = make(small_disk / "stage")
-    assert commit_stage(small_disk / "stage", SquaresManifest, fingerprint="a", build=never, min_bytes=2**30) == made
+    manifest = make(small_disk / "stage")
+    assert commit_stage(small_disk / "stage", SquaresManifest, fingerprint="a", build=never, min_bytes=2**30) == manifest
 
 
 def flat_index() -> faiss.IndexFlatIP:

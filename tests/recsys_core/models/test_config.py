@@ -28,9 +28,9 @@ def test_default_layers_are_one_for_the_query_tower_and_none_for_the_candidate_t
 
 
 def test_the_width_of_a_history_is_that_of_its_item_representation() -> None:
-    wide = {"candidate": {"layers": (12,)}, "query": {}}
-    assert towers(**wide).history_dim == 8
-    assert towers(**wide, history={"item_representation": "candidate_tower"}).history_dim == 12
+    layers = {"candidate": {"layers": (12,)}, "query": {}}
+    assert towers(**layers).history_dim == 8
+    assert towers(**layers, history={"item_representation": "candidate_tower"}).history_dim == 12
 
 
 def test_a_last_item_without_a_history_raises() -> None:
@@ -120,11 +120,11 @@ def test_a_schedule_rises_to_the_full_rate_and_never_rises_again(
 ) -> None:
     schedule = Schedule(learning_rate=1.0, warmup_steps=warmup, lr_decay=decay)
     step = data.draw(st.integers(0, total - 1))
-    here, after = (schedule.scale(at, total_steps=total) for at in (step, step + 1))
-    assert 0 < here <= 1
+    scale, next_scale = (schedule.scale(at, total_steps=total) for at in (step, step + 1))
+    assert 0 < scale <= 1
     if step + 1 <= warmup:
-        assert here < after
+        assert scale < next_scale
     else:
-        assert after <= here
+        assert next_scale <= scale
     if decay == "none" and step >= warmup:
-        assert here == 1
+        assert scale == 1

@@ -39,11 +39,11 @@ every_weighted_kind = pytest.mark.parametrize("kind", WEIGHTED_KINDS)
 
 
 def ragged(lists: list[list[int]]) -> tuple[Tensor, Tensor]:
-    lengths = torch.tensor([0, *(len(one) for one in lists)])
-    return torch.tensor([item for one in lists for item in one], dtype=torch.int64), lengths.cumsum(0)
+    lengths = torch.tensor([0, *(len(items) for items in lists)])
+    return torch.tensor([item for items in lists for item in items], dtype=torch.int64), lengths.cumsum(0)
 
 
-def slow(kind: str, pooling: Any, item_VD: Tensor, lists: list[list[int]]) -> list[list[float]]:
+def loop_vectors(kind: str, pooling: Any, item_VD: Tensor, lists: list[list[int]]) -> list[list[float]]:
     """Return the pooled histories, computed with plain floats."""
     vectors = []
     for items in lists:
@@ -57,13 +57,21 @@ def slow(kind: str, pooling: Any, item_VD: Tensor, lists: list[list[int]]) -> li
                 scores = [pooling.recency[age].item() for age in ages]
             case "attention":
                 query = pooling.attention.tolist()
-                scores = [sum(a * b for a, b in zip(query, row, strict=True)) / math.sqrt(WIDTH) for row in rows]
+                scores = [
+                    sum(query_value * row_value for query_value, row_value in zip(query, row, strict=True)) / math.sqrt(WIDTH)
+                    for row in rows
+                ]
             case _:
                 scores = [0.0] * len(items)
         top = max(scores)
         weights = [math.exp(score - top) for score in scores]
         total = 1.0 if kind == "sum" else sum(weights)
-        vectors.append([sum(w * row[h] for w, row in zip(weights, rows, strict=True)) / total for h in range(WIDTH)])
+        vectors.append(
+            [
+                sum(weight * row[dimension] for weight, row in zip(weights, rows, strict=True)) / total
+                for dimension in range(WIDTH)
+            ]
+        )
     return vectors
 
 
@@ -76,8 +84,8 @@ def test_every_pooling_equals_a_loop_over_the_items(kind: str, lists: list[list[
         torch.nn.init.normal_(parameter)
     item_VD = torch.randn(5, WIDTH) * scale
     result = pooling(item_VD, *ragged(lists))
-    wanted = torch.tensor(slow(kind, pooling, item_VD, lists)).reshape(len(lists), WIDTH)
-    torch.testing.assert_close(result, wanted, rtol=1e-3, atol=1e-4 * scale)
+    expected = torch.tensor(loop_vectors(kind, pooling, item_VD, lists)).reshape(len(lists), WIDTH)
+    torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-4 * scale)
 
 
 def test_attention_does_not_underflow_if_another_history_has_a_far_higher_score() -> None:
@@ -158,12 +166,12 @@ def test_items_are_dropped_only_while_training(kind: str) -> None:
     item_VD, history = torch.eye(WIDTH), ragged([[0, 1, 2]] * 400)
     torch.nn.init.constant_(pooling.start, -1.0)
     trained = pooling(item_VD, *history)
-    kept = trained > 0
-    assert kept.float().mean().item() == pytest.approx(0.5, abs=0.06)
-    assert len({tuple(row) for row in kept.tolist()}) == 8  # all 2^3 subsets occur: each history is dropped independently
-    assert trained[~kept.any(dim=1)].unique().tolist() == [-1.0]  # no item left: start
+    is_used = trained > 0
+    assert is_used.float().mean().item() == pytest.approx(0.5, abs=0.06)
+    assert len({tuple(row) for row in is_used.tolist()}) == 8  # all 2^3 subsets occur: each history is dropped independently
+    assert trained[~is_used.any(dim=1)].unique().tolist() == [-1.0]  # no item left: start
     if kind != "sum":  # weights are normalised over the items left
-        torch.testing.assert_close(trained[kept.any(dim=1)].sum(dim=1), torch.ones(int(kept.any(dim=1).sum())))
+        torch.testing.assert_close(trained[is_used.any(dim=1)].sum(dim=1), torch.ones(int(is_used.any(dim=1).sum())))
     kept_out = pooling_of(kind)(item_VD, *history)
     assert torch.equal(pooling.eval()(item_VD, *history), kept_out)
 
@@ -174,8 +182,8 @@ def test_the_order_of_the_items_matters_only_for_an_encoder_that_needs_it(kind: 
     for parameter in encoder.parameters():
         torch.nn.init.normal_(parameter)
     item_VD = torch.randn(5, WIDTH)
-    one, reverse = encoder(item_VD, *ragged([[0, 3, 4]])), encoder(item_VD, *ragged([[4, 3, 0]]))
-    assert torch.allclose(one, reverse) != CONFIG_BY_KIND[kind].needs_order
+    forward, backward = encoder(item_VD, *ragged([[0, 3, 4]])), encoder(item_VD, *ragged([[4, 3, 0]]))
+    assert torch.allclose(forward, backward) != CONFIG_BY_KIND[kind].needs_order
 
 
 @every_kind
@@ -232,6 +240,6 @@ def test_a_history_without_pooling_is_the_mean() -> None:
 @given(lists=histories)
 def test_last_items_returns_the_last_item_or_start(lists: list[list[int]]) -> None:
     item_VD, start = torch.randn(5, WIDTH), torch.randn(WIDTH)
-    expected = [item_VD[one[-1]].tolist() if one else start.tolist() for one in lists]
+    expected = [item_VD[items[-1]].tolist() if items else start.tolist() for items in lists]
     assert last_items(item_VD, *ragged(lists), start=start).tolist() == expected
     assert last_items(item_VD[:0], *ragged([[] for _ in lists]), start=start).tolist() == [start.tolist()] * len(lists)

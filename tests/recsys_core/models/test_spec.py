@@ -11,7 +11,7 @@ from recsys_core.errors import InputError
 from recsys_core.models.config import MeanHistory, TwoTowerConfig
 from recsys_core.models.spec import ModelSpec, TableSpec
 from recsys_core.models.tables.table_config import TableConfig, TableOptimizer, check_width
-from tests.recsys_core.ingest.random_features import FORMS, ROWS, SIDES, facts
+from tests.recsys_core.ingest.random_features import FORMS, NUM_ROWS, SIDES, facts
 from tests.recsys_core.models.error_messages import raises_message
 
 DIM = 8
@@ -49,14 +49,14 @@ def test_a_plain_model_has_an_item_table_and_optionally_a_user_table() -> None:
 
 
 def test_the_collection_of_a_feature_depends_on_side_and_weights() -> None:
-    every = tuple(facts())
-    spec = sized(features=every)
-    assert list(spec.tables) == ["item", *every]
+    feature_names = tuple(facts())
+    spec = sized(features=feature_names)
+    assert list(spec.tables) == ["item", *feature_names]
     for side in SIDES:
         for form in FORMS:
             weighted = side != "item" and form in ("weighted_list", "number")
             collection = "unpooled_8" if side == "item" else "pooled_weighted" if weighted else "pooled"
-            assert shapes(spec)[f"{side}.{form}"] == (ROWS, DIM, collection)
+            assert shapes(spec)[f"{side}.{form}"] == (NUM_ROWS, DIM, collection)
             assert spec.forms[f"{side}.{form}"] == form
     assert spec.features("item") == [f"item.{form}" for form in FORMS]
     assert spec.features("query") == [f"{side}.{form}" for side in ("user", "context") for form in FORMS]

@@ -20,12 +20,12 @@ from recsys_core.models.tables.table_config import TableConfig
 from recsys_core.models.task import RetrievalHead, RetrievalTask
 from tests.recsys_core.ingest.random_features import facts, feature_store
 
-USERS, ITEMS = 6, 9
-COUNTS = np.array([9, 4, 0, 2, 1, 1, 3, 5, 2])
+NUM_USERS, NUM_ITEMS = 6, 9
+COUNT_I = np.array([9, 4, 0, 2, 1, 1, 3, 5, 2])
 NO_HISTORY = {"length": 0, "last_item_feature": False}
-USER, HISTORY = [2, 0, 5], [[1, 4], [], [8, 8, 3]]
+QUERY_USERS, HISTORIES = [2, 0, 5], [[1, 4], [], [8, 8, 3]]
 CANDIDATES = [7, 0, 3, 1, 1, 6, 4]
-"""The positives of three queries, then four drawn negatives."""
+"""The positives of three queries, then four sampled negatives."""
 
 
 def task_of(
@@ -38,23 +38,23 @@ def task_of(
     popularity_rank: dict[str, list[int]] | None = None,
     weight_decay: dict[str, float] | None = None,
 ) -> RetrievalTask:
-    """Return a task with tables on the CPU, in place of the tables on the meta device that a sharding plan would fill."""
+    """Return a task whose tables have random values on the CPU. In a training, the sharded model allocates them."""
     loss_config = LossConfig.model_validate(loss or {})
     spec = ModelSpec.sized(
         TwoTowerConfig.model_validate({"embedding_dim": 4, **config}),
-        num_users=USERS,
-        num_items=ITEMS,
+        num_users=NUM_USERS,
+        num_items=NUM_ITEMS,
         facts_by_feature=facts(*features) if features else None,
         vector_dim_by_table=vectors,
-        tables={name: TableConfig.model_validate(of) for name, of in (tables or {}).items()},
+        tables={name: TableConfig.model_validate(settings) for name, settings in (tables or {}).items()},
         has_distillation=loss_config.distillation is not None,
     )
     torch.manual_seed(0)
     head = RetrievalHead(
         spec,
         loss=loss_config,
-        item_count_I=COUNTS,
-        popularity_rank={name: np.array(rank) for name, rank in (popularity_rank or {}).items()},
+        item_count_I=COUNT_I,
+        popularity_rank={name: np.array(rank_of_rows) for name, rank_of_rows in (popularity_rank or {}).items()},
         weight_decay=weight_decay or {},
         group=None,
     )
@@ -73,14 +73,14 @@ def batch_of(
     candidates: list[int] = CANDIDATES,
     *,
     features: FeatureStore | None = None,
-    users: list[int] = USER,
-    histories: list[list[int]] = HISTORY,
+    users: list[int] = QUERY_USERS,
+    histories: list[list[int]] = HISTORIES,
 ) -> Batch:
     return Assembler(user_batch_key=UNPOOLED, features=features).batch(
         user_row_B=np.array(users),
         event_index_B=np.array(users),
         history=JaggedArray.from_lengths(
-            np.array([len(one) for one in histories]), np.array([i for one in histories for i in one], np.int64)
+            np.array([len(items) for items in histories]), np.array([item for items in histories for item in items], np.int64)
         ),
         candidate_row_C=np.array(candidates, np.int64),
     )
@@ -88,7 +88,7 @@ def batch_of(
 
 def scores(task: RetrievalTask) -> Tensor:
     """Return the score of each query with every item [B, I]."""
-    all_items = Assembler(user_batch_key=UNPOOLED).item_batch(np.arange(ITEMS))
+    all_items = Assembler(user_batch_key=UNPOOLED).item_batch(np.arange(NUM_ITEMS))
     return task.eval().encode_queries(batch_of([])) @ task.encode_items(all_items)[1].T
 
 
@@ -98,7 +98,7 @@ PLAIN = {"learn_user_embedding": True, "history": NO_HISTORY, "query": {"layers"
 def test_a_plain_dot_product_of_embeddings_is_a_config() -> None:
     task = task_of(PLAIN)
     users, items = weight_of(task, "user"), weight_of(task, "item")
-    assert torch.equal(scores(task), users[USER] @ items.T)
+    assert torch.equal(scores(task), users[QUERY_USERS] @ items.T)
     assert len(list(task.parameters())) == 2
 
 
@@ -114,16 +114,16 @@ def test_a_matrix_factorisation_with_a_sampled_softmax_is_a_config() -> None:
         },
     )
     users, items = weight_of(task, "user"), weight_of(task, "item")
-    logits = users[USER] @ items[CANDIDATES].T
-    columns = torch.cat([logits.diag()[:, None], logits[:, 3:]], dim=1)
-    torch.testing.assert_close(task(batch_of())[0], cross_entropy(columns, torch.zeros(3, dtype=torch.int64)))
+    logits = users[QUERY_USERS] @ items[CANDIDATES].T
+    candidate_logits = torch.cat([logits.diag()[:, None], logits[:, 3:]], dim=1)
+    torch.testing.assert_close(task(batch_of())[0], cross_entropy(candidate_logits, torch.zeros(3, dtype=torch.int64)))
     corrected = task_of(
         PLAIN, loss={"in_batch_negatives": False, "num_negatives": 4, "negative_sampling_alpha": 0.5, "mask_negatives": "none"}
     )
-    log_q = torch.from_numpy(4 * negative_share(COUNTS, 0.5)).float().log()
-    own = log_q[CANDIDATES[:3]][:, None]
-    columns = columns - torch.cat([own, log_q[CANDIDATES[3:]].expand(3, -1)], dim=1)
-    torch.testing.assert_close(corrected(batch_of())[0], cross_entropy(columns, torch.zeros(3, dtype=torch.int64)))
+    log_q = torch.from_numpy(4 * negative_share(COUNT_I, 0.5)).float().log()
+    positive_log_q = log_q[CANDIDATES[:3]][:, None]
+    candidate_logits = candidate_logits - torch.cat([positive_log_q, log_q[CANDIDATES[3:]].expand(3, -1)], dim=1)
+    torch.testing.assert_close(corrected(batch_of())[0], cross_entropy(candidate_logits, torch.zeros(3, dtype=torch.int64)))
 
 
 def test_simplex_is_a_config() -> None:
@@ -134,11 +134,11 @@ def test_simplex_is_a_config() -> None:
     )
     users, items = weight_of(task, "user"), weight_of(task, "item")
     start = task.head.query.pooling.start
-    history = torch.stack([items[one].mean(dim=0) if one else start for one in HISTORY])
-    cosine = normalize(users[USER] + history, dim=1) @ normalize(items, dim=1).T
+    history = torch.stack([items[rows].mean(dim=0) if rows else start for rows in HISTORIES])
+    cosine = normalize(users[QUERY_USERS] + history, dim=1) @ normalize(items, dim=1).T
     torch.testing.assert_close(scores(task), cosine)
-    drawn = (cosine[:, CANDIDATES[3:]] - 0.1).relu().mean(dim=1)
-    loss = (1 - cosine[range(3), CANDIDATES[:3]] + 3.0 * drawn).mean()
+    negative_loss_B = (cosine[:, CANDIDATES[3:]] - 0.1).relu().mean(dim=1)
+    loss = (1 - cosine[range(3), CANDIDATES[:3]] + 3.0 * negative_loss_B).mean()
     torch.testing.assert_close(task.train()(batch_of())[0], loss)
 
 
@@ -149,22 +149,24 @@ def test_history_items_can_be_encoded_by_the_candidate_tower() -> None:
         "query": {"layers": [6]},
     }
     task = task_of(config)
-    history_items, vectors = task.eval().encode_items(Assembler(user_batch_key=None).item_batch(np.arange(ITEMS)))
-    assert history_items.shape == (ITEMS, 6) and torch.equal(history_items, vectors)
+    history_items, vectors = task.eval().encode_items(Assembler(user_batch_key=None).item_batch(np.arange(NUM_ITEMS)))
+    assert history_items.shape == (NUM_ITEMS, 6) and torch.equal(history_items, vectors)
     (layer,) = task.head.query.tower.layers
     start = task.head.query.pooling.start
-    history = torch.stack([vectors[one].mean(dim=0) if one else start for one in HISTORY])
+    history = torch.stack([vectors[rows].mean(dim=0) if rows else start for rows in HISTORIES])
     torch.testing.assert_close(task.encode_queries(batch_of([])), normalize(layer(history), dim=1))
     embeddings = (
-        task_of(config | {"history": {}}).eval().encode_items(Assembler(user_batch_key=None).item_batch(np.arange(ITEMS)))[0]
+        task_of(config | {"history": {}})
+        .eval()
+        .encode_items(Assembler(user_batch_key=None).item_batch(np.arange(NUM_ITEMS)))[0]
     )
-    assert embeddings.shape == (ITEMS, 4)
+    assert embeddings.shape == (NUM_ITEMS, 4)
 
 
 def test_the_encoders_give_the_vectors_that_the_loss_compares() -> None:
     keys = ("user.list", "item.list", "item.number", "context.weighted_list")
-    every = feature_store(users=USERS, items=ITEMS, events=USERS).feature_by_key
-    store = FeatureStore({key: every[key] for key in keys})
+    feature_by_key = feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_USERS).feature_by_key
+    store = FeatureStore({key: feature_by_key[key] for key in keys})
     config = {"learn_user_embedding": True, "candidate": {"layers": [5]}, "query": {"layers": [7, 5]}}
     for item_representation in ("embedding", "candidate_tower"):
         task = task_of(
@@ -173,9 +175,9 @@ def test_the_encoders_give_the_vectors_that_the_loss_compares() -> None:
             loss={"kind": "bce", "in_batch_negatives": True, "mask_negatives": "none"},
         ).eval()
         query_BD = task.encode_queries(batch_of([], features=store))
-        candidate_CD = task.encode_items(Assembler(user_batch_key=UNPOOLED, features=store).item_batch(np.arange(ITEMS)))[1][
-            CANDIDATES
-        ]
+        candidate_CD = task.encode_items(Assembler(user_batch_key=UNPOOLED, features=store).item_batch(np.arange(NUM_ITEMS)))[
+            1
+        ][CANDIDATES]
         expected = task.head.objective(query_BD, candidate_CD, batch=batch_of(features=store), teacher_CD=None)
         torch.testing.assert_close(task(batch_of(features=store))[0], expected)
 
@@ -184,12 +186,12 @@ def test_weight_decay_penalises_the_distinct_rows_that_a_step_looks_up() -> None
     config = PLAIN | {"history": {"length": 3, "last_item_feature": False}}
     plain, decayed = task_of(config), task_of(config, weight_decay={"item": 0.1, "user": 0.3})
     items, users = weight_of(plain, "item"), weight_of(plain, "user")
-    distinct = sorted({*CANDIDATES, *(item for one in HISTORY for item in one)})
-    penalty = 0.1 / 2 * items[distinct].square().sum() + 0.3 / 2 * users[USER].square().sum()
+    distinct = sorted({*CANDIDATES, *(item for rows in HISTORIES for item in rows)})
+    penalty = 0.1 / 2 * items[distinct].square().sum() + 0.3 / 2 * users[QUERY_USERS].square().sum()
     torch.testing.assert_close(decayed(batch_of())[0], plain(batch_of())[0] + penalty)
-    twice = [2, 0, 2]  # a user with two queries counts once
-    penalty += 0.3 / 2 * (users[[2, 0]].square().sum() - users[USER].square().sum())
-    torch.testing.assert_close(decayed(batch_of(users=twice))[0], plain(batch_of(users=twice))[0] + penalty)
+    repeated_users = [2, 0, 2]  # a user with two queries counts once
+    penalty += 0.3 / 2 * (users[[2, 0]].square().sum() - users[QUERY_USERS].square().sum())
+    torch.testing.assert_close(decayed(batch_of(users=repeated_users))[0], plain(batch_of(users=repeated_users))[0] + penalty)
 
 
 def rows_with_gradient(task: RetrievalTask, table: str) -> set[int]:
@@ -202,21 +204,21 @@ def rows_with_gradient(task: RetrievalTask, table: str) -> set[int]:
 
 @pytest.mark.parametrize("decay", [{}, {"item": 0.1}])
 def test_an_epoch_trains_only_the_most_frequent_rows_of_a_gradual_table(decay: dict[str, float]) -> None:
-    rank = [8, 7, 6, 5, 4, 3, 2, 1, 0]  # row 8 is the most frequent
+    popularity_rank = [8, 7, 6, 5, 4, 3, 2, 1, 0]  # row 8 is the most frequent
     task = task_of(
         PLAIN | {"history": {"length": 3, "last_item_feature": False}},
         tables={"item": {"transfer": "gradual", "unfreeze": [{"epoch": 2, "share": 1 / 3}, {"epoch": 4, "share": 1}]}},
         vectors={"item": 4},
-        popularity_rank={"item": rank},
+        popularity_rank={"item": popularity_rank},
         weight_decay=decay,
     )
-    looked_up = {*CANDIDATES, *(item for one in HISTORY for item in one)}
+    looked_up = {*CANDIDATES, *(item for rows in HISTORIES for item in rows)}
     losses = []
-    for epoch, trained in ((1, set()), (2, {6, 7, 8}), (3, {6, 7, 8}), (4, set(range(ITEMS)))):
+    for epoch, trained in ((1, set()), (2, {6, 7, 8}), (3, {6, 7, 8}), (4, set(range(NUM_ITEMS)))):
         shares = task.head.set_epoch(epoch)
-        assert shares == {"item": pytest.approx(len(trained) / ITEMS)}
+        assert shares == {"item": pytest.approx(len(trained) / NUM_ITEMS)}
         assert rows_with_gradient(task, "item") == trained & looked_up
-        assert rows_with_gradient(task, "user") == set(USER)
+        assert rows_with_gradient(task, "user") == set(QUERY_USERS)
         losses.append(task(batch_of())[0].item())
     assert len(set(losses)) == 1  # frozen rows still affect the loss
 
@@ -236,38 +238,38 @@ def test_a_gradual_user_table_is_unfrozen_by_popularity_rank() -> None:
 def test_a_frozen_table_has_no_gradient_but_its_offsets_do(transfer: str) -> None:
     task = task_of(PLAIN, tables={"item": {"transfer": transfer, "dim": 8}}, vectors={"item": 8})
     assert rows_with_gradient(task, "item") == set()
-    assert rows_with_gradient(task, "user") == set(USER)
+    assert rows_with_gradient(task, "user") == set(QUERY_USERS)
     if transfer == "residual":
         assert rows_with_gradient(task, "item_offset") == set(CANDIDATES)
         with torch.no_grad():
             weight_of(task, "item_offset").zero_()
         rows, projection = weight_of(task, "item"), task.head.item.projection.weight
-        torch.testing.assert_close(scores(task), weight_of(task, "user")[USER] @ (rows @ projection.T).T)
+        torch.testing.assert_close(scores(task), weight_of(task, "user")[QUERY_USERS] @ (rows @ projection.T).T)
 
 
 def test_the_teacher_table_adds_to_the_loss_but_is_not_trained() -> None:
     task = task_of(PLAIN, loss={"distillation": {"weight": 0.5}}, vectors={"item": 4})
-    without = task_of(PLAIN)
+    without_teacher = task_of(PLAIN)
     with torch.no_grad():
-        weight_of(task, "item").copy_(weight_of(without, "item"))
-        weight_of(task, "user").copy_(weight_of(without, "user"))
-    assert task(batch_of())[0] > without(batch_of())[0]
+        weight_of(task, "item").copy_(weight_of(without_teacher, "item"))
+        weight_of(task, "user").copy_(weight_of(without_teacher, "user"))
+    assert task(batch_of())[0] > without_teacher(batch_of())[0]
     assert rows_with_gradient(task, "item_teacher") == set()
 
 
 def test_tables_of_different_widths_work_in_one_model() -> None:
     keys = ("item.single", "item.list", "user.number")
-    every = feature_store(users=USERS, items=ITEMS, events=USERS).feature_by_key
-    store = FeatureStore({key: every[key] for key in keys})
+    feature_by_key = feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_USERS).feature_by_key
+    store = FeatureStore({key: feature_by_key[key] for key in keys})
     task = task_of(
         {"candidate": {"layers": [8, 4]}},
         tables={"item": {"dim": 12, "transfer": "residual"}, "item.single": {"dim": 8}, "user.number": {"dim": 16}},
         vectors={"item": 12},
         features=keys,
     )
-    loss, detached = task(batch_of(features=store))
+    loss, detached_loss = task(batch_of(features=store))
     loss.backward()
-    assert loss.isfinite() and not detached.requires_grad
+    assert loss.isfinite() and not detached_loss.requires_grad
     trained = {name for name, table in task.head.spec.tables.items() if not table.is_frozen}
     assert trained == {"item_offset", *keys}
     assert all(weight_of(task, name).grad is not None for name in trained)
@@ -275,7 +277,11 @@ def test_tables_of_different_widths_work_in_one_model() -> None:
 
 def test_autocast_leaves_the_loss_close_and_in_full_precision() -> None:
     task = task_of({"learn_user_embedding": True, "query": {"layers": [8, 4], "skip_connection": False}})
-    full = task(batch_of())[0]
+    fp32_loss = task(batch_of())[0]
     task.head.uses_bf16 = True
-    half = task(batch_of())[0]
-    assert half.dtype == torch.float32 and half.item() == pytest.approx(full.item(), rel=0.02) and half != full
+    bf16_loss = task(batch_of())[0]
+    assert (
+        bf16_loss.dtype == torch.float32
+        and bf16_loss.item() == pytest.approx(fp32_loss.item(), rel=0.02)
+        and bf16_loss != fp32_loss
+    )

@@ -17,7 +17,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import OFFSET_TABLE, TableConfig
 from recsys_core.models.task import RetrievalTask
 from recsys_core.models.towers import MLP, CandidateTower, QueryTower, unit_vectors
-from tests.recsys_core.models.test_task import ITEMS, batch_of, task_of, weight_of
+from tests.recsys_core.models.test_task import NUM_ITEMS, batch_of, task_of, weight_of
 
 STD, DIM, TEMPERATURE = 0.02, 4, 0.1
 NORM = STD * math.sqrt(DIM)
@@ -65,19 +65,19 @@ def test_a_query_is_the_sum_of_its_history_its_last_item_and_its_row() -> None:
     items = torch.tensor([[1.0, 0, 0, 0], [0, 2.0, 0, 0]])
     tower = QueryTower(spec(learn_user_embedding=True, query={"layers": ()}, similarity="dot"))
     users = torch.tensor([[0.0, 0, 0, 5], [0, 0, 0, 7]])
-    found = tower(items, torch.tensor([0, 1]), torch.tensor([0, 2, 2]), features={"user": users})
+    query_BD = tower(items, torch.tensor([0, 1]), torch.tensor([0, 2, 2]), features={"user": users})
     # The mean of both items, the last item, the user.
-    assert found[0].tolist() == [0.5, 1.0 + 2.0, 0.0, 5.0]
+    assert query_BD[0].tolist() == [0.5, 1.0 + 2.0, 0.0, 5.0]
     # For an empty history, both the mean and the last item are the learned start vector.
-    torch.testing.assert_close(found[1], 2 * tower.pooling.start + users[1])
+    torch.testing.assert_close(query_BD[1], 2 * tower.pooling.start + users[1])
 
 
 def test_a_tower_with_a_skip_connection_starts_from_the_plain_sum() -> None:
     torch.manual_seed(0)
     tower = MLP(TowerConfig(skip_connection=True), layers=(16, 4), feature_dims=(4, 4), dim=4)
-    one, other = torch.randn(5, 4), torch.randn(5, 4)
-    assert torch.equal(tower([one, other]), one + other)
-    tower([one, other]).square().sum().backward()
+    left, right = torch.randn(5, 4), torch.randn(5, 4)
+    assert torch.equal(tower([left, right]), left + right)
+    tower([left, right]).square().sum().backward()
     assert tower.layers is not None and tower.layers[-1].weight.grad.any()  # the zero layer is trained
 
 
@@ -100,8 +100,8 @@ def test_only_features_of_another_width_are_projected() -> None:
 def test_the_layers_read_the_concatenated_features() -> None:
     tower = MLP(TowerConfig(), layers=(3,), feature_dims=(4, 2), dim=4)
     (layer,) = tower.layers
-    one, other = torch.randn(5, 4), torch.randn(5, 2)
-    torch.testing.assert_close(tower([one, other]), layer(torch.cat([one, other], dim=1)))
+    left, right = torch.randn(5, 4), torch.randn(5, 2)
+    torch.testing.assert_close(tower([left, right]), layer(torch.cat([left, right], dim=1)))
     assert not hasattr(tower, "projections")  # without a sum, no feature is projected
 
 
@@ -138,9 +138,9 @@ def test_id_dropout_drops_whole_offsets_without_scaling_and_only_while_training(
     tower = residual_tower(id_dropout=0.25)
     rows, offsets = torch.full((4_000, 4), 3.0), torch.ones(4_000, 4)
     embedded = tower.embed({"item": rows, OFFSET_TABLE: offsets})
-    kept = embedded[:, 0] == 4.0
-    assert torch.equal(embedded, torch.where(kept[:, None], 4.0, 3.0).expand(-1, 4))
-    assert kept.float().mean().item() == pytest.approx(0.75, abs=0.03)
+    is_offset_used = embedded[:, 0] == 4.0
+    assert torch.equal(embedded, torch.where(is_offset_used[:, None], 4.0, 3.0).expand(-1, 4))
+    assert is_offset_used.float().mean().item() == pytest.approx(0.75, abs=0.03)
     assert torch.equal(tower.eval().embed({"item": rows, OFFSET_TABLE: offsets}), rows + offsets)
 
 
@@ -277,7 +277,7 @@ def test_zero_rows_are_trained_as_fast_as_random_rows(similarity: str) -> None:
     task = initial_task({"similarity": similarity}, loss={"num_negatives": 4, "mask_negatives": "positive"})
     items = weight_of(task, "item")
     optimizer = RowWiseAdagrad([items], lr=0.01, eps=1e-8)
-    path = torch.zeros(ITEMS)
+    path = torch.zeros(NUM_ITEMS)
     candidates = [0, 1, 3, 2, 5, 6, 4]
     for step in range(40):
         before = items.detach().clone()

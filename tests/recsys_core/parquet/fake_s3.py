@@ -104,9 +104,9 @@ def _listing(objects: dict[str, bytes], query: dict[str, list[str]]) -> bytes:
     prefix, delimiter = query.get("prefix", [""])[0], query.get("delimiter", [""])[0]
     folders, entries = set(), []
     for key in sorted(key for key in objects if key.startswith(prefix)):
-        folder, found, _ = key.removeprefix(prefix).partition(delimiter) if delimiter else ("", "", "")
-        if found:
-            folders.add(prefix + folder + found)
+        folder, separator, _ = key.removeprefix(prefix).partition(delimiter) if delimiter else ("", "", "")
+        if separator:
+            folders.add(prefix + folder + separator)
         else:
             facts = f"<Size>{len(objects[key])}</Size><LastModified>2026-11-19T02:00:00.000Z</LastModified><ETag>1</ETag>"
             entries.append(f"<Contents><Key>{escape(key)}</Key>{facts}</Contents>")

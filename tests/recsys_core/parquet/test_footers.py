@@ -16,7 +16,7 @@ from recsys_core.parquet.sources import open_sources
 from tests.recsys_core.ingest.forged_parquet import patch_footer
 from tests.recsys_core.ingest.parquet_files import refusal, write
 
-ROWS = 3000
+NUM_ROWS = 3000
 
 
 def valid_file(tmp_path: Path) -> str:
@@ -25,10 +25,10 @@ def valid_file(tmp_path: Path) -> str:
     Its footer holds 6,000 once, then for each row group 3,000 five times: values and levels of a, values and levels of b, rows.
     """
     random = np.random.default_rng(0)
-    columns = {name: random.integers(0, 2**60, 2 * ROWS) for name in ("a", "b")}
+    columns = {name: random.integers(0, 2**60, 2 * NUM_ROWS) for name in ("a", "b")}
     path = tmp_path / "x.parquet"
     plain = {"compression": "none", "use_dictionary": False, "write_statistics": False}
-    pq.write_table(pa.table(columns), path, row_group_size=ROWS, **plain)
+    pq.write_table(pa.table(columns), path, row_group_size=NUM_ROWS, **plain)
     return str(path)
 
 
@@ -39,9 +39,9 @@ def assert_rejected(path: str, *message_parts: str) -> None:
 
 def test_a_valid_file_is_read(tmp_path: Path) -> None:
     (source,) = open_sources([valid_file(tmp_path)], setting="s")
-    assert source.record.num_rows == 2 * ROWS
+    assert source.record.num_rows == 2 * NUM_ROWS
     with source.open() as file:
-        assert file.read().num_rows == 2 * ROWS
+        assert file.read().num_rows == 2 * NUM_ROWS
 
 
 @pytest.mark.parametrize(
@@ -78,13 +78,13 @@ def test_a_wrong_footer_length_is_rejected(tmp_path: Path, length: int) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "nth", "message_parts"),
     [
-        (2 * ROWS, 5999, 0, ("its footer claims 5,999 rows, but its row groups have 6,000",)),
-        (2 * ROWS, -2 * ROWS, 0, ("negative number of rows",)),
-        (ROWS, 2999, 0, ("row group 0, column 'a' claims 2,999 values for 3,000 rows",)),
-        (ROWS, 3001, 2, ("row group 0, column 'b' claims 3,001 values for 3,000 rows",)),
-        (ROWS, -ROWS, 5, ("row group 1, column 'a' claims -3,000 values",)),
-        (ROWS, 3001, 4, ("row group 0, column 'a' claims 3,000 values for 3,001 rows",)),
-        (ROWS, -ROWS, 4, ("row group 0, column 'a' claims -3,000 rows",)),
+        (2 * NUM_ROWS, 5999, 0, ("its footer claims 5,999 rows, but its row groups have 6,000",)),
+        (2 * NUM_ROWS, -2 * NUM_ROWS, 0, ("negative number of rows",)),
+        (NUM_ROWS, 2999, 0, ("row group 0, column 'a' claims 2,999 values for 3,000 rows",)),
+        (NUM_ROWS, 3001, 2, ("row group 0, column 'b' claims 3,001 values for 3,000 rows",)),
+        (NUM_ROWS, -NUM_ROWS, 5, ("row group 1, column 'a' claims -3,000 values",)),
+        (NUM_ROWS, 3001, 4, ("row group 0, column 'a' claims 3,000 values for 3,001 rows",)),
+        (NUM_ROWS, -NUM_ROWS, 4, ("row group 0, column 'a' claims -3,000 rows",)),
     ],
 )
 def test_contradicting_counts_are_rejected(
@@ -136,15 +136,17 @@ def test_every_single_flipped_byte_of_a_footer_is_rejected_or_harmless(tmp_path:
         except ValueError as error:  # an InputError, and nothing else of its family
             assert type(error).__name__ == "InputError" and "\n" not in str(error)
             continue
-        assert source.record.num_rows == source.footer.num_group_rows.sum() == 2 * ROWS
+        assert source.record.num_rows == source.footer.num_group_rows.sum() == 2 * NUM_ROWS
 
 
 @pytest.mark.parametrize("rows", [0, 1])
 def test_a_footer_larger_than_the_first_read_is_read_whole(tmp_path: Path, rows: int) -> None:
     write(tmp_path / "some.parquet", **{f"dim_{index}": [0.5] for index in range(2000)})
-    wide = write(tmp_path / "wide.parquet", **{f"dim_{index}": pa.array([0.5] * rows, pa.float64()) for index in range(2000)})
+    wide_path = write(
+        tmp_path / "wide.parquet", **{f"dim_{index}": pa.array([0.5] * rows, pa.float64()) for index in range(2000)}
+    )
     sources = open_sources([str(tmp_path)], setting="s")
-    assert pq.read_metadata(wide).serialized_size > 64 * 1024
+    assert pq.read_metadata(wide_path).serialized_size > 64 * 1024
     assert [(len(source.schema), source.record.num_rows) for source in sources] == [(2000, 1), (2000, rows)]
 
 

@@ -32,17 +32,19 @@ except InputError as error:
 """
 
 
-def gate(paths: str | list[str], *columns: str, max_expansion_ratio: float = 1000) -> None:
-    found = open_sources([paths] if isinstance(paths, str) else paths, setting="s")
-    check_expansion(found, columns=columns, max_expansion_ratio=max_expansion_ratio, setting="interactions.max_expansion_ratio")
+def check_files(paths: str | list[str], *columns: str, max_expansion_ratio: float = 1000) -> None:
+    sources = open_sources([paths] if isinstance(paths, str) else paths, setting="s")
+    check_expansion(
+        sources, columns=columns, max_expansion_ratio=max_expansion_ratio, setting="interactions.max_expansion_ratio"
+    )
 
 
 def test_bombs_are_rejected_within_a_few_megabytes(tmp_path: Path) -> None:
     cases = {list_bomb(tmp_path / "lists.parquet"): ["item_id", "vector"], text_bomb(tmp_path / "text.parquet"): ["user_id"]}
     for path, columns in cases.items():
         assert Path(path).stat().st_size < 76 * 1024
-        done = subprocess.run([sys.executable, "-c", JUDGE, path, *columns], capture_output=True, text=True, check=True)
-        grown, _, message = done.stdout.partition(" MiB ")
+        process = subprocess.run([sys.executable, "-c", JUDGE, path, *columns], capture_output=True, text=True, check=True)
+        grown, _, message = process.stdout.partition(" MiB ")
         assert int(grown) < 64
         assert "is this a decompression bomb? s is 1000; raise it if the file is sound" in message
 
@@ -53,16 +55,16 @@ def test_a_decompression_bomb_is_rejected_with_its_sizes_unless_the_setting_allo
     with refusal(
         f"bomb.parquet: {size:,} bytes decode to 9,0", "in the columns ['vector']", "interactions.max_expansion_ratio is"
     ):
-        gate(path, "vector")
-    gate(path, "vector", max_expansion_ratio=1e9)
-    gate(path, "item_id")
+        check_files(path, "vector")
+    check_files(path, "vector", max_expansion_ratio=1e9)
+    check_files(path, "item_id")
 
 
 def test_a_dictionary_string_counts_as_often_as_it_is_used(tmp_path: Path) -> None:
     path = text_bomb(tmp_path / "bomb.parquet")
     with refusal("bomb.parquet: ", "is this a decompression bomb?"):
-        gate(path, "user_id")
-    gate(path, "user_id", max_expansion_ratio=1e9)
+        check_files(path, "user_id")
+    check_files(path, "user_id", max_expansion_ratio=1e9)
 
 
 def test_one_long_string_among_short_ones_is_accepted(tmp_path: Path) -> None:
@@ -70,14 +72,14 @@ def test_one_long_string_among_short_ones_is_accepted(tmp_path: Path) -> None:
         pa.array(np.arange(400_000) % 1000), pa.array([f"{n}" for n in range(999)] + ["x" * 10_000])
     )
     short = pa.DictionaryArray.from_arrays(pa.array(np.zeros(400_000, np.int32)), pa.array(["a", "x" * 10_000]))
-    gate(write(tmp_path / "a.parquet", id=ids, short=short), "id", "short")
+    check_files(write(tmp_path / "a.parquet", id=ids, short=short), "id", "short")
 
 
 def test_strings_in_lists_are_counted_too(tmp_path: Path) -> None:
     values = pa.DictionaryArray.from_arrays(pa.array(np.zeros(400_000, np.int32)), pa.array(["x" * 4096]))
     tags = pa.ListArray.from_arrays(pa.array(np.arange(0, 400_001, 4), pa.int32()), values)
     with refusal("a.parquet: ", "is this a decompression bomb?"):
-        gate(write(tmp_path / "a.parquet", tags=tags), "tags")
+        check_files(write(tmp_path / "a.parquet", tags=tags), "tags")
 
 
 def test_many_small_bombs_are_one_bomb(tmp_path: Path) -> None:
@@ -86,14 +88,14 @@ def test_many_small_bombs_are_one_bomb(tmp_path: Path) -> None:
     paths = [str(path)] + [str(tmp_path / f"part-{index}.parquet") for index in range(1, 6)]
     for other in paths[1:]:
         Path(other).write_bytes(path.read_bytes())
-    gate(paths[:4], "x")
+    check_files(paths[:4], "x")
     with refusal("part-0.parquet and 5 more: ", "is this a decompression bomb?"):
-        gate(paths, "x")
+        check_files(paths, "x")
 
 
 def test_small_data_that_compresses_well_is_accepted(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", x=pa.nulls(5_000_000, pa.int64()), t=["same"] * 5_000_000)
-    gate(path, "x", "t", max_expansion_ratio=1.1)
+    check_files(path, "x", "t", max_expansion_ratio=1.1)
 
 
 def log(path: Path, *, checksums: bool, compression: str = "snappy", dictionary: bool = True) -> bytes:
@@ -148,7 +150,7 @@ def test_with_checksums_a_flipped_byte_anywhere_is_found_or_changes_nothing(tmp_
     """The checksum does not cover the page header, where an unused byte may flip without effect."""
     path = tmp_path / "a.parquet"
     content = log(path, checksums=True, compression=compression)
-    whole = pq.read_table(path)
+    undamaged_table = pq.read_table(path)
     random = np.random.default_rng(2)
     num_found = 0
     for position in random.integers(4, len(content), 60):
@@ -158,7 +160,7 @@ def test_with_checksums_a_flipped_byte_anywhere_is_found_or_changes_nothing(tmp_
         if verdict(path) is None:
             (source,) = open_sources([str(path)], setting="s")
             with source.open() as file:
-                assert file.read().equals(whole)
+                assert file.read().equals(undamaged_table)
         else:
             num_found += 1
     assert num_found > 40

@@ -12,8 +12,8 @@ from tests.recsys_core.ingest.parquet_files import refusal, write
 
 def names(pattern: object, folder: Path, *, allowed_data_root: Path | None = None) -> list[str]:
     """Return the sorted paths that match the pattern, relative to the folder."""
-    found = open_sources([str(pattern)], setting="s", allowed_data_root=allowed_data_root)
-    return [str(Path(source.name).relative_to(folder)) for source in found]
+    sources = open_sources([str(pattern)], setting="s", allowed_data_root=allowed_data_root)
+    return [str(Path(source.name).relative_to(folder)) for source in sources]
 
 
 def test_a_folder_means_the_parquet_files_below_it(tmp_path: Path) -> None:

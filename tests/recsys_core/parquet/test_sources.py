@@ -15,9 +15,9 @@ from tests.recsys_core.ingest.parquet_files import refusal, write
 def test_files_come_sorted_and_each_once(tmp_path: Path) -> None:
     for name in ("b", "a", "c"):
         write(tmp_path / f"{name}.parquet", x=[1, 2])
-    found = open_sources([str(tmp_path / "b.parquet"), str(tmp_path / "*.parquet")], setting="s")
-    assert [source.path.name for source in found] == ["a.parquet", "b.parquet", "c.parquet"]
-    assert [source.record.num_rows for source in found] == [2, 2, 2]
+    sources = open_sources([str(tmp_path / "b.parquet"), str(tmp_path / "*.parquet")], setting="s")
+    assert [source.path.name for source in sources] == ["a.parquet", "b.parquet", "c.parquet"]
+    assert [source.record.num_rows for source in sources] == [2, 2, 2]
 
 
 def test_folders_that_match_a_glob_are_not_files(tmp_path: Path) -> None:
@@ -55,9 +55,9 @@ def test_a_file_that_is_not_parquet_is_rejected_with_its_size(tmp_path: Path, co
 
 def test_a_truncated_parquet_file_is_rejected(tmp_path: Path) -> None:
     path = Path(write(tmp_path / "a.parquet", x=list(range(1000))))
-    whole = path.read_bytes()
-    for length in (len(whole) - 1, len(whole) // 2, 12):
-        path.write_bytes(whole[:length])
+    content = path.read_bytes()
+    for length in (len(content) - 1, len(content) // 2, 12):
+        path.write_bytes(content[:length])
         with refusal(str(path), "not a readable parquet file"):
             open_sources([str(path)], setting="s")
 
@@ -99,23 +99,23 @@ def test_a_repeated_column_is_rejected(tmp_path: Path) -> None:
     ],
 )
 def test_ids_are_integers_or_strings_however_they_are_stored(tmp_path: Path, ids: pa.Array, kind: str) -> None:
-    found = open_sources([write(tmp_path / "a.parquet", id=ids)], setting="s")
-    assert id_type(found, "id", setting="t") == kind
+    sources = open_sources([write(tmp_path / "a.parquet", id=ids)], setting="s")
+    assert id_type(sources, "id", setting="t") == kind
 
 
 @pytest.mark.parametrize("ids", [pa.array([1.0]), pa.array([True]), pa.array([b"a"]), pa.array([[1]]), pa.nulls(1)])
 def test_ids_of_any_other_type_are_rejected(tmp_path: Path, ids: pa.Array) -> None:
-    found = open_sources([write(tmp_path / "a.parquet", id=ids)], setting="s")
+    sources = open_sources([write(tmp_path / "a.parquet", id=ids)], setting="s")
     with refusal("a.parquet: column 'id' is ", "ids are integers or strings"):
-        id_type(found, "id", setting="t")
+        id_type(sources, "id", setting="t")
 
 
 def test_ids_of_different_types_in_two_files_are_rejected_with_both_names(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", id=[1])
     write(tmp_path / "b.parquet", id=["1"])
-    found = open_sources([str(tmp_path / "*.parquet")], setting="s")
+    sources = open_sources([str(tmp_path / "*.parquet")], setting="s")
     with refusal("b.parquet: column 'id' is string, but int64 in ", "a.parquet; write one type in all files"):
-        id_type(found, "id", setting="t")
+        id_type(sources, "id", setting="t")
 
 
 def test_a_byte_copy_of_a_file_is_rejected_by_both_names_unless_its_partition_differs(tmp_path: Path) -> None:

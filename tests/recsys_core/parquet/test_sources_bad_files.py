@@ -17,12 +17,12 @@ from tests.recsys_core.ingest.forged_parquet import list_bomb, patch_footer
 from tests.recsys_core.ingest.parquet_files import refuses, write
 
 LAST_OUT: dict[str, Any] = {"kind": "leave_last_out"}
-ROWS = 300
+NUM_ROWS = 300
 GOOD: dict[str, Any] = {
-    "user_id": [1, 1, 1, 2] * (ROWS // 4),
-    "item_id": list(range(ROWS)),
-    "t": list(range(ROWS)),
-    "v": [[float(row + 1)] for row in range(ROWS)],
+    "user_id": [1, 1, 1, 2] * (NUM_ROWS // 4),
+    "item_id": list(range(NUM_ROWS)),
+    "t": list(range(NUM_ROWS)),
+    "v": [[float(row + 1)] for row in range(NUM_ROWS)],
 }
 Stage = Callable[..., Callable[[Path], object]]
 
@@ -54,10 +54,10 @@ def damaged(path: Path, cut: Callable[[bytes], bytes]) -> Path:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (lambda whole: b"", "not a readable parquet file (0 bytes): it is empty; write it again"),
-        (lambda whole: whole[: len(whole) // 2], "it begins as parquet, but its end is missing: truncated; copy"),
-        (lambda whole: whole[:-1], "its end is missing: truncated"),
-        (lambda whole: b"id,item\n1,2\n", "(12 bytes): it has no parquet footer; list only parquet files"),
+        (lambda content: b"", "not a readable parquet file (0 bytes): it is empty; write it again"),
+        (lambda content: content[: len(content) // 2], "it begins as parquet, but its end is missing: truncated; copy"),
+        (lambda content: content[:-1], "its end is missing: truncated"),
+        (lambda content: b"id,item\n1,2\n", "(12 bytes): it has no parquet footer; list only parquet files"),
     ],
 )
 def test_truncated_files_are_rejected(tmp_path: Path, stage: Stage, content: Callable[[bytes], bytes], message: str) -> None:
@@ -81,7 +81,7 @@ def test_tables_without_rows_are_rejected(tmp_path: Path, stage: Stage) -> None:
 def test_a_footer_with_a_wrong_row_count(tmp_path: Path, stage: Stage) -> None:
     path = str(tmp_path / "a.parquet")
     pq.write_table(pa.table(GOOD), path, compression="none", use_dictionary=False, write_statistics=False)
-    patch_footer(path, old=ROWS, new=ROWS - 1, nth=0)
+    patch_footer(path, old=NUM_ROWS, new=NUM_ROWS - 1, nth=0)
     refuses(
         stage(path),
         tmp_path,
@@ -97,14 +97,14 @@ def test_missing_repeated_or_mistyped_columns_are_rejected(tmp_path: Path, stage
     refuses(stage(path), tmp_path, f"{path}: no column 'item_id' ({stage.__name__}", "_column); did you mean 'itemid'?")
     pq.write_table(table.append_column("item_id", table["t"]), path)
     refuses(stage(path), tmp_path, f"{path}: 2 columns are named 'item_id'; rename all but one")
-    pq.write_table(table.set_column(1, "item_id", pa.array([0.5] * ROWS)), path)
+    pq.write_table(table.set_column(1, "item_id", pa.array([0.5] * NUM_ROWS)), path)
     refuses(stage(path), tmp_path, f"{path}: column 'item_id' is double, but ids are integers or strings; cast it")
 
 
 @BOTH
 def test_ids_of_mixed_type_are_rejected(tmp_path: Path, stage: Stage) -> None:
     write(tmp_path / "log" / "a.parquet", **GOOD)
-    write(tmp_path / "log" / "b.parquet", **(GOOD | {"item_id": [str(row) for row in range(ROWS)]}))
+    write(tmp_path / "log" / "b.parquet", **(GOOD | {"item_id": [str(row) for row in range(NUM_ROWS)]}))
     refuses(
         stage(tmp_path / "log"),
         tmp_path,
@@ -180,8 +180,8 @@ def test_flipped_bytes_give_an_error_or_a_complete_stage(
 
 
 def test_a_string_that_is_not_utf8_is_rejected(tmp_path: Path) -> None:
-    letters = pa.py_buffer(b"\xff\xfe" + b"ab" * (ROWS - 1))
-    broken = pa.StringArray.from_buffers(ROWS, pa.py_buffer(np.arange(0, 2 * ROWS + 2, 2, dtype=np.int32)), letters)
+    letters = pa.py_buffer(b"\xff\xfe" + b"ab" * (NUM_ROWS - 1))
+    broken = pa.StringArray.from_buffers(NUM_ROWS, pa.py_buffer(np.arange(0, 2 * NUM_ROWS + 2, 2, dtype=np.int32)), letters)
     for column, settings in (("item_id", {}), ("place", {"context_columns": ("place",)})):
         path = write(tmp_path / "a.parquet", **(GOOD | {column: broken}))
         message = f"{path}: column {column!r}: damaged, or not of the declared type ("
@@ -193,7 +193,7 @@ def test_a_string_that_is_not_utf8_is_rejected(tmp_path: Path) -> None:
 def test_a_wrong_checksum_inside_a_gzip_page_is_rejected(tmp_path: Path) -> None:
     """DuckDB ignores the gzip checksum, so without this check the error would be about a bad row."""
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table(GOOD | {"t": list(range(-1, ROWS - 1))}), path, compression="gzip", use_dictionary=False)
+    pq.write_table(pa.table(GOOD | {"t": list(range(-1, NUM_ROWS - 1))}), path, compression="gzip", use_dictionary=False)
     chunk = pq.read_metadata(path).row_group(0).column(2)
     content = bytearray(path.read_bytes())
     content[chunk.data_page_offset + chunk.total_compressed_size - 6] ^= 1  # gzip ends in a CRC-32 and a length

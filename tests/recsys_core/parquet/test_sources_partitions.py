@@ -14,18 +14,18 @@ from tests.recsys_core.ingest.parquet_files import refusal, write
 def test_hive_keys_are_columns_of_the_type_that_fits_all_files(tmp_path: Path) -> None:
     for dt, shop, code in (("2026-11-18", "01", "7"), ("2026-11-19", "2", "x")):
         write(tmp_path / f"dt={dt}" / f"shop={shop}" / f"code={code}" / "a.parquet", x=[1])
-    found = open_sources([str(tmp_path)], setting="s")
-    assert [require_column(found[0], key, setting="t") for key in ("dt", "shop", "code")] == [
+    sources = open_sources([str(tmp_path)], setting="s")
+    assert [require_column(sources[0], key, setting="t") for key in ("dt", "shop", "code")] == [
         pa.date32(),
         pa.int64(),
         pa.string(),
     ]
-    assert [[source.partition_value(key) for key in ("dt", "shop", "code")] for source in found] == [
+    assert [[source.partition_value(key) for key in ("dt", "shop", "code")] for source in sources] == [
         [date(2026, 11, 18), 1, "7"],
         [date(2026, 11, 19), 2, "x"],
     ]
-    assert found[0].columns == ("x", "dt", "shop", "code")
-    assert id_type(found, "shop", setting="t") == "int64"
+    assert sources[0].columns == ("x", "dt", "shop", "code")
+    assert id_type(sources, "shop", setting="t") == "int64"
 
 
 @pytest.mark.parametrize("value", ["9223372036854775808", "2026-02-31", "1.5", "", "٣"])
@@ -103,12 +103,12 @@ def test_columns_of_different_types_are_rejected_with_both_files_and_types(
 ) -> None:
     write(tmp_path / "a.parquet", y=[0], x=one)
     write(tmp_path / "b.parquet", y=[0], x=other)
-    found = open_sources([str(tmp_path)], setting="s")
-    require_same_types(found, "y", setting="t")
+    sources = open_sources([str(tmp_path)], setting="s")
+    require_same_types(sources, "y", setting="t")
     with refusal(
         "b.parquet: column 'x' is ", str(other.type)[:4], ", but ", str(one.type)[:4], "a.parquet; write one type in all files"
     ):
-        require_same_types(found, "x", setting="t")
+        require_same_types(sources, "x", setting="t")
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from tests.recsys_core.parquet.fake_s3 import KEY, Store, running
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Store]:
-    with running() as found:
-        yield found
+    with running() as running_server:
+        yield running_server
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
     return server
 
 
-def days(folder: Path, store: Store, *, rows: int = 10) -> None:
+def write_days(folder: Path, store: Store, *, rows: int = 10) -> None:
     """Write three days of a log to the disk and to the store."""
     for day in (17, 18, 19):
         part = f"log/dt=2026-11-{day}/part-0.parquet"
@@ -51,43 +51,47 @@ def days(folder: Path, store: Store, *, rows: int = 10) -> None:
         store.objects[part] = (folder / part).read_bytes()
     store.objects["log/_SUCCESS"] = b""
     store.objects["log/_temporary/half.parquet"] = b"PAR1"
-    for junk in ("log/_SUCCESS", "log/_temporary/half.parquet"):
-        (folder / junk).parent.mkdir(exist_ok=True)
-        (folder / junk).write_bytes(store.objects[junk])
+    for skipped_path in ("log/_SUCCESS", "log/_temporary/half.parquet"):
+        (folder / skipped_path).parent.mkdir(exist_ok=True)
+        (folder / skipped_path).write_bytes(store.objects[skipped_path])
 
 
 @pytest.mark.parametrize(
     "pattern", ["log", "log/", "log/dt=*/*.parquet", "log/**/*.parquet", "log/dt=2026-11-1[89]/part-?.parquet", "log/**"]
 )
 def test_a_store_and_a_disk_give_the_same_files_schemas_and_keys(tmp_path: Path, store: Store, pattern: str) -> None:
-    days(tmp_path, store)
-    here = open_sources([str(tmp_path / pattern)], setting="s")
-    there = open_sources([store.uri(pattern)], setting="s")
-    assert [source.name for source in there] == ["s3://bucket/" + str(source.path.relative_to(tmp_path)) for source in here]
-    assert [source.partition_values["dt"] for source in there] == ["2026-11-17", "2026-11-18", "2026-11-19"][3 - len(there) :]
-    for one, other in zip(here, there, strict=True):
-        assert (one.schema, one.partition_values, one.partition_types) == (
-            other.schema,
-            other.partition_values,
-            other.partition_types,
+    write_days(tmp_path, store)
+    local_sources = open_sources([str(tmp_path / pattern)], setting="s")
+    remote_sources = open_sources([store.uri(pattern)], setting="s")
+    assert [source.name for source in remote_sources] == [
+        "s3://bucket/" + str(source.path.relative_to(tmp_path)) for source in local_sources
+    ]
+    assert [source.partition_values["dt"] for source in remote_sources] == ["2026-11-17", "2026-11-18", "2026-11-19"][
+        3 - len(remote_sources) :
+    ]
+    for local, remote in zip(local_sources, remote_sources, strict=True):
+        assert (local.schema, local.partition_values, local.partition_types) == (
+            remote.schema,
+            remote.partition_values,
+            remote.partition_types,
         )
-        assert one.record.footer_sha256 == other.record.footer_sha256
-        assert (one.record.size_bytes, one.record.num_rows) == (other.record.size_bytes, other.record.num_rows)
-        with one.open() as mine, other.open() as theirs:
-            assert mine.read() == theirs.read()
-    assert there[0].record.path == there[0].name
-    assert there[0].record.modified_ns > 0
+        assert local.record.footer_sha256 == remote.record.footer_sha256
+        assert (local.record.size_bytes, local.record.num_rows) == (remote.record.size_bytes, remote.record.num_rows)
+        with local.open() as local_file, remote.open() as remote_file:
+            assert local_file.read() == remote_file.read()
+    assert remote_sources[0].record.path == remote_sources[0].name
+    assert remote_sources[0].record.modified_ns > 0
 
 
 def test_remote_files_are_copied_with_the_requested_columns_and_deleted_afterwards(tmp_path: Path, store: Store) -> None:
-    days(tmp_path, store)
+    write_days(tmp_path, store)
     sources = open_sources([str(tmp_path / "log"), store.uri("log")], setting="s")
     assert [source.is_local for source in sources] == [True] * 3 + [False] * 3
     with local_files(sources, columns=["vector", "user_id", "dt"], scratch_folder=tmp_path / "scratch") as files:
         assert files[:3] == [source.path for source in sources[:3]]
         for source, file in zip(sources[3:], files[3:], strict=True):
-            with source.open() as whole:
-                assert pq.read_table(file) == whole.read(columns=["vector", "user_id"]).select(["vector", "user_id"])
+            with source.open() as source_file:
+                assert pq.read_table(file) == source_file.read(columns=["vector", "user_id"]).select(["vector", "user_id"])
         copies = files[3:]
     assert not any(file.exists() for file in copies)
     assert list((tmp_path / "scratch").iterdir()) == []
@@ -95,7 +99,7 @@ def test_remote_files_are_copied_with_the_requested_columns_and_deleted_afterwar
 
 
 def test_a_copy_with_hive_keys_only_has_all_rows(tmp_path: Path, store: Store) -> None:
-    days(tmp_path, store)
+    write_days(tmp_path, store)
     sources = open_sources([store.uri("log")], setting="s")
     with local_files(sources, columns=["dt"], scratch_folder=tmp_path / "scratch") as files:
         assert [pq.read_metadata(file).num_rows for file in files] == [10, 10, 10]
@@ -103,8 +107,8 @@ def test_a_copy_with_hive_keys_only_has_all_rows(tmp_path: Path, store: Store) -
 
 def test_only_the_columns_asked_for_are_fetched(tmp_path: Path, store: Store) -> None:
     random = np.random.default_rng(0)
-    big = write(tmp_path / "b.parquet", row_group=20_000, ballast=random.random(200_000), id=np.arange(200_000) % 7)
-    store.objects["b.parquet"] = Path(big).read_bytes()
+    large_path = write(tmp_path / "b.parquet", row_group=20_000, ballast=random.random(200_000), id=np.arange(200_000) % 7)
+    store.objects["b.parquet"] = Path(large_path).read_bytes()
     sources = open_sources([store.uri("b.parquet")], setting="s")
     store.reads.clear()
     with local_files(sources, columns=["id"], scratch_folder=tmp_path) as files:
@@ -115,47 +119,47 @@ def test_only_the_columns_asked_for_are_fetched(tmp_path: Path, store: Store) ->
 def test_a_copy_starts_again_after_the_connection_is_lost(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    days(tmp_path, store, rows=50)
+    write_days(tmp_path, store, rows=50)
     (source,) = open_sources([store.uri("log/dt=2026-11-19/part-0.parquet")], setting="s")
     expected = source.open().read(columns=["user_id", "item_id"])
-    opened: list[list[int]] = []
+    read_row_groups: list[list[int]] = []
 
-    class Breaking(pq.ParquetFile):
+    class UnreliableFile(pq.ParquetFile):
         """Lose the connection in the third and in the fifth reading of a row group, after its first batch."""
 
         def iter_batches(self, *args: Any, **kwargs: Any) -> Iterator[pa.RecordBatch]:
-            opened.append(kwargs["row_groups"])
+            read_row_groups.append(kwargs["row_groups"])
             batches = super().iter_batches(3, **kwargs)
             yield next(batches)
-            if len(opened) in (3, 5):
+            if len(read_row_groups) in (3, 5):
                 raise OSError("AWS Error NETWORK_CONNECTION during GetObject operation: curlCode: 52")
             yield from batches
 
-    monkeypatch.setattr("recsys_core.parquet.local_copies.pq.ParquetFile", Breaking)
+    monkeypatch.setattr("recsys_core.parquet.local_copies.pq.ParquetFile", UnreliableFile)
     with local_files([source], columns=["user_id", "item_id"], scratch_folder=tmp_path) as (file,):
         assert pq.read_table(file) == expected
-    assert opened[:6] == [[0], [1], [2], [0], [1], [0]]
+    assert read_row_groups[:6] == [[0], [1], [2], [0], [1], [0]]
 
 
 def test_a_lost_store_is_reported_and_leaves_no_copy(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    days(tmp_path, store)
+    write_days(tmp_path, store)
     (source,) = open_sources([store.uri("log/dt=2026-11-19/part-0.parquet")], setting="s")
 
-    def broken(*_: Any, **__: Any) -> Iterator[pa.RecordBatch]:
+    def lose_connection(*_: Any, **__: Any) -> Iterator[pa.RecordBatch]:
         raise OSError("AWS Error NETWORK_CONNECTION during GetObject operation: curlCode: 52")
 
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", broken)
-    copying = local_files([source], columns=["user_id"], scratch_folder=tmp_path / "scratch")
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lose_connection)
+    copies_of_files = local_files([source], columns=["user_id"], scratch_folder=tmp_path / "scratch")
     with (
         refusal("s3://bucket/log/dt=2026-11-19/part-0.parquet: the store stopped answering: ", "curlCode: 52"),
-        copying,
+        copies_of_files,
     ):
         raise AssertionError
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
 def test_a_lost_connection_is_tried_again(tmp_path: Path, store: Store) -> None:
-    days(tmp_path, store)
+    write_days(tmp_path, store)
     store.drops = 2
     assert len(open_sources([store.uri("log")], setting="s")) == 3
     assert store.drops == 0
@@ -170,23 +174,23 @@ def test_a_damaged_page_in_a_store_is_found_while_it_is_copied(tmp_path: Path, s
     content[content.find(ids[500].tobytes())] ^= 1
     store.objects["a.parquet"] = bytes(content)
     sources = open_sources([store.uri("a.parquet")], setting="s")
-    copying = local_files(sources, columns=["id"], scratch_folder=tmp_path)
-    with refusal("s3://bucket/a.parquet: damaged, or not readable: "), copying:
+    copies_of_files = local_files(sources, columns=["id"], scratch_folder=tmp_path)
+    with refusal("s3://bucket/a.parquet: damaged, or not readable: "), copies_of_files:
         raise AssertionError
 
 
 def test_a_full_disk_is_reported_before_any_file_is_copied(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    days(tmp_path, store)
+    write_days(tmp_path, store)
     sources = open_sources([store.uri("log")], setting="s")
     monkeypatch.setattr("recsys_core.disk.shutil.disk_usage", lambda _: SimpleNamespace(free=7))
-    copying = local_files(sources, columns=["user_id"], scratch_folder=tmp_path)
+    copies_of_files = local_files(sources, columns=["user_id"], scratch_folder=tmp_path)
     with (
         refusal(
             "the copy of s3://bucket/log/dt=", "part-0.parquet takes at least ", "the disk has 0.000 GiB free; free some space"
         ),
-        copying,
+        copies_of_files,
     ):
         raise AssertionError
 
@@ -212,7 +216,7 @@ def test_rejected_credentials_are_reported(store: Store, monkeypatch: pytest.Mon
 
 
 def test_the_options_of_a_store_do_not_get_into_a_record(tmp_path: Path, store: Store) -> None:
-    days(tmp_path, store)
+    write_days(tmp_path, store)
     for source in open_sources([store.uri("log")], setting="s"):
         assert "endpoint" not in repr(source.record) + source.name
 
@@ -226,7 +230,7 @@ def test_names_in_a_store_may_hold_any_character(tmp_path: Path, store: Store) -
 
 
 def test_an_object_that_is_replaced_after_the_check_is_rejected(tmp_path: Path, store: Store) -> None:
-    days(tmp_path, store)
+    write_days(tmp_path, store)
     source = open_sources([store.uri("log")], setting="s")[0]
     store.objects["log/dt=2026-11-17/part-0.parquet"] += b"x"
     with refusal("s3://bucket/log/dt=2026-11-17/part-0.parquet: changed while it was being read; run again"):

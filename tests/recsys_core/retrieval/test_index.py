@@ -9,13 +9,13 @@ from matplotlib.figure import Figure
 from recsys_core import plots
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import ExportManifest, IndexManifest
-from recsys_core.retrieval.auto import Auto
+from recsys_core.retrieval.auto import MAX_SMALL_ITEMS, Auto
 from recsys_core.retrieval.compressed import IvfPq, IvfSq8, OpqPq, PqFastScan
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_index, build_indexes, num_gpus, served_recall_by_user
 from recsys_core.retrieval.ivf import IvfFlat
 from recsys_core.retrieval.kinds import AnyIndexKind, Hnsw
-from recsys_core.retrieval.plot import plot_indexes
+from recsys_core.retrieval.plot import index_table, plot_indexes
 from recsys_core.retrieval.search import load_index, search, search_exhaustively
 from tests.recsys_core.evaluation.stage_folders import export_stage
 
@@ -90,7 +90,7 @@ def test_the_search_is_the_fastest_that_reaches_the_target_and_its_recall_is_mea
     for query_vectors, recall in ((validation, tuned.recall), (test, report.recall)):
         exact_row = np.argsort(-query_vectors @ item_vector_ID.T, axis=1)[:, :20]
         _, row = search(index, query_vectors, kind=fastest, depth=20)
-        overlap = np.mean([len({*found} & {*exact}) / 20 for found, exact in zip(row, exact_row, strict=True)])
+        overlap = np.mean([len({*rows} & {*exact}) / 20 for rows, exact in zip(row, exact_row, strict=True)])
         assert recall == pytest.approx(overlap, abs=2e-3)
 
 
@@ -153,10 +153,11 @@ def test_building_again_gives_the_same_files(built, export: ExportManifest, tmp_
 def test_the_plot_has_a_labelled_point_per_index(built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved: list[Figure] = []
     monkeypatch.setattr(plots, "save_png", lambda figure, path: saved.append(figure) or path)
-    plot_indexes(built.reports, served_kind=built.served_index, path=tmp_path / "index.png")
+    plot_indexes(built, tmp_path / "index.png")
     labels = [text.get_text() for text in saved[0].axes[0].get_legend().get_texts()]
-    assert [label.split(",")[0] for label in labels] == list(built.reports)
+    assert [label.split(",")[0] for label in labels] == [*built.reports, "recall target"]
     assert [label.startswith("hnsw") for label in labels] == ["(served)" in label for label in labels]
+    assert saved[0].axes[0].lines[-1].get_ydata()[0] == CONFIG.recall_target
 
 
 def test_only_flat_the_served_and_the_compared_kinds_are_built(tmp_path: Path, export: ExportManifest) -> None:
@@ -207,6 +208,7 @@ def test_auto_serves_the_fastest_kind_that_reaches_the_target_and_removes_the_ot
     assert manifest.served_index in {"flat", "hnsw"}  # ivf_pq does not reach .9
     assert manifest.choice is not None
     assert manifest.choice.startswith(f"{manifest.served_index} has the least latency")
+    assert manifest.choice.endswith(" of the 2 kinds that reach a recall of 0.9 on validation queries")
     assert {*manifest.files} == {"flat.faiss", "ivf_pq.faiss", f"{manifest.served_index}.faiss", "served_recall.parquet"}
     assert manifest.warning is None
 
@@ -225,11 +227,77 @@ def test_a_target_above_what_the_memory_allows_serves_the_best_index_with_a_warn
     assert report.size_bytes <= 200_000 < manifest.reports["flat"].size_bytes
     assert manifest.warning is not None
     assert manifest.warning.startswith(
-        "no kind reaches a recall of 0.99 within max_bytes (0.2 MiB); opq_pq has the highest, 0."
+        "no kind reaches a recall of 0.99 within max_bytes (0.2 MiB; too large: flat, hnsw); opq_pq has the highest, 0."
     )
     with pytest.raises(InputError, match=r"max_bytes is 9, but the smallest index of 3,000 items of width 32 takes .* bytes"):
         build_indexes(IndexConfig(served=Auto(max_bytes=9)), export=export, folder=tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+LARGE = MAX_SMALL_ITEMS + 1_000
+CHEAP_HNSW, CHEAP_OPQ = Hnsw(hnsw_m=8, ef_construction=20), OpqPq(nlist=64, pq_m=4, pq_nbits=4)
+
+
+@pytest.fixture(scope="module")
+def large_export(tmp_path_factory: pytest.TempPathFactory) -> ExportManifest:
+    """A catalogue for which auto tries all kinds, with clusters that IVF finds."""
+    rng = np.random.default_rng(0)
+    centre = rng.normal(size=(200, 8))
+    vectors = centre[rng.integers(200, size=LARGE)] + 0.4 * rng.normal(size=(LARGE, 8))
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    queries = vectors[rng.integers(LARGE, size=(2, 60))] + 0.1 * rng.normal(size=(2, 60, 8))
+    by_split = {split: (range(60), query) for split, query in zip(("test", "validation"), queries, strict=True)}
+    return export_stage(tmp_path_factory.mktemp("large") / "export", item_vectors=vectors, queries=by_split)
+
+
+def test_auto_tries_all_kinds_for_a_large_catalogue_and_another_kind_if_the_best_one_is_too_large(
+    large_export: ExportManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OpqPq, "OPQ_ITERATIONS", 1)
+    config = IndexConfig(served=Auto(), compared=(CHEAP_HNSW,), recall_target=0.9, recall_k=20)
+    free = build_indexes(config, export=large_export, folder=tmp_path / "free")
+    tried = [(kind, point) for kind, report in free.reports.items() for point in report.tried]
+    assert {*free.reports} == {"flat", "hnsw", "ivf_flat", "ivf_sq8", "pq_fastscan"}
+    assert {kind for kind, _ in tried} == {*free.reports} - {"flat"}
+    assert free.choice is not None and free.warning is None
+    assert free.choice.startswith(f"{free.served_index} has the least latency")
+    chosen = {"nlist": None} | free.reports[free.served_index].parameters
+    best = [point for kind, point in tried if kind == free.served_index and point.parameters.items() <= chosen.items()]
+    assert best[0].recall >= 0.9
+    assert best[0].ms_per_query == min(point.ms_per_query for _, point in tried if point.recall >= 0.9)
+    plot_indexes(free, tmp_path / "indexes.png")
+    table = index_table(free.reports, served_kind=free.served_index, notes=free.notes)
+    assert free.choice in table and table.count("| pq_fastscan |") > 4
+
+    max_bytes = free.reports[free.served_index].size_bytes - 1
+    small = config.model_copy(update={"served": Auto(max_bytes=max_bytes), "compared": (CHEAP_HNSW, CHEAP_OPQ)})
+    limited = build_indexes(small, export=large_export, folder=tmp_path / "limited")
+    assert limited.choice is not None and free.served_index in limited.choice.partition("too large: ")[2].partition(")")[0]
+    assert limited.served_index != free.served_index
+    assert limited.reports[limited.served_index].size_bytes <= max_bytes
+    assert (tmp_path / "limited" / f"{limited.served_index}.faiss").is_file()
+
+
+def test_auto_serves_the_best_kind_of_a_large_catalogue_if_no_kind_within_the_memory_reaches_the_target(
+    large_export: ExportManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OpqPq, "OPQ_ITERATIONS", 1)
+    max_bytes = LARGE * 30  # less than whole vectors, which have 32 bytes
+    config = IndexConfig(served=Auto(max_bytes=max_bytes), compared=(CHEAP_OPQ,), recall_target=1.0, recall_k=20)
+    manifest = build_indexes(config, export=large_export, folder=tmp_path / "index")
+    best_recalls = {
+        kind: max(point.recall for point in report.tried) for kind, report in manifest.reports.items() if report.tried
+    }
+    assert (manifest.served_index, {*best_recalls}) == ("ivf_sq8", {"ivf_sq8", "opq_pq"})
+    assert best_recalls["opq_pq"] < best_recalls["ivf_sq8"] < 1
+    assert (
+        manifest.warning
+        == manifest.choice
+        == (
+            "no kind reaches a recall of 1 within max_bytes (1.5 MiB; too large: flat, hnsw, ivf_flat, pq_fastscan); "
+            f"ivf_sq8 has the highest, {best_recalls['ivf_sq8']:.4f}"
+        )
+    )
 
 
 @pytest.mark.parametrize("name", ["item_vectors.npy", "query_vectors_test.npy"])
@@ -242,6 +310,27 @@ def test_a_vector_that_is_not_finite_stops_the_stage(name: str, tmp_path: Path) 
     with pytest.raises(StageError, match=rf"{name}: the vector in row 17 is not finite: training diverged"):
         build_indexes(IndexConfig(), export=export, folder=tmp_path / "index")
     assert {path.name for path in tmp_path.iterdir()} == {"export"}
+
+
+@pytest.mark.parametrize("value", [70_000.0, -65_505.0])
+def test_a_value_above_half_precision_stops_an_index_that_rescores_and_no_other(value: float, tmp_path: Path) -> None:
+    vectors = np.random.default_rng(0).normal(size=(400, 8))
+    vectors[17, 3] = value
+    vectors[18, 0] = 65_504.0
+    export = export_stage(tmp_path / "export", item_vectors=vectors, queries={"test": (range(20), vectors[:20])})
+    for kind in (PqFastScan(), IvfSq8(rescore=4)):
+        problem = rf"row 17 has the value {value:,.0f} in column 3, but the kind {kind.kind} with rescore .* up to 65,504; set"
+        with pytest.raises(InputError, match=problem):
+            build_indexes(IndexConfig(served=kind), export=export, folder=tmp_path / "index")
+    assert {path.name for path in tmp_path.iterdir()} == {"export"}
+    for served in (IvfSq8(), IvfPq(pq_m=4), PqFastScan(rescore=0)):
+        manifest = build_indexes(IndexConfig(served=served, recall_k=5), export=export, folder=tmp_path / served.kind)
+        score, _ = search_exhaustively(_load(manifest, served), vectors[:20], kind=served.fitted(400, 8), depth=5)
+        assert np.isfinite(score).all()
+    vectors[17, 3] = 65_504.0
+    rescored = IvfSq8(nlist=2, nprobe=2, rescore=4)
+    score, _ = search(build_index(rescored, vectors.astype(np.float32)), vectors[:20], kind=rescored, depth=5)
+    assert np.isfinite(score).all()
 
 
 def test_a_gpu_builds_the_kinds_that_faiss_has_for_it_and_the_index_keeps_its_row_numbers(
@@ -279,5 +368,9 @@ def test_an_index_that_a_gpu_built_has_the_recall_of_one_built_without(export: E
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("recsys_core.retrieval.index.num_gpus", lambda gpus=gpus: gpus)
                 _, row = search(build_index(fitted, vectors), query, kind=fitted, depth=10)
-            recalls.append(np.mean([len({*a} & {*b}) / 10 for a, b in zip(row, exact_row, strict=True)]))
+            recalls.append(
+                np.mean(
+                    [len({*found_rows} & {*exact_rows}) / 10 for found_rows, exact_rows in zip(row, exact_row, strict=True)]
+                )
+            )
         assert recalls[0] == pytest.approx(recalls[1], abs=0.1)

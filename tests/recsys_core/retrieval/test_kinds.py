@@ -68,7 +68,7 @@ def test_the_widest_search_has_a_high_recall_and_a_search_beyond_the_catalogue_f
     *_, (*_, widest) = kind.fitted(NUM_ITEMS, DIM).search_ladders(20)
     _, row = search(index, query, kind=widest, depth=20)
     exact_row = np.argsort(-query @ vectors.T, axis=1)[:, :20]
-    recall = np.mean([len({*a} & {*b}) / 20 for a, b in zip(row, exact_row, strict=True)])
+    recall = np.mean([len({*found_rows} & {*exact_rows}) / 20 for found_rows, exact_rows in zip(row, exact_row, strict=True)])
     assert recall > (0.4 if getattr(kind, "rescore", None) == 0 and "pq" in kind.kind else 0.95)
     _, row = search(index, query, kind=widest, depth=NUM_ITEMS + 7)
     assert (row[:, NUM_ITEMS:] == -1).all()
@@ -104,7 +104,9 @@ def test_rescoring_raises_the_recall_and_its_scores_are_those_of_the_vectors(
         fitted = kind.model_copy(update={"rescore": rescore, "nprobe": 1_000}).fitted(NUM_ITEMS, DIM)
         index = build_index(fitted, vectors)
         score, row = search(index, query, kind=fitted, depth=20)
-        recalls.append(np.mean([len({*a} & {*b}) / 20 for a, b in zip(row, exact_row, strict=True)]))
+        recalls.append(
+            np.mean([len({*found_rows} & {*exact_rows}) / 20 for found_rows, exact_rows in zip(row, exact_row, strict=True)])
+        )
     assert recalls[0] < recalls[1] > 0.9
     np.testing.assert_allclose(score, (query[:, None] * vectors[row]).sum(axis=2), atol=1e-3)
     faiss.write_index(index, str(tmp_path / "index"))

@@ -20,7 +20,9 @@ def test_the_recall_of_each_query_is_its_overlap_with_the_exact_results(
     exact_row = np.argsort(-queries @ items.T, axis=1)[:, :10]
     row = np.array([random.choice(np.arange(-1, 30), size=12, replace=False) for _ in queries])
     recall = recall_per_query(row, exact_row_BK=exact_row, query_BD=queries, item_vector_ID=items)
-    assert recall.tolist() == [len({*a} & {*b}) / 10 for a, b in zip(row, exact_row, strict=True)]
+    assert recall.tolist() == [
+        len({*found_rows} & {*exact_rows}) / 10 for found_rows, exact_rows in zip(row, exact_row, strict=True)
+    ]
 
 
 @dataclass

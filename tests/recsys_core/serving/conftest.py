@@ -12,7 +12,7 @@ from torch import nn
 from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
-from recsys_core.manifests import Dataset, PackageManifest
+from recsys_core.manifests import Dataset, IngestedFeature, PackageManifest
 from recsys_core.models.config import PackageConfig, TowerConfig, TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.towers import CandidateTower, QueryTower
@@ -156,6 +156,15 @@ class World:
         return [ITEM_IDS[row] for row in order if row not in seen][:k]
 
 
+def _vocabularies(facts_by_feature: Mapping[str, IngestedFeature]) -> dict[str, pa.Table]:
+    """Return the vocabularies: the value of row n of a feature is "<key> n"."""
+    return {
+        f"{key}.vocabulary.parquet": pa.table({"value": [None, *(f"{key} {row}" for row in range(1, facts.num_rows))]})
+        for key, facts in facts_by_feature.items()
+        if facts.kind != "numeric"
+    }
+
+
 Build = Callable[..., tuple[World, PackageManifest]]
 
 
@@ -202,7 +211,12 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
             ),
             dataset=Dataset(
                 interactions,
-                features=features_stage(folder / "features", world.features, facts=world.facts, item_files=item_files)
+                features=features_stage(
+                    folder / "features",
+                    world.features,
+                    facts=world.facts,
+                    tables=_vocabularies(world.facts) | dict(item_files or {}),
+                )
                 if features or item_files
                 else None,
             ),

@@ -301,6 +301,20 @@ def test_a_filter_is_applied_inside_the_search(
                 assert answers[user].item_ids == world.best(query, seen=world.log[user], k=k, allowed=allowed)
 
 
+def test_a_remembered_filter_does_not_keep_the_exclusions_of_a_request(
+    filtered: tuple[World, Retriever], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recsys_core.serving.retriever.MAX_LISTED_EXCLUDES", 2)
+    _, retriever = filtered
+    item_filter = {"stock": [5]}
+    (first,) = retriever.recommend([1], k=ITEMS, filter=item_filter)
+    (fewer,) = retriever.recommend([1], k=ITEMS, filter=item_filter, exclude=first.item_ids[:5])
+    assert fewer.item_ids == first.item_ids[5:]
+    assert retriever.recommend([1], k=ITEMS, filter=item_filter)[0] == first
+    (times,) = retriever.recommend([1], k=ITEMS, filter={"since": {"lt": TIMES[9]}})
+    assert {*times.item_ids} == {*ITEM_IDS[:9]}
+
+
 @pytest.mark.parametrize(
     ("item_filter", "message"),
     [

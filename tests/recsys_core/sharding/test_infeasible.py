@@ -27,11 +27,11 @@ def cluster(**changes) -> ClusterConfig:
 
 def test_too_few_gpus_are_reported_with_the_table_the_bytes_and_numbers_that_fit():
     message = message_of(ShardingConfig(cluster=cluster()))
-    found = re.search(
+    match = re.search(
         r"table user needs ([\d,]+) bytes of HBM on one rank \(row_wise\), but ([\d,]+) are usable: ([\d,]+) by", message
     )
-    assert found, message
-    need, usable, short = (int(number.replace(",", "")) for number in found.groups())
+    assert match, message
+    need, usable, short = (int(number.replace(",", "")) for number in match.groups())
     assert need > 5 * 10**8 * 128 * 4 and usable == int(80 * 2**30 * 0.85) and short == need - usable
     ddr_gb = re.search(r"sharding.cluster.ddr_gb: (\d+)", message)
     gpus = re.search(r"sharding.cluster.processes_per_node: (\d+)", message)
@@ -53,8 +53,8 @@ def test_more_hosts_are_suggested_if_one_does_not_have_enough_gpus():
 
 def test_a_constraint_that_prevents_a_plan_is_named():
     roomy = cluster(num_nodes=2, processes_per_node=8, ddr_gb=2000)
-    whole = TableConstraint(sharding_types=("table_wise",), compute_kernels=("fused",))
-    message = message_of(ShardingConfig(cluster=roomy, tables={"user": whole}))
+    table_wise = TableConstraint(sharding_types=("table_wise",), compute_kernels=("fused",))
+    message = message_of(ShardingConfig(cluster=roomy, tables={"user": table_wise}))
     assert "table user needs" in message and "bytes short per rank" in message
     assert "sharding.tables.user.sharding_types removed" in message
     resident = TableConstraint(compute_kernels=("fused",))

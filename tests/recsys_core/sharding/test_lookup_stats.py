@@ -15,24 +15,24 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.lookup_stats import measure_lookups
 from tests.recsys_core.ingest.random_features import facts, feature_store
 
-USERS, ITEMS, EVENTS, BATCH, NEGATIVES = 300, 2000, 9000, 128, 64
+NUM_USERS, NUM_ITEMS, NUM_EVENTS, BATCH, NEGATIVES = 300, 2000, 9000, 128, 64
 
 
 def skewed_store(*, ordered: bool) -> EventStore:
     """Return a store with very different numbers of events per user and a power law of item popularity."""
     rng = np.random.default_rng(1)
-    lengths = 1 + rng.multinomial(EVENTS - USERS, rng.dirichlet(np.full(USERS, 0.7)))
-    weight = 1 / np.arange(1, ITEMS + 1)
-    item = rng.choice(ITEMS, EVENTS, p=weight / weight.sum()).astype(np.int32)
+    lengths = 1 + rng.multinomial(NUM_EVENTS - NUM_USERS, rng.dirichlet(np.full(NUM_USERS, 0.7)))
+    weight = 1 / np.arange(1, NUM_ITEMS + 1)
+    item = rng.choice(NUM_ITEMS, NUM_EVENTS, p=weight / weight.sum()).astype(np.int32)
     offset = np.concatenate([[0], lengths.cumsum()])
     arrays = EventArrays(
         user_offset=offset,
         train_end=offset[1:],
         validation_end=offset[1:],
         event_item=item,
-        train_user=np.repeat(np.arange(USERS, dtype=np.int32), lengths),
-        item_count=np.bincount(item, minlength=ITEMS),
-        vector_row=np.full(ITEMS, -1),
+        train_user=np.repeat(np.arange(NUM_USERS, dtype=np.int32), lengths),
+        item_count=np.bincount(item, minlength=NUM_ITEMS),
+        vector_row=np.full(NUM_ITEMS, -1),
     )
     return EventStore(arrays, is_ordered=ordered)
 
@@ -41,9 +41,9 @@ def skewed_store(*, ordered: bool) -> EventStore:
 @pytest.mark.parametrize(("length", "alpha"), [(0, 0.0), (5, 0.75), (50, 0.0)])
 def test_expected_lookups_match_those_of_real_batches(ordered: bool, length: int, alpha: float) -> None:
     store = skewed_store(ordered=ordered)
-    features = feature_store(users=USERS, items=ITEMS, events=EVENTS)
+    features = feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS)
     config = TwoTowerConfig(learn_user_embedding=True, history=MeanHistory(length=length, last_item_feature=length > 0))
-    spec = ModelSpec.sized(config, num_users=USERS, num_items=ITEMS, facts_by_feature=facts())
+    spec = ModelSpec.sized(config, num_users=NUM_USERS, num_items=NUM_ITEMS, facts_by_feature=facts())
     loss = LossConfig(num_negatives=NEGATIVES, negative_sampling_alpha=alpha)
     lookup_stats = measure_lookups(spec, batch_size=BATCH, loss=loss, store=store, features=features)
     loader = TrainLoader(
@@ -68,10 +68,10 @@ def test_expected_lookups_match_those_of_real_batches(ordered: bool, length: int
 
 def test_the_hot_row_curve_is_the_share_of_the_events() -> None:
     store = skewed_store(ordered=True)
-    spec = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True), num_users=USERS, num_items=ITEMS)
+    spec = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True), num_users=NUM_USERS, num_items=NUM_ITEMS)
     shares = measure_lookups(spec, batch_size=BATCH, loss=LossConfig(), store=store).hot_row_curve
     assert set(shares) == {"item", "user"}
     assert shares["item"][-1] == shares["user"][-1] == 1.0
     assert shares["item"][9] > 0.1, "the most frequent tenth of the items gets more than a tenth of the lookups"
     by_events = np.sort(store.train_count_U)[::-1]
-    assert shares["user"][9] == pytest.approx(by_events[: USERS // 10].sum() / EVENTS, abs=1e-6)
+    assert shares["user"][9] == pytest.approx(by_events[: NUM_USERS // 10].sum() / NUM_EVENTS, abs=1e-6)

@@ -24,7 +24,9 @@ KINDS = ("table_wise", "row_wise", "column_wise", "table_row_wise", "table_colum
 def config(*kinds: str, **cluster) -> ShardingConfig:
     """Return a constraint to `kinds` for every table; row_wise for item tables that do not support them."""
     possible = {
-        name: kinds if not table.is_unpooled else tuple(k for k in kinds if k in UNPOOLED_SHARDING_TYPES) or ("row_wise",)
+        name: kinds
+        if not table.is_unpooled
+        else tuple(kind for kind in kinds if kind in UNPOOLED_SHARDING_TYPES) or ("row_wise",)
         for name, table in SPEC.tables.items()
     }
     tables = {name: TableConstraint(sharding_types=of_table) for name, of_table in possible.items()} if kinds else {}
@@ -62,7 +64,7 @@ def test_twenty_billion_rows_are_planned_with_64_bit_row_numbers():
     shards = plan.tables["user"].shards
     assert sum(shard.size[0] for shard in shards) == 19 * 10**9
     assert max(shard.offset[0] for shard in shards) > 2**34
-    assert all(later.offset[0] == one.offset[0] + one.size[0] for one, later in pairwise(shards))
+    assert all(next_shard.offset[0] == shard.offset[0] + shard.size[0] for shard, next_shard in pairwise(shards))
     assert max(rank.hbm_bytes for rank in plan.ranks) < 80 * 2**30
     restored = PlanFile.model_validate_json(plan.model_dump_json())
     assert restored == plan
@@ -95,7 +97,7 @@ def test_a_plan_for_another_optimizer_or_one_changed_by_hand_is_rejected():
     plan.check_matches(spec=spec, world_size=2)
     with pytest.raises(InputError, match="table item was planned with optimizer sgd, but it has adagrad"):
         plan.check_matches(spec=with_optimizer(SPEC, TableOptimizer(kind="adagrad")), world_size=2)
-    own = ModelSpec.sized(
+    pooled_spec = ModelSpec.sized(
         SPEC.config,
         num_users=1000,
         num_items=500,
@@ -103,15 +105,15 @@ def test_a_plan_for_another_optimizer_or_one_changed_by_hand_is_rejected():
         optimizer=TableOptimizer(kind="sgd"),
     )
     with pytest.raises(InputError, match="table user was planned with optimizer sgd, but it has adagrad"):
-        plan.check_matches(spec=own, world_size=2)
+        plan.check_matches(spec=pooled_spec, world_size=2)
     item = plan.tables["item"].model_copy(update={"compute_kernel": "fused_uvm"})
     with pytest.raises(InputError, match="changed by hand"):
         plan.model_copy(update={"tables": plan.tables | {"item": item}}).check_matches(spec=spec, world_size=2)
 
 
 def test_every_process_chooses_the_same_of_equally_good_layouts():
-    tied = config("column_wise", "table_wise")  # 64 columns stay whole
-    assert make_plan(tied, model=SPEC, batch_size=64).tables["user"].sharding_type == "table_wise"
+    equal_layouts = config("column_wise", "table_wise")  # 64 columns stay whole
+    assert make_plan(equal_layouts, model=SPEC, batch_size=64).tables["user"].sharding_type == "table_wise"
     orders = []
     for kinds in (KINDS, KINDS[::-1]):
         planner = TorchrecPlanner(

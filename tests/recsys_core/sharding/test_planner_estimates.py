@@ -37,11 +37,11 @@ def test_the_parts_of_a_ranks_memory_add_up_to_what_the_planner_packs(optimizer:
     item = TableConstraint(compute_kernels=(kernel,))
     user = TableConstraint(compute_kernels=("fused_uvm",))
     plan = planned(tables={"item": item, "user": user}, optimizer=optimizer, ddr_gb=10_000)
-    held = [rank.tables["item"] for rank in plan.ranks if "item" in rank.tables]
-    assert sum(memory.weights for memory in held) == 10**7 * 128 * 4
-    assert sum(memory.optimizer for memory in held) == pytest.approx(STATE[optimizer], rel=1e-6)
-    assert all((memory.cache > 0) == (kernel == "fused_uvm_caching") for memory in held)
-    assert all(memory.buffers > 0 for memory in held)
+    item_memory_by_rank = [rank.tables["item"] for rank in plan.ranks if "item" in rank.tables]
+    assert sum(memory.weights for memory in item_memory_by_rank) == 10**7 * 128 * 4
+    assert sum(memory.optimizer for memory in item_memory_by_rank) == pytest.approx(STATE[optimizer], rel=1e-6)
+    assert all((memory.cache > 0) == (kernel == "fused_uvm_caching") for memory in item_memory_by_rank)
+    assert all(memory.buffers > 0 for memory in item_memory_by_rank)
     for rank in plan.ranks:
         near = sum(memory.cache + memory.buffers for memory in rank.tables.values())
         if kernel == "fused" and "item" in rank.tables:

@@ -27,7 +27,7 @@ from recsys_core.training.sharded_model import build_model
 from tests.gloo import run_ranks
 from tests.recsys_core.ingest.random_features import facts, feature_store, values_of
 
-USERS, ITEMS, EVENTS, SEED = 5, 9, 20, 3
+NUM_USERS, NUM_ITEMS, NUM_EVENTS, SEED = 5, 9, 20, 3
 HISTORIES = {"both ranks": ([[1, 2], [3]], [[4, 4], []]), "one rank": ([[], []], [[7, 1], [0]]), "none": ([[], []], [[], []])}
 """Histories of the two queries of each of two ranks."""
 
@@ -35,26 +35,26 @@ HISTORIES = {"both ranks": ([[1, 2], [3]], [[4, 4], []]), "one rank": ([[], []],
 def spec_of() -> ModelSpec:
     return ModelSpec.sized(
         TwoTowerConfig(embedding_dim=4, learn_user_embedding=True),
-        num_users=USERS,
-        num_items=ITEMS,
+        num_users=NUM_USERS,
+        num_items=NUM_ITEMS,
         facts_by_feature=facts(),
         vector_dim_by_table={"item.single": 4},
         tables={"item": TableConfig(dim=8), "item.single": TableConfig(transfer="frozen")},
     )
 
 
-def slow(spec: ModelSpec, table: str, store: FeatureStore, owners: list[int]) -> Tensor:
+def loop_output(spec: ModelSpec, table: str, store: FeatureStore, owners: list[int]) -> Tensor:
     """Return weighted means of lists and weighted rows, computed in a loop over the whole table."""
     weight_RW = torch.empty(spec.tables[table].num_rows, spec.tables[table].dim)
     fill_random(LocalShard(0, 0, weight_RW), table=table, dim=weight_RW.shape[1], seed=SEED, std=0.02)
-    found = torch.zeros(len(owners), weight_RW.shape[1])
+    output_RD = torch.zeros(len(owners), weight_RW.shape[1])
     for place, owner in enumerate(owners):
         rows, weights = values_of(store, table, owner) if table in spec.forms else ([owner], None)
         weights = weights or [1.0] * len(rows)
         total = sum(weights) if "list" in table and rows else 1.0
         for row, weight in zip(rows, weights, strict=True):
-            found[place] += weight * weight_RW[row] / total
-    return found
+            output_RD[place] += weight * weight_RW[row] / total
+    return output_RD
 
 
 def look_up(rank: int, kind: str) -> None:
@@ -66,28 +66,30 @@ def look_up(rank: int, kind: str) -> None:
     model = build_model(
         spec,
         loss=LossConfig(num_negatives=0),
-        item_count_I=np.ones(ITEMS, np.int64),
+        item_count_I=np.ones(NUM_ITEMS, np.int64),
         popularity_rank_by_table={},
         plan=make_plan(sharding, model=spec, batch_size=4),
         process=Process(rank, ranks, torch.device("cpu")),
         config=TrainingConfig(seed=SEED),
     )
-    task, store = model.module, feature_store(users=USERS, items=ITEMS, events=EVENTS)
+    task, store = model.module, feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS)
     for case, histories in HISTORIES.items():
         users, history = np.array([2 * rank, 1]), histories[rank]
         batch = Assembler(user_batch_key=UNPOOLED, features=store).batch(
             user_row_B=users,
             event_index_B=3 * users,
             history=JaggedArray.from_lengths(
-                np.array([len(one) for one in history]), np.array([i for one in history for i in one])
+                np.array([len(items) for items in history]), np.array([item for items in history for item in items])
             ),
             candidate_row_C=np.zeros(0, np.int64),
         )
         looked_up = task._look_up(batch, list(task.embedding_tables))
-        found = table_outputs(spec, looked_up, batch, side="query") | table_outputs(spec, looked_up, batch, side="item")
+        output_by_table = table_outputs(spec, looked_up, batch, side="query") | table_outputs(
+            spec, looked_up, batch, side="item"
+        )
         owners = {"user": users.tolist(), "context": (3 * users).tolist(), "item": batch.item_row_V.tolist()}
-        for name, value in found.items():
-            expected = slow(spec, name, store, owners[name.split(".")[0]])
+        for name, value in output_by_table.items():
+            expected = loop_output(spec, name, store, owners[name.split(".")[0]])
             torch.testing.assert_close(value, expected, msg=lambda text, where=f"{case}, {name}": f"{where}: {text}")
         assert task.eval().encode_queries(batch).isfinite().all()
 

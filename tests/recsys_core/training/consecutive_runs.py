@@ -138,7 +138,7 @@ def process(rank: int) -> Process:
     return Process(rank=rank, world_size=dist.get_world_size(), device=torch.device("cpu"))
 
 
-def train_and_export(rank: int, job: TrainJob, out: Path) -> None:
+def train_and_export(rank: int, job: TrainJob, export_folder: Path) -> None:
     """Run the train and export stages on one rank."""
     run_training(job, process=process(rank))
     dist.barrier()
@@ -147,19 +147,19 @@ def train_and_export(rank: int, job: TrainJob, out: Path) -> None:
     fields = job.model_dump(
         include={"work_folder", "spec", "loss", "training", "interactions_folder", "features_folder", "plan_path"}
     )
-    run_export(ExportJob(**fields, output_folder=out, checkpoint_folder=checkpoint), process=process(rank))
+    run_export(ExportJob(**fields, output_folder=export_folder, checkpoint_folder=checkpoint), process=process(rank))
 
 
 def train_champion(run: PreparedRun) -> Champion:
     """Train and export `run`; return the model as the champion of run "first"."""
     job = train_job(run)
 
-    def build(out: Path) -> dict[str, Any]:
-        run_ranks(train_and_export, world_size=RANKS, arguments=(job, out))
-        (out / "model.json").write_text(run.spec.model_dump_json())
+    def build(folder: Path) -> dict[str, Any]:
+        run_ranks(train_and_export, world_size=RANKS, arguments=(job, folder))
+        (folder / "model.json").write_text(run.spec.model_dump_json())
         return {"num_items": run.spec.num_items, "dim": DIM, "similarity": "cosine", "num_queries": {}}
 
-    def trained(out: Path) -> dict[str, Any]:
+    def trained(folder: Path) -> dict[str, Any]:
         result = TrainResult.model_validate_json((job.work_folder / RESULT_FILE).read_bytes())
         return result.model_dump(exclude={"checkpoint"}) | {"num_attempts": 1}
 

@@ -20,7 +20,7 @@ from recsys_core.ingest.synthetic import generate
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.ingest.vectors.ingest import ingest_embeddings
 from recsys_core.launching.rank import Process
-from recsys_core.manifests import Dataset, PlanManifest
+from recsys_core.manifests import Dataset, ExportManifest, PlanManifest, RankingSettings, commit_folder
 from recsys_core.models.config import RecencyHistory, TowerConfig, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
@@ -187,8 +187,8 @@ def _process(rank: int) -> Process:
 def _train(rank: int, job: TrainJob, stops_at: int | None, scores: list[float] | None) -> None:
     check_loss = loop.raise_if_not_finite  # called after each step
 
-    def check_loss_and_stop(loss: torch.Tensor, *, step: int, **rest: Any) -> None:
-        check_loss(loss, step=step, **rest)
+    def check_loss_and_stop(loss: torch.Tensor, *, step: int, **options: Any) -> None:
+        check_loss(loss, step=step, **options)
         if step == stops_at:
             os._exit(0)
 
@@ -199,12 +199,36 @@ def _train(rank: int, job: TrainJob, stops_at: int | None, scores: list[float] |
     loop.run_training(job, process=_process(rank))
 
 
-def export_in_forks(experiment: Experiment, checkpoint: Path, out: Path) -> dict[str, np.ndarray]:
+def export_in_forks(
+    experiment: Experiment, checkpoint: Path, out: Path, *, ranking: RankingSettings | None = None
+) -> dict[str, np.ndarray]:
     """Export the checkpoint and return every array and every tensor of the layers by name."""
     out.mkdir()
-    run_ranks(_export, world_size=2, arguments=(export_job(experiment, checkpoint, out),))
+    job = export_job(experiment, checkpoint, out).model_copy(update={"ranking": ranking})
+    run_ranks(_export, world_size=2, arguments=(job,))
     arrays = {path.name: np.load(path) for path in sorted(out.glob("*.npy"))}
     return arrays | {name: value.numpy() for name, value in load_file(out / "dense.safetensors").items()}
+
+
+def exported(
+    experiment: Experiment, trained: FinishedTraining, folder: Path, *, ranking: RankingSettings | None = None
+) -> ExportManifest:
+    """Write the export stage of the trained model."""
+    staging = folder.with_name("staging")
+    arrays = export_in_forks(experiment, checkpoint_of(trained), staging, ranking=ranking)
+    (staging / "model.json").write_text(experiment.spec.model_dump_json())
+    return commit_folder(
+        staging,
+        folder,
+        ExportManifest,
+        fingerprint="export",
+        seconds=0.0,
+        num_items=experiment.spec.num_items,
+        dim=experiment.spec.config.output_dim,
+        similarity=experiment.spec.config.similarity,
+        num_queries={split: len(arrays[f"query_users_{split}.npy"]) for split in ("validation", "test")},
+        ranking=ranking,
+    )
 
 
 def export_job(experiment: Experiment, checkpoint: Path, out: Path) -> ExportJob:

@@ -93,8 +93,8 @@ def count_steps() -> None:
     """Count the steps of this process in STEPS_DONE."""
     check_loss = loop.raise_if_not_finite  # called after each step
 
-    def counted_check(loss: torch.Tensor, *, step: int, **rest: Any) -> None:
-        check_loss(loss, step=step, **rest)
+    def counted_check(loss: torch.Tensor, *, step: int, **options: Any) -> None:
+        check_loss(loss, step=step, **options)
         STEPS_DONE[0] = step
 
     loop.raise_if_not_finite = counted_check  # type: ignore[assignment]
@@ -133,7 +133,9 @@ def arm(kill: Kill) -> None:
             Validator.measure = armed(kill, Validator.measure, after=True)
         case "line":
             write_line, half = MetricsLog.write_line, armed(kill, half_a_line, after=True)
-            MetricsLog.write_line = lambda *args, **rest: (half if STEPS_DONE[0] >= kill.step else write_line)(*args, **rest)
+            MetricsLog.write_line = lambda *args, **options: (half if STEPS_DONE[0] >= kill.step else write_line)(
+                *args, **options
+            )
         case "removing":
             shutil.rmtree = half_a_folder
         case "result":

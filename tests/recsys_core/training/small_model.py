@@ -103,13 +103,13 @@ def with_optimizer(spec: ModelSpec, optimizer: TableOptimizer) -> ModelSpec:
 
 def pretrained_of(spec: ModelSpec) -> dict[str, PretrainedVectors]:
     """Return pretrained vectors for the tables that have them; every fifth row has no vector."""
-    found = {}
+    vectors_by_table = {}
     for name, table in spec.tables.items():
         if table.pretrained:
             vectors = np.random.default_rng(table.num_rows).normal(size=(table.num_rows, table.dim)).astype(np.float32)
             row = np.arange(table.num_rows)
-            found[name] = PretrainedVectors(vectors, np.where(row % 5 == 4, -1, row[::-1]))
-    return found
+            vectors_by_table[name] = PretrainedVectors(vectors, np.where(row % 5 == 4, -1, row[::-1]))
+    return vectors_by_table
 
 
 def _feature(key: str, form: FeatureForm) -> Feature:
@@ -143,12 +143,12 @@ def make_batch(spec: ModelSpec, *, ranks: Sequence[int], step: int, queries: int
         parts["negative"].append(random.choice(np.flatnonzero(COUNTS), negatives))
         parts["length"].append(random.integers(0, HISTORY + 1, queries))
         parts["row"].append(random.integers(0, ITEMS, int(parts["length"][-1].sum())))
-    drawn = {name: np.concatenate(values) for name, values in parts.items()}
+    array_by_name = {name: np.concatenate(values) for name, values in parts.items()}
     return assembler.batch(
-        user_row_B=drawn["user"],
-        event_index_B=drawn["position"],
-        history=JaggedArray.from_lengths(drawn["length"], drawn["row"]),
-        candidate_row_C=np.concatenate([drawn["positive"], drawn["negative"]]),
+        user_row_B=array_by_name["user"],
+        event_index_B=array_by_name["position"],
+        history=JaggedArray.from_lengths(array_by_name["length"], array_by_name["row"]),
+        candidate_row_C=np.concatenate([array_by_name["positive"], array_by_name["negative"]]),
     )
 
 
@@ -166,13 +166,13 @@ def plain_task(spec: ModelSpec, *, loss: LossConfig, seed: int) -> tuple[Retriev
     vectors = pretrained_of(spec)
     with torch.no_grad():
         for name, table in spec.tables.items():
-            whole = LocalShard(0, 0, tables[name])
-            fill_random(whole, table=name, dim=table.dim, seed=seed, std=table.settings.init_std)
+            whole_table = LocalShard(0, 0, tables[name])
+            fill_random(whole_table, table=name, dim=table.dim, seed=seed, std=table.settings.init_std)
             if table.settings.missing_vector_init == "zero":
-                fill_missing(whole, vector_row=np.full(table.num_rows, -1), value_D=None)
+                fill_missing(whole_table, vector_row=np.full(table.num_rows, -1), value_D=None)
             if name in vectors:
                 norm = random_norm(table.settings.init_std, table.dim)
-                copy_pretrained(whole, vectors=vectors[name].vectors, vector_row=vectors[name].vector_row, norm=norm)
+                copy_pretrained(whole_table, vectors=vectors[name].vectors, vector_row=vectors[name].vector_row, norm=norm)
     return task, tables
 
 

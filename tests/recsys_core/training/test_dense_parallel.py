@@ -126,10 +126,10 @@ def step_both(rank: int, names: list[str], spec: ModelSpec) -> None:
     for case in names:
         settings = SETTINGS[case]
         replicated, sharded = (make(rank, spec, dense_parallel=mode, **settings) for mode in ("replicated", "sharded"))
-        started = dense_state(replicated)
-        expected, found = (train(setup, rank, spec, steps=range(STEPS), **settings) for setup in (replicated, sharded))
+        initial_state = dense_state(replicated)
+        expected, sharded_losses = (train(setup, rank, spec, steps=range(STEPS), **settings) for setup in (replicated, sharded))
         rounding = ROUNDING[settings.get("precision", "fp32")]
-        np.testing.assert_allclose(found, expected, rtol=rounding, err_msg=f"{case}: losses")
+        np.testing.assert_allclose(sharded_losses, expected, rtol=rounding, err_msg=f"{case}: losses")
         expected, actual = dense_state(replicated), dense_state(sharded)
         assert actual.keys() == expected.keys()
         for name in spec.tables:
@@ -140,10 +140,12 @@ def step_both(rank: int, names: list[str], spec: ModelSpec) -> None:
             # A second moment is a square, which doubles a relative error.
             atol = rounding * np.abs(value).max(initial=0) * (2 if name.endswith("exp_avg_sq") else 1)
             np.testing.assert_allclose(actual[name], value, rtol=0, atol=atol, err_msg=f"{case}: {name}")
-        assert all((expected[name] != value).any() for name, value in started.items()), f"{case}: something did not move"
-        held = torch.tensor([local_part(value).numel() for value in sharded.head.parameters() if isinstance(value, DTensor)])
-        dist.all_reduce(held)
-        assert held.tolist() == [value.numel() for value in sharded.head.parameters() if isinstance(value, DTensor)]
+        assert all((expected[name] != value).any() for name, value in initial_state.items()), f"{case}: something did not move"
+        num_local_values = torch.tensor(
+            [local_part(value).numel() for value in sharded.head.parameters() if isinstance(value, DTensor)]
+        )
+        dist.all_reduce(num_local_values)
+        assert num_local_values.tolist() == [value.numel() for value in sharded.head.parameters() if isinstance(value, DTensor)]
 
 
 @pytest.mark.parametrize(("world_size", "names"), [(1, ["adam"]), (2, list(SETTINGS)), (4, ["adam, clipped"])])
@@ -153,19 +155,19 @@ def test_steps_with_sharded_layers_are_those_with_replicated_ones(world_size, na
 
 def encode_both(rank: int) -> None:
     spec = spec_of(RecencyHistory(length=4, item_representation="candidate_tower"))
-    found: list[list[torch.Tensor]] = []
+    vectors_by_mode: list[list[torch.Tensor]] = []
     for mode in ("replicated", "sharded"):
         setup = make(rank, spec, dense_parallel=mode)
         task, batch = setup.model.module, make_batch(spec, ranks=[rank], step=9, queries=6, negatives=NEGATIVES)
-        found.append([])
+        vectors_by_mode.append([])
         for steps in (range(0), range(2)):  # an export has not stepped the model, a validation has
             train(setup, rank, spec, steps=steps)
             with torch.no_grad():
-                found[-1] += [*task.eval().encode_items(batch), task.encode_queries(batch)]
+                vectors_by_mode[-1] += [*task.eval().encode_items(batch), task.encode_queries(batch)]
             task.train()
-    for expected, value in zip(*found, strict=True):
+    for expected, value in zip(*vectors_by_mode, strict=True):
         torch.testing.assert_close(value, expected)
-    assert not torch.equal(found[0][1], found[0][4])
+    assert not torch.equal(vectors_by_mode[0][1], vectors_by_mode[0][4])
 
 
 def test_layers_are_gathered_for_vectors_before_the_first_step_and_between_steps():
@@ -216,10 +218,10 @@ def load_all(rank: int, folder: Path) -> None:
         for source in (saved_name(*source) for source in SAVED):
             setup = make(rank, spec, dense_parallel=mode)
             restore(setup.model, setup.optimizer, checkpoint=folder / source / checkpoint_name(2))
-            found, expected = dense_state(setup), dict(np.load(folder / f"{source}.npz"))
-            assert found.keys() == expected.keys()
+            restored, expected = dense_state(setup), dict(np.load(folder / f"{source}.npz"))
+            assert restored.keys() == expected.keys()
             for name, value in expected.items():
-                np.testing.assert_array_equal(found[name], value, err_msg=f"{source} -> {mode}: {name}")
+                np.testing.assert_array_equal(restored[name], value, err_msg=f"{source} -> {mode}: {name}")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -230,15 +232,15 @@ def test_a_checkpoint_loads_sharded_and_replicated_on_any_number_of_ranks(saved,
 def fill_warm(rank: int, folder: Path) -> None:
     setup = make(rank, spec_of(), dense_parallel="sharded")
     layers = {name: torch.rand(value.shape) for name, value in setup.head.named_parameters()}
-    dist.broadcast_object_list(given := [layers])
+    dist.broadcast_object_list(shared_layers := [layers])
     if rank == 0:
-        save_file(given[0], folder / "dense.safetensors")
+        save_file(shared_layers[0], folder / "dense.safetensors")
     dist.barrier()
     load_champion_weights(setup.model, warm_start=WarmStart(run_id="champion", export_folder=folder, prepared_folder=folder))
-    found = dict(gather_tensors(setup.head.state_dict()))
-    assert found.keys() == given[0].keys()
-    for name, value in given[0].items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+    loaded = dict(gather_tensors(setup.head.state_dict()))
+    assert loaded.keys() == shared_layers[0].keys()
+    for name, value in shared_layers[0].items():
+        torch.testing.assert_close(loaded[name], value, rtol=0, atol=0)
 
 
 def test_the_layers_of_the_champion_are_loaded_into_sharded_layers(tmp_path):

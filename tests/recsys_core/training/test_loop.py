@@ -10,7 +10,6 @@ import pytest
 
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
-from recsys_core.manifests import ExportManifest, commit_folder
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.tables.table_config import DenseOptimizer, TableConfig, TableOptimizer, UnfreezeStep
 from recsys_core.sharding.config import TableConstraint
@@ -24,6 +23,7 @@ from tests.recsys_core.training.forked_training import (
     FinishedTraining,
     checkpoint_of,
     export_in_forks,
+    exported,
     generate_dataset,
     make_experiment,
     train_in_forks,
@@ -90,16 +90,16 @@ DRILL = pytest.mark.drill
 )
 def test_a_run_that_is_stopped_twice_ends_bit_for_bit_like_an_undisturbed_one(data, settings, tmp_path):
     experiment = make_experiment(data, tmp_path / "plan", **{"training": TRAINING} | settings)
-    whole = train_in_forks(experiment, tmp_path / "whole")
-    per_epoch = steps_of_epoch(whole)
+    undisturbed = train_in_forks(experiment, tmp_path / "whole")
+    per_epoch = steps_of_epoch(undisturbed)
     for step in (per_epoch - 1, 2 * per_epoch + 1):
         train_in_forks(experiment, tmp_path / "stopped", stops_at=step)
     stopped = train_in_forks(experiment, tmp_path / "stopped")
-    assert without_timings(stopped.lines) == without_timings(whole.lines)
-    assert stopped.result.model_dump(exclude={"samples_per_s"}) == whole.result.model_dump(exclude={"samples_per_s"})
-    assert sum(bool(line.validation) for line in whole.lines) == TRAINING.epochs
-    assert 60 <= float((whole.work / "heartbeat").read_text()) < 600  # it follows the measured checkpoints
-    expected = export_in_forks(experiment, checkpoint_of(whole), tmp_path / "a")
+    assert without_timings(stopped.lines) == without_timings(undisturbed.lines)
+    assert stopped.result.model_dump(exclude={"samples_per_s"}) == undisturbed.result.model_dump(exclude={"samples_per_s"})
+    assert sum(bool(line.validation) for line in undisturbed.lines) == TRAINING.epochs
+    assert 60 <= float((undisturbed.work / "heartbeat").read_text()) < 600  # it follows the measured checkpoints
+    expected = export_in_forks(experiment, checkpoint_of(undisturbed), tmp_path / "a")
     resumed = export_in_forks(experiment, checkpoint_of(stopped), tmp_path / "b")
     assert resumed.keys() == expected.keys()
     for name, value in expected.items():
@@ -148,24 +148,6 @@ def test_training_stops_when_validation_no_longer_improves_and_the_best_epoch_is
         np.testing.assert_array_equal(value, expected[name], err_msg=name)
     # A run that had stopped and is started again has nothing left to do.
     assert without_timings(train_in_forks(experiment, stopped.work, scores=[]).lines) == without_timings(stopped.lines)
-
-
-def exported(experiment: Experiment, trained: FinishedTraining, folder) -> ExportManifest:
-    """Write the export stage of the trained model."""
-    staging = folder.with_name("staging")
-    arrays = export_in_forks(experiment, checkpoint_of(trained), staging)
-    (staging / "model.json").write_text(experiment.spec.model_dump_json())
-    return commit_folder(
-        staging,
-        folder,
-        ExportManifest,
-        fingerprint="export",
-        seconds=0.0,
-        num_items=experiment.spec.num_items,
-        dim=experiment.spec.config.output_dim,
-        similarity=experiment.spec.config.similarity,
-        num_queries={split: len(arrays[f"query_users_{split}.npy"]) for split in ("validation", "test")},
-    )
 
 
 @pytest.mark.parametrize(("candidates", "prefix"), [("all", "validation"), ("cold", "validation/cold")])

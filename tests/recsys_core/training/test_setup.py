@@ -48,9 +48,9 @@ def test_a_checkpoint_and_an_export_are_at_least_as_large_as_their_estimates(exp
 
 def test_files_of_an_earlier_attempt_reduce_the_estimate(experiment, tmp_path):
     setup = TrainingSetup(experiment.spec, CONFIG)
-    whole = setup.checkpoint_bytes(work_folder=tmp_path, steps_per_epoch=10)
+    estimate_without_files = setup.checkpoint_bytes(work_folder=tmp_path, steps_per_epoch=10)
     (tmp_path / "checkpoint").write_bytes(bytes(1_000))
-    assert setup.checkpoint_bytes(work_folder=tmp_path, steps_per_epoch=10) == whole - 1_000
+    assert setup.checkpoint_bytes(work_folder=tmp_path, steps_per_epoch=10) == estimate_without_files - 1_000
 
 
 def test_training_starts_only_if_its_checkpoints_fit_on_the_disk(experiment, small_disk: Path):

@@ -126,14 +126,14 @@ def train_sharded(rank: int, case: Case, expected: Expected) -> None:
     if case.quantized_comms != QuantizedCommsConfig():
         assert mean.item() != pytest.approx(expected.losses[step], rel=1e-6), "nothing was rounded"
         return
-    for name, whole in expected.tables.items():
+    for name, whole_table in expected.tables.items():
         shards = table_shards(model.state_dict(), table=name)
-        held = torch.tensor(float(sum(shard.weight_RD.numel() for shard in shards)))
-        dist.all_reduce(held)
-        assert held == whole.size * (ranks if kinds[name] == "data_parallel" else 1)
+        num_values = torch.tensor(float(sum(shard.weight_RD.numel() for shard in shards)))
+        dist.all_reduce(num_values)
+        assert num_values == whole_table.size * (ranks if kinds[name] == "data_parallel" else 1)
         for shard in shards:
             rows, columns = shard.weight_RD.shape
-            part = whole[shard.row : shard.row + rows, shard.column : shard.column + columns]
+            part = whole_table[shard.row : shard.row + rows, shard.column : shard.column + columns]
             # Adagrad turns the rounding of a gradient near zero into a part of a whole step.
             far = (
                 {"rtol": 1e-4, "atol": 1e-6}

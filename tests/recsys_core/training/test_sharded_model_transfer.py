@@ -71,7 +71,7 @@ def train_rank(rank: int, folder: Path, spec: ModelSpec, kind: str, training: Tr
     optimizer = make_optimizer(model, spec=spec, config=training)
     rates = LearningRates(optimizer, spec=spec, config=training, total_steps=epochs * STEPS)
     pipeline = TrainPipelineSparseDist(model, optimizer, process.device)
-    found = {}
+    shard_by_name = {}
     for epoch in range(epochs + 1):
         if epoch:
             model.train()
@@ -84,8 +84,8 @@ def train_rank(rank: int, folder: Path, spec: ModelSpec, kind: str, training: Tr
             pipeline.detach()
         for name in spec.tables:
             for shard in table_shards(model.state_dict(), table=name):
-                found[f"{epoch}/{name}/{shard.row}/{shard.column}"] = shard.weight_RD.numpy().copy()
-    np.savez(folder / f"{rank}.npz", **found)
+                shard_by_name[f"{epoch}/{name}/{shard.row}/{shard.column}"] = shard.weight_RD.numpy().copy()
+    np.savez(folder / f"{rank}.npz", **shard_by_name)
     state = {name: sorted(value) for name, value in optimizer.state_dict()["state"].items()}
     (folder / f"{rank}.json").write_text(json.dumps(state))
 
@@ -104,22 +104,22 @@ def train(folder: Path, spec: ModelSpec, *, kind: str, training: TrainingConfig 
             epoch, name, row, column = key.split("/")
             rows, columns = part.shape
             tables[int(epoch)][name][int(row) : int(row) + rows, int(column) : int(column) + columns] = part
-        for name, kept in json.loads((folder / f"{rank}.json").read_text()).items():
+        for name, state_names in json.loads((folder / f"{rank}.json").read_text()).items():
             table = table_name_of(name, spec)
             if table is not None:
-                state[table] = kept
+                state[table] = state_names
     assert all(np.isfinite(table).all() for epoch in tables for table in epoch.values())
     return Run(spec, tables, state)
 
 
 def looked_up(spec: ModelSpec, *, epoch: int) -> dict[str, np.ndarray]:
     """Return the items and users in the batches of an epoch on both ranks."""
-    found = {"item": np.zeros(ITEMS, bool), "user": np.zeros(USERS, bool)}
+    is_used = {"item": np.zeros(ITEMS, bool), "user": np.zeros(USERS, bool)}
     for step in range((epoch - 1) * STEPS, epoch * STEPS):
         batch = make_batch(spec, ranks=[0, 1], step=step, queries=QUERIES, negatives=NEGATIVES)
-        found["item"][batch.item_row_V] = True
-        found["user"][batch.sparse[UNPOOLED]["user"].values()] = True
-    return found
+        is_used["item"][batch.item_row_V] = True
+        is_used["user"][batch.sparse[UNPOOLED]["user"].values()] = True
+    return is_used
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -57,37 +57,39 @@ def train(rank: int, lookup: str, folder: Path) -> None:
         dist.all_reduce(mean)
         losses.append(mean.item())
     pipeline.detach()
-    found = {"losses": np.array(losses)} if rank == 0 else {}
+    array_by_name = {"losses": np.array(losses)} if rank == 0 else {}
     for name in spec.tables:
         for shard in table_shards(model.state_dict(), table=name):
-            found[f"table {name}/{shard.row}"] = shard.weight_RD.numpy()
+            array_by_name[f"table {name}/{shard.row}"] = shard.weight_RD.numpy()
     if rank == 0:
         layers = get_unwrapped_module(model).head.named_parameters()
-        found |= {f"layer {name}": value.detach().numpy() for name, value in layers}
-    np.savez(folder / f"{ranks}-{rank}.npz", **found)
+        array_by_name |= {f"layer {name}": value.detach().numpy() for name, value in layers}
+    np.savez(folder / f"{ranks}-{rank}.npz", **array_by_name)
 
 
 def trained(ranks: int, *, lookup: str, folder: Path) -> dict[str, NDArray[np.float32]]:
     """Train on `ranks` ranks; return losses, whole tables and layers."""
     run_ranks(train, world_size=ranks, arguments=(lookup, folder))
-    found = {}
+    array_by_name = {}
     for rank in range(ranks):
         with np.load(folder / f"{ranks}-{rank}.npz") as file:
-            found |= dict(file)
-    tables = sorted({name.partition("/")[0] for name in found if "/" in name})
-    whole = {}
+            array_by_name |= dict(file)
+    tables = sorted({name.partition("/")[0] for name in array_by_name if "/" in name})
+    table_by_name = {}
     for table in tables:
-        shards = sorted((name for name in found if name.startswith(f"{table}/")), key=lambda name: int(name.split("/")[1]))
-        whole[table] = np.concatenate([found.pop(name) for name in shards])
-    return found | whole
+        shards = sorted(
+            (name for name in array_by_name if name.startswith(f"{table}/")), key=lambda name: int(name.split("/")[1])
+        )
+        table_by_name[table] = np.concatenate([array_by_name.pop(name) for name in shards])
+    return array_by_name | table_by_name
 
 
 @pytest.mark.parametrize("lookup", ["unpooled", "pooled"])
 def test_weights_of_events_and_decay_of_tables_mean_the_same_for_any_number_of_ranks(lookup: str, tmp_path: Path) -> None:
-    one = trained(1, lookup=lookup, folder=tmp_path)
-    assert {"losses", "table item_offset", "table user", "layer query.pooling.start"} <= set(one)
+    one_rank = trained(1, lookup=lookup, folder=tmp_path)
+    assert {"losses", "table item_offset", "table user", "layer query.pooling.start"} <= set(one_rank)
     for ranks in (2, 4):
-        several = trained(ranks, lookup=lookup, folder=tmp_path)
-        assert set(several) == set(one)
-        for name, value in one.items():
-            np.testing.assert_allclose(several[name], value, rtol=1e-4, atol=1e-6, err_msg=f"{name} on {ranks} ranks")
+        several_ranks = trained(ranks, lookup=lookup, folder=tmp_path)
+        assert set(several_ranks) == set(one_rank)
+        for name, value in one_rank.items():
+            np.testing.assert_allclose(several_ranks[name], value, rtol=1e-4, atol=1e-6, err_msg=f"{name} on {ranks} ranks")

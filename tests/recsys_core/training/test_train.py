@@ -14,6 +14,8 @@ from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import UNPOOLED, FeatureStore
 from recsys_core.errors import InputError, LaunchError, StageError
+from recsys_core.evaluation.config import EvaluationConfig
+from recsys_core.evaluation.held_out import ranking_settings
 from recsys_core.launching.rank import Process
 from recsys_core.manifests import Dataset, PlanManifest, TrainManifest
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, parameter_name
@@ -82,12 +84,19 @@ def trained(experiment, tmp_path_factory, sockets):
     return manifest, lines
 
 
-def export(experiment: Experiment, manifest: TrainManifest, folder: Path):
+def export(
+    experiment: Experiment,
+    manifest: TrainManifest,
+    folder: Path,
+    *,
+    evaluation: EvaluationConfig = EvaluationConfig(),  # noqa: B008  it is frozen
+):
     return export_vectors(
         TrainingSetup(experiment.spec, CONFIG, experiment.loss),
         dataset=Dataset(experiment.data.interactions, features=experiment.data.features),
         train=manifest,
         folder=folder,
+        ranking=ranking_settings(evaluation),
     )
 
 
@@ -105,7 +114,7 @@ def test_ranks_listen_on_the_loopback_alone_and_their_agent_on_nothing(exported,
 
 def kill_a_rank(_: Progress) -> None:
     """Send SIGKILL to one of the two trainers below this process."""
-    ranks = [p for p in psutil.Process().children(recursive=True) if "recsys_core.training" in p.cmdline()]
+    ranks = [process for process in psutil.Process().children(recursive=True) if "recsys_core.training" in process.cmdline()]
     ranks[-1].send_signal(signal.SIGKILL)
 
 
@@ -153,8 +162,8 @@ def test_after_the_last_attempt_the_error_names_rank_and_signal_and_no_process_i
     config = CONFIG.model_copy(update={"max_attempts": 1})
     with pytest.raises(LaunchError, match=r"rank [01] was the first to fail, with signal SIGKILL"):
         run_train(experiment, tmp_path / "train", config=config, on_progress=once_at(5, kill_a_rank))
-    ours = {"recsys_core.training", "recsys_core.launching"}
-    assert not [p for p in psutil.Process().children(recursive=True) if ours & set(p.cmdline())]
+    nightjar_modules = {"recsys_core.training", "recsys_core.launching"}
+    assert not [process for process in psutil.Process().children(recursive=True) if nightjar_modules & set(process.cmdline())]
     assert not (tmp_path / "train").exists()
 
 
@@ -223,6 +232,13 @@ def test_exported_vectors_are_those_of_the_unsharded_model(experiment, exported)
             np.testing.assert_allclose(query, encoder.encode_queries(users, split=split), **close)
 
 
+def test_an_export_stays_valid_if_the_evaluation_needs_other_rankings(experiment, trained, exported):
+    assert {"ranking_test_top.npy", "ranking_test_positions.npy", "ranking_test_cold_positions.npy"} <= exported.files.keys()
+    changed = EvaluationConfig(ks=(5,), metrics=("recall",))
+    assert exported.ranking == ranking_settings(EvaluationConfig()) != ranking_settings(changed)
+    assert export(experiment, trained[0], exported.folder, evaluation=changed) == exported
+
+
 def test_the_float_tower_as_served_gives_the_exported_query_vectors(experiment, exported):
     spec, store = experiment.spec, EventStore.open(experiment.data.interactions)
     tower = build_tower(
@@ -285,8 +301,8 @@ def test_after_a_second_failure_training_continues_with_fewer_ranks_and_the_same
     sharding = ShardingConfig(cluster=ClusterConfig(device="cpu", processes_per_node=2))
     manifest = run_train(experiment, tmp_path / "train", config=config, on_progress=kill_twice, sharding=sharding)
     assert (manifest.num_attempts, manifest.world_size) == (3, 1)
-    whole = trained[0]
-    assert (manifest.num_steps, manifest.num_examples) == (whole.num_steps, whole.num_examples)
+    undisturbed = trained[0]
+    assert (manifest.num_steps, manifest.num_examples) == (undisturbed.num_steps, undisturbed.num_examples)
     assert [line.step for line in seen] == sorted({line.step for line in trained[1]})
-    assert manifest.final_loss == pytest.approx(whole.final_loss, rel=0.05)
+    assert manifest.final_loss == pytest.approx(undisturbed.final_loss, rel=0.05)
     export(experiment, manifest, tmp_path / "export")

@@ -19,7 +19,7 @@ from recsys_core.training.validation import Validator, users_to_validate
 from tests.gloo import run_ranks
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
 
-ITEMS = 40
+NUM_ITEMS = 40
 
 
 def test_users_without_history_are_validated_by_the_popularity_that_is_served(tmp_path: Path) -> None:
@@ -28,14 +28,14 @@ def test_users_without_history_are_validated_by_the_popularity_that_is_served(tm
 
 def _validate_new_users(rank: int, folder: Path) -> None:
     # 39 users have all items but one before the split; the other users have nothing, and take the most popular item.
-    with_history = [[item for item in range(ITEMS) if item != user] for user in range(1, ITEMS)]
+    with_history = [[item for item in range(NUM_ITEMS) if item != user] for user in range(1, NUM_ITEMS)]
     new = 30
     interactions = interactions_stage(
         folder / "interactions",
         train=[*with_history, *[[]] * new],
         validation=[*[[]] * len(with_history), *[[0]] * new],
         test=[[]] * (len(with_history) + new),
-        items=ITEMS,
+        items=NUM_ITEMS,
     )
     config = TwoTowerConfig(embedding_dim=8, history=MeanHistory(length=5), query=TowerConfig(layers=(8,)))
     spec = ModelSpec.of(config, dataset=Dataset(interactions))

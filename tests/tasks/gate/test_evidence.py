@@ -1,12 +1,13 @@
 """The evidence of the gate on simulated users: slices, spent margin, baselines, and too few users."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from recsys_core.comparison.decision import decide
-from recsys_core.comparison.rules import PairedBootstrap
+from recsys_core.comparison.decision import decide, missing_evidence
+from recsys_core.comparison.rules import Margin, PairedBootstrap
 from recsys_core.evaluation.metrics import SERVED_METRICS, UserMetrics
 from tasks.gate.evidence import baseline_evidence, serving_evidence, version_evidence
 from tasks.gate.sample import ServedMetrics
@@ -47,6 +48,22 @@ def test_a_version_that_loses_one_percent_is_promoted_until_earlier_promotions_h
     assert name == "not_promoted" and "(margin -0.5 %" in reason
 
 
+@pytest.mark.parametrize("rule", [Margin(), PairedBootstrap(num_resamples=200)], ids=lambda rule: rule.kind)
+def test_thirty_runs_that_lose_a_little_each_lose_at_most_the_margin_in_total(rule: Margin | PairedBootstrap) -> None:
+    """Each version is 1.5 % worse than the champion, which alone would pass."""
+    best_rate = champion_rate = 0.4
+    spent_drop, num_promoted = 0.0, 0
+    for _ in range(30):
+        new, champion = served(hits(0.985 * champion_rate)), served(hits(champion_rate))
+        config = CONFIG.model_copy(update={"gate": rule})
+        evidence = version_evidence(config, new, champion, label="version 7", spent_drop=spent_drop)
+        if decide(evidence)[0] == "promoted":
+            spent_drop = max(0.0, spent_drop - (evidence[0].comparison.relative_difference or 0.0))
+            champion_rate, num_promoted = 0.985 * champion_rate, num_promoted + 1
+    assert num_promoted >= 1
+    assert champion_rate >= (1 - rule.max_relative_drop) * best_rate * 0.995  # up to the difference of rates and hits
+
+
 def test_a_version_that_is_worse_on_one_slice_alone_is_refused() -> None:
     hit_U = hits(0.2)
     worse_U = hit_U.copy()
@@ -69,6 +86,54 @@ def test_a_slice_with_too_few_users_is_reported_and_prevents_no_promotion() -> N
     assert decide(evidence)[0] == "promoted"
 
 
+def brand_slices(version: ServedMetrics, hit_U: np.ndarray, *, num_slice_users: int) -> ServedMetrics:
+    """Return the metrics of a version with a slice by a feature instead of the others: its first users."""
+    users = UserMetrics(np.arange(num_slice_users), {name: hit_U[:num_slice_users].astype(float) for name in SERVED_METRICS})
+    return version._replace(users_by_slice={"item.brand=red": users})
+
+
+def test_a_version_that_is_worse_on_one_guarded_feature_slice_alone_is_refused() -> None:
+    hit_U, size = hits(0.2), NUM_USERS // 4
+    worse_U = hit_U.copy()
+    worse_U[:size] &= np.random.default_rng(1).random(size) < 0.7  # the brand loses three tenths of its hits
+    worse_U[size + np.flatnonzero(~hit_U[size:])[: int((hit_U ^ worse_U).sum())]] = True  # the other brands gain as many
+    new, champion = (brand_slices(served(hits_U), hits_U, num_slice_users=size) for hits_U in (worse_U, hit_U))
+    for rule in (CONFIG.gate, Margin()):
+        config = CONFIG.model_copy(update={"gate": rule})
+        compare = partial(version_evidence, config, new, champion, label="version 7", spent_drop=0)
+        name, reasons = decide(compare(min_users_by_slice={"item.brand=red": None}))
+        assert name == "not_promoted" and len(reasons) == 1
+        assert reasons[0].startswith("recall@20 of item.brand=red is 0.1424, ")
+        without_slices = config.model_copy(update={"guardrails": GuardrailsConfig(slices=False, metrics=())})
+        assert decide(version_evidence(without_slices, new, champion, label="version 7", spent_drop=0))[0] == "promoted"
+
+
+@pytest.mark.parametrize(("num_slice_users", "min_users"), [(150, None), (900, 1_000), (0, None)])
+def test_a_guarded_feature_slice_with_too_few_users_is_named_in_the_reasons_of_the_promotion(
+    num_slice_users: int, min_users: int | None
+) -> None:
+    champion_U = hits(0.2)
+    new_U = champion_U.copy()
+    new_U[: num_slice_users // 2] = False
+    new, champion = (brand_slices(served(hit_U), hit_U, num_slice_users=num_slice_users) for hit_U in (new_U, champion_U))
+    evidence = version_evidence(
+        CONFIG, new, champion, label="version 7", spent_drop=0, min_users_by_slice={"item.brand=red": min_users}
+    )
+    (item,) = [item for item in evidence if item.subject == "recall@20 of item.brand=red"]
+    assert (item.comparison.outcome, decide(evidence)[0]) == ("not_enough_data", "promoted")
+    assert f"{num_slice_users} test users, but the gate needs at least {min_users or 200:,}" in item.comparison.reason
+    assert missing_evidence(evidence) == ("not enough data for 1 of 4 guardrails: recall@20 of item.brand=red",)
+
+
+def test_a_feature_slice_may_be_compared_with_fewer_users_than_the_gate_needs() -> None:
+    hit_U = hits(0.5)
+    new, champion = (brand_slices(served(hit_U), slice_U, num_slice_users=150) for slice_U in (np.zeros(NUM_USERS), hit_U))
+    evidence = version_evidence(
+        CONFIG, new, champion, label="version 7", spent_drop=0, min_users_by_slice={"item.brand=red": 100}
+    )
+    assert decide(evidence)[0] == "not_promoted"
+
+
 def test_a_version_that_recommends_far_fewer_items_is_refused() -> None:
     name, reason = verdict(served(hits(0.2), coverage=0.2), served(hits(0.2)))
     assert (name, reason) == ("not_promoted", "coverage@20 is 0.2000, less than 0.75 times the 0.5000 of version 7")
@@ -88,6 +153,14 @@ def test_a_first_version_must_beat_popularity(num_users: int, rate: float, popul
     evidence = baseline_evidence(CONFIG, served(hits(rate, num_users=num_users)), {"popularity": baseline})
     name, reasons = decide(evidence)
     assert (name, text in reasons[0]) == (expected, True), reasons
+
+
+def test_a_first_version_that_beats_popularity_but_not_the_nearest_neighbours_of_the_vectors_is_refused() -> None:
+    baselines = {"popularity": served(hits(0.1)).users, "zero_shot": served(hits(0.25)).users}
+    evidence = baseline_evidence(CONFIG, served(hits(0.2)), baselines)
+    assert {item.baseline: item.comparison.outcome for item in evidence} == {"popularity": "accepted", "zero-shot": "rejected"}
+    name, reasons = decide(evidence)
+    assert name == "not_promoted" and "of zero-shot (must be better; users +0 / -" in reasons[0]
 
 
 def test_versions_are_compared_with_a_baseline_on_the_users_that_both_have() -> None:

@@ -7,10 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
+from recsys_core.comparison.decision import read_evidence
+from recsys_core.comparison.rules import PairedBootstrap
+from recsys_core.dataset.feature_store import Feature, FeatureStore
 from recsys_core.errors import StageError, TrackingServerError
+from recsys_core.evaluation.config import FeatureSlice
 from recsys_core.evaluation.metrics import SERVED_METRICS, UserMetrics
+from recsys_core.manifests import IngestedFeature, RegistrationManifest
 from tasks.gate import gate, version_tester
 from tasks.gate.sample import Answers, ServedSample
 from tasks.gate.smoke_test import ModelProcess, NotFetchedError, predict_in_subprocess
@@ -19,7 +25,8 @@ from tasks.registry.loading import record_logged_model
 from tasks.registry.mlflow_client import connect
 from tasks.registry.releases import LOAD_ERROR_TAG
 from tasks.stages import registration
-from tests.tasks.conftest import USERS, Stages
+from tests.recsys_core.evaluation.stage_folders import features_stage
+from tests.tasks.conftest import ITEMS, USERS, Stages
 from tests.tasks.registration import aliases, do_register, run_of, version_tags
 
 BuildStages = Callable[..., Stages]
@@ -180,6 +187,95 @@ def test_a_champion_that_cannot_be_fetched_is_broken_only_where_mlflow_works(
     else:
         assert do_register(stages(), run_of(workspace, "two")).alias == "champion"
         assert LOAD_ERROR_TAG in version_tags(connect(workspace), "1")
+
+
+def test_with_too_few_users_the_champion_stays_and_the_reasons_and_the_page_say_how_many_would_do(
+    workspace: Path, stages: BuildStages, predicted_here: list[str]
+) -> None:
+    do_register(stages(), run_of(workspace, "one"))
+    context = run_of(workspace, "two")
+    equal = do_register(stages(), context, gate=PairedBootstrap(num_resamples=100))
+    assert (equal.state_name, equal.alias, aliases(connect(workspace))["champion"]) == ("NotEnoughData", "challenger", "1")
+    assert "30 test users, but the gate needs at least 200" in equal.reasons[0]
+    assert equal.reasons[-1] == "about 200 test users would be enough for a decision"
+    page = (context.run.folder / RegistrationManifest.pages["decision"]).read_text()
+    assert 'verdict warn"><h2>Not enough data for a decision: the version is a challenger</h2>' in page
+    assert equal.reasons[-1] in page
+
+
+def test_with_too_few_users_not_even_the_first_version_becomes_champion(
+    workspace: Path, stages: BuildStages, predicted_here: list[str]
+) -> None:
+    for run_id in ("one", "two"):
+        made = do_register(
+            stages(), run_of(workspace, run_id), gate=PairedBootstrap(num_resamples=100), baselines=("popularity",)
+        )
+        assert made.state_name == "NotEnoughData" and "champion" not in aliases(connect(workspace))
+        assert made.reasons[0].endswith("not compared with popularity: 30 test users, but the gate needs at least 200")
+
+
+def test_a_champion_of_another_catalogue_is_compared_on_the_common_items_and_the_reasons_say_so(
+    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    do_register(stages(), run_of(workspace, "one"))
+    predict = version_tester.predict_in_subprocess
+
+    def rename_first_items(sample: ServedSample, *, model_uri: str, **rest: Any) -> Answers:
+        answers = predict(sample, model_uri=model_uri, **rest)
+        if model_uri == "models:/m/2":
+            return answers
+        lists = [[-7, *item_ids[:-1]] for item_ids in answers.item_ids.to_pylist()]
+        return answers._replace(item_ids=pa.array(lists, type=answers.item_ids.type))
+
+    monkeypatch.setattr(version_tester, "predict_in_subprocess", rename_first_items)
+    same = do_register(stages(), run_of(workspace, "two"))
+    assert same.metrics["champion/hit_rate@10"] == same.metrics["served/hit_rate@10"]
+    assert same.promoted and same.reasons[-1] == (
+        "version 1 was trained on another catalogue: 30 of 600 recommendations are items that this run does not have, and are "
+        "left out of its lists"
+    )
+
+
+def test_a_later_version_below_popularity_is_refused_although_it_is_as_good_as_the_champion(
+    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    do_register(stages(), run_of(workspace, "one"))
+    perfect = UserMetrics(np.arange(USERS), {metric: np.ones(USERS) for metric in SERVED_METRICS})
+    monkeypatch.setattr(gate, "read_user_metrics", lambda path: {"popularity": perfect})
+    below = do_register(stages(), run_of(workspace, "two"), baselines=("popularity",))
+    assert (below.state_name, aliases(connect(workspace))["champion"]) == ("NotPromoted", "1")
+    assert len(below.reasons) == 1 and below.reasons[0].endswith("less than 1 times the 1.0000 of popularity")
+
+
+def test_the_slices_of_a_guarded_feature_are_compared_user_by_user(
+    workspace: Path, stages: BuildStages, predicted_here: list[str], tmp_path: Path
+) -> None:
+    brand_I = np.arange(ITEMS, dtype=np.int32) % 3  # row 0 is (other)
+    facts = IngestedFeature(
+        kind="categorical",
+        num_rows=3,
+        num_values=ITEMS,
+        num_out_of_vocabulary=0,
+        num_missing=0,
+        definition="",
+        is_continued=False,
+    )
+    store = FeatureStore({"item.brand": Feature(brand_I, None, None)})
+    features = features_stage(tmp_path / "features", store, facts={"item.brand": facts})
+    options: dict[str, Any] = {"feature_slices": (FeatureSlice(feature="item.brand", max_values=2, min_users=10),)}
+    for run_id, is_confused in (("one", False), ("two", True)):
+        context = run_of(workspace, run_id)
+        context.results.add(features)
+        registration = do_register(stages(confused=is_confused), context, **options)
+    evidence = read_evidence(context.run.folder / "register")
+    of_brands = [item for item in evidence if "item.brand" in item.subject]
+    assert {item.subject for item in of_brands} <= {
+        f"recall@20 of item.brand={name}" for name in ("(other)", "(hash 1)", "(hash 2)")
+    }
+    assert len(of_brands) == 2
+    assert {item.comparison.outcome for item in of_brands} == {"rejected"} and not registration.promoted
+    for item in of_brands:  # the mean over the users with a target of the brand
+        assert 10 <= item.comparison.num_users <= USERS and item.comparison.baseline_mean > 0.5
 
 
 @pytest.mark.parametrize("is_worse", [False, True])

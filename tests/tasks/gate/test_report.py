@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,8 @@ from recsys_core.comparison.decision import Evidence
 from recsys_core.comparison.rules import Comparison
 from recsys_core.manifests import RegistrationManifest
 from tasks.gate.report import NUM_SAMPLE_USERS, _sample_users
-from tasks.gate.report_plots import Recommended, draw_differences, draw_popularity, draw_scores
+from tasks.gate.report_plots import Recommended, draw_differences, draw_popularity, draw_scores, draw_trend
+from tests.flows.run_folders import FIRST_START, past_run
 from tests.tasks.conftest import Stages
 from tests.tasks.registration import do_register, run_of
 
@@ -39,6 +41,14 @@ def test_the_page_shows_the_verdict_the_comparisons_and_sample_users(
     assert "&lt;b&gt;new&lt;/b&gt; season" in page and "<b>new" not in page
     assert page.count('<td class="id">') == NUM_SAMPLE_USERS
     assert "<td>head items</td>" in page and "not enough data (30 users needed)" in page
+    sections = re.findall(r"<h2>([^<]*)</h2>", page)
+    assert sections[1] == "Comparisons"
+    assert {*sections[2:]} == {
+        "Scores of the recommended items", "Popularity of the recommended items", "Training", "Index",
+        "Metrics over the full catalogue", "Recommended items", "Slices of the test events, for the model",
+        "Recommendations of test users",
+    }  # fmt: skip
+    assert "recall@100 against exact search" in page  # the axis of the curve of the index
     assert "<script" not in page and not re.search(r'(src|href)="[^#]', page)
 
 
@@ -49,6 +59,21 @@ def test_a_version_has_the_same_colour_in_every_plot_and_the_test_events_another
         lines = draw_popularity(versions, train_count_I=np.array([3, 1]), target_item_T=np.array([1])).axes[0].lines
         assert [line.get_color() for line in lines[:-1]] == [to_hex(patch.get_edgecolor()) for patch in scores]
         assert lines[-1].get_color() == plots.GREY
+
+
+def test_the_trend_has_the_last_thirty_versions_and_the_new_one_last(tmp_path: Path) -> None:
+    for day in range(40):
+        start = FIRST_START + timedelta(days=day)
+        failed = day % 10 == 9
+        figures = {} if failed else {"version": str(day), "metrics": {"served/recall@20": day / 100}}
+        past_run(tmp_path, start, state="Failed" if failed else "Promoted" if day % 2 else "NotPromoted", **figures)
+    registration = RegistrationManifest.model_construct(version="99", metrics={"served/recall@20": 0.5}, promoted=True)
+    axes = draw_trend(registration, run_of(tmp_path, "20990101-000000-ffff"), metric="recall@20").axes[0]
+    values = list(axes.lines[0].get_ydata())
+    assert (len(values), values[-1]) == (30, 0.5)
+    assert values[:-1] == [day / 100 for day in range(40) if day % 10 != 9][-29:]
+    empty = run_of(tmp_path / "empty", "20990101-000000-ffff")
+    assert draw_trend(registration, empty, metric="recall@20") is None
 
 
 def test_sample_users_have_the_titles_of_items_and_the_ids_of_items_without_a_title(tmp_path: Path) -> None:

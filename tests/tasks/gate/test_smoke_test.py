@@ -5,21 +5,29 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recsys_core.dataset.feature_store import Feature, FeatureStore
+from recsys_core.errors import StageError
+from recsys_core.evaluation.config import FeatureSlice
+from recsys_core.manifests import IngestedFeature
 from tasks.gate import smoke_test
 from tasks.gate.sample import Answers, K, ServedSample, invalid_answers, measure_answers, prepare_sample
 from tasks.gate.smoke_test import ModelProcess, UnusableVersionError, read_answers
-from tests.recsys_core.evaluation.stage_folders import interactions_stage
+from tests.recsys_core.evaluation.stage_folders import features_stage, interactions_stage
 
 ITEMS = 30
 
 
 @pytest.fixture
 def sample(tmp_path: Path) -> ServedSample:
-    """Item row r has the id 100 + r; the second user has no test event, the only target of the third is in its history."""
+    """A sample of three users. Item row r has the id 100 + r.
+
+    The second user has no test event. The only test item of the third user is already in its history.
+    """
     interactions = interactions_stage(
         tmp_path / "interactions",
         train=[[0, 1], [2], [3]],
@@ -50,6 +58,17 @@ def test_metrics_count_each_target_once_and_skip_users_whose_targets_are_in_thei
 def test_a_target_at_position_11_does_not_count_for_hit_rate_at_10(sample: ServedSample) -> None:
     metrics = measure_answers(answers([*range(110, 120), 105], []), sample=sample).users.means("served")
     assert (metrics["served/hit_rate@10"], metrics["served/recall@20"]) == (0.0, 0.5)
+
+
+def test_items_of_another_catalogue_are_left_out_of_the_lists_and_counted(sample: ServedSample) -> None:
+    known = [*range(110, 120), 105]
+    metrics = measure_answers(answers([-1, *known], []), sample=sample)
+    assert (metrics.num_recommended, metrics.num_unknown) == (12, 1)
+    expected = measure_answers(answers(known, []), sample=sample)
+    assert metrics.users.means("served") == expected.users.means("served")
+    assert (metrics.coverage, expected.num_unknown) == (expected.coverage, 0)
+    eleventh = measure_answers(answers([999, *range(110, 119), 105], []), sample=sample)
+    assert eleventh.users.means("served")["served/hit_rate@10"] == 1  # the tenth of the items that both have
 
 
 def test_valid_answers_have_no_problems(sample: ServedSample) -> None:
@@ -98,6 +117,57 @@ def test_a_version_that_writes_no_parquet_file_is_unusable(sample: ServedSample,
     (tmp_path / "answers.parquet").write_bytes(b"PAR1")
     with pytest.raises(UnusableVersionError, match="without a readable file of answers with the column item_ids"):
         read_answers(tmp_path / "answers.parquet", sample=sample, model_uri="models:/m/1")
+
+
+@pytest.mark.parametrize(("test_items", "num_users"), [([], 0), ([0], 2)])
+def test_a_log_without_a_new_test_item_stops_the_stage(test_items: list[int], num_users: int, tmp_path: Path) -> None:
+    interactions = interactions_stage(
+        tmp_path / "interactions", train=[[0], [0]], validation=[[], []], test=[test_items, test_items], items=3
+    )
+    with pytest.raises(
+        StageError, match=f"none of {num_users} test users has a test item that is not in .*; choose another test"
+    ):
+        prepare_sample(interactions, max_users=5, folder=tmp_path / "sample")
+
+
+def test_the_sample_has_slices_by_features_of_users_items_and_events(tmp_path: Path) -> None:
+    # The events are 0 1 |2 2|, 0 |0 1 3|, 3 |0|. The targets are 2, then 1 and 3, then 0; the log has the events 0 to 9.
+    interactions = interactions_stage(
+        tmp_path / "interactions", train=[[0, 1], [0], [3]], validation=[[]] * 3, test=[[2, 2], [0, 1, 3], [0]], items=4
+    )
+    rows_by_feature = {"user.age": [1, 2, 2], "item.brand": [1, 2, 1, 0], "context.hour": [1, 1, 2, 1, 1, 1, 2, 1, 1, 2]}
+    columns = {key: Feature(np.array(rows, np.int32), None, None) for key, rows in rows_by_feature.items()}
+    columns["item.tags"] = Feature(np.zeros(0, np.int32), np.zeros(5, np.int64), None)
+    fields = dict.fromkeys(("num_values", "num_out_of_vocabulary", "num_missing"), 0)
+    facts = {
+        key: IngestedFeature(
+            kind="list" if key == "item.tags" else "categorical", num_rows=3, definition="", is_continued=False, **fields
+        )
+        for key in columns
+    }
+    sample = prepare_sample(
+        interactions,
+        max_users=3,
+        folder=tmp_path / "sample",
+        features=features_stage(tmp_path / "features", FeatureStore(columns), facts=facts),
+        feature_slices=[FeatureSlice(feature=key, min_users=7 if key == "user.age" else None) for key in columns],
+    )
+    assert (sample.target_pair_T % 4).tolist() == [2, 1, 3, 0]
+    targets = {name: np.flatnonzero(mask_T).tolist() for name, mask_T in sample.slices.items() if "." in name}
+    assert targets == {
+        "user.age=(hash 1)": [0],
+        "user.age=(hash 2)": [1, 2, 3],
+        "item.brand=(hash 1)": [0, 3],
+        "item.brand=(hash 2)": [1],
+        "item.brand=(other)": [2],
+        "context.hour=(hash 2)": [0, 1, 3],
+        "context.hour=(hash 1)": [2],
+        "item.tags": [],  # no item has a value: the slice stays visible, and is not enough data
+    }
+    assert {name: sample.min_users_by_slice[name] for name in ("user.age=(hash 1)", "item.tags")} == {
+        "user.age=(hash 1)": 7,
+        "item.tags": None,
+    }
 
 
 def test_the_sample_is_reproducible(tmp_path: Path) -> None:

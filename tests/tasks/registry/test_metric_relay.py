@@ -26,9 +26,9 @@ def test_relayed_metrics_arrive_and_a_resumed_training_logs_no_step_twice(contex
                 relay.send(progress(step))
     assert logged_steps(context) == list(STEPS)
     client = connect(context.run.workspace)
-    found = client.get_run(open_run(client, context))
-    assert found.data.params == {"training.epochs": "3", "name": "nightly"}
-    assert found.info.status == "FINISHED"
+    mlflow_run = client.get_run(open_run(client, context))
+    assert mlflow_run.data.params == {"training.epochs": "3", "name": "nightly"}
+    assert mlflow_run.info.status == "FINISHED"
 
 
 def test_validation_metrics_are_logged_with_the_line_that_measured_them(context: StageContext) -> None:

@@ -66,7 +66,8 @@ FOREIGN = Path("the folder of another workspace")
 def workspace(tmp_path_factory: pytest.TempPathFactory, stages: BuildStages) -> Iterator[Path]:
     """A workspace with version 1 of the model m."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        patch.setenv("MLFLOW_TRACKING_URI", "")  # MLflow sets it; without this call, it would stay set for later tests
+        patch.delenv("MLFLOW_TRACKING_URI")
         run = Run("one", workspace=tmp_path_factory.mktemp("workspace"))
         run.folder.mkdir(parents=True)
         run.config_file.write_text("name: tests\n")
@@ -114,8 +115,8 @@ def test_a_version_answers_in_a_fresh_interpreter_without_torchrec_fbgemm_and_ou
     command = [sys.executable, "-c", FRESH, mlflow.get_tracking_uri(), URI]
     fresh = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert fresh.returncode == 0, fresh.stderr
-    here = model.predict(pd.DataFrame({"user_id": ["user-0", "user-7"]}), params={"k": 5})
-    assert json.loads(fresh.stdout.splitlines()[-1]) == [answer["item_ids"] for answer in here]
+    answers = model.predict(pd.DataFrame({"user_id": ["user-0", "user-7"]}), params={"k": 5})
+    assert json.loads(fresh.stdout.splitlines()[-1]) == [answer["item_ids"] for answer in answers]
 
 
 def test_an_invalid_record_has_an_error_and_the_others_have_recommendations(server: TestClient) -> None:
@@ -149,9 +150,11 @@ def test_an_invalid_record_has_an_error_and_the_others_have_recommendations(serv
 
 
 def test_records_without_a_history_keep_the_stored_one_next_to_records_with_one(server: TestClient) -> None:
-    given = {"user_id": "user-1", "history": [5003, 5006]}
-    status, answers = post(server, [{"user_id": "user-0"}, given, {"user_id": "user-2", "history": None}], k=4)
-    alone = [post(server, [record], k=4)[1][0] for record in ({"user_id": "user-0"}, given, {"user_id": "user-2"})]
+    record_with_history = {"user_id": "user-1", "history": [5003, 5006]}
+    status, answers = post(server, [{"user_id": "user-0"}, record_with_history, {"user_id": "user-2", "history": None}], k=4)
+    alone = [
+        post(server, [record], k=4)[1][0] for record in ({"user_id": "user-0"}, record_with_history, {"user_id": "user-2"})
+    ]
     assert (status, answers) == (200, alone)
     split = {"columns": ["user_id", "history"], "data": [["user-0", None], ["user-1", [5003, 5006]], ["user-2", None]]}
     other = server.post("/invocations", json={"dataframe_split": split, "params": {"k": 4}})

@@ -19,9 +19,9 @@ def test_the_mlflow_run_is_found_again_and_its_artifacts_are_in_the_workspace(co
     client = connect(context.run.workspace)
     first = open_run(client, context)
     assert open_run(connect(context.run.workspace), context) == first
-    found = client.get_run(first)
-    assert found.data.tags["nightjar.run_id"] == context.run.run_id
-    assert found.info.artifact_uri.startswith((context.run.workspace / "mlartifacts").as_uri())
+    mlflow_run = client.get_run(first)
+    assert mlflow_run.data.tags["nightjar.run_id"] == context.run.run_id
+    assert mlflow_run.info.artifact_uri.startswith((context.run.workspace / "mlartifacts").as_uri())
     assert open_run(client, replace(context, run=Run("another", workspace=context.run.workspace))) != first
 
 
@@ -55,9 +55,9 @@ def test_a_param_keeps_its_first_value_and_changes_of_a_resumed_run_are_tags(con
     log_params(client, mlflow_run_id, config_file=context.run.config_file)
     context.run.config_file.write_text("training: {epochs: 5}\nname: nightly\n")
     log_params(client, mlflow_run_id, config_file=context.run.config_file)
-    found = client.get_run(mlflow_run_id).data
-    assert found.params["training.epochs"] == "3"
-    assert found.tags["nightjar.changed_on_resume"] == '{"training.epochs": "5"}'
+    run_data = client.get_run(mlflow_run_id).data
+    assert run_data.params["training.epochs"] == "3"
+    assert run_data.tags["nightjar.changed_on_resume"] == '{"training.epochs": "5"}'
 
 
 def test_metric_names_lose_the_at_sign_and_undefined_values_are_left_out() -> None:

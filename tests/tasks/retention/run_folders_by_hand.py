@@ -28,12 +28,12 @@ def run_ids(workspace: Path) -> list[str]:
 
 
 def _stage(folder: Path, manifest_type: type[Manifest], fields: dict[str, Any]) -> None:
-    def build(out: Path) -> dict[str, Any]:
-        (out / "report.json").write_text("{}")
-        (out / "report.html").write_text("<html>")
-        (out / "values.npy").write_bytes(bytes(LARGE))
-        (out / "package").mkdir()
-        (out / "package" / "package.json").write_text("{}")
+    def build(output_folder: Path) -> dict[str, Any]:
+        (output_folder / "report.json").write_text("{}")
+        (output_folder / "report.html").write_text("<html>")
+        (output_folder / "values.npy").write_bytes(bytes(LARGE))
+        (output_folder / "package").mkdir()
+        (output_folder / "package" / "package.json").write_text("{}")
         return fields
 
     commit_stage(folder, manifest_type, fingerprint="f", build=build)

@@ -154,5 +154,5 @@ def test_a_clean_returns_its_removals_and_the_next_one_finds_nothing(
     }
     assert [str(version.version) for version in removals.versions] == ["2", "3", "4"]
     assert removals.freed_bytes > 100_000
-    again = clean(workspace, config, model_name="m")
-    assert (again.run_removals, again.versions) == ([], [])
+    second_clean = clean(workspace, config, model_name="m")
+    assert (second_clean.run_removals, second_clean.versions) == ([], [])

@@ -39,12 +39,12 @@ def clean(workspace: Path, *, aliased: Collection[str] = (), config: RetentionCo
 
 def test_the_newest_runs_stay_whole_older_ones_keep_reports_and_the_oldest_are_removed(tmp_path: Path, add_run: AddRun) -> None:
     runs = [add_run(tmp_path, f"2026{index}") for index in range(6)]
-    whole = files_below(runs[0].folder)
+    complete_files = files_below(runs[0].folder)
     (removal, *_) = find_removals(tmp_path, CONFIG, aliased_runs=())
     assert (removal.run_id, removal.action) == ("20260", "remove")
     assert clean(tmp_path) == {"20260": "remove", "20261": "remove", "20262": "reduce", "20263": "reduce"}
     assert run_ids(tmp_path) == ["20262", "20263", "20264", "20265"]
-    assert files_below(runs[5].folder) == files_below(runs[4].folder) == whole
+    assert files_below(runs[5].folder) == files_below(runs[4].folder) == complete_files
     # The run before the whole runs keeps its interactions: a resumed run reads them.
     assert load_manifest(runs[3].stage_folder(InteractionsManifest), InteractionsManifest) is not None
     assert files_below(runs[2].folder) == {
@@ -231,8 +231,8 @@ def test_whatever_happens_a_clean_touches_no_aliased_run_and_nothing_that_a_new_
                 run = add_run(workspace, f"2026{number:04}", end=kind, champion=champion, link=True)
                 complete += [run] if kind == "complete" else []
             elif kind == "alias":
-                whole = [run for run in complete if _is_whole(run)]
-                aliased = {whole[choice % len(whole)].run_id} if whole else aliased
+                whole_runs = [run for run in complete if _is_whole(run)]
+                aliased = {whole_runs[choice % len(whole_runs)].run_id} if whole_runs else aliased
             else:
                 new_run = run_of(workspace, "next")
                 expected = _read_by(new_run)

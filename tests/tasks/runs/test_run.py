@@ -73,15 +73,15 @@ def test_a_run_id_is_the_name_of_a_folder_and_never_a_path(tmp_path: Path, run_i
 
 
 def test_a_folder_that_nightjar_did_not_make_is_no_run(tmp_path: Path) -> None:
-    theirs = tmp_path / "runs" / "theirs"
-    (theirs / "embeddings").mkdir(parents=True)
-    (theirs / "embeddings" / "mine.npy").write_text("kept")
-    (theirs / "config.yaml").write_text("kept")
-    (tmp_path / "runs" / "link").symlink_to(theirs)
+    user_folder = tmp_path / "runs" / "theirs"
+    (user_folder / "embeddings").mkdir(parents=True)
+    (user_folder / "embeddings" / "mine.npy").write_text("kept")
+    (user_folder / "config.yaml").write_text("kept")
+    (tmp_path / "runs" / "link").symlink_to(user_folder)
     for run_id, message in (("theirs", "holds files, but not the marker .nightjar"), ("link", "is a link")):
         with pytest.raises(InputError, match=message), Run(run_id, workspace=tmp_path).lock():
             pass
-    assert sorted(path.name for path in theirs.rglob("*")) == ["config.yaml", "embeddings", "mine.npy"]
+    assert sorted(path.name for path in user_folder.rglob("*")) == ["config.yaml", "embeddings", "mine.npy"]
 
 
 def _hold(workspace: Path, ready: Any, finish: Any) -> None:

@@ -1,6 +1,7 @@
 """Registration of real packages on a real sqlite MLflow; tests of the subprocess start a real one."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from tasks.gate.smoke_test import ModelProcess
 from tasks.registry.loading import load_version
 from tasks.registry.mlflow_client import connect
 from tasks.registry.releases import champion_of, list_releases
+from tasks.stages.registration import verdict_page
 from tests.tasks.conftest import ITEMS, STEPS, Stages
 from tests.tasks.registration import aliases, do_register, run_of, version_tags
 
@@ -27,18 +29,23 @@ BuildStages = Callable[..., Stages]
 
 
 def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(workspace: Path, stages: BuildStages) -> None:
-    made = do_register(stages(), run_of(workspace, "one"))
-    assert (made.version, made.alias, made.promoted, made.reasons) == ("1", "champion", True, ("there was no champion",))
+    registration = do_register(stages(), run_of(workspace, "one"))
+    assert (registration.version, registration.alias, registration.promoted, registration.reasons) == (
+        "1",
+        "champion",
+        True,
+        ("there was no champion",),
+    )
     exact = stages().evaluation.metrics
     for name in ("recall@20", "hit_rate@10", "ndcg@20"):  # INT8 moves a score, not a cluster
-        assert made.metrics[f"served/{name}"] == pytest.approx(exact[f"test/{name}"], abs=0.15)
-    assert made.metrics["served/recall@20"] > 0.5
+        assert registration.metrics[f"served/{name}"] == pytest.approx(exact[f"test/{name}"], abs=0.15)
+    assert registration.metrics["served/recall@20"] > 0.5
 
     client = connect(workspace)
     champion = champion_of(client, "m")
     assert champion is not None and str(champion.version) == "1"
-    found = client.get_run(made.mlflow_run_id)
-    names = {file.path for file in client.list_artifacts(made.mlflow_run_id)}
+    mlflow_run = client.get_run(registration.mlflow_run_id)
+    names = {file.path for file in client.list_artifacts(registration.mlflow_run_id)}
     assert names == {
         "config.yaml",
         "plan.json",
@@ -49,21 +56,23 @@ def test_the_first_version_answers_in_a_fresh_process_and_becomes_champion(works
         "recall.png",
         "indexes.png",
     }
-    assert found.data.metrics["test/recall_at_20"] == exact["test/recall@20"]
+    assert mlflow_run.data.metrics["test/recall_at_20"] == exact["test/recall@20"]
     source = client.get_model_version("m", "1").source
     assert source is not None
     model = client.get_logged_model(source.removeprefix("models:/"))
     assert (model.name, model.status, model.params) == ("retriever", "READY", {"name": "tests"})
     assert {metric.key: metric.value for metric in model.metrics}["test/recall_at_20"] == exact["test/recall@20"]
-    assert {metric.step for metric in client.get_metric_history(made.mlflow_run_id, "train/loss")} == set(STEPS)
-    assert [entry.dataset.name for entry in found.inputs.dataset_inputs] == ["interactions"]
+    assert {metric.step for metric in client.get_metric_history(registration.mlflow_run_id, "train/loss")} == set(STEPS)
+    assert [entry.dataset.name for entry in mlflow_run.inputs.dataset_inputs] == ["interactions"]
     (release,) = list_releases(client, "m")
     assert (release["version"], release["aliases"], release["smoke"], release["run_id"]) == ("1", "champion", "passed", "one")
-    assert release["metrics"] == made.metrics
-    data_text, metrics_text, run_text = client.get_model_version("m", "1").description.split("\n\n")
-    assert data_text == "Data: 270 events, 30 users, 120 items, 30 test users"
-    assert f"recall@20 {exact['test/recall@20']:.4f}, " in metrics_text
-    assert run_text == f"Run one: [MLflow run](#/experiments/{found.info.experiment_id}/runs/{made.mlflow_run_id})"
+    assert release["metrics"] == registration.metrics
+    card = client.get_model_version("m", "1").description
+    assert "\n\n270 events, 30 users, 120 items; 180 training events; 30 test users." in card
+    assert f"| model | {exact['test/recall@20']:.4f}" in card
+    assert "| popularity |" in card
+    run_link = f"[MLflow run](#/experiments/{mlflow_run.info.experiment_id}/runs/{registration.mlflow_run_id})"
+    assert card.endswith(f"Run one: {run_link}")
 
 
 def test_the_logged_model_has_its_own_code_and_no_pickle(
@@ -77,6 +86,16 @@ def test_the_logged_model_has_its_own_code_and_no_pickle(
     required = (model / "artifacts" / "requirements.txt").read_text().split()
     assert all("==" in line for line in required)
     assert any(line.startswith("faiss-") for line in required)
+
+
+def test_the_verdict_in_prefect_has_the_reasons_and_the_path_of_the_decision_page(
+    workspace: Path, stages: BuildStages, predicted_here: list[str]
+) -> None:
+    made = do_register(stages(), run_of(workspace, "one"))
+    page = verdict_page(made, evaluation=stages().evaluation, data_report=stages().data_report)
+    assert page.startswith("## m version 1 is champion\n\nthere was no champion\n\n")
+    (decision_path,) = re.findall(r"All comparisons: `(.*)`", page)
+    assert "<h2>Promoted: this version is the champion</h2>" in Path(decision_path).read_text()
 
 
 def test_a_worse_version_becomes_challenger_and_an_equal_one_champion(
@@ -117,8 +136,8 @@ def test_a_run_killed_while_it_registers_finds_its_version_again(
         for tag in version_tags(client, "2"):
             if tag not in ("nightjar.run_id", "nightjar.package", "nightjar.package_sha256"):
                 client.delete_model_version_tag("m", "2", tag)
-    again = do_register(stages(), context)
-    assert again.model_dump(exclude={"seconds", "files"}) == undisturbed.model_dump(exclude={"seconds", "files"})
+    repeated = do_register(stages(), context)
+    assert repeated.model_dump(exclude={"seconds", "files"}) == undisturbed.model_dump(exclude={"seconds", "files"})
     assert len(client.search_model_versions("name = 'm'")) == 2
     assert aliases(client)["champion"] == "2"
 
@@ -183,7 +202,7 @@ def test_the_logged_model_takes_and_gives_raw_ids(workspace: Path, stages: Build
     json.dumps(first)  # plain numbers, so that a server can send them
     assert [len(answer["item_ids"]) for answer in model.predict(users)] == [10, 10]
     histories = users.assign(history=[first[1]["item_ids"], None])
-    given = model.predict(histories, params={"k": 3})
-    assert given[1] == first[1]
-    assert given[0] != first[0]
-    assert not set(given[0]["item_ids"]) & set(histories["history"][0])
+    answers = model.predict(histories, params={"k": 3})
+    assert answers[1] == first[1]
+    assert answers[0] != first[0]
+    assert not set(answers[0]["item_ids"]) & set(histories["history"][0])

@@ -49,17 +49,17 @@ def scan_files(
     """Return the statistics of each file of `raw`, in one scan.
 
     Args:
-        roles: columns of `raw` whose smallest and largest value is returned: position, label or weight.
-        positive_row_sql: SQL that is true for the rows that reach the label threshold; None without a threshold. The range
-            of `position` covers only these rows.
+        roles: columns of `raw`, named by their role, whose smallest and largest values are returned: position, label, weight.
+        positive_row_sql: SQL that is true for the rows that reach the label threshold; None without a threshold. Only rows
+            that pass the checks and reach the threshold become events. The range of `position` covers only these rows.
     """
     good_row_sql = pass_sql(checks)
-    written_row_sql = f"{good_row_sql} AND {positive_row_sql}" if positive_row_sql else good_row_sql
+    event_row_sql = f"{good_row_sql} AND {positive_row_sql}" if positive_row_sql else good_row_sql
     select_list = ["source", "count(*)", f"count(*) FILTER (NOT ({good_row_sql}))"]
-    select_list += [f"count(*) FILTER ({written_row_sql})"] if positive_row_sql else ["count(*)"]
+    select_list += [f"count(*) FILTER ({event_row_sql})"] if positive_row_sql else ["count(*)"]
     select_list += [f"count(*) FILTER ({check.failure_sql})" for check in checks]
     for role in roles:
-        range_row_sql = written_row_sql if role == "position" else good_row_sql
+        range_row_sql = event_row_sql if role == "position" else good_row_sql
         select_list += [f"{bound}({role}::DOUBLE) FILTER ({range_row_sql})" for bound in ("min", "max")]
     query = f"SELECT {', '.join(select_list)} FROM raw GROUP BY source"
     statistics = [FileStatistics()] * num_files  # a file without rows does not occur in `raw`
@@ -104,7 +104,8 @@ def _id_checks(alias: str, column: str, data_type: pa.DataType) -> list[RowCheck
 
 
 def _time_checks(column: str, *, latest_us: int) -> list[RowCheck]:
-    # `position` is null for a time that overflows 64 bits of microseconds. `before_1970` is also valid for such a time.
+    # `position` is the time in microseconds, and null if this number does not fit into 64 bits. The column `before_1970` of
+    # `raw` is correct for such a time, too.
     overflow_sql = "position IS NULL AND time IS NOT NULL"
     return [
         RowCheck(column, "null", "time IS NULL", FIX_ROWS),
@@ -156,7 +157,7 @@ def _number_checks(alias: str, column: str, data_type: pa.DataType) -> list[RowC
 
 
 def _reject_unreadable_column(source: Source, path: Path, config: InteractionsConfig) -> None:
-    """Raise InputError for the first column that DuckDB cannot read. Some damage is an error in DuckDB but not in pyarrow."""
+    """Raise InputError for the first column that DuckDB cannot read. Pyarrow does not notice every kind of damage."""
     with duckdb.connect(config={"threads": 1}) as connection:
         for column in [column for column in config.columns if column in source.schema.names]:
             try:

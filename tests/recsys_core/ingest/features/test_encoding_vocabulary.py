@@ -59,7 +59,7 @@ def by_value(manifest: FeaturesManifest, key: str) -> dict[Any, int]:
 @pytest.mark.parametrize("name", [str, int])
 def test_each_value_has_the_row_of_its_vector(tmp_path: Path, name: type) -> None:
     embeddings = embed(tmp_path, item__brand=[name(9), name(2), name(1)], item=ITEMS[:2])
-    brand = pa.array([name(one) for one in (1, 2, 2, 3)] + [None])
+    brand = pa.array([name(number) for number in (1, 2, 2, 3)] + [None])
     manifest = ingest(tmp_path, embeddings, {"name": "brand"}, {"name": "other", "column": "brand"}, brand=brand)
     assert by_value(manifest, "item.brand") == {None: -1, name(2): 1, name(1): 2, name(3): -1}
     assert (manifest.features["item.brand"].num_with_vector, manifest.features["item.other"].num_with_vector) == (2, 0)
@@ -120,8 +120,8 @@ def test_vectors_of_an_unsuitable_feature_are_rejected(
     path = write(tmp_path / "items.parquet", id=ITEMS, **BRANDS)
     config = FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id", "features": [feature]}})
     refuses(
-        lambda out: ingest_features(
-            config, dataset=Dataset(interactions, embeddings), previous=None, memory_limit="200MB", threads=1, folder=out
+        lambda folder: ingest_features(
+            config, dataset=Dataset(interactions, embeddings), previous=None, memory_limit="200MB", threads=1, folder=folder
         ),
         tmp_path / "run",
         *words,

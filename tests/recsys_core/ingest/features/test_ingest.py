@@ -183,9 +183,12 @@ def test_a_workspace_in_a_folder_named_like_a_column_is_read_like_any_other(tmp_
     folder = tmp_path / "device=tv" / "id=7" / "value=a"
     interactions = stage(folder / "log", context={"device": ["tv", "app"] * 4 + ["car"]})
     brands = write(tmp_path / "brands.parquet", sku=ITEMS, brand=["a", "a", "b", "c", "c"])
-    wanted = {"items": {"paths": brands, "id_column": "sku", "features": [{"name": "brand"}]}, "context": [{"name": "device"}]}
-    first = ingest(folder / "run1", interactions, **wanted)
-    second = ingest(folder / "run2", interactions, previous=first, **wanted)
+    settings = {
+        "items": {"paths": brands, "id_column": "sku", "features": [{"name": "brand"}]},
+        "context": [{"name": "device"}],
+    }
+    first = ingest(folder / "run1", interactions, **settings)
+    second = ingest(folder / "run2", interactions, previous=first, **settings)
     assert rows_of(first, "item.brand") == rows_of(second, "item.brand") == [1, 1, 3, 2, 2]
     assert set(rows_of(first, "context.device")) == {1, 2, 3}
 

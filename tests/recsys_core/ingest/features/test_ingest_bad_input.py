@@ -210,7 +210,7 @@ def test_columns_whose_names_differ_only_in_case_are_rejected(tmp_path: Path) ->
 def test_column_names_with_quotes_and_very_long_values_are_harmless(tmp_path: Path) -> None:
     column = 'much" FROM x; DROP TABLE joined; --'
     feature = [{"name": "likes", "kind": "weighted_list", "weight_column": column}]
-    likes, much = pa.array([["\u202e" + "x" * 10_000], ["b"] * 5_000, None], LIST), [[1.0], [-1.0] * 5_000, None]
+    likes, like_weights = pa.array([["\u202e" + "x" * 10_000], ["b"] * 5_000, None], LIST), [[1.0], [-1.0] * 5_000, None]
     assert_rejected(
         tmp_path,
         "DROP TABLE",
@@ -218,7 +218,7 @@ def test_column_names_with_quotes_and_very_long_values_are_harmless(tmp_path: Pa
         "... is a list with a weight",
         features=feature,
         likes=likes,
-        **{column: pa.array(much, WEIGHTS)},
+        **{column: pa.array(like_weights, WEIGHTS)},
     )
 
 

@@ -64,7 +64,7 @@ def test_infinities_and_outliers_are_cut_off_and_infinities_move_no_mean(tmp_pat
 def test_a_feature_without_variance_in_training_has_zero_weights(tmp_path: Path, price: list[float | None]) -> None:
     manifest = ingest(tmp_path, pa.array(price, pa.float64()))
     assert manifest.features["item.price"].std == 0
-    assert stored(manifest) == ([int(one is not None) for one in price] + [0], [0.0] * 8)
+    assert stored(manifest) == ([int(value is not None) for value in price] + [0], [0.0] * 8)
 
 
 @pytest.mark.parametrize("kind", [pa.int16(), pa.uint64(), pa.float32(), pa.decimal128(9, 2)])
@@ -126,10 +126,10 @@ def test_any_number_becomes_a_finite_one_and_training_has_mean_0_and_spread_1(
     facts = manifest.features["item.price"]
     assert facts.mean is not None and facts.std is not None
     assert math.isfinite(facts.mean) and math.isfinite(facts.std)
-    assert all(abs(one) <= 10 for one in weight)
-    assert row == [int(one is not None and not math.isnan(one)) for one in price] + [0] * (8 - len(price))
-    assert all(one == 0 for one, there in zip(weight, row, strict=True) if not there)
-    trained = [at for at, one in enumerate(price[:6]) if one is not None and math.isfinite(one)]
+    assert all(abs(value) <= 10 for value in weight)
+    assert row == [int(value is not None and not math.isnan(value)) for value in price] + [0] * (8 - len(price))
+    assert all(value == 0 for value, there in zip(weight, row, strict=True) if not there)
+    trained = [at for at, value in enumerate(price[:6]) if value is not None and math.isfinite(value)]
     if facts.std > 1e-300 and facts.std > 1e-12 * abs(facts.mean):  # a smaller spread is rounding error
         assert np.mean([weight[at] for at in trained]) == pytest.approx(0, abs=1e-3)
         assert np.std([weight[at] for at in trained]) == pytest.approx(1, abs=1e-3)

@@ -144,7 +144,7 @@ def test_dropped_rows_are_counted_by_reason_and_all_others_are_kept(tmp_path: Pa
     assert manifest.num_bad_rows_by_reason == counts
     facts = manifest.columns["user_id"]
     assert (facts.num_nulls, facts.num_out_of_range) == (counts["user_id: null"], counts["user_id: an empty string"])
-    below = [sum(x is not None and x < 1 for x in columns["x"]) for columns, _ in logs]
+    below = [sum(value is not None and value < 1 for value in columns["x"]) for columns, _ in logs]
     assert 0 < manifest.num_removed_events_by_filter["below_threshold"] <= sum(below)
     refuses(
         lambda folder: ingest(folder, *paths, split=LAST_OUT, max_bad_share=0.1, **settings), tmp_path,
@@ -190,8 +190,8 @@ def test_ids_in_folder_names_are_checked_like_other_ids(tmp_path: Path) -> None:
         write(tmp_path / "log" / f"user_id={name}" / "a.parquet", **events)
     log = str(tmp_path / "log")
     manifest = ingest(tmp_path / "good", log, split=LAST_OUT)
-    kept: list[Event] = [(user, item, item - 4) for user in ("a\u202ex", "b\n", "c") for item in (5, 6, 7)]
-    check(manifest, leave_last_out(kept, min_events=3))
+    valid_events: list[Event] = [(user, item, item - 4) for user in ("a\u202ex", "b\n", "c") for item in (5, 6, 7)]
+    check(manifest, leave_last_out(valid_events, min_events=3))
     assert manifest.columns["user_id"].num_unusual_ids == 2
     write(tmp_path / "log" / "user_id=" / "a.parquet", **events)
     message = "user_id=/a.parquet: column 'user_id', row 0: '' is an empty string (3 of 12 rows"
@@ -201,8 +201,8 @@ def test_ids_in_folder_names_are_checked_like_other_ids(tmp_path: Path) -> None:
 def test_a_null_is_found_even_if_the_statistics_have_none(tmp_path: Path) -> None:
     for column, value in (("user_id", [1, None, 1, 2]), ("x", [1.0, None, 1.0, 1.0])):
         path = Path(write(tmp_path / "a.parquet", **(GOOD | {"x": [1.0] * 4, column: value})))
-        whole = path.read_bytes()
-        start = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
-        path.write_bytes(whole[:start] + whole[start:].replace(b"\x16\x02", b"\x16\x00"))  # Thrift's 64-bit 1 becomes 0
+        content = path.read_bytes()
+        start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+        path.write_bytes(content[:start] + content[start:].replace(b"\x16\x02", b"\x16\x00"))  # Thrift's 64-bit 1 becomes 0
         message = f"{path}: column {column!r}, row 1: null"
         refuses(lambda folder, path=path: ingest(folder, str(path), split=LAST_OUT, **WEIGHT), tmp_path, message)

@@ -29,10 +29,10 @@ def events_of(manifest: InteractionsManifest) -> list[Event]:
 def core(log: list[Event], *, users: int, items: int) -> list[Event]:
     while True:
         by_user, by_item = (Counter(event[side] for event in log) for side in (0, 1))
-        left = [event for event in log if by_user[event[0]] >= users and by_item[event[1]] >= items]
-        if left == log:
+        filtered = [event for event in log if by_user[event[0]] >= users and by_item[event[1]] >= items]
+        if filtered == log:
             return log
-        log = left
+        log = filtered
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])  # many logs have no core
@@ -87,7 +87,11 @@ FILTERS = {
     "a cap on a user": (
         {"max_user_events": 3},
         lambda log: [
-            event for user in (1, 2, 9) for event in sorted((e for e in log if e[0] == user), key=lambda e: e[2])[-3:]
+            event
+            for user in (1, 2, 9)
+            for event in sorted(
+                (user_event for user_event in log if user_event[0] == user), key=lambda user_event: user_event[2]
+            )[-3:]
         ],
         "over_cap",
     ),
@@ -194,9 +198,9 @@ def test_the_time_split_starts_from_the_newest_event_above_the_threshold(tmp_pat
     log = [(1, 1, 0), (2, 2, 0), (1, 3, 2 * DAY_US), (1, 4, 9 * DAY_US)]
     path = write(
         tmp_path / "a.parquet",
-        user_id=[u for u, _, _ in log],
-        item_id=[i for _, i, _ in log],
-        t=[t for *_, t in log],
+        user_id=[user for user, _, _ in log],
+        item_id=[item for _, item, _ in log],
+        t=[time for *_, time in log],
         s=[5, 5, 5, 1],
     )
     manifest = ingest(

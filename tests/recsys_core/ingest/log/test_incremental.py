@@ -46,12 +46,12 @@ def two_runs(
 
 def rows(manifest: InteractionsManifest, side: str) -> dict[Any, int]:
     ids = pq.read_table(manifest.path(f"{side}.parquet")).column("id").to_pylist()
-    return {one: row for row, one in enumerate(ids)}
+    return {id_: row for row, id_ in enumerate(ids)}
 
 
 def same_events(manifest: InteractionsManifest, other: InteractionsManifest) -> None:
-    for one, two in zip(read(manifest).parts, read(other).parts, strict=True):
-        assert sorted(one) == sorted(two)
+    for events, other_events in zip(read(manifest).parts, read(other).parts, strict=True):
+        assert sorted(events) == sorted(other_events)
 
 
 def test_only_the_new_day_is_read_and_every_id_keeps_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,8 +259,8 @@ def test_the_last_of_several_runs_has_the_events_of_one_run_over_all_days(
             for side in ("users", "items"):
                 assert rows(before, side).items() <= rows(manifest, side).items()
     assert manifest is not None
-    whole = ingest(folder / "whole", str(folder / "in" / "*.parquet"), **chosen)
-    same_events(manifest, whole)
+    manifest_of_one_run = ingest(folder / "whole", str(folder / "in" / "*.parquet"), **chosen)
+    same_events(manifest, manifest_of_one_run)
     rank = np.load(manifest.path("item_rank.npy"))
     counts = np.load(manifest.path("item_count.npy"))
     assert sorted(rank.tolist()) == list(range(manifest.num_items))

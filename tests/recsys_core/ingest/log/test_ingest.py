@@ -105,8 +105,8 @@ def test_each_user_has_held_out_events_in_one_fold(tmp_path: Path) -> None:
         manifest = ingest(tmp_path / f"stage{fold}", path, split=split)
         held_out = {user for user, _, _ in read(manifest).parts[2]}
         last_out = leave_last_out([event for event in log if event[0] in held_out], min_events=3)
-        others = [event for event in log if event[0] not in held_out]
-        check(manifest, ([*last_out[0], *others], *last_out[1:]))
+        train_events = [event for event in log if event[0] not in held_out]
+        check(manifest, ([*last_out[0], *train_events], *last_out[1:]))
         folds.append(held_out)
     assert set.union(*folds) == set(range(num_users)) and sum(map(len, folds)) == num_users
     assert min(map(len, folds)) > num_users / num_folds * 0.7
@@ -163,10 +163,14 @@ def big_log(rows: int = 300_000) -> dict[str, np.ndarray]:
 def test_the_result_is_the_same_bytes_for_any_number_of_threads(tmp_path: Path) -> None:
     columns = big_log()
     path = write(tmp_path / "log.parquet", row_group=30_000, **columns)
-    manifests = [ingest(tmp_path / f"stage{n}", path, split={"kind": "time"}, threads=n) for n in (1, 2, 4)]
+    manifests = [
+        ingest(tmp_path / f"stage{num_threads}", path, split={"kind": "time"}, threads=num_threads) for num_threads in (1, 2, 4)
+    ]
     # The order of rows within a part depends on the threads.
-    first, *others = ({name: file for name, file in manifest.files.items() if "parts/" not in name} for manifest in manifests)
-    assert others == [first, first]
+    first_files, *other_files = (
+        {name: file for name, file in manifest.files.items() if "parts/" not in name} for manifest in manifests
+    )
+    assert other_files == [first_files, first_files]
     stage = manifests[0]
     offset, item, time = (np.load(stage.path(f"{name}.npy")) for name in ("user_offset", "event_item", "event_time"))
     users, items = (pq.read_table(stage.path(f"{side}.parquet")).column("id").to_numpy() for side in ("users", "items"))
@@ -293,7 +297,7 @@ def test_a_log_without_order_keeps_each_users_events_together(tmp_path: Path) ->
     test = write_log(tmp_path / "b.parquet", [(0, 99, 0)])
     manifest = ingest(tmp_path / "stage", train, split={"kind": "files", "test_paths": test}, timestamp_column=None)
     check(manifest, (log, [], [(0, 99, 0)]))
-    orders = {tuple(item for user, item, _ in read(manifest).parts[0] if user == one) for one in range(5)}
+    orders = {tuple(item for user, item, _ in read(manifest).parts[0] if user == user_row) for user_row in range(5)}
     assert not manifest.is_ordered and len(orders) == 5
 
 
@@ -327,8 +331,8 @@ def test_columns_may_be_named_anything(tmp_path: Path) -> None:
 def test_the_spill_folder_is_deleted(tmp_path: Path) -> None:
     path = write(tmp_path / "log.parquet", **big_log(1_000_000))
     manifest = ingest(tmp_path / "stage", path, split={"kind": "time"}, memory_limit="40MB", threads=1)
-    left = {str(path.relative_to(manifest.folder)) for path in manifest.folder.rglob("*") if path.is_file()}
-    assert left == {*manifest.files, "manifest.json", MARKER_NAME}
+    file_names = {str(path.relative_to(manifest.folder)) for path in manifest.folder.rglob("*") if path.is_file()}
+    assert file_names == {*manifest.files, "manifest.json", MARKER_NAME}
     assert {path.name for path in manifest.folder.iterdir() if path.is_dir()} == {"parts"}
     assert manifest.num_train_events + manifest.num_validation_events + manifest.num_test_events == 1_000_000
 

@@ -124,8 +124,8 @@ def test_a_sort_that_outgrows_the_memory_is_rejected_by_its_setting(tmp_path: Pa
 def test_files_with_times_of_different_types_are_rejected(tmp_path: Path, other: pa.Array, message: str) -> None:
     first, second = write(tmp_path / "a.parquet", **GOOD), write(tmp_path / "b.parquet", **(GOOD | {"t": other}))
     refuses(ingest_of(first, second), tmp_path, f"b.parquet: column 't' is {message} in ", "a.parquet")
-    given = {"kind": "files", "test_paths": second}
-    refuses(ingest_of(first, split=given), tmp_path, f"b.parquet: column 't' is {message} in ", "a.parquet")
+    split = {"kind": "files", "test_paths": second}
+    refuses(ingest_of(first, split=split), tmp_path, f"b.parquet: column 't' is {message} in ", "a.parquet")
 
 
 def test_local_times_and_times_with_a_zone_are_not_mixed(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ LAST_OUT = {"kind": "leave_last_out"}
 
 def log(folder: Path, *, rows: int, ids: int = 1_000, **columns: Any) -> str:
     random = np.random.default_rng(0)
-    every = {name: random.integers(0, ids, rows) for name in ("user_id", "item_id")} | {"t": np.arange(rows)}
-    return write(folder / "log.parquet", **(every | columns))
+    column_by_name = {name: random.integers(0, ids, rows) for name in ("user_id", "item_id")} | {"t": np.arange(rows)}
+    return write(folder / "log.parquet", **(column_by_name | columns))
 
 
 def words(rows: int) -> pa.Array:

@@ -142,12 +142,19 @@ def test_a_stage_folder_may_have_pattern_characters_in_its_name(tmp_path: Path) 
 @pytest.mark.parametrize("columns", [{"vector_column": "v"}, {"dimension_prefix": "d"}])
 def test_the_result_depends_neither_on_threads_nor_on_row_groups(tmp_path: Path, columns: dict[str, str]) -> None:
     vectors = some_vectors(5_000, 37, np.float64)
-    wide = {f"d{index}": vectors[:, index] for index in range(37)}
-    path = write(tmp_path / "a.parquet", item_id=np.arange(5_000)[::-1], v=as_fixed(vectors), row_group=1_111, **wide)
-    kept = {threads: ingest(tmp_path / f"stage{threads}", path, threads=threads, **columns) for threads in (1, 5)}
-    np.testing.assert_array_equal(np.load(kept[5].vectors_path("item")), vectors.astype(np.float32))
-    assert ids_of(kept[5]) == list(range(5_000))[::-1]
-    assert kept[1].files == kept[5].files and kept[1].fingerprint == kept[5].fingerprint
+    value_by_column = {f"d{index}": vectors[:, index] for index in range(37)}
+    path = write(
+        tmp_path / "a.parquet", item_id=np.arange(5_000)[::-1], v=as_fixed(vectors), row_group=1_111, **value_by_column
+    )
+    manifest_by_num_threads = {
+        threads: ingest(tmp_path / f"stage{threads}", path, threads=threads, **columns) for threads in (1, 5)
+    }
+    np.testing.assert_array_equal(np.load(manifest_by_num_threads[5].vectors_path("item")), vectors.astype(np.float32))
+    assert ids_of(manifest_by_num_threads[5]) == list(range(5_000))[::-1]
+    assert (
+        manifest_by_num_threads[1].files == manifest_by_num_threads[5].files
+        and manifest_by_num_threads[1].fingerprint == manifest_by_num_threads[5].fingerprint
+    )
 
 
 def test_the_stage_has_only_matrices_and_ids(tmp_path: Path) -> None:
@@ -181,8 +188,8 @@ def test_a_projection_keeps_the_directions_of_most_variance(tmp_path: Path) -> N
     centred = vectors - vectors.mean(axis=0)
     expected = centred @ np.linalg.svd(centred, full_matrices=False)[2][:2].T
     np.testing.assert_allclose(np.abs(stored), np.abs(expected), rtol=1e-3, atol=1e-3)
-    again = ingest(tmp_path / "again", path, pca_dim=2, threads=1, batch_rows=7)
-    np.testing.assert_array_equal(np.load(again.vectors_path("item")), stored)
+    repeated = ingest(tmp_path / "again", path, pca_dim=2, threads=1, batch_rows=7)
+    np.testing.assert_array_equal(np.load(repeated.vectors_path("item")), stored)
     scaled = np.load(ingest(tmp_path / "scaled", path, pca_dim=2, normalise=True).vectors_path("item"))
     np.testing.assert_allclose(scaled, stored / np.linalg.norm(stored, axis=1, keepdims=True), rtol=1e-5)
 
@@ -200,13 +207,13 @@ def test_an_id_map_replaces_ids_and_drops_ids_without_an_entry(tmp_path: Path) -
 
 
 def test_the_first_of_two_entries_for_a_table_wins_and_each_table_has_its_own_files(tmp_path: Path) -> None:
-    own = write(tmp_path / "own.parquet", item_id=[1, 2, 3], v=[[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]])
-    bought = write(tmp_path / "bought.parquet", sku=[5, 3, 4, 1], e0=[9.0] * 4, e1=[5.0, 3.0, 4.0, 1.0])
+    first_items = write(tmp_path / "own.parquet", item_id=[1, 2, 3], v=[[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]])
+    second_items = write(tmp_path / "bought.parquet", sku=[5, 3, 4, 1], e0=[9.0] * 4, e1=[5.0, 3.0, 4.0, 1.0])
     users = write(tmp_path / "users.parquet", user=["ann"], v=[[7.0, 7.0, 7.0]])
     entries = (
-        EmbeddingsConfig(paths=own, vector_column="v"),
+        EmbeddingsConfig(paths=first_items, vector_column="v"),
         EmbeddingsConfig(paths=users, table="user", id_column="user", vector_column="v"),
-        EmbeddingsConfig(paths=bought, id_column="sku", dimension_prefix="e"),
+        EmbeddingsConfig(paths=second_items, id_column="sku", dimension_prefix="e"),
     )
     manifest = ingest_embeddings(entries, folder=tmp_path / "stage")
     assert ids_of(manifest) == [1, 2, 3, 5, 4]

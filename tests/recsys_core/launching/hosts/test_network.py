@@ -14,7 +14,9 @@ def test_the_first_host_listens_only_on_the_address_of_the_configured_interface(
     listener = listen(launcher, network, host=host)
     assert (network.interface, network.address) == ("lo", "127.0.0.1")
     connections = psutil.Process().net_connections()
-    assert [one.laddr.ip for one in connections if one.laddr.port == listener.getsockname()[1]] == ["127.0.0.1"]
+    assert [connection.laddr.ip for connection in connections if connection.laddr.port == listener.getsockname()[1]] == [
+        "127.0.0.1"
+    ]
     listener.close()
 
 

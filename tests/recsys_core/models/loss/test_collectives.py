@@ -9,18 +9,18 @@ from recsys_core.models.loss.losses import softmax_loss
 from tests.gloo import run_ranks
 
 # Queries, candidates and candidate rows of two ranks. Item 3 is on both ranks: each rank masks both columns.
-QUERIES_W = torch.arange(24.0).sin().reshape(2, 3, 4)
-CANDIDATES_W = torch.arange(40.0).cos().reshape(2, 5, 4)
-ROWS_W = torch.tensor([[3, 0, 1, 8, 9], [4, 3, 5, 7, 6]])
+QUERY_WBD = torch.arange(24.0).sin().reshape(2, 3, 4)
+CANDIDATE_WCD = torch.arange(40.0).cos().reshape(2, 5, 4)
+ITEM_ROW_WC = torch.tensor([[3, 0, 1, 8, 9], [4, 3, 5, 7, 6]])
 
 
 def gathered_loss(query_BD, candidate_CD, item_row_C, all_candidates, all_item_rows):
     """Return the loss of one rank; its first candidates are the positives of its queries."""
-    size = len(query_BD)
+    num_queries = len(query_BD)
     return softmax_loss(
-        (query_BD * candidate_CD[:size]).sum(dim=1),
+        (query_BD * candidate_CD[:num_queries]).sum(dim=1),
         query_BD @ all_candidates.T,
-        is_masked_BN=item_row_C[:size, None] == all_item_rows,
+        is_masked_BN=item_row_C[:num_queries, None] == all_item_rows,
         temperature=0.3,
         log_q_N=(all_item_rows + 1).float().log(),
     ).mean()
@@ -28,16 +28,19 @@ def gathered_loss(query_BD, candidate_CD, item_row_C, all_candidates, all_item_r
 
 def compare_gathered(rank: int) -> None:
     warnings.simplefilter("error")  # fail if torch deprecates one of the collectives
-    queries, candidates = QUERIES_W.clone().requires_grad_(), CANDIDATES_W.clone().requires_grad_()
-    all_candidates, all_item_rows = candidates.flatten(0, 1), ROWS_W.flatten()
-    each = [gathered_loss(queries[r], candidates[r], ROWS_W[r], all_candidates, all_item_rows) for r in range(2)]
-    torch.stack(each).mean().backward()
+    queries, candidates = QUERY_WBD.clone().requires_grad_(), CANDIDATE_WCD.clone().requires_grad_()
+    all_candidates, all_item_rows = candidates.flatten(0, 1), ITEM_ROW_WC.flatten()
+    loss_by_rank = [
+        gathered_loss(queries[other_rank], candidates[other_rank], ITEM_ROW_WC[other_rank], all_candidates, all_item_rows)
+        for other_rank in range(2)
+    ]
+    torch.stack(loss_by_rank).mean().backward()
 
-    query_BD, candidate_CD = (values[rank].clone().requires_grad_() for values in (QUERIES_W, CANDIDATES_W))
-    gathered_candidates, gathered_item_rows = gather_candidates(candidate_CD, ROWS_W[rank], group=dist.group.WORLD)
+    query_BD, candidate_CD = (values[rank].clone().requires_grad_() for values in (QUERY_WBD, CANDIDATE_WCD))
+    gathered_candidates, gathered_item_rows = gather_candidates(candidate_CD, ITEM_ROW_WC[rank], group=dist.group.WORLD)
     assert torch.equal(gathered_candidates, all_candidates) and torch.equal(gathered_item_rows, all_item_rows)
-    loss = gathered_loss(query_BD, candidate_CD, ROWS_W[rank], gathered_candidates, gathered_item_rows)
-    assert loss.item() == pytest.approx(each[rank].item(), rel=1e-6)
+    loss = gathered_loss(query_BD, candidate_CD, ITEM_ROW_WC[rank], gathered_candidates, gathered_item_rows)
+    assert loss.item() == pytest.approx(loss_by_rank[rank].item(), rel=1e-6)
     loss.backward()
     # A candidate's gradient includes the other rank's part. DDP averages gradients over the ranks, hence the division.
     torch.testing.assert_close(candidate_CD.grad / 2, candidates.grad[rank], rtol=1e-5, atol=1e-7)

@@ -104,8 +104,8 @@ def test_without_logq_or_with_the_wrong_sign_the_popular_item_falls_behind(corre
     assert learned[0] != descending(CHOICES)[0] and learned[1] != descending(CHOICES)[1]
 
 
-def softplus(x):
-    return math.log1p(math.exp(x))
+def softplus(value):
+    return math.log1p(math.exp(value))
 
 
 def query_loss(name, positive, negatives):
@@ -147,13 +147,13 @@ def test_the_loss_equals_the_weighted_mean_of_a_loop_over_the_queries(name, case
     loss = weighted_mean(LOSSES[name](positive_score_B, negative_score_BN, is_masked_BN=is_masked_BN), weight_B)
 
     total = 0.0
-    for b, positive in enumerate(positive_score_B.tolist()):
+    for query_index, positive in enumerate(positive_score_B.tolist()):
         negatives = [
             score
-            for n, score in enumerate(negative_score_BN[b].tolist())
-            if is_masked_BN is None or not is_masked_BN[b, n].item()
+            for column, score in enumerate(negative_score_BN[query_index].tolist())
+            if is_masked_BN is None or not is_masked_BN[query_index, column].item()
         ]
-        weight = 1.0 if weight_B is None else weight_B[b].item()
+        weight = 1.0 if weight_B is None else weight_B[query_index].item()
         total += weight * query_loss(name, positive, negatives)
     assert loss.item() == pytest.approx(total / len(positive_score_B), rel=1e-5, abs=1e-6)
 
@@ -168,7 +168,7 @@ def test_the_loss_equals_the_weighted_mean_of_a_loop_over_the_queries(name, case
 def test_the_corrected_softmax_equals_a_plain_loop(case, seed):
     positive_score_B, negative_score_BN, is_masked_BN, _ = case
     generator = torch.Generator().manual_seed(seed)
-    log_q_B, log_q_N = (torch.rand(n, generator=generator) * 6 - 3 for n in negative_score_BN.shape)
+    log_q_B, log_q_N = (torch.rand(length, generator=generator) * 6 - 3 for length in negative_score_BN.shape)
     loss = partial(softmax_loss, is_masked_BN=is_masked_BN, temperature=T)
     corrected_B = loss(positive_score_B, negative_score_BN, log_q_B=log_q_B, log_q_N=log_q_N)
     shifted_B = loss(positive_score_B - T * log_q_B, negative_score_BN - T * log_q_N)
@@ -221,7 +221,7 @@ def test_a_temperature_can_be_learned(loss):
     loss = partial(loss, positive_score_B, negative_score_BN, is_masked_BN=None)
     temperature = torch.tensor(0.5, requires_grad=True)
     loss(temperature=temperature).mean().backward()
-    up, down = (loss(temperature=0.5 + h).mean().item() for h in (1e-3, -1e-3))
+    up, down = (loss(temperature=0.5 + step).mean().item() for step in (1e-3, -1e-3))
     assert temperature.grad.item() == pytest.approx((up - down) / 2e-3, rel=1e-3)
 
 
@@ -239,16 +239,20 @@ def test_distillation_is_the_kl_divergence_over_the_known_pairs(seed, has_teache
     student_CD.requires_grad_()
     loss = distillation_loss(student_CD, teacher_CD=teacher_CD, item_C=item_C, num_queries=3, temperature=T, min_norm=0.01)
 
-    def shares(vector_CD, b, columns):
-        weights = [math.exp(torch.cosine_similarity(vector_CD[b], vector_CD[k], dim=0).item() / T) for k in columns]
+    def shares(vector_CD, query_index, columns):
+        weights = [
+            math.exp(torch.cosine_similarity(vector_CD[query_index], vector_CD[column], dim=0).item() / T) for column in columns
+        ]
         return [weight / sum(weights) for weight in weights]
 
     divergences = []
-    for b in range(3):
-        columns = [k for k in range(4) if has_teacher_C[k] and item_C[b] != item_C[k]]
-        if has_teacher_C[b] and columns:
-            pairs = zip(shares(teacher_CD, b, columns), shares(student_CD, b, columns), strict=True)
-            divergences.append(sum(p * math.log(p / q) for p, q in pairs))
+    for query_index in range(3):
+        columns = [column for column in range(4) if has_teacher_C[column] and item_C[query_index] != item_C[column]]
+        if has_teacher_C[query_index] and columns:
+            pairs = zip(shares(teacher_CD, query_index, columns), shares(student_CD, query_index, columns), strict=True)
+            divergences.append(
+                sum(teacher_share * math.log(teacher_share / student_share) for teacher_share, student_share in pairs)
+            )
     assert loss.item() == pytest.approx(sum(divergences) / 3, rel=1e-4, abs=1e-6)
     loss.backward()
     assert student_CD.grad.isfinite().all() and (student_CD.grad[~torch.tensor(has_teacher_C)] == 0).all()

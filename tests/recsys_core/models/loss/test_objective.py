@@ -20,7 +20,7 @@ from recsys_core.models.loss.losses import distillation_loss
 from recsys_core.models.loss.objective import Objective, log_expected_count, negative_share, seen_pairs
 from recsys_core.models.spec import ModelSpec
 
-ITEMS, WIDTH, TEMPERATURE = 7, 4, 0.5
+NUM_ITEMS, WIDTH, TEMPERATURE = 7, 4, 0.5
 COUNTS = np.array([9, 4, 0, 2, 1, 1, 3])
 KINDS = ("softmax", "bce", "bpr", "cosine_contrastive")
 
@@ -35,11 +35,11 @@ class Case:
     seed: int
 
     def batch(self) -> Batch:
-        user, flat = np.arange(len(self.histories)), [item for one in self.histories for item in one]
+        user, flat = np.arange(len(self.histories)), [item for items in self.histories for item in items]
         return Assembler(user_batch_key=None).batch(
             user_row_B=user,
             event_index_B=user,
-            history=JaggedArray.from_lengths(np.array([len(one) for one in self.histories]), np.array(flat, np.int64)),
+            history=JaggedArray.from_lengths(np.array([len(items) for items in self.histories]), np.array(flat, np.int64)),
             candidate_row_C=np.array(self.candidates, np.int64),
             loss_weight_B=None if self.weights is None else np.array(self.weights, np.float32),
         )
@@ -48,18 +48,18 @@ class Case:
         """Return query and candidate vectors of unit length; equal items have equal vectors."""
         torch.manual_seed(self.seed)
         query_BD = torch.nn.functional.normalize(torch.randn(len(self.histories), WIDTH), dim=1)
-        item_vector_ID = torch.nn.functional.normalize(torch.randn(ITEMS, WIDTH), dim=1)
+        item_vector_ID = torch.nn.functional.normalize(torch.randn(NUM_ITEMS, WIDTH), dim=1)
         return query_BD, item_vector_ID[self.candidates]
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    size, drawn = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    rows = st.integers(0, ITEMS - 1)
-    weights = st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=size, max_size=size)
+    num_queries, num_negatives = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    rows = st.integers(0, NUM_ITEMS - 1)
+    weights = st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=num_queries, max_size=num_queries)
     return Case(
-        histories=draw(st.lists(st.lists(rows, max_size=4), min_size=size, max_size=size)),
-        candidates=draw(st.lists(rows, min_size=size + drawn, max_size=size + drawn)),
+        histories=draw(st.lists(st.lists(rows, max_size=4), min_size=num_queries, max_size=num_queries)),
+        candidates=draw(st.lists(rows, min_size=num_queries + num_negatives, max_size=num_queries + num_negatives)),
         weights=draw(st.none() | weights),
         seed=draw(st.integers(0, 99)),
     )
@@ -72,7 +72,7 @@ def objective_of(loss: LossConfig, **config: Any) -> Objective:
     spec = ModelSpec.sized(
         TwoTowerConfig.model_validate({"embedding_dim": WIDTH, "temperature": TEMPERATURE, **config}),
         num_users=1,
-        num_items=ITEMS,
+        num_items=NUM_ITEMS,
     )
     return Objective(spec, loss=loss, item_count_I=COUNTS, group=None)
 
@@ -81,36 +81,42 @@ def value_of(case: Case, loss: LossConfig, *, teacher_CD: Tensor | None = None, 
     return objective_of(loss, **config)(*case.vectors(), batch=case.batch(), teacher_CD=teacher_CD).item()
 
 
-def slow(case: Case, loss: LossConfig) -> float:
+def loop_loss(case: Case, loss: LossConfig) -> float:
     """Return the loss, computed with plain floats for one query at a time."""
     query_BD, candidate_CD = case.vectors()
     score_BC = (query_BD @ candidate_CD.T).tolist()
-    size, rows = len(case.histories), case.candidates
-    positives, drawn = size if loss.uses_in_batch_negatives else 0, len(rows) - size
-    share, drawn_share = COUNTS / COUNTS.sum(), negative_share(COUNTS, loss.negative_sampling_alpha)
+    num_queries, rows = len(case.histories), case.candidates
+    num_positives, num_negatives = num_queries if loss.uses_in_batch_negatives else 0, len(rows) - num_queries
+    share, negative_share_I = COUNTS / COUNTS.sum(), negative_share(COUNTS, loss.negative_sampling_alpha)
 
     def log_q(row: int) -> float:
         if loss.logq_correction == "none":
             return 0.0
-        return math.log(max(positives * share[row] + drawn * drawn_share[row], float(np.finfo(np.float32).tiny)))
+        return math.log(
+            max(num_positives * share[row] + num_negatives * negative_share_I[row], float(np.finfo(np.float32).tiny))
+        )
 
     total = 0.0
-    for b, history in enumerate(case.histories):
-        hidden = {"none": set(), "positive": {rows[b]}, "seen": {rows[b], *history}}[loss.mask_negatives]
-        columns = [k for k in range(0 if loss.uses_in_batch_negatives else size, len(rows)) if k != b and rows[k] not in hidden]
-        weight = 1.0 if case.weights is None else case.weights[b]
-        found = one_loss(
+    for query_index, history in enumerate(case.histories):
+        hidden = {"none": set(), "positive": {rows[query_index]}, "seen": {rows[query_index], *history}}[loss.mask_negatives]
+        columns = [
+            column
+            for column in range(0 if loss.uses_in_batch_negatives else num_queries, len(rows))
+            if column != query_index and rows[column] not in hidden
+        ]
+        weight = 1.0 if case.weights is None else case.weights[query_index]
+        query_loss = query_loss_of(
             loss,
-            score_BC[b][b],
-            [score_BC[b][k] for k in columns],
-            log_q_positive=log_q(rows[b]) if loss.mask_negatives == "none" else 0.0,
-            log_q_columns=[log_q(rows[k]) for k in columns],
+            score_BC[query_index][query_index],
+            [score_BC[query_index][column] for column in columns],
+            log_q_positive=log_q(rows[query_index]) if loss.mask_negatives == "none" else 0.0,
+            log_q_columns=[log_q(rows[column]) for column in columns],
         )
-        total += weight * found
-    return total / size
+        total += weight * query_loss
+    return total / num_queries
 
 
-def one_loss(
+def query_loss_of(
     loss: LossConfig, positive: float, negatives: list[float], *, log_q_positive: float, log_q_columns: list[float]
 ) -> float:
     def mean(values: list[float]) -> float:
@@ -119,16 +125,17 @@ def one_loss(
     match loss.kind:
         case "softmax":
             logits = [score / TEMPERATURE - log_q for score, log_q in zip(negatives, log_q_columns, strict=True)]
-            own = positive / TEMPERATURE - log_q_positive
-            return float(np.logaddexp.reduce([own, *logits]) - own)
+            positive_logit = positive / TEMPERATURE - log_q_positive
+            return float(np.logaddexp.reduce([positive_logit, *logits]) - positive_logit)
         case "bce":
             return float(
-                np.logaddexp(0, -positive / TEMPERATURE) + mean([float(np.logaddexp(0, s / TEMPERATURE)) for s in negatives])
+                np.logaddexp(0, -positive / TEMPERATURE)
+                + mean([float(np.logaddexp(0, negative / TEMPERATURE)) for negative in negatives])
             )
         case "bpr":
-            return mean([float(np.logaddexp(0, (s - positive) / TEMPERATURE)) for s in negatives])
+            return mean([float(np.logaddexp(0, (negative - positive) / TEMPERATURE)) for negative in negatives])
         case _:
-            return 1 - positive + loss.negative_weight * mean([max(0.0, s - loss.margin) for s in negatives])
+            return 1 - positive + loss.negative_weight * mean([max(0.0, negative - loss.margin) for negative in negatives])
 
 
 @settings(deadline=None, max_examples=150)
@@ -152,22 +159,22 @@ def test_every_loss_equals_a_loop_over_queries_and_columns(
         margin=0.1,
         negative_weight=3.0,
     )
-    assert value_of(case, loss) == pytest.approx(slow(case, loss), rel=1e-4, abs=1e-5)
+    assert value_of(case, loss) == pytest.approx(loop_loss(case, loss), rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_drawn_negatives_only_in_batch_negatives_are_used(kind: Any) -> None:
+def test_without_sampled_negatives_only_in_batch_negatives_are_used(kind: Any) -> None:
     case = Case(histories=[[0], [3], []], candidates=[4, 6, 0], weights=None, seed=1)
     loss = LossConfig(kind=kind, in_batch_negatives=True, num_negatives=0, margin=-1.0)
-    if kind == "softmax":  # no negative is drawn: the expected counts depend on the batch only
+    if kind == "softmax":  # no negative is sampled: the expected counts depend on the batch only
         share = COUNTS / COUNTS.sum()
         query_BD, candidate_CD = case.vectors()
         logits = query_BD @ candidate_CD.T / TEMPERATURE - torch.tensor(3 * share[case.candidates]).log().float()
-        own = (query_BD * candidate_CD).sum(dim=1) / TEMPERATURE
-        logits[range(3), range(3)] = own  # the positive occurs exactly once, without correction
-        assert value_of(case, loss) == pytest.approx((logits.logsumexp(dim=1) - own).mean().item(), rel=1e-5)
+        positive_logit_B = (query_BD * candidate_CD).sum(dim=1) / TEMPERATURE
+        logits[range(3), range(3)] = positive_logit_B  # the positive occurs exactly once, without correction
+        assert value_of(case, loss) == pytest.approx((logits.logsumexp(dim=1) - positive_logit_B).mean().item(), rel=1e-5)
     else:
-        assert value_of(case, loss) == pytest.approx(slow(case, loss), rel=1e-5)
+        assert value_of(case, loss) == pytest.approx(loop_loss(case, loss), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -183,7 +190,7 @@ def test_a_query_without_an_unmasked_negative_has_a_finite_loss_and_gradient(kin
 
 def test_a_masked_column_has_no_gradient() -> None:
     for mask, pushed in (("none", [1, 3, 6]), ("positive", [1, 3, 6]), ("seen", [3, 6])):
-        loss = LossConfig(in_batch_negatives=False, mask_negatives=mask)  # of item 4 in candidates 4; 1, 3 and 6 are drawn
+        loss = LossConfig(in_batch_negatives=False, mask_negatives=mask)  # of item 4 in candidates 4; 1, 3 and 6 are sampled
         case = Case(histories=[[0, 1]], candidates=[4, 1, 3, 6], weights=None, seed=5)
         query_BD, candidate_CD = case.vectors()
         candidate_CD.requires_grad_()
@@ -225,7 +232,7 @@ def test_no_step_synchronises_with_the_accelerator(kind: Any, logq_correction: A
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 999))
 def test_a_positive_has_the_same_score_as_the_same_item_among_the_negatives(seed: int) -> None:
-    case = Case(histories=[[]], candidates=[4, 4], weights=None, seed=seed)  # drawn once more, and not masked
+    case = Case(histories=[[]], candidates=[4, 4], weights=None, seed=seed)  # sampled once more, and not masked
     with torch.autocast("cpu", torch.bfloat16):
         value = value_of(case, LossConfig(kind="bpr", in_batch_negatives=False, mask_negatives="none"), temperature=0.01)
     assert value == pytest.approx(math.log(2), abs=1e-6)  # equal scores
@@ -240,7 +247,7 @@ def test_distillation_adds_the_divergence_over_items_with_a_pretrained_vector(ki
     plain = LossConfig(kind=kind)
     loss = plain.model_copy(update={"distillation": DistillationConfig(weight=0.25, temperature=0.3)})
     torch.manual_seed(0)
-    teacher_ID = torch.randn(ITEMS, 5)
+    teacher_ID = torch.randn(NUM_ITEMS, 5)
     teacher_ID[[1, 6]] = 0.0  # no vector
     teacher_CD = teacher_ID[CASE.candidates]
     _, candidate_CD = CASE.vectors()
@@ -299,6 +306,10 @@ def test_seen_pairs_equal_those_of_a_plain_loop(histories, candidates):
     query_index, column_index = seen_pairs(history_H, offset, torch.tensor(candidates, dtype=torch.int64))
     assert query_index.dtype == column_index.dtype == torch.int64
     expected = [
-        (b, k) for b, history in enumerate(histories) for row in history for k, item in enumerate(candidates) if item == row
+        (query_index, column)
+        for query_index, history in enumerate(histories)
+        for row in history
+        for column, item in enumerate(candidates)
+        if item == row
     ]
     assert list(zip(query_index.tolist(), column_index.tolist(), strict=True)) == expected

@@ -18,7 +18,7 @@ from recsys_core.models.tables.embedding_tables import EmbeddingTables, paramete
 from recsys_core.models.tables.table_config import TableConfig
 from tests.recsys_core.ingest.random_features import FORMS, SIDES, facts, feature_store, values_of
 
-USERS, ITEMS, EVENTS = 5, 9, 20
+NUM_USERS, NUM_ITEMS, NUM_EVENTS = 5, 9, 20
 LISTS = [f"{side}.{form}" for side in SIDES for form in ("list", "weighted_list")]
 
 
@@ -31,8 +31,8 @@ def spec_of(
 ) -> ModelSpec:
     return ModelSpec.sized(
         TwoTowerConfig(embedding_dim=4, learn_user_embedding=True),
-        num_users=USERS,
-        num_items=ITEMS,
+        num_users=NUM_USERS,
+        num_items=NUM_ITEMS,
         facts_by_feature=facts(*features),
         vector_dim_by_table=vectors,
         tables={name: TableConfig.model_validate(settings_of) for name, settings_of in (tables or {}).items()},
@@ -55,7 +55,8 @@ def batch_of(history: list[list[int]], store: FeatureStore, *, user_batch_key: s
         user_row_B=user,
         event_index_B=3 * user,
         history=JaggedArray.from_lengths(
-            np.array([len(one) for one in history], np.int64), np.array([i for one in history for i in one], np.int64)
+            np.array([len(items) for items in history], np.int64),
+            np.array([item for items in history for item in items], np.int64),
         ),
         candidate_row_C=user,
     )
@@ -84,7 +85,7 @@ def slow(spec: ModelSpec, table: str, weight_RW: Tensor, store: FeatureStore, ow
 
 @settings(deadline=None, max_examples=40)
 @given(
-    history=st.lists(st.lists(st.integers(0, ITEMS - 1), max_size=4), min_size=1, max_size=5),
+    history=st.lists(st.lists(st.integers(0, NUM_ITEMS - 1), max_size=4), min_size=1, max_size=5),
     summed_lists=st.sets(st.sampled_from(LISTS)),
     frozen=st.sets(st.sampled_from([f"{side}.{form}" for side in SIDES for form in FORMS])),
     wide=st.sets(st.sampled_from(["item", "user", "item.list", "user.number"])),
@@ -104,7 +105,7 @@ def test_every_table_gives_the_weighted_sum_or_mean_of_its_rows(
     }
     tables["user"]["lookup"] = user_lookup
     spec = spec_of(tables=tables, vectors={name: tables[name]["dim"] for name in frozen})
-    store = feature_store(users=USERS, items=ITEMS, events=EVENTS, seed=seed)
+    store = feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS, seed=seed)
     batch = batch_of(history, store, user_batch_key=spec.tables["user"].batch_key)
     tables_module = embedding_tables_of(spec, seed=seed)
     embeddings, weights = look_up(tables_module, batch), dict(tables_module.named_parameters())
@@ -117,7 +118,7 @@ def test_every_table_gives_the_weighted_sum_or_mean_of_its_rows(
 
 
 def test_weights_that_are_all_zero_give_zeros_and_no_nan() -> None:
-    store = feature_store(users=USERS, items=ITEMS, events=EVENTS, weightless=True)
+    store = feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS, weightless=True)
     spec = spec_of()
     batch, tables_module = batch_of([[1, 2], [], [3]], store), embedding_tables_of(spec)
     embeddings = look_up(tables_module, batch)
@@ -131,7 +132,7 @@ def test_weights_that_are_all_zero_give_zeros_and_no_nan() -> None:
 def test_lists_without_a_value_give_zeros() -> None:
     nothing = FeatureStore(
         {
-            f"{side}.{form}": Feature(np.zeros(0, np.int32), np.zeros(ITEMS + 1, np.int64), weight)
+            f"{side}.{form}": Feature(np.zeros(0, np.int32), np.zeros(NUM_ITEMS + 1, np.int64), weight)
             for side in SIDES
             for form, weight in (("list", None), ("weighted_list", np.zeros(0, np.float32)))
         }
@@ -150,7 +151,7 @@ def test_lists_without_a_value_give_zeros() -> None:
 def test_tables_that_share_the_items_each_give_their_own_rows(transfer: str, has_distillation: bool) -> None:
     item = {"transfer": transfer, "dim": 12}
     spec = spec_of(tables={"item": item}, vectors={"item": 12}, has_distillation=has_distillation)
-    tables_module, store = embedding_tables_of(spec), feature_store(users=USERS, items=ITEMS, events=EVENTS)
+    tables_module, store = embedding_tables_of(spec), feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS)
     batch, weights = batch_of([[8, 1], [4]], store), dict(tables_module.named_parameters())
     outputs = table_outputs(spec, look_up(tables_module, batch), batch, side="item")
     shared = (
@@ -173,7 +174,7 @@ def test_each_collection_holds_tables_of_one_batch_key_width_and_state() -> None
 
 
 def test_the_gradient_of_a_row_is_its_weight() -> None:
-    store = feature_store(users=USERS, items=ITEMS, events=EVENTS, seed=2)
+    store = feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS, seed=2)
     spec = spec_of()
     batch, tables_module = batch_of([[1, 2], [5, 5]], store), embedding_tables_of(spec)
     embeddings = look_up(tables_module, batch)

@@ -20,27 +20,27 @@ from recsys_core.models.tables.initialisation import (
 )
 from recsys_core.models.tables.table_config import random_norm
 
-ROWS, DIM, STD = 23, 8, 0.02
+NUM_ROWS, DIM, STD = 23, 8, 0.02
 
 
 def whole_table() -> torch.Tensor:
-    table = torch.empty(ROWS, DIM)
+    table = torch.empty(NUM_ROWS, DIM)
     fill_random(LocalShard(0, 0, table), table="item", dim=DIM, seed=3, std=STD)
     return table
 
 
 @settings(deadline=None)
 @given(
-    row=st.integers(0, ROWS - 1),
+    row=st.integers(0, NUM_ROWS - 1),
     column=st.integers(0, DIM - 1),
-    height=st.integers(1, ROWS),
+    height=st.integers(1, NUM_ROWS),
     width=st.integers(1, DIM),
-    chunk=st.integers(1, ROWS),
+    chunk=st.integers(1, NUM_ROWS),
 )
 def test_initial_values_do_not_depend_on_the_sharding(row, column, height, width, chunk):
     initialisation.CHUNK_ROWS, before = chunk, initialisation.CHUNK_ROWS
     try:
-        shard = torch.full((min(height, ROWS - row), min(width, DIM - column)), torch.nan)
+        shard = torch.full((min(height, NUM_ROWS - row), min(width, DIM - column)), torch.nan)
         fill_random(LocalShard(row, column, shard), table="item", dim=DIM, seed=3, std=STD)
         expected = whole_table()[row : row + shard.shape[0], column : column + shard.shape[1]]
         torch.testing.assert_close(shard, expected, rtol=0, atol=0)
@@ -49,7 +49,7 @@ def test_initial_values_do_not_depend_on_the_sharding(row, column, height, width
 
 
 def test_seed_and_table_give_different_values():
-    tables = [torch.empty(ROWS, DIM) for _ in range(3)]
+    tables = [torch.empty(NUM_ROWS, DIM) for _ in range(3)]
     fill_random(LocalShard(0, 0, tables[0]), table="item", dim=DIM, seed=3, std=STD)
     fill_random(LocalShard(0, 0, tables[1]), table="item", dim=DIM, seed=4, std=STD)
     fill_random(LocalShard(0, 0, tables[2]), table="user", dim=DIM, seed=3, std=STD)
@@ -59,18 +59,18 @@ def test_seed_and_table_give_different_values():
 def test_a_shard_gets_the_vectors_of_its_own_rows_and_columns_and_keeps_rows_without_one():
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(9, DIM)).astype(np.float32)
-    vector_row = np.full(ROWS, -1)
+    vector_row = np.full(NUM_ROWS, -1)
     vector_row[[4, 10, 11]] = [8, 0, 3]
     shard = torch.full((12, 4), 7.0)
     copy_pretrained(LocalShard(2, 4, shard), vectors=vectors, vector_row=vector_row, norm=None)
     torch.testing.assert_close(shard[[2, 8, 9]], torch.from_numpy(vectors[[8, 0, 3], 4:]))
-    untouched = [i for i in range(12) if i not in (2, 8, 9)]
+    untouched = [row for row in range(12) if row not in (2, 8, 9)]
     assert (shard[untouched] == 7.0).all()
 
 
 def test_rows_without_a_vector_take_the_mean_or_zero_and_the_others_are_kept():
     vectors = np.random.default_rng(0).normal(size=(9, DIM)).astype(np.float32)
-    vector_row = np.full(ROWS, -1)
+    vector_row = np.full(NUM_ROWS, -1)
     vector_row[[4, 10, 11]] = [8, 0, 3]
     mean = mean_vector(vectors, vector_row=vector_row, norm=None)
     torch.testing.assert_close(mean, torch.from_numpy(vectors[[8, 0, 3]].mean(axis=0)))
@@ -92,7 +92,7 @@ def test_random_rows_have_the_configured_standard_deviation_and_norm():
 
 
 def test_the_standard_deviation_only_scales_the_values():
-    narrow, wide = torch.empty(ROWS, DIM), torch.empty(ROWS, DIM)
+    narrow, wide = torch.empty(NUM_ROWS, DIM), torch.empty(NUM_ROWS, DIM)
     fill_random(LocalShard(0, 0, narrow), table="item", dim=DIM, seed=3, std=0.5)
     fill_random(LocalShard(0, 0, wide), table="item", dim=DIM, seed=3, std=1.0)
     torch.testing.assert_close(wide, 2 * narrow)

@@ -34,9 +34,9 @@ def test_the_trained_share_is_that_of_the_last_schedule_entry_and_never_falls(st
     table = gradual(*steps)
     shares = [table.trained_share(epoch) for epoch in range(1, 15)]
     for epoch, share in enumerate(shares, 1):
-        reached = [of for start, of in steps if start <= epoch]
+        reached = [scheduled_share for start, scheduled_share in steps if start <= epoch]
         assert share == (reached[-1] if reached else 0.0)
-    assert all(one <= other for one, other in pairwise(shares))
+    assert all(share <= next_share for share, next_share in pairwise(shares))
 
 
 @given(schedules(), st.data())

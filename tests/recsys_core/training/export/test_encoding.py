@@ -69,7 +69,7 @@ def fill_the_disk(rank: int, folder: Path, megabytes: float) -> None:
     except InputError as error:
         (folder.parent / f"error-{rank}").write_text(str(error))
         if megabytes > 1:
-            dist.barrier()  # where the other rank waits
+            dist.barrier()  # the other rank waits at this barrier inside `build`
 
 
 @pytest.mark.parametrize("megabytes", [2, 0.6])

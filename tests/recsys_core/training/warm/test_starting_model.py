@@ -40,20 +40,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> PreparedRun:
 def champion(run: PreparedRun) -> Champion:
     """A champion with the same model; the files of its tables are empty."""
 
-    def build(out: Path) -> dict[str, Any]:
+    def build(folder: Path) -> dict[str, Any]:
         for table in run.spec.tables:
-            (out / f"state_{table}.npy").touch()
-        (out / "model.json").write_text(run.spec.model_dump_json())
+            (folder / f"state_{table}.npy").touch()
+        (folder / "model.json").write_text(run.spec.model_dump_json())
         return {"num_items": 1, "dim": 8, "similarity": "cosine", "num_queries": {}}
 
     commit_stage(run.folder / "export", ExportManifest, fingerprint="export", build=build)
-    commit_stage(run.folder / "train", TrainManifest, fingerprint="train", build=lambda out: TRAINED)
+    commit_stage(run.folder / "train", TrainManifest, fingerprint="train", build=lambda folder: TRAIN_FIELDS)
     champion = open_champion(run)
     assert champion is not None
     return champion
 
 
-TRAINED = {
+TRAIN_FIELDS = {
     "world_size": 2,
     "num_steps": 1,
     "num_epochs": 1,
@@ -121,12 +121,12 @@ def test_adagrad_rejects_a_champion_without_accumulators(run: PreparedRun, champ
 
 
 def test_a_champion_with_another_id_column_is_rejected(run: PreparedRun, champion: Champion) -> None:
-    other = champion.interactions.model_copy(update={"id_columns": ("user_id", "sku")})
+    other_interactions = champion.interactions.model_copy(update={"id_columns": ("user_id", "sku")})
     with pytest.raises(InputError, match=r"item_column\) is .*item_id.* in this run, but .*sku"):
-        check_compatible(run, replace(champion, interactions=other), run.spec)
+        check_compatible(run, replace(champion, interactions=other_interactions), run.spec)
 
 
-def facts(definition: str) -> IngestedFeature:
+def hashed_feature(definition: str) -> IngestedFeature:
     return IngestedFeature(
         kind="categorical",
         num_rows=5,
@@ -140,27 +140,27 @@ def facts(definition: str) -> IngestedFeature:
 
 def with_hashed_features(run: PreparedRun, **definitions: str) -> FeaturesManifest:
     """Return the features of `run` and hashed ones in addition. definitions: definition of each hashed feature by its name."""
-    hashed = {f"item.{name}": facts(definition) for name, definition in definitions.items()}
-    return run.features.model_copy(update={"features": hashed | run.features.features})
+    hashed_features = {f"item.{name}": hashed_feature(definition) for name, definition in definitions.items()}
+    return run.features.model_copy(update={"features": hashed_features | run.features.features})
 
 
 def test_a_hashed_feature_with_another_definition_is_rejected(run: PreparedRun, champion: Champion) -> None:
-    before, current = with_hashed_features(run, colour="hash 4"), with_hashed_features(run, colour="hash 8")
+    old_features, new_features = with_hashed_features(run, colour="hash 4"), with_hashed_features(run, colour="hash 8")
     specs = [
         ModelSpec.of(
             run.spec.config,
             dataset=Dataset(run.interactions, features=features),
         )
-        for features in (before, current)
+        for features in (old_features, new_features)
     ]
-    old = replace(champion, spec=specs[0], features=before, export=champion.export)
+    old_champion = replace(champion, spec=specs[0], features=old_features, export=champion.export)
     with pytest.raises(
         InputError, match=r"definition of feature item.colour is hash 8 in this run, but hash 4 in the champion"
     ):
         require_compatible(
             with_optimizer(specs[1], TableOptimizer(kind="sgd")),
-            champion=old,
-            dataset=Dataset(run.interactions, features=current),
+            champion=old_champion,
+            dataset=Dataset(run.interactions, features=new_features),
         )
 
 
@@ -168,47 +168,49 @@ def test_a_new_item_feature_is_compatible_and_the_other_projections_are_carried_
     run: PreparedRun, champion: Champion
 ) -> None:
     tables = {"item.brand": TableConfig(dim=12), "item.colour": TableConfig(dim=12)}
-    old = ModelSpec.of(
+    old_spec = ModelSpec.of(
         run.spec.config,
         dataset=Dataset(run.interactions, features=run.features),
         tables={"item.brand": tables["item.brand"]},
     )
-    current = with_hashed_features(run, colour="hash 4")  # in front of the brand
-    spec = ModelSpec.of(run.spec.config, dataset=Dataset(run.interactions, features=current), tables=tables)
-    before = replace(champion, spec=old)
-    require_compatible(spec, champion=before, dataset=Dataset(run.interactions, features=current))
-    assert "item.colour" not in carried_table_names(spec, champion=before)
-    brand = torch.rand(8, 12)
-    dense = {
+    new_features = with_hashed_features(run, colour="hash 4")  # the new feature comes before the brand
+    spec = ModelSpec.of(run.spec.config, dataset=Dataset(run.interactions, features=new_features), tables=tables)
+    old_champion = replace(champion, spec=old_spec)
+    require_compatible(spec, champion=old_champion, dataset=Dataset(run.interactions, features=new_features))
+    assert "item.colour" not in carried_table_names(spec, champion=old_champion)
+    brand_projection = torch.rand(8, 12)
+    layer_by_name = {
         "query.tower.layers.0.weight": torch.rand(8, 24),
-        "item.tower.projections.1.weight": brand,
+        "item.tower.projections.1.weight": brand_projection,
     }
-    carried = champion_layers(spec, champion=before, champion_tensors=dense)
-    assert set(carried) == {"query.tower.layers.0.weight", "item.tower.projections.2.weight"}
-    assert carried["item.tower.projections.2.weight"] is brand
+    carried_layers = champion_layers(spec, champion=old_champion, champion_tensors=layer_by_name)
+    assert set(carried_layers) == {"query.tower.layers.0.weight", "item.tower.projections.2.weight"}
+    assert carried_layers["item.tower.projections.2.weight"] is brand_projection
 
 
 def test_the_vector_of_an_empty_history_is_carried_over_if_the_export_has_it(run: PreparedRun, champion: Champion) -> None:
-    dense = {"query.tower.layers.0.weight": torch.rand(8, 24)}
-    assert set(champion_layers(run.spec, champion=champion, champion_tensors=dense)) == set(dense)  # an export of version 0.1
-    dense["query.pooling.start"] = torch.rand(8)
+    layer_by_name = {"query.tower.layers.0.weight": torch.rand(8, 24)}
+    assert set(champion_layers(run.spec, champion=champion, champion_tensors=layer_by_name)) == set(
+        layer_by_name
+    )  # an export of version 0.1
+    layer_by_name["query.pooling.start"] = torch.rand(8)
     assert (
-        champion_layers(run.spec, champion=champion, champion_tensors=dense)["query.pooling.start"]
-        is dense["query.pooling.start"]
+        champion_layers(run.spec, champion=champion, champion_tensors=layer_by_name)["query.pooling.start"]
+        is layer_by_name["query.pooling.start"]
     )
 
 
 def test_a_layer_of_another_shape_is_rejected_with_both_shapes(run: PreparedRun, champion: Champion) -> None:
-    dense = {"query.tower.layers.0.weight": torch.rand(8, 16)}
+    layer_by_name = {"query.tower.layers.0.weight": torch.rand(8, 16)}
     with pytest.raises(InputError, match=r"layer query.tower.layers.0.weight is \[8, 24\] in this run, but \[8, 16\] in"):
-        champion_layers(run.spec, champion=champion, champion_tensors=dense)
+        champion_layers(run.spec, champion=champion, champion_tensors=layer_by_name)
 
 
 def test_the_stage_rejects_an_incompatible_champion_before_the_launch(
     run: PreparedRun, champion: Champion, tmp_path: Path
 ) -> None:
     plan = commit_stage(
-        tmp_path / "plan", PlanManifest, fingerprint="plan", build=lambda out: {"world_size": 2, "device": "cpu"}
+        tmp_path / "plan", PlanManifest, fingerprint="plan", build=lambda folder: {"world_size": 2, "device": "cpu"}
     )
     plan = plan.model_copy(update={"files": {"plan.json": None}})
     with pytest.raises(InputError, match=r"model.embedding_dim is 16 in this run"):
@@ -227,13 +229,14 @@ def test_the_stage_trains_from_scratch_if_the_champion_was_trained_on_held_out_e
     run: PreparedRun, champion: Champion, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = commit_stage(
-        tmp_path / "plan", PlanManifest, fingerprint="plan", build=lambda out: {"world_size": 2, "device": "cpu"}
+        tmp_path / "plan", PlanManifest, fingerprint="plan", build=lambda folder: {"world_size": 2, "device": "cpu"}
     )
     plan = plan.model_copy(update={"files": {"plan.json": None}})
-    shorter = pq.read_table(run.folder / "data/log.parquet").filter(pc.field("t") < 7)
-    log = write(tmp_path / "log.parquet", **shorter.to_pydict())
+    shorter_log = pq.read_table(run.folder / "data/log.parquet").filter(pc.field("t") < 7)
+    log = write(tmp_path / "log.parquet", **shorter_log.to_pydict())
     interactions = ingest(tmp_path / "interactions", log, split={"kind": "leave_last_out"})
-    # Layers that the champion does not have: a warm start is rejected for them, a full training gets as far as the plan.
+    # The champion's layers do not fit this model. A warm start would be rejected for that reason, but a training from scratch
+    # gets as far as reading the plan, which does not exist.
     with caplog.at_level(logging.INFO, logger="recsys_core"), pytest.raises(FileNotFoundError, match=r"plan\.json"):
         train(
             TrainingSetup(spec_with(run, embedding_dim=16), TrainingConfig(), LossConfig()),

@@ -187,10 +187,10 @@ def step(
     ]
 
 
-def check_next_step(rank: int, job: TrainJob, out: Path) -> None:
-    train_and_export(rank, job, out)
+def check_next_step(rank: int, job: TrainJob, folder: Path) -> None:
+    train_and_export(rank, job, folder)
     (checkpoint,) = (job.work_folder / CHECKPOINTS_FOLDER).glob("step-*[0-9]")
-    warm = job.model_copy(update={"warm_start": WarmStart(run_id="first", export_folder=out, prepared_folder=out)})
+    warm = job.model_copy(update={"warm_start": WarmStart(run_id="first", export_folder=folder, prepared_folder=folder)})
     uninterrupted, carried = step(job, rank=rank, checkpoint=checkpoint), step(warm, rank=rank, checkpoint=None)
     for (weight_RC, values_RC), (warm_RC, warm_RS) in zip(uninterrupted, carried, strict=True):
         torch.testing.assert_close(warm_RC, weight_RC, rtol=1e-5, atol=1e-7)
@@ -212,11 +212,11 @@ def test_the_next_step_after_a_warm_start_equals_the_next_step_of_the_champion(
     training = TrainingConfig.model_validate(
         {"epochs": 2, "batch_size": 16, "validation": None, "table_optimizer": {"kind": optimizer}}
     )
-    out = tmp_path / "export"
-    out.mkdir()
+    folder = tmp_path / "export"
+    folder.mkdir()
     for name, table in run.spec.tables.items():
-        np.save(out / f"rows_{name}.npy", np.arange(table.num_rows))
-    run_ranks(check_next_step, world_size=RANKS, arguments=(train_job(run, kind=kind, training=training), out))
+        np.save(folder / f"rows_{name}.npy", np.arange(table.num_rows))
+    run_ranks(check_next_step, world_size=RANKS, arguments=(train_job(run, kind=kind, training=training), folder))
 
 
 @given(

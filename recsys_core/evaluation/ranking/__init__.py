@@ -1,0 +1,1 @@
+"""Exact ranking of the full catalogue with bounded memory."""

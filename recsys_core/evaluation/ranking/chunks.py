@@ -1,0 +1,280 @@
+"""The ranking of one chunk of queries over blocks of columns (items), on a CPU or a GPU.
+
+The last bits of a float32 matrix product depend on the shape of the product, and on the position of a row and of a column in
+it. The grid of chunks and tiles therefore depends only on the numbers of queries and items, and not on the number of threads or
+ranks. So every score has the same bits wherever it is computed, and the order of the items is the same.
+
+Shapes: B queries of the chunk, C columns, D width, K length of the top list, T targets of the chunk.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recsys_core.dataset.jagged import JaggedArray, chunk_slices
+from recsys_core.evaluation.ranking.top_k import (
+    Scores,
+    TopLists,
+    listed_positions,
+    num_above,
+    num_above_on_gpu,
+    top_columns_on_gpu,
+)
+
+CHUNK_SCORES = 1 << 22
+"""Scores that one thread holds at once: 16 MiB in float32."""
+MIN_CHUNK_QUERIES, MAX_CHUNK_QUERIES = 16, 4_096
+"""Bounds of the queries per chunk. One pass over the item vectors serves a chunk, and `TopLists` allows 65,536 queries."""
+GPU_CHUNK_SCORES = 1 << 26
+"""Scores that are in the memory of a GPU at once: 256 MiB, and about 1 GiB of intermediate results."""
+TILE_COLUMNS = 2_048
+"""Columns of a score matrix that are computed at once, so that the scores of a chunk stay in the cache of a core."""
+BOUND_COLUMNS = 1 << 14
+"""Columns from which the top list is bounded, if the positions of the targets are not needed."""
+BLOCK_COLUMNS = 1 << 16
+"""Columns whose item vectors travel between ranks or lie in the memory of a GPU at once: 16 MiB with 64 numbers per item."""
+
+ScoreTile = Callable[[slice, slice, NDArray[Any]], None]
+"""Function that writes the scores of a slice of the queries and a slice of the columns into an array [B, C]."""
+Result = tuple[NDArray[Any], NDArray[Any]]
+"""Columns of the top lists [B, K], and positions of the targets [T]."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How a score matrix is cut into chunks of queries, and into tiles and blocks of columns.
+
+    Attributes:
+        num_columns: number of items.
+        k: length of the top list, at most num_columns; 0 for no top list.
+        top_only: whether the positions of targets behind the top lists are not needed.
+        tile_columns: number of columns of a tile.
+    """
+
+    num_columns: int
+    k: int
+    top_only: bool
+    tile_columns: int
+
+    @classmethod
+    def of(cls, num_columns: int, *, k: int, top_only: bool, tile_columns: int | None = None) -> "Grid":
+        """Return the grid for a top list of at most `k` columns. tile_columns: TILE_COLUMNS by default."""
+        return cls(num_columns, min(k, num_columns), top_only, tile_columns or TILE_COLUMNS)
+
+    @property
+    def num_held_columns(self) -> int:
+        """Number of columns whose scores a thread holds at once: all of them, unless only the top lists are needed."""
+        bound_columns = self._whole_tiles(max(BOUND_COLUMNS, self.k)) if self.top_only else self.num_columns
+        return min(self.num_columns, bound_columns)
+
+    @property
+    def block_columns(self) -> int:
+        """Number of columns of a block: whole tiles, and the first block contains the first k columns."""
+        return self._whole_tiles(max(BLOCK_COLUMNS, BOUND_COLUMNS, self.k))
+
+    def chunk_queries(self, *, on_gpu: bool) -> int:
+        """Return the number of queries of a chunk."""
+        if on_gpu:
+            return max(1, min(MAX_CHUNK_QUERIES, GPU_CHUNK_SCORES // max(1, min(self.num_columns, self.block_columns))))
+        return max(MIN_CHUNK_QUERIES, min(MAX_CHUNK_QUERIES, CHUNK_SCORES // max(1, self.num_held_columns)))
+
+    def _whole_tiles(self, num_columns: int) -> int:
+        return -(-num_columns // self.tile_columns) * self.tile_columns
+
+
+class ScoredChunk:
+    """The ranking of a chunk of queries from the scores of blocks, which come in ascending order of their columns."""
+
+    def __init__(self, grid: Grid, queries: slice, *, seen: JaggedArray, targets: JaggedArray, dtype: Any) -> None:
+        self._grid, self._queries, self._dtype = grid, queries, dtype
+        order_L = np.argsort(seen.values_L, kind="stable")
+        self._seen_query_L, self._seen_column_L = seen.list_index_L[order_L], seen.values_L[order_L]
+        self._query_T, self._column_T = targets.list_index_L, targets.values_L
+        self._num_above_T = np.zeros(len(self._column_T), np.int64)
+        self._lists = TopLists(queries.stop - queries.start, k=grid.k)
+        self._is_first_block = True
+
+    def add(self, columns: slice, score_tile: ScoreTile, *, target_score_T: NDArray[Any] | None = None) -> None:
+        """Add a block.
+
+        target_score_T: score of each target, with the same bits as in the block of the target. None: the block has all columns.
+        """
+        grid, is_first_block, self._is_first_block = self._grid, self._is_first_block, False
+        if grid.top_only:
+            held_columns = slice(columns.start, columns.start + grid.num_held_columns if is_first_block else columns.start)
+            tiles = self._tiles(slice(held_columns.stop, columns.stop), score_tile)
+            if is_first_block:
+                tiles = chain([(columns.start, self._fill(held_columns, score_tile))], tiles)
+            if grid.k:
+                self._lists.add(tiles)
+            return
+        held_BC = self._fill(columns, score_tile)
+        if grid.k:
+            self._lists.add([(columns.start, held_BC)])
+        query_T, column_T, first_column = self._query_T, self._column_T, columns.start
+        score_T = held_BC[query_T, column_T] if target_score_T is None else target_score_T
+        for target, (query, column, score) in enumerate(zip(query_T, column_T, score_T, strict=True)):
+            self._num_above_T[target] += num_above(held_BC[query], first_column=first_column, column=column, score=score)
+
+    def result(self) -> Result:
+        """Return the ranking after the last block."""
+        if not self._grid.top_only:
+            return self._lists.column_BK, self._num_above_T
+        num_columns = self._grid.num_columns
+        return self._lists.column_BK, listed_positions(
+            self._lists.column_BK, self._query_T, self._column_T, num_columns=num_columns
+        )
+
+    def _fill(self, columns: slice, score_tile: ScoreTile) -> Scores:
+        """Return the scores of the columns, [B, C]."""
+        score_BC = np.empty((self._queries.stop - self._queries.start, columns.stop - columns.start), self._dtype)
+        for tile in chunk_slices(columns.stop - columns.start, length=self._grid.tile_columns):
+            tile_columns = slice(tile.start + columns.start, tile.stop + columns.start)
+            self._score(tile_columns, score_BC[:, tile], score_tile)
+        return score_BC
+
+    def _tiles(self, columns: slice, score_tile: ScoreTile) -> Iterator[tuple[int, Scores]]:
+        """Yield the first column and the scores of each tile. All tiles share one buffer."""
+        num_queries = self._queries.stop - self._queries.start
+        buffer = np.empty(num_queries * self._grid.tile_columns, self._dtype)
+        for tile in chunk_slices(columns.stop - columns.start, length=self._grid.tile_columns):
+            width = tile.stop - tile.start
+            score_BC = buffer[: num_queries * width].reshape(num_queries, width)
+            self._score(slice(tile.start + columns.start, tile.stop + columns.start), score_BC, score_tile)
+            yield tile.start + columns.start, score_BC
+
+    def _score(self, columns: slice, score_BC: Scores, score_tile: ScoreTile) -> None:
+        """Compute the scores of a tile. Scores of seen columns are -inf."""
+        score_tile(self._queries, columns, score_BC)
+        seen_range = slice(*np.searchsorted(self._seen_column_L, [columns.start, columns.stop]))
+        score_BC[self._seen_query_L[seen_range], self._seen_column_L[seen_range] - columns.start] = -np.inf
+
+
+def inner_products(query_BD: NDArray[Any], block_CD: NDArray[Any], *, first_column: int = 0) -> ScoreTile:
+    """Return the function that computes scores of the columns of a block. first_column: column of block_CD[0]."""
+
+    def score_tile(queries: slice, columns: slice, score_BC: NDArray[Any]) -> None:
+        item_CD = block_CD[columns.start - first_column : columns.stop - first_column]
+        np.matmul(query_BD[queries], item_CD.T, out=score_BC)
+
+    return score_tile
+
+
+class CpuChunk:
+    """The ranking of a chunk of queries by inner product, from the item vectors of one block after another.
+
+    A target is ranked by its score, so all blocks come twice: first to `find_target_scores`, then to `add`. If only the top
+    lists are needed, `add` suffices.
+    """
+
+    def __init__(self, grid: Grid, query_BD: Tensor, *, seen: JaggedArray, targets: JaggedArray) -> None:
+        self._grid, self._query_BD, self._targets = grid, query_BD.numpy(), targets
+        self._target_score_T = np.empty(len(targets.values_L), self._query_BD.dtype)
+        self._scored = ScoredChunk(grid, slice(0, len(query_BD)), seen=seen, targets=targets, dtype=self._query_BD.dtype)
+
+    def find_target_scores(self, first_column: int, block_CD: Tensor) -> None:
+        """Compute the scores of the targets in a block.
+
+        A tile is filled with target items, each at the place that it has in its own tile. Its scores therefore have the same
+        bits as in its own tile, and few tiles have to be computed, because most targets of a block have different places.
+        """
+        item_CD, tile_columns = block_CD.numpy(), self._grid.tile_columns
+        column_T = self._targets.values_L - first_column
+        target_T = np.flatnonzero((column_T >= 0) & (column_T < len(item_CD)))
+        distinct_columns, index_T = np.unique(column_T[target_T], return_inverse=True)
+        place = distinct_columns % tile_columns
+        for width, members in _filled_tiles(distinct_columns, num_columns=len(item_CD), tile_columns=tile_columns):
+            filled_CD = np.zeros((width, item_CD.shape[1]), item_CD.dtype)
+            filled_CD[place[members]] = item_CD[distinct_columns[members]]
+            score_BC = self._query_BD @ filled_CD.T
+            is_member_T = np.isin(index_T, members)
+            query_T = self._targets.list_index_L[target_T[is_member_T]]
+            self._target_score_T[target_T[is_member_T]] = score_BC[query_T, place[index_T[is_member_T]]]
+
+    def add(self, first_column: int, block_CD: Tensor) -> None:
+        """Rank the columns of a block."""
+        columns = slice(first_column, first_column + len(block_CD))
+        score_tile = inner_products(self._query_BD, block_CD.numpy(), first_column=first_column)
+        self._scored.add(columns, score_tile, target_score_T=self._target_score_T)
+
+    def result(self) -> Result:
+        """Return the ranking after the last block."""
+        return self._scored.result()
+
+
+def _filled_tiles(
+    columns: NDArray[np.int64], *, num_columns: int, tile_columns: int
+) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Yield the width of each tile that has to be filled, and indices into `columns` of those that have their place in it.
+
+    columns: distinct columns of a block of `num_columns` columns. Its last tile may be narrower than `tile_columns`.
+
+    >>> [(width, members.tolist()) for width, members in _filled_tiles(np.array([1, 4, 5, 8]), num_columns=10, tile_columns=4)]
+    [(4, [1, 0]), (4, [2]), (2, [3])]
+    """
+    tile, place = np.divmod(columns, tile_columns)
+    num_whole_tiles = num_columns // tile_columns
+    in_whole_tiles = np.flatnonzero(tile < num_whole_tiles)
+    by_place = in_whole_tiles[np.argsort(place[in_whole_tiles], kind="stable")]
+    number = np.arange(len(by_place)) - np.searchsorted(place[by_place], place[by_place])  # among the columns of a place
+    for filled_tile in range(number.max(initial=-1) + 1):
+        yield tile_columns, by_place[number == filled_tile]
+    if len(in_whole_tiles) < len(columns):
+        yield num_columns % tile_columns, np.flatnonzero(tile == num_whole_tiles)
+
+
+class GpuChunk:
+    """The ranking of a chunk of queries by inner product on the device of its vectors. See CpuChunk."""
+
+    def __init__(self, grid: Grid, query_BD: Tensor, *, seen: JaggedArray, targets: JaggedArray) -> None:
+        self._grid, self._query_BD, device = grid, query_BD, query_BD.device
+        self._seen_query_L, self._seen_column_L, self._query_T, self._column_T = (
+            torch.from_numpy(array).to(device) for lists in (seen, targets) for array in (lists.list_index_L, lists.values_L)
+        )
+        self._target_score_T = torch.empty(len(self._column_T), dtype=query_BD.dtype, device=device)
+        self._num_above_T = torch.zeros_like(self._column_T)
+        self._column_BK = torch.empty((len(query_BD), 0), dtype=torch.int64, device=device)
+        self._score_BK = torch.empty((len(query_BD), 0), dtype=query_BD.dtype, device=device)
+
+    def find_target_scores(self, first_column: int, block_CD: Tensor) -> None:
+        """Compute the scores of the targets in a block."""
+        is_inside_T = (self._column_T >= first_column) & (self._column_T < first_column + len(block_CD))
+        score_BC = self._query_BD @ block_CD.T
+        query_T, column_T = self._query_T[is_inside_T], self._column_T[is_inside_T]
+        self._target_score_T[is_inside_T] = score_BC[query_T, column_T - first_column]
+
+    def add(self, first_column: int, block_CD: Tensor) -> None:
+        """Rank the columns of a block."""
+        score_BC = self._query_BD @ block_CD.T
+        is_inside_L = (self._seen_column_L >= first_column) & (self._seen_column_L < first_column + len(block_CD))
+        score_BC[self._seen_query_L[is_inside_L], self._seen_column_L[is_inside_L] - first_column] = -torch.inf
+        if not self._grid.top_only:
+            self._num_above_T += num_above_on_gpu(
+                score_BC, self._query_T, self._column_T, first_column=first_column, score_T=self._target_score_T
+            )
+        if not self._grid.k:
+            return
+        # The listed columns are lower than those of the block, so the order of the merged columns is that of all columns.
+        num_listed, merged_BC = self._score_BK.shape[1], torch.cat([self._score_BK, score_BC], dim=1)
+        index_BK = top_columns_on_gpu(merged_BC, k=self._grid.k)
+        is_empty_BK, index_BK = index_BK < 0, index_BK.clamp(min=0)
+        self._score_BK = merged_BC.gather(1, index_BK).masked_fill(is_empty_BK, -torch.inf)
+        column_BK = index_BK - num_listed + first_column
+        if num_listed:
+            listed_BK = self._column_BK.gather(1, index_BK.clamp(max=num_listed - 1))
+            column_BK = torch.where(index_BK < num_listed, listed_BK, column_BK)
+        self._column_BK = column_BK.masked_fill(is_empty_BK, -1)
+
+    def result(self) -> Result:
+        """Return the ranking after the last block."""
+        column_BK = self._column_BK.cpu().numpy()
+        if not self._grid.top_only:
+            return column_BK, self._num_above_T.cpu().numpy()
+        query_T, column_T = self._query_T.cpu().numpy(), self._column_T.cpu().numpy()
+        return column_BK, listed_positions(column_BK, query_T, column_T, num_columns=self._grid.num_columns)

@@ -1,0 +1,55 @@
+"""Process that answers requests: `python -m recsys_core.http_server FD FOLDER INDEX`.
+
+FD is the listening socket that all workers share. FOLDER has config.json and release.json. INDEX is the number of the worker.
+The process ends with the command that started it.
+"""
+
+import gc
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+
+import faiss
+import torch
+import uvicorn
+
+from recsys_core.errors import NightjarError
+from recsys_core.http_server.access import token_from_environment
+from recsys_core.http_server.app import create_app
+from recsys_core.http_server.config import ServeConfig
+from recsys_core.http_server.follower import Follower
+from recsys_core.http_server.release import CONFIG_NAME, worker_path
+from recsys_core.parent_process import die_with_parent
+
+
+def main() -> None:
+    """Load the version in release.json, and answer requests until SIGTERM."""
+    die_with_parent()
+    file_descriptor, folder, index = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    limits = ServeConfig.model_validate_json((folder / CONFIG_NAME).read_bytes())
+    torch.set_num_threads(limits.threads)
+    faiss.omp_set_num_threads(limits.threads)
+    follower = Follower(folder, state_path=worker_path(folder, index), pid=os.getpid())
+    try:
+        follower.start()
+    except NightjarError as error:
+        sys.exit(str(error))
+    gc.freeze()  # the model and the libraries live until the end, so the collector need not visit them
+    app = create_app(follower, limits=limits, token=token_from_environment())
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(limits.shutdown_timeout_s)),
+        lifespan="on",
+    )
+    uvicorn.Server(config).run(sockets=[socket.socket(fileno=file_descriptor)])
+    follower.stop()
+
+
+if __name__ == "__main__":
+    main()

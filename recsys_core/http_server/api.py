@@ -1,0 +1,191 @@
+"""Bodies of requests and responses as pydantic models, with the limits of the config: they validate, and document the API."""
+
+from typing import Annotated, Any, NamedTuple
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, ValidationError, create_model
+
+from recsys_core.errors import InputError, printable, shown
+from recsys_core.http_server.config import ServeConfig
+
+MAX_ID_CHARACTERS = 1_000
+_INT64 = Field(ge=-(2**63), lt=2**63)
+Id = Annotated[StrictInt, _INT64] | Annotated[StrictStr, Field(max_length=MAX_ID_CHARACTERS)]
+RECOMMEND_EXAMPLE = {"rows": [{"user_id": 42}, {"history": [7, 9]}], "params": {"k": 2}}
+SIMILAR_EXAMPLE = {"rows": [{"item_id": 7}], "params": {"k": 2}}
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+
+class Bodies(NamedTuple):
+    """Models of the bodies of both requests."""
+
+    recommend: type[BaseModel]
+    similar: type[BaseModel]
+
+
+class Prediction(_Body):
+    """The items for one row of a request, best first. An invalid row has an error and no items."""
+
+    item_ids: list[int | str] = Field(description="ids of the items, as in the log", examples=[[5, 8]])
+    scores: list[float] = Field(
+        description="score of each item: the inner product of query and item vector; with the fallback `popularity`, the share "
+        "of the item in all events",
+        examples=[[0.91, 0.88]],
+    )
+    version: str = Field(description="number of the version in the registry", examples=["7"])
+    space_id: str = Field(description="id of the vector space of the query tower and the items", examples=["3f6c1f0a9b1e4d52"])
+    fallback: str | None = Field(
+        description="null: the model knows the user, or the rows of `/similar`; `history` and `features`: the user is unknown, "
+        "and the items come from the row; `popularity`: the most popular items, because the model reads nothing of the row",
+        examples=[None],
+    )
+    num_unknown_items: int = Field(description="number of items of the history that are not in the catalogue", examples=[0])
+    error: str | None = Field(description="reason why the row has no items", examples=[None])
+    query_vector: list[float] | None = Field(None, description="vector of the query; only with `with_vectors`")
+    item_vectors: list[list[float]] | None = Field(None, description="vector of each item; only with `with_vectors`")
+
+
+class Predictions(_Body):
+    """One prediction per row of the request, in the same order, all of the same version."""
+
+    predictions: list[Prediction]
+
+
+class Problem(_Body):
+    """The reason why a request has no answer, in one sentence."""
+
+    error: str = Field(description="the reason", examples=["params.k is 0; it must be greater than or equal to 1"])
+
+
+class RegistryState(_Body):
+    """Whether the registry answers the question which version is the champion."""
+
+    answered_at: str = Field(description="time of the last answer (UTC)", examples=["2026-11-25T02:15:00Z"])
+    down_since: str | None = Field(description="time since which the registry does not answer; null if it answers")
+    problem: str | None = Field(description="why the registry does not answer")
+
+
+class Readiness(_Body):
+    """The served version, and why a newer champion is not served."""
+
+    status: str = Field(description="`ready` while a version is served", examples=["ready"])
+    version: str | None = Field(description="number of the served version", examples=["7"])
+    problem: str | None = Field(description="why the champion of the registry is not served; null if it is")
+    registry: RegistryState | None
+
+
+def request_bodies(limits: ServeConfig) -> Bodies:
+    """Return the models of the bodies, with these limits."""
+    params = _model("Params", _Body, "Options of a request, which apply to all rows.", _params(limits))
+    history = Annotated[
+        list[Id] | None,
+        Field(description="item ids in time order, which replace the user's history in the log", max_length=limits.max_history),
+    ]
+    user_id = Annotated[Id | None, Field(description="id of the user, as in the log")]
+    row = _model(
+        "RecommendRow",
+        _Row,
+        "One query. Any other field is a feature of the user or of the context, named like its column.",
+        {
+            "user_id": (user_id, None),
+            "history": (history, None),
+        },
+    )
+    similar_row = _model("SimilarRow", _Body, "One item.", {"item_id": (Id, Field(description="id of the item"))})
+    return Bodies(
+        _request("RecommendRequest", row, params, limits=limits, example=RECOMMEND_EXAMPLE),
+        _request("SimilarRequest", similar_row, params, limits=limits, example=SIMILAR_EXAMPLE),
+    )
+
+
+def _params(limits: ServeConfig) -> dict[str, Any]:
+    """Return type and default of each param."""
+    excluded = Annotated[list[Id] | None, Field(description="ids of items to leave out", max_length=limits.max_excluded)]
+    min_score = Annotated[StrictFloat | StrictInt | None, Field(description="leave out items with a lower score")]
+    filter_type = Annotated[
+        dict[str, Any] | None,
+        Field(
+            description="conditions by filter column, which all have to hold; operators: in, ge, gt, le, lt, since",
+            examples=[{"genre": {"in": ["rock"]}, "price": {"lt": 20}}],
+        ),
+    ]
+    return {
+        "k": (Annotated[StrictInt, Field(ge=1, le=limits.max_k, description="number of items per row")], 10),
+        "exclude_seen": (Annotated[StrictBool, Field(description="leave out the items of the histories")], True),
+        "exclude_stored_history": (
+            Annotated[StrictBool, Field(description="leave out a stored history also if the row has another one")],
+            True,
+        ),
+        "exclude": (excluded, None),
+        "min_score": (min_score, None),
+        "filter": (filter_type, None),
+        "with_vectors": (Annotated[StrictBool, Field(description="also return query and item vectors")], False),
+    }
+
+
+def _model(name: str, base: type[BaseModel], description: str, fields: dict[str, Any]) -> type[BaseModel]:
+    model: type[BaseModel] = create_model(name, __base__=base, __doc__=description, **fields)
+    return model
+
+
+def _request(
+    name: str, row: type[BaseModel], params: type[BaseModel], *, limits: ServeConfig, example: dict[str, Any]
+) -> type[BaseModel]:
+    rows = Field(min_length=1, max_length=limits.max_rows, description="one object per query")
+    options = Field(None, description="options; without them, each row gets 10 items")
+    list_type: Any = list
+    fields = {"rows": (list_type[row], rows), "params": (params | None, options)}
+    body = _model(name, _Body, "Rows, and options for all of them.", fields)
+    body.model_config["json_schema_extra"] = {"examples": [example]}
+    return body
+
+
+def parse_body(content: bytes, model: type[BaseModel], *, limits: ServeConfig) -> dict[str, Any]:
+    """Return the JSON object of a body after its validation.
+
+    Raises:
+        ValueError: not JSON; NaN and Infinity are not JSON.
+        InputError: the object does not fit the model or exceeds a limit. The message names the field.
+    """
+    try:
+        body = orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"the body is not JSON ({error}); send an object such as {RECOMMEND_EXAMPLE}") from None
+    try:
+        model.model_validate(body)
+    except ValidationError as error:
+        raise InputError(_first_problem(error)) from None
+    num_rows, k = len(body["rows"]), (body.get("params") or {}).get("k", 10)
+    if num_rows * k > limits.max_results:
+        raise InputError(
+            f"{num_rows} rows with k = {k} are {num_rows * k} items; at most {limits.max_results} are allowed; send fewer rows"
+        )
+    checked: dict[str, Any] = body
+    return checked
+
+
+def _first_problem(error: ValidationError) -> str:
+    """Return a sentence about the first problem of a body."""
+    problem = error.errors(include_url=False, include_context=False)[0]
+    # The names of union members, such as `int` in history.0.int, are no part of the body.
+    place = ".".join(str(part) for part in problem["loc"] if part not in _UNION_MEMBERS)
+    message = problem["msg"].replace("Input should be", "it must be")
+    if problem["type"] == "missing":
+        return f"{place} is missing; add it"
+    if problem["type"] == "extra_forbidden":
+        return f"unknown field {shown(place)}; see the schema at /openapi.json"
+    if problem["type"] in ("too_long", "too_short"):
+        return f"{place}: {message.replace('List', 'the list')}"
+    value = problem["input"]
+    given = f"of type {type(value).__name__}" if isinstance(value, dict | list) else shown(value)
+    return f"{printable(place, max_characters=200) or 'the body'} is {given}; {message}"
+
+
+_UNION_MEMBERS = ("int", "constrained-int", "str", "constrained-str", "float", "bool", "list", "dict")

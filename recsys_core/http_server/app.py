@@ -1,0 +1,136 @@
+"""FastAPI application: recommendations, similar items, health, readiness and metrics."""
+
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+
+import orjson
+from fastapi import FastAPI
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+import recsys_core
+from recsys_core.errors import InputError
+from recsys_core.http_server import metrics
+from recsys_core.http_server.access import RequestError, read_body, require_token
+from recsys_core.http_server.api import parse_body, request_bodies
+from recsys_core.http_server.batching import Batcher, QueueFullError
+from recsys_core.http_server.config import ServeConfig
+from recsys_core.http_server.follower import Follower
+from recsys_core.http_server.openapi import documented, openapi_schema
+from recsys_core.http_server.readiness import readiness
+from recsys_core.http_server.served_model import Query
+from recsys_core.serving.requests import parse, parse_similar
+
+LOG = logging.getLogger("nightjar.serve")
+JSON = "application/json"
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class _Predictor:
+    """Answers of the two prediction requests.
+
+    Args:
+        token: token that requests must contain; None if they need none.
+    """
+
+    def __init__(self, batcher: Batcher, *, limits: ServeConfig, token: str | None) -> None:
+        self._batcher, self._limits, self._token = batcher, limits, token
+
+    async def answer(self, request: Request, *, body_model: type[BaseModel], is_similar: bool) -> Response:
+        """Return the predictions for a request. Raise RequestError, InputError, QueueFullError or TimeoutError without them."""
+        require_token(request, self._token)
+        body = parse_body(await read_body(request, self._limits), body_model, limits=self._limits)
+        parsed = parse_similar(body) if is_similar else parse(body)
+        result = await self._batcher.submit(Query(parsed, is_similar))
+        if isinstance(result, Exception):
+            raise result
+        if all(answer.error is not None for answer in result):
+            raise InputError(f"rows.0: {result[0].error}")
+        for answer in result:
+            metrics.PREDICTIONS.labels(answer.version, answer.fallback or "none").inc()
+        has_vectors = bool(parsed.options.get("with_vectors"))
+        predictions = [answer.to_dict(with_vectors=has_vectors) for answer in result]
+        return Response(orjson.dumps({"predictions": predictions}), media_type=JSON)
+
+    async def metrics_text(self, request: Request) -> Response:
+        """Return the metrics."""
+        require_token(request, self._token)
+        return Response(metrics.as_text(), media_type=metrics.CONTENT_TYPE)
+
+
+def create_app(follower: Follower, *, limits: ServeConfig, token: str | None) -> FastAPI:
+    """Return the application for the models of `follower`, which has loaded the first one. See _Predictor for the token."""
+    batcher = Batcher(follower.respond, limits=limits, observe=metrics.BATCH_ROWS.observe)
+    predictor, bodies = _Predictor(batcher, limits=limits, token=token), request_bodies(limits)
+
+    @asynccontextmanager
+    async def run_batcher(_: FastAPI) -> AsyncIterator[None]:
+        batcher.start()
+        yield
+        await batcher.stop()
+
+    app = FastAPI(title="nightjar", version=recsys_core.__version__, lifespan=run_batcher, docs_url=None, redoc_url=None)
+
+    @app.post("/recommend", **documented(bodies.recommend, "Recommend items to users, or for histories."))
+    async def recommend(request: Request) -> Response:
+        answer = predictor.answer(request, body_model=bodies.recommend, is_similar=False)
+        return await _answered(answer, path="/recommend")
+
+    @app.post("/similar", **documented(bodies.similar, "Return the items that are most similar to an item."))
+    async def similar(request: Request) -> Response:
+        answer = predictor.answer(request, body_model=bodies.similar, is_similar=True)
+        return await _answered(answer, path="/similar")
+
+    @app.get("/healthz", **documented(None, "Return whether the process answers."))
+    async def healthz() -> Response:
+        return Response(b'{"status":"ok"}', media_type=JSON)
+
+    @app.get("/readyz", **documented(None, "Return which version is served, and why a newer champion is not."))
+    async def readyz() -> Response:
+        status, content = readiness(follower.state, follower.champion)
+        return Response(content.model_dump_json(), status, media_type=JSON)
+
+    @app.get("/metrics", **documented(None, "Return the metrics in Prometheus' text format.", content_type="text/plain"))
+    async def prometheus_metrics(request: Request) -> Response:
+        return await _answered(predictor.metrics_text(request), path="/metrics")
+
+    @app.exception_handler(HTTPException)
+    async def answer_http_exception(_: Request, error: HTTPException) -> Response:
+        return _problem(error.status_code, f"{error.detail}; the paths and methods are in /openapi.json", error.headers)
+
+    app.openapi = lambda: openapi_schema(app, bodies)  # type: ignore[method-assign]
+    return app
+
+
+async def _answered(answer: Awaitable[Response], *, path: str) -> Response:
+    """Wait for an answer; return an error as a sentence with its status. No exception ends the process."""
+    start_s = time.perf_counter()
+    response = await _answer_or_problem(answer, path=path)
+    metrics.REQUESTS.labels(path, str(response.status_code)).inc()
+    metrics.REQUEST_SECONDS.labels(path).observe(time.perf_counter() - start_s)
+    return response
+
+
+async def _answer_or_problem(answer: Awaitable[Response], *, path: str) -> Response:
+    try:
+        return await answer
+    except RequestError as error:
+        return _problem(error.status, str(error), error.headers)
+    except InputError as error:
+        return _problem(422, str(error))
+    except QueueFullError:
+        return _problem(503, "too many requests wait; send the request again later", {"Retry-After": "1"})
+    except TimeoutError:
+        return _problem(504, "there was no answer in time; send the request again, or one with fewer rows")
+    except Exception:  # a bug
+        LOG.exception("%s: a request has no answer", path)
+        return _problem(500, "the server could not answer; the reason is in its log")
+
+
+def _problem(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(orjson.dumps({"error": message}), status, headers=dict(headers or {}), media_type=JSON)

@@ -1,0 +1,117 @@
+"""Batches of concurrent requests: one thread answers them, while the event loop reads the next ones.
+
+While a search is in progress, new requests wait in a bounded queue. The next search answers all of them, up to a number of
+rows, so the batches grow with the load.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+from recsys_core.http_server.config import ServeConfig
+from recsys_core.http_server.served_model import Query, Result
+
+
+class QueueFullError(Exception):
+    """The queue has no place for another request."""
+
+
+@dataclass(eq=False)
+class _Waiting:
+    query: Query
+    result: asyncio.Future[Result]
+
+
+class Batcher:
+    """Queue of requests, and the thread that answers them.
+
+    Args:
+        respond: answers a batch; called in the thread. A result is an exception if its request cannot be answered.
+        observe: gets the number of rows of each batch.
+    """
+
+    def __init__(
+        self, respond: Callable[[Sequence[Query]], list[Result]], *, limits: ServeConfig, observe: Callable[[int], None]
+    ) -> None:
+        self._respond, self._limits, self._observe = respond, limits, observe
+        self._queue: deque[_Waiting] = deque()
+        self._has_arrived = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="retriever")
+        self._task: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def start(self) -> None:
+        """Start to answer requests."""
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Stop; requests that still wait are cancelled."""
+        assert self._task is not None
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+        for waiting in self._queue:
+            waiting.result.cancel()
+        self._thread.shutdown(wait=True)
+
+    async def submit(self, query: Query) -> Result:
+        """Wait for the result of a query.
+
+        Raises:
+            QueueFullError: too many requests wait.
+            TimeoutError: there is no result within `timeout_s`.
+        """
+        if len(self._queue) >= self._limits.max_queued_requests:
+            raise QueueFullError
+        waiting = _Waiting(query, asyncio.get_running_loop().create_future())
+        self._queue.append(waiting)
+        self._has_arrived.set()
+        return await asyncio.wait_for(waiting.result, self._limits.timeout_s)
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._has_arrived.wait()
+            if self._limits.max_wait_ms and self._num_waiting_rows() < self._limits.max_batch_rows:
+                await asyncio.sleep(self._limits.max_wait_ms / 1000)
+            batch = self._next_batch()
+            if not self._queue:
+                self._has_arrived.clear()
+            if batch:
+                await self._answer(batch, loop)
+
+    async def _answer(self, batch: Sequence[_Waiting], loop: asyncio.AbstractEventLoop) -> None:
+        self._observe(sum(waiting.query.request.num_rows for waiting in batch))
+        try:
+            results = await loop.run_in_executor(self._thread, self._respond, [waiting.query for waiting in batch])
+        except Exception as error:  # a bug; only the requests of this batch fail
+            for waiting in batch:
+                if not waiting.result.done():
+                    waiting.result.set_exception(error)
+            return
+        for waiting, result in zip(batch, results, strict=True):
+            if not waiting.result.done():  # its client has not given up
+                waiting.result.set_result(result)
+
+    def _num_waiting_rows(self) -> int:
+        return sum(waiting.query.request.num_rows for waiting in self._queue)
+
+    def _next_batch(self) -> list[_Waiting]:
+        """Remove the next requests from the queue, without those that have timed out."""
+        batch: list[_Waiting] = []
+        num_rows = 0
+        while self._queue:
+            num_rows += self._queue[0].query.request.num_rows
+            if batch and num_rows > self._limits.max_batch_rows:
+                break
+            waiting = self._queue.popleft()
+            if waiting.result.done():
+                num_rows -= waiting.query.request.num_rows
+            else:
+                batch.append(waiting)
+        return batch

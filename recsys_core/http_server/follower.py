@@ -1,0 +1,116 @@
+"""The model of a worker, replaced whenever release.json has another version.
+
+Another version is loaded while the present one is served. `Retriever.load` verifies its files and golden queries. Then it
+replaces the present version between two batches, so each request is answered by one version, and no request waits. If it does
+not load, the present version is served further.
+"""
+
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from recsys_core.errors import NightjarError, StageError, first_line
+from recsys_core.http_server import metrics
+from recsys_core.http_server.release import RELEASE_NAME, Champion, Release, WorkerState
+from recsys_core.http_server.served_model import Model, Query, Result, ServedModel
+from recsys_core.serving.retriever import Retriever
+
+LOG = logging.getLogger("nightjar.serve")
+CHECK_INTERVAL_S = 0.2
+
+
+class Follower:
+    """The served model, and the thread that replaces it.
+
+    Args:
+        folder: folder of release.json.
+        state_path: file for the state of this worker.
+        pid: process id of this worker.
+    """
+
+    def __init__(self, folder: Path, *, state_path: Path, pid: int) -> None:
+        self._release_path, self._state_path = folder / RELEASE_NAME, state_path
+        self._model: Model | None = None
+        self._release: Release | None = None
+        self._state = WorkerState(pid=pid, version=None)
+        self.champion: Champion | None = None
+        self._stop_event = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
+
+    @property
+    def model(self) -> Model | None:
+        """The served model; None until the first one is loaded."""
+        return self._model
+
+    @property
+    def state(self) -> WorkerState:
+        """What this worker serves."""
+        return self._state
+
+    def respond(self, queries: Sequence[Query]) -> list[Result]:
+        """Answer a batch with the model that is served at its start."""
+        assert self._model is not None  # the server starts after the first model is loaded
+        return self._model.respond(queries)
+
+    def start(self) -> None:
+        """Wait for release.json, load its version, and follow the file from then on.
+
+        Raises:
+            StageError: the version does not load.
+        """
+        while not self.check():
+            if self._stop_event.wait(CHECK_INTERVAL_S):
+                return
+        if self._model is None:
+            raise StageError(self._state.problem or "there is no version to serve")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Do not follow the file any more."""
+        self._stop_event.set()
+
+    def check(self) -> bool:
+        """Read release.json, and load its version if it is another one. Return False if there is no file."""
+        champion = Champion.read(self._release_path)
+        if champion is None:
+            return False
+        self.champion = champion
+        metrics.REGISTRY_UP.set(champion.registry_problem is None)
+        if self._release is None or champion.release != self._release:
+            if champion.release.version != self._state.refused_version:
+                self._replace(champion.release)
+        elif self._state.refused_version is not None:  # the command has returned to the served version
+            self._set_state(WorkerState(pid=self._state.pid, version=self._release.version))
+        return True
+
+    def _replace(self, release: Release) -> None:
+        try:
+            retriever = Retriever.load(release.folder, sha256=release.sha256, version=release.version)
+            model = ServedModel(retriever)
+            model.warm_up()
+        except Exception as error:  # any error of a damaged version; the served one remains
+            if not isinstance(error, NightjarError):
+                LOG.exception("version %s does not load", release.version)
+            metrics.SWAPS.labels("refused").inc()
+            version = None if self._release is None else self._release.version
+            problem = first_line(error)
+            LOG.error("version %s is not served: %s; version %s remains", release.version, problem, version)
+            self._set_state(WorkerState(pid=self._state.pid, version=version, refused_version=release.version, problem=problem))
+            return
+        self._model, self._release = model, release
+        metrics.SWAPS.labels("served").inc()
+        if release.version.isdecimal():
+            metrics.VERSION.set(int(release.version))
+        self._set_state(WorkerState(pid=self._state.pid, version=release.version))
+
+    def _set_state(self, state: WorkerState) -> None:
+        self._state = state
+        state.write(self._state_path)
+
+    def _follow(self) -> None:
+        while not self._stop_event.wait(CHECK_INTERVAL_S):
+            try:
+                self.check()
+            except Exception:  # the file system does not work; the next check may
+                LOG.exception("%s cannot be read", self._release_path)

@@ -1,0 +1,28 @@
+"""Metrics of the server in Prometheus' text format, added up over all processes.
+
+prometheus_client reads PROMETHEUS_MULTIPROC_DIR when it is imported: a folder in which each process keeps its values.
+"""
+
+from typing import Final
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+
+CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
+_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+REQUESTS = Counter("nightjar_requests", "Requests by path and status", ["path", "status"])
+REQUEST_SECONDS = Histogram("nightjar_request_seconds", "Seconds from the request to its answer", ["path"], buckets=_SECONDS)
+BATCH_ROWS = Histogram("nightjar_batch_rows", "Rows of the requests that share a search", buckets=_ROWS)
+PREDICTIONS = Counter("nightjar_predictions", "Predictions by version and origin of the items", ["version", "fallback"])
+VERSION = Gauge("nightjar_version", "Number of the version that is served", multiprocess_mode="livemin")
+SWAPS = Counter("nightjar_swaps", "Attempts to replace the served version, by result", ["result"])
+REGISTRY_UP = Gauge("nightjar_registry_up", "Whether the registry answered the last question", multiprocess_mode="livemin")
+
+
+def as_text() -> bytes:
+    """Return the metrics of all processes in Prometheus' text format."""
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+    return generate_latest(registry)

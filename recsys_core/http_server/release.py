@@ -1,0 +1,77 @@
+"""Files by which the command and its workers exchange what to serve and what is served.
+
+The command writes release.json, which all workers read; worker I writes worker-I.json. A file is replaced as a whole.
+"""
+
+import os
+from pathlib import Path
+from typing import Self
+
+from recsys_core.config import Frozen
+
+RELEASE_NAME, CONFIG_NAME = "release.json", "config.json"
+
+
+class _StateFile(Frozen):
+    def write(self, path: Path) -> None:
+        """Replace the file."""
+        temporary_path = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary_path.write_text(self.model_dump_json())
+        temporary_path.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """Return the content of the file; None if it does not exist."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+
+
+class Release(Frozen):
+    """A version of the registry on the disk of this machine.
+
+    Attributes:
+        folder: the model package, whose files do not change.
+        sha256: checksum of its package.json.
+    """
+
+    version: str
+    folder: Path
+    sha256: str
+
+
+class Champion(_StateFile):
+    """release.json: the version to serve, and the state of the registry.
+
+    Attributes:
+        problem: why a newer champion is not served; None if the champion is served.
+        registry_problem: why the registry does not answer; None if it answers.
+        registry_down_since: time of the first question without an answer, in seconds since 1970.
+        registry_answered_at: time of the last answer.
+    """
+
+    release: Release
+    problem: str | None = None
+    registry_problem: str | None = None
+    registry_down_since: float | None = None
+    registry_answered_at: float
+
+
+class WorkerState(_StateFile):
+    """worker-I.json: the version that a worker serves.
+
+    Attributes:
+        version: None until the first version is loaded.
+        refused_version, problem: the version that the worker could not load, and why; None if there is none.
+    """
+
+    pid: int
+    version: str | None
+    refused_version: str | None = None
+    problem: str | None = None
+
+
+def worker_path(folder: Path, index: int) -> Path:
+    """Return the path of the state file of a worker."""
+    return folder / f"worker-{index}.json"

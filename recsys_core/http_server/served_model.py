@@ -1,0 +1,128 @@
+"""A retriever that answers the requests of a batch with few searches."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from recsys_core.serving.answers import Answer
+from recsys_core.serving.requests import Request, answer, answer_similar
+from recsys_core.serving.retriever import Retriever
+
+
+class Query(NamedTuple):
+    """A parsed request. is_similar: it asks for similar items, not for recommendations."""
+
+    request: Request
+    is_similar: bool
+
+
+Result = list[Answer] | Exception
+"""The answers of the rows of a request, or why it has none: an InputError, or the exception of a bug."""
+
+
+class Model(Protocol):
+    """What the server needs of a model."""
+
+    @property
+    def version(self) -> str:
+        """Number of the version in the registry."""
+
+    @property
+    def space_id(self) -> str:
+        """Id of the vector space."""
+
+    def respond(self, queries: Sequence[Query]) -> list[Result]:
+        """Return the result of each query."""
+
+
+@dataclass
+class _Group:
+    """Queries with the same options, which one search can answer.
+
+    Attributes:
+        positions: position of each query in the batch.
+    """
+
+    first: Query
+    queries: list[Query] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+
+
+class ServedModel:
+    """A Model of a retriever."""
+
+    def __init__(self, retriever: Retriever) -> None:
+        self._retriever = retriever
+
+    @property
+    def version(self) -> str:
+        """Number of the version in the registry."""
+        return self._retriever.version
+
+    @property
+    def space_id(self) -> str:
+        """Id of the vector space."""
+        return self._retriever.space_id
+
+    def respond(self, queries: Sequence[Query]) -> list[Result]:
+        """Return the result of each query. Queries with the same options share a search."""
+        results: list[Result] = [[] for _ in queries]
+        for group in _groups(queries):
+            for position, result in zip(group.positions, self._respond_together(group.queries), strict=True):
+                results[position] = result
+        return results
+
+    def warm_up(self) -> None:
+        """Answer one request, which loads the mapped pages and the code that the first request would have to wait for."""
+        self._retriever.recommend([None], histories=[self._retriever.item_ids.ids(np.arange(1)).tolist()])
+
+    def _respond_together(self, queries: Sequence[Query]) -> list[Result]:
+        if len(queries) == 1:
+            return [self._respond_alone(queries[0])]
+        try:
+            answers = iter(self._answer(_merged([query.request for query in queries]), is_similar=queries[0].is_similar))
+        except Exception:  # of one of the queries, which must not affect the others
+            return [self._respond_alone(query) for query in queries]
+        return [[next(answers) for _ in range(query.request.num_rows)] for query in queries]
+
+    def _respond_alone(self, query: Query) -> Result:
+        try:
+            return self._answer(query.request, is_similar=query.is_similar)
+        except Exception as error:  # the server logs it unless it is an InputError
+            return error
+
+    def _answer(self, request: Request, *, is_similar: bool) -> list[Answer]:
+        return answer_similar(self._retriever, request) if is_similar else answer(self._retriever, request)
+
+
+def _groups(queries: Sequence[Query]) -> Iterator[_Group]:
+    groups: list[_Group] = []
+    for position, query in enumerate(queries):
+        group = next((group for group in groups if _share_a_search(group.first, query)), None)
+        if group is None:
+            group = _Group(query)
+            groups.append(group)
+        group.queries.append(query)
+        group.positions.append(position)
+    yield from groups
+
+
+def _share_a_search(first: Query, second: Query) -> bool:
+    return (first.is_similar, first.request.k, first.request.options) == (
+        second.is_similar,
+        second.request.k,
+        second.request.options,
+    )
+
+
+def _merged(requests: Sequence[Request]) -> Request:
+    """Return one request with the rows of all. A column that a request does not have is null in its rows."""
+    names = dict.fromkeys(name for request in requests for name in request.columns)
+    columns: dict[str, list[Any]] = {
+        name: [value for request in requests for value in request.columns.get(name) or [None] * request.num_rows]
+        for name in names
+    }
+    first = requests[0]
+    return Request(columns, sum(request.num_rows for request in requests), first.k, first.options)

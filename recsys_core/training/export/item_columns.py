@@ -1,0 +1,121 @@
+"""Vectors that stay on the ranks: the rows that a rank has encoded, and the item vectors that travel between the ranks.
+
+A ranking orders the items by column, and the columns are in another order than the rows. So the ranks exchange their rows once,
+until each rank has the vectors of a contiguous range of the columns, and then each range travels to all ranks in blocks.
+
+Shapes: I items, C columns, D width of a vector, R rows of a rank, W ranks.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch import distributed as dist
+
+from recsys_core.launching.rank import Process
+
+EXCHANGE_ROWS = 8_192
+"""Rows of each rank that are exchanged at once, which bounds the memory of the copies."""
+
+
+def rows_of_rank(num_rows: int, process: Process) -> slice:
+    """Return the contiguous range of the rows that this rank encodes.
+
+    >>> [rows_of_rank(7, Process(rank, 3, torch.device("cpu"))) for rank in range(3)]
+    [slice(0, 3, None), slice(3, 5, None), slice(5, 7, None)]
+    """
+    num_per_rank, num_longer = divmod(num_rows, process.world_size)
+    start, stop = (rank * num_per_rank + min(rank, num_longer) for rank in (process.rank, process.rank + 1))
+    return slice(start, stop)
+
+
+class Share:
+    """The rows of an array of vectors that this rank has encoded, in the memory of its device.
+
+    Attributes:
+        rows: the range of the rows.
+        vector_RD: float32, their vectors.
+    """
+
+    def __init__(self, num_rows: int, *, dim: int, process: Process) -> None:
+        self.rows = rows_of_rank(num_rows, process)
+        self.vector_RD = torch.empty((self.rows.stop - self.rows.start, dim), dtype=torch.float32, device=process.device)
+
+    def add(self, first_row: int, first_column: int, values_RC: Tensor) -> None:
+        """Copy a rectangle of the array, like `Part.add`."""
+        row, column = first_row - self.rows.start, first_column
+        self.vector_RD[row : row + values_RC.shape[0], column : column + values_RC.shape[1]] = values_RC
+
+
+class TravellingColumns:
+    """Item vectors as columns of a score matrix. Each rank owns some blocks of columns, and broadcasts them in turn.
+
+    Args:
+        items: this rank's rows of the item vectors.
+        item_row_C: item row of each column. Items that are not in it are left out.
+        block_columns: number of columns of a block.
+    """
+
+    def __init__(self, items: Share, *, item_row_C: NDArray[np.int64], block_columns: int, process: Process) -> None:
+        """Collective: the ranks exchange their vectors."""
+        self._num_columns, self._block_columns, self._process = len(item_row_C), block_columns, process
+        num_blocks = -(-self._num_columns // block_columns)
+        blocks_by_rank = np.array_split(np.arange(num_blocks), process.world_size)
+        self._owner_by_block = np.repeat(np.arange(process.world_size), [len(blocks) for blocks in blocks_by_rank])
+        first_block = int(np.searchsorted(self._owner_by_block, process.rank))
+        self._first_own_column = first_block * block_columns
+        own_columns = min(self._num_columns - self._first_own_column, len(blocks_by_rank[process.rank]) * block_columns)
+        vector_RD = items.vector_RD
+        self._own_CD = vector_RD.new_empty((max(0, own_columns), vector_RD.shape[1]))
+
+        is_own_C = (item_row_C >= items.rows.start) & (item_row_C < items.rows.stop)
+        own_column_R = np.flatnonzero(is_own_C)
+        own_row_R = item_row_C[own_column_R] - items.rows.start
+        # Every rank takes part in every exchange, also after its own rows.
+        num_exchanges = int(gather_counts(len(own_row_R), process=process).max() + EXCHANGE_ROWS - 1) // EXCHANGE_ROWS
+        for exchange in range(num_exchanges):
+            exchanged = slice(exchange * EXCHANGE_ROWS, (exchange + 1) * EXCHANGE_ROWS)
+            self._exchange(own_column_R[exchanged], vector_RD[torch.from_numpy(own_row_R[exchanged])])
+
+    def _exchange(self, column_R: NDArray[np.int64], vector_RD: Tensor) -> None:
+        """Collective. Send each vector to the owner of its column. The columns are ascending, and so are their owners."""
+        device, world_size = self._process.device, self._process.world_size
+        owner_R = self._owner_by_block[column_R // self._block_columns]
+        num_sent_W = torch.from_numpy(np.bincount(owner_R, minlength=world_size)).to(device)
+        num_received_W = torch.empty_like(num_sent_W)
+        dist.all_to_all_single(num_received_W, num_sent_W)
+        num_received, num_sent = num_received_W.tolist(), num_sent_W.tolist()
+        sent_column_R = torch.from_numpy(column_R).to(device)
+        received_column_R = sent_column_R.new_empty(sum(num_received))
+        received_RD = vector_RD.new_empty((sum(num_received), vector_RD.shape[1]))
+        for received, sent in ((received_column_R, sent_column_R), (received_RD, vector_RD)):
+            dist.all_to_all_single(received, sent, num_received, num_sent)
+        self._own_CD[received_column_R - self._first_own_column] = received_RD
+
+    @property
+    def num_own_columns(self) -> int:
+        """Number of columns whose vectors are in the memory of this rank."""
+        return len(self._own_CD)
+
+    def travel(self) -> Iterator[tuple[int, Tensor]]:
+        """Collective. Yield the first column and the vectors of each block, [C, D]. All blocks share one buffer."""
+        buffer_CD = self._own_CD.new_empty((min(self._block_columns, self._num_columns), self._own_CD.shape[1]))
+        for block, owner in enumerate(self._owner_by_block.tolist()):
+            first_column = block * self._block_columns
+            num_columns = min(self._block_columns, self._num_columns - first_column)
+            block_CD = buffer_CD[:num_columns]
+            if owner == self._process.rank:
+                own_column = first_column - self._first_own_column
+                block_CD = self._own_CD[own_column : own_column + num_columns]
+            dist.broadcast(block_CD, src=owner)
+            yield first_column, block_CD
+
+
+def gather_counts(count: int, *, process: Process) -> NDArray[np.int64]:
+    """Collective. Return the `count` of every rank, [W]."""
+    counts = [torch.empty(1, dtype=torch.int64, device=process.device) for _ in range(process.world_size)]
+    dist.all_gather(counts, torch.tensor([count], device=process.device))
+    count_W: NDArray[np.int64] = torch.cat(counts).cpu().numpy()
+    return count_W

@@ -1,0 +1,166 @@
+"""Rankings of the held-out users, which the ranks compute while the vectors are in their memory.
+
+Each rank ranks the users that it has encoded, and all item vectors travel past it in blocks. A rank holds its own query vectors
+and item vectors, one block, and the top lists. If the positions of the targets are needed, the blocks travel twice: first for
+the scores of the targets, then for the number of items above them.
+
+Shapes: B queries, I items, K length of the top list, T (query, target) pairs, W ranks.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from recsys_core.dataset.events import EvaluationSplit
+from recsys_core.dataset.jagged import Int64Array, JaggedArray
+from recsys_core.evaluation.baselines import cold_rows
+from recsys_core.evaluation.held_out import cold_queries, queries_of, sampled_users
+from recsys_core.evaluation.ranking.catalogue import rank_in_chunks, worker_threads
+from recsys_core.evaluation.ranking.chunks import CpuChunk, GpuChunk, Grid, Result
+from recsys_core.evaluation.ranking.queries import Queries, tie_order
+from recsys_core.evaluation.ranking.stored import ranking_file
+from recsys_core.launching.rank import Process
+from recsys_core.manifests import RankingSettings
+from recsys_core.training.export.encoding import Encoder, RankWriter
+from recsys_core.training.export.item_columns import Share, TravellingColumns, gather_counts
+
+
+@dataclass(frozen=True)
+class PartOfRanking:
+    """The ranking of this rank's queries.
+
+    Attributes:
+        top_BK: int32, rows of the best items; -1 after the last candidate.
+        position_T: int64, position of each target, see `Ranking`.
+        query_count_W: number of queries of each rank, in the order of the ranks.
+        target_count_W: number of targets of each rank.
+    """
+
+    top_BK: NDArray[np.int32]
+    position_T: NDArray[np.int64]
+    query_count_W: Int64Array
+    target_count_W: Int64Array
+
+
+def rank_on_ranks(
+    queries: Queries,
+    *,
+    items: Share,
+    candidate_rows: Int64Array,
+    k: int,
+    top_only: bool,
+    process: Process,
+    on_block: Callable[[], None] = lambda: None,
+) -> PartOfRanking:
+    """Collective. Rank the candidates for this rank's queries, like `rank_catalogue` for the queries of all ranks, bit by bit.
+
+    Args:
+        queries: queries of this rank. Items are numbered by their index in `candidate_rows`.
+        items: item vectors of this rank.
+        candidate_rows: item rows that are ranked.
+        k, top_only: see `rank_catalogue`.
+        on_block: called after each chunk of queries in each block of items.
+    """
+    on_gpu = process.device.type == "cuda"
+    grid, row_C = Grid.of(len(candidate_rows), k=k, top_only=top_only), tie_order(len(candidate_rows))
+    columns = TravellingColumns(items, item_row_C=candidate_rows[row_C], block_columns=grid.block_columns, process=process)
+    query_count_W, chunk_queries = gather_counts(len(queries.targets), process=process), grid.chunk_queries(on_gpu=on_gpu)
+    padded_queries, own_queries = _in_whole_chunks(
+        queries, query_count_W=query_count_W, rank=process.rank, chunk_queries=chunk_queries
+    )
+    with nullcontext() if on_gpu else worker_threads(min(grid.num_held_columns, grid.block_columns)) as pool:
+        map_chunks = map if pool is None else pool.map
+
+        def rank_chunks(
+            chunks: Sequence[slice], seen_by_chunk: Sequence[JaggedArray], targets_by_chunk: Sequence[JaggedArray]
+        ) -> Iterable[Result]:
+            chunk_class: type[CpuChunk | GpuChunk] = GpuChunk if on_gpu else CpuChunk
+            ranked_chunks = [
+                chunk_class(grid, padded_queries.query_BD[chunk], seen=seen, targets=targets)
+                for chunk, seen, targets in zip(chunks, seen_by_chunk, targets_by_chunk, strict=True)
+            ]
+            for step in (chunk_class.add,) if top_only else (chunk_class.find_target_scores, chunk_class.add):
+                for first_column, block_CD in columns.travel():
+                    take_block = partial(step, first_column=first_column, block_CD=block_CD)
+                    for _ in map_chunks(take_block, ranked_chunks):
+                        on_block()
+            return [ranked_chunk.result() for ranked_chunk in ranked_chunks]
+
+        ranking = rank_in_chunks(padded_queries, rank_chunks, row_C=row_C, k=grid.k, chunk_queries=chunk_queries)
+    target_count_W = gather_counts(len(ranking.position_T), process=process)
+    return PartOfRanking(ranking.top_BK[own_queries], ranking.position_T, query_count_W, target_count_W)
+
+
+def _in_whole_chunks(queries: Queries, *, query_count_W: Int64Array, rank: int, chunk_queries: int) -> tuple[Queries, slice]:
+    """Return the queries of whole chunks, and the range of this rank's queries among them.
+
+    The other queries of the first and the last chunk are on other ranks. A copy of an own query is in the place of each of
+    them, so that an own query has the same place in a matrix product of the same shape with any number of ranks.
+    """
+    num_own, first_query = int(query_count_W[rank]), int(query_count_W[:rank].sum())
+    if num_own == 0:
+        return queries, slice(0, 0)
+    end = first_query + num_own
+    num_before = first_query % chunk_queries
+    num_after = min(int(query_count_W.sum()), -(-end // chunk_queries) * chunk_queries) - end
+    query_index_B = np.pad(np.arange(num_own), (num_before, num_after))
+    padded_queries = Queries(
+        query_BD=queries.query_BD[torch.from_numpy(query_index_B)],
+        is_known_B=queries.is_known_B[query_index_B],
+        seen=_pad(queries.seen, num_before, num_after),
+        targets=_pad(queries.targets, num_before, num_after),
+    )
+    return padded_queries, slice(num_before, num_before + num_own)
+
+
+def _pad(lists: JaggedArray, num_before: int, num_after: int) -> JaggedArray:
+    """Return the lists with empty lists before and after them."""
+    return JaggedArray(np.pad(lists.offset, (num_before, num_after), mode="edge"), lists.values_L)
+
+
+def write_rankings(
+    encoder: Encoder,
+    *,
+    items: Share,
+    queries: Share,
+    split: EvaluationSplit,
+    settings: RankingSettings,
+    folder: Path,
+    writer: RankWriter,
+) -> None:
+    """Collective. Write the ranking files of a split, see ExportManifest.
+
+    items, queries: the vectors of this rank. The queries are those of all users with targets in the split.
+    """
+    store, process, num_items = encoder.store, encoder.process, encoder.spec.num_items
+    user_row_U = store.users_with_targets(split)
+    evaluated_U = sampled_users(len(user_row_U), max_users=settings.max_users)
+    own_B = evaluated_U[(evaluated_U >= queries.rows.start) & (evaluated_U < queries.rows.stop)]
+    own_queries, _ = queries_of(
+        user_row_U[own_B],
+        queries.vector_RD[torch.from_numpy(own_B - queries.rows.start)],
+        split=split,
+        exclude_seen=settings.exclude_seen,
+        store=store,
+        spec=encoder.spec,
+    )
+    rank = partial(rank_on_ranks, items=items, process=process, on_block=writer.touch_heartbeat)
+    part = rank(own_queries.known(), candidate_rows=np.arange(num_items), k=settings.k, top_only=settings.top_only)
+    cold_row_C = cold_rows(store, split)
+    known_cold_queries = cold_queries(own_queries, cold_row_C, num_items=num_items).known()
+    cold_part = rank(known_cold_queries, candidate_rows=cold_row_C, k=0, top_only=False)
+    for content, part_array, count_W, dtype in (
+        ("top", part.top_BK, part.query_count_W, np.int32),
+        ("positions", part.position_T, part.target_count_W, np.int64),
+        ("cold_positions", cold_part.position_T, cold_part.target_count_W, np.int64),
+    ):
+        path, first_row = folder / ranking_file(split, content), int(count_W[: process.rank].sum())
+        with writer.part(path) as file_part:
+            file_part.add(first_row, 0, torch.from_numpy(part_array if part_array.ndim == 2 else part_array[:, None]))
+        writer.build(path, shape=(int(count_W.sum()), *part_array.shape[1:]), dtype=dtype)

@@ -1,0 +1,236 @@
+"""Recommendations for many users: read from parquet, written to parquet, with bounded memory.
+
+Shapes: B rows of a batch, L recommended items of a batch.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from recsys_core.dataset.jagged import chunk_slices
+from recsys_core.disk import explain_disk_full
+from recsys_core.errors import InputError, shown_names
+from recsys_core.parquet.columns import require_same_types
+from recsys_core.parquet.local_copies import decode_ahead, local_files, read_batches
+from recsys_core.parquet.sources import open_sources
+from recsys_core.serving.answers import FALLBACKS, Recommendations
+from recsys_core.serving.description import QUERY_COLUMNS
+from recsys_core.serving.retriever import Retriever, SearchOptions
+
+SUMMARY_FILE_NAME = "_recommendations.json"
+MAX_BATCH_ROWS = 1 << 14
+MAX_BATCH_ITEMS = 1 << 22
+"""Largest number of recommended items in memory."""
+PART_ROWS = 1 << 20
+"""Rows of an output file."""
+
+OnProgress = Callable[[int, int], None]
+"""Function of the number of answered rows and of all rows."""
+
+
+class BatchSummary(NamedTuple):
+    """Content of _recommendations.json.
+
+    Attributes:
+        columns: columns of the input that were read.
+        num_rows_by_fallback: number of rows by the origin of their items; see `answers.FALLBACKS`. "model" is no fallback.
+    """
+
+    version: str
+    space_id: str
+    k: int
+    num_rows: int
+    columns: list[str]
+    num_rows_by_fallback: dict[str, int]
+
+    @property
+    def text(self) -> str:
+        """The content in one sentence."""
+        return (
+            f"{self.k} items for each of {self.num_rows:,} users by version {self.version}; "
+            f"{self.num_rows_by_fallback['popularity']:,} users got the most popular items"
+        )
+
+
+class _Rows(NamedTuple):
+    """A batch of the input: Arrow columns by name. `place` names its file and rows in messages."""
+
+    columns: dict[str, pa.Array]
+    place: str
+
+
+def write_recommendations(
+    retriever: Retriever,
+    users: Sequence[str],
+    *,
+    folder: Path,
+    k: int,
+    options: SearchOptions,
+    scratch_folder: Path,
+    on_progress: OnProgress = lambda num_done, num_rows: None,
+) -> BatchSummary:
+    """Write the recommendations for each row of parquet files, in the same order, to a folder of parquet files.
+
+    The columns of the output are user_id (if the input has it), item_ids, scores, fallback and num_unknown_items. The folder
+    also gets _recommendations.json. The folder is complete or does not exist; earlier recommendations in it are replaced.
+
+    Args:
+        users: paths or globs of parquet files with the column user_id, the column history (a list of item ids), or feature
+            columns of the model. Other columns are not read. Without paths: all users of the model.
+        k, options: see Retriever.recommend.
+        scratch_folder: folder for copies of files in an object store.
+
+    Raises:
+        InputError: a file, a column, a value or an option is invalid, or `folder` has other files. The message names the file
+            and its rows.
+    """
+    _require_replaceable(folder)
+    new_folder = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(new_folder, ignore_errors=True)
+    new_folder.mkdir(parents=True)
+    try:
+        with explain_disk_full(folder.parent):
+            columns, num_rows, batches = _read_users(retriever, users, batch_rows=_batch_rows(k), scratch_folder=scratch_folder)
+            num_rows_by_code = np.zeros(len(FALLBACKS), np.int64)
+            num_done = 0
+            with _PartWriter(new_folder) as writer:
+                for rows in batches:
+                    recommendations = _recommend(retriever, rows, k=k, options=options)
+                    writer.write(_as_table(recommendations, user_id_column=rows.columns.get("user_id")))
+                    num_rows_by_code += np.bincount(recommendations.fallback_code_B, minlength=len(FALLBACKS))
+                    num_done += len(recommendations)
+                    on_progress(num_done, num_rows)
+            names = [fallback or "model" for fallback in FALLBACKS]
+            summary = BatchSummary(
+                version=retriever.version,
+                space_id=retriever.space_id,
+                k=k,
+                num_rows=num_done,
+                columns=columns,
+                num_rows_by_fallback=dict(zip(names, num_rows_by_code.tolist(), strict=True)),
+            )
+            (new_folder / SUMMARY_FILE_NAME).write_text(json.dumps(summary._asdict(), indent=2))
+            shutil.rmtree(folder, ignore_errors=True)
+            new_folder.rename(folder)
+    except BaseException:
+        shutil.rmtree(new_folder, ignore_errors=True)
+        raise
+    return summary
+
+
+def _require_replaceable(folder: Path) -> None:
+    """Raise InputError if the folder has files that are not recommendations."""
+    is_replaceable = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if folder.is_symlink() or not (is_replaceable or (folder / SUMMARY_FILE_NAME).is_file()):
+        raise InputError(f"{folder}: exists, and is not a folder of recommendations; choose another folder")
+
+
+def _read_users(
+    retriever: Retriever, users: Sequence[str], *, batch_rows: int, scratch_folder: Path
+) -> tuple[list[str], int, Iterator[_Rows]]:
+    """Return the columns that are read, the number of rows, and the batches."""
+    if not users:
+        return ["user_id"], len(retriever.user_ids), _known_users(retriever, batch_rows=batch_rows)
+    sources = open_sources(users, setting="users")
+    known_columns = [*QUERY_COLUMNS, *retriever.request_features.columns]
+    columns = [name for name in known_columns if name in sources[0].schema.names]
+    if not columns:
+        raise InputError(
+            f"{sources[0].name}: has the columns {shown_names(sources[0].schema.names)}, but none that the model reads: "
+            f"{shown_names(known_columns)}"
+        )
+    for name in columns:
+        require_same_types(sources, name, setting="users")
+
+    def read() -> Iterator[_Rows]:
+        with local_files(sources, columns=columns, scratch_folder=scratch_folder) as paths:
+            for source, path in zip(sources, paths, strict=True):
+                first_row = 0
+                for batch in decode_ahead(read_batches(source, path, columns=columns, batch_rows=batch_rows)):
+                    last_row = first_row + batch.num_rows - 1
+                    batch_columns = {name: batch.column(name) for name in columns}
+                    yield _Rows(batch_columns, f"{source.name}, rows {first_row:,} to {last_row:,}")
+                    first_row = last_row + 1
+
+    return columns, sum(source.record.num_rows for source in sources), read()
+
+
+def _batch_rows(k: int) -> int:
+    return max(1, min(MAX_BATCH_ROWS, MAX_BATCH_ITEMS // max(1, k)))
+
+
+def _known_users(retriever: Retriever, *, batch_rows: int) -> Iterator[_Rows]:
+    for rows in chunk_slices(len(retriever.user_ids), length=batch_rows):
+        user_rows = np.arange(rows.start, rows.stop)
+        yield _Rows({"user_id": _id_column(retriever.user_ids.ids(user_rows))}, "the users of the model")
+
+
+def _recommend(retriever: Retriever, rows: _Rows, *, k: int, options: SearchOptions) -> Recommendations:
+    user_ids: Any = rows.columns.get("user_id")
+    if user_ids is not None:
+        is_int64 = user_ids.type == pa.int64() and not user_ids.null_count
+        user_ids = user_ids.to_numpy() if is_int64 else user_ids.to_pylist()
+    values = {name: column.to_pylist() for name, column in rows.columns.items() if name != "user_id"}
+    histories = values.pop("history", None)
+    try:
+        return retriever.recommend(user_ids, k, histories=histories, features=values or None, **options)
+    except InputError as error:
+        raise InputError(f"{rows.place}: {error}") from None
+
+
+def _as_table(recommendations: Recommendations, *, user_id_column: pa.Array | None) -> pa.Table:
+    offset = pa.array(recommendations.offset, pa.int32())  # a batch has fewer than 2**31 items
+    columns = {} if user_id_column is None else {"user_id": user_id_column}
+    columns |= {
+        "item_ids": pa.ListArray.from_arrays(offset, _id_column(recommendations.item_id_L)),
+        "scores": pa.ListArray.from_arrays(offset, pa.array(recommendations.score_L)),
+        "fallback": _fallback_column(recommendations.fallback_code_B),
+        "num_unknown_items": pa.array(recommendations.num_unknown_items_B),
+    }
+    return pa.table(columns)
+
+
+def _id_column(ids: NDArray[Any]) -> pa.Array:
+    return pa.array(ids, pa.string() if ids.dtype == object else pa.int64())
+
+
+def _fallback_column(code_B: NDArray[np.int8]) -> pa.DictionaryArray:
+    """Return the names of the fallbacks; null for none."""
+    return pa.DictionaryArray.from_arrays(pa.array(code_B - 1, pa.int8(), mask=code_B == 0), pa.array(FALLBACKS[1:]))
+
+
+class _PartWriter:
+    """Writer of files part-00000.parquet and so on, with PART_ROWS rows each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._num_parts, self._num_rows = folder, 0, 0
+        self._writer: pq.ParquetWriter | None = None
+
+    def __enter__(self) -> "_PartWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def write(self, table: pa.Table) -> None:
+        """Append rows to the current part; begin another part if it is full."""
+        if self._writer is None:
+            path = self._folder / f"part-{self._num_parts:05}.parquet"
+            self._writer = pq.ParquetWriter(path, table.schema, compression="zstd", write_page_checksum=True)
+            self._num_parts, self._num_rows = self._num_parts + 1, 0
+        self._writer.write_table(table.cast(self._writer.schema))
+        self._num_rows += table.num_rows
+        if self._num_rows >= PART_ROWS:
+            self._close()
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

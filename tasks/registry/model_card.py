@@ -1,0 +1,95 @@
+"""Model card of a version, in Markdown: data, metrics with intervals next to baselines, slices, limits, and how to serve it."""
+
+from mlflow.entities import Run as MlflowRun
+
+from recsys_core.data_report.limits import describe_held_out_users
+from recsys_core.evaluation.report import metric_table, slices_to_markdown, to_markdown
+from recsys_core.manifests import (
+    DataReportManifest,
+    EvaluationManifest,
+    IndexManifest,
+    InteractionsManifest,
+    PackageManifest,
+    TrainManifest,
+)
+from recsys_core.serving.description import PackageDescription
+from recsys_core.units import MIB
+from tasks.runs.context import StageContext
+
+MAX_CARD_CHARACTERS = 5_000
+"""MLflow's database has room for this many characters in the description of a version."""
+
+
+def model_card(context: StageContext, mlflow_run: MlflowRun, *, model_name: str, package: PackageDescription) -> str:
+    """Return the model card. The slices are left out if the card would be longer than MAX_CARD_CHARACTERS."""
+    evaluation = context.results[EvaluationManifest]
+    table = to_markdown(metric_table(evaluation.metrics, half_widths=evaluation.half_widths))
+    run_info = mlflow_run.info
+    sections = [
+        _model_section(context, package),
+        _data_section(context),
+        f"## Metrics\n\nOn the test events, over the full catalogue, with confidence intervals of users:\n\n{table}",
+        _limits_section(context, package),
+        _serving_section(model_name, package),
+        f"Run {context.run.run_id}: [MLflow run](#/experiments/{run_info.experiment_id}/runs/{run_info.run_id})",
+    ]
+    slices = [report for report in evaluation.slices if "=" not in report.name]
+    if slices:
+        slice_section = f"## Slices\n\n{slices_to_markdown(slices, shown=('recall@20', 'ndcg@10'))}"
+        card = "\n\n".join([*sections[:3], slice_section, *sections[3:]])
+        if len(card) <= MAX_CARD_CHARACTERS:
+            return card
+    return "\n\n".join(sections)[:MAX_CARD_CHARACTERS]
+
+
+def _model_section(context: StageContext, package: PackageDescription) -> str:
+    results = context.results
+    train, package_manifest, index = results[TrainManifest], results[PackageManifest], results[IndexManifest]
+    training = f"trained for {train.num_epochs} epoch{'s' * (train.num_epochs != 1)} on {train.num_examples:,} examples"
+    if train.warm_from is not None:
+        training += f", starting from the model of run {train.warm_from}"
+    served = index.reports[index.served_index]
+    return (
+        f"Two-tower retrieval model: {package.quantization} query tower, {package.model.num_items:,} item vectors of "
+        f"{package.model.config.output_dim} numbers ({package.similarity} similarity, space_id `{package.space_id}`), "
+        f"{index.served_index} index with recall@{served.k} {served.recall:.4f} of exact search, "
+        f"{package_manifest.size_bytes / MIB:,.1f} MiB; {training}."
+    )
+
+
+def _data_section(context: StageContext) -> str:
+    interactions = context.dataset.interactions
+    period = f" from {interactions.first_time} to {interactions.last_time}" if interactions.first_time else ""
+    num_events = interactions.num_train_events + interactions.num_validation_events + interactions.num_test_events
+    held_out_users = describe_held_out_users(context.results[DataReportManifest].metrics)
+    return (
+        f"## Data\n\n{num_events:,} events{period}, {interactions.num_users:,} users, {interactions.num_items:,} items; "
+        f"{interactions.num_train_events:,} training events; {held_out_users}."
+    )
+
+
+def _limits_section(context: StageContext, package: PackageDescription) -> str:
+    limits = [
+        "An item that is not in the catalogue is never recommended. A user without a history gets the most popular items, "
+        "unless the request has a history or features.",
+        _trained_until(context.dataset.interactions),
+    ]
+    if not any(key.startswith("context.") for key in package.features):
+        limits.append("The model does not read the context of a request.")
+    limits.append("The metrics come from logged events, which the recommender of that time has influenced.")
+    return "## Limits\n\n" + "\n".join(f"- {limit}" for limit in limits)
+
+
+def _trained_until(interactions: InteractionsManifest) -> str:
+    newest_event = f" The newest event of the log is of {interactions.last_time}." if interactions.last_time else ""
+    return f"Validation and test events were not trained on.{newest_event}"
+
+
+def _serving_section(model_name: str, package: PackageDescription) -> str:
+    filters = f" Filter columns: {', '.join(f'`{name}`' for name in package.filter_columns)}." if package.filter_columns else ""
+    return (
+        "## Serve\n\n"
+        "    nightjar serve nightly.yaml\n"
+        f"    mlflow models serve -m models:/{model_name}@champion --env-manager local\n\n"
+        f"A request has `user_id`, `history` or features.{filters} docs/serving.md describes requests and answers."
+    )

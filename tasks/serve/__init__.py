@@ -1,0 +1,1 @@
+"""The command of the HTTP server: it follows the registry, and supervises the processes that answer requests."""

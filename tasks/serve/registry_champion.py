@@ -1,0 +1,97 @@
+"""The champion of a registry, as a package on the disk of this machine."""
+
+import logging
+import shutil
+import time
+from pathlib import Path
+
+from recsys_core.errors import NightjarError, StageError, TrackingServerError, first_line, redacted
+from recsys_core.http_server.release import Champion, Release
+from tasks.registry.loading import PACKAGE_SHA256_KEY, fetch_model
+from tasks.registry.mlflow_client import call_with_deadline, connect
+from tasks.registry.releases import version_number_by_alias
+
+LOG = logging.getLogger("nightjar")
+FETCH_TIMEOUT_S = 3_600.0
+NUM_KEPT_DOWNLOADS = 2
+
+
+class RegistryChampion:
+    """The version with an alias.
+
+    Args:
+        workspace: workspace of the pipeline, whose MLflow is used unless MLFLOW_TRACKING_URI is set.
+        alias: alias of the version to serve.
+    """
+
+    def __init__(self, workspace: Path, *, model_name: str, alias: str = "champion") -> None:
+        self._workspace, self._model_name, self._alias = workspace, model_name, alias
+        self._champion: Champion | None = None
+        self._downloads: list[Path] = []
+
+    def poll(self) -> Champion:
+        """Return the version to serve. If the registry does not answer or its champion cannot be fetched, keep the version.
+
+        Raises:
+            TrackingServerError, StageError: at the first call, when there is no version to keep.
+        """
+        try:
+            number = self._champion_number()
+        except TrackingServerError as error:
+            if self._champion is None:
+                raise
+            down_since = self._champion.registry_down_since or time.time()
+            if self._champion.registry_problem is None:
+                LOG.warning("%s; version %s is still served", error, self._champion.release.version)
+            update = {"registry_problem": first_line(error), "registry_down_since": down_since}
+            self._champion = self._champion.model_copy(update=update)
+            return self._champion
+        if self._champion is not None and self._champion.registry_problem is not None:
+            LOG.info("the registry answers again")
+        self._champion = self._following(number)
+        return self._champion
+
+    def _champion_number(self) -> str | None:
+        client = connect(self._workspace)
+        numbers = call_with_deadline(lambda: version_number_by_alias(client, self._model_name), uri=client.tracking_uri)
+        return (numbers or {}).get(self._alias)
+
+    def _following(self, number: str | None) -> Champion:
+        """Return the champion after an answer of the registry."""
+        now = time.time()
+        current = self._champion
+        if current is not None and number == current.release.version:
+            return Champion(release=current.release, registry_answered_at=now)
+        try:
+            return Champion(release=self._fetch(number), registry_answered_at=now)
+        except Exception as error:  # any error of MLflow, the artifact store or a damaged version
+            if current is None:
+                raise
+            problem = redacted(first_line(error))
+            if problem != current.problem:
+                LOG.error("%s; version %s is still served", problem, current.release.version)
+            return Champion(release=current.release, problem=problem, registry_answered_at=now)
+
+    def _fetch(self, number: str | None) -> Release:
+        """Return the package of a version, downloaded if the registry is remote. Remove older downloads."""
+        if number is None:
+            raise StageError(
+                f"the registered model {self._model_name!r} has no version with the alias {self._alias}; register one with "
+                "`nightjar run`, or choose one with `nightjar promote`"
+            )
+        client = connect(self._workspace)
+        uri = f"models:/{self._model_name}/{number}"
+        try:
+            folder, model_config = call_with_deadline(
+                lambda: fetch_model(uri, client=client, workspace=self._workspace),
+                uri=client.tracking_uri,
+                timeout_s=FETCH_TIMEOUT_S,
+            )
+        except NightjarError as error:
+            raise type(error)(f"version {number} cannot be fetched: {error}") from None
+        if not folder.resolve().is_relative_to(self._workspace.resolve()) and folder not in self._downloads:
+            self._downloads.append(folder)
+            for old_folder in self._downloads[:-NUM_KEPT_DOWNLOADS]:  # a process that maps its files can still read them
+                shutil.rmtree(old_folder, ignore_errors=True)
+            self._downloads = self._downloads[-NUM_KEPT_DOWNLOADS:]
+        return Release(version=number, folder=folder / "artifacts" / "package", sha256=model_config[PACKAGE_SHA256_KEY])

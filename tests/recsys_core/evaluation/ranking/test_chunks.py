@@ -1,0 +1,71 @@
+"""Chunks that are ranked block by block, compared bit by bit with a ranking of the whole score matrix."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.evaluation.ranking import chunks as chunks_module
+from recsys_core.evaluation.ranking.catalogue import rank_catalogue, rank_in_chunks
+from recsys_core.evaluation.ranking.chunks import CpuChunk, Grid, inner_products
+from recsys_core.evaluation.ranking.queries import Queries, tie_order
+
+ITEMS, QUERIES, DIM = 5_003, 150, 24
+
+
+@pytest.fixture
+def queries_and_items() -> tuple[Queries, torch.Tensor]:
+    """Return random queries with seen items and targets, and item vectors of which a third are equal to another one."""
+    random = np.random.default_rng(7)
+    item_ID = random.normal(size=(ITEMS, DIM)).astype(np.float32)
+    item_ID[random.choice(ITEMS, ITEMS // 3, replace=False)] = item_ID[random.choice(ITEMS, ITEMS // 3)]
+    seen, targets = (
+        JaggedArray.from_lengths(np.full(QUERIES, length), random.integers(0, ITEMS, QUERIES * length)) for length in (20, 9)
+    )
+    query_BD = torch.from_numpy(random.normal(size=(QUERIES, DIM)).astype(np.float32))
+    return Queries(query_BD, is_known_B=np.ones(QUERIES, np.bool_), seen=seen, targets=targets), torch.from_numpy(item_ID)
+
+
+@pytest.mark.parametrize("top_only", [False, True])
+@pytest.mark.parametrize("k", [0, 30])
+def test_blocks_of_columns_give_the_ranking_of_the_whole_catalogue(
+    queries_and_items: tuple[Queries, torch.Tensor],
+    top_only: bool,
+    k: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queries, item_ID = queries_and_items
+    for name, value in {"BOUND_COLUMNS": 256, "BLOCK_COLUMNS": 600, "TILE_COLUMNS": 128, "CHUNK_SCORES": 64 * ITEMS}.items():
+        monkeypatch.setattr(chunks_module, name, value)
+    whole = rank_catalogue(queries, item_vector_ID=item_ID, k=k, top_only=top_only)
+    grid, row_C = Grid.of(ITEMS, k=k, top_only=top_only), tie_order(ITEMS)
+    assert grid.block_columns == 640
+    blocks = [(start, item_ID[row_C[start : start + 640]]) for start in range(0, ITEMS, 640)]
+
+    def rank_chunk(chunk: slice, seen: JaggedArray, targets: JaggedArray):
+        ranked = CpuChunk(grid, queries.query_BD[chunk], seen=seen, targets=targets)
+        for take in (ranked.add,) if top_only else (ranked.find_target_scores, ranked.add):
+            for block in blocks:
+                take(*block)
+        return ranked.result()
+
+    chunk_queries = grid.chunk_queries(on_gpu=False)
+    in_blocks = rank_in_chunks(queries, partial(map, rank_chunk), row_C=row_C, k=grid.k, chunk_queries=chunk_queries)
+    np.testing.assert_array_equal(in_blocks.top_BK, whole.top_BK)
+    np.testing.assert_array_equal(in_blocks.position_T, whole.position_T)
+
+
+def test_the_score_of_a_target_has_the_bits_of_its_own_tile(queries_and_items: tuple[Queries, torch.Tensor]) -> None:
+    queries, item_ID = queries_and_items
+    grid = Grid.of(ITEMS, k=0, top_only=False)
+    block_CD = item_ID[:4_100]  # two whole tiles and a narrow one
+    targets = queries.targets.filter(queries.targets.values_L < 4_100)
+    chunk = CpuChunk(grid, queries.query_BD, seen=JaggedArray.empty(QUERIES), targets=targets)
+    chunk.find_target_scores(0, block_CD)
+    score_BC = np.empty((QUERIES, 4_100), np.float32)
+    for start in range(0, 4_100, grid.tile_columns):
+        columns = slice(start, min(start + grid.tile_columns, 4_100))
+        inner_products(queries.query_BD.numpy(), block_CD.numpy())(slice(0, QUERIES), columns, score_BC[:, columns])
+    np.testing.assert_array_equal(chunk._target_score_T, score_BC[targets.list_index_L, targets.values_L])

@@ -1,0 +1,72 @@
+"""Rankings of known and unknown users, and rankings among candidates, compared with a sort in plain Python."""
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recsys_core.evaluation.ranking.queries import Queries
+from recsys_core.evaluation.ranking.served import rank_among, rank_by_order, rank_served
+from tests.recsys_core.evaluation.ranking.sorted_scores import ITEMS, QUERIES, check, lists_of, oracle, queries_of, row_lists
+
+
+@settings(deadline=None)
+@given(st.permutations(range(ITEMS)), row_lists, row_lists, st.integers(0, ITEMS + 3))
+def test_ranking_by_one_order_equals_ranking_by_falling_scores(
+    order: list[int], seen: list[list[int]], targets: list[list[int]], k: int
+) -> None:
+    queries = queries_of(np.zeros((QUERIES, 1)), seen=seen, targets=targets)
+    ranking = rank_by_order(queries, order_I=np.array(order), k=k)
+    score = np.tile(-np.argsort(order), (QUERIES, 1))
+    positions, orders = oracle(score, seen=seen, targets=targets)
+    check(ranking, positions=positions, orders=orders, k=k)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10_000), row_lists, row_lists, st.lists(st.booleans(), min_size=QUERIES, max_size=QUERIES))
+def test_unknown_queries_are_ranked_by_popularity(
+    seed: int, seen: list[list[int]], targets: list[list[int]], known: list[bool]
+) -> None:
+    random = np.random.default_rng(seed)
+    query, item, order = random.integers(-1, 2, (QUERIES, 3)), random.integers(-1, 2, (ITEMS, 3)), random.permutation(ITEMS)
+    counted: list[int] = []
+    ranking = rank_served(
+        queries_of(query, seen=seen, targets=targets, known=known),
+        item_vector_ID=torch.tensor(item, dtype=torch.float32),
+        order_I=order,
+        k=4,
+        on_progress=counted.append,
+    )
+    score = np.where(np.array(known)[:, None], query @ item.T, -np.argsort(order))
+    positions, orders = oracle(score, seen=seen, targets=targets)
+    check(ranking, positions=positions, orders=orders, k=4)
+    assert sum(counted) == QUERIES
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10_000), row_lists, row_lists, st.sets(st.integers(0, ITEMS - 1)))
+def test_ranking_among_candidates_equals_the_full_ranking_without_the_other_items(
+    seed: int, seen: list[list[int]], targets: list[list[int]], candidates: set[int]
+) -> None:
+    random = np.random.default_rng(seed)
+    query, item = (torch.tensor(random.integers(-1, 2, (rows, 3)), dtype=torch.float32) for rows in (QUERIES, ITEMS))
+    candidate_rows = np.array(sorted(candidates), np.int64)
+    # The scores have no ties: among fewer items, another permutation orders equal scores.
+    query, item = query.double(), item.double() + torch.tensor(random.permutation(ITEMS))[:, None] / 1e3
+    known, order = random.random(QUERIES) < 0.7, random.permutation(ITEMS)
+    all_queries = Queries(query + 1e-3, is_known_B=known, seen=lists_of(seen), targets=lists_of(targets))
+    arguments = {"item_vector_ID": item, "order_I": order, "k": ITEMS}
+    full_ranking = rank_served(all_queries, **arguments)
+    ranking = rank_among(all_queries, candidate_rows=candidate_rows, **arguments)
+
+    queries = [number for number in range(QUERIES) if candidates & set(targets[number])]
+    order = [[row for row in full_ranking.top_BK[number].tolist() if row in candidates] for number in queries]
+    assert [[int(candidate_rows[index]) for index in top if index >= 0] for top in ranking.top_BK.tolist()] == order
+    assert ranking.num_candidates_B.tolist() == [len(rows) for rows in order]
+    assert ranking.num_items == len(candidates)
+    pairs = zip(ranking.query_T.tolist(), candidate_rows[ranking.item_T].tolist(), ranking.position_T.tolist(), strict=True)
+    assert set(pairs) == {
+        (at, row, order[at].index(row))
+        for at, number in enumerate(queries)
+        for row in candidates & set(targets[number]) - set(seen[number])
+    }

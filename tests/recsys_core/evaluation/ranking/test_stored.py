@@ -1,0 +1,45 @@
+"""Rankings in files: equal to the ranking that was written, and rejected if the log has changed."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recsys_core.errors import StageError
+from recsys_core.evaluation.ranking.catalogue import rank_catalogue
+from recsys_core.evaluation.ranking.stored import ranking_file, read_ranking
+from recsys_core.manifests import ExportManifest
+from tests.recsys_core.evaluation.ranking.sorted_scores import queries_of
+from tests.recsys_core.evaluation.stage_folders import export_stage
+
+QUERIES, ITEMS = np.random.default_rng(0).normal(size=(4, 3)), np.random.default_rng(1).normal(size=(9, 3))
+KNOWN_QUERIES = queries_of(QUERIES, seen=[[1], [], [2, 3], [4]], targets=[[0, 1], [5], [6, 7], []])
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> ExportManifest:
+    """Write an export with a ranking of its test queries."""
+    manifest = export_stage(tmp_path / "export", item_vectors=ITEMS, queries={"test": (range(4), QUERIES)})
+    ranking = rank_catalogue(KNOWN_QUERIES, item_vector_ID=KNOWN_QUERIES.query_BD.new_tensor(ITEMS), k=3)
+    names = [ranking_file("test", content) for content in ("top", "positions", "cold_positions")]
+    for name, array in zip(names, (ranking.top_BK, ranking.position_T, ranking.position_T), strict=True):
+        np.save(manifest.folder / name, array)
+    return manifest.model_copy(update={"files": manifest.files | dict.fromkeys(names, manifest.files["model.json"])})
+
+
+def test_a_ranking_that_is_read_equals_the_computed_one(export: ExportManifest) -> None:
+    ranking = rank_catalogue(KNOWN_QUERIES, item_vector_ID=KNOWN_QUERIES.query_BD.new_tensor(ITEMS), k=3)
+    stored = read_ranking(KNOWN_QUERIES, export, split="test", num_items=9, is_cold=False)
+    for field in ("query_T", "item_T", "position_T", "num_candidates_B", "top_BK"):
+        np.testing.assert_array_equal(getattr(stored, field), getattr(ranking, field))
+    assert (stored.num_seen_targets, stored.num_items) == (ranking.num_seen_targets, 9) == (1, 9)
+    assert read_ranking(KNOWN_QUERIES, export, split="test", num_items=9, is_cold=True).top_BK.shape == (4, 0)
+
+
+def test_a_ranking_of_another_log_is_rejected(export: ExportManifest) -> None:
+    other = queries_of(QUERIES[:3], seen=[[], [], []], targets=[[0], [5], [6]])
+    message = (
+        r"ranking_test_positions\.npy: the ranking has 4 users and 4 targets, but the log has 3 known users with 3 targets"
+    )
+    with pytest.raises(StageError, match=message):
+        read_ranking(other, export, split="test", num_items=9, is_cold=False)

@@ -1,0 +1,79 @@
+"""Rankings that several ranks compute, compared bit by bit with the ranking of one process."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.evaluation.ranking import chunks
+from recsys_core.evaluation.ranking.catalogue import rank_catalogue
+from recsys_core.evaluation.ranking.queries import Queries
+from recsys_core.evaluation.ranking.served import among_candidates
+from recsys_core.training.export.ranking import rank_on_ranks
+from tests.gloo import run_ranks
+from tests.recsys_core.training.export.shares import process_of, share_of
+
+ITEMS, QUERIES, DIM, K = 5_003, 157, 24, 30
+SIZES = {"BOUND_COLUMNS": 256, "BLOCK_COLUMNS": 600, "TILE_COLUMNS": 128, "CHUNK_SCORES": 64 * ITEMS}
+"""Small sizes: eight blocks of 640 columns, of which the last has a narrow tile, and chunks of 64 queries."""
+
+
+def random_queries_and_items() -> tuple[Queries, torch.Tensor]:
+    """Return queries with seen items and targets, and item vectors of which a third are equal to another one."""
+    random = np.random.default_rng(7)
+    item_ID = random.normal(size=(ITEMS, DIM)).astype(np.float32)
+    item_ID[random.choice(ITEMS, ITEMS // 3, replace=False)] = item_ID[random.choice(ITEMS, ITEMS // 3)]
+    seen, targets = (
+        JaggedArray.from_lengths(np.full(QUERIES, length), random.integers(0, ITEMS, QUERIES * length)) for length in (20, 9)
+    )
+    query_BD = torch.from_numpy(random.normal(size=(QUERIES, DIM)).astype(np.float32))
+    return Queries(query_BD, is_known_B=np.ones(QUERIES, np.bool_), seen=seen, targets=targets), torch.from_numpy(item_ID)
+
+
+def rank_own_queries(rank: int, folder: Path, query_ranges: list[tuple[int, int]]) -> None:
+    for name, size in SIZES.items():
+        setattr(chunks, name, size)
+    (queries, item_ID), process = random_queries_and_items(), process_of(rank)
+    items, own_queries = share_of(item_ID, process), queries.take(np.arange(*query_ranges[rank]))
+    cold_row_C = np.arange(3, ITEMS, 11)
+    own_cold = among_candidates(own_queries, cold_row_C, num_items=ITEMS)
+    for name, ranked, candidates, k, top_only in (
+        ("full", own_queries, np.arange(ITEMS), K, False),
+        ("top", own_queries, np.arange(ITEMS), K, True),
+        ("cold", own_cold, cold_row_C, 0, False),
+    ):
+        part = rank_on_ranks(ranked, items=items, candidate_rows=candidates, k=k, top_only=top_only, process=process)
+        assert len(part.top_BK) == part.query_count_W[rank] and len(part.position_T) == part.target_count_W[rank]
+        np.savez(folder / f"{name}-{rank}.npz", top_BK=part.top_BK, position_T=part.position_T)
+
+
+@pytest.mark.parametrize(
+    "query_ranges",
+    [
+        [(0, 157)],
+        [(0, 79), (79, 157)],
+        [(0, 10), (10, 10), (10, 130), (130, 157)],  # less than a chunk, nothing, more than a chunk
+    ],
+    ids=["1 rank", "2 ranks", "4 ranks"],
+)
+def test_ranks_compute_the_ranking_of_one_process(
+    query_ranges: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_ranks(rank_own_queries, world_size=len(query_ranges), arguments=(tmp_path, query_ranges))
+    for name, size in SIZES.items():
+        monkeypatch.setattr(chunks, name, size)
+    queries, item_ID = random_queries_and_items()
+    cold_row_C = np.arange(3, ITEMS, 11)
+    expected = {
+        "full": rank_catalogue(queries, item_vector_ID=item_ID, k=K),
+        "top": rank_catalogue(queries, item_vector_ID=item_ID, k=K, top_only=True),
+        "cold": rank_catalogue(
+            among_candidates(queries, cold_row_C, num_items=ITEMS), item_vector_ID=item_ID[torch.from_numpy(cold_row_C)], k=0
+        ),
+    }
+    for name, ranking in expected.items():
+        parts = [np.load(tmp_path / f"{name}-{rank}.npz") for rank in range(len(query_ranges))]
+        np.testing.assert_array_equal(np.concatenate([part["top_BK"] for part in parts]), ranking.top_BK)
+        np.testing.assert_array_equal(np.concatenate([part["position_T"] for part in parts]), ranking.position_T)

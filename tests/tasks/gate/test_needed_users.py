@@ -1,0 +1,121 @@
+"""The number of users and days that a decision needs, from small logs with known times."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recsys_core.comparison.decision import Evidence
+from recsys_core.comparison.rules import Comparison, Margin, PairedBootstrap
+from recsys_core.dataset.events import EventStore
+from recsys_core.manifests import InteractionsManifest
+from recsys_core.units import DAY_US
+from tasks.gate.needed_users import days_with_users, needed_users, small_margin
+from tasks.gate.sample import prepare_sample
+from tasks.registry.config import RegistryConfig
+from tests.recsys_core.evaluation.stage_folders import interactions_stage
+
+NUM_USERS = 40
+
+
+@pytest.fixture
+def interactions(tmp_path: Path) -> InteractionsManifest:
+    """A log of 40 users: user u has the last event u days and an hour before the end. Five users have test events."""
+    times = []
+    for user in range(NUM_USERS):
+        end = (100 - user) * DAY_US - (DAY_US // 24 if user else 0)
+        times += [end - 50 * DAY_US, end]
+    is_test = [user < 5 for user in range(NUM_USERS)]
+    return interactions_stage(
+        tmp_path / "interactions",
+        train=[[0] if tests else [0, 1] for tests in is_test],
+        validation=[[]] * NUM_USERS,
+        test=[[2] if tests else [] for tests in is_test],
+        items=30,
+        times=times,
+        test_days=5.0,
+    )
+
+
+@pytest.mark.parametrize(("num_users", "days"), [(1, 1), (2, 2), (3, 3), (40, 40), (41, None)])
+def test_the_days_are_the_fewest_that_have_events_of_so_many_users(
+    num_users: int, days: int | None, interactions: InteractionsManifest
+) -> None:
+    assert days_with_users(EventStore.open(interactions), num_users) == days
+
+
+def too_few(rule: Margin | PairedBootstrap, *, num_users: int, is_guardrail: bool = False) -> Evidence:
+    comparison = rule.compare(np.ones(num_users), np.ones(num_users), baseline="version 1")
+    assert comparison.outcome == "not_enough_data"
+    return Evidence(subject="recall@20", baseline="version 1", is_guardrail=is_guardrail, comparison=comparison)
+
+
+@pytest.mark.parametrize(
+    ("min_users", "sentence"),
+    [
+        (
+            12,
+            "about 12 test users would be enough for a decision, as many as in the last 12 days (interactions.split.test_days: "
+            "12, now 5)",
+        ),
+        (60, "about 60 test users would be enough for a decision, but the whole log has 40"),
+    ],
+)
+def test_a_decision_without_enough_users_names_the_users_and_days_that_would_be_enough(
+    min_users: int, sentence: str, interactions: InteractionsManifest, tmp_path: Path
+) -> None:
+    sample = prepare_sample(interactions, max_users=9, folder=tmp_path / "sample")
+    evidence = [
+        too_few(Margin(min_users=min_users), num_users=5),
+        too_few(Margin(min_users=99), num_users=5, is_guardrail=True),
+    ]
+    arguments = {"sample": sample, "interactions": interactions}
+    assert needed_users(evidence, config=RegistryConfig(), **arguments) == (sentence,)
+    small_sample = needed_users(evidence, config=RegistryConfig(smoke_test_users=9), **arguments)
+    assert small_sample == (f"{sentence}; set registry.smoke_test_users to {min_users} or more, now 9",)
+    assert needed_users(evidence[1:], config=RegistryConfig(), **arguments) == ()
+
+
+def test_a_sample_that_is_smaller_than_the_test_users_is_the_setting_to_change(
+    interactions: InteractionsManifest, tmp_path: Path
+) -> None:
+    sample = prepare_sample(interactions, max_users=2, folder=tmp_path / "sample")
+    sentences = needed_users(
+        [too_few(Margin(min_users=4), num_users=2)],
+        config=RegistryConfig(smoke_test_users=2),
+        sample=sample,
+        interactions=interactions,
+    )
+    assert sentences == (
+        "about 4 test users would be enough for a decision; set registry.smoke_test_users to 4 or more, now 2",
+    )
+
+
+def test_a_bootstrap_names_the_users_that_its_margin_needs_and_so_many_users_are_enough() -> None:
+    rule = PairedBootstrap(num_resamples=500)
+
+    def compare(num_users: int) -> Comparison:
+        new_U = np.arange(num_users) % 2.0
+        return rule.compare(new_U, 1 - new_U, baseline="version 1")  # the means are equal, but each user's values differ
+
+    few = compare(300)
+    assert few.outcome == "not_enough_data" and few.num_needed_users is not None
+    assert f"which needs about {few.num_needed_users:,}" in few.reason
+    enough = compare(few.num_needed_users + few.num_needed_users % 2)
+    assert (enough.outcome, enough.num_needed_users) == ("accepted", None)
+    assert enough.absolute_interval is not None
+    low, high = enough.absolute_interval
+    assert low < 0 < high and enough.relative_difference == 0
+
+
+def test_a_margin_below_the_one_that_the_users_allow_is_reported() -> None:
+    generator = np.random.default_rng(0)
+    baseline_U = generator.random(1_000) < 0.2
+    new_U = baseline_U | (generator.random(1_000) < 0.05)
+    comparison = PairedBootstrap(num_resamples=500).compare(new_U * 1.0, baseline_U * 1.0, baseline="version 1")
+    evidence = [Evidence(subject="recall@20", baseline="version 1", comparison=comparison)]
+    assert comparison.is_accepted and comparison.detectable_drop is not None and comparison.detectable_drop > 0.05
+    (sentence,) = small_margin(evidence, config=RegistryConfig())
+    assert sentence.startswith(f"these test users allow to test a margin of {100 * comparison.detectable_drop:.1f} %, but")
+    assert small_margin(evidence, config=RegistryConfig(gate=PairedBootstrap(max_relative_drop=0.9))) == ()
+    assert small_margin([], config=RegistryConfig()) == ()

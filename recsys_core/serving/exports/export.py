@@ -3,6 +3,7 @@
 Shapes: B queries, D width of a vector.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -117,6 +118,8 @@ def _write_onnx(exported: torch.export.ExportedProgram, path: Path, *, input_nam
             f"package.exports: the tables of the query tower have {num_bytes:,} bytes, but an ONNX file holds "
             f"{MAX_ONNX_BYTES:,}; leave out onnx, or set package.quantization to int8 or int4"
         )
+    # It warns four times that torchvision, which nothing here uses, is not installed.
+    logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
     program = torch.onnx.export(
         exported, input_names=input_names, output_names=[OUTPUT], dynamo=True, external_data=False, verbose=False
     )

@@ -49,10 +49,12 @@ def push_champion(config: PipelineConfig) -> str | None:
     if not config.delivery.stores:
         return None
     try:
-        _, alarms = push_version(config)
+        pushed, alarms = push_version(config)
     except Exception as error:  # any error of a library
         text = str(error) if isinstance(error, NightjarError) else f"{type(error).__name__}: {error}"
-        alarms = [f"the champion was not pushed: {text}"]
+        pushed, alarms = [], [f"the champion was not pushed: {text}"]
+    for result in pushed:
+        LOG.info("%s", result)
     for alarm in alarms:
         LOG.warning("%s", alarm)
     return "; ".join(alarms) or None

@@ -155,6 +155,16 @@ class PipelineConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _exports_support_the_history(self) -> Self:
+        history = self.model.history
+        if self.package.exports and not history.has_padded_form:
+            raise ValueError(
+                f"package.exports is {', '.join(self.package.exports)}, but model.history.pooling {history.pooling} cannot be "
+                "exported; leave package.exports out, or set another pooling"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _cosine_loss_needs_cosine_similarity(self) -> Self:
         if self.loss.kind == "cosine_contrastive" and self.model.similarity != "cosine":
             raise ValueError(

@@ -1,10 +1,12 @@
 """Settings of the two towers, and of the query tower in the package."""
 
+from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from recsys_core.config import Settings
+from recsys_core.errors import InputError
 
 MAX_WIDTH = 16_384
 Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
@@ -37,10 +39,12 @@ class HistorySettings(Settings):
 
     Attributes:
         needs_order: whether the encoder reads the order of the items.
+        has_padded_form: whether recsys_core/serving/exports has the encoder for padded histories.
         architecture_settings: settings that must be equal in two models, so that one can start from the weights of the other.
     """
 
     needs_order: ClassVar[bool] = False
+    has_padded_form: ClassVar[bool] = False
     architecture_settings: ClassVar[tuple[str, ...]] = ("pooling", "item_representation")
 
     length: int = Field(
@@ -86,11 +90,15 @@ class HistorySettings(Settings):
 class MeanHistory(HistorySettings):
     """Mean of the items."""
 
+    has_padded_form: ClassVar[bool] = True
+
     pooling: Literal["mean"] = Field("mean", description="mean of the vectors of the items")
 
 
 class SumHistory(HistorySettings):
     """Sum of the items."""
+
+    has_padded_form: ClassVar[bool] = True
 
     pooling: Literal["sum"] = Field("sum", description="sum of the vectors of the items")
 
@@ -98,6 +106,7 @@ class SumHistory(HistorySettings):
 class RecencyHistory(HistorySettings):
     """Weighted mean of the items, with one weight per position."""
 
+    has_padded_form: ClassVar[bool] = True
     needs_order: ClassVar[bool] = True
     architecture_settings: ClassVar[tuple[str, ...]] = (*HistorySettings.architecture_settings, "length")
 
@@ -110,6 +119,8 @@ class RecencyHistory(HistorySettings):
 
 class AttentionHistory(HistorySettings):
     """Weighted mean of the items, with weights by attention."""
+
+    has_padded_form: ClassVar[bool] = True
 
     pooling: Literal["attention"] = Field(
         "attention",
@@ -202,6 +213,7 @@ class TwoTowerConfig(Settings):
 
 
 Quantization = Literal["int8", "int4", "fp16", "fp32"]
+ExportFormat = Literal["pt2", "onnx"]
 
 
 class PackageConfig(Settings):
@@ -218,7 +230,23 @@ class PackageConfig(Settings):
         "depend on the number of users, and each request brings the history of its user",
     )
 
+    exports: tuple[ExportFormat, ...] = Field(
+        (),
+        max_length=2,
+        description="files of the query tower for other runtimes: `pt2` for torch.export, `onnx` for ONNX, which needs the "
+        "extra `onnx`. Each takes seconds and as many bytes as the query tower",
+    )
+
     @field_validator("quantization", mode="before")
     @classmethod
     def _rename_none(cls, quantization: object) -> object:
         return "fp32" if quantization == "none" else quantization
+
+    def require_libraries(self) -> None:
+        """Raise InputError if a library for one of the `exports` is not installed."""
+        missing = [library for library in ("onnx", "onnxscript") if "onnx" in self.exports and find_spec(library) is None]
+        if missing:
+            raise InputError(
+                f"package.exports has onnx, which needs {', '.join(missing)}; install nightjar with the extra onnx, e.g. "
+                'pip install ".[onnx]", or leave onnx out'
+            )

@@ -11,7 +11,7 @@ from recsys_core.config import Frozen
 from recsys_core.dataset.feature_store import ARRAYS_BY_FORM
 from recsys_core.dataset.layout import HISTORY_FILES
 from recsys_core.manifests import FeaturesManifest, FileRecord, IdType, PackageManifest
-from recsys_core.models.config import Quantization
+from recsys_core.models.config import ExportFormat, Quantization
 from recsys_core.models.spec import ModelSpec
 from recsys_core.retrieval.kinds import AnyIndexKind
 from recsys_core.serving.answers import Fallback
@@ -100,6 +100,7 @@ class PackageDescription(Frozen):
     features: dict[str, QueryFeature] = Field(description="features of users and context, by key")
     filter_columns: tuple[str, ...]
     has_titles: bool
+    exports: tuple[ExportFormat, ...] = Field((), description="formats of the query tower for other runtimes")
     data: DataWindow
     metrics: dict[str, Metric] = Field(description="metrics on the test split over the whole catalogue, by name")
     files: dict[str, FileRecord]
@@ -120,7 +121,12 @@ class PackageDescription(Frozen):
         user_files = ("user_ids.parquet", *HISTORY_FILES, *feature_files(self.model)) if self.users == "stored" else ()
         vocabularies = (vocabulary_name(key) for key, feature in self.features.items() if feature.has_vocabulary)
         other_files = ("tower.safetensors", "index.faiss", ITEMS_NAME, GOLDEN_NAME, "popularity.npy", "popularity_share.npy")
-        return {*other_files, *user_files, *vocabularies}
+        return {*other_files, *user_files, *vocabularies, *map(export_name, self.exports)}
+
+
+def export_name(export_format: ExportFormat) -> str:
+    """Return the name of the file with the query tower in a format."""
+    return f"query.{export_format}"
 
 
 def request_columns(features: Mapping[str, QueryFeature]) -> dict[str, tuple[str, str | None]]:

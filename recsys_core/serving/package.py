@@ -45,6 +45,7 @@ from recsys_core.serving.description import (
     feature_files,
     vocabulary_name,
 )
+from recsys_core.serving.exports.export import write_exports
 from recsys_core.serving.golden import write_golden
 from recsys_core.serving.items import RESERVED_ITEM_COLUMNS, write_items
 from recsys_core.serving.quantise import build_tower, save_tower, served_tables
@@ -72,6 +73,7 @@ def build_package(
     - popularity_share.npy float32 [I]: share of each item in the events before the test split, in the order of popularity.npy.
     - user.<feature>.*.npy, user.<feature>.vocabulary.parquet: user features in the format of FeaturesManifest.
     - context.<feature>.vocabulary.parquet: vocabularies of context features, whose values come with a request.
+    - query.pt2, query.onnx: the query tower in the formats of `exports`.
     - golden.json: `GoldenQueries`. package.json: `PackageDescription`.
 
     With `users: none`, the files of users and events are left out.
@@ -141,13 +143,15 @@ def build_package(
             features=query_features,
             filter_columns=tuple(name for name in item_columns.column_names if name not in RESERVED_ITEM_COLUMNS),
             has_titles="title" in item_columns.column_names,
+            exports=config.exports,
             data=_data_window(interactions),
             metrics=_test_metrics(evaluation),
             files={path.name: record_file(path) for path in sorted(package_folder.iterdir())},
         )
-        retriever = Retriever(open_contents(package_folder, description), version="")
-        write_golden(retriever, package_folder / GOLDEN_NAME)
-        records = description.files | {GOLDEN_NAME: record_file(package_folder / GOLDEN_NAME)}
+        contents = open_contents(package_folder, description)
+        write_golden(Retriever(contents, version=""), package_folder / GOLDEN_NAME)
+        export_names = write_exports(config.exports, contents, folder=package_folder)
+        records = description.files | {name: record_file(package_folder / name) for name in (GOLDEN_NAME, *export_names)}
         description = description.model_copy(update={"files": records})
         (package_folder / DESCRIPTION_NAME).write_text(description.model_dump_json(indent=2))
         return stage.commit(

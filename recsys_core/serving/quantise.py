@@ -107,6 +107,7 @@ class IntegerTable(nn.Module):
     def _unpacked(self, byte_LC: Tensor) -> Tensor:
         if self._num_bits == 8:
             return byte_LC
+        byte_LC = byte_LC.int()  # ONNX gets the wrong type for a shift of bytes (torch 2.14)
         return torch.stack([byte_LC & 15, byte_LC >> 4], dim=2).flatten(1)[:, : self._dim]
 
 
@@ -172,9 +173,7 @@ class ServedQueryTower(nn.Module):
     ) -> Tensor:
         """Look up and pool the rows of a table, [B, D]. The vector of a feature that is neither stored nor given is zero."""
         table = self.spec.tables[table_name]
-        row_lists, weight_L = self._stored_rows(table_name, user_row_B, features)
-        if given is not None:
-            row_lists, weight_L = _replace_rows(row_lists, weight_L, given)
+        row_lists, weight_L = self.rows_and_weights(table_name, user_row_B, features, given)
         if not len(row_lists.values_L):
             return torch.zeros(len(user_row_B), table.dim)
         is_list = self.spec.forms.get(table_name, "single") in ("list", "weighted_list")
@@ -184,6 +183,13 @@ class ServedQueryTower(nn.Module):
             weight_L=None if weight_L is None else torch.from_numpy(weight_L),
             is_mean=is_list and table.settings.pooling == "mean",
         )
+
+    def rows_and_weights(
+        self, table_name: str, user_row_B: NDArray[np.int64], features: FeatureStore, given: "GivenFeature | None"
+    ) -> tuple[JaggedArray, NDArray[np.float32] | None]:
+        """Return the rows of each query in a table, and their weights; None if all are 1."""
+        row_lists, weight_L = self._stored_rows(table_name, user_row_B, features)
+        return (row_lists, weight_L) if given is None else _replace_rows(row_lists, weight_L, given)
 
     def _stored_rows(
         self, table_name: str, user_row_B: NDArray[np.int64], features: FeatureStore

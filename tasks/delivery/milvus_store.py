@@ -35,6 +35,7 @@ class MilvusSettings(StoreSettings):
     kind: Literal["milvus"] = Field("milvus", description="Milvus on a server (`url`) or in a file of Milvus Lite (`file`)")
     url: str | None = Field(
         None,
+        max_length=1_000,
         pattern=r"^https?://[^/\s@?#]+(/[^\s@?#]*)?$",
         description=f"address of a server, without credentials. A token or `user:password` is read from the environment "
         f"variable `{TOKEN_VARIABLE}`. Default: `file` is used",

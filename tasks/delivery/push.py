@@ -175,6 +175,5 @@ def push_to_all(retriever: Retriever, stores: tuple[AnyStore, ...], *, model_nam
             text = str(error) if isinstance(error, StageError | ValueError) else f"{type(error).__name__}: {error}"
             alarms.append(redacted(f"version {retriever.version} was not pushed: {text}"))
         else:
-            LOG.info("%s", result)
             pushed.append(result)
     return pushed, alarms

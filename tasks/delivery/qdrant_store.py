@@ -40,6 +40,7 @@ class QdrantSettings(StoreSettings):
     kind: Literal["qdrant"] = Field("qdrant", description="Qdrant on a server (`url`) or in a folder (`folder`)")
     url: str | None = Field(
         None,
+        max_length=1_000,
         pattern=r"^https?://[^/\s@?#]+(/[^\s@?#]*)?$",
         description=f"address of a server, without credentials. An API key is read from the environment variable "
         f"`{API_KEY_VARIABLE}`. Default: `folder` is used",

@@ -75,7 +75,8 @@ class StoreSettings(Settings):
 
     alias: str | None = Field(
         None,
-        pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$",
+        max_length=100,
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
         description="alias that names the served collection. The collections are called `<alias>_v<version>_<space_id>`. "
         "Default: `registry.model_name`, with `_` instead of `-`",
     )

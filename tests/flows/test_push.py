@@ -1,5 +1,6 @@
 """The push of registered versions to a vector store: with `nightjar push`, and after a run."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,12 +8,14 @@ import lancedb
 import pytest
 from typer.testing import CliRunner
 
+from flows.champion import promote
 from flows.cli.main import app
 from flows.nightly import end_state
 from flows.push import push_champion
 from flows.settings.config_file import load_config
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import RegistrationManifest
+from tasks.registry.mlflow_client import connect
 from tests.tasks.conftest import ITEMS, Stages, predicted_here, stages, workspace  # noqa: F401  fixtures
 from tests.tasks.registration import do_register, run_of
 
@@ -48,12 +51,32 @@ def test_the_command_loads_the_champion_and_a_second_push_loads_nothing(file: Pa
     assert push_champion(load_config(file)) is None
 
 
+def test_a_promotion_by_hand_reaches_the_store_and_reports_one_that_fails(
+    file: Path,
+    registration: RegistrationManifest,
+    stages: Callable[..., Stages],  # noqa: F811
+) -> None:
+    folder = file.parent / "runs" / "20260102-000000-abcd" / "ingest_interactions"
+    shutil.copytree(stages().dataset.interactions.folder, folder)  # the smoke test needs users
+    client = connect(file.parent)
+    for is_broken in (False, True):
+        client.delete_registered_model_alias("m", "champion")
+        if is_broken:
+            shutil.rmtree(file.parent / "vectors")
+            (file.parent / "vectors").write_text("a file, not a folder")
+        state = promote.fn(str(file), version=1, reason="prices")
+        assert state.name == "Promoted" and state.message is not None
+        assert ("version 1 was not pushed" in state.message) == is_broken
+        if not is_broken:
+            assert lancedb.connect(file.parent / "vectors").open_table("nightjar_aliases").count_rows() == 1
+
+
 def test_a_store_that_fails_does_not_change_the_end_of_the_run(file: Path, registration: RegistrationManifest) -> None:
     (file.parent / "vectors").write_text("a file, not a folder")
     alarm = push_champion(load_config(file))
     assert alarm is not None and alarm.startswith(f"version 1 was not pushed: lancedb {file.parent / 'vectors'}: ")
     assert "Repeat the push with `nightjar push`" in alarm
-    state = end_state(registration, run=run_of(file.parent, "one").run, alarm=alarm)
+    state = end_state(registration, run=run_of(file.parent, "one").run, problems=[alarm])
     assert state.name == "Promoted" and state.message is not None
     assert state.message.startswith("m version 1 is champion: ") and state.message.endswith(alarm)
     result = CliRunner().invoke(app, ["push", str(file)])

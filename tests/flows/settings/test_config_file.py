@@ -55,7 +55,7 @@ def test_a_missing_setting_has_its_default(file: Path) -> None:
             "embeddings.checksums: this setting no longer exists; delete it. Page checksums are always verified, and "
             "<file>.sha256 is not read",
         ),
-        ("package: {zzz: 1}", "package.zzz: unknown key; the known keys are quantization, users"),
+        ("package: {zzz: 1}", "package.zzz: unknown key; the known keys are exports, quantization, users"),
         ("training: {epochs: 0}", "training.epochs: Input should be greater than or equal to 1, but it is 0"),
         ("model: {similarity: l2}", "model.similarity: Input should be 'cosine' or 'dot', but it is 'l2'"),
         ("model: {query: {layers: [64, x]}}", "model.query.layers.1: Input should be a valid integer"),

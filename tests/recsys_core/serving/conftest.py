@@ -175,6 +175,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
         index: str = "flat",
         quantization: str = "none",
         users: str = "stored",
+        exports: Sequence[str] = (),
         nprobe: int = 1,
         features: Sequence[str] = (),
         item_files: Mapping[str, pa.Table] | None = None,
@@ -201,7 +202,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
             dense=world.towers.state_dict(),
         )
         package = build_package(
-            PackageConfig(quantization=quantization, users=users),  # type: ignore[arg-type]
+            PackageConfig(quantization=quantization, users=users, exports=exports),  # type: ignore[arg-type]
             export=export,
             index=build_indexes(
                 IndexConfig(served_kind=index, nlist=7, nprobe=nprobe, hnsw_m=4, ef_construction=8, ef_search=8),

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -233,6 +235,33 @@ def test_a_store_that_fails_does_not_stop_the_others(package: PackageManifest, t
     (alarm,) = alarms
     assert alarm.startswith(f"version 4 was not pushed: lancedb {tmp_path / 'lancedb'}: ")
     assert "the alias films names no collection" in alarm
+
+
+def test_the_key_of_a_server_comes_from_the_environment_and_is_in_no_message(
+    package: PackageManifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = []
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            keys.append(self.headers["api-key"])
+            self.send_response(403)
+            self.end_headers()
+            self.wfile.write(b"forbidden")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setenv("QDRANT_API_KEY", "t0p-s3cret")
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        settings = STORE.validate_python({"kind": "qdrant", "url": f"http://127.0.0.1:{server.server_port}"})
+        with pytest.warns(UserWarning), pytest.raises(StageError) as failure:  # the library warns of keys without TLS
+            push(version(package, 1), settings, model_name="films")
+        server.shutdown()
+    assert set(keys) == {"t0p-s3cret"}
+    assert f"qdrant {settings.location.split()[1]}: UnexpectedResponse: " in str(failure.value) and "403" in str(failure.value)
+    assert "s3cret" not in str(failure.value)
 
 
 @pytest.mark.parametrize(

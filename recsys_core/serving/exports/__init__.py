@@ -1,0 +1,1 @@
+"""The query tower as files for other runtimes."""

@@ -1,0 +1,136 @@
+"""The query tower on padded lists, which torch.export and ONNX can express.
+
+Shapes: B queries, H entries of a history, L values of a feature with padding, D width of a vector.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from recsys_core.dataset.feature_store import FeatureStore
+from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.models.history import AttentionEncoder, HistoryEncoder, MeanEncoder, RecencyEncoder, SumEncoder
+from recsys_core.models.spec import module_name
+from recsys_core.serving.quantise import HISTORY_TABLE, ServedQueryTower
+
+if TYPE_CHECKING:
+    from recsys_core.serving.given_features import GivenFeature
+
+HISTORY, HISTORY_MASK, WEIGHT_SUFFIX = "history", "history_mask", "_weight"
+
+
+class PaddedQueryTower(nn.Module):
+    """The query tower of a package with a dictionary of tensors as its input. It shares the tables of the served tower.
+
+    Inputs by name:
+
+    - history int64 [B, H]: item rows, oldest first, at most the history length of the model.
+    - history_mask bool [B, H]: whether an entry is an item. Padding may be on either side.
+    - <table> int64 [B, L]: rows of each other table of the query tower, such as `user` or `user__genres`.
+    - <table>_weight float32 [B, L]: weight of each row, 1 for a feature without weights; 0 for padding.
+    """
+
+    def __init__(self, tower: ServedQueryTower) -> None:
+        super().__init__()
+        self.tables, dense, spec = tower.tables, tower.dense, tower.spec
+        self.pooling, self.layers = dense.pooling, dense.tower
+        self._uses_last_item, self._is_cosine = dense.uses_last_item, dense.is_cosine
+        self._is_mean_by_table = {
+            table_name: spec.forms.get(table_name) in ("list", "weighted_list")
+            and spec.tables[table_name].settings.pooling == "mean"
+            for table_name in dense.feature_names
+        }
+        self.eval()
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the query vectors, [B, D]."""
+        features = []
+        if self.pooling is not None:
+            mask_BH = inputs[HISTORY_MASK]
+            item_BHD = self._look_up(HISTORY_TABLE, torch.where(mask_BH, inputs[HISTORY], 0))
+            # Number of items after each entry.
+            position_BH = mask_BH.sum(dim=1, keepdim=True) - mask_BH.long().cumsum(dim=1)
+            features.append(_pool_history(self.pooling, item_BHD, mask_BH, position_BH))
+            if self._uses_last_item:
+                is_last_BH = mask_BH & (position_BH == 0)
+                last_BD = (item_BHD * is_last_BH[:, :, None]).sum(dim=1)
+                features.append(torch.where(mask_BH.any(dim=1, keepdim=True), last_BD, self.pooling.start))
+        for table_name, is_mean in self._is_mean_by_table.items():
+            name = module_name(table_name)
+            weight_BL = inputs[name + WEIGHT_SUFFIX]
+            value_BLD = self._look_up(name, torch.where(weight_BL != 0, inputs[name], 0))
+            if is_mean:
+                weight_BL = weight_BL / weight_BL.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+            features.append((value_BLD * weight_BL[:, :, None]).sum(dim=1))
+        query_BD: Tensor = self.layers(features)
+        return normalize(query_BD, dim=1) if self._is_cosine else query_BD
+
+    def _look_up(self, name: str, row_BL: Tensor) -> Tensor:
+        value_LD: Tensor = self.tables[name](row_BL.flatten())
+        return value_LD.reshape(*row_BL.shape, value_LD.shape[1])
+
+
+def _pool_history(encoder: HistoryEncoder, item_BHD: Tensor, mask_BH: Tensor, position_BH: Tensor) -> Tensor:
+    """Return what `HistoryEncoder.forward` returns, from padded histories."""
+    is_item_BH = mask_BH.to(item_BHD.dtype)
+    match encoder:
+        case RecencyEncoder():
+            weight_BH = encoder.recency.exp()[position_BH.clamp(0, encoder.length - 1)] * is_item_BH
+        case AttentionEncoder():
+            score_BH = item_BHD @ encoder.attention / encoder.attention.shape[0] ** 0.5
+            score_BH = score_BH.masked_fill(~mask_BH, torch.finfo(score_BH.dtype).min)
+            weight_BH = (score_BH - score_BH.amax(dim=1, keepdim=True)).exp() * is_item_BH
+        case MeanEncoder() | SumEncoder():
+            weight_BH = is_item_BH
+        case _:  # HistorySettings.has_padded_form rejects such a config
+            raise NotImplementedError(f"{type(encoder).__name__} has no form for padded histories")
+    total_weight_B1 = weight_BH.sum(dim=1, keepdim=True)
+    if encoder.is_normalised:
+        weight_BH = weight_BH / total_weight_B1.clamp(min=torch.finfo(torch.float32).tiny)
+    pooled_BD = (item_BHD * weight_BH[:, :, None]).sum(dim=1)
+    return torch.where(total_weight_B1 > 0, pooled_BD, encoder.start)
+
+
+def padded_inputs(
+    tower: ServedQueryTower,
+    user_row_B: NDArray[np.int64],
+    history: JaggedArray,
+    *,
+    features: FeatureStore,
+    given: "Mapping[str, GivenFeature] | None" = None,
+) -> dict[str, NDArray[np.generic]]:
+    """Return the inputs of PaddedQueryTower for the arguments of `ServedQueryTower.forward`."""
+    inputs: dict[str, NDArray[np.generic]] = {}
+    if tower.spec.history_length:
+        history = history.last_values(tower.spec.history_length)
+        inputs[HISTORY] = _padded(history, history.values_L, width=tower.spec.history_length)
+        inputs[HISTORY_MASK] = _padded(history, np.ones(len(history.values_L), np.bool_), width=tower.spec.history_length)
+    for table_name in tower.dense.feature_names:
+        rows, weight_L = tower.rows_and_weights(table_name, user_row_B, features, (given or {}).get(table_name))
+        weight_L = np.ones(len(rows.values_L), np.float32) if weight_L is None else weight_L
+        width = list_width(tower, table_name, longest=int(rows.lengths.max(initial=0)))
+        inputs[module_name(table_name)] = _padded(rows, rows.values_L, width=width)
+        inputs[module_name(table_name) + WEIGHT_SUFFIX] = _padded(rows, weight_L, width=width)
+    return inputs
+
+
+def list_width(tower: ServedQueryTower, table_name: str, *, longest: int) -> int:
+    """Return the number of columns of a feature's inputs: 1, or at least 2 for a list, whose width is dynamic."""
+    return max(2, longest) if is_list(tower, table_name) else 1
+
+
+def is_list(tower: ServedQueryTower, table_name: str) -> bool:
+    """Return whether a query has a list of rows in a table."""
+    return tower.spec.forms.get(table_name) in ("list", "weighted_list")
+
+
+def _padded(lists: JaggedArray, value_L: NDArray[np.generic], *, width: int) -> NDArray[np.generic]:
+    """Return the values of each list in a row, with zeros at its end."""
+    padded = np.zeros((len(lists), width), value_L.dtype)
+    padded[lists.list_index_L, np.arange(len(value_L)) - np.repeat(lists.offset[:-1], lists.lengths)] = value_L
+    return padded

@@ -54,6 +54,7 @@ def lock(uv: str, *, uv_options: list[str]) -> None:
     gpu_packages = compile_lock(
         uv,
         requirements=[*project_requirements, "--extra", "gpu"],
+        excluded_package="faiss-cpu",  # milvus-lite requires it, but it has the import name of faiss-gpu
         pins=pins,
         uv_options=uv_options,
     )

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.jagged import JaggedArray
-from recsys_core.dataset.layout import vocabulary_file
+from recsys_core.dataset.layout import CONTEXT_FILE, vocabulary_file
 from recsys_core.errors import StageError
 from recsys_core.evaluation.config import FeatureSlice
 from recsys_core.evaluation.metrics import TargetPositions, UserMetrics
@@ -39,8 +39,9 @@ class ServedSample:
     """A sample of test users with their histories. A (user, item) pair is one integer: `user_index * num_items + item_row`.
 
     Attributes:
-        histories_file: parquet file with one row per user. The column `history` lists the ids of the items that the user had
-            before the test period; the other column is `user_id`.
+        histories_file: parquet file with one row per user: `user_id`, `history` (the ids of the items that the user had before
+            the test period), and the columns of `context`.
+        context: values of the context of each user's first test event, by the names that a request may use for the column.
         item_ids: ids of the catalogue by item row.
         history: item rows of each user before the test period, oldest first.
         num_seen_U: number of distinct items in each user's history.
@@ -51,6 +52,7 @@ class ServedSample:
     """
 
     histories_file: Path
+    context: Mapping[str, pa.Array]
     user_row_U: IntArray
     item_ids: pa.Array
     history: JaggedArray
@@ -98,7 +100,8 @@ def prepare_sample(
     history_ids = pa.ListArray.from_arrays(history.offset, item_ids.take(pa.array(history.values_L)))
     folder.mkdir()
     histories_file = folder / "cases.parquet"
-    pq.write_table(pa.table({"user_id": user_ids, "history": history_ids}), histories_file)
+    context = _context(interactions, features, event_index_U=event_store.first_event_index(user_row_U, "test"))
+    pq.write_table(pa.table({"user_id": user_ids, "history": history_ids, **context}), histories_file)
     seen_items = history.distinct(bound=len(item_ids))
     new_targets = targets.distinct(bound=len(item_ids)).difference(seen_items, bound=len(item_ids))
     if not len(new_targets.values_L):
@@ -118,6 +121,7 @@ def prepare_sample(
     )
     return ServedSample(
         histories_file=histories_file,
+        context=context,
         user_row_U=user_row_U,
         item_ids=item_ids,
         history=history,
@@ -127,6 +131,33 @@ def prepare_sample(
         slices=slices | masks,
         min_users_by_slice=min_users_by_slice,
     )
+
+
+def _context(
+    interactions: InteractionsManifest, features: FeaturesManifest | None, *, event_index_U: IntArray
+) -> dict[str, pa.Array]:
+    """Return the columns of the log that context features read, for some events. Each has both names that a request may use.
+
+    A version reads the name in its signature: the name of the column, or context.<column> if users have such a column too.
+    """
+    features_by_key = {} if features is None else features.features
+    columns = {
+        column
+        for key, feature in features_by_key.items()
+        if key.startswith("context.")
+        for column in (feature.column or key.partition(".")[2], feature.weight_column)
+        if column is not None
+    }
+    if not columns:
+        return {}
+    table = pq.read_table(interactions.path(CONTEXT_FILE), columns=sorted(columns)).take(pa.array(event_index_U))
+    context = {}
+    for column in table.column_names:
+        values = table[column].combine_chunks()
+        if pa.types.is_floating(values.type):
+            values = pc.if_else(pc.is_nan(values), None, values)  # the ingest reads NaN as a missing value, a request does not
+        context[column] = context[f"context.{column}"] = values
+    return context
 
 
 class ServedMetrics(NamedTuple):

@@ -26,9 +26,9 @@ MAX_SCORES = 4_000_000_000
 def exact_metrics(context: StageContext, sample: ServedSample) -> dict[str, UserMetrics]:
     """Return the metrics of TRAINED and PACKAGED for users of the sample, and those of INDEX.
 
-    The difference between them is the cost of the quantization, and of context features, which the sample does not have. The
-    difference between PACKAGED and the served answers is the cost of the index. Without metrics of the trained model that
-    exclude seen items (`evaluation.exclude_seen: false`), the result is empty.
+    The difference between them is the cost of the quantization. The difference between PACKAGED and the served answers is the
+    cost of the index. Without metrics of the trained model that exclude seen items (`evaluation.exclude_seen: false`), the
+    result is empty.
     """
     results = context.results
     trained = read_user_metrics(results[EvaluationManifest].path(USER_METRICS_FILE)).get("model")
@@ -57,9 +57,15 @@ def _packaged_metrics(
     targets = JaggedArray.from_pairs(
         sample.target_pair_T // sample.num_items, sample.target_pair_T % sample.num_items, num_lists=sample.num_users
     ).slice(0, num_users)
+    names = [name for name in retriever.request_features.columns if name in sample.context]
+    columns = {name: sample.context[name].slice(0, num_users).to_pylist() for name in names}
+    given = retriever.request_features.encode(columns, num_rows=num_users) if columns else {}
+    is_known_B = retriever.package.model.is_known(history_length_B=history.lengths, user_row_B=user_row_U)
+    for feature in given.values():
+        is_known_B = is_known_B | feature.is_given_B
     queries = Queries(
-        query_BD=torch.from_numpy(retriever.encode(user_row_U, history)),
-        is_known_B=retriever.package.model.is_known(history_length_B=history.lengths, user_row_B=user_row_U),
+        query_BD=torch.from_numpy(retriever.encode(user_row_U, history, given=given)),
+        is_known_B=is_known_B,
         seen=seen,
         targets=targets,
     )

@@ -37,14 +37,17 @@ def main() -> None:
 
 
 def answer(request: dict[str, Any]) -> None:
-    """Read user_id and history (item ids) from input_path; write item_ids and scores, one list per row, to output_path.
+    """Read user_id, history (item ids) and context from input_path; write item_ids and scores, a list per row, to output_path.
 
-    The schema of the output has the CPU time of the recommendations in its metadata.
+    Columns of the context that the version does not declare are not passed. The schema of the output has the CPU time of the
+    recommendations in its metadata.
     """
     sample_table = pq.read_table(request["input_path"])
-    users = pd.DataFrame({"user_id": sample_table["user_id"].to_pylist(), "history": sample_table["history"].to_pylist()})
     # Without suppress_warnings, MLflow compares the installed packages with the model's requirements, which takes .6 s.
     model = mlflow.pyfunc.load_model(request["model_folder"], model_config=request["model_config"], suppress_warnings=True)
+    declared_names = model.metadata.get_input_schema().input_names()
+    names = [name for name in sample_table.column_names if name in ("user_id", "history", *declared_names)]
+    users = pd.DataFrame({name: pd.Series(sample_table[name].to_pylist(), dtype=object) for name in names})
     start_cpu_s = time.process_time()
     answers: Any = model.predict(users, params={"k": request["k"], "exclude_stored_history": False})
     cpu_s = time.process_time() - start_cpu_s

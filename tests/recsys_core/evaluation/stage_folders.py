@@ -39,8 +39,9 @@ def interactions_stage(
     vector_row: Sequence[int] | None = None,
     times: Sequence[int] | None = None,
     test_days: float | None = None,
+    context: pa.Table | None = None,
 ) -> InteractionsManifest:
-    """Write the stage. times: times of all events in microseconds, in the order of the events in the files."""
+    """Write the stage. times, context: times in microseconds and context of all events, in the order of the files."""
     parts = [[len(rows) for rows in split] for split in (train, validation, test)]
     offset = np.concatenate([[0], np.cumsum(np.sum(parts, axis=0))]).astype(np.int64)
     events = np.array([row for user in zip(train, validation, test, strict=True) for part in user for row in part], np.int32)
@@ -55,6 +56,8 @@ def interactions_stage(
         np.save(out / "event_item.npy", events)
         if times is not None:
             np.save(out / "event_time.npy", np.array(times, np.int64))
+        if context is not None:
+            pq.write_table(context, out / "context.parquet")
         np.save(out / "train_user.npy", np.repeat(np.arange(len(train), dtype=np.int32), parts[0]))
         np.save(out / "item_count.npy", count.astype(np.int64))
         np.save(out / "vector_row.npy", np.array([-1] * items if vector_row is None else vector_row, np.int64))

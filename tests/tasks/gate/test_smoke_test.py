@@ -133,7 +133,12 @@ def test_a_log_without_a_new_test_item_stops_the_stage(test_items: list[int], nu
 def test_the_sample_has_slices_by_features_of_users_items_and_events(tmp_path: Path) -> None:
     # The events are 0 1 |2 2|, 0 |0 1 3|, 3 |0|. The targets are 2, then 1 and 3, then 0; the log has the events 0 to 9.
     interactions = interactions_stage(
-        tmp_path / "interactions", train=[[0, 1], [0], [3]], validation=[[]] * 3, test=[[2, 2], [0, 1, 3], [0]], items=4
+        tmp_path / "interactions",
+        train=[[0, 1], [0], [3]],
+        validation=[[]] * 3,
+        test=[[2, 2], [0, 1, 3], [0]],
+        items=4,
+        context=pa.table({"hour": [7.0, 7.0, 8.0, 7.0, 7.0, 7.0, 8.0, 7.0, 7.0, float("nan")]}),
     )
     rows_by_feature = {"user.age": [1, 2, 2], "item.brand": [1, 2, 1, 0], "context.hour": [1, 1, 2, 1, 1, 1, 2, 1, 1, 2]}
     columns = {key: Feature(np.array(rows, np.int32), None, None) for key, rows in rows_by_feature.items()}
@@ -153,6 +158,8 @@ def test_the_sample_has_slices_by_features_of_users_items_and_events(tmp_path: P
         feature_slices=[FeatureSlice(feature=key, min_users=7 if key == "user.age" else None) for key in columns],
     )
     assert (sample.target_pair_T % 4).tolist() == [2, 1, 3, 0]
+    cases = pq.read_table(sample.histories_file).to_pydict()
+    assert cases["hour"] == cases["context.hour"] == [8, 7, None]  # of the first test event of each user
     targets = {name: np.flatnonzero(mask_T).tolist() for name, mask_T in sample.slices.items() if "." in name}
     assert targets == {
         "user.age=(hash 1)": [0],

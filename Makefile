@@ -14,7 +14,7 @@ LOCKS_cpu := bootstrap torch cuda cpu
 LOCKS_gpu := bootstrap gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test drills bench-nightly bench-ingest bench-quality bench-scale bench-train bench-evaluate bench-ranks \
+.PHONY: help setup demo test drills bench-nightly bench-ingest bench-quality bench-scale bench-train bench-evaluate bench-ranks bench-serve \
         bench-index bench-gate lint words spelling docs lock clean
 
 help: ## list the targets
@@ -52,6 +52,9 @@ bench-ranks: setup ## measure the exact ranking on 1, 2 and 4 ranks (about 15 mi
 
 bench-index: setup ## compare the FAISS index kinds with a million items (about 10 minutes); writes benchmarks/index.md
 	$(BIN)/python -m benchmarks.index
+
+bench-serve: setup ## measure latency and throughput of the served package with a million items (about 10 minutes); writes benchmarks/serve.md
+	$(BIN)/python -m benchmarks.serve
 
 bench-gate: setup ## measure the error rates of the champion gate over simulated runs; writes benchmarks/gate.md
 	$(BIN)/python -m benchmarks.gate

@@ -18,7 +18,7 @@ from prefect.types.entrypoint import EntrypointType
 
 import recsys_core
 from flows.champion import promote, rollback
-from flows.recommend import recommend
+from flows.delivery import recommend
 from flows.scheduled.deployed import deployed_retrain
 from flows.settings.config_file import LoadedConfig
 from flows.settings.pipeline import PipelineConfig

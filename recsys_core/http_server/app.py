@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 
 import orjson
 from fastapi import FastAPI
@@ -16,12 +17,12 @@ import recsys_core
 from recsys_core.errors import InputError
 from recsys_core.http_server import metrics
 from recsys_core.http_server.access import RequestError, read_body, require_token
-from recsys_core.http_server.api import parse_body, request_bodies
+from recsys_core.http_server.api import Readiness, RegistryState, parse_body, request_bodies
 from recsys_core.http_server.batching import Batcher, QueueFullError
 from recsys_core.http_server.config import ServeConfig
 from recsys_core.http_server.follower import Follower
 from recsys_core.http_server.openapi import documented, openapi_schema
-from recsys_core.http_server.readiness import readiness
+from recsys_core.http_server.release import Champion, WorkerState
 from recsys_core.http_server.served_model import Query
 from recsys_core.serving.requests import parse, parse_similar
 
@@ -134,3 +135,21 @@ async def _answer_or_problem(answer: Awaitable[Response], *, path: str) -> Respo
 
 def _problem(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
     return Response(orjson.dumps({"error": message}), status, headers=dict(headers or {}), media_type=JSON)
+
+
+def readiness(state: WorkerState, champion: Champion | None) -> tuple[int, Readiness]:
+    """Return status and content: 200 while a version is served, also if a newer one or the registry does not work."""
+    if champion is None or state.version is None:
+        return 503, Readiness(status="no version is loaded", version=None, problem=state.problem, registry=None)
+    down_since = champion.registry_down_since
+    registry = RegistryState(
+        answered_at=_time(champion.registry_answered_at),
+        down_since=None if down_since is None else _time(down_since),
+        problem=champion.registry_problem,
+    )
+    problem = champion.problem or state.problem
+    return 200, Readiness(status="ready", version=state.version, problem=problem, registry=registry)
+
+
+def _time(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import evaluate, gate, index, ingest, nightly, train
+from benchmarks import evaluate, gate, index, ingest, nightly, serve, train
 from benchmarks.quality.report import write_report
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -17,6 +17,7 @@ TO_MARKDOWN: dict[str, Callable[[Any], str]] = {
     "index": index.to_markdown,
     "ingest": ingest._to_markdown,
     "nightly": nightly.to_markdown,
+    "serve": serve.to_markdown,
     "train": train.to_markdown,
 }
 

@@ -99,7 +99,7 @@ def test_a_deployment_has_the_schedule_the_limit_and_the_defaults_of_the_form(
     assert capsys.readouterr().out.count("02:15 CET") == 1
 
     entrypoint_by_name = {name: f"flows.champion.{name}" for name in ("promote", "rollback")}
-    for name, entrypoint in (entrypoint_by_name | {"recommend": "flows.recommend.recommend"}).items():
+    for name, entrypoint in (entrypoint_by_name | {"recommend": "flows.delivery.recommend"}).items():
         by_hand = deployments.read_deployment(client, "movies", flow_name=name)
         assert by_hand is not None
         assert (by_hand.entrypoint, by_hand.schedules, by_hand.global_concurrency_limit) == (entrypoint, [], None)

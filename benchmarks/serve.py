@@ -1,0 +1,254 @@
+"""Benchmark of the served package: latency, throughput, start and memory with a million items.
+
+    make bench-serve                            # writes benchmarks/serve.json and serve.md
+    python -m benchmarks.serve --items 20000    # a small catalogue; prints the tables, writes nothing
+
+A run of the pipeline trains on a generated log and the vectors of benchmarks/index.py, and registers the version. Light users
+have 20 events, heavy users 2,000. The retriever is measured in a process of its own with one thread. Then `nightjar serve` and
+`mlflow models serve` answer the same requests of 8 clients on the same machine, one after the other.
+"""
+
+import argparse
+import http.client
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from benchmarks.index import DIM, random_vectors
+from benchmarks.measuring import ROOT, run_in_new_process
+
+NUM_ITEMS, NUM_LIGHT_USERS, NUM_HEAVY_USERS = 1_000_000, 4_000, 50
+LIGHT_EVENTS, HEAVY_EVENTS, NUM_DAYS = 20, 2_000, 20
+K, NUM_CLIENTS, CLIENT_S, BATCH_ROWS = 10, 8, 10.0, 1_000
+START_TIMEOUT_S = 600.0
+FOLDER = Path(__file__).parent
+NIGHTJAR = [sys.executable, "-m", "flows.cli"]
+CONFIG = """
+workspace: .
+interactions: {paths: log.parquet, timestamp_column: timestamp, split: {kind: time, test_days: 1, validation_days: 1}}
+embeddings: {paths: vectors.parquet, vector_column: embedding, id_column: item_id}
+model: {embedding_dim: 64}
+training: {epochs: 1, batch_size: 4096, warm_start: null, validation: null}
+evaluation: {max_users: 200, baselines: [], metrics: [recall, ndcg, hit_rate]}
+index: {served: {kind: ivf_flat}, recall_target: 0.95}
+registry: {smoke_test_users: 100, gate: {kind: margin}, baselines: []}
+"""
+
+
+def write_data(folder: Path, *, num_items: int) -> None:
+    """Write the vectors, the log, and the config."""
+    item_vector_ID, _ = random_vectors(num_items, num_queries=1)
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(item_vector_ID.reshape(-1)), DIM)
+    pq.write_table(pa.table({"item_id": pa.array(range(num_items)), "embedding": vectors}), folder / "vectors.parquet")
+    rng = np.random.default_rng(0)
+    lengths = np.repeat([LIGHT_EVENTS, HEAVY_EVENTS], [NUM_LIGHT_USERS, NUM_HEAVY_USERS])
+    user_L = np.repeat(np.arange(len(lengths)), lengths)
+    time_L = rng.integers(0, NUM_DAYS * 86_400, len(user_L))
+    log = {"user_id": user_L, "item_id": rng.integers(0, num_items, len(user_L)), "timestamp": time_L + 1_760_000_000}
+    pq.write_table(pa.table(log), folder / "log.parquet")
+    (folder / "nightly.yaml").write_text(CONFIG)
+
+
+def measure_in_process(package: Path) -> dict[str, Any]:
+    """Load the package, and measure it with one thread. The first answer is part of the start."""
+    start_s = time.perf_counter()
+    import faiss
+    import torch
+
+    from recsys_core.serving.retriever import Retriever
+
+    torch.set_num_threads(1)
+    faiss.omp_set_num_threads(1)
+    retriever = Retriever.load(package)
+    light_users, heavy_users = np.arange(NUM_LIGHT_USERS), np.arange(NUM_HEAVY_USERS) + NUM_LIGHT_USERS
+    retriever.recommend([0], K)
+    start_seconds = time.perf_counter() - start_s
+    memory = psutil.Process().memory_full_info()
+    rows = {
+        "one user, 20 events": _latencies(lambda index: retriever.recommend([int(light_users[index % len(light_users)])], K)),
+        "one user, 2,000 events": _latencies(
+            lambda index: retriever.recommend([int(heavy_users[index % len(heavy_users)])], K), num_calls=1_000
+        ),
+    }
+    item_vector_ID = retriever.item_vectors(np.arange(len(retriever.item_ids)))
+    query_BD = np.ones((1, DIM), np.float32)
+    rows["numpy, all items"] = _latencies(lambda index: np.argpartition(-(item_vector_ID @ query_BD[0]), K)[:K], num_calls=30)
+    batch_s = min(_seconds(lambda: retriever.recommend(light_users[:BATCH_ROWS], K)) for _ in range(5))
+    return {
+        "latencies": rows,
+        "users_per_s": BATCH_ROWS / batch_s,
+        "start_s": start_seconds,
+        "memory_mib": memory.uss / 2**20,
+        "index": retriever.package.index_kind,
+        "index_parameters": retriever.package.index_parameters,
+    }
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    call()
+    return time.perf_counter() - start_s
+
+
+def _latencies(call: Callable[[int], object], *, num_calls: int = 2_000) -> dict[str, float]:
+    """Return the latency in milliseconds at the 50th and the 99th percentile."""
+    for index in range(min(50, num_calls)):
+        call(index)
+    return _percentiles([_seconds(lambda index=index: call(index)) for index in range(num_calls)])  # type: ignore[misc]
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    cuts = quantiles(seconds, n=100)
+    return {"p50_ms": 1_000 * cuts[49], "p99_ms": 1_000 * cuts[98]}
+
+
+@contextmanager
+def server(command: Sequence[str], *, port: int, health_path: str, environment: dict[str, str]) -> Iterator[float]:
+    """Start a server; yield the seconds until it answered."""
+    start_s = time.perf_counter()
+    log_path = Path(tempfile.gettempdir()) / f"bench-serve-{port}.log"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=log, stderr=log)
+    try:
+        while not _answers(port, health_path):
+            if process.poll() is not None or time.perf_counter() - start_s > START_TIMEOUT_S:
+                raise RuntimeError(log_path.read_text())
+            time.sleep(0.05)
+        yield time.perf_counter() - start_s
+    finally:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.terminate()
+        process.terminate()
+        process.wait(30)
+
+
+def _answers(port: int, path: str) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+def measure_http(port: int, path: str, body: Callable[[int], dict[str, Any]]) -> dict[str, float]:
+    """Send requests for one user each from NUM_CLIENTS threads for CLIENT_S; return latencies and requests per second."""
+    seconds: list[float] = []
+    deadline = time.perf_counter() + CLIENT_S + 1.0
+    begin_s = time.perf_counter() + 1.0  # the first second warms up
+
+    def run_client(client: int) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        rng = np.random.default_rng(client)
+        while (now_s := time.perf_counter()) < deadline:
+            content = json.dumps(body(int(rng.integers(NUM_LIGHT_USERS))))
+            connection.request("POST", path, content, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            response.read()
+            if response.status != 200:
+                raise RuntimeError(f"{path}: status {response.status}")
+            if now_s >= begin_s:
+                seconds.append(time.perf_counter() - now_s)
+
+    threads = [threading.Thread(target=run_client, args=(client,)) for client in range(NUM_CLIENTS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return _percentiles(seconds) | {"requests_per_s": len(seconds) / CLIENT_S}
+
+
+def measure(*, num_items: int) -> dict[str, Any]:
+    """Run the pipeline, and measure the registered version."""
+    with tempfile.TemporaryDirectory(prefix="bench-serve-") as folder_name:
+        folder = Path(folder_name)
+        write_data(folder, num_items=num_items)
+        config = str(folder / "nightly.yaml")
+        process = subprocess.run([*NIGHTJAR, "run", config, "--json"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+        run = json.loads(process.stdout.splitlines()[-1])
+        package = Path(run["run_dir"]) / "package"
+        result = run_in_new_process("benchmarks.serve", "--package", str(package)) | {"num_items": num_items}
+        serve = [*NIGHTJAR, "serve", config, "--port", "8391"]
+        with server(serve, port=8391, health_path="/readyz", environment={}) as start_s:
+            answer = measure_http(8391, "/recommend", lambda user: {"rows": [{"user_id": user}], "params": {"k": K}})
+            result["nightjar serve"] = answer | {"start_s": start_s}
+        mlflow = [str(Path(sys.executable).parent / "mlflow"), "models", "serve", "-m", "models:/nightjar@champion"]
+        mlflow += ["--env-manager", "local", "-p", "8392"]
+        search_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environment = {"MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db", "PATH": search_path}
+        with server(mlflow, port=8392, health_path="/ping", environment=environment) as start_s:
+            answer = measure_http(
+                8392, "/invocations", lambda user: {"dataframe_records": [{"user_id": user}], "params": {"k": K}}
+            )
+            result["mlflow models serve"] = answer | {"start_s": start_s}
+    return result
+
+
+def to_markdown(result: dict[str, Any]) -> str:
+    """Return the report."""
+    parameters = ", ".join(f"{name} {value}" for name, value in result["index_parameters"].items())
+    lines = [
+        f"This page was written by `make bench-serve` on {result['date']} on {result['cores']} cores. The catalogue has",
+        f"{result['num_items']:,} items with vectors of {DIM} numbers, in an index `{result['index']}` ({parameters}) that was",
+        "tuned to a recall of .95 of the exact 100 best items. The model was trained on random events for one epoch. Each",
+        f"request asks for {K} items.",
+        "",
+        "| in one process, one thread | p50, ms | p99, ms |",
+        "|:---|---:|---:|",
+    ]
+    for name, row in result["latencies"].items():
+        lines.append(f"| {name} | {row['p50_ms']:.2f} | {row['p99_ms']:.2f} |")
+    lines += [
+        "",
+        f"Batches of {BATCH_ROWS:,} users: {result['users_per_s']:,.0f} users/s. The process needs {result['start_s']:.1f} s",
+        f"from the import to its first answer, and {result['memory_mib']:,.0f} MiB of memory of its own.",
+        "",
+        f"The next table has requests for one user from {NUM_CLIENTS} clients on the same machine, which also need its cores.",
+        "",
+        "| server | p50, ms | p99, ms | requests/s | start, s |",
+        "|:---|---:|---:|---:|---:|",
+    ]
+    for name in ("nightjar serve", "mlflow models serve"):
+        row = result[name]
+        lines.append(
+            f"| `{name}` | {row['p50_ms']:.1f} | {row['p99_ms']:.1f} | {row['requests_per_s']:,.0f} | {row['start_s']:.1f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, and write serve.json and serve.md if the catalogue has the full size."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--items", type=int, default=NUM_ITEMS)
+    parser.add_argument("--package", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.package is not None:
+        sys.stdout.write(json.dumps(measure_in_process(arguments.package)) + "\n")
+        return
+    result = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cores": len(os.sched_getaffinity(0))}
+    result |= measure(num_items=arguments.items)
+    if arguments.items == NUM_ITEMS:
+        (FOLDER / "serve.json").write_text(json.dumps(result, indent=2) + "\n")
+        (FOLDER / "serve.md").write_text(to_markdown(result))
+    sys.stdout.write(to_markdown(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -11,7 +11,6 @@ import socket
 import sys
 from pathlib import Path
 
-import faiss
 import torch
 import uvicorn
 
@@ -31,7 +30,6 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     limits = ServeConfig.model_validate_json((folder / CONFIG_NAME).read_bytes())
     torch.set_num_threads(limits.threads)
-    faiss.omp_set_num_threads(limits.threads)
     follower = Follower(folder, state_path=worker_path(folder, index), pid=os.getpid())
     try:
         follower.start()

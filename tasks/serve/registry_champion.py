@@ -5,7 +5,7 @@ import shutil
 import time
 from pathlib import Path
 
-from recsys_core.errors import NightjarError, StageError, TrackingServerError, first_line, redacted
+from recsys_core.errors import NightjarError, StageError, first_line, redacted
 from recsys_core.http_server.release import Champion, Release
 from tasks.registry.loading import PACKAGE_SHA256_KEY, fetch_model
 from tasks.registry.mlflow_client import call_with_deadline, connect
@@ -14,6 +14,8 @@ from tasks.registry.releases import version_number_by_alias
 LOG = logging.getLogger("nightjar")
 FETCH_TIMEOUT_S = 3_600.0
 NUM_KEPT_DOWNLOADS = 2
+REFUSAL_S = 600.0
+"""Seconds after which a version that did not load is tried again, because the memory or the disk may have been full."""
 
 
 class RegistryChampion:
@@ -27,28 +29,50 @@ class RegistryChampion:
     def __init__(self, workspace: Path, *, model_name: str, alias: str = "champion") -> None:
         self._workspace, self._model_name, self._alias = workspace, model_name, alias
         self._champion: Champion | None = None
+        self._former_release: Release | None = None
+        self._refused_version: str | None = None
+        self._refused_until_s = 0.0
         self._downloads: list[Path] = []
 
     def poll(self) -> Champion:
         """Return the version to serve. If the registry does not answer or its champion cannot be fetched, keep the version.
 
         Raises:
-            TrackingServerError, StageError: at the first call, when there is no version to keep.
+            TrackingServerError, StageError, InputError: at the first call, when there is no version to keep.
         """
         try:
             number = self._champion_number()
-        except TrackingServerError as error:
+        except Exception as error:  # any error of the registry, or of the disk with its database
             if self._champion is None:
                 raise
             down_since = self._champion.registry_down_since or time.time()
             if self._champion.registry_problem is None:
-                LOG.warning("%s; version %s is still served", error, self._champion.release.version)
-            update = {"registry_problem": first_line(error), "registry_down_since": down_since}
+                LOG.warning("%s; version %s is still served", redacted(first_line(error)), self._champion.release.version)
+            update = {"registry_problem": redacted(first_line(error)), "registry_down_since": down_since}
             self._champion = self._champion.model_copy(update=update)
             return self._champion
         if self._champion is not None and self._champion.registry_problem is not None:
             LOG.info("the registry answers again")
         self._champion = self._following(number)
+        return self._champion
+
+    def accept(self) -> None:
+        """Forget the version before, because all processes serve this one."""
+        self._former_release = None
+
+    def refuse(self, problem: str) -> Champion | None:
+        """Return to the version before, because a process cannot serve this one. Return None if there is no version before.
+
+        The version is tried again after REFUSAL_S, and at once if another version was the champion in between.
+        """
+        if self._champion is None or self._former_release is None:
+            return None
+        self._refused_version = self._champion.release.version
+        self._refused_until_s = time.monotonic() + REFUSAL_S
+        problem = f"version {self._refused_version} is not served: {problem}"
+        LOG.error("%s; version %s is served again", problem, self._former_release.version)
+        self._champion = self._champion.model_copy(update={"release": self._former_release, "problem": problem})
+        self._former_release = None
         return self._champion
 
     def _champion_number(self) -> str | None:
@@ -61,9 +85,15 @@ class RegistryChampion:
         now = time.time()
         current = self._champion
         if current is not None and number == current.release.version:
+            self._refused_version = None
             return Champion(release=current.release, registry_answered_at=now)
+        if current is not None and number == self._refused_version and time.monotonic() < self._refused_until_s:
+            return Champion(release=current.release, problem=current.problem, registry_answered_at=now)
         try:
-            return Champion(release=self._fetch(number), registry_answered_at=now)
+            release = self._fetch(number)
+            self._former_release = None if current is None else current.release
+            self._refused_version = None
+            return Champion(release=release, registry_answered_at=now)
         except Exception as error:  # any error of MLflow, the artifact store or a damaged version
             if current is None:
                 raise

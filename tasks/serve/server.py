@@ -9,20 +9,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from recsys_core.errors import InputError, StageError
 from recsys_core.http_server.access import token_from_environment
 from recsys_core.http_server.config import ServeConfig
-from recsys_core.http_server.release import CONFIG_NAME, RELEASE_NAME, WorkerState, worker_path
+from recsys_core.http_server.release import CONFIG_NAME, RELEASE_NAME, Champion, WorkerState, worker_path
 from recsys_core.parent_process import parent_environment
 from tasks.serve.registry_champion import RegistryChampion
 
 LOG = logging.getLogger("nightjar")
 START_TIMEOUT_S = 600.0
 MAX_RESTARTS = 10
-"""Restarts of a worker that dies. A worker that dies in each start is a bug that a restart does not repair."""
+"""Restarts in a row of a worker that dies before it serves. That is a bug, which a restart does not repair."""
 BACKLOG = 2048
 CHECK_INTERVAL_S = 0.2
 
@@ -30,8 +31,8 @@ CHECK_INTERVAL_S = 0.2
 class _Worker:
     """A process that answers requests, started again when it dies."""
 
-    def __init__(self, index: int, *, folder: Path, listener: socket.socket) -> None:
-        self._index, self._folder, self._listener = index, folder, listener
+    def __init__(self, index: int, *, folder: Path, listener: socket.socket, num_threads: int) -> None:
+        self._index, self._folder, self._listener, self._num_threads = index, folder, listener, num_threads
         self.num_restarts = 0
         self.process = self._start()
 
@@ -41,11 +42,26 @@ class _Worker:
         state = WorkerState.read(worker_path(self._folder, self._index))
         return state if state is not None and state.pid == self.process.pid else None
 
+    def problem_with(self, version: str) -> str | None:
+        """Return why the process cannot serve `version`: it has refused it, or has ended before it served it; None if it can.
+
+        A process that ends while it replaces the served version may have needed too much memory.
+        """
+        state = self.state
+        if state is not None and state.refused_version == version:
+            return state.problem
+        status = self.process.poll()
+        if status is None or (state is not None and state.version == version):
+            return None
+        return f"worker {self._index} ended with status {status} before it served the version"
+
     def restart_if_dead(self) -> None:
         """Start the process again if it has ended. Raise StageError after MAX_RESTARTS."""
         status = self.process.poll()
         if status is None:
             return
+        if (state := self.state) is not None and state.version is not None:
+            self.num_restarts = 0
         if self.num_restarts >= MAX_RESTARTS:
             raise StageError(f"worker {self._index} ended {MAX_RESTARTS + 1} times, the last time with status {status}")
         LOG.error("worker %d ended with status %s; it is started again", self._index, status)
@@ -55,7 +71,9 @@ class _Worker:
     def _start(self) -> "subprocess.Popen[bytes]":
         descriptor = self._listener.fileno()
         metrics_folder = self._folder / "metrics"
-        environment = os.environ | parent_environment() | {"PROMETHEUS_MULTIPROC_DIR": str(metrics_folder)}
+        # FAISS reads the number of threads at its import; omp_set_num_threads has no effect on threads that start later.
+        threads = {"OMP_NUM_THREADS": str(self._num_threads)}
+        environment = os.environ | parent_environment() | threads | {"PROMETHEUS_MULTIPROC_DIR": str(metrics_folder)}
         command = [sys.executable, "-m", "recsys_core.http_server", str(descriptor), str(self._folder), str(self._index)]
         return subprocess.Popen(command, env=environment, pass_fds=[descriptor], process_group=0)
 
@@ -81,14 +99,17 @@ def serve(
         folder = Path(folder_name)
         (folder / "metrics").mkdir()
         (folder / CONFIG_NAME).write_text(config.model_dump_json())
-        champion.poll().write(folder / RELEASE_NAME)
-        workers = [_Worker(index, folder=folder, listener=listener) for index in range(config.num_workers)]
+        served = champion.poll()
+        served.write(folder / RELEASE_NAME)
+        workers = [
+            _Worker(index, folder=folder, listener=listener, num_threads=config.threads) for index in range(config.num_workers)
+        ]
         try:
             if not _wait_until_ready(workers, stop=stop):
                 return
             host, port = listener.getsockname()[:2]
-            on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}", champion.poll().release.version)
-            _follow(config, champion, workers, release_path=folder / RELEASE_NAME, stop=stop)
+            on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}", served.release.version)
+            _follow(config, champion, served, workers, release_path=folder / RELEASE_NAME, stop=stop)
         finally:
             _end(workers, timeout_s=config.shutdown_timeout_s + 5.0)
 
@@ -123,16 +144,68 @@ def _wait_until_ready(workers: list[_Worker], *, stop: threading.Event) -> bool:
 
 
 def _follow(
-    config: ServeConfig, champion: RegistryChampion, workers: list[_Worker], *, release_path: Path, stop: threading.Event
+    config: ServeConfig,
+    champion: RegistryChampion,
+    served: Champion,
+    workers: list[_Worker],
+    *,
+    release_path: Path,
+    stop: threading.Event,
 ) -> None:
-    """Write the version to serve whenever it changes, and restart workers that die, until `stop` is set."""
+    """Write the version to serve whenever it changes, and restart workers that die, until `stop` is set.
+
+    If a worker cannot serve a new version, all workers return to the version before. The registry is asked in a thread, because
+    it may not answer for a while.
+
+    Args:
+        served: the version that the workers serve at the start.
+    """
+    poll: Future[Champion] | None = None
     next_poll_s = time.monotonic()
     while not stop.wait(CHECK_INTERVAL_S):
+        if poll is None and (former := _checked(champion, workers, version=served.release.version)) is not None:
+            served = former
+            _write(served, release_path)
         for worker in workers:
             worker.restart_if_dead()
-        if time.monotonic() >= next_poll_s:
-            champion.poll().write(release_path)
-            next_poll_s = time.monotonic() + config.poll_interval_s
+        if poll is None and time.monotonic() >= next_poll_s:
+            poll = _in_thread(champion.poll)
+        if poll is not None and poll.done():
+            served = poll.result()
+            _write(served, release_path)
+            poll, next_poll_s = None, time.monotonic() + config.poll_interval_s
+
+
+def _write(served: Champion, release_path: Path) -> None:
+    """Write release.json; log an error of the disk, because the workers can serve without the file."""
+    try:
+        served.write(release_path)
+    except OSError as error:
+        LOG.error("%s cannot be written (%s); the workers keep their version", release_path, error.strerror)
+
+
+def _checked(champion: RegistryChampion, workers: list[_Worker], *, version: str) -> Champion | None:
+    """Return the champion to return to if a worker cannot serve `version`; None if all can, or if there is none."""
+    states = [worker.state for worker in workers]
+    if all(state is not None and state.version == version for state in states):
+        champion.accept()
+        return None
+    problem = next((problem for worker in workers if (problem := worker.problem_with(version)) is not None), None)
+    return None if problem is None else champion.refuse(problem)
+
+
+def _in_thread(call: Callable[[], Champion]) -> Future[Champion]:
+    """Run a call in a thread that does not keep the process alive."""
+    future: Future[Champion] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # raised again by future.result()
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="registry", daemon=True).start()
+    return future
 
 
 def _end(workers: list[_Worker], *, timeout_s: float) -> None:

@@ -1,5 +1,6 @@
 """`nightjar serve` on a real registry: two processes follow the champion, survive damage, and end without a failed request."""
 
+import errno
 import os
 import signal
 import threading
@@ -12,10 +13,13 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from mlflow import MlflowClient
 
 from recsys_core.errors import InputError, StageError
 from recsys_core.http_server.config import ServeConfig
+from tasks.registry import mlflow_client
 from tasks.registry.mlflow_client import connect
+from tasks.serve import registry_champion
 from tasks.serve.registry_champion import RegistryChampion
 from tasks.serve.server import serve
 from tests.tasks.conftest import Stages
@@ -119,25 +123,70 @@ def test_the_server_follows_the_champion_and_keeps_it_without_a_registry(
     assert workers() == []
 
 
-def test_a_damaged_champion_is_not_served_and_readyz_says_why(
+def damage(workspace: Path, client: MlflowClient, version: str) -> None:
+    """Change bytes of the index of a version."""
+    model_id = str(client.get_model_version("m", version).source).removeprefix("models:/")
+    (index_file,) = (path for path in (workspace / "mlartifacts").rglob("package/index.faiss") if model_id in str(path))
+    with index_file.open("r+b") as file:
+        file.seek(60)
+        file.write(b"damaged")
+
+
+def test_a_damaged_champion_is_not_served_even_after_a_restart_and_readyz_says_why(
     workspace: Path, stages: BuildStages, predicted_here: list[str]
 ) -> None:
-    for run_id in ("one", "two"):
+    for run_id in ("one", "two", "three"):
         do_register(stages(), run_of(workspace, run_id))
     client = connect(workspace)
     client.set_registered_model_alias("m", "champion", "1")
-    (damaged_file,) = (
-        path
-        for path in (workspace / "mlartifacts").rglob("package/index.faiss")
-        if client.get_model_version("m", "2").source.removeprefix("models:/") in str(path)  # type: ignore[union-attr]
-    )
-    with damaged_file.open("r+b") as file:
-        file.seek(60)
-        file.write(b"damaged")
+    damage(workspace, client, "2")
     with running(workspace) as server:
         client.set_registered_model_alias("m", "champion", "2")
-        server.wait_for(lambda: server.readiness()["problem"] is not None)
-        assert "index.faiss" in server.readiness()["problem"]
+        server.wait_for(lambda: "index.faiss" in (server.readiness()["problem"] or ""))
+        assert server.predict()["version"] == "1"
+
+        old_pids = {worker.pid for worker in workers()}
+        for worker in workers():
+            worker.kill()
+        server.wait_for(lambda: len(workers()) == CONFIG.workers and not old_pids & {worker.pid for worker in workers()})
+        assert server.predict()["version"] == "1"
+        assert server.readiness()["problem"].startswith("version 2 is not served: ")
+
+        client.set_registered_model_alias("m", "champion", "3")
+        server.wait_for(lambda: all(server.predict()["version"] == "3" for _ in range(10)))
+        assert server.readiness()["problem"] is None
+
+
+def test_a_registry_that_hangs_does_not_delay_the_end(
+    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    do_register(stages(), run_of(workspace, "one"))
+    is_asked, is_over = threading.Event(), threading.Event()
+    monkeypatch.setattr(mlflow_client, "ANSWER_TIMEOUT_S", 10 * PATIENCE_S)
+
+    def hang(*_: Any) -> None:
+        is_asked.set()
+        is_over.wait(10 * PATIENCE_S)
+
+    with running(workspace, CONFIG.model_copy(update={"workers": 1})) as server:
+        assert workers()[0].environ()["OMP_NUM_THREADS"] == "1"
+        monkeypatch.setattr(registry_champion, "version_number_by_alias", hang)
+        assert is_asked.wait(PATIENCE_S)
+        server.end()  # fails if the command waits for the registry
+    is_over.set()
+
+
+def test_a_registry_whose_disk_is_full_does_not_end_the_server(
+    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    do_register(stages(), run_of(workspace, "one"))
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with running(workspace, CONFIG.model_copy(update={"workers": 1})) as server:
+        monkeypatch.setattr(registry_champion, "version_number_by_alias", fail)
+        server.wait_for(lambda: "grow" in (server.readiness()["registry"]["problem"] or ""))
         assert server.predict()["version"] == "1"
 
 

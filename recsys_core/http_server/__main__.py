@@ -42,6 +42,7 @@ def main() -> None:
         log_level="warning",
         access_log=False,
         server_header=False,
+        timeout_keep_alive=75,  # longer than the pools of usual clients and proxies keep an idle connection
         timeout_graceful_shutdown=max(1, round(limits.shutdown_timeout_s)),
         lifespan="on",
     )

@@ -98,7 +98,7 @@ def recommend_many(config: PipelineConfig, retriever: "Retriever", *, folder: Pa
         folder=folder,
         k=settings.k,
         options={"exclude_seen": settings.exclude_seen},
-        scratch_folder=config.workspace,
+        lock_file=config.workspace / "recommend.lock",
         on_progress=lambda num_done, num_rows: show_bar(
             "recommend", num_done=num_done, num_total=num_rows, note=f"{num_done:,} of {num_rows:,} users"
         ),

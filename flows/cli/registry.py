@@ -80,7 +80,7 @@ def recommend(config: PipelineConfig, *, model_uri: str | None, as_json: bool) -
         raise InputError("--out is missing, and delivery.recommendations.folder is not set; choose a folder for the files")
     start_s = time.perf_counter()
     retriever = load_retriever(config, model_uri)
-    with output.stage_lines():
+    with interruptible(lambda: f"{folder} is as before"), output.stage_lines():
         summary = recommend_many(config, retriever, folder=folder)
     if as_json:
         output.print_json(json.dumps(summary._asdict()))

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from recsys_core.config import Folder
 from recsys_core.errors import InputError, shown
-from tasks.delivery.vector_store import StoreSettings, VectorStore
+from tasks.delivery.vector_store import ServerUrl, StoreSettings, VectorStore
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,10 +33,8 @@ class MilvusSettings(StoreSettings):
     libraries: ClassVar[tuple[str, ...]] = ("pymilvus",)
 
     kind: Literal["milvus"] = Field("milvus", description="Milvus on a server (`url`) or in a file of Milvus Lite (`file`)")
-    url: str | None = Field(
+    url: ServerUrl | None = Field(
         None,
-        max_length=1_000,
-        pattern=r"^https?://[^/\s@?#]+(/[^\s@?#]*)?$",
         description=f"address of a server, without credentials. A token or `user:password` is read from the environment "
         f"variable `{TOKEN_VARIABLE}`. Default: `file` is used",
     )

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from recsys_core.config import Folder
 from recsys_core.errors import StageError
-from tasks.delivery.vector_store import StoreSettings, VectorStore
+from tasks.delivery.vector_store import ServerUrl, StoreSettings, VectorStore
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,10 +38,8 @@ class QdrantSettings(StoreSettings):
     libraries: ClassVar[tuple[str, ...]] = ("qdrant_client",)
 
     kind: Literal["qdrant"] = Field("qdrant", description="Qdrant on a server (`url`) or in a folder (`folder`)")
-    url: str | None = Field(
+    url: ServerUrl | None = Field(
         None,
-        max_length=1_000,
-        pattern=r"^https?://[^/\s@?#]+(/[^\s@?#]*)?$",
         description=f"address of a server, without credentials. An API key is read from the environment variable "
         f"`{API_KEY_VARIABLE}`. Default: `folder` is used",
     )

@@ -5,13 +5,15 @@ Shapes: B rows of a batch, L recommended items of a batch.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from filelock import FileLock
 from numpy.typing import NDArray
 
 from recsys_core.dataset.jagged import chunk_slices
@@ -73,7 +75,7 @@ def write_recommendations(
     folder: Path,
     k: int,
     options: SearchOptions,
-    scratch_folder: Path,
+    lock_file: Path,
     on_progress: OnProgress = lambda num_done, num_rows: None,
 ) -> BatchSummary:
     """Write the recommendations for each row of parquet files, in the same order, to a folder of parquet files.
@@ -85,44 +87,61 @@ def write_recommendations(
         users: paths or globs of parquet files with the column user_id, the column history (a list of item ids), or feature
             columns of the model. Other columns are not read. Without paths: all users of the model.
         k, options: see Retriever.recommend.
-        scratch_folder: folder for copies of files in an object store.
+        lock_file: file that a process locks while it writes recommendations.
 
     Raises:
         InputError: a file, a column, a value or an option is invalid, or `folder` has other files. The message names the file
             and its rows.
     """
-    _require_replaceable(folder)
-    new_folder = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(new_folder, ignore_errors=True)
-    new_folder.mkdir(parents=True)
-    try:
-        with explain_disk_full(folder.parent):
-            columns, num_rows, batches = _read_users(retriever, users, batch_rows=_batch_rows(k), scratch_folder=scratch_folder)
-            num_rows_by_code = np.zeros(len(FALLBACKS), np.int64)
-            num_done = 0
-            with _PartWriter(new_folder) as writer:
-                for rows in batches:
-                    recommendations = _recommend(retriever, rows, k=k, options=options)
-                    writer.write(_as_table(recommendations, user_id_column=rows.columns.get("user_id")))
-                    num_rows_by_code += np.bincount(recommendations.fallback_code_B, minlength=len(FALLBACKS))
-                    num_done += len(recommendations)
-                    on_progress(num_done, num_rows)
-            names = [fallback or "model" for fallback in FALLBACKS]
-            summary = BatchSummary(
-                version=retriever.version,
-                space_id=retriever.space_id,
-                k=k,
-                num_rows=num_done,
-                columns=columns,
-                num_rows_by_fallback=dict(zip(names, num_rows_by_code.tolist(), strict=True)),
-            )
-            (new_folder / SUMMARY_FILE_NAME).write_text(json.dumps(summary._asdict(), indent=2))
-            shutil.rmtree(folder, ignore_errors=True)
-            new_folder.rename(folder)
-    except BaseException:
-        shutil.rmtree(new_folder, ignore_errors=True)
-        raise
+    with _replacement(folder, lock_file=lock_file) as new_folder, explain_disk_full(folder.parent):
+        # The new folder also has the copies of remote files, so those of a killed process are removed with it.
+        columns, num_rows, batches = _read_users(retriever, users, batch_rows=_batch_rows(k), scratch_folder=new_folder)
+        num_rows_by_code = np.zeros(len(FALLBACKS), np.int64)
+        num_done = 0
+        with closing(batches), _PartWriter(new_folder) as writer:
+            for rows in batches:
+                recommendations = _recommend(retriever, rows, k=k, options=options)
+                writer.write(_as_table(recommendations, user_id_column=rows.columns.get("user_id")))
+                num_rows_by_code += np.bincount(recommendations.fallback_code_B, minlength=len(FALLBACKS))
+                num_done += len(recommendations)
+                on_progress(num_done, num_rows)
+        names = [fallback or "model" for fallback in FALLBACKS]
+        summary = BatchSummary(
+            version=retriever.version,
+            space_id=retriever.space_id,
+            k=k,
+            num_rows=num_done,
+            columns=columns,
+            num_rows_by_fallback=dict(zip(names, num_rows_by_code.tolist(), strict=True)),
+        )
+        (new_folder / SUMMARY_FILE_NAME).write_text(json.dumps(summary._asdict(), indent=2))
     return summary
+
+
+@contextmanager
+def _replacement(folder: Path, *, lock_file: Path) -> Iterator[Path]:
+    """Yield an empty folder that replaces `folder` after the block. After an error, `folder` is as before.
+
+    A second process waits until the first one has replaced the folder.
+
+    Raises InputError if `folder` has files that are not recommendations.
+    """
+    _require_replaceable(folder)
+    new_folder, old_folder = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("new", "old"))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock_file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(lock_file):
+        for leftover in (new_folder, old_folder):  # of a process that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
+        new_folder.mkdir()
+        try:
+            yield new_folder
+            if folder.exists():
+                folder.rename(old_folder)
+            new_folder.rename(folder)
+        finally:
+            for leftover in (new_folder, old_folder):
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _require_replaceable(folder: Path) -> None:
@@ -134,7 +153,7 @@ def _require_replaceable(folder: Path) -> None:
 
 def _read_users(
     retriever: Retriever, users: Sequence[str], *, batch_rows: int, scratch_folder: Path
-) -> tuple[list[str], int, Iterator[_Rows]]:
+) -> tuple[list[str], int, Generator[_Rows]]:
     """Return the columns that are read, the number of rows, and the batches."""
     if not users:
         return ["user_id"], len(retriever.user_ids), _known_users(retriever, batch_rows=batch_rows)
@@ -149,7 +168,7 @@ def _read_users(
     for name in columns:
         require_same_types(sources, name, setting="users")
 
-    def read() -> Iterator[_Rows]:
+    def read() -> Generator[_Rows]:
         with local_files(sources, columns=columns, scratch_folder=scratch_folder) as paths:
             for source, path in zip(sources, paths, strict=True):
                 first_row = 0
@@ -166,7 +185,7 @@ def _batch_rows(k: int) -> int:
     return max(1, min(MAX_BATCH_ROWS, MAX_BATCH_ITEMS // max(1, k)))
 
 
-def _known_users(retriever: Retriever, *, batch_rows: int) -> Iterator[_Rows]:
+def _known_users(retriever: Retriever, *, batch_rows: int) -> Generator[_Rows]:
     for rows in chunk_slices(len(retriever.user_ids), length=batch_rows):
         user_rows = np.arange(rows.start, rows.stop)
         yield _Rows({"user_id": _id_column(retriever.user_ids.ids(user_rows))}, "the users of the model")

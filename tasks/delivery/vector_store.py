@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
@@ -23,6 +23,10 @@ if TYPE_CHECKING:  # the settings are read by commands that need none of these l
     from numpy.typing import NDArray
 
     from recsys_core.serving.ids import Id
+
+
+ServerUrl = Annotated[str, Field(max_length=1_000, pattern=r"^https?://[^/\s@?#]+(/[^\s@?#]*)?$")]
+"""Address of a server, without credentials."""
 
 
 class VectorStore(Protocol):

@@ -267,7 +267,7 @@ def _compare_with_version(
     )
     popularity = {name: metrics for name, metrics in gate.baseline_metrics.items() if name == "popularity"}
     evidence += baseline_evidence(gate.config, new, popularity) + serving_evidence(gate.config, new, gate.exact_metrics)
-    verdict, reasons = _decided(gate, evidence)
+    verdict, reasons = _decided(gate, evidence, has_other_version=True)
     if other.num_unknown:
         reasons = (
             *reasons,
@@ -284,14 +284,18 @@ def _compare_with_version(
     )
 
 
-def _decided(gate: _Gate, evidence: Sequence[Evidence]) -> tuple[Verdict, tuple[str, ...]]:
-    """Return the verdict, its reasons, and sentences about users that are too few."""
+def _decided(gate: _Gate, evidence: Sequence[Evidence], *, has_other_version: bool) -> tuple[Verdict, tuple[str, ...]]:
+    """Return the verdict, its reasons, and sentences about users that are too few.
+
+    has_other_version: the first comparison is with another version, so its margin counts, and it is the reason of a promotion.
+    """
     verdict, reasons = decide(evidence)
     match verdict:
         case "promoted":
-            is_of_version = evidence[0].baseline.startswith("version") if evidence else False
-            reasons = (*(reasons[:1] if is_of_version else reasons), *missing_evidence(evidence))
-            return verdict, (*reasons, *small_margin(evidence, config=gate.config))
+            if not has_other_version:
+                return verdict, (*reasons, *missing_evidence(evidence))
+            margin_sentence = small_margin(evidence[0].comparison, config=gate.config)
+            return verdict, (reasons[0], *missing_evidence(evidence), *margin_sentence)
         case "not_enough_data":
             sample = gate.tester.sample
             return verdict, (
@@ -306,6 +310,6 @@ def _compare_with_baselines(gate: _Gate, new: ServedMetrics, *, situation: str) 
     """Compare a version with the baselines of the config. Without a champion, a version must be better than each of them."""
     evidence = baseline_evidence(gate.config, new, gate.baseline_metrics)
     evidence += serving_evidence(gate.config, new, gate.exact_metrics)
-    verdict, reasons = _decided(gate, evidence)
+    verdict, reasons = _decided(gate, evidence, has_other_version=False)
     reasons = (situation, *reasons) if verdict == "promoted" else (*reasons, situation)
     return Decision(verdict, reasons, new.users.means("served") | means(gate.exact_metrics), tuple(evidence))

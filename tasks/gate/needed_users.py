@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from recsys_core.comparison.decision import Evidence
+from recsys_core.comparison.rules import Comparison
 from recsys_core.dataset.events import EventStore
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US
@@ -59,10 +60,9 @@ def days_with_users(store: EventStore, num_users: int) -> int | None:
     return int((last_time_U.max() - first_time) // DAY_US) + 1
 
 
-def small_margin(evidence: Sequence[Evidence], *, config: RegistryConfig) -> tuple[str, ...]:
-    """Return a sentence if the users are too few for the margin of the first comparison; empty if they are enough."""
-    detectable_drop = evidence[0].comparison.detectable_drop if evidence else None
-    margin = config.gate.max_relative_drop
+def small_margin(comparison: Comparison, *, config: RegistryConfig) -> tuple[str, ...]:
+    """Return a sentence if the users of a comparison are too few for the margin of the gate; empty if they are enough."""
+    detectable_drop, margin = comparison.detectable_drop, config.gate.max_relative_drop
     if detectable_drop is None or not margin < detectable_drop < math.inf:
         return ()
     return (

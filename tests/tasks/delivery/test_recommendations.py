@@ -29,7 +29,7 @@ def output(tmp_path: Path) -> Path:
 def write(retriever: Retriever, users: list[str], output: Path) -> BatchSummary:
     options = {"exclude_seen": True}
     return write_recommendations(
-        retriever, users, folder=output, k=K, options=options, scratch_folder=output.parent / "scratch"
+        retriever, users, folder=output, k=K, options=options, lock_file=output.parent / "lock"
     )
 
 
@@ -83,7 +83,7 @@ def test_progress_reaches_the_number_of_rows(retriever: Retriever, output: Path,
         folder=output,
         k=1,
         options={},
-        scratch_folder=output.parent,
+        lock_file=output.parent / "lock",
         on_progress=lambda num_done, num_rows: calls.append((num_done, num_rows)),
     )
     assert calls == [(16, 40), (32, 40), (40, 40)]
@@ -108,6 +108,7 @@ def test_an_invalid_file_leaves_the_earlier_recommendations(
         write(retriever, [str(tmp_path / "users.parquet")], output)
     assert read(output) == earlier_rows
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".recs")] == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "recs", "users.parquet"]
 
 
 def test_a_folder_with_other_files_is_not_replaced(retriever: Retriever, output: Path) -> None:
@@ -116,3 +117,14 @@ def test_a_folder_with_other_files_is_not_replaced(retriever: Retriever, output:
     with pytest.raises(InputError, match="is not a folder of recommendations"):
         write(retriever, [], output)
     assert (output / "thesis.txt").is_file()
+
+
+def test_the_leftovers_of_a_killed_process_are_removed(retriever: Retriever, output: Path) -> None:
+    write(retriever, [], output)
+    expected_rows = read(output)
+    output.rename(output.with_name(".recs.old"))  # killed between the two renames
+    output.with_name(".recs.new").mkdir()
+    (output.with_name(".recs.new") / "part-00000.parquet").write_text("half")
+    write(retriever, [], output)
+    assert read(output) == expected_rows
+    assert list(output.parent.glob(".recs*")) == []

@@ -288,3 +288,14 @@ def test_a_champion_that_loses_to_versions_that_are_not_promoted_is_reported(
     assert (evidence > 20, len(registered.reasons)) == (is_worse, 1 + is_worse)
     if is_worse:
         assert registered.reasons[1].startswith("version 1 has been losing to versions that were not promoted")
+
+
+def test_the_margin_is_not_a_reason_of_a_version_that_is_compared_only_with_baselines(
+    workspace: Path, stages: BuildStages, predicted_here: list[str]
+) -> None:
+    rule = PairedBootstrap(min_users=2, max_relative_drop=0.001)
+    registration = do_register(stages(), run_of(workspace, "one"), gate=rule, baselines=("popularity",))
+    assert registration.promoted
+    assert registration.reasons[0] == "there was no champion"
+    assert "of popularity" in registration.reasons[1]
+    assert not [reason for reason in registration.reasons if "test a margin" in reason]

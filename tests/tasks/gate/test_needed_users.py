@@ -113,9 +113,8 @@ def test_a_margin_below_the_one_that_the_users_allow_is_reported() -> None:
     baseline_U = generator.random(1_000) < 0.2
     new_U = baseline_U | (generator.random(1_000) < 0.05)
     comparison = PairedBootstrap(num_resamples=500).compare(new_U * 1.0, baseline_U * 1.0, baseline="version 1")
-    evidence = [Evidence(subject="recall@20", baseline="version 1", comparison=comparison)]
     assert comparison.is_accepted and comparison.detectable_drop is not None and comparison.detectable_drop > 0.05
-    (sentence,) = small_margin(evidence, config=RegistryConfig())
+    (sentence,) = small_margin(comparison, config=RegistryConfig())
     assert sentence.startswith(f"these test users allow to test a margin of {100 * comparison.detectable_drop:.1f} %, but")
-    assert small_margin(evidence, config=RegistryConfig(gate=PairedBootstrap(max_relative_drop=0.9))) == ()
-    assert small_margin([], config=RegistryConfig()) == ()
+    assert small_margin(comparison, config=RegistryConfig(gate=PairedBootstrap(max_relative_drop=0.9))) == ()
+    assert small_margin(Margin().compare(new_U * 1.0, baseline_U * 1.0, baseline="version 1"), config=RegistryConfig()) == ()

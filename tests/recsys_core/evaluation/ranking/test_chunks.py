@@ -11,21 +11,14 @@ from recsys_core.evaluation.ranking import chunks as chunks_module
 from recsys_core.evaluation.ranking.catalogue import rank_catalogue, rank_in_chunks
 from recsys_core.evaluation.ranking.chunks import CpuChunk, Grid, inner_products
 from recsys_core.evaluation.ranking.queries import Queries, tie_order
+from tests.recsys_core.evaluation.ranking.random_queries import random_queries_and_items
 
 ITEMS, QUERIES, DIM = 5_003, 150, 24
 
 
 @pytest.fixture
 def queries_and_items() -> tuple[Queries, torch.Tensor]:
-    """Return random queries with seen items and targets, and item vectors of which a third are equal to another one."""
-    random = np.random.default_rng(7)
-    item_ID = random.normal(size=(ITEMS, DIM)).astype(np.float32)
-    item_ID[random.choice(ITEMS, ITEMS // 3, replace=False)] = item_ID[random.choice(ITEMS, ITEMS // 3)]
-    seen, targets = (
-        JaggedArray.from_lengths(np.full(QUERIES, length), random.integers(0, ITEMS, QUERIES * length)) for length in (20, 9)
-    )
-    query_BD = torch.from_numpy(random.normal(size=(QUERIES, DIM)).astype(np.float32))
-    return Queries(query_BD, is_known_B=np.ones(QUERIES, np.bool_), seen=seen, targets=targets), torch.from_numpy(item_ID)
+    return random_queries_and_items(num_queries=QUERIES, num_items=ITEMS, dim=DIM)
 
 
 @pytest.mark.parametrize("top_only", [False, True])

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation.ranking import chunks
 from recsys_core.evaluation.ranking.catalogue import rank_catalogue
-from recsys_core.evaluation.ranking.queries import Queries
 from recsys_core.evaluation.ranking.served import among_candidates
 from recsys_core.training.export.ranking import rank_on_ranks
 from tests.gloo import run_ranks
+from tests.recsys_core.evaluation.ranking.random_queries import random_queries_and_items
 from tests.recsys_core.training.export.shares import process_of, share_of
 
 ITEMS, QUERIES, DIM, K = 5_003, 157, 24, 30
@@ -20,22 +19,10 @@ SIZES = {"BOUND_COLUMNS": 256, "BLOCK_COLUMNS": 600, "TILE_COLUMNS": 128, "CHUNK
 """Small sizes: eight blocks of 640 columns, of which the last has a narrow tile, and chunks of 64 queries."""
 
 
-def random_queries_and_items() -> tuple[Queries, torch.Tensor]:
-    """Return queries with seen items and targets, and item vectors of which a third are equal to another one."""
-    random = np.random.default_rng(7)
-    item_ID = random.normal(size=(ITEMS, DIM)).astype(np.float32)
-    item_ID[random.choice(ITEMS, ITEMS // 3, replace=False)] = item_ID[random.choice(ITEMS, ITEMS // 3)]
-    seen, targets = (
-        JaggedArray.from_lengths(np.full(QUERIES, length), random.integers(0, ITEMS, QUERIES * length)) for length in (20, 9)
-    )
-    query_BD = torch.from_numpy(random.normal(size=(QUERIES, DIM)).astype(np.float32))
-    return Queries(query_BD, is_known_B=np.ones(QUERIES, np.bool_), seen=seen, targets=targets), torch.from_numpy(item_ID)
-
-
 def rank_own_queries(rank: int, folder: Path, query_ranges: list[tuple[int, int]]) -> None:
     for name, size in SIZES.items():
         setattr(chunks, name, size)
-    (queries, item_ID), process = random_queries_and_items(), process_of(rank)
+    (queries, item_ID), process = random_queries_and_items(num_queries=QUERIES, num_items=ITEMS, dim=DIM), process_of(rank)
     items, own_queries = share_of(item_ID, process), queries.take(np.arange(*query_ranges[rank]))
     cold_row_C = np.arange(3, ITEMS, 11)
     own_cold = among_candidates(own_queries, cold_row_C, num_items=ITEMS)
@@ -64,7 +51,7 @@ def test_ranks_compute_the_ranking_of_one_process(
     run_ranks(rank_own_queries, world_size=len(query_ranges), arguments=(tmp_path, query_ranges))
     for name, size in SIZES.items():
         monkeypatch.setattr(chunks, name, size)
-    queries, item_ID = random_queries_and_items()
+    queries, item_ID = random_queries_and_items(num_queries=QUERIES, num_items=ITEMS, dim=DIM)
     cold_row_C = np.arange(3, ITEMS, 11)
     expected = {
         "full": rank_catalogue(queries, item_vector_ID=item_ID, k=K),

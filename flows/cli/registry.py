@@ -100,7 +100,6 @@ def recommend(config: PipelineConfig, *, model_uri: str | None, as_json: bool) -
 
 def serve(config: PipelineConfig, *, alias: str) -> None:
     """Serve the version with an alias over HTTP until Ctrl-C or SIGTERM."""
-    from tasks.serve.registry_champion import RegistryChampion
     from tasks.serve.server import serve as serve_champion
 
     stop = threading.Event()
@@ -120,8 +119,14 @@ def serve(config: PipelineConfig, *, alias: str) -> None:
         )
 
     with output.log_lines():
-        champion = RegistryChampion(config.workspace, model_name=config.registry.model_name, alias=alias)
-        serve_champion(config.serve, champion, stop=stop, on_ready=print_address)
+        serve_champion(
+            config.serve,
+            config.workspace,
+            model_name=config.registry.model_name,
+            alias=alias,
+            stop=stop,
+            on_ready=print_address,
+        )
 
 
 def releases(loaded: LoadedConfig, *, as_json: bool) -> None:

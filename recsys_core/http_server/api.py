@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 from recsys_core.errors import InputError, printable, shown
 from recsys_core.http_server.access import RequestError
 from recsys_core.http_server.config import ServeConfig
+from recsys_core.serving.requests import DEFAULT_K
 
 MAX_ID_CHARACTERS = 1_000
 _INT64 = Field(ge=-(2**63), lt=2**63)
@@ -76,10 +77,10 @@ class RegistryState(_Body):
 class Readiness(_Body):
     """The served version, and why a newer champion is not served."""
 
-    status: str = Field(description="`ready` while a version is served", examples=["ready"])
+    status: str = Field(description="`ready`", examples=["ready"])
     version: str | None = Field(description="number of the served version", examples=["7"])
     problem: str | None = Field(description="why the champion of the registry is not served; null if it is")
-    registry: RegistryState | None
+    registry: RegistryState
 
 
 def request_bodies(limits: ServeConfig) -> Bodies:
@@ -118,7 +119,7 @@ def _params(limits: ServeConfig) -> dict[str, Any]:
         ),
     ]
     return {
-        "k": (Annotated[StrictInt, Field(ge=1, le=limits.max_k, description="number of items per row")], 10),
+        "k": (Annotated[StrictInt, Field(ge=1, le=limits.max_k, description="number of items per row")], DEFAULT_K),
         "exclude_seen": (Annotated[StrictBool, Field(description="leave out the items of the histories")], True),
         "exclude_stored_history": (
             Annotated[StrictBool, Field(description="leave out a stored history also if the row has another one")],
@@ -140,7 +141,7 @@ def _request(
     name: str, row: type[BaseModel], params: type[BaseModel], *, limits: ServeConfig, example: dict[str, Any]
 ) -> type[BaseModel]:
     rows = Field(min_length=1, max_length=limits.max_rows, description="one object per query")
-    options = Field(None, description="options; without them, each row gets 10 items")
+    options = Field(None, description=f"options; without them, each row gets {DEFAULT_K} items")
     list_type: Any = list
     fields = {"rows": (list_type[row], rows), "params": (params | None, options)}
     body = _model(name, _Body, "Rows, and options for all of them.", fields)
@@ -164,7 +165,7 @@ def parse_body(content: bytes, model: type[BaseModel], *, limits: ServeConfig) -
         model.model_validate(body)
     except ValidationError as error:
         raise InputError(_first_problem(error)) from None
-    num_rows, k = len(body["rows"]), (body.get("params") or {}).get("k", 10)
+    num_rows, k = len(body["rows"]), (body.get("params") or {}).get("k", DEFAULT_K)
     if num_rows * k > limits.max_results:
         raise InputError(
             f"{num_rows} rows with k = {k} are {num_rows * k} items; at most {limits.max_results} are allowed; send fewer rows"

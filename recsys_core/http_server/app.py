@@ -53,7 +53,8 @@ class _Predictor:
         if all(answer.error is not None for answer in result):
             raise InputError(f"rows.0: {result[0].error}")
         for answer in result:
-            metrics.PREDICTIONS.labels(answer.version, answer.fallback or "none").inc()
+            origin = "error" if answer.error is not None else answer.fallback or "none"
+            metrics.PREDICTIONS.labels(answer.version, origin).inc()
         has_vectors = bool(parsed.options.get("with_vectors"))
         predictions = [answer.to_dict(with_vectors=has_vectors) for answer in result]
         return Response(orjson.dumps({"predictions": predictions}), media_type=JSON)
@@ -93,8 +94,8 @@ def create_app(follower: Follower, *, limits: ServeConfig, token: str | None) ->
 
     @app.get("/readyz", **documented(None, "Return which version is served, and why a newer champion is not."))
     async def readyz() -> Response:
-        status, content = readiness(follower.state, follower.champion)
-        return Response(content.model_dump_json(), status, media_type=JSON)
+        assert follower.champion is not None  # the server starts after the first version is loaded
+        return Response(readiness(follower.state, follower.champion).model_dump_json(), media_type=JSON)
 
     @app.get("/metrics", **documented(None, "Return the metrics in Prometheus' text format.", content_type="text/plain"))
     async def prometheus_metrics(request: Request) -> Response:
@@ -137,10 +138,8 @@ def _problem(status: int, message: str, headers: Mapping[str, str] | None = None
     return Response(orjson.dumps({"error": message}), status, headers=dict(headers or {}), media_type=JSON)
 
 
-def readiness(state: WorkerState, champion: Champion | None) -> tuple[int, Readiness]:
-    """Return status and content: 200 while a version is served, also if a newer one or the registry does not work."""
-    if champion is None or state.version is None:
-        return 503, Readiness(status="no version is loaded", version=None, problem=state.problem, registry=None)
+def readiness(state: WorkerState, champion: Champion) -> Readiness:
+    """Return what is served, why a newer champion is not, and whether the registry answers."""
     down_since = champion.registry_down_since
     registry = RegistryState(
         answered_at=_time(champion.registry_answered_at),
@@ -148,7 +147,7 @@ def readiness(state: WorkerState, champion: Champion | None) -> tuple[int, Readi
         problem=champion.registry_problem,
     )
     problem = champion.problem or state.problem
-    return 200, Readiness(status="ready", version=state.version, problem=problem, registry=registry)
+    return Readiness(status="ready", version=state.version, problem=problem, registry=registry)
 
 
 def _time(seconds: float) -> str:

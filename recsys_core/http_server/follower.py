@@ -13,7 +13,7 @@ from pathlib import Path
 from recsys_core.errors import NightjarError, StageError, first_line
 from recsys_core.http_server import metrics
 from recsys_core.http_server.release import RELEASE_NAME, Champion, Release, WorkerState
-from recsys_core.http_server.served_model import Model, Query, Result, ServedModel
+from recsys_core.http_server.served_model import Query, Result, ServedModel
 from recsys_core.serving.retriever import Retriever
 
 LOG = logging.getLogger("nightjar.serve")
@@ -31,17 +31,12 @@ class Follower:
 
     def __init__(self, folder: Path, *, state_path: Path, pid: int) -> None:
         self._release_path, self._state_path = folder / RELEASE_NAME, state_path
-        self._model: Model | None = None
+        self._model: ServedModel | None = None
         self._release: Release | None = None
         self._state = WorkerState(pid=pid, version=None)
         self.champion: Champion | None = None
         self._stop_event = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
-
-    @property
-    def model(self) -> Model | None:
-        """The served model; None until the first one is loaded."""
-        return self._model
 
     @property
     def state(self) -> WorkerState:
@@ -54,27 +49,25 @@ class Follower:
         return self._model.respond(queries)
 
     def start(self) -> None:
-        """Wait for release.json, load its version, and follow the file from then on.
+        """Load the version in release.json, and follow the file from then on.
 
         Raises:
             StageError: the version does not load.
         """
-        while not self.check():
-            if self._stop_event.wait(CHECK_INTERVAL_S):
-                return
+        self.check()
         if self._model is None:
-            raise StageError(self._state.problem or "there is no version to serve")
+            raise StageError(self._state.problem or f"{self._release_path}: no such file")
         self._thread.start()
 
     def stop(self) -> None:
         """Do not follow the file any more."""
         self._stop_event.set()
 
-    def check(self) -> bool:
-        """Read release.json, and load its version if it is another one. Return False if there is no file."""
+    def check(self) -> None:
+        """Read release.json, and load its version if it is another one."""
         champion = Champion.read(self._release_path)
         if champion is None:
-            return False
+            return
         self.champion = champion
         metrics.REGISTRY_UP.set(champion.registry_problem is None)
         if self._release is None or champion.release != self._release:
@@ -82,7 +75,6 @@ class Follower:
                 self._replace(champion.release)
         elif self._state.refused_version is not None:  # the command has returned to the served version
             self._set_state(WorkerState(pid=self._state.pid, version=self._release.version))
-        return True
 
     def _replace(self, release: Release) -> None:
         try:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,21 +22,6 @@ Result = list[Answer] | Exception
 """The answers of the rows of a request, or why it has none: an InputError, or the exception of a bug."""
 
 
-class Model(Protocol):
-    """What the server needs of a model."""
-
-    @property
-    def version(self) -> str:
-        """Number of the version in the registry."""
-
-    @property
-    def space_id(self) -> str:
-        """Id of the vector space."""
-
-    def respond(self, queries: Sequence[Query]) -> list[Result]:
-        """Return the result of each query."""
-
-
 @dataclass
 class _Group:
     """Queries with the same options, which one search can answer.
@@ -51,20 +36,10 @@ class _Group:
 
 
 class ServedModel:
-    """A Model of a retriever."""
+    """A retriever that answers batches of requests."""
 
     def __init__(self, retriever: Retriever) -> None:
         self._retriever = retriever
-
-    @property
-    def version(self) -> str:
-        """Number of the version in the registry."""
-        return self._retriever.version
-
-    @property
-    def space_id(self) -> str:
-        """Id of the vector space."""
-        return self._retriever.space_id
 
     def respond(self, queries: Sequence[Query]) -> list[Result]:
         """Return the result of each query. Queries with the same options share a search."""

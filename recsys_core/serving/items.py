@@ -89,7 +89,10 @@ class ItemTable:
 
     def most_frequent(self, column: str) -> Any:
         """Return the most frequent value of a filter column in the form that JSON has for it; None without a value."""
-        counts = pc.value_counts(self._filters[column].drop_null())
+        values = self._filters[column].drop_null()
+        if pa.types.is_floating(values.type):
+            values = values.filter(pc.is_finite(values))  # JSON has no NaN and no infinity
+        counts = pc.value_counts(values)
         if not len(counts):
             return None
         value = counts.field("values")[int(np.argmax(counts.field("counts").to_numpy()))].as_py()
@@ -134,12 +137,27 @@ def _is_match(values: pa.ChunkedArray, column: str, operator: str, operand: Any)
         if not isinstance(operand, list | tuple):
             raise InputError(f"filter: {column!r} in {shown(operand)}: pass a list of values")
         value_set = [_parsed(value, values.type, column) for value in operand]
-        return pc.is_in(values, value_set=pa.array(value_set, pa.float64() if _has_floats(value_set) else values.type))
+        if pa.types.is_integer(values.type):
+            value_set = [int(value) for value in value_set if value == int(value) and _has_room(values.type, int(value))]
+        return pc.is_in(values, value_set=pa.array(value_set, values.type))
     if not (_is_number(values.type) or pa.types.is_timestamp(values.type)):
         raise InputError(f"filter: column {column!r} has no order ({values.type}); filter it with `in`")
     if operator == "since" and not pa.types.is_timestamp(values.type):
         raise InputError(f"filter: column {column!r} has no times ({values.type}); use ge instead of since")
-    return _COMPARISONS[operator](values, pa.scalar(_parsed(operand, values.type, column)))
+    limit = _parsed(operand, values.type, column)
+    if pa.types.is_integer(values.type):
+        # A column of integers is compared with an integer, because Arrow does not convert all integers to floats.
+        limit = math.ceil(limit) if operator in ("ge", "lt") else math.floor(limit)
+        values = values.cast(pa.int64())
+    elif pa.types.is_floating(values.type):
+        limit = float(limit)
+    return _COMPARISONS[operator](values, pa.scalar(limit))
+
+
+def _has_room(data_type: pa.DataType, value: int) -> bool:
+    """Return whether an integer type has a value."""
+    info = np.iinfo(data_type.to_pandas_dtype())
+    return bool(info.min <= value <= info.max)
 
 
 def _parsed(value: Any, data_type: pa.DataType, column: str) -> Any:
@@ -158,7 +176,7 @@ def _parsed(value: Any, data_type: pa.DataType, column: str) -> Any:
             return time
         expected = "a time such as 2026-11-25T06:00:00Z"
     else:
-        if isinstance(value, str) and value.isprintable():
+        if isinstance(value, str) and _is_unicode(value):
             return value
         expected = "a string"
     raise InputError(f"filter: {shown(value)} is no value of column {column!r}; pass {expected}")
@@ -179,5 +197,10 @@ def _is_number(data_type: pa.DataType) -> bool:
     return bool(pa.types.is_integer(data_type) or pa.types.is_floating(data_type))
 
 
-def _has_floats(values: list[Any]) -> bool:
-    return any(isinstance(value, float) for value in values)
+def _is_unicode(text: str) -> bool:
+    """Return whether a text can be encoded; half a surrogate pair, which JSON can contain, cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

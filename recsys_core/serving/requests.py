@@ -27,6 +27,7 @@ _TYPE_BY_PARAM: dict[str, tuple[type, ...]] = {
     "filter": (Mapping, str),
     "with_vectors": (bool,),
 }
+DEFAULT_K = 10
 PARAMS = tuple(_TYPE_BY_PARAM)
 """Names of the params of a request."""
 _OPTIONAL_PARAMS = ("exclude", "min_score", "filter")
@@ -106,7 +107,7 @@ def _parse_columns(request: Mapping[str, Any]) -> tuple[dict[str, list[Any]], in
 def _parse_params(params: Any) -> "tuple[int, SearchOptions]":
     """Return k, and the options that are set."""
     if params is None:
-        return 10, {}
+        return DEFAULT_K, {}
     if not isinstance(params, Mapping):
         raise InputError(f"params is of type {type(params).__name__}; pass an object")
     if unknown_params := [str(name) for name in params if name not in PARAMS]:
@@ -117,7 +118,7 @@ def _parse_params(params: Any) -> "tuple[int, SearchOptions]":
             raise InputError(f"params: {name} is null; set a value, or leave it out")
         if value is not None:
             options[name] = _parse_param(name, value)
-    k = options.pop("k", 10)
+    k = options.pop("k", DEFAULT_K)
     return k, options  # type: ignore[return-value]  # the types have been checked
 
 

@@ -22,7 +22,7 @@ from recsys_core.serving.description import DESCRIPTION_NAME, GOLDEN_NAME, descr
 from recsys_core.serving.given_features import GivenFeature
 from recsys_core.serving.golden import verify_golden
 from recsys_core.serving.ids import Id
-from recsys_core.serving.items import Filter
+from recsys_core.serving.items import Filter, ItemTable
 from recsys_core.serving.top_items import Candidates, IndexSearch, TopItems
 
 MAX_BATCH_RESULTS = 1 << 20
@@ -105,8 +105,10 @@ class Retriever:
         self._item_by_popularity_I = contents.item_by_popularity_I
         self._popularity_share_I = contents.popularity_share_I
         self._stored_vectors = stored_vectors(contents.index)
+        # The cache does not refer to the Retriever: in a reference cycle, a replaced model would stay in memory.
+        self._select = functools.partial(_select, contents.items, contents.index)
         self._remembered_selection = functools.lru_cache(MAX_REMEMBERED_FILTERS)(
-            lambda filter_json: self._select(json.loads(filter_json))
+            functools.partial(_select_json, contents.items, contents.index)
         )
 
     @classmethod
@@ -260,13 +262,11 @@ class Retriever:
         """Return the items that satisfy a filter. The last filters are remembered, because most requests repeat one."""
         try:
             filter_json = json.dumps(item_filter)
+        except RecursionError:
+            raise InputError("filter: has too many levels; write conditions by column") from None
         except (TypeError, ValueError):  # e.g. a datetime
             return self._select(item_filter)
         return self._remembered_selection(filter_json)
-
-    def _select(self, item_filter: Filter) -> tuple[NDArray[np.bool_], Selection]:
-        is_allowed_I = self.items.matching(item_filter)
-        return is_allowed_I, Selection(self._index, is_allowed_I)
 
     def _queries(
         self,
@@ -383,6 +383,15 @@ def _find_package(folder: Path) -> tuple[Path, str]:
         if (path := package_folder / DESCRIPTION_NAME).is_file():
             return package_folder, record_file(path).sha256
     return folder / "package", description_sha256(require_manifest(folder, PackageManifest))
+
+
+def _select(items: ItemTable, index: Any, item_filter: Filter) -> tuple[NDArray[np.bool_], Selection]:
+    is_allowed_I = items.matching(item_filter)
+    return is_allowed_I, Selection(index, is_allowed_I)
+
+
+def _select_json(items: ItemTable, index: Any, filter_json: str) -> tuple[NDArray[np.bool_], Selection]:
+    return _select(items, index, json.loads(filter_json))
 
 
 def _checked_options(k: int, options: SearchOptions) -> SearchOptions:

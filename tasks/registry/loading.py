@@ -93,12 +93,18 @@ def load_model(uri: str, *, client: MlflowClient, workspace: Path) -> PyFuncMode
     return mlflow.pyfunc.load_model(str(folder), model_config=model_config)
 
 
-def fetch_model(uri: str, *, client: MlflowClient, workspace: Path) -> tuple[Path, dict[str, str]]:
+def fetch_model(
+    uri: str, *, client: MlflowClient, workspace: Path, download_folder: Path | None = None
+) -> tuple[Path, dict[str, str]]:
     """Return the folder of the version at `uri`, downloaded if it is remote, and the model config for MLflow.
 
     The model config contains the sha256 in the version's tag, which the package must have. A version in the MLflow of the
     workspace must be a model that a run of the workspace logged: its files are below the workspace and unchanged. Code of the
     model is not executed.
+
+    Args:
+        download_folder: folder for a copy of a version that is not in the MLflow of the workspace. Without it, MLflow chooses a
+            folder, or returns the artifacts of the registry itself.
 
     Raises:
         StageError: the version does not have the tag, or is another model.
@@ -111,15 +117,19 @@ def fetch_model(uri: str, *, client: MlflowClient, workspace: Path) -> tuple[Pat
             "verified; register the model again, and remove the version's alias if it has one"
         )
     is_embedded = client.tracking_uri == f"sqlite:///{workspace.absolute()}/mlflow.db"
-    folder = _download(f"models:/{model_name}/{version_number}", client)
+    folder = _download(f"models:/{model_name}/{version_number}", client, folder=None if is_embedded else download_folder)
     if is_embedded:
         _require_logged_model(folder, workspace, uri)
     return folder, {PACKAGE_SHA256_KEY: sha256, VERSION_KEY: str(version_number)}
 
 
-def _download(uri: str, client: MlflowClient) -> Path:
+def _download(uri: str, client: MlflowClient, *, folder: Path | None = None) -> Path:
     mlflow.set_tracking_uri(client.tracking_uri)  # MLflow reads the address of the registry from the global settings
-    return Path(mlflow.artifacts.download_artifacts(uri, tracking_uri=client.tracking_uri))
+    return Path(
+        mlflow.artifacts.download_artifacts(
+            uri, tracking_uri=client.tracking_uri, dst_path=None if folder is None else str(folder)
+        )
+    )
 
 
 def record_logged_model(uri: str, *, client: MlflowClient, workspace: Path) -> None:

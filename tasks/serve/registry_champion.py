@@ -13,7 +13,6 @@ from tasks.registry.releases import version_number_by_alias
 
 LOG = logging.getLogger("nightjar")
 FETCH_TIMEOUT_S = 3_600.0
-NUM_KEPT_DOWNLOADS = 2
 REFUSAL_S = 600.0
 """Seconds after which a version that did not load is tried again, because the memory or the disk may have been full."""
 
@@ -24,15 +23,16 @@ class RegistryChampion:
     Args:
         workspace: workspace of the pipeline, whose MLflow is used unless MLFLOW_TRACKING_URI is set.
         alias: alias of the version to serve.
+        folder: folder for the versions of another MLflow, which are copied there.
     """
 
-    def __init__(self, workspace: Path, *, model_name: str, alias: str = "champion") -> None:
-        self._workspace, self._model_name, self._alias = workspace, model_name, alias
+    def __init__(self, workspace: Path, *, model_name: str, alias: str, folder: Path) -> None:
+        self._workspace, self._model_name, self._alias, self._folder = workspace, model_name, alias, folder
         self._champion: Champion | None = None
         self._former_release: Release | None = None
         self._refused_version: str | None = None
         self._refused_until_s = 0.0
-        self._downloads: list[Path] = []
+        self._release_by_version: dict[str, Release] = {}
 
     def poll(self) -> Champion:
         """Return the version to serve. If the registry does not answer or its champion cannot be fetched, keep the version.
@@ -91,8 +91,10 @@ class RegistryChampion:
             return Champion(release=current.release, problem=current.problem, registry_answered_at=now)
         try:
             release = self._fetch(number)
-            self._former_release = None if current is None else current.release
+            if current is not None and self._former_release is None:  # otherwise no process has proved the current release
+                self._former_release = current.release
             self._refused_version = None
+            self._remove_other_versions(release)
             return Champion(release=release, registry_answered_at=now)
         except Exception as error:  # any error of MLflow, the artifact store or a damaged version
             if current is None:
@@ -103,25 +105,38 @@ class RegistryChampion:
             return Champion(release=current.release, problem=problem, registry_answered_at=now)
 
     def _fetch(self, number: str | None) -> Release:
-        """Return the package of a version, downloaded if the registry is remote. Remove older downloads."""
+        """Return the package of a version. A version that was fetched before is not fetched again."""
         if number is None:
             raise StageError(
                 f"the registered model {self._model_name!r} has no version with the alias {self._alias}; register one with "
                 "`nightjar run`, or choose one with `nightjar promote`"
             )
+        if number not in self._release_by_version:
+            download_folder = self._folder / number
+            try:
+                self._release_by_version[number] = self._fetched(number, download_folder)
+            except Exception:
+                shutil.rmtree(download_folder, ignore_errors=True)
+                raise
+        return self._release_by_version[number]
+
+    def _fetched(self, number: str, download_folder: Path) -> Release:
         client = connect(self._workspace)
         uri = f"models:/{self._model_name}/{number}"
+        download_folder.mkdir(parents=True, exist_ok=True)
         try:
             folder, model_config = call_with_deadline(
-                lambda: fetch_model(uri, client=client, workspace=self._workspace),
+                lambda: fetch_model(uri, client=client, workspace=self._workspace, download_folder=download_folder),
                 uri=client.tracking_uri,
                 timeout_s=FETCH_TIMEOUT_S,
             )
         except NightjarError as error:
             raise type(error)(f"version {number} cannot be fetched: {error}") from None
-        if not folder.resolve().is_relative_to(self._workspace.resolve()) and folder not in self._downloads:
-            self._downloads.append(folder)
-            for old_folder in self._downloads[:-NUM_KEPT_DOWNLOADS]:  # a process that maps its files can still read them
-                shutil.rmtree(old_folder, ignore_errors=True)
-            self._downloads = self._downloads[-NUM_KEPT_DOWNLOADS:]
         return Release(version=number, folder=folder / "artifacts" / "package", sha256=model_config[PACKAGE_SHA256_KEY])
+
+    def _remove_other_versions(self, release: Release) -> None:
+        """Remove the copies of versions that are neither served nor the version before. A mapped file stays readable."""
+        kept_versions = {release.version, self._former_release and self._former_release.version}
+        for version in [version for version in self._release_by_version if version not in kept_versions]:
+            del self._release_by_version[version]
+            shutil.rmtree(self._folder / version, ignore_errors=True)

@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from prometheus_client.multiprocess import mark_process_dead
+
 from recsys_core.errors import InputError, StageError
 from recsys_core.http_server.access import token_from_environment
 from recsys_core.http_server.config import ServeConfig
@@ -25,6 +27,7 @@ START_TIMEOUT_S = 600.0
 MAX_RESTARTS = 10
 """Restarts in a row of a worker that dies before it serves. That is a bug, which a restart does not repair."""
 BACKLOG = 2048
+METRICS_FOLDER = "metrics"
 CHECK_INTERVAL_S = 0.2
 
 
@@ -65,12 +68,13 @@ class _Worker:
         if self.num_restarts >= MAX_RESTARTS:
             raise StageError(f"worker {self._index} ended {MAX_RESTARTS + 1} times, the last time with status {status}")
         LOG.error("worker %d ended with status %s; it is started again", self._index, status)
+        mark_process_dead(self.process.pid, str(self._folder / METRICS_FOLDER))  # removes its gauges
         self.num_restarts += 1
         self.process = self._start()
 
     def _start(self) -> "subprocess.Popen[bytes]":
         descriptor = self._listener.fileno()
-        metrics_folder = self._folder / "metrics"
+        metrics_folder = self._folder / METRICS_FOLDER
         # FAISS reads the number of threads at its import; omp_set_num_threads has no effect on threads that start later.
         threads = {"OMP_NUM_THREADS": str(self._num_threads)}
         environment = os.environ | parent_environment() | threads | {"PROMETHEUS_MULTIPROC_DIR": str(metrics_folder)}
@@ -80,14 +84,17 @@ class _Worker:
 
 def serve(
     config: ServeConfig,
-    champion: RegistryChampion,
+    workspace: Path,
     *,
+    model_name: str,
+    alias: str = "champion",
     stop: threading.Event,
     on_ready: Callable[[str, str], None] = lambda url, version: None,
 ) -> None:
-    """Serve the champion until `stop` is set.
+    """Serve the version with an alias until `stop` is set.
 
     Args:
+        workspace: workspace of the pipeline, whose MLflow is used unless MLFLOW_TRACKING_URI is set.
         on_ready: called when all processes answer, with the address and the version.
 
     Raises:
@@ -95,11 +102,17 @@ def serve(
         StageError, TrackingServerError: there is no champion that loads, or the registry does not answer.
     """
     token_from_environment()  # raises InputError
-    with _listener(config) as listener, TemporaryDirectory(prefix="nightjar-serve-") as folder_name:
+    temporary_folder = TemporaryDirectory(prefix="nightjar-serve-", ignore_cleanup_errors=True)
+    with _listener(config) as listener, temporary_folder as folder_name:
         folder = Path(folder_name)
-        (folder / "metrics").mkdir()
+        (folder / METRICS_FOLDER).mkdir()
         (folder / CONFIG_NAME).write_text(config.model_dump_json())
-        served = champion.poll()
+        champion = RegistryChampion(workspace, model_name=model_name, alias=alias, folder=folder / "versions")
+        poll = _in_thread(champion.poll)  # a download takes long, and must not delay the end
+        while not poll.done():
+            if stop.wait(CHECK_INTERVAL_S):
+                return
+        served = poll.result()
         served.write(folder / RELEASE_NAME)
         workers = [
             _Worker(index, folder=folder, listener=listener, num_threads=config.threads) for index in range(config.num_workers)
@@ -111,6 +124,7 @@ def serve(
             on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}", served.release.version)
             _follow(config, champion, served, workers, release_path=folder / RELEASE_NAME, stop=stop)
         finally:
+            listener.close()  # so that a new connection is refused, instead of waiting for a process that ends
             _end(workers, timeout_s=config.shutdown_timeout_s + 5.0)
 
 
@@ -163,11 +177,15 @@ def _follow(
     poll: Future[Champion] | None = None
     next_poll_s = time.monotonic()
     while not stop.wait(CHECK_INTERVAL_S):
-        if poll is None and (former := _checked(champion, workers, version=served.release.version)) is not None:
+        problem = _problem_with(served.release.version, workers)
+        if poll is None and problem is None and all(_serves(worker, served.release.version) for worker in workers):
+            champion.accept()
+        if poll is None and problem is not None and (former := champion.refuse(problem)) is not None:
             served = former
             _write(served, release_path)
-        for worker in workers:
-            worker.restart_if_dead()
+        if poll is None or problem is None:  # otherwise the end of a worker is the only sign of the problem
+            for worker in workers:
+                worker.restart_if_dead()
         if poll is None and time.monotonic() >= next_poll_s:
             poll = _in_thread(champion.poll)
         if poll is not None and poll.done():
@@ -184,14 +202,14 @@ def _write(served: Champion, release_path: Path) -> None:
         LOG.error("%s cannot be written (%s); the workers keep their version", release_path, error.strerror)
 
 
-def _checked(champion: RegistryChampion, workers: list[_Worker], *, version: str) -> Champion | None:
-    """Return the champion to return to if a worker cannot serve `version`; None if all can, or if there is none."""
-    states = [worker.state for worker in workers]
-    if all(state is not None and state.version == version for state in states):
-        champion.accept()
-        return None
-    problem = next((problem for worker in workers if (problem := worker.problem_with(version)) is not None), None)
-    return None if problem is None else champion.refuse(problem)
+def _serves(worker: _Worker, version: str) -> bool:
+    state = worker.state
+    return state is not None and state.version == version
+
+
+def _problem_with(version: str, workers: list[_Worker]) -> str | None:
+    """Return why a worker cannot serve a version; None if there is no sign of a problem."""
+    return next((problem for worker in workers if (problem := worker.problem_with(version)) is not None), None)
 
 
 def _in_thread(call: Callable[[], Champion]) -> Future[Champion]:

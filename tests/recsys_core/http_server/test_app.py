@@ -7,7 +7,10 @@ import schemathesis
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, Phase, given, settings
 
+from recsys_core.http_server.api import request_bodies
+from recsys_core.http_server.config import ServeConfig
 from recsys_core.http_server.follower import Follower
+from recsys_core.serving.requests import PARAMS
 from recsys_core.serving.retriever import Retriever
 from tests.recsys_core.http_server.conftest import Client
 from tests.recsys_core.serving.conftest import ITEM_IDS, USER_IDS
@@ -74,6 +77,7 @@ def test_similar_items_are_those_of_the_retriever(client: Client, retriever: Ret
         ('{"rows": [{}], "params": {"K": 3}}', 422, "unknown field 'params.K'; see the schema at /openapi.json"),
         ('{"rows": [{}], "params": {"filter": {"colour": {"in": ["red"]}}}}', 422, "colour"),
         ('{"rows": [{"history": [' + ",".join(["1"] * 100_000) + "]}]}", 422, "rows.0.history: the list should have at most"),
+        ('{"rows": [{}], "params": {"filter": {"price": ' + "[" * 999 + "]" * 999 + "}}}", 422, "filter: has too many levels"),
         ('{"rows": [' + ",".join(["{}"] * 900) + '], "params": {"k": 900}}', 422, "900 rows with k = 900 are 810000 items"),
     ],
 )  # fmt: skip
@@ -147,3 +151,8 @@ def test_generated_requests_get_documented_statuses_and_never_5xx(client: Client
         assert response.status_code in (200, 422), (response.status_code, response.text, case.body)
 
     send()
+
+
+def test_the_model_of_the_params_has_the_params_of_the_retriever() -> None:
+    params = request_bodies(ServeConfig()).recommend.model_json_schema()["$defs"]["Params"]["properties"]
+    assert tuple(params) == PARAMS

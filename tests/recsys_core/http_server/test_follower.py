@@ -8,12 +8,20 @@ import pytest
 from recsys_core.errors import StageError
 from recsys_core.http_server.follower import Follower
 from recsys_core.http_server.release import RELEASE_NAME, Champion, Release, WorkerState
+from recsys_core.http_server.served_model import Query
 from recsys_core.manifests import PackageManifest
+from recsys_core.serving.requests import parse
 from tests.recsys_core.http_server.conftest import release_of
 
 
 def write(release: Release, folder: Path) -> None:
     Champion(release=release, registry_answered_at=0.0).write(folder / RELEASE_NAME)
+
+
+def answering_version(follower: Follower) -> str:
+    (answers,) = follower.respond([Query(parse({"rows": [{}]}), is_similar=False)])
+    assert not isinstance(answers, Exception)
+    return answers[0].version
 
 
 def damaged(package: PackageManifest, folder: Path, *, version: str) -> Release:
@@ -25,10 +33,10 @@ def damaged(package: PackageManifest, folder: Path, *, version: str) -> Release:
 
 
 def test_another_version_replaces_the_served_one(follower: Follower, package: PackageManifest, tmp_path: Path) -> None:
-    assert (follower.model and follower.model.version, follower.state.version) == ("7", "7")
+    assert (answering_version(follower), follower.state.version) == ("7", "7")
     write(release_of(package, version="8"), tmp_path)
     follower.check()
-    assert (follower.model and follower.model.version, follower.state.version) == ("8", "8")
+    assert (answering_version(follower), follower.state.version) == ("8", "8")
     state = WorkerState.read(tmp_path / "worker-0.json")
     assert state is not None and (state.version, state.problem) == ("8", None)
 
@@ -36,10 +44,10 @@ def test_another_version_replaces_the_served_one(follower: Follower, package: Pa
 def test_a_damaged_version_is_refused_once_and_the_served_one_stays(
     follower: Follower, package: PackageManifest, tmp_path: Path
 ) -> None:
-    served = follower.model
+    served = follower._model
     write(damaged(package, tmp_path, version="9"), tmp_path)
     follower.check()
-    assert follower.model is served
+    assert follower._model is served and answering_version(follower) == "7"
     assert (follower.state.version, follower.state.refused_version) == ("7", "9")
     assert follower.state.problem is not None and "index.faiss" in follower.state.problem
     state = follower.state

@@ -28,9 +28,7 @@ def output(tmp_path: Path) -> Path:
 
 def write(retriever: Retriever, users: list[str], output: Path) -> BatchSummary:
     options = {"exclude_seen": True}
-    return write_recommendations(
-        retriever, users, folder=output, k=K, options=options, lock_file=output.parent / "lock"
-    )
+    return write_recommendations(retriever, users, folder=output, k=K, options=options, lock_file=output.parent / "lock")
 
 
 def read(output: Path) -> list[dict[str, object]]:

@@ -1,0 +1,83 @@
+"""The champion of a registry outside of the workspace: copies of its versions, and the version before."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from recsys_core.errors import StageError
+from recsys_core.serving.retriever import Retriever
+from tasks.registry.mlflow_client import connect, tracking_uri
+from tasks.serve import registry_champion
+from tasks.serve.registry_champion import RegistryChampion
+from tests.tasks.conftest import Stages
+from tests.tasks.registration import do_register, run_of
+
+BuildStages = Callable[..., Stages]
+
+
+@pytest.fixture
+def choose(
+    workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], None]:
+    """Register three versions in an MLflow that is not that of the server; return a function that moves the alias."""
+    for run_id in ("one", "two", "three"):
+        do_register(stages(), run_of(workspace, run_id))
+    client = connect(workspace)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking_uri(workspace))
+    return lambda version: client.set_registered_model_alias("m", "champion", version)
+
+
+def champion_in(folder: Path) -> RegistryChampion:
+    return RegistryChampion(folder / "workspace", model_name="m", alias="champion", folder=folder / "versions")
+
+
+def test_only_copies_of_versions_that_are_no_longer_needed_are_removed(
+    choose: Callable[[str], None], workspace: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("server")
+    champion = champion_in(folder)
+    files = sorted((workspace / "mlartifacts").rglob("*"))
+    for version in ("1", "2", "3"):
+        choose(version)
+        release = champion.poll().release
+        assert release.version == version and release.folder.is_relative_to(folder / "versions" / version)
+        Retriever.load(release.folder, sha256=release.sha256)
+        champion.accept()
+    assert sorted(path.name for path in (folder / "versions").iterdir()) == ["2", "3"]
+    assert sorted((workspace / "mlartifacts").rglob("*")) == files
+
+
+def test_a_refused_version_leads_back_to_the_last_version_that_was_served(
+    choose: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_champion, "REFUSAL_S", 0.0)
+    champion = champion_in(tmp_path_factory.mktemp("server"))
+    choose("1")
+    served = champion.poll().release
+    champion.accept()
+    choose("2")
+    champion.poll()
+    choose("3")  # before a process has served version 2
+    assert champion.poll().release.version == "3"
+    for _ in range(3):
+        former = champion.refuse("it does not load")
+        assert former is not None and former.release == served and former.problem is not None
+        Retriever.load(served.folder, sha256=served.sha256)
+        assert champion.poll().release.version == "3"  # it is tried again
+
+
+def test_a_failed_download_leaves_nothing(
+    choose: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path_factory.mktemp("server")
+
+    def fail(*_: object, download_folder: Path, **__: object) -> None:
+        (download_folder / "half").write_text("half")
+        raise StageError("the connection broke")
+
+    monkeypatch.setattr(registry_champion, "fetch_model", fail)
+    choose("1")
+    with pytest.raises(StageError, match="version 1 cannot be fetched: the connection broke"):
+        champion_in(folder).poll()
+    assert list((folder / "versions").iterdir()) == []

@@ -35,10 +35,12 @@ def measure_work(work: Callable[[], object]) -> dict[str, Any]:
     sampler = threading.Thread(target=sample)
     sampler.start()
     start_s = time.perf_counter()
-    result = work()
-    seconds = time.perf_counter() - start_s
-    is_finished.set()
-    sampler.join()
+    try:
+        result = work()
+        seconds = time.perf_counter() - start_s
+    finally:
+        is_finished.set()
+        sampler.join()
     del result  # the last sample includes its memory
     return {"seconds": seconds, "peak_anon_bytes": max(anon_bytes), "start_anon_bytes": start_bytes}
 

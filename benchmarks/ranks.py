@@ -107,7 +107,11 @@ def measure_ranks(world_size: int, *, options: argparse.Namespace, top_only: boo
             subprocess.Popen([*command, "--rank", str(rank)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
             for rank in range(num_processes)
         ]
-        outputs = [process.communicate()[0] for process in processes]
+        try:
+            outputs = [process.communicate()[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
         assert not any(process.returncode for process in processes), "a rank failed"
         measurements = [json.loads(output.splitlines()[-1]) for output in outputs]
         digest = hashlib.sha256()

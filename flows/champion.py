@@ -10,8 +10,8 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 from pydantic import Field
 
+from flows.delivery import deliver
 from flows.prefect_runs import ConfigPath, Overrides, load_form_config, name_flow_run, name_unknown_parameters, titled_field
-from flows.push import push_champion
 from flows.runs.mlflow_steps import write_and_log_history_page
 from flows.runs.run_history import run_history
 from flows.settings.pipeline import PipelineConfig
@@ -84,8 +84,7 @@ def _change_champion(config: PipelineConfig, reason: str, change: Callable[[Deci
     name_flow_run(config.name, str(runtime.flow_run.flow_name), reason=reason)
     events = PrefectEvents(runtime.flow_run.id, config.name, reason, run_id=None)
     message = change(Decision(config.registry, config.workspace.absolute(), reason, [events]))
-    if (alarm := push_champion(config)) is not None:
-        message = f"{message}; {alarm}"
+    message = "; ".join((message, *deliver(config)))
     try:
         for past_run in run_history(config.workspace, max_runs=1):
             context = StageContext(past_run.run, experiment=config.registry.experiment)

@@ -11,35 +11,41 @@ from prefect.states import Completed
 
 from flows.prefect_runs import ConfigPath, Overrides, load_form_config, name_flow_run, name_unknown_parameters
 from flows.push import push_champion
-from flows.query import load_retriever, recommend_many
+from flows.query import recommend_many
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, NightjarError, first_line
 from recsys_core.parent_process import die_with_parent
 from tasks.progress.reporting import StageLog
+from tasks.registry.loading import version_with_alias
 
 LOG = logging.getLogger("nightjar")
 
 
-def deliver(config: PipelineConfig, *, is_new_champion: bool) -> list[str]:
-    """Deliver the champion with the settings `delivery`. Log each error, and return it as one sentence.
+def deliver(config: PipelineConfig) -> list[str]:
+    """Deliver the champion to each receiver in `delivery` that has another version. Return the errors, which are also logged.
 
-    The vector stores also get a champion that they do not have yet, for example after an earlier error.
+    A receiver also has another version if an earlier delivery failed.
     """
-    problems = [_write_recommendations(config) if is_new_champion else None, push_champion(config)]
+    problems = [_write_recommendations(config), push_champion(config)]
     return [problem for problem in problems if problem is not None]
 
 
 def _write_recommendations(config: PipelineConfig) -> str | None:
-    """Write the recommendations for many users; return the error as one sentence."""
+    """Write the recommendations for many users if they are not those of the champion; return the error as one sentence."""
     folder = config.delivery.recommendations.folder
     if folder is None:
         return None
-    step = StageLog("recommend")
+    from tasks.delivery.recommendations import version_in  # imports torch and FAISS
+
     try:
-        summary = recommend_many(config, load_retriever(config), folder=folder)
+        champion = version_with_alias(config.workspace.absolute(), model_name=config.registry.model_name)
+        if champion is None or champion == version_in(folder):
+            return None
+        step = StageLog("recommend")
+        summary = recommend_many(config, folder=folder)
     except Exception as error:  # any error of a library
         reason = str(error) if isinstance(error, NightjarError) else f"{type(error).__name__}: {first_line(error)}"
-        problem = f"the recommendations in {folder} are not those of the new champion: {reason}; repeat nightjar recommend"
+        problem = f"the recommendations in {folder} are not those of the champion: {reason}; repeat nightjar recommend"
         LOG.error(problem)
         return problem
     step.finish_step(summary.text)
@@ -67,5 +73,5 @@ def recommend(pipeline: ConfigPath, overrides: Overrides = ()) -> State:
     folder = config.delivery.recommendations.folder
     if folder is None:
         raise InputError("delivery.recommendations.folder is not set; set it to the folder for the files")
-    summary = recommend_many(config, load_retriever(config), folder=folder)
+    summary = recommend_many(config, folder=folder)
     return Completed(message=f"{folder}: {summary.text}")

@@ -68,7 +68,7 @@ def nightly_retrain(
                     ensure_disk_space(config.retention, run, model_name=config.registry.model_name)
                 try:
                     registration = retrain(config, context)
-                    problems = [] if registration is None else deliver(config, is_new_champion=registration.promoted)
+                    problems = [] if registration is None else deliver(config)
                     state = end_state(registration, run=run, problems=problems)
                 except StoppedEarly as stop:
                     state = Completed(name="StoppedEarly", message=f"stopped after {stop.stage}, as requested")

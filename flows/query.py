@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from filelock import FileLock
+
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.config import Frozen
 from recsys_core.errors import InputError, shown
@@ -86,23 +88,30 @@ def recommend(
     )
 
 
-def recommend_many(config: PipelineConfig, retriever: "Retriever", *, folder: Path) -> "BatchSummary":
-    """Write the recommendations of `retriever` for many users with the settings `delivery.recommendations`."""
+def recommend_many(config: PipelineConfig, *, folder: Path, model_uri: str | None = None) -> "BatchSummary":
+    """Write the recommendations for many users with the settings `delivery.recommendations`.
+
+    A second process in the same workspace waits for the first one, and then loads the version that is champion at that time.
+
+    Args:
+        model_uri: version that recommends; None for the champion.
+    """
     from tasks.delivery.recommendations import write_recommendations  # imports torch and FAISS
     from tasks.progress.reporting import show_bar
 
     settings = config.delivery.recommendations
-    return write_recommendations(
-        retriever,
-        settings.user_paths,
-        folder=folder,
-        k=settings.k,
-        options={"exclude_seen": settings.exclude_seen},
-        lock_file=config.workspace / "recommend.lock",
-        on_progress=lambda num_done, num_rows: show_bar(
-            "recommend", num_done=num_done, num_total=num_rows, note=f"{num_done:,} of {num_rows:,} users"
-        ),
-    )
+    config.workspace.mkdir(parents=True, exist_ok=True)
+    with FileLock(config.workspace / "recommend.lock"):
+        return write_recommendations(
+            load_retriever(config, model_uri),
+            settings.user_paths,
+            folder=folder,
+            k=settings.k,
+            options={"exclude_seen": settings.exclude_seen},
+            on_progress=lambda num_done, num_rows: show_bar(
+                "recommend", num_done=num_done, num_total=num_rows, note=f"{num_done:,} of {num_rows:,} users"
+            ),
+        )
 
 
 def compare_versions(

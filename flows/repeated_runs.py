@@ -21,6 +21,7 @@ from recsys_core.config import Frozen
 from recsys_core.errors import InputError, StageError
 from recsys_core.evaluation.metrics import SERVED_METRICS
 from recsys_core.manifests import EvaluationManifest, StageName, read_unchecked_manifest
+from tasks.delivery.config import DeliveryConfig
 from tasks.progress.reporting import LOG
 from tasks.runs.context import StageContext
 from tasks.runs.run import Run
@@ -137,7 +138,10 @@ def measure_gate_noise(config: PipelineConfig, num_seeds: int) -> GateNoise:
     with _own_workspace(config, GATE_NOISE_NAME) as folder:
         for seed in range(config.training.seed, config.training.seed + num_seeds):
             training = config.training.model_copy(update={"seed": seed, "warm_start": None})
-            seed_config = config.model_copy(update={"training": training, "evaluation": evaluation})
+            registry = config.registry.model_copy(
+                update={"guardrails": config.registry.guardrails.model_copy(update={"features": ()})}  # they need slices
+            )
+            seed_config = config.model_copy(update={"training": training, "evaluation": evaluation, "registry": registry})
             record, metrics = _repeat_run(seed_config, f"seed-{seed}", folder=folder, until="evaluate")
             if f"test/{metric}" not in metrics:
                 raise StageError(f"the training with seed {seed} ended as {record.state}: {record.message}")
@@ -157,9 +161,13 @@ def _own_workspace(config: PipelineConfig, folder_name: str) -> Iterator[Path]:
 def _repeat_run(
     config: PipelineConfig, run_id: str, *, folder: Path, until: StageName | None = None
 ) -> tuple[RunRecord, dict[str, float]]:
-    """Execute the nightly run in the workspace `folder`; return its record, and the metrics of its stages."""
+    """Execute the nightly run in the workspace `folder`; return its record, and the metrics of its stages.
+
+    Its champion is not delivered, because the receivers have the champion of the config's own workspace.
+    """
     LOG.info("run %s", run_id)
-    nightly_retrain(config.model_copy(update={"workspace": folder}), run_id=run_id, until=until, return_state=True)
+    own = {"workspace": folder, "delivery": DeliveryConfig()}
+    nightly_retrain(config.model_copy(update=own), run_id=run_id, until=until, return_state=True)
     run = Workspace(folder).run(run_id)
     record = RunRecord.read(run)
     assert record is not None  # nightly_retrain writes it

@@ -13,7 +13,7 @@ from flows.cli import output
 from flows.cli.session import one_sentence_errors
 from flows.interruption import interruptible
 from flows.push import push_version
-from flows.query import QueryAnswer, compare_versions, load_retriever, recommend_many
+from flows.query import QueryAnswer, compare_versions, recommend_many
 from flows.query import recommend as recommend_to_one
 from flows.settings.config_file import LoadedConfig
 from flows.settings.pipeline import PipelineConfig
@@ -79,9 +79,8 @@ def recommend(config: PipelineConfig, *, model_uri: str | None, as_json: bool) -
     if folder is None:
         raise InputError("--out is missing, and delivery.recommendations.folder is not set; choose a folder for the files")
     start_s = time.perf_counter()
-    retriever = load_retriever(config, model_uri)
     with interruptible(lambda: f"{folder} is as before"), output.stage_lines():
-        summary = recommend_many(config, retriever, folder=folder)
+        summary = recommend_many(config, folder=folder, model_uri=model_uri)
     if as_json:
         output.print_json(json.dumps(summary._asdict()))
         return

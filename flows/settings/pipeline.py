@@ -149,6 +149,16 @@ class PipelineConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _recommendations_have_users(self) -> Self:
+        recommendations = self.delivery.recommendations
+        if self.package.users == "none" and recommendations.folder is not None and not recommendations.user_paths:
+            raise ValueError(
+                "package.users is none, so the model has no users to write to delivery.recommendations.folder; set "
+                "delivery.recommendations.user_paths to files with the histories, or package.users to stored"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _indexes_fit_vector_width(self) -> Self:
         if (problem := self.index.problem(self.model.output_dim)) is not None:
             raise ValueError(f"index: {problem}")

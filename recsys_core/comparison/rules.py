@@ -62,7 +62,14 @@ class Comparison(Frozen):
 
 
 class Rule(Protocol):
-    """Decides from one metric of the same users. A larger new value never turns an accepted version into a rejected one."""
+    """Decides from one metric of the same users. A larger new value never turns an accepted version into a rejected one.
+
+    Attributes:
+        min_users: number of users below which the outcome is not_enough_data.
+    """
+
+    @property
+    def min_users(self) -> int: ...
 
     def compare(self, new_U: "Floats", baseline_U: "Floats", *, baseline: str, num_comparisons: int = 1) -> Comparison:
         """Compare the users' values [U] with those of `baseline`, which is named in the reason.

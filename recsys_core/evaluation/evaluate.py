@@ -34,7 +34,7 @@ from recsys_core.evaluation.model_rankings import model_ranker, rank_with_vector
 from recsys_core.evaluation.ranking.catalogue import rank_by_scores
 from recsys_core.evaluation.ranking.queries import Ranking
 from recsys_core.evaluation.ranking.served import rank_by_order
-from recsys_core.evaluation.slices import feature_slices, item_slices, user_slices
+from recsys_core.evaluation.slices import feature_owners, feature_slices, item_slices, user_slices
 from recsys_core.manifests import (
     Dataset,
     EvaluationManifest,
@@ -208,15 +208,12 @@ def _slices(
     ranking: Ranking, held_out: HeldOut, *, config: EvaluationConfig, store: EventStore, features: FeaturesManifest | None
 ) -> tuple[SliceReport, ...]:
     """Return the metrics of the slices by popularity, by history and by features."""
-    user_row_T, train_count_U = held_out.user_row_B[ranking.query_T], store.train_count_U[held_out.user_row_B]
-    masks = item_slices(store.train_count_I, item_T=ranking.item_T) | user_slices(train_count_U, user_T=ranking.query_T)
+    user_row_B, user_T, item_T = held_out.user_row_B, ranking.query_T, ranking.item_T
+    masks = item_slices(store.train_count_I, item_T=item_T) | user_slices(store.train_count_U[user_row_B], user_T=user_T)
     masks |= {"warm items": ~masks["cold items"], "known users": ~masks["new users"]}
     reports = slice_reports(ranking, masks, config=config, min_users=config.min_slice_users)
     for feature_slice in config.slices:
-        side = feature_slice.feature.partition(".")[0]
-        owner_T = {"user": user_row_T, "item": ranking.item_T}.get(side)
-        if owner_T is None:
-            owner_T = held_out.target_event_index(ranking, store=store)
+        owner_T = feature_owners(feature_slice.feature, store=store, user_row_U=user_row_B, user_T=user_T, item_T=item_T)
         reports += slice_reports(
             ranking,
             feature_slices(feature_slice, features, owner_T=owner_T),

@@ -15,9 +15,8 @@ from recsys_core.dataset.jagged import Int64Array, JaggedArray
 from recsys_core.evaluation.baselines import cold_rows, popularity_before
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.metrics import SERVED_METRICS
-from recsys_core.evaluation.ranking.queries import Queries, Ranking
+from recsys_core.evaluation.ranking.queries import Queries
 from recsys_core.evaluation.ranking.served import among_candidates
-from recsys_core.evaluation.slices import first_test_event
 from recsys_core.manifests import ExportManifest, InteractionsManifest, RankingSettings
 from recsys_core.models.spec import ModelSpec
 from recsys_core.seeds import EVALUATION_USERS_SEED
@@ -39,13 +38,6 @@ class HeldOut:
     history: JaggedArray
     popularity_order_I: NDArray[np.int32]
     cold_row_C: NDArray[np.int64]
-
-    def target_event_index(self, ranking: Ranking, *, store: EventStore) -> Int64Array:
-        """Return the index in the event store of the user's first test event with each ranked target, [T].
-
-        For the test split only.
-        """
-        return first_test_event(store, user_row_U=self.user_row_B, user_T=ranking.query_T, item_T=ranking.item_T)
 
 
 def ranking_settings(config: EvaluationConfig) -> RankingSettings:

@@ -107,24 +107,25 @@ def guarded_slices(
     masks: Masks = {}
     min_users_by_slice: dict[str, int | None] = {}
     for config in configs:
-        match config.feature.partition(".")[0]:
-            case "user":
-                owner_T = user_row_U[user_T]
-            case "item":
-                owner_T = item_T
-            case _:
-                owner_T = first_test_event(store, user_row_U=user_row_U, user_T=user_T, item_T=item_T)
+        owner_T = feature_owners(config.feature, store=store, user_row_U=user_row_U, user_T=user_T, item_T=item_T)
         feature_masks = feature_slices(config, features, owner_T=owner_T)
         masks |= feature_masks or {config.feature: np.zeros(len(item_T), np.bool_)}
         min_users_by_slice |= dict.fromkeys(feature_masks or (config.feature,), config.min_users)
     return masks, min_users_by_slice
 
 
-def first_test_event(store: EventStore, *, user_row_U: Int64Array, user_T: Int64Array, item_T: Int64Array) -> Int64Array:
-    """Return the index in the event store of the user's first test event with each target, [T].
+def feature_owners(
+    key: str, *, store: EventStore, user_row_U: Int64Array, user_T: Int64Array, item_T: Int64Array
+) -> Int64Array:
+    """Return what has the feature of each target, [T]: row of the user or item, or index of the event.
+
+    The event is the user's first test event with the target.
 
     Args: see `guarded_slices`.
     """
+    side = key.partition(".")[0]
+    if side != "context":
+        return user_row_U[user_T] if side == "user" else item_T
     targets = store.targets(user_row_U, "test")
     event_index_L = ragged_ranges(store.first_event_index(user_row_U, "test"), targets.lengths)
     distinct_keys, first_L = np.unique(targets.pair_keys(bound=store.num_items), return_index=True)

@@ -138,7 +138,9 @@ def _is_match(values: pa.ChunkedArray, column: str, operator: str, operand: Any)
             raise InputError(f"filter: {column!r} in {shown(operand)}: pass a list of values")
         value_set = [_parsed(value, values.type, column) for value in operand]
         if pa.types.is_integer(values.type):
-            value_set = [int(value) for value in value_set if value == int(value) and _has_room(values.type, int(value))]
+            value_set = [int(value) for value in value_set if value == int(value)]
+        elif pa.types.is_floating(values.type):
+            value_set = [float(value) for value in value_set]
         return pc.is_in(values, value_set=pa.array(value_set, values.type))
     if not (_is_number(values.type) or pa.types.is_timestamp(values.type)):
         raise InputError(f"filter: column {column!r} has no order ({values.type}); filter it with `in`")
@@ -148,16 +150,9 @@ def _is_match(values: pa.ChunkedArray, column: str, operator: str, operand: Any)
     if pa.types.is_integer(values.type):
         # A column of integers is compared with an integer, because Arrow does not convert all integers to floats.
         limit = math.ceil(limit) if operator in ("ge", "lt") else math.floor(limit)
-        values = values.cast(pa.int64())
     elif pa.types.is_floating(values.type):
         limit = float(limit)
     return _COMPARISONS[operator](values, pa.scalar(limit))
-
-
-def _has_room(data_type: pa.DataType, value: int) -> bool:
-    """Return whether an integer type has a value."""
-    info = np.iinfo(data_type.to_pandas_dtype())
-    return bool(info.min <= value <= info.max)
 
 
 def _parsed(value: Any, data_type: pa.DataType, column: str) -> Any:

@@ -15,12 +15,13 @@ StoreConfig = Annotated[AnyStore, Field(discriminator="kind")]
 
 
 class RecommendationsConfig(Settings):
-    """Recommendations for many users, written to parquet files: by `nightjar recommend`, and after each promotion."""
+    """Recommendations for many users, written to parquet files: by `nightjar recommend`, and for each new champion."""
 
     folder: Annotated[Folder | None, OPERATIONAL] = Field(
         None,
-        description="folder for the recommendations of the champion. Each promotion replaces its files. Default: "
-        "recommendations are written only by `nightjar recommend --out`",
+        description="folder for the recommendations of the champion. Its files are replaced when another version becomes "
+        "champion: by a run, a promotion or a rollback. Default: recommendations are written only by "
+        "`nightjar recommend --out`",
     )
     user_paths: Annotated[Paths, OPERATIONAL] = Field(
         (),

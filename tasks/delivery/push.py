@@ -23,7 +23,7 @@ from tasks.progress.reporting import LOG, show_bar
 
 K = 10
 SCORE_TOLERANCE = 1e-5
-"""Largest difference of two scores that count as equal, relative to the largest score of the query."""
+"""Largest difference of two scores that count as equal, relative to the score if that is above 1."""
 
 
 @dataclass(frozen=True)

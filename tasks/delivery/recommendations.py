@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from filelock import FileLock
 from numpy.typing import NDArray
 
 from recsys_core.dataset.jagged import chunk_slices
@@ -75,25 +74,28 @@ def write_recommendations(
     folder: Path,
     k: int,
     options: SearchOptions,
-    lock_file: Path,
     on_progress: OnProgress = lambda num_done, num_rows: None,
 ) -> BatchSummary:
     """Write the recommendations for each row of parquet files, in the same order, to a folder of parquet files.
 
     The columns of the output are user_id (if the input has it), item_ids, scores, fallback and num_unknown_items. The folder
-    also gets _recommendations.json. The folder is complete or does not exist; earlier recommendations in it are replaced.
+    also gets _recommendations.json. The folder is complete or does not exist; earlier recommendations in it are replaced. The
+    caller ensures that no other process writes the same folder.
 
     Args:
         users: paths or globs of parquet files with the column user_id, the column history (a list of item ids), or feature
             columns of the model. Other columns are not read. Without paths: all users of the model.
         k, options: see Retriever.recommend.
-        lock_file: file that a process locks while it writes recommendations.
 
     Raises:
-        InputError: a file, a column, a value or an option is invalid, or `folder` has other files. The message names the file
-            and its rows.
+        InputError: a file, a column, a value or an option is invalid, the model has no users and `users` is empty, or `folder`
+            has other files. The message names the file and its rows.
     """
-    with _replacement(folder, lock_file=lock_file) as new_folder, explain_disk_full(folder.parent):
+    if not users and not len(retriever.user_ids):
+        raise InputError(
+            f"version {retriever.version} stores no users; set delivery.recommendations.user_paths to files with the histories"
+        )
+    with _replacement(folder) as new_folder, explain_disk_full(folder.parent):
         # The new folder also has the copies of remote files, so those of a killed process are removed with it.
         columns, num_rows, batches = _read_users(retriever, users, batch_rows=_batch_rows(k), scratch_folder=new_folder)
         num_rows_by_code = np.zeros(len(FALLBACKS), np.int64)
@@ -118,30 +120,39 @@ def write_recommendations(
     return summary
 
 
-@contextmanager
-def _replacement(folder: Path, *, lock_file: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces `folder` after the block. After an error, `folder` is as before.
+def version_in(folder: Path) -> str | None:
+    """Return the version that wrote the recommendations in a folder; None if there are none."""
+    try:
+        return BatchSummary(**json.loads((folder / SUMMARY_FILE_NAME).read_bytes())).version
+    except (OSError, ValueError, TypeError):
+        return None
 
-    A second process waits until the first one has replaced the folder.
+
+@contextmanager
+def _replacement(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that replaces `folder` after the block. After an error, `folder` is as before.
 
     Raises InputError if `folder` has files that are not recommendations.
     """
-    _require_replaceable(folder)
     new_folder, old_folder = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("new", "old"))
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    lock_file.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(lock_file):
-        for leftover in (new_folder, old_folder):  # of a process that was killed
-            shutil.rmtree(leftover, ignore_errors=True)
-        new_folder.mkdir()
-        try:
-            yield new_folder
-            if folder.exists():
-                folder.rename(old_folder)
-            new_folder.rename(folder)
-        finally:
-            for leftover in (new_folder, old_folder):
-                shutil.rmtree(leftover, ignore_errors=True)
+    _clean_up(folder, new_folder, old_folder)  # after a process that was killed
+    _require_replaceable(folder)
+    new_folder.mkdir(parents=True)
+    try:
+        yield new_folder
+        if folder.exists():
+            folder.rename(old_folder)
+        new_folder.rename(folder)
+    finally:
+        _clean_up(folder, new_folder, old_folder)
+
+
+def _clean_up(folder: Path, new_folder: Path, old_folder: Path) -> None:
+    """Restore the folder if a replacement stopped between its two renames; remove what is left of a replacement."""
+    if old_folder.exists() and not folder.exists():
+        old_folder.rename(folder)
+    for leftover in (new_folder, old_folder):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _require_replaceable(folder: Path) -> None:

@@ -41,14 +41,17 @@ def version_evidence(
         for name, users in new.users_by_slice.items()
         if name in min_users_by_slice or (guardrails.slices and len(users.user_row_U))
     ]
-    compare = partial(_compare, baseline=label, num_guardrails=len(names) + len(slices))
     wide_rule = partial(config.gate.for_guardrail, guardrails.max_relative_drop)
+    rule_by_slice = {name: wide_rule(min_users=min_users_by_slice.get(name)) for name in slices}
+    # A slice with too few users cannot reject the version by chance, so the others need not allow for it.
+    large_slices = [name for name in slices if len(new.users_by_slice[name].user_row_U) >= rule_by_slice[name].min_users]
+    compare = partial(_compare, baseline=label, num_guardrails=max(1, len(names) + len(large_slices)))
     evidence = [_compare(metric, rule, new.users, other.users, baseline=label)]
     evidence += [compare(name, wide_rule(), new.users, other.users) for name in names]
     evidence += [
         compare(
             metric,
-            wide_rule(min_users=min_users_by_slice.get(name)),
+            rule_by_slice[name],
             new.users_by_slice[name],
             other.users_by_slice[name],
             subject=f"{metric} of {name}",

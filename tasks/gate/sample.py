@@ -24,6 +24,7 @@ from recsys_core.evaluation.metrics import TargetPositions, UserMetrics
 from recsys_core.evaluation.slices import guarded_slices, item_slices, user_slices
 from recsys_core.manifests import FeaturesManifest, InteractionsManifest
 from recsys_core.seeds import SMOKE_TEST_USERS_SEED
+from recsys_core.serving.description import ITEM_COLUMN, QUERY_COLUMNS
 
 K = 20
 """Number of items that a version recommends to each user: the largest cut-off of the served metrics."""
@@ -138,7 +139,8 @@ def _context(
 ) -> dict[str, pa.Array]:
     """Return the columns of the log that context features read, for some events. Each has both names that a request may use.
 
-    A version reads the name in its signature: the name of the column, or context.<column> if users have such a column too.
+    A version reads the name in its signature: the name of the column, or context.<column> if the request has such a column
+    for something else.
     """
     features_by_key = {} if features is None else features.features
     columns = {
@@ -156,7 +158,9 @@ def _context(
         values = table[column].combine_chunks()
         if pa.types.is_floating(values.type):
             values = pc.if_else(pc.is_nan(values), None, values)  # the ingest reads NaN as a missing value, a request does not
-        context[column] = context[f"context.{column}"] = values
+        context[f"context.{column}"] = values
+        if column not in (*QUERY_COLUMNS, ITEM_COLUMN):
+            context[column] = values
     return context
 
 

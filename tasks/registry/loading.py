@@ -52,6 +52,12 @@ def newest_version(workspace: Path, model_name: str) -> str:
     return str(max(int(version.version) for version in versions))
 
 
+def version_with_alias(workspace: Path, *, model_name: str, alias: str = "champion") -> str | None:
+    """Return the number of the version with an alias; None if no version has it."""
+    client = connect(workspace)
+    return (call_with_deadline(lambda: version_number_by_alias(client, model_name), uri=client.tracking_uri) or {}).get(alias)
+
+
 def load_version(workspace: Path, *, model_name: str, version: str = "champion") -> LoadedVersion:
     """Load a version from the MLflow of the workspace and verify its package.
 
@@ -64,15 +70,12 @@ def load_version(workspace: Path, *, model_name: str, version: str = "champion")
         TrackingServerError: MLflow does not work.
     """
     client = connect(workspace)
-    number = version
-    if not version.isdecimal():
-        number_by_alias = call_with_deadline(lambda: version_number_by_alias(client, model_name), uri=client.tracking_uri) or {}
-        if version not in number_by_alias:
-            raise InputError(
-                f"the registered model {model_name!r} has no {version} in {redacted(client.tracking_uri)}; "
-                "register a version with `nightjar run`"
-            )
-        number = number_by_alias[version]
+    number = version if version.isdecimal() else version_with_alias(workspace, model_name=model_name, alias=version)
+    if number is None:
+        raise InputError(
+            f"the registered model {model_name!r} has no {version} in {redacted(client.tracking_uri)}; "
+            "register a version with `nightjar run`"
+        )
     location = redacted(f"models:/{model_name}/{number}: cannot be loaded from {client.tracking_uri}")
     try:
         model = load_model(f"models:/{model_name}/{number}", client=client, workspace=workspace)

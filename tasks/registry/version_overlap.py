@@ -49,7 +49,11 @@ def overlap(before: Retriever, after: Retriever, *, num_users: int, k: int, num_
     user_ids = _common_users(before, after, num_users=num_users)
     lists_before, lists_after = (retriever.recommend(user_ids, k).item_ids for retriever in (before, after))
     pairs = [(items.tolist(), new_items.tolist()) for items, new_items in zip(lists_before, lists_after, strict=True)]
-    shares = [len({*items} & {*new_items}) / max(len(items), len(new_items), 1) for items, new_items in pairs]
+    # Two empty lists are equal: a user may have seen all items.
+    shares = [
+        len({*items} & {*new_items}) / max(len(items), len(new_items)) if items or new_items else 1.0
+        for items, new_items in pairs
+    ]
     count_before, count_after = (Counter(item for pair in pairs for item in pair[version]) for version in (0, 1))
     return VersionOverlap(
         k=k,

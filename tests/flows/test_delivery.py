@@ -1,7 +1,9 @@
 """The delivery of a new champion: what happens if it fails."""
 
+import json
 import logging
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -9,6 +11,7 @@ from flows import delivery
 from flows.settings.pipeline import PipelineConfig
 from flows.settings.template import starter_config
 from recsys_core.errors import StageError
+from tasks.delivery.recommendations import SUMMARY_FILE_NAME, BatchSummary
 
 
 def config_with(folder: Path | None) -> PipelineConfig:
@@ -17,23 +20,35 @@ def config_with(folder: Path | None) -> PipelineConfig:
     return config.model_copy(update={"delivery": config.delivery.model_copy(update={"recommendations": recommendations})})
 
 
-def test_without_a_folder_or_a_new_champion_nothing_is_delivered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "load_retriever", lambda config: pytest.fail("the champion was loaded"))
-    assert delivery.deliver(config_with(None), is_new_champion=True) == []
-    assert delivery.deliver(config_with(tmp_path), is_new_champion=False) == []
+@pytest.mark.parametrize(
+    ("champion", "written_by", "is_written"),
+    [(None, None, False), ("2", "2", False), ("2", "1", True), ("1", "2", True), ("2", None, True)],
+    ids=["no champion", "same version", "new champion", "rolled back", "first champion"],
+)
+def test_recommendations_are_written_if_they_are_those_of_another_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, champion: str | None, written_by: str | None, is_written: bool
+) -> None:
+    summary = BatchSummary(version="", space_id="", k=1, num_rows=0, columns=[], num_rows_by_fallback={"popularity": 0})
+    if written_by is not None:
+        content = json.dumps(summary._replace(version=written_by)._asdict())
+        (tmp_path / SUMMARY_FILE_NAME).write_text(content)
+    folders = []
+    monkeypatch.setattr(delivery, "version_with_alias", lambda workspace, model_name: champion)
+    monkeypatch.setattr(delivery, "recommend_many", lambda config, folder: folders.append(folder) or summary)
+    assert delivery.deliver(config_with(None)) == [] and folders == []
+    assert delivery.deliver(config_with(tmp_path)) == []
+    assert folders == [tmp_path] * is_written
 
 
 def test_a_failed_delivery_is_logged_and_returned_but_not_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def load(config: PipelineConfig) -> None:
-        raise StageError("index.faiss: the sha256 differs")
-
-    monkeypatch.setattr(delivery, "load_retriever", load)
+    monkeypatch.setattr(delivery, "version_with_alias", lambda workspace, model_name: "2")
+    monkeypatch.setattr(delivery, "recommend_many", Mock(side_effect=StageError("index.faiss: the sha256 differs")))
     with caplog.at_level(logging.ERROR, logger="nightjar"):
-        problems = delivery.deliver(config_with(tmp_path / "recs"), is_new_champion=True)
+        problems = delivery.deliver(config_with(tmp_path / "recs"))
     expected_problem = (
-        f"the recommendations in {tmp_path / 'recs'} are not those of the new champion: index.faiss: the sha256 differs; "
+        f"the recommendations in {tmp_path / 'recs'} are not those of the champion: index.faiss: the sha256 differs; "
         "repeat nightjar recommend"
     )
     assert problems == [expected_problem]

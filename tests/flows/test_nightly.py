@@ -227,7 +227,7 @@ def test_a_challenger_and_a_broken_champion_end_the_flow_in_named_states(
     assert (state.name, state.is_completed()) == (name, True)
     assert state.message == message
     if promoted:
-        monkeypatch.setattr(nightly, "deliver", lambda config, is_new_champion: ["the recommendations are old"])
+        monkeypatch.setattr(nightly, "deliver", lambda config: ["the recommendations are old"])
         assert nightly.nightly_retrain.fn(config, run_id="r").message == f"{message}; the recommendations are old"
     assert Run("r", workspace=tmp_path / "workspace").config_file.is_file()
 

@@ -1,13 +1,18 @@
-"""The plot of a backtest: one panel for each served metric, and one line for each ranker with values."""
+"""The configs of repeated runs, and the plot of a backtest."""
 
 from datetime import UTC, datetime
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from matplotlib.figure import Figure
 
-from flows.repeated_runs import Day, plot_days
+from flows import repeated_runs
+from flows.repeated_runs import Day, measure_gate_noise, plot_days
+from flows.settings.config_file import dump_config, load_config
+from flows.settings.pipeline import PipelineConfig
 from recsys_core import plots
+from tasks.delivery.config import DeliveryConfig
 
 
 def test_the_plot_of_a_backtest_shows_every_metric_and_the_baselines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +40,27 @@ def test_the_plot_of_a_backtest_shows_every_metric_and_the_baselines(tmp_path: P
         "co-occurrence": [0.1, 0.2],
     }
     assert [text.get_text() for text in panels[-1].get_xticklabels()] == ["01-01\nPromoted", "01-02\nPromoted"]
+
+
+def test_a_repeated_run_has_a_valid_config_without_the_receivers_of_the_champion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "noise.yaml").write_text(
+        "interactions: {paths: log.parquet, timestamp_column: time}\n"
+        "features: {items: {paths: items.parquet, id_column: item_id, features: [{name: brand}]}}\n"
+        "evaluation: {slices: [{feature: item.brand}]}\n"
+        "registry: {guardrails: {features: [item.brand]}}\n"
+        "delivery: {recommendations: {folder: recs}, stores: [{kind: lancedb, folder: vectors}]}\n"
+    )
+    configs: list[PipelineConfig] = []
+    record = Mock(figures=Mock(metrics={"test/recall@20": 0.1}))
+    monkeypatch.setattr(repeated_runs, "nightly_retrain", lambda config, **_: configs.append(config))
+    monkeypatch.setattr(repeated_runs.RunRecord, "read", lambda run: record)
+
+    noise = measure_gate_noise.fn(load_config(tmp_path / "noise.yaml"), 2)
+
+    assert noise.mean == 0.1 and [config.training.seed for config in configs] == [7, 8]
+    for config in configs:
+        assert config.delivery == DeliveryConfig() and config.workspace == tmp_path / "workspace" / "gate-noise"
+        dump_config(config, tmp_path / "repeated.yaml")
+        assert load_config(tmp_path / "repeated.yaml") == config

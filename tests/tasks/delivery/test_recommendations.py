@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,7 +11,7 @@ import pytest
 from recsys_core.errors import InputError
 from recsys_core.serving.retriever import Retriever
 from tasks.delivery import recommendations
-from tasks.delivery.recommendations import BatchSummary, write_recommendations
+from tasks.delivery.recommendations import BatchSummary, version_in, write_recommendations
 from tests.recsys_core.serving.conftest import ITEM_IDS, USER_IDS, Build
 
 K = 7
@@ -28,7 +29,7 @@ def output(tmp_path: Path) -> Path:
 
 def write(retriever: Retriever, users: list[str], output: Path) -> BatchSummary:
     options = {"exclude_seen": True}
-    return write_recommendations(retriever, users, folder=output, k=K, options=options, lock_file=output.parent / "lock")
+    return write_recommendations(retriever, users, folder=output, k=K, options=options)
 
 
 def read(output: Path) -> list[dict[str, object]]:
@@ -81,7 +82,6 @@ def test_progress_reaches_the_number_of_rows(retriever: Retriever, output: Path,
         folder=output,
         k=1,
         options={},
-        lock_file=output.parent / "lock",
         on_progress=lambda num_done, num_rows: calls.append((num_done, num_rows)),
     )
     assert calls == [(16, 40), (32, 40), (40, 40)]
@@ -106,7 +106,7 @@ def test_an_invalid_file_leaves_the_earlier_recommendations(
         write(retriever, [str(tmp_path / "users.parquet")], output)
     assert read(output) == earlier_rows
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".recs")] == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "recs", "users.parquet"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["recs", "users.parquet"]
 
 
 def test_a_folder_with_other_files_is_not_replaced(retriever: Retriever, output: Path) -> None:
@@ -117,12 +117,44 @@ def test_a_folder_with_other_files_is_not_replaced(retriever: Retriever, output:
     assert (output / "thesis.txt").is_file()
 
 
-def test_the_leftovers_of_a_killed_process_are_removed(retriever: Retriever, output: Path) -> None:
+def test_the_next_process_restores_what_a_killed_one_has_moved(
+    retriever: Retriever, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(retriever, [], output)
     expected_rows = read(output)
     output.rename(output.with_name(".recs.old"))  # killed between the two renames
     output.with_name(".recs.new").mkdir()
     (output.with_name(".recs.new") / "part-00000.parquet").write_text("half")
-    write(retriever, [], output)
+    monkeypatch.setattr(recommendations, "_recommend", Mock(side_effect=InputError("no")))
+    with pytest.raises(InputError):
+        write(retriever, [], output)
     assert read(output) == expected_rows
     assert list(output.parent.glob(".recs*")) == []
+
+
+@pytest.mark.parametrize("failing_rename", [1, 2])
+def test_a_failed_rename_leaves_the_earlier_recommendations(
+    retriever: Retriever, output: Path, monkeypatch: pytest.MonkeyPatch, failing_rename: int
+) -> None:
+    write(retriever, [], output)
+    rename, num_renames = Path.rename, 0
+
+    def fail(path: Path, target: Path) -> Path:
+        nonlocal num_renames
+        num_renames += 1
+        if num_renames == failing_rename:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(KeyboardInterrupt):
+        write(retriever, [], output)
+    assert len(read(output)) == len(USER_IDS) and version_in(output) == retriever.version
+    assert list(output.parent.glob(".recs*")) == []
+
+
+def test_a_model_without_users_needs_files_of_users(build: Build, output: Path) -> None:
+    retriever = Retriever.load(build(users="none")[1].folder)
+    with pytest.raises(InputError, match="stores no users"):
+        write(retriever, [], output)
+    assert not output.exists() and version_in(output) is None

@@ -86,6 +86,18 @@ def test_a_slice_with_too_few_users_is_reported_and_prevents_no_promotion() -> N
     assert decide(evidence)[0] == "promoted"
 
 
+def test_slices_with_too_few_users_do_not_make_the_other_comparisons_stricter() -> None:
+    new, champion = served(hits(0.2, num_users=5_000)), served(hits(0.21, num_users=5_000))
+    few = {f"brand {brand}": UserMetrics(np.arange(9), {name: np.zeros(9) for name in SERVED_METRICS}) for brand in range(50)}
+    many = [version._replace(users_by_slice=version.users_by_slice | few) for version in (new, champion)]
+    (expected, actual) = (
+        {item.subject: item.comparison for item in version_evidence(CONFIG, *versions, label="version 7", spent_drop=0)}
+        for versions in ([new, champion], many)
+    )
+    assert len(actual) == len(expected) + 50
+    assert {subject: actual[subject] for subject in expected} == expected
+
+
 def brand_slices(version: ServedMetrics, hit_U: np.ndarray, *, num_slice_users: int) -> ServedMetrics:
     """Return the metrics of a version with a slice by a feature instead of the others: its first users."""
     users = UserMetrics(np.arange(num_slice_users), {name: hit_U[:num_slice_users].astype(float) for name in SERVED_METRICS})

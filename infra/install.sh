@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Create a virtual environment from the lock files. Usage: infra/install.sh FOLDER DEVICE PYTHON. DEVICE is cpu, gpu or tools (only uv).
+# Create a virtual environment from the lock files. Usage: infra/install.sh FOLDER DEVICE PYTHON. DEVICE is cpu, gpu, serve (`nightjar serve` alone) or tools (only uv).
 set -euo pipefail
 venv=$1 device=$2 python=$3
 locks=infra/locks
 
 case $device in
-    cpu | gpu | tools) ;;
+    cpu | gpu | serve | tools) ;;
     *)
         echo "DEVICE is $device; it must be cpu or gpu" >&2
         exit 2
@@ -32,7 +32,7 @@ install() {
 case $device in
     tools) ;;
     gpu) install gpu ;;
-    cpu)
+    cpu | serve)
         # pip selects the build by its settings (a CPU index, a folder of wheels); the hashes of the lock verify the file.
         # Two steps, because pip ranks a wheel in a folder last if hashes are required in the same step.
         wheels=$(mktemp -d)
@@ -44,6 +44,6 @@ case $device in
         if grep --quiet '^Requires-Dist: nvidia-' "$venv"/lib/python3*/site-packages/torch-*.dist-info/METADATA; then
             install cuda
         fi
-        install cpu
+        install "$device"
         ;;
 esac

@@ -32,6 +32,7 @@ TITLE_BY_FILE = {
     "torch.txt": "torch for DEVICE=cpu: the build that the package index of this machine offers.",
     "cuda.txt": "Requirements of torch if the build of torch.txt is a CUDA build.",
     "gpu.txt": "Everything for DEVICE=gpu, Linux x86-64, CUDA. Resolved, not yet tested on a machine with a GPU.",
+    "serve.txt": "Everything for DEVICE=serve except torch: the part of cpu.txt that `nightjar serve` needs.",
 }
 
 
@@ -58,6 +59,8 @@ def lock(uv: str, *, uv_options: list[str]) -> None:
         pins=pins,
         uv_options=uv_options,
     )
+    serve_packages = compile_lock(uv, requirements=["--group", f"{pyproject_path}:serve"], pins=pins, uv_options=uv_options)
+    serve_packages = {package: cpu_packages[package] for package in serve_packages}
 
     torch_packages = {
         "torch": cpu_packages["torch"] + "".join(f" \\\n    --hash=sha256:{sha256}" for sha256 in TORCH_CPU_BUILDS)
@@ -68,12 +71,12 @@ def lock(uv: str, *, uv_options: list[str]) -> None:
             f"torch=={TORCH_VERSION}; change both"
         )
     cuda_packages = {package: text for package, text in cpu_packages.items() if re.match(r"(nvidia|cuda)-|triton$", package)}
-    cpu_packages = {
-        package: text for package, text in cpu_packages.items() if package not in cuda_packages and package != "torch"
-    }
-    for (file_name, title), packages in zip(
-        TITLE_BY_FILE.items(), (bootstrap_packages, cpu_packages, torch_packages, cuda_packages, gpu_packages), strict=True
-    ):
+    cpu_packages, serve_packages = (
+        {package: text for package, text in packages.items() if package not in cuda_packages and package != "torch"}
+        for packages in (cpu_packages, serve_packages)
+    )
+    all_packages = (bootstrap_packages, cpu_packages, torch_packages, cuda_packages, gpu_packages, serve_packages)
+    for (file_name, title), packages in zip(TITLE_BY_FILE.items(), all_packages, strict=True):
         lines = [f"# {title}", "# Written by `make lock`.", *packages.values()]
         (LOCK_FOLDER / file_name).write_text("\n".join(lines) + "\n")
         sys.stderr.write(f"infra/locks/{file_name}: {len(packages)} packages\n")

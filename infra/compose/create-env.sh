@@ -18,5 +18,6 @@ MLFLOW_SECRET_KEY=$(secret)
 S3_ACCESS_KEY=nightjar
 S3_SECRET_KEY=$(secret)
 GRAFANA_PASSWORD=$(secret)
+NIGHTJAR_SERVE_TOKEN=$(secret)
 SECRETS
 echo "wrote $file (mode 600)"

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = ROOT / "infra" / "locks"
-NAMES = ("bootstrap", "cpu", "torch", "cuda", "gpu")
+NAMES = ("bootstrap", "cpu", "torch", "cuda", "gpu", "serve")
 
 
 def locked(*names: str) -> dict[str, Requirement]:
@@ -71,6 +72,27 @@ def test_the_lock_satisfies_every_requirement_of_the_project(device: str) -> Non
     lock = locked("gpu") if device == "gpu" else locked("cpu", "torch")
     for requirement in map(Requirement, requirements):
         assert requirement.specifier.contains(version(lock[requirement.name.lower()])), f"{requirement}: run make lock"
+
+
+def test_the_environment_of_the_server_is_a_part_of_the_cpu_environment_without_training() -> None:
+    cpu, serve = locked("cpu"), locked("serve")
+    assert {name: str(requirement) for name, requirement in serve.items()} == {name: str(cpu[name]) for name in serve}
+    assert not {"torchrec", "fbgemm-gpu-cpu", "prefect", "duckdb", "optuna"} & serve.keys()
+
+
+def test_the_server_imports_only_packages_of_its_environment() -> None:
+    code = (
+        "import importlib.metadata, sys\n"
+        "import flows.cli.main, flows.cli.registry, tasks.serve.server, recsys_core.http_server.app\n"
+        "imported = {name.partition('.')[0] for name in sys.modules}\n"
+        "packages = importlib.metadata.packages_distributions()\n"
+        "print(*{package for name in imported for package in packages.get(name, ())})\n"
+    )
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = {canonicalize_name(name) for name in process.stdout.split()}
+    assert {"torch", "faiss-cpu", "mlflow"} <= imported
+    optional = {"pydantic-extra-types", "pytz", "sniffio", "tqdm"}  # other packages import them if they are installed
+    assert imported - optional - {"nightjar"} <= locked("serve", "torch", "cuda", "bootstrap").keys()
 
 
 def install(venv: Path, *, device: str, python: str) -> subprocess.CompletedProcess[str]:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 INFRA = ROOT / "infra"
 COMPOSE = YAML(typ="safe", pure=True).load((INFRA / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]
-SECRET = re.compile(r"PASSWORD|SECRET|AUTH_STRING|ACCESS_KEY")
+SECRET = re.compile(r"PASSWORD|SECRET|TOKEN|AUTH_STRING|ACCESS_KEY")
 DOCKERFILE = (INFRA / "Dockerfile").read_text()
 K8S_FILES = sorted(path for path in (INFRA / "k8s").glob("*.yaml") if path.name not in ("kustomization.yaml", "nightly.yaml"))
 OBJECTS = [document for path in K8S_FILES for document in YAML(typ="safe", pure=True).load_all(path.read_text())]
@@ -39,7 +39,7 @@ def host_path(volume: str) -> str:
 @pytest.mark.parametrize("name", SERVICES)
 def test_an_image_has_a_version_and_its_ports_are_on_loopback(name: str) -> None:
     service = SERVICES[name]
-    assert re.fullmatch(r"nightjar:\$\{NIGHTJAR_TAG:-cpu\}|[a-z0-9/-]+:v?\d+\.\d+[\w.-]*", service["image"])
+    assert re.fullmatch(r"nightjar:(\$\{NIGHTJAR_TAG:-cpu\}|serve)|[a-z0-9/-]+:v?\d+\.\d+[\w.-]*", service["image"])
     assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
     assert "no-new-privileges:true" in service["security_opt"]
     assert "privileged" not in service and service.get("network_mode") is None
@@ -109,10 +109,10 @@ def test_mlflow_gives_no_permission_by_default() -> None:
 
 def test_the_image_is_installed_from_the_locks_and_has_no_root_user() -> None:
     targets = re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE)
-    assert targets == ["base", "build", "build-cpu", "build-gpu", "runtime", "gpu", "cpu"]
+    assert targets == ["base", "build", "build-cpu", "build-gpu", "build-serve", "runtime", "gpu", "serve", "cpu"]
     assert set(re.findall(r"^FROM (\S+:\S+)", DOCKERFILE, re.MULTILINE)) == {"python:3.12.11-slim-bookworm"}
     assert re.findall(r"^USER (.*)$", DOCKERFILE, re.MULTILINE) == ["10001:10001"]
-    assert re.findall(r"^RUN infra/install.sh \S+ (\w+) ", DOCKERFILE, re.MULTILINE) == ["cpu", "gpu"]
+    assert re.findall(r"^RUN infra/install.sh \S+ (\w+) ", DOCKERFILE, re.MULTILINE) == ["cpu", "gpu", "serve"]
     installs = re.findall(r"pip install (.*)", DOCKERFILE)
     assert all("--no-deps" in install for install in installs)
     ignored = (INFRA / "Dockerfile.dockerignore").read_text().splitlines()

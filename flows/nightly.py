@@ -14,9 +14,10 @@ from flows.runs.after_run import after_run
 from flows.runs.before_run import check_resume
 from flows.settings.config_file import dump_config
 from flows.settings.pipeline import PipelineConfig
-from recsys_core.errors import DataRejectedError
+from recsys_core.errors import DataRejectedError, NightjarError, first_line
 from recsys_core.manifests import RegistrationManifest, StageName
 from tasks import stages
+from tasks.progress.reporting import LOG
 from tasks.retention.budget import ensure_disk_space
 from tasks.runs.context import RunOptions, StageContext
 from tasks.runs.run import Run
@@ -68,8 +69,8 @@ def nightly_retrain(
                     ensure_disk_space(config.retention, run, model_name=config.registry.model_name)
                 try:
                     registration = retrain(config, context)
-                    problems = [] if registration is None else deliver(config)
-                    state = end_state(registration, run=run, problems=problems)
+                    notes = [] if registration is None else [*refit(config, context), *deliver(config)]
+                    state = end_state(registration, run=run, notes=notes)
                 except StoppedEarly as stop:
                     state = Completed(name="StoppedEarly", message=f"stopped after {stop.stage}, as requested")
                 except DataRejectedError as error:
@@ -94,14 +95,28 @@ def retrain(config: PipelineConfig, context: StageContext) -> RegistrationManife
     return stages.registration.register(context, config.registry, config.guarded_slices)
 
 
-def end_state(registration: RegistrationManifest | None, *, run: Run, problems: Sequence[str]) -> State:
+def refit(config: PipelineConfig, context: StageContext) -> list[str]:
+    """Refit the run's version if it was promoted and `training.refit` is set; return the result or the error in a sentence."""
+    if not config.training.refit or not context.results[RegistrationManifest].promoted:
+        return []
+    setup = config.training_setup(context.dataset)
+    try:
+        return [stages.refit.refit(context, setup, package=config.package, index=config.index, registry=config.registry)]
+    except Exception as error:  # any error of a library; the promoted version stays champion
+        reason = str(error) if isinstance(error, NightjarError) else f"{type(error).__name__}: {first_line(error)}"
+        problem = f"there is no refit: {reason}; resume the run to repeat it"
+        LOG.error(problem)
+        return [problem]
+
+
+def end_state(registration: RegistrationManifest | None, *, run: Run, notes: Sequence[str]) -> State:
     """Return the end state of a flow run that ran all stages.
 
-    registration: None after a dry run. problems: errors of the delivery.
+    registration: None after a dry run. notes: results and errors of what follows a registration.
     """
     if registration is None:
         return Completed(name="DryRun", message=f"dry run: no version is registered; a resume of {run.run_id} registers it")
-    reasons = "; ".join((*registration.reasons, *problems))
+    reasons = "; ".join((*registration.reasons, *notes))
     message = f"{registration.model_name} version {registration.version} is {registration.alias}: {reasons}"
     if registration.alarm is not None:
         return Completed(name="BrokenChampion", message=f"{registration.alarm}; {message}", data=registration)

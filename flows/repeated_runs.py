@@ -183,6 +183,7 @@ _RANKERS = {
     "model": ("test", plots.BLUE, "-"),
     "served": ("served", plots.ORANGE, "-"),
     "champion before": ("champion", plots.INK, "--"),
+    "its refit": ("refit", plots.RED, "--"),
     "closed form": ("baseline/closed_form", plots.RED, "-"),
     "co-occurrence": ("baseline/cooccurrence", plots.RED, ":"),
     "zero-shot": ("baseline/zero_shot", plots.GREEN, "-"),

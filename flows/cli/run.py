@@ -106,6 +106,10 @@ def print_results(results: RunResults, *, config_path: Path, command_line: str) 
     if registration is not None:
         version_name = f"{registration.model_name} version {registration.version}"
         facts["model"] = f"{version_name}, {registration.alias}: {registration.reasons[0]}"
+        if results.refit_version is not None:
+            facts["refit"] = (
+                f"version {results.refit_version}, champion: trained on all events, also those of validation and test"
+            )
         if registration.alarm is not None:
             facts["alarm"] = registration.alarm
         facts["decision"] = str(results.run.folder / registration.pages["decision"])

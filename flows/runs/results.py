@@ -19,7 +19,7 @@ from recsys_core.manifests import (
     TrainManifest,
 )
 from tasks.runs.context import Results
-from tasks.runs.run import Run
+from tasks.runs.run import REFIT_FILE_NAME, Run
 from tasks.runs.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -52,6 +52,12 @@ class RunResults:
     def dataset(self) -> Dataset:
         """The ingested data; StageError if the interactions are not ingested yet."""
         return self.stages.dataset
+
+    @property
+    def refit_version(self) -> str | None:
+        """Number of the version of the run's refit; None without a refit."""
+        refit_file = self.run.folder / REFIT_FILE_NAME
+        return str(json.loads(refit_file.read_bytes())["version"]) if refit_file.is_file() else None
 
     @property
     def registration(self) -> RegistrationManifest | None:

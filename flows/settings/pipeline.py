@@ -149,6 +149,15 @@ class PipelineConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _refit_keeps_the_order_of_events(self) -> Self:
+        if self.training.refit and self.interactions.split.kind == "files":
+            raise ValueError(
+                "training.refit trains on the test events after the training events of each user, but with "
+                "interactions.split.kind: files their times may overlap; set refit to false, or another kind"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _recommendations_have_users(self) -> Self:
         recommendations = self.delivery.recommendations
         if self.package.users == "none" and recommendations.folder is not None and not recommendations.user_paths:

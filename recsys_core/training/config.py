@@ -83,6 +83,12 @@ class TrainingConfig(Settings):
         default_factory=WarmStartConfig,
         description="Start from the champion if there is one. With `null`, every run trains from scratch",
     )
+    refit: Annotated[bool, OPERATIONAL] = Field(
+        False,
+        description="After a promotion, train the same model again with the validation and test events as training events, for "
+        "the number of epochs of the best epoch, and serve it as a version of its own. Its metrics are not known, because no "
+        "events are left to measure them",
+    )
     seed: int = Field(7, ge=0, le=2**32 - 1, description="Seed of initialisation, shuffling, dropout and negative sampling")
     log_every_steps: int = Field(20, ge=1, le=MAX_COUNT, description="Number of steps between two lines of `metrics.jsonl`")
     checkpoint_every_steps: int = Field(

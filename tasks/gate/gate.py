@@ -40,6 +40,7 @@ from tasks.registry.releases import (
     METRICS_TAG,
     PROMOTE_TAG,
     REASONS_TAG,
+    REFIT_OF_TAG,
     SPENT_DROP_TAG,
     current_person,
 )
@@ -237,7 +238,23 @@ def _compare(gate: _Gate, new_metrics: ServedMetrics, *, champion: ModelVersion 
             gate, new_metrics, situation="no former champion loads"
         )
         return replace(decision, alarm=f"the champion, version {champion.version}, does not load ({error})")
-    return _compare_with_version(gate, new_metrics, champion, champion_metrics, role="champion")
+    parent_number = champion.tags.get(REFIT_OF_TAG)
+    if parent_number is None:
+        return _compare_with_version(gate, new_metrics, champion, champion_metrics, role="champion")
+    # A refit may have been trained on the test events of this run, so the version that it repeats is measured instead.
+    compared_version, compared_metrics = champion, champion_metrics
+    reason = f"the champion, version {champion.version}, is the refit of version {parent_number}"
+    parent = next((version for version in gate.registry.versions() if str(version.version) == parent_number), None)
+    try:
+        if parent is None:
+            reason += ", which is not in the registry any more"
+        else:
+            compared_version, compared_metrics = parent, gate.tester.measure(parent, control_version=gate.version)
+    except UnusableVersionError as error:
+        reason += f", which does not load ({error})"
+    decision = _compare_with_version(gate, new_metrics, compared_version, compared_metrics, role="champion")
+    metrics = decision.metrics | champion_metrics.users.means("refit")
+    return replace(decision, reasons=(*decision.reasons, reason), metrics=metrics)
 
 
 def _compare_with_former_champion(gate: _Gate, new_metrics: ServedMetrics) -> Decision | None:

@@ -20,16 +20,21 @@ MAX_CARD_CHARACTERS = 5_000
 """MLflow's database has room for this many characters in the description of a version."""
 
 
-def model_card(context: StageContext, mlflow_run: MlflowRun, *, model_name: str, package: PackageDescription) -> str:
-    """Return the model card. The slices are left out if the card would be longer than MAX_CARD_CHARACTERS."""
+def model_card(
+    context: StageContext, mlflow_run: MlflowRun, *, model_name: str, package: PackageDescription, refit_of: str | None = None
+) -> str:
+    """Return the model card. The slices are left out if the card would be longer than MAX_CARD_CHARACTERS.
+
+    refit_of: number of the version that this version repeats with all events; None for no refit.
+    """
     evaluation = context.results[EvaluationManifest]
     table = to_markdown(metric_table(evaluation.metrics, half_widths=evaluation.half_widths))
     run_info = mlflow_run.info
     sections = [
         _model_section(context, package),
         _data_section(context),
-        f"## Metrics\n\nOn the test events, over the full catalogue, with confidence intervals of users:\n\n{table}",
-        _limits_section(context, package),
+        f"## Metrics\n\n{_measured(refit_of)}, over the full catalogue, with confidence intervals of users:\n\n{table}",
+        _limits_section(context, package, refit_of=refit_of),
         _serving_section(model_name, package),
         f"Run {context.run.run_id}: [MLflow run](#/experiments/{run_info.experiment_id}/runs/{run_info.run_id})",
     ]
@@ -40,6 +45,10 @@ def model_card(context: StageContext, mlflow_run: MlflowRun, *, model_name: str,
         if len(card) <= MAX_CARD_CHARACTERS:
             return card
     return "\n\n".join(sections)[:MAX_CARD_CHARACTERS]
+
+
+def _measured(refit_of: str | None) -> str:
+    return "On the test events" if refit_of is None else f"Those of version {refit_of}, on the test events"
 
 
 def _model_section(context: StageContext, package: PackageDescription) -> str:
@@ -68,11 +77,11 @@ def _data_section(context: StageContext) -> str:
     )
 
 
-def _limits_section(context: StageContext, package: PackageDescription) -> str:
+def _limits_section(context: StageContext, package: PackageDescription, *, refit_of: str | None) -> str:
     limits = [
         "An item that is not in the catalogue is never recommended. A user without a history gets the most popular items, "
         "unless the request has a history or features.",
-        _trained_until(context.dataset.interactions),
+        _trained_until(context.dataset.interactions, refit_of=refit_of),
     ]
     if not any(key.startswith("context.") for key in package.features):
         limits.append("The model does not read the context of a request.")
@@ -80,8 +89,13 @@ def _limits_section(context: StageContext, package: PackageDescription) -> str:
     return "## Limits\n\n" + "\n".join(f"- {limit}" for limit in limits)
 
 
-def _trained_until(interactions: InteractionsManifest) -> str:
+def _trained_until(interactions: InteractionsManifest, *, refit_of: str | None) -> str:
     newest_event = f" The newest event of the log is of {interactions.last_time}." if interactions.last_time else ""
+    if refit_of is not None:
+        return (
+            f"All events were trained on, also those of validation and test, which measured version {refit_of}. The metrics of "
+            f"this version are not known.{newest_event}"
+        )
     return f"Validation and test events were not trained on.{newest_event}"
 
 

@@ -32,6 +32,8 @@ PROMOTE_TAG = "nightjar.promote"
 """Rule that decided whether the version becomes champion: by_gate, never or force (`RunOptions.promote`)."""
 MANUAL_CHANGE_TAG = "nightjar.by_hand"
 """Last `nightjar promote` or `nightjar rollback` that gave or took the alias `champion`: time, person, command and reason."""
+REFIT_OF_TAG = "nightjar.refit_of"
+"""Tag of a version that was trained on all events of its run: number of the run's version that the gate has promoted."""
 MAX_FORMER_CHAMPIONS = 3
 """Number of former champions that the gate tries to load if the champion does not load."""
 FORMER_CHAMPION_TAG = "nightjar.champion_until"

@@ -31,7 +31,7 @@ from recsys_core.serving.description import (
 from tasks.registry.loading import PACKAGE_SHA256_KEY, PACKAGE_SHA256_TAG, VERSION_KEY, record_logged_model
 from tasks.registry.mlflow_client import LOG, RUN_ID_TAG, SQLITE_PREFIX
 from tasks.registry.model_card import model_card
-from tasks.registry.releases import delete_logged_model
+from tasks.registry.releases import REFIT_OF_TAG, delete_logged_model
 from tasks.runs.context import StageContext
 
 PACKAGE_TAG = "nightjar.package"
@@ -39,10 +39,16 @@ MODEL_CODE_FILE = Path(__file__).with_name("pyfunc_model.py")
 _SERVING_LIBRARIES = ("mlflow", "numpy", "pandas", "pyarrow", "pydantic", "safetensors", "torch")
 
 
-def get_or_create_version(context: StageContext, *, model_name: str, client: MlflowClient, mlflow_run_id: str) -> ModelVersion:
-    """Return the registered version of the run's package. Create it, unless the run created it before an interruption."""
+def get_or_create_version(
+    context: StageContext, *, model_name: str, client: MlflowClient, mlflow_run_id: str, refit_of: str | None = None
+) -> ModelVersion:
+    """Return the registered version of the run's package. Create it, unless the run created it before an interruption.
+
+    refit_of: number of the version that this version repeats with the validation and test events; None for no refit.
+    """
     run, package = context.run, context.results[PackageManifest]
     tags = {RUN_ID_TAG: run.run_id, PACKAGE_TAG: package.fingerprint, PACKAGE_SHA256_TAG: description_sha256(package)}
+    tags |= {} if refit_of is None else {REFIT_OF_TAG: refit_of}
     # Two runs in one workspace may create the same model at the same time.
     with FileLock(run.workspace / ".mlflow.lock"):
         try:
@@ -65,7 +71,7 @@ def get_or_create_version(context: StageContext, *, model_name: str, client: Mlf
         run_id=mlflow_run_id,
         tags=tags,
         model_id=logged_model.model_id,
-        description=model_card(context, mlflow_run, model_name=model_name, package=description_of(package)),
+        description=model_card(context, mlflow_run, model_name=model_name, package=description_of(package), refit_of=refit_of),
     )
 
 

@@ -31,7 +31,7 @@ from recsys_core.manifests import (
 )
 from recsys_core.manifests.stage_folder import remove_own_folder
 from tasks.retention.config import RetentionConfig
-from tasks.runs.run import CHAMPION_FILE_NAME, LOCK_NAME, REDUCED_FILE_NAME, RUNS_FOLDER_NAME, Run
+from tasks.runs.run import CHAMPION_FILE_NAME, LOCK_NAME, REDUCED_FILE_NAME, REFIT_FOLDER_NAME, RUNS_FOLDER_NAME, Run
 from tasks.runs.workspace import Workspace
 
 LOG = logging.getLogger("nightjar")
@@ -135,6 +135,9 @@ def _large_files(folder: Path, *, kept_stages: Collection[StageName]) -> Iterato
 
     A link is not followed, and a stage folder without the marker is left alone: nightjar did not create its files.
     """
+    refit_folder = folder / REFIT_FOLDER_NAME
+    if not kept_stages and _is_real_folder(refit_folder) and (refit_folder / MARKER_NAME).is_file():
+        yield refit_folder  # of a refit that did not end
     for stage in STAGES:
         if stage in kept_stages:
             continue

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from recsys_core.imports import lazy_modules
 
 if TYPE_CHECKING:
-    from tasks.stages import data_report, data_stages, model_stages, registration
+    from tasks.stages import data_report, data_stages, model_stages, refit, registration
 
-__all__ = ["data_report", "data_stages", "model_stages", "registration"]
+__all__ = ["data_report", "data_stages", "model_stages", "refit", "registration"]
 __getattr__ = lazy_modules(__name__, __all__)

@@ -10,9 +10,7 @@ from recsys_core.evaluation.report import metric_table, plot_loss, slices_to_mar
 from recsys_core.manifests import (
     EvaluationManifest,
     ExportManifest,
-    FeaturesManifest,
     IndexManifest,
-    InteractionsManifest,
     PackageManifest,
     PlanManifest,
     TrainManifest,
@@ -95,13 +93,7 @@ def starting_champion(model_name: str, *, run: Run) -> Champion | None:
         LOG.info("full training: %s has no champion yet, or had none when this run began", model_name)
         return None
     champion_run = Workspace(run.workspace).run(run_id)
-    champion = Champion.open(
-        run_id,
-        train_folder=champion_run.stage_folder(TrainManifest),
-        export_folder=champion_run.stage_folder(ExportManifest),
-        interactions_folder=champion_run.stage_folder(InteractionsManifest),
-        features_folder=champion_run.stage_folder(FeaturesManifest),
-    )
+    champion = Champion.in_run(run_id, champion_run.folder)
     if champion is None:
         LOG.info(
             "full training: stages of run %s, which trained the champion, are missing in %s", run_id, champion_run.folder.parent

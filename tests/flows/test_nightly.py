@@ -177,6 +177,27 @@ def test_command_line_python_and_server_answer_the_same_unseen_items(workspace: 
     assert server.post("/invocations", json={"dataframe_records": [{"usr": user}]}).status_code == 400
 
 
+def test_a_promoted_run_that_is_resumed_with_refit_gets_a_second_version_trained_on_all_events(
+    workspace: Workspace, outcome: Any
+) -> None:
+    resume = ("--resume", outcome["run_id"], "--set", "training.refit=true")
+    answer = workspace.nightjar("run", *resume)
+    assert answer["stages"]["train"] == outcome["stages"]["train"]  # kept
+    run = Run(outcome["run_id"], workspace=workspace.folder)
+    record = RunRecord.read(run)
+    assert record is not None and record.message.endswith("; version 2, its refit, is champion")
+    client = connect(workspace.folder)
+    tags = client.get_model_version_by_alias("small", "champion").tags
+    assert (tags["nightjar.refit_of"], tags["nightjar.smoke"], tags["nightjar.run_id"]) == ("1", "passed", run.run_id)
+    card = client.get_model_version("small", "2").description
+    assert "Those of version 1, on the test events" in card and "Validation and test events were not trained on" not in card
+    written = json.loads((workspace.folder / "recommendations" / "_recommendations.json").read_text())
+    assert written["version"] == "2" and not (run.folder / "refit").exists()
+
+    workspace.nightjar("run", *resume)
+    assert len(client.search_model_versions("name = 'small'")) == 2
+
+
 @pytest.mark.drill
 def test_a_run_killed_in_training_has_the_same_metrics_when_it_is_resumed(workspace: Workspace, outcome: Any) -> None:
     before = set((workspace.folder / "runs").iterdir())

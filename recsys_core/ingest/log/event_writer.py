@@ -80,7 +80,7 @@ class EventWriter:
             save_npy(self._output_folder / array_file(name), array)
         if (self._users.vector_row_R >= 0).any():
             save_npy(self._output_folder / array_file("user_vector_row"), self._users.vector_row_R)
-        self._write_train_user(count_U_by_split["train"])
+        write_train_user(self._output_folder, count_U_by_split["train"])
 
     def write_vocabularies(self) -> None:
         """Write the ids of the users and items with their numbers of training events and of all events."""
@@ -88,20 +88,6 @@ class EventWriter:
             train_count_R, event_count_R = count_RS[:, SPLITS.index("train")], count_RS.sum(axis=1)
             table = pa.table({"id": vocabulary.ids, "train_count": train_count_R, "events": event_count_R})
             pq.write_table(table, self._output_folder / vocabulary_file(vocabulary.side), use_dictionary=False)
-
-    def _write_train_user(self, train_count_U: Counts) -> None:
-        """Write the user of each training event, BATCH_ROWS users at a time."""
-        train_user = allocate_npy(
-            self._output_folder / array_file("train_user"), dtype=np.int32, shape=(int(train_count_U.sum()),)
-        )
-        start_event = 0
-        for first_user in range(0, len(train_count_U), BATCH_ROWS):
-            train_counts = train_count_U[first_user : first_user + BATCH_ROWS]
-            stop_event = start_event + int(train_counts.sum())
-            train_user[start_event:stop_event] = np.repeat(
-                np.arange(first_user, first_user + len(train_counts), dtype=np.int32), train_counts
-            )
-            start_event = stop_event
 
     def _count_events(self, batch: pa.RecordBatch) -> None:
         user_E, item_E, split_E = (batch.column(name).to_numpy() for name in ("user_row", "item_row", "split"))
@@ -111,6 +97,19 @@ class EventWriter:
         self.user_count_US[first_user:stop_user] += np.bincount(user_split_key_E, minlength=num_counts).reshape(-1, len(SPLITS))
         item_split_key_E = item_E.astype(np.int64) * len(SPLITS) + split_E
         self.item_count_IS += np.bincount(item_split_key_E, minlength=self.item_count_IS.size).reshape(-1, len(SPLITS))
+
+
+def write_train_user(folder: Path, train_count_U: Counts) -> None:
+    """Write train_user.npy, the user of each training event, BATCH_ROWS users at a time."""
+    train_user = allocate_npy(folder / array_file("train_user"), dtype=np.int32, shape=(int(train_count_U.sum()),))
+    start_event = 0
+    for first_user in range(0, len(train_count_U), BATCH_ROWS):
+        train_counts = train_count_U[first_user : first_user + BATCH_ROWS]
+        stop_event = start_event + int(train_counts.sum())
+        train_user[start_event:stop_event] = np.repeat(
+            np.arange(first_user, first_user + len(train_counts), dtype=np.int32), train_counts
+        )
+        start_event = stop_event
 
 
 def _merge_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

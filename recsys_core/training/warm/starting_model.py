@@ -53,6 +53,17 @@ class Champion:
     features: FeaturesManifest | None
 
     @classmethod
+    def in_run(cls, run_id: str, folder: Path) -> Self | None:
+        """Open the stages in the folder of a run; see `open`."""
+        return cls.open(
+            run_id,
+            train_folder=folder / TrainManifest.stage,
+            export_folder=folder / ExportManifest.stage,
+            interactions_folder=folder / InteractionsManifest.stage,
+            features_folder=folder / FeaturesManifest.stage,
+        )
+
+    @classmethod
     def open(
         cls, run_id: str, *, train_folder: Path, export_folder: Path, interactions_folder: Path, features_folder: Path
     ) -> Self | None:

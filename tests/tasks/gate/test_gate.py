@@ -23,7 +23,7 @@ from tasks.gate.smoke_test import ModelProcess, NotFetchedError, predict_in_subp
 from tasks.registry import mlflow_client
 from tasks.registry.loading import record_logged_model
 from tasks.registry.mlflow_client import connect
-from tasks.registry.releases import LOAD_ERROR_TAG
+from tasks.registry.releases import LOAD_ERROR_TAG, REFIT_OF_TAG
 from tasks.stages import registration
 from tests.recsys_core.evaluation.stage_folders import features_stage
 from tests.tasks.conftest import ITEMS, USERS, Stages
@@ -79,6 +79,24 @@ def test_a_run_is_compared_with_a_champion_promoted_during_its_comparison(
     assert aliases(connect(workspace)) == {"champion": "3", "challenger": "2"}
     assert (slower.alias, slower.reasons[0].endswith("of version 3")) == ("challenger", True)
     assert predicted_here.count("models:/m/2") == 1  # its own answers are used again
+
+
+def test_a_new_version_is_compared_with_the_version_that_a_refit_repeats(
+    workspace: Path, stages: BuildStages, predicted_here: list[str]
+) -> None:
+    do_register(stages(confused=True), run_of(workspace, "one"))
+    do_register(stages(), run_of(workspace, "refit"))
+    client = connect(workspace)
+    client.set_model_version_tag("m", "2", REFIT_OF_TAG, "1")
+    made = do_register(stages(confused=True), run_of(workspace, "two"))  # as good as version 1, worse than version 2
+    assert (made.alias, aliases(client)) == ("champion", {"champion": "3"})
+    assert made.reasons[-1] == "the champion, version 2, is the refit of version 1"
+
+    do_register(stages(), run_of(workspace, "better"))
+    client.set_model_version_tag("m", "4", REFIT_OF_TAG, "99")
+    made = do_register(stages(confused=True), run_of(workspace, "three"))
+    assert made.alias == "challenger"
+    assert made.reasons[-1] == "the champion, version 4, is the refit of version 99, which is not in the registry any more"
 
 
 def test_a_champion_with_a_flipped_bit_is_replaced_and_reported(

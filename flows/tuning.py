@@ -131,6 +131,7 @@ def _run_next_trial(config: PipelineConfig, study: optuna.Study, dataset: Datase
         trial,
         partial(train, setup, dataset=dataset, plan=plan, folder=folder / "train"),
         metric=result.metric,
+        startup_trials=config.tuning.startup_trials,
         folder=folder,
         label=f"trial {trial.number + 1}/{config.tuning.trials}{best_value_text}",
     )

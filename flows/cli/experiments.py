@@ -12,25 +12,35 @@ from flows.cli.run import prepare_input
 from flows.cli.session import FlowCommand, command_line, flow_session
 from flows.servers.prefect_server import PrefectServer
 from flows.settings.config_file import LoadedConfig
+from flows.settings.default_ranges import default_ranges
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, StageError
 from tasks.runs.run import Run
-from tasks.tuning.config import format_setting_value, label_of
+from tasks.tuning.config import TuningConfig, format_setting_value, label_of
 
 if TYPE_CHECKING:
     from flows.repeated_runs import Day, GateNoise
     from flows.tuning import StudyResult
 
 
-def tune(options: ConfigOptions, server: PrefectServer | None, *, num_trials: int | None, as_json: bool) -> None:
+def tune(
+    options: ConfigOptions,
+    server: PrefectServer | None,
+    *,
+    num_trials: int | None,
+    minutes: float | None,
+    as_json: bool,
+) -> None:
     """Search the best settings and print the trials; raise StageError if no trial is complete.
 
     Args:
         num_trials: replaces tuning.trials.
+        minutes: replaces tuning.timeout_s.
     """
     loaded = options.read()
-    config = tunable_config(loaded, num_trials=num_trials)
+    config = tunable_config(loaded, num_trials=num_trials, minutes=minutes)
     trial_words = [] if num_trials is None else ["--trials", str(num_trials)]
+    trial_words += [] if minutes is None else ["--minutes", f"{minutes:g}"]
     study: StudyResult = _run_flow(
         "flows.tuning:tune_settings", loaded, server, [config], folder_name="tuning", command_words=["tune", *trial_words]
     )
@@ -92,22 +102,18 @@ def _run_flow(
         return flow(*arguments)
 
 
-def tunable_config(loaded: LoadedConfig, *, num_trials: int | None) -> PipelineConfig:
-    """Return the config; raise InputError unless it has ranges to search and a metric to compare trials by."""
-    tuning = loaded.config.tuning
-    if tuning is None:
-        raise InputError(
-            f"{loaded.path}: tuning is not set; name the settings to vary, e.g. "
-            "tuning: {ranges: {model.temperature: {low: 0.03, high: 0.3, log: true}}}"
-        )
+def tunable_config(loaded: LoadedConfig, *, num_trials: int | None, minutes: float | None = None) -> PipelineConfig:
+    """Return the config with ranges to search; raise InputError unless it has a metric to compare trials by."""
+    tuning = loaded.config.tuning or TuningConfig()
     if loaded.config.training.validation is None:
         raise InputError(
             f"{loaded.path}: training.validation is null, so trials have no metric to be compared by; remove "
             "this setting to use the default ndcg@10"
         )
-    if num_trials is None:
-        return loaded.config
-    return loaded.config.model_copy(update={"tuning": tuning.model_copy(update={"trials": num_trials})})
+    update: dict[str, object] = {"ranges": tuning.ranges or default_ranges(loaded.config)}
+    update |= {} if num_trials is None else {"trials": num_trials}
+    update |= {} if minutes is None else {"timeout_s": 60 * minutes}
+    return loaded.config.model_copy(update={"tuning": tuning.model_copy(update=update)})
 
 
 def print_study(study: "StudyResult", *, config_path: Path) -> None:

@@ -117,16 +117,23 @@ def run(
         cli.run.run_pipeline(options, server, until=until, resume=resume, run_options=run_options, as_json=as_json)
 
 
-@app.command(epilog="Example: nightjar tune nightly.yaml --trials 40")
+@app.command(epilog="Example: nightjar tune nightly.yaml --trials 40 --minutes 60")
 @takes_config
 def tune(
     options: ConfigOptions,
     trials: Annotated[int | None, typer.Option(min=1, help="number of trials, instead of tuning.trials")] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0.1, max=500_000, help="minutes after which no trial starts, instead of tuning.timeout_s"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Search the ranges in `tuning` for the best validation metric. The same command resumes an interrupted search."""
+    """Search the settings with the best validation metric. The same command resumes an interrupted search.
+
+    Without `tuning.ranges`, the settings that usually matter most are varied, such as model.temperature.
+    """
     with cli.session.embedded_server() as server:
-        cli.experiments.tune(options, server, num_trials=trials, as_json=as_json)
+        cli.experiments.tune(options, server, num_trials=trials, minutes=minutes, as_json=as_json)
 
 
 @app.command(epilog="Example: nightjar backtest --days 7")

@@ -100,6 +100,8 @@ def _suggestion(key: str) -> str:
     sibling_names = {
         valid_key.rpartition(".")[2] for valid_key in valid_keys if fnmatchcase(parent, valid_key.rpartition(".")[0])
     }
+    if name in sibling_names:  # of another member of a union
+        return f"another kind of {parent} has this setting; remove it, or set the other kind"
     similar_names = difflib.get_close_matches(name, sibling_names, n=1)
     if similar_names:
         return f"did you mean {parent}{'.' if parent else ''}{similar_names[0]}?"

@@ -124,12 +124,13 @@ class TuningConfig(Settings):
         None, gt=0, le=52 * WEEK_S, description="time in seconds after which no new trial starts. Default: no limit"
     )
     startup_trials: int = Field(
-        5, ge=1, le=100_000, description="number of trials that must be completed before a trial can be pruned"
+        3, ge=1, le=100_000, description="number of trials that must be completed before a trial can be pruned"
     )
     seed: int = Field(7, ge=0, le=40_000, description="seed of the search. All trials train with `training.seed`")
     ranges: dict[str, RangeConfig] = Field(
-        min_length=1,
+        default_factory=dict,
         max_length=100,
         description="ranges by setting, named as for `--set`: `{low, high, log: true}`, `{low, high, step}`, or `{choices: "
-        "[...]}`, e.g. `model.temperature: {low: 0.03, high: 0.3, log: true}`",
+        "[...]}`, e.g. `model.temperature: {low: 0.03, high: 0.3, log: true}`. Default: ranges of the settings that usually "
+        "matter most for the config",
     )

@@ -38,6 +38,8 @@ ENDING_BY_STATE: dict[TrialState, TrialEnding] = {
     TrialState.FAIL: "failed",
 }
 """Endings in the order in which trials are shown."""
+REDUCTION_FACTOR = 2
+"""After 1, 2, 4, ... epochs, a trial continues if it is among the best half of the trials with as many epochs."""
 _STATUS_BY_ENDING = {"complete": RunStatus.FINISHED, "pruned": RunStatus.KILLED, "failed": RunStatus.FAILED}
 
 
@@ -82,7 +84,7 @@ def open_study(config: TuningConfig, *, folder: Path) -> optuna.Study:
         study_name=folder.name,
         direction="maximize",
         load_if_exists=True,
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=config.startup_trials),
+        pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=REDUCTION_FACTOR),
     )
 
 
@@ -117,11 +119,19 @@ def _suggest(trial: optuna.Trial, setting_name: str, value_range: RangeConfig) -
 
 @task(name="run_trial", task_run_name="trial-{trial.number}", cache_policy=NO_CACHE)
 def run_trial(
-    study: optuna.Study, trial: optuna.Trial, train: Callable[..., TrainManifest], *, metric: str, folder: Path, label: str
+    study: optuna.Study,
+    trial: optuna.Trial,
+    train: Callable[..., TrainManifest],
+    *,
+    metric: str,
+    startup_trials: int,
+    folder: Path,
+    label: str,
 ) -> None:
     """Train, report the metric after each epoch, stop early if the trial is pruned, and record how the trial ended.
 
     Args:
+        startup_trials: number of complete trials before which no trial is pruned.
         train: trains in `folder / "train"` with the settings of the trial. Its argument on_progress takes a Progress.
         metric: name of the validation metric, such as ndcg@10.
         label: name of the trial in the terminal.
@@ -131,6 +141,7 @@ def run_trial(
     """
 
     last_validation: dict[str, float] = {}
+    can_prune = len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))) >= startup_trials
 
     def on_progress(progress: Progress) -> None:
         if metric in progress.validation:
@@ -138,7 +149,8 @@ def run_trial(
             with warnings.catch_warnings():  # a resumed trial reports some epochs again, and Optuna ignores them
                 warnings.simplefilter("ignore", UserWarning)
                 trial.report(progress.validation[metric], progress.epoch)
-            if progress.step < progress.total_steps and trial.should_prune():
+            # Each epoch is compared, also if the trial may not be pruned, because later trials are compared with it.
+            if trial.should_prune() and can_prune and progress.step < progress.total_steps:
                 raise optuna.TrialPruned
         note = training_note(progress, validation=last_validation)
         show_bar(label, num_done=progress.step, num_total=progress.total_steps, note=note)

@@ -6,9 +6,12 @@ import pytest
 from ruamel.yaml import YAML
 
 from flows.cli.experiments import tunable_config
-from flows.settings.config_file import LoadedConfig, load_config, settings_as_yaml
+from flows.settings.config_file import LoadedConfig, load_config, settings_as_yaml, with_settings
 from recsys_core.errors import InputError
 from tests.flows.tuning_config import CONFIG
+
+LENGTH, POOLING, NEGATIVES = "model.history.length", "model.history.pooling", "loss.num_negatives"
+FILES = "interactions.split={kind: files, validation_paths: v.parquet, test_paths: t.parquet}"
 
 
 @pytest.mark.parametrize(
@@ -45,18 +48,41 @@ def test_an_invalid_range_is_rejected_when_the_file_is_read(tmp_path: Path, rang
     assert expected in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("tuning=null", "tuning is not set; name the settings to vary"),
-        ("training.validation=null", "trials have no metric to be compared by"),
-    ],
-)
-def test_a_file_without_ranges_or_without_validation_is_rejected(tmp_path: Path, override: str, message: str) -> None:
+def test_a_file_without_validation_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "nightly.yaml"
     file.write_text(CONFIG)
-    with pytest.raises(InputError, match=message):
-        tunable_config(LoadedConfig.read(file, [override]), num_trials=None)
+    with pytest.raises(InputError, match="trials have no metric to be compared by"):
+        tunable_config(LoadedConfig.read(file, ["training.validation=null"]), num_trials=None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "varied"),
+    [
+        ([], {LENGTH, POOLING, NEGATIVES}),
+        (["loss.kind=bce", "model.history={length: 0, last_item_feature: false}", "model.learn_user_embedding=true"], set()),
+        (["interactions.timestamp_column=null", FILES, "model.history.last_item_feature=false"], {LENGTH, NEGATIVES}),
+        (
+            ["embeddings={paths: v.parquet, vector_column: v}", "model.history.pooling=attention"],
+            {LENGTH, POOLING, NEGATIVES, "model.history.item_representation"},
+        ),
+    ],
+    ids=["history with times", "no history, bce", "no order", "vectors"],
+)
+def test_without_ranges_the_usual_settings_of_the_config_are_varied(
+    tmp_path: Path, overrides: list[str], varied: set[str]
+) -> None:
+    file = tmp_path / "nightly.yaml"
+    file.write_text(CONFIG)
+    config = tunable_config(LoadedConfig.read(file, ["tuning=null", *overrides]), num_trials=7, minutes=1.5)
+    assert config.tuning is not None and (config.tuning.trials, config.tuning.timeout_s) == (7, 90)
+    ranges = config.tuning.ranges
+    always = {"model.temperature", "training.table_optimizer.learning_rate", "model.query.dropout"}
+    assert ranges.keys() == always | varied
+    for setting, value_range in ranges.items():
+        for value in value_range.probes:
+            with_settings(config, {setting: value})  # raises InputError for an invalid value
+    if "model.history.pooling" in ranges:
+        assert config.model.history.pooling in (ranges["model.history.pooling"].choices or ())
 
 
 def test_a_range_has_the_number_type_of_its_setting(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def test_a_missing_setting_has_its_default(file: Path) -> None:
     [
         ("training: {batchsize: 3}", "training.batchsize: unknown key; did you mean training.batch_size?"),
         ("batch_size: 3", "batch_size: unknown key; did you mean training.batch_size?"),
+        ("registry: {gate: {kind: margin, confidence: 0.9}}", "another kind of registry.gate has this setting; remove it"),
         ("trainin: {epochs: 3}", "trainin: unknown key; did you mean training?"),
         (
             "sharding: {tables: {item: {sharding_type: [row_wise]}}}",

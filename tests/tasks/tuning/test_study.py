@@ -1,13 +1,16 @@
 """A tuning study: the trials after an interruption, their order, and the files that remain after a trial."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from optuna.trial import TrialState
 
 from recsys_core.errors import StageError
 from recsys_core.manifests import TrainManifest
+from recsys_core.training.job import Progress
 from tasks.tuning.config import RangeConfig, TuningConfig
 from tasks.tuning.study import fail_trial, finished_trials, open_study, plot_history, run_trial, start_trial
 
@@ -67,6 +70,34 @@ def test_the_history_is_plotted_before_and_after_the_first_complete_trial(tmp_pa
         study.tell(start_trial(study, CONFIG), 0.2)
 
 
+def test_a_trial_ends_after_1_2_or_4_epochs_unless_it_is_in_the_better_half(tmp_path: Path) -> None:
+    study = open_study(CONFIG, folder=tmp_path / "study")
+
+    def run(values: Sequence[float]) -> tuple[str, int]:
+        """Return how a trial with these metrics ends, and its number of epochs."""
+
+        def train(on_progress: Callable[[Progress], None]) -> Any:
+            for epoch, value in enumerate(values, start=1):
+                numbers: dict[str, Any] = {"loss": 1.0, "learning_rate": 0.1, "samples_per_s": 1.0}
+                on_progress(
+                    Progress(step=epoch, total_steps=len(values), epoch=epoch, validation={"ndcg@10": value}, **numbers)
+                )
+            return Mock(validation={"ndcg@10": max(values)})
+
+        trial = start_trial(study, CONFIG)
+        folder = tmp_path / f"{trial.number}"
+        run_trial.fn(study, trial, train, metric="ndcg@10", startup_trials=2, folder=folder, label="1")
+        (finished,) = [result for result in finished_trials(study) if result.number == trial.number]
+        return finished.ending, len(finished.epochs)
+
+    assert run([0.5, 0.5, 0.5, 0.5, 0.5]) == ("complete", 5)
+    assert run([0.1, 0.1, 0.1, 0.1, 0.1]) == ("complete", 5)  # the second of two trials that are never pruned
+    assert run([0.2, 0.9, 0.9, 0.9, 0.9]) == ("pruned", 1)
+    assert run([0.6, 0.2, 0.9, 0.9, 0.9]) == ("pruned", 2)
+    assert run([0.6, 0.6, 0.6, 0.4, 0.9]) == ("pruned", 4)
+    assert run([0.7, 0.7, 0.1, 0.7, 0.7]) == ("complete", 5)
+
+
 @pytest.mark.parametrize("linked", ["train", "train.work"])
 def test_a_failed_trial_removes_no_file_behind_a_link(tmp_path: Path, linked: str) -> None:
     def failing_training(**_: Any) -> TrainManifest:
@@ -81,6 +112,8 @@ def test_a_failed_trial_removes_no_file_behind_a_link(tmp_path: Path, linked: st
     folder.mkdir()
     (folder / linked).symlink_to(archive)
     study = open_study(CONFIG, folder=tmp_path / "study")
-    run_trial.fn(study, start_trial(study, CONFIG), failing_training, metric="ndcg@10", folder=folder, label="1")
+    run_trial.fn(
+        study, start_trial(study, CONFIG), failing_training, metric="ndcg@10", startup_trials=3, folder=folder, label="1"
+    )
     assert [(trial.ending, trial.reason) for trial in finished_trials(study)] == [("failed", "rank 0 failed")]
     assert all((archive / name).is_file() for name in names)

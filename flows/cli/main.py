@@ -93,7 +93,7 @@ def plan(
     device = None if gpus_per_node is None else "cuda"
     cluster_options = {"num_nodes": nodes, "processes_per_node": gpus_per_node, "hbm_gb": hbm_gb, "device": device}
     cluster_settings = {setting: value for setting, value in cluster_options.items() if value is not None}
-    config = options.read().config
+    config = options.prepare().config
     cli.plan.plan_sharding(config, cluster_settings=cluster_settings, as_json=as_json)
 
 
@@ -115,6 +115,14 @@ def run(
     run_options = RunOptions(reason=reason, full_retrain=full_retrain, dry_run=dry_run, promote=promote)
     with cli.session.embedded_server() as server:  # the server starts while the config and the input are read
         cli.run.run_pipeline(options, server, until=until, resume=resume, run_options=run_options, as_json=as_json)
+
+
+@app.command(epilog="Example: nightjar suggest nightly.yaml")
+@takes_config
+def suggest(options: ConfigOptions, as_json: AsJson = False) -> None:
+    """Print the settings that fit the data, each with its reason: temperature, histories, negatives, batch size."""
+    loaded = options.prepare()  # before the module imports Prefect
+    cli.suggest.suggest(loaded, as_json=as_json)
 
 
 @app.command(epilog="Example: nightjar tune nightly.yaml --trials 40 --minutes 60")

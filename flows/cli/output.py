@@ -129,11 +129,16 @@ def log_lines() -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-def print_table(column_titles: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
-    """Print a table without borders; the first column is aligned left, the others right. Control characters are escaped."""
+def print_table(
+    column_titles: Sequence[str], rows: Sequence[Sequence[str | Text]], *, left_columns: Sequence[int] = (0,)
+) -> None:
+    """Print a table without borders. Control characters are escaped.
+
+    left_columns: indices of the columns that are aligned left; the others are aligned right.
+    """
     table = Table(box=None, pad_edge=False, header_style="dim")
     for index, title in enumerate(column_titles):
-        table.add_column(title, justify="left" if index == 0 else "right")
+        table.add_column(title, justify="left" if index in left_columns else "right")
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
     stdout.print(table)

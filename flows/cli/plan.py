@@ -26,7 +26,8 @@ def plan_sharding(config: PipelineConfig, *, cluster_settings: dict[str, Any], a
         cluster_settings: settings of the cluster that replace those of sharding.cluster.
     """
     run = Run("plan", workspace=config.workspace.absolute(), parent="")
-    dataset = ingest(StageContext(run), config.inputs)
+    with output.stage_lines():
+        dataset = ingest(StageContext(run), config.inputs)
     cluster = ClusterConfig(**(config.sharding.cluster.model_dump() | cluster_settings))
     sharding = config.sharding.model_copy(update={"cluster": cluster})
     plan = config.model_copy(update={"sharding": sharding}).training_setup(dataset).make_plan(dataset)

@@ -83,6 +83,14 @@ def with_settings(config: PipelineConfig, settings: Mapping[str, Any]) -> Pipeli
         raise InputError("; ".join(describe_problems(error, raw_settings))) from None
 
 
+def setting_value(config: PipelineConfig, key: str) -> Any:
+    """Return the value of a setting by its dotted key; None if the config does not have its group."""
+    try:
+        return _get_setting(config.model_dump(mode="json"), key)
+    except (KeyError, TypeError):
+        return None
+
+
 def settings_as_yaml(config: PipelineConfig, settings: Mapping[str, Any]) -> str:
     """Return `settings` as YAML for the user's config file. If a setting is in a list, the YAML contains the whole list."""
     raw_settings = with_settings(config, settings).model_dump(mode="json")

@@ -83,7 +83,7 @@ def refit(
         refit_of=parent,
     )
     connected.set_tag(version, REASONS_TAG, reason)
-    connected.set_tag(version, SPENT_DROP_TAG, champion.tags[SPENT_DROP_TAG])
+    connected.set_tag(version, SPENT_DROP_TAG, champion.tags.get(SPENT_DROP_TAG, "0"))
     _smoke_test(version, connected, context, max_users=registry.smoke_test_users)
     if not connected.move_champion(version, expected=champion, reason=reason):
         raise StageError(f"another version became champion before version {version.version}, the refit of version {parent}")

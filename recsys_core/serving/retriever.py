@@ -97,11 +97,10 @@ class Retriever:
 
     def __init__(self, contents: PackageContents, *, version: str) -> None:
         self.package, self.version = contents.package, version
-        self._query_tower, self._features = contents.tower, contents.features
+        self._query_tower, self._users = contents.tower, contents.users
         self._index, self._index_kind, self.items = contents.index, contents.package.index, contents.items
-        self.item_ids, self.user_ids = contents.item_ids, contents.user_ids
+        self.item_ids, self.user_ids = contents.item_ids, contents.users.ids
         self.request_features = contents.request_features
-        self._user_offset, self._event_item = contents.user_offset, contents.event_item
         self._item_by_popularity_I = contents.item_by_popularity_I
         self._popularity_share_I = contents.popularity_share_I
         self._stored_vectors = stored_vectors(contents.index)
@@ -219,7 +218,9 @@ class Retriever:
             history: item rows of each user, oldest first.
             given: features of a request by key, which replace stored ones.
         """
-        query_BD: NDArray[np.float32] = self._query_tower(user_row_B, history, features=self._features, given=given).numpy()
+        query_BD: NDArray[np.float32] = self._query_tower(
+            user_row_B, history, features=self._users.features, given=given
+        ).numpy()
         return query_BD
 
     def item_vectors(self, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -304,9 +305,7 @@ class Retriever:
         self, user_row_B: NDArray[np.int64], *, new_histories: Sequence[History] | None, exclude_stored_history: bool
     ) -> tuple[JaggedArray, JaggedArray, NDArray[np.int64]]:
         """Return the histories for the query tower and the seen items, both as item rows, and the numbers of unknown items."""
-        start_B = np.where(user_row_B >= 0, self._user_offset[user_row_B], 0)
-        end_B = np.where(user_row_B >= 0, self._user_offset[user_row_B + 1], 0)
-        stored_history = JaggedArray.from_slices(self._event_item, start=start_B, end=end_B)
+        stored_history = self._users.histories(user_row_B)
         num_items = len(self.item_ids)
         if new_histories is None:
             return stored_history, stored_history.distinct(bound=num_items), np.zeros(len(user_row_B), np.int64)
@@ -382,7 +381,8 @@ def _find_package(folder: Path) -> tuple[Path, str]:
     for package_folder in (folder, folder / "artifacts" / "package"):
         if (path := package_folder / DESCRIPTION_NAME).is_file():
             return package_folder, record_file(path).sha256
-    return folder / "package", description_sha256(require_manifest(folder, PackageManifest))
+    # The files of the package are verified when they are read.
+    return folder / "package", description_sha256(require_manifest(folder, PackageManifest, verify=False))
 
 
 def _select(items: ItemTable, index: Any, item_filter: Filter) -> tuple[NDArray[np.bool_], Selection]:

@@ -2,6 +2,7 @@
 
     make bench-serve                            # writes benchmarks/serve.json and serve.md
     python -m benchmarks.serve --items 20000    # a small catalogue; prints the tables, writes nothing
+    python -m benchmarks.serve --users          # replaces the case of benchmarks/serve_users.py in both files
 
 A run of the pipeline trains on a generated log and the vectors of benchmarks/index.py, and registers the version. Light users
 have 20 events, heavy users 2,000. The retriever is measured in a process of its own with one thread. Then `nightjar serve` and
@@ -29,10 +30,12 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from benchmarks import serve_users
 from benchmarks.index import DIM, random_vectors
 from benchmarks.measuring import ROOT, run_in_new_process
 
 NUM_ITEMS, NUM_LIGHT_USERS, NUM_HEAVY_USERS = 1_000_000, 4_000, 50
+NUM_ITEMS_WITH_MANY_USERS = 20_000
 LIGHT_EVENTS, HEAVY_EVENTS, NUM_DAYS = 20, 2_000, 20
 K, NUM_CLIENTS, CLIENT_S, BATCH_ROWS = 10, 8, 10.0, 1_000
 START_TIMEOUT_S = 600.0
@@ -175,15 +178,27 @@ def measure_http(port: int, path: str, body: Callable[[int], dict[str, Any]]) ->
     return _percentiles(seconds) | {"requests_per_s": len(seconds) / CLIENT_S}
 
 
-def measure(*, num_items: int) -> dict[str, Any]:
-    """Run the pipeline, and measure the registered version."""
+@contextmanager
+def trained_package(*, num_items: int) -> Iterator[tuple[str, Path]]:
+    """Run the pipeline; yield the path of the config and the folder of the stage `package`."""
     with tempfile.TemporaryDirectory(prefix="bench-serve-") as folder_name:
         folder = Path(folder_name)
         write_data(folder, num_items=num_items)
         config = str(folder / "nightly.yaml")
         process = subprocess.run([*NIGHTJAR, "run", config, "--json"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
         run = json.loads(process.stdout.splitlines()[-1])
-        package = Path(run["run_dir"]) / "package"
+        yield config, Path(run["run_dir"]) / "package"
+
+
+def measure_users() -> dict[str, Any]:
+    """Measure packages with few and with many users."""
+    with trained_package(num_items=NUM_ITEMS_WITH_MANY_USERS) as (_, package):
+        return serve_users.measure_users(package / "package")
+
+
+def measure(*, num_items: int) -> dict[str, Any]:
+    """Run the pipeline, and measure the registered version."""
+    with trained_package(num_items=num_items) as (config, package):
         result = run_in_new_process("benchmarks.serve", "--package", str(package)) | {"num_items": num_items}
         serve = [*NIGHTJAR, "serve", config, "--port", "8391"]
         with server(serve, port=8391, health_path="/readyz", environment={}) as start_s:
@@ -192,7 +207,7 @@ def measure(*, num_items: int) -> dict[str, Any]:
         mlflow = [str(Path(sys.executable).parent / "mlflow"), "models", "serve", "-m", "models:/nightjar@champion"]
         mlflow += ["--env-manager", "local", "-p", "8392"]
         search_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        environment = {"MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db", "PATH": search_path}
+        environment = {"MLFLOW_TRACKING_URI": f"sqlite:///{Path(config).parent}/mlflow.db", "PATH": search_path}
         with server(mlflow, port=8392, health_path="/ping", environment=environment) as start_s:
             answer = measure_http(
                 8392, "/invocations", lambda user: {"dataframe_records": [{"user_id": user}], "params": {"k": K}}
@@ -230,6 +245,8 @@ def to_markdown(result: dict[str, Any]) -> str:
         lines.append(
             f"| `{name}` | {row['p50_ms']:.1f} | {row['p99_ms']:.1f} | {row['requests_per_s']:,.0f} | {row['start_s']:.1f} |"
         )
+    if "users" in result:
+        lines += serve_users.to_markdown(result["users"])
     return "\n".join(lines) + "\n"
 
 
@@ -237,15 +254,22 @@ def main() -> None:
     """Measure, and write serve.json and serve.md if the catalogue has the full size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--items", type=int, default=NUM_ITEMS)
+    parser.add_argument("--users", action="store_true")
     parser.add_argument("--package", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.package is not None:
         sys.stdout.write(json.dumps(measure_in_process(arguments.package)) + "\n")
         return
-    result = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cores": len(os.sched_getaffinity(0))}
-    result |= measure(num_items=arguments.items)
-    if arguments.items == NUM_ITEMS:
-        (FOLDER / "serve.json").write_text(json.dumps(result, indent=2) + "\n")
+    path = FOLDER / "serve.json"
+    if arguments.users:
+        result = json.loads(path.read_bytes()) | {"users": measure_users()}
+    else:
+        result = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cores": len(os.sched_getaffinity(0))}
+        result |= measure(num_items=arguments.items)
+        if arguments.items == NUM_ITEMS:
+            result["users"] = measure_users()
+    if arguments.users or arguments.items == NUM_ITEMS:
+        path.write_text(json.dumps(result, indent=2) + "\n")
         (FOLDER / "serve.md").write_text(to_markdown(result))
     sys.stdout.write(to_markdown(result))
 

@@ -19,6 +19,8 @@ from recsys_core.units import INT64_MAX
 Id = int | str
 INT64_RANGE = range(-INT64_MAX - 1, INT64_MAX + 1)
 EXACT_FLOAT64_INTEGERS = range(-(2**53) + 1, 2**53)
+_HALF, _HASH_FACTORS = np.uint64(32), (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
+"""A bucket is the upper half of a hash, scaled to the number of buckets. The factors are those of SplitMix64."""
 _DECIMAL_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
@@ -50,9 +52,15 @@ def hash_buckets(ids: pa.Array) -> Buckets:
 
 
 def _buckets(ids: pa.Array, *, num_buckets: int) -> NDArray[np.int64]:
-    hash_L = pd.util.hash_array(ids.to_numpy(zero_copy_only=False), categorize=False)  # 64 bits, and equal in each process
-    upper_half_L: NDArray[np.uint64] = hash_L >> np.uint64(32)
-    return ((upper_half_L * np.uint64(num_buckets)) >> np.uint64(32)).astype(np.int64)
+    """Return the bucket of each id, which is the same in each process."""
+    values: NDArray[Any] = ids.to_numpy(zero_copy_only=False)
+    if values.dtype == np.int64:
+        hash_L = values.view(np.uint64)
+        for factor in _HASH_FACTORS:
+            hash_L = (hash_L ^ (hash_L >> _HALF)) * factor
+    else:
+        hash_L = pd.util.hash_array(values, categorize=False)
+    return (((hash_L >> _HALF) * np.uint64(num_buckets)) >> _HALF).astype(np.int64)
 
 
 class IdMap:
@@ -98,7 +106,10 @@ class IdMap:
         start_L, end_L = self._buckets.offset[bucket_L], self._buckets.offset[bucket_L + 1]
         candidates = JaggedArray.from_slices(self._buckets.row, start=start_L, end=end_L)
         candidate_ids, id_index = self._ids.take(pa.array(candidates.values_L)), candidates.list_index_L
-        is_match = pc.equal(candidate_ids, parsed_ids.take(pa.array(id_index))).to_numpy(zero_copy_only=False)
+        if self._has_string_ids:
+            is_match = pc.equal(candidate_ids, parsed_ids.take(pa.array(id_index))).to_numpy(zero_copy_only=False)
+        else:
+            is_match = candidate_ids.to_numpy() == parsed_ids.to_numpy()[id_index]
         rows[id_index[is_match]] = candidates.values_L[is_match]
         return rows
 

@@ -15,7 +15,8 @@ from numpy.typing import DTypeLike, NDArray
 from recsys_core.dataset.jagged import Int64Array
 from recsys_core.errors import StageError
 
-BLOCK_BYTES = 1 << 14
+_BLOCK_BITS = 14
+BLOCK_BYTES = 1 << _BLOCK_BITS
 """A lookup of one user reads about six blocks, so they are small. Their checksums are 0.2 % of the file."""
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -86,6 +87,7 @@ class MappedArray:
         """bound: all values are at least 0 and smaller than this number, which is checked when they are read."""
         self._file, self._bound = file, bound
         self._start_byte, self._item_bytes = start_byte, np.dtype(dtype).itemsize
+        self._unsigned_type = np.dtype(f"u{self._item_bytes}")
         assert start_byte % self._item_bytes == 0, "a value would be in two blocks"
         self._values = file.values(dtype, start_byte=start_byte, length=length)
 
@@ -93,17 +95,16 @@ class MappedArray:
         return len(self._values)
 
     def __getitem__(self, index: Int64Array) -> NDArray[Any]:
-        """Return the values at these indices. Raises StageError if a value was changed, or is out of bounds."""
+        """Return the values at these indices. The indices are at least 0.
+
+        Raises StageError if a value was changed, or is out of bounds.
+        """
         if not len(index):
             return self._values[:0]
-        if index.min() < 0 or index.max() >= len(self):
-            raise StageError(
-                f"{self._file.path}: position {index.min()} to {index.max()} of an array with {len(self)} values; package the "
-                "model again"
-            )
-        self._file.verify((self._start_byte + index * self._item_bytes) // BLOCK_BYTES)
+        self._file.verify((index * self._item_bytes + self._start_byte) >> _BLOCK_BITS)
         values = self._values[index]
-        if self._bound is not None and (values.min() < 0 or values.max() >= self._bound):
+        # Negative values are large ones without their sign.
+        if self._bound is not None and values.view(self._unsigned_type).max() >= self._bound:
             raise StageError(
                 f"{self._file.path}: the file has values {values.min()} to {values.max()}, but the model needs 0 to "
                 f"{self._bound - 1}; package the model again"

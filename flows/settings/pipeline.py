@@ -218,6 +218,21 @@ class PipelineConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _segments_are_values_of_a_feature(self) -> Self:
+        key, features = self.package.popularity_by, {} if self.features is None else self.features.by_key
+        keys = [
+            key
+            for key, feature in sorted(features.items())
+            if not key.startswith("item.") and feature.kind == "categorical" and feature.hash_rows is None
+        ]
+        if key is not None and key not in keys:
+            raise ValueError(
+                f"package.popularity_by: {key} is no categorical feature of users or context with a vocabulary; set one of "
+                f"{', '.join(keys) or 'those that you declare under features'}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _guarded_features_are_slices(self) -> Self:
         sliced_features = sorted(feature_slice.feature for feature_slice in self.evaluation.slices)
         for feature in self.registry.guardrails.features:

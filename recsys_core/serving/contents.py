@@ -27,6 +27,7 @@ from recsys_core.serving.description import (
     DESCRIPTION_NAME,
     FORMAT_VERSION,
     ITEMS_NAME,
+    SEGMENTS_NAME,
     USERS_CHECKSUMS_NAME,
     USERS_NAME,
     PackageDescription,
@@ -34,6 +35,7 @@ from recsys_core.serving.description import (
 from recsys_core.serving.given_features import RequestFeatures
 from recsys_core.serving.ids import IdMap
 from recsys_core.serving.items import ItemTable
+from recsys_core.serving.popularity.ranking import Popularity, Segments
 from recsys_core.serving.quantise import ServedQueryTower, load_tower, read_space_id
 from recsys_core.serving.users.user_table import UserTable
 
@@ -49,8 +51,7 @@ class PackageContents:
     index: Any
     items: ItemTable
     item_ids: IdMap
-    item_by_popularity_I: NDArray[np.int32]
-    popularity_share_I: NDArray[np.float32]
+    popularity: Popularity
 
 
 def read_package(folder: Path, *, sha256: str) -> PackageContents:
@@ -83,9 +84,6 @@ def open_contents(folder: Path, package: PackageDescription) -> PackageContents:
                 f"{path}: the file has the space_id {space_id}, but the package has {package.space_id}: query tower and items "
                 "are of different versions; package the model again"
             )
-    item_by_popularity_I = _read_array(folder / "popularity.npy", np.int32, length=spec.num_items)
-    if not np.array_equal(np.sort(item_by_popularity_I), np.arange(spec.num_items)):
-        raise _mismatch(folder / "popularity.npy", "repeated or missing items", f"each of {spec.num_items} items once")
     return PackageContents(
         package=package,
         tower=tower,
@@ -94,8 +92,7 @@ def open_contents(folder: Path, package: PackageDescription) -> PackageContents:
         index=_read_index(folder / "index.faiss", package),
         items=items,
         item_ids=_read_ids(folder / ITEMS_NAME, id_name="item_id", num_ids=spec.num_items),
-        item_by_popularity_I=item_by_popularity_I,
-        popularity_share_I=_read_array(folder / "popularity_share.npy", np.float32, length=spec.num_items),
+        popularity=_read_popularity(folder, package),
     )
 
 
@@ -168,6 +165,18 @@ def _read_users(folder: Path, package: PackageDescription) -> UserTable:
     with _name_unreadable_file(folder / USERS_NAME):
         checksums = (folder / USERS_CHECKSUMS_NAME).read_bytes()
         return UserTable.open(folder / USERS_NAME, checksums, spec=package.model)
+
+
+def _read_popularity(folder: Path, package: PackageDescription) -> Popularity:
+    num_items, segments = package.model.num_items, None
+    item_row_I = _read_array(folder / "popularity.npy", np.int32, length=num_items)
+    if not np.array_equal(np.sort(item_row_I), np.arange(num_items)):
+        raise _mismatch(folder / "popularity.npy", "repeated or missing items", f"each of {num_items} items once")
+    share_I = _read_array(folder / "popularity_share.npy", np.float32, length=num_items)
+    if package.popularity_by is not None:
+        with _name_unreadable_file(folder / SEGMENTS_NAME):
+            segments = Segments.read(folder / SEGMENTS_NAME, key=package.popularity_by, num_items=num_items)
+    return Popularity(item_row_I, share_I, segments)
 
 
 def _read_items(path: Path, package: PackageDescription) -> ItemTable:

@@ -17,6 +17,7 @@ from recsys_core.serving.answers import Fallback
 DESCRIPTION_NAME = "package.json"
 ITEMS_NAME = "items.parquet"
 USERS_NAME, USERS_CHECKSUMS_NAME = "users.arrow", "users.sha256"
+SEGMENTS_NAME = "popularity_by.parquet"
 GOLDEN_NAME = "golden.json"
 """File with requests and the expected answers, which are compared when the package is loaded."""
 FORMAT_VERSION: Final = 7
@@ -98,6 +99,7 @@ class PackageDescription(Frozen):
     features: dict[str, QueryFeature] = Field(description="features of users and context, by key")
     filter_columns: tuple[str, ...]
     has_titles: bool
+    popularity_by: str | None = Field(None, description="feature whose values have their own most popular items")
     exports: tuple[ExportFormat, ...] = Field((), description="formats of the query tower for other runtimes")
     data: DataWindow
     metrics: dict[str, Metric] = Field(description="metrics on the test split over the whole catalogue, by name")
@@ -117,9 +119,10 @@ class PackageDescription(Frozen):
     def file_names(self) -> set[str]:
         """Names of the files of the package except package.json."""
         user_files = (USERS_NAME, USERS_CHECKSUMS_NAME) if self.users == "stored" else ()
+        segment_files = () if self.popularity_by is None else (SEGMENTS_NAME,)
         vocabularies = (vocabulary_name(key) for key, feature in self.features.items() if feature.has_vocabulary)
         other_files = ("tower.safetensors", "index.faiss", ITEMS_NAME, GOLDEN_NAME, "popularity.npy", "popularity_share.npy")
-        return {*other_files, *user_files, *vocabularies, *map(export_name, self.exports)}
+        return {*other_files, *user_files, *segment_files, *vocabularies, *map(export_name, self.exports)}
 
 
 def export_name(export_format: ExportFormat) -> str:

@@ -140,6 +140,9 @@ def _requests(retriever: "Retriever") -> list[dict[str, Any]]:
     if len(retriever.user_ids):
         user_ids = _spread(retriever.user_ids)
         requests.append({"rows": [{"user_id": user_id} for user_id in user_ids], "params": params})
+    if (segment_values := retriever.segment_values(NUM_QUERIES)) is not None:
+        name, values = segment_values
+        requests.append({"rows": [{name: value} for value in values], "params": params})
     for column in retriever.items.filter_columns[:1]:
         value = retriever.items.most_frequent(column)
         if value is not None:

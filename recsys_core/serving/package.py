@@ -39,6 +39,7 @@ from recsys_core.serving.description import (
     FORMAT_VERSION,
     GOLDEN_NAME,
     ITEMS_NAME,
+    SEGMENTS_NAME,
     USERS_CHECKSUMS_NAME,
     USERS_NAME,
     DataWindow,
@@ -50,6 +51,7 @@ from recsys_core.serving.description import (
 from recsys_core.serving.exports.export import write_exports
 from recsys_core.serving.golden import write_golden
 from recsys_core.serving.items import RESERVED_ITEM_COLUMNS, write_items
+from recsys_core.serving.popularity.segment_counts import write_segments
 from recsys_core.serving.quantise import build_tower, save_tower, served_tables, user_features
 from recsys_core.serving.retriever import Retriever
 from recsys_core.serving.users.mapped_file import write_block_checksums
@@ -75,6 +77,7 @@ def build_package(
     - users.sha256: checksums of the blocks of users.arrow.
     - popularity.npy int32 [I]: item rows by falling popularity.
     - popularity_share.npy float32 [I]: share of each item in the events before the test split, in the order of popularity.npy.
+    - popularity_by.parquet: most popular items by the values of `popularity_by`; see popularity/segment_counts.py.
     - user.<feature>.vocabulary.parquet, context.<feature>.vocabulary.parquet: vocabularies of the features.
     - query.pt2, query.onnx: the query tower in the formats of `exports`.
     - golden.json: `GoldenQueries`. package.json: `PackageDescription`.
@@ -131,6 +134,15 @@ def build_package(
         shutil.copyfile(evaluation.path("popularity.npy"), package_folder / "popularity.npy")
         item_by_popularity_I = np.load(package_folder / "popularity.npy")
         np.save(package_folder / "popularity_share.npy", _popularity_share(interactions, item_by_popularity_I))
+        if config.popularity_by is not None:
+            write_segments(
+                package_folder / SEGMENTS_NAME,
+                config.popularity_by,
+                interactions=interactions,
+                features=features,
+                item_by_popularity_I=item_by_popularity_I,
+                min_events=config.popularity_min_events,
+            )
 
         description = PackageDescription(
             model=spec,
@@ -146,6 +158,7 @@ def build_package(
             features=query_features,
             filter_columns=tuple(name for name in item_columns.column_names if name not in RESERVED_ITEM_COLUMNS),
             has_titles="title" in item_columns.column_names,
+            popularity_by=config.popularity_by,
             exports=config.exports,
             data=_data_window(interactions),
             metrics=_test_metrics(evaluation),

@@ -75,12 +75,14 @@ class _Queries(NamedTuple):
         is_model_B: whether the model ranks the items; otherwise they are ranked by popularity.
         query_BD: query vectors; zeros for queries that are ranked by popularity.
         excluded_items: items that each query does not get, distinct.
+        segment_B: segment whose most popular items a query gets if the model does not rank it.
         fallback_code_B, num_unknown_items_B: see Recommendations.
     """
 
     is_model_B: NDArray[np.bool_]
     query_BD: NDArray[np.float32]
     excluded_items: JaggedArray
+    segment_B: NDArray[np.int64]
     fallback_code_B: NDArray[np.int8]
     num_unknown_items_B: NDArray[np.int64]
 
@@ -101,8 +103,7 @@ class Retriever:
         self._index, self._index_kind, self.items = contents.index, contents.package.index, contents.items
         self.item_ids, self.user_ids = contents.item_ids, contents.users.ids
         self.request_features = contents.request_features
-        self._item_by_popularity_I = contents.item_by_popularity_I
-        self._popularity_share_I = contents.popularity_share_I
+        self._popularity = contents.popularity
         self._stored_vectors = stored_vectors(contents.index)
         # The cache does not refer to the Retriever: in a reference cycle, a replaced model would stay in memory.
         self._select = functools.partial(_select, contents.items, contents.index)
@@ -149,7 +150,7 @@ class Retriever:
         """Recommend the k best items for each query, best first; fewer if fewer items are allowed.
 
         The score of an item is the inner product of query and item vector. A query of which the model reads nothing gets the
-        most popular items (see FALLBACKS); the score is then the item's share of all events.
+        most popular items (see FALLBACKS); the score is then the item's share of all events, or of those of its segment.
 
         Args:
             user_ids: one per query. An id may be unknown to the model, or None.
@@ -199,8 +200,8 @@ class Retriever:
             is_known_B = row_B >= 0
             query_BD = np.zeros((len(row_B), self.package.model.config.output_dim), np.float32)
             query_BD[is_known_B] = self.item_vectors(row_B[is_known_B])
-            no_code_B, itself = np.zeros(len(row_B), np.int8), JaggedArray.from_lengths(is_known_B, row_B[is_known_B])
-            queries = _Queries(is_known_B, query_BD, itself, no_code_B, no_code_B.astype(np.int64))
+            zero_B, itself = np.zeros(len(row_B), np.int64), JaggedArray.from_lengths(is_known_B, row_B[is_known_B])
+            queries = _Queries(is_known_B, query_BD, itself, zero_B, zero_B.astype(np.int8), zero_B)
             parts.append(self._recommend_batch(queries, candidates, k=k, options=checked, popularity=False))
         errors = {
             int(query): f"item_id {shown(item_ids[int(query)])} is not in the catalogue"
@@ -231,6 +232,13 @@ class Retriever:
         """Return whether each user has a row; it may have one without an event. Raises InputError for an invalid id."""
         is_known_B: NDArray[np.bool_] = self._user_rows(user_ids, len(user_ids)) >= 0
         return is_known_B
+
+    def segment_values(self, num_values: int) -> tuple[str, list[Id]] | None:
+        """Return the name of the column of the segments in a request, and their first values; None without segments."""
+        segments = self._popularity.segments
+        if segments is None:
+            return None
+        return self.request_features.values_of(segments.key, segments.value_rows[:num_values])
 
     def _user_rows(self, user_ids: Sequence[Id | None] | NDArray[Any] | None, num_queries: int) -> NDArray[np.int64]:
         """Return the row of each user, -1 for an unknown user and for None."""
@@ -285,8 +293,9 @@ class Retriever:
             excluded_items = JaggedArray.empty(len(user_row_B))
         model = self.package.model
         is_model_B = model.is_known(history_length_B=history.lengths, user_row_B=user_row_B)
-        for feature in given.values():
-            is_model_B = is_model_B | feature.is_given_B
+        for key, feature in given.items():
+            if key != self._popularity.segment_key:
+                is_model_B = is_model_B | feature.is_given_B
         query_BD = np.zeros((len(user_row_B), model.config.output_dim), np.float32)
         model_indices = np.flatnonzero(is_model_B)
         if len(model_indices) == len(user_row_B):
@@ -299,7 +308,8 @@ class Retriever:
         is_expected_B = (user_row_B >= 0) | (self.package.users == "none")
         code_B = np.where(is_expected_B, 0, unknown_code_B)
         code_B = np.where(is_model_B, code_B, FALLBACKS.index("popularity")).astype(np.int8)
-        return _Queries(is_model_B, query_BD, excluded_items, code_B, num_unknown_items_B)
+        segment_B = self._popularity.segment_of(given, num_queries=len(user_row_B))
+        return _Queries(is_model_B, query_BD, excluded_items, segment_B, code_B, num_unknown_items_B)
 
     def _histories(
         self, user_row_B: NDArray[np.int64], *, new_histories: Sequence[History] | None, exclude_stored_history: bool
@@ -337,7 +347,7 @@ class Retriever:
         if options["min_score"] is not None:
             top_items.drop_below(options["min_score"], model_indices)
         if len(other_indices) and popularity:
-            self._fill_by_popularity(top_items, other_indices, candidates)
+            self._popularity.fill(top_items, other_indices, candidates, segment_B=queries.segment_B)
         is_item_BK = top_items.is_item_BK
         item_row_L = top_items.row_BK[is_item_BK]
         return Recommendations(
@@ -350,17 +360,6 @@ class Retriever:
             space_id=self.space_id,
             query_BD=queries.query_BD if options["with_vectors"] else None,
             item_vector_LD=self.item_vectors(item_row_L) if options["with_vectors"] else None,
-        )
-
-    def _fill_by_popularity(self, top_items: TopItems, query_indices: NDArray[np.int64], candidates: Candidates) -> None:
-        depth = min(int(top_items.depth_B[query_indices].max()), max(1, candidates.num_items))
-        row_I, share_I = self._item_by_popularity_I, self._popularity_share_I
-        if candidates.is_allowed_I is not None:
-            is_allowed_I = candidates.is_allowed_I[row_I]
-            row_I, share_I = row_I[is_allowed_I], share_I[is_allowed_I]
-        shape = (len(query_indices), len(row_I[:depth]))
-        top_items.fill(
-            query_indices, np.broadcast_to(row_I[:depth].astype(np.int64), shape), np.broadcast_to(share_I[:depth], shape)
         )
 
     def _nothing(self) -> Recommendations:

@@ -176,6 +176,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
         quantization: str = "none",
         users: str = "stored",
         exports: Sequence[str] = (),
+        popularity_by: str | None = None,
         nprobe: int = 1,
         features: Sequence[str] = (),
         item_files: Mapping[str, pa.Table] | None = None,
@@ -202,7 +203,9 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
             dense=world.towers.state_dict(),
         )
         package = build_package(
-            PackageConfig(quantization=quantization, users=users, exports=exports),  # type: ignore[arg-type]
+            PackageConfig(  # type: ignore[arg-type]
+                quantization=quantization, users=users, exports=exports, popularity_by=popularity_by, popularity_min_events=50
+            ),
             export=export,
             index=build_indexes(
                 IndexConfig(served_kind=index, nlist=7, nprobe=nprobe, hnsw_m=4, ef_construction=8, ef_search=8),

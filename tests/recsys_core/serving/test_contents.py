@@ -107,7 +107,7 @@ def test_updated_records_need_the_new_checksum_of_the_description(packaged: Pack
     sha256 = rehash(copy, "popularity.npy")
     with pytest.raises(StageError, match=r"package.json: the sha256 is"):
         read_package(copy, sha256=description_sha256(packaged))
-    assert (read_package(copy, sha256=sha256).item_by_popularity_I == order[::-1]).all()
+    assert (read_package(copy, sha256=sha256).popularity.item_row_I == order[::-1]).all()
 
 
 def _array(values: np.ndarray) -> bytes:

@@ -24,6 +24,7 @@ from recsys_core.models.tables.table_config import (
     check_table_names,
     check_tables,
 )
+from recsys_core.retrieval.auto import Auto
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.training.config import TrainingConfig
@@ -229,6 +230,16 @@ class PipelineConfig(Settings):
             raise ValueError(
                 f"package.popularity_by: {key} is no categorical feature of users or context with a vocabulary; set one of "
                 f"{', '.join(keys) or 'those that you declare under features'}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _item_vectors_are_stored(self) -> Self:
+        served = self.index.served
+        if self.package.item_vectors == "none" and (isinstance(served, Auto) or not served.has_vectors):
+            raise ValueError(
+                f"package.item_vectors is none, but vectors cannot be read from every index of kind {served.kind}; set it to "
+                "fp16 or fp32, or set index.served to flat, hnsw, ivf_flat or ivf_sq8"
             )
         return self
 

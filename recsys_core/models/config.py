@@ -230,6 +230,11 @@ class PackageConfig(Settings):
         "depend on the number of users, and each request brings the history of its user",
     )
 
+    item_vectors: Literal["fp32", "fp16", "none"] = Field(
+        "fp32",
+        description="precision of the item vectors in `items.parquet`. With `none`, the file has no vectors, and they are read "
+        "from the index, which has to be `flat`, `hnsw`, `ivf_flat` or `ivf_sq8`",
+    )
     popularity_by: str | None = Field(
         None,
         min_length=1,

@@ -108,6 +108,22 @@ class StoredVectors:
         return vector_LD
 
 
+class DecodedVectors:
+    """The vectors of an index without such an array, decoded from their codes, by item row."""
+
+    def __init__(self, index: Any) -> None:
+        self._index, self._position_I = faiss.downcast_index(index.index), np.argsort(item_row_by_position(index))
+        if not isinstance(self._index, faiss.IndexRefine):  # it has the vectors in the order of the positions
+            faiss.extract_index_ivf(self._index).make_direct_map()
+
+    def take(self, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Decode the vectors of items, [L, D]."""
+        if not len(item_row_L):
+            return np.zeros((0, self._index.d), np.float32)
+        vector_LD: NDArray[np.float32] = self._index.reconstruct_batch(self._position_I[item_row_L])
+        return vector_LD
+
+
 def stored_vectors(index: Any) -> StoredVectors | None:
     """Return the vectors of an index that holds them as a whole, in one array: a flat index, or one with flat storage."""
     inner_index = faiss.downcast_index(index.index)

@@ -181,7 +181,15 @@ def _read_popularity(folder: Path, package: PackageDescription) -> Popularity:
 
 def _read_items(path: Path, package: PackageDescription) -> ItemTable:
     with _name_unreadable_file(path):
-        return ItemTable(path, filter_columns=package.filter_columns, has_titles=package.has_titles)
+        items = ItemTable(path, filter_columns=package.filter_columns, has_titles=package.has_titles)
+    if items.has_vectors != (package.item_vectors != "none"):
+        raise _mismatch(path, "vectors" if items.has_vectors else "no vectors", f"vectors of precision {package.item_vectors}")
+    if not (items.has_vectors or package.index.has_vectors):
+        raise StageError(
+            f"{path}: the file has no vectors, and they cannot be read from an index {package.index_kind}; set "
+            "package.item_vectors to fp16 or fp32, and package the model again"
+        )
+    return items
 
 
 def _read_ids(path: Path, *, id_name: str, num_ids: int) -> IdMap:

@@ -99,6 +99,7 @@ class PackageDescription(Frozen):
     features: dict[str, QueryFeature] = Field(description="features of users and context, by key")
     filter_columns: tuple[str, ...]
     has_titles: bool
+    item_vectors: Literal["fp32", "fp16", "none"] = Field("fp32", description="precision of the vectors in items.parquet")
     popularity_by: str | None = Field(None, description="feature whose values have their own most popular items")
     exports: tuple[ExportFormat, ...] = Field((), description="formats of the query tower for other runtimes")
     data: DataWindow

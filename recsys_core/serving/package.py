@@ -124,6 +124,7 @@ def build_package(
             columns=item_columns,
             item_vector_ID=np.load(export.path("item_vectors.npy"), mmap_mode="r"),
             space_id=space_id,
+            precision=config.item_vectors,
         )
         vocabularies = [vocabulary_name(key) for key, feature in query_features.items() if feature.has_vocabulary]
         if config.users == "stored":
@@ -158,6 +159,7 @@ def build_package(
             features=query_features,
             filter_columns=tuple(name for name in item_columns.column_names if name not in RESERVED_ITEM_COLUMNS),
             has_titles="title" in item_columns.column_names,
+            item_vectors=config.item_vectors,
             popularity_by=config.popularity_by,
             exports=config.exports,
             data=_data_window(interactions),

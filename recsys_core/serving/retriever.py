@@ -5,17 +5,18 @@ Shapes: B queries, I items, D width, N candidates fetched from the index, K reco
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypedDict, Unpack
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import InputError, shown
 from recsys_core.manifests import PackageManifest, record_file, require_manifest
-from recsys_core.retrieval.search import Selection, stored_vectors
+from recsys_core.retrieval.search import DecodedVectors, Selection, StoredVectors, stored_vectors
 from recsys_core.serving.answers import FALLBACKS, Recommendations, joined
 from recsys_core.serving.contents import PackageContents, read_package
 from recsys_core.serving.description import DESCRIPTION_NAME, GOLDEN_NAME, description_sha256
@@ -104,7 +105,9 @@ class Retriever:
         self.item_ids, self.user_ids = contents.item_ids, contents.users.ids
         self.request_features = contents.request_features
         self._popularity = contents.popularity
-        self._stored_vectors = stored_vectors(contents.index)
+        self._index_vectors: StoredVectors | DecodedVectors | None = stored_vectors(contents.index)
+        if self._index_vectors is None and not contents.items.has_vectors:
+            self._index_vectors = DecodedVectors(contents.index)
         # The cache does not refer to the Retriever: in a reference cycle, a replaced model would stay in memory.
         self._select = functools.partial(_select, contents.items, contents.index)
         self._remembered_selection = functools.lru_cache(MAX_REMEMBERED_FILTERS)(
@@ -226,7 +229,16 @@ class Retriever:
 
     def item_vectors(self, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the vectors of items, [L, D]."""
-        return self.items.vectors(item_row_L) if self._stored_vectors is None else self._stored_vectors.take(item_row_L)
+        return self.items.vectors(item_row_L) if self._index_vectors is None else self._index_vectors.take(item_row_L)
+
+    def item_batches(self, num_rows: int) -> Iterator[pa.Table]:
+        """Return all columns of the items with their vectors (`vector`, float32), in blocks of at most `num_rows` rows."""
+        start = 0
+        for items in self.items.batches(num_rows):
+            vector_RD = self.item_vectors(np.arange(start, start + len(items)))
+            vectors = pa.FixedSizeListArray.from_arrays(pa.array(vector_RD.reshape(-1)), vector_RD.shape[1])
+            yield items.append_column("vector", vectors)
+            start += len(items)
 
     def is_known(self, user_ids: Sequence[Id]) -> NDArray[np.bool_]:
         """Return whether each user has a row; it may have one without an event. Raises InputError for an invalid id."""

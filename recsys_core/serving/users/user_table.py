@@ -8,7 +8,7 @@ The file is an Arrow IPC file with one record batch, and one row per user in the
 - user.<feature>: int32, or lists of int32 for a feature with several values: rows of the table of the feature.
 - user.<feature>.weight: float32, or lists of float32: the weight of each of these rows, if there are weights.
 
-All lists have 64-bit offsets. Nothing is compressed, so that the file can be mapped.
+Lists have 64-bit offsets, except for bucket_rows. Nothing is compressed, so that the file can be mapped.
 """
 
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ def write_users(
     """
     user_ids = user_ids.cast(pa.int64() if pa.types.is_integer(user_ids.type) else pa.large_string())
     buckets = hash_buckets(user_ids)
-    columns = {"user_id": user_ids, "bucket_rows": _column(buckets.row, buckets.offset)}
+    columns = {"user_id": user_ids, "bucket_rows": _bucket_column(buckets)}
     columns["history"] = _column(event_item, user_offset)
     for key, feature in features.feature_by_key.items():
         columns[key] = _column(feature.table_rows, feature.offset)
@@ -52,6 +52,10 @@ def write_users(
     batch = pa.record_batch(columns)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
+
+
+def _bucket_column(buckets: Buckets) -> pa.Array:
+    return pa.ListArray.from_arrays(pa.array(buckets.offset, pa.int32()), pa.array(buckets.row))
 
 
 def _column(values: Any, offset: Any) -> pa.Array:
@@ -116,8 +120,7 @@ def _feature(columns: "_Columns", key: str, form: FeatureForm, spec: ModelSpec) 
 
 def _types(forms: Mapping[str, FeatureForm]) -> dict[str, pa.DataType]:
     """Return the type of each column except user_id."""
-    rows = pa.large_list(pa.int32())
-    types = {"bucket_rows": rows, "history": rows}
+    types: dict[str, pa.DataType] = {"bucket_rows": pa.list_(pa.int32()), "history": pa.large_list(pa.int32())}
     for key, form in forms.items():
         for name, value_type in (("row", pa.int32()), ("weight", pa.float32())):
             if name in ARRAYS_BY_FORM[form]:
@@ -154,9 +157,9 @@ class _Columns:
         return self._batch.schema.field(name).type
 
     def offset(self, name: str) -> MappedArray:
-        """Return the offsets of a column of lists or strings, int64 [number of rows + 1]."""
-        offset_buffer = self._batch[name].buffers()[1]
-        return self._array(offset_buffer, np.int64, length=len(self) + 1, bound=len(self.values(name)) + 1)
+        """Return the offsets of a column of lists or strings, [number of rows + 1]."""
+        offset_buffer, dtype = self._batch[name].buffers()[1], np.int32 if pa.types.is_list(self.type(name)) else np.int64
+        return self._array(offset_buffer, dtype, length=len(self) + 1, bound=len(self.values(name)) + 1)
 
     def values(self, name: str, *, bound: int | None = None) -> MappedArray:
         """Return the values of a column: those of all lists, or the bytes of all strings, one after the other."""
@@ -164,7 +167,7 @@ class _Columns:
         buffer = column.buffers()[-1]
         if pa.types.is_large_string(column.type):
             return self._array(buffer, np.uint8, length=0 if buffer is None else buffer.size)
-        values = column.values if pa.types.is_large_list(column.type) else column
+        values = column if pa.types.is_primitive(column.type) else column.values
         return self._array(buffer, values.type.to_pandas_dtype(), length=len(values), bound=bound)
 
     def _array(self, buffer: pa.Buffer | None, dtype: Any, *, length: int, bound: int | None = None) -> MappedArray:

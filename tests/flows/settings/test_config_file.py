@@ -57,7 +57,7 @@ def test_a_missing_setting_has_its_default(file: Path) -> None:
         ),
         (
             "package: {zzz: 1}",
-            "package.zzz: unknown key; the known keys are exports, popularity_by, popularity_min_events, quantization, users",
+            "package.zzz: unknown key; the known keys are exports, item_vectors, popularity_by",
         ),
         ("training: {epochs: 0}", "training.epochs: Input should be greater than or equal to 1, but it is 0"),
         ("model: {similarity: l2}", "model.similarity: Input should be 'cosine' or 'dot', but it is 'l2'"),
@@ -324,6 +324,13 @@ def test_popular_items_need_a_feature_with_a_vocabulary_of_single_values(
     error = message(file, f"package.popularity_by={key}", *features)
     assert f"package.popularity_by: {key} is no categorical feature of users or context with a vocabulary" in error
     assert text in error
+
+
+@pytest.mark.parametrize("kind", ["auto", "ivf_pq"])
+def test_a_package_without_item_vectors_needs_an_index_with_them(kind: str, file: Path) -> None:
+    error = message(file, "package.item_vectors=none", f"index.served={kind}")
+    assert f"package.item_vectors is none, but vectors cannot be read from every index of kind {kind}; set it to fp16" in error
+    assert load_config(file, overrides=["package.item_vectors=none", "index.served=ivf_sq8"]).package.item_vectors == "none"
 
 
 def test_a_guarded_feature_is_a_slice_of_the_evaluation(file: Path) -> None:

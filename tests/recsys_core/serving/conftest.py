@@ -173,6 +173,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     def build_it(
         *,
         index: str = "flat",
+        item_vectors: str = "fp32",
         quantization: str = "none",
         users: str = "stored",
         exports: Sequence[str] = (),
@@ -203,8 +204,13 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
             dense=world.towers.state_dict(),
         )
         package = build_package(
-            PackageConfig(  # type: ignore[arg-type]
-                quantization=quantization, users=users, exports=exports, popularity_by=popularity_by, popularity_min_events=50
+            PackageConfig(
+                quantization=quantization,  # type: ignore[arg-type]
+                users=users,  # type: ignore[arg-type]
+                item_vectors=item_vectors,  # type: ignore[arg-type]
+                popularity_by=popularity_by,
+                popularity_min_events=50,
+                exports=exports,  # type: ignore[arg-type]
             ),
             export=export,
             index=build_indexes(

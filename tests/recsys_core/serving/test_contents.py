@@ -178,7 +178,7 @@ def test_an_index_of_other_vectors_than_the_export_is_not_packaged(packaged: Pac
         (lambda table: table.append_column("user.more", table["user_id"]), "the file has 40 rows .*user.more int64"),
         (lambda table: _replaced(table, "history", pa.array([[ITEMS]] * USERS, pa.large_list(pa.int32()))), "but .* 0 to 299"),
         (lambda table: _replaced(table, "user.single", pa.array([10_000] * USERS, pa.int32())), "but the model needs 0 to"),
-        (lambda table: _replaced(table, "bucket_rows", pa.array([[-1]] * USERS, pa.large_list(pa.int32()))), "values -1 to -1"),
+        (lambda table: _replaced(table, "bucket_rows", pa.array([[-1]] * USERS, pa.list_(pa.int32()))), "values -1 to -1"),
         (lambda table: _replaced(table, "user.number.weight", pa.array([1.0] * USERS)), "user.number.weight double"),
     ],
 )

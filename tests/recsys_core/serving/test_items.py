@@ -1,0 +1,44 @@
+"""Item vectors are in items.parquet in the configured precision, or only in the index."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recsys_core.errors import StageError
+from recsys_core.serving.items import write_items
+from recsys_core.serving.retriever import Retriever
+from tests.recsys_core.serving.conftest import DIM, ITEM_FILES, ITEM_IDS, ITEMS, Build
+
+
+@pytest.mark.parametrize("index", ["flat", "hnsw", "ivf_flat", "ivf_sq8"])
+@pytest.mark.parametrize("item_vectors", ["fp32", "fp16", "none"])
+def test_item_vectors_have_the_precision_of_their_file_or_of_the_index(build: Build, index: str, item_vectors: str) -> None:
+    world, package = build(index=index, item_files=ITEM_FILES, item_vectors=item_vectors)
+    retriever = Retriever.load(package.folder)
+    assert ("vector" in pq.read_schema(package.folder / "package" / "items.parquet").names) == (item_vectors != "none")
+    has_bytes = index == "ivf_sq8" and item_vectors == "none"
+    tolerance = 0.02 if has_bytes else 1e-3 if item_vectors == "fp16" else 1e-6
+    rows = np.random.default_rng(0).permutation(ITEMS)
+    np.testing.assert_allclose(retriever.item_vectors(rows), world.item_vectors[rows], atol=tolerance)
+    assert retriever.item_vectors(rows[:0]).shape == (0, DIM)
+    blocks = list(retriever.item_batches(128))
+    assert [len(block) for block in blocks] == [128, 128, 44] and blocks[0].column_names[-1] == "vector"
+    vectors = np.concatenate([block["vector"].combine_chunks().flatten().to_numpy() for block in blocks])
+    np.testing.assert_array_equal(vectors.reshape(ITEMS, DIM), retriever.item_vectors(np.arange(ITEMS)))
+    assert [item_id for block in blocks for item_id in block["item_id"].to_pylist()] == ITEM_IDS
+    (answer,) = retriever.similar([ITEM_IDS[7]], k=3, with_vectors=True)
+    np.testing.assert_allclose(answer.query_vector, world.item_vectors[7], atol=tolerance)
+
+
+def test_an_index_without_vectors_needs_a_file_with_them(build: Build) -> None:
+    with pytest.raises(StageError, match=r"items.parquet: the file has no vectors, and they cannot be read from an index ivf"):
+        build(index="ivf_pq", item_vectors="none")
+
+
+def test_item_vectors_that_overflow_half_precision_are_rejected(tmp_path: Path) -> None:
+    columns, vectors = pa.table({"item_id": [1, 2]}), np.array([[1, 2], [70_000, 3]], np.float32)
+    with pytest.raises(StageError, match=r"values of 1 to 70000, which do not fit .*; set package.item_vectors to fp32"):
+        write_items(tmp_path / "items.parquet", columns=columns, item_vector_ID=vectors, space_id="", precision="fp16")

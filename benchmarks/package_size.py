@@ -80,9 +80,8 @@ class Stages(NamedTuple):
 
 def build(stages: Stages, precision: Precision, folder: Path) -> PackageManifest:
     """Build the index and the package."""
-    index = build_indexes(
-        IndexConfig(served=precision.index_kind), export=stages.export, folder=folder / f"index-{precision.index_kind}"
-    )
+    index_folder = folder / f"index-{precision.index_kind}"
+    index = build_indexes(IndexConfig(served=precision.index_kind), export=stages.export, folder=index_folder)
     config = PackageConfig(quantization=precision.quantization, item_vectors=precision.item_vectors)
     return build_package(
         config,

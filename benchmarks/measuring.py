@@ -25,12 +25,12 @@ def run_in_new_process(module: str, *arguments: str) -> dict[str, Any]:
 
 def measure_work(work: Callable[[], object]) -> dict[str, Any]:
     """Run `work`; return its seconds, and the anonymous memory (RssAnon of /proc/self/status) at the start and at the peak."""
-    start_bytes = _anon_bytes()
+    start_bytes = anonymous_bytes()
     anon_bytes, is_finished = [start_bytes], threading.Event()
 
     def sample() -> None:
         while not is_finished.wait(SAMPLE_INTERVAL_S):
-            anon_bytes.append(_anon_bytes())
+            anon_bytes.append(anonymous_bytes())
 
     sampler = threading.Thread(target=sample)
     sampler.start()
@@ -62,6 +62,7 @@ def table_cells(measurement: dict[str, Any], *, references: Sequence[dict[str, A
     return [f"{median_s:.2f} ({run_seconds_text})", *speed_ups, f"{measurement['peak_anon_bytes'] / 1e6:,.0f}"]
 
 
-def _anon_bytes() -> int:
+def anonymous_bytes() -> int:
+    """Return the anonymous memory of this process, RssAnon of /proc/self/status."""
     process_status = Path("/proc/self/status").read_text()
     return int(process_status.partition("RssAnon:")[2].split()[0]) * 1024

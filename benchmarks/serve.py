@@ -2,6 +2,7 @@
 
     make bench-serve                            # writes benchmarks/serve.json and serve.md
     python -m benchmarks.serve --items 20000    # a small catalogue; prints the tables, writes nothing
+    python -m benchmarks.serve --users          # replaces the case of benchmarks/serve_users.py in both files
 
 A run of the pipeline trains on a generated log and the vectors of benchmarks/index.py, and registers the version. Light users
 have 20 events, heavy users 2,000. The retriever is measured in a process of its own with one thread. Then `nightjar serve` and
@@ -29,13 +30,16 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from benchmarks import serve_users
 from benchmarks.index import DIM, random_vectors
 from benchmarks.measuring import ROOT, run_in_new_process
 
 NUM_ITEMS, NUM_LIGHT_USERS, NUM_HEAVY_USERS = 1_000_000, 4_000, 50
+NUM_ITEMS_WITH_MANY_USERS = 20_000
 LIGHT_EVENTS, HEAVY_EVENTS, NUM_DAYS = 20, 2_000, 20
 K, NUM_CLIENTS, CLIENT_S, BATCH_ROWS = 10, 8, 10.0, 1_000
 START_TIMEOUT_S = 600.0
+NUM_MEMORY_PROCESSES, NUM_MEMORY_REQUESTS, _LOADED = 2, 1_000, "loaded"
 FOLDER = Path(__file__).parent
 NIGHTJAR = [sys.executable, "-m", "flows.cli"]
 CONFIG = """
@@ -78,7 +82,6 @@ def measure_in_process(package: Path) -> dict[str, Any]:
     light_users, heavy_users = np.arange(NUM_LIGHT_USERS), np.arange(NUM_HEAVY_USERS) + NUM_LIGHT_USERS
     retriever.recommend([0], K)
     start_seconds = time.perf_counter() - start_s
-    memory = psutil.Process().memory_full_info()
     rows = {
         "one user, 20 events": _latencies(lambda index: retriever.recommend([int(light_users[index % len(light_users)])], K)),
         "one user, 2,000 events": _latencies(
@@ -93,10 +96,40 @@ def measure_in_process(package: Path) -> dict[str, Any]:
         "latencies": rows,
         "users_per_s": BATCH_ROWS / batch_s,
         "start_s": start_seconds,
-        "memory_mib": memory.uss / 2**20,
         "index": retriever.package.index_kind,
         "index_parameters": retriever.package.index_parameters,
     }
+
+
+def measure_memory(package: Path) -> dict[str, float]:
+    """Load the package in two processes at the same time; return the MiB of one that only it has, and that both share."""
+    command = [sys.executable, "-m", "benchmarks.serve", "--hold", "--package", str(package)]
+    processes = [
+        subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(NUM_MEMORY_PROCESSES)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            if process.stdout.readline().strip() != _LOADED:
+                raise RuntimeError("a process did not load the package")
+        memory = psutil.Process(processes[0].pid).memory_full_info()
+    finally:
+        for process in processes:
+            process.communicate()  # closes the standard input, after which the process ends
+    return {"private_mib": memory.uss / 2**20, "shared_mib": (memory.rss - memory.uss) / 2**20}
+
+
+def hold_package(package: Path) -> None:
+    """Load the package and answer some requests; then keep it until the standard input ends."""
+    from recsys_core.serving.retriever import Retriever
+
+    retriever = Retriever.load(package)
+    for user in range(NUM_MEMORY_REQUESTS):
+        retriever.recommend([user], K)
+    sys.stdout.write(f"{_LOADED}\n")
+    sys.stdout.flush()
+    sys.stdin.read()
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -175,16 +208,29 @@ def measure_http(port: int, path: str, body: Callable[[int], dict[str, Any]]) ->
     return _percentiles(seconds) | {"requests_per_s": len(seconds) / CLIENT_S}
 
 
-def measure(*, num_items: int) -> dict[str, Any]:
-    """Run the pipeline, and measure the registered version."""
+@contextmanager
+def trained_package(*, num_items: int) -> Iterator[tuple[str, Path]]:
+    """Run the pipeline; yield the path of the config and the folder of the stage `package`."""
     with tempfile.TemporaryDirectory(prefix="bench-serve-") as folder_name:
         folder = Path(folder_name)
         write_data(folder, num_items=num_items)
         config = str(folder / "nightly.yaml")
         process = subprocess.run([*NIGHTJAR, "run", config, "--json"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
         run = json.loads(process.stdout.splitlines()[-1])
-        package = Path(run["run_dir"]) / "package"
+        yield config, Path(run["run_dir"]) / "package"
+
+
+def measure_users() -> dict[str, Any]:
+    """Measure packages with few and with many users."""
+    with trained_package(num_items=NUM_ITEMS_WITH_MANY_USERS) as (_, package):
+        return serve_users.measure_users(package / "package")
+
+
+def measure(*, num_items: int) -> dict[str, Any]:
+    """Run the pipeline, and measure the registered version."""
+    with trained_package(num_items=num_items) as (config, package):
         result = run_in_new_process("benchmarks.serve", "--package", str(package)) | {"num_items": num_items}
+        result["memory"] = measure_memory(package)
         serve = [*NIGHTJAR, "serve", config, "--port", "8391"]
         with server(serve, port=8391, health_path="/readyz", environment={}) as start_s:
             answer = measure_http(8391, "/recommend", lambda user: {"rows": [{"user_id": user}], "params": {"k": K}})
@@ -192,7 +238,7 @@ def measure(*, num_items: int) -> dict[str, Any]:
         mlflow = [str(Path(sys.executable).parent / "mlflow"), "models", "serve", "-m", "models:/nightjar@champion"]
         mlflow += ["--env-manager", "local", "-p", "8392"]
         search_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        environment = {"MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db", "PATH": search_path}
+        environment = {"MLFLOW_TRACKING_URI": f"sqlite:///{Path(config).parent}/mlflow.db", "PATH": search_path}
         with server(mlflow, port=8392, health_path="/ping", environment=environment) as start_s:
             answer = measure_http(
                 8392, "/invocations", lambda user: {"dataframe_records": [{"user_id": user}], "params": {"k": K}}
@@ -218,7 +264,9 @@ def to_markdown(result: dict[str, Any]) -> str:
     lines += [
         "",
         f"Batches of {BATCH_ROWS:,} users: {result['users_per_s']:,.0f} users/s. The process needs {result['start_s']:.1f} s",
-        f"from the import to its first answer, and {result['memory_mib']:,.0f} MiB of memory of its own.",
+        "from the import to its first answer. Of two processes that have loaded the package, each has",
+        f"{result['memory']['private_mib']:,.0f} MiB of memory of its own, most of them for the imported libraries, and",
+        f"shares {result['memory']['shared_mib']:,.0f} MiB, most of them mapped files.",
         "",
         f"The next table has requests for one user from {NUM_CLIENTS} clients on the same machine, which also need its cores.",
         "",
@@ -230,6 +278,8 @@ def to_markdown(result: dict[str, Any]) -> str:
         lines.append(
             f"| `{name}` | {row['p50_ms']:.1f} | {row['p99_ms']:.1f} | {row['requests_per_s']:,.0f} | {row['start_s']:.1f} |"
         )
+    if "users" in result:
+        lines += serve_users.to_markdown(result["users"])
     return "\n".join(lines) + "\n"
 
 
@@ -237,15 +287,26 @@ def main() -> None:
     """Measure, and write serve.json and serve.md if the catalogue has the full size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--items", type=int, default=NUM_ITEMS)
+    parser.add_argument("--users", action="store_true")
+    parser.add_argument("--hold", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--package", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.hold:
+        hold_package(arguments.package)
+        return
     if arguments.package is not None:
         sys.stdout.write(json.dumps(measure_in_process(arguments.package)) + "\n")
         return
-    result = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cores": len(os.sched_getaffinity(0))}
-    result |= measure(num_items=arguments.items)
-    if arguments.items == NUM_ITEMS:
-        (FOLDER / "serve.json").write_text(json.dumps(result, indent=2) + "\n")
+    path = FOLDER / "serve.json"
+    if arguments.users:
+        result = json.loads(path.read_bytes()) | {"users": measure_users()}
+    else:
+        result = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cores": len(os.sched_getaffinity(0))}
+        result |= measure(num_items=arguments.items)
+        if arguments.items == NUM_ITEMS:
+            result["users"] = measure_users()
+    if arguments.users or arguments.items == NUM_ITEMS:
+        path.write_text(json.dumps(result, indent=2) + "\n")
         (FOLDER / "serve.md").write_text(to_markdown(result))
     sys.stdout.write(to_markdown(result))
 

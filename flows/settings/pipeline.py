@@ -24,6 +24,7 @@ from recsys_core.models.tables.table_config import (
     check_table_names,
     check_tables,
 )
+from recsys_core.retrieval.auto import Auto
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.training.config import TrainingConfig
@@ -234,6 +235,31 @@ class PipelineConfig(Settings):
                     f"evaluation.slices: {feature_slice.feature} is standardised, so it has no values to slice by; declare "
                     "another feature of the same column with buckets"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _segments_are_values_of_a_feature(self) -> Self:
+        key, features = self.package.popularity_by, {} if self.features is None else self.features.by_key
+        keys = [
+            key
+            for key, feature in sorted(features.items())
+            if not key.startswith("item.") and feature.kind == "categorical" and feature.hash_rows is None
+        ]
+        if key is not None and key not in keys:
+            raise ValueError(
+                f"package.popularity_by: {key} is no categorical feature of users or context with a vocabulary; set one of "
+                f"{', '.join(keys) or 'those that you declare under features'}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _item_vectors_are_stored(self) -> Self:
+        served = self.index.served
+        if self.package.item_vectors == "none" and (isinstance(served, Auto) or not served.has_vectors):
+            raise ValueError(
+                f"package.item_vectors is none, but vectors cannot be read from every index of kind {served.kind}; set it to "
+                "fp16 or fp32, or set index.served to flat, hnsw, ivf_flat or ivf_sq8"
+            )
         return self
 
     @model_validator(mode="after")

@@ -5,12 +5,19 @@ Shapes: L values of all lists together. Arrays with one entry per list have no s
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 Int64Array = NDArray[np.int64]
+
+
+class IndexedArray(Protocol):
+    """Array that is read by arrays of indices: a NumPy array, or an array in a file."""
+
+    def __getitem__(self, index: Int64Array, /) -> NDArray[Any]:
+        """Return the values at these indices."""
 
 
 def chunk_slices(num_rows: int, *, length: int) -> Iterator[slice]:
@@ -43,7 +50,7 @@ class JaggedArray:
     values_L: Int64Array
 
     @classmethod
-    def from_slices(cls, values: NDArray[Any], *, start: Int64Array, end: Int64Array) -> Self:
+    def from_slices(cls, values: IndexedArray, *, start: Int64Array, end: Int64Array) -> Self:
         """Copy values[start[i]:end[i]] to list i.
 
         >>> JaggedArray.from_slices(np.array([5, 6, 7, 8]), start=np.array([2, 0]), end=np.array([4, 1])).values_L.tolist()

@@ -230,6 +230,26 @@ class PackageConfig(Settings):
         "depend on the number of users, and each request brings the history of its user",
     )
 
+    item_vectors: Literal["fp32", "fp16", "none"] = Field(
+        "fp32",
+        description="precision of the item vectors in `items.parquet`. With `none`, the file has no vectors, and they are read "
+        "from the index, which has to be `flat`, `hnsw`, `ivf_flat` or `ivf_sq8`",
+    )
+    popularity_by: str | None = Field(
+        None,
+        min_length=1,
+        max_length=1_000,
+        description="categorical feature of users or context, e.g. `user.country`. A request with a value of it, and nothing "
+        "else that the model reads, gets the most popular items of the events with this value. Default: the model recommends "
+        "items for the value alone",
+    )
+    popularity_min_events: int = Field(
+        100,
+        ge=1,
+        le=1_000_000_000,
+        description="smallest number of events of a value of `package.popularity_by`. For a value with fewer events, the most "
+        "popular items are those of all users",
+    )
     exports: tuple[ExportFormat, ...] = Field(
         (),
         max_length=2,

@@ -111,6 +111,8 @@ class CompressedIvf(Ivf):
 class IvfSq8(CompressedIvf):
     """Cells of vectors with one byte per value."""
 
+    has_vectors: ClassVar[bool] = True
+
     kind: Literal["ivf_sq8"] = Field("ivf_sq8", description="search of the nearest cells of vectors with one byte per value")
 
     def code_bytes(self, dim: int) -> int:

@@ -5,7 +5,7 @@ Shapes: B queries, D width, N rows returned by an index.
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from recsys_core.config import Settings
 
@@ -22,6 +22,9 @@ class IndexKind(Settings):
 
     The settings of a kind except `kind` are integers. They are the parameters of an IndexReport and of package.json.
     """
+
+    has_vectors: ClassVar[bool] = False
+    """Whether the vectors of items can be read from the index, with a precision of at least one byte per value."""
 
     def problem(self, dim: int) -> str | None:
         """Return the problem of the settings with vectors of width `dim`, and its fix; None if there is no problem."""

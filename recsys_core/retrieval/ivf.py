@@ -5,7 +5,7 @@ Shapes: B queries, D width, N rows returned by an index.
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -91,6 +91,8 @@ class Ivf(IndexKind):
 
 class IvfFlat(Ivf):
     """An IVF index that stores the vectors of each cell without compression."""
+
+    has_vectors: ClassVar[bool] = True
 
     kind: Literal["ivf_flat"] = Field("ivf_flat", description="search of the nearest cells of vectors (IVF)")
 

@@ -7,7 +7,7 @@ Shapes: B queries, D width, N rows returned by an index.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -30,6 +30,8 @@ EF_SEARCH_PER_HALF_DEPTH = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 class Flat(IndexKind):
     """Exact search: every query is compared with every vector."""
 
+    has_vectors: ClassVar[bool] = True
+
     kind: Literal["flat"] = Field("flat", description="exact search, which compares every query with all vectors")
 
     def min_bytes(self, *, num_items: int, dim: int) -> int:
@@ -43,6 +45,8 @@ class Flat(IndexKind):
 
 class Hnsw(IndexKind):
     """Search of a graph that links each vector to similar vectors."""
+
+    has_vectors: ClassVar[bool] = True
 
     kind: Literal["hnsw"] = Field("hnsw", description="search of a graph that links similar vectors (HNSW)")
     hnsw_m: int = Field(32, ge=4, le=1_024, description="number of links per node of an HNSW index (M)")

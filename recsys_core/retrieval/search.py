@@ -17,19 +17,29 @@ from recsys_core.retrieval.kinds import AnyIndexKind
 
 
 def load_index(path: Path, *, record: FileRecord) -> Any:
-    """Read the index in `path`. Raises StageError if the file differs from its record.
+    """Map the index in `path`, so that processes share its memory. Raises StageError if the file differs from its record.
 
     The checksum is verified first, because faiss silently reads most corrupt files and hangs on others
-    (facebookresearch/faiss#5400).
+    (facebookresearch/faiss#5400). The file must not be changed as long as the index is used.
     """
     verify_file(path, record=record)
-    return faiss.read_index(str(path))
+    return faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
+
+
+def verify_size(path: Path, *, record: FileRecord) -> None:
+    """Raise StageError if the file is missing or has another size than its record."""
+    if not path.is_file():
+        raise StageError(f"{path}: the file is missing; build or copy it again")
+    if (size_bytes := path.stat().st_size) != record.size_bytes:
+        raise StageError(
+            f"{path}: the file has {size_bytes} bytes, but {record.size_bytes} bytes were written; the file was changed. "
+            "Build or copy it again"
+        )
 
 
 def verify_file(path: Path, *, record: FileRecord) -> None:
     """Raise StageError if the file is missing or differs from its record."""
-    if not path.is_file():
-        raise StageError(f"{path}: the file is missing; build or copy it again")
+    verify_size(path, record=record)
     actual_record = record_file(path)
     if actual_record != record:
         raise StageError(
@@ -95,6 +105,22 @@ class StoredVectors:
     def take(self, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
         """Copy the vectors of items, [L, D]."""
         vector_LD: NDArray[np.float32] = self._vector_ID[self._position_I[item_row_L]]
+        return vector_LD
+
+
+class DecodedVectors:
+    """The vectors of an index without such an array, decoded from their codes, by item row."""
+
+    def __init__(self, index: Any) -> None:
+        self._index, self._position_I = faiss.downcast_index(index.index), np.argsort(item_row_by_position(index))
+        if not isinstance(self._index, faiss.IndexRefine):  # it has the vectors in the order of the positions
+            faiss.extract_index_ivf(self._index).make_direct_map()
+
+    def take(self, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Decode the vectors of items, [L, D]."""
+        if not len(item_row_L):
+            return np.zeros((0, self._index.d), np.float32)
+        vector_LD: NDArray[np.float32] = self._index.reconstruct_batch(self._position_I[item_row_L])
         return vector_LD
 
 

@@ -3,7 +3,9 @@
 package.json has the size and sha256 of every other file. The sha256 of package.json is stored with the model version,
 outside the package.
 
-Shapes: U users, E events, I items, L values of one feature.
+users.arrow, which may be large, is verified in blocks when they are read, so only its size is compared here.
+
+Shapes: I items.
 """
 
 import hashlib
@@ -16,19 +18,26 @@ from typing import Any
 
 import faiss
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from recsys_core.dataset.feature_store import Feature, FeatureStore
-from recsys_core.dataset.layout import HISTORY_FILES
 from recsys_core.errors import StageError
-from recsys_core.retrieval.search import load_index, search, search_exhaustively, verify_file
-from recsys_core.serving.description import DESCRIPTION_NAME, FORMAT_VERSION, ITEMS_NAME, PackageDescription
+from recsys_core.retrieval.search import load_index, search, search_exhaustively, verify_file, verify_size
+from recsys_core.serving.description import (
+    DESCRIPTION_NAME,
+    FORMAT_VERSION,
+    ITEMS_NAME,
+    SEGMENTS_NAME,
+    USERS_CHECKSUMS_NAME,
+    USERS_NAME,
+    PackageDescription,
+)
 from recsys_core.serving.given_features import RequestFeatures
 from recsys_core.serving.ids import IdMap
 from recsys_core.serving.items import ItemTable
-from recsys_core.serving.quantise import ServedQueryTower, load_tower, read_space_id, user_features
+from recsys_core.serving.popularity.ranking import Popularity, Segments
+from recsys_core.serving.quantise import ServedQueryTower, load_tower, read_space_id
+from recsys_core.serving.users.user_table import UserTable
 
 
 @dataclass(frozen=True)
@@ -37,16 +46,12 @@ class PackageContents:
 
     package: PackageDescription
     tower: ServedQueryTower
-    features: FeatureStore
+    users: UserTable
     request_features: RequestFeatures
     index: Any
     items: ItemTable
     item_ids: IdMap
-    user_ids: IdMap
-    user_offset: NDArray[np.int64]
-    event_item: NDArray[np.int32]
-    item_by_popularity_I: NDArray[np.int32]
-    popularity_share_I: NDArray[np.float32]
+    popularity: Popularity
 
 
 def read_package(folder: Path, *, sha256: str) -> PackageContents:
@@ -79,23 +84,15 @@ def open_contents(folder: Path, package: PackageDescription) -> PackageContents:
                 f"{path}: the file has the space_id {space_id}, but the package has {package.space_id}: query tower and items "
                 "are of different versions; package the model again"
             )
-    user_offset, event_item = _read_events(folder, package)
-    item_by_popularity_I = _read_array(folder / "popularity.npy", np.int32, length=spec.num_items)
-    if not np.array_equal(np.sort(item_by_popularity_I), np.arange(spec.num_items)):
-        raise _mismatch(folder / "popularity.npy", "repeated or missing items", f"each of {spec.num_items} items once")
     return PackageContents(
         package=package,
         tower=tower,
-        features=_read_features(folder, package),
+        users=_read_users(folder, package),
         request_features=RequestFeatures(package.features, folder=folder),
         index=_read_index(folder / "index.faiss", package),
         items=items,
         item_ids=_read_ids(folder / ITEMS_NAME, id_name="item_id", num_ids=spec.num_items),
-        user_ids=_read_user_ids(folder / "user_ids.parquet", package),
-        user_offset=user_offset,
-        event_item=event_item,
-        item_by_popularity_I=item_by_popularity_I,
-        popularity_share_I=_read_array(folder / "popularity_share.npy", np.float32, length=spec.num_items),
+        popularity=_read_popularity(folder, package),
     )
 
 
@@ -141,7 +138,9 @@ def _verify_files(folder: Path, package: PackageDescription) -> None:
             f"{folder / file_name}: {DESCRIPTION_NAME} does not list this file; remove it, or package the model again"
         )
     for file_name, record in package.files.items():
-        if file_name != "index.faiss":  # load_index verifies it
+        if file_name == USERS_NAME:
+            verify_size(folder / file_name, record=record)
+        elif file_name != "index.faiss":  # load_index verifies it
             verify_file(folder / file_name, record=record)
 
 
@@ -160,44 +159,37 @@ def _read_index(path: Path, package: PackageDescription) -> Any:
     return index
 
 
-def _read_events(folder: Path, package: PackageDescription) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+def _read_users(folder: Path, package: PackageDescription) -> UserTable:
     if package.users == "none":
-        return np.zeros(1, np.int64), np.zeros(0, np.int32)
-    spec = package.model
-    offset_path, item_path = (folder / file_name for file_name in HISTORY_FILES)
-    event_item = _read_array(item_path, np.int32)
-    user_offset = _read_array(offset_path, np.int64, length=spec.num_users + 1)
-    _check_offset(offset_path, user_offset, num_values=len(event_item))
-    _check_rows(item_path, event_item, num_rows=spec.num_items)
-    return user_offset, event_item
+        return UserTable.empty()
+    with _name_unreadable_file(folder / USERS_NAME):
+        checksums = (folder / USERS_CHECKSUMS_NAME).read_bytes()
+        return UserTable.open(folder / USERS_NAME, checksums, spec=package.model)
 
 
-def _read_features(folder: Path, package: PackageDescription) -> FeatureStore:
-    features = {}
-    spec = package.model
-    for feature_name, form in user_features(spec).items() if package.users == "stored" else ():
-        path, is_list = folder / f"{feature_name}.row.npy", form in ("list", "weighted_list")
-        table_rows = _read_array(path, np.int32, length=None if is_list else spec.num_users)
-        _check_rows(path, table_rows, num_rows=spec.tables[feature_name].num_rows)
-        offset = weights = None
-        if is_list:
-            offset = _read_array(folder / f"{feature_name}.offset.npy", np.int64, length=spec.num_users + 1)
-            _check_offset(folder / f"{feature_name}.offset.npy", offset, num_values=len(table_rows))
-        if form in ("weighted_list", "number"):
-            weights = _read_array(folder / f"{feature_name}.weight.npy", np.float32, length=len(table_rows))
-        features[feature_name] = Feature(table_rows=table_rows, offset=offset, weights=weights)
-    return FeatureStore(features)
+def _read_popularity(folder: Path, package: PackageDescription) -> Popularity:
+    num_items, segments = package.model.num_items, None
+    item_row_I = _read_array(folder / "popularity.npy", np.int32, length=num_items)
+    if not np.array_equal(np.sort(item_row_I), np.arange(num_items)):
+        raise _mismatch(folder / "popularity.npy", "repeated or missing items", f"each of {num_items} items once")
+    share_I = _read_array(folder / "popularity_share.npy", np.float32, length=num_items)
+    if package.popularity_by is not None:
+        with _name_unreadable_file(folder / SEGMENTS_NAME):
+            segments = Segments.read(folder / SEGMENTS_NAME, key=package.popularity_by, num_items=num_items)
+    return Popularity(item_row_I, share_I, segments)
 
 
 def _read_items(path: Path, package: PackageDescription) -> ItemTable:
     with _name_unreadable_file(path):
-        return ItemTable(path, filter_columns=package.filter_columns, has_titles=package.has_titles)
-
-
-def _read_user_ids(path: Path, package: PackageDescription) -> IdMap:
-    if package.users == "none":
-        return IdMap(pa.array([], pa.int64()), id_name="user_id")
-    return _read_ids(path, id_name="user_id", num_ids=package.model.num_users)
+        items = ItemTable(path, filter_columns=package.filter_columns, has_titles=package.has_titles)
+    if items.has_vectors != (package.item_vectors != "none"):
+        raise _mismatch(path, "vectors" if items.has_vectors else "no vectors", f"vectors of precision {package.item_vectors}")
+    if not (items.has_vectors or package.index.has_vectors):
+        raise StageError(
+            f"{path}: the file has no vectors, and they cannot be read from an index {package.index_kind}; set "
+            "package.item_vectors to fp16 or fp32, and package the model again"
+        )
+    return items
 
 
 def _read_ids(path: Path, *, id_name: str, num_ids: int) -> IdMap:
@@ -215,17 +207,6 @@ def _read_array(path: Path, dtype: type[np.generic], *, length: int | None = Non
         expected = f"{np.dtype(dtype)} [{'any' if length is None else length}]"
         raise _mismatch(path, f"{array.dtype} {list(array.shape)}", expected)
     return array
-
-
-def _check_offset(path: Path, offset: NDArray[np.int64], *, num_values: int) -> None:
-    if (offset[0], offset[-1]) != (0, num_values) or (np.diff(offset) < 0).any():
-        raise _mismatch(path, "offsets that decrease or have the wrong ends", f"offsets that increase from 0 to {num_values}")
-
-
-def _check_rows(path: Path, row_L: NDArray[np.int32], *, num_rows: int) -> None:
-    lowest, highest = (int(row_L.min()), int(row_L.max())) if len(row_L) else (0, 0)
-    if lowest < 0 or (len(row_L) and highest >= num_rows):
-        raise _mismatch(path, f"rows {lowest} to {highest}", f"rows 0 to {num_rows - 1}")
 
 
 def _mismatch(path: Path, actual: str, expected: str) -> StageError:

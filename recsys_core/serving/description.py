@@ -8,20 +8,19 @@ import pyarrow.parquet as pq
 from pydantic import Field, TypeAdapter, model_validator
 
 from recsys_core.config import Frozen
-from recsys_core.dataset.feature_store import ARRAYS_BY_FORM
-from recsys_core.dataset.layout import HISTORY_FILES
 from recsys_core.manifests import FeaturesManifest, FileRecord, IdType, PackageManifest
 from recsys_core.models.config import ExportFormat, Quantization
 from recsys_core.models.spec import ModelSpec
 from recsys_core.retrieval.kinds import AnyIndexKind
 from recsys_core.serving.answers import Fallback
-from recsys_core.serving.quantise import user_features
 
 DESCRIPTION_NAME = "package.json"
 ITEMS_NAME = "items.parquet"
+USERS_NAME, USERS_CHECKSUMS_NAME = "users.arrow", "users.sha256"
+SEGMENTS_NAME = "popularity_by.parquet"
 GOLDEN_NAME = "golden.json"
 """File with requests and the expected answers, which are compared when the package is loaded."""
-FORMAT_VERSION: Final = 6
+FORMAT_VERSION: Final = 7
 QUERY_COLUMNS = ("user_id", "history")
 """Columns of a request for recommendations in addition to features."""
 ITEM_COLUMN = "item_id"
@@ -86,7 +85,7 @@ class Metric(Frozen):
 class PackageDescription(Frozen):
     """package.json: what the package is, and the size and checksum of every other file."""
 
-    format_version: Literal[6] = FORMAT_VERSION
+    format_version: Literal[7] = FORMAT_VERSION
     model: ModelSpec
     space_id: str = Field(description="hash of both towers: vectors with another id must not be compared with these")
     similarity: Literal["cosine", "dot"]
@@ -100,6 +99,8 @@ class PackageDescription(Frozen):
     features: dict[str, QueryFeature] = Field(description="features of users and context, by key")
     filter_columns: tuple[str, ...]
     has_titles: bool
+    item_vectors: Literal["fp32", "fp16", "none"] = Field("fp32", description="precision of the vectors in items.parquet")
+    popularity_by: str | None = Field(None, description="feature whose values have their own most popular items")
     exports: tuple[ExportFormat, ...] = Field((), description="formats of the query tower for other runtimes")
     data: DataWindow
     metrics: dict[str, Metric] = Field(description="metrics on the test split over the whole catalogue, by name")
@@ -118,10 +119,11 @@ class PackageDescription(Frozen):
     @property
     def file_names(self) -> set[str]:
         """Names of the files of the package except package.json."""
-        user_files = ("user_ids.parquet", *HISTORY_FILES, *feature_files(self.model)) if self.users == "stored" else ()
+        user_files = (USERS_NAME, USERS_CHECKSUMS_NAME) if self.users == "stored" else ()
+        segment_files = () if self.popularity_by is None else (SEGMENTS_NAME,)
         vocabularies = (vocabulary_name(key) for key, feature in self.features.items() if feature.has_vocabulary)
         other_files = ("tower.safetensors", "index.faiss", ITEMS_NAME, GOLDEN_NAME, "popularity.npy", "popularity_share.npy")
-        return {*other_files, *user_files, *vocabularies, *map(export_name, self.exports)}
+        return {*other_files, *user_files, *segment_files, *vocabularies, *map(export_name, self.exports)}
 
 
 def export_name(export_format: ExportFormat) -> str:
@@ -159,12 +161,3 @@ def description_sha256(package: PackageManifest) -> str:
 def vocabulary_name(key: str) -> str:
     """Return the name of the file with the vocabulary of a feature, in a features stage and in a package."""
     return f"{key}.vocabulary.parquet"
-
-
-def feature_files(spec: ModelSpec) -> list[str]:
-    """Return the file names of the arrays that hold the user features."""
-    return [
-        f"{feature_name}.{array_name}.npy"
-        for feature_name, form in user_features(spec).items()
-        for array_name in ARRAYS_BY_FORM[form]
-    ]

@@ -79,6 +79,12 @@ class FeatureEncoder:
             weight_L = self._checked_weights(given_values, [] if weights is None else weights, is_given_B)
         return GivenFeature(is_given_B, JaggedArray.from_lengths(length_B, table_row_L), weight_L)
 
+    def values_of(self, rows: NDArray[np.int64]) -> list[Any]:
+        """Return the values with these rows, which are at least 1, in the vocabulary."""
+        assert self._vocabulary is not None
+        values: list[Any] = self._vocabulary.ids(rows - 1).tolist()
+        return values
+
     def _encode_numbers(self, values: list[Any]) -> tuple[NDArray[np.int64], NDArray[np.float32] | None]:
         number_L = np.array([_checked_number(value) for value in values], np.float64)
         if self.feature.mean is not None and self.feature.std is not None:
@@ -119,6 +125,10 @@ class RequestFeatures:
     def columns(self) -> list[str]:
         """Names of the columns that a request may have in addition to user_id and history."""
         return list(dict.fromkeys(name for names in self._names_by_key.values() for name in names if name is not None))
+
+    def values_of(self, key: str, rows: NDArray[np.int64]) -> tuple[str, list[Any]]:
+        """Return the name of the column of a feature with a vocabulary in a request, and the values of some rows."""
+        return self._names_by_key[key][0], self._encoders[key].values_of(rows)
 
     def require_known(self, columns: Mapping[str, Any]) -> None:
         """Raise InputError for a column that is none of `columns`."""

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from recsys_core.config import Frozen
 from recsys_core.errors import NightjarError, StageError, shown
 from recsys_core.seeds import GOLDEN_QUERIES_SEED
 from recsys_core.serving.answers import Answer
-from recsys_core.serving.ids import Id
+from recsys_core.serving.ids import Id, IdMap
 from recsys_core.serving.requests import respond
 
 if TYPE_CHECKING:
@@ -135,12 +134,15 @@ def _requests(retriever: "Retriever") -> list[dict[str, Any]]:
     history_rows = [{"history": item_ids[length * length : length * (length + 2) + 1]} for length in range(NUM_QUERIES)]
     requests: list[dict[str, Any]] = [
         {"rows": [*history_rows, {"history": []}, {}], "params": params},
-        {"inputs": {"item_id": _spread(retriever.item_ids.ids(np.arange(len(retriever.item_ids))))}, "params": params},
+        {"inputs": {"item_id": _spread(retriever.item_ids)}, "params": params},
         {"rows": history_rows, "params": params | {"exclude": item_ids[:K], "exclude_seen": False}},
     ]
     if len(retriever.user_ids):
-        user_ids = _spread(retriever.user_ids.ids(np.arange(len(retriever.user_ids))))
+        user_ids = _spread(retriever.user_ids)
         requests.append({"rows": [{"user_id": user_id} for user_id in user_ids], "params": params})
+    if (segment_values := retriever.segment_values(NUM_QUERIES)) is not None:
+        name, values = segment_values
+        requests.append({"rows": [{name: value} for value in values], "params": params})
     for column in retriever.items.filter_columns[:1]:
         value = retriever.items.most_frequent(column)
         if value is not None:
@@ -148,8 +150,7 @@ def _requests(retriever: "Retriever") -> list[dict[str, Any]]:
     return requests
 
 
-def _spread(ids: Any) -> Sequence[Id]:
+def _spread(ids: IdMap) -> Sequence[Id]:
     """Return NUM_QUERIES ids, from the first to the last one."""
-    positions = np.unique(np.linspace(0, len(ids) - 1, NUM_QUERIES).astype(np.int64))
-    chosen: list[Id] = pa.array(ids[positions]).to_pylist()
+    chosen: list[Id] = ids.ids(np.unique(np.linspace(0, len(ids) - 1, NUM_QUERIES).astype(np.int64))).tolist()
     return chosen

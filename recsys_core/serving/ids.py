@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import numpy as np
 import pandas as pd
@@ -12,40 +12,82 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from recsys_core.dataset.jagged import IndexedArray, JaggedArray
 from recsys_core.errors import InputError, shown
 from recsys_core.units import INT64_MAX
 
 Id = int | str
 INT64_RANGE = range(-INT64_MAX - 1, INT64_MAX + 1)
 EXACT_FLOAT64_INTEGERS = range(-(2**53) + 1, 2**53)
+_HALF, _HASH_FACTORS = np.uint64(32), (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
+"""A bucket is the upper half of a hash, scaled to the number of buckets. The factors are those of SplitMix64."""
 _DECIMAL_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
-class IdMap:
-    """Map between ids (int64 or string) and table rows. The row of an id is its index in a column of a parquet file.
+class IdColumn(Protocol):
+    """Column of ids: an Arrow array, or a column in a file."""
 
-    Ids are looked up by binary search over 64-bit keys: the integers themselves, or hashes of the strings. The keys and their
-    rows need 16 bytes per id, about a tenth of the memory of a dictionary.
+    @property
+    def type(self) -> pa.DataType:
+        """Type of the ids."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, rows: pa.Array, /) -> pa.Array:
+        """Return the ids of these rows."""
+
+
+class Buckets(NamedTuple):
+    """Rows by the hash of their id: bucket b has the rows row[offset[b]:offset[b + 1]]. There are as many buckets as ids."""
+
+    offset: IndexedArray
+    row: IndexedArray
+
+
+def hash_buckets(ids: pa.Array) -> Buckets:
+    """Return the buckets of a column of ids: offset int64 [number of ids + 1], row int32 [number of ids]."""
+    bucket_L = _buckets(ids, num_buckets=len(ids))
+    offset = np.concatenate([[0], np.cumsum(np.bincount(bucket_L, minlength=len(ids)))]).astype(np.int64)
+    return Buckets(offset, np.argsort(bucket_L, kind="stable").astype(np.int32))
+
+
+def _buckets(ids: pa.Array, *, num_buckets: int) -> NDArray[np.int64]:
+    """Return the bucket of each id, which is the same in each process."""
+    values: NDArray[Any] = ids.to_numpy(zero_copy_only=False)
+    if values.dtype == np.int64:
+        hash_L = values.view(np.uint64)
+        for factor in _HASH_FACTORS:
+            hash_L = (hash_L ^ (hash_L >> _HALF)) * factor
+    else:
+        hash_L = pd.util.hash_array(values, categorize=False)
+    return (((hash_L >> _HALF) * np.uint64(num_buckets)) >> _HALF).astype(np.int64)
+
+
+class IdMap:
+    """Map between ids (int64 or string) and table rows. The row of an id is its index in a column of ids.
+
+    An id is compared with the few ids in the bucket of its hash. The buckets are computed, which takes 12 bytes per id, or they
+    are in a file with the ids, which is not loaded.
     """
 
-    def __init__(self, ids: pa.Array, *, id_name: str) -> None:
-        """id_name: name of the ids in error messages, e.g. "user_id"."""
+    def __init__(self, ids: Any, *, id_name: str, buckets: Buckets | None = None) -> None:
+        """Map ids, an IdColumn.
+
+        Args:
+            id_name: name of the ids in error messages, e.g. "user_id".
+            buckets: None to compute them, which needs an Arrow array of ids.
+        """
         self._id_name = id_name
         self._has_string_ids = not pa.types.is_integer(ids.type)
-        self._ids = ids.cast(pa.large_string() if self._has_string_ids else pa.int64())
-        key_I = self._keys(self._ids)
-        self._row_of_sorted_key = np.argsort(key_I, kind="stable")
-        self._sorted_keys = key_I[self._row_of_sorted_key]
-        self._max_equal_keys = 1 if len(ids) == 0 else int(np.unique(self._sorted_keys, return_counts=True)[1].max())
+        if buckets is None:
+            ids = ids.cast(pa.large_string() if self._has_string_ids else pa.int64())
+            buckets = hash_buckets(ids)
+        self._buckets, self._ids = buckets, cast(IdColumn, ids)
 
     @classmethod
     def read(cls, path: Path, *, id_name: str) -> "IdMap":
         """Read the column `id_name` of a parquet file."""
-        id_column = pq.read_table(path, columns=[id_name], memory_map=True)[id_name]
-        return cls(
-            id_column.cast(pa.int64() if pa.types.is_integer(id_column.type) else pa.large_string()).combine_chunks(),
-            id_name=id_name,
-        )
+        return cls(pq.read_table(path, columns=[id_name], memory_map=True)[id_name].combine_chunks(), id_name=id_name)
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -60,22 +102,21 @@ class IdMap:
         if len(ids) == 0 or len(self) == 0:
             return rows
         parsed_ids = self.parse(ids)
-        first_index = np.searchsorted(self._sorted_keys, self._keys(parsed_ids))
-        for offset in range(self._max_equal_keys):  # equal keys are hashes of different strings
-            candidate_rows = self._row_of_sorted_key[np.minimum(first_index + offset, len(self) - 1)]
-            is_match = pc.equal(self._ids.take(pa.array(candidate_rows)), parsed_ids).to_numpy(zero_copy_only=False)
-            rows[is_match] = candidate_rows[is_match]
+        bucket_L = _buckets(parsed_ids, num_buckets=len(self))
+        start_L, end_L = self._buckets.offset[bucket_L], self._buckets.offset[bucket_L + 1]
+        candidates = JaggedArray.from_slices(self._buckets.row, start=start_L, end=end_L)
+        candidate_ids, id_index = self._ids.take(pa.array(candidates.values_L)), candidates.list_index_L
+        if self._has_string_ids:
+            is_match = pc.equal(candidate_ids, parsed_ids.take(pa.array(id_index))).to_numpy(zero_copy_only=False)
+        else:
+            is_match = candidate_ids.to_numpy() == parsed_ids.to_numpy()[id_index]
+        rows[id_index[is_match]] = candidates.values_L[is_match]
         return rows
 
     def ids(self, rows: NDArray[np.integer[Any]]) -> NDArray[Any]:
         """Return the ids of the rows: int64, or an object array of str."""
         ids: NDArray[Any] = self._ids.take(pa.array(rows)).to_numpy(zero_copy_only=False)
         return ids
-
-    def _keys(self, ids: pa.Array) -> NDArray[Any]:
-        values: NDArray[Any] = ids.to_numpy(zero_copy_only=False)
-        # With NumPy's StringDType, searchsorted fails or misses strings of 16 bytes and more (NumPy 2.4).
-        return pd.util.hash_array(values, categorize=False) if self._has_string_ids else values
 
     def parse(self, ids: Sequence[Any] | NDArray[Any]) -> pa.Array:
         """Convert ids to the type of the map. Raises InputError for the first invalid id.

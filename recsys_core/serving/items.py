@@ -1,6 +1,7 @@
 """The items of a package: ids, titles, vectors, and the filters on their columns.
 
-items.parquet has one row per item, in the order of the item rows. It is not compressed, so that it can be mapped.
+items.parquet has one row per item, in the order of the item rows. It is not compressed, so that it can be mapped. It may have
+no vectors if the index has them.
 
 Shapes: I items, L looked-up items, D width of the vectors.
 """
@@ -9,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from recsys_core.errors import InputError, shown, shown_names
+from recsys_core.errors import InputError, StageError, shown, shown_names
 from recsys_core.serving.quantise import SPACE_ID_KEY
 
 ROW_GROUP_ROWS = 2_048
@@ -31,20 +32,43 @@ Filter = Mapping[str, Any]
 """Conditions by filter column, which an item has to satisfy all: {"genre": {"in": ["rock"]}, "price": {"ge": 5, "lt": 20}}."""
 
 
-def write_items(path: Path, *, columns: pa.Table, item_vector_ID: NDArray[np.float32], space_id: str) -> None:
+def write_items(
+    path: Path,
+    *,
+    columns: pa.Table,
+    item_vector_ID: NDArray[np.float32],
+    space_id: str,
+    precision: Literal["fp32", "fp16", "none"] = "fp32",
+) -> None:
     """Write items.parquet: `columns` (item_id, title, filter columns) and the column `vector`, in blocks of rows.
 
     The metadata of its schema have the space_id of the vectors.
+
+    Args:
+        precision: precision of the vectors; none to leave out the column.
+
+    Raises:
+        StageError: a value does not fit into half precision.
     """
     num_items, dim = item_vector_ID.shape
-    schema = columns.schema.append(pa.field("vector", pa.list_(pa.float32(), dim)))
+    schema, value_type = columns.schema, pa.float16() if precision == "fp16" else pa.float32()
+    if precision != "none":
+        schema = schema.append(pa.field("vector", pa.list_(value_type, dim)))
     schema = schema.with_metadata({SPACE_ID_KEY: space_id})
     with pq.ParquetWriter(path, schema, compression="none", use_dictionary=False) as writer:
         for start in range(0, num_items, ROW_GROUP_ROWS):
-            vector_RD = np.ascontiguousarray(item_vector_ID[start : start + ROW_GROUP_ROWS])
-            vectors = pa.FixedSizeListArray.from_arrays(pa.array(vector_RD.reshape(-1)), dim)
-            block = columns.slice(start, len(vector_RD))
-            writer.write_table(block.append_column("vector", vectors).cast(schema), row_group_size=ROW_GROUP_ROWS)
+            block = columns.slice(start, ROW_GROUP_ROWS)
+            if precision != "none":
+                vector_RD = item_vector_ID[start : start + ROW_GROUP_ROWS]
+                with np.errstate(over="ignore"):
+                    values_L = vector_RD.reshape(-1).astype(value_type.to_pandas_dtype())
+                if not np.isfinite(values_L).all():
+                    raise StageError(
+                        f"item vectors have values of {vector_RD.min():g} to {vector_RD.max():g}, which do not fit into half "
+                        "precision; set package.item_vectors to fp32"
+                    )
+                block = block.append_column("vector", pa.FixedSizeListArray.from_arrays(pa.array(values_L), dim))
+            writer.write_table(block.cast(schema), row_group_size=ROW_GROUP_ROWS)
 
 
 class ItemTable:
@@ -71,10 +95,16 @@ class ItemTable:
         return titles
 
     def batches(self, num_rows: int) -> Iterator[pa.Table]:
-        """Read all columns of the items, in blocks of at most `num_rows` rows."""
+        """Read all columns of the items except the vectors, in blocks of at most `num_rows` rows."""
         with pq.ParquetFile(self._path, memory_map=True) as file:
-            for batch in file.iter_batches(num_rows):
+            names = [name for name in file.schema_arrow.names if name != "vector"]
+            for batch in file.iter_batches(num_rows, columns=names):
                 yield pa.Table.from_batches([batch])
+
+    @property
+    def has_vectors(self) -> bool:
+        """Whether the file has the vectors of the items."""
+        return "vector" in self._footer.schema.to_arrow_schema().names
 
     def vectors(self, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
         """Read the vectors of items from the file, [L, D]."""

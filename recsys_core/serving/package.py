@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from recsys_core.dataset.events import EventStore
-from recsys_core.dataset.layout import HISTORY_FILES, ITEM_COLUMNS_FILE, ITEM_TITLES_FILE, vocabulary_file
+from recsys_core.dataset.feature_store import FeatureStore
+from recsys_core.dataset.layout import HISTORY_FILES, ITEM_COLUMNS_FILE, ITEM_TITLES_FILE, memory_map, vocabulary_file
 from recsys_core.errors import StageError
 from recsys_core.manifests import (
     Dataset,
@@ -38,18 +39,23 @@ from recsys_core.serving.description import (
     FORMAT_VERSION,
     GOLDEN_NAME,
     ITEMS_NAME,
+    SEGMENTS_NAME,
+    USERS_CHECKSUMS_NAME,
+    USERS_NAME,
     DataWindow,
     Metric,
     PackageDescription,
     QueryFeature,
-    feature_files,
     vocabulary_name,
 )
 from recsys_core.serving.exports.export import write_exports
 from recsys_core.serving.golden import write_golden
 from recsys_core.serving.items import RESERVED_ITEM_COLUMNS, write_items
-from recsys_core.serving.quantise import build_tower, save_tower, served_tables
+from recsys_core.serving.popularity.segment_counts import write_segments
+from recsys_core.serving.quantise import build_tower, save_tower, served_tables, user_features
 from recsys_core.serving.retriever import Retriever
+from recsys_core.serving.users.mapped_file import write_block_checksums
+from recsys_core.serving.users.user_table import write_users
 
 
 def build_package(
@@ -67,16 +73,16 @@ def build_package(
 
     - tower.safetensors: the query tower. index.faiss: the served index.
     - items.parquet: item_id, title, filter columns and vector of each item, in the order of the item rows.
-    - user_ids.parquet: user_id, in the order of the user rows.
-    - user_offset.npy, event_item.npy: the events of each user from training, validation and test.
+    - users.arrow: ids, features and events of the users from training, validation and test; see `UserTable`.
+    - users.sha256: checksums of the blocks of users.arrow.
     - popularity.npy int32 [I]: item rows by falling popularity.
     - popularity_share.npy float32 [I]: share of each item in the events before the test split, in the order of popularity.npy.
-    - user.<feature>.*.npy, user.<feature>.vocabulary.parquet: user features in the format of FeaturesManifest.
-    - context.<feature>.vocabulary.parquet: vocabularies of context features, whose values come with a request.
+    - popularity_by.parquet: most popular items by the values of `popularity_by`; see popularity/segment_counts.py.
+    - user.<feature>.vocabulary.parquet, context.<feature>.vocabulary.parquet: vocabularies of the features.
     - query.pt2, query.onnx: the query tower in the formats of `exports`.
     - golden.json: `GoldenQueries`. package.json: `PackageDescription`.
 
-    With `users: none`, the files of users and events are left out.
+    With `users: none`, users.arrow and users.sha256 are left out.
 
     Raises:
         StageError: the index has other vectors than the export.
@@ -118,16 +124,26 @@ def build_package(
             columns=item_columns,
             item_vector_ID=np.load(export.path("item_vectors.npy"), mmap_mode="r"),
             space_id=space_id,
+            precision=config.item_vectors,
         )
         vocabularies = [vocabulary_name(key) for key, feature in query_features.items() if feature.has_vocabulary]
         if config.users == "stored":
-            _write_users(package_folder, interactions)
-        for file_name in [*(feature_files(spec) if config.users == "stored" else ()), *vocabularies]:
+            _write_users(package_folder, spec, dataset)
+        for file_name in vocabularies:
             assert features is not None  # the spec has features
             shutil.copyfile(features.path(file_name), package_folder / file_name)
         shutil.copyfile(evaluation.path("popularity.npy"), package_folder / "popularity.npy")
         item_by_popularity_I = np.load(package_folder / "popularity.npy")
         np.save(package_folder / "popularity_share.npy", _popularity_share(interactions, item_by_popularity_I))
+        if config.popularity_by is not None:
+            write_segments(
+                package_folder / SEGMENTS_NAME,
+                config.popularity_by,
+                interactions=interactions,
+                features=features,
+                item_by_popularity_I=item_by_popularity_I,
+                min_events=config.popularity_min_events,
+            )
 
         description = PackageDescription(
             model=spec,
@@ -143,6 +159,8 @@ def build_package(
             features=query_features,
             filter_columns=tuple(name for name in item_columns.column_names if name not in RESERVED_ITEM_COLUMNS),
             has_titles="title" in item_columns.column_names,
+            item_vectors=config.item_vectors,
+            popularity_by=config.popularity_by,
             exports=config.exports,
             data=_data_window(interactions),
             metrics=_test_metrics(evaluation),
@@ -173,12 +191,18 @@ def _describe_vectors(num_items: int, dim: int, similarity: str) -> str:
     return f"{num_items:,} vectors of width {dim} for {similarity} similarity"
 
 
-def _write_users(folder: Path, interactions: InteractionsManifest) -> None:
-    """Write the ids and the histories of the users."""
-    for file_name in HISTORY_FILES:
-        shutil.copyfile(interactions.path(file_name), folder / file_name)
-    user_ids = pq.read_table(interactions.path(vocabulary_file("user")), columns=["id"]).rename_columns(["user_id"])
-    pq.write_table(user_ids, folder / "user_ids.parquet")
+def _write_users(folder: Path, spec: ModelSpec, dataset: Dataset) -> None:
+    """Write the ids, the histories and the features of the users."""
+    interactions, forms = dataset.interactions, user_features(spec)
+    user_offset, event_item = (memory_map(interactions.path(file_name)) for file_name in HISTORY_FILES)
+    write_users(
+        folder / USERS_NAME,
+        user_ids=pq.read_table(interactions.path(vocabulary_file("user")), columns=["id"])["id"].combine_chunks(),
+        user_offset=user_offset,
+        event_item=event_item,
+        features=FeatureStore.read(dataset.features.folder, forms) if dataset.features is not None else FeatureStore({}),
+    )
+    write_block_checksums(folder / USERS_NAME, folder / USERS_CHECKSUMS_NAME)
 
 
 def _fallbacks(spec: ModelSpec, features: Mapping[str, QueryFeature]) -> tuple[Fallback, ...]:

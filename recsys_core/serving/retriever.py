@@ -5,17 +5,18 @@ Shapes: B queries, I items, D width, N candidates fetched from the index, K reco
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypedDict, Unpack
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import InputError, shown
 from recsys_core.manifests import PackageManifest, record_file, require_manifest
-from recsys_core.retrieval.search import Selection, stored_vectors
+from recsys_core.retrieval.search import DecodedVectors, Selection, StoredVectors, stored_vectors
 from recsys_core.serving.answers import FALLBACKS, Recommendations, joined
 from recsys_core.serving.contents import PackageContents, read_package
 from recsys_core.serving.description import DESCRIPTION_NAME, GOLDEN_NAME, description_sha256
@@ -75,12 +76,14 @@ class _Queries(NamedTuple):
         is_model_B: whether the model ranks the items; otherwise they are ranked by popularity.
         query_BD: query vectors; zeros for queries that are ranked by popularity.
         excluded_items: items that each query does not get, distinct.
+        segment_B: segment whose most popular items a query gets if the model does not rank it.
         fallback_code_B, num_unknown_items_B: see Recommendations.
     """
 
     is_model_B: NDArray[np.bool_]
     query_BD: NDArray[np.float32]
     excluded_items: JaggedArray
+    segment_B: NDArray[np.int64]
     fallback_code_B: NDArray[np.int8]
     num_unknown_items_B: NDArray[np.int64]
 
@@ -97,14 +100,14 @@ class Retriever:
 
     def __init__(self, contents: PackageContents, *, version: str) -> None:
         self.package, self.version = contents.package, version
-        self._query_tower, self._features = contents.tower, contents.features
+        self._query_tower, self._users = contents.tower, contents.users
         self._index, self._index_kind, self.items = contents.index, contents.package.index, contents.items
-        self.item_ids, self.user_ids = contents.item_ids, contents.user_ids
+        self.item_ids, self.user_ids = contents.item_ids, contents.users.ids
         self.request_features = contents.request_features
-        self._user_offset, self._event_item = contents.user_offset, contents.event_item
-        self._item_by_popularity_I = contents.item_by_popularity_I
-        self._popularity_share_I = contents.popularity_share_I
-        self._stored_vectors = stored_vectors(contents.index)
+        self._popularity = contents.popularity
+        self._index_vectors: StoredVectors | DecodedVectors | None = stored_vectors(contents.index)
+        if self._index_vectors is None and not contents.items.has_vectors:
+            self._index_vectors = DecodedVectors(contents.index)
         # The cache does not refer to the Retriever: in a reference cycle, a replaced model would stay in memory.
         self._select = functools.partial(_select, contents.items, contents.index)
         self._remembered_selection = functools.lru_cache(MAX_REMEMBERED_FILTERS)(
@@ -150,7 +153,7 @@ class Retriever:
         """Recommend the k best items for each query, best first; fewer if fewer items are allowed.
 
         The score of an item is the inner product of query and item vector. A query of which the model reads nothing gets the
-        most popular items (see FALLBACKS); the score is then the item's share of all events.
+        most popular items (see FALLBACKS); the score is then the item's share of all events, or of those of its segment.
 
         Args:
             user_ids: one per query. An id may be unknown to the model, or None.
@@ -200,8 +203,8 @@ class Retriever:
             is_known_B = row_B >= 0
             query_BD = np.zeros((len(row_B), self.package.model.config.output_dim), np.float32)
             query_BD[is_known_B] = self.item_vectors(row_B[is_known_B])
-            no_code_B, itself = np.zeros(len(row_B), np.int8), JaggedArray.from_lengths(is_known_B, row_B[is_known_B])
-            queries = _Queries(is_known_B, query_BD, itself, no_code_B, no_code_B.astype(np.int64))
+            zero_B, itself = np.zeros(len(row_B), np.int64), JaggedArray.from_lengths(is_known_B, row_B[is_known_B])
+            queries = _Queries(is_known_B, query_BD, itself, zero_B, zero_B.astype(np.int8), zero_B)
             parts.append(self._recommend_batch(queries, candidates, k=k, options=checked, popularity=False))
         errors = {
             int(query): f"item_id {shown(item_ids[int(query)])} is not in the catalogue"
@@ -219,17 +222,35 @@ class Retriever:
             history: item rows of each user, oldest first.
             given: features of a request by key, which replace stored ones.
         """
-        query_BD: NDArray[np.float32] = self._query_tower(user_row_B, history, features=self._features, given=given).numpy()
+        query_BD: NDArray[np.float32] = self._query_tower(
+            user_row_B, history, features=self._users.features, given=given
+        ).numpy()
         return query_BD
 
     def item_vectors(self, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the vectors of items, [L, D]."""
-        return self.items.vectors(item_row_L) if self._stored_vectors is None else self._stored_vectors.take(item_row_L)
+        return self.items.vectors(item_row_L) if self._index_vectors is None else self._index_vectors.take(item_row_L)
+
+    def item_batches(self, num_rows: int) -> Iterator[pa.Table]:
+        """Return all columns of the items with their vectors (`vector`, float32), in blocks of at most `num_rows` rows."""
+        start = 0
+        for items in self.items.batches(num_rows):
+            vector_RD = self.item_vectors(np.arange(start, start + len(items)))
+            vectors = pa.FixedSizeListArray.from_arrays(pa.array(vector_RD.reshape(-1)), vector_RD.shape[1])
+            yield items.append_column("vector", vectors)
+            start += len(items)
 
     def is_known(self, user_ids: Sequence[Id]) -> NDArray[np.bool_]:
         """Return whether each user has a row; it may have one without an event. Raises InputError for an invalid id."""
         is_known_B: NDArray[np.bool_] = self._user_rows(user_ids, len(user_ids)) >= 0
         return is_known_B
+
+    def segment_values(self, num_values: int) -> tuple[str, list[Id]] | None:
+        """Return the name of the column of the segments in a request, and their first values; None without segments."""
+        segments = self._popularity.segments
+        if segments is None:
+            return None
+        return self.request_features.values_of(segments.key, segments.value_rows[:num_values])
 
     def _user_rows(self, user_ids: Sequence[Id | None] | NDArray[Any] | None, num_queries: int) -> NDArray[np.int64]:
         """Return the row of each user, -1 for an unknown user and for None."""
@@ -284,8 +305,9 @@ class Retriever:
             excluded_items = JaggedArray.empty(len(user_row_B))
         model = self.package.model
         is_model_B = model.is_known(history_length_B=history.lengths, user_row_B=user_row_B)
-        for feature in given.values():
-            is_model_B = is_model_B | feature.is_given_B
+        for key, feature in given.items():
+            if key != self._popularity.segment_key:
+                is_model_B = is_model_B | feature.is_given_B
         query_BD = np.zeros((len(user_row_B), model.config.output_dim), np.float32)
         model_indices = np.flatnonzero(is_model_B)
         if len(model_indices) == len(user_row_B):
@@ -298,15 +320,14 @@ class Retriever:
         is_expected_B = (user_row_B >= 0) | (self.package.users == "none")
         code_B = np.where(is_expected_B, 0, unknown_code_B)
         code_B = np.where(is_model_B, code_B, FALLBACKS.index("popularity")).astype(np.int8)
-        return _Queries(is_model_B, query_BD, excluded_items, code_B, num_unknown_items_B)
+        segment_B = self._popularity.segment_of(given, num_queries=len(user_row_B))
+        return _Queries(is_model_B, query_BD, excluded_items, segment_B, code_B, num_unknown_items_B)
 
     def _histories(
         self, user_row_B: NDArray[np.int64], *, new_histories: Sequence[History] | None, exclude_stored_history: bool
     ) -> tuple[JaggedArray, JaggedArray, NDArray[np.int64]]:
         """Return the histories for the query tower and the seen items, both as item rows, and the numbers of unknown items."""
-        start_B = np.where(user_row_B >= 0, self._user_offset[user_row_B], 0)
-        end_B = np.where(user_row_B >= 0, self._user_offset[user_row_B + 1], 0)
-        stored_history = JaggedArray.from_slices(self._event_item, start=start_B, end=end_B)
+        stored_history = self._users.histories(user_row_B)
         num_items = len(self.item_ids)
         if new_histories is None:
             return stored_history, stored_history.distinct(bound=num_items), np.zeros(len(user_row_B), np.int64)
@@ -338,7 +359,7 @@ class Retriever:
         if options["min_score"] is not None:
             top_items.drop_below(options["min_score"], model_indices)
         if len(other_indices) and popularity:
-            self._fill_by_popularity(top_items, other_indices, candidates)
+            self._popularity.fill(top_items, other_indices, candidates, segment_B=queries.segment_B)
         is_item_BK = top_items.is_item_BK
         item_row_L = top_items.row_BK[is_item_BK]
         return Recommendations(
@@ -351,17 +372,6 @@ class Retriever:
             space_id=self.space_id,
             query_BD=queries.query_BD if options["with_vectors"] else None,
             item_vector_LD=self.item_vectors(item_row_L) if options["with_vectors"] else None,
-        )
-
-    def _fill_by_popularity(self, top_items: TopItems, query_indices: NDArray[np.int64], candidates: Candidates) -> None:
-        depth = min(int(top_items.depth_B[query_indices].max()), max(1, candidates.num_items))
-        row_I, share_I = self._item_by_popularity_I, self._popularity_share_I
-        if candidates.is_allowed_I is not None:
-            is_allowed_I = candidates.is_allowed_I[row_I]
-            row_I, share_I = row_I[is_allowed_I], share_I[is_allowed_I]
-        shape = (len(query_indices), len(row_I[:depth]))
-        top_items.fill(
-            query_indices, np.broadcast_to(row_I[:depth].astype(np.int64), shape), np.broadcast_to(share_I[:depth], shape)
         )
 
     def _nothing(self) -> Recommendations:
@@ -382,7 +392,8 @@ def _find_package(folder: Path) -> tuple[Path, str]:
     for package_folder in (folder, folder / "artifacts" / "package"):
         if (path := package_folder / DESCRIPTION_NAME).is_file():
             return package_folder, record_file(path).sha256
-    return folder / "package", description_sha256(require_manifest(folder, PackageManifest))
+    # The files of the package are verified when they are read.
+    return folder / "package", description_sha256(require_manifest(folder, PackageManifest, verify=False))
 
 
 def _select(items: ItemTable, index: Any, item_filter: Filter) -> tuple[NDArray[np.bool_], Selection]:

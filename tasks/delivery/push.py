@@ -111,7 +111,7 @@ class _Load:
 
     def _add_items(self) -> int:
         num_items, num_added = len(self.retriever.item_ids), 0
-        for items in self.retriever.items.batches(self.store.batch_rows):
+        for items in self.retriever.item_batches(self.store.batch_rows):
             if not num_added:
                 self.store.create(self.collection, items.schema.remove_metadata())
             self.store.add(self.collection, items.replace_schema_metadata())

@@ -56,7 +56,10 @@ def test_a_missing_setting_has_its_default(file: Path) -> None:
             "embeddings.checksums: this setting no longer exists; delete it. Page checksums are always verified, and "
             "<file>.sha256 is not read",
         ),
-        ("package: {zzz: 1}", "package.zzz: unknown key; the known keys are exports, quantization, users"),
+        (
+            "package: {zzz: 1}",
+            "package.zzz: unknown key; the known keys are exports, item_vectors, popularity_by",
+        ),
         ("training: {epochs: 0}", "training.epochs: Input should be greater than or equal to 1, but it is 0"),
         ("model: {similarity: l2}", "model.similarity: Input should be 'cosine' or 'dot', but it is 'l2'"),
         ("model: {query: {layers: [64, x]}}", "model.query.layers.1: Input should be a valid integer"),
@@ -305,6 +308,30 @@ def test_a_cosine_loss_needs_cosine_similarity(file: Path) -> None:
 )
 def test_a_slice_needs_a_declared_feature_with_values(features: list[str], text: str, file: Path) -> None:
     assert text in message(file, "evaluation.slices=[{feature: item.brand}]", *features)
+
+
+@pytest.mark.parametrize(
+    ("features", "key", "text"),
+    [
+        ([], "user.country", "set one of those that you declare under features"),
+        (["features={context: [{name: device}, {name: hour, kind: numeric, buckets: 4}]}"], "context.hour", "context.device"),
+        (["features={context: [{name: device, hash_rows: 9}]}"], "context.device", "those that you declare"),
+        (["features={items: {paths: p, id_column: id, features: [{name: brand}]}}"], "item.brand", "those that you declare"),
+    ],
+)
+def test_popular_items_need_a_feature_with_a_vocabulary_of_single_values(
+    features: list[str], key: str, text: str, file: Path
+) -> None:
+    error = message(file, f"package.popularity_by={key}", *features)
+    assert f"package.popularity_by: {key} is no categorical feature of users or context with a vocabulary" in error
+    assert text in error
+
+
+@pytest.mark.parametrize("kind", ["auto", "ivf_pq"])
+def test_a_package_without_item_vectors_needs_an_index_with_them(kind: str, file: Path) -> None:
+    error = message(file, "package.item_vectors=none", f"index.served={kind}")
+    assert f"package.item_vectors is none, but vectors cannot be read from every index of kind {kind}; set it to fp16" in error
+    assert load_config(file, overrides=["package.item_vectors=none", "index.served=ivf_sq8"]).package.item_vectors == "none"
 
 
 def test_a_guarded_feature_is_a_slice_of_the_evaluation(file: Path) -> None:

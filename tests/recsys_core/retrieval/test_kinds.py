@@ -16,8 +16,8 @@ from recsys_core.retrieval.compressed import IvfPq, IvfSq8, OpqPq, PqFastScan
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_index, build_indexes
 from recsys_core.retrieval.ivf import MIN_ITEMS_PER_CENTROID
-from recsys_core.retrieval.kinds import AnyIndexKind
-from recsys_core.retrieval.search import Selection, load_index, search, search_exhaustively
+from recsys_core.retrieval.kinds import AnyIndexKind, Flat, Hnsw
+from recsys_core.retrieval.search import DecodedVectors, Selection, load_index, search, search_exhaustively, stored_vectors
 from tests.recsys_core.evaluation.stage_folders import export_stage
 
 KINDS = tuple(kind_class() for kind_class in get_args(get_args(AnyIndexKind)[0]))
@@ -74,6 +74,19 @@ def test_the_widest_search_has_a_high_recall_and_a_search_beyond_the_catalogue_f
     assert (row[:, NUM_ITEMS:] == -1).all()
     for row_N in row:
         assert len(np.unique(row_N[row_N >= 0])) == (row_N >= 0).sum()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, IvfSq8(rescore=4)], ids=str)
+def test_vectors_are_read_from_a_mapped_index_by_item_row(kind: AnyIndexKind, vectors: np.ndarray, tmp_path: Path) -> None:
+    path = tmp_path / "index.faiss"
+    faiss.write_index(build_index(kind.fitted(NUM_ITEMS, DIM), vectors), str(path))
+    index = load_index(path, record=record_file(path))
+    assert (stored_vectors(index) is not None) == isinstance(kind, Flat | Hnsw)
+    if kind.has_vectors:
+        rows = np.random.default_rng(1).integers(0, NUM_ITEMS, 500)
+        tolerance = 1e-6 if not isinstance(kind, IvfSq8) else 1e-3 if kind.rescore else 0.01
+        read = (stored_vectors(index) or DecodedVectors(index)).take(rows)
+        np.testing.assert_allclose(read, vectors[rows], atol=tolerance)
 
 
 @every_kind

@@ -173,9 +173,11 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     def build_it(
         *,
         index: str = "flat",
+        item_vectors: str = "fp32",
         quantization: str = "none",
         users: str = "stored",
         exports: Sequence[str] = (),
+        popularity_by: str | None = None,
         nprobe: int = 1,
         features: Sequence[str] = (),
         item_files: Mapping[str, pa.Table] | None = None,
@@ -202,7 +204,14 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
             dense=world.towers.state_dict(),
         )
         package = build_package(
-            PackageConfig(quantization=quantization, users=users, exports=exports),  # type: ignore[arg-type]
+            PackageConfig(
+                quantization=quantization,  # type: ignore[arg-type]
+                users=users,  # type: ignore[arg-type]
+                item_vectors=item_vectors,  # type: ignore[arg-type]
+                popularity_by=popularity_by,
+                popularity_min_events=50,
+                exports=exports,  # type: ignore[arg-type]
+            ),
             export=export,
             index=build_indexes(
                 IndexConfig(served_kind=index, nlist=7, nprobe=nprobe, hnsw_m=4, ef_construction=8, ef_search=8),

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import faiss
 import numpy as np
@@ -19,11 +19,13 @@ from hypothesis import strategies as st
 from recsys_core.errors import StageError
 from recsys_core.manifests import ExportManifest, IndexManifest, PackageManifest, record_file, require_manifest
 from recsys_core.models.config import PackageConfig
+from recsys_core.retrieval.kinds import AnyIndexKind
 from recsys_core.serving.contents import read_package
 from recsys_core.serving.description import DESCRIPTION_NAME, description_sha256
 from recsys_core.serving.package import build_package
 from recsys_core.serving.retriever import Retriever
-from tests.recsys_core.serving.conftest import DIM, ITEM_IDS, ITEMS, USER_FEATURES, USERS, Build
+from recsys_core.serving.users.mapped_file import write_block_checksums
+from tests.recsys_core.serving.conftest import DIM, ITEM_IDS, ITEMS, USER_FEATURES, USER_IDS, USERS, Build
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,7 @@ def test_an_edited_description_is_rejected_even_if_it_is_valid(
 
 def test_a_package_of_another_format_is_rejected_in_one_line_with_both_formats(copy: Path) -> None:
     sha256 = describe(copy, lambda described: described.update(format_version=3, removed_setting=True))
-    with pytest.raises(StageError, match=r"^\S+package.json: the package has format 3, .* reads format 6; .* nightjar .*\w$"):
+    with pytest.raises(StageError, match=r"^\S+package.json: the package has format 3, .* reads format 7; .* nightjar .*\w$"):
         read_package(copy, sha256=sha256)
 
 
@@ -105,7 +107,7 @@ def test_updated_records_need_the_new_checksum_of_the_description(packaged: Pack
     sha256 = rehash(copy, "popularity.npy")
     with pytest.raises(StageError, match=r"package.json: the sha256 is"):
         read_package(copy, sha256=description_sha256(packaged))
-    assert (read_package(copy, sha256=sha256).item_by_popularity_I == order[::-1]).all()
+    assert (read_package(copy, sha256=sha256).popularity.item_row_I == order[::-1]).all()
 
 
 def _array(values: np.ndarray) -> bytes:
@@ -130,18 +132,10 @@ def _index(items: int, dim: int) -> bytes:
     ("name", "content"),
     [
         *((name, b"") for name in ("tower.safetensors", "index.faiss", "items.parquet", "popularity.npy")),
-        *(
-            (name, b"\x93NUMPY garbage" * 9)
-            for name in ("tower.safetensors", "index.faiss", "user_ids.parquet", "event_item.npy")
-        ),
+        *((name, b"\x93NUMPY garbage" * 9) for name in ("tower.safetensors", "index.faiss", "users.arrow")),
         ("popularity.npy", _array(np.zeros(ITEMS, np.int32))),
         ("popularity.npy", _array(np.arange(ITEMS, dtype=np.int64))),
         ("popularity_share.npy", _array(np.zeros(ITEMS - 1, np.float32))),
-        ("user_offset.npy", _array(np.arange(USERS + 1)[::-1].copy())),
-        ("user_offset.npy", _array(np.zeros((USERS + 1, 2), np.int64))),
-        ("user.single.row.npy", _array(np.full(USERS, 10_000, np.int32))),
-        ("user.list.offset.npy", _array(np.zeros(USERS, np.int64))),
-        ("user.number.weight.npy", _array(np.zeros(USERS + 1, np.float32))),
         ("items.parquet", _ids(ITEM_IDS[1:])),
         ("index.faiss", _index(ITEMS - 1, DIM)),
         ("index.faiss", _index(ITEMS, DIM + 4)),
@@ -176,12 +170,44 @@ def test_an_index_of_other_vectors_than_the_export_is_not_packaged(packaged: Pac
     assert not any(tmp_path.iterdir())
 
 
-def test_events_of_unknown_items_are_rejected(copy: Path) -> None:
-    events = np.load(copy / "event_item.npy")
-    events[-1] = ITEMS
-    np.save(copy / "event_item.npy", events)
-    with pytest.raises(StageError, match=f"event_item.npy: the file has rows 0 to {ITEMS}, but the model needs rows 0 to"):
-        read_package(copy, sha256=rehash(copy, "event_item.npy"))
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda table: table.slice(1), rf"the file has {USERS - 1} rows of user_id int64, .* needs {USERS} rows"),
+        (lambda table: table.drop_columns(["user.list"]), "needs 40 rows .*user.list large_list"),
+        (lambda table: table.append_column("user.more", table["user_id"]), "the file has 40 rows .*user.more int64"),
+        (lambda table: _replaced(table, "history", pa.array([[ITEMS]] * USERS, pa.large_list(pa.int32()))), "but .* 0 to 299"),
+        (lambda table: _replaced(table, "user.single", pa.array([10_000] * USERS, pa.int32())), "but the model needs 0 to"),
+        (lambda table: _replaced(table, "bucket_rows", pa.array([[-1]] * USERS, pa.list_(pa.int32()))), "values -1 to -1"),
+        (lambda table: _replaced(table, "user.number.weight", pa.array([1.0] * USERS)), "user.number.weight double"),
+    ],
+)
+def test_users_of_another_model_are_rejected(copy: Path, change: Callable[[pa.Table], pa.Table], message: str) -> None:
+    with pa.memory_map(str(copy / "users.arrow")) as file:
+        changed = change(pa.ipc.open_file(file).read_all())
+        with pa.OSFile(str(copy / "changed.arrow"), "wb") as sink, pa.ipc.new_file(sink, changed.schema) as writer:
+            writer.write_table(changed.combine_chunks())
+    (copy / "changed.arrow").replace(copy / "users.arrow")
+    write_block_checksums(copy / "users.arrow", copy / "users.sha256")
+    for name in ("users.arrow", "users.sha256"):
+        sha256 = rehash(copy, name)
+    with pytest.raises(StageError, match=f"users.arrow: .*{message}"):
+        Retriever.load(copy, sha256=sha256, verify=False).recommend(USER_IDS)
+
+
+def _replaced(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
+    return table.set_column(table.column_names.index(name), name, values)
+
+
+def test_an_index_is_mapped_and_returns_the_results_of_a_copy_in_memory(build: Build) -> None:
+    for kind in get_args(get_args(AnyIndexKind)[0]):
+        _, package = build(index=kind.model_fields["kind"].default)
+        path = package.folder / "package" / "index.faiss"
+        index = Retriever.load(package.folder)._index
+        assert str(path) in Path("/proc/self/maps").read_text(), kind
+        query_BD = np.random.default_rng(0).normal(size=(5, DIM)).astype(np.float32)
+        for mapped, expected in zip(index.search(query_BD, 7), faiss.read_index(str(path)).search(query_BD, 7), strict=True):
+            assert (mapped == expected).all(), kind
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

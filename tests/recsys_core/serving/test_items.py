@@ -1,60 +1,44 @@
-"""Filters on the columns of items, compared with Python's comparisons, which are exact for integers and floats."""
+"""Item vectors are in items.parquet in the configured precision, or only in the index."""
 
-import math
-import operator
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+import pyarrow.parquet as pq
+import pytest
 
-from recsys_core.serving.items import ItemTable, write_items
-
-COMPARISONS: dict[str, Callable[[object, object], bool]] = {
-    "ge": operator.ge,
-    "gt": operator.gt,
-    "le": operator.le,
-    "lt": operator.lt,
-}
-INTEGERS = st.integers(-(2**63) + 1, 2**63 - 1)
-OPERANDS = st.one_of(INTEGERS, st.floats(-(2.0**62), 2.0**62), st.integers(-9, 9).map(lambda number: number / 2))
+from recsys_core.errors import StageError
+from recsys_core.serving.items import write_items
+from recsys_core.serving.retriever import Retriever
+from tests.recsys_core.serving.conftest import DIM, ITEM_FILES, ITEM_IDS, ITEMS, Build
 
 
-def table_of(folder: Path, values: pa.Array) -> ItemTable:
-    columns = pa.table({"item_id": pa.array(range(len(values))), "value": values})
-    write_items(folder / "items.parquet", columns=columns, item_vector_ID=np.zeros((len(values), 4), np.float32), space_id="s")
-    return ItemTable(folder / "items.parquet", filter_columns=("value",), has_titles=False)
+@pytest.mark.parametrize("index", ["flat", "hnsw", "ivf_flat", "ivf_sq8"])
+@pytest.mark.parametrize("item_vectors", ["fp32", "fp16", "none"])
+def test_item_vectors_have_the_precision_of_their_file_or_of_the_index(build: Build, index: str, item_vectors: str) -> None:
+    world, package = build(index=index, item_files=ITEM_FILES, item_vectors=item_vectors)
+    retriever = Retriever.load(package.folder)
+    assert ("vector" in pq.read_schema(package.folder / "package" / "items.parquet").names) == (item_vectors != "none")
+    has_bytes = index == "ivf_sq8" and item_vectors == "none"
+    tolerance = 0.02 if has_bytes else 1e-3 if item_vectors == "fp16" else 1e-6
+    rows = np.random.default_rng(0).permutation(ITEMS)
+    np.testing.assert_allclose(retriever.item_vectors(rows), world.item_vectors[rows], atol=tolerance)
+    assert retriever.item_vectors(rows[:0]).shape == (0, DIM)
+    blocks = list(retriever.item_batches(128))
+    assert [len(block) for block in blocks] == [128, 128, 44] and blocks[0].column_names[-1] == "vector"
+    vectors = np.concatenate([block["vector"].combine_chunks().flatten().to_numpy() for block in blocks])
+    np.testing.assert_array_equal(vectors.reshape(ITEMS, DIM), retriever.item_vectors(np.arange(ITEMS)))
+    assert [item_id for block in blocks for item_id in block["item_id"].to_pylist()] == ITEM_IDS
+    (answer,) = retriever.similar([ITEM_IDS[7]], k=3, with_vectors=True)
+    np.testing.assert_allclose(answer.query_vector, world.item_vectors[7], atol=tolerance)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
-@given(
-    values=st.lists(st.one_of(INTEGERS, st.integers(-9, 9)), min_size=1, max_size=8),
-    operand=OPERANDS,
-    name=st.sampled_from(sorted(COMPARISONS)),
-)
-def test_integers_are_compared_exactly_with_integers_and_floats(
-    tmp_path: Path, values: list[int], operand: float, name: str
-) -> None:
-    table = table_of(tmp_path, pa.array(values, pa.int64()))
-    expected = [COMPARISONS[name](value, operand) for value in values]
-    assert table.matching({"value": {name: operand}}).tolist() == expected
-    assert table.matching({"value": {"in": [operand, values[0]]}}).tolist() == [v in (operand, values[0]) for v in values]
+def test_an_index_without_vectors_needs_a_file_with_them(build: Build) -> None:
+    with pytest.raises(StageError, match=r"items.parquet: the file has no vectors, and they cannot be read from an index ivf"):
+        build(index="ivf_pq", item_vectors="none")
 
 
-def test_a_column_of_floats_is_compared_with_large_integers(tmp_path: Path) -> None:
-    table = table_of(tmp_path, pa.array([1.0, 2.0, 1e300]))
-    assert table.matching({"value": {"in": [2, 2**60 + 1]}}).tolist() == [False, True, False]
-    assert table.matching({"value": {"lt": 2**60 + 1, "ge": 1.5}}).tolist() == [False, True, False]
-
-
-def test_text_may_have_characters_that_cannot_be_printed(tmp_path: Path) -> None:
-    table = table_of(tmp_path, pa.array(["rock\u00a0and roll", "rock\x00", None]))
-    assert table.matching({"value": ["rock\u00a0and roll", "rock\x00"]}).tolist() == [True, True, False]
-
-
-def test_nan_satisfies_no_condition_and_is_never_the_most_frequent_value(tmp_path: Path) -> None:
-    table = table_of(tmp_path, pa.array([math.nan, math.nan, 1.5, math.inf]))
-    assert table.most_frequent("value") == 1.5
-    assert table.matching({"value": {"le": 2}}).tolist() == [False, False, True, False]
+def test_item_vectors_that_overflow_half_precision_are_rejected(tmp_path: Path) -> None:
+    columns, vectors = pa.table({"item_id": [1, 2]}), np.array([[1, 2], [70_000, 3]], np.float32)
+    with pytest.raises(StageError, match=r"values of 1 to 70000, which do not fit .*; set package.item_vectors to fp32"):
+        write_items(tmp_path / "items.parquet", columns=columns, item_vector_ID=vectors, space_id="", precision="fp16")

@@ -417,7 +417,7 @@ def test_unknown_options_are_rejected(retriever: Retriever) -> None:
 def test_a_package_without_users_answers_from_the_history_of_the_request(build: Build) -> None:
     world, package = build(users="none", features=(*USER_FEATURES, *CONTEXT_FEATURES))
     names = {path.name for path in (package.folder / "package").iterdir()}
-    assert not {"user_ids.parquet", "user_offset.npy", "event_item.npy", "user.single.row.npy"} & names
+    assert not {"users.arrow", "users.sha256"} & names
     retriever = Retriever.load(package.folder)
     rows = [11, 250, 31]
     history = [ITEM_IDS[row] for row in rows]

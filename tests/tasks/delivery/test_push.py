@@ -166,7 +166,7 @@ def test_a_collection_that_an_interrupted_push_left_incomplete_is_loaded_again(
 ) -> None:
     retriever = version(package, 1)
     with settings.connect() as opened:
-        part = next(retriever.items.batches(20)).replace_schema_metadata()
+        part = next(retriever.item_batches(20)).replace_schema_metadata()
         opened.create(name(retriever), part.schema)
         opened.add(name(retriever), part)
         opened.finish(name(retriever))
@@ -179,14 +179,14 @@ def test_wrong_vectors_fail_the_golden_queries_and_the_alias_stays(
 ) -> None:
     old, new = version(package, 1), version(package, 2)
     push(old, settings, model_name="films")
-    batches = new.items.batches
+    batches = new.item_batches
 
     def shuffled(num_rows: int) -> Iterator[pa.Table]:
         for items in batches(num_rows):
             index = items.schema.get_field_index("vector")
             yield items.set_column(index, items.schema.field("vector"), items["vector"][::-1])
 
-    monkeypatch.setattr(new.items, "batches", shuffled)
+    monkeypatch.setattr(new, "item_batches", shuffled)
     with pytest.raises(StageError) as failure:
         push(new, settings, model_name="films")
     message = str(failure.value)
@@ -202,7 +202,7 @@ def test_a_served_collection_that_was_damaged_is_reported_and_stays(settings: An
     push(retriever, settings, model_name="films")
     with settings.connect() as opened:
         opened.drop(name(retriever))
-        items = next(retriever.items.batches(20)).replace_schema_metadata()
+        items = next(retriever.item_batches(20)).replace_schema_metadata()
         opened.create(name(retriever), items.schema)
         opened.add(name(retriever), items)
         opened.finish(name(retriever))

@@ -120,8 +120,8 @@ def test_processes_without_this_project_give_the_same_vectors(
         rows = np.arange(start, end)
         arguments = (user_row[rows], lists.take(rows))
         given_rows = {key: feature.take(rows) for key, feature in given.items()}
-        expected = contents.tower(*arguments, features=contents.features, given=given_rows).numpy()
-        inputs = padded_inputs(contents.tower, *arguments, features=contents.features, given=given_rows)
+        expected = contents.tower(*arguments, features=contents.users.features, given=given_rows).numpy()
+        inputs = padded_inputs(contents.tower, *arguments, features=contents.users.features, given=given_rows)
         (tmp_path / "inputs.json").write_text(
             json.dumps({name: (str(values.dtype), values.tolist()) for name, values in inputs.items()})
         )

@@ -1,0 +1,117 @@
+"""Rankings of the items by popularity: of all users, and of the segments of one feature.
+
+Shapes: B queries, I items, N items of a ranking, L items of all segments.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from recsys_core.dataset.jagged import Int64Array, JaggedArray
+from recsys_core.errors import StageError
+from recsys_core.serving.given_features import GivenFeature
+from recsys_core.serving.top_items import Candidates, TopItems
+
+NO_SEGMENT = -1
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The content of popularity_by.parquet, see segment_counts.py.
+
+    Attributes:
+        key: feature user.<name> or context.<name>, whose values have rankings.
+        value_rows: row of the value of each segment in the vocabulary, ascending.
+        items: item rows of each segment, best first.
+        share_L: share of each of these items in the events of the segment.
+    """
+
+    key: str
+    value_rows: Int64Array
+    items: JaggedArray
+    share_L: NDArray[np.float32]
+
+    @classmethod
+    def read(cls, path: Path, *, key: str, num_items: int) -> Self:
+        """Read popularity_by.parquet. Raises StageError if it has items that the model does not have."""
+        table = pq.read_table(path)
+        item_lists, share_lists = (table[name].combine_chunks() for name in ("item_rows", "shares"))
+        items = JaggedArray.from_lengths(np.diff(item_lists.offsets.to_numpy()), item_lists.flatten().to_numpy())
+        share_L = share_lists.flatten().to_numpy()
+        if len(share_L) != len(items.values_L) or not ((items.values_L >= 0) & (items.values_L < num_items)).all():
+            raise StageError(f"{path}: the items do not match their shares or the {num_items} items; package the model again")
+        return cls(key, table["value_row"].to_numpy().astype(np.int64), items, share_L)
+
+    def of(self, given: Mapping[str, GivenFeature], *, num_queries: int) -> Int64Array:
+        """Return the segment of each query, NO_SEGMENT without the feature or without a ranking of its value."""
+        segment_B = np.full(num_queries, NO_SEGMENT)
+        if (feature := given.get(self.key)) is None or not len(self.value_rows):
+            return segment_B
+        value_row = feature.rows.values_L  # one per query that has the feature
+        position = np.minimum(np.searchsorted(self.value_rows, value_row), len(self.value_rows) - 1)
+        segment_B[feature.is_given_B] = np.where(self.value_rows[position] == value_row, position, NO_SEGMENT)
+        return segment_B
+
+
+@dataclass(frozen=True)
+class Popularity:
+    """The ranking of all users, and those of the segments.
+
+    Attributes:
+        item_row_I: item rows by falling number of events.
+        share_I: share of each of these items in all events.
+        segments: None if there is one ranking for all users.
+    """
+
+    item_row_I: NDArray[np.int32]
+    share_I: NDArray[np.float32]
+    segments: Segments | None = None
+
+    @property
+    def segment_key(self) -> str | None:
+        """Feature whose values have rankings of their own."""
+        return None if self.segments is None else self.segments.key
+
+    def segment_of(self, given: Mapping[str, GivenFeature], *, num_queries: int) -> Int64Array:
+        """Return the segment of each query."""
+        if self.segments is None:
+            return np.full(num_queries, NO_SEGMENT)
+        return self.segments.of(given, num_queries=num_queries)
+
+    def fill(self, top_items: TopItems, query_indices: Int64Array, candidates: Candidates, *, segment_B: Int64Array) -> None:
+        """Fill the top items of some queries. segment_B: segment of each query of the batch."""
+        for segment in np.unique(segment_B[query_indices]).tolist():
+            indices = query_indices[segment_B[query_indices] == segment]
+            depth = min(int(top_items.depth_B[indices].max()), max(1, candidates.num_items))
+            row_N, share_N = self._best(segment, candidates.is_allowed_I, depth=depth)
+            shape = (len(indices), len(row_N))
+            top_items.fill(indices, np.broadcast_to(row_N.astype(np.int64), shape), np.broadcast_to(share_N, shape))
+
+    def _best(
+        self, segment: int, is_allowed_I: NDArray[np.bool_] | None, *, depth: int
+    ) -> tuple[NDArray[np.integer], NDArray[np.float32]]:
+        """Return the best `depth` allowed items of a segment, and after them those of all users with a share of 0."""
+        row_I, share_I = _allowed(self.item_row_I, self.share_I, is_allowed_I)
+        if segment == NO_SEGMENT or self.segments is None:
+            return row_I[:depth], share_I[:depth]
+        items = self.segments.items
+        part = slice(int(items.offset[segment]), int(items.offset[segment + 1]))
+        row_N, share_N = _allowed(items.values_L[part], self.segments.share_L[part], is_allowed_I)
+        other_row_N = row_I[: depth + len(row_N)]
+        other_row_N = other_row_N[~np.isin(other_row_N, row_N)]
+        row_N, share_N = np.concatenate([row_N, other_row_N]), np.concatenate([share_N, np.zeros(len(other_row_N), np.float32)])
+        return row_N[:depth], share_N[:depth]
+
+
+def _allowed(
+    row_N: NDArray[np.integer], share_N: NDArray[np.float32], is_allowed_I: NDArray[np.bool_] | None
+) -> tuple[NDArray[np.integer], NDArray[np.float32]]:
+    if is_allowed_I is None:
+        return row_N, share_N
+    is_allowed_N = is_allowed_I[row_N]
+    return row_N[is_allowed_N], share_N[is_allowed_N]

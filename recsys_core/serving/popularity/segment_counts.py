@@ -1,0 +1,98 @@
+"""popularity_by.parquet: the most popular items of the users or events with each value of a feature.
+
+One row per value with enough events, a *segment*:
+
+- value_row: int32, row of the value in the vocabulary of the feature.
+- item_rows: list of int32, at most MAX_SEGMENT_ITEMS item rows by falling number of events.
+- shares: list of float32, the share of each item in the events of the segment.
+
+Shapes: U users, E events, I items, L pairs of segment and item.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from recsys_core.dataset.jagged import Int64Array, chunk_slices, ragged_ranges
+from recsys_core.dataset.layout import EventArrays, memory_map
+from recsys_core.errors import InputError
+from recsys_core.manifests import FeaturesManifest, InteractionsManifest
+
+MAX_SEGMENT_ITEMS = 1_000
+"""A longer answer continues with the most popular items of all users."""
+_CHUNK_EVENTS = 1 << 25
+
+
+def write_segments(
+    path: Path,
+    key: str,
+    *,
+    interactions: InteractionsManifest,
+    features: FeaturesManifest | None,
+    item_by_popularity_I: NDArray[np.int32],
+    min_events: int,
+) -> None:
+    """Write popularity_by.parquet from the events before the test split.
+
+    Args:
+        key: feature user.<name> or context.<name>.
+        item_by_popularity_I: item rows by falling popularity, the order of items with equal counts.
+        min_events: smallest number of events of a segment.
+
+    Raises:
+        InputError: the feature is not declared, or has no vocabulary of single values.
+    """
+    facts = None if features is None else features.features.get(key)
+    if features is None or facts is None or facts.kind != "categorical" or facts.hash_rows is not None:
+        raise InputError(
+            f"package.popularity_by: {key} is no categorical feature of users or context with a vocabulary; declare it under "
+            "features, or remove popularity_by"
+        )
+    value_row_L, item_row_L, count_L = _counts(key, interactions, features)
+    rank_I = np.empty(len(item_by_popularity_I), np.int64)
+    rank_I[item_by_popularity_I] = np.arange(len(rank_I))
+    order_L = np.lexsort((rank_I[item_row_L], -count_L, value_row_L))
+    value_row_L, item_row_L, count_L = value_row_L[order_L], item_row_L[order_L], count_L[order_L]
+    segment_rows, start, length = np.unique(value_row_L, return_index=True, return_counts=True)
+    num_events = np.add.reduceat(count_L, start) if len(start) else count_L
+    is_large = (num_events >= min_events) & (segment_rows > 0)  # row 0 has the values without a row of their own
+    num_items = np.minimum(length[is_large], MAX_SEGMENT_ITEMS)
+    index_L = ragged_ranges(start[is_large], num_items)
+    share_L = (count_L[index_L] / np.repeat(num_events[is_large], num_items)).astype(np.float32)
+    offset = pa.array(np.concatenate([[0], np.cumsum(num_items)]).astype(np.int32))
+    columns = {
+        "value_row": segment_rows[is_large].astype(np.int32),
+        "item_rows": pa.ListArray.from_arrays(offset, pa.array(item_row_L[index_L].astype(np.int32))),
+        "shares": pa.ListArray.from_arrays(offset, pa.array(share_L)),
+    }
+    pq.write_table(pa.table(columns), path)
+
+
+def _counts(
+    key: str, interactions: InteractionsManifest, features: FeaturesManifest
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Return value row, item row, and number of events of each pair that occurs."""
+    keys, counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    for value_row_E, item_row_E in _events(key, interactions, features):
+        new_keys, new_counts = np.unique(value_row_E * interactions.num_items + item_row_E, return_counts=True)
+        keys, index = np.unique(np.concatenate([keys, new_keys]), return_inverse=True)
+        counts = np.bincount(index, weights=np.concatenate([counts, new_counts])).astype(np.int64)
+    return keys // interactions.num_items, keys % interactions.num_items, counts
+
+
+def _events(
+    key: str, interactions: InteractionsManifest, features: FeaturesManifest
+) -> Iterator[tuple[Int64Array, Int64Array]]:
+    """Yield the value row and the item row of the events before the test split."""
+    arrays, table_rows = EventArrays.open(interactions), memory_map(features.path(f"{key}.row.npy"))
+    users_per_chunk = max(1, _CHUNK_EVENTS * interactions.num_users // max(1, len(arrays.event_item)))
+    for users in chunk_slices(interactions.num_users, length=users_per_chunk):
+        start_U = arrays.user_offset[users]
+        num_events_U = arrays.validation_end[users] - start_U
+        event_E = ragged_ranges(start_U, num_events_U)
+        value_row_E = table_rows[event_E] if key.startswith("context.") else np.repeat(table_rows[users], num_events_U)
+        yield value_row_E.astype(np.int64), arrays.event_item[event_E].astype(np.int64)

@@ -1,0 +1,1 @@
+"""The data of the users in a model package."""

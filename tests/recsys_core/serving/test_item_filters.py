@@ -1,0 +1,60 @@
+"""Filters on the columns of items, compared with Python's comparisons, which are exact for integers and floats."""
+
+import math
+import operator
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from recsys_core.serving.items import ItemTable, write_items
+
+COMPARISONS: dict[str, Callable[[object, object], bool]] = {
+    "ge": operator.ge,
+    "gt": operator.gt,
+    "le": operator.le,
+    "lt": operator.lt,
+}
+INTEGERS = st.integers(-(2**63) + 1, 2**63 - 1)
+OPERANDS = st.one_of(INTEGERS, st.floats(-(2.0**62), 2.0**62), st.integers(-9, 9).map(lambda number: number / 2))
+
+
+def table_of(folder: Path, values: pa.Array) -> ItemTable:
+    columns = pa.table({"item_id": pa.array(range(len(values))), "value": values})
+    write_items(folder / "items.parquet", columns=columns, item_vector_ID=np.zeros((len(values), 4), np.float32), space_id="s")
+    return ItemTable(folder / "items.parquet", filter_columns=("value",), has_titles=False)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
+@given(
+    values=st.lists(st.one_of(INTEGERS, st.integers(-9, 9)), min_size=1, max_size=8),
+    operand=OPERANDS,
+    name=st.sampled_from(sorted(COMPARISONS)),
+)
+def test_integers_are_compared_exactly_with_integers_and_floats(
+    tmp_path: Path, values: list[int], operand: float, name: str
+) -> None:
+    table = table_of(tmp_path, pa.array(values, pa.int64()))
+    expected = [COMPARISONS[name](value, operand) for value in values]
+    assert table.matching({"value": {name: operand}}).tolist() == expected
+    assert table.matching({"value": {"in": [operand, values[0]]}}).tolist() == [v in (operand, values[0]) for v in values]
+
+
+def test_a_column_of_floats_is_compared_with_large_integers(tmp_path: Path) -> None:
+    table = table_of(tmp_path, pa.array([1.0, 2.0, 1e300]))
+    assert table.matching({"value": {"in": [2, 2**60 + 1]}}).tolist() == [False, True, False]
+    assert table.matching({"value": {"lt": 2**60 + 1, "ge": 1.5}}).tolist() == [False, True, False]
+
+
+def test_text_may_have_characters_that_cannot_be_printed(tmp_path: Path) -> None:
+    table = table_of(tmp_path, pa.array(["rock\u00a0and roll", "rock\x00", None]))
+    assert table.matching({"value": ["rock\u00a0and roll", "rock\x00"]}).tolist() == [True, True, False]
+
+
+def test_nan_satisfies_no_condition_and_is_never_the_most_frequent_value(tmp_path: Path) -> None:
+    table = table_of(tmp_path, pa.array([math.nan, math.nan, 1.5, math.inf]))
+    assert table.most_frequent("value") == 1.5
+    assert table.matching({"value": {"le": 2}}).tolist() == [False, False, True, False]

@@ -10,7 +10,7 @@ from pydantic import Field, TypeAdapter, model_validator
 from recsys_core.config import Frozen
 from recsys_core.dataset.feature_store import ARRAYS_BY_FORM
 from recsys_core.dataset.layout import HISTORY_FILES
-from recsys_core.manifests import FeaturesManifest, FileRecord, IdType, PackageManifest
+from recsys_core.manifests import FeaturesManifest, FileRecord, IdType, IngestedFeature, PackageManifest
 from recsys_core.models.config import ExportFormat, Quantization
 from recsys_core.models.spec import ModelSpec
 from recsys_core.retrieval.kinds import AnyIndexKind
@@ -21,7 +21,12 @@ DESCRIPTION_NAME = "package.json"
 ITEMS_NAME = "items.parquet"
 GOLDEN_NAME = "golden.json"
 """File with requests and the expected answers, which are compared when the package is loaded."""
-FORMAT_VERSION: Final = 6
+CANDIDATE_NAME = "candidate.safetensors"
+"""File with the candidate tower, which embeds items that come later; see recsys_core.refresh."""
+SOURCES_NAME = "item_sources.npy"
+"""File with the input tables that had each item: the sum of FROM_VECTORS and FROM_FEATURES."""
+FROM_VECTORS, FROM_FEATURES = 1, 2
+FORMAT_VERSION: Final = 7
 QUERY_COLUMNS = ("user_id", "history")
 """Columns of a request for recommendations in addition to features."""
 ITEM_COLUMN = "item_id"
@@ -86,7 +91,7 @@ class Metric(Frozen):
 class PackageDescription(Frozen):
     """package.json: what the package is, and the size and checksum of every other file."""
 
-    format_version: Literal[6] = FORMAT_VERSION
+    format_version: Literal[7] = FORMAT_VERSION
     model: ModelSpec
     space_id: str = Field(description="hash of both towers: vectors with another id must not be compared with these")
     similarity: Literal["cosine", "dot"]
@@ -98,6 +103,9 @@ class PackageDescription(Frozen):
     users: Literal["stored", "none"] = Field(description="whether the package has the histories and features of the users")
     fallbacks: tuple[Fallback, ...] = Field(description="origins of recommendations for users that the model does not know")
     features: dict[str, QueryFeature] = Field(description="features of users and context, by key")
+    item_features: dict[str, IngestedFeature] = Field(
+        description="encodings of the features that the candidate tower reads, by key"
+    )
     filter_columns: tuple[str, ...]
     has_titles: bool
     exports: tuple[ExportFormat, ...] = Field((), description="formats of the query tower for other runtimes")
@@ -119,9 +127,21 @@ class PackageDescription(Frozen):
     def file_names(self) -> set[str]:
         """Names of the files of the package except package.json."""
         user_files = ("user_ids.parquet", *HISTORY_FILES, *feature_files(self.model)) if self.users == "stored" else ()
-        vocabularies = (vocabulary_name(key) for key, feature in self.features.items() if feature.has_vocabulary)
-        other_files = ("tower.safetensors", "index.faiss", ITEMS_NAME, GOLDEN_NAME, "popularity.npy", "popularity_share.npy")
-        return {*other_files, *user_files, *vocabularies, *map(export_name, self.exports)}
+        query_files = ("tower.safetensors", "index.faiss", ITEMS_NAME, GOLDEN_NAME, "popularity.npy", "popularity_share.npy")
+        return {
+            *query_files,
+            *user_files,
+            *self.vocabulary_names,
+            *map(export_name, self.exports),
+            CANDIDATE_NAME,
+            SOURCES_NAME,
+        }
+
+    @property
+    def vocabulary_names(self) -> list[str]:
+        """Names of the files with the vocabularies of the features."""
+        query_names = [vocabulary_name(key) for key, feature in self.features.items() if feature.has_vocabulary]
+        return query_names + [vocabulary_name(key) for key, facts in self.item_features.items() if has_vocabulary(facts)]
 
 
 def export_name(export_format: ExportFormat) -> str:
@@ -149,6 +169,11 @@ def request_columns(features: Mapping[str, QueryFeature]) -> dict[str, tuple[str
         key: (name(key, feature.column), None if feature.weight_column is None else name(key, feature.weight_column))
         for key, feature in features.items()
     }
+
+
+def has_vocabulary(feature: IngestedFeature) -> bool:
+    """Return whether a feature has a vocabulary; numbers and hashed values have none."""
+    return feature.kind != "numeric" and feature.hash_rows is None
 
 
 def description_sha256(package: PackageManifest) -> str:

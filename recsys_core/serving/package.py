@@ -29,21 +29,25 @@ from recsys_core.manifests import (
     fingerprint_of,
     record_file,
 )
+from recsys_core.models.candidate_model import CandidateModel
 from recsys_core.models.config import PackageConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.serving.answers import Fallback
 from recsys_core.serving.contents import open_contents
 from recsys_core.serving.description import (
+    CANDIDATE_NAME,
     DESCRIPTION_NAME,
     FORMAT_VERSION,
+    FROM_FEATURES,
+    FROM_VECTORS,
     GOLDEN_NAME,
     ITEMS_NAME,
+    SOURCES_NAME,
     DataWindow,
     Metric,
     PackageDescription,
     QueryFeature,
     feature_files,
-    vocabulary_name,
 )
 from recsys_core.serving.exports.export import write_exports
 from recsys_core.serving.golden import write_golden
@@ -74,6 +78,8 @@ def build_package(
     - user.<feature>.*.npy, user.<feature>.vocabulary.parquet: user features in the format of FeaturesManifest.
     - context.<feature>.vocabulary.parquet: vocabularies of context features, whose values come with a request.
     - query.pt2, query.onnx: the query tower in the formats of `exports`.
+    - candidate.safetensors, item.<feature>.vocabulary.parquet: the candidate tower, and the vocabularies of its features.
+    - item_sources.npy uint8 [I]: the input tables that have each item; see `SOURCES_NAME`.
     - golden.json: `GoldenQueries`. package.json: `PackageDescription`.
 
     With `users: none`, the files of users and events are left out.
@@ -119,12 +125,10 @@ def build_package(
             item_vector_ID=np.load(export.path("item_vectors.npy"), mmap_mode="r"),
             space_id=space_id,
         )
-        vocabularies = [vocabulary_name(key) for key, feature in query_features.items() if feature.has_vocabulary]
         if config.users == "stored":
             _write_users(package_folder, interactions)
-        for file_name in [*(feature_files(spec) if config.users == "stored" else ()), *vocabularies]:
-            assert features is not None  # the spec has features
-            shutil.copyfile(features.path(file_name), package_folder / file_name)
+        _write_candidate_model(package_folder, spec, export)
+        np.save(package_folder / SOURCES_NAME, _item_sources(dataset))
         shutil.copyfile(evaluation.path("popularity.npy"), package_folder / "popularity.npy")
         item_by_popularity_I = np.load(package_folder / "popularity.npy")
         np.save(package_folder / "popularity_share.npy", _popularity_share(interactions, item_by_popularity_I))
@@ -141,24 +145,34 @@ def build_package(
             users=config.users,
             fallbacks=_fallbacks(spec, query_features),
             features=query_features,
+            item_features={} if features is None else {key: features.features[key] for key in spec.features("item")},
             filter_columns=tuple(name for name in item_columns.column_names if name not in RESERVED_ITEM_COLUMNS),
             has_titles="title" in item_columns.column_names,
             exports=config.exports,
             data=_data_window(interactions),
             metrics=_test_metrics(evaluation),
-            files={path.name: record_file(path) for path in sorted(package_folder.iterdir())},
+            files={},
         )
-        contents = open_contents(package_folder, description)
-        write_golden(Retriever(contents, version=""), package_folder / GOLDEN_NAME)
-        export_names = write_exports(config.exports, contents, folder=package_folder)
-        records = description.files | {name: record_file(package_folder / name) for name in (GOLDEN_NAME, *export_names)}
-        description = description.model_copy(update={"files": records})
-        (package_folder / DESCRIPTION_NAME).write_text(description.model_dump_json(indent=2))
+        for file_name in [*(feature_files(spec) if config.users == "stored" else ()), *description.vocabulary_names]:
+            assert features is not None  # the spec has features
+            shutil.copyfile(features.path(file_name), package_folder / file_name)
+        complete_package(package_folder, description)
         return stage.commit(
             size_bytes=sum(path.stat().st_size for path in package_folder.iterdir()),
             served_index=index.served_index,
             quantization=config.quantization,
         )
+
+
+def complete_package(folder: Path, description: PackageDescription) -> None:
+    """Write the golden queries, the exports, and package.json with the checksums of all files, after the other files."""
+    records = {path.name: record_file(path) for path in sorted(folder.iterdir())}
+    contents = open_contents(folder, description.model_copy(update={"files": records}))
+    write_golden(Retriever(contents, version=""), folder / GOLDEN_NAME)
+    export_names = write_exports(description.exports, contents, folder=folder)
+    records |= {name: record_file(folder / name) for name in (GOLDEN_NAME, *export_names)}
+    description = description.model_copy(update={"files": records})
+    (folder / DESCRIPTION_NAME).write_text(description.model_dump_json(indent=2))
 
 
 def space_id_of(export: ExportManifest) -> str:
@@ -179,6 +193,22 @@ def _write_users(folder: Path, interactions: InteractionsManifest) -> None:
         shutil.copyfile(interactions.path(file_name), folder / file_name)
     user_ids = pq.read_table(interactions.path(vocabulary_file("user")), columns=["id"]).rename_columns(["user_id"])
     pq.write_table(user_ids, folder / "user_ids.parquet")
+
+
+def _write_candidate_model(folder: Path, spec: ModelSpec, export: ExportManifest) -> None:
+    tables = {name: np.load(export.path(f"table_{name}.npy"), mmap_mode="c") for name in spec.features("item")}
+    CandidateModel.of(spec, tables=tables, dense=load_file(export.path("dense.safetensors"))).save(folder / CANDIDATE_NAME)
+
+
+def _item_sources(dataset: Dataset) -> NDArray[np.uint8]:
+    """Return the input tables that have each item, [I]."""
+    vector_row_I = EventStore.open(dataset.interactions).vector_rows("item")
+    source_I = np.zeros(dataset.interactions.num_items, np.uint8)
+    if vector_row_I is not None:
+        source_I[vector_row_I >= 0] += FROM_VECTORS
+    if dataset.features is not None and ITEM_COLUMNS_FILE in dataset.features.files:
+        source_I[pq.read_table(dataset.features.path(ITEM_COLUMNS_FILE), columns=["row"])["row"].to_numpy()] += FROM_FEATURES
+    return source_I
 
 
 def _fallbacks(spec: ModelSpec, features: Mapping[str, QueryFeature]) -> tuple[Fallback, ...]:

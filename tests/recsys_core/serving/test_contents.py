@@ -95,7 +95,7 @@ def test_an_edited_description_is_rejected_even_if_it_is_valid(
 
 def test_a_package_of_another_format_is_rejected_in_one_line_with_both_formats(copy: Path) -> None:
     sha256 = describe(copy, lambda described: described.update(format_version=3, removed_setting=True))
-    with pytest.raises(StageError, match=r"^\S+package.json: the package has format 3, .* reads format 6; .* nightjar .*\w$"):
+    with pytest.raises(StageError, match=r"^\S+package.json: the package has format 3, .* reads format 7; .* nightjar .*\w$"):
         read_package(copy, sha256=sha256)
 
 

@@ -51,7 +51,7 @@ from recsys_core.serving.description import (
 )
 from recsys_core.serving.exports.export import write_exports
 from recsys_core.serving.golden import write_golden
-from recsys_core.serving.items import RESERVED_ITEM_COLUMNS, write_items
+from recsys_core.serving.items import RESERVED_ITEM_COLUMNS, join_columns, write_items
 from recsys_core.serving.quantise import build_tower, save_tower, served_tables
 from recsys_core.serving.retriever import Retriever
 
@@ -240,17 +240,8 @@ def _item_columns(dataset: Dataset) -> pa.Table:
     columns = pq.read_table(dataset.interactions.path(vocabulary_file("item")), columns=["id"]).rename_columns(["item_id"])
     if dataset.features is None:
         return columns
-    for file_name in (ITEM_TITLES_FILE, ITEM_COLUMNS_FILE):
-        if file_name not in dataset.features.files:
-            continue
-        values = pq.read_table(dataset.features.path(file_name))
-        position_I = np.full(columns.num_rows, -1, np.int64)
-        position_I[values["row"].to_numpy()] = np.arange(values.num_rows)
-        position = pa.array(position_I, mask=position_I < 0)  # null for an item without a row
-        for name in values.column_names:
-            if name != "row":
-                columns = columns.append_column(name, values[name].take(position))
-    return columns
+    file_names = [name for name in (ITEM_TITLES_FILE, ITEM_COLUMNS_FILE) if name in dataset.features.files]
+    return join_columns(columns, map(dataset.features.path, file_names))
 
 
 def _query_features(spec: ModelSpec, features: FeaturesManifest | None) -> dict[str, QueryFeature]:

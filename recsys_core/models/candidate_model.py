@@ -51,7 +51,8 @@ class CandidateModel(nn.Module):
         """
         state = {f"tower.{name.removeprefix('item.')}": tensor for name, tensor in dense.items() if name.startswith("item.")}
         state |= {
-            f"tables.{module_name(name)}.weight": torch.from_numpy(np.ascontiguousarray(table)) for name, table in tables.items()
+            f"tables.{module_name(name)}.weight": torch.from_numpy(np.ascontiguousarray(table))
+            for name, table in tables.items()
         }
         return cls._with_state(spec, state)
 

@@ -136,9 +136,7 @@ def _vector_difference(before: Answer, after: Answer) -> float:
     return float(np.abs(np.array(before.query_vector or 0.0) - np.array(after.query_vector or 0.0)).max())
 
 
-def _recalls(
-    retriever: Retriever, contents: PackageContents, folder: Path, item_rows: NDArray[np.int64]
-) -> dict[str, float]:
+def _recalls(retriever: Retriever, contents: PackageContents, folder: Path, item_rows: NDArray[np.int64]) -> dict[str, float]:
     """Return the mean recall of the index against an exact search, for queries of users and for the vectors of some items."""
     item_vector_ID, package = stored_item_vectors(folder), contents.package
     exact_index = build_index(Flat(), item_vector_ID)

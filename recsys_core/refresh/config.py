@@ -19,8 +19,8 @@ class RefreshConfig(Settings):
         0.02,
         ge=0,
         le=1,
-        description="largest difference between the recall of the champion's index and that of the rebuilt index, both compared "
-        "with an exact search",
+        description="largest difference between the recall of the champion's index and that of the rebuilt index, both "
+        "compared with an exact search",
     )
     min_golden_overlap: float = Field(
         0.9,

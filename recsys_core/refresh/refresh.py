@@ -34,9 +34,7 @@ class Refreshed:
         return tuple(str(check) for check in self.checks if not check.is_passed)
 
 
-def refresh(
-    config: RefreshConfig, inputs: InputConfig, *, parent_folder: Path, sha256: str, folder: Path
-) -> Refreshed | None:
+def refresh(config: RefreshConfig, inputs: InputConfig, *, parent_folder: Path, sha256: str, folder: Path) -> Refreshed | None:
     """Write a package with the items of the input tables of today to `folder`; return None if no item has changed.
 
     Args:
@@ -56,9 +54,7 @@ def refresh(
     manifest = refresh_package(parent, changes, parent_folder=parent_folder, folder=folder / "package")
     package_folder = manifest.folder / "package"
     contents = read_package(package_folder, sha256=description_sha256(manifest))
-    checks = check_package(
-        parent, contents, changes, parent_folder=parent_folder, folder=package_folder, config=config
-    )
+    checks = check_package(parent, contents, changes, parent_folder=parent_folder, folder=package_folder, config=config)
     write_delta(folder / DELTA_NAME, changes, folder=package_folder)
     return Refreshed(manifest, changes, checks, folder / DELTA_NAME)
 
@@ -67,7 +63,7 @@ def _check_removed_share(config: RefreshConfig, changes: Changes, *, num_items: 
     num_removed = len(changes.removed_ids)
     if num_removed > config.max_removed_share * num_items or num_removed == num_items:
         raise InputError(
-            f"{num_removed:,} of {num_items:,} items of the served model ({num_removed / num_items:.1%}) are missing in the vectors "
-            f"or in the table of items, but refresh.max_removed_share is {config.max_removed_share:.1%}; check that the input "
+            f"{num_removed:,} of {num_items:,} items of the served model ({num_removed / num_items:.1%}) are missing in the "
+            f"vectors or in the table of items, but refresh.max_removed_share is {config.max_removed_share:.1%}; check that the input "
             "files are complete, or raise the limit"
         )

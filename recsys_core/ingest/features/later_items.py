@@ -136,8 +136,8 @@ def _require_same_definition(key: str, encoding: IngestedFeature, table: Feature
     feature = _feature_named(key, table.features)
     if feature is None:
         raise InputError(
-            f"features.items: the served model reads the feature {key}, but the config does not declare it; declare it again, or "
-            "train a new model with `nightjar run`"
+            f"features.items: the served model reads the feature {key}, but the config does not declare it; declare it again, "
+            "or train a new model with `nightjar run`"
         )
     definition = feature_definition(feature, table.value_type_by_feature.get(feature.name))
     for setting, value, trained_value in (

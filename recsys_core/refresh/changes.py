@@ -73,7 +73,8 @@ class Changes:
         return any(self.counts.values())
 
     def __str__(self) -> str:
-        return ", ".join(f"{count:,} items {name}" for name, count in self.counts.items())
+        added, removed, changed = self.counts.values()
+        return f"{added:,} items added, {removed:,} removed, {changed:,} changed"
 
 
 @dataclass(frozen=True)

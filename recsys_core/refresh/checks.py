@@ -34,8 +34,14 @@ MAX_VECTOR_DIFFERENCE = 1e-5
 
 
 class Check(Frozen):
-    """A measured value of a refreshed package, and the value that it must reach."""
+    """A measured value of a refreshed package, and the value that it must reach.
 
+    Attributes:
+        metric: name of the value in MLflow.
+        name: name of the value in messages.
+    """
+
+    metric: str
     name: str
     value: float
     limit: float
@@ -71,8 +77,9 @@ def check_package(
     new_rows = np.arange(len(changes.kept_row_I), contents.package.model.num_items)
     item_rows = new_rows if len(new_rows) else np.arange(contents.package.model.num_items)
     for queries, recall in _recalls(after, contents, folder, item_rows).items():
-        limit = recall_before[queries] - config.max_recall_drop
-        checks.append(Check(name=f"recall@{RECALL_K} of the index for {queries}", value=recall, limit=max(0.0, limit)))
+        limit = max(0.0, recall_before[queries] - config.max_recall_drop)
+        name = f"recall@{RECALL_K} of the index for the vectors of {queries}"
+        checks.append(Check(metric=f"index_recall_{queries}", name=name, value=recall, limit=limit))
     return tuple(checks)
 
 
@@ -102,9 +109,19 @@ def _golden_checks(
                 continue
             overlaps.append(len({*expected.item_ids} & {*answer_after.item_ids}) / max(1, len(expected.item_ids)))
             are_equal.append(_vector_difference(answer_before, answer_after) <= MAX_VECTOR_DIFFERENCE)
-    yield Check(name="number of golden queries whose items stay", value=len(overlaps), limit=1)
-    yield Check(name="share of golden queries with an equal vector", value=float(np.mean(are_equal or [0])), limit=1)
-    yield Check(name="overlap of the answers to golden queries", value=float(np.mean(overlaps or [0])), limit=min_overlap)
+    yield Check(metric="golden_queries", name="number of golden queries whose items stay", value=len(overlaps), limit=1)
+    yield Check(
+        metric="golden_equal_vectors",
+        name="share of golden queries with an equal vector",
+        value=float(np.mean(are_equal or [0])),
+        limit=1,
+    )
+    yield Check(
+        metric="golden_overlap",
+        name="overlap of the answers to golden queries",
+        value=float(np.mean(overlaps or [0])),
+        limit=min_overlap,
+    )
 
 
 def _answers(retriever: Retriever, request: Mapping[str, Any], *, excluded_ids: pa.Array | None = None) -> list[Answer]:

@@ -64,6 +64,6 @@ def _check_removed_share(config: RefreshConfig, changes: Changes, *, num_items: 
     if num_removed > config.max_removed_share * num_items or num_removed == num_items:
         raise InputError(
             f"{num_removed:,} of {num_items:,} items of the served model ({num_removed / num_items:.1%}) are missing in the "
-            f"vectors or in the table of items, but refresh.max_removed_share is {config.max_removed_share:.1%}; check that the input "
-            "files are complete, or raise the limit"
+            f"vectors or in the table of items, but refresh.max_removed_share is {config.max_removed_share:.1%}; check that "
+            "the input files are complete, or raise the limit"
         )

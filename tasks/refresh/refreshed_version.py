@@ -94,7 +94,7 @@ def refresh_champion(
         reason = f"{_CARD_START}{parent.version}: {refreshed.changes}"
         if not problems and not registry.move_champion(version, expected=parent, reason=reason):
             problems = ("another version became champion during the refresh; repeat it",)
-        sentence = "; ".join([reason, *map(str, refreshed.checks)] if not problems else [f"{reason}; refused", *problems])
+        sentence = "; ".join([reason, *(f"refused: {problem}" for problem in problems)])
         registry.set_tag(version, REASONS_TAG, redacted(sentence))
         if problems:
             registry.move_challenger(version, reason=sentence)
@@ -112,8 +112,9 @@ def _register(
     tags = {tag: parent.tags[tag] for tag in _INHERITED_TAGS if tag in parent.tags}
     tags |= {PARENT_TAG: str(parent.version), REFRESH_TAG: json.dumps(counts)}
     metrics = {f"refresh/{name}": float(count) for name, count in counts.items()}
-    metrics |= {f"refresh/check_{number}": check.value for number, check in enumerate(refreshed.checks, 1)}
-    card = f"{_CARD_START}{parent.version}: {refreshed.changes}. Its model is that of the parent.\n\n{_parent_card(parent)}"
+    metrics |= {f"refresh/{check.metric}": check.value for check in refreshed.checks}
+    checks = "; ".join(map(str, refreshed.checks))
+    card = f"{_CARD_START}{parent.version}: {refreshed.changes}. Checks: {checks}.\n\n{_parent_card(parent)}"
     with _mlflow_run(registry, parent, pipeline=pipeline) as mlflow_run_id:
         registry.call(registry.client.log_artifact, mlflow_run_id, str(refreshed.delta_path))
         registry.call(log_metrics, registry.client, mlflow_run_id, as_metrics(metrics))

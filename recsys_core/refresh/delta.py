@@ -17,7 +17,8 @@ DELTA_NAME = "delta.parquet"
 def write_delta(path: Path, changes: Changes, *, folder: Path) -> None:
     """Write a parquet file with the column `operation` and the columns of items.parquet.
 
-    `upsert`: a new item, or an item with another title or filter column. `delete`: an item that left; only its id is set.
+    `upsert`: a new item, or an item with another title or filter column. `delete`: an item that left; only its id is set. The
+    metadata of the schema have the space_id.
 
     Args:
         folder: folder of the refreshed package.
@@ -26,7 +27,9 @@ def write_delta(path: Path, changes: Changes, *, folder: Path) -> None:
     row_L = np.concatenate([changes.changed_row_I, np.arange(num_kept, num_kept + changes.num_added)])
     metadata = pq.read_schema(folder / ITEMS_NAME).metadata or {}
     vector_LD = stored_item_vectors(folder)[row_L]
-    vectors = pa.FixedSizeListArray.from_arrays(pa.array(vector_LD.reshape(-1)), vector_LD.shape[1])
+    # Not a list of fixed size, because pyarrow cannot read such a column with nulls.
+    offsets = np.arange(len(row_L) + 1, dtype=np.int32) * vector_LD.shape[1]
+    vectors = pa.ListArray.from_arrays(offsets, pa.array(vector_LD.reshape(-1)))
     upserts = changes.columns.take(row_L).append_column("vector", vectors)
     removed_ids = changes.removed_ids.cast(upserts["item_id"].type)
     deletes = pa.table({"item_id": removed_ids})

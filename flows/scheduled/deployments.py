@@ -33,7 +33,7 @@ STRATEGY_BY_ON_OVERRUN = {"skip": ConcurrencyLimitStrategy.CANCEL_NEW, "queue": 
 def deployments_of(
     loaded: LoadedConfig, *, work_pool_name: str | None, has_active_schedule: bool = True
 ) -> tuple[RunnerDeployment, ...]:
-    """Return the deployments nightly-retrain, refresh, promote, rollback and recommend of a pipeline.
+    """Return the deployments nightly-retrain, promote, rollback, recommend and refresh of a pipeline.
 
     Only nightly-retrain has a schedule and a limit of one run at a time, so a person can roll back while a run trains.
 
@@ -49,7 +49,7 @@ def deployments_of(
     )
     one_run_at_a_time = ConcurrencyLimitConfig(limit=1, collision_strategy=STRATEGY_BY_ON_OVERRUN[schedule.on_overrun])
     deployments = []
-    for flow in (deployed_retrain, refresh, promote, rollback, recommend):
+    for flow in (deployed_retrain, promote, rollback, recommend, refresh):
         deployment = flow.to_deployment(
             config.name,
             schedules=[prefect_schedule] if prefect_schedule is not None and flow is deployed_retrain else [],

@@ -35,8 +35,12 @@ class CandidateModel(nn.Module):
         super().__init__()
         self.spec = spec
         shapes = {name: (spec.tables[name].num_rows, spec.tables[name].dim) for name in spec.features("item")}
+        # A new nn.Embedding is initialised, which imports torch._dynamo on the meta device.
         self.tables = nn.ModuleDict(
-            {module_name(name): nn.Embedding.from_pretrained(torch.empty(shape)) for name, shape in shapes.items()}
+            {
+                module_name(name): nn.Embedding.from_pretrained(torch.empty(shape))  # type: ignore[no-untyped-call]
+                for name, shape in shapes.items()
+            }
         )
         self.tower = CandidateTower(spec)
         self.eval()

@@ -113,7 +113,7 @@ def _golden_checks(
     yield Check(
         metric="golden_equal_vectors",
         name="share of golden queries with an equal vector",
-        value=float(np.mean(are_equal or [0])),
+        value=float(np.mean(are_equal or [False])),
         limit=1,
     )
     yield Check(

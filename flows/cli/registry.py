@@ -144,7 +144,7 @@ def releases(loaded: LoadedConfig, *, as_json: bool) -> None:
     metric_names = sorted({name for version in versions for name in version["metrics"] if name.startswith("served/")})
     rows = [
         [
-            str(version["version"]),
+            f"{version['version']} (from {version['parent']})" if version["parent"] else version["version"],
             version["aliases"] or "-",
             version["created"],
             *(output.format_metric(version["metrics"].get(name)) for name in metric_names),

@@ -132,15 +132,23 @@ def test_only_the_changes_of_an_existing_deployment_are_printed_and_another_pipe
     assert [schedule.schedule.cron for schedule in music.schedules] == ["15 2 * * *"]
 
 
-def test_a_schedule_that_a_person_has_paused_stays_paused(tmp_path: Path, client: SyncPrefectClient) -> None:
-    deploy(tmp_path, name="paused", schedule={"cron": "15 2 * * *"})
-    deployment = deployments.read_deployment(client, "paused")
+@pytest.mark.parametrize("paused", ["nightly-retrain", "refresh"])
+def test_a_schedule_that_a_person_has_paused_stays_paused(tmp_path: Path, client: SyncPrefectClient, paused: str) -> None:
+    crons = {"cron": "15 2 * * *", "refresh_cron": "0 9-18 * * *"}
+    deploy(tmp_path, name=f"paused-{paused}", schedule=crons)
+    deployment = deployments.read_deployment(client, f"paused-{paused}", flow_name=paused)
     assert deployment is not None
     client.update_deployment_schedule(deployment.id, deployment.schedules[0].id, active=False)
-    deploy(tmp_path, name="paused", schedule={"cron": "15 2 * * *"})
-    deployment = deployments.read_deployment(client, "paused")
-    assert deployment is not None
-    assert [schedule.active for schedule in deployment.schedules] == [False]
+    deploy(tmp_path, name=f"paused-{paused}", schedule=crons)
+    schedules = {}
+    for flow in ("nightly-retrain", "refresh"):
+        deployment = deployments.read_deployment(client, f"paused-{paused}", flow_name=flow)
+        assert deployment is not None
+        schedules[flow] = [(entry.schedule.cron, entry.active) for entry in deployment.schedules]  # type: ignore[union-attr]
+    assert schedules == {
+        "nightly-retrain": [("15 2 * * *", paused != "nightly-retrain")],
+        "refresh": [("0 9-18 * * *", paused != "refresh")],
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """A refreshed champion in MLflow: its lineage, its delta file, and the decision about the alias."""
 
 import json
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ from recsys_core.errors import InputError, StageError
 from recsys_core.refresh import package
 from recsys_core.refresh.config import RefreshConfig
 from tasks.delivery.publishers import AliasChange
+from tasks.gate.by_hand import Decision, promote_version, roll_back
 from tasks.refresh import refreshed_version
 from tasks.refresh.refreshed_version import RefreshedVersion, refresh_champion
+from tasks.registry.config import RegistryConfig
 from tasks.registry.loading import load_version
 from tasks.registry.mlflow_client import RUN_ID_TAG, connect
 from tasks.registry.registry import Registry
@@ -127,6 +131,18 @@ def test_a_second_refresh_names_the_first_one_and_describes_itself_once(
     version = client.get_model_version("m", "3")
     assert (version.tags["nightjar.parent"], aliases(client)) == ("2", {"champion": "3"})
     assert version.description.count("Refreshed from version") == 1
+
+
+def test_a_former_champion_is_promoted_again_although_the_log_lacks_its_new_items(
+    parent: SmallPipeline, client: MlflowClient, workspace: Path, predicted_here: list[str]
+) -> None:
+    set_items(parent, range(1000, 1310))
+    refresh(parent, workspace)
+    run_folder = workspace / "runs" / "20261121-070312-ab12"
+    shutil.copytree(parent.dataset.interactions.folder, run_folder / "ingest_interactions")
+    for change, version in ((partial(roll_back, None), "1"), (partial(promote_version, 2), "2")):
+        text = change(Decision(RegistryConfig(model_name="m"), workspace, "a test", []))
+        assert text.startswith(f"m version {version} is champion") and aliases(client)["champion"] == version
 
 
 def test_without_a_change_nothing_is_registered(parent: SmallPipeline, client: MlflowClient, workspace: Path) -> None:

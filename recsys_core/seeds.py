@@ -26,6 +26,8 @@ SMOKE_TEST_USERS_SEED = 0
 """Sample of users for the queries in the smoke test of a served model."""
 GOLDEN_QUERIES_SEED = 0
 """Histories of the golden queries of a package."""
+REFRESH_QUERIES_SEED = 0
+"""Sample of users and items whose searches measure the index of a refreshed package."""
 CLOSED_FORM_SEED = 0
 """Sample of users from which the closed-form baselines are computed, and start of their truncated SVD."""
 BOOTSTRAP_SEED = 0

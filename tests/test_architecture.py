@@ -29,6 +29,7 @@ MAY_IMPORT = {
         "training": {"manifests", "dataset", "models", "patches", "sharding", "launching", "evaluation"},
         "retrieval": {"manifests"},
         "serving": {"manifests", "dataset", "models", "retrieval"},
+        "refresh": {"manifests", "parquet", "dataset", "ingest", "models", "retrieval", "serving"},
         "http_server": {"serving"},
     },
     "tasks": {
@@ -41,6 +42,7 @@ MAY_IMPORT = {
         "retention": {"runs", "registry"},
         "tuning": {"runs", "progress", "registry"},
         "stages": {"runs", "progress", "registry", "delivery", "gate"},
+        "refresh": {"progress", "registry"},
         "serve": {"registry"},
     },
     "flows": {

@@ -23,11 +23,8 @@ def deploy_pipeline(loaded: LoadedConfig, *, work_pool_name: str | None, with_au
         work_pool_name = deployments.choose_work_pool(client, work_pool_name)
         if with_automations:
             automations.require_alert_block(client)
-        retrain_deployment = deployments.read_deployment(client, config.name)
         new_deployments = deployments.deployments_of(
-            loaded,
-            work_pool_name=work_pool_name,
-            has_active_schedule=not deployments.is_schedule_paused(retrain_deployment, config),
+            loaded, work_pool_name=work_pool_name, paused_flows=deployments.paused_flows(client, config)
         )
         facts: dict[str, str] = {}
         rows: list[list[str]] = []

@@ -69,7 +69,7 @@ def promote(
 ) -> None:
     """Make a registered version the champion if it passes the smoke test."""
     loaded = options.prepare()
-    cli.registry.choose_champion(loaded, "promote", {"version": version, "reason": reason})
+    cli.registry.change_champion(loaded, "promote", {"version": version, "reason": reason})
 
 
 @commands.command(rich_help_panel=HELP_PANEL, epilog='Example: nightjar rollback --reason "recommends items that are sold out"')
@@ -83,7 +83,14 @@ def rollback(
 ) -> None:
     """Give the alias champion back to a former champion."""
     loaded = options.prepare()
-    cli.registry.choose_champion(loaded, "rollback", {"version": version or 0, "reason": reason})
+    cli.registry.change_champion(loaded, "rollback", {"version": version or 0, "reason": reason})
+
+
+@commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar refresh nightly.yaml")
+@takes_config
+def refresh(options: ConfigOptions) -> None:
+    """Add new items to the champion and remove items that are gone, without a training."""
+    cli.registry.change_champion(options.prepare(), "refresh", {})
 
 
 @commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar push nightly.yaml --version 7")

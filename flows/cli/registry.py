@@ -143,7 +143,7 @@ def releases(loaded: LoadedConfig, *, as_json: bool) -> None:
     metric_names = sorted({name for version in versions for name in version["metrics"] if name.startswith("served/")})
     rows = [
         [
-            str(version["version"]),
+            f"{version['version']} (from {version['parent']})" if version["parent"] else version["version"],
             version["aliases"] or "-",
             version["created"],
             *(output.format_metric(version["metrics"].get(name)) for name in metric_names),
@@ -196,21 +196,25 @@ def compare(loaded: LoadedConfig, *, version: str | None, other: str, num_users:
         output.print_table(titles, rows)
 
 
-def choose_champion(loaded: LoadedConfig, command: Literal["promote", "rollback"], parameters: Mapping[str, Any]) -> None:
+def change_champion(
+    loaded: LoadedConfig, command: Literal["promote", "rollback", "refresh"], parameters: Mapping[str, Any]
+) -> None:
     """Run the flow `command` and print its result.
 
     If PREFECT_API_URL is set, that server records the flow run and its event. Otherwise the function of the flow runs without a
     Prefect server, so an urgent rollback depends on fewer parts.
     """
+    start_s = time.perf_counter()
     with (
         interruptible(lambda: f"look at the aliases with: nightjar releases {loaded.path}"),
         one_sentence_errors(loaded.config.workspace),
+        output.stage_lines(),
     ):
         with fast_imports():
-            from flows import champion  # imports Prefect, within the time in which a signal is handled
+            from flows import champion, refresh  # imports Prefect, within the time in which a signal is handled
             from flows.prefect_runs import prefect_client
 
-        flow: Any = {"promote": champion.promote, "rollback": champion.rollback}[command]
+        flow: Any = {"promote": champion.promote, "rollback": champion.rollback, "refresh": refresh.refresh}[command]
         flow_parameters = {**loaded.flow_parameters, **parameters}
         if "PREFECT_API_URL" in os.environ:
             with prefect_client():  # raises InputError if the server does not answer
@@ -219,7 +223,13 @@ def choose_champion(loaded: LoadedConfig, command: Literal["promote", "rollback"
             final_state = flow.fn(**flow_parameters)
         if final_state.is_failed():
             final_state.result()  # raises the error of the flow
-    output.print_facts({"result": str(final_state.message), "versions": f"nightjar releases {loaded.path}"})
+    output.print_facts(
+        {
+            "result": str(final_state.message),
+            "duration": f"{time.perf_counter() - start_s:,.1f} s",
+            "versions": f"nightjar releases {loaded.path}",
+        }
+    )
 
 
 def push(config: PipelineConfig, *, version: int | None) -> None:

@@ -22,7 +22,7 @@ from prefect.runner import Runner
 
 from flows.prefect_runs import end_lost_runs, prefect_client
 from flows.scheduled import automations
-from flows.scheduled.deployments import deployments_of, is_schedule_paused, read_deployment
+from flows.scheduled.deployments import deployments_of, paused_flows, read_deployment
 from flows.settings.config_file import LoadedConfig
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import NightjarError
@@ -74,8 +74,7 @@ def prepare_deployments(loaded: LoadedConfig) -> tuple[RunnerDeployment, ...]:
     """Return the deployments of a pipeline; end the runs that an earlier process left behind in Prefect."""
     config = loaded.config
     with prefect_client() as client:
-        has_active_schedule = not is_schedule_paused(read_deployment(client, config.name), config)
-        deployments = deployments_of(loaded, work_pool_name=None, has_active_schedule=has_active_schedule)
+        deployments = deployments_of(loaded, work_pool_name=None, paused_flows=paused_flows(client, config))
         for deployment in deployments:
             current_deployment = read_deployment(client, config.name, flow_name=str(deployment.flow_name))
             if current_deployment is not None:

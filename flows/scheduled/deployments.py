@@ -4,6 +4,7 @@
 `nightjar up` starts, creates deployments and runs them itself.
 """
 
+from collections.abc import Collection
 from typing import Any
 from uuid import UUID
 
@@ -19,6 +20,7 @@ from prefect.types.entrypoint import EntrypointType
 import recsys_core
 from flows.champion import promote, rollback
 from flows.delivery import recommend
+from flows.refresh import refresh
 from flows.scheduled.deployed import deployed_retrain
 from flows.settings.config_file import LoadedConfig
 from flows.settings.pipeline import PipelineConfig
@@ -30,28 +32,28 @@ STRATEGY_BY_ON_OVERRUN = {"skip": ConcurrencyLimitStrategy.CANCEL_NEW, "queue": 
 
 
 def deployments_of(
-    loaded: LoadedConfig, *, work_pool_name: str | None, has_active_schedule: bool = True
+    loaded: LoadedConfig, *, work_pool_name: str | None, paused_flows: Collection[str] = ()
 ) -> tuple[RunnerDeployment, ...]:
-    """Return the deployments nightly-retrain, promote, rollback and recommend of a pipeline.
+    """Return the deployments nightly-retrain, promote, rollback, recommend and refresh of a pipeline.
 
-    Only nightly-retrain has a schedule and a limit of one run at a time, so a person can roll back while a run trains.
+    Only nightly-retrain has a limit of one run at a time, so a person can roll back while a run trains. It and refresh may have
+    a schedule.
 
     Args:
         loaded: config of the pipeline. Each run reads the file again when it starts. The overrides are the default of the
             field "Settings to override" in the forms.
         work_pool_name: work pool whose workers run the deployments. None: the process of `nightjar up` runs the deployments.
-        has_active_schedule: whether the schedule starts runs. False for a schedule that a person has paused.
+        paused_flows: flows whose schedule a person has paused, so that it starts no runs.
     """
     config, schedule = loaded.config, loaded.config.schedule
-    prefect_schedule = (
-        Schedule(cron=schedule.cron, timezone=schedule.timezone, active=has_active_schedule) if schedule.cron else None
-    )
+    cron_by_flow = _cron_by_flow(config)
     one_run_at_a_time = ConcurrencyLimitConfig(limit=1, collision_strategy=STRATEGY_BY_ON_OVERRUN[schedule.on_overrun])
     deployments = []
-    for flow in (deployed_retrain, promote, rollback, recommend):
+    for flow in (deployed_retrain, promote, rollback, recommend, refresh):
+        cron, is_active = cron_by_flow.get(flow.name), flow.name not in paused_flows
         deployment = flow.to_deployment(
             config.name,
-            schedules=[prefect_schedule] if prefect_schedule is not None and flow is deployed_retrain else [],
+            schedules=[Schedule(cron=cron, timezone=schedule.timezone, active=is_active)] if cron else [],
             concurrency_limit=one_run_at_a_time if flow is deployed_retrain else None,
             parameters=loaded.flow_parameters,
             tags=["nightjar", f"pipeline:{config.name}"],
@@ -79,13 +81,20 @@ def read_deployment(
         return None
 
 
-def is_schedule_paused(deployment: DeploymentResponse | None, config: PipelineConfig) -> bool:
-    """Return whether a person has paused the schedule that `config` describes."""
-    prefect_schedules = [] if deployment is None else deployment.schedules
-    return any(
-        not prefect_schedule.active and getattr(prefect_schedule.schedule, "cron", None) == config.schedule.cron
-        for prefect_schedule in prefect_schedules
-    )
+def _cron_by_flow(config: PipelineConfig) -> dict[str, str | None]:
+    """Return the cron expression of each flow that may have a schedule."""
+    return {deployed_retrain.name: config.schedule.cron, refresh.name: config.schedule.refresh_cron}
+
+
+def paused_flows(client: SyncPrefectClient, config: PipelineConfig) -> set[str]:
+    """Return the flows whose schedule in `config` a person has paused."""
+    paused = set()
+    for flow_name, cron in _cron_by_flow(config).items():
+        deployment = read_deployment(client, config.name, flow_name=flow_name)
+        prefect_schedules = [] if deployment is None else deployment.schedules
+        if any(not entry.active and getattr(entry.schedule, "cron", None) == cron for entry in prefect_schedules):
+            paused.add(flow_name)
+    return paused
 
 
 def changed_settings(current_deployment: DeploymentResponse | None, new_deployment: RunnerDeployment) -> list[list[str]]:

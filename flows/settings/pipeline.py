@@ -24,6 +24,7 @@ from recsys_core.models.tables.table_config import (
     check_table_names,
     check_tables,
 )
+from recsys_core.refresh.config import RefreshConfig
 from recsys_core.retrieval.auto import Auto
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.sharding.config import ShardingConfig
@@ -93,6 +94,9 @@ class PipelineConfig(Settings):
     registry: RegistryConfig = Field(
         default_factory=RegistryConfig,
         description="registration in MLflow, and the rule by which a new version becomes champion",
+    )
+    refresh: RefreshConfig = Field(
+        default_factory=RefreshConfig, description="limits of `nightjar refresh`, which updates the items of the champion"
     )
     delivery: DeliveryConfig = Field(
         default_factory=DeliveryConfig, description="what a new champion delivers to other systems than MLflow"

@@ -43,16 +43,24 @@ def _check_timezone(timezone: str) -> str:
     return timezone
 
 
+Cron = Annotated[str, Field(max_length=200), AfterValidator(_check_cron)]
+
+
 class ScheduleConfig(Settings):
     """When the pipeline runs by itself. `nightjar up` and `nightjar deploy` create the schedule in Prefect."""
 
-    cron: Annotated[str, Field(max_length=200), AfterValidator(_check_cron)] | None = Field(
+    cron: Cron | None = Field(
         None,
         description="planned starts as a cron expression with minute, hour, day of month, month and day of week. For example, "
         "`15 2 * * *` starts a run at 02:15 on every day. Default: runs only by hand",
     )
+    refresh_cron: Cron | None = Field(
+        None,
+        description="planned refreshes of the champion as a cron expression. For example, `0 8-20/2 * * *` starts `nightjar "
+        "refresh` every two hours from 08:00 to 20:00. Default: refreshes only by hand",
+    )
     timezone: Annotated[str, Field(max_length=100), AfterValidator(_check_timezone)] = Field(
-        "UTC", description="time zone of the cron expression, as a name of the IANA database such as `Europe/Berlin`"
+        "UTC", description="time zone of the cron expressions, as a name of the IANA database such as `Europe/Berlin`"
     )
     deadline_minutes: int | None = Field(
         None,

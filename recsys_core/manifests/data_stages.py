@@ -223,7 +223,7 @@ class FeaturesManifest(Manifest):
             <side>.<name>.vectors.npy (embeddings stage), -1 without a vector. Only if there are vectors of the feature.
 
     item_titles.parquet has the columns `row` and `title` of the items with a title, if the config names their column.
-    item_columns.parquet has the column `row` and the filter columns of the items in the table, if the config names them.
+    item_columns.parquet has the column `row` of each item in the table of items, and the filter columns that the config names.
     """
 
     stage: ClassVar[str] = "ingest_features"

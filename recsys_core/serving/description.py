@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 from pydantic import Field, TypeAdapter, model_validator
 
 from recsys_core.config import Frozen
-from recsys_core.manifests import FeaturesManifest, FileRecord, IdType, PackageManifest
+from recsys_core.manifests import FeaturesManifest, FileRecord, IdType, IngestedFeature, PackageManifest
 from recsys_core.models.config import ExportFormat, Quantization
 from recsys_core.models.spec import ModelSpec
 from recsys_core.retrieval.kinds import AnyIndexKind
@@ -20,6 +20,11 @@ USERS_NAME, USERS_CHECKSUMS_NAME = "users.arrow", "users.sha256"
 SEGMENTS_NAME = "popularity_by.parquet"
 GOLDEN_NAME = "golden.json"
 """File with requests and the expected answers, which are compared when the package is loaded."""
+CANDIDATE_NAME = "candidate.safetensors"
+"""File with the candidate tower, which embeds items that come later; see recsys_core.refresh."""
+SOURCES_NAME = "item_sources.npy"
+"""File with the input tables that had each item: the sum of FROM_VECTORS and FROM_FEATURES."""
+FROM_VECTORS, FROM_FEATURES = 1, 2
 FORMAT_VERSION: Final = 7
 QUERY_COLUMNS = ("user_id", "history")
 """Columns of a request for recommendations in addition to features."""
@@ -97,6 +102,9 @@ class PackageDescription(Frozen):
     users: Literal["stored", "none"] = Field(description="whether the package has the histories and features of the users")
     fallbacks: tuple[Fallback, ...] = Field(description="origins of recommendations for users that the model does not know")
     features: dict[str, QueryFeature] = Field(description="features of users and context, by key")
+    item_features: dict[str, IngestedFeature] = Field(
+        description="encodings of the features that the candidate tower reads, by key"
+    )
     filter_columns: tuple[str, ...]
     has_titles: bool
     item_vectors: Literal["fp32", "fp16", "none"] = Field("fp32", description="precision of the vectors in items.parquet")
@@ -121,9 +129,22 @@ class PackageDescription(Frozen):
         """Names of the files of the package except package.json."""
         user_files = (USERS_NAME, USERS_CHECKSUMS_NAME) if self.users == "stored" else ()
         segment_files = () if self.popularity_by is None else (SEGMENTS_NAME,)
-        vocabularies = (vocabulary_name(key) for key, feature in self.features.items() if feature.has_vocabulary)
-        other_files = ("tower.safetensors", "index.faiss", ITEMS_NAME, GOLDEN_NAME, "popularity.npy", "popularity_share.npy")
-        return {*other_files, *user_files, *segment_files, *vocabularies, *map(export_name, self.exports)}
+        query_files = ("tower.safetensors", "index.faiss", ITEMS_NAME, GOLDEN_NAME, "popularity.npy", "popularity_share.npy")
+        return {
+            *query_files,
+            *user_files,
+            *segment_files,
+            *self.vocabulary_names,
+            *map(export_name, self.exports),
+            CANDIDATE_NAME,
+            SOURCES_NAME,
+        }
+
+    @property
+    def vocabulary_names(self) -> list[str]:
+        """Names of the files with the vocabularies of the features."""
+        query_names = [vocabulary_name(key) for key, feature in self.features.items() if feature.has_vocabulary]
+        return query_names + [vocabulary_name(key) for key, facts in self.item_features.items() if has_vocabulary(facts)]
 
 
 def export_name(export_format: ExportFormat) -> str:
@@ -151,6 +172,11 @@ def request_columns(features: Mapping[str, QueryFeature]) -> dict[str, tuple[str
         key: (name(key, feature.column), None if feature.weight_column is None else name(key, feature.weight_column))
         for key, feature in features.items()
     }
+
+
+def has_vocabulary(feature: IngestedFeature) -> bool:
+    """Return whether a feature has a vocabulary; numbers and hashed values have none."""
+    return feature.kind != "numeric" and feature.hash_rows is None
 
 
 def description_sha256(package: PackageManifest) -> str:

@@ -7,7 +7,7 @@ Shapes: I items, L looked-up items, D width of the vectors.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,19 @@ _OPERATORS = ("in", *_COMPARISONS)
 
 Filter = Mapping[str, Any]
 """Conditions by filter column, which an item has to satisfy all: {"genre": {"in": ["rock"]}, "price": {"ge": 5, "lt": 20}}."""
+
+
+def join_columns(items: pa.Table, paths: Iterable[Path]) -> pa.Table:
+    """Append the columns of files with the column `row`, the row of each value in `items`. Other items get null."""
+    for path in paths:
+        values = pq.read_table(path)
+        position_I = np.full(items.num_rows, -1, np.int64)
+        position_I[values["row"].to_numpy()] = np.arange(values.num_rows)
+        position = pa.array(position_I, mask=position_I < 0)
+        for name in values.column_names:
+            if name != "row":
+                items = items.append_column(name, values[name].take(position))
+    return items
 
 
 def write_items(

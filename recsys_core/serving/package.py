@@ -30,27 +30,31 @@ from recsys_core.manifests import (
     fingerprint_of,
     record_file,
 )
+from recsys_core.models.candidate_model import CandidateModel
 from recsys_core.models.config import PackageConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.serving.answers import Fallback
 from recsys_core.serving.contents import open_contents
 from recsys_core.serving.description import (
+    CANDIDATE_NAME,
     DESCRIPTION_NAME,
     FORMAT_VERSION,
+    FROM_FEATURES,
+    FROM_VECTORS,
     GOLDEN_NAME,
     ITEMS_NAME,
     SEGMENTS_NAME,
+    SOURCES_NAME,
     USERS_CHECKSUMS_NAME,
     USERS_NAME,
     DataWindow,
     Metric,
     PackageDescription,
     QueryFeature,
-    vocabulary_name,
 )
 from recsys_core.serving.exports.export import write_exports
 from recsys_core.serving.golden import write_golden
-from recsys_core.serving.items import RESERVED_ITEM_COLUMNS, write_items
+from recsys_core.serving.items import RESERVED_ITEM_COLUMNS, join_columns, write_items
 from recsys_core.serving.popularity.segment_counts import write_segments
 from recsys_core.serving.quantise import build_tower, save_tower, served_tables, user_features
 from recsys_core.serving.retriever import Retriever
@@ -80,6 +84,8 @@ def build_package(
     - popularity_by.parquet: most popular items by the values of `popularity_by`; see popularity/segment_counts.py.
     - user.<feature>.vocabulary.parquet, context.<feature>.vocabulary.parquet: vocabularies of the features.
     - query.pt2, query.onnx: the query tower in the formats of `exports`.
+    - candidate.safetensors, item.<feature>.vocabulary.parquet: the candidate tower, and the vocabularies of its features.
+    - item_sources.npy uint8 [I]: the input tables that have each item; see `SOURCES_NAME`.
     - golden.json: `GoldenQueries`. package.json: `PackageDescription`.
 
     With `users: none`, users.arrow and users.sha256 are left out.
@@ -126,12 +132,10 @@ def build_package(
             space_id=space_id,
             precision=config.item_vectors,
         )
-        vocabularies = [vocabulary_name(key) for key, feature in query_features.items() if feature.has_vocabulary]
         if config.users == "stored":
             _write_users(package_folder, spec, dataset)
-        for file_name in vocabularies:
-            assert features is not None  # the spec has features
-            shutil.copyfile(features.path(file_name), package_folder / file_name)
+        _write_candidate_model(package_folder, spec, export)
+        np.save(package_folder / SOURCES_NAME, _item_sources(dataset))
         shutil.copyfile(evaluation.path("popularity.npy"), package_folder / "popularity.npy")
         item_by_popularity_I = np.load(package_folder / "popularity.npy")
         np.save(package_folder / "popularity_share.npy", _popularity_share(interactions, item_by_popularity_I))
@@ -157,6 +161,7 @@ def build_package(
             users=config.users,
             fallbacks=_fallbacks(spec, query_features),
             features=query_features,
+            item_features={} if features is None else {key: features.features[key] for key in spec.features("item")},
             filter_columns=tuple(name for name in item_columns.column_names if name not in RESERVED_ITEM_COLUMNS),
             has_titles="title" in item_columns.column_names,
             item_vectors=config.item_vectors,
@@ -164,19 +169,28 @@ def build_package(
             exports=config.exports,
             data=_data_window(interactions),
             metrics=_test_metrics(evaluation),
-            files={path.name: record_file(path) for path in sorted(package_folder.iterdir())},
+            files={},
         )
-        contents = open_contents(package_folder, description)
-        write_golden(Retriever(contents, version=""), package_folder / GOLDEN_NAME)
-        export_names = write_exports(config.exports, contents, folder=package_folder)
-        records = description.files | {name: record_file(package_folder / name) for name in (GOLDEN_NAME, *export_names)}
-        description = description.model_copy(update={"files": records})
-        (package_folder / DESCRIPTION_NAME).write_text(description.model_dump_json(indent=2))
+        for file_name in description.vocabulary_names:
+            assert features is not None  # the spec has features
+            shutil.copyfile(features.path(file_name), package_folder / file_name)
+        complete_package(package_folder, description)
         return stage.commit(
             size_bytes=sum(path.stat().st_size for path in package_folder.iterdir()),
             served_index=index.served_index,
             quantization=config.quantization,
         )
+
+
+def complete_package(folder: Path, description: PackageDescription) -> None:
+    """Write the golden queries, the exports, and package.json with the checksums of all files, after the other files."""
+    records = {path.name: record_file(path) for path in sorted(folder.iterdir())}
+    contents = open_contents(folder, description.model_copy(update={"files": records}))
+    write_golden(Retriever(contents, version=""), folder / GOLDEN_NAME)
+    export_names = write_exports(description.exports, contents, folder=folder)
+    records |= {name: record_file(folder / name) for name in (GOLDEN_NAME, *export_names)}
+    description = description.model_copy(update={"files": records})
+    (folder / DESCRIPTION_NAME).write_text(description.model_dump_json(indent=2))
 
 
 def space_id_of(export: ExportManifest) -> str:
@@ -203,6 +217,22 @@ def _write_users(folder: Path, spec: ModelSpec, dataset: Dataset) -> None:
         features=FeatureStore.read(dataset.features.folder, forms) if dataset.features is not None else FeatureStore({}),
     )
     write_block_checksums(folder / USERS_NAME, folder / USERS_CHECKSUMS_NAME)
+
+
+def _write_candidate_model(folder: Path, spec: ModelSpec, export: ExportManifest) -> None:
+    tables = {name: np.load(export.path(f"table_{name}.npy"), mmap_mode="c") for name in spec.features("item")}
+    CandidateModel.of(spec, tables=tables, dense=load_file(export.path("dense.safetensors"))).save(folder / CANDIDATE_NAME)
+
+
+def _item_sources(dataset: Dataset) -> NDArray[np.uint8]:
+    """Return the input tables that have each item, [I]."""
+    vector_row_I = EventStore.open(dataset.interactions).vector_rows("item")
+    source_I = np.zeros(dataset.interactions.num_items, np.uint8)
+    if vector_row_I is not None:
+        source_I[vector_row_I >= 0] += FROM_VECTORS
+    if dataset.features is not None and ITEM_COLUMNS_FILE in dataset.features.files:
+        source_I[pq.read_table(dataset.features.path(ITEM_COLUMNS_FILE), columns=["row"])["row"].to_numpy()] += FROM_FEATURES
+    return source_I
 
 
 def _fallbacks(spec: ModelSpec, features: Mapping[str, QueryFeature]) -> tuple[Fallback, ...]:
@@ -234,17 +264,8 @@ def _item_columns(dataset: Dataset) -> pa.Table:
     columns = pq.read_table(dataset.interactions.path(vocabulary_file("item")), columns=["id"]).rename_columns(["item_id"])
     if dataset.features is None:
         return columns
-    for file_name in (ITEM_TITLES_FILE, ITEM_COLUMNS_FILE):
-        if file_name not in dataset.features.files:
-            continue
-        values = pq.read_table(dataset.features.path(file_name))
-        position_I = np.full(columns.num_rows, -1, np.int64)
-        position_I[values["row"].to_numpy()] = np.arange(values.num_rows)
-        position = pa.array(position_I, mask=position_I < 0)  # null for an item without a row
-        for name in values.column_names:
-            if name != "row":
-                columns = columns.append_column(name, values[name].take(position))
-    return columns
+    file_names = [name for name in (ITEM_TITLES_FILE, ITEM_COLUMNS_FILE) if name in dataset.features.files]
+    return join_columns(columns, map(dataset.features.path, file_names))
 
 
 def _query_features(spec: ModelSpec, features: FeaturesManifest | None) -> dict[str, QueryFeature]:

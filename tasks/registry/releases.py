@@ -34,6 +34,12 @@ MANUAL_CHANGE_TAG = "nightjar.by_hand"
 """Last `nightjar promote` or `nightjar rollback` that gave or took the alias `champion`: time, person, command and reason."""
 REFIT_OF_TAG = "nightjar.refit_of"
 """Tag of a version that was trained on all events of its run: number of the run's version that the gate has promoted."""
+PARENT_TAG = "nightjar.parent"
+"""Version whose model a refreshed version has, with other items."""
+REFRESH_TAG = "nightjar.refresh"
+"""Numbers of items that a refresh added, removed and changed, as JSON."""
+DELTA_TAG = "nightjar.delta"
+"""Address of the delta file of a refresh in MLflow."""
 MAX_FORMER_CHAMPIONS = 3
 """Number of former champions that the gate tries to load if the champion does not load."""
 FORMER_CHAMPION_TAG = "nightjar.champion_until"
@@ -96,6 +102,9 @@ def list_releases(client: MlflowClient, model_name: str) -> list[dict[str, objec
             "metrics": json.loads(version.tags.get(METRICS_TAG, "{}")),
             "reasons": version.tags.get(REASONS_TAG, ""),
             "by_hand": version.tags.get(MANUAL_CHANGE_TAG, ""),
+            "parent": version.tags.get(PARENT_TAG, ""),
+            "refresh": json.loads(version.tags.get(REFRESH_TAG, "{}")),
+            "delta": version.tags.get(DELTA_TAG, ""),
             "run_id": version.tags.get(RUN_ID_TAG, ""),
             "created": f"{datetime.fromtimestamp(version.creation_timestamp / 1000, UTC):%Y-%m-%d %H:%M}",
         }

@@ -1,11 +1,13 @@
 """Versions in MLflow's model registry: one per package and run, with signature, requirements and the model's own code."""
 
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import mlflow.pyfunc
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 from filelock import FileLock
 from mlflow import MlflowClient
@@ -18,12 +20,13 @@ from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from mlflow.types.schema import AnyType, Array
 
 import recsys_core
-from recsys_core.dataset.layout import vocabulary_file
-from recsys_core.manifests import IdType, InteractionsManifest, PackageManifest
+from recsys_core.manifests import IdType, PackageManifest
 from recsys_core.serving.description import (
     DESCRIPTION_NAME,
     ITEM_COLUMN,
+    ITEMS_NAME,
     QUERY_COLUMNS,
+    USERS_NAME,
     PackageDescription,
     description_sha256,
     request_columns,
@@ -49,30 +52,56 @@ def get_or_create_version(
     run, package = context.run, context.results[PackageManifest]
     tags = {RUN_ID_TAG: run.run_id, PACKAGE_TAG: package.fingerprint, PACKAGE_SHA256_TAG: description_sha256(package)}
     tags |= {} if refit_of is None else {REFIT_OF_TAG: refit_of}
-    # Two runs in one workspace may create the same model at the same time.
-    with FileLock(run.workspace / ".mlflow.lock"):
-        try:
-            client.create_registered_model(model_name)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
+    _create_model(model_name, client=client, workspace=run.workspace)
     versions = client.search_model_versions(f"name = '{model_name}'")
     for version in versions:
         if tags.items() <= version.tags.items():
             return version
     mlflow_run = client.get_run(mlflow_run_id)
     _delete_unregistered_models(client, mlflow_run, registered_uris={version.source for version in versions})
-    logged_model = _log_model(package, client=client, mlflow_run=mlflow_run, interactions=context.dataset.interactions)
+    return register_package(
+        package,
+        model_name=model_name,
+        client=client,
+        mlflow_run_id=mlflow_run_id,
+        workspace=run.workspace,
+        tags=tags,
+        description=model_card(context, mlflow_run, model_name=model_name, package=description_of(package), refit_of=refit_of),
+    )
+
+
+def register_package(
+    package: PackageManifest,
+    *,
+    model_name: str,
+    client: MlflowClient,
+    mlflow_run_id: str,
+    workspace: Path,
+    tags: Mapping[str, str],
+    description: str,
+) -> ModelVersion:
+    """Log a package as a model of an MLflow run, and register it as a version with these tags and those of its checksums."""
+    logged_model = _log_model(package, client=client, mlflow_run=client.get_run(mlflow_run_id))
     if client.tracking_uri.startswith(SQLITE_PREFIX):
-        record_logged_model(logged_model.model_uri, client=client, workspace=run.workspace)
+        record_logged_model(logged_model.model_uri, client=client, workspace=workspace)
     return client.create_model_version(
         model_name,
         logged_model.model_uri,
         run_id=mlflow_run_id,
-        tags=tags,
+        tags={**tags, PACKAGE_TAG: package.fingerprint, PACKAGE_SHA256_TAG: description_sha256(package)},
         model_id=logged_model.model_id,
-        description=model_card(context, mlflow_run, model_name=model_name, package=description_of(package), refit_of=refit_of),
+        description=description,
     )
+
+
+def _create_model(model_name: str, *, client: MlflowClient, workspace: Path) -> None:
+    """Create the registered model, if it does not exist. Two runs in one workspace may do it at the same time."""
+    with FileLock(workspace / ".mlflow.lock"):
+        try:
+            client.create_registered_model(model_name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
 
 
 def _delete_unregistered_models(client: MlflowClient, mlflow_run: MlflowRun, *, registered_uris: set[str | None]) -> None:
@@ -86,9 +115,7 @@ def _delete_unregistered_models(client: MlflowClient, mlflow_run: MlflowRun, *, 
                 LOG.warning("could not delete %s, which has no version (%s: %s)", model.model_uri, type(error).__name__, error)
 
 
-def _log_model(
-    package: PackageManifest, *, client: MlflowClient, mlflow_run: MlflowRun, interactions: InteractionsManifest
-) -> LoggedModel:
+def _log_model(package: PackageManifest, *, client: MlflowClient, mlflow_run: MlflowRun) -> LoggedModel:
     """Log the package as a model of the MLflow run.
 
     `mlflow.pyfunc.log_model` would read the history of each metric of the run, and load the model in this process.
@@ -108,8 +135,8 @@ def _log_model(
             artifacts={"package": str(package.folder / "package")},
             model_config={PACKAGE_SHA256_KEY: description_sha256(package), VERSION_KEY: ""},  # a version gets its number later
             pip_requirements=pinned_requirements(),
-            signature=signature_for(description_of(package), item_id_type=interactions.item_id_type),
-            input_example=_input_example(interactions),
+            signature=signature_for(description_of(package), item_id_type=_item_id_type(package)),
+            input_example=_input_example(package),
         )
         client.log_model_artifacts(model.model_id, f"{folder}/model")
     client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
@@ -159,9 +186,18 @@ def signature_for(package: PackageDescription, *, item_id_type: IdType) -> Model
     )
 
 
-def _input_example(interactions: InteractionsManifest) -> pd.DataFrame:
-    user_ids = pq.read_table(interactions.path(vocabulary_file("user")), columns=["id"])["id"]
-    return pd.DataFrame({"user_id": user_ids.slice(0, 2).to_pylist()})
+def _item_id_type(package: PackageManifest) -> IdType:
+    schema = pq.read_schema(package.path(f"package/{ITEMS_NAME}"))
+    return "int64" if pa.types.is_integer(schema.field("item_id").type) else "string"
+
+
+def _input_example(package: PackageManifest) -> pd.DataFrame:
+    """Return two users of the package; a history of two items for a package without users."""
+    if description_of(package).users == "stored":
+        with pa.memory_map(str(package.path(f"package/{USERS_NAME}"))) as file:
+            return pd.DataFrame({"user_id": pa.ipc.open_file(file).get_batch(0)["user_id"].slice(0, 2).to_pylist()})
+    item_ids = pq.read_table(package.path(f"package/{ITEMS_NAME}"), columns=["item_id"])["item_id"]
+    return pd.DataFrame({"history": [item_ids.slice(0, 2).to_pylist()]})
 
 
 def pinned_requirements() -> list[str]:

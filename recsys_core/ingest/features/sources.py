@@ -68,11 +68,11 @@ class TableSource:
         if table.title_column is not None:
             titles = connection.sql("SELECT row, title FROM joined WHERE title IS NOT NULL ORDER BY row").to_arrow_table()
             pq.write_table(titles, output_folder / ITEM_TITLES_FILE)
-        if table.filter_sql_type_by_column:
-            columns_sql = ", ".join(
-                f"f{column_index} AS {quoted(column)}" for column_index, column in enumerate(table.filter_sql_type_by_column)
+        if table.side == "item":
+            columns_sql = "".join(
+                f", f{column_index} AS {quoted(column)}" for column_index, column in enumerate(table.filter_sql_type_by_column)
             )
-            filter_values = connection.sql(f"SELECT row, {columns_sql} FROM joined ORDER BY row").to_arrow_table()
+            filter_values = connection.sql(f"SELECT row{columns_sql} FROM joined ORDER BY row").to_arrow_table()
             pq.write_table(filter_values, output_folder / ITEM_COLUMNS_FILE)
         return FeatureTableStatistics(
             num_rows=num_rows, num_not_in_catalogue=num_rows - num_matched, num_without_row=self.num_rows - num_matched

@@ -72,6 +72,21 @@ def write_segments(
     pq.write_table(pa.table(columns), path)
 
 
+def replace_items_of_segments(source: Path, target: Path, new_row_I: NDArray[np.int32]) -> None:
+    """Copy popularity_by.parquet with other item rows. new_row_I: new row of each item; -1 for an item that is removed."""
+    table = pq.read_table(source)
+    item_rows, shares = (table[name].combine_chunks() for name in ("item_rows", "shares"))
+    row_L = new_row_I[item_rows.flatten().to_numpy()]
+    num_kept_before = np.concatenate([[0], np.cumsum(row_L >= 0)]).astype(np.int32)
+    offset = pa.array(num_kept_before[item_rows.offsets.to_numpy()])
+    columns = {
+        "value_row": table["value_row"],
+        "item_rows": pa.ListArray.from_arrays(offset, pa.array(row_L[row_L >= 0])),
+        "shares": pa.ListArray.from_arrays(offset, pa.array(shares.flatten().to_numpy()[row_L >= 0])),
+    }
+    pq.write_table(pa.table(columns), target)
+
+
 def _counts(
     key: str, interactions: InteractionsManifest, features: FeaturesManifest
 ) -> tuple[Int64Array, Int64Array, Int64Array]:

@@ -54,6 +54,22 @@ def write_users(
         writer.write_batch(batch)
 
 
+def replace_items(source: Path, target: Path, new_row_I: NDArray[np.int32]) -> None:
+    """Copy users.arrow with other item rows in the histories. The caller has verified the whole file.
+
+    new_row_I: new row of each item; -1 for an item whose events are removed.
+    """
+    with pa.memory_map(str(source)) as file:
+        batch = pa.ipc.open_file(file).get_batch(0)
+        history = batch["history"]
+        event_item = new_row_I[history.values.to_numpy()]
+        num_kept_before = np.concatenate([[0], np.cumsum(event_item >= 0)])
+        column = _column(event_item[event_item >= 0], num_kept_before[history.offsets.to_numpy()])
+        batch = batch.set_column(batch.schema.get_field_index("history"), "history", column)
+        with pa.OSFile(str(target), "wb") as target_file, pa.ipc.new_file(target_file, batch.schema) as writer:
+            writer.write_batch(batch)
+
+
 def _bucket_column(buckets: Buckets) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(buckets.offset, pa.int32()), pa.array(buckets.row))
 

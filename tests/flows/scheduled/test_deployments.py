@@ -99,7 +99,8 @@ def test_a_deployment_has_the_schedule_the_limit_and_the_defaults_of_the_form(
     assert capsys.readouterr().out.count("02:15 CET") == 1
 
     entrypoint_by_name = {name: f"flows.champion.{name}" for name in ("promote", "rollback")}
-    for name, entrypoint in (entrypoint_by_name | {"recommend": "flows.delivery.recommend"}).items():
+    entrypoint_by_name |= {"recommend": "flows.delivery.recommend", "refresh": "flows.refresh.refresh"}
+    for name, entrypoint in entrypoint_by_name.items():
         by_hand = deployments.read_deployment(client, "movies", flow_name=name)
         assert by_hand is not None
         assert (by_hand.entrypoint, by_hand.schedules, by_hand.global_concurrency_limit) == (entrypoint, [], None)
@@ -114,8 +115,8 @@ def test_only_the_changes_of_an_existing_deployment_are_printed_and_another_pipe
     capsys.readouterr()
     deploy(tmp_path, name="books", schedule={"cron": "15 2 * * *"})
     output = capsys.readouterr().out
-    assert [line.split() for line in output.splitlines()[:4]] == [
-        [f"{flow}/books", "unchanged"] for flow in ("nightly-retrain", "promote", "rollback", "recommend")
+    assert [line.split() for line in output.splitlines()[:5]] == [
+        [f"{flow}/books", "unchanged"] for flow in ("nightly-retrain", "promote", "rollback", "recommend", "refresh")
     ]
     deploy(tmp_path, name="books", schedule={"on_overrun": "queue"})
     output = capsys.readouterr().out
@@ -131,15 +132,23 @@ def test_only_the_changes_of_an_existing_deployment_are_printed_and_another_pipe
     assert [schedule.schedule.cron for schedule in music.schedules] == ["15 2 * * *"]
 
 
-def test_a_schedule_that_a_person_has_paused_stays_paused(tmp_path: Path, client: SyncPrefectClient) -> None:
-    deploy(tmp_path, name="paused", schedule={"cron": "15 2 * * *"})
-    deployment = deployments.read_deployment(client, "paused")
+@pytest.mark.parametrize("paused", ["nightly-retrain", "refresh"])
+def test_a_schedule_that_a_person_has_paused_stays_paused(tmp_path: Path, client: SyncPrefectClient, paused: str) -> None:
+    crons = {"cron": "15 2 * * *", "refresh_cron": "0 9-18 * * *"}
+    deploy(tmp_path, name=f"paused-{paused}", schedule=crons)
+    deployment = deployments.read_deployment(client, f"paused-{paused}", flow_name=paused)
     assert deployment is not None
     client.update_deployment_schedule(deployment.id, deployment.schedules[0].id, active=False)
-    deploy(tmp_path, name="paused", schedule={"cron": "15 2 * * *"})
-    deployment = deployments.read_deployment(client, "paused")
-    assert deployment is not None
-    assert [schedule.active for schedule in deployment.schedules] == [False]
+    deploy(tmp_path, name=f"paused-{paused}", schedule=crons)
+    schedules = {}
+    for flow in ("nightly-retrain", "refresh"):
+        deployment = deployments.read_deployment(client, f"paused-{paused}", flow_name=flow)
+        assert deployment is not None
+        schedules[flow] = [(entry.schedule.cron, entry.active) for entry in deployment.schedules]  # type: ignore[union-attr]
+    assert schedules == {
+        "nightly-retrain": [("15 2 * * *", paused != "nightly-retrain")],
+        "refresh": [("0 9-18 * * *", paused != "refresh")],
+    }
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_a_vocabulary_is_sorted_by_count_and_row_zero_is_out_of_vocabulary(tmp_p
         2,
     )
     assert manifest.tables["item"].model_dump() == {"num_rows": 5, "num_not_in_catalogue": 1, "num_without_row": 1}
-    assert sorted(manifest.files) == ["item.genre.row.npy", "item.genre.vocabulary.parquet"]
+    assert sorted(manifest.files) == ["item.genre.row.npy", "item.genre.vocabulary.parquet", "item_columns.parquet"]
 
 
 def test_values_below_min_count_are_out_of_vocabulary_and_counted(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_hash_needs_no_vocabulary_and_stays_the_same(tmp_path: Path) -> None:
     row = {value: 1 + int.from_bytes(half[8:], "little") % 1000 for value, half in digest.items()}
     assert rows_of(manifest, "item.brand") == [row["a"], row["b"], row["a"], 0, row["émile"]]
     assert manifest.features["item.brand"].num_rows == 1001
-    assert sorted(manifest.files) == ["item.brand.row.npy"]
+    assert sorted(manifest.files) == ["item.brand.row.npy", "item_columns.parquet"]
 
 
 def test_the_context_is_counted_on_training_events_alone(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_a_number_is_standardised_with_the_training_events(tmp_path: Path) -> No
     facts = manifest.features["item.price"]
     assert (facts.mean, facts.std, facts.num_rows, facts.num_missing, facts.num_values) == (2.0, 1.0, 2, 3, 8)
     assert facts.is_weighted and facts.boundaries is None
-    assert sorted(manifest.files) == ["item.price.row.npy", "item.price.weight.npy"]
+    assert sorted(manifest.files) == ["item.price.row.npy", "item.price.weight.npy", "item_columns.parquet"]
 
 
 def test_infinities_and_outliers_are_cut_off_and_infinities_move_no_mean(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -11,7 +12,8 @@ from recsys_core.dataset.feature_store import Feature, FeatureStore
 from recsys_core.errors import InputError
 from recsys_core.manifests import FeaturesManifest, InteractionsManifest
 from recsys_core.serving.popularity import segment_counts
-from recsys_core.serving.popularity.segment_counts import write_segments
+from recsys_core.serving.popularity.ranking import Segments
+from recsys_core.serving.popularity.segment_counts import replace_items_of_segments, write_segments
 from tests.recsys_core.evaluation.stage_folders import features_stage, interactions_stage
 from tests.recsys_core.ingest.random_features import facts
 
@@ -76,3 +78,17 @@ def test_a_feature_without_single_values_of_a_vocabulary_is_rejected(
                 tmp_path / "x", key, interactions=interactions, features=manifest, item_by_popularity_I=order, min_events=1
             )
     assert not (tmp_path / "x").exists()
+
+
+def test_segments_get_other_item_rows_without_the_items_that_left(tmp_path: Path) -> None:
+    columns = {"value_row": [1, 4], "item_rows": [[3, 0, 2], [2]], "shares": [[0.5, 0.25, 0.25], [1.0]]}
+    types = {"value_row": pa.int32(), "item_rows": pa.list_(pa.int32()), "shares": pa.list_(pa.float32())}
+    pq.write_table(pa.table({name: pa.array(values, types[name]) for name, values in columns.items()}), tmp_path / "old")
+    replace_items_of_segments(tmp_path / "old", tmp_path / "new", np.array([0, 1, -1, 2], np.int32))
+    assert pq.read_table(tmp_path / "new").to_pydict() == {
+        "value_row": [1, 4],
+        "item_rows": [[2, 0], []],
+        "shares": [[0.5, 0.25], []],
+    }
+    segments = Segments.read(tmp_path / "new", key="user.country", num_items=3)
+    assert segments.items.lengths.tolist() == [2, 0]

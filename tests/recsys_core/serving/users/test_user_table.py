@@ -15,7 +15,7 @@ from recsys_core.errors import StageError
 from recsys_core.models.spec import ModelSpec
 from recsys_core.serving.ids import Id
 from recsys_core.serving.users.mapped_file import BLOCK_BYTES, write_block_checksums
-from recsys_core.serving.users.user_table import MAX_METADATA_BYTES, UserTable, write_users
+from recsys_core.serving.users.user_table import MAX_METADATA_BYTES, UserTable, replace_items, write_users
 from tests.recsys_core.serving.conftest import config_of
 
 ITEMS = 1_000
@@ -60,6 +60,18 @@ def test_users_are_found_by_id_with_their_histories(
     stored = table.histories(rows)
     lists = [stored.values_L[start:end].tolist() for start, end in zip(stored.offset, stored.offset[1:], strict=False)]
     assert lists == [histories[row] if row >= 0 else [] for row in rows]
+
+
+def test_histories_get_other_item_rows_without_the_items_that_left(tmp_path: Path) -> None:
+    path, _ = written(tmp_path, ["a", "b", "c"], [[5, 2, 5], [], [2, 9]])
+    new_row_I = np.full(ITEMS, -1, np.int32)
+    new_row_I[[5, 9]] = [0, 1]
+    replaced = tmp_path / "replaced.arrow"
+    replace_items(path, replaced, new_row_I)
+    write_block_checksums(replaced, tmp_path / "replaced.sha256")
+    table = opened(replaced, (tmp_path / "replaced.sha256").read_bytes(), users=3)
+    stored = table.histories(table.ids.rows(["a", "b", "c", "d"]))
+    assert (stored.offset.tolist(), stored.values_L.tolist()) == ([0, 2, 2, 3, 3], [0, 0, 1])
 
 
 def test_users_without_any_event_have_empty_histories(tmp_path: Path) -> None:

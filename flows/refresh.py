@@ -1,0 +1,56 @@
+"""Flow `refresh`: the champion's model with the items of today, as a new version, in minutes and without a training."""
+
+from filelock import FileLock
+from prefect import flow, runtime
+from prefect.client.schemas.objects import State
+from prefect.states import Completed, Failed
+
+from flows.delivery import deliver
+from flows.prefect_runs import ConfigPath, Overrides, load_form_config, name_flow_run, name_unknown_parameters
+from recsys_core.errors import StageError
+from recsys_core.parent_process import die_with_parent
+from tasks.delivery.publishers import PrefectEvents
+
+LOCK_NAME = "refresh.lock"
+
+
+@flow(name="refresh", validate_parameters=True, on_crashed=[name_unknown_parameters])
+def refresh(pipeline: ConfigPath, overrides: Overrides = ()) -> State:
+    """Add the items that are new in the vectors and in the table of items to the champion, and remove those that are gone.
+
+    The new version has the model of the champion. It becomes champion if it passes the checks, and is then delivered like the
+    champion of a run.
+
+    Args:
+        pipeline: Path of the config file on the worker.
+        overrides: Settings that differ from the config file, as key=value, for example refresh.max_removed_share=0.5.
+
+    Returns:
+        The end state: Promoted, Unchanged if no item has changed, or Refused, which is a failure, if a check failed.
+
+    Raises:
+        InputError: there is no champion, the config or the tables are invalid, or they do not fit its model.
+        StageError: the champion does not load, or its package has another format.
+    """
+    from tasks.refresh.refreshed_version import refresh_champion  # imports torch, FAISS and DuckDB
+    from tasks.registry.registry import Registry
+
+    die_with_parent()  # has an effect only under `nightjar up`
+    config = load_form_config(pipeline, overrides)
+    name_flow_run(config.name, "refresh")
+    workspace, model_name = config.workspace.absolute(), config.registry.model_name
+    events = PrefectEvents(runtime.flow_run.id, config.name, "refresh", run_id=None)
+    workspace.mkdir(parents=True, exist_ok=True)
+    with FileLock(workspace / LOCK_NAME):  # a second refresh waits for the first one
+        registry = Registry.connect(workspace, model_name, publishers=[events])
+        refreshed = refresh_champion(config.refresh, config.inputs, registry, workspace=workspace, pipeline=config.name)
+    if refreshed is None:
+        return Completed(name="Unchanged", message="no item has changed, so no version is registered")
+    version_text = f"{model_name} version {refreshed.version}, refreshed from version {refreshed.parent} ({refreshed.text})"
+    if refreshed.problems:
+        error = StageError(f"{version_text}, does not become champion: {'; '.join(refreshed.problems)}")
+        return Failed(name="Refused", message=str(error), data=error)
+    problems = deliver(config)
+    return Completed(
+        name="Promoted", message="; ".join([f"{version_text}, is champion; changed vectors: {refreshed.delta_uri}", *problems])
+    )

@@ -1,0 +1,258 @@
+"""Differences between the items of a package and those of the input tables, and the vectors of new items.
+
+Shapes: I items of the package, U items of the package and new items, V new items, D width of a vector.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from recsys_core.dataset.feature_store import FeatureStore
+from recsys_core.errors import InputError, StageError, shown_names
+from recsys_core.ingest import InputConfig
+from recsys_core.ingest.features.later_items import LaterItems, LaterItemTable
+from recsys_core.ingest.vectors.ingest import ingest_embeddings
+from recsys_core.manifests import EmbeddingsManifest, IdType
+from recsys_core.models.candidate_model import CandidateModel
+from recsys_core.parquet.columns import require_one_type
+from recsys_core.serving.description import (
+    CANDIDATE_NAME,
+    FROM_FEATURES,
+    FROM_VECTORS,
+    ITEMS_NAME,
+    SOURCES_NAME,
+    PackageDescription,
+)
+from recsys_core.serving.items import join_columns
+
+_FIX = "train a new model with `nightjar run`"
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Differences between a package and the input tables of today.
+
+    Attributes:
+        kept_row_I: rows of the package's items that stay, ascending. They are the first items of the new package.
+        removed_ids: ids of the other items of the package.
+        columns: item_id, title and filter columns of all items of the new package; the new items are last.
+        source_I: the input tables that have each of these items; see SOURCES_NAME.
+        changed_row_I: rows in `columns` of items that stay, and whose title or filter columns changed.
+        history_VD, vector_VD: vectors of the new items in histories, and their candidate vectors.
+    """
+
+    kept_row_I: NDArray[np.int64]
+    removed_ids: pa.Array
+    columns: pa.Table
+    source_I: NDArray[np.uint8]
+    changed_row_I: NDArray[np.int64]
+    history_VD: NDArray[np.float32]
+    vector_VD: NDArray[np.float32]
+
+    @property
+    def num_added(self) -> int:
+        """Number of new items."""
+        return len(self.vector_VD)
+
+    @property
+    def new_ids(self) -> pa.Array:
+        """Ids of the new items."""
+        return self.columns["item_id"].combine_chunks().slice(len(self.kept_row_I))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Numbers of added, removed and changed items."""
+        return {"added": self.num_added, "removed": len(self.removed_ids), "changed": len(self.changed_row_I)}
+
+    def __bool__(self) -> bool:
+        return any(self.counts.values())
+
+    def __str__(self) -> str:
+        added, removed, changed = self.counts.values()
+        return f"{added:,} items added, {removed:,} removed, {changed:,} changed"
+
+
+@dataclass(frozen=True)
+class _CurrentItems:
+    """The items of the package, and the new ones after them.
+
+    Attributes:
+        vector_row_U: row of each item in the pretrained vectors, -1 for none.
+        has_row_U: whether each item is in the table of items; None without such a table.
+    """
+
+    ids: pa.Array
+    vector_row_U: NDArray[np.int64]
+    later: LaterItems | None
+    has_row_U: NDArray[np.bool_] | None
+
+
+def read_changes(inputs: InputConfig, folder: Path, package: PackageDescription, *, scratch_folder: Path) -> Changes:
+    """Compare the input tables with a package, and embed the items that the package does not have.
+
+    An item is new if it has a pretrained vector; in a model without such vectors, if it is in the table of items. An item is
+    gone if one of these tables had it when the package was built, and does not have it now. Other items stay.
+
+    Args:
+        folder: folder of the package, which has been verified.
+        scratch_folder: an empty folder for temporary files.
+
+    Raises:
+        InputError: the tables are invalid, or do not fit the model of the package.
+    """
+    parent = pq.read_table(folder / ITEMS_NAME, columns=["item_id", *(["title"] * package.has_titles), *package.filter_columns])
+    parent_ids = parent["item_id"].combine_chunks()
+    id_type: IdType = "int64" if pa.types.is_integer(parent_ids.type) else "string"
+    vectors = _ingest_vectors(inputs, package, id_type=id_type, folder=scratch_folder / "embeddings")
+    current = _read_tables(inputs, folder, package, parent_ids=parent_ids, vectors=vectors, scratch_folder=scratch_folder)
+    num_items = len(parent_ids)
+    source_U = np.where(current.vector_row_U >= 0, FROM_VECTORS, 0).astype(np.uint8)
+    compared = FROM_VECTORS
+    if current.has_row_U is not None:
+        source_U += np.where(current.has_row_U, FROM_FEATURES, 0).astype(np.uint8)
+        compared += FROM_FEATURES
+    was_in_I = np.load(folder / SOURCES_NAME) & compared
+    is_gone_I = (was_in_I & ~source_U[:num_items]) != 0
+    kept_row_I, new_row_V = np.flatnonzero(~is_gone_I), np.arange(num_items, len(current.ids))
+    columns = join_columns(pa.table({"item_id": current.ids}), () if current.later is None else current.later.column_paths)
+    columns = columns.take(np.concatenate([kept_row_I, new_row_V]))
+    history_VD, vector_VD = _embed(folder, package, vectors=vectors, current=current, new_row_V=new_row_V)
+    return Changes(
+        kept_row_I=kept_row_I,
+        removed_ids=parent_ids.filter(pa.array(is_gone_I)),
+        columns=columns,
+        source_I=source_U[np.concatenate([kept_row_I, new_row_V])],
+        changed_row_I=np.flatnonzero(_differs(parent.take(kept_row_I), columns.slice(0, len(kept_row_I)))),
+        history_VD=history_VD,
+        vector_VD=vector_VD,
+    )
+
+
+def _ingest_vectors(
+    inputs: InputConfig, package: PackageDescription, *, id_type: IdType, folder: Path
+) -> EmbeddingsManifest | None:
+    """Ingest the pretrained vectors of the items; None if the model has none."""
+    configs, table = [config for config in inputs.embeddings if config.table == "item"], package.model.tables["item"]
+    if table.pretrained != bool(configs):
+        with_or_without = ("with", "has none") if table.pretrained else ("without", "has them")
+        raise InputError(
+            f"embeddings: the served model was trained {with_or_without[0]} vectors of items, but the config "
+            f"{with_or_without[1]}; go back to the former config, or {_FIX}"
+        )
+    if any(config.pca_dim is not None for config in configs):
+        raise InputError(
+            "embeddings.pca_dim: a refresh is not possible with a projection, because it depends on the vectors of each run; "
+            f"project the vectors before the pipeline reads them, or {_FIX}"
+        )
+    if not configs:
+        return None
+    manifest = ingest_embeddings(configs, folder=folder, allowed_data_root=inputs.allowed_data_root)
+    ingested = manifest.tables["item"]
+    path = manifest.sources[0].path
+    if ingested.dim != table.dim:
+        raise InputError(
+            f"{path}: the vectors have {ingested.dim} numbers, but the served model was trained with vectors of {table.dim}; "
+            f"write vectors of the same model, or {_FIX}"
+        )
+    require_one_type(
+        ingested.id_type, subject=f"{path}: the item id", other_type=id_type, other_subject="the item id of the served model"
+    )
+    return manifest
+
+
+def _read_tables(
+    inputs: InputConfig,
+    folder: Path,
+    package: PackageDescription,
+    *,
+    parent_ids: pa.Array,
+    vectors: EmbeddingsManifest | None,
+    scratch_folder: Path,
+) -> _CurrentItems:
+    """Read the table of items, and find the new items."""
+    id_type: IdType = "int64" if pa.types.is_integer(parent_ids.type) else "string"
+    table = None
+    if inputs.features is not None and inputs.features.items is not None:
+        table = LaterItemTable(
+            inputs.features.items,
+            encodings=package.item_features,
+            id_type=id_type,
+            memory_limit=inputs.interactions.memory_limit,
+            threads=inputs.interactions.threads,
+            allowed_data_root=inputs.allowed_data_root,
+        )
+    elif package.item_features:
+        raise InputError(
+            f"features.items: the served model reads {shown_names([*package.item_features])}, but the config has no table of "
+            f"items; go back to the former config, or {_FIX}"
+        )
+    if vectors is not None:
+        available_ids = pq.read_table(vectors.ids_path("item"))["id"].combine_chunks()
+    elif table is not None:
+        available_ids = table.ids(folder=scratch_folder / "ids")
+    else:
+        raise InputError(
+            "the served model reads neither vectors nor features of items, so it cannot embed an item without events; add "
+            f"embeddings or features.items, and {_FIX}"
+        )
+    available_ids = available_ids.cast(parent_ids.type)
+    new_ids = available_ids.filter(pc.invert(pc.is_in(available_ids, value_set=parent_ids)))
+    item_ids = pa.concat_arrays([parent_ids, new_ids.take(pc.sort_indices(new_ids))])
+    vector_row_U = np.full(len(item_ids), -1, np.int64)
+    if vectors is not None:
+        vector_row_U = pc.fill_null(pc.index_in(item_ids, value_set=available_ids), -1).to_numpy().astype(np.int64)
+    if table is None:
+        return _CurrentItems(item_ids, vector_row_U, None, None)
+    later = table.read(item_ids, vocabulary_folder=folder, folder=scratch_folder / "features")
+    has_row_U = np.zeros(len(item_ids), np.bool_)
+    has_row_U[pq.read_table(later.row_path, columns=["row"])["row"].to_numpy()] = True
+    return _CurrentItems(item_ids, vector_row_U, later, has_row_U)
+
+
+def _embed(
+    folder: Path,
+    package: PackageDescription,
+    *,
+    vectors: EmbeddingsManifest | None,
+    current: _CurrentItems,
+    new_row_V: NDArray[np.int64],
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return the vectors of the new items in histories, and their candidate vectors."""
+    model = CandidateModel.load(folder / CANDIDATE_NAME, package.model)
+    vector_VD = None
+    if vectors is not None:
+        vector_VD = np.load(vectors.vectors_path("item"), mmap_mode="r")[current.vector_row_U[new_row_V]]
+    features = FeatureStore({}) if current.later is None else current.later.features
+    history_VD, candidate_VD = model.encode(vector_VD, features, new_row_V)
+    is_finite_V = np.isfinite(candidate_VD).all(axis=1) & np.isfinite(history_VD).all(axis=1)
+    if not is_finite_V.all():
+        item_id = current.ids[int(new_row_V[int(is_finite_V.argmin())])].as_py()
+        raise StageError(f"item {item_id!r}: the candidate tower gives a vector that is not finite; correct its vector")
+    return history_VD, candidate_VD
+
+
+def _differs(before: pa.Table, after: pa.Table) -> NDArray[np.bool_]:
+    """Return whether each row has another value in any column. A column that a table does not have is null."""
+    differs_I = np.zeros(before.num_rows, np.bool_)
+    for name in dict.fromkeys([*before.column_names, *after.column_names]):
+        if name not in before.column_names or name not in after.column_names:
+            values = (before if name in before.column_names else after)[name]
+            differs_I |= values.is_valid().to_numpy()
+            continue
+        old, new = _without_nan(before[name]), _without_nan(after[name])
+        if old.type != new.type:
+            return np.ones(before.num_rows, np.bool_)
+        is_equal = pc.fill_null(pc.equal(old, new), False).to_numpy()
+        differs_I |= ~(is_equal | (old.is_null().to_numpy() & new.is_null().to_numpy()))
+    return differs_I
+
+
+def _without_nan(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    if not pa.types.is_floating(values.type):
+        return values
+    return pc.if_else(pc.is_nan(values), pa.scalar(None, values.type), values)

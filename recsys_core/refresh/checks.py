@@ -1,0 +1,188 @@
+"""Checks of a refreshed package: the golden queries of its parent, and the recall of its index.
+
+Shapes: B queries, I items, D width of a vector.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from recsys_core.config import Frozen
+from recsys_core.refresh.changes import Changes
+from recsys_core.refresh.config import RefreshConfig
+from recsys_core.refresh.package import refreshed_vectors, stored_vectors
+from recsys_core.retrieval.index import build_index
+from recsys_core.retrieval.kinds import Flat
+from recsys_core.retrieval.measure import MeasuredQueries
+from recsys_core.seeds import REFRESH_QUERIES_SEED
+from recsys_core.serving.answers import Answer
+from recsys_core.serving.contents import PackageContents
+from recsys_core.serving.description import GOLDEN_NAME
+from recsys_core.serving.golden import GoldenQueries, golden_vectors
+from recsys_core.serving.requests import respond
+from recsys_core.serving.retriever import Retriever
+
+MAX_QUERIES = 1_000
+"""Number of users, and of items, whose searches are measured."""
+RECALL_K = 100
+MAX_VECTOR_DIFFERENCE = 1e-5
+"""Largest difference of a value of a golden query's vector, which the refresh must not change."""
+
+
+class Check(Frozen):
+    """A measured value of a refreshed package, and the value that it must reach.
+
+    Attributes:
+        metric: name of the value in MLflow.
+        name: name of the value in messages.
+    """
+
+    metric: str
+    name: str
+    value: float
+    limit: float
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether the value reaches the limit."""
+        return self.value >= self.limit
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.value:.4g} ({self.limit:.4g} or more are required)"
+
+
+def check_package(
+    parent: PackageContents,
+    contents: PackageContents,
+    changes: Changes,
+    *,
+    parent_folder: Path,
+    config: RefreshConfig,
+) -> tuple[Check, ...]:
+    """Compare a refreshed package with its parent.
+
+    Args:
+        parent, contents: the two packages. The first one was read from `parent_folder`.
+        changes: the differences of their items.
+    """
+    before, after = Retriever(parent, version=""), Retriever(contents, version="")
+    golden = GoldenQueries.model_validate_json((parent_folder / GOLDEN_NAME).read_bytes())
+    checks = list(_golden_checks(golden, before, after, parent, changes, min_overlap=config.min_golden_overlap))
+    all_rows = np.arange(parent.package.model.num_items)
+    recall_before = _recalls(before, parent, stored_vectors(parent, all_rows), all_rows)
+    new_rows = np.arange(len(changes.kept_row_I), contents.package.model.num_items)
+    item_rows = new_rows if len(new_rows) else np.arange(contents.package.model.num_items)
+    for queries, recall in _recalls(after, contents, refreshed_vectors(parent, changes), item_rows).items():
+        limit = max(0.0, recall_before[queries] - config.max_recall_drop)
+        name = f"recall@{RECALL_K} of the index for the vectors of {queries}"
+        checks.append(Check(metric=f"index_recall_{queries}", name=name, value=recall, limit=limit))
+    return tuple(checks)
+
+
+def _golden_checks(
+    golden: GoldenQueries,
+    before: Retriever,
+    after: Retriever,
+    parent: PackageContents,
+    changes: Changes,
+    *,
+    min_overlap: float,
+) -> Iterator[Check]:
+    """Yield the checks of the parent's golden queries. Queries with an item that left, in query or answer, are left out.
+
+    The new items are excluded, so the answers are those of the parent, apart from an index that is approximate.
+    """
+    removed_ids = {*changes.removed_ids.to_pylist()}
+    users_of_removed = _users_of_removed(golden, before, parent, changes) if removed_ids else set()
+    overlaps, are_equal = [], []
+    for golden_request in golden.requests:
+        if "filter" in golden_request.request["params"] and len(changes.changed_row_I):
+            continue  # other items satisfy the filter now
+        answers_before = _answers(before, golden_request.request)
+        answers_after = _answers(after, golden_request.request, excluded_ids=changes.new_ids)
+        rows = zip(_ids_of_rows(golden_request.request), golden_request.answers, answers_before, answers_after, strict=True)
+        for (user_id, item_ids), expected, answer_before, answer_after in rows:
+            if user_id in users_of_removed or removed_ids & {*item_ids, *expected.item_ids}:
+                continue
+            overlaps.append(len({*expected.item_ids} & {*answer_after.item_ids}) / max(1, len(expected.item_ids)))
+            are_equal.append(_vector_difference(answer_before, answer_after) <= MAX_VECTOR_DIFFERENCE)
+    yield Check(metric="golden_queries", name="number of golden queries whose items stay", value=len(overlaps), limit=1)
+    yield Check(
+        metric="golden_equal_vectors",
+        name="share of golden queries with an equal vector",
+        value=float(np.mean(are_equal or [False])),
+        limit=1,
+    )
+    yield Check(
+        metric="golden_overlap",
+        name="overlap of the answers to golden queries",
+        value=float(np.mean(overlaps or [0])),
+        limit=min_overlap,
+    )
+
+
+def _answers(retriever: Retriever, request: Mapping[str, Any], *, excluded_ids: pa.Array | None = None) -> list[Answer]:
+    params = request["params"]
+    exclude = [*params.get("exclude", ()), *(() if excluded_ids is None else excluded_ids.to_pylist())]
+    return respond(retriever, {**request, "params": {**params, "exclude": exclude, "with_vectors": True}})
+
+
+def _ids_of_rows(request: Mapping[str, Any]) -> list[tuple[Any, list[Any]]]:
+    """Return the user id, or None, and the item ids of each row of a golden request."""
+    if "inputs" in request:
+        return [(None, [item_id]) for item_id in request["inputs"]["item_id"]]
+    excluded = request["params"].get("exclude", [])
+    return [(row.get("user_id"), [*row.get("history", ()), *excluded]) for row in request["rows"]]
+
+
+def _users_of_removed(golden: GoldenQueries, before: Retriever, parent: PackageContents, changes: Changes) -> set[Any]:
+    """Return the users of golden queries whose stored history has an item that left."""
+    user_ids = [user_id for golden_request in golden.requests for user_id, _ in _ids_of_rows(golden_request.request)]
+    user_ids = [user_id for user_id in user_ids if user_id is not None]
+    if not user_ids or parent.package.users == "none":
+        return set()
+    is_kept_I = np.zeros(parent.package.model.num_items, np.bool_)
+    is_kept_I[changes.kept_row_I] = True
+    histories = parent.users.histories(before.user_ids.rows(user_ids))
+    return {user_ids[index] for index in np.unique(histories.list_index_L[~is_kept_I[histories.values_L]]).tolist()}
+
+
+def _vector_difference(before: Answer, after: Answer) -> float:
+    return float(np.abs(np.array(before.query_vector or 0.0) - np.array(after.query_vector or 0.0)).max())
+
+
+def _recalls(
+    retriever: Retriever, contents: PackageContents, item_vector_ID: NDArray[np.float32], item_rows: NDArray[np.int64]
+) -> dict[str, float]:
+    """Return the mean recall of the index against an exact search, for queries of users and for the vectors of some items."""
+    exact_index = build_index(Flat(), item_vector_ID)
+    recall_by_queries = {}
+    for name, query_BD in (
+        ("users", _user_queries(retriever)),
+        ("items", item_vector_ID[_sample(item_rows)]),
+    ):
+        if len(query_BD):
+            measured = MeasuredQueries.with_exact_results(
+                query_BD, exact_index=exact_index, item_vector_ID=item_vector_ID, depth=min(RECALL_K, len(item_vector_ID))
+            )
+            recall_by_queries[name] = float(measured.recall(contents.index, contents.package.index)[0].mean())
+    return recall_by_queries
+
+
+def _user_queries(retriever: Retriever) -> NDArray[np.float32]:
+    """Return the query vectors of stored users, or those of the golden queries without stored users, [B, D]."""
+    if not len(retriever.user_ids):
+        return golden_vectors(retriever)
+    user_ids = retriever.user_ids.ids(_sample(np.arange(len(retriever.user_ids))))
+    query_BD = retriever.recommend(user_ids, k=1, with_vectors=True).query_BD
+    assert query_BD is not None  # with_vectors
+    return query_BD[np.abs(query_BD).any(axis=1)]
+
+
+def _sample(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return up to MAX_QUERIES of the rows, drawn with a fixed seed."""
+    return np.random.default_rng(REFRESH_QUERIES_SEED).permutation(rows)[:MAX_QUERIES]

@@ -1,0 +1,31 @@
+"""Config of a refresh."""
+
+from pydantic import Field
+
+from recsys_core.config import Settings
+
+
+class RefreshConfig(Settings):
+    """Limits of `nightjar refresh`, which adds new items to the champion and removes items that are gone."""
+
+    max_removed_share: float = Field(
+        0.2,
+        ge=0,
+        le=1,
+        description="largest share of the items that a refresh may remove. If more are missing in the vectors or in the table "
+        "of items, the refresh fails, because an input is probably incomplete",
+    )
+    max_recall_drop: float = Field(
+        0.02,
+        ge=0,
+        le=1,
+        description="largest difference between the recall of the champion's index and that of the rebuilt index, both "
+        "compared with an exact search",
+    )
+    min_golden_overlap: float = Field(
+        0.9,
+        ge=0,
+        le=1,
+        description="smallest share of the items in the champion's answers to its golden queries that the new version answers "
+        "too, if the new items are excluded",
+    )

@@ -1,0 +1,145 @@
+"""The refreshed package: the model and the vectors of its parent, with the items of today.
+
+Shapes: I items, V new items, D width of a vector.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from recsys_core.manifests import PackageManifest, StageFolder, fingerprint_of
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.tables.table_config import OFFSET_TABLE, TEACHER_TABLE
+from recsys_core.refresh.changes import Changes
+from recsys_core.retrieval.index import build_index
+from recsys_core.retrieval.search import verify_file
+from recsys_core.serving.contents import PackageContents
+from recsys_core.serving.description import (
+    CANDIDATE_NAME,
+    ITEMS_NAME,
+    SEGMENTS_NAME,
+    SOURCES_NAME,
+    USERS_CHECKSUMS_NAME,
+    USERS_NAME,
+)
+from recsys_core.serving.items import RESERVED_ITEM_COLUMNS, write_items
+from recsys_core.serving.package import complete_package
+from recsys_core.serving.popularity.segment_counts import replace_items_of_segments
+from recsys_core.serving.quantise import HISTORY_TABLE, ServedQueryTower, make_table, save_tower
+from recsys_core.serving.retriever import Retriever
+from recsys_core.serving.users.mapped_file import write_block_checksums
+from recsys_core.serving.users.user_table import replace_items
+
+
+def refresh_package(parent: PackageContents, changes: Changes, *, parent_folder: Path, folder: Path) -> PackageManifest:
+    """Write a stage folder with a package of the same format, model and space_id as its parent.
+
+    The vectors of items that stay are copied bit by bit. New items are the last rows, and the least popular ones. Events of
+    items that left are removed from the histories. The index is built again with the settings of the parent's index.
+
+    Args:
+        parent_folder: folder of the parent package, whose contents are `parent`.
+    """
+    package = parent.package
+    spec = _with_items(package.model, changes.columns.num_rows)
+    stage = StageFolder(folder, PackageManifest, fingerprint=fingerprint_of("refresh", package, changes.counts))
+    with stage.writing(min_bytes=sum(path.stat().st_size for path in parent_folder.iterdir())) as output_folder:
+        package_folder = output_folder / "package"
+        package_folder.mkdir()
+        tower = _with_history_items(parent, spec, changes)
+        save_tower(tower, package_folder / "tower.safetensors", space_id=package.space_id)
+        item_vector_ID = refreshed_vectors(parent, changes)
+        kind = package.index.fitted(len(item_vector_ID), package.dim)
+        faiss.write_index(build_index(kind, item_vector_ID), str(package_folder / "index.faiss"))
+        write_items(
+            package_folder / ITEMS_NAME,
+            columns=changes.columns,
+            item_vector_ID=item_vector_ID,
+            space_id=package.space_id,
+            precision=package.item_vectors,
+        )
+        np.save(package_folder / SOURCES_NAME, changes.source_I)
+        new_row_I = np.full(package.model.num_items, -1, np.int32)
+        new_row_I[changes.kept_row_I] = np.arange(len(changes.kept_row_I))
+        for file_name, array in _popularity(parent, changes, new_row_I).items():
+            np.save(package_folder / file_name, array)
+        if package.popularity_by is not None:
+            replace_items_of_segments(parent_folder / SEGMENTS_NAME, package_folder / SEGMENTS_NAME, new_row_I)
+        if package.users == "stored":
+            verify_file(parent_folder / USERS_NAME, record=package.files[USERS_NAME])  # users are verified when they are read
+            replace_items(parent_folder / USERS_NAME, package_folder / USERS_NAME, new_row_I)
+            write_block_checksums(package_folder / USERS_NAME, package_folder / USERS_CHECKSUMS_NAME)
+        for file_name in (*package.vocabulary_names, CANDIDATE_NAME):
+            shutil.copyfile(parent_folder / file_name, package_folder / file_name)
+        description = package.model_copy(
+            update={
+                "model": spec,
+                "index_parameters": kind.model_dump(exclude={"kind"}),
+                "max_k": spec.num_items,
+                "filter_columns": tuple(name for name in changes.columns.column_names if name not in RESERVED_ITEM_COLUMNS),
+                "has_titles": "title" in changes.columns.column_names,
+            }
+        )
+        complete_package(package_folder, description)
+        return stage.commit(
+            size_bytes=sum(path.stat().st_size for path in package_folder.iterdir()),
+            served_index=package.index_kind,
+            quantization=package.quantization,
+        )
+
+
+def refreshed_vectors(parent: PackageContents, changes: Changes) -> NDArray[np.float32]:
+    """Return the vectors of the items of the refreshed package: those of the parent, and the new ones, [I, D]."""
+    return np.concatenate([stored_vectors(parent, changes.kept_row_I), changes.vector_VD])
+
+
+def stored_vectors(contents: PackageContents, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return the vectors of items from items.parquet, or from the index if the file has none, [L, D]."""
+    if contents.items.has_vectors:
+        return contents.items.vectors(item_row_L)
+    return Retriever(contents, version="").item_vectors(item_row_L)
+
+
+def _with_items(spec: ModelSpec, num_items: int) -> ModelSpec:
+    """Return the spec with another number of items."""
+    resized = {
+        name: spec.tables[name].model_copy(update={"num_rows": num_items})
+        for name in ("item", OFFSET_TABLE, TEACHER_TABLE)
+        if name in spec.tables
+    }
+    return spec.model_copy(update={"num_items": num_items, "tables": {**spec.tables, **resized}})
+
+
+def _with_history_items(parent: PackageContents, spec: ModelSpec, changes: Changes) -> ServedQueryTower:
+    """Return the query tower with the rows of the items that stay, unchanged, and those of the new items."""
+    if HISTORY_TABLE not in parent.tower.tables:
+        return parent.tower
+    quantization = parent.package.quantization
+    new_table = make_table(changes.num_added, spec.config.history_dim, quantization=quantization)
+    new_table.fill(changes.history_VD)
+    kept_rows = torch.from_numpy(changes.kept_row_I)
+    state = dict(parent.tower.state_dict())
+    for name, new_rows in new_table.state_dict().items():
+        key = f"tables.{HISTORY_TABLE}.{name}"
+        state[key] = torch.cat([state[key][kept_rows], new_rows])
+    with torch.device("meta"):
+        new_tower = ServedQueryTower(spec, quantization=quantization)
+    new_tower.load_state_dict(state, assign=True)
+    return new_tower
+
+
+def _popularity(parent: PackageContents, changes: Changes, new_row_I: NDArray[np.int32]) -> Mapping[str, NDArray[Any]]:
+    """Return the items by popularity and their shares, by file name. New items are the least popular ones."""
+    popular_row_I = new_row_I[parent.popularity.item_row_I]
+    added_rows = np.arange(len(changes.kept_row_I), changes.columns.num_rows, dtype=np.int32)
+    share_I = parent.popularity.share_I[popular_row_I >= 0]
+    return {
+        "popularity.npy": np.concatenate([popular_row_I[popular_row_I >= 0], added_rows]),
+        "popularity_share.npy": np.concatenate([share_I, np.zeros(len(added_rows), np.float32)]),
+    }

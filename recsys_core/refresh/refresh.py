@@ -1,0 +1,69 @@
+"""The steps of a refresh: compare the items, embed the new ones, write the package and its delta file, check it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from recsys_core.errors import InputError
+from recsys_core.ingest import InputConfig
+from recsys_core.manifests import PackageManifest
+from recsys_core.refresh.changes import Changes, read_changes
+from recsys_core.refresh.checks import Check, check_package
+from recsys_core.refresh.config import RefreshConfig
+from recsys_core.refresh.delta import DELTA_NAME, write_delta
+from recsys_core.refresh.package import refresh_package
+from recsys_core.serving.contents import read_package
+from recsys_core.serving.description import description_sha256
+
+
+@dataclass(frozen=True)
+class Refreshed:
+    """A refreshed package.
+
+    Attributes:
+        delta_path: the delta file, see `write_delta`.
+    """
+
+    package: PackageManifest
+    changes: Changes
+    checks: tuple[Check, ...]
+    delta_path: Path
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """The checks that failed."""
+        return tuple(str(check) for check in self.checks if not check.is_passed)
+
+
+def refresh(config: RefreshConfig, inputs: InputConfig, *, parent_folder: Path, sha256: str, folder: Path) -> Refreshed | None:
+    """Write a package with the items of the input tables of today to `folder`; return None if no item has changed.
+
+    Args:
+        parent_folder: package whose model embeds the new items. sha256: expected checksum of its package.json.
+        folder: an empty folder, for the package, the delta file and temporary files.
+
+    Raises:
+        StageError: the parent package is damaged, or has another format.
+        InputError: the tables are invalid or do not fit the model, or too many items are missing in them.
+    """
+    parent = read_package(parent_folder, sha256=sha256)
+    (scratch_folder := folder / "scratch").mkdir()
+    changes = read_changes(inputs, parent_folder, parent.package, scratch_folder=scratch_folder)
+    if not changes:
+        return None
+    _check_removed_share(config, changes, num_items=parent.package.model.num_items)
+    manifest = refresh_package(parent, changes, parent_folder=parent_folder, folder=folder / "package")
+    package_folder = manifest.folder / "package"
+    contents = read_package(package_folder, sha256=description_sha256(manifest))
+    checks = check_package(parent, contents, changes, parent_folder=parent_folder, config=config)
+    write_delta(folder / DELTA_NAME, changes, contents)
+    return Refreshed(manifest, changes, checks, folder / DELTA_NAME)
+
+
+def _check_removed_share(config: RefreshConfig, changes: Changes, *, num_items: int) -> None:
+    num_removed = len(changes.removed_ids)
+    if num_removed > config.max_removed_share * num_items or num_removed == num_items:
+        raise InputError(
+            f"{num_removed:,} of {num_items:,} items of the served model ({num_removed / num_items:.1%}) are missing in the "
+            f"vectors or in the table of items, but refresh.max_removed_share is {config.max_removed_share:.1%}; check that "
+            "the input files are complete, or raise the limit"
+        )

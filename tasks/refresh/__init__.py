@@ -1,0 +1,1 @@
+"""The refresh of the champion."""

@@ -1,0 +1,166 @@
+"""The refreshed champion: a new version with the items of today, its lineage, and the decision about the alias."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from mlflow.entities import RunStatus
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.utils.mlflow_tags import MLFLOW_RUN_NAME
+
+from recsys_core.errors import InputError, NightjarError, redacted
+from recsys_core.ingest import InputConfig
+from recsys_core.refresh.config import RefreshConfig
+from recsys_core.refresh.refresh import Refreshed, refresh
+from tasks.progress.reporting import LOG, StageLog
+from tasks.registry.loading import PACKAGE_SHA256_KEY, fetch_model, load_version
+from tasks.registry.mlflow_client import RUN_ID_TAG
+from tasks.registry.model_card import MAX_CARD_CHARACTERS
+from tasks.registry.registry import Registry
+from tasks.registry.releases import (
+    CHALLENGERS_TAG,
+    DELTA_TAG,
+    PARENT_TAG,
+    REASONS_TAG,
+    REFIT_OF_TAG,
+    REFRESH_TAG,
+    SMOKE_TAG,
+    SPENT_DROP_TAG,
+)
+from tasks.registry.tracking import PIPELINE_TAG, as_metrics, log_metrics
+from tasks.registry.versions import register_package
+
+_INHERITED_TAGS = (RUN_ID_TAG, SPENT_DROP_TAG, CHALLENGERS_TAG, REFIT_OF_TAG)
+"""Tags of the parent that belong to its model: the run that trained it, its history in the gate, and what it is a refit of."""
+_CARD_START = "Refreshed from version "
+
+
+@dataclass(frozen=True)
+class RefreshedVersion:
+    """Result of a refresh that changed items.
+
+    Attributes:
+        text: the changes, in one sentence.
+        problems: why the version is not the champion; empty if it is.
+        delta_uri: address of the delta file in MLflow.
+    """
+
+    version: str
+    parent: str
+    counts: dict[str, int]
+    text: str
+    problems: tuple[str, ...]
+    delta_uri: str
+
+
+def refresh_champion(
+    config: RefreshConfig, inputs: InputConfig, registry: Registry, *, workspace: Path, pipeline: str
+) -> RefreshedVersion | None:
+    """Register a version with the items of today and the model of the champion; it becomes champion if it passes the checks.
+
+    Return None if no item has changed; nothing is registered then.
+
+    Raises:
+        InputError: there is no champion, the tables are invalid or do not fit its model, or too many items are missing.
+        StageError: the champion is damaged, or its package has another format.
+        TrackingServerError: MLflow does not work.
+    """
+    parent = registry.champion()
+    if parent is None:
+        raise InputError(f"{registry.model_name} has no champion to refresh; train one with `nightjar run`")
+    log = StageLog("refresh")
+    with TemporaryDirectory(prefix="refresh-", dir=workspace) as scratch_name:
+        (folder := Path(scratch_name) / "refresh").mkdir()
+        uri = f"models:/{parent.name}/{parent.version}"
+        model_folder, model_config = fetch_model(
+            uri, client=registry.client, workspace=workspace, download_folder=Path(scratch_name) / "parent"
+        )
+        refreshed = refresh(
+            config,
+            inputs,
+            parent_folder=model_folder / "artifacts" / "package",
+            sha256=model_config[PACKAGE_SHA256_KEY],
+            folder=folder,
+        )
+        if refreshed is None:
+            log.finish_step(f"no item has changed since version {parent.version}")
+            return None
+        log.finish_step(str(refreshed.changes))
+        log = StageLog("register")
+        version, delta_uri = _register(refreshed, registry, parent, workspace=workspace, pipeline=pipeline)
+        problems = refreshed.problems or _load(registry, version, workspace=workspace)
+        reason = f"{_CARD_START}{parent.version}: {refreshed.changes}"
+        if not problems and not registry.move_champion(version, expected=parent, reason=reason):
+            problems = ("another version became champion during the refresh; repeat it",)
+        sentence = "; ".join([reason, *(f"refused: {problem}" for problem in problems)])
+        registry.set_tag(version, REASONS_TAG, redacted(sentence))
+        if problems:
+            registry.move_challenger(version, reason=sentence)
+        log.finish_step(f"version {version.version} is {'challenger' if problems else 'champion'}")
+    return RefreshedVersion(
+        str(version.version), str(parent.version), refreshed.changes.counts, str(refreshed.changes), problems, delta_uri
+    )
+
+
+def _register(
+    refreshed: Refreshed, registry: Registry, parent: ModelVersion, *, workspace: Path, pipeline: str
+) -> tuple[ModelVersion, str]:
+    """Register the package with its lineage; return the version, and the address of its delta file."""
+    counts = refreshed.changes.counts
+    tags = {tag: parent.tags[tag] for tag in _INHERITED_TAGS if tag in parent.tags}
+    tags |= {PARENT_TAG: str(parent.version), REFRESH_TAG: json.dumps(counts)}
+    metrics = {f"refresh/{name}": float(count) for name, count in counts.items()}
+    metrics |= {f"refresh/{check.metric}": check.value for check in refreshed.checks}
+    checks = "; ".join(map(str, refreshed.checks))
+    card = f"{_CARD_START}{parent.version}: {refreshed.changes}. Checks: {checks}.\n\n{_parent_card(parent)}"
+    with _mlflow_run(registry, parent, pipeline=pipeline) as mlflow_run_id:
+        registry.call(registry.client.log_artifact, mlflow_run_id, str(refreshed.delta_path))
+        registry.call(log_metrics, registry.client, mlflow_run_id, as_metrics(metrics))
+        delta_uri = f"runs:/{mlflow_run_id}/{refreshed.delta_path.name}"
+        version = registry.call(
+            register_package,
+            refreshed.package,
+            model_name=registry.model_name,
+            client=registry.client,
+            mlflow_run_id=mlflow_run_id,
+            workspace=workspace,
+            tags=tags | {DELTA_TAG: delta_uri},
+            description=card[:MAX_CARD_CHARACTERS],
+        )
+    return version, delta_uri
+
+
+@contextmanager
+def _mlflow_run(registry: Registry, parent: ModelVersion, *, pipeline: str) -> Iterator[str]:
+    """Yield the id of a new MLflow run in the experiment of the parent's run."""
+    client, status = registry.client, RunStatus.FAILED
+    assert parent.run_id is not None  # every version is created from an MLflow run
+    experiment_id = registry.call(client.get_run, parent.run_id).info.experiment_id
+    tags = {MLFLOW_RUN_NAME: f"refresh of version {parent.version}", PIPELINE_TAG: pipeline, PARENT_TAG: str(parent.version)}
+    mlflow_run_id = str(registry.call(client.create_run, experiment_id, tags=tags).info.run_id)
+    try:
+        yield mlflow_run_id
+        status = RunStatus.FINISHED
+    finally:
+        registry.call(client.set_terminated, mlflow_run_id, RunStatus.to_string(status))
+
+
+def _parent_card(parent: ModelVersion) -> str:
+    """Return the model card of the parent without the paragraph about its own refresh."""
+    card = parent.description or ""
+    return card.partition("\n\n")[2] if card.startswith(_CARD_START) else card
+
+
+def _load(registry: Registry, version: ModelVersion, *, workspace: Path) -> tuple[str, ...]:
+    """Load the version as a server does, which verifies its files and golden queries; return the problem, if there is one."""
+    try:
+        load_version(workspace, model_name=registry.model_name, version=str(version.version))
+    except NightjarError as error:
+        registry.set_tag(version, SMOKE_TAG, redacted(f"failed: {error}"))
+        LOG.error("%s", error)
+        return (str(error),)
+    registry.set_tag(version, SMOKE_TAG, "passed")
+    return ()

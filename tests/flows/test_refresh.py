@@ -1,0 +1,126 @@
+"""The command and the flow that refresh the champion."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from prefect.client.schemas.objects import State
+from ruamel.yaml import YAML
+from typer.testing import CliRunner
+
+from flows import refresh as refresh_flow
+from flows.cli.main import app
+from flows.refresh import refresh
+from recsys_core.errors import InputError, StageError
+from recsys_core.refresh import package
+from tasks.registry.mlflow_client import connect
+from tests.recsys_core.refresh.small_pipeline import FEATURES, ITEMS, SmallPipeline, build_pipeline, write_items, write_vectors
+from tests.tasks.conftest import workspace  # noqa: F401  a fixture
+from tests.tasks.refresh.test_refreshed_version import aliases, make_champion
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> SmallPipeline:
+    return build_pipeline(tmp_path_factory.mktemp("parent") / "files")
+
+
+@pytest.fixture
+def file(workspace: Path, parent: SmallPipeline) -> Path:  # noqa: F811
+    items = {
+        "paths": str(parent.files / "items.parquet"),
+        "id_column": "item_id",
+        "title_column": "title",
+        "filter_columns": ["genre", "in_stock"],
+        "features": [dict(feature) for feature in FEATURES],
+    }
+    config = {
+        "workspace": str(workspace),
+        "interactions": {
+            "paths": str(parent.files / "log.parquet"),
+            "order_column": "position",
+            "split": {"kind": "leave_last_out"},
+        },
+        "embeddings": {"paths": str(parent.files / "vectors.parquet"), "vector_column": "vector"},
+        "features": {"items": items},
+        "registry": {"model_name": "m"},
+    }
+    path = workspace / "nightly.yaml"
+    YAML().dump(config, path)
+    return path
+
+
+@pytest.fixture
+def client(file: Path, parent: SmallPipeline) -> MlflowClient:
+    client = connect(file.parent)
+    client.create_registered_model("m")
+    make_champion(client, file.parent, parent)
+    set_items(parent, ITEMS)
+    return client
+
+
+def set_items(parent: SmallPipeline, ids: Any) -> None:
+    write_vectors(parent.files, ids)
+    write_items(parent.files, ids)
+
+
+def test_the_command_refreshes_the_champion_and_the_releases_show_the_lineage(
+    file: Path, client: MlflowClient, parent: SmallPipeline
+) -> None:
+    set_items(parent, range(1002, 1310))
+    result = CliRunner().invoke(app, ["refresh", str(file)])
+    assert result.exit_code == 0, result.output
+    text = "m version 2, refreshed from version 1 (10 items added, 2 removed, 0 changed), is champion; changed vectors: runs:/"
+    assert text in " ".join(result.output.split())
+    assert "duration" in result.output
+    releases = " ".join(CliRunner().invoke(app, ["releases", str(file)]).output.split())
+    assert "Refreshed from version 1: 10 items added, 2 removed, 0 changed" in releases and "2 (from 1) champion" in releases
+    answer = CliRunner().invoke(app, ["query", str(file), "--item", "1305", "-k", "3"])
+    assert answer.exit_code == 0 and "m version 2, item 1305" in answer.output
+
+
+def test_a_command_without_a_change_succeeds_and_registers_nothing(file: Path, client: MlflowClient) -> None:
+    result = CliRunner().invoke(app, ["refresh", str(file)])
+    assert result.exit_code == 0 and "no item has changed, so no version is registered" in result.output
+    state: State[Any] = refresh.fn(str(file))
+    assert (state.name, aliases(client)) == ("Unchanged", {"champion": "1"})
+
+
+def test_a_promoted_refresh_is_delivered_like_a_run(
+    file: Path, client: MlflowClient, parent: SmallPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delivered = []
+    monkeypatch.setattr(refresh_flow, "deliver", lambda config: delivered.append(config.name) or ["the store is full"])
+    set_items(parent, range(1000, 1310))
+    state: State[Any] = refresh.fn(str(file))
+    assert state.name == "Promoted" and len(delivered) == 1
+    assert str(state.message).endswith("; the store is full")
+
+
+def test_a_refused_refresh_fails_with_the_failed_checks(
+    file: Path, client: MlflowClient, parent: SmallPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_index = package.build_index
+    monkeypatch.setattr(package, "build_index", lambda kind, vector_ID: build_index(kind, vector_ID[::-1].copy()))
+    monkeypatch.setattr(refresh_flow, "deliver", lambda *_, **__: pytest.fail("it was delivered"))
+    set_items(parent, range(1000, 1310))
+    state: State[Any] = refresh.fn(str(file))
+    assert (state.name, state.is_failed()) == ("Refused", True)
+    with pytest.raises(StageError, match=r"m version 2, .* does not become champion: .*recall@100 of the index"):
+        state.result()
+    set_items(parent, range(1000, 1311))
+    result = CliRunner().invoke(app, ["refresh", str(file)])
+    assert isinstance(result.exception, StageError) and result.exception.exit_code == 1
+
+
+def test_without_a_champion_the_command_is_an_input_error(file: Path) -> None:
+    result = CliRunner().invoke(app, ["refresh", str(file)])
+    assert isinstance(result.exception, InputError)
+    assert str(result.exception) == "m has no champion to refresh; train one with `nightjar run`"
+
+
+def test_the_form_has_titles_and_descriptions() -> None:
+    fields: dict[str, dict[str, Any]] = refresh.parameters.model_dump()["properties"]
+    assert set(fields) == {"pipeline", "overrides"}
+    for name, field in fields.items():
+        assert field["title"] != name and field["title"][0].isupper() and field["description"].endswith("."), name

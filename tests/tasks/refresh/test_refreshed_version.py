@@ -1,0 +1,217 @@
+"""A refreshed champion in MLflow: its lineage, its delta file, and the decision about the alias."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities.model_registry import ModelVersion
+
+from recsys_core.errors import InputError, StageError
+from recsys_core.refresh import package
+from recsys_core.refresh.config import RefreshConfig
+from tasks.delivery.publishers import AliasChange
+from tasks.gate.by_hand import Decision, promote_version, roll_back
+from tasks.refresh import refreshed_version
+from tasks.refresh.refreshed_version import RefreshedVersion, refresh_champion
+from tasks.registry.config import RegistryConfig
+from tasks.registry.loading import load_version
+from tasks.registry.mlflow_client import RUN_ID_TAG, connect
+from tasks.registry.registry import Registry
+from tasks.registry.releases import CHALLENGERS_TAG, FORMER_CHAMPION_TAG, SPENT_DROP_TAG, list_releases
+from tasks.registry.versions import register_package
+from tests.recsys_core.refresh.small_pipeline import ITEMS, SmallPipeline, build_pipeline, write_items, write_vectors
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.changes: list[tuple[str, str | None, str | None]] = []
+
+    def publish(self, change: AliasChange) -> None:
+        self.changes.append((change.alias, change.old_version, change.new_version))
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> SmallPipeline:
+    return build_pipeline(tmp_path_factory.mktemp("parent") / "files")
+
+
+@pytest.fixture
+def client(workspace: Path, parent: SmallPipeline) -> MlflowClient:
+    """A client of an MLflow whose champion is the package of `parent`; the input files are those of the training."""
+    set_items(parent, ITEMS)
+    client = connect(workspace)
+    client.create_registered_model("m")
+    make_champion(client, workspace, parent)
+    return client
+
+
+def set_items(parent: SmallPipeline, ids: Any) -> None:
+    write_vectors(parent.files, ids)
+    write_items(parent.files, ids)
+
+
+def make_champion(client: MlflowClient, workspace: Path, parent: SmallPipeline) -> ModelVersion:
+    experiment = client.get_experiment_by_name("tests")
+    artifacts = (workspace / "mlartifacts").as_uri()
+    experiment_id = experiment.experiment_id if experiment else client.create_experiment("tests", artifact_location=artifacts)
+    version = register_package(
+        parent.package,
+        model_name="m",
+        client=client,
+        mlflow_run_id=client.create_run(experiment_id).info.run_id,
+        workspace=workspace,
+        tags={RUN_ID_TAG: "20261121-070312-ab12", SPENT_DROP_TAG: "0.01", CHALLENGERS_TAG: "2.5"},
+        description="The card of the model.",
+    )
+    client.set_registered_model_alias("m", "champion", str(version.version))
+    return version
+
+
+def refresh(parent: SmallPipeline, workspace: Path, *publishers: Any, **limits: float) -> RefreshedVersion | None:
+    registry = Registry.connect(workspace, "m", publishers=publishers)
+    return refresh_champion(RefreshConfig(**limits), parent.inputs, registry, workspace=workspace, pipeline="films")
+
+
+def aliases(client: MlflowClient) -> dict[str, str]:
+    return {alias: str(number) for alias, number in client.get_registered_model("m").aliases.items()}
+
+
+def test_a_refreshed_version_becomes_champion_with_the_lineage_of_its_parent(
+    parent: SmallPipeline, client: MlflowClient, workspace: Path
+) -> None:
+    set_items(parent, range(1003, 1310))
+    recorder = Recorder()
+    refreshed = refresh(parent, workspace, recorder)
+    assert refreshed is not None and refreshed.problems == ()
+    assert aliases(client) == {"champion": "2"} and recorder.changes == [("champion", "1", "2")]
+    version = client.get_model_version("m", "2")
+    counts = {"added": 10, "removed": 3, "changed": 0}
+    assert (version.tags["nightjar.parent"], json.loads(version.tags["nightjar.refresh"])) == ("1", counts)
+    assert version.tags["nightjar.smoke"] == "passed"
+    inherited = (RUN_ID_TAG, SPENT_DROP_TAG, CHALLENGERS_TAG)
+    former = client.get_model_version("m", "1")
+    assert [version.tags[tag] for tag in inherited] == [former.tags[tag] for tag in inherited]
+    assert FORMER_CHAMPION_TAG in former.tags  # so a rollback returns to it
+    sentence = "Refreshed from version 1: 10 items added, 3 removed, 0 changed"
+    assert version.description.startswith(sentence) and version.description.endswith("The card of the model.")
+    (release, _) = list_releases(client, "m")
+    assert (release["parent"], release["refresh"], release["reasons"]) == ("1", counts, sentence)
+    old, new = (load_version(workspace, model_name="m", version=number).retriever for number in ("1", "2"))
+    assert new.space_id == old.space_id and new.version == "2"
+    assert not list(workspace.glob("refresh-*"))
+
+
+def test_the_delta_file_is_an_artifact_of_the_mlflow_run(parent: SmallPipeline, client: MlflowClient, workspace: Path) -> None:
+    set_items(parent, range(1003, 1310))
+    refreshed = refresh(parent, workspace)
+    assert refreshed is not None
+    assert refreshed.delta_uri == client.get_model_version("m", "2").tags["nightjar.delta"]
+    mlflow.set_tracking_uri(client.tracking_uri)
+    delta = pq.read_table(mlflow.artifacts.download_artifacts(refreshed.delta_uri))
+    assert sorted(delta["operation"].to_pylist()) == ["delete"] * 3 + ["upsert"] * 10
+    run = client.get_run(client.get_model_version("m", "2").run_id)
+    assert run.info.status == "FINISHED" and run.data.tags["nightjar.pipeline"] == "films"
+    assert run.data.metrics["refresh/added"] == 10 and run.data.metrics["refresh/index_recall_users"] == 1
+    assert RUN_ID_TAG not in run.data.tags  # a resumed run would continue this MLflow run
+
+
+def test_a_second_refresh_names_the_first_one_and_describes_itself_once(
+    parent: SmallPipeline, client: MlflowClient, workspace: Path
+) -> None:
+    for stop in (1310, 1320):
+        set_items(parent, range(1000, stop))
+        refresh(parent, workspace)
+    version = client.get_model_version("m", "3")
+    assert (version.tags["nightjar.parent"], aliases(client)) == ("2", {"champion": "3"})
+    assert version.description.count("Refreshed from version") == 1
+
+
+def test_a_former_champion_is_promoted_again_although_the_log_lacks_its_new_items(
+    parent: SmallPipeline, client: MlflowClient, workspace: Path, predicted_here: list[str]
+) -> None:
+    set_items(parent, range(1000, 1310))
+    refresh(parent, workspace)
+    run_folder = workspace / "runs" / "20261121-070312-ab12"
+    shutil.copytree(parent.dataset.interactions.folder, run_folder / "ingest_interactions")
+    for change, version in ((partial(roll_back, None), "1"), (partial(promote_version, 2), "2")):
+        text = change(Decision(RegistryConfig(model_name="m"), workspace, "a test", []))
+        assert text.startswith(f"m version {version} is champion") and aliases(client)["champion"] == version
+
+
+def test_without_a_change_nothing_is_registered(parent: SmallPipeline, client: MlflowClient, workspace: Path) -> None:
+    num_runs = len(client.search_runs([client.get_experiment_by_name("tests").experiment_id]))
+    assert refresh(parent, workspace) is None
+    assert len(client.search_model_versions("name = 'm'")) == 1
+    assert len(client.search_runs([client.get_experiment_by_name("tests").experiment_id])) == num_runs
+
+
+def test_a_broken_index_is_registered_but_refused(
+    parent: SmallPipeline, client: MlflowClient, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_index = package.build_index
+    monkeypatch.setattr(package, "build_index", lambda kind, vector_ID: build_index(kind, np.roll(vector_ID, 1, axis=0)))
+    set_items(parent, range(1000, 1310))
+    recorder = Recorder()
+    refreshed = refresh(parent, workspace, recorder)
+    assert refreshed is not None
+    assert [problem.partition(":")[0] for problem in refreshed.problems] == [
+        "share of golden queries with an equal vector",
+        "overlap of the answers to golden queries",
+        "recall@100 of the index for the vectors of users",
+        "recall@100 of the index for the vectors of items",
+    ]
+    assert aliases(client) == {"champion": "1", "challenger": "2"} and recorder.changes == [("challenger", None, "2")]
+    assert "refused: recall@100 of the index" in client.get_model_version("m", "2").tags["nightjar.reasons"]
+    assert FORMER_CHAMPION_TAG not in client.get_model_version("m", "1").tags
+
+
+def test_a_version_that_does_not_load_is_refused(
+    parent: SmallPipeline, client: MlflowClient, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise StageError("items.parquet: the file was changed")
+
+    monkeypatch.setattr(refreshed_version, "load_version", load)
+    set_items(parent, range(1000, 1310))
+    refreshed = refresh(parent, workspace)
+    assert refreshed is not None and refreshed.problems == ("items.parquet: the file was changed",)
+    assert aliases(client) == {"champion": "1", "challenger": "2"}
+    assert client.get_model_version("m", "2").tags["nightjar.smoke"].startswith("failed: items.parquet")
+
+
+def test_a_champion_that_changes_during_the_refresh_stays(
+    parent: SmallPipeline, client: MlflowClient, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        make_champion(client, workspace, parent)
+
+    monkeypatch.setattr(refreshed_version, "load_version", load)
+    set_items(parent, range(1000, 1310))
+    refreshed = refresh(parent, workspace)
+    assert refreshed is not None
+    assert refreshed.problems == ("another version became champion during the refresh; repeat it",)
+    assert aliases(client) == {"champion": "3", "challenger": "2"}
+
+
+def test_without_a_champion_there_is_nothing_to_refresh(parent: SmallPipeline, client: MlflowClient, workspace: Path) -> None:
+    client.delete_registered_model_alias("m", "champion")
+    with pytest.raises(InputError, match=r"^m has no champion to refresh; train one with `nightjar run`$"):
+        refresh(parent, workspace)
+
+
+def test_a_changed_champion_is_rejected_by_the_name_of_the_file(
+    parent: SmallPipeline, client: MlflowClient, workspace: Path
+) -> None:
+    set_items(parent, range(1000, 1310))
+    (path,) = workspace.glob("mlartifacts/**/candidate.safetensors")
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(StageError, match=r"candidate\.safetensors: the file has"):
+        refresh(parent, workspace)
+    assert len(client.search_model_versions("name = 'm'")) == 1

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from recsys_core.imports import lazy_modules
 
 if TYPE_CHECKING:
-    from flows.cli import deploy, experiments, plan, registry, run, session, suggest, ui, workspace
+    from flows.cli import deploy, experiments, plan, registry, run, session, ui, workspace
 
-__all__ = ["deploy", "experiments", "plan", "registry", "run", "session", "suggest", "ui", "workspace"]
+__all__ = ["deploy", "experiments", "plan", "registry", "run", "session", "ui", "workspace"]
 __getattr__ = lazy_modules(__name__, __all__)

@@ -1,4 +1,4 @@
-"""`nightjar tune`, `backtest` and `gate-noise`: flows over several trainings, and their results as tables."""
+"""`nightjar suggest`, `tune`, `backtest` and `gate-noise`: settings that fit the data, and flows over several trainings."""
 
 import json
 import shlex
@@ -11,16 +11,63 @@ from flows.cli.arguments import ConfigOptions
 from flows.cli.run import prepare_input
 from flows.cli.session import FlowCommand, command_line, flow_session
 from flows.servers.prefect_server import PrefectServer
-from flows.settings.config_file import LoadedConfig
+from flows.settings.config_file import LoadedConfig, setting_value, settings_as_yaml, with_settings
 from flows.settings.default_ranges import default_ranges
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, StageError
+from tasks.runs.context import StageContext
 from tasks.runs.run import Run
 from tasks.tuning.config import TuningConfig, format_setting_value, label_of
+from tasks.tuning.suggestions import DataFacts, Suggestion, suggestions
 
 if TYPE_CHECKING:
     from flows.repeated_runs import Day, GateNoise
     from flows.tuning import StudyResult
+
+
+def suggest(loaded: LoadedConfig, *, as_json: bool) -> None:
+    """Ingest the data and print the settings that fit it. The data is kept in <workspace>/tuning, for `nightjar tune`."""
+    from tasks.stages.data_stages import ingest  # imports Prefect, for which the commands prepare the environment
+
+    config = loaded.config
+    run = Run("data", workspace=config.workspace.absolute(), parent="tuning")
+    with run.lock(), output.stage_lines():
+        facts = DataFacts.of(ingest(StageContext(run), config.inputs))
+    suggested = list(suggestions(facts))
+    changed = {item.setting: item.value for item in suggested if setting_value(config, item.setting) != item.value}
+    with_settings(config, changed)  # raises InputError if they contradict a setting of the file
+    if as_json:
+        content = {"facts": facts.model_dump(), "suggestions": [item.model_dump() for item in suggested], "changed": changed}
+        output.print_json(json.dumps(content))
+        return
+    output.print_facts(
+        {
+            "data": f"{facts.num_train_events:,} training events, {facts.num_users:,} users, {facts.num_items:,} items",
+            "density": f"{100 * facts.density:.2g} % of all pairs",
+            "histories": f"median {facts.history_median:,.0f}, 95 % have at most {facts.history_p95:,.0f} events",
+            "cold": f"{facts.cold_share:.1%} of the held-out events are of items without a training event",
+        }
+    )
+    output.stdout.print()
+    rows = [_suggestion_row(loaded, item) for item in suggested]
+    output.print_table(["setting", "now", "suggested", "why"], rows, left_columns=(0, 3))
+    if not changed:
+        output.print_line("\nThe file has all suggested settings.")
+        return
+    output.stdout.print("\n[bold]The changes[/], for your file")
+    output.print_line(settings_as_yaml(config, changed))
+    output.print_facts(
+        {
+            "run": f"nightjar run {loaded.path} {as_overrides(changed)}",
+            "tune": f"nightjar tune {loaded.path} --minutes 60 {as_overrides(changed)}",
+        }
+    )
+
+
+def _suggestion_row(loaded: LoadedConfig, item: Suggestion) -> list[str]:
+    now = setting_value(loaded.config, item.setting)
+    mark = "" if now == item.value else " *"
+    return [item.setting, format_setting_value(now), f"{format_setting_value(item.value)}{mark}", item.reason]
 
 
 def tune(

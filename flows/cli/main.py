@@ -122,7 +122,7 @@ def run(
 def suggest(options: ConfigOptions, as_json: AsJson = False) -> None:
     """Print the settings that fit the data, each with its reason: temperature, histories, negatives, batch size."""
     loaded = options.prepare()  # before the module imports Prefect
-    cli.suggest.suggest(loaded, as_json=as_json)
+    cli.experiments.suggest(loaded, as_json=as_json)
 
 
 @app.command(epilog="Example: nightjar tune nightly.yaml --trials 40 --minutes 60")

@@ -7,6 +7,7 @@ A run of the pipeline makes a package with a small catalogue. Generated users wi
 
 import hashlib
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -122,6 +123,7 @@ def measure_users(package: Path) -> dict[str, Any]:
             folder = Path(folder_name) / "package"
             write_package(package, folder, num_users=num_users)
             results[str(num_users)] = run_in_new_process("benchmarks.serve_users", str(folder))
+            results[str(num_users)]["load_average"] = os.getloadavg()[0]
     return results
 
 
@@ -154,6 +156,7 @@ def to_markdown(results: dict[str, Any]) -> list[str]:
         for kind, label in (("lookup", "lookup of one user"), ("recommend", "recommendation for one user"))
         for name, when in (("first", "first time"), ("again", "again"))
     }
+    rows["load average of the machine"] = lambda row: f"{row['load_average']:.1f}"
     lines += [f"| {label} | {' | '.join(cell(row) for row in results.values())} |" for label, cell in rows.items()]
     return lines
 

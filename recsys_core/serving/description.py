@@ -1,6 +1,7 @@
 """package.json, the manifest of a model package, and the files that a package has."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final, Literal, Self
 
 import pyarrow as pa
@@ -8,7 +9,8 @@ import pyarrow.parquet as pq
 from pydantic import Field, TypeAdapter, model_validator
 
 from recsys_core.config import Frozen
-from recsys_core.manifests import FeaturesManifest, FileRecord, IdType, IngestedFeature, PackageManifest
+from recsys_core.errors import StageError
+from recsys_core.manifests import FeaturesManifest, FileRecord, IdType, IngestedFeature, PackageManifest, record_file
 from recsys_core.models.config import ExportFormat, Quantization
 from recsys_core.models.spec import ModelSpec
 from recsys_core.retrieval.kinds import AnyIndexKind
@@ -145,6 +147,21 @@ class PackageDescription(Frozen):
         """Names of the files with the vocabularies of the features."""
         query_names = [vocabulary_name(key) for key, feature in self.features.items() if feature.has_vocabulary]
         return query_names + [vocabulary_name(key) for key, facts in self.item_features.items() if has_vocabulary(facts)]
+
+
+def verify_users(folder: Path) -> None:
+    """Compare the whole file of the users of a package with its checksum, which loading the package does not do.
+
+    Raises:
+        StageError: the file is missing or was changed, or package.json cannot be read.
+    """
+    try:
+        package = PackageDescription.model_validate_json((folder / DESCRIPTION_NAME).read_bytes())
+        if package.users == "none" or record_file(folder / USERS_NAME) == package.files[USERS_NAME]:
+            return
+    except (OSError, ValueError, KeyError) as error:
+        raise StageError(f"{folder}: cannot be verified ({type(error).__name__}: {error}); download it again") from error
+    raise StageError(f"{folder / USERS_NAME}: the file was changed after it was written; download or package the model again")
 
 
 def export_name(export_format: ExportFormat) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from recsys_core.errors import NightjarError, StageError, first_line, redacted
 from recsys_core.http_server.release import Champion, Release
+from recsys_core.serving.description import verify_users
 from tasks.registry.loading import PACKAGE_SHA256_KEY, fetch_model
 from tasks.registry.mlflow_client import call_with_deadline, connect
 from tasks.registry.releases import version_number_by_alias
@@ -130,6 +131,7 @@ class RegistryChampion:
                 uri=client.tracking_uri,
                 timeout_s=FETCH_TIMEOUT_S,
             )
+            verify_users(folder / "artifacts" / "package")  # once, because each process verifies only what it reads of them
         except NightjarError as error:
             raise type(error)(f"version {number} cannot be fetched: {error}") from None
         return Release(version=number, folder=folder / "artifacts" / "package", sha256=model_config[PACKAGE_SHA256_KEY])

@@ -93,7 +93,8 @@ class UserTable:
     @classmethod
     def empty(cls) -> Self:
         """Return the table of a package that stores no users."""
-        return cls(IdMap(pa.array([], pa.int64()), id_name="user_id"), np.zeros(1), np.zeros(0), FeatureStore({}))
+        no_rows = np.zeros(0, np.int64)
+        return cls(IdMap(pa.array([], pa.int64()), id_name="user_id"), no_rows, no_rows, FeatureStore({}))
 
     @classmethod
     def open(cls, path: Path, checksums: bytes, *, spec: ModelSpec) -> Self:

@@ -178,6 +178,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
         users: str = "stored",
         exports: Sequence[str] = (),
         popularity_by: str | None = None,
+        popularity_min_events: int = 50,
         nprobe: int = 1,
         features: Sequence[str] = (),
         item_files: Mapping[str, pa.Table] | None = None,
@@ -209,7 +210,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
                 users=users,  # type: ignore[arg-type]
                 item_vectors=item_vectors,  # type: ignore[arg-type]
                 popularity_by=popularity_by,
-                popularity_min_events=50,
+                popularity_min_events=popularity_min_events,
                 exports=exports,  # type: ignore[arg-type]
             ),
             export=export,

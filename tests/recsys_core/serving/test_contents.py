@@ -21,7 +21,7 @@ from recsys_core.manifests import ExportManifest, IndexManifest, PackageManifest
 from recsys_core.models.config import PackageConfig
 from recsys_core.retrieval.kinds import AnyIndexKind
 from recsys_core.serving.contents import read_package
-from recsys_core.serving.description import DESCRIPTION_NAME, description_sha256
+from recsys_core.serving.description import DESCRIPTION_NAME, description_sha256, verify_users
 from recsys_core.serving.package import build_package
 from recsys_core.serving.retriever import Retriever
 from recsys_core.serving.users.mapped_file import write_block_checksums
@@ -168,6 +168,18 @@ def test_an_index_of_other_vectors_than_the_export_is_not_packaged(packaged: Pac
     with pytest.raises(StageError, match=message):
         build_package(PackageConfig(), export=export, index=other_index, folder=tmp_path / "package", **stages)  # type: ignore[arg-type]
     assert not any(tmp_path.iterdir())
+
+
+def test_the_whole_file_of_the_users_can_be_verified(copy: Path) -> None:
+    verify_users(copy)
+    content = bytearray((copy / "users.arrow").read_bytes())
+    content[-300] ^= 1
+    (copy / "users.arrow").write_bytes(content)
+    with pytest.raises(StageError, match=r"users.arrow: the file was changed after it was written"):
+        verify_users(copy)
+    (copy / "users.arrow").unlink()
+    with pytest.raises(StageError, match=r"package: cannot be verified \(FileNotFoundError"):
+        verify_users(copy)
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,22 @@ def test_a_refused_version_leads_back_to_the_last_version_that_was_served(
         assert champion.poll().release.version == "3"  # it is tried again
 
 
+def test_a_version_with_changed_users_is_not_served(
+    choose: Callable[[str], None], workspace: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    champion = champion_in(tmp_path_factory.mktemp("server"))
+    choose("1")
+    served = champion.poll().release
+    for path in (workspace / "mlartifacts").rglob("users.arrow"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    choose("2")
+    refused = champion.poll()
+    assert refused.release == served and refused.problem is not None
+    assert "version 2 cannot be fetched" in refused.problem and "users.arrow: the file was changed" in refused.problem
+
+
 def test_a_failed_download_leaves_nothing(
     choose: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,14 @@ def test_golden_queries_cover_the_segments(built: tuple[World, PackageManifest])
     assert len(answers) > 1 and len({answer.item_ids for answer in answers}) == len(answers)
 
 
+def test_a_package_without_a_segment_that_is_large_enough_ranks_the_items_of_all_users(build: Build) -> None:
+    package = build(features=USER_FEATURES, popularity_by=KEY, popularity_min_events=10**9)[1]
+    retriever = Retriever.load(package.folder)
+    (everyone,) = retriever.recommend([None], k=7)
+    (answer,) = retriever.recommend([None], k=7, features={"single": [f"{KEY} 2"]})
+    assert answer == everyone and answer.fallback == "popularity"
+
+
 def test_segments_with_unknown_items_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "popularity_by.parquet"
     pq.write_table(pa.table({"value_row": [1], "item_rows": [[0, 5]], "shares": [[0.5, 0.1]]}), path)

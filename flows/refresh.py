@@ -1,6 +1,5 @@
 """Flow `refresh`: the champion's model with the items of today, as a new version, in minutes and without a training."""
 
-from filelock import FileLock
 from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
@@ -10,8 +9,6 @@ from flows.prefect_runs import ConfigPath, Overrides, load_form_config, name_flo
 from recsys_core.errors import StageError
 from recsys_core.parent_process import die_with_parent
 from tasks.delivery.publishers import PrefectEvents
-
-LOCK_NAME = "refresh.lock"
 
 
 @flow(name="refresh", validate_parameters=True, on_crashed=[name_unknown_parameters])
@@ -40,10 +37,8 @@ def refresh(pipeline: ConfigPath, overrides: Overrides = ()) -> State:
     name_flow_run(config.name, "refresh")
     workspace, model_name = config.workspace.absolute(), config.registry.model_name
     events = PrefectEvents(runtime.flow_run.id, config.name, "refresh", run_id=None)
-    workspace.mkdir(parents=True, exist_ok=True)
-    with FileLock(workspace / LOCK_NAME):  # a second refresh waits for the first one
-        registry = Registry.connect(workspace, model_name, publishers=[events])
-        refreshed = refresh_champion(config.refresh, config.inputs, registry, workspace=workspace, pipeline=config.name)
+    registry = Registry.connect(workspace, model_name, publishers=[events])
+    refreshed = refresh_champion(config.refresh, config.inputs, registry, workspace=workspace, pipeline=config.name)
     if refreshed is None:
         return Completed(name="Unchanged", message="no item has changed, so no version is registered")
     version_text = f"{model_name} version {refreshed.version}, refreshed from version {refreshed.parent} ({refreshed.text})"

@@ -5,14 +5,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
+from filelock import FileLock
 from mlflow.entities import RunStatus
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NAME
 
 from recsys_core.errors import InputError, NightjarError, redacted
 from recsys_core.ingest import InputConfig
+from recsys_core.manifests import create_own_folder, remove_own_folder
 from recsys_core.refresh.config import RefreshConfig
 from recsys_core.refresh.refresh import Refreshed, refresh
 from tasks.progress.reporting import LOG, StageLog
@@ -35,6 +36,8 @@ from tasks.registry.versions import register_package
 
 _INHERITED_TAGS = (RUN_ID_TAG, SPENT_DROP_TAG, CHALLENGERS_TAG, REFIT_OF_TAG)
 """Tags of the parent that belong to its model: the run that trained it, its history in the gate, and what it is a refit of."""
+WORK_FOLDER_NAME = "refresh.tmp"
+LOCK_NAME = "refresh.lock"
 _CARD_START = "Refreshed from version "
 
 
@@ -50,7 +53,6 @@ class RefreshedVersion:
 
     version: str
     parent: str
-    counts: dict[str, int]
     text: str
     problems: tuple[str, ...]
     delta_uri: str
@@ -68,41 +70,48 @@ def refresh_champion(
         StageError: the champion is damaged, or its package has another format.
         TrackingServerError: MLflow does not work.
     """
-    parent = registry.champion()
-    if parent is None:
-        raise InputError(f"{registry.model_name} has no champion to refresh; train one with `nightjar run`")
-    log = StageLog("refresh")
-    with TemporaryDirectory(prefix="refresh-", dir=workspace) as scratch_name:
-        (folder := Path(scratch_name) / "refresh").mkdir()
-        uri = f"models:/{parent.name}/{parent.version}"
-        model_folder, model_config = fetch_model(
-            uri, client=registry.client, workspace=workspace, download_folder=Path(scratch_name) / "parent"
-        )
-        refreshed = refresh(
-            config,
-            inputs,
-            parent_folder=model_folder / "artifacts" / "package",
-            sha256=model_config[PACKAGE_SHA256_KEY],
-            folder=folder,
-        )
+    with FileLock(workspace / LOCK_NAME), _work_folder(workspace) as folder:  # a second refresh waits for the first one
+        parent = registry.champion()
+        if parent is None:
+            raise InputError(f"{registry.model_name} has no champion to refresh; train one with `nightjar run`")
+        log = StageLog("refresh")
+        refreshed = _refresh(config, inputs, registry, parent, workspace=workspace, folder=folder)
         if refreshed is None:
             log.finish_step(f"no item has changed since version {parent.version}")
             return None
         log.finish_step(str(refreshed.changes))
         log = StageLog("register")
         version, delta_uri = _register(refreshed, registry, parent, workspace=workspace, pipeline=pipeline)
-        problems = refreshed.problems or _load(registry, version, workspace=workspace)
-        reason = f"{_CARD_START}{parent.version}: {refreshed.changes}"
-        if not problems and not registry.move_champion(version, expected=parent, reason=reason):
-            problems = ("another version became champion during the refresh; repeat it",)
-        sentence = "; ".join([reason, *(f"refused: {problem}" for problem in problems)])
-        registry.set_tag(version, REASONS_TAG, redacted(sentence))
-        if problems:
-            registry.move_challenger(version, reason=sentence)
+        problems = _decide(refreshed, registry, parent, version, workspace=workspace)
         log.finish_step(f"version {version.version} is {'challenger' if problems else 'champion'}")
-    return RefreshedVersion(
-        str(version.version), str(parent.version), refreshed.changes.counts, str(refreshed.changes), problems, delta_uri
-    )
+    return RefreshedVersion(str(version.version), str(parent.version), str(refreshed.changes), problems, delta_uri)
+
+
+def _refresh(
+    config: RefreshConfig, inputs: InputConfig, registry: Registry, parent: ModelVersion, *, workspace: Path, folder: Path
+) -> Refreshed | None:
+    """Fetch the package of the parent, and write the refreshed one to `folder`."""
+    (download_folder := folder / "parent").mkdir()
+    (new_folder := folder / "new").mkdir()
+    uri = f"models:/{parent.name}/{parent.version}"
+    model_folder, model_config = fetch_model(uri, client=registry.client, workspace=workspace, download_folder=download_folder)
+    package_folder, sha256 = model_folder / "artifacts" / "package", model_config[PACKAGE_SHA256_KEY]
+    return refresh(config, inputs, parent_folder=package_folder, sha256=sha256, folder=new_folder)
+
+
+def _decide(
+    refreshed: Refreshed, registry: Registry, parent: ModelVersion, version: ModelVersion, *, workspace: Path
+) -> tuple[str, ...]:
+    """Give the version the alias champion or challenger; return why it is not the champion."""
+    problems = refreshed.problems or _load(registry, version, workspace=workspace)
+    reason = f"{_CARD_START}{parent.version}: {refreshed.changes}"
+    if not problems and not registry.move_champion(version, expected=parent, reason=reason):
+        problems = ("another version became champion during the refresh; repeat it",)
+    reason = redacted("; ".join([reason, *(f"refused: {problem}" for problem in problems)]))
+    registry.set_tag(version, REASONS_TAG, reason)
+    if problems:
+        registry.move_challenger(version, reason=reason)
+    return problems
 
 
 def _register(
@@ -125,12 +134,24 @@ def _register(
             refreshed.package,
             model_name=registry.model_name,
             client=registry.client,
-            mlflow_run_id=mlflow_run_id,
+            mlflow_run=registry.call(registry.client.get_run, mlflow_run_id),
             workspace=workspace,
-            tags=tags | {DELTA_TAG: delta_uri},
+            tags=tags | {DELTA_TAG: delta_uri},  # the address is that of this attempt
             description=card[:MAX_CARD_CHARACTERS],
         )
     return version, delta_uri
+
+
+@contextmanager
+def _work_folder(workspace: Path) -> Iterator[Path]:
+    """Yield a folder that is removed at the end; the one of a killed refresh is removed at the start."""
+    folder = workspace / WORK_FOLDER_NAME
+    remove_own_folder(folder)
+    create_own_folder(folder)
+    try:
+        yield folder
+    finally:
+        remove_own_folder(folder)
 
 
 @contextmanager

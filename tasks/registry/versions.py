@@ -50,22 +50,14 @@ def get_or_create_version(
     refit_of: number of the version that this version repeats with the validation and test events; None for no refit.
     """
     run, package = context.run, context.results[PackageManifest]
-    tags = {RUN_ID_TAG: run.run_id, PACKAGE_TAG: package.fingerprint, PACKAGE_SHA256_TAG: description_sha256(package)}
-    tags |= {} if refit_of is None else {REFIT_OF_TAG: refit_of}
-    _create_model(model_name, client=client, workspace=run.workspace)
-    versions = client.search_model_versions(f"name = '{model_name}'")
-    for version in versions:
-        if tags.items() <= version.tags.items():
-            return version
     mlflow_run = client.get_run(mlflow_run_id)
-    _delete_unregistered_models(client, mlflow_run, registered_uris={version.source for version in versions})
     return register_package(
         package,
         model_name=model_name,
         client=client,
-        mlflow_run_id=mlflow_run_id,
+        mlflow_run=mlflow_run,
         workspace=run.workspace,
-        tags=tags,
+        tags={RUN_ID_TAG: run.run_id} | ({} if refit_of is None else {REFIT_OF_TAG: refit_of}),
         description=model_card(context, mlflow_run, model_name=model_name, package=description_of(package), refit_of=refit_of),
     )
 
@@ -75,33 +67,39 @@ def register_package(
     *,
     model_name: str,
     client: MlflowClient,
-    mlflow_run_id: str,
+    mlflow_run: MlflowRun,
     workspace: Path,
     tags: Mapping[str, str],
     description: str,
 ) -> ModelVersion:
-    """Log a package as a model of an MLflow run, and register it as a version with these tags and those of its checksums."""
-    logged_model = _log_model(package, client=client, mlflow_run=client.get_run(mlflow_run_id))
-    if client.tracking_uri.startswith(SQLITE_PREFIX):
-        record_logged_model(logged_model.model_uri, client=client, workspace=workspace)
-    return client.create_model_version(
-        model_name,
-        logged_model.model_uri,
-        run_id=mlflow_run_id,
-        tags={**tags, PACKAGE_TAG: package.fingerprint, PACKAGE_SHA256_TAG: description_sha256(package)},
-        model_id=logged_model.model_id,
-        description=description,
-    )
+    """Log a package as a model of an MLflow run and register it with `tags`, unless an earlier attempt has done so.
 
-
-def _create_model(model_name: str, *, client: MlflowClient, workspace: Path) -> None:
-    """Create the registered model, if it does not exist. Two runs in one workspace may do it at the same time."""
+    The version also gets the tags with the checksums of the package.
+    """
+    tags = {**tags, PACKAGE_TAG: package.fingerprint, PACKAGE_SHA256_TAG: description_sha256(package)}
+    # Two runs in one workspace may create the same model at the same time.
     with FileLock(workspace / ".mlflow.lock"):
         try:
             client.create_registered_model(model_name)
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
+    versions = client.search_model_versions(f"name = '{model_name}'")
+    for version in versions:
+        if tags.items() <= version.tags.items():
+            return version
+    _delete_unregistered_models(client, mlflow_run, registered_uris={version.source for version in versions})
+    logged_model = _log_model(package, client=client, mlflow_run=mlflow_run)
+    if client.tracking_uri.startswith(SQLITE_PREFIX):
+        record_logged_model(logged_model.model_uri, client=client, workspace=workspace)
+    return client.create_model_version(
+        model_name,
+        logged_model.model_uri,
+        run_id=mlflow_run.info.run_id,
+        tags=tags,
+        model_id=logged_model.model_id,
+        description=description,
+    )
 
 
 def _delete_unregistered_models(client: MlflowClient, mlflow_run: MlflowRun, *, registered_uris: set[str | None]) -> None:

@@ -53,7 +53,6 @@ def file(workspace: Path, parent: SmallPipeline) -> Path:  # noqa: F811
 @pytest.fixture
 def client(file: Path, parent: SmallPipeline) -> MlflowClient:
     client = connect(file.parent)
-    client.create_registered_model("m")
     make_champion(client, file.parent, parent)
     set_items(parent, ITEMS)
     return client

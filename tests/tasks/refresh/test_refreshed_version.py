@@ -14,6 +14,7 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 
 from recsys_core.errors import InputError, StageError
+from recsys_core.manifests import MARKER_NAME
 from recsys_core.refresh import package
 from recsys_core.refresh.config import RefreshConfig
 from tasks.delivery.publishers import AliasChange
@@ -47,7 +48,6 @@ def client(workspace: Path, parent: SmallPipeline) -> MlflowClient:
     """A client of an MLflow whose champion is the package of `parent`; the input files are those of the training."""
     set_items(parent, ITEMS)
     client = connect(workspace)
-    client.create_registered_model("m")
     make_champion(client, workspace, parent)
     return client
 
@@ -57,7 +57,9 @@ def set_items(parent: SmallPipeline, ids: Any) -> None:
     write_items(parent.files, ids)
 
 
-def make_champion(client: MlflowClient, workspace: Path, parent: SmallPipeline) -> ModelVersion:
+def make_champion(
+    client: MlflowClient, workspace: Path, parent: SmallPipeline, *, run_id: str = "20261121-070312-ab12"
+) -> ModelVersion:
     experiment = client.get_experiment_by_name("tests")
     artifacts = (workspace / "mlartifacts").as_uri()
     experiment_id = experiment.experiment_id if experiment else client.create_experiment("tests", artifact_location=artifacts)
@@ -65,9 +67,9 @@ def make_champion(client: MlflowClient, workspace: Path, parent: SmallPipeline) 
         parent.package,
         model_name="m",
         client=client,
-        mlflow_run_id=client.create_run(experiment_id).info.run_id,
+        mlflow_run=client.create_run(experiment_id),
         workspace=workspace,
-        tags={RUN_ID_TAG: "20261121-070312-ab12", SPENT_DROP_TAG: "0.01", CHALLENGERS_TAG: "2.5"},
+        tags={RUN_ID_TAG: run_id, SPENT_DROP_TAG: "0.01", CHALLENGERS_TAG: "2.5"},
         description="The card of the model.",
     )
     client.set_registered_model_alias("m", "champion", str(version.version))
@@ -105,7 +107,7 @@ def test_a_refreshed_version_becomes_champion_with_the_lineage_of_its_parent(
     assert (release["parent"], release["refresh"], release["reasons"]) == ("1", counts, sentence)
     old, new = (load_version(workspace, model_name="m", version=number).retriever for number in ("1", "2"))
     assert new.space_id == old.space_id and new.version == "2"
-    assert not list(workspace.glob("refresh-*"))
+    assert not (workspace / "refresh.tmp").exists()
 
 
 def test_the_delta_file_is_an_artifact_of_the_mlflow_run(parent: SmallPipeline, client: MlflowClient, workspace: Path) -> None:
@@ -143,6 +145,25 @@ def test_a_former_champion_is_promoted_again_although_the_log_lacks_its_new_item
     for change, version in ((partial(roll_back, None), "1"), (partial(promote_version, 2), "2")):
         text = change(Decision(RegistryConfig(model_name="m"), workspace, "a test", []))
         assert text.startswith(f"m version {version} is champion") and aliases(client)["champion"] == version
+
+
+def test_an_interrupted_refresh_is_repeated_and_leaves_no_files(
+    parent: SmallPipeline, client: MlflowClient, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_items(parent, range(1000, 1310))
+    (workspace / "refresh.tmp").mkdir()
+    (workspace / "refresh.tmp" / MARKER_NAME).touch()
+    (workspace / "refresh.tmp" / "left.parquet").touch()  # a killed refresh left it
+    with monkeypatch.context() as patch:
+        patch.setattr(refreshed_version, "register_package", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            refresh(parent, workspace)
+    assert aliases(client) == {"champion": "1"} and not (workspace / "refresh.tmp").exists()
+    experiment_id = client.get_experiment_by_name("tests").experiment_id
+    newest_run, *_ = client.search_runs([experiment_id])
+    assert newest_run.info.status == "FAILED"
+    refreshed = refresh(parent, workspace)
+    assert refreshed is not None and aliases(client) == {"champion": "2"}
 
 
 def test_without_a_change_nothing_is_registered(parent: SmallPipeline, client: MlflowClient, workspace: Path) -> None:
@@ -190,7 +211,7 @@ def test_a_champion_that_changes_during_the_refresh_stays(
     parent: SmallPipeline, client: MlflowClient, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(*_: Any, **__: Any) -> None:
-        make_champion(client, workspace, parent)
+        make_champion(client, workspace, parent, run_id="20261122-070312-ab12")
 
     monkeypatch.setattr(refreshed_version, "load_version", load)
     set_items(parent, range(1000, 1310))

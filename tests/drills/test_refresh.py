@@ -1,0 +1,93 @@
+"""Items that neither the log nor the tables of a trained run had are added by `nightjar refresh`: `make drills`."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flows.settings.config_file import load_config
+from recsys_core.manifests import ExportManifest, require_manifest
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.towers import CandidateTower
+from recsys_core.serving.retriever import Retriever
+from tasks.registry.loading import load_version
+from tests.drills.test_kill_and_resume import NIGHTJAR, run_pipeline, write_config
+
+pytestmark = pytest.mark.drill
+HELD_OUT, LEFT = range(1180, 1200), range(1000, 1010)
+"""Items that come after the training, and items that leave after it."""
+
+
+def set_rows(path: Path, rows: object, *, without: range) -> None:
+    is_left_out = pc.is_in(rows["item_id"], value_set=pc.cast(list(without), rows["item_id"].type))  # type: ignore[index]
+    pq.write_table(rows.filter(pc.invert(is_left_out)), path)  # type: ignore[attr-defined]
+
+
+def nightjar(*arguments: str) -> str:
+    process = subprocess.run([*NIGHTJAR, *arguments], capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    return " ".join(process.stdout.split())
+
+
+def trained_vectors(export: ExportManifest, vectors: np.ndarray, *, half_rows: list[int]) -> np.ndarray:
+    """Compute the vectors of items with the layers and the feature table of a run, from rows like those of cold items."""
+    spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
+    tower = CandidateTower(spec).eval()
+    layers = load_file(export.path("dense.safetensors"))
+    tower.load_state_dict({name.removeprefix("item."): value for name, value in layers.items() if name.startswith("item.")})
+    norm = spec.tables["item"].settings.init_std * np.sqrt(spec.tables["item"].dim)
+    rows = vectors * norm / np.linalg.norm(vectors, axis=1, keepdims=True)
+    half = np.load(export.path("table_item.half.npy"))[half_rows]
+    with torch.no_grad():
+        item_VD = tower.embed({"item": torch.from_numpy(rows.astype(np.float32))})
+        return tower(item_VD, features={"item.half": torch.from_numpy(half)}).numpy()
+
+
+def vectors_of(retriever: Retriever) -> dict[int, np.ndarray]:
+    rows = np.arange(len(retriever.item_ids))
+    return dict(zip(retriever.item_ids.ids(rows).tolist(), retriever.item_vectors(rows), strict=True))
+
+
+def test_held_out_items_get_the_vectors_of_the_trained_tower_and_the_next_run_continues(tmp_path: Path) -> None:
+    file = write_config(tmp_path)
+    config_text = file.read_text().replace("warm_start: null", "warm_start: {}")
+    file.write_text(config_text)
+    table_path = tmp_path / "data" / "item_embeddings.parquet"
+    table = pq.read_table(table_path)
+    set_rows(table_path, table, without=HELD_OUT)
+    for path in sorted((tmp_path / "data" / "interactions").glob("*.parquet")):
+        set_rows(path, pq.read_table(path), without=HELD_OUT)
+    trained = run_pipeline(file)
+    assert trained["model"]["alias"] == "champion", trained
+    config = load_config(file)
+    assert "no item has changed" in nightjar("refresh", str(file))
+
+    set_rows(table_path, table, without=LEFT)
+    output = nightjar("refresh", str(file))
+    assert "20 items added, 10 removed, 0 changed), is champion" in output
+    old, new = (load_version(config.workspace, model_name="nightjar", version=number).retriever for number in ("1", "2"))
+    before, after = vectors_of(old), vectors_of(new)
+    assert {*after} == {*before} - {*LEFT} | {*HELD_OUT} and new.space_id == old.space_id
+    for item_id in {*before} - {*LEFT}:
+        assert after[item_id].tobytes() == before[item_id].tobytes(), item_id
+    export = require_manifest(Path(trained["run_dir"]) / "export", ExportManifest)
+    row_by_id = {item_id: row for row, item_id in enumerate(table["item_id"].to_pylist())}
+    vectors = np.stack([np.array(table["embedding"][row_by_id[item_id]].as_py(), np.float32) for item_id in HELD_OUT])
+    expected = trained_vectors(export, vectors, half_rows=[2] * len(HELD_OUT))  # the upper half of the item ids
+    np.testing.assert_allclose(np.stack([after[item_id] for item_id in HELD_OUT]), expected, atol=1e-5)
+    users = new.user_ids.ids(np.arange(len(new.user_ids))).tolist()
+    answered = {item_id for answer in new.recommend(users, k=50) for item_id in answer.item_ids}
+    assert not answered & {*LEFT} and answered & {*HELD_OUT}
+
+    releases = json.loads(nightjar("releases", str(file), "--json"))
+    assert [(release["version"], release["parent"]) for release in releases] == [("2", "1"), ("1", "")]
+    next_run = run_pipeline(file)
+    assert next_run["model"]["version"] == "3"
+    if next_run["model"]["alias"] == "champion":
+        assert "version 2 is champion instead of version 3" in nightjar("rollback", str(file), "--reason", "drill")

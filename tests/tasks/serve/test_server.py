@@ -62,13 +62,15 @@ class Running:
         assert not self._thread.is_alive()
 
     def predict(self) -> dict[str, Any]:
-        response = httpx.post(f"{self.url}/recommend", json={"rows": [{"user_id": "user-0"}], "params": {"k": 3}})
+        response = httpx.post(
+            f"{self.url}/recommend", json={"rows": [{"user_id": "user-0"}], "params": {"k": 3}}, timeout=PATIENCE_S
+        )
         assert response.status_code == 200, response.text
         prediction: dict[str, Any] = response.json()["predictions"][0]
         return prediction
 
     def readiness(self) -> dict[str, Any]:
-        content: dict[str, Any] = httpx.get(f"{self.url}/readyz").json()
+        content: dict[str, Any] = httpx.get(f"{self.url}/readyz", timeout=PATIENCE_S).json()
         return content
 
     def wait_for(self, condition: Callable[[], bool]) -> None:

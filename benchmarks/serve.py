@@ -16,10 +16,10 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import quantiles
@@ -164,10 +164,12 @@ def server(command: Sequence[str], *, port: int, health_path: str, environment: 
             time.sleep(0.05)
         yield time.perf_counter() - start_s
     finally:
-        for child in psutil.Process(process.pid).children(recursive=True):
-            child.terminate()
+        children = [] if process.poll() is not None else psutil.Process(process.pid).children(recursive=True)
         process.terminate()
         process.wait(30)
+        for child in children:  # of a server that leaves them behind
+            with suppress(psutil.NoSuchProcess):
+                child.terminate()
 
 
 def _answers(port: int, path: str) -> bool:
@@ -183,11 +185,11 @@ def _answers(port: int, path: str) -> bool:
 
 def measure_http(port: int, path: str, body: Callable[[int], dict[str, Any]]) -> dict[str, float]:
     """Send requests for one user each from NUM_CLIENTS threads for CLIENT_S; return latencies and requests per second."""
-    seconds: list[float] = []
     deadline = time.perf_counter() + CLIENT_S + 1.0
     begin_s = time.perf_counter() + 1.0  # the first second warms up
 
-    def run_client(client: int) -> None:
+    def run_client(client: int) -> list[float]:
+        seconds: list[float] = []
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         rng = np.random.default_rng(client)
         while (now_s := time.perf_counter()) < deadline:
@@ -199,12 +201,10 @@ def measure_http(port: int, path: str, body: Callable[[int], dict[str, Any]]) ->
                 raise RuntimeError(f"{path}: status {response.status}")
             if now_s >= begin_s:
                 seconds.append(time.perf_counter() - now_s)
+        return seconds
 
-    threads = [threading.Thread(target=run_client, args=(client,)) for client in range(NUM_CLIENTS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        seconds = [second for client_seconds in pool.map(run_client, range(NUM_CLIENTS)) for second in client_seconds]
     return _percentiles(seconds) | {"requests_per_s": len(seconds) / CLIENT_S}
 
 

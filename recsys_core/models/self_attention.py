@@ -90,7 +90,8 @@ class Block(nn.Module):
 
     def _split_heads(self, vector_BHD: Tensor) -> Tensor:
         """Return the vectors by head, [B, heads, H, D / heads]."""
-        return vector_BHD.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        num_histories, length, dim = vector_BHD.shape
+        return vector_BHD.view(num_histories, length, self.num_heads, dim // self.num_heads).transpose(1, 2)
 
 
 def groups_of_similar_length(length_B: Tensor, *, max_length: int) -> list[tuple[Tensor, int]]:

@@ -5,7 +5,6 @@ Shapes: B histories, H entries of a padded history, Q entries whose states are c
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from recsys_core.models.config import SelfAttentionHistory
 
@@ -28,7 +27,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.position = nn.Embedding(config.length, dim)
         self.input_norm, self.output_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.dropout = Dropout(config.hidden_dropout)
         self.blocks = nn.ModuleList(Block(config, dim=dim) for _ in range(config.num_blocks))
         if self.position.weight.is_meta:
             return
@@ -61,29 +60,41 @@ class SelfAttention(nn.Module):
         return vector_BD
 
 
+class Dropout(nn.Module):
+    """Dropout. On a CPU, it takes a third of the time of nn.Dropout, whose random numbers are slow."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Return the values, of which a random part is zero while training."""
+        if not self.training or not self.rate:
+            return value
+        is_left = torch.rand_like(value, dtype=torch.float32) >= self.rate
+        return value * is_left * (1 / (1 - self.rate))
+
+
 class Block(nn.Module):
     """Attention and a feed-forward layer, each with a layer norm before it and a residual connection around it."""
 
     def __init__(self, config: SelfAttentionHistory, *, dim: int) -> None:
         super().__init__()
-        self.num_heads, self.attention_dropout = config.num_heads, config.attention_dropout
+        self.num_heads, self.attention_dropout = config.num_heads, Dropout(config.attention_dropout)
+        self.scale = (dim // config.num_heads) ** -0.5
         self.attention_norm, self.feed_forward_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.query, self.key_value, self.attended = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
         self.feed_forward = nn.Sequential(nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, dim))
-        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.dropout = Dropout(config.hidden_dropout)
 
     def forward(self, query_BQD: Tensor, state_BHD: Tensor, is_visible_BQH: Tensor) -> Tensor:
         """Return the new states of the entries `query_BQD`, which attend to the entries `state_BHD`."""
         normed_BHD = self.attention_norm(state_BHD)
         normed_BQD = normed_BHD if query_BQD is state_BHD else self.attention_norm(query_BQD)
         key, value = self.key_value(normed_BHD).chunk(2, dim=2)
-        attended = scaled_dot_product_attention(
-            self._split_heads(self.query(normed_BQD)),
-            self._split_heads(key),
-            self._split_heads(value),
-            attn_mask=is_visible_BQH[:, None],
-            dropout_p=self.attention_dropout if self.training else 0.0,
-        )
+        score = self._split_heads(self.query(normed_BQD)) @ self._split_heads(key).transpose(2, 3)
+        score = (score * self.scale).masked_fill(~is_visible_BQH[:, None], torch.finfo(score.dtype).min)
+        attended = self.attention_dropout(score.softmax(dim=3)) @ self._split_heads(value)
         query_BQD = query_BQD + self.dropout(self.attended(attended.transpose(1, 2).flatten(2)))
         state_BQD: Tensor = query_BQD + self.dropout(self.feed_forward(self.feed_forward_norm(query_BQD)))
         return state_BQD

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from recsys_core.models.config import SelfAttentionHistory
 from recsys_core.models.history import make_encoder
-from recsys_core.models.self_attention import Block, SelfAttention, groups_of_similar_length
+from recsys_core.models.self_attention import Block, Dropout, SelfAttention, groups_of_similar_length
 
 WIDTH, LONGEST = 8, 12
 
@@ -93,3 +93,12 @@ def test_each_history_is_in_one_group_and_at_most_half_of_it_is_padding(lengths:
         group_lengths = [lengths[index] for index in index_B.tolist()]
         assert max(group_lengths) == longest
         assert longest < 2 * min(group_lengths) or longest == min(group_lengths)
+
+
+def test_dropout_keeps_the_mean_and_is_off_in_evaluation() -> None:
+    torch.manual_seed(0)
+    dropout, value = Dropout(0.3), torch.full((200, 50), 2.0)
+    dropped = dropout(value)
+    assert dropped.unique().tolist() == pytest.approx([0.0, 2 / 0.7])
+    assert (dropped == 0).float().mean().item() == pytest.approx(0.3, abs=0.02)
+    assert torch.equal(dropout.eval()(value), value)

@@ -20,8 +20,8 @@ from recsys_core.errors import InputError
 from recsys_core.models.loss.collectives import gather_rows
 from recsys_core.models.spec import ModelSpec
 
-MAX_BLOCK_SCORES = 1 << 22
-"""Largest number of scores of a block, 16 MiB of float32. A block has at least one query."""
+MAX_BLOCK_SCORES = 1 << 21
+"""Largest number of scores of a block, 8 MiB of float32. A block has at least one query."""
 BYTES_PER_VALUE = 8
 """A float32 value and its gradient."""
 _MASKED_LOGIT = torch.finfo(torch.float32).min
@@ -104,11 +104,14 @@ class _LogPartition(torch.autograd.Function):
             block, pairs = slice(start, start + block_size), slice(bounds[index], bounds[index + 1])
             logit_PN = linear(query_GD[block], share_ND).float()
             logit_PN[hidden_query_L[pairs] - start, hidden_item_L[pairs]] = _MASKED_LOGIT
-            log_partition_P = _sum_over_ranks(logit_PN.logsumexp(dim=1), group=group)
+            # The exponentials replace the scores. They are divided by their sum in the results, which have fewer values.
+            largest_P = logit_PN.amax(dim=1) if len(share_ND) else torch.full_like(weight_G[block], -torch.inf)
+            exponential_PN = logit_PN.sub_(largest_P[:, None]).exp_()
+            log_partition_P = _sum_over_ranks(exponential_PN.sum(dim=1).log() + largest_P, group=group)
             log_partition_G[block] = log_partition_P
-            weighted_PN = logit_PN.sub_(log_partition_P[:, None]).exp_().mul_(weight_G[block, None])
-            gradient_GD[block] = weighted_PN @ share_ND
-            gradient_ND += weighted_PN.T @ query_GD[block]
+            factor_P1 = (weight_G[block] * (largest_P - log_partition_P).exp())[:, None]
+            gradient_GD[block] = (exponential_PN @ share_ND) * factor_P1
+            gradient_ND += exponential_PN.T @ (query_GD[block] * factor_P1)
         own_queries = slice(0, num_queries)
         if group is not None and group.size() > 1:
             own_queries = slice(group.rank() * len(query_BD), (group.rank() + 1) * len(query_BD))

@@ -138,6 +138,7 @@ class SelfAttentionHistory(HistorySettings):
         "length",
         "num_blocks",
         "num_heads",
+        "recency_residual",
     )
 
     pooling: Literal["self_attention"] = Field(
@@ -147,6 +148,11 @@ class SelfAttentionHistory(HistorySettings):
     )
     num_blocks: int = Field(2, ge=1, le=3, description="number of blocks of self-attention")
     num_heads: int = Field(1, ge=1, le=64, description="number of attention heads; a divisor of the width of an item's vector")
+    recency_residual: bool = Field(
+        False,
+        description="add a weighted mean of the vectors of the items to the state, with one learned weight for each position "
+        "as with `recency`",
+    )
     attention_dropout: float = Field(0.3, ge=0, lt=1, description="dropout rate of the attention weights")
     hidden_dropout: float = Field(
         0.3, ge=0, lt=1, description="dropout rate of the item vectors and of the output of each layer in the blocks"

@@ -124,12 +124,16 @@ class AttentionEncoder(HistoryEncoder):
 
 
 class SelfAttentionEncoder(HistoryEncoder):
-    """The state of the last item after blocks of self-attention. Histories of similar length are padded together."""
+    """The state of the last item after blocks of self-attention. Histories of similar length are padded together.
+
+    With `recency_residual`, the result is the sum of the state and of the weighted mean of RecencyEncoder.
+    """
 
     def __init__(self, config: HistorySettings, *, dim: int, std: float) -> None:
         super().__init__(config, dim=dim, std=std)
         assert isinstance(config, SelfAttentionHistory)
         self.attention = SelfAttention(config, dim=dim, std=std)
+        self.recency = nn.Parameter(torch.zeros(config.length)) if config.recency_residual else None
 
     def forward(self, item_VD: Tensor, history_H: Tensor, offset: Tensor) -> Tensor:
         """Return one vector per history [B, D]; see HistoryEncoder.forward."""
@@ -157,8 +161,16 @@ class SelfAttentionEncoder(HistoryEncoder):
         entry_BH = torch.where(is_item_BH, start_B[:, None] + column, 0)
         position_BH = (length_B[:, None] - 1 - column).clamp(min=0)
         item_BHD = embedding(history_H[entry_BH], item_VD)
+        return self.encode(item_BHD, is_item_BH, position_BH)
+
+    def encode(self, item_BHD: Tensor, is_item_BH: Tensor, position_BH: Tensor) -> Tensor:
+        """Return one vector per padded history [B, D]; see SelfAttention.forward."""
         vector_BD: Tensor = self.attention(item_BHD, is_item_BH, position_BH)
-        return vector_BD
+        if self.recency is None:
+            return vector_BD
+        score_BH = self.recency[position_BH]
+        weight_BH = score_BH.masked_fill(~is_item_BH, torch.finfo(score_BH.dtype).min).softmax(dim=1)
+        return vector_BD + (weight_BH[:, None, :].to(item_BHD.dtype) @ item_BHD).squeeze(1)
 
     def min_norm(self, row_norm: float) -> float:
         """Return the expected length of an encoded history: that of one item, which the last layer norm starts with."""

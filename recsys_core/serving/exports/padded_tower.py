@@ -87,7 +87,7 @@ def _pool_history(encoder: HistoryEncoder, item_BHD: Tensor, mask_BH: Tensor, po
     is_item_BH = mask_BH.to(item_BHD.dtype)
     match encoder:
         case SelfAttentionEncoder():
-            vector_BD = encoder.attention(item_BHD, mask_BH, position_BH.clamp(0, encoder.length - 1))
+            vector_BD = encoder.encode(item_BHD, mask_BH, position_BH.clamp(0, encoder.length - 1))
             return torch.where(mask_BH.any(dim=1, keepdim=True), vector_BD, encoder.start)
         case RecencyEncoder():
             weight_BH = encoder.recency.exp()[position_BH.clamp(0, encoder.length - 1)] * is_item_BH

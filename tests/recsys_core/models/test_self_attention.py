@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from recsys_core.models.config import SelfAttentionHistory
+from recsys_core.models.config import RecencyHistory, SelfAttentionHistory
 from recsys_core.models.history import make_encoder
 from recsys_core.models.self_attention import Block, Dropout, SelfAttention, groups_of_similar_length
 
@@ -76,6 +76,21 @@ def test_padding_may_be_anywhere_and_have_any_value() -> None:
     position_BH = is_item_BH.sum(dim=1, keepdim=True) - is_item_BH.long().cumsum(dim=1)
     vector_BD = attention(padded_BHD, is_item_BH, position_BH)
     torch.testing.assert_close(vector_BD, torch_vector(attention, item_HD).expand(3, -1), rtol=1e-4, atol=1e-5)
+
+
+def test_the_recency_residual_adds_the_vector_of_the_recency_encoder() -> None:
+    torch.manual_seed(2)
+    plain, with_residual = (
+        make_encoder(SelfAttentionHistory(length=LONGEST, recency_residual=is_added), dim=WIDTH, std=0.5).eval()
+        for is_added in (False, True)
+    )
+    recency = make_encoder(RecencyHistory(length=LONGEST), dim=WIDTH, std=0.5)
+    weight = nn.Parameter(torch.randn(LONGEST))
+    recency.recency, with_residual.recency = weight, weight
+    with_residual.load_state_dict(plain.state_dict() | {"recency": weight})
+    history = torch.randn(9, WIDTH), torch.randint(9, (16,)), torch.tensor([0, 3, 4, 16])
+    torch.testing.assert_close(with_residual(*history), plain(*history) + recency(*history))
+    assert with_residual(history[0], history[1], torch.tensor([0, 0, 16]))[0].tolist() == with_residual.start.tolist()
 
 
 def test_a_vector_starts_with_the_length_of_an_item() -> None:

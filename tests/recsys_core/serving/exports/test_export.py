@@ -44,7 +44,7 @@ assert not {name for name in sys.modules if name.startswith(("recsys_core", "tas
 MODELS: list[dict[str, Any]] = [
     {"history": {"pooling": "mean"}, "features": (*USER_FEATURES, *CONTEXT_FEATURES), "learn_user_embedding": True},
     {"history": {"pooling": "recency", "last_item_feature": False}, "similarity": "dot", "quantization": "int4"},
-    {"history": {"pooling": "self_attention", "num_heads": 2}},
+    {"history": {"pooling": "self_attention", "num_heads": 2, "recency_residual": True}},
 ]
 
 

@@ -126,7 +126,8 @@ class AttentionEncoder(HistoryEncoder):
 class SelfAttentionEncoder(HistoryEncoder):
     """The state of the last item after blocks of self-attention. Histories of similar length are padded together.
 
-    With `recency_residual`, the result is the sum of the state and of the weighted mean of RecencyEncoder.
+    With `recency_residual`, the result is the sum of the state and of the weighted mean of RecencyEncoder. The state starts at
+    zero, so that training starts from the mean.
     """
 
     def __init__(self, config: HistorySettings, *, dim: int, std: float) -> None:
@@ -173,8 +174,11 @@ class SelfAttentionEncoder(HistoryEncoder):
         return vector_BD + (weight_BH[:, None, :].to(item_BHD.dtype) @ item_BHD).squeeze(1)
 
     def min_norm(self, row_norm: float) -> float:
-        """Return the expected length of an encoded history: that of one item, which the last layer norm starts with."""
-        return row_norm
+        """Return the expected length of an encoded history: that of one item, which the last layer norm starts with.
+
+        With `recency_residual`, it is that of the mean.
+        """
+        return row_norm if self.recency is None else super().min_norm(row_norm)
 
 
 _ENCODER_BY_CONFIG: dict[type[HistorySettings], type[HistoryEncoder]] = {

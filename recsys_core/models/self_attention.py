@@ -20,7 +20,8 @@ class SelfAttention(nn.Module):
 
     Args:
         dim: width of an item vector, and of the result.
-        std: standard deviation of the values of the result at the start of training.
+        std: standard deviation of the values of the result at the start of training. With `recency_residual`, the result starts
+            at zero.
     """
 
     def __init__(self, config: SelfAttentionHistory, *, dim: int, std: float) -> None:
@@ -32,7 +33,7 @@ class SelfAttention(nn.Module):
         if self.position.weight.is_meta:
             return
         nn.init.zeros_(self.position.weight)
-        nn.init.constant_(self.output_norm.weight, std)
+        nn.init.constant_(self.output_norm.weight, 0.0 if config.recency_residual else std)
         for module in self.blocks.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=INIT_STD)

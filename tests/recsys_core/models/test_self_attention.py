@@ -78,7 +78,7 @@ def test_padding_may_be_anywhere_and_have_any_value() -> None:
     torch.testing.assert_close(vector_BD, torch_vector(attention, item_HD).expand(3, -1), rtol=1e-4, atol=1e-5)
 
 
-def test_the_recency_residual_adds_the_vector_of_the_recency_encoder() -> None:
+def test_the_recency_residual_adds_the_vector_of_the_recency_encoder_and_starts_with_it() -> None:
     torch.manual_seed(2)
     plain, with_residual = (
         make_encoder(SelfAttentionHistory(length=LONGEST, recency_residual=is_added), dim=WIDTH, std=0.5).eval()
@@ -87,10 +87,14 @@ def test_the_recency_residual_adds_the_vector_of_the_recency_encoder() -> None:
     recency = make_encoder(RecencyHistory(length=LONGEST), dim=WIDTH, std=0.5)
     weight = nn.Parameter(torch.randn(LONGEST))
     recency.recency, with_residual.recency = weight, weight
-    with_residual.load_state_dict(plain.state_dict() | {"recency": weight})
-    history = torch.randn(9, WIDTH), torch.randint(9, (16,)), torch.tensor([0, 3, 4, 16])
-    torch.testing.assert_close(with_residual(*history), plain(*history) + recency(*history))
-    assert with_residual(history[0], history[1], torch.tensor([0, 0, 16]))[0].tolist() == with_residual.start.tolist()
+    recency.start = with_residual.start
+    history = torch.randn(9, WIDTH), torch.randint(9, (16,)), torch.tensor([0, 3, 3, 4, 16])
+    torch.testing.assert_close(with_residual(*history), recency(*history))
+    with_residual.attention = plain.attention
+    has_items = torch.tensor([True, False, True, True])
+    torch.testing.assert_close(with_residual(*history)[has_items], (plain(*history) + recency(*history))[has_items])
+    assert with_residual(*history)[1].tolist() == with_residual.start.tolist()
+    assert with_residual.min_norm(8.0) == recency.min_norm(8.0)
 
 
 def test_a_vector_starts_with_the_length_of_an_item() -> None:

@@ -6,6 +6,7 @@ grows with the share of the items, and not with the number of scores.
 Shapes: B queries of a rank, G queries of all ranks, N items of the rank's share, P queries of a block, L entries of a list.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ def require_catalogue_fits(spec: ModelSpec, *, limit_gb: float, world_size: int)
     num_share_items = -(-spec.num_items // world_size)
     share_gb = num_share_items * sum(widths) * BYTES_PER_VALUE / 1e9
     if share_gb > limit_gb:
-        num_ranks = -(-spec.num_items * sum(widths) * BYTES_PER_VALUE // int(limit_gb * 1e9))
+        num_ranks = math.ceil(spec.num_items / (limit_gb * 1e9 // (sum(widths) * BYTES_PER_VALUE) or 1))
         raise InputError(
             f"loss.negatives is all, but a rank's share of the catalogue needs {share_gb:.3g} GB in each step, and "
             f"loss.catalogue_gb is {limit_gb:g}: {spec.num_items:,} items / {world_size} ranks x {sum(widths)} values "

@@ -15,10 +15,29 @@ UNFREEZE_SCHEDULE = [{"epoch": 2, "share": 0.25}, {"epoch": 3, "share": 0.5}, {"
 """Share of the most frequent rows that is trained: no rows in epoch 1, 25 % in epoch 2, 50 % in epoch 3, then all rows."""
 CANDIDATE_LAYERS: Settings = {"model": {"candidate": {"layers": [128, 64], "skip_connection": True}}}
 """Layers of the candidate tower, which are trained while the item rows are frozen."""
+DECAYED_RATES: Settings = {
+    "training": {"table_optimizer": {"lr_decay": "cosine"}, "dense_optimizer": {"lr_decay": "cosine"}},
+}
+SELF_ATTENTION: Settings = {
+    "model": {
+        "history": {
+            "length": 50,
+            "pooling": "self_attention",
+            "num_heads": 2,
+            "recency_residual": True,
+            "attention_dropout": 0.5,
+            "hidden_dropout": 0.5,
+        }
+    }
+}
 
 
 def experiments(data_folder: Path, *, folder: Path, seeds: range) -> Iterator[Experiment]:
-    """Yield, for each seed, five variants without item features, two variants with them, and two for each share of users."""
+    """Yield the experiments of each seed.
+
+    They are five variants without item features, two variants with them, two for each share of users, and four variants of
+    self-attention over the history.
+    """
     base_settings = settings(data_folder)
     vector_settings: Settings = {
         "embeddings": [{"paths": str(data_folder / "item_embeddings.parquet"), "vector_column": "embedding"}]
@@ -42,9 +61,12 @@ def experiments(data_folder: Path, *, folder: Path, seeds: range) -> Iterator[Ex
         "random, features": merge_settings(base_settings, feature_settings),
         "pretrained, full, features": merge_settings(base_settings, vector_settings, feature_settings),
     }
+    sequence_settings_by_variant = sequence_variants(base_settings, vector_settings, attributes(data_folder))
     for seed in seeds:
         for variant, variant_settings in settings_by_variant.items():
             yield Experiment("beauty", variant, seed, variant_settings)
+        for variant, variant_settings in sequence_settings_by_variant.items():
+            yield Experiment("sequence", variant, seed, variant_settings)
         for percent in (10, 1):
             log_path = limited_log(data_folder, percent=percent, seed=seed, folder=folder)
             few_user_settings = {
@@ -58,6 +80,32 @@ def experiments(data_folder: Path, *, folder: Path, seeds: range) -> Iterator[Ex
                 seed,
                 merge_settings(base_settings, vector_settings, few_user_settings),
             )
+
+
+def sequence_variants(base_settings: Settings, vector_settings: Settings, attribute_settings: Settings) -> dict[str, Settings]:
+    """Return the settings of the variants that compare self-attention with the weighted mean `recency`."""
+    items = merge_settings(vector_settings, attribute_settings)
+    decayed = merge_settings(base_settings, DECAYED_RATES)
+    return {
+        "recency, ids": decayed,
+        "self-attention, ids": merge_settings(decayed, SELF_ATTENTION),
+        "recency, vectors and attributes": merge_settings(decayed, items),
+        "self-attention, vectors and attributes": merge_settings(decayed, items, SELF_ATTENTION),
+    }
+
+
+def attributes(data_folder: Path) -> Settings:
+    """Return the settings for attributes as an item feature, with histories encoded by the candidate tower."""
+    return {
+        "features": {
+            "items": {
+                "paths": str(data_folder / "items.parquet"),
+                "id_column": "item_id",
+                "features": [{"name": "attributes", "kind": "list"}],
+            }
+        },
+        "model": {"history": {"item_representation": "candidate_tower"}},
+    }
 
 
 def settings(data_folder: Path) -> Settings:

@@ -14,6 +14,7 @@ Runs = dict[str, dict[int, dict[str, Any]]]
 
 TABLES = {
     "beauty": ("Amazon Beauty", ("test/hit_rate@10", "test/ndcg@10", "test/recall@20")),
+    "sequence": ("Amazon Beauty, self-attention over the history", ("test/hit_rate@10", "test/ndcg@10")),
     "limited": ("Amazon Beauty, trained on few users, evaluated on all users", ("test/hit_rate@10", "test/ndcg@10")),
     "cold": ("citeulike_t, only articles without interactions are ranked", ("test/cold/recall@20", "test/cold/ndcg@20")),
     "warm": ("citeulike_t, all articles are ranked", ("test/recall@20", "test/ndcg@20")),

@@ -72,6 +72,7 @@ class TrainLoader:
         batch_size: queries per rank and step; the last batch of an epoch may be smaller.
         num_negatives: number of items sampled for each batch, in addition to the positives.
         negative_share_I: float64 [I], probability of each item in one draw; the sum is 1.
+        catalogue_row_N: item rows that follow the positives of each batch; None: `num_negatives` sampled rows follow them.
     """
 
     def __init__(
@@ -83,13 +84,15 @@ class TrainLoader:
         seed: int,
         num_negatives: int = 0,
         negative_share_I: NDArray[np.float64] | None = None,
+        catalogue_row_N: Int64Array | None = None,
     ) -> None:
         if num_negatives and negative_share_I is None:
             raise ValueError(f"num_negatives is {num_negatives}, but negative_share_I is missing")
         self._examples, self._batch_size, self._shard, self._seed = examples, batch_size, shard, seed
-        self._num_negatives = num_negatives
+        self._num_negatives, self._catalogue_row_N = num_negatives, catalogue_row_N
         self._negative_cdf_I = np.zeros(0) if negative_share_I is None else np.cumsum(negative_share_I)
-        self._batches_per_chunk = max(1, CHUNK_CANDIDATES // (batch_size + num_negatives))
+        num_others = num_negatives if catalogue_row_N is None else len(catalogue_row_N)
+        self._batches_per_chunk = max(1, CHUNK_CANDIDATES // (batch_size + num_others))
         self._mean_weight = examples.store.mean_weight()
         num_planned_ranks = shard.num_planned_ranks or shard.world_size
         num_examples = examples.store.num_train_events // num_planned_ranks * num_planned_ranks
@@ -135,7 +138,9 @@ class TrainLoader:
         return store.training_events(shuffled(index_in_epoch_E, n=store.num_train_events, key=(self._seed, epoch)))
 
     def _draw_negatives(self, epoch: int, first_batch: int, stop_batch: int) -> Int64Array:
-        """Draw num_negatives items for each of these batches, [P, N]."""
+        """Draw num_negatives items for each of these batches, or return the share of the catalogue for each: [P, N]."""
+        if self._catalogue_row_N is not None:
+            return np.broadcast_to(self._catalogue_row_N, (stop_batch - first_batch, len(self._catalogue_row_N)))
         # Philox is counter-based: the negatives of a batch do not depend on earlier batches.
         increments_per_batch = -(-self._num_negatives // PHILOX_VALUES_PER_INCREMENT)
         philox_key = negatives_key(self._seed, epoch=epoch, rank=self._shard.rank)

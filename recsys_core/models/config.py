@@ -128,7 +128,40 @@ class AttentionHistory(HistorySettings):
     )
 
 
-HistoryConfig = Annotated[MeanHistory | SumHistory | RecencyHistory | AttentionHistory, Field(discriminator="pooling")]
+class SelfAttentionHistory(HistorySettings):
+    """The state of the last item after blocks of causal self-attention, as in SASRec."""
+
+    has_padded_form: ClassVar[bool] = True
+    needs_order: ClassVar[bool] = True
+    architecture_settings: ClassVar[tuple[str, ...]] = (
+        *HistorySettings.architecture_settings,
+        "length",
+        "num_blocks",
+        "num_heads",
+        "recency_residual",
+    )
+
+    pooling: Literal["self_attention"] = Field(
+        "self_attention",
+        description="the state of the last item after blocks of causal self-attention, as in SASRec. A vector is learned for "
+        "each position from the end of the history",
+    )
+    num_blocks: int = Field(2, ge=1, le=3, description="number of blocks of self-attention")
+    num_heads: int = Field(1, ge=1, le=64, description="number of attention heads; a divisor of the width of an item's vector")
+    recency_residual: bool = Field(
+        False,
+        description="add a weighted mean of the vectors of the items to the state, with one learned weight for each position "
+        "as with `recency`",
+    )
+    attention_dropout: float = Field(0.3, ge=0, lt=1, description="dropout rate of the attention weights")
+    hidden_dropout: float = Field(
+        0.3, ge=0, lt=1, description="dropout rate of the item vectors and of the output of each layer in the blocks"
+    )
+
+
+HistoryConfig = Annotated[
+    MeanHistory | SumHistory | RecencyHistory | AttentionHistory | SelfAttentionHistory, Field(discriminator="pooling")
+]
 ORDER_FREE_POOLINGS = tuple(
     history_class.model_fields["pooling"].default
     for history_class in get_args(get_args(HistoryConfig)[0])
@@ -188,6 +221,18 @@ class TwoTowerConfig(Settings):
             raise ValueError(
                 f"the towers have different output widths: query.layers end in {query_dim}, candidate.layers in "
                 f"{self.output_dim}; give both the same last width, or leave query.layers out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        history = self.history
+        if isinstance(history, SelfAttentionHistory) and self.history_dim % history.num_heads:
+            width = "candidate.layers" if self.history_dim != self.embedding_dim else "embedding_dim"
+            divisors = [count for count in range(1, 65) if self.history_dim % count == 0]
+            raise ValueError(
+                f"history.num_heads is {history.num_heads}, which does not divide the width of an item's vector in a history, "
+                f"{self.history_dim} ({width}); set num_heads to one of {', '.join(map(str, divisors))}"
             )
         return self
 

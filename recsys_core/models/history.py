@@ -5,9 +5,17 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding_bag
+from torch.nn.functional import embedding, embedding_bag
 
-from recsys_core.models.config import AttentionHistory, HistorySettings, MeanHistory, RecencyHistory, SumHistory
+from recsys_core.models.config import (
+    AttentionHistory,
+    HistorySettings,
+    MeanHistory,
+    RecencyHistory,
+    SelfAttentionHistory,
+    SumHistory,
+)
+from recsys_core.models.self_attention import SelfAttention, groups_of_similar_length
 
 
 class HistoryEncoder(nn.Module):
@@ -115,11 +123,70 @@ class AttentionEncoder(HistoryEncoder):
         return attention_H
 
 
+class SelfAttentionEncoder(HistoryEncoder):
+    """The state of the last item after blocks of self-attention. Histories of similar length are padded together.
+
+    With `recency_residual`, the result is the sum of the state and of the weighted mean of RecencyEncoder. The state starts at
+    zero, so that training starts from the mean.
+    """
+
+    def __init__(self, config: HistorySettings, *, dim: int, std: float) -> None:
+        super().__init__(config, dim=dim, std=std)
+        assert isinstance(config, SelfAttentionHistory)
+        self.attention = SelfAttention(config, dim=dim, std=std)
+        self.recency = nn.Parameter(torch.zeros(config.length)) if config.recency_residual else None
+
+    def forward(self, item_VD: Tensor, history_H: Tensor, offset: Tensor) -> Tensor:
+        """Return one vector per history [B, D]; see HistoryEncoder.forward."""
+        if self.training and self.item_dropout:
+            is_left_H = torch.rand(len(history_H), device=history_H.device) >= self.item_dropout
+            num_left_before = nn.functional.pad(is_left_H.cumsum(dim=0), (1, 0))
+            history_H, offset = history_H[is_left_H], num_left_before[offset]
+        length_B = offset.diff()
+        if not len(history_H) or not len(length_B):
+            return self.start.expand(len(length_B), -1)
+        vectors_by_group, indices_by_group = [], []
+        for index_B, longest in groups_of_similar_length(length_B, max_length=self.length):
+            vectors_by_group.append(self._encode_group(item_VD, history_H, offset[index_B], length_B[index_B], longest=longest))
+            indices_by_group.append(index_B)
+        order = torch.cat(indices_by_group).argsort()
+        vector_BD = torch.cat(vectors_by_group)[order]
+        return torch.where(length_B[:, None] > 0, vector_BD, self.start.to(vector_BD.dtype))
+
+    def _encode_group(self, item_VD: Tensor, history_H: Tensor, start_B: Tensor, length_B: Tensor, *, longest: int) -> Tensor:
+        """Return the vectors of histories that start at `start_B` in `history_H`, [B, D]."""
+        if not longest:
+            return self.start.expand(len(length_B), -1)
+        column = torch.arange(longest, device=history_H.device)
+        is_item_BH = column < length_B[:, None]
+        entry_BH = torch.where(is_item_BH, start_B[:, None] + column, 0)
+        position_BH = (length_B[:, None] - 1 - column).clamp(min=0)
+        item_BHD = embedding(history_H[entry_BH], item_VD)
+        return self.encode(item_BHD, is_item_BH, position_BH)
+
+    def encode(self, item_BHD: Tensor, is_item_BH: Tensor, position_BH: Tensor) -> Tensor:
+        """Return one vector per padded history [B, D]; see SelfAttention.forward."""
+        vector_BD: Tensor = self.attention(item_BHD, is_item_BH, position_BH)
+        if self.recency is None:
+            return vector_BD
+        score_BH = self.recency[position_BH]
+        weight_BH = score_BH.masked_fill(~is_item_BH, torch.finfo(score_BH.dtype).min).softmax(dim=1)
+        return vector_BD + (weight_BH[:, None, :].to(item_BHD.dtype) @ item_BHD).squeeze(1)
+
+    def min_norm(self, row_norm: float) -> float:
+        """Return the expected length of an encoded history: that of one item, which the last layer norm starts with.
+
+        With `recency_residual`, it is that of the mean.
+        """
+        return row_norm if self.recency is None else super().min_norm(row_norm)
+
+
 _ENCODER_BY_CONFIG: dict[type[HistorySettings], type[HistoryEncoder]] = {
     MeanHistory: MeanEncoder,
     SumHistory: SumEncoder,
     RecencyHistory: RecencyEncoder,
     AttentionHistory: AttentionEncoder,
+    SelfAttentionHistory: SelfAttentionEncoder,
 }
 
 

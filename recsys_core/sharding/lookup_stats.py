@@ -39,14 +39,18 @@ def measure_lookups(
     """Return the mean lookups over the batches of an epoch. batch_size: queries per rank and step.
 
     The calculation assumes that positives, negatives and history items are drawn independently, and that history items are as
-    frequent as positives.
+    frequent as positives. With negatives `all`, it is the number for one rank, which looks up all items that have an event.
     """
     num_train_events_U = store.train_count_U
-    probability_I = lookup_probability(
-        store.train_count_I,
-        num_draws=batch_size * (1 + mean_history_length(num_train_events_U, model=model, is_ordered=store.is_ordered)),
-        num_negatives=loss.num_negatives,
-        alpha=loss.negative_sampling_alpha,
+    probability_I = (
+        (store.train_count_I > 0).astype(np.float64)
+        if loss.negatives == "all"
+        else lookup_probability(
+            store.train_count_I,
+            num_draws=batch_size * (1 + mean_history_length(num_train_events_U, model=model, is_ordered=store.is_ordered)),
+            num_negatives=loss.num_negatives,
+            alpha=loss.negative_sampling_alpha,
+        )
     )
     num_distinct_items = max(1.0, float(probability_I.sum()))
     list_features = features.feature_by_key if features is not None else {}

@@ -15,6 +15,7 @@ from recsys_core.errors import InputError
 from recsys_core.launching.heartbeat import MIN_TIMEOUT_S, UNMEASURED_TIMEOUT_S, HeartbeatWriter
 from recsys_core.launching.rank import Process
 from recsys_core.manifests import require_manifest
+from recsys_core.models.loss.catalogue import catalogue_share
 from recsys_core.models.loss.objective import negative_share
 from recsys_core.models.task import RetrievalTask
 from recsys_core.seeds import step_seed
@@ -84,9 +85,12 @@ def make_loader(job: TrainJob, *, store: EventStore, assembler: Assembler, proce
         batch_size=job.training.batch_size,
         shard=Shard(process.rank, process.world_size, job.num_planned_ranks),
         seed=job.training.seed,
-        num_negatives=loss_config.num_negatives,
+        num_negatives=loss_config.num_sampled_negatives,
         negative_share_I=negative_share(store.train_count_I, loss_config.negative_sampling_alpha)
-        if loss_config.num_negatives
+        if loss_config.num_sampled_negatives
+        else None,
+        catalogue_row_N=catalogue_share(store.train_count_I, rank=process.rank, world_size=process.world_size)
+        if loss_config.negatives == "all"
         else None,
     )
 

@@ -17,6 +17,7 @@ from recsys_core.launching.heartbeat import HeartbeatFile
 from recsys_core.launching.launch import launch
 from recsys_core.launching.messages import RankLayout
 from recsys_core.manifests import Dataset, PlanManifest, StageFolder, TrainManifest, fingerprint_of, require_no_link
+from recsys_core.models.loss.catalogue import require_catalogue_fits
 from recsys_core.sharding.config import PLAN_NAME
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.checkpoint import latest_checkpoint
@@ -63,6 +64,8 @@ def train(
     """
     config, model = setup.training, setup.model
     require_shardable_layers(config.dense_parallel, spec=model)
+    if setup.loss.negatives == "all":
+        require_catalogue_fits(model, limit_gb=setup.loss.catalogue_gb, world_size=plan.world_size)
     interactions, embeddings, features = dataset.interactions, dataset.embeddings, dataset.features
     start_champion, full_training_reason = choose_start(config.warm_start, champion=champion, interactions=interactions)
     champion_export = start_champion and start_champion.export

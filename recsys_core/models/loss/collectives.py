@@ -25,10 +25,13 @@ def gather_candidates(candidate_CD: Tensor, item_row_C: Tensor, *, group: Proces
 
 
 def gather_rows(row_C: Tensor, *, group: ProcessGroup | None) -> Tensor:
-    """Return the row numbers of all ranks in rank order, [W * C]. `row_C` has the same length on every rank."""
+    """Return the row numbers, or any other tensors, of all ranks in rank order, [W * C, ...], without a gradient.
+
+    `row_C` has the same shape on every rank.
+    """
     if group is None or group.size() == 1:
         return row_C
-    all_rows = row_C.new_empty(group.size() * len(row_C))
+    all_rows = row_C.new_empty(group.size() * len(row_C), *row_C.shape[1:])
     distributed.all_gather_single(all_rows, row_C.contiguous(), group=group)
     return all_rows
 

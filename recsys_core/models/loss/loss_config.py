@@ -26,10 +26,22 @@ class LossConfig(Settings):
         description="loss function: sampled softmax over the candidates (`softmax`), binary cross-entropy (`bce`), pairwise "
         "ranking (`bpr`), or the loss of SimpleX, which has a margin on the cosine (`cosine_contrastive`)",
     )
+    negatives: Literal["sampled", "all"] = Field(
+        "sampled",
+        description="items that the loss compares with the target item. `sampled`: the items that the next settings describe. "
+        "`all`: all items that have a training event, which is only for `softmax`",
+    )
+    catalogue_gb: float = Field(
+        4.0,
+        gt=0,
+        le=1e6,
+        description="largest memory in GB for the vectors of a rank's share of the items and their gradients, with `negatives: "
+        "all`",
+    )
     in_batch_negatives: bool | None = Field(
         None,
-        description="use the target items of the other queries of the batch as negatives. Default: `true` with `softmax`, "
-        "otherwise `false`",
+        description="use the target items of the other queries of the batch as negatives. Default: `true` with `softmax` and "
+        "sampled negatives, otherwise `false`",
     )
     num_negatives: int = Field(
         512,
@@ -73,7 +85,26 @@ class LossConfig(Settings):
     )
 
     @model_validator(mode="after")
+    def _check_all_negatives(self) -> Self:
+        if self.negatives == "sampled":
+            return self
+        for is_unsupported, setting, advice in (
+            (self.kind != "softmax", f"loss.kind is {self.kind}", "set loss.kind to softmax"),
+            (self.in_batch_negatives, "in_batch_negatives is true", "leave in_batch_negatives out"),
+            (self.cross_rank_negatives, "cross_rank_negatives is true", "leave cross_rank_negatives out"),
+            (self.distillation is not None, "loss.distillation compares sampled items", "leave distillation out"),
+        ):
+            if is_unsupported:
+                raise ValueError(
+                    f"loss.negatives is all, a softmax over the whole catalogue, but {setting}; {advice}, or set "
+                    "loss.negatives to sampled"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_negatives(self) -> Self:
+        if self.negatives == "all":
+            return self
         if not self.uses_in_batch_negatives and self.num_negatives == 0:
             raise ValueError(
                 f"loss.kind is {self.kind}, which needs negatives, but num_negatives is 0 and in_batch_negatives is not true; "
@@ -89,4 +120,11 @@ class LossConfig(Settings):
     @property
     def uses_in_batch_negatives(self) -> bool:
         """Whether the positives of the other queries are negatives."""
-        return self.kind == "softmax" if self.in_batch_negatives is None else self.in_batch_negatives
+        if self.in_batch_negatives is None:
+            return self.kind == "softmax" and self.negatives == "sampled"
+        return self.in_batch_negatives
+
+    @property
+    def num_sampled_negatives(self) -> int:
+        """Number of items that a rank samples in each step."""
+        return self.num_negatives if self.negatives == "sampled" else 0

@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from recsys_core.dataset.batch import Batch
 from recsys_core.errors import InputError
-from recsys_core.models.loss.collectives import gather_candidates
+from recsys_core.models.loss.catalogue import mean_log_partition
+from recsys_core.models.loss.collectives import gather_candidates, gather_rows
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.loss.losses import (
     bce_loss,
@@ -59,13 +60,13 @@ class Objective(nn.Module):
         super().__init__()
         self.config = loss
         self.group = group
-        self.min_norm = spec.row_norm
+        self.min_norm, self.history_length = spec.row_norm, spec.history_length
         log_temperature = torch.tensor(math.log(spec.config.temperature))
         self.log_temperature = nn.Parameter(log_temperature) if spec.config.learn_temperature else None
         self.fixed_temperature = spec.config.temperature
         self.positive_share_I: Tensor
         self.negative_share_I: Tensor
-        if loss.kind != "softmax" or loss.logq_correction == "none":
+        if loss.kind != "softmax" or loss.logq_correction == "none" or loss.negatives == "all":
             return
         positive_share_I = item_count_I / max(item_count_I.sum(), 1)
         negative_share_I = np.zeros(len(item_count_I))
@@ -84,7 +85,8 @@ class Objective(nn.Module):
 
         Args:
             query_BD: query vectors.
-            candidate_CD: vectors of the rank's own candidates: the B positives, then the sampled negatives.
+            candidate_CD: vectors of the rank's own candidates: the B positives, then the sampled negatives or, with negatives
+                `all`, the rank's share of the catalogue.
             teacher_CD: pretrained vectors of the candidates, zeros for a candidate without a vector; None without distillation.
         """
         loss = self._retrieval_loss(query_BD, candidate_CD, batch=batch)
@@ -100,7 +102,40 @@ class Objective(nn.Module):
             min_norm=self.min_norm,
         )
 
+    def _catalogue_loss(self, query_BD: Tensor, candidate_CD: Tensor, *, batch: Batch) -> Tensor:
+        """Return the cross-entropy of the positives among all items of the catalogue."""
+        num_queries = batch.batch_size
+        weight_B = torch.ones_like(query_BD[:, 0]) if batch.loss_weight is None else batch.loss_weight
+        weight_B = weight_B / num_queries
+        query_BD = query_BD / self.temperature
+        positive_BD, share_ND = candidate_CD[:num_queries], candidate_CD[num_queries:]
+        precision = functional.linear(query_BD[:1], share_ND[:1]).dtype
+        positive_B = _positive_scores(query_BD, positive_BD, precision=precision).float()
+        hidden_pairs = self._seen_share_pairs(batch) if self.config.mask_negatives == "seen" else None
+        log_partition = mean_log_partition(query_BD, share_ND, weight_B=weight_B, hidden_pairs=hidden_pairs, group=self.group)
+        return log_partition - (weight_B * positive_B).sum()
+
+    def _seen_share_pairs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Collective. Return the pairs of a query of any rank and an item of the rank's share that is in the query's history.
+
+        The positive is not among the pairs: a repeated item is not a negative of its query.
+        """
+        item_row_C = batch.item_row_V[batch.candidate_index_C]
+        num_queries, length_B, device = batch.batch_size, batch.history_offset.diff(), item_row_C.device
+        column = torch.arange(self.history_length, device=device)
+        # The ranks exchange tensors of equal shapes. Row -1 is no item.
+        is_entry_BH = column < length_B[:, None]
+        entry_row_BH = item_row_C.new_full((num_queries, self.history_length), -1)
+        entry_row_BH[is_entry_BH] = batch.item_row_V[batch.history_index_H]
+        entry_row_BH.masked_fill_(entry_row_BH == item_row_C[:num_queries, None], -1)
+        entry_row_H = gather_rows(entry_row_BH, group=self.group).flatten()
+        num_all_queries = len(entry_row_H) // max(1, self.history_length)
+        offset = torch.arange(num_all_queries + 1, device=device) * self.history_length
+        return seen_pairs(entry_row_H, offset, item_row_C[num_queries:])
+
     def _retrieval_loss(self, query_BD: Tensor, candidate_CD: Tensor, *, batch: Batch) -> Tensor:
+        if self.config.negatives == "all":
+            return self._catalogue_loss(query_BD, candidate_CD, batch=batch)
         item_row_C = batch.item_row_V[batch.candidate_index_C]
         item_row_B = item_row_C[: batch.batch_size]
         columns = self._score_columns(candidate_CD, item_row_C, batch_size=batch.batch_size)

@@ -14,7 +14,14 @@ from torch.nn.functional import normalize
 
 from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.dataset.jagged import JaggedArray
-from recsys_core.models.history import AttentionEncoder, HistoryEncoder, MeanEncoder, RecencyEncoder, SumEncoder
+from recsys_core.models.history import (
+    AttentionEncoder,
+    HistoryEncoder,
+    MeanEncoder,
+    RecencyEncoder,
+    SelfAttentionEncoder,
+    SumEncoder,
+)
 from recsys_core.models.spec import module_name
 from recsys_core.serving.quantise import HISTORY_TABLE, ServedQueryTower
 
@@ -79,6 +86,9 @@ def _pool_history(encoder: HistoryEncoder, item_BHD: Tensor, mask_BH: Tensor, po
     """Return what `HistoryEncoder.forward` returns, from padded histories."""
     is_item_BH = mask_BH.to(item_BHD.dtype)
     match encoder:
+        case SelfAttentionEncoder():
+            vector_BD = encoder.encode(item_BHD, mask_BH, position_BH.clamp(0, encoder.length - 1))
+            return torch.where(mask_BH.any(dim=1, keepdim=True), vector_BD, encoder.start)
         case RecencyEncoder():
             weight_BH = encoder.recency.exp()[position_BH.clamp(0, encoder.length - 1)] * is_item_BH
         case AttentionEncoder():

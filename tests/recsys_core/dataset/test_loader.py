@@ -308,3 +308,11 @@ def test_a_log_whose_training_events_all_weigh_nothing_is_rejected() -> None:
     store = store_of([([1, 2], [3], [4])], weight=[0, 0, 1, 1])
     with pytest.raises(InputError, match="all 2 training events have the weight 0"):
         loader_of(store)
+
+
+def test_the_share_of_the_catalogue_follows_the_positives_of_every_batch() -> None:
+    store, share = store_of(numbered([5, 4])), np.array([7, 2, 9])
+    with_share, without = loader_of(store, catalogue_row_N=share), loader_of(store)
+    batches = list(with_share.epoch(1))
+    assert [positives(batch) for batch in batches] == [positives(batch) for batch in without.epoch(1)]
+    assert [candidates(batch)[batch.batch_size :] for batch in batches] == [share.tolist()] * 3

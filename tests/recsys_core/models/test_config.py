@@ -128,3 +128,41 @@ def test_a_schedule_rises_to_the_full_rate_and_never_rises_again(
         assert next_scale <= scale
     if decay == "none" and step >= warmup:
         assert scale == 1
+
+
+def test_self_attention_needs_heads_that_divide_the_width_of_an_item() -> None:
+    history = {"pooling": "self_attention", "num_heads": 3}
+    TwoTowerConfig.model_validate({"embedding_dim": 12, "history": history})
+    with raises_message(
+        "history.num_heads is 3, which does not divide the width of an item's vector in a history, 20 (embedding_dim); set "
+        "num_heads to one of 1, 2, 4, 5, 10, 20"
+    ):
+        TwoTowerConfig.model_validate({"embedding_dim": 20, "history": history})
+    layers = {"candidate": {"layers": [8]}, "query": {"skip_connection": False}, "embedding_dim": 12}
+    TwoTowerConfig.model_validate(layers | {"history": history})
+    with raises_message("does not divide the width of an item's vector in a history, 8 (candidate.layers)"):
+        TwoTowerConfig.model_validate(layers | {"history": history | {"item_representation": "candidate_tower"}})
+
+
+@pytest.mark.parametrize("num_blocks", [0, 4])
+def test_self_attention_has_one_to_three_blocks(num_blocks: int) -> None:
+    with pytest.raises(ValueError, match=r"num_blocks"):
+        TwoTowerConfig.model_validate({"history": {"pooling": "self_attention", "num_blocks": num_blocks}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "bce"}, "but loss.kind is bce; set loss.kind to softmax"),
+        ({"in_batch_negatives": True}, "but in_batch_negatives is true; leave in_batch_negatives out"),
+        ({"cross_rank_negatives": True}, "but cross_rank_negatives is true; leave cross_rank_negatives out"),
+        ({"distillation": {}}, "but loss.distillation compares sampled items; leave distillation out"),
+    ],
+)
+def test_a_softmax_over_the_whole_catalogue_rejects_settings_of_sampled_negatives(
+    settings: dict[str, Any], message: str
+) -> None:
+    loss = LossConfig(negatives="all", num_negatives=0)
+    assert not loss.uses_in_batch_negatives and loss.num_sampled_negatives == 0
+    with raises_message(message):
+        LossConfig.model_validate({"negatives": "all"} | settings)

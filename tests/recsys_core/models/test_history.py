@@ -119,7 +119,7 @@ def test_learned_weights_start_at_the_plain_mean(kind: str) -> None:
 @every_kind
 def test_the_gradient_reaches_every_item_and_every_weight(kind: str) -> None:
     torch.manual_seed(3)
-    pooling = pooling_of(kind).double()
+    pooling = pooling_of(kind).double().eval()  # without dropout
     for parameter in pooling.parameters():
         torch.nn.init.normal_(parameter)
     item_VD = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)

@@ -75,3 +75,10 @@ def test_the_hot_row_curve_is_the_share_of_the_events() -> None:
     assert shares["item"][9] > 0.1, "the most frequent tenth of the items gets more than a tenth of the lookups"
     by_events = np.sort(store.train_count_U)[::-1]
     assert shares["user"][9] == pytest.approx(by_events[: NUM_USERS // 10].sum() / NUM_EVENTS, abs=1e-6)
+
+
+def test_a_softmax_over_the_whole_catalogue_looks_up_every_item_that_has_an_event() -> None:
+    store = skewed_store(ordered=True)
+    spec = ModelSpec.sized(TwoTowerConfig(), num_users=NUM_USERS, num_items=NUM_ITEMS)
+    lookup_stats = measure_lookups(spec, batch_size=BATCH, loss=LossConfig(negatives="all"), store=store)
+    assert lookup_stats.values_per_query["item"] == pytest.approx(np.count_nonzero(store.train_count_I) / BATCH, rel=1e-5)

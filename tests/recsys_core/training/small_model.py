@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -125,10 +126,19 @@ def _feature(key: str, form: FeatureForm) -> Feature:
     return Feature(row, offset, weight.astype(np.float32) if form in ("number", "weighted_list") else None)
 
 
-def make_batch(spec: ModelSpec, *, ranks: Sequence[int], step: int, queries: int, negatives: int) -> Batch:
+def make_batch(
+    spec: ModelSpec,
+    *,
+    ranks: Sequence[int],
+    step: int,
+    queries: int,
+    negatives: int,
+    share: NDArray[np.int64] | None = None,
+) -> Batch:
     """Return the batches of `ranks` in `step` as one batch: their queries in order of rank, then their negatives.
 
-    Histories have 0 to HISTORY items, so that the number of distinct items differs by rank and step.
+    A `share` of the catalogue takes the place of the negatives. Histories have 0 to HISTORY items, so that the number of
+    distinct items differs by rank and step.
     """
     assembler = Assembler(
         user_batch_key=spec.user_batch_key,
@@ -148,7 +158,7 @@ def make_batch(spec: ModelSpec, *, ranks: Sequence[int], step: int, queries: int
         user_row_B=array_by_name["user"],
         event_index_B=array_by_name["position"],
         history=JaggedArray.from_lengths(array_by_name["length"], array_by_name["row"]),
-        candidate_row_C=np.concatenate([array_by_name["positive"], array_by_name["negative"]]),
+        candidate_row_C=np.concatenate([array_by_name["positive"], array_by_name["negative"] if share is None else share]),
     )
 
 

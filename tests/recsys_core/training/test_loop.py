@@ -10,6 +10,7 @@ import pytest
 
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
+from recsys_core.models.config import SelfAttentionHistory
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.tables.table_config import DenseOptimizer, TableConfig, TableOptimizer, UnfreezeStep
 from recsys_core.sharding.config import TableConstraint
@@ -63,6 +64,10 @@ UNUSUAL = {
         "model": FORGETFUL,
         "loss": LossConfig(num_negatives=32, cross_rank_negatives=True, mask_negatives="seen"),
         "tables": {"item": TableConfig(transfer="residual", id_dropout=0.3)},
+    },
+    "sequence": {
+        "model": MODEL.model_copy(update={"history": SelfAttentionHistory(length=6, num_heads=2, item_dropout=0.2)}),
+        "loss": LossConfig(negatives="all", mask_negatives="seen"),
     },
     "gradual": {
         "tables": {"item": TableConfig(transfer="gradual", unfreeze=(UnfreezeStep(epoch=2, share=0.4),))},

@@ -5,12 +5,15 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import distributed as dist
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from recsys_core.dataset.batch import Batch
 from recsys_core.launching.rank import Process
+from recsys_core.models.loss.catalogue import catalogue_share
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, table_shards
@@ -21,7 +24,7 @@ from recsys_core.training.config import TrainingConfig
 from recsys_core.training.optimizers import LearningRates, make_optimizer
 from recsys_core.training.sharded_model import EPS, zero_unknown_users
 from tests.gloo import run_ranks
-from tests.recsys_core.training.small_model import USERS, make_batch, plain_task, sharded_model, small_spec
+from tests.recsys_core.training.small_model import COUNTS, USERS, make_batch, plain_task, sharded_model, small_spec
 
 COLUMN_KINDS = ("column_wise", "table_column_wise", "grid_shard")
 KINDS = ("table_wise", "row_wise", "table_row_wise", "data_parallel", *COLUMN_KINDS)
@@ -67,6 +70,15 @@ def queries(step: int) -> int:
     return 6 - 2 * (step == STEPS - 1)
 
 
+def share_of(case: Case, *, rank: int, world_size: int) -> NDArray[np.int64] | None:
+    """Return the rank's share of the catalogue; None if negatives are sampled."""
+    return catalogue_share(COUNTS, rank=rank, world_size=world_size) if case.loss.negatives == "all" else None
+
+
+def batch_of(case: Case, *, ranks: list[int], step: int, share: NDArray[np.int64] | None) -> Batch:
+    return make_batch(case.spec, ranks=ranks, step=step, queries=queries(step), negatives=NEGATIVES, share=share)
+
+
 class Expected(NamedTuple):
     """Losses of all steps; tables and layers after the last step."""
 
@@ -88,8 +100,9 @@ def train_plain(case: Case, *, ranks: int) -> Expected:
             optimizer.param_groups[0]["lr"] = schedule.learning_rate * schedule.scale(step, total_steps=STEPS)
             optimizer.zero_grad()
         # Ranks that share candidates equal one rank with all their queries; otherwise their losses are averaged.
-        groups = [list(range(ranks))] if case.loss.cross_rank_negatives else [[rank] for rank in range(ranks)]
-        batches = [make_batch(spec, ranks=group, step=step, queries=queries(step), negatives=NEGATIVES) for group in groups]
+        shares_candidates = case.loss.cross_rank_negatives or case.loss.negatives == "all"
+        groups = [list(range(ranks))] if shares_candidates else [[rank] for rank in range(ranks)]
+        batches = [batch_of(case, ranks=group, step=step, share=share_of(case, rank=0, world_size=1)) for group in groups]
         mean = torch.stack([task(batch)[0] for batch in batches]).mean()
         mean.backward()
         adagrad.step()
@@ -113,9 +126,8 @@ def train_sharded(rank: int, case: Case, expected: Expected) -> None:
     optimizer = make_optimizer(model, spec=spec, config=config)
     rates = LearningRates(optimizer, spec=spec, config=config, total_steps=STEPS)
     pipeline = TrainPipelineSparseDist(model, optimizer, process.device)
-    batches = iter(
-        [make_batch(spec, ranks=[rank], step=step, queries=queries(step), negatives=NEGATIVES) for step in range(STEPS)]
-    )
+    share = share_of(case, rank=rank, world_size=ranks)
+    batches = iter([batch_of(case, ranks=[rank], step=step, share=share) for step in range(STEPS)])
     for step in range(STEPS):
         rates.set_step(step)
         mean = pipeline.progress(batches) / ranks
@@ -174,6 +186,11 @@ def test_every_loss_is_the_same_sharded_and_unsharded(kind):
 
 def test_ranks_that_share_candidates_are_one_rank_with_all_their_queries():
     check(Case("table_wise", LossConfig(num_negatives=NEGATIVES, cross_rank_negatives=True, mask_negatives="seen")))
+
+
+@pytest.mark.parametrize("mask", ["positive", "seen"])
+def test_ranks_with_a_share_of_the_catalogue_each_are_one_rank_with_all_queries_and_items(mask):
+    check(Case("row_wise", LossConfig(negatives="all", mask_negatives=mask)))
 
 
 def test_the_rows_of_unknown_users_are_zero_and_the_others_are_kept():

@@ -18,6 +18,7 @@ from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.held_out import ranking_settings
 from recsys_core.launching.rank import Process
 from recsys_core.manifests import Dataset, PlanManifest, TrainManifest
+from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, parameter_name
 from recsys_core.models.tables.table_config import DenseOptimizer, TableOptimizer
 from recsys_core.models.task import RetrievalHead, RetrievalTask
@@ -265,6 +266,13 @@ def test_a_plan_for_more_gpus_than_the_host_has_is_rejected_before_the_launch(ex
     with pytest.raises(InputError, match=r"needs 64 GPUs on this host, but there are \d+"):
         run_train(experiment._replace(plan=plan), tmp_path / "train")
     assert not (tmp_path / "train").exists() and not (tmp_path / "train.work" / "logs").exists()
+
+
+def test_a_catalogue_that_does_not_fit_into_the_limit_is_rejected_before_the_launch(experiment, tmp_path):
+    loss = LossConfig(negatives="all", catalogue_gb=1e-6)
+    with pytest.raises(InputError, match=r"loss.negatives is all, but .* items / 2 ranks x .* set loss.negatives to sampled"):
+        run_train(experiment._replace(loss=loss), tmp_path / "train")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_replaced_metrics_file_is_read_from_its_beginning_even_if_it_is_longer(tmp_path):

@@ -44,6 +44,7 @@ assert not {name for name in sys.modules if name.startswith(("recsys_core", "tas
 MODELS: list[dict[str, Any]] = [
     {"history": {"pooling": "mean"}, "features": (*USER_FEATURES, *CONTEXT_FEATURES), "learn_user_embedding": True},
     {"history": {"pooling": "recency", "last_item_feature": False}, "similarity": "dot", "quantization": "int4"},
+    {"history": {"pooling": "self_attention", "num_heads": 2, "recency_residual": True}},
 ]
 
 
@@ -74,7 +75,7 @@ def tower_of(world: World, *, quantization: Any = "fp32") -> ServedQueryTower:
 
 
 @pytest.mark.parametrize("features", [(), (*USER_FEATURES, *CONTEXT_FEATURES)], ids=["no features", "all features"])
-@pytest.mark.parametrize("pooling", ["mean", "sum", "recency", "attention"])
+@pytest.mark.parametrize("pooling", ["mean", "sum", "recency", "attention", "self_attention"])
 @pytest.mark.parametrize(
     "model",
     [
@@ -106,7 +107,7 @@ def test_padding_may_be_on_either_side_and_have_any_value() -> None:
     torch.testing.assert_close(tower(left), tower(right))
 
 
-@pytest.mark.parametrize("model", MODELS, ids=["all features", "recency, dot, int4"])
+@pytest.mark.parametrize("model", MODELS, ids=["all features", "recency, dot, int4", "self-attention"])
 def test_processes_without_this_project_give_the_same_vectors(
     build: Callable[..., Any], model: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -1,0 +1,152 @@
+"""The softmax over the whole catalogue, compared with torch's cross-entropy on the whole score matrix."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.nn.functional import cross_entropy, normalize
+
+from recsys_core.dataset.batch import Assembler, Batch
+from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.errors import InputError
+from recsys_core.models.config import MeanHistory, TwoTowerConfig
+from recsys_core.models.loss import catalogue
+from recsys_core.models.loss.catalogue import catalogue_share, mean_log_partition, require_catalogue_fits
+from recsys_core.models.loss.loss_config import LossConfig
+from recsys_core.models.loss.objective import Objective
+from recsys_core.models.spec import ModelSpec
+from tests.gloo import run_ranks
+
+NUM_ITEMS, NUM_QUERIES, WIDTH, LENGTH = 23, 6, 4, 5
+COUNTS = np.arange(NUM_ITEMS) % 4  # item 0, 4, 8, ... have no training event
+WEIGHTS = np.array([0.5, 1.0, 3.0, 0.0, 1.0, 2.0], np.float32)
+
+
+def objective_of(*, mask: Any, group: Any = None, temperature: float = 0.3) -> Objective:
+    config = TwoTowerConfig(
+        embedding_dim=WIDTH, history=MeanHistory(length=LENGTH), temperature=temperature, learn_temperature=True
+    )
+    spec = ModelSpec.sized(config, num_users=1, num_items=NUM_ITEMS)
+    return Objective(spec, loss=LossConfig(negatives="all", mask_negatives=mask), item_count_I=COUNTS, group=group)
+
+
+def queries_and_items() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(4)
+    query_BD, item_ID = torch.randn(NUM_QUERIES, WIDTH), torch.randn(NUM_ITEMS, WIDTH)
+    return normalize(query_BD, dim=1).requires_grad_(), normalize(item_ID, dim=1).requires_grad_()
+
+
+def histories_and_positives() -> tuple[list[list[int]], list[int]]:
+    """Return histories, of which one is empty and one contains the positive of its query, and the positives."""
+    return [[1, 2], [], [5, 5, 7], [21, 22, 1, 3, 2], [9], [3, 6, 10]], [6, 1, 9, 2, 9, 11]
+
+
+def batch_of(queries: range, *, share: np.ndarray) -> Batch:
+    histories, positives = histories_and_positives()
+    lists = [histories[query] for query in queries]
+    flat = [item for items in lists for item in items]
+    return Assembler(user_batch_key=None).batch(
+        user_row_B=np.arange(len(queries)),
+        event_index_B=np.arange(len(queries)),
+        history=JaggedArray.from_lengths(np.array([len(items) for items in lists]), np.array(flat, np.int64)),
+        candidate_row_C=np.concatenate([[positives[query] for query in queries], share]),
+        loss_weight_B=WEIGHTS[list(queries)],
+    )
+
+
+def dense_loss(query_BD: Tensor, item_ID: Tensor, *, mask: str, temperature: Tensor) -> Tensor:
+    """Return the weighted mean of torch's cross-entropy over the items with an event."""
+    histories, positives = histories_and_positives()
+    score_BI = query_BD @ item_ID.T / temperature
+    is_hidden_BI = torch.from_numpy(COUNTS == 0).repeat(NUM_QUERIES, 1)
+    if mask == "seen":
+        for query, history in enumerate(histories):
+            is_hidden_BI[query, [item for item in history if item != positives[query]]] = True
+    losses = cross_entropy(score_BI.masked_fill(is_hidden_BI, -torch.inf), torch.tensor(positives), reduction="none")
+    return (losses * torch.from_numpy(WEIGHTS)).mean()
+
+
+def expected_gradients(mask: str) -> tuple[float, Tensor, Tensor, Tensor]:
+    query_BD, item_ID = queries_and_items()
+    log_temperature = torch.tensor(0.3).log().requires_grad_()
+    loss = dense_loss(query_BD, item_ID, mask=mask, temperature=log_temperature.exp())
+    loss.backward()
+    assert query_BD.grad is not None and item_ID.grad is not None and log_temperature.grad is not None
+    return loss.item(), query_BD.grad, item_ID.grad, log_temperature.grad
+
+
+@pytest.mark.parametrize("mask", ["none", "positive", "seen"])
+@pytest.mark.parametrize("block_scores", [1, 40, 1 << 20])
+def test_the_loss_and_its_gradients_equal_torchs_cross_entropy(
+    mask: str, block_scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue, "MAX_BLOCK_SCORES", block_scores)
+    value, query_gradient, item_gradient, temperature_gradient = expected_gradients(mask)
+    query_BD, item_ID = queries_and_items()
+    objective = objective_of(mask=mask)
+    batch = batch_of(range(NUM_QUERIES), share=catalogue_share(COUNTS, rank=0, world_size=1))
+    candidate_CD = item_ID[batch.item_row_V[batch.candidate_index_C]]
+    loss = objective(query_BD, candidate_CD, batch=batch, teacher_CD=None)
+    loss.backward()
+    assert loss.item() == pytest.approx(value, rel=1e-5)
+    assert objective.log_temperature is not None
+    torch.testing.assert_close(query_BD.grad, query_gradient, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(item_ID.grad, item_gradient, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(objective.log_temperature.grad, temperature_gradient, rtol=1e-5, atol=1e-6)
+
+
+def compare_ranks(rank: int, mask: str) -> None:
+    value, query_gradient, item_gradient, temperature_gradient = expected_gradients(mask)
+    world_size = dist.get_world_size()
+    num_queries = NUM_QUERIES // world_size
+    query_BD, item_ID = queries_and_items()
+    objective = objective_of(mask=mask, group=dist.group.WORLD)
+    own_queries = range(rank * num_queries, (rank + 1) * num_queries)
+    batch = batch_of(own_queries, share=catalogue_share(COUNTS, rank=rank, world_size=world_size))
+    candidate_CD = item_ID[batch.item_row_V[batch.candidate_index_C]]
+    loss = objective(query_BD[list(own_queries)], candidate_CD, batch=batch, teacher_CD=None)
+    loss.backward()
+    assert objective.log_temperature is not None and query_BD.grad is not None and item_ID.grad is not None
+    # Training averages the gradients over the ranks.
+    for mean, expected in (
+        (loss.detach(), torch.tensor(value)),
+        (query_BD.grad, query_gradient),
+        (item_ID.grad, item_gradient),
+        (objective.log_temperature.grad, temperature_gradient),
+    ):
+        dist.all_reduce(mean)
+        torch.testing.assert_close(mean / world_size, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mask", ["positive", "seen"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_several_ranks_with_a_share_of_the_items_each_equal_one_process(mask: str, world_size: int) -> None:
+    run_ranks(compare_ranks, world_size=world_size, arguments=(mask,))
+
+
+def test_a_rank_may_have_no_item() -> None:
+    query_BD = torch.randn(2, WIDTH)
+    pairs = (torch.zeros(0, dtype=torch.int64),) * 2
+    value = mean_log_partition(query_BD, torch.zeros(0, WIDTH), weight_B=torch.ones(2), hidden_pairs=pairs, group=None)
+    assert value.item() == -torch.inf  # the logarithm of an empty sum, to which other ranks add theirs
+
+
+def test_each_item_with_an_event_is_in_one_share() -> None:
+    shares = [catalogue_share(COUNTS, rank=rank, world_size=3) for rank in range(3)]
+    assert sorted(np.concatenate(shares).tolist()) == np.flatnonzero(COUNTS).tolist()
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_a_catalogue_that_does_not_fit_is_rejected_with_the_arithmetic() -> None:
+    spec = ModelSpec.sized(TwoTowerConfig(embedding_dim=64), num_users=1, num_items=10_000_000)
+    require_catalogue_fits(spec, limit_gb=10.3, world_size=1)
+    with pytest.raises(
+        InputError,
+        match=r"needs 5.12 GB in each step, and loss.catalogue_gb is 4: 10,000,000 items / 2 ranks x 128 values \(64 \+ 64\) x "
+        r"8 bytes; set loss.negatives to sampled, use at least 3 ranks, or raise loss.catalogue_gb",
+    ):
+        require_catalogue_fits(spec, limit_gb=4, world_size=2)
+    require_catalogue_fits(spec, limit_gb=4, world_size=3)

@@ -1,0 +1,123 @@
+"""Self-attention over histories, compared with torch's encoder of one history at a time, and the groups that are padded."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from recsys_core.models.config import RecencyHistory, SelfAttentionHistory
+from recsys_core.models.history import make_encoder
+from recsys_core.models.self_attention import Block, Dropout, SelfAttention, groups_of_similar_length
+
+WIDTH, LONGEST = 8, 12
+
+
+def attention_of(**settings: int) -> SelfAttention:
+    torch.manual_seed(1)
+    attention = SelfAttention(SelfAttentionHistory(length=LONGEST, **settings), dim=WIDTH, std=0.5).eval()
+    for parameter in attention.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return attention
+
+
+def torch_layer(block: Block) -> nn.TransformerEncoderLayer:
+    """Return torch's layer with the weights of a block."""
+    layer = nn.TransformerEncoderLayer(
+        WIDTH, block.num_heads, dim_feedforward=WIDTH, activation="gelu", batch_first=True, norm_first=True
+    ).eval()
+    first, _, second = block.feed_forward
+    layer.load_state_dict(
+        {
+            "self_attn.in_proj_weight": torch.cat([block.query.weight, block.key_value.weight]),
+            "self_attn.in_proj_bias": torch.cat([block.query.bias, block.key_value.bias]),
+            **{f"self_attn.out_proj.{name}": value for name, value in block.attended.state_dict().items()},
+            **{f"linear1.{name}": value for name, value in first.state_dict().items()},
+            **{f"linear2.{name}": value for name, value in second.state_dict().items()},
+            **{f"norm1.{name}": value for name, value in block.attention_norm.state_dict().items()},
+            **{f"norm2.{name}": value for name, value in block.feed_forward_norm.state_dict().items()},
+        }
+    )
+    return layer
+
+
+def torch_vector(attention: SelfAttention, item_HD: Tensor) -> Tensor:
+    """Return the vector of one history, computed with torch's layers."""
+    num_items = len(item_HD)
+    state_1HD = attention.input_norm(item_HD + attention.position.weight[:num_items].flip(0))[None]
+    mask_HH = nn.Transformer.generate_square_subsequent_mask(num_items)
+    for block in attention.blocks:
+        assert isinstance(block, Block)
+        state_1HD = torch_layer(block)(state_1HD, src_mask=mask_HH, is_causal=True)
+    vector_D: Tensor = attention.output_norm(state_1HD[0, -1])
+    return vector_D
+
+
+@pytest.mark.parametrize(("num_blocks", "num_heads"), [(1, 1), (2, 4), (3, 2)])
+def test_the_vectors_equal_those_of_torchs_encoder(num_blocks: int, num_heads: int) -> None:
+    attention = attention_of(num_blocks=num_blocks, num_heads=num_heads)
+    config = SelfAttentionHistory(length=LONGEST, num_blocks=num_blocks, num_heads=num_heads)
+    encoder = make_encoder(config, dim=WIDTH, std=0.5).eval()
+    encoder.attention = attention
+    lengths = [3, 1, 12, 0, 7, 8, 2, 1, 5]
+    item_VD, history_H = torch.randn(20, WIDTH), torch.randint(20, (sum(lengths),))
+    vector_BD = encoder(item_VD, history_H, torch.tensor([0, *lengths]).cumsum(0))
+    for vector_D, items in zip(vector_BD, history_H.split(lengths), strict=True):
+        expected_D = torch_vector(attention, item_VD[items]) if len(items) else encoder.start
+        torch.testing.assert_close(vector_D, expected_D, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_may_be_anywhere_and_have_any_value() -> None:
+    attention = attention_of()
+    item_HD = torch.randn(3, WIDTH)
+    padded_BHD = torch.full((3, 6, WIDTH), 9.0)
+    is_item_BH = torch.tensor([[1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1], [0, 1, 0, 1, 0, 1]], dtype=torch.bool)
+    padded_BHD[is_item_BH] = item_HD.repeat(3, 1)
+    position_BH = is_item_BH.sum(dim=1, keepdim=True) - is_item_BH.long().cumsum(dim=1)
+    vector_BD = attention(padded_BHD, is_item_BH, position_BH)
+    torch.testing.assert_close(vector_BD, torch_vector(attention, item_HD).expand(3, -1), rtol=1e-4, atol=1e-5)
+
+
+def test_the_recency_residual_adds_the_vector_of_the_recency_encoder_and_starts_with_it() -> None:
+    torch.manual_seed(2)
+    plain, with_residual = (
+        make_encoder(SelfAttentionHistory(length=LONGEST, recency_residual=is_added), dim=WIDTH, std=0.5).eval()
+        for is_added in (False, True)
+    )
+    recency = make_encoder(RecencyHistory(length=LONGEST), dim=WIDTH, std=0.5)
+    weight = nn.Parameter(torch.randn(LONGEST))
+    recency.recency, with_residual.recency = weight, weight
+    recency.start = with_residual.start
+    history = torch.randn(9, WIDTH), torch.randint(9, (16,)), torch.tensor([0, 3, 3, 4, 16])
+    torch.testing.assert_close(with_residual(*history), recency(*history))
+    with_residual.attention = plain.attention
+    has_items = torch.tensor([True, False, True, True])
+    torch.testing.assert_close(with_residual(*history)[has_items], (plain(*history) + recency(*history))[has_items])
+    assert with_residual(*history)[1].tolist() == with_residual.start.tolist()
+    assert with_residual.min_norm(8.0) == recency.min_norm(8.0)
+
+
+def test_a_vector_starts_with_the_length_of_an_item() -> None:
+    config = SelfAttentionHistory(length=LONGEST)
+    encoder = make_encoder(config, dim=WIDTH, std=0.25).eval()
+    vector_BD = encoder(torch.randn(4, WIDTH) * 0.25, torch.tensor([0, 1, 2, 3]), torch.tensor([0, 3, 4]))
+    torch.testing.assert_close(vector_BD.norm(dim=1), torch.full((2,), 0.25 * WIDTH**0.5), rtol=1e-3, atol=0)
+
+
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=40))
+def test_each_history_is_in_one_group_and_at_most_half_of_it_is_padding(lengths: list[int]) -> None:
+    groups = groups_of_similar_length(torch.tensor(lengths), max_length=200)
+    assert sorted(index for index_B, _ in groups for index in index_B.tolist()) == list(range(len(lengths)))
+    for index_B, longest in groups:
+        group_lengths = [lengths[index] for index in index_B.tolist()]
+        assert max(group_lengths) == longest
+        assert longest < 2 * min(group_lengths) or longest == min(group_lengths)
+
+
+def test_dropout_keeps_the_mean_and_is_off_in_evaluation() -> None:
+    torch.manual_seed(0)
+    dropout, value = Dropout(0.3), torch.full((200, 50), 2.0)
+    dropped = dropout(value)
+    assert dropped.unique().tolist() == pytest.approx([0.0, 2 / 0.7])
+    assert (dropped == 0).float().mean().item() == pytest.approx(0.3, abs=0.02)
+    assert torch.equal(dropout.eval()(value), value)

@@ -27,7 +27,7 @@ SMOKE_TEST_USERS_SEED = 0
 GOLDEN_QUERIES_SEED = 0
 """Histories of the golden queries of a package."""
 CLOSED_FORM_SEED = 0
-"""Sample of users from which the closed-form baselines are computed, and start of their truncated SVD."""
+"""Sample of users from which models in closed form are computed, and start of their truncated decompositions."""
 BOOTSTRAP_SEED = 0
 """Resamples of the users in the comparison of two versions."""
 

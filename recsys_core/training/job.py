@@ -46,12 +46,16 @@ class JobSpec(Frozen):
     interactions_folder: Path
     embeddings_folder: Path | None = None
     features_folder: Path | None = None
+    log_vectors_folder: Path | None = None
     plan_path: Path
 
     def open_dataset(self) -> Dataset:
         """Open the stages of the ingested data."""
         return Dataset.open(
-            interactions=self.interactions_folder, embeddings=self.embeddings_folder, features=self.features_folder
+            interactions=self.interactions_folder,
+            embeddings=self.embeddings_folder,
+            features=self.features_folder,
+            log_vectors=self.log_vectors_folder,
         )
 
     @property

@@ -75,7 +75,7 @@ def initial_model(job: TrainJob, *, store: EventStore, dataset: Dataset, process
         process=process,
         config=job.training,
     )
-    pretrained_by_table = {} if dataset.embeddings is None else pretrained_vectors_by_table(spec, dataset=dataset)
+    pretrained_by_table = pretrained_vectors_by_table(spec, dataset=dataset)
     fill_pretrained(model, spec=spec, pretrained_by_table=pretrained_by_table)
     if spec.config.learn_user_embedding:
         is_known_U = store.train_count_U > 0
@@ -214,13 +214,18 @@ def popularity_ranks_by_table(spec: ModelSpec, *, store: EventStore) -> dict[str
 
 
 def pretrained_vectors_by_table(spec: ModelSpec, *, dataset: Dataset) -> dict[str, PretrainedVectors]:
-    """Return the pretrained vectors of each table with `pretrained` set. The dataset must have embeddings."""
-    assert dataset.embeddings is not None
+    """Return the vectors of each table with `pretrained` set, from the log or from files."""
     store, pretrained_by_table = EventStore.open(dataset.interactions), {}
     for table_name, table in spec.tables.items():
         if not table.pretrained:
             continue
         source_table = "item" if table_name == TEACHER_TABLE else table_name
+        if source_table == "item" and dataset.log_vectors is not None:
+            pretrained_by_table[table_name] = PretrainedVectors(
+                memory_map(dataset.log_vectors.vectors_path), memory_map(dataset.log_vectors.vector_row_path)
+            )
+            continue
+        assert dataset.embeddings is not None
         if source_table in ("item", "user"):
             vector_row = store.vector_rows(source_table)
         else:

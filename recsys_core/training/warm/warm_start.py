@@ -75,7 +75,7 @@ def prepare_warm_start(champion: Champion, *, spec: ModelSpec, dataset: Dataset,
     layer_by_name = champion_layers(spec, champion=champion, champion_tensors=load_file(champion.export.path(DENSE_FILE)))
     folder.mkdir(parents=True)
     save_file(layer_by_name, folder / DENSE_FILE)
-    pretrained_by_table = {} if dataset.embeddings is None else pretrained_vectors_by_table(spec, dataset=dataset)
+    pretrained_by_table = pretrained_vectors_by_table(spec, dataset=dataset)
     carried_names = carried_table_names(spec, champion=champion)
     for table_name, table in spec.tables.items():
         if table_name in carried_names:

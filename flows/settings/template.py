@@ -32,7 +32,6 @@ IMPORTANT_SETTINGS = (
     "interactions.split.test_days",
     "interactions.split.validation_days",
     "embeddings.source",
-    "embeddings.method",
     "embeddings.paths",
     "embeddings.id_column",
     "embeddings.vector_column",

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.torchrec_planner import OPTIMIZER_CLASSES, sharders
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.dense_parallel import shard_layers
-from recsys_core.training.job import TrainJob
+from recsys_core.training.job import LOG_VECTORS_FILE, TrainJob
 
 logger = logging.getLogger(__name__)
 EPS = 1e-8
@@ -76,6 +76,8 @@ def initial_model(job: TrainJob, *, store: EventStore, dataset: Dataset, process
         config=job.training,
     )
     pretrained_by_table = pretrained_vectors_by_table(spec, dataset=dataset)
+    if job.warm_start is not None and (rotated_path := job.warm_start.prepared_folder / LOG_VECTORS_FILE).is_file():
+        pretrained_by_table["item"] = replace(pretrained_by_table["item"], vectors=memory_map(rotated_path))
     fill_pretrained(model, spec=spec, pretrained_by_table=pretrained_by_table)
     if spec.config.learn_user_embedding:
         is_known_U = store.train_count_U > 0

@@ -48,7 +48,9 @@ class EaseVectors(LogVectorsSettings):
     method: Literal["ease"] = Field(
         "ease", description="the first eigenvectors of the weights of EASE, which needs a matrix of all pairs of items"
     )
-    l2: float = Field(500.0, gt=0, le=1e9, description="L2 regularisation of EASE")
+    l2: float = Field(
+        500.0, gt=0, le=1e9, description="L2 regularisation of EASE. A larger value uses only frequent pairs of items"
+    )
 
 
 LogVectors = Annotated[SpectralVectors | EaseVectors, Field(discriminator="method")]

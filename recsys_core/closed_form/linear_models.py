@@ -28,11 +28,11 @@ def log_matrix(store: EventStore, split: EvaluationSplit, *, max_events: int, ma
     """Return the matrix [U, I] of the events before `split`, for all users or for a sample of them with a fixed seed.
 
     Args:
-        max_events: number of events in all splits above which the users are sampled.
+        max_events: number of events before `split` above which the users are sampled.
         max_history: number of events of each user, the newest ones; None for all.
     """
     user_U = np.arange(store.num_users)
-    share = max_events / max(1, int(store.event_count_U.sum()))
+    share = max_events / max(1, int(store.item_counts_before(split).sum()))
     if share < 1:
         sample_size = max(1, int(share * len(user_U)))
         user_U = np.sort(np.random.default_rng(CLOSED_FORM_SEED).choice(user_U, sample_size, replace=False))
@@ -88,11 +88,10 @@ def inverse_root(count_R: NDArray[Any]) -> Floats32:
     return np.where(count_R > 0, 1 / np.sqrt(np.maximum(count_R, 1)), 0.0).astype(np.float32)
 
 
-def _ease_inverse(matrix_UI: csr_array, *, l2: float) -> Floats32:
+def _ease_inverse(matrix_UI: csr_array, *, l2: float) -> NDArray[Any]:
     gram_II = (matrix_UI.T @ matrix_UI).toarray()
     gram_II[np.diag_indices_from(gram_II)] += l2
-    inverse_II: Floats32 = np.linalg.inv(gram_II)
-    return inverse_II
+    return np.linalg.inv(gram_II)
 
 
 def _start(length: int) -> Floats32:

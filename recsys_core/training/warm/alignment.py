@@ -34,9 +34,11 @@ def aligned_vectors(
     is_common_I = (vector_row_I >= 0) & (champion_row_I >= 0)
     common_ID, target_ID = _unit(vector_VD[vector_row_I[is_common_I]]), _unit(champion_RD[champion_row_I[is_common_I]])
     left, _, right = np.linalg.svd(common_ID.T @ target_ID)
-    return np.ascontiguousarray(vector_VD @ (left @ right), np.float32) + np.float32(0)  # no negative zeros
+    rotated_VD: NDArray[np.float32] = np.ascontiguousarray(vector_VD @ (left @ right), np.float32)
+    return rotated_VD + 0.0  # no negative zeros
 
 
 def _unit(rows_RD: NDArray[np.float32]) -> NDArray[Any]:
     norm_R1 = np.linalg.norm(rows_RD, axis=1, keepdims=True)
-    return rows_RD / np.maximum(norm_R1, np.finfo(np.float32).tiny)
+    unit_RD: NDArray[Any] = rows_RD / np.maximum(norm_R1, np.finfo(np.float32).tiny)
+    return unit_RD

@@ -49,7 +49,7 @@ def ease_weights(matrix_UI: csr_array, *, l2: float) -> Floats32:
     [[0.0, 0.5, 0.0], [0.5, 0.0, 0.0], [0.0, 0.0, 0.0]]
     """
     inverse_II = _ease_inverse(matrix_UI, l2=l2)
-    weight_II: Floats32 = -inverse_II / np.diag(inverse_II)
+    weight_II = (-inverse_II / np.diag(inverse_II)).astype(np.float32, copy=False)
     np.fill_diagonal(weight_II, 0.0)
     return weight_II + 0.0  # no negative zeros
 

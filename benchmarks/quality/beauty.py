@@ -15,10 +15,11 @@ UNFREEZE_SCHEDULE = [{"epoch": 2, "share": 0.25}, {"epoch": 3, "share": 0.5}, {"
 """Share of the most frequent rows that is trained: no rows in epoch 1, 25 % in epoch 2, 50 % in epoch 3, then all rows."""
 CANDIDATE_LAYERS: Settings = {"model": {"candidate": {"layers": [128, 64], "skip_connection": True}}}
 """Layers of the candidate tower, which are trained while the item rows are frozen."""
+LOG_VECTORS: Settings = {"embeddings": [{"source": "log", "method": "spectral", "dim": 64}]}
 
 
 def experiments(data_folder: Path, *, folder: Path, seeds: range) -> Iterator[Experiment]:
-    """Yield, for each seed, five variants without item features, two variants with them, and two for each share of users."""
+    """Yield, for each seed, eight variants without item features, three with them, and two for each share of users."""
     base_settings = settings(data_folder)
     vector_settings: Settings = {
         "embeddings": [{"paths": str(data_folder / "item_embeddings.parquet"), "vector_column": "embedding"}]
@@ -39,6 +40,14 @@ def experiments(data_folder: Path, *, folder: Path, seeds: range) -> Iterator[Ex
         "pretrained, residual": merge_settings(
             base_settings, vector_settings, {"tables": {"item": {"transfer": "residual", "id_dropout": 0.3}}}
         ),
+        "log vectors, full": merge_settings(base_settings, LOG_VECTORS),
+        "log vectors, frozen": merge_settings(
+            base_settings, LOG_VECTORS, CANDIDATE_LAYERS, {"tables": {"item": {"transfer": "frozen"}}}
+        ),
+        "log vectors, residual": merge_settings(
+            base_settings, LOG_VECTORS, {"tables": {"item": {"transfer": "residual", "id_dropout": 0.3}}}
+        ),
+        "log vectors, full, features": merge_settings(base_settings, LOG_VECTORS, feature_settings),
         "random, features": merge_settings(base_settings, feature_settings),
         "pretrained, full, features": merge_settings(base_settings, vector_settings, feature_settings),
     }

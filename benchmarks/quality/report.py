@@ -38,6 +38,7 @@ def write_report(results: dict[str, Any], *, folder: Path) -> None:
         "- `random`: the item embeddings start from random numbers.",
         "- `pretrained`, `text`: the item embeddings use pretrained vectors. `full`, `frozen`, `gradual` and `residual` are",
         "  values of the setting [transfer](../../docs/models.md#pretrained-vectors).",
+        "- `log vectors`: the item embeddings use [vectors from the log](../../docs/models.md#vectors-from-the-log).",
         "- `features`: the model also uses attributes and words of the items.",
         "- `all articles`: the training includes the articles that the other experiments use for validation.",
         "- `popularity`, `zero-shot`: baselines without training. They rank items by popularity, or by the similarity of their",

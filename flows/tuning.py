@@ -107,6 +107,7 @@ def _study_name(config: PipelineConfig, dataset: Dataset) -> str:
         dataset.interactions,
         dataset.embeddings,
         dataset.features,
+        dataset.log_vectors,
     )
     return f"tune-{fingerprint[:12]}"
 

@@ -29,7 +29,7 @@ GOLDEN_QUERIES_SEED = 0
 REFRESH_QUERIES_SEED = 0
 """Sample of users and items whose searches measure the index of a refreshed package."""
 CLOSED_FORM_SEED = 0
-"""Sample of users from which the closed-form baselines are computed, and start of their truncated SVD."""
+"""Sample of users from which models in closed form are computed, and start of their truncated decompositions."""
 BOOTSTRAP_SEED = 0
 """Resamples of the users in the comparison of two versions."""
 

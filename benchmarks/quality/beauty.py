@@ -30,12 +30,13 @@ SELF_ATTENTION: Settings = {
         }
     }
 }
+LOG_VECTORS: Settings = {"embeddings": [{"source": "log", "method": "spectral", "dim": 64}]}
 
 
 def experiments(data_folder: Path, *, folder: Path, seeds: range) -> Iterator[Experiment]:
     """Yield the experiments of each seed.
 
-    They are five variants without item features, two variants with them, two for each share of users, and four variants of
+    They are eight variants without item features, three with them, two for each share of users, and four variants of
     self-attention over the history.
     """
     base_settings = settings(data_folder)
@@ -58,6 +59,14 @@ def experiments(data_folder: Path, *, folder: Path, seeds: range) -> Iterator[Ex
         "pretrained, residual": merge_settings(
             base_settings, vector_settings, {"tables": {"item": {"transfer": "residual", "id_dropout": 0.3}}}
         ),
+        "log vectors, full": merge_settings(base_settings, LOG_VECTORS),
+        "log vectors, frozen": merge_settings(
+            base_settings, LOG_VECTORS, CANDIDATE_LAYERS, {"tables": {"item": {"transfer": "frozen"}}}
+        ),
+        "log vectors, residual": merge_settings(
+            base_settings, LOG_VECTORS, {"tables": {"item": {"transfer": "residual", "id_dropout": 0.3}}}
+        ),
+        "log vectors, full, features": merge_settings(base_settings, LOG_VECTORS, feature_settings),
         "random, features": merge_settings(base_settings, feature_settings),
         "pretrained, full, features": merge_settings(base_settings, vector_settings, feature_settings),
     }

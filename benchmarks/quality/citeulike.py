@@ -25,7 +25,11 @@ def experiments(data_folder: Path, *, folder: Path, seeds: range) -> Iterator[Ex
     warm_settings = merge_settings(warm_data_settings, ARTICLE_MODEL)
     variants_by_part = {
         "cold": {"text, residual": cold_settings, "text, residual, all articles": merge_settings(cold_settings, NO_VALIDATION)},
-        "warm": {"with text": merge_settings(warm_settings, vector_settings, WARM_TEXT_TABLES), "without text": warm_settings},
+        "warm": {
+            "with text": merge_settings(warm_settings, vector_settings, WARM_TEXT_TABLES),
+            "without text": warm_settings,
+            "without text, log vectors": merge_settings(warm_settings, LOG_VECTORS),
+        },
         "collaborative": {
             "SimpleX": merge_settings(warm_data_settings, SIMPLEX),
             "sampled-softmax matrix factorisation": merge_settings(warm_data_settings, FACTORISATION),
@@ -57,6 +61,7 @@ ARTICLE_MODEL: Settings = {
     "loss": {"kind": "softmax", "num_negatives": 0, "mask_negatives": "seen"},
     "training": {"epochs": 10, "dense_optimizer": {"lr_decay": "cosine"}},
 }
+LOG_VECTORS: Settings = {"embeddings": [{"source": "log", "method": "spectral", "dim": 128}]}
 SMALL_STEPS: Settings = {"optimizer": {"learning_rate": 0.02}}
 TEXT_TABLES: Settings = {
     # The text vectors have length 1. The first step of the optimizer moves an offset by about 11 times the learning rate

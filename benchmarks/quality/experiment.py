@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from flows.settings.pipeline import PipelineConfig
+from recsys_core.closed_form.log_vectors import embed_log
 from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.evaluation.held_out import ranking_settings
 from recsys_core.ingest.features.ingest import ingest_features
@@ -122,10 +123,15 @@ def _train_and_evaluate(experiment: Experiment, *, folder: Path, core: int) -> d
     ingest_folder = folder / f"core-{core}" / hashlib.sha256(input_settings_json.encode()).hexdigest()[:12]
     run_folder = folder / f"core-{core}" / "run"
     shutil.rmtree(run_folder, ignore_errors=True)
-    embeddings = ingest_embeddings(config.embeddings, folder=ingest_folder / "embeddings") if config.embeddings else None
+    embeddings = None
+    if config.inputs.has_vector_files:
+        embeddings = ingest_embeddings(config.embeddings, folder=ingest_folder / "embeddings")
     interactions = ingest_interactions(
         config.interactions_with_context, embeddings=embeddings, folder=ingest_folder / "interactions"
     )
+    log_vectors = None
+    if config.inputs.log_vectors is not None:
+        log_vectors = embed_log(config.inputs.log_vectors, interactions=interactions, folder=ingest_folder / "log_vectors")
     features = None
     if config.features is not None:
         features = ingest_features(
@@ -138,7 +144,7 @@ def _train_and_evaluate(experiment: Experiment, *, folder: Path, core: int) -> d
         )
     model_spec = ModelSpec.of(
         config.model,
-        dataset=Dataset(interactions, embeddings, features),
+        dataset=Dataset(interactions, embeddings, features, log_vectors),
         tables=config.tables,
         loss=config.loss,
         optimizer=config.training.table_optimizer,
@@ -152,7 +158,7 @@ def _train_and_evaluate(experiment: Experiment, *, folder: Path, core: int) -> d
     progress_lines: list[Progress] = []
     train_manifest = train(
         TrainingSetup(model_spec, config.training, config.loss),
-        dataset=Dataset(interactions, embeddings, features),
+        dataset=Dataset(interactions, embeddings, features, log_vectors),
         plan=plan,
         folder=run_folder / "train",
         on_progress=progress_lines.append,

@@ -53,6 +53,9 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
             check_width(dim, config.tables[table].dim if table in config.tables else None, table=table)
         width_text = f"{dim} numbers each" if dim else "lengths differ in the first rows"
         facts[vectors.setting] = f"{vectors.num_rows:,} vectors of {table} in {len(vectors.sources)} files, {width_text}"
+    log_vectors = config.inputs.log_vectors
+    if log_vectors is not None:
+        facts["embeddings from the log"] = f"{log_vectors.method}, {log_vectors.dim} numbers for each item of a training event"
     id_column_by_table = {
         "item": config.interactions_with_context.item_column,
         "user": config.interactions_with_context.user_column,

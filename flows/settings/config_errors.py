@@ -30,7 +30,7 @@ def describe_problems(error: ValidationError, raw_settings: Mapping[str, Any]) -
 
 
 def _describe_problem(details: ErrorDetails, raw_settings: Mapping[str, Any]) -> str:
-    may_be_missing = details["type"] != "value_error"
+    may_be_missing = details["type"] not in ("value_error", "union_tag_not_found", "union_tag_invalid")
     key = printable(dotted_key_of(details["loc"], raw_settings, may_be_missing=may_be_missing), max_characters=200)
     match details["type"]:
         case "extra_forbidden":
@@ -38,7 +38,8 @@ def _describe_problem(details: ErrorDetails, raw_settings: Mapping[str, Any]) ->
         case "missing":
             return f"{key}: is missing and has no default; set it"
         case "union_tag_not_found" | "union_tag_invalid":
-            tag_name, tags = _tags_at(details["loc"])
+            tag_name = details["ctx"]["discriminator"].strip("'")
+            tags = _tags_at(details["loc"], tag_name)
             return f"{key}: set {tag_name} to one of {', '.join(tags)}"
         case "value_error":
             message = details["msg"].removeprefix("Value error, ")
@@ -64,23 +65,28 @@ def dotted_key_of(location: tuple[int | str, ...], raw_settings: Any, *, may_be_
     return ".".join(names)
 
 
-def _tags_at(location: tuple[int | str, ...]) -> tuple[str, list[str]]:
-    """Return the setting that selects a member of the union at `location`, such as kind, and its values."""
+def _tags_at(location: tuple[int | str, ...], tag_name: str) -> list[str]:
+    """Return the values of the setting that selects a member of the union at `location`, such as kind."""
     member_classes: list[type[BaseModel]] = [PipelineConfig]
     for name in (part for part in location if isinstance(part, str)):
         fields = [member_class.model_fields[name] for member_class in member_classes if name in member_class.model_fields]
         member_classes = list(nested_config_classes(fields[0].annotation)) if fields else member_classes
-    tag_name = union_tag(member_classes[0])
-    assert tag_name is not None
-    return tag_name, [member_class.model_fields[tag_name].default for member_class in member_classes]
+    tag_fields = [
+        member_class.model_fields[tag_name] for member_class in member_classes if tag_name in member_class.model_fields
+    ]
+    return list(dict.fromkeys(field.default for field in tag_fields))
 
 
 def union_tag(config_class: type[BaseModel]) -> str | None:
-    """Return the setting with a single value, which selects this class in a union; None if there is no such setting."""
+    """Return the setting with a single value, which selects this class in a union; None if there is no such setting.
+
+    The last one if there are several: the others select a union in the union.
+    """
+    fields = config_class.model_fields.items()
     return next(
         (
             name
-            for name, field in config_class.model_fields.items()
+            for name, field in reversed(fields)
             if get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
         ),
         None,

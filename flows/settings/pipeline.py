@@ -63,7 +63,8 @@ class PipelineConfig(Settings):
     )
     embeddings: EmbeddingsConfigs = Field(
         (),
-        description="pretrained vectors, as one group of settings or a list of groups. Default: no vectors",
+        description="vectors of embedding tables, as one group of settings or a list of groups: pretrained ones from files, or "
+        "vectors of items that are computed from the log. Default: no vectors",
     )
     features: FeaturesConfig | None = Field(
         None, description="features of users, items and events in addition to their ids. Default: no features"
@@ -210,7 +211,7 @@ class PipelineConfig(Settings):
 
     @model_validator(mode="after")
     def _tables_support_their_settings(self) -> Self:
-        tables_with_vectors = {embeddings_config.table for embeddings_config in self.embeddings}
+        tables_with_vectors = {entry.table for entry in self.embeddings}
         if "user" in tables_with_vectors and not self.model.learn_user_embedding:
             raise ValueError(
                 "embeddings has vectors of users, but the model has no user table; set model.learn_user_embedding to true"
@@ -222,6 +223,24 @@ class PipelineConfig(Settings):
             has_distillation=self.loss.distillation is not None,
         )
         check_table_names("sharding.tables", self.sharding.tables, tables=self.table_names)
+        return self
+
+    @model_validator(mode="after")
+    def _vectors_from_the_log_are_the_only_ones_of_items(self) -> Self:
+        log_vectors = self.inputs.log_vectors
+        if log_vectors is None:
+            return self
+        if sum(entry.table == "item" for entry in self.embeddings) > 1:
+            raise ValueError(
+                "embeddings has several entries for the table item, and one of them has the source log, but an item row starts "
+                "from one vector; keep one of the entries"
+            )
+        table_dim = self.tables["item"].dim if "item" in self.tables else None
+        if table_dim not in (None, log_vectors.dim):
+            raise ValueError(
+                f"tables.item.dim is {table_dim}, but embeddings.dim is {log_vectors.dim}; leave tables.item.dim out, or set "
+                "both to the same value"
+            )
         return self
 
     @model_validator(mode="after")

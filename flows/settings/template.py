@@ -31,6 +31,7 @@ IMPORTANT_SETTINGS = (
     "interactions.split.kind",
     "interactions.split.test_days",
     "interactions.split.validation_days",
+    "embeddings.source",
     "embeddings.paths",
     "embeddings.id_column",
     "embeddings.vector_column",

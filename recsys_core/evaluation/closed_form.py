@@ -1,4 +1,4 @@
-"""Linear models in closed form, computed from the log alone: EASE, a truncated SVD, and item-to-item co-occurrence.
+"""Baselines in closed form, computed from the log alone: EASE, a truncated SVD, and item-to-item co-occurrence.
 
 They need memory and time for pairs of items, so the log is sampled and the catalogue limited (`evaluation.closed_form`).
 
@@ -12,13 +12,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array, diags_array, vstack
-from scipy.sparse.linalg import svds
 
-from recsys_core.dataset.events import EvaluationSplit, EventStore
+from recsys_core.closed_form.linear_models import (
+    Floats32,
+    ease_weights,
+    inverse_root,
+    log_matrix,
+    singular_vectors,
+    user_item_matrix,
+)
+from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation.config import ClosedFormConfig
 from recsys_core.evaluation.ranking.chunks import TILE_COLUMNS, ScoreTile
-from recsys_core.seeds import CLOSED_FORM_SEED
 
 MAX_EVENTS = 5_000_000
 """Events from which the models are computed. With more events, the users are sampled."""
@@ -28,45 +34,6 @@ MAX_NEIGHBOURS = 100
 BLOCK_PAIRS = 1 << 22
 """Pairs of items of a user that are counted at once. Sorting them takes about 100 bytes each."""
 
-Floats32 = NDArray[np.float32]
-
-
-def user_item_matrix(items: JaggedArray, *, num_items: int) -> csr_array:
-    """Return the matrix [lists, I] with a 1 for each distinct item of a list."""
-    distinct = items.distinct(bound=num_items)
-    ones_L = np.ones(len(distinct.values_L), np.float32)
-    return csr_array((ones_L, distinct.values_L, distinct.offset), shape=(len(items), num_items))
-
-
-def log_matrix(store: EventStore, split: EvaluationSplit, *, max_history: int | None = None) -> csr_array:
-    """Return the matrix [U, I] of the events before `split`, for all users or for a sample of them with a fixed seed.
-
-    max_history: number of events of each user, the newest ones; None for all.
-    """
-    user_U = np.arange(store.num_users)
-    share = MAX_EVENTS / max(1, int(store.event_count_U.sum()))
-    if share < 1:
-        sample_size = max(1, int(share * len(user_U)))
-        user_U = np.sort(np.random.default_rng(CLOSED_FORM_SEED).choice(user_U, sample_size, replace=False))
-    return user_item_matrix(store.items_before(user_U, split, max_items=max_history), num_items=store.num_items)
-
-
-def ease_weights(matrix_UI: csr_array, *, l2: float) -> Floats32:
-    """Return the weights [I, I] of EASE, the linear model that predicts each item from the others (Steck, WWW 2019).
-
-    The weights W minimise ||X - X W||^2 + l2 ||W||^2 with a diagonal of 0: W = I - P diag(1 / diag P), P = (X'X + l2 I)^-1.
-
-    >>> matrix_UI = csr_array(np.array([[1, 1, 0], [1, 1, 0], [0, 0, 1]], np.float32))
-    >>> ease_weights(matrix_UI, l2=2.0).round(2).tolist()  # 2 users have both items: 2 / (2 + 2)
-    [[0.0, 0.5, 0.0], [0.5, 0.0, 0.0], [0.0, 0.0, 0.0]]
-    """
-    gram_II = (matrix_UI.T @ matrix_UI).toarray()
-    gram_II[np.diag_indices_from(gram_II)] += l2
-    inverse_II = np.linalg.inv(gram_II)
-    weight_II: Floats32 = -inverse_II / np.diag(inverse_II)
-    np.fill_diagonal(weight_II, 0.0)
-    return weight_II + 0.0  # no negative zeros
-
 
 def spectral_vectors(matrix_UI: csr_array, *, rank: int, queries: csr_array) -> tuple[Floats32, Floats32]:
     """Return query vectors [B, D] and item vectors [I, D] of the ideal low-pass filter of GF-CF (Shen et al., CIKM 2021).
@@ -74,14 +41,11 @@ def spectral_vectors(matrix_UI: csr_array, *, rank: int, queries: csr_array) -> 
     With the normalised matrix R = Du^-1/2 X Di^-1/2 and its first singular vectors V, the scores are X Di^-1/2 V V' Di^1/2. Du
     and Di are the numbers of items of each user and of users of each item.
     """
-    user_weight_U, item_weight_I = (_inverse_root(matrix_UI.sum(axis=axis)) for axis in (1, 0))
-    normalised = diags_array(user_weight_U) @ matrix_UI @ diags_array(item_weight_I)
-    num_vectors = min(rank, min(normalised.shape) - 1)
+    num_vectors = min(rank, min(matrix_UI.shape) - 1)
     if num_vectors < 1:
         return np.zeros((queries.shape[0], 1), np.float32), np.zeros((matrix_UI.shape[1], 1), np.float32)
-    start = np.random.default_rng(CLOSED_FORM_SEED).random(min(normalised.shape), np.float32)
-    _, _, vector_DI = svds(normalised.astype(np.float32), k=num_vectors, v0=start, return_singular_vectors="vh")
-    vector_ID = vector_DI.T.astype(np.float32)
+    _, vector_ID = singular_vectors(matrix_UI, num_vectors=num_vectors)
+    item_weight_I = inverse_root(matrix_UI.sum(axis=0))
     query_BD = queries @ (vector_ID * item_weight_I[:, None])
     item_weight_I1 = np.sqrt(matrix_UI.sum(axis=0))[:, None]
     return np.ascontiguousarray(query_BD, np.float32), np.ascontiguousarray(vector_ID * item_weight_I1, np.float32)
@@ -98,7 +62,7 @@ def neighbour_weights(matrix_UI: csr_array) -> csr_array:
            [0.  , 0.58, 0.  ]], dtype=float32)
     """
     num_items = matrix_UI.shape[1]
-    unit_UI = matrix_UI @ diags_array(_inverse_root(matrix_UI.sum(axis=0)))
+    unit_UI = matrix_UI @ diags_array(inverse_root(matrix_UI.sum(axis=0)))
     unit_IU = unit_UI.T.tocsr()
     num_pairs_I = np.cumsum(unit_IU @ np.diff(matrix_UI.indptr).astype(np.float64))
     block_I = (num_pairs_I // BLOCK_PAIRS).astype(np.int64)  # the co-occurrences of a block fit into memory
@@ -121,7 +85,10 @@ def linear_model(config: ClosedFormConfig, *, store: EventStore, histories: Jagg
         histories: item rows of each query.
         order_I: item row of each column of the scores.
     """
-    matrix_UI, history_BI = log_matrix(store, "test"), user_item_matrix(histories, num_items=store.num_items)
+    matrix_UI, history_BI = (
+        log_matrix(store, "test", max_events=MAX_EVENTS),
+        user_item_matrix(histories, num_items=store.num_items),
+    )
     if store.num_items <= config.ease_max_items:
         weight_IC = np.ascontiguousarray(ease_weights(matrix_UI, l2=config.l2)[:, order_I])
         return _row_scores(lambda rows: history_BI[rows] @ weight_IC, num_columns=len(order_I))
@@ -137,7 +104,8 @@ def linear_model(config: ClosedFormConfig, *, store: EventStore, histories: Jagg
 def cooccurrence(*, store: EventStore, histories: JaggedArray, order_I: NDArray[Any]) -> LinearScores:
     """Compute the sum of the cosines between each item and the items of a history. See `linear_model` for the arguments."""
     history_BI = user_item_matrix(histories, num_items=store.num_items)
-    weight_IC = neighbour_weights(log_matrix(store, "test", max_history=MAX_HISTORY))[:, order_I]
+    matrix_UI = log_matrix(store, "test", max_events=MAX_EVENTS, max_history=MAX_HISTORY)
+    weight_IC = neighbour_weights(matrix_UI)[:, order_I]
     return _row_scores(lambda rows: (history_BI[rows] @ weight_IC).toarray(), num_columns=len(order_I))
 
 
@@ -160,8 +128,3 @@ def _nearest(weight_BI: csr_array, *, first_row: int) -> csr_array:
     index_L = np.arange(len(order_L)) - np.repeat(np.cumsum(num_columns_B) - num_columns_B, num_columns_B)
     kept = order_L[index_L < MAX_NEIGHBOURS]
     return csr_array((weight_L[kept], (row_L[kept], column_L[kept])), shape=weight_BI.shape)
-
-
-def _inverse_root(count_R: NDArray[Any]) -> Floats32:
-    """Return 1 / sqrt(count), and 0 for a count of 0."""
-    return np.where(count_R > 0, 1 / np.sqrt(np.maximum(count_R, 1)), 0.0).astype(np.float32)

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from recsys_core.closed_form.config import LogVectors
 from recsys_core.ingest.features.config import FeaturesConfig
 from recsys_core.ingest.log.config import InteractionsConfig
-from recsys_core.ingest.vectors.config import EmbeddingsConfig
+from recsys_core.ingest.vectors.config import AnyEmbeddings, EmbeddingsConfig
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,16 @@ class InputConfig:
     """
 
     interactions: InteractionsConfig
-    embeddings: tuple[EmbeddingsConfig, ...]
+    embeddings: tuple[AnyEmbeddings, ...]
     features: FeaturesConfig | None
     allowed_data_root: Path | None
+
+    @property
+    def has_vector_files(self) -> bool:
+        """Whether there are vectors to read from files."""
+        return any(entry.source == "parquet" for entry in self.embeddings)
+
+    @property
+    def log_vectors(self) -> LogVectors | None:
+        """The entry whose vectors are computed from the log; None if there is no such entry."""
+        return next((entry for entry in self.embeddings if not isinstance(entry, EmbeddingsConfig)), None)

@@ -11,6 +11,7 @@ from recsys_core.manifests.data_stages import IngestedFeature as IngestedFeature
 from recsys_core.manifests.data_stages import IngestedFile as IngestedFile
 from recsys_core.manifests.data_stages import InteractionsManifest as InteractionsManifest
 from recsys_core.manifests.data_stages import LogPart as LogPart
+from recsys_core.manifests.data_stages import LogVectorsManifest as LogVectorsManifest
 from recsys_core.manifests.data_stages import SourceFile as SourceFile
 from recsys_core.manifests.data_stages import VectorTable as VectorTable
 from recsys_core.manifests.model_stages import STAGES as STAGES

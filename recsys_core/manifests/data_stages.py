@@ -233,6 +233,29 @@ class FeaturesManifest(Manifest):
     sources: tuple[SourceFile, ...]
 
 
+class LogVectorsManifest(Manifest):
+    """Item vectors that are computed from the training events.
+
+    Files:
+        item.vectors.npy: float32 [vectors, dim].
+        item.vector_row.npy: int64 [items], row of each item's vector, -1 without a vector.
+    """
+
+    stage: ClassVar[str] = "embed_log"
+    num_vectors: int
+    dim: int
+
+    @property
+    def vectors_path(self) -> Path:
+        """Path of the matrix."""
+        return self.path("item.vectors.npy")
+
+    @property
+    def vector_row_path(self) -> Path:
+        """Path of the rows of the items' vectors."""
+        return self.path("item.vector_row.npy")
+
+
 class DataReportManifest(Manifest):
     """report.json (recsys_core.data_report.page.DataReport) and report.html, one page for a browser."""
 
@@ -252,20 +275,37 @@ class Dataset:
         interactions: vocabularies and the event store.
         embeddings: pretrained vectors by table; None without pretrained vectors.
         features: features of users, items and events; None without features.
+        log_vectors: item vectors computed from the training events; None if the config does not ask for them.
     """
 
     interactions: InteractionsManifest
     embeddings: EmbeddingsManifest | None = None
     features: FeaturesManifest | None = None
+    log_vectors: LogVectorsManifest | None = None
 
     @classmethod
-    def open(cls, *, interactions: Path, embeddings: Path | None = None, features: Path | None = None) -> Self:
+    def open(
+        cls,
+        *,
+        interactions: Path,
+        embeddings: Path | None = None,
+        features: Path | None = None,
+        log_vectors: Path | None = None,
+    ) -> Self:
         """Open the stage folders without verifying checksums. Raise StageError if a stage is missing or incomplete."""
         return cls(
             require_manifest(interactions, InteractionsManifest, verify=False),
             None if embeddings is None else require_manifest(embeddings, EmbeddingsManifest, verify=False),
             None if features is None else require_manifest(features, FeaturesManifest, verify=False),
+            None if log_vectors is None else require_manifest(log_vectors, LogVectorsManifest, verify=False),
         )
+
+    @property
+    def vector_dim_by_table(self) -> dict[str, int]:
+        """Width of the vectors of each table with vectors, from files or from the log."""
+        tables = {} if self.embeddings is None else self.embeddings.tables
+        dim_by_table = {table_name: table.dim for table_name, table in tables.items()}
+        return dim_by_table if self.log_vectors is None else dim_by_table | {"item": self.log_vectors.dim}
 
     @property
     def item_embeddings(self) -> EmbeddingsManifest | None:

@@ -11,6 +11,7 @@ from recsys_core.manifests.data_stages import (
     EmbeddingsManifest,
     FeaturesManifest,
     InteractionsManifest,
+    LogVectorsManifest,
 )
 from recsys_core.manifests.stage_folder import Manifest, StageGroup
 
@@ -207,6 +208,7 @@ StageName = Literal[
     "ingest_embeddings",
     "ingest_interactions",
     "ingest_features",
+    "embed_log",
     "check_data",
     "plan_sharding",
     "train",
@@ -222,6 +224,7 @@ STAGES: dict[StageName, type[Manifest]] = {
         EmbeddingsManifest,
         InteractionsManifest,
         FeaturesManifest,
+        LogVectorsManifest,
         DataReportManifest,
         PlanManifest,
         TrainManifest,

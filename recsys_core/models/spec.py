@@ -103,13 +103,13 @@ class ModelSpec(Frozen):
         Raises:
             InputError: pretrained vectors do not fit their table, or a setting names an unknown table.
         """
-        features, embeddings = dataset.features, dataset.embeddings
+        features = dataset.features
         return cls.sized(
             config,
             num_users=dataset.interactions.num_users,
             num_items=dataset.interactions.num_items,
             facts_by_feature=None if features is None else features.features,
-            vector_dim_by_table=None if embeddings is None else {name: table.dim for name, table in embeddings.tables.items()},
+            vector_dim_by_table=dataset.vector_dim_by_table,
             tables=tables,
             has_distillation=loss is not None and loss.distillation is not None,
             optimizer=optimizer,

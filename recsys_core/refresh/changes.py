@@ -137,7 +137,13 @@ def _ingest_vectors(
     inputs: InputConfig, package: PackageDescription, *, id_type: IdType, folder: Path
 ) -> EmbeddingsManifest | None:
     """Ingest the pretrained vectors of the items; None if the model has none."""
-    configs, table = [config for config in inputs.embeddings if config.table == "item"], package.model.tables["item"]
+    item_configs, table = [config for config in inputs.embeddings if config.table == "item"], package.model.tables["item"]
+    configs = [config for config in item_configs if config.source == "parquet"]
+    if len(configs) < len(item_configs):
+        raise InputError(
+            "embeddings: a refresh is not possible with source: log, because an item without an event has no vector; the next "
+            "`nightjar run` adds new items"
+        )
     if table.pretrained != bool(configs):
         with_or_without = ("with", "has none") if table.pretrained else ("without", "has them")
         raise InputError(

@@ -13,6 +13,7 @@ from recsys_core.training.config import TrainingConfig
 
 JOB_FILE = "job.json"
 METRICS_FILE, RESULT_FILE = "metrics.jsonl", "result.json"
+LOG_VECTORS_FILE = "log_vectors.npy"
 CHECKPOINTS_FOLDER, PROFILE_FOLDER = "checkpoints", "profile"
 
 
@@ -24,7 +25,8 @@ class WarmStart(Frozen):
         export_folder: stage folder with the champion's tables and Adagrad accumulators.
         prepared_folder: folder with two kinds of files. dense.safetensors has the champion's layers, named as in this run's
             model. Each table that is carried over has a file rows_<table>.npy. It is an int64 array with one entry per row of
-            this run's table. The entry is the champion's row for the same id, or -1 for a new id.
+            this run's table. The entry is the champion's row for the same id, or -1 for a new id. log_vectors.npy has the item
+            vectors from the log, rotated onto the champion's item table, if there are such vectors of the same width.
     """
 
     run_id: str
@@ -46,12 +48,16 @@ class JobSpec(Frozen):
     interactions_folder: Path
     embeddings_folder: Path | None = None
     features_folder: Path | None = None
+    log_vectors_folder: Path | None = None
     plan_path: Path
 
     def open_dataset(self) -> Dataset:
         """Open the stages of the ingested data."""
         return Dataset.open(
-            interactions=self.interactions_folder, embeddings=self.embeddings_folder, features=self.features_folder
+            interactions=self.interactions_folder,
+            embeddings=self.embeddings_folder,
+            features=self.features_folder,
+            log_vectors=self.log_vectors_folder,
         )
 
     @property

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.torchrec_planner import OPTIMIZER_CLASSES, sharders
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.dense_parallel import shard_layers
-from recsys_core.training.job import TrainJob
+from recsys_core.training.job import LOG_VECTORS_FILE, TrainJob
 
 logger = logging.getLogger(__name__)
 EPS = 1e-8
@@ -75,7 +75,9 @@ def initial_model(job: TrainJob, *, store: EventStore, dataset: Dataset, process
         process=process,
         config=job.training,
     )
-    pretrained_by_table = {} if dataset.embeddings is None else pretrained_vectors_by_table(spec, dataset=dataset)
+    pretrained_by_table = pretrained_vectors_by_table(spec, dataset=dataset)
+    if job.warm_start is not None and (rotated_path := job.warm_start.prepared_folder / LOG_VECTORS_FILE).is_file():
+        pretrained_by_table["item"] = replace(pretrained_by_table["item"], vectors=memory_map(rotated_path))
     fill_pretrained(model, spec=spec, pretrained_by_table=pretrained_by_table)
     if spec.config.learn_user_embedding:
         is_known_U = store.train_count_U > 0
@@ -214,13 +216,18 @@ def popularity_ranks_by_table(spec: ModelSpec, *, store: EventStore) -> dict[str
 
 
 def pretrained_vectors_by_table(spec: ModelSpec, *, dataset: Dataset) -> dict[str, PretrainedVectors]:
-    """Return the pretrained vectors of each table with `pretrained` set. The dataset must have embeddings."""
-    assert dataset.embeddings is not None
+    """Return the vectors of each table with `pretrained` set, from the log or from files."""
     store, pretrained_by_table = EventStore.open(dataset.interactions), {}
     for table_name, table in spec.tables.items():
         if not table.pretrained:
             continue
         source_table = "item" if table_name == TEACHER_TABLE else table_name
+        if source_table == "item" and dataset.log_vectors is not None:
+            pretrained_by_table[table_name] = PretrainedVectors(
+                memory_map(dataset.log_vectors.vectors_path), memory_map(dataset.log_vectors.vector_row_path)
+            )
+            continue
+        assert dataset.embeddings is not None
         if source_table in ("item", "user"):
             vector_row = store.vector_rows(source_table)
         else:

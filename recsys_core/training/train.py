@@ -67,10 +67,20 @@ def train(
     if setup.loss.negatives == "all":
         require_catalogue_fits(model, limit_gb=setup.loss.catalogue_gb, world_size=plan.world_size)
     interactions, embeddings, features = dataset.interactions, dataset.embeddings, dataset.features
+    log_vectors = dataset.log_vectors
     start_champion, full_training_reason = choose_start(config.warm_start, champion=champion, interactions=interactions)
     champion_export = start_champion and start_champion.export
     fingerprint = fingerprint_of(
-        "train", config.result_settings(), model, setup.loss, interactions, embeddings, features, plan, champion_export
+        "train",
+        config.result_settings(),
+        model,
+        setup.loss,
+        interactions,
+        embeddings,
+        features,
+        log_vectors,
+        plan,
+        champion_export,
     )
     work_folder = folder.with_name(folder.name + ".work")
     require_no_link(work_folder)
@@ -98,6 +108,7 @@ def train(
             interactions_folder=interactions.folder,
             embeddings_folder=embeddings.folder if embeddings else None,
             features_folder=features.folder if features else None,
+            log_vectors_folder=log_vectors.folder if log_vectors else None,
             plan_path=plan.path(PLAN_NAME),
             warm_start=warm_start,
         )

@@ -12,6 +12,7 @@ from recsys_core.manifests import (
     EmbeddingsManifest,
     FeaturesManifest,
     InteractionsManifest,
+    LogVectorsManifest,
     Manifest,
     ManifestT,
     StageName,
@@ -105,7 +106,12 @@ class Results:
     @property
     def dataset(self) -> Dataset:
         """The ingested data; StageError if the interactions are not ingested yet."""
-        return Dataset(self[InteractionsManifest], self.get(EmbeddingsManifest), self.get(FeaturesManifest))
+        return Dataset(
+            self[InteractionsManifest],
+            self.get(EmbeddingsManifest),
+            self.get(FeaturesManifest),
+            self.get(LogVectorsManifest),
+        )
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,34 @@
-"""Stages that read the input: `ingest_embeddings`, `ingest_interactions` and `ingest_features`."""
+"""Stages that read the input: `ingest_embeddings`, `ingest_interactions`, `ingest_features` and `embed_log`."""
 
+from recsys_core.closed_form import log_vectors
 from recsys_core.ingest import InputConfig
 from recsys_core.ingest.features import ingest as feature_ingest
 from recsys_core.ingest.log import ingest as log_ingest
 from recsys_core.ingest.vectors import ingest as vector_ingest
-from recsys_core.manifests import Dataset, EmbeddingsManifest, FeaturesManifest, InteractionsManifest
+from recsys_core.manifests import (
+    Dataset,
+    EmbeddingsManifest,
+    FeaturesManifest,
+    InteractionsManifest,
+    LogVectorsManifest,
+)
 from tasks.runs.context import StageContext
 from tasks.stages.stage import stage
 
 
 def ingest(context: StageContext, config: InputConfig) -> Dataset:
-    """Ingest pretrained embeddings, the interaction log and features."""
+    """Ingest pretrained embeddings, the interaction log and features, and compute vectors from the log."""
     ingest_embeddings(context, config)
     ingest_interactions(context, config)
     ingest_features(context, config)
+    embed_log(context, config)
     return context.dataset
 
 
 @stage(EmbeddingsManifest)
 def ingest_embeddings(context: StageContext, config: InputConfig) -> tuple[EmbeddingsManifest | None, str]:
     """Write the pretrained vectors as one memory-mapped matrix per table."""
-    if not config.embeddings:
+    if not config.has_vector_files:
         return None, "no pretrained embeddings"
     manifest = vector_ingest.ingest_embeddings(
         config.embeddings, folder=context.folder(EmbeddingsManifest), allowed_data_root=config.allowed_data_root
@@ -61,3 +69,13 @@ def ingest_features(context: StageContext, config: InputConfig) -> tuple[Feature
     )
     num_rows = sum(feature.num_rows for feature in manifest.features.values())
     return manifest, f"{len(manifest.features)} features, {num_rows:,} rows in their tables"
+
+
+@stage(LogVectorsManifest)
+def embed_log(context: StageContext, config: InputConfig) -> tuple[LogVectorsManifest | None, str]:
+    """Compute item vectors from the training events."""
+    if config.log_vectors is None:
+        return None, "no vectors from the log"
+    interactions = context.results[InteractionsManifest]
+    manifest = log_vectors.embed_log(config.log_vectors, interactions=interactions, folder=context.folder(LogVectorsManifest))
+    return manifest, f"item: {manifest.num_vectors:,} x {manifest.dim} vectors, {config.log_vectors.method}"

@@ -1,9 +1,10 @@
-"""Configuration of pretrained embeddings."""
+"""Configuration of the vectors of embedding tables, which are read from files or computed from the log."""
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
+from recsys_core.closed_form.config import LogVectors
 from recsys_core.config import OPERATIONAL, ColumnName, MaxBadShare, MaxExpansionRatio, OnBadRows, Paths, Settings
 
 
@@ -18,6 +19,7 @@ class IdMapConfig(Settings):
 class EmbeddingsConfig(Settings):
     """Pretrained vectors of one table, in parquet."""
 
+    source: Literal["parquet"] = Field("parquet", description="pretrained vectors in parquet files")
     paths: Paths = Field(min_length=1, description="Parquet file or glob, or a list of them")
     table: str = Field(
         "item",
@@ -67,8 +69,18 @@ class EmbeddingsConfig(Settings):
 def _as_tuple(value: Any) -> Any:
     if value is None:
         return ()
-    return (value,) if isinstance(value, dict | EmbeddingsConfig) else value
+    entries = (value,) if isinstance(value, dict | BaseModel) else value
+    if not isinstance(entries, list | tuple):
+        return entries
+    return tuple(_with_kind(entry) if isinstance(entry, dict) else entry for entry in entries)
 
 
-EmbeddingsConfigs = Annotated[tuple[EmbeddingsConfig, ...], BeforeValidator(_as_tuple)]
+def _with_kind(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry with the settings that select its class. The default source is parquet, the default method spectral."""
+    kind = {"source": "log", "method": "spectral"} if entry.get("source") == "log" else {"source": "parquet"}
+    return kind | entry
+
+
+AnyEmbeddings = Annotated[EmbeddingsConfig | LogVectors, Field(discriminator="source")]
+EmbeddingsConfigs = Annotated[tuple[AnyEmbeddings, ...], BeforeValidator(_as_tuple)]
 """One entry or a list of entries. If two entries of one table have the same id, the vector of the first entry is used."""

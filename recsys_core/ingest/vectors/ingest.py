@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from recsys_core.dataset.layout import allocate_npy
 from recsys_core.errors import InputError
-from recsys_core.ingest.vectors.config import EmbeddingsConfig
+from recsys_core.ingest.vectors.config import AnyEmbeddings
 from recsys_core.ingest.vectors.ids import MEMORY_LIMIT, TableIds
 from recsys_core.ingest.vectors.projection import SAMPLE_ROWS, Projection, unit_length
 from recsys_core.ingest.vectors.reader import BATCH_BYTES, MIN_BATCH_ROWS, read_vectors
@@ -30,7 +30,7 @@ from recsys_core.parquet.local_copies import local_files
 
 
 def ingest_embeddings(
-    configs: Sequence[EmbeddingsConfig], *, folder: Path, allowed_data_root: Path | None = None
+    configs: Sequence[AnyEmbeddings], *, folder: Path, allowed_data_root: Path | None = None
 ) -> EmbeddingsManifest:
     """Write <table>.vectors.npy and <table>.ids.parquet for each table, entry by entry, in the order of the files.
 
@@ -41,7 +41,7 @@ def ingest_embeddings(
     """
     entries = open_embeddings(configs, allowed_data_root=allowed_data_root)
     source_records = tuple(source.record for entry in entries for source in (*entry.sources, *entry.id_map_sources))
-    settings = [config.result_settings() for config in configs]
+    settings = [entry.config.result_settings() for entry in entries]
     stage = StageFolder(folder, EmbeddingsManifest, fingerprint=fingerprint_of("ingest_embeddings", settings, source_records))
     if stage.manifest is not None:
         return stage.manifest

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from recsys_core.errors import InputError, shown_names
-from recsys_core.ingest.vectors.config import EmbeddingsConfig
+from recsys_core.ingest.vectors.config import AnyEmbeddings, EmbeddingsConfig
 from recsys_core.manifests import IdType
 from recsys_core.parquet.columns import id_type, is_list, require_column, require_one_type
 from recsys_core.parquet.guards import check_expansion
@@ -49,12 +49,16 @@ class VectorFiles:
         return self.config.pca_dim or self.source_dim
 
 
-def open_embeddings(configs: Sequence[EmbeddingsConfig], *, allowed_data_root: Path | None = None) -> tuple[VectorFiles, ...]:
-    """Open the files of all entries. Raise InputError for a missing or invalid file, or for a missing or unsuitable column."""
+def open_embeddings(configs: Sequence[AnyEmbeddings], *, allowed_data_root: Path | None = None) -> tuple[VectorFiles, ...]:
+    """Open the files of all entries with files.
+
+    Raise InputError for a missing or invalid file, or for a missing or unsuitable column.
+    """
     settings = ["embeddings"] if len(configs) == 1 else [f"embeddings.{index}" for index in range(len(configs))]
     entries = tuple(
         _open_entry(config, setting=setting, allowed_data_root=allowed_data_root)
         for config, setting in zip(configs, settings, strict=True)
+        if config.source == "parquet"
     )
     first_entry_by_table: dict[str, VectorFiles] = {}
     for entry in entries:

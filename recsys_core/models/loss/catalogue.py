@@ -58,6 +58,7 @@ def mean_log_partition(
     *,
     weight_B: Tensor,
     hidden_pairs: tuple[Tensor, Tensor] | None,
+    largest_share: int,
     group: ProcessGroup | None,
 ) -> Tensor:
     """Return sum_b weight_b log(sum_j exp(q_b . x_j)) over the rank's queries b and the items j of all ranks.
@@ -71,15 +72,16 @@ def mean_log_partition(
         share_ND: vectors of the rank's share of the items.
         hidden_pairs: indices into the G queries and into the N items of the pairs that are left out, int64 [L] each; the
             indices of the queries rise. None: no pair is left out.
+        largest_share: number of items of the largest share of a rank, so that all ranks have the same blocks of queries.
 
-    >>> queries, items = torch.zeros(2, 3), torch.zeros(5, 3)
-    >>> value = mean_log_partition(queries, items, weight_B=torch.tensor([1.0, 0.0]), hidden_pairs=None, group=None)
+    >>> queries, items, weight_B = torch.zeros(2, 3), torch.zeros(5, 3), torch.tensor([1.0, 0.0])
+    >>> value = mean_log_partition(queries, items, weight_B=weight_B, hidden_pairs=None, largest_share=5, group=None)
     >>> round(value.item(), 4)  # log 5
     1.6094
     """
     if hidden_pairs is None:
         hidden_pairs = (torch.zeros(0, dtype=torch.int64, device=query_BD.device),) * 2
-    value: Tensor = _LogPartition.apply(query_BD, share_ND, weight_B, *hidden_pairs, group)
+    value: Tensor = _LogPartition.apply(query_BD, share_ND, weight_B, *hidden_pairs, largest_share, group)
     return value
 
 
@@ -92,13 +94,14 @@ class _LogPartition(torch.autograd.Function):
         weight_B: Tensor,
         hidden_query_L: Tensor,
         hidden_item_L: Tensor,
+        largest_share: int,
         group: ProcessGroup | None,
     ) -> Tensor:
         query_GD, weight_G = gather_rows(query_BD, group=group), gather_rows(weight_B, group=group)
         gradient_GD, gradient_ND = torch.zeros_like(query_GD), torch.zeros_like(share_ND)
         log_partition_G = torch.zeros_like(weight_G)
         num_queries = len(query_GD)
-        block_size = max(1, MAX_BLOCK_SCORES // max(1, len(share_ND)))
+        block_size = max(1, MAX_BLOCK_SCORES // max(1, largest_share))
         starts = list(range(0, num_queries, block_size))
         bounds = torch.searchsorted(hidden_query_L, torch.tensor([*starts, num_queries], device=hidden_query_L.device))
         for index, start in enumerate(starts):
@@ -127,7 +130,7 @@ class _LogPartition(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gradient_BD, gradient_ND = ctx.saved_tensors
-        return gradient_BD * gradient, gradient_ND * gradient, None, None, None, None
+        return gradient_BD * gradient, gradient_ND * gradient, None, None, None, None, None
 
 
 def _sum_over_ranks(log_sum_P: Tensor, *, group: ProcessGroup | None) -> Tensor:

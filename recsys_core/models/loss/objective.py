@@ -64,6 +64,7 @@ class Objective(nn.Module):
         log_temperature = torch.tensor(math.log(spec.config.temperature))
         self.log_temperature = nn.Parameter(log_temperature) if spec.config.learn_temperature else None
         self.fixed_temperature = spec.config.temperature
+        self.largest_share = -(-int(np.count_nonzero(item_count_I)) // (1 if group is None else group.size()))
         self.positive_share_I: Tensor
         self.negative_share_I: Tensor
         if loss.kind != "softmax" or loss.logq_correction == "none" or loss.negatives == "all":
@@ -112,7 +113,14 @@ class Objective(nn.Module):
         precision = functional.linear(query_BD[:1], share_ND[:1]).dtype
         positive_B = _positive_scores(query_BD, positive_BD, precision=precision).float()
         hidden_pairs = self._seen_share_pairs(batch) if self.config.mask_negatives == "seen" else None
-        log_partition = mean_log_partition(query_BD, share_ND, weight_B=weight_B, hidden_pairs=hidden_pairs, group=self.group)
+        log_partition = mean_log_partition(
+            query_BD,
+            share_ND,
+            weight_B=weight_B,
+            hidden_pairs=hidden_pairs,
+            largest_share=self.largest_share,
+            group=self.group,
+        )
         return log_partition - (weight_B * positive_B).sum()
 
     def _seen_share_pairs(self, batch: Batch) -> tuple[Tensor, Tensor]:

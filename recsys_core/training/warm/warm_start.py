@@ -18,9 +18,10 @@ from recsys_core.models.tables.initialisation import copy_pretrained
 from recsys_core.models.task import RetrievalTask
 from recsys_core.training.config import WarmStartConfig
 from recsys_core.training.dense_parallel import copy_into
-from recsys_core.training.job import WarmStart
+from recsys_core.training.job import LOG_VECTORS_FILE, WarmStart
 from recsys_core.training.optimizers import accumulator_shards, has_accumulators
-from recsys_core.training.sharded_model import pretrained_vectors_by_table
+from recsys_core.training.sharded_model import PretrainedVectors, pretrained_vectors_by_table
+from recsys_core.training.warm.alignment import aligned_vectors
 from recsys_core.training.warm.leaked_events import count_leaked_events
 from recsys_core.training.warm.starting_model import (
     Champion,
@@ -75,7 +76,9 @@ def prepare_warm_start(champion: Champion, *, spec: ModelSpec, dataset: Dataset,
     layer_by_name = champion_layers(spec, champion=champion, champion_tensors=load_file(champion.export.path(DENSE_FILE)))
     folder.mkdir(parents=True)
     save_file(layer_by_name, folder / DENSE_FILE)
-    pretrained_by_table = {} if dataset.embeddings is None else pretrained_vectors_by_table(spec, dataset=dataset)
+    pretrained_by_table = pretrained_vectors_by_table(spec, dataset=dataset)
+    if dataset.log_vectors is not None:
+        _write_aligned_vectors(pretrained_by_table["item"], champion=champion, dataset=dataset, path=folder / LOG_VECTORS_FILE)
     carried_names = carried_table_names(spec, champion=champion)
     for table_name, table in spec.tables.items():
         if table_name in carried_names:
@@ -90,6 +93,19 @@ def prepare_warm_start(champion: Champion, *, spec: ModelSpec, dataset: Dataset,
             description = f"{reason}, initialised as in a training from scratch"
         logger.info("warm start from run %s: table %s: %s", champion.run_id, table_name, description)
     return WarmStart(run_id=champion.run_id, export_folder=champion.export.folder, prepared_folder=folder)
+
+
+def _write_aligned_vectors(log_vectors: PretrainedVectors, *, champion: Champion, dataset: Dataset, path: Path) -> None:
+    """Write the vectors from the log, rotated onto the champion's item table. Tables of other widths cannot be compared."""
+    champion_RD = memory_map(champion.export.path("table_item.npy"))
+    if log_vectors.vectors.shape[1] == champion_RD.shape[1]:
+        vector_VD = aligned_vectors(
+            log_vectors.vectors,
+            vector_row_I=log_vectors.vector_row,
+            champion_row_I=champion_rows("item", dataset=dataset, champion=champion),
+            champion_RD=champion_RD,
+        )
+        np.save(path, vector_VD)
 
 
 def _describe_rows(champion_row: NDArray[np.int64], *, vector_row: NDArray[np.int64] | None, initialisation: str) -> str:

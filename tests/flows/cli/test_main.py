@@ -135,7 +135,7 @@ def test_bad_config_and_bad_input_exit_with_2_and_one_message_before_anything_is
     [
         (
             ["run", "--until", "trian"],
-            "no such stage; the stages are ingest_embeddings, ingest_interactions, ingest_features, check_data, plan_sharding",
+            "no such stage; the stages are ingest_embeddings, ingest_interactions, ingest_features, embed_log, check_data",
         ),
         (["run", "--resume", "20200101-000000-0000"], "no such run"),
         (["run", "--promote", "force"], "promote is force, but there is no reason; give a reason"),

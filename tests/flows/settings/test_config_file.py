@@ -7,6 +7,7 @@ import pytest
 
 from flows.settings.config_file import LoadedConfig, load_config
 from flows.settings.pipeline import PipelineConfig
+from recsys_core.closed_form.config import EaseVectors, SpectralVectors
 from recsys_core.errors import InputError
 from recsys_core.evaluation.config import FeatureSlice
 from recsys_core.ingest.log.config import FileSplit, InteractionsConfig
@@ -201,6 +202,18 @@ def test_relative_paths_are_relative_to_the_folder_of_the_file(file: Path, monke
     assert config.embeddings == (EmbeddingsConfig(paths=(str(folder / "vectors.parquet"),), vector_column="v"),)
 
 
+def test_vectors_from_the_log_are_another_source(file: Path) -> None:
+    users = "{table: user, paths: u.parquet, id_column: user, vector_column: v}"
+    file.write_text(f"{GOOD}model: {{learn_user_embedding: true}}\nembeddings: [{{source: log, dim: 32}}, {users}]\n")
+    config = load_config(file)
+    assert config.embeddings[0] == SpectralVectors(dim=32) == config.inputs.log_vectors
+    assert load_config(file, ["embeddings.0.method=ease", "embeddings.0.l2=9"]).inputs.log_vectors == EaseVectors(dim=32, l2=9)
+    assert "tables.item.dim is 64, but embeddings.dim is 32; leave tables.item.dim out" in message(
+        file, "tables.item.dim=64", text=f"{GOOD}embeddings: {{source: log, dim: 32}}\n"
+    )
+    assert load_config(file, ["tables.item.transfer=residual"]).tables["item"].transfer == "residual"
+
+
 def test_embeddings_are_one_group_of_settings_or_a_list_of_them(file: Path) -> None:
     text_with_one = GOOD + "embeddings: {paths: a.parquet, vector_column: v}\n"
     file.write_text(text_with_one)
@@ -224,6 +237,15 @@ def test_embeddings_are_one_group_of_settings_or_a_list_of_them(file: Path) -> N
         ("{paths: a}", "embeddings: set exactly one of vector_column (list column) and dimension_prefix"),
         ("[{paths: a, vector_column: v}, {paths: a}]", "embeddings.1: set exactly one of vector_column"),
         ("{paths: a, vector_column: v, table: ../x}", "embeddings.table: String should match pattern"),
+        ("{source: csv}", "embeddings: set source to one of parquet, log"),
+        ("{source: log, method: als}", "embeddings: set method to one of spectral, ease"),
+        ("[{source: log, dim: 6}]", "embeddings.0.dim: Input should be a multiple of 4"),
+        ("{source: log, dmi: 8}", "embeddings.dmi: unknown key; did you mean embeddings.dim?"),
+        ("{source: log, l2: 8}", "embeddings.l2: unknown key; another kind of embeddings has this setting"),
+        (
+            "[{source: log}, {paths: a, vector_column: v}]",
+            "embeddings has several entries for the table item, and one of them has the source log",
+        ),
         (
             "{paths: a, vector_column: v, table: user}",
             "embeddings has vectors of users, but the model has no user table; set",

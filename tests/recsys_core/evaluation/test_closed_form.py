@@ -7,18 +7,11 @@ import pyarrow.parquet as pq
 import pytest
 from scipy.sparse import csr_array
 
+from recsys_core.closed_form.linear_models import ease_weights, log_matrix, user_item_matrix
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation import closed_form
-from recsys_core.evaluation.closed_form import (
-    cooccurrence,
-    ease_weights,
-    linear_model,
-    log_matrix,
-    neighbour_weights,
-    spectral_vectors,
-    user_item_matrix,
-)
+from recsys_core.evaluation.closed_form import MAX_EVENTS, cooccurrence, linear_model, neighbour_weights, spectral_vectors
 from recsys_core.evaluation.config import ClosedFormConfig
 from recsys_core.evaluation.metrics import ndcg, recall
 from recsys_core.evaluation.ranking.catalogue import rank_by_scores
@@ -35,16 +28,6 @@ def dense_UI() -> np.ndarray:
     dense = (random.random((NUM_USERS, NUM_ITEMS)) < random.random(NUM_ITEMS) / 2).astype(np.float32)
     dense[:, 7] = 0  # an item without an event
     return dense
-
-
-def test_ease_solves_the_ridge_regression_of_each_item_on_the_others(dense_UI: np.ndarray) -> None:
-    weight_II = ease_weights(csr_array(dense_UI), l2=3.0)
-    for item in range(NUM_ITEMS):
-        others = np.delete(np.arange(NUM_ITEMS), item)
-        features = dense_UI[:, others].astype(np.float64)
-        expected = np.linalg.solve(features.T @ features + 3.0 * np.eye(len(others)), features.T @ dense_UI[:, item])
-        np.testing.assert_allclose(weight_II[others, item], expected, atol=1e-5)
-        assert weight_II[item, item] == 0
 
 
 def test_spectral_scores_are_the_projection_on_the_first_singular_vectors(dense_UI: np.ndarray) -> None:
@@ -93,7 +76,7 @@ def test_rankings_equal_the_scores_of_the_histories_with_ties_by_popularity(mode
     )
     store = EventStore.open(manifest)
     histories, order_I = store.items_before(np.arange(30), "test"), random.permutation(14)
-    matrix, queries = log_matrix(store, "test"), user_item_matrix(histories, num_items=14)
+    matrix, queries = log_matrix(store, "test", max_events=MAX_EVENTS), user_item_matrix(histories, num_items=14)
     if model == "ease":
         scores = linear_model(ClosedFormConfig(l2=2), store=store, histories=histories, order_I=order_I)
         expected = queries @ ease_weights(matrix, l2=2)
@@ -113,16 +96,6 @@ def test_rankings_equal_the_scores_of_the_histories_with_ties_by_popularity(mode
         np.testing.assert_allclose(expected[user, [item for item in top if item >= 0]], expected[user, by_score], atol=1e-5)
         if not train[user]:
             assert top == order_I.tolist()
-
-
-def test_a_large_log_is_sampled_by_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train = [[0, 1, 2]] * 20
-    store = EventStore.open(
-        interactions_stage(tmp_path / "interactions", train=train, validation=[[]] * 20, test=[[3]] * 20, items=4)
-    )
-    monkeypatch.setattr(closed_form, "MAX_EVENTS", 40)
-    assert log_matrix(store, "test").toarray().tolist() == [[1, 1, 1, 0]] * 10
-    assert log_matrix(store, "test", max_history=1).toarray().tolist() == [[0, 0, 1, 0]] * 10
 
 
 @pytest.mark.skipif(not ML1M.is_dir(), reason="the public MovieLens data is not on this machine")

@@ -22,6 +22,7 @@ from tests.gloo import run_ranks
 
 NUM_ITEMS, NUM_QUERIES, WIDTH, LENGTH = 23, 6, 4, 5
 COUNTS = np.arange(NUM_ITEMS) % 4  # item 0, 4, 8, ... have no training event
+BLOCK_SCORES = 16
 WEIGHTS = np.array([0.5, 1.0, 3.0, 0.0, 1.0, 2.0], np.float32)
 
 
@@ -98,7 +99,8 @@ def test_the_loss_and_its_gradients_equal_torchs_cross_entropy(
     torch.testing.assert_close(objective.log_temperature.grad, temperature_gradient, rtol=1e-5, atol=1e-6)
 
 
-def compare_ranks(rank: int, mask: str) -> None:
+def compare_ranks(rank: int, mask: str, block_scores: int) -> None:
+    catalogue.MAX_BLOCK_SCORES = block_scores
     value, query_gradient, item_gradient, temperature_gradient = expected_gradients(mask)
     world_size = dist.get_world_size()
     num_queries = NUM_QUERIES // world_size
@@ -122,15 +124,19 @@ def compare_ranks(rank: int, mask: str) -> None:
 
 
 @pytest.mark.parametrize("mask", ["positive", "seen"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_several_ranks_with_a_share_of_the_items_each_equal_one_process(mask: str, world_size: int) -> None:
-    run_ranks(compare_ranks, world_size=world_size, arguments=(mask,))
+@pytest.mark.parametrize(("world_size", "block_scores"), [(2, 1 << 20), (3, 1 << 20), (2, BLOCK_SCORES)])
+def test_several_ranks_with_a_share_of_the_items_each_equal_one_process(mask: str, world_size: int, block_scores: int) -> None:
+    shares = [len(catalogue_share(COUNTS, rank=rank, world_size=2)) for rank in range(2)]
+    assert BLOCK_SCORES // shares[0] != BLOCK_SCORES // shares[1]  # blocks by the share of the rank would differ
+    run_ranks(compare_ranks, world_size=world_size, arguments=(mask, block_scores))
 
 
 def test_a_rank_may_have_no_item() -> None:
     query_BD = torch.randn(2, WIDTH)
     pairs = (torch.zeros(0, dtype=torch.int64),) * 2
-    value = mean_log_partition(query_BD, torch.zeros(0, WIDTH), weight_B=torch.ones(2), hidden_pairs=pairs, group=None)
+    value = mean_log_partition(
+        query_BD, torch.zeros(0, WIDTH), weight_B=torch.ones(2), hidden_pairs=pairs, largest_share=0, group=None
+    )
     assert value.item() == -torch.inf  # the logarithm of an empty sum, to which other ranks add theirs
 
 

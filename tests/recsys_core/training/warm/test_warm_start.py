@@ -17,15 +17,18 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_un
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer
 
+from recsys_core.closed_form.config import SpectralVectors
+from recsys_core.closed_form.log_vectors import embed_log
 from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import UNPOOLED, FeatureStore
 from recsys_core.manifests import Dataset, FeaturesManifest, InteractionsManifest, require_manifest
+from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import table_shards
-from recsys_core.models.tables.table_config import TableConfig, random_norm
+from recsys_core.models.tables.table_config import TableConfig, Transfer, random_norm
 from recsys_core.training.checkpoint import restore
 from recsys_core.training.config import TrainingConfig
-from recsys_core.training.job import CHECKPOINTS_FOLDER, TrainJob, WarmStart
+from recsys_core.training.job import CHECKPOINTS_FOLDER, LOG_VECTORS_FILE, TrainJob, WarmStart
 from recsys_core.training.loop import make_loader
 from recsys_core.training.optimizers import accumulator_shards, make_optimizer
 from recsys_core.training.sharded_model import initial_model
@@ -155,6 +158,70 @@ def test_a_new_item_starts_with_its_pretrained_vector(first: PreparedRun, champi
     vectors = np.load(second.embeddings.vectors_path("item"))[vector_row[rows]]
     job = train_job(second).model_copy(update={"warm_start": prepare(champion, second, tmp_path / "warm")})
     run_ranks(check_new_items, world_size=RANKS, arguments=(job, rows, vectors))
+
+
+def check_item_rows(rank: int, job: TrainJob, expected_RD: NDArray[np.float32]) -> None:
+    """Compare the rows of the item table with expected ones; NaN: any value."""
+    model, _ = untrained_model(job, rank=rank)
+    if job.warm_start is not None:
+        load_champion_weights(model, warm_start=job.warm_start)
+    for shard in table_shards(model.state_dict(), table="item"):
+        rows_RD = torch.from_numpy(expected_RD[shard.row : shard.row + len(shard.weight_RD)])
+        torch.testing.assert_close(
+            shard.weight_RD, torch.where(rows_RD.isnan(), shard.weight_RD, rows_RD), atol=1e-6, rtol=1e-4
+        )
+
+
+def with_log_vectors(run: PreparedRun, folder: Path, tables: dict[str, TableConfig] | None = None) -> tuple[Dataset, TrainJob]:
+    """Return the dataset and the job of `run` with vectors from the log instead of those from files."""
+    config = SpectralVectors(dim=run.spec.tables["item"].dim)
+    log_vectors = embed_log(config, interactions=run.interactions, folder=folder)
+    dataset = Dataset(run.interactions, features=run.features, log_vectors=log_vectors)
+    spec = ModelSpec.of(run.spec.config, dataset=dataset, tables=tables)
+    job = train_job(replace(run, spec=spec))
+    return dataset, job.model_copy(update={"embeddings_folder": None, "log_vectors_folder": log_vectors.folder})
+
+
+def scaled_vectors(vector_VD: NDArray[np.float32], dataset: Dataset) -> NDArray[np.float32]:
+    """Return a row per item: its vector at the length of a random row, NaN without a vector."""
+    assert dataset.log_vectors is not None
+    vector_row_I = np.load(dataset.log_vectors.vector_row_path)
+    expected_ID = np.full((len(vector_row_I), vector_VD.shape[1]), np.nan, np.float32)
+    has_vector_I = vector_row_I >= 0
+    rows_VD = vector_VD[vector_row_I[has_vector_I]]
+    expected_ID[has_vector_I] = rows_VD * (random_norm(0.02, rows_VD.shape[1]) / np.linalg.norm(rows_VD, axis=1, keepdims=True))
+    return expected_ID
+
+
+@pytest.mark.parametrize("transfer", ["full", "frozen"])
+def test_items_start_with_their_vectors_from_the_log(first: PreparedRun, tmp_path: Path, transfer: Transfer) -> None:
+    dataset, job = with_log_vectors(first, tmp_path / "log_vectors", {"item": TableConfig(transfer=transfer)})
+    assert dataset.log_vectors is not None
+    expected_ID = scaled_vectors(np.load(dataset.log_vectors.vectors_path), dataset)
+    assert 0 < np.isnan(expected_ID[:, 0]).sum() < len(expected_ID)  # an item with a file vector alone has no event
+    run_ranks(check_item_rows, world_size=RANKS, arguments=(job, expected_ID))
+
+
+@pytest.mark.parametrize("transfer", ["full", "frozen"])
+def test_vectors_from_the_log_are_rotated_onto_the_champion(
+    first: PreparedRun, champion: Champion, tmp_path: Path, transfer: Transfer
+) -> None:
+    second = prepare_run(tmp_path / "second", 2, after=first)
+    dataset, job = with_log_vectors(second, tmp_path / "log_vectors", {"item": TableConfig(transfer=transfer)})
+    assert dataset.log_vectors is not None
+    warm = prepare_warm_start(champion, spec=job.spec, dataset=dataset, folder=tmp_path / "warm")
+    vector_VD, rotated_VD = np.load(dataset.log_vectors.vectors_path), np.load(tmp_path / "warm" / LOG_VECTORS_FILE)
+    np.testing.assert_allclose(rotated_VD @ rotated_VD.T, vector_VD @ vector_VD.T, atol=1e-5)
+    expected_ID = scaled_vectors(rotated_VD, dataset)
+    champion_ID = np.load(champion.export.path("table_item.npy"))
+    num_carried = len(champion_ID)  # a continued vocabulary
+    similarity = [
+        np.nansum(_scaled[:num_carried] * champion_ID) for _scaled in (expected_ID, scaled_vectors(vector_VD, dataset))
+    ]
+    assert similarity[0] > similarity[1]
+    if transfer == "full":
+        expected_ID[:num_carried] = champion_ID
+    run_ranks(check_item_rows, world_size=RANKS, arguments=(job.model_copy(update={"warm_start": warm}), expected_ID))
 
 
 def step(

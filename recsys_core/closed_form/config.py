@@ -1,0 +1,56 @@
+"""Settings of item vectors that are computed from the log."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from recsys_core.config import MAX_COUNT, OPERATIONAL, Settings
+
+
+class LogVectorsSettings(Settings):
+    """Settings of item vectors that are computed from the training events, for the table `item`."""
+
+    table: ClassVar[str] = "item"
+    source: Literal["log"] = Field("log", description="the training events of the log")
+    dim: int = Field(64, ge=4, le=2_048, multiple_of=4, description="Length of the vectors")
+    max_events: int = Field(
+        20_000_000,
+        ge=1_000,
+        le=MAX_COUNT,
+        description="Number of training events that are used. With more events, the users are sampled with a fixed seed, and "
+        "an item without an event in the sample gets no vector",
+    )
+    memory_gb: Annotated[float, OPERATIONAL] = Field(
+        4.0, gt=0, le=1e6, description="Memory limit in GB. A run stops if the matrices need more"
+    )
+
+
+class SpectralVectors(LogVectorsSettings):
+    """Item vectors from a truncated singular value decomposition of the normalised user-item matrix."""
+
+    method: Literal["spectral"] = Field(
+        "spectral",
+        description="the first singular vectors of the user-item matrix, in which each entry is divided by the roots of the "
+        "numbers of events of its user and its item",
+    )
+    singular_power: float = Field(
+        0.5,
+        ge=0,
+        le=8,
+        description="power of the singular value by which each dimension of the vectors is multiplied. `0` weights all "
+        "dimensions equally; a higher power is a smoother filter",
+    )
+
+
+class EaseVectors(LogVectorsSettings):
+    """Item vectors from a truncated decomposition of the weights of EASE."""
+
+    method: Literal["ease"] = Field(
+        "ease", description="the first eigenvectors of the weights of EASE, which needs a matrix of all pairs of items"
+    )
+    l2: float = Field(
+        500.0, gt=0, le=1e9, description="L2 regularisation of EASE. A larger value uses only frequent pairs of items"
+    )
+
+
+LogVectors = Annotated[SpectralVectors | EaseVectors, Field(discriminator="method")]

@@ -1,0 +1,99 @@
+"""Linear models of the user-item matrix: EASE and the truncated singular value decomposition.
+
+Shapes: U users, I items, D singular vectors, L entries of a sparse matrix.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array, diags_array
+from scipy.sparse.linalg import eigsh, svds
+
+from recsys_core.dataset.events import EvaluationSplit, EventStore
+from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.seeds import CLOSED_FORM_SEED
+
+Floats32 = NDArray[np.float32]
+
+
+def user_item_matrix(items: JaggedArray, *, num_items: int) -> csr_array:
+    """Return the matrix [lists, I] with a 1 for each distinct item of a list."""
+    distinct = items.distinct(bound=num_items)
+    ones_L = np.ones(len(distinct.values_L), np.float32)
+    return csr_array((ones_L, distinct.values_L, distinct.offset), shape=(len(items), num_items))
+
+
+def log_matrix(store: EventStore, split: EvaluationSplit, *, max_events: int, max_history: int | None = None) -> csr_array:
+    """Return the matrix [U, I] of the events before `split`, for all users or for a sample of them with a fixed seed.
+
+    Args:
+        max_events: number of events before `split` above which the users are sampled.
+        max_history: number of events of each user, the newest ones; None for all.
+    """
+    user_U = np.arange(store.num_users)
+    share = max_events / max(1, int(store.item_counts_before(split).sum()))
+    if share < 1:
+        sample_size = max(1, int(share * len(user_U)))
+        user_U = np.sort(np.random.default_rng(CLOSED_FORM_SEED).choice(user_U, sample_size, replace=False))
+    return user_item_matrix(store.items_before(user_U, split, max_items=max_history), num_items=store.num_items)
+
+
+def ease_weights(matrix_UI: csr_array, *, l2: float) -> Floats32:
+    """Return the weights [I, I] of EASE, the linear model that predicts each item from the others (Steck, WWW 2019).
+
+    The weights W minimise ||X - X W||^2 + l2 ||W||^2 with a diagonal of 0: W = I - P diag(1 / diag P), P = (X'X + l2 I)^-1.
+
+    >>> matrix_UI = csr_array(np.array([[1, 1, 0], [1, 1, 0], [0, 0, 1]], np.float32))
+    >>> ease_weights(matrix_UI, l2=2.0).round(2).tolist()  # 2 users have both items: 2 / (2 + 2)
+    [[0.0, 0.5, 0.0], [0.5, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    """
+    inverse_II = _ease_inverse(matrix_UI, l2=l2)
+    weight_II = (-inverse_II / np.diag(inverse_II)).astype(np.float32, copy=False)
+    np.fill_diagonal(weight_II, 0.0)
+    return weight_II + 0.0  # no negative zeros
+
+
+def ease_vectors(matrix_UI: csr_array, *, l2: float, dim: int) -> Floats32:
+    """Return item vectors [I, D] whose inner products are nearly the weights of EASE, up to a factor for each row and column.
+
+    With Q = diag P, the matrix Q^-1/2 W Q^1/2 is symmetric. Its largest eigenvalues and their eigenvectors give one vector
+    per item, for the history and for the candidates alike.
+    """
+    weight_II = _ease_inverse(matrix_UI, l2=l2)
+    root_I = np.sqrt(np.diag(weight_II))
+    weight_II /= -root_I
+    weight_II /= root_I[:, None]
+    np.fill_diagonal(weight_II, 0.0)
+    value_D, vector_ID = eigsh(weight_II, k=dim, which="LA", v0=_start(len(weight_II)))
+    order_D = np.argsort(-value_D)
+    return np.ascontiguousarray(vector_ID[:, order_D] * np.sqrt(np.maximum(value_D[order_D], 0)), np.float32)
+
+
+def singular_vectors(matrix_UI: csr_array, *, num_vectors: int) -> tuple[Floats32, Floats32]:
+    """Return the largest singular values [D] of the normalised matrix, largest first, and the items' singular vectors [I, D].
+
+    The normalised matrix is Du^-1/2 X Di^-1/2, where Du and Di are the numbers of items of each user and of users of each item.
+    """
+    user_weight_U, item_weight_I = (inverse_root(matrix_UI.sum(axis=axis)) for axis in (1, 0))
+    normalised = (diags_array(user_weight_U) @ matrix_UI @ diags_array(item_weight_I)).astype(np.float32)
+    start = _start(min(normalised.shape))
+    _, value_D, vector_DI = svds(normalised, k=num_vectors, v0=start, return_singular_vectors="vh")
+    order_D = np.argsort(-value_D)
+    return value_D[order_D].astype(np.float32), np.ascontiguousarray(vector_DI[order_D].T, np.float32)
+
+
+def inverse_root(count_R: NDArray[Any]) -> Floats32:
+    """Return 1 / sqrt(count), and 0 for a count of 0."""
+    return np.where(count_R > 0, 1 / np.sqrt(np.maximum(count_R, 1)), 0.0).astype(np.float32)
+
+
+def _ease_inverse(matrix_UI: csr_array, *, l2: float) -> NDArray[Any]:
+    gram_II = (matrix_UI.T @ matrix_UI).toarray()
+    gram_II[np.diag_indices_from(gram_II)] += l2
+    return np.linalg.inv(gram_II)
+
+
+def _start(length: int) -> Floats32:
+    """Return the vector with which an iterative decomposition starts, so that its result is always the same."""
+    return np.random.default_rng(CLOSED_FORM_SEED).random(length, np.float32)

@@ -1,0 +1,81 @@
+"""Stage `embed_log`: item vectors from the training events, as initial rows of the item table.
+
+Shapes: U users, I items, D length of the vectors, V items with training events.
+"""
+
+from pathlib import Path
+
+import numpy as np
+from scipy.sparse import csr_array
+
+from recsys_core.closed_form.config import EaseVectors, LogVectors
+from recsys_core.closed_form.linear_models import Floats32, ease_vectors, log_matrix, singular_vectors
+from recsys_core.dataset.events import EventStore
+from recsys_core.errors import InputError
+from recsys_core.manifests import InteractionsManifest, LogVectorsManifest, StageFolder, fingerprint_of
+
+GIGABYTE = 1_000_000_000
+MIN_RELATIVE_NORM = 1e-4
+"""Norm of a vector, relative to the mean norm, below which the vector is only rounding noise."""
+
+
+def embed_log(config: LogVectors, *, interactions: InteractionsManifest, folder: Path) -> LogVectorsManifest:
+    """Write the vectors of the items with training events. Validation and test events are not read.
+
+    Raises:
+        InputError: there are not enough items or users with training events for `dim` vectors, or the matrices need more
+            memory than the config allows.
+    """
+    fingerprint = fingerprint_of("embed_log", config.result_settings(), interactions)
+    stage = StageFolder(folder, LogVectorsManifest, fingerprint=fingerprint)
+    if stage.manifest is not None:
+        return stage.manifest
+    store = EventStore.open(interactions)
+    matrix_UI = log_matrix(store, "validation", max_events=config.max_events)
+    has_event_I, has_event_U = (np.diff(matrix.indptr) > 0 for matrix in (matrix_UI.tocsc(), matrix_UI))
+    matrix_UV = matrix_UI[has_event_U][:, has_event_I]
+    check_size(config, num_users=matrix_UV.shape[0], num_items=matrix_UV.shape[1], num_pairs=matrix_UV.nnz)
+    vector_VD = item_vectors(config, matrix_UV)
+    norm_V = np.linalg.norm(vector_VD, axis=1)
+    has_vector_V = norm_V > MIN_RELATIVE_NORM * norm_V.mean()
+    item_row_V = np.flatnonzero(has_event_I)[has_vector_V]
+    vector_row_I = np.full(store.num_items, -1, np.int64)
+    vector_row_I[item_row_V] = np.arange(len(item_row_V))
+    with stage.writing(min_bytes=vector_VD.nbytes) as output_folder:
+        np.save(output_folder / "item.vectors.npy", vector_VD[has_vector_V])
+        np.save(output_folder / "item.vector_row.npy", vector_row_I)
+        return stage.commit(num_vectors=len(item_row_V), dim=config.dim)
+
+
+def item_vectors(config: LogVectors, matrix_UV: csr_array) -> Floats32:
+    """Return the vectors [V, D] of the items by the method of the config."""
+    if isinstance(config, EaseVectors):
+        return ease_vectors(matrix_UV, l2=config.l2, dim=config.dim)
+    value_D, vector_VD = singular_vectors(matrix_UV, num_vectors=config.dim)
+    return vector_VD * value_D**config.singular_power
+
+
+def check_size(config: LogVectors, *, num_users: int, num_items: int, num_pairs: int) -> None:
+    """Raise InputError if the matrix has too few rows or columns for `dim` vectors, or needs too much memory."""
+    if not num_pairs:
+        raise InputError("embeddings: source is log, but the log has no training event; remove the entry, or add events")
+    smaller, subject = min((num_items, "items"), (num_users, "users"))
+    if isinstance(config, EaseVectors):
+        smaller, subject = num_items, "items"
+    if config.dim >= smaller:
+        raise InputError(
+            f"embeddings.dim is {config.dim}, but only {smaller:,} {subject} have training events, which give at most "
+            f"{smaller - 1:,} dimensions; set dim to at most {(smaller - 1) // 4 * 4}, or remove the entry"
+        )
+    if isinstance(config, EaseVectors):
+        needed_bytes = 12 * num_items**2
+        text, advice = f"three matrices of {num_items:,} x {num_items:,} items", "set method to spectral"
+    else:
+        needed_bytes = 24 * num_pairs + (8 * config.dim + 4) * smaller + 8 * config.dim * num_items
+        text = f"three copies of {num_pairs:,} events, and {2 * config.dim + 1} vectors of {smaller:,} {subject}"
+        advice = "lower embeddings.dim or embeddings.max_events"
+    if needed_bytes > config.memory_gb * GIGABYTE:
+        raise InputError(
+            f"embeddings.memory_gb is {config.memory_gb:g}, but method {config.method} needs {needed_bytes / GIGABYTE:,.3g} GB "
+            f"({text}); raise memory_gb, or {advice}"
+        )

@@ -1,0 +1,129 @@
+"""Item vectors from the log: compared with a dense computation, independent of held-out events, and refused for bad input."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recsys_core.closed_form.config import EaseVectors, SpectralVectors
+from recsys_core.closed_form.linear_models import ease_vectors, user_item_matrix
+from recsys_core.closed_form.log_vectors import embed_log
+from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.errors import InputError
+from recsys_core.manifests import LogVectorsManifest
+from tests.recsys_core.evaluation.stage_folders import Events, interactions_stage
+
+NUM_USERS, NUM_ITEMS, COLD_ITEM = 40, 20, 13
+
+
+def training_events(seed: int = 0) -> list[list[int]]:
+    random = np.random.default_rng(seed)
+    warm_items = np.delete(np.arange(NUM_ITEMS), COLD_ITEM)
+    return [random.choice(warm_items, random.integers(2, 9), replace=False).tolist() for _ in range(NUM_USERS)]
+
+
+def embed(
+    folder: Path,
+    config: SpectralVectors | EaseVectors,
+    *,
+    train: Events,
+    validation: Events | None = None,
+    test: Events | None = None,
+) -> LogVectorsManifest:
+    held_out: Events = [[COLD_ITEM]] * len(train)
+    interactions = interactions_stage(
+        folder / "interactions", train=train, validation=validation or held_out, test=test or held_out, items=NUM_ITEMS
+    )
+    return embed_log(config, interactions=interactions, folder=folder / "log_vectors")
+
+
+def read(manifest: LogVectorsManifest) -> tuple[np.ndarray, np.ndarray]:
+    return np.load(manifest.vectors_path), np.load(manifest.vector_row_path)
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
+def test_spectral_vectors_are_the_weighted_singular_vectors_of_the_training_events(power: float, tmp_path: Path) -> None:
+    train = training_events()
+    manifest = embed(tmp_path, SpectralVectors(dim=4, singular_power=power), train=train)
+    vector_VD, vector_row_I = read(manifest)
+    dense_UI = np.zeros((NUM_USERS, NUM_ITEMS))
+    for user, items in enumerate(train):
+        dense_UI[user, items] = 1
+    normalised = dense_UI / np.sqrt(np.maximum(dense_UI.sum(axis=0), 1)) / np.sqrt(dense_UI.sum(axis=1, keepdims=True))
+    _, values, vectors = np.linalg.svd(normalised, full_matrices=False)
+    expected_ID = vectors[:4].T * values[:4] ** power
+    warm_items = np.flatnonzero(vector_row_I >= 0)
+    assert warm_items.tolist() == [item for item in range(NUM_ITEMS) if item != COLD_ITEM]
+    vector_ID = vector_VD[vector_row_I[warm_items]]
+    np.testing.assert_allclose(
+        vector_ID @ vector_ID.T, (expected_ID @ expected_ID.T)[np.ix_(warm_items, warm_items)], atol=1e-4
+    )
+    assert (manifest.num_vectors, manifest.dim) == (NUM_ITEMS - 1, 4)
+
+
+def test_ease_vectors_are_those_of_the_matrix_of_the_training_events(tmp_path: Path) -> None:
+    train = training_events()
+    vector_VD, vector_row_I = read(embed(tmp_path, EaseVectors(dim=4, l2=2.0), train=train))
+    items = JaggedArray.from_lengths(np.array([len(row) for row in train]), np.concatenate(train))
+    warm_items = np.flatnonzero(vector_row_I >= 0)
+    expected_VD = ease_vectors(user_item_matrix(items, num_items=NUM_ITEMS)[:, warm_items], l2=2.0, dim=4)
+    np.testing.assert_allclose(vector_VD[vector_row_I[warm_items]], expected_VD, atol=1e-5)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**16), config=st.sampled_from([SpectralVectors(dim=4), EaseVectors(dim=4)]))
+def test_held_out_events_do_not_change_the_vectors(
+    seed: int, config: SpectralVectors | EaseVectors, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    random, train = np.random.default_rng(seed), training_events()
+    held_out = [[random.integers(0, NUM_ITEMS, random.integers(0, 4)).tolist() for _ in train] for _ in range(2)]
+    first = read(embed(tmp_path_factory.mktemp("first"), config, train=train))
+    second = read(embed(tmp_path_factory.mktemp("second"), config, train=train, validation=held_out[0], test=held_out[1]))
+    for first_array, second_array in zip(first, second, strict=True):
+        np.testing.assert_array_equal(first_array, second_array)
+
+
+def test_a_changed_training_event_changes_the_vectors(tmp_path: Path) -> None:
+    train = training_events()
+    first = read(embed(tmp_path / "first", SpectralVectors(dim=4), train=train))
+    train[0] = [0, 1, 2]
+    second = read(embed(tmp_path / "second", SpectralVectors(dim=4), train=train))
+    assert not np.allclose(np.abs(first[0]), np.abs(second[0]))
+
+
+def test_a_completed_stage_is_reused_until_a_setting_changes(tmp_path: Path) -> None:
+    interactions = interactions_stage(
+        tmp_path / "interactions", train=training_events(), validation=[[]] * NUM_USERS, test=[[]] * NUM_USERS, items=NUM_ITEMS
+    )
+    folder = tmp_path / "log_vectors"
+    first = embed_log(SpectralVectors(dim=4), interactions=interactions, folder=folder)
+    assert embed_log(SpectralVectors(dim=4, memory_gb=1), interactions=interactions, folder=folder) == first
+    assert embed_log(SpectralVectors(dim=8), interactions=interactions, folder=folder).dim == 8
+
+
+def test_more_dimensions_than_items_with_events_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"embeddings\.dim is 20, but only 19 items have training events.*at most 16"):
+        embed(tmp_path, EaseVectors(dim=20), train=training_events())
+    assert not (tmp_path / "log_vectors").exists()
+
+
+def test_more_dimensions_than_users_with_events_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"embeddings\.dim is 8, but only 6 users have training events.*at most 4"):
+        embed(tmp_path, SpectralVectors(dim=8), train=training_events()[:6])
+
+
+def test_a_matrix_above_the_memory_limit_is_refused_with_the_arithmetic(tmp_path: Path) -> None:
+    text = r"memory_gb is 1e-06, but method ease needs 4.33e-06 GB \(three matrices of 19 x 19 items\).*set method to spectral"
+    with pytest.raises(InputError, match=text):
+        embed(tmp_path, EaseVectors(dim=4, memory_gb=1e-6), train=training_events())
+    with pytest.raises(
+        InputError, match=r"method spectral needs .* 9 vectors of 19 items\); raise memory_gb, or lower embeddings.dim"
+    ):
+        embed(tmp_path / "spectral", SpectralVectors(dim=4, memory_gb=1e-6), train=training_events())
+
+
+def test_a_log_without_a_training_event_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="source is log, but the log has no training event"):
+        embed(tmp_path, SpectralVectors(dim=4), train=[[]] * NUM_USERS)

@@ -1,0 +1,28 @@
+"""Rotation of vectors onto the champion's rows."""
+
+import numpy as np
+import pytest
+
+from recsys_core.training.warm.alignment import aligned_vectors
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rotation_of_the_champions_rows_is_undone_also_for_new_items(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    true_ID = random.normal(size=(30, 5)).astype(np.float32)
+    rotation = np.linalg.qr(random.normal(size=(5, 5)))[0].astype(np.float32)
+    vector_row_I = np.concatenate([random.permutation(25), np.full(5, -1)])
+    vector_VD = np.empty((25, 5), np.float32)
+    vector_VD[vector_row_I[:25]] = true_ID[:25] @ rotation
+    champion_row_I = np.where(np.arange(30) < 20, np.arange(30)[::-1], -1)  # items 20 and later are new
+    champion_RD = np.zeros((30, 5), np.float32)
+    champion_RD[champion_row_I[:20]] = 7 * true_ID[:20]  # the rows may have other lengths
+    aligned_VD = aligned_vectors(vector_VD, vector_row_I=vector_row_I, champion_row_I=champion_row_I, champion_RD=champion_RD)
+    np.testing.assert_allclose(aligned_VD[vector_row_I[:25]], true_ID[:25], atol=1e-4)
+
+
+def test_without_a_common_item_the_vectors_keep_their_inner_products() -> None:
+    vector_VD = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    rows, none = np.arange(4), np.full(4, -1)
+    aligned_VD = aligned_vectors(vector_VD, vector_row_I=rows, champion_row_I=none, champion_RD=vector_VD)
+    np.testing.assert_allclose(aligned_VD @ aligned_VD.T, vector_VD @ vector_VD.T, atol=1e-5)

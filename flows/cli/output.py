@@ -104,6 +104,7 @@ def stage_lines() -> Iterator[None]:
         TimeRemainingColumn(),
         console=stderr,
         transient=True,
+        disable=not stderr.is_terminal,  # it would leave an empty line in a file
     )
     with progress:
         handler = _StageLines(progress)

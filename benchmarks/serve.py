@@ -151,10 +151,11 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 @contextmanager
-def server(command: Sequence[str], *, port: int, health_path: str, environment: dict[str, str]) -> Iterator[float]:
+def server(
+    command: Sequence[str], *, port: int, health_path: str, environment: dict[str, str], log_path: Path
+) -> Iterator[float]:
     """Start a server; yield the seconds until it answered."""
     start_s = time.perf_counter()
-    log_path = Path(tempfile.gettempdir()) / f"bench-serve-{port}.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=log, stderr=log)
     try:
@@ -232,14 +233,18 @@ def measure(*, num_items: int) -> dict[str, Any]:
         result = run_in_new_process("benchmarks.serve", "--package", str(package)) | {"num_items": num_items}
         result["memory"] = measure_memory(package)
         serve = [*NIGHTJAR, "serve", config, "--port", "8391"]
-        with server(serve, port=8391, health_path="/readyz", environment={}) as start_s:
+        with server(
+            serve, port=8391, health_path="/readyz", environment={}, log_path=Path(config).parent / "serve.log"
+        ) as start_s:
             answer = measure_http(8391, "/recommend", lambda user: {"rows": [{"user_id": user}], "params": {"k": K}})
             result["nightjar serve"] = answer | {"start_s": start_s}
         mlflow = [str(Path(sys.executable).parent / "mlflow"), "models", "serve", "-m", "models:/nightjar@champion"]
         mlflow += ["--env-manager", "local", "-p", "8392"]
         search_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         environment = {"MLFLOW_TRACKING_URI": f"sqlite:///{Path(config).parent}/mlflow.db", "PATH": search_path}
-        with server(mlflow, port=8392, health_path="/ping", environment=environment) as start_s:
+        with server(
+            mlflow, port=8392, health_path="/ping", environment=environment, log_path=Path(config).parent / "serve.log"
+        ) as start_s:
             answer = measure_http(
                 8392, "/invocations", lambda user: {"dataframe_records": [{"user_id": user}], "params": {"k": K}}
             )

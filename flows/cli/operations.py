@@ -90,7 +90,8 @@ def rollback(
 @takes_config
 def refresh(options: ConfigOptions) -> None:
     """Add new items to the champion and remove items that are gone, without a training."""
-    cli.registry.change_champion(options.prepare(), "refresh", {})
+    loaded = options.prepare()  # before the module imports MLflow
+    cli.registry.change_champion(loaded, "refresh", {})
 
 
 @commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar push nightly.yaml --version 7")

@@ -105,11 +105,10 @@ def print_results(results: RunResults, *, config_path: Path, command_line: str) 
         facts["data report"] = str(data_report.path("report.html"))
     if registration is not None:
         version_name = f"{registration.model_name} version {registration.version}"
-        facts["model"] = f"{version_name}, {registration.alias}: {registration.reasons[0]}"
+        alias = registration.alias if results.refit_version is None else "promoted"
+        facts["model"] = f"{version_name}, {alias}: {registration.reasons[0]}"
         if results.refit_version is not None:
-            facts["refit"] = (
-                f"version {results.refit_version}, champion: trained on all events, also those of validation and test"
-            )
+            facts["refit"] = f"version {results.refit_version}, trained on all events after the promotion"
         if registration.alarm is not None:
             facts["alarm"] = registration.alarm
         facts["decision"] = str(results.run.folder / registration.pages["decision"])
@@ -138,7 +137,8 @@ def print_metrics(table: MetricTable, *, served_metrics: Mapping[str, float]) ->
         for row_name, row_values in table.rows.items()
     ]
     for ranker in dict.fromkeys(row_name.partition("/")[0] for row_name in served_metrics):
-        if ranker == "index" or ranker.startswith("exact_"):  # the page of the decision shows what serving costs
+        # The page of the decision shows what serving costs. A refit may know the test events.
+        if ranker in ("index", "refit") or ranker.startswith("exact_"):
             continue
         row_values = [served_metrics.get(f"{ranker}/{column}") for column in table.columns]
         row_name = "served" if ranker == "served" else f"{ranker.removesuffix('_champion')} served"

@@ -31,7 +31,7 @@ from recsys_core.manifests import (
     record_file,
 )
 from recsys_core.models.candidate_model import CandidateModel
-from recsys_core.models.config import PackageConfig
+from recsys_core.models.config import PackageConfig, Quantization
 from recsys_core.models.spec import ModelSpec
 from recsys_core.serving.answers import Fallback
 from recsys_core.serving.contents import open_contents
@@ -112,17 +112,8 @@ def build_package(
         package_folder = output_folder / "package"
         package_folder.mkdir()
         spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
-        tower = build_tower(
-            spec,
-            history_items=np.load(export.path("history_items.npy"), mmap_mode="c"),
-            tables={
-                table_name: np.load(export.path(f"table_{table_name}.npy"), mmap_mode="c") for table_name in served_tables(spec)
-            },
-            dense=load_file(export.path("dense.safetensors")),
-            quantization=config.quantization,
-        )
         space_id = space_id_of(export)
-        save_tower(tower, package_folder / "tower.safetensors", space_id=space_id)
+        _write_query_tower(package_folder, spec, export, quantization=config.quantization, space_id=space_id)
         shutil.copyfile(index.path(f"{index.served_index}.faiss"), package_folder / "index.faiss")
         item_columns, query_features = _item_columns(dataset), _query_features(spec, features)
         write_items(
@@ -136,19 +127,7 @@ def build_package(
             _write_users(package_folder, spec, dataset)
         _write_candidate_model(package_folder, spec, export)
         np.save(package_folder / SOURCES_NAME, _item_sources(dataset))
-        shutil.copyfile(evaluation.path("popularity.npy"), package_folder / "popularity.npy")
-        item_by_popularity_I = np.load(package_folder / "popularity.npy")
-        np.save(package_folder / "popularity_share.npy", _popularity_share(interactions, item_by_popularity_I))
-        if config.popularity_by is not None:
-            write_segments(
-                package_folder / SEGMENTS_NAME,
-                config.popularity_by,
-                interactions=interactions,
-                features=features,
-                item_by_popularity_I=item_by_popularity_I,
-                min_events=config.popularity_min_events,
-            )
-
+        _write_popularity(package_folder, config, dataset, evaluation)
         description = PackageDescription(
             model=spec,
             space_id=space_id,
@@ -217,6 +196,35 @@ def _write_users(folder: Path, spec: ModelSpec, dataset: Dataset) -> None:
         features=FeatureStore.read(dataset.features.folder, forms) if dataset.features is not None else FeatureStore({}),
     )
     write_block_checksums(folder / USERS_NAME, folder / USERS_CHECKSUMS_NAME)
+
+
+def _write_query_tower(
+    folder: Path, spec: ModelSpec, export: ExportManifest, *, quantization: Quantization, space_id: str
+) -> None:
+    tower = build_tower(
+        spec,
+        history_items=np.load(export.path("history_items.npy"), mmap_mode="c"),
+        tables={name: np.load(export.path(f"table_{name}.npy"), mmap_mode="c") for name in served_tables(spec)},
+        dense=load_file(export.path("dense.safetensors")),
+        quantization=quantization,
+    )
+    save_tower(tower, folder / "tower.safetensors", space_id=space_id)
+
+
+def _write_popularity(folder: Path, config: PackageConfig, dataset: Dataset, evaluation: EvaluationManifest) -> None:
+    """Write the most popular items of all users and, if the config names a feature, of its values."""
+    shutil.copyfile(evaluation.path("popularity.npy"), folder / "popularity.npy")
+    item_by_popularity_I = np.load(folder / "popularity.npy")
+    np.save(folder / "popularity_share.npy", _popularity_share(dataset.interactions, item_by_popularity_I))
+    if config.popularity_by is not None:
+        write_segments(
+            folder / SEGMENTS_NAME,
+            config.popularity_by,
+            interactions=dataset.interactions,
+            features=dataset.features,
+            item_by_popularity_I=item_by_popularity_I,
+            min_events=config.popularity_min_events,
+        )
 
 
 def _write_candidate_model(folder: Path, spec: ModelSpec, export: ExportManifest) -> None:

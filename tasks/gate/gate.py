@@ -243,7 +243,7 @@ def _compare(gate: _Gate, new_metrics: ServedMetrics, *, champion: ModelVersion 
         return _compare_with_version(gate, new_metrics, champion, champion_metrics, role="champion")
     # A refit may have been trained on the test events of this run, so the version that it repeats is measured instead.
     compared_version, compared_metrics = champion, champion_metrics
-    reason = f"the champion, version {champion.version}, is the refit of version {parent_number}"
+    reason = f"the champion, version {champion.version}, may know the test events: it is the refit of version {parent_number}"
     parent = next((version for version in gate.registry.versions() if str(version.version) == parent_number), None)
     try:
         if parent is None:

@@ -8,17 +8,13 @@ from scipy.sparse import csr_array
 
 from recsys_core.closed_form.linear_models import ease_vectors, ease_weights, log_matrix, singular_vectors
 from recsys_core.dataset.events import EventStore
+from tests.recsys_core.closed_form.random_log import NUM_ITEMS, dense_matrix
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
-
-NUM_USERS, NUM_ITEMS = 60, 25
 
 
 @pytest.fixture(scope="module")
 def dense_UI() -> np.ndarray:
-    random = np.random.default_rng(0)
-    dense = (random.random((NUM_USERS, NUM_ITEMS)) < random.random(NUM_ITEMS) / 2).astype(np.float32)
-    dense[:, 7] = 0  # an item without an event
-    return dense
+    return dense_matrix()
 
 
 def test_ease_solves_the_ridge_regression_of_each_item_on_the_others(dense_UI: np.ndarray) -> None:

@@ -16,18 +16,15 @@ from recsys_core.evaluation.config import ClosedFormConfig
 from recsys_core.evaluation.metrics import ndcg, recall
 from recsys_core.evaluation.ranking.catalogue import rank_by_scores
 from recsys_core.evaluation.ranking.queries import Queries
+from tests.recsys_core.closed_form.random_log import NUM_ITEMS, dense_matrix
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
 
 ML1M = Path(__file__).resolve().parents[4] / "shared" / "data" / "ml1m"
-NUM_USERS, NUM_ITEMS = 60, 25
 
 
 @pytest.fixture(scope="module")
 def dense_UI() -> np.ndarray:
-    random = np.random.default_rng(0)
-    dense = (random.random((NUM_USERS, NUM_ITEMS)) < random.random(NUM_ITEMS) / 2).astype(np.float32)
-    dense[:, 7] = 0  # an item without an event
-    return dense
+    return dense_matrix()
 
 
 def test_spectral_scores_are_the_projection_on_the_first_singular_vectors(dense_UI: np.ndarray) -> None:

@@ -90,13 +90,14 @@ def test_a_new_version_is_compared_with_the_version_that_a_refit_repeats(
     client.set_model_version_tag("m", "2", REFIT_OF_TAG, "1")
     made = do_register(stages(confused=True), run_of(workspace, "two"))  # as good as version 1, worse than version 2
     assert (made.alias, aliases(client)) == ("champion", {"champion": "3"})
-    assert made.reasons[-1] == "the champion, version 2, is the refit of version 1"
+    assert made.reasons[-1] == "the champion, version 2, may know the test events: it is the refit of version 1"
 
     do_register(stages(), run_of(workspace, "better"))
     client.set_model_version_tag("m", "4", REFIT_OF_TAG, "99")
     made = do_register(stages(confused=True), run_of(workspace, "three"))
     assert made.alias == "challenger"
-    assert made.reasons[-1] == "the champion, version 4, is the refit of version 99, which is not in the registry any more"
+    situation = "the champion, version 4, may know the test events: it is the refit of version 99"
+    assert made.reasons[-1] == f"{situation}, which is not in the registry any more"
 
 
 def test_a_champion_with_a_flipped_bit_is_replaced_and_reported(

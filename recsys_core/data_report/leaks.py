@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recsys_core.dataset.events import EventStore, UserChunk
+from recsys_core.dataset.jagged import is_in_sorted
 from recsys_core.ingest.log.config import Split
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US, INT64_MAX
@@ -93,7 +94,7 @@ def _count_repetitions(chunk: UserChunk, counts: SplitCounts, *, num_items: int)
 
     # Events are now sorted by pair and part, so the copies of an event in different parts are not adjacent. Take the pairs
     # that occur in more than one part, and sort the events of each pair by time.
-    spans_parts_E = np.isin(pair_E, pair_E[part_E != first_part_E])
+    spans_parts_E = is_in_sorted(pair_E, pair_E[part_E != first_part_E])
     pair_E, part_E, time_E = pair_E[spans_parts_E], part_E[spans_parts_E], time_E[spans_parts_E]
     order_E = np.lexsort((part_E, time_E, pair_E))
     pair_E, part_E, time_E = pair_E[order_E], part_E[order_E], time_E[order_E]

@@ -39,6 +39,19 @@ def ragged_ranges(start: NDArray[Any], lengths: NDArray[Any]) -> Int64Array:
     return np.repeat(start - end + lengths, lengths) + np.arange(end[-1] if len(end) else 0)
 
 
+def is_in_sorted(values: NDArray[Any], sorted_values: Int64Array) -> NDArray[np.bool_]:
+    """Return whether each value is among the sorted values. For integers, it takes a tenth of the time of np.isin.
+
+    >>> is_in_sorted(np.array([[3, 7], [9, -1]]), np.array([3, 9])).tolist()
+    [[True, False], [True, False]]
+    """
+    if not len(sorted_values):
+        return np.zeros(values.shape, np.bool_)
+    position = np.searchsorted(sorted_values, values).clip(max=len(sorted_values) - 1)
+    is_in: NDArray[np.bool_] = sorted_values[position] == values
+    return is_in
+
+
 @dataclass(frozen=True)
 class JaggedArray:
     """Lists in one array: list i is values_L[offset[i]:offset[i + 1]].
@@ -124,17 +137,23 @@ class JaggedArray:
         >>> JaggedArray(np.array([0, 3, 4]), np.array([4, 1, 4, 1])).distinct(bound=5)
         JaggedArray(offset=array([0, 2, 3]), values_L=array([1, 4, 1]))
         """
-        distinct_keys = np.unique(self.pair_keys(bound=bound))
-        return JaggedArray.from_pairs(distinct_keys // bound, distinct_keys % bound, num_lists=len(self))
+        return self._from_keys(self.pair_keys(bound=bound), bound=bound)
 
     def union(self, other: "JaggedArray", *, bound: int) -> "JaggedArray":
         """Merge list i with list i of `other`, sorted and without duplicates; all values must be below `bound`."""
-        distinct_keys = np.union1d(self.pair_keys(bound=bound), other.pair_keys(bound=bound))
+        return self._from_keys(np.concatenate([self.pair_keys(bound=bound), other.pair_keys(bound=bound)]), bound=bound)
+
+    def _from_keys(self, keys: Int64Array, *, bound: int) -> "JaggedArray":
+        """Return as many lists as this array has, with the distinct pairs of these keys."""
+        sorted_keys = np.sort(keys)  # np.unique hashes integers, which takes several times as long
+        is_first = np.ones(len(sorted_keys), np.bool_)
+        np.not_equal(sorted_keys[1:], sorted_keys[:-1], out=is_first[1:])
+        distinct_keys = sorted_keys[is_first]
         return JaggedArray.from_pairs(distinct_keys // bound, distinct_keys % bound, num_lists=len(self))
 
     def difference(self, other: "JaggedArray", *, bound: int) -> "JaggedArray":
         """Drop the values of list i that are in list i of `other`; all values must be below `bound`."""
-        return self.filter(~np.isin(self.pair_keys(bound=bound), other.pair_keys(bound=bound)))
+        return self.filter(~is_in_sorted(self.pair_keys(bound=bound), np.sort(other.pair_keys(bound=bound))))
 
     def replace(self, other: "JaggedArray", *, where: NDArray[np.bool_]) -> "JaggedArray":
         """Return list i of `other` where `where` is true, list i of this array elsewhere."""

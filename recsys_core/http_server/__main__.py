@@ -39,6 +39,8 @@ def main() -> None:
     app = create_app(follower, limits=limits, token=token_from_environment())
     config = uvicorn.Config(
         app,
+        loop="uvloop",
+        http="httptools",
         log_level="warning",
         access_log=False,
         server_header=False,

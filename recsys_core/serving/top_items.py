@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.dataset.jagged import JaggedArray, is_in_sorted
 from recsys_core.retrieval.kinds import AnyIndexKind
 from recsys_core.retrieval.search import Selection, search, search_exhaustively
 
@@ -55,7 +55,13 @@ class TopItems:
     """
 
     def __init__(self, *, excluded_items: JaggedArray, k: int, num_candidates: int, bound: int) -> None:
-        """num_candidates: number of allowed items. bound: number of items of the catalogue."""
+        """Start without items.
+
+        Args:
+            excluded_items: sorted items that each query does not get.
+            num_candidates: number of allowed items.
+            bound: number of items of the catalogue.
+        """
         self._excluded_items, self._bound = excluded_items, bound
         self.num_requested_B = np.minimum(k, num_candidates - excluded_items.lengths)
         self.depth_B = np.maximum(1, self.num_requested_B + np.where(self.num_requested_B > 0, excluded_items.lengths, 0))
@@ -71,7 +77,7 @@ class TopItems:
         """Set the items of the queries to the first candidates that are not excluded. Row -1 marks a missing candidate."""
         candidate_key_BN = np.arange(len(query_indices))[:, None] * self._bound + row_BN
         excluded_keys = self._excluded_items.take(query_indices).pair_keys(bound=self._bound)
-        is_recommended_BN = (row_BN >= 0) & ~np.isin(candidate_key_BN, excluded_keys)
+        is_recommended_BN = (row_BN >= 0) & ~is_in_sorted(candidate_key_BN, excluded_keys)
         position_BN = is_recommended_BN.cumsum(axis=1) - 1
         is_recommended_BN &= position_BN < self.num_requested_B[query_indices][:, None]
         query_BN = np.broadcast_to(query_indices[:, None], is_recommended_BN.shape)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.dataset.jagged import JaggedArray, is_in_sorted
 from recsys_core.evaluation.metrics import TargetPositions
 from recsys_core.seeds import TIE_ORDER_SEED
 
@@ -49,8 +49,7 @@ class Queries:
         """Return the targets that are ranked, and the items that are not."""
         seen, distinct_targets = self.seen.distinct(bound=num_items), self.targets.distinct(bound=num_items)
         seen_keys, target_keys = seen.pair_keys(bound=num_items), distinct_targets.pair_keys(bound=num_items)
-        index_T = np.searchsorted(seen_keys, target_keys)  # both are sorted, which makes this faster than np.isin
-        is_seen_T = np.append(seen_keys, -1)[index_T] == target_keys
+        is_seen_T = is_in_sorted(target_keys, seen_keys)
         return RankedPairs(distinct_targets.filter(~is_seen_T), seen, int(np.count_nonzero(is_seen_T)))
 
 

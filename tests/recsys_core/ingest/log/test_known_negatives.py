@@ -196,16 +196,16 @@ DAYS: list[list[Row]] = [
 
 
 @pytest.mark.parametrize("split", [{"kind": "time", "test_days": 0.5, "validation_days": 0.25}, LAST_OUT])
-def test_a_new_night_gives_the_negatives_of_a_complete_ingest(tmp_path: Path, split: dict[str, Any]) -> None:
-    """In the last night, the item w and the user dan get their first event, and their negatives of the first night count."""
+def test_a_run_with_a_new_day_gives_the_negatives_of_a_complete_ingest(tmp_path: Path, split: dict[str, Any]) -> None:
+    """On the last day, the item w and the user dan get their first event, and their negatives of the first day count."""
     extra = [("cat", item, time, 5) for time, item in enumerate("xyzx")] + [("ann", "x", 5, 5), ("bob", "x", 9, 5)]
     previous, names = None, []
-    for night, day in enumerate([DAYS[0] + extra, *DAYS[1:]]):
-        write_rows(tmp_path / "in" / f"day{night}.parquet", day)
-        names.append(str(tmp_path / "in" / f"day{night}.parquet"))
-        if night > 0:
+    for number, day in enumerate([DAYS[0] + extra, *DAYS[1:]]):
+        write_rows(tmp_path / "in" / f"day{number}.parquet", day)
+        names.append(str(tmp_path / "in" / f"day{number}.parquet"))
+        if number > 0:
             previous = ingest(
-                tmp_path / f"run{night}", *names, split=split, previous=previous, explicit_negatives=True, **LABELS
+                tmp_path / f"run{number}", *names, split=split, previous=previous, explicit_negatives=True, **LABELS
             )
     assert previous is not None and (previous.num_files_read, previous.run_number) == (1, 3)
     whole = ingest(tmp_path / "whole", *names, split=split, explicit_negatives=True, **LABELS)

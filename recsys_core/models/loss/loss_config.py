@@ -68,8 +68,8 @@ class LossConfig(Settings):
         1.0,
         gt=0,
         le=1e6,
-        description="weight of the known negatives. With `softmax`, each of them counts as this many items of the sum over the "
-        "negatives. With the other losses, their mean counts this much in comparison with the mean over the other negatives",
+        description="weight of a known negative: it counts as this many sampled negatives in the mean over the negatives. With "
+        "`softmax`, it counts as this many items of the catalogue in the sum over the negatives",
     )
     cross_rank_negatives: bool = Field(
         False,

@@ -95,7 +95,7 @@ def bce_loss(
 ) -> Tensor:
     """Return the binary cross-entropy of the positive (label 1) plus the mean over the negatives (label 0).
 
-    The mean over the known negatives is a third term. A query without a negative has only the first term.
+    The known negatives have the label 0, too. A query without a negative has only the first term.
 
     >>> scores = torch.zeros(1), torch.tensor([[0.0, 9.0]])
     >>> loss_B = bce_loss(*scores, is_masked_BN=torch.tensor([[False, True]]), temperature=1.0)
@@ -118,7 +118,7 @@ def bpr_loss(
 ) -> Tensor:
     """Return -log sigmoid(positive - negative), mean over the negatives (Rendle et al., "BPR", UAI 2009).
 
-    The mean over the known negatives is a second term. A query without a negative has the loss 0.
+    A query without a negative has the loss 0.
 
     >>> scores = torch.tensor([0.3]), torch.tensor([[0.3, 0.3 - 3.0**0.5, -9.0]])
     >>> loss_B = bpr_loss(*scores, is_masked_BN=torch.tensor([[False, True, True]]), temperature=0.1)
@@ -149,8 +149,8 @@ def cosine_contrastive_loss(
     """Return (1 - positive) + negative_weight * mean over the negatives of max(0, negative - margin).
 
     This is the loss of SimpleX (Mao et al., CIKM 2021); scores are cosines. Most negatives fall below the margin during
-    training and have no gradient, so that the model learns from the few hard ones. The mean over the known negatives is added
-    to the mean over the negatives. A query without a negative has only the first term.
+    training and have no gradient, so that the model learns from the few hard ones. A query without a negative has only the
+    first term.
 
     >>> scores = torch.tensor([0.75]), torch.tensor([[1.0, 0.25, 1.0]])
     >>> masked = torch.tensor([[False, False, True]])
@@ -224,11 +224,18 @@ def _negative_loss(
     is_masked_BN: Tensor | None,
     known: KnownNegativeScores | None,
 ) -> Tensor:
-    """Return the mean of `loss_of` over the negatives, plus the weighted mean over the known negatives."""
-    loss_B = _mean_over_negatives(loss_of(negative_score_BN), is_masked_BN)
+    """Return the mean of `loss_of` over the negatives of each query; 0 for a query without negatives.
+
+    A known negative counts `known.weight` times.
+    """
+    mean_B = _mean_over_negatives(loss_of(negative_score_BN), is_masked_BN)
     if known is None:
-        return loss_B
-    return loss_B + known.weight * _mean_over_negatives(loss_of(known.score_BK), known.is_padding_BK)
+        return mean_B
+    known_mean_B = _mean_over_negatives(loss_of(known.score_BK), known.is_padding_BK)
+    num_negatives_B = negative_score_BN.shape[1] - (0 if is_masked_BN is None else is_masked_BN.sum(dim=1))
+    known_weight_B = known.weight * (~known.is_padding_BK).sum(dim=1)
+    total_weight_B = (num_negatives_B + known_weight_B).clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.lerp(mean_B, known_mean_B, known_weight_B / total_weight_B)
 
 
 def _mean_over_negatives(value_BN: Tensor, is_masked_BN: Tensor | None) -> Tensor:

@@ -145,11 +145,9 @@ def query_loss_of(
 ) -> float:
     weight = loss.explicit_negative_weight
 
-    def mean(values: list[float]) -> float:
-        return sum(values) / len(values) if values else 0.0
-
-    def means(loss_of: Callable[[float], float]) -> float:
-        return mean([loss_of(score) for score in negatives]) + weight * mean([loss_of(score) for score in known])
+    def mean(loss_of: Callable[[float], float]) -> float:
+        losses = [loss_of(score) for score in negatives] + [weight * loss_of(score) for score in known]
+        return sum(losses) / (len(negatives) + weight * len(known)) if losses else 0.0
 
     match loss.kind:
         case "softmax":
@@ -158,13 +156,13 @@ def query_loss_of(
             logits += [score / TEMPERATURE + math.log(weight) for score in known]
             return float(np.logaddexp.reduce([positive_logit, *logits]) - positive_logit)
         case "bce":
-            return float(np.logaddexp(0, -positive / TEMPERATURE)) + means(
+            return float(np.logaddexp(0, -positive / TEMPERATURE)) + mean(
                 lambda negative: float(np.logaddexp(0, negative / TEMPERATURE))
             )
         case "bpr":
-            return means(lambda negative: float(np.logaddexp(0, (negative - positive) / TEMPERATURE)))
+            return mean(lambda negative: float(np.logaddexp(0, (negative - positive) / TEMPERATURE)))
         case _:
-            return 1 - positive + loss.negative_weight * means(lambda negative: max(0.0, negative - loss.margin))
+            return 1 - positive + loss.negative_weight * mean(lambda negative: max(0.0, negative - loss.margin))
 
 
 @settings(deadline=None, max_examples=150)

@@ -135,8 +135,8 @@ class TrainLoader:
         batches = []
         for start, negative_N in zip(range(0, len(user_E), self._batch_size), negative_PN, strict=True):
             events_of_batch = slice(start, start + self._batch_size)
-            row_N = np.concatenate([negative_N, known_negative_EK[events_of_batch].ravel()])
-            batches.append(self._assemble(user_E[events_of_batch], event_index_E[events_of_batch], row_N))
+            negatives = (negative_N, known_negative_EK[events_of_batch].ravel())
+            batches.append(self._assemble(user_E[events_of_batch], event_index_E[events_of_batch], negatives))
         return batches
 
     def _training_events(self, epoch: int, first_batch: int, stop_batch: int) -> tuple[Int64Array, Int64Array]:
@@ -174,7 +174,7 @@ class TrainLoader:
         row_EK[np.arange(num_columns) < known_negatives.lengths[:, None]] = known_negatives.values_L
         return row_EK
 
-    def _assemble(self, user_B: Int64Array, event_index_B: Int64Array, negative_N: Int64Array) -> Batch:
+    def _assemble(self, user_B: Int64Array, event_index_B: Int64Array, negatives: tuple[Int64Array, Int64Array]) -> Batch:
         examples, store = self._examples, self._examples.store
         history = JaggedArray.empty(len(user_B))
         if examples.max_history:
@@ -186,7 +186,7 @@ class TrainLoader:
             user_row_B=user_B,
             event_index_B=event_index_B,
             history=history,
-            candidate_row_C=np.concatenate([store.items_at(event_index_B), negative_N]),
+            candidate_row_C=np.concatenate([store.items_at(event_index_B), *negatives]),
             loss_weight_B=None if weight_B is None else weight_B / self._mean_weight,
         )
 

@@ -81,7 +81,8 @@ def test_hand_counted_metrics_of_a_small_log(tmp_path: Path) -> None:
 
 
 def test_known_negatives_are_those_before_the_split_without_items_of_the_history(tmp_path: Path) -> None:
-    negatives = [[4], [], [3], [1], [5], [], [], [], [], [], [], [5]]  # user 1 has item 1 in the validation split
+    # The users 1 and 3 have the items 1 and 0 in the validation split.
+    negatives = [[4], [], [3], [1], [5], [], [], [], [], [0], [], [5]]
     arrays = {
         "negative_offset": np.cumsum([0, *map(len, negatives)]),
         "negative_item": np.concatenate(negatives).astype(np.int32),
@@ -91,8 +92,8 @@ def test_known_negatives_are_those_before_the_split_without_items_of_the_history
     assert manifest.metrics["test/known_negatives@1"] == (0 + 1) / 2
     assert manifest.metrics["test/known_negatives@2"] == (1 / 2 + 1 / 2) / 2
     assert manifest.half_widths["test/known_negatives@2"] == 0
-    # In the validation, items of the training events are excluded: user 0: 3 and 4, user 1: 5 and 4, with the negative 1.
-    assert manifest.metrics["validation/known_negatives@2"] == (1 / 2 + 0) / 2
+    # In the validation, user 0: 3 and 4, user 1: 5 and 4, with the negative 1. User 3 is new: 0 and 1, by popularity.
+    assert manifest.metrics["validation/known_negatives@2"] == pytest.approx((1 / 2 + 0 + 1 / 2) / 3)
     # By popularity: user 0: 4 and 5 (no event) after 3, and user 1 as well. The order is that of the ids: 3, 4, 5.
     assert manifest.metrics["baseline/popularity/known_negatives@2"] == (1 / 2 + 0) / 2
     assert not [name for name in _run(tmp_path / "none", EvaluationConfig()).metrics if "known_negatives" in name]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recsys_core.dataset.events import EventStore
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US
@@ -125,6 +126,23 @@ def test_each_file_is_a_split_and_the_validation_share_holds_out_negatives_of_th
     assert 30 < len(validation) < 90
     assert set(negatives[2][1]) == validation and set(negatives[2][0]) == set(items) - validation
     assert negatives[1] == ([], [], [1000])
+
+
+def test_a_log_without_an_order_has_no_event_of_a_negative(tmp_path: Path) -> None:
+    train = write_rows(tmp_path / "train.parquet", [(1, 7, 0, 5), (1, 8, 0, 1), (2, 8, 0, 5), (2, 7, 0, 1), (1, 7, 0, 1)])
+    test = write_rows(tmp_path / "test.parquet", [(1, 9, 0, 5), (2, 9, 0, 1)])
+    manifest = ingest(
+        tmp_path / "stage",
+        train,
+        split={"kind": "files", "test_paths": test},
+        timestamp_column=None,
+        explicit_negatives=True,
+        **LABELS,
+    )
+    assert "negative_event.npy" not in manifest.files and manifest.num_known_negatives == 3
+    known_negatives = EventStore.open(manifest).known_negatives
+    assert known_negatives is not None and known_negatives.event_L is None
+    assert known_negatives.num_train_negatives_U.tolist() == [1, 1]
 
 
 def test_events_splits_and_rows_are_those_of_a_log_without_its_negatives(tmp_path: Path) -> None:

@@ -60,6 +60,11 @@ def negatives_key(seed: int, *, epoch: int, rank: int) -> NDArray[np.uint64]:
     return np.random.SeedSequence([seed, epoch, rank]).generate_state(2, np.uint64).astype(np.uint64, copy=False)
 
 
+def known_negatives_key(seed: int, *, epoch: int, rank: int) -> NDArray[np.uint64]:
+    """Return the key of the Philox generator that draws the known negatives of an unordered log. See `negatives_key`."""
+    return np.random.SeedSequence([seed, epoch, rank, 1]).generate_state(2, np.uint64).astype(np.uint64, copy=False)
+
+
 def trial_seed(seed: int, *, trial: int) -> int:
     """Return the seed of Optuna's sampler for one trial of `nightjar tune`.
 

@@ -199,6 +199,16 @@ class PipelineConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _explicit_negatives_are_ingested(self) -> Self:
+        if self.loss.explicit_negatives and not self.interactions.explicit_negatives:
+            raise ValueError(
+                f"loss.explicit_negatives is {self.loss.explicit_negatives}, but interactions.explicit_negatives is false, so "
+                "no negative is known; set it to true, with label_column and label_threshold, or set loss.explicit_negatives "
+                "to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _torchx_needs_device_and_process_count(self) -> Self:
         cluster = self.sharding.cluster
         if self.launcher.kind == "torchx" and (cluster.device == "auto" or cluster.processes_per_node is None):

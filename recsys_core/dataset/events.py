@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recsys_core.dataset.jagged import Int64Array, JaggedArray, chunk_slices, ragged_ranges
+from recsys_core.dataset.known_negatives import KnownNegatives
 from recsys_core.dataset.layout import EventArrays
 from recsys_core.errors import InputError
 from recsys_core.manifests import InteractionsManifest
@@ -55,6 +56,7 @@ class EventStore:
 
     Attributes:
         is_ordered: whether the events of a user have an order, from timestamps or an order column.
+        known_negatives: None unless the ingest kept them.
     """
 
     def __init__(self, arrays: EventArrays, *, is_ordered: bool) -> None:
@@ -63,6 +65,7 @@ class EventStore:
         self._event_item, self._event_time, self._event_weight = arrays.event_item, arrays.event_time, arrays.event_weight
         self._train_user = arrays.train_user
         self._item_count, self._item_rank = arrays.item_count, arrays.item_rank
+        self.known_negatives = KnownNegatives.of(arrays)
         self._vector_row_by_side = {"item": arrays.vector_row, "user": arrays.user_vector_row}
 
     @classmethod

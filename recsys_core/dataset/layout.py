@@ -97,6 +97,9 @@ class EventArrays:
     event_time: Int64Array | None = None
     event_weight: NDArray[np.float32] | None = None
     user_vector_row: Int64Array | None = None
+    negative_offset: Int64Array | None = None
+    negative_item: NDArray[np.int32] | None = None
+    negative_event: Int64Array | None = None
 
     @classmethod
     def open(cls, manifest: InteractionsManifest) -> Self:

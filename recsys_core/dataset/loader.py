@@ -21,7 +21,8 @@ from recsys_core.dataset.batch import Assembler, Batch
 from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import Int64Array, JaggedArray
 from recsys_core.dataset.shuffle import shuffled
-from recsys_core.seeds import negatives_key
+from recsys_core.errors import InputError
+from recsys_core.seeds import known_negatives_key, negatives_key
 
 CHUNK_CANDIDATES = 20_000
 """Number of positives and sampled negatives in a chunk. A batch that has more is a chunk of its own."""
@@ -40,12 +41,15 @@ class ExampleSource:
     Args:
         max_history: longest history, in items; 0: no histories.
         include_target: whether the history of an event starts with the event's own item; used only for an unordered log.
+        max_known_negatives: number of candidates for known negatives of each query. A query with fewer known negatives has
+            copies of its positive in their place.
     """
 
     store: EventStore
     assembler: Assembler
     max_history: int
     include_target: bool = False
+    max_known_negatives: int = 0
 
 
 class Shard(NamedTuple):
@@ -63,7 +67,7 @@ class Shard(NamedTuple):
 
 
 class TrainLoader:
-    """Training batches of one rank.
+    """Training batches of one rank. The candidates are the positives, then the negatives of all queries, then those of each.
 
     Every epoch is a new global shuffle. Rank r takes the examples at indices r, r + world_size, r + 2 * world_size and so on.
     Up to world_size - 1 examples are left out of each epoch, so that all ranks have the same batch sizes.
@@ -88,10 +92,13 @@ class TrainLoader:
     ) -> None:
         if num_negatives and negative_share_I is None:
             raise ValueError(f"num_negatives is {num_negatives}, but negative_share_I is missing")
+        if examples.max_known_negatives:
+            _require_known_negatives(examples)
         self._examples, self._batch_size, self._shard, self._seed = examples, batch_size, shard, seed
         self._num_negatives, self._catalogue_row_N = num_negatives, catalogue_row_N
         self._negative_cdf_I = np.zeros(0) if negative_share_I is None else np.cumsum(negative_share_I)
         num_others = num_negatives if catalogue_row_N is None else len(catalogue_row_N)
+        num_others += batch_size * examples.max_known_negatives
         self._batches_per_chunk = max(1, CHUNK_CANDIDATES // (batch_size + num_others))
         self._mean_weight = examples.store.mean_weight()
         num_planned_ranks = shard.num_planned_ranks or shard.world_size
@@ -124,10 +131,12 @@ class TrainLoader:
         """Build the batches with the indices first_batch, ..., stop_batch - 1."""
         user_E, event_index_E = self._training_events(epoch, first_batch, stop_batch)
         negative_PN = self._draw_negatives(epoch, first_batch, stop_batch)
+        known_negative_EK = self._known_negatives(epoch, first_batch, stop_batch, user_E=user_E, event_index_E=event_index_E)
         batches = []
         for start, negative_N in zip(range(0, len(user_E), self._batch_size), negative_PN, strict=True):
             events_of_batch = slice(start, start + self._batch_size)
-            batches.append(self._assemble(user_E[events_of_batch], event_index_E[events_of_batch], negative_N))
+            negatives = (negative_N, known_negative_EK[events_of_batch].ravel())
+            batches.append(self._assemble(user_E[events_of_batch], event_index_E[events_of_batch], negatives))
         return batches
 
     def _training_events(self, epoch: int, first_batch: int, stop_batch: int) -> tuple[Int64Array, Int64Array]:
@@ -141,18 +150,31 @@ class TrainLoader:
         """Draw num_negatives items for each of these batches, or return the share of the catalogue for each: [P, N]."""
         if self._catalogue_row_N is not None:
             return np.broadcast_to(self._catalogue_row_N, (stop_batch - first_batch, len(self._catalogue_row_N)))
-        # Philox is counter-based: the negatives of a batch do not depend on earlier batches.
-        increments_per_batch = -(-self._num_negatives // PHILOX_VALUES_PER_INCREMENT)
         philox_key = negatives_key(self._seed, epoch=epoch, rank=self._shard.rank)
-        generator = np.random.Generator(np.random.Philox(key=philox_key, counter=first_batch * increments_per_batch))
-        num_uniform_values = increments_per_batch * PHILOX_VALUES_PER_INCREMENT
-        uniform_PN = generator.random((stop_batch - first_batch, num_uniform_values))[:, : self._num_negatives]
+        uniform_PN = _uniform_values(philox_key, first_batch, stop_batch, num_values=self._num_negatives)
         # Rounding may leave the last value of the CDF slightly below 1, and a random number above it would select no item. The
         # random numbers are therefore scaled by this last value.
         total_share = float(self._negative_cdf_I[-1]) if len(self._negative_cdf_I) else 0.0
         return np.searchsorted(self._negative_cdf_I, uniform_PN * total_share, side="right")
 
-    def _assemble(self, user_B: Int64Array, event_index_B: Int64Array, negative_N: Int64Array) -> Batch:
+    def _known_negatives(
+        self, epoch: int, first_batch: int, stop_batch: int, *, user_E: Int64Array, event_index_E: Int64Array
+    ) -> Int64Array:
+        """Return the candidates for known negatives of each event: [E, max_known_negatives]."""
+        store, num_columns = self._examples.store, self._examples.max_known_negatives
+        if num_columns == 0:
+            return np.zeros((len(user_E), 0), np.int64)
+        assert store.known_negatives is not None  # the constructor requires them
+        philox_key = known_negatives_key(self._seed, epoch=epoch, rank=self._shard.rank)
+        draw_PB = _uniform_values(philox_key, first_batch, stop_batch, num_values=self._batch_size)
+        known_negatives = store.known_negatives.at_events(
+            event_index_E, user_E, max_items=num_columns, draw_B=draw_PB.ravel()[: len(user_E)]
+        )
+        row_EK = np.repeat(store.items_at(event_index_E)[:, None], num_columns, axis=1)
+        row_EK[np.arange(num_columns) < known_negatives.lengths[:, None]] = known_negatives.values_L
+        return row_EK
+
+    def _assemble(self, user_B: Int64Array, event_index_B: Int64Array, negatives: tuple[Int64Array, Int64Array]) -> Batch:
         examples, store = self._examples, self._examples.store
         history = JaggedArray.empty(len(user_B))
         if examples.max_history:
@@ -164,9 +186,37 @@ class TrainLoader:
             user_row_B=user_B,
             event_index_B=event_index_B,
             history=history,
-            candidate_row_C=np.concatenate([store.items_at(event_index_B), negative_N]),
+            candidate_row_C=np.concatenate([store.items_at(event_index_B), *negatives]),
             loss_weight_B=None if weight_B is None else weight_B / self._mean_weight,
         )
+
+
+def _require_known_negatives(examples: ExampleSource) -> None:
+    """Raise InputError if there is no known negative of a user before the validation period."""
+    setting = f"loss.explicit_negatives is {examples.max_known_negatives}"
+    known_negatives = examples.store.known_negatives
+    if known_negatives is None:
+        raise InputError(
+            f"{setting}, but the ingest did not keep the events below interactions.label_threshold; set "
+            "interactions.explicit_negatives to true, or loss.explicit_negatives to 0"
+        )
+    if not known_negatives.num_train_negatives_U.any():
+        raise InputError(
+            f"{setting}, but 0 known negatives are before the validation period, and {len(known_negatives.item_L):,} are after "
+            "its start; check interactions.label_column and label_threshold, or set loss.explicit_negatives to 0"
+        )
+
+
+def _uniform_values(
+    philox_key: NDArray[np.uint64], first_batch: int, stop_batch: int, *, num_values: int
+) -> NDArray[np.float64]:
+    """Return `num_values` random numbers from 0 to 1 for each of these batches.
+
+    Philox is counter-based: the numbers of a batch do not depend on earlier batches.
+    """
+    increments_per_batch = -(-num_values // PHILOX_VALUES_PER_INCREMENT)
+    generator = np.random.Generator(np.random.Philox(key=philox_key, counter=first_batch * increments_per_batch))
+    return generator.random((stop_batch - first_batch, increments_per_batch * PHILOX_VALUES_PER_INCREMENT))[:, :num_values]
 
 
 def prefetch(values: Iterable[T], *, depth: int) -> Generator[T, None, None]:

@@ -1,4 +1,4 @@
-"""Metrics of the recommended items beyond accuracy: novelty, concentration, popularity and diversity.
+"""Metrics of the recommended items beyond accuracy: novelty, concentration, popularity, diversity and known negatives.
 
 Shapes: B queries, K items of a list, I items, D width. -1 in a list is no item.
 """
@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from recsys_core.dataset.jagged import JaggedArray, chunk_slices
 
 CHUNK_QUERIES = 4_096
 
@@ -75,3 +77,28 @@ def intra_list_diversity(top_BK: NDArray[Any], *, vectors_RD: NDArray[np.float32
         distance_sum += float((1 - cosine_sum_B[has_pair_B] / num_pairs_B).sum())
         num_lists += int(has_pair_B.sum())
     return distance_sum / num_lists if num_lists else float("nan")
+
+
+def known_negative_share(top_BK: NDArray[Any], *, known_negatives: JaggedArray, k: int, num_items: int) -> NDArray[np.float64]:
+    """Return the share of known negatives among the first k items of each list, [B]. NaN for a user without known negatives.
+
+    As in `precision`, the denominator is k even if fewer items are ranked.
+
+    Args:
+        known_negatives: item rows that each user has rejected.
+
+    The known negatives of the first user are 3 and 5. The second user has none.
+
+    >>> known_negatives = JaggedArray(np.array([0, 2, 2]), np.array([3, 5]))
+    >>> top_BK = np.array([[3, 1, 5, 0], [3, 5, 0, 1]])
+    >>> known_negative_share(top_BK, known_negatives=known_negatives, k=4, num_items=6).tolist()
+    [0.5, nan]
+    """
+    share_B = np.full(len(top_BK), np.nan)
+    for chunk in chunk_slices(len(top_BK), length=CHUNK_QUERIES):
+        negatives = known_negatives.slice(chunk.start, chunk.stop)
+        item_BK = top_BK[chunk, :k].astype(np.int64)
+        key_BK = np.where(item_BK >= 0, np.arange(len(item_BK))[:, None] * num_items + item_BK, -1)
+        num_negatives_B = np.isin(key_BK, negatives.pair_keys(bound=num_items)).sum(axis=1)
+        share_B[chunk] = np.where(negatives.lengths > 0, num_negatives_B / k, np.nan)
+    return share_B

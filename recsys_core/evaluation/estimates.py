@@ -5,13 +5,16 @@ Shapes: B queries, U users with a target, T (query, target) pairs.
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 
+from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation import metrics
 from recsys_core.evaluation.config import EvaluationConfig
+from recsys_core.evaluation.diversity import known_negative_share
 from recsys_core.evaluation.metrics import Floats, TargetPositions
 from recsys_core.evaluation.ranking.queries import Ranking
 from recsys_core.evaluation.slices import Masks
@@ -59,8 +62,13 @@ def accuracy(
     }
 
 
-def full_ranking_metrics(ranking: Ranking, *, config: EvaluationConfig) -> Estimates:
-    """Return all metrics of a ranking of the catalogue. Undefined metrics are left out."""
+def full_ranking_metrics(
+    ranking: Ranking, *, config: EvaluationConfig, known_negatives: JaggedArray | None = None
+) -> Estimates:
+    """Return all metrics of a ranking of the catalogue. Undefined metrics are left out.
+
+    known_negatives: item rows that the user of each query has rejected before the split; None if the log has no such items.
+    """
     targets = ranking.target_positions()
     estimates = {
         "users": Estimate(targets.num_users),
@@ -70,6 +78,9 @@ def full_ranking_metrics(ranking: Ranking, *, config: EvaluationConfig) -> Estim
     estimates |= accuracy(targets, config=config)
     for k in config.ks:
         estimates[f"coverage@{k}"] = Estimate(metrics.coverage(ranking.top_BK, k=k, num_items=ranking.num_items))
+    if known_negatives is not None:
+        measure = partial(known_negative_share, ranking.top_BK, known_negatives=known_negatives, num_items=ranking.num_items)
+        estimates |= {f"known_negatives@{k}": mean_estimate(measure(k=k), confidence=config.confidence) for k in config.ks}
     if "auc" in config.metrics:
         estimates["mrr"] = mean_estimate(metrics.reciprocal_rank(targets), confidence=config.confidence)
         estimates["auc"] = mean_estimate(metrics.auc(targets), confidence=config.confidence)

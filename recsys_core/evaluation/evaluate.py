@@ -74,7 +74,8 @@ class _Results:
         """Add all metrics of a ranking of the catalogue by the model or a baseline."""
         prefix = "test" if ranker == "model" else f"baseline/{ranker}"
         self.positions[ranker] = ranking.target_positions()
-        self.add(prefixed(prefix, full_ranking_metrics(ranking, config=self._config)))
+        known_negatives = self._held_out.known_negatives
+        self.add(prefixed(prefix, full_ranking_metrics(ranking, config=self._config, known_negatives=known_negatives)))
         k = min(self._config.ks)
         top_BK, train_count_I = ranking.top_BK[:, :k], self._store.train_count_I
         list_metrics = {
@@ -140,9 +141,11 @@ def evaluate(
         vectors_RD = None if item_embeddings is None else np.load(item_embeddings.vectors_path("item"), mmap_mode="r")
         results = _Results(config, held_out, store=store, vectors_RD=vectors_RD)
         if export.num_queries.get("validation", 0):
-            ranking, cold_ranking = rank("validation", load("validation"))
+            validation = load("validation")
+            ranking, cold_ranking = rank("validation", validation)
             if len(ranking.position_T):
-                results.add(prefixed("validation", full_ranking_metrics(ranking, config=config)))
+                estimates = full_ranking_metrics(ranking, config=config, known_negatives=validation.known_negatives)
+                results.add(prefixed("validation", estimates))
             results.add(prefixed("validation/cold", cold_metrics(cold_ranking, config=config)))
         ranking, cold_ranking = rank("test", held_out)
         if not len(ranking.position_T):

@@ -31,6 +31,7 @@ class HeldOut:
         history: item rows of each user's events before the split, oldest first.
         popularity_order_I: item rows by falling popularity before the split.
         cold_row_C: rows of the items without an event before the split.
+        known_negatives: item rows that each user has rejected before the split; None if the ingest did not keep them.
     """
 
     queries: Queries
@@ -38,6 +39,7 @@ class HeldOut:
     history: JaggedArray
     popularity_order_I: NDArray[np.int32]
     cold_row_C: NDArray[np.int64]
+    known_negatives: JaggedArray | None = None
 
 
 def ranking_settings(config: EvaluationConfig) -> RankingSettings:
@@ -98,10 +100,15 @@ def load_held_out(
         query_BD = torch.from_numpy(query_vectors[sampled_indices])
     spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
     queries, history = queries_of(user_row_B, query_BD, split=split, exclude_seen=config.exclude_seen, store=store, spec=spec)
+    known_negatives = None
+    if store.known_negatives is not None:
+        # An event wins over a label below the threshold, and a validation event may be later than the label.
+        known_negatives = store.known_negatives.before(user_row_B, split).difference(history, bound=store.num_items)
     return HeldOut(
         queries=queries,
         user_row_B=user_row_B,
         history=history,
         popularity_order_I=popularity_before(split, store=store, interactions=interactions),
         cold_row_C=cold_rows(store, split),
+        known_negatives=known_negatives,
     )

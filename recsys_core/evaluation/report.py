@@ -30,7 +30,9 @@ RANKER_COLOURS = {
 """Colours of the recall plot, by ranker in the order of the tables."""
 MAX_HORIZONTAL_LABELS = 3
 """Rankers of the recall plot up to which the values are written horizontally."""
-COLUMNS = ("recall@20", "ndcg@10", "hit_rate@10", "mrr", "auc", "coverage@20")
+COLUMNS = ("recall@20", "ndcg@10", "hit_rate@10", "mrr", "auc", "coverage@20", "known_negatives@10")
+LOWER_IS_BETTER = "known_negatives@"
+"""Start of the names of the metrics whose lowest value is the best."""
 MAX_LABELLED_EPOCHS = 15
 COLD_SUFFIX = ", cold"
 """Suffix of the rows whose metrics rank only cold items."""
@@ -54,15 +56,19 @@ class MetricTable(Frozen):
         return f"model, confidence intervals: {', '.join(texts)}" if texts else ""
 
     def best_comparable(self, ranker: str) -> tuple[float, ...]:
-        """Return the highest value of each column among the rows that rank the same items as the row `ranker`.
+        """Return the best value of each column among the rows that rank the same items as the row `ranker`.
 
-        >>> rows = {"model": (0.2,), "popularity": (0.3,), "model, cold": (0.9,)}
-        >>> MetricTable(columns=("recall@20",), rows=rows).best_comparable("model")
-        (0.3,)
+        >>> rows = {"model": (0.2, 0.1), "popularity": (0.3, 0.2), "model, cold": (0.9, None)}
+        >>> MetricTable(columns=("recall@20", "known_negatives@10"), rows=rows).best_comparable("model")
+        (0.3, 0.1)
         """
         is_cold = ranker.endswith(COLD_SUFFIX)
         comparable_values = [values for row_ranker, values in self.rows.items() if row_ranker.endswith(COLD_SUFFIX) == is_cold]
-        return tuple(max(value or 0.0 for value in column_values) for column_values in zip(*comparable_values, strict=True))
+        best_by_column = [min if column.startswith(LOWER_IS_BETTER) else max for column in self.columns]
+        return tuple(
+            best([value for value in column_values if value is not None], default=0.0)
+            for best, column_values in zip(best_by_column, zip(*comparable_values, strict=True), strict=True)
+        )
 
 
 def metric_table(

@@ -91,7 +91,8 @@ class LogPart(Frozen):
 
     Columns: `source` is an index into `files`. `user` and `item` are codes: rows of user_ids.parquet and item_ids.parquet.
     `position` orders the events: the time in microseconds, or the value of the order column. `weight` and `context_<n>` are
-    the weight and the context columns of the config. `draw` is a number below 1,000,000, the same in every run; see
+    the weight and the context columns of the config. `is_negative` marks the rows below the label threshold; without explicit
+    negatives, these rows and the column do not exist. `draw` is a number below 1,000,000, the same in every run; see
     validation_share of FileSplit.
     """
 
@@ -121,6 +122,12 @@ class InteractionsManifest(Manifest):
         context.parquet: the context columns as they were read; row k is the context of event_item[k].
         train_user.npy: int32 [train_events], user of the k-th training event in CSR order.
 
+    Known negatives, only with explicit_negatives, ordered by user, then split, then time (see KnownNegatives):
+        negative_offset.npy: int64 [3 * users + 1]. Those of user u in split s start at index negative_offset[3 * u + s].
+        negative_item.npy: int32 [known negatives], item rows.
+        negative_event.npy: int64 [known negatives], index of the user's first event of the same split that is not earlier, or
+            the end of the user's events of this split; only if the events are ordered.
+
     Vectors:
         vector_row.npy: int64 [items], row in the embeddings' item.vectors.npy, -1 without a vector.
         user_vector_row.npy: int64 [users], row in user.vectors.npy; only if there are vectors of users.
@@ -132,6 +139,7 @@ class InteractionsManifest(Manifest):
     num_train_events: int
     num_validation_events: int
     num_test_events: int
+    num_known_negatives: int = Field(0, description="pairs of a user and an item with a label below the threshold")
     is_ordered: bool = Field(
         description="whether the events of each user are in time order or in the order of the order column"
     )

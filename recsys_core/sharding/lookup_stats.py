@@ -38,8 +38,9 @@ def measure_lookups(
 ) -> LookupStats:
     """Return the mean lookups over the batches of an epoch. batch_size: queries per rank and step.
 
-    The calculation assumes that positives, negatives and history items are drawn independently, and that history items are as
-    frequent as positives. With negatives `all`, it is the number for one rank, which looks up all items that have an event.
+    The calculation assumes that positives, negatives and history items are drawn independently, and that history items and
+    known negatives are as frequent as positives. With negatives `all`, it is the number for one rank, which looks up all items
+    that have an event.
     """
     num_train_events_U = store.train_count_U
     probability_I = (
@@ -47,7 +48,8 @@ def measure_lookups(
         if loss.negatives == "all"
         else lookup_probability(
             store.train_count_I,
-            num_draws=batch_size * (1 + mean_history_length(num_train_events_U, model=model, is_ordered=store.is_ordered)),
+            num_draws=batch_size * (1 + mean_history_length(num_train_events_U, model=model, is_ordered=store.is_ordered))
+            + num_known_negatives(store, batch_size=batch_size, max_items=loss.explicit_negatives),
             num_negatives=loss.num_negatives,
             alpha=loss.negative_sampling_alpha,
         )
@@ -97,6 +99,15 @@ def mean_history_length(num_train_events_U: NDArray[np.int64], *, model: ModelSp
         num_other_events_U = num_events_U if model.config.history.include_target else np.maximum(num_events_U - 1, 0)
         total_length_U = num_events_U * np.minimum(num_other_events_U, max_length)
     return float(total_length_U.sum() / max(1.0, num_events_U.sum()))
+
+
+def num_known_negatives(store: EventStore, *, batch_size: int, max_items: int) -> float:
+    """Return the expected number of known negatives of the users in a batch, as if all events of a user had the same ones."""
+    if not max_items or store.known_negatives is None:
+        return 0.0
+    with np.errstate(divide="ignore"):  # log1p(-1) is -inf for the only user of a log
+        user_probability_U = -np.expm1(batch_size * np.log1p(-store.train_count_U / max(1, store.num_train_events)))
+    return float(np.minimum(store.known_negatives.num_train_negatives_U, max_items) @ user_probability_U)
 
 
 def lookup_probability(count_I: NDArray[np.int64], *, num_draws: float, num_negatives: int, alpha: float) -> Floats:

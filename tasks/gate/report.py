@@ -34,7 +34,14 @@ from tasks.gate.report_plots import Recommended, draw_differences, draw_populari
 from tasks.registry.config import RegistryConfig
 from tasks.runs.context import StageContext
 
-LIST_METRICS = ("test/coverage@", "test/novelty@", "test/gini@", "test/popularity_lift@", "test/diversity@")
+LIST_METRICS = (
+    "test/coverage@",
+    "test/novelty@",
+    "test/gini@",
+    "test/popularity_lift@",
+    "test/diversity@",
+    "test/known_negatives@",
+)
 NUM_SAMPLE_USERS, NUM_SHOWN_ITEMS = 10, 10
 _TEMPLATE = Path(__file__).with_name("decision.html")
 _TONE_BY_OUTCOME = {"accepted": "good", "rejected": "bad", "not_enough_data": "none"}

@@ -49,7 +49,9 @@ def ingest_interactions(context: StageContext, config: InputConfig) -> tuple[Int
     )
     num_events = manifest.num_train_events + manifest.num_validation_events + manifest.num_test_events
     read_files_text = f"{manifest.num_files_read} of {len(manifest.sources)} files read"
-    return manifest, f"{num_events:,} events, {manifest.num_users:,} users, {manifest.num_items:,} items, {read_files_text}"
+    texts = [f"{num_events:,} events, {manifest.num_users:,} users, {manifest.num_items:,} items"]
+    texts += [f"{manifest.num_known_negatives:,} known negatives"] if config.interactions.explicit_negatives else []
+    return manifest, ", ".join([*texts, read_files_text])
 
 
 @stage(FeaturesManifest)

@@ -1,7 +1,7 @@
 """Configuration of the interaction log: files, columns, filters, split and vocabulary."""
 
 from datetime import datetime
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
@@ -222,6 +222,12 @@ class InteractionsConfig(Settings):
         None, description="Column with a rating or label. Events with a label below `label_threshold` are removed"
     )
     label_threshold: Label | None = Field(None, description="Smallest label of an event that is kept")
+    explicit_negatives: bool = Field(
+        False,
+        description="Keep the events with a label below `label_threshold` as known negatives of their users, for "
+        "`loss.explicit_negatives` and the metric `known_negatives@K`. They are no events: filters, splits and vocabularies "
+        "do not count them",
+    )
     label_range: tuple[Label, Label] | None = Field(
         None, description="Smallest and largest valid label. An event with another label is a bad row"
     )
@@ -260,6 +266,11 @@ class InteractionsConfig(Settings):
             raise ValueError("set timestamp_column or order_column, not both")
         if (self.label_column is None) != (self.label_threshold is None):
             raise ValueError("only one of label_column and label_threshold is set; set both or neither")
+        if self.explicit_negatives and self.label_column is None:
+            raise ValueError(
+                "explicit_negatives is true, but label_column is not set, so no event is a negative; set label_column and "
+                "label_threshold, or set explicit_negatives to false"
+            )
         if self.label_range is not None and self.label_column is None:
             raise ValueError("label_range is set, but label_column is not; set both or neither")
         if self.label_range is not None and self.label_range[0] >= self.label_range[1]:
@@ -281,6 +292,16 @@ class InteractionsConfig(Settings):
                 "timestamp_column or order_column"
             )
         return self
+
+    def result_settings(self) -> dict[str, Any]:
+        """Return the settings that change the result, for a fingerprint.
+
+        Without explicit negatives, the result and the fingerprint are those of configs that do not have the setting.
+        """
+        settings = super().result_settings()
+        if not self.explicit_negatives:
+            del settings["explicit_negatives"]
+        return settings
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -41,8 +41,8 @@ class FileStatistics:
     """Number of rows that fail each check, by the name of the check. Only checks with such rows are listed."""
     range_by_role: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Smallest and largest value of the good rows, by role of the column: position, label or weight."""
-    num_written: int = 0
-    """Number of rows in the part: good rows that reach the label threshold."""
+    num_events: int = 0
+    """Number of good rows that reach the label threshold."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ class LogEngine(Protocol):
     def read_part(self, files: LogFiles, *, part_path: Path) -> Sequence[FileStatistics]:
         """Check the rows of new files, give codes to new ids, and write the good rows to a part; see LogPart.
 
+        The part has the rows below the label threshold only with config.explicit_negatives. They do not count as events.
         New ids follow the ids of earlier runs, the most frequent id first; equally frequent ids are sorted by id. The method is
         not called if all files are in parts of the previous run.
 
@@ -132,6 +133,14 @@ class LogEngine(Protocol):
 
     def sorted_events(self) -> Iterator[pa.RecordBatch]:
         """Yield all events with their rows, in the columns and the order that `EventWriter.write_events` needs."""
+
+    def sorted_negatives(self) -> tuple[int, Iterator[pa.RecordBatch]]:
+        """Return the number of known negatives, and their rows as `EventWriter.write_negatives` needs them.
+
+        A known negative is a pair of a user with events and an item with a row, at its first row below the threshold. A pair is
+        none if the user has an event with the item in the same split or an earlier one. With `leave_last_out`, a split ends
+        before the user's event of the next split. The method is called only with config.explicit_negatives.
+        """
 
     def write_codes(self, side: str, path: Path) -> None:
         """Write every id ever read to a parquet file: columns `id` and `row`, in the order of the codes."""

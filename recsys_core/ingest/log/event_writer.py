@@ -63,6 +63,32 @@ class EventWriter:
                 start_event += batch.num_rows
         assert start_event == num_events, f"{num_events} events were announced, but the batches have {start_event}"
 
+    def write_negatives(self, batches: Iterable[pa.RecordBatch], *, num_negatives: int) -> None:
+        """Write the arrays of KnownNegatives. `write_events` comes before.
+
+        Args:
+            batches: the known negatives, sorted by user row, split code and position. Columns: user_row, item_row, split and
+                num_earlier_events, the number of the user's events of the same split with a smaller position.
+            num_negatives: number of known negatives in all batches.
+        """
+        block_start_S = np.cumsum(np.append(0, self.user_count_US.ravel()))
+        count_S, start = np.zeros(self.user_count_US.size, np.int64), 0
+        item_L = allocate_npy(self._output_folder / array_file("negative_item"), dtype=np.int32, shape=(num_negatives,))
+        event_path = self._output_folder / array_file("negative_event")
+        event_L = allocate_npy(event_path, dtype=np.int64, shape=(num_negatives,)) if self._config.is_ordered else None
+        for batch in batches:
+            user_L, split_L, num_earlier_L = (
+                batch.column(name).to_numpy().astype(np.int64) for name in ("user_row", "split", "num_earlier_events")
+            )
+            block_L, rows = user_L * len(SPLITS) + split_L, slice(start, start + batch.num_rows)
+            item_L[rows] = batch.column("item_row").to_numpy()
+            if event_L is not None:
+                event_L[rows] = block_start_S[block_L] + num_earlier_L
+            count_S[block_L[0] : block_L[-1] + 1] += np.bincount(block_L - block_L[0])
+            start += batch.num_rows
+        assert start == num_negatives, f"{num_negatives} known negatives were announced, but the batches have {start}"
+        save_npy(self._output_folder / array_file("negative_offset"), np.cumsum(np.append(0, count_S)))
+
     def write_offsets(self) -> None:
         """Write the arrays that have one entry per user, per item or per training event."""
         count_U_by_split = dict(zip(SPLITS, self.user_count_US.T, strict=True))

@@ -70,7 +70,8 @@ def _settings_fingerprint(engine: LogEngine, config: InteractionsConfig, log: In
     }
     has_draw = isinstance(config.split, FileSplit) and config.split.validation_share > 0
     drawn_unit = config.split.validation_unit if isinstance(config.split, FileSplit) and has_draw else None
-    return fingerprint_of(engine.version, config.model_dump(mode="json", include=PART_SETTINGS), drawn_unit, type_by_hive_key)
+    settings = PART_SETTINGS | ({"explicit_negatives"} if config.explicit_negatives else set())
+    return fingerprint_of(engine.version, config.model_dump(mode="json", include=settings), drawn_unit, type_by_hive_key)
 
 
 def _is_mostly_current(part: LogPart, input_files: Collection[SourceFile]) -> bool:
@@ -115,7 +116,7 @@ def _ingested_file(
     return IngestedFile(
         source=source.record,
         num_bad_rows_by_reason=dict(statistics.num_bad_by_check),
-        num_below_threshold=num_good_rows - statistics.num_written if config.label_column else 0,
+        num_below_threshold=num_good_rows - statistics.num_events if config.label_column else 0,
         spans={column_by_role[role]: bounds for role, bounds in statistics.range_by_role.items()},
         has_checksums=has_checksums,
     )

@@ -85,6 +85,10 @@ def _write_store(
 
     writer = EventWriter(output_folder, users=users, items=items, config=config)
     writer.write_events(engine.sorted_events(), num_events=sum(counts.num_events_by_split))
+    num_negatives = 0
+    if config.explicit_negatives:
+        num_negatives, negatives = engine.sorted_negatives()
+        writer.write_negatives(negatives, num_negatives=num_negatives)
     writer.write_offsets()
     user_count_U, item_count_I = writer.user_count_US.sum(axis=1), writer.item_count_IS.sum(axis=1)
     has_event_I, has_vector_I = item_count_I > 0, items.vector_row_R >= 0
@@ -101,6 +105,7 @@ def _write_store(
         "num_users": len(users),
         "num_items": len(items),
         **{f"num_{split}_events": count for split, count in zip(SPLITS, counts.num_events_by_split, strict=True)},
+        "num_known_negatives": num_negatives,
         "is_ordered": config.is_ordered,
         "id_columns": (config.user_column, config.item_column),
         "num_items_with_vector": int(has_vector_I.sum()),

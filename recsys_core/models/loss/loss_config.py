@@ -56,6 +56,21 @@ class LossConfig(Settings):
         description="negatives are sampled in proportion to `(number of training events)^alpha`. With `0`, all items with a "
         "training event are equally likely",
     )
+    explicit_negatives: int = Field(
+        0,
+        ge=0,
+        le=1_000,
+        description="largest number of known negatives of its user that a query has as negatives of its own, in addition to "
+        "the others. In an ordered log they are the newest ones at the time of the event, otherwise they are drawn. Needs "
+        "`interactions.explicit_negatives`",
+    )
+    explicit_negative_weight: float = Field(
+        1.0,
+        gt=0,
+        le=1e6,
+        description="weight of a known negative: it counts as this many sampled negatives in the mean over the negatives. With "
+        "`softmax`, it counts as this many items of the catalogue in the sum over the negatives",
+    )
     cross_rank_negatives: bool = Field(
         False,
         description="use the candidates of all ranks as negatives of each query. Each rank still encodes only its own "
@@ -92,6 +107,11 @@ class LossConfig(Settings):
             (self.kind != "softmax", f"loss.kind is {self.kind}", "set loss.kind to softmax"),
             (self.in_batch_negatives, "in_batch_negatives is true", "leave in_batch_negatives out"),
             (self.cross_rank_negatives, "cross_rank_negatives is true", "leave cross_rank_negatives out"),
+            (
+                self.explicit_negatives > 0,
+                "loss.explicit_negatives adds known negatives, which the catalogue contains",
+                "leave explicit_negatives out",
+            ),
             (self.distillation is not None, "loss.distillation compares sampled items", "leave distillation out"),
         ):
             if is_unsupported:
@@ -105,7 +125,8 @@ class LossConfig(Settings):
     def _check_negatives(self) -> Self:
         if self.negatives == "all":
             return self
-        if not self.uses_in_batch_negatives and self.num_negatives == 0:
+        has_only_known_negatives = self.explicit_negatives > 0 and self.kind != "softmax"
+        if not self.uses_in_batch_negatives and self.num_negatives == 0 and not has_only_known_negatives:
             raise ValueError(
                 f"loss.kind is {self.kind}, which needs negatives, but num_negatives is 0 and in_batch_negatives is not true; "
                 "set num_negatives"

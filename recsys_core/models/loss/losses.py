@@ -5,10 +5,15 @@ share. It returns the loss of each query, [B]. `weighted_mean` multiplies it by 
 equally many queries, the mean of the ranks' losses is the mean over all queries.
 
 `is_masked_BN` marks columns that must not count as negatives of a query: the query's own positive, another occurrence of the
-same item, or an item of the query's history; None: all columns count. A query without a negative has a finite loss and a finite
+same item, or an item of the query's history; None: all columns count. `known` has the scores of the negatives that a query has
+for its own (`loss.explicit_negatives`); None without them. A query without a negative has a finite loss and a finite
 gradient. Logits are scores / temperature, which may be a learned parameter. Losses are computed in float32 even if autocast
 made the scores bf16.
 """
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +25,19 @@ from recsys_core.models.towers import unit_vectors
 _MASKED_LOGIT = torch.finfo(torch.float32).min
 
 
+class KnownNegativeScores(NamedTuple):
+    """Scores of each query with its known negatives, [B, K].
+
+    Attributes:
+        is_padding_BK: columns that are no known negative.
+        weight: see `loss.explicit_negative_weight`.
+    """
+
+    score_BK: Tensor
+    is_padding_BK: Tensor
+    weight: float
+
+
 def softmax_loss(
     positive_score_B: Tensor,
     negative_score_BN: Tensor,
@@ -28,8 +46,12 @@ def softmax_loss(
     temperature: Tensor | float,
     log_q_B: Tensor | None = None,
     log_q_N: Tensor | None = None,
+    known: KnownNegativeScores | None = None,
 ) -> Tensor:
     """Return the sampled softmax loss: cross-entropy of the positive among itself and the negatives.
+
+    The sum over the sampled negatives estimates the sum over the catalogue. A known negative is a term of its own, `weight`
+    times, and needs no correction, because it is not sampled.
 
     Args:
         log_q_B: correction of the positive's logit, see `log_expected_count`; None if other columns of its item are masked.
@@ -42,6 +64,9 @@ def softmax_loss(
     >>> loss_B = softmax_loss(*scores, is_masked_BN=None, temperature=1.0, log_q_N=torch.tensor([3.0]).log())
     >>> round(loss_B.item(), 4)  # a negative expected three times counts a third: log(1 + 1/3)
     0.2877
+    >>> known = KnownNegativeScores(torch.zeros(1, 2), torch.tensor([[False, True]]), weight=2.0)
+    >>> round(softmax_loss(*scores, is_masked_BN=None, temperature=1.0, known=known).item(), 4)  # log(1 + 1 + 2)
+    1.3863
     """
     # Work in place on one copy, because a [B, N] tensor is the largest tensor of a step.
     negative_logit_BN = negative_score_BN.float() / temperature
@@ -52,28 +77,44 @@ def softmax_loss(
     positive_logit_B = positive_score_B.float() / temperature
     if log_q_B is not None:
         positive_logit_B = positive_logit_B - log_q_B
+    log_sum_B = negative_logit_BN.logsumexp(dim=1)
+    if known is not None:
+        known_logit_BK = (known.score_BK.float() / temperature).masked_fill(known.is_padding_BK, _MASKED_LOGIT)
+        log_sum_B = log_sum_B.logaddexp(known_logit_BK.logsumexp(dim=1) + math.log(known.weight))
     # -log(e^p / (e^p + sum e^n)) = log(1 + e^(log sum e^n - p))
-    return softplus(negative_logit_BN.logsumexp(dim=1) - positive_logit_B)
+    return softplus(log_sum_B - positive_logit_B)
 
 
 def bce_loss(
-    positive_score_B: Tensor, negative_score_BN: Tensor, *, is_masked_BN: Tensor | None, temperature: Tensor | float
+    positive_score_B: Tensor,
+    negative_score_BN: Tensor,
+    *,
+    is_masked_BN: Tensor | None,
+    temperature: Tensor | float,
+    known: KnownNegativeScores | None = None,
 ) -> Tensor:
     """Return the binary cross-entropy of the positive (label 1) plus the mean over the negatives (label 0).
 
-    A query without a negative has only the first term.
+    The known negatives have the label 0, too. A query without a negative has only the first term.
 
     >>> scores = torch.zeros(1), torch.tensor([[0.0, 9.0]])
     >>> loss_B = bce_loss(*scores, is_masked_BN=torch.tensor([[False, True]]), temperature=1.0)
     >>> round(loss_B.item(), 4)  # 2 log 2
     1.3863
     """
-    mean_negative_loss_B = _mean_over_negatives(softplus(negative_score_BN.float() / temperature), is_masked_BN)
-    return softplus(-positive_score_B.float() / temperature) + mean_negative_loss_B
+    negative_loss_B = _negative_loss(
+        lambda score: softplus(score.float() / temperature), negative_score_BN, is_masked_BN=is_masked_BN, known=known
+    )
+    return softplus(-positive_score_B.float() / temperature) + negative_loss_B
 
 
 def bpr_loss(
-    positive_score_B: Tensor, negative_score_BN: Tensor, *, is_masked_BN: Tensor | None, temperature: Tensor | float
+    positive_score_B: Tensor,
+    negative_score_BN: Tensor,
+    *,
+    is_masked_BN: Tensor | None,
+    temperature: Tensor | float,
+    known: KnownNegativeScores | None = None,
 ) -> Tensor:
     """Return -log sigmoid(positive - negative), mean over the negatives (Rendle et al., "BPR", UAI 2009).
 
@@ -87,8 +128,13 @@ def bpr_loss(
     >>> round(bpr_loss(*scores, is_masked_BN=None, temperature=1.0).item(), 4)  # sigmoid = 1/4: log 4
     1.3863
     """
-    difference_BN = (positive_score_B.float()[:, None] - negative_score_BN.float()) / temperature
-    return _mean_over_negatives(softplus(-difference_BN), is_masked_BN)
+    positive_score_B1 = positive_score_B.float()[:, None]
+    return _negative_loss(
+        lambda score: softplus((score.float() - positive_score_B1) / temperature),
+        negative_score_BN,
+        is_masked_BN=is_masked_BN,
+        known=known,
+    )
 
 
 def cosine_contrastive_loss(
@@ -98,6 +144,7 @@ def cosine_contrastive_loss(
     is_masked_BN: Tensor | None,
     margin: float,
     negative_weight: float,
+    known: KnownNegativeScores | None = None,
 ) -> Tensor:
     """Return (1 - positive) + negative_weight * mean over the negatives of max(0, negative - margin).
 
@@ -110,8 +157,10 @@ def cosine_contrastive_loss(
     >>> cosine_contrastive_loss(*scores, is_masked_BN=masked, margin=0.5, negative_weight=2.0).item()
     0.75
     """
-    excess_BN = (negative_score_BN.float() - margin).relu()
-    return 1 - positive_score_B.float() + negative_weight * _mean_over_negatives(excess_BN, is_masked_BN)
+    excess_B = _negative_loss(
+        lambda score: (score.float() - margin).relu(), negative_score_BN, is_masked_BN=is_masked_BN, known=known
+    )
+    return 1 - positive_score_B.float() + negative_weight * excess_B
 
 
 def distillation_loss(
@@ -166,6 +215,27 @@ def weighted_mean(value_B: Tensor, weight_B: Tensor | None) -> Tensor:
     3.0
     """
     return value_B.mean() if weight_B is None else (value_B * weight_B).mean()
+
+
+def _negative_loss(
+    loss_of: Callable[[Tensor], Tensor],
+    negative_score_BN: Tensor,
+    *,
+    is_masked_BN: Tensor | None,
+    known: KnownNegativeScores | None,
+) -> Tensor:
+    """Return the mean of `loss_of` over the negatives of each query; 0 for a query without negatives.
+
+    A known negative counts `known.weight` times.
+    """
+    mean_B = _mean_over_negatives(loss_of(negative_score_BN), is_masked_BN)
+    if known is None:
+        return mean_B
+    known_mean_B = _mean_over_negatives(loss_of(known.score_BK), known.is_padding_BK)
+    num_negatives_B = negative_score_BN.shape[1] - (0 if is_masked_BN is None else is_masked_BN.sum(dim=1))
+    known_weight_B = known.weight * (~known.is_padding_BK).sum(dim=1)
+    total_weight_B = (num_negatives_B + known_weight_B).clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.lerp(mean_B, known_mean_B, known_weight_B / total_weight_B)
 
 
 def _mean_over_negatives(value_BN: Tensor, is_masked_BN: Tensor | None) -> Tensor:

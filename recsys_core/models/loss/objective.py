@@ -17,6 +17,7 @@ from recsys_core.models.loss.catalogue import mean_log_partition
 from recsys_core.models.loss.collectives import gather_candidates, gather_rows
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.loss.losses import (
+    KnownNegativeScores,
     bce_loss,
     bpr_loss,
     cosine_contrastive_loss,
@@ -87,17 +88,18 @@ class Objective(nn.Module):
         Args:
             query_BD: query vectors.
             candidate_CD: vectors of the rank's own candidates: the B positives, then the sampled negatives or, with negatives
-                `all`, the rank's share of the catalogue.
+                `all`, the rank's share of the catalogue, and then explicit_negatives candidates of each query.
             teacher_CD: pretrained vectors of the candidates, zeros for a candidate without a vector; None without distillation.
         """
         loss = self._retrieval_loss(query_BD, candidate_CD, batch=batch)
         distillation = self.config.distillation
         if distillation is None or teacher_CD is None:
             return loss
+        num_shared = self._num_shared_candidates(batch)
         return loss + distillation.weight * distillation_loss(
-            candidate_CD,
-            teacher_CD=teacher_CD,
-            item_C=batch.candidate_index_C,
+            candidate_CD[:num_shared],
+            teacher_CD=teacher_CD[:num_shared],
+            item_C=batch.candidate_index_C[:num_shared],
             num_queries=batch.batch_size,
             temperature=distillation.temperature,
             min_norm=self.min_norm,
@@ -145,23 +147,41 @@ class Objective(nn.Module):
         if self.config.negatives == "all":
             return self._catalogue_loss(query_BD, candidate_CD, batch=batch)
         item_row_C = batch.item_row_V[batch.candidate_index_C]
-        item_row_B = item_row_C[: batch.batch_size]
-        columns = self._score_columns(candidate_CD, item_row_C, batch_size=batch.batch_size)
+        item_row_B, num_shared = item_row_C[: batch.batch_size], self._num_shared_candidates(batch)
+        known = self._known_negative_scores(query_BD, candidate_CD[num_shared:], item_row_C[num_shared:], item_row_B=item_row_B)
+        columns = self._score_columns(candidate_CD[:num_shared], item_row_C[:num_shared], batch_size=batch.batch_size)
         negative_score_BN = functional.linear(query_BD, columns.vector_ND)
         positive_score_B = _positive_scores(query_BD, candidate_CD[: batch.batch_size], precision=negative_score_BN.dtype)
         scores, is_masked_BN = (positive_score_B, negative_score_BN), self._negative_mask(columns, item_row_B, batch=batch)
         config, temperature = self.config, self.temperature
         if config.kind == "cosine_contrastive":
             loss_B = cosine_contrastive_loss(
-                *scores, is_masked_BN=is_masked_BN, margin=config.margin, negative_weight=config.negative_weight
+                *scores, is_masked_BN=is_masked_BN, margin=config.margin, negative_weight=config.negative_weight, known=known
             )
         elif config.kind == "softmax":
             log_q_B, log_q_N = self._log_q(columns, item_row_B)
-            loss_B = softmax_loss(*scores, is_masked_BN=is_masked_BN, temperature=temperature, log_q_B=log_q_B, log_q_N=log_q_N)
+            loss_B = softmax_loss(
+                *scores, is_masked_BN=is_masked_BN, temperature=temperature, log_q_B=log_q_B, log_q_N=log_q_N, known=known
+            )
         else:
             loss_function = bce_loss if config.kind == "bce" else bpr_loss
-            loss_B = loss_function(*scores, is_masked_BN=is_masked_BN, temperature=temperature)
+            loss_B = loss_function(*scores, is_masked_BN=is_masked_BN, temperature=temperature, known=known)
         return weighted_mean(loss_B, batch.loss_weight)
+
+    def _num_shared_candidates(self, batch: Batch) -> int:
+        """Return the number of candidates before those for known negatives."""
+        return len(batch.candidate_index_C) - batch.batch_size * self.config.explicit_negatives
+
+    def _known_negative_scores(
+        self, query_BD: Tensor, known_LD: Tensor, item_row_L: Tensor, *, item_row_B: Tensor
+    ) -> KnownNegativeScores | None:
+        """Return the scores of each query with the candidates of its own. A copy of the positive is padding."""
+        if self.config.explicit_negatives == 0:
+            return None
+        num_queries, dim = query_BD.shape
+        score_BK = torch.bmm(known_LD.reshape(num_queries, -1, dim), query_BD[:, :, None])[:, :, 0]
+        is_padding_BK = item_row_L.view(num_queries, -1) == item_row_B[:, None]
+        return KnownNegativeScores(score_BK, is_padding_BK, self.config.explicit_negative_weight)
 
     def _score_columns(self, candidate_CD: Tensor, item_row_C: Tensor, *, batch_size: int) -> ScoreColumns:
         num_candidates = len(item_row_C)

@@ -310,6 +310,8 @@ def test_a_log_without_order_allows_neither_a_last_item_nor_recency_pooling(file
 
 
 def test_a_cosine_loss_needs_cosine_similarity(file: Path) -> None:
+    error = message(file, "loss.explicit_negatives=4")
+    assert "loss.explicit_negatives is 4, but interactions.explicit_negatives is false" in error and "set it to true" in error
     error = message(file, "loss.kind=cosine_contrastive", "model.similarity=dot")
     assert (
         "loss.kind is cosine_contrastive, whose margin is a cosine, but model.similarity is dot; set model.similarity to cosine"

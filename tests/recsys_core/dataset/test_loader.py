@@ -19,6 +19,12 @@ from recsys_core.dataset.loader import ExampleSource, Shard, TrainLoader, prefet
 from recsys_core.errors import InputError
 from recsys_core.models.loss.objective import negative_share
 from tests.recsys_core.dataset.test_events import Users, store_of, users
+from tests.recsys_core.dataset.test_known_negatives import (
+    Places,
+    items_by_user,
+    logs_with_negatives,
+    store_with_negatives,
+)
 
 MAX_HISTORY, NUM_ITEMS = 3, 10_000
 TENSORS = ("item_row_V", "candidate_index_C", "history_index_H", "history_offset")
@@ -32,10 +38,17 @@ def loader_of(
     max_history: int = MAX_HISTORY,
     include_target: bool = False,
     num_planned_ranks: int | None = None,
+    max_known_negatives: int = 0,
     **loader_settings: Any,
 ) -> TrainLoader:
     """Return a loader. By default every item is sampled with the same probability."""
-    examples = ExampleSource(store, Assembler(user_batch_key=UNPOOLED), max_history=max_history, include_target=include_target)
+    examples = ExampleSource(
+        store,
+        Assembler(user_batch_key=UNPOOLED),
+        max_history=max_history,
+        include_target=include_target,
+        max_known_negatives=max_known_negatives,
+    )
     base = {"batch_size": 4, "seed": 5, "negative_share_I": np.full(store.num_items, 1 / store.num_items)}
     return TrainLoader(examples, shard=Shard(rank, world_size, num_planned_ranks), **(base | loader_settings))
 
@@ -195,7 +208,8 @@ def test_a_batch_is_a_function_of_seed_epoch_rank_and_number(
 ) -> None:
     rank = data.draw(st.integers(0, world_size - 1))
     loader_settings = {"batch_size": batch_size, "world_size": world_size, "rank": rank, "seed": seed, "num_negatives": 3}
-    store = store_of(log, ordered=ordered)
+    loader_settings |= {"max_known_negatives": 2}
+    store = store_with_negatives(log, [([0] * 4, [], [0])] * len(log), ordered=ordered)
     loader, equal_loader = loader_of(store, **loader_settings), loader_of(store, **loader_settings)
     in_order = list(loader.epoch(epoch))
     assert len(in_order) == len(loader)
@@ -316,3 +330,52 @@ def test_the_share_of_the_catalogue_follows_the_positives_of_every_batch() -> No
     batches = list(with_share.epoch(1))
     assert [positives(batch) for batch in batches] == [positives(batch) for batch in without.epoch(1)]
     assert [candidates(batch)[batch.batch_size :] for batch in batches] == [share.tolist()] * 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    log=logs_with_negatives().filter(lambda log: any(places[0] for places in log[1])),
+    batch_size=st.integers(1, 9),
+    negatives=st.integers(0, 4),
+    max_known_negatives=st.integers(1, 3),
+    ordered=st.booleans(),
+)
+def test_the_last_candidates_are_training_negatives_of_the_user_or_copies_of_the_positive(
+    log: tuple[Users, Places], batch_size: int, negatives: int, max_known_negatives: int, ordered: bool
+) -> None:
+    store, items = store_with_negatives(*log, ordered=ordered), items_by_user(log[1])
+    settings = {"batch_size": batch_size, "num_negatives": negatives}
+    loader, without = loader_of(store, max_known_negatives=max_known_negatives, **settings), loader_of(store, **settings)
+    for batch, batch_without in zip(loader.epoch(1), without.epoch(1), strict=True):
+        num_shared = batch.batch_size + negatives
+        assert candidates(batch)[:num_shared] == candidates(batch_without)
+        assert histories(batch) == histories(batch_without)
+        known_BK = np.array(candidates(batch)[num_shared:]).reshape(batch.batch_size, max_known_negatives).tolist()
+        users_B = batch.sparse[UNPOOLED]["user"].to_dense()[: batch.batch_size]
+        for known, user, positive in zip(known_BK, users_B, positives(batch), strict=True):
+            rejected = [item for item in known if item != positive]
+            assert set(rejected) <= set(items[int(user)][0]) and len(set(rejected)) == len(rejected)
+            assert known == rejected + [positive] * (max_known_negatives - len(rejected))
+            if not ordered:
+                assert len(rejected) == min(max_known_negatives, len(items[int(user)][0]))
+
+
+def test_known_negatives_of_an_unordered_log_differ_by_epoch_rank_and_batch() -> None:
+    store = store_with_negatives(numbered([40]), [([0] * 900, [], [])], ordered=False)
+    drawn = [
+        tuple(candidates(loader_of(store, rank=rank, world_size=2, max_known_negatives=1).batch(epoch, batch))[4:])
+        for rank in range(2)
+        for batch in range(2)
+        for epoch in range(2)
+    ]
+    assert len(set(drawn)) == 8
+
+
+def test_known_negatives_that_the_store_does_not_have_are_refused() -> None:
+    log: Users = [([1, 2], [3], [4])]
+    message = r"explicit_negatives is 2, but the ingest did not keep .*; set interactions.explicit_negatives to true"
+    with pytest.raises(InputError, match=message):
+        loader_of(store_of(log), max_known_negatives=2)
+    message = r"explicit_negatives is 2, but 0 known negatives are before the validation period, and 3 are after"
+    with pytest.raises(InputError, match=message):
+        loader_of(store_with_negatives(log, [([], [0, 0], [1])]), max_known_negatives=2)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -37,11 +38,16 @@ def interactions_stage(
     item_ids: Sequence[int] | Sequence[str] | None = None,
     user_ids: Sequence[int] | Sequence[str] | None = None,
     vector_row: Sequence[int] | None = None,
-    times: Sequence[int] | None = None,
+    arrays: Mapping[str, np.ndarray] = MappingProxyType({}),
     test_days: float | None = None,
     context: pa.Table | None = None,
 ) -> InteractionsManifest:
-    """Write the stage. times, context: times in microseconds and context of all events, in the order of the files."""
+    """Write the stage.
+
+    Args:
+        arrays: further arrays of the store, such as event_time.
+        context: context of all events, in the order of the store.
+    """
     parts = [[len(rows) for rows in split] for split in (train, validation, test)]
     offset = np.concatenate([[0], np.cumsum(np.sum(parts, axis=0))]).astype(np.int64)
     events = np.array([row for user in zip(train, validation, test, strict=True) for part in user for row in part], np.int32)
@@ -54,8 +60,8 @@ def interactions_stage(
         np.save(out / "train_end.npy", offset[:-1] + parts[0])
         np.save(out / "validation_end.npy", offset[:-1] + parts[0] + parts[1])
         np.save(out / "event_item.npy", events)
-        if times is not None:
-            np.save(out / "event_time.npy", np.array(times, np.int64))
+        for name, array in arrays.items():
+            np.save(out / f"{name}.npy", array)
         if context is not None:
             pq.write_table(context, out / "context.parquet")
         np.save(out / "train_user.npy", np.repeat(np.arange(len(train), dtype=np.int32), parts[0]))

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys_core.evaluation.diversity import gini, intra_list_diversity, novelty, popularity_lift
+from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.evaluation.diversity import gini, intra_list_diversity, known_negative_share, novelty, popularity_lift
 
 NUM_ITEMS, DIM = 30, 6
 
@@ -60,3 +61,17 @@ def test_values_that_are_not_defined_are_nan() -> None:
     assert np.isnan(popularity_lift(np.array([[0]]), history_item_L=np.array([], int), train_count_I=np.ones(1)))
     no_vector = intra_list_diversity(np.array([[0, 1]]), vectors_RD=np.ones((1, 2), np.float32), vector_row_I=np.array([0, -1]))
     assert np.isnan(no_vector)
+
+
+def test_the_share_of_known_negatives_equals_a_count_in_each_list() -> None:
+    random = np.random.default_rng(3)
+    top_BK = random_lists(4, k=6)
+    rejected = [random.choice(NUM_ITEMS, random.integers(0, 5), replace=False) for _ in top_BK]
+    known_negatives = JaggedArray.from_lengths(np.array([len(items) for items in rejected]), np.concatenate(rejected))
+    for k in (1, 4, 6):
+        share_B = known_negative_share(top_BK, known_negatives=known_negatives, k=k, num_items=NUM_ITEMS)
+        for share, items, negatives in zip(share_B, top_BK, rejected, strict=True):
+            if len(negatives):
+                assert share == len(set(items[:k]) & set(negatives)) / k
+            else:
+                assert np.isnan(share)

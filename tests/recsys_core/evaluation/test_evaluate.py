@@ -1,6 +1,7 @@
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -34,6 +35,7 @@ def _run(
     embeddings: bool = False,
     validation: list[list[int]] = VALIDATION,
     test: list[list[int]] = TEST,
+    arrays: Mapping[str, np.ndarray] = MappingProxyType({}),
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> EvaluationManifest:
     users = [user for user, rows in enumerate(test) if rows]
@@ -46,7 +48,13 @@ def _run(
         ),
         dataset=Dataset(
             interactions_stage(
-                folder / "interactions", train=TRAIN, validation=validation, test=test, items=6, vector_row=[0, 1, 2, 3, -1, -1]
+                folder / "interactions",
+                train=TRAIN,
+                validation=validation,
+                test=test,
+                items=6,
+                vector_row=[0, 1, 2, 3, -1, -1],
+                arrays=arrays,
             ),
             embeddings_stage(folder / "embeddings", np.eye(4)) if embeddings else None,
         ),
@@ -70,6 +78,25 @@ def test_hand_counted_metrics_of_a_small_log(tmp_path: Path) -> None:
     assert metrics["test/slice/warm_items/targets"] == 1
     assert metrics["test/slice/new_users/recall@2"] == 1
     assert metrics["test/slice/known_users/targets"] == 4
+
+
+def test_known_negatives_are_those_before_the_split_without_items_of_the_history(tmp_path: Path) -> None:
+    # The users 1 and 3 have the items 1 and 0 in the validation split.
+    negatives = [[4], [], [3], [1], [5], [], [], [], [], [0], [], [5]]
+    arrays = {
+        "negative_offset": np.cumsum([0, *map(len, negatives)]),
+        "negative_item": np.concatenate(negatives).astype(np.int32),
+    }
+    manifest = _run(tmp_path, EvaluationConfig(ks=(1, 2)), arrays=arrays)
+    # The first items: user 0: 3 and 4, user 1: 5 and 4. The users 2 and 3 have no known negative before the test split.
+    assert manifest.metrics["test/known_negatives@1"] == (0 + 1) / 2
+    assert manifest.metrics["test/known_negatives@2"] == (1 / 2 + 1 / 2) / 2
+    assert manifest.half_widths["test/known_negatives@2"] == 0
+    # In the validation, user 0: 3 and 4, user 1: 5 and 4, with the negative 1. User 3 is new: 0 and 1, by popularity.
+    assert manifest.metrics["validation/known_negatives@2"] == pytest.approx((1 / 2 + 0 + 1 / 2) / 3)
+    # By popularity: user 0: 4 and 5 (no event) after 3, and user 1 as well. The order is that of the ids: 3, 4, 5.
+    assert manifest.metrics["baseline/popularity/known_negatives@2"] == (1 / 2 + 0) / 2
+    assert not [name for name in _run(tmp_path / "none", EvaluationConfig()).metrics if "known_negatives" in name]
 
 
 def test_cold_items_are_ranked_among_cold_items_for_users_with_a_cold_target(tmp_path: Path) -> None:

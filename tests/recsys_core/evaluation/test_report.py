@@ -44,6 +44,15 @@ def test_cold_items_have_their_own_rows_and_a_note_with_their_number() -> None:
     assert to_markdown(table).splitlines()[-1] == "cold: 1,200 items without an earlier event, for 5 users"
 
 
+def test_the_best_share_of_known_negatives_is_the_lowest() -> None:
+    negatives = {"test/known_negatives@10": 0.02, "baseline/popularity/known_negatives@10": 0.01}
+    negatives |= {"test/cold/recall@20": 0.7, "test/cold/users": 5.0, "test/cold/items": 1200.0}
+    table = metric_table(METRICS | negatives)
+    assert table.columns == ("recall@20", "mrr", "known_negatives@10")
+    assert table.best_comparable("model") == (0.4, 0.1, 0.01)
+    assert table.best_comparable("model, cold") == (0.7, 0.0, 0.0)
+
+
 def test_a_value_has_its_interval_and_a_line_has_those_of_the_model() -> None:
     table = metric_table(METRICS, half_widths={"test/recall@20": 0.05, "baseline/popularity/recall@20": 0.01})
     lines = to_markdown(table).splitlines()

@@ -19,12 +19,16 @@ NUM_USERS, NUM_ITEMS, NUM_EVENTS, BATCH, NEGATIVES = 300, 2000, 9000, 128, 64
 
 
 def skewed_store(*, ordered: bool) -> EventStore:
-    """Return a store with very different numbers of events per user and a power law of item popularity."""
+    """Return a store with very different numbers of events per user and a power law of item popularity.
+
+    Each user has up to 4 known negatives before the first event.
+    """
     rng = np.random.default_rng(1)
     lengths = 1 + rng.multinomial(NUM_EVENTS - NUM_USERS, rng.dirichlet(np.full(NUM_USERS, 0.7)))
     weight = 1 / np.arange(1, NUM_ITEMS + 1)
     item = rng.choice(NUM_ITEMS, NUM_EVENTS, p=weight / weight.sum()).astype(np.int32)
     offset = np.concatenate([[0], lengths.cumsum()])
+    num_negatives = rng.integers(0, 5, NUM_USERS)
     arrays = EventArrays(
         user_offset=offset,
         train_end=offset[1:],
@@ -33,21 +37,29 @@ def skewed_store(*, ordered: bool) -> EventStore:
         train_user=np.repeat(np.arange(NUM_USERS, dtype=np.int32), lengths),
         item_count=np.bincount(item, minlength=NUM_ITEMS),
         vector_row=np.full(NUM_ITEMS, -1),
+        negative_offset=np.cumsum([0, *np.stack([num_negatives, 0 * num_negatives, 0 * num_negatives], axis=1).ravel()]),
+        negative_item=rng.choice(NUM_ITEMS, num_negatives.sum(), p=weight / weight.sum()).astype(np.int32),
+        negative_event=np.repeat(offset[:-1], num_negatives) if ordered else None,
     )
     return EventStore(arrays, is_ordered=ordered)
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.parametrize(("length", "alpha"), [(0, 0.0), (5, 0.75), (50, 0.0)])
-def test_expected_lookups_match_those_of_real_batches(ordered: bool, length: int, alpha: float) -> None:
+@pytest.mark.parametrize(("length", "alpha", "known_negatives"), [(0, 0.0, 4), (5, 0.75, 0), (50, 0.0, 1)])
+def test_expected_lookups_match_those_of_real_batches(ordered: bool, length: int, alpha: float, known_negatives: int) -> None:
     store = skewed_store(ordered=ordered)
     features = feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS)
     config = TwoTowerConfig(learn_user_embedding=True, history=MeanHistory(length=length, last_item_feature=length > 0))
     spec = ModelSpec.sized(config, num_users=NUM_USERS, num_items=NUM_ITEMS, facts_by_feature=facts())
-    loss = LossConfig(num_negatives=NEGATIVES, negative_sampling_alpha=alpha)
+    loss = LossConfig(num_negatives=NEGATIVES, negative_sampling_alpha=alpha, explicit_negatives=known_negatives)
     lookup_stats = measure_lookups(spec, batch_size=BATCH, loss=loss, store=store, features=features)
     loader = TrainLoader(
-        ExampleSource(store, Assembler(user_batch_key=UNPOOLED, features=features), max_history=length),
+        ExampleSource(
+            store,
+            Assembler(user_batch_key=UNPOOLED, features=features),
+            max_history=length,
+            max_known_negatives=known_negatives,
+        ),
         batch_size=BATCH,
         shard=Shard(0, 1),
         seed=3,

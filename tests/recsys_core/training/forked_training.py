@@ -173,8 +173,8 @@ def train_job(experiment: Experiment, work: Path) -> TrainJob:
         loss=experiment.loss,
         training=experiment.training,
         interactions_folder=data.interactions.folder,
-        embeddings_folder=data.embeddings.folder,
-        features_folder=data.features.folder,
+        embeddings_folder=None if data.embeddings is None else data.embeddings.folder,
+        features_folder=None if data.features is None else data.features.folder,
         plan_path=experiment.plan.path("plan.json"),
         resume_folder=checkpoint.folder if checkpoint is not None else None,
     )
@@ -240,7 +240,7 @@ def export_job(experiment: Experiment, checkpoint: Path, out: Path) -> ExportJob
         loss=experiment.loss,
         training=experiment.training,
         interactions_folder=experiment.data.interactions.folder,
-        features_folder=experiment.data.features.folder,
+        features_folder=None if experiment.data.features is None else experiment.data.features.folder,
         plan_path=experiment.plan.path("plan.json"),
         checkpoint_folder=checkpoint,
     )

@@ -134,17 +134,18 @@ def make_batch(
     queries: int,
     negatives: int,
     share: NDArray[np.int64] | None = None,
+    known_negatives: int = 0,
 ) -> Batch:
     """Return the batches of `ranks` in `step` as one batch: their queries in order of rank, then their negatives.
 
-    A `share` of the catalogue takes the place of the negatives. Histories have 0 to HISTORY items, so that the number of
-    distinct items differs by rank and step.
+    A `share` of the catalogue takes the place of the negatives. The known negatives of the queries come last. Histories have
+    0 to HISTORY items, so that the number of distinct items differs by rank and step.
     """
     assembler = Assembler(
         user_batch_key=spec.user_batch_key,
         features=FeatureStore({key: _feature(key, form) for key, form in spec.forms.items()}),
     )
-    parts: dict[str, list[Any]] = {name: [] for name in ("user", "position", "positive", "negative", "length", "row")}
+    parts: dict[str, list[Any]] = {name: [] for name in ("user", "position", "positive", "negative", "length", "row", "known")}
     for rank in ranks:
         random = np.random.default_rng([step, rank])
         parts["user"].append(random.integers(0, USERS, queries))
@@ -153,12 +154,17 @@ def make_batch(
         parts["negative"].append(random.choice(np.flatnonzero(COUNTS), negatives))
         parts["length"].append(random.integers(0, HISTORY + 1, queries))
         parts["row"].append(random.integers(0, ITEMS, int(parts["length"][-1].sum())))
+        known_BK = random.integers(0, ITEMS, (queries, known_negatives))
+        known_BK[::2, 1:] = parts["positive"][-1][::2, None]  # every second query has at most one
+        parts["known"].append(known_BK.ravel())
     array_by_name = {name: np.concatenate(values) for name, values in parts.items()}
     return assembler.batch(
         user_row_B=array_by_name["user"],
         event_index_B=array_by_name["position"],
         history=JaggedArray.from_lengths(array_by_name["length"], array_by_name["row"]),
-        candidate_row_C=np.concatenate([array_by_name["positive"], array_by_name["negative"] if share is None else share]),
+        candidate_row_C=np.concatenate(
+            [array_by_name["positive"], array_by_name["negative"] if share is None else share, array_by_name["known"]]
+        ),
     )
 
 

@@ -32,7 +32,7 @@ def interactions(tmp_path: Path) -> InteractionsManifest:
         validation=[[]] * NUM_USERS,
         test=[[2] if tests else [] for tests in is_test],
         items=30,
-        times=times,
+        arrays={"event_time": np.array(times, np.int64)},
         test_days=5.0,
     )
 

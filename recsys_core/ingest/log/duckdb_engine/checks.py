@@ -68,8 +68,8 @@ def scan_files(
         num_bad_by_check = {check.name: count for check, count in zip(checks, check_counts, strict=True) if count}
         role_bounds = zip(roles, bounds[::2], bounds[1::2], strict=True)
         range_by_role = {role: (low, high) for role, low, high in role_bounds if low is not None}
-        num_written = num_positive if positive_row_sql else num_rows - num_bad
-        statistics[file_index] = FileStatistics(num_rows, num_bad, num_bad_by_check, range_by_role, num_written)
+        num_events = num_positive if positive_row_sql else num_rows - num_bad
+        statistics[file_index] = FileStatistics(num_rows, num_bad, num_bad_by_check, range_by_role, num_events)
     return statistics
 
 

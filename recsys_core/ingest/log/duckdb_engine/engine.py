@@ -1,7 +1,7 @@
 """DuckdbEngine: the log ingest in one in-memory database that spills to disk.
 
 The steps share tables and views: `raw`, the rows of the new files (raw_log.py); <side>_ids and <side>s, the codes and rows of
-the ids (vocabulary.py); `log`, the events after the filters and the split (filters.py).
+the ids (vocabulary.py); `log`, the events after the filters and the split (filters.py); known_negatives (known_negatives.py).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +16,7 @@ from recsys_core.errors import InputError, shown_names
 from recsys_core.ingest.log.config import InteractionsConfig, LogFilter
 from recsys_core.ingest.log.duckdb_engine.checks import explain_read_errors, row_checks, scan_files
 from recsys_core.ingest.log.duckdb_engine.filters import extra_column_names, load_log
+from recsys_core.ingest.log.duckdb_engine.known_negatives import sorted_negatives
 from recsys_core.ingest.log.duckdb_engine.raw_log import raw_log_sql, write_events
 from recsys_core.ingest.log.duckdb_engine.vocabulary import add_ids, assign_rows, create_id_table, write_codes
 from recsys_core.ingest.log.engine import FileStatistics, LogCounts, LogFiles, Vocabulary
@@ -46,7 +47,10 @@ class DuckdbEngine:
             for side, id_type in id_types.items()
         ]
         # If no id can be without an event, `assign_rows` does not have to look for such ids.
-        self._is_filtered = any(num_ids_without_row) or config.filter != LogFilter()
+        self._is_filtered = any(num_ids_without_row) or config.filter != LogFilter() or config.explicit_negatives
+        self._positive_row_sql: str | None = None
+        if config.label_threshold is not None:
+            self._positive_row_sql = f"label::DOUBLE >= {config.label_threshold!r}"
         self._sides_with_other_codes: set[str] = set()
 
     @classmethod
@@ -70,19 +74,26 @@ class DuckdbEngine:
         with explain_read_errors(self._config, files):
             self._connection.execute(f"CREATE OR REPLACE TEMP VIEW raw AS {raw_log_sql(self._config, files)}").fetchall()
             statistics, kept_row_sql = self._check_rows(files)
+            positive_row_sql = self._positive_row_sql if self._config.explicit_negatives else None
             try:
                 for side, id_type in self._id_types.items():
-                    add_ids(self._connection, side, id_type=id_type, kept_row_sql=kept_row_sql)
+                    add_ids(
+                        self._connection, side, id_type=id_type, kept_row_sql=kept_row_sql, positive_row_sql=positive_row_sql
+                    )
                 num_complete = write_events(
                     self._connection,
                     self._config,
                     part_path=part_path,
                     kept_row_sql=kept_row_sql,
+                    positive_row_sql=positive_row_sql,
                     id_type_by_side=self._id_types,
                 )
             except duckdb.ConstraintException:  # an id is null although the statistics of its file claim that none is
                 num_complete = 0
-            if num_complete != sum(file_statistics.num_written for file_statistics in statistics):
+            num_written = sum(
+                file.num_rows - file.num_bad if self._config.explicit_negatives else file.num_events for file in statistics
+            )
+            if num_complete != num_written:
                 self._reject_false_statistics(files)
         return statistics
 
@@ -121,6 +132,11 @@ class DuckdbEngine:
         batches: pa.RecordBatchReader = events.to_arrow_reader(BATCH_ROWS)
         yield from batches
 
+    def sorted_negatives(self) -> tuple[int, Iterator[pa.RecordBatch]]:
+        """Sort table `known_negatives`, and stream it; see LogEngine."""
+        num_negatives, negatives = sorted_negatives(self._connection, is_ordered=self._config.is_ordered)
+        return num_negatives, iter(negatives.to_arrow_reader(BATCH_ROWS))
+
     def write_codes(self, side: str, path: Path) -> None:
         """Export table <side>_ids; see LogEngine."""
         write_codes(self._connection, side, path)
@@ -137,11 +153,9 @@ class DuckdbEngine:
     def _check_rows(self, files: LogFiles) -> tuple[list[FileStatistics], str]:
         """Return the statistics of each file, and SQL that is true for the rows to write; raise InputError for bad rows."""
         checks = row_checks(self._config, type_by_column=files.type_by_column)
-        threshold = self._config.label_threshold
-        positive_row_sql = None if threshold is None else f"label::DOUBLE >= {threshold!r}"
         roles = list(columns_by_role(self._config))
         statistics = scan_files(
-            self._connection, checks, num_files=len(files.sources), roles=roles, positive_row_sql=positive_row_sql
+            self._connection, checks, num_files=len(files.sources), roles=roles, positive_row_sql=self._positive_row_sql
         )
 
         def find_first(file_index: int) -> BadRow:
@@ -154,5 +168,7 @@ class DuckdbEngine:
         reject_bad_log(self._config, statistics, sources=files.sources, check_names=check_names, find_first=find_first)
         # The checks take a second per 20 million rows, so they are not repeated if no row is bad.
         has_bad_rows = any(file_statistics.num_bad for file_statistics in statistics)
-        conditions_sql = [pass_sql(checks)] * has_bad_rows + ([positive_row_sql] if positive_row_sql else [])
+        conditions_sql = [pass_sql(checks)] if has_bad_rows else []
+        if self._positive_row_sql is not None and not self._config.explicit_negatives:
+            conditions_sql.append(self._positive_row_sql)
         return statistics, " AND ".join(conditions_sql) or "true"

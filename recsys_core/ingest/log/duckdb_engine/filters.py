@@ -12,6 +12,7 @@ from pathlib import Path
 import duckdb
 
 from recsys_core.ingest.log.config import SPLITS, FileSplit, InteractionsConfig, LeaveLastOut, LogFilter, TimeSplit
+from recsys_core.ingest.log.duckdb_engine.known_negatives import create_known_negatives
 from recsys_core.ingest.log.engine import LogCounts
 from recsys_core.manifests import IngestedFile, LogPart, SourceFile
 from recsys_core.parquet.duckdb_session import fetch_count, scan_sql
@@ -42,6 +43,9 @@ def load_log(
         )
         for part in current_parts
     )
+    if config.explicit_negatives:
+        connection.execute(f"CREATE VIEW coded AS {all_events_sql}").fetchall()
+        all_events_sql = "SELECT * EXCLUDE (is_negative) FROM coded WHERE NOT is_negative"
     connection.execute(f"CREATE VIEW events AS {all_events_sql}").fetchall()
     num_events = fetch_count(connection, "SELECT count(*) FROM events")
     if num_events == 0:
@@ -49,13 +53,15 @@ def load_log(
     current_files = [file for part in parts for file in part.files if file.source in split_code_by_file]
     num_removed_by_reason = {"below_threshold": sum(file.num_below_threshold for file in current_files)}
     newest_us = _newest_time_us(current_files, config.timestamp_column) if config.timestamp_column else 0
-    events_sql, other_filters = "events", config.filter.model_copy(update={"until": None, "window_days": None})
+    other_filters = config.filter.model_copy(update={"until": None, "window_days": None})
+    time_conditions_sql = []
     if config.filter.until is not None:
         newest_us = min(newest_us, time_us(config.filter.until))
-        events_sql = f"(SELECT * FROM {events_sql} WHERE position <= {newest_us})"
+        time_conditions_sql.append(f"position <= {newest_us}")
     if config.filter.window_days is not None:
-        oldest_us = newest_us - int(config.filter.window_days * DAY_US)
-        events_sql = f"(SELECT * FROM {events_sql} WHERE position > {oldest_us})"
+        time_conditions_sql.append(f"position > {newest_us - int(config.filter.window_days * DAY_US)}")
+    is_in_window_sql = " AND ".join(time_conditions_sql) or "true"
+    events_sql = f"(SELECT * FROM events WHERE {is_in_window_sql})" if time_conditions_sql else "events"
     if other_filters != LogFilter():
         connection.execute(f"CREATE TABLE remaining AS SELECT * FROM {events_sql}").fetchall()
         num_removed_by_reason["outside_window"] = num_events - fetch_count(connection, "SELECT count(*) FROM remaining")
@@ -74,6 +80,8 @@ def load_log(
     connection.execute(
         f"CREATE {log_kind} log AS SELECT * EXCLUDE (split), ({split_sql})::TINYINT AS split FROM {events_sql}"
     ).fetchall()
+    if config.explicit_negatives:
+        create_known_negatives(connection, config, split_sql=split_sql, is_in_window_sql=is_in_window_sql)
     counts = count_log(connection, config, num_read=num_events)
     return replace(
         counts,

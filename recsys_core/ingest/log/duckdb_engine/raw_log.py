@@ -101,9 +101,12 @@ def write_events(
     *,
     part_path: Path,
     kept_row_sql: str,
+    positive_row_sql: str | None,
     id_type_by_side: Mapping[str, IdType],
 ) -> int:
     """Write the rows of `raw` that `kept_row_sql` selects to the file `part_path`, with codes in place of ids.
+
+    positive_row_sql: SQL that is true for the events; None: all written rows are events, and there is no column `is_negative`.
 
     Return how many of them have a position and, if there is a weight column, a weight.
     """
@@ -111,6 +114,7 @@ def write_events(
     id_sql_by_side = {side: f'TRY_CAST(raw."{side}" AS {SQL_TYPE[id_type]})' for side, id_type in id_type_by_side.items()}
     extra_columns_sql = ["TRY_CAST(weight AS FLOAT) AS weight"] if config.weight_column else []
     extra_columns_sql += [f"context_{index}" for index in range(len(config.context_columns))]
+    extra_columns_sql += [] if positive_row_sql is None else [f"NOT ({positive_row_sql}) AS is_negative"]
     validation_hash_sql = _validation_hash_sql(config)
     extra_columns_sql += [] if validation_hash_sql is None else [f"{validation_hash_sql} AS draw"]
     columns_sql = ", ".join(["source::INTEGER AS source", 'u.code AS "user"', "i.code AS item", "position", *extra_columns_sql])

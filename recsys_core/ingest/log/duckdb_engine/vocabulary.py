@@ -34,11 +34,20 @@ def create_id_table(
     return fetch_count(connection, f"SELECT count(*) FROM {side}_ids WHERE previous_row IS NULL")
 
 
-def add_ids(connection: duckdb.DuckDBPyConnection, side: str, *, id_type: IdType, kept_row_sql: str) -> None:
-    """Give the new ids of `raw` the next codes, the most frequent id first."""
+def add_ids(
+    connection: duckdb.DuckDBPyConnection, side: str, *, id_type: IdType, kept_row_sql: str, positive_row_sql: str | None
+) -> None:
+    """Give the new ids of `raw` the next codes, the id with the most events first.
+
+    Args:
+        kept_row_sql: SQL that is true for the rows of the part.
+        positive_row_sql: SQL that is true for those of them that are events; None: all of them.
+    """
     num_codes = fetch_count(connection, f"SELECT count(*) FROM {side}_ids")
+    count_sql = "count(*)" if positive_row_sql is None else f"count(*) FILTER ({positive_row_sql})"
     id_counts_sql = (
-        f'SELECT TRY_CAST("{side}" AS {SQL_TYPE[id_type]}) AS id, count(*) AS events FROM raw WHERE {kept_row_sql} GROUP BY 1'
+        f'SELECT TRY_CAST("{side}" AS {SQL_TYPE[id_type]}) AS id, {count_sql} AS events FROM raw '
+        f"WHERE {kept_row_sql} GROUP BY 1"
     )
     anti_join_sql = f"ANTI JOIN {side}_ids USING (id)" if num_codes else ""
     connection.execute(

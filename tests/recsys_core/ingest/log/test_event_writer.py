@@ -19,6 +19,13 @@ EVENTS = {
     "context_0": pa.array(["a", "b", None, "d", "e", "f"]),
 }
 
+NEGATIVES = {
+    "user_row": pa.array([0, 0, 0, 0, 2, 2], pa.int32()),
+    "item_row": pa.array([0, 1, 0, 1, 1, 0], pa.int32()),
+    "split": pa.array([0, 1, 1, 2, 0, 2], pa.int8()),
+    "num_earlier_events": pa.array([1, 0, 0, 1, 0, 0], pa.int64()),
+}
+
 
 @pytest.mark.parametrize("cuts", [(0, 6), (0, 1, 4, 6), (0, 2, 2, 6)])
 def test_the_files_do_not_depend_on_the_sizes_of_the_batches(tmp_path: Path, cuts: tuple[int, ...]) -> None:
@@ -29,7 +36,11 @@ def test_the_files_do_not_depend_on_the_sizes_of_the_batches(tmp_path: Path, cut
     )
     batch = pa.RecordBatch.from_pydict(EVENTS)
     writer = EventWriter(tmp_path, users=users, items=items, config=config)
+    negatives = pa.RecordBatch.from_pydict(NEGATIVES)
     writer.write_events((batch.slice(start, stop - start) for start, stop in pairwise(cuts)), num_events=6)
+    writer.write_negatives(
+        (negatives.slice(start, stop - start) for start, stop in pairwise(cuts) if start < stop), num_negatives=6
+    )
     writer.write_offsets()
     arrays = {path.stem: np.load(path).tolist() for path in tmp_path.glob("*.npy")}
     assert arrays == {
@@ -43,5 +54,8 @@ def test_the_files_do_not_depend_on_the_sizes_of_the_batches(tmp_path: Path, cut
         "item_count": [2, 1],
         "item_rank": [0, 1],
         "vector_row": [-1, -1],
+        "negative_offset": [0, 1, 3, 4, 4, 4, 4, 5, 5, 6],
+        "negative_item": [0, 1, 0, 1, 1, 0],
+        "negative_event": [1, 2, 2, 3, 3, 5],
     }
     assert pq.read_table(tmp_path / "context.parquet").to_pydict() == {"shop": ["a", "b", None, "d", "e", "f"]}

@@ -1,7 +1,8 @@
 """The objective compared with a loop over queries and candidates."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from recsys_core.models.loss.loss_config import DistillationConfig, LossConfig
 from recsys_core.models.loss.losses import distillation_loss
 from recsys_core.models.loss.objective import Objective, log_expected_count, negative_share, seen_pairs
 from recsys_core.models.spec import ModelSpec
+from tests.recsys_core.models.error_messages import raises_message
 
 NUM_ITEMS, WIDTH, TEMPERATURE = 7, 4, 0.5
 COUNTS = np.array([9, 4, 0, 2, 1, 1, 3])
@@ -27,12 +29,16 @@ KINDS = ("softmax", "bce", "bpr", "cosine_contrastive")
 
 @dataclass
 class Case:
-    """Queries with their histories, and the item rows of the candidates: the positives of the queries first."""
+    """Queries with their histories, and the item rows of the candidates.
+
+    The positives of the queries come first, and `num_known` candidates of each query last.
+    """
 
     histories: list[list[int]]
     candidates: list[int]
     weights: list[float] | None
     seed: int
+    num_known: int = 0
 
     def batch(self) -> Batch:
         user, flat = np.arange(len(self.histories)), [item for items in self.histories for item in items]
@@ -57,11 +63,14 @@ def cases(draw: st.DrawFn) -> Case:
     num_queries, num_negatives = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     rows = st.integers(0, NUM_ITEMS - 1)
     weights = st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=num_queries, max_size=num_queries)
+    num_known = draw(st.integers(0, 2))
+    num_candidates = num_queries + num_negatives + num_queries * num_known
     return Case(
         histories=draw(st.lists(st.lists(rows, max_size=4), min_size=num_queries, max_size=num_queries)),
-        candidates=draw(st.lists(rows, min_size=num_queries + num_negatives, max_size=num_queries + num_negatives)),
+        candidates=draw(st.lists(rows, min_size=num_candidates, max_size=num_candidates)),
         weights=draw(st.none() | weights),
         seed=draw(st.integers(0, 99)),
+        num_known=num_known,
     )
 
 
@@ -85,7 +94,9 @@ def loop_loss(case: Case, loss: LossConfig) -> float:
     """Return the loss, computed with plain floats for one query at a time."""
     query_BD, candidate_CD = case.vectors()
     score_BC = (query_BD @ candidate_CD.T).tolist()
-    num_queries, rows = len(case.histories), case.candidates
+    num_queries = len(case.histories)
+    num_shared = len(case.candidates) - num_queries * case.num_known
+    rows = case.candidates[:num_shared]
     num_positives, num_negatives = num_queries if loss.uses_in_batch_negatives else 0, len(rows) - num_queries
     share, negative_share_I = COUNTS / COUNTS.sum(), negative_share(COUNTS, loss.negative_sampling_alpha)
 
@@ -104,6 +115,12 @@ def loop_loss(case: Case, loss: LossConfig) -> float:
             for column in range(0 if loss.uses_in_batch_negatives else num_queries, len(rows))
             if column != query_index and rows[column] not in hidden
         ]
+        first_known = num_shared + query_index * case.num_known
+        known = [
+            score_BC[query_index][column]
+            for column in range(first_known, first_known + case.num_known)
+            if case.candidates[column] != rows[query_index]
+        ]
         weight = 1.0 if case.weights is None else case.weights[query_index]
         query_loss = query_loss_of(
             loss,
@@ -111,31 +128,41 @@ def loop_loss(case: Case, loss: LossConfig) -> float:
             [score_BC[query_index][column] for column in columns],
             log_q_positive=log_q(rows[query_index]) if loss.mask_negatives == "none" else 0.0,
             log_q_columns=[log_q(rows[column]) for column in columns],
+            known=known,
         )
         total += weight * query_loss
     return total / num_queries
 
 
 def query_loss_of(
-    loss: LossConfig, positive: float, negatives: list[float], *, log_q_positive: float, log_q_columns: list[float]
+    loss: LossConfig,
+    positive: float,
+    negatives: list[float],
+    *,
+    log_q_positive: float,
+    log_q_columns: list[float],
+    known: list[float],
 ) -> float:
-    def mean(values: list[float]) -> float:
-        return sum(values) / len(values) if values else 0.0
+    weight = loss.explicit_negative_weight
+
+    def mean(loss_of: Callable[[float], float]) -> float:
+        losses = [loss_of(score) for score in negatives] + [weight * loss_of(score) for score in known]
+        return sum(losses) / (len(negatives) + weight * len(known)) if losses else 0.0
 
     match loss.kind:
         case "softmax":
             logits = [score / TEMPERATURE - log_q for score, log_q in zip(negatives, log_q_columns, strict=True)]
             positive_logit = positive / TEMPERATURE - log_q_positive
+            logits += [score / TEMPERATURE + math.log(weight) for score in known]
             return float(np.logaddexp.reduce([positive_logit, *logits]) - positive_logit)
         case "bce":
-            return float(
-                np.logaddexp(0, -positive / TEMPERATURE)
-                + mean([float(np.logaddexp(0, negative / TEMPERATURE)) for negative in negatives])
+            return float(np.logaddexp(0, -positive / TEMPERATURE)) + mean(
+                lambda negative: float(np.logaddexp(0, negative / TEMPERATURE))
             )
         case "bpr":
-            return mean([float(np.logaddexp(0, (negative - positive) / TEMPERATURE)) for negative in negatives])
+            return mean(lambda negative: float(np.logaddexp(0, (negative - positive) / TEMPERATURE)))
         case _:
-            return 1 - positive + loss.negative_weight * mean([max(0.0, negative - loss.margin) for negative in negatives])
+            return 1 - positive + loss.negative_weight * mean(lambda negative: max(0.0, negative - loss.margin))
 
 
 @settings(deadline=None, max_examples=150)
@@ -146,9 +173,10 @@ def query_loss_of(
     mask=st.sampled_from(["none", "positive", "seen"]),
     logq_correction=st.sampled_from(["counts", "none"]),
     alpha=st.sampled_from([0.0, 0.75]),
+    known_weight=st.sampled_from([1.0, 2.5]),
 )
 def test_every_loss_equals_a_loop_over_queries_and_columns(
-    case: Case, kind: Any, in_batch_negatives: bool | None, mask: Any, logq_correction: Any, alpha: float
+    case: Case, kind: Any, in_batch_negatives: bool | None, mask: Any, logq_correction: Any, alpha: float, known_weight: float
 ) -> None:
     loss = LossConfig(
         kind=kind,
@@ -158,6 +186,8 @@ def test_every_loss_equals_a_loop_over_queries_and_columns(
         negative_sampling_alpha=alpha,
         margin=0.1,
         negative_weight=3.0,
+        explicit_negatives=case.num_known,
+        explicit_negative_weight=known_weight,
     )
     assert value_of(case, loss) == pytest.approx(loop_loss(case, loss), rel=1e-4, abs=1e-5)
 
@@ -200,6 +230,39 @@ def test_a_masked_column_has_no_gradient() -> None:
         assert moved == [4, *pushed]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("in_batch_negatives", [True, False])
+def test_a_known_negative_is_pushed_away_from_its_own_query_only(kind: Any, in_batch_negatives: bool) -> None:
+    """Query 0 knows the negative 3, and query 1 none: its candidate is a copy of its positive."""
+    case = Case(histories=[[], []], candidates=[4, 6, 0, 3, 6], weights=None, seed=5, num_known=1)
+    loss = LossConfig(kind=kind, in_batch_negatives=in_batch_negatives, explicit_negatives=1, margin=-1.0)
+    query_BD, candidate_CD = (vectors.requires_grad_() for vectors in case.vectors())
+    objective_of(loss)(query_BD, candidate_CD, batch=case.batch(), teacher_CD=None).backward()
+    assert candidate_CD.grad is not None
+    direction = candidate_CD.grad[3] / query_BD[0]  # a step of gradient descent moves the item away from query 0
+    assert (direction > 0).all() and torch.allclose(direction, direction[:1].expand(WIDTH))
+    assert not candidate_CD.grad[4].any()
+
+
+def test_known_negatives_of_a_loss_without_sampled_ones_are_its_labels_of_zero() -> None:
+    """Query 0 has the negatives 3 and 1, and query 1 has none: the cross-entropy of the labels 1, 0, 0 and of the label 1."""
+    case = Case(histories=[[], []], candidates=[4, 6, 3, 1, 6, 6], weights=None, seed=5, num_known=2)
+    loss = LossConfig(kind="bce", num_negatives=0, explicit_negatives=2)
+    query_BD, candidate_CD = case.vectors()
+    logit_BC = query_BD @ candidate_CD.T / TEMPERATURE
+    pairs, labels = torch.stack([logit_BC[0, 0], logit_BC[0, 2], logit_BC[0, 3], logit_BC[1, 1]]), torch.tensor([1.0, 0, 0, 1])
+    entropies = torch.nn.functional.binary_cross_entropy_with_logits(pairs, labels, reduction="none")
+    expected = (entropies[0] + entropies[1:3].mean() + entropies[3]) / 2
+    assert value_of(case, loss) == pytest.approx(expected.item(), rel=1e-5)
+    with raises_message("loss.kind is softmax, which needs negatives"):
+        LossConfig(kind="softmax", num_negatives=0, in_batch_negatives=False, explicit_negatives=2)
+
+
+def test_known_negatives_are_refused_with_the_whole_catalogue() -> None:
+    with raises_message("loss.explicit_negatives adds known negatives, which the catalogue contains; leave explicit_negatives"):
+        LossConfig(negatives="all", explicit_negatives=2)
+
+
 def test_a_learned_temperature_starts_at_the_fixed_one_and_has_a_gradient() -> None:
     for kind in ("softmax", "bce", "bpr"):
         loss = LossConfig(kind=kind)
@@ -221,9 +284,8 @@ def test_a_learned_temperature_starts_at_the_fixed_one_and_has_a_gradient() -> N
 def test_no_step_synchronises_with_the_accelerator(kind: Any, logq_correction: Any, mask: Any) -> None:
     """Tensors on the meta device have no values: reading one raises."""
     meta = torch.device("meta")
-    objective = objective_of(
-        LossConfig(kind=kind, logq_correction=logq_correction, mask_negatives=mask), learn_temperature=True
-    ).to(meta)
+    loss = LossConfig(kind=kind, logq_correction=logq_correction, mask_negatives=mask, explicit_negatives=1)
+    objective = objective_of(loss, learn_temperature=True).to(meta)
     query_BD, candidate_CD = (vectors.to(meta) for vectors in CASE.vectors())
     for _ in range(2):
         assert objective(query_BD, candidate_CD, batch=CASE.batch().to(meta), teacher_CD=None).shape == ()
@@ -260,6 +322,11 @@ def test_distillation_adds_the_divergence_over_items_with_a_pretrained_vector(ki
         min_norm=0.01,
     )
     assert added > 0.01
+    known, known_loss = replace(CASE, candidates=[*CASE.candidates, 1, 0, 5], num_known=1), {"explicit_negatives": 1}
+    known_teacher_CD = teacher_ID[known.candidates]
+    difference = value_of(known, loss.model_copy(update=known_loss), teacher_CD=known_teacher_CD)
+    difference -= value_of(known, plain.model_copy(update=known_loss))
+    assert difference == pytest.approx(0.25 * added.item(), rel=1e-4)  # known negatives are not distilled
     assert value_of(CASE, loss, teacher_CD=teacher_CD) == pytest.approx(value_of(CASE, plain) + 0.25 * added.item(), rel=1e-5)
     assert value_of(CASE, loss, teacher_CD=torch.zeros(6, 5)) == pytest.approx(value_of(CASE, plain), rel=1e-6)
     agreeing = value_of(CASE, loss, teacher_CD=candidate_CD * 3)

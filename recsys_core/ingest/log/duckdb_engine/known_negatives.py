@@ -1,0 +1,74 @@
+"""Known negatives in DuckDB: the pairs of a user and an item with a label below the threshold, and without an event.
+
+View `coded` has the rows of all parts, and its column `is_negative` marks the rows below the threshold. `log` has the events.
+"""
+
+import duckdb
+
+from recsys_core.ingest.log.config import InteractionsConfig, LeaveLastOut
+from recsys_core.parquet.duckdb_session import fetch_count
+
+
+def create_known_negatives(
+    connection: duckdb.DuckDBPyConnection, config: InteractionsConfig, *, split_sql: str, is_in_window_sql: str
+) -> None:
+    """Create table `known_negatives` (user, item, position, split): each pair once, at its first row.
+
+    A pair is left out if the user has an event with the item in the same split or in an earlier one. An event of a later split
+    does not remove it: the training would otherwise depend on held-out events.
+
+    Args:
+        split_sql: SQL for the code of an event's split.
+        is_in_window_sql: SQL that is true for the positions that the filters by time keep.
+    """
+    if isinstance(config.split, LeaveLastOut):
+        # A row at the time of a held-out event may be of the same session, so it is not used before this event.
+        split_sql = "CASE WHEN position >= test_position THEN 2 WHEN position >= validation_position THEN 1 ELSE 0 END"
+    users_sql = (
+        'SELECT "user", min(position) FILTER (split = 1) AS validation_position, '
+        'min(position) FILTER (split = 2) AS test_position FROM log GROUP BY "user"'
+    )
+    rows_sql = (
+        f'SELECT "user", item, position, ({split_sql})::TINYINT AS split FROM coded JOIN ({users_sql}) USING ("user") '
+        f"WHERE is_negative AND {is_in_window_sql}"
+    )
+    first_rows_sql = (
+        f'SELECT * FROM ({rows_sql}) QUALIFY row_number() OVER (PARTITION BY "user", item ORDER BY split, position) = 1'
+    )
+    pairs_sql = 'SELECT "user", item, min(split) AS event_split FROM log GROUP BY "user", item'
+    connection.execute(
+        f"CREATE TABLE known_negatives AS SELECT * EXCLUDE (event_split) FROM ({first_rows_sql}) "
+        f'LEFT JOIN ({pairs_sql}) USING ("user", item) WHERE event_split IS NULL OR event_split > split'
+    ).fetchall()
+
+
+def sorted_negatives(connection: duckdb.DuckDBPyConnection, *, is_ordered: bool) -> tuple[int, duckdb.DuckDBPyRelation]:
+    """Return the number and the rows of the known negatives whose items have a row; see EventWriter.write_negatives.
+
+    Negatives of a user with the same position are in random order, so that no item is preferred. This order does not depend
+    on codes and rows, which differ between an incremental and a complete ingest. The ids are hashed as one string, because
+    the hash of two values has almost the same order for each user.
+
+    Args:
+        is_ordered: whether num_earlier_events is needed; otherwise it is 0.
+    """
+    connection.execute("DELETE FROM known_negatives WHERE item NOT IN (SELECT code FROM items)").fetchall()
+    negatives_sql = "SELECT *, 0 AS num_earlier_events FROM known_negatives"
+    if is_ordered:
+        events_sql = (
+            'SELECT "user", item, position, split, false AS is_negative FROM log SEMI JOIN known_negatives USING ("user") '
+            "UNION ALL SELECT *, true FROM known_negatives"
+        )
+        # Negatives come before the events with the same position.
+        window_sql = 'PARTITION BY "user", split ORDER BY position, is_negative DESC ROWS UNBOUNDED PRECEDING'
+        negatives_sql = (
+            f"SELECT * FROM (SELECT *, count(*) FILTER (NOT is_negative) OVER ({window_sql}) AS num_earlier_events "
+            f"FROM ({events_sql})) WHERE is_negative"
+        )
+    negatives = connection.sql(
+        "SELECT users.row AS user_row, items.row AS item_row, split, num_earlier_events "
+        f'FROM ({negatives_sql}) AS negatives JOIN users ON negatives."user" = users.code '
+        "JOIN items ON negatives.item = items.code "
+        "ORDER BY user_row, split, position, hash(users.id::VARCHAR || '/' || items.id::VARCHAR)"
+    )
+    return fetch_count(connection, "SELECT count(*) FROM known_negatives"), negatives

@@ -1,0 +1,112 @@
+"""Training with known negatives: two gloo ranks on a log in which half of the items are rejected by most users."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recsys_core.evaluation.config import EvaluationConfig
+from recsys_core.evaluation.evaluate import evaluate
+from recsys_core.ingest.log.config import InteractionsConfig
+from recsys_core.ingest.log.ingest import ingest_interactions
+from recsys_core.manifests import Dataset
+from recsys_core.models.config import RecencyHistory, TwoTowerConfig
+from recsys_core.models.loss.loss_config import LossConfig
+from recsys_core.models.tables.table_config import DenseOptimizer, TableOptimizer
+from recsys_core.training.config import TrainingConfig
+from recsys_core.units import DAY_US
+from tests.recsys_core.ingest.parquet_files import write
+from tests.recsys_core.training.forked_training import (
+    checkpoint_of,
+    export_in_forks,
+    exported,
+    make_experiment,
+    train_in_forks,
+    without_timings,
+)
+
+USERS, GENRES, ITEMS_PER_GENRE, ROWS_PER_USER = 600, 10, 50, 24
+MODEL = TwoTowerConfig(embedding_dim=16, history=RecencyHistory(length=8))
+TRAINING = TrainingConfig(
+    epochs=6,
+    batch_size=128,
+    checkpoint_every_steps=5,
+    table_optimizer=TableOptimizer(learning_rate=0.15, warmup_steps=5),
+    dense_optimizer=DenseOptimizer(warmup_steps=5),
+    validation=None,
+    seed=3,
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """Each user sees items of one genre. Four of five users reject an item with an odd number, and one rejects another item."""
+    folder, random = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    genre = np.repeat(np.arange(USERS) % GENRES, ROWS_PER_USER)
+    number = random.permuted(np.tile(np.arange(ITEMS_PER_GENRE), (USERS, 1)), axis=1)[:, :ROWS_PER_USER].ravel()
+    is_rejected = random.random(len(number)) < np.where(number % 2, 0.8, 0.2)
+    path = write(
+        folder / "log.parquet",
+        user_id=np.repeat(np.arange(USERS), ROWS_PER_USER),
+        item_id=genre * ITEMS_PER_GENRE + number,
+        t=random.integers(0, 20 * DAY_US, len(number)),
+        clicked=~is_rejected,
+    )
+    config = InteractionsConfig(
+        paths=(path,),
+        timestamp_column="t",
+        timestamp_unit="us",
+        label_column="clicked",
+        label_threshold=1,
+        explicit_negatives=True,
+        split={"kind": "time", "test_days": 2, "validation_days": 1},
+    )
+    return Dataset(ingest_interactions(config, embeddings=None, folder=folder / "interactions"))
+
+
+def loss_of(kind: str, **settings: Any) -> LossConfig:
+    return LossConfig.model_validate({"kind": kind, "num_negatives": 128, "margin": 0.3, "negative_weight": 10, **settings})
+
+
+def train_and_measure(data: Dataset, folder: Path, *, loss: LossConfig) -> dict[str, float]:
+    """Return the recall and the share of known negatives among the first 10 items on the test split."""
+    folder.mkdir()
+    experiment = make_experiment(data, folder / "plan", model=MODEL, training=TRAINING, loss=loss)
+    export = exported(experiment, train_in_forks(experiment, folder / "work"), folder / "export")
+    config = EvaluationConfig(baselines=(), ks=(10,))
+    evaluation = evaluate(config, export=export, dataset=data, folder=folder / "evaluation")
+    return {name: evaluation.metrics[f"test/{name}@10"] for name in ("recall", "known_negatives")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "weight"),
+    [
+        ("softmax", 10),
+        ("bce", 3),
+        pytest.param("bpr", 3, marks=pytest.mark.drill),
+        pytest.param("cosine_contrastive", 3, marks=pytest.mark.drill),
+    ],
+)
+def test_known_negatives_are_recommended_less_often_at_the_same_recall(
+    kind: str, weight: float, data: Dataset, tmp_path: Path
+) -> None:
+    without = train_and_measure(data, tmp_path / "without", loss=loss_of(kind))
+    loss = loss_of(kind, explicit_negatives=4, explicit_negative_weight=weight)
+    explicit = train_and_measure(data, tmp_path / "explicit", loss=loss)
+    assert explicit["known_negatives"] < 0.96 * without["known_negatives"]
+    assert explicit["recall"] > 0.95 * without["recall"]
+
+
+def test_a_stopped_training_ends_bit_for_bit_like_an_undisturbed_one(data: Dataset, tmp_path: Path) -> None:
+    loss = loss_of("bce", explicit_negatives=3)
+    experiment = make_experiment(data, tmp_path / "plan", model=MODEL, training=TRAINING, loss=loss)
+    undisturbed = train_in_forks(experiment, tmp_path / "whole")
+    train_in_forks(experiment, tmp_path / "stopped", stops_at=12)
+    stopped = train_in_forks(experiment, tmp_path / "stopped")
+    assert without_timings(stopped.lines) == without_timings(undisturbed.lines)
+    expected = export_in_forks(experiment, checkpoint_of(undisturbed), tmp_path / "a")
+    resumed = export_in_forks(experiment, checkpoint_of(stopped), tmp_path / "b")
+    assert resumed.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(resumed[name], value, err_msg=name)

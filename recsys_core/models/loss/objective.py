@@ -60,7 +60,7 @@ class Objective(nn.Module):
         super().__init__()
         self.config = loss
         self.group = group
-        self.min_norm, self.history_length = spec.row_norm, spec.history_length
+        self.min_norm, self.history_length, self.tower_dim = spec.row_norm, spec.history_length, spec.config.tower_dim
         log_temperature = torch.tensor(math.log(spec.config.temperature))
         self.log_temperature = nn.Parameter(log_temperature) if spec.config.learn_temperature else None
         self.fixed_temperature = spec.config.temperature
@@ -95,7 +95,7 @@ class Objective(nn.Module):
         if distillation is None or teacher_CD is None:
             return loss
         return loss + distillation.weight * distillation_loss(
-            candidate_CD,
+            candidate_CD[:, : self.tower_dim],
             teacher_CD=teacher_CD,
             item_C=batch.candidate_index_C,
             num_queries=batch.batch_size,

@@ -5,7 +5,7 @@ The vectors of one export are ranked with each weight. A model that is served wi
 Shapes: B queries, I items, D width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,11 +48,10 @@ def popularity_curve(
     export: ExportManifest,
     interactions: InteractionsManifest,
     weights: Sequence[float] = (),
-    on_point: Callable[[CurvePoint], None] = lambda point: None,
 ) -> list[CurvePoint]:
     """Return the metrics at the smallest cut-off for each weight and for that of the export, by rising weight.
 
-    weights: weights of the popularity term; empty for `default_weights`. on_point: called with each point.
+    weights: weights of the popularity term; empty for `default_weights`.
 
     Raises:
         InputError: the validation split has no unseen target.
@@ -74,7 +73,6 @@ def popularity_curve(
         weighted_BD = append_popularity(query_BD, torch.full((len(query_BD),), weight))
         values = _metrics(config, _with_queries(held_out, weighted_BD), item_ID=item_ID, store=store)
         points.append(CurvePoint(weight=weight, is_served=weight == served_weight, metrics=values))
-        on_point(points[-1])
     return points
 
 
@@ -85,7 +83,8 @@ def default_weights(query_BD: Tensor, *, item_ID: Tensor, popularity_I: Tensor) 
     >>> default_weights(torch.ones(1, 1), item_ID=item_ID, popularity_I=popularity_I)
     [-0.1, -0.05, -0.02, 0.0, 0.02, 0.05, 0.1]
     """
-    score_BI = query_BD[torch.linspace(0, len(query_BD) - 1, MAX_SAMPLED_QUERIES).long().unique()] @ item_ID.T
+    sampled = np.unique(np.linspace(0, len(query_BD) - 1, MAX_SAMPLED_QUERIES).astype(np.int64))
+    score_BI = query_BD[torch.from_numpy(sampled)] @ item_ID.T
     unit = float(score_BI.std(dim=1).mean() / popularity_I.std().clamp(min=1e-6))
     return [float(f"{multiple * unit:.2g}") for multiple in DEFAULT_MULTIPLES]
 

@@ -122,14 +122,16 @@ def plot_curve(points: Sequence[CurvePoint], *, path: Path) -> Path:
     )
     figure, panels = plots.new_panels(2, title="Weights of item popularity, validation users", size=(6.4, 6.4))
     ndcg = [point.metrics[ndcg_name] for point in points]
+    best = int(np.argmax(ndcg))
     for axes, name in zip(panels, (coverage_name, novelty_name), strict=True):
         values = [point.metrics[name] for point in points]
         axes.plot(ndcg, values, color=plots.BLUE, marker="o", markersize=4)
-        for point, x, y in zip(points, ndcg, values, strict=True):
-            place = (6, 3) if point.weight <= 0 else (6, -9)
+        for index, (point, x, y) in enumerate(zip(points, ndcg, values, strict=True)):
+            place = (6, 3) if index < best else (6, -9)  # the line bends at the best weight
             axes.annotate(f"{point.weight:.3g}", (x, y), xytext=place, textcoords="offset points", fontsize=8, color=plots.INK)
             if point.is_served:
                 axes.plot(x, y, color=plots.ORANGE, marker="o", markersize=8, linestyle="none", label="weight of this run")
+        axes.margins(0.08)
         axes.set_ylabel(name if name != novelty_name else f"{name}, bits")
     plots.legend_above(panels[0])
     panels[1].set_xlabel(ndcg_name)

@@ -39,10 +39,11 @@ class PopularityWeight(nn.Module):
 
     def forward(self, query_BD: Tensor) -> Tensor:
         """Append the weight: the trained one in training and by default, otherwise the served one. Returns [B, D + 1]."""
+        weight: Tensor | float = 0.0 if self.training or self.served_weight is None else self.served_weight
         if self.weight is not None and (self.training or self.served_weight is None):
-            return torch.cat([query_BD, self.weight.to(query_BD.dtype).expand(len(query_BD), 1)], dim=1)
-        weight = 0.0 if self.training or self.served_weight is None else self.served_weight
-        return torch.cat([query_BD, torch.full_like(query_BD[:, :1], weight)], dim=1)
+            weight = self.weight
+        # An expansion to len(query_BD) would be a constant in a torch.export program.
+        return torch.cat([query_BD, torch.ones_like(query_BD[:, :1]) * weight], dim=1)
 
 
 def append_popularity(candidate_VD: Tensor, popularity_V: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ MODELS: list[dict[str, Any]] = [
         "history": {"pooling": "recency", "last_item_feature": False},
         "similarity": "dot",
         "quantization": "int4",
-        "popularity": {"kind": "fixed", "weight": -0.3},
+        "popularity": {"kind": "learned"},
     },
     {"history": {"pooling": "self_attention", "num_heads": 2, "recency_residual": True}},
 ]

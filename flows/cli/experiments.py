@@ -17,7 +17,7 @@ from flows.settings.default_ranges import default_ranges
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, StageError
 from tasks.runs.context import StageContext
-from tasks.runs.run import Run
+from tasks.runs.run import REDUCED_FILE_NAME, Run
 from tasks.tuning.config import TuningConfig, format_setting_value, label_of
 from tasks.tuning.suggestions import DataFacts, Suggestion, suggestions
 
@@ -140,6 +140,11 @@ def popularity_curve(loaded: LoadedConfig, *, run_id: str | None, weights: str |
     from recsys_core.manifests import ExportManifest, InteractionsManifest
 
     config, results = loaded.config, open_run(loaded.config.workspace, run_id)
+    if (results.run.folder / REDUCED_FILE_NAME).exists():
+        raise InputError(
+            f"{results.run.folder}: the vectors of run {results.run.run_id} are removed, because it is older than the runs "
+            "that retention.keep_full_runs keeps; choose a newer run with --run"
+        )
     points = popularity_curve(
         config.evaluation,
         export=results.stages[ExportManifest],

@@ -16,7 +16,7 @@ from flows.cli.main import app
 from flows.settings.config_file import LoadedConfig, load_config, settings_as_yaml, with_settings
 from recsys_core.errors import InputError
 from recsys_core.manifests import ExportManifest, InteractionsManifest
-from tasks.runs.run import Run
+from tasks.runs.run import REDUCED_FILE_NAME, Run
 from tests.flows.tuning_config import CONFIG
 from tests.recsys_core.evaluation.stage_folders import export_stage, interactions_stage
 from tests.recsys_core.ingest.parquet_files import write
@@ -196,3 +196,9 @@ def test_a_wrong_argument_of_the_popularity_curve_is_refused(
     answer = CliRunner().invoke(app, ["popularity-curve", str(config), *arguments])
     assert isinstance(answer.exception, InputError) and expected in str(answer.exception)
     assert not (run.workspace / "popularity-curve").exists()
+
+
+def test_a_run_without_its_vectors_has_no_popularity_curve(config: Path, run: Run) -> None:
+    (run.folder / REDUCED_FILE_NAME).touch()
+    answer = CliRunner().invoke(app, ["popularity-curve", str(config)])
+    assert isinstance(answer.exception, InputError) and "choose a newer run with --run" in str(answer.exception)

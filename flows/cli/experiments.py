@@ -1,6 +1,7 @@
-"""`nightjar suggest`, `tune`, `backtest` and `gate-noise`: settings that fit the data, and flows over several trainings."""
+"""`nightjar suggest`, `tune`, `backtest`, `gate-noise` and `popularity-curve`: settings that fit the data, and comparisons."""
 
 import json
+import math
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from flows.settings.default_ranges import default_ranges
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, StageError
 from tasks.runs.context import StageContext
-from tasks.runs.run import Run
+from tasks.runs.run import REDUCED_FILE_NAME, Run
 from tasks.tuning.config import TuningConfig, format_setting_value, label_of
 from tasks.tuning.suggestions import DataFacts, Suggestion, suggestions
 
@@ -125,6 +126,65 @@ def gate_noise(options: ConfigOptions, server: PrefectServer | None, *, num_seed
         flow_path, loaded, server, [loaded.config, num_seeds], folder_name="gate-noise", command_words=command_words
     )
     print_gate_noise(loaded.config, noise)
+
+
+def popularity_curve(loaded: LoadedConfig, *, run_id: str | None, weights: str | None, as_json: bool) -> None:
+    """Print the metrics of the validation users with several weights of item popularity, and plot them.
+
+    Args:
+        run_id: run whose vectors are ranked; None for the newest one.
+        weights: numbers, separated by commas; None for weights that fit the scores.
+    """
+    from flows.runs.results import open_run
+    from recsys_core.evaluation.popularity_curve import plot_curve, popularity_curve
+    from recsys_core.manifests import ExportManifest, InteractionsManifest
+
+    config, results = loaded.config, open_run(loaded.config.workspace, run_id)
+    if (results.run.folder / REDUCED_FILE_NAME).exists():
+        raise InputError(
+            f"{results.run.folder}: the vectors of run {results.run.run_id} are removed, because it is older than the runs "
+            "that retention.keep_full_runs keeps; choose a newer run with --run"
+        )
+    points = popularity_curve(
+        config.evaluation,
+        export=results.stages[ExportManifest],
+        interactions=results.stages[InteractionsManifest],
+        weights=_parse_weights(weights),
+    )
+    folder = config.workspace.absolute() / "popularity-curve"
+    folder.mkdir(parents=True, exist_ok=True)
+    plot_path = plot_curve(points, path=folder / f"{results.run.run_id}.png")
+    content = json.dumps([point.model_dump() for point in points], indent=None if as_json else 2)
+    (json_path := plot_path.with_suffix(".json")).write_text(content + "\n", encoding="utf-8")
+    if as_json:
+        output.print_json(content)
+        return
+    names = list(points[0].metrics)
+    rows = [
+        [
+            f"{point.weight:.4g}{' (this run)' if point.is_served else ''}",
+            *(output.format_metric(point.metrics.get(name)) for name in names),
+        ]
+        for point in points
+    ]
+    output.stdout.print(f"\n[bold]Weights of item popularity[/], validation users of run {results.run.run_id}")
+    output.print_table(["weight", *names], rows)
+    output.print_facts({"plot": str(plot_path), "metrics": str(json_path)})
+
+
+def _parse_weights(weights: str | None) -> list[float]:
+    """Return the numbers of a list.
+
+    >>> _parse_weights("-0.1, 0,0.25")
+    [-0.1, 0.0, 0.25]
+    """
+    try:
+        values = [float(weight) for weight in (weights or "").split(",") if weight.strip()]
+    except ValueError:
+        raise InputError(f"--weights {weights} is no list of numbers; write, for example, --weights=-0.1,0,0.1") from None
+    if not all(math.isfinite(value) for value in values):
+        raise InputError(f"--weights {weights} has a number that is not finite; write, for example, --weights=-0.1,0,0.1")
+    return values
 
 
 def _run_flow(

@@ -166,6 +166,25 @@ def gate_noise(
         cli.experiments.gate_noise(options, server, num_seeds=seeds)
 
 
+@app.command("popularity-curve", epilog="Example: nightjar popularity-curve --weights=-0.2,-0.1,0,0.1")
+@takes_config
+def popularity_curve(
+    options: ConfigOptions,
+    run_id: Annotated[
+        str | None, typer.Option("--run", metavar="RUN_ID", help="run whose vectors are ranked; by default the newest one")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="weights, separated by commas; by default weights that fit the scores")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare weights of item popularity: accuracy, coverage and novelty for the validation users of a run.
+
+    Serve a weight with `model.popularity`.
+    """
+    cli.experiments.popularity_curve(options.prepare(), run_id=run_id, weights=weights, as_json=as_json)
+
+
 @app.command(epilog="Example: nightjar query --user 42 -k 10")
 @takes_config
 def query(

@@ -111,6 +111,10 @@ def _params(limits: ServeConfig) -> dict[str, Any]:
     """Return type and default of each param."""
     excluded = Annotated[list[Id] | None, Field(description="ids of items to leave out", max_length=limits.max_excluded)]
     min_score = Annotated[StrictFloat | StrictInt | None, Field(description="leave out items with a lower score")]
+    popularity_weight = Annotated[
+        StrictFloat | StrictInt | None,
+        Field(description="weight of the popularity of an item in its score, for a model with `model.popularity`"),
+    ]
     filter_type = Annotated[
         dict[str, Any] | None,
         Field(
@@ -127,6 +131,7 @@ def _params(limits: ServeConfig) -> dict[str, Any]:
         ),
         "exclude": (excluded, None),
         "min_score": (min_score, None),
+        "popularity_weight": (popularity_weight, None),
         "filter": (filter_type, None),
         "with_vectors": (Annotated[StrictBool, Field(description="also return query and item vectors")], False),
     }

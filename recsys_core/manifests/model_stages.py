@@ -64,7 +64,8 @@ class RankingSettings(Frozen):
 class ExportManifest(Manifest):
     """Vectors and parameters for evaluation, index and serving. Each rank writes its own rows.
 
-    The score of an item is the inner product of two vectors. If `similarity` is cosine, the vectors are normalised. Files:
+    The score of an item is the inner product of two vectors. If `similarity` is cosine, the vectors are normalised. With a
+    popularity term, their last number is not part of the normalised vector: it is the weight, or the popularity. Files:
 
         item_vectors.npy: float32 [items, dim].
         query_vectors_<split>.npy: float32 [queries, dim]; split is validation or test. One query per user with at least one

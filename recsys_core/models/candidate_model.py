@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.models.history import pool_lists
+from recsys_core.models.popularity import UNSEEN_POPULARITY, append_popularity
 from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.models.tables.initialisation import scale_to_norm
 from recsys_core.models.tables.table_config import random_norm
@@ -105,7 +106,10 @@ class CandidateModel(nn.Module):
                 item_VD, features={name: self._feature_vectors(name, features, owners) for name in self.spec.features("item")}
             )
             uses_tower = self.spec.config.history.item_representation == "candidate_tower"
-            yield (candidate_VD if uses_tower else item_VD).numpy(), candidate_VD.numpy()
+            history_VD = candidate_VD if uses_tower else item_VD
+            if self.spec.config.has_popularity:
+                candidate_VD = append_popularity(candidate_VD, torch.full_like(candidate_VD[:, 0], UNSEEN_POPULARITY))
+            yield history_VD.numpy(), candidate_VD.numpy()
 
     def _rows(self, vector_VD: NDArray[np.float32] | None, num_items: int) -> Tensor:
         """Return the rows of unseen items in the table of the items."""

@@ -10,6 +10,7 @@ from recsys_core.errors import InputError
 
 MAX_WIDTH = 16_384
 Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
+ScoreWeight = Annotated[float, Field(ge=-1e4, le=1e4)]
 ItemRepresentation = Literal["embedding", "candidate_tower"]
 
 
@@ -169,6 +170,37 @@ ORDER_FREE_POOLINGS = tuple(
 )
 
 
+class NoPopularity(Settings):
+    """Scores without a term for the popularity of an item."""
+
+    kind: Literal["none"] = Field("none", description="the score is the similarity of the query and the candidate alone")
+
+
+class FixedPopularity(Settings):
+    """A popularity term that is added to the scores of the trained model. The training does not see it."""
+
+    kind: Literal["fixed"] = Field(
+        "fixed", description="the training sees no term. The validation, the metrics and the served model have the term"
+    )
+    weight: ScoreWeight = Field(
+        description="weight of the popularity in the score. Below 0, popular items are recommended less"
+    )
+
+
+class LearnedPopularity(Settings):
+    """A popularity term with a trained weight, which serving may replace."""
+
+    kind: Literal["learned"] = Field("learned", description="the weight of the term is trained. It starts from 0")
+    served_weight: ScoreWeight | None = Field(
+        None,
+        description="weight in the validation, the metrics and the served model. With `0`, the term is removed after the "
+        "training. Default: the trained weight",
+    )
+
+
+PopularityConfig = Annotated[NoPopularity | FixedPopularity | LearnedPopularity, Field(discriminator="kind")]
+
+
 class TwoTowerConfig(Settings):
     """The query tower reads the user's id, history and features, and event features. The candidate tower reads the item."""
 
@@ -200,6 +232,11 @@ class TwoTowerConfig(Settings):
         0.1, ge=1e-4, le=1e4, description="temperature of the loss. The logits are the scores divided by the temperature"
     )
     learn_temperature: bool = Field(False, description="train the temperature. It starts from `model.temperature`")
+    popularity: PopularityConfig = Field(
+        default_factory=NoPopularity,
+        description="term for the popularity of an item in its score: a weight, times log(1 + training events of the item), "
+        "divided by this log of the most popular item. The query and item vectors then have one more number",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -217,10 +254,10 @@ class TwoTowerConfig(Settings):
                     "skip_connection to false"
                 )
         query_dim = (self.query_layers or (self.embedding_dim,))[-1]
-        if query_dim != self.output_dim:
+        if query_dim != self.tower_dim:
             raise ValueError(
                 f"the towers have different output widths: query.layers end in {query_dim}, candidate.layers in "
-                f"{self.output_dim}; give both the same last width, or leave query.layers out"
+                f"{self.tower_dim}; give both the same last width, or leave query.layers out"
             )
         return self
 
@@ -239,7 +276,7 @@ class TwoTowerConfig(Settings):
     @property
     def query_layers(self) -> tuple[int, ...]:
         """Widths of the query tower's layers, with the default filled in."""
-        return (self.output_dim,) if self.query.layers is None else self.query.layers
+        return (self.tower_dim,) if self.query.layers is None else self.query.layers
 
     @property
     def candidate_layers(self) -> tuple[int, ...]:
@@ -247,14 +284,24 @@ class TwoTowerConfig(Settings):
         return self.candidate.layers or ()
 
     @property
-    def output_dim(self) -> int:
-        """Width of the query and candidate vectors."""
+    def tower_dim(self) -> int:
+        """Width of the results of the two towers."""
         return (self.candidate_layers or (self.embedding_dim,))[-1]
+
+    @property
+    def has_popularity(self) -> bool:
+        """Whether the last number of the query and candidate vectors is the popularity term."""
+        return not isinstance(self.popularity, NoPopularity)
+
+    @property
+    def output_dim(self) -> int:
+        """Width of the query and candidate vectors: that of the towers, and one more with a popularity term."""
+        return self.tower_dim + self.has_popularity
 
     @property
     def history_dim(self) -> int:
         """Width of an item's vector in a history."""
-        return self.output_dim if self.history.item_representation == "candidate_tower" else self.embedding_dim
+        return self.tower_dim if self.history.item_representation == "candidate_tower" else self.embedding_dim
 
 
 Quantization = Literal["int8", "int4", "fp16", "fp32"]

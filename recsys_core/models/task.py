@@ -12,6 +12,7 @@ from recsys_core.dataset.batch import Batch
 from recsys_core.models.loss.collectives import l2_penalty
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.loss.objective import Objective
+from recsys_core.models.popularity import append_popularity, item_popularity
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import CollectionOutputs, EmbeddingTables, table_outputs
 from recsys_core.models.tables.table_config import TEACHER_TABLE
@@ -56,6 +57,9 @@ class RetrievalHead(nn.Module):
             self.register_buffer(
                 f"{table}_popularity_rank", torch.from_numpy(popularity_rank_R.astype(np.int32)), persistent=False
             )
+        self.item_popularity_I: Tensor | None
+        popularity_I = torch.from_numpy(item_popularity(item_count_I)) if spec.config.has_popularity else None
+        self.register_buffer("item_popularity_I", popularity_I, persistent=False)
         self.weight_decay = dict(weight_decay)
         self.uses_bf16 = False
         self.histories_use_tower = spec.config.history.item_representation == "candidate_tower"
@@ -84,6 +88,7 @@ class RetrievalHead(nn.Module):
                     feature_name: feature_VD.index_select(0, candidate_C) for feature_name, feature_VD in features.items()
                 }
                 candidate_CD = self.item(item_VD.index_select(0, candidate_C), features=candidate_features)
+            candidate_CD = self.with_popularity(candidate_CD, batch.item_row_V[candidate_C])
             query_BD, query_outputs = self.encode_queries(embeddings, batch, history_item_VD=history_item_VD)
             teacher_CD = item_outputs[TEACHER_TABLE][candidate_C] if TEACHER_TABLE in item_outputs else None
             loss: Tensor = self.objective(query_BD, candidate_CD, batch=batch, teacher_CD=teacher_CD)
@@ -118,6 +123,12 @@ class RetrievalHead(nn.Module):
         """Return the vectors [V, D] that represent items in histories. item_VD, features: results of `embed_items`."""
         history_item_VD: Tensor = self.item(item_VD, features=features) if self.histories_use_tower else item_VD
         return history_item_VD
+
+    def with_popularity(self, candidate_VD: Tensor, item_row_V: Tensor) -> Tensor:
+        """Return candidate vectors with the popularity of the items behind, if the model has a popularity term."""
+        if self.item_popularity_I is None:
+            return candidate_VD
+        return append_popularity(candidate_VD, self.item_popularity_I[item_row_V])
 
     def encode_queries(
         self, embeddings: CollectionOutputs, batch: Batch, *, history_item_VD: Tensor
@@ -177,8 +188,9 @@ class RetrievalTask(nn.Module):
         The history vector of an item represents it in the histories of queries.
         """
         item_VD, features, _ = self.head.embed_items(self._look_up(batch, self._item_collections), batch)
-        candidate_VD = self.head.item(item_VD, features=features)
-        return (candidate_VD if self.head.histories_use_tower else item_VD), candidate_VD
+        candidate_VD: Tensor = self.head.item(item_VD, features=features)
+        history_VD = candidate_VD if self.head.histories_use_tower else item_VD
+        return history_VD, self.head.with_popularity(candidate_VD, batch.item_row_V)
 
     def encode_queries(self, batch: Batch) -> Tensor:
         """Return query vectors [B, D] of a batch without candidates."""

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import normalize
 
-from recsys_core.models.config import TowerConfig
+from recsys_core.models.config import NoPopularity, TowerConfig
 from recsys_core.models.history import HistoryEncoder, last_items, make_encoder
+from recsys_core.models.popularity import PopularityWeight
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import OFFSET_TABLE
 
@@ -95,9 +96,10 @@ class QueryTower(nn.Module):
         self.tower = MLP(
             config.query, layers=layers, feature_dims=feature_dims, dim=config.embedding_dim, has_last_bias=has_last_bias
         )
+        self.popularity = None if isinstance(config.popularity, NoPopularity) else PopularityWeight(config.popularity)
 
     def forward(self, item_VD: Tensor, history_H: Tensor, offset: Tensor, *, features: Mapping[str, Tensor]) -> Tensor:
-        """Return query vectors [B, D], of unit length under cosine similarity.
+        """Return query vectors [B, D], of unit length under cosine similarity, with the weight of a popularity term behind.
 
         Args:
             item_VD, history_H, offset: histories, as in HistoryEncoder.forward.
@@ -109,7 +111,8 @@ class QueryTower(nn.Module):
             if self.uses_last_item:
                 inputs.append(last_items(item_VD, history_H, offset, start=self.pooling.start))
         query_BD: Tensor = self.tower(inputs + [features[table_name] for table_name in self.feature_names])
-        return unit_vectors(query_BD.float(), min_norm=self.min_norm) if self.is_cosine else query_BD.float()
+        query_BD = unit_vectors(query_BD.float(), min_norm=self.min_norm) if self.is_cosine else query_BD.float()
+        return query_BD if self.popularity is None else self.popularity(query_BD)
 
 
 class CandidateTower(nn.Module):

@@ -16,7 +16,10 @@ _EARLIER_SETTINGS = ("nlist", "nprobe", "pq_m", "pq_nbits", "hnsw_m", "ef_constr
 
 
 class IndexConfig(Settings):
-    """FAISS indexes that search the item vectors by inner product. For cosine similarity, the vectors have length 1."""
+    """FAISS indexes that search the item vectors by inner product.
+
+    For cosine similarity, the vectors have length 1, or a little more with a popularity term.
+    """
 
     served: Annotated[Auto | AnyIndexKind, Field(discriminator="kind")] = Field(
         default_factory=Hnsw,

@@ -24,13 +24,14 @@ _TYPE_BY_PARAM: dict[str, tuple[type, ...]] = {
     "exclude_stored_history": (bool,),
     "exclude": (list, tuple, np.ndarray),
     "min_score": (int, float),
+    "popularity_weight": (int, float),
     "filter": (Mapping, str),
     "with_vectors": (bool,),
 }
 DEFAULT_K = 10
 PARAMS = tuple(_TYPE_BY_PARAM)
 """Names of the params of a request."""
-_OPTIONAL_PARAMS = ("exclude", "min_score", "filter")
+_OPTIONAL_PARAMS = ("exclude", "min_score", "popularity_weight", "filter")
 """Params that may be null."""
 
 

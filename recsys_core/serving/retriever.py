@@ -31,7 +31,7 @@ MAX_BATCH_RESULTS = 1 << 20
 MAX_BATCH_QUERIES = 1024
 MAX_LISTED_EXCLUDES = 1_000
 """Up to this many items that no query gets are excluded from the candidates of each query. More are left out of the search."""
-
+MAX_POPULARITY_WEIGHT = 1e4
 MAX_REMEMBERED_FILTERS = 16
 
 History = Sequence[Id] | None
@@ -47,6 +47,8 @@ class SearchOptions(TypedDict, total=False):
             (default True). With False, a model can be measured on events that are in the stored histories.
         exclude: ids of items that are left out. Unknown ids are ignored.
         min_score: leave out items with a lower score. It does not apply to the most popular items, whose scores are shares.
+        popularity_weight: weight of the popularity of an item in its score, for a model with a popularity term; None for that
+            of the model. Similar items have no such term by default.
         filter: conditions on filter columns; see recsys_core.serving.items.
         with_vectors: also return query vectors and item vectors.
     """
@@ -55,6 +57,7 @@ class SearchOptions(TypedDict, total=False):
     exclude_stored_history: bool
     exclude: Sequence[Id]
     min_score: float | None
+    popularity_weight: float | None
     filter: Filter | None
     with_vectors: bool
 
@@ -64,6 +67,7 @@ DEFAULT_OPTIONS: SearchOptions = {
     "exclude_stored_history": True,
     "exclude": (),
     "min_score": None,
+    "popularity_weight": None,
     "filter": None,
     "with_vectors": False,
 }
@@ -167,7 +171,7 @@ class Retriever:
         Raises:
             InputError: an argument or an id is invalid, or the arguments have different lengths.
         """
-        checked = _checked_options(k, options)
+        checked = self._checked_options(k, options)
         num_queries = _num_queries(user_ids, histories, features)
         k = min(k, len(self.item_ids))
         user_rows = self._user_rows(user_ids, num_queries)
@@ -193,7 +197,7 @@ class Retriever:
         Raises:
             InputError: an argument or an id is invalid.
         """
-        checked = _checked_options(k, options)
+        checked = self._checked_options(k, options)
         k = min(k, len(self.item_ids))
         item_rows = self.item_ids.rows(item_ids)
         candidates = self._candidates(checked)
@@ -203,6 +207,8 @@ class Retriever:
             is_known_B = row_B >= 0
             query_BD = np.zeros((len(row_B), self.package.model.config.output_dim), np.float32)
             query_BD[is_known_B] = self.item_vectors(row_B[is_known_B])
+            if self.package.model.config.has_popularity:
+                query_BD[:, -1] = checked["popularity_weight"] or 0.0  # not the popularity of the item
             zero_B, itself = np.zeros(len(row_B), np.int64), JaggedArray.from_lengths(is_known_B, row_B[is_known_B])
             queries = _Queries(is_known_B, query_BD, itself, zero_B, zero_B.astype(np.int8), zero_B)
             parts.append(self._recommend_batch(queries, candidates, k=k, options=checked, popularity=False))
@@ -251,6 +257,19 @@ class Retriever:
         if segments is None:
             return None
         return self.request_features.values_of(segments.key, segments.value_rows[:num_values])
+
+    def _checked_options(self, k: int, options: SearchOptions) -> SearchOptions:
+        """Return all options. Raises InputError for an unknown or invalid one."""
+        if unknown_options := options.keys() - DEFAULT_OPTIONS.keys():
+            raise InputError(f"unknown option {', '.join(sorted(unknown_options))}; there are {', '.join(DEFAULT_OPTIONS)}")
+        if k < 1:
+            raise InputError(f"k is {k}; it must be at least 1")
+        weight = options.get("popularity_weight")
+        if weight is not None and not self.package.model.config.has_popularity:
+            raise InputError("popularity_weight is set, but the model has no popularity term; train it with model.popularity")
+        if weight is not None and not abs(weight) <= MAX_POPULARITY_WEIGHT:
+            raise InputError(f"popularity_weight is {weight}; it must be at most {MAX_POPULARITY_WEIGHT:g} in absolute value")
+        return {**DEFAULT_OPTIONS, **options}
 
     def _user_rows(self, user_ids: Sequence[Id | None] | NDArray[Any] | None, num_queries: int) -> NDArray[np.int64]:
         """Return the row of each user, -1 for an unknown user and for None."""
@@ -315,6 +334,8 @@ class Retriever:
         elif len(model_indices):
             model_given = {key: feature.take(model_indices) for key, feature in given.items()}
             query_BD[model_indices] = self.encode(user_row_B[model_indices], history.take(model_indices), given=model_given)
+        if options["popularity_weight"] is not None:
+            query_BD[model_indices, -1] = options["popularity_weight"]
         has_history_B = (history.lengths > 0) & (model.history_length > 0)
         unknown_code_B = np.where(has_history_B, FALLBACKS.index("history"), FALLBACKS.index("features"))
         is_expected_B = (user_row_B >= 0) | (self.package.users == "none")
@@ -403,14 +424,6 @@ def _select(items: ItemTable, index: Any, item_filter: Filter) -> tuple[NDArray[
 
 def _select_json(items: ItemTable, index: Any, filter_json: str) -> tuple[NDArray[np.bool_], Selection]:
     return _select(items, index, json.loads(filter_json))
-
-
-def _checked_options(k: int, options: SearchOptions) -> SearchOptions:
-    if unknown_options := options.keys() - DEFAULT_OPTIONS.keys():
-        raise InputError(f"unknown option {', '.join(sorted(unknown_options))}; there are {', '.join(DEFAULT_OPTIONS)}")
-    if k < 1:
-        raise InputError(f"k is {k}; it must be at least 1")
-    return {**DEFAULT_OPTIONS, **options}
 
 
 def _num_queries(

@@ -177,6 +177,7 @@ def signature_for(package: PackageDescription, *, item_id_type: IdType) -> Model
                 ParamSpec("exclude_stored_history", DataType.boolean, True),
                 ParamSpec("exclude", item_type, [], (-1,)),
                 ParamSpec("min_score", DataType.double, None),
+                ParamSpec("popularity_weight", DataType.double, None),
                 ParamSpec("filter", DataType.string, ""),
                 ParamSpec("with_vectors", DataType.boolean, False),
             ]

@@ -61,7 +61,7 @@ class Objective(nn.Module):
         super().__init__()
         self.config = loss
         self.group = group
-        self.min_norm, self.history_length = spec.row_norm, spec.history_length
+        self.min_norm, self.history_length, self.tower_dim = spec.row_norm, spec.history_length, spec.config.tower_dim
         log_temperature = torch.tensor(math.log(spec.config.temperature))
         self.log_temperature = nn.Parameter(log_temperature) if spec.config.learn_temperature else None
         self.fixed_temperature = spec.config.temperature
@@ -97,7 +97,7 @@ class Objective(nn.Module):
             return loss
         num_shared = self._num_shared_candidates(batch)
         return loss + distillation.weight * distillation_loss(
-            candidate_CD[:num_shared],
+            candidate_CD[:num_shared, : self.tower_dim],
             teacher_CD=teacher_CD[:num_shared],
             item_C=batch.candidate_index_C[:num_shared],
             num_queries=batch.batch_size,

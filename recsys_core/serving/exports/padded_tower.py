@@ -46,7 +46,7 @@ class PaddedQueryTower(nn.Module):
         super().__init__()
         self.tables, dense, spec = tower.tables, tower.dense, tower.spec
         self.pooling, self.layers = dense.pooling, dense.tower
-        self._uses_last_item, self._is_cosine = dense.uses_last_item, dense.is_cosine
+        self._uses_last_item, self._is_cosine, self.popularity = dense.uses_last_item, dense.is_cosine, dense.popularity
         self._is_mean_by_table = {
             table_name: spec.forms.get(table_name) in ("list", "weighted_list")
             and spec.tables[table_name].settings.pooling == "mean"
@@ -75,7 +75,8 @@ class PaddedQueryTower(nn.Module):
                 weight_BL = weight_BL / weight_BL.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
             features.append((value_BLD * weight_BL[:, :, None]).sum(dim=1))
         query_BD: Tensor = self.layers(features)
-        return normalize(query_BD, dim=1) if self._is_cosine else query_BD
+        query_BD = normalize(query_BD, dim=1) if self._is_cosine else query_BD
+        return query_BD if self.popularity is None else self.popularity(query_BD)
 
     def _look_up(self, name: str, row_BL: Tensor) -> Tensor:
         value_LD: Tensor = self.tables[name](row_BL.flatten())

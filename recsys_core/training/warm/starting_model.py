@@ -39,6 +39,8 @@ ID_FILE_BY_TABLE = {
 _TEMPERATURE_NAME = "objective.log_temperature"
 _EMPTY_HISTORY_NAME = "query.pooling.start"
 """Parameter with the vector of an empty history; exports of early versions do not have it."""
+_POPULARITY_NAME = "query.popularity.weight"
+"""Parameter with the weight of the popularity. It starts from 0, which is a model without the term."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,8 @@ def champion_layers(spec: ModelSpec, *, champion: Champion, champion_tensors: Ma
     """Return the champion's layers, named as in the new model.
 
     Parameters that the champion does not have are left out and keep their initial values: the projection of a new feature, a
-    learned temperature, the vector of an empty history. The champion's item frequencies are not carried over.
+    learned temperature, the vector of an empty history, the weight of the popularity. The champion's item frequencies are not
+    carried over.
 
     Args:
         champion_tensors: weights of the champion's layers, by name.
@@ -226,7 +229,8 @@ def champion_layers(spec: ModelSpec, *, champion: Champion, champion_tensors: Ma
     carried_tensors = {}
     for parameter_path, shape in _layer_shapes(spec).items():
         champion_name = _name_in_champion(parameter_path, spec=spec, champion_spec=champion.spec)
-        if champion_name is None or (parameter_path == _EMPTY_HISTORY_NAME and parameter_path not in champion_tensors):
+        is_optional = parameter_path in (_EMPTY_HISTORY_NAME, _POPULARITY_NAME)
+        if champion_name is None or (is_optional and parameter_path not in champion_tensors):
             continue
         champion_shape = tuple(champion_tensors[champion_name].shape) if champion_name in champion_tensors else None
         if champion_shape != shape:

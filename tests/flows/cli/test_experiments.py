@@ -1,8 +1,12 @@
-"""`nightjar tune`: ranges; tests/drills/test_tuning.py runs real trainings. `nightjar suggest` with a real log."""
+"""`nightjar tune`: ranges; tests/drills/test_tuning.py runs real trainings. `nightjar suggest` with a real log.
+
+`nightjar popularity-curve` with a run written by hand.
+"""
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
@@ -11,7 +15,10 @@ from flows.cli.experiments import tunable_config
 from flows.cli.main import app
 from flows.settings.config_file import LoadedConfig, load_config, settings_as_yaml, with_settings
 from recsys_core.errors import InputError
+from recsys_core.manifests import ExportManifest, InteractionsManifest
+from tasks.runs.run import REDUCED_FILE_NAME, Run
 from tests.flows.tuning_config import CONFIG
+from tests.recsys_core.evaluation.stage_folders import export_stage, interactions_stage
 from tests.recsys_core.ingest.parquet_files import write
 
 LENGTH, POOLING, NEGATIVES = "model.history.length", "model.history.pooling", "loss.num_negatives"
@@ -141,3 +148,57 @@ def test_a_file_with_the_suggested_settings_gets_no_more_suggestions(config: Pat
 def test_settings_that_contradict_the_file_are_named(config: Path) -> None:
     answer = CliRunner().invoke(app, ["suggest", str(config), "--set", "interactions.timestamp_column=nope"])
     assert answer.exit_code == 1 and "nope" in str(answer.exception)
+
+
+@pytest.fixture
+def run(config: Path, tmp_path: Path) -> Run:
+    """Write the interactions and the export of a run of three users and four items."""
+    config.write_text(config.read_text() + f"workspace: {tmp_path / 'workspace'}\nevaluation: {{ks: [2]}}\n")
+    run = Run("20261125-020000-ab12", workspace=tmp_path / "workspace")
+    run.folder.mkdir(parents=True)
+    interactions_stage(
+        run.stage_folder(InteractionsManifest),
+        train=[[0, 1], [0], [0, 2]],
+        validation=[[2], [3], [1]],
+        test=[[], [], []],
+        items=4,
+    )
+    queries = {"validation": (range(3), np.eye(4)[:3])}
+    export_stage(run.stage_folder(ExportManifest), item_vectors=np.eye(4), queries=queries)
+    return run
+
+
+def test_the_popularity_curve_of_the_newest_run_is_printed_and_written(config: Path, run: Run) -> None:
+    answer = CliRunner().invoke(app, ["popularity-curve", str(config), "--weights=-0.5, 0.25", "--json"])
+    assert answer.exit_code == 0, answer.output
+    points = json.loads(answer.stdout.splitlines()[-1])
+    assert [(point["weight"], point["is_served"]) for point in points] == [(-0.5, False), (0, True), (0.25, False)]
+    assert points[0]["metrics"].keys() == {f"{name}@2" for name in ("recall", "ndcg", "coverage", "novelty", "popularity_lift")}
+    folder = run.workspace / "popularity-curve"
+    assert json.loads((folder / f"{run.run_id}.json").read_text()) == points
+    assert (folder / f"{run.run_id}.png").read_bytes().startswith(b"\x89PNG")
+    answer = CliRunner().invoke(app, ["popularity-curve", str(config), "--run", run.run_id])
+    assert answer.exit_code == 0, answer.output
+    assert "0 (this run)" in answer.output and f"{run.run_id}.png" in answer.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--weights", "0.1;0.2"], "--weights 0.1;0.2 is no list of numbers; write, for example, --weights=-0.1,0,0.1"),
+        (["--weights", "nan"], "--weights nan has a number that is not finite"),
+        (["--run", "other"], "there is no run other; there are 20261125-020000-ab12"),
+    ],
+)
+def test_a_wrong_argument_of_the_popularity_curve_is_refused(
+    config: Path, run: Run, arguments: list[str], expected: str
+) -> None:
+    answer = CliRunner().invoke(app, ["popularity-curve", str(config), *arguments])
+    assert isinstance(answer.exception, InputError) and expected in str(answer.exception)
+    assert not (run.workspace / "popularity-curve").exists()
+
+
+def test_a_run_without_its_vectors_has_no_popularity_curve(config: Path, run: Run) -> None:
+    (run.folder / REDUCED_FILE_NAME).touch()
+    answer = CliRunner().invoke(app, ["popularity-curve", str(config)])
+    assert isinstance(answer.exception, InputError) and "choose a newer run with --run" in str(answer.exception)

@@ -70,6 +70,16 @@ def test_without_pretrained_vectors_an_unseen_item_has_a_row_of_zeros() -> None:
     np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
+def test_an_unseen_item_has_the_popularity_of_an_item_without_events() -> None:
+    task = task_of({"popularity": {"kind": "fixed", "weight": 1}}, features=FEATURES).eval()
+    batch = batch_of([4, 2], features=STORE, users=[0], histories=[[]])
+    popularity_V = task.encode_items(batch)[1][:, -1].tolist()
+    assert dict(zip(batch.item_row_V.tolist(), popularity_V, strict=True)) == {2: 0, 4: pytest.approx(np.log(2) / np.log(10))}
+    vectors = model_of(task).encode(None, STORE, batch.item_row_V.numpy())
+    assert [array.shape for array in vectors] == [(2, 4), (2, 5)] and not vectors[1][:, -1].any()
+    assert model_of(task).encode(None, STORE, np.zeros(0, np.int64))[1].shape == (0, 5)
+
+
 def test_a_saved_model_gives_the_same_vectors_bit_by_bit(tmp_path: Path) -> None:
     model = model_of(task_of(TOWER, features=FEATURES))
     model.save(tmp_path / "candidate.safetensors")

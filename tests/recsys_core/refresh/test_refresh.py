@@ -62,6 +62,18 @@ def test_other_items_and_the_space_stay_bit_by_bit(parent: SmallPipeline, tables
     assert len(new_code) == len(after)
 
 
+def test_a_new_item_has_the_popularity_of_an_item_without_events(tmp_path: Path) -> None:
+    parent = build_pipeline(tmp_path / "parent", model={"popularity": {"kind": "fixed", "weight": 0.2}})
+    assert max(vector[-1] for vector in values_of(parent.package_folder).values()) == 1
+    write_vectors(parent.files, [*ITEMS, 1300])
+    write_items(parent.files, [*ITEMS, 1300])
+    refreshed = refresh_small(parent, tmp_path / "new")
+    assert refreshed is not None and refreshed.problems == ()
+    vectors = values_of(folder_of(refreshed))
+    assert len(vectors[1300]) == 9 and vectors[1300][-1] == vectors[1299][-1] == 0
+    assert np.linalg.norm(vectors[1300]) == pytest.approx(1)
+
+
 def test_items_that_left_are_never_answered_and_leave_the_histories(
     parent: SmallPipeline, tables: Tables, tmp_path: Path
 ) -> None:

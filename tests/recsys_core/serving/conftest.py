@@ -14,6 +14,7 @@ from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.manifests import Dataset, IngestedFeature, PackageManifest
 from recsys_core.models.config import PackageConfig, TowerConfig, TwoTowerConfig
+from recsys_core.models.popularity import append_popularity, item_popularity
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.towers import CandidateTower, QueryTower
 from recsys_core.retrieval.config import IndexConfig
@@ -88,7 +89,7 @@ class World:
         }
         self.towers = nn.ModuleDict({"query": QueryTower(self.spec), "item": CandidateTower(self.spec)}).eval()
         for name, parameter in self.towers.named_parameters():
-            if "recency" in name or "attention" in name:
+            if "recency" in name or "attention" in name or "popularity" in name:
                 nn.init.normal_(parameter)
         self.train = [random.choice(ITEMS, size, replace=False).tolist() for size in random.integers(1, 25, USERS)]
         self.train[3] = list(range(ITEMS - 2))  # the user has seen all but two items
@@ -96,10 +97,13 @@ class World:
         self.test[3] = [0]
         with torch.no_grad():
             item_vector_ID = self.towers["item"].embed({"item": torch.from_numpy(self.tables["item"])})
-            self.item_vectors = self.towers["item"](item_vector_ID, features={}).numpy()
-        self.history_items = (
-            self.item_vectors if config.history.item_representation == "candidate_tower" else item_vector_ID.numpy()
-        )
+            candidate_ID = self.towers["item"](item_vector_ID, features={})
+        uses_tower = config.history.item_representation == "candidate_tower"
+        self.history_items = (candidate_ID if uses_tower else item_vector_ID).numpy()
+        if config.has_popularity:
+            count_I = np.bincount(np.concatenate(self.train), minlength=ITEMS)
+            candidate_ID = append_popularity(candidate_ID, torch.from_numpy(item_popularity(count_I)))
+        self.item_vectors = candidate_ID.numpy()
 
     @property
     def log(self) -> list[list[int]]:

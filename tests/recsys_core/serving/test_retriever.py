@@ -138,6 +138,39 @@ def test_an_unknown_user_without_a_known_item_gets_popular_items(flat, retriever
     assert sorted(everything[0]) == sorted(ITEM_IDS)
 
 
+def test_a_request_may_replace_the_weight_of_the_popularity(build: Build) -> None:
+    world, package = build(popularity={"kind": "fixed", "weight": 0.5}, history={"pooling": "recency"})
+    retriever = load(package)
+    query, seen = world.query(0, world.log[0]), world.log[0]
+    assert (len(query), query[-1]) == (17, 0.5)
+    for weight in (None, 0.5, 0, -2.5, 1e4):
+        expected = query if weight is None else np.append(query[:-1], np.float32(weight))
+        (ids,) = retriever.recommend(USER_IDS[:1], k=10, popularity_weight=weight).item_ids
+        assert ids.tolist() == world.best(expected, seen=seen, k=10)
+    (answer,) = retriever.recommend(USER_IDS[:1], k=3, popularity_weight=-2.5, with_vectors=True)
+    assert answer.query_vector[-1] == -2.5
+    np.testing.assert_allclose(answer.scores, np.array(answer.item_vectors) @ answer.query_vector, atol=1e-4)
+
+
+def test_similar_items_are_not_the_popular_ones(build: Build) -> None:
+    world, package = build(popularity={"kind": "learned"})
+    retriever = load(package)
+    query = np.append(world.item_vectors[7, :-1], 0)
+    assert retriever.similar([ITEM_IDS[7]], k=10).item_ids[0].tolist() == world.best(query, seen=[7], k=10)
+    query[-1] = 3
+    with_weight = retriever.similar([ITEM_IDS[7]], k=10, popularity_weight=3)
+    assert with_weight.item_ids[0].tolist() == world.best(query, seen=[7], k=10)
+
+
+def test_a_weight_is_refused_without_a_term_or_outside_of_its_limits(build: Build, retriever: Retriever) -> None:
+    with pytest.raises(InputError, match="popularity_weight is set, but the model has no popularity term"):
+        retriever.recommend(USER_IDS[:1], popularity_weight=0.1)
+    with_term = load(build(popularity={"kind": "learned", "served_weight": 0})[1])
+    for weight in (math.inf, math.nan, -10_001):
+        with pytest.raises(InputError, match=r"popularity_weight is .*; it must be at most 10000 in absolute value"):
+            with_term.similar(ITEM_IDS[:1], popularity_weight=weight)
+
+
 def test_is_known_marks_the_users_of_the_log(retriever: Retriever) -> None:
     assert retriever.is_known([USER_IDS[0], 1, USER_IDS[5]]).tolist() == [True, False, True]
 

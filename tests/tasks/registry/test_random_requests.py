@@ -73,6 +73,7 @@ PARAMS = {
     "exclude": st.lists(ITEM, max_size=5),
     "exclude_seen": st.booleans(),
     "min_score": st.floats(),
+    "popularity_weight": st.floats(),
     "filter": FILTER,
     "with_vectors": st.booleans(),
 }

@@ -43,7 +43,12 @@ assert not {name for name in sys.modules if name.startswith(("recsys_core", "tas
 """
 MODELS: list[dict[str, Any]] = [
     {"history": {"pooling": "mean"}, "features": (*USER_FEATURES, *CONTEXT_FEATURES), "learn_user_embedding": True},
-    {"history": {"pooling": "recency", "last_item_feature": False}, "similarity": "dot", "quantization": "int4"},
+    {
+        "history": {"pooling": "recency", "last_item_feature": False},
+        "similarity": "dot",
+        "quantization": "int4",
+        "popularity": {"kind": "learned"},
+    },
     {"history": {"pooling": "self_attention", "num_heads": 2, "recency_residual": True}},
 ]
 
@@ -81,7 +86,7 @@ def tower_of(world: World, *, quantization: Any = "fp32") -> ServedQueryTower:
     [
         {},
         {"similarity": "dot", "layers": ()},
-        {"learn_user_embedding": True, "history": {"last_item_feature": False}},
+        {"learn_user_embedding": True, "history": {"last_item_feature": False}, "popularity": {"kind": "learned"}},
         {"history": {"item_representation": "candidate_tower"}},
     ],
 )

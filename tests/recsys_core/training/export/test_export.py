@@ -2,12 +2,17 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.torch import load_file
 
+from recsys_core.dataset.events import EventStore
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.evaluation.held_out import ranking_settings
 from recsys_core.manifests import Dataset, EvaluationManifest, ExportManifest
+from recsys_core.models.config import LearnedPopularity
+from recsys_core.models.popularity import item_popularity
 from recsys_core.training.config import TrainingConfig
 from tests.recsys_core.training.forked_training import (
     MODEL,
@@ -30,9 +35,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 @pytest.fixture(scope="module")
 def trained(data: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[Experiment, FinishedTraining]:
-    """Train a model without user embeddings, which does not know users without a history."""
+    """Train a model with a popularity term, and without user embeddings: it does not know users without a history."""
     folder = tmp_path_factory.mktemp("training")
-    model = MODEL.model_copy(update={"learn_user_embedding": False})
+    model = MODEL.model_copy(update={"learn_user_embedding": False, "popularity": LearnedPopularity()})
     experiment = make_experiment(data, folder / "plan", model=model, training=TrainingConfig(epochs=1, batch_size=256))
     return experiment, train_in_forks(experiment, folder / "work")
 
@@ -73,3 +78,14 @@ def test_stored_rankings_are_read_only_if_they_have_the_settings_of_the_evaluati
         metrics = _evaluate(longer, export, data, tmp_path / "longer").metrics
     assert "the settings of the evaluation have changed since the export" in caplog.text
     assert metrics == _evaluate(longer, export.model_copy(update={"ranking": None}), data, tmp_path / "again").metrics
+
+
+def test_the_vectors_end_in_the_trained_weight_and_in_the_popularity(
+    data: Dataset, trained: tuple[Experiment, FinishedTraining], tmp_path: Path
+) -> None:
+    export = exported(*trained, tmp_path / "export")
+    item_vectors, queries = (np.load(export.path(name)) for name in ("item_vectors.npy", "query_vectors_test.npy"))
+    popularity_I = item_popularity(EventStore.open(data.interactions).train_count_I)
+    assert np.array_equal(item_vectors[:, -1], popularity_I) and export.dim == item_vectors.shape[1]
+    weight = load_file(export.path("dense.safetensors"))["query.popularity.weight"].item()
+    assert abs(weight) > 1e-4 and np.array_equal(np.unique(queries[:, -1]), [np.float32(weight)])

@@ -200,6 +200,18 @@ def test_the_vector_of_an_empty_history_is_carried_over_if_the_export_has_it(run
     )
 
 
+def test_the_weight_of_the_popularity_starts_from_0_if_the_champion_has_none(run: PreparedRun, champion: Champion) -> None:
+    config = TwoTowerConfig.model_validate(run.spec.config.model_dump() | {"popularity": {"kind": "learned"}})
+    spec = run.spec.model_copy(update={"config": config})
+    dataset = Dataset(run.interactions, features=run.features)
+    require_compatible(spec, champion=champion, dataset=dataset)
+    layer_by_name = {"query.tower.layers.0.weight": torch.rand(8, 24)}
+    assert set(champion_layers(spec, champion=champion, champion_tensors=layer_by_name)) == set(layer_by_name)
+    layer_by_name["query.popularity.weight"] = torch.rand(1)
+    carried = champion_layers(spec, champion=champion, champion_tensors=layer_by_name)
+    assert carried["query.popularity.weight"] is layer_by_name["query.popularity.weight"]
+
+
 def test_a_layer_of_another_shape_is_rejected_with_both_shapes(run: PreparedRun, champion: Champion) -> None:
     layer_by_name = {"query.tower.layers.0.weight": torch.rand(8, 16)}
     with pytest.raises(InputError, match=r"layer query.tower.layers.0.weight is \[8, 24\] in this run, but \[8, 16\] in"):

@@ -1,0 +1,138 @@
+"""The trade between accuracy, coverage and novelty: metrics of the validation users with several weights of item popularity.
+
+The vectors of one export are ranked with each weight. A model that is served with this weight (`model.popularity`) ranks alike.
+
+Shapes: B queries, I items, D width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recsys_core import plots
+from recsys_core.config import Frozen
+from recsys_core.dataset.events import EventStore
+from recsys_core.errors import InputError
+from recsys_core.evaluation import diversity, metrics
+from recsys_core.evaluation.config import EvaluationConfig
+from recsys_core.evaluation.held_out import HeldOut, load_held_out
+from recsys_core.evaluation.ranking.served import rank_served
+from recsys_core.manifests import ExportManifest, InteractionsManifest
+from recsys_core.models.popularity import append_popularity, item_popularity
+from recsys_core.models.spec import ModelSpec
+
+DEFAULT_MULTIPLES = (-0.5, -0.25, -0.1, 0.0, 0.1, 0.25, 0.5)
+"""The default weights, as multiples of the weight with which the popularity term varies as much as the scores of a user."""
+MAX_SAMPLED_QUERIES = 256
+
+
+class CurvePoint(Frozen):
+    """The metrics of the validation users with one weight, by <metric>@<k>.
+
+    Attributes:
+        is_served: whether the export has this weight.
+    """
+
+    weight: float
+    is_served: bool
+    metrics: dict[str, float]
+
+
+def popularity_curve(
+    config: EvaluationConfig,
+    *,
+    export: ExportManifest,
+    interactions: InteractionsManifest,
+    weights: Sequence[float] = (),
+) -> list[CurvePoint]:
+    """Return the metrics at the smallest cut-off for each weight and for that of the export, by rising weight.
+
+    weights: weights of the popularity term; empty for `default_weights`.
+
+    Raises:
+        InputError: the validation split has no unseen target.
+    """
+    if not export.num_queries.get("validation", 0):
+        raise InputError("the validation split has no event, so there is no curve; change interactions.split")
+    store = EventStore.open(interactions)
+    spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
+    # Without a ranking in the manifest, the query vectors are loaded.
+    unranked = export.model_copy(update={"ranking": None})
+    held_out = load_held_out("validation", config=config, store=store, export=unranked, interactions=interactions)
+    query_BD, item_ID = held_out.queries.query_BD, torch.from_numpy(np.load(export.path("item_vectors.npy")))
+    served_weight = float(query_BD[0, -1]) if spec.config.has_popularity else 0.0
+    query_BD, item_ID = (vectors[:, : spec.config.tower_dim] for vectors in (query_BD, item_ID))
+    popularity_I = torch.from_numpy(item_popularity(store.train_count_I))
+    weights = weights or default_weights(query_BD, item_ID=item_ID, popularity_I=popularity_I)
+    item_ID, points = append_popularity(item_ID, popularity_I), []
+    for weight in sorted({*weights, served_weight}):
+        weighted_BD = append_popularity(query_BD, torch.full((len(query_BD),), weight))
+        values = _metrics(config, _with_queries(held_out, weighted_BD), item_ID=item_ID, store=store)
+        points.append(CurvePoint(weight=weight, is_served=weight == served_weight, metrics=values))
+    return points
+
+
+def default_weights(query_BD: Tensor, *, item_ID: Tensor, popularity_I: Tensor) -> list[float]:
+    """Return weights around 0. The largest term varies between items half as much as the scores of a query do.
+
+    >>> item_ID, popularity_I = torch.tensor([[0.0], [0.2]]), torch.tensor([0.0, 1.0])
+    >>> default_weights(torch.ones(1, 1), item_ID=item_ID, popularity_I=popularity_I)
+    [-0.1, -0.05, -0.02, 0.0, 0.02, 0.05, 0.1]
+    """
+    sampled = np.unique(np.linspace(0, len(query_BD) - 1, MAX_SAMPLED_QUERIES).astype(np.int64))
+    score_BI = query_BD[torch.from_numpy(sampled)] @ item_ID.T
+    unit = float(score_BI.std(dim=1).mean() / popularity_I.std().clamp(min=1e-6))
+    return [float(f"{multiple * unit:.2g}") for multiple in DEFAULT_MULTIPLES]
+
+
+def _with_queries(held_out: HeldOut, query_BD: Tensor) -> HeldOut:
+    return replace(held_out, queries=replace(held_out.queries, query_BD=query_BD))
+
+
+def _metrics(config: EvaluationConfig, held_out: HeldOut, *, item_ID: Tensor, store: EventStore) -> dict[str, float]:
+    """Return the metrics of a ranking by these vectors."""
+    k, train_count_I = min(config.ks), store.train_count_I
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ranking = rank_served(
+        held_out.queries, item_vector_ID=item_ID, order_I=held_out.popularity_order_I, k=k, top_only=True, device=device
+    )
+    if not len(ranking.position_T):
+        raise InputError("the users had already seen all validation targets; set evaluation.exclude_seen to false")
+    targets, history_item_L = ranking.target_positions(), held_out.history.values_L
+    values = {
+        "recall": metrics.recall(targets, k=k).mean(),
+        "ndcg": metrics.ndcg(targets, k=k).mean(),
+        "coverage": metrics.coverage(ranking.top_BK, k=k, num_items=ranking.num_items),
+        "novelty": diversity.novelty(ranking.top_BK, train_count_I=train_count_I),
+        "popularity_lift": diversity.popularity_lift(
+            ranking.top_BK, history_item_L=history_item_L, train_count_I=train_count_I
+        ),
+    }
+    return {f"{name}@{k}": float(value) for name, value in values.items() if np.isfinite(value)}
+
+
+def plot_curve(points: Sequence[CurvePoint], *, path: Path) -> Path:
+    """Write a PNG with coverage and novelty over the NDCG, a point per weight. Return `path`."""
+    ndcg_name, coverage_name, novelty_name = (
+        next(name for name in points[0].metrics if name.startswith(f"{metric}@")) for metric in ("ndcg", "coverage", "novelty")
+    )
+    figure, panels = plots.new_panels(2, title="Weights of item popularity, validation users", size=(6.4, 6.4))
+    ndcg = [point.metrics[ndcg_name] for point in points]
+    best = int(np.argmax(ndcg))
+    for axes, name in zip(panels, (coverage_name, novelty_name), strict=True):
+        values = [point.metrics[name] for point in points]
+        axes.plot(ndcg, values, color=plots.BLUE, marker="o", markersize=4)
+        for index, (point, x, y) in enumerate(zip(points, ndcg, values, strict=True)):
+            place = (6, 3) if index < best else (6, -9)  # the line bends at the best weight
+            axes.annotate(f"{point.weight:.3g}", (x, y), xytext=place, textcoords="offset points", fontsize=8, color=plots.INK)
+            if point.is_served:
+                axes.plot(x, y, color=plots.ORANGE, marker="o", markersize=8, linestyle="none", label="weight of this run")
+        axes.margins(0.08)
+        axes.set_ylabel(name if name != novelty_name else f"{name}, bits")
+    plots.legend_above(panels[0])
+    panels[1].set_xlabel(ndcg_name)
+    return plots.save_png(figure, path)

@@ -1,0 +1,93 @@
+"""The popularity term: scores as similarity plus weight times popularity, in training and in the served model."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.popularity import item_popularity
+from tests.recsys_core.models.test_task import COUNT_I, batch_of, scores, task_of
+
+MODEL: dict[str, Any] = {"history": {"length": 3}, "candidate": {"layers": [4], "skip_connection": True}}
+
+
+def with_popularity(**popularity: Any) -> dict[str, Any]:
+    return MODEL | {"popularity": popularity}
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+@pytest.mark.parametrize("representation", ["embedding", "candidate_tower"])
+def test_a_score_is_the_similarity_and_the_weighted_popularity(similarity: str, representation: str) -> None:
+    model = MODEL | {"similarity": similarity, "history": {"length": 3, "item_representation": representation}}
+    plain = scores(task_of(model))
+    for weight in (0.7, -0.2, 0.0):
+        weighted = scores(task_of(model | {"popularity": {"kind": "fixed", "weight": weight}}))
+        expected = plain + weight * torch.from_numpy(np.log1p(COUNT_I) / np.log(10)).float()
+        torch.testing.assert_close(weighted, expected)
+
+
+def test_the_training_does_not_see_a_fixed_term() -> None:
+    plain, fixed = task_of(MODEL), task_of(with_popularity(kind="fixed", weight=3.0))
+    torch.testing.assert_close(plain(batch_of())[0], fixed(batch_of())[0])
+    assert [name for name, _ in plain.named_parameters()] == [name for name, _ in fixed.named_parameters()]
+
+
+def test_a_learned_weight_starts_as_the_model_without_a_term_and_is_trained_with_the_loss() -> None:
+    plain, learned = task_of(MODEL), task_of(with_popularity(kind="learned"))
+    loss = learned(batch_of())[0]
+    torch.testing.assert_close(loss, plain(batch_of())[0])
+    loss.backward()
+    weight = learned.head.query.popularity.weight
+    with torch.no_grad():
+        gradient = weight.grad.item()
+        weight.add_(1e-3)
+        assert (learned(batch_of())[0] - loss).item() == pytest.approx(1e-3 * gradient, rel=0.05)
+    assert abs(gradient) > 0.1
+
+
+@pytest.mark.parametrize(("served_weight", "expected"), [(None, 0.3), (0.0, 0.0), (-0.4, -0.4)])
+def test_serving_may_replace_the_trained_weight(served_weight: float | None, expected: float) -> None:
+    task = task_of(with_popularity(kind="learned", served_weight=served_weight))
+    with torch.no_grad():
+        task.head.query.popularity.weight.fill_(0.3)
+    fixed = task_of(with_popularity(kind="fixed", weight=expected))
+    torch.testing.assert_close(scores(task), scores(fixed))
+    replaced = task.train()(batch_of())[0]
+    assert not torch.equal(replaced, task_of(MODEL)(batch_of())[0])  # the training keeps the trained weight
+
+
+def test_the_distillation_compares_vectors_without_the_popularity() -> None:
+    loss = {"distillation": {"weight": 2.0}}
+    plain, fixed = (
+        task_of(model, loss=loss, vectors={"item": 8}) for model in (MODEL, with_popularity(kind="fixed", weight=3.0))
+    )
+    torch.testing.assert_close(plain(batch_of())[0], fixed(batch_of())[0])
+
+
+def test_a_catalogue_without_events_has_popularity_0() -> None:
+    assert item_popularity(np.zeros(3, np.int64)).tolist() == [0, 0, 0]
+    assert item_popularity(np.zeros(0, np.int64)).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("popularity", "expected"),
+    [
+        ({"kind": "fixed"}, "weight\n  Field required"),
+        ({"kind": "fixed", "weight": 10_001}, "less than or equal to 10000"),
+        ({"kind": "learned", "weight": 1}, "Extra inputs are not permitted"),
+        ({"kind": "removed"}, "does not match any of the expected tags"),
+    ],
+)
+def test_a_wrong_setting_is_rejected(popularity: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValidationError, match=expected):
+        TwoTowerConfig.model_validate({"popularity": popularity})
+
+
+def test_the_vectors_have_one_more_number_than_the_towers() -> None:
+    config = TwoTowerConfig.model_validate(
+        {"embedding_dim": 8, "history": {"item_representation": "candidate_tower"}, "popularity": {"kind": "learned"}}
+    )
+    assert (config.tower_dim, config.history_dim, config.output_dim, config.query_layers) == (8, 8, 9, (8,))

@@ -87,6 +87,13 @@ class LossConfig(Settings):
     negative_weight: float = Field(
         100.0, gt=0, le=1e6, description="weight of the mean over the negatives in the loss `cosine_contrastive`"
     )
+    user_exponent: float = Field(
+        0.0,
+        ge=-1,
+        le=0,
+        description="factor on the weight of each training event: `(number of training events of its user)^user_exponent`. "
+        "With `0`, all events count alike. With `-1`, all users count alike",
+    )
     distillation: DistillationConfig | None = Field(
         None, description="second loss that keeps the similarities of the pretrained item vectors. Default: no second loss"
     )

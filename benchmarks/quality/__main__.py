@@ -1,4 +1,4 @@
-"""Benchmark of recommendation quality on public data: transfer, cold items, little data, collaborative filtering.
+"""Benchmark of recommendation quality on public data: transfer, cold items, little data, collaborative filtering, dense logs.
 
     make bench-quality                                # all parts; writes benchmarks/quality/results.json and report.md
     python -m benchmarks.quality beauty --missing     # the experiments of one part without a result
@@ -18,14 +18,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality import beauty, citeulike, speed
+from benchmarks.quality import beauty, citeulike, ml1m, speed
 from benchmarks.quality.experiment import Experiment, run
 from benchmarks.quality.report import write_report
 from recsys_core.preflight import installed_versions
 
 FOLDER = Path(__file__).parent
 DATA_FOLDER = FOLDER.parents[2] / "shared" / "data"
-PARTS = ("beauty", "sequence", "limited", "cold", "warm", "collaborative", "speed")
+PARTS = ("beauty", "sequence", "limited", "cold", "warm", "collaborative", "ml1m", "speed")
 CORES = sorted(os.sched_getaffinity(0))
 
 
@@ -36,6 +36,8 @@ def all_experiments(folder: Path, *, seeds: range) -> list[Experiment]:
         experiments += beauty.experiments(DATA_FOLDER / "beauty", folder=folder, seeds=seeds)
     if (DATA_FOLDER / "citeulike_t").is_dir():
         experiments += citeulike.experiments(DATA_FOLDER / "citeulike_t", folder=folder, seeds=seeds)
+    if (DATA_FOLDER / "ml1m").is_dir():
+        experiments += ml1m.experiments(DATA_FOLDER / "ml1m", seeds=seeds)
     return experiments
 
 

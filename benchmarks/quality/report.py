@@ -19,8 +19,13 @@ TABLES = {
     "cold": ("citeulike_t, only articles without interactions are ranked", ("test/cold/recall@20", "test/cold/ndcg@20")),
     "warm": ("citeulike_t, all articles are ranked", ("test/recall@20", "test/ndcg@20")),
     "collaborative": ("citeulike_t, all articles are ranked, models without text", ("test/recall@20", "test/ndcg@20")),
+    "ml1m": ("ml1m, all films are ranked, ids only", ("test/recall@20", "test/ndcg@20")),
 }
-BASELINES = {"popularity": "baseline/popularity", "zero-shot": "baseline/zero_shot"}
+BASELINES = {
+    "popularity": "baseline/popularity",
+    "zero-shot": "baseline/zero_shot",
+    "closed form": "baseline/closed_form",
+}
 
 
 def write_report(results: dict[str, Any], *, folder: Path) -> None:
@@ -41,9 +46,11 @@ def write_report(results: dict[str, Any], *, folder: Path) -> None:
         "  values of the setting [transfer](../../docs/models.md#pretrained-vectors).",
         "- `log vectors`: the item embeddings use [vectors from the log](../../docs/models.md#vectors-from-the-log).",
         "- `features`: the model also uses attributes and words of the items.",
-        "- `all articles`: the training includes the articles that the other experiments use for validation.",
-        "- `popularity`, `zero-shot`: baselines without training. They rank items by popularity, or by the similarity of their",
-        "  pretrained vectors.",
+        "- `all articles`, `all pairs`: the training includes what the other experiments use for validation.",
+        "- `plain`, `exponents`: matrix factorisation with a softmax over the catalogue. `exponents` also has",
+        "  [`negatives_exponent` and `user_exponent`](../../docs/models.md#losses).",
+        "- `popularity`, `zero-shot`, `closed form`: baselines without training. They rank items by popularity, by the",
+        "  similarity of their pretrained vectors, or by a linear model of the log (EASE, or a truncated SVD).",
     ]
     for part, (title, metrics) in TABLES.items():
         if part in runs_by_part:

@@ -133,8 +133,8 @@ class EventStore:
         """Return the pretrained vector's row of each user or item, -1 for none; None if no user or item has a vector."""
         return self._vector_row_by_side[side]
 
-    def mean_weight(self) -> np.float32:
-        """Return the mean weight of the training events, 1 if the log has no weights; raise InputError if all weights are 0.
+    def mean_weight(self, *, user_exponent: float = 0.0) -> np.float32:
+        """Return the mean of `example_weights` over the training events; raise InputError if all weights are 0.
 
         >>> offset, empty = np.array([0, 3, 4]), np.zeros(0, np.int32)
         >>> arrays = EventArrays(
@@ -144,9 +144,13 @@ class EventStore:
         >>> float(EventStore(arrays, is_ordered=True).mean_weight())  # the third event is not a training event
         2.0
         """
-        if self._event_weight is None:
+        if self._event_weight is None and (user_exponent == 0 or self.num_train_events == 0):
             return np.float32(1)
-        total_weight = sum(float(self._event_weight[event_E].sum(dtype=np.float64)) for _, event_E in self.train_chunks())
+        total_weight = 0.0
+        for user_E, event_E in self.train_chunks():
+            weight_E = self.example_weights(event_E, user_E.astype(np.int64), user_exponent=user_exponent)
+            assert weight_E is not None
+            total_weight += float(weight_E.sum(dtype=np.float64))
         if total_weight == 0:
             raise InputError(
                 f"interactions.weight_column: all {self.num_train_events:,} training events have the weight 0 and do not "
@@ -191,6 +195,19 @@ class EventStore:
     def weights_at(self, event_E: Int64Array) -> NDArray[np.float32] | None:
         """Return the weight of each event as in the log; None if the log has no weights."""
         return None if self._event_weight is None else self._event_weight[event_E]
+
+    def example_weights(
+        self, event_E: Int64Array, user_E: Int64Array, *, user_exponent: float = 0.0
+    ) -> NDArray[np.float32] | None:
+        """Return the weight of each training event times (number of training events of its user)^user_exponent.
+
+        None if the log has no weights and the exponent is 0.
+        """
+        weight_E = self.weights_at(event_E)
+        if user_exponent == 0:
+            return weight_E
+        factor_E = (self._train_end[user_E] - self._user_offset[user_E]).astype(np.float32) ** np.float32(user_exponent)
+        return factor_E if weight_E is None else factor_E * weight_E
 
     def is_training(self, events: slice) -> NDArray[np.bool_]:
         """Return whether each event of a range of the log is a training event."""

@@ -43,6 +43,7 @@ class ExampleSource:
         include_target: whether the history of an event starts with the event's own item; used only for an unordered log.
         max_known_negatives: number of candidates for known negatives of each query. A query with fewer known negatives has
             copies of its positive in their place.
+        user_exponent: exponent of a user's number of training events in the weights of the user's examples; 0: no factor.
     """
 
     store: EventStore
@@ -50,6 +51,7 @@ class ExampleSource:
     max_history: int
     include_target: bool = False
     max_known_negatives: int = 0
+    user_exponent: float = 0.0
 
 
 class Shard(NamedTuple):
@@ -100,7 +102,7 @@ class TrainLoader:
         num_others = num_negatives if catalogue_row_N is None else len(catalogue_row_N)
         num_others += batch_size * examples.max_known_negatives
         self._batches_per_chunk = max(1, CHUNK_CANDIDATES // (batch_size + num_others))
-        self._mean_weight = examples.store.mean_weight()
+        self._mean_weight = examples.store.mean_weight(user_exponent=examples.user_exponent)
         num_planned_ranks = shard.num_planned_ranks or shard.world_size
         num_examples = examples.store.num_train_events // num_planned_ranks * num_planned_ranks
         self.num_epoch_queries = num_examples // shard.world_size
@@ -181,7 +183,7 @@ class TrainLoader:
             history = store.histories(
                 event_index_B, user_B, max_history=examples.max_history, include_target=examples.include_target
             )
-        weight_B = store.weights_at(event_index_B)
+        weight_B = store.example_weights(event_index_B, user_B, user_exponent=examples.user_exponent)
         return examples.assembler.batch(
             user_row_B=user_B,
             event_index_B=event_index_B,

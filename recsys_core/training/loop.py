@@ -82,6 +82,7 @@ def make_loader(job: TrainJob, *, store: EventStore, assembler: Assembler, proce
             max_history=job.spec.history_length,
             include_target=job.spec.config.history.include_target,
             max_known_negatives=loss_config.explicit_negatives,
+            user_exponent=loss_config.user_exponent,
         ),
         batch_size=job.training.batch_size,
         shard=Shard(process.rank, process.world_size, job.num_planned_ranks),

@@ -38,6 +38,13 @@ class LossConfig(Settings):
         description="largest memory in GB for the vectors of a rank's share of the items and their gradients, with `negatives: "
         "all`",
     )
+    negatives_exponent: float = Field(
+        1.0,
+        ge=1,
+        le=10,
+        description="exponent of the sum over the catalogue in the softmax, with `negatives: all`. Above `1`, the negatives "
+        "have more influence, as in the loss BSL, which has two temperatures",
+    )
     in_batch_negatives: bool | None = Field(
         None,
         description="use the target items of the other queries of the batch as negatives. Default: `true` with `softmax` and "
@@ -95,6 +102,13 @@ class LossConfig(Settings):
     negative_weight: float = Field(
         100.0, gt=0, le=1e6, description="weight of the mean over the negatives in the loss `cosine_contrastive`"
     )
+    user_exponent: float = Field(
+        0.0,
+        ge=-1,
+        le=0,
+        description="factor on the weight of each training event: `(number of training events of its user)^user_exponent`. "
+        "With `0`, all events count alike. With `-1`, all users count alike",
+    )
     distillation: DistillationConfig | None = Field(
         None, description="second loss that keeps the similarities of the pretrained item vectors. Default: no second loss"
     )
@@ -102,6 +116,11 @@ class LossConfig(Settings):
     @model_validator(mode="after")
     def _check_all_negatives(self) -> Self:
         if self.negatives == "sampled":
+            if self.negatives_exponent != 1:
+                raise ValueError(
+                    f"loss.negatives_exponent is {self.negatives_exponent:g}, but loss.negatives is sampled; set negatives "
+                    "to all, or leave negatives_exponent out"
+                )
             return self
         for is_unsupported, setting, advice in (
             (self.kind != "softmax", f"loss.kind is {self.kind}", "set loss.kind to softmax"),

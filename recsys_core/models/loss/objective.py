@@ -106,7 +106,10 @@ class Objective(nn.Module):
         )
 
     def _catalogue_loss(self, query_BD: Tensor, candidate_CD: Tensor, *, batch: Batch) -> Tensor:
-        """Return the cross-entropy of the positives among all items of the catalogue."""
+        """Return the cross-entropy of the positives among all items of the catalogue.
+
+        With the exponent e, the loss of a query is -log(exp(p) / (sum_j exp(s_j))^e) (Wu et al., "BSL", ICDE 2024).
+        """
         num_queries = batch.batch_size
         weight_B = torch.ones_like(query_BD[:, 0]) if batch.loss_weight is None else batch.loss_weight
         weight_B = weight_B / num_queries
@@ -123,7 +126,7 @@ class Objective(nn.Module):
             largest_share=self.largest_share,
             group=self.group,
         )
-        return log_partition - (weight_B * positive_B).sum()
+        return self.config.negatives_exponent * log_partition - (weight_B * positive_B).sum()
 
     def _seen_share_pairs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Collective. Return the pairs of a query of any rank and an item of the rank's share that is in the query's history.

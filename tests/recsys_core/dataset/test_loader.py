@@ -313,6 +313,22 @@ def test_the_weight_of_an_example_is_that_of_its_event_over_the_mean_of_the_trai
         assert batch.loss_weight is not None and (3 * batch.loss_weight).tolist() == pytest.approx(positives(batch))
 
 
+@pytest.mark.parametrize("weight", [None, list(range(1, 8))])
+def test_the_user_exponent_multiplies_the_weights_and_keeps_their_mean(weight: list[int] | None) -> None:
+    log: Users = [([1, 2, 3, 4], [], []), ([5], [6], [7])]
+    store = store_of(log, weight=weight)
+    examples = ExampleSource(store, Assembler(user_batch_key=UNPOOLED), max_history=1, user_exponent=-0.5)
+    loader = TrainLoader(examples, batch_size=2, shard=Shard(0, 1), seed=3)
+    weight_by_item = {}
+    for batch in loader.epoch(0):
+        assert batch.loss_weight is not None
+        weight_by_item |= dict(zip(positives(batch), batch.loss_weight.tolist(), strict=True))
+    event_weight_by_item = dict(zip(range(1, 6), weight or [1] * 5, strict=False))
+    expected = {item: value * (0.5 if item < 5 else 1.0) for item, value in event_weight_by_item.items()}
+    mean = sum(expected.values()) / 5
+    assert weight_by_item == pytest.approx({item: value / mean for item, value in expected.items()})
+
+
 def test_weights_of_held_out_events_do_not_count_in_the_mean() -> None:
     store = store_of([([1, 2], [3], [4]), ([5], [], [6])], weight=[1, 2, 70, 80, 6, 90])
     assert store.mean_weight() == 3

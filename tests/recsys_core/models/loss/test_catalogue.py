@@ -26,12 +26,13 @@ BLOCK_SCORES = 16
 WEIGHTS = np.array([0.5, 1.0, 3.0, 0.0, 1.0, 2.0], np.float32)
 
 
-def objective_of(*, mask: Any, group: Any = None, temperature: float = 0.3) -> Objective:
+def objective_of(*, mask: Any, group: Any = None, temperature: float = 0.3, exponent: float = 1.0) -> Objective:
     config = TwoTowerConfig(
         embedding_dim=WIDTH, history=MeanHistory(length=LENGTH), temperature=temperature, learn_temperature=True
     )
     spec = ModelSpec.sized(config, num_users=1, num_items=NUM_ITEMS)
-    return Objective(spec, loss=LossConfig(negatives="all", mask_negatives=mask), item_count_I=COUNTS, group=group)
+    loss = LossConfig(negatives="all", mask_negatives=mask, negatives_exponent=exponent)
+    return Objective(spec, loss=loss, item_count_I=COUNTS, group=group)
 
 
 def queries_and_items() -> tuple[Tensor, Tensor]:
@@ -97,6 +98,29 @@ def test_the_loss_and_its_gradients_equal_torchs_cross_entropy(
     torch.testing.assert_close(query_BD.grad, query_gradient, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(item_ID.grad, item_gradient, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(objective.log_temperature.grad, temperature_gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_the_exponent_multiplies_the_log_partition_and_not_the_positive() -> None:
+    query_BD, item_ID = queries_and_items()
+    objective = objective_of(mask="positive", exponent=1.25)
+    batch = batch_of(range(NUM_QUERIES), share=catalogue_share(COUNTS, rank=0, world_size=1))
+    loss = objective(query_BD, item_ID[batch.item_row_V[batch.candidate_index_C]], batch=batch, teacher_CD=None)
+    loss.backward()
+    expected_query_BD, expected_item_ID = queries_and_items()
+    score_BI = expected_query_BD @ expected_item_ID.T / 0.3
+    log_partition_B = score_BI[:, COUNTS > 0].logsumexp(dim=1)
+    positive_B = score_BI[torch.arange(NUM_QUERIES), torch.tensor(histories_and_positives()[1])]
+    expected = ((1.25 * log_partition_B - positive_B) * torch.from_numpy(WEIGHTS)).mean()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(query_BD.grad, expected_query_BD.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(item_ID.grad, expected_item_ID.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_an_exponent_with_sampled_negatives_is_rejected() -> None:
+    message = "loss.negatives_exponent is 1.25, but loss.negatives is sampled; set negatives to all, or leave"
+    with pytest.raises(ValueError, match=message):
+        LossConfig(negatives_exponent=1.25)
 
 
 def compare_ranks(rank: int, mask: str, block_scores: int) -> None:

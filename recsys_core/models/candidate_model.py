@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from recsys_core.dataset.feature_store import FeatureStore
+from recsys_core.models.ensemble import make_candidate_tower
 from recsys_core.models.history import pool_lists
 from recsys_core.models.popularity import UNSEEN_POPULARITY, append_popularity
 from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.models.tables.initialisation import scale_to_norm
 from recsys_core.models.tables.table_config import random_norm
-from recsys_core.models.towers import CandidateTower
 
 BATCH_ITEMS = 8_192
 
@@ -43,7 +43,7 @@ class CandidateModel(nn.Module):
                 for name, shape in shapes.items()
             }
         )
-        self.tower = CandidateTower(spec)
+        self.tower = make_candidate_tower(spec)
         self.eval()
 
     @classmethod
@@ -117,7 +117,10 @@ class CandidateModel(nn.Module):
         if vector_VD is None:
             return torch.zeros(num_items, table.dim)
         row_VD = torch.from_numpy(np.ascontiguousarray(vector_VD))
-        return scale_to_norm(row_VD, norm=random_norm(table.settings.init_std, table.dim)) if table.settings.rescale else row_VD
+        dim = row_VD.shape[1]
+        if table.settings.rescale:
+            row_VD = scale_to_norm(row_VD, norm=random_norm(table.settings.init_std, dim))
+        return row_VD.tile(1, table.dim // dim)
 
     def _feature_vectors(self, name: str, features: FeatureStore, owner_V: NDArray[np.int64]) -> Tensor:
         """Look up and pool the values of a feature, [V, D]."""

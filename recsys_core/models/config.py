@@ -216,6 +216,13 @@ class TwoTowerConfig(Settings):
         description="learn an embedding for each user. The query of a user without an embedding is computed from the other "
         "features",
     )
+    num_members: int = Field(
+        1,
+        ge=1,
+        le=16,
+        description="number of models that are trained together, each with its own embeddings and layers. The query vectors of "
+        "the members are concatenated, and so are their candidate vectors. The score is the mean of the members' scores",
+    )
     history: HistoryConfig = Field(
         default_factory=MeanHistory,
         description="the user's last items, a feature of the query tower. The setting `pooling` selects how the vectors of "
@@ -262,14 +269,23 @@ class TwoTowerConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _check_members(self) -> Self:
+        if self.num_members > 1 and self.has_popularity:
+            raise ValueError(
+                f"num_members is {self.num_members}, but a popularity term ({self.popularity.kind}) needs a model with one "
+                "member; set num_members to 1, or popularity.kind to none"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_heads(self) -> Self:
         history = self.history
-        if isinstance(history, SelfAttentionHistory) and self.history_dim % history.num_heads:
-            width = "candidate.layers" if self.history_dim != self.embedding_dim else "embedding_dim"
-            divisors = [count for count in range(1, 65) if self.history_dim % count == 0]
+        if isinstance(history, SelfAttentionHistory) and self.member_history_dim % history.num_heads:
+            width = "candidate.layers" if self.member_history_dim != self.embedding_dim else "embedding_dim"
+            divisors = [count for count in range(1, 65) if self.member_history_dim % count == 0]
             raise ValueError(
                 f"history.num_heads is {history.num_heads}, which does not divide the width of an item's vector in a history, "
-                f"{self.history_dim} ({width}); set num_heads to one of {', '.join(map(str, divisors))}"
+                f"{self.member_history_dim} ({width}); set num_heads to one of {', '.join(map(str, divisors))}"
             )
         return self
 
@@ -285,8 +301,13 @@ class TwoTowerConfig(Settings):
 
     @property
     def tower_dim(self) -> int:
-        """Width of the results of the two towers."""
+        """Width of the results of the two towers of one member."""
         return (self.candidate_layers or (self.embedding_dim,))[-1]
+
+    @property
+    def member_history_dim(self) -> int:
+        """Width of an item's vector in a history of one member."""
+        return self.tower_dim if self.history.item_representation == "candidate_tower" else self.embedding_dim
 
     @property
     def has_popularity(self) -> bool:
@@ -295,13 +316,13 @@ class TwoTowerConfig(Settings):
 
     @property
     def output_dim(self) -> int:
-        """Width of the query and candidate vectors: that of the towers, and one more with a popularity term."""
-        return self.tower_dim + self.has_popularity
+        """Width of the query and candidate vectors: those of the members, and one more number with a popularity term."""
+        return self.num_members * self.tower_dim + self.has_popularity
 
     @property
     def history_dim(self) -> int:
         """Width of an item's vector in a history."""
-        return self.tower_dim if self.history.item_representation == "candidate_tower" else self.embedding_dim
+        return self.num_members * self.member_history_dim
 
 
 Quantization = Literal["int8", "int4", "fp16", "fp32"]

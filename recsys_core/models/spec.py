@@ -28,7 +28,11 @@ Side = Literal["query", "item"]
 
 
 class TableSpec(Frozen):
-    """One embedding table and the feature that is looked up in it."""
+    """One embedding table and the feature that is looked up in it.
+
+    Attributes:
+        dim: width of a row. A row has the vectors of all members of the model, one after the other.
+    """
 
     num_rows: int
     dim: int
@@ -169,10 +173,11 @@ class ModelSpec(Frozen):
             if table_name in vector_dim_by_table:
                 check_width(vector_dim_by_table[table_name], settings.dim, table=table_name)
             feature = "item" if table_name in (OFFSET_TABLE, TEACHER_TABLE) else table_name
+            num_copies = 1 if table_name == TEACHER_TABLE else config.num_members
             side: Side = "item" if feature == "item" or feature.startswith("item.") else "query"
             spec_by_table[table_name] = TableSpec(
                 num_rows=num_rows,
-                dim=settings.dim or vector_dim_by_table.get(table_name, config.embedding_dim),
+                dim=num_copies * (settings.dim or vector_dim_by_table.get(table_name, config.embedding_dim)),
                 feature=feature,
                 side=side,
                 weighted=side == "query" and forms.get(feature) in ("weighted_list", "number"),
@@ -221,13 +226,17 @@ class ModelSpec(Frozen):
     def history_std(self) -> float:
         """Standard deviation of the values of an item's vector in a history, at the start of training."""
         if self.config.history.item_representation == "candidate_tower" and self.config.similarity == "cosine":
-            return 1 / math.sqrt(self.config.history_dim)
+            return 1 / math.sqrt(self.config.member_history_dim)
         return self.tables["item"].settings.init_std
 
     @property
     def user_batch_key(self) -> str | None:
         """Key of the users in `Batch.sparse`; None if the model has no user table."""
         return self.tables["user"].batch_key if self.config.learn_user_embedding else None
+
+    def member_dim(self, table: str) -> int:
+        """Return the width of the part of a row that one member reads."""
+        return self.tables[table].dim // self.config.num_members
 
     def output_name(self, table: str) -> str:
         """Return the name of the table's output. TorchRec appends the table's name if several tables have the same feature."""

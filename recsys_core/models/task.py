@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from recsys_core.dataset.batch import Batch
+from recsys_core.models.ensemble import make_candidate_tower, make_query_tower
 from recsys_core.models.loss.collectives import l2_penalty
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.loss.objective import Objective
@@ -16,7 +17,6 @@ from recsys_core.models.popularity import append_popularity, item_popularity
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import CollectionOutputs, EmbeddingTables, table_outputs
 from recsys_core.models.tables.table_config import TEACHER_TABLE
-from recsys_core.models.towers import CandidateTower, QueryTower
 
 TABLES_PATH = "embedding_tables"
 """Name of the EmbeddingTables in RetrievalTask; the module paths of a sharding plan start with it."""
@@ -49,8 +49,8 @@ class RetrievalHead(nn.Module):
         super().__init__()
         self.spec = spec
         self.group = group
-        self.query = QueryTower(spec)
-        self.item = CandidateTower(spec)
+        self.query = make_query_tower(spec)
+        self.item = make_candidate_tower(spec)
         self.objective = Objective(spec, loss=loss, item_count_I=item_count_I, group=group)
         self.num_trained_rows = dict.fromkeys(popularity_rank, 0)
         for table, popularity_rank_R in popularity_rank.items():
@@ -157,7 +157,7 @@ class RetrievalHead(nn.Module):
 
 
 class RetrievalTask(nn.Module):
-    """Embedding tables and head. forward(batch) -> (loss, detached loss), the signature of TrainPipelineSparseDist."""
+    """Embedding tables and head. forward(batch) -> (loss, mean loss of the members), for TrainPipelineSparseDist."""
 
     def __init__(self, head: RetrievalHead, *, device: torch.device) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class RetrievalTask(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         loss = self.head(self._look_up(batch, list(self.embedding_tables)), batch)
-        return loss, loss.detach()
+        return loss, loss.detach() / self.head.spec.config.num_members
 
     def _look_up(self, batch: Batch, collection_names: list[str]) -> CollectionOutputs:
         embeddings: CollectionOutputs = {}

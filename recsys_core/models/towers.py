@@ -82,13 +82,13 @@ class QueryTower(nn.Module):
         self.is_cosine = config.similarity == "cosine"
         self.uses_last_item = config.history.last_item_feature
         self.feature_names = (["user"] if config.learn_user_embedding else []) + spec.features("query")
-        feature_dims = [spec.tables[table_name].dim for table_name in self.feature_names]
+        feature_dims = [spec.member_dim(table_name) for table_name in self.feature_names]
         self.pooling: HistoryEncoder | None = None
         self.min_norm = spec.row_norm
         if spec.history_length:
-            self.pooling = make_encoder(config.history, dim=config.history_dim, std=spec.history_std)
+            self.pooling = make_encoder(config.history, dim=config.member_history_dim, std=spec.history_std)
             self.min_norm = self.pooling.min_norm(spec.row_norm)
-            feature_dims = [config.history_dim] * len(config.history.input_names) + feature_dims
+            feature_dims = [config.member_history_dim] * len(config.history.input_names) + feature_dims
         # A bias next to the skip connection moves all queries in one direction. On Amazon Beauty, the bias does not change the
         # validation metric, but it lowers NDCG@10 of the later test events by 2 %.
         has_last_bias = not config.query.skip_connection
@@ -125,9 +125,9 @@ class CandidateTower(nn.Module):
         self.id_dropout = spec.tables["item"].settings.id_dropout
         self.feature_names = spec.features("item")
         dim = config.embedding_dim
-        table_dim = spec.tables["item"].dim
+        table_dim = spec.member_dim("item")
         self.projection = nn.Identity() if table_dim == dim else nn.Linear(table_dim, dim, bias=False)
-        feature_dims = [dim, *(spec.tables[table_name].dim for table_name in self.feature_names)]
+        feature_dims = [dim, *(spec.member_dim(table_name) for table_name in self.feature_names)]
         self.tower = MLP(config.candidate, layers=config.candidate_layers, feature_dims=feature_dims, dim=dim)
         self.min_norm = spec.row_norm
 

@@ -18,9 +18,9 @@ from recsys_core.dataset.feature_store import FeatureForm, FeatureStore
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import StageError
 from recsys_core.models.config import Quantization
+from recsys_core.models.ensemble import make_query_tower
 from recsys_core.models.history import pool_lists
 from recsys_core.models.spec import ModelSpec, module_name
-from recsys_core.models.towers import QueryTower
 
 if TYPE_CHECKING:
     from recsys_core.serving.given_features import GivenFeature
@@ -136,7 +136,7 @@ class ServedQueryTower(nn.Module):
         self.tables = nn.ModuleDict(
             {name: make_table(*shape, quantization=quantization) for name, shape in _table_shapes(spec).items()}
         )
-        self.dense = QueryTower(spec)
+        self.dense = make_query_tower(spec)
         self.eval()
 
     @torch.inference_mode()

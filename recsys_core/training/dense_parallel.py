@@ -11,9 +11,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from recsys_core.errors import InputError
+from recsys_core.models.ensemble import (
+    AnyCandidateTower,
+    AnyQueryTower,
+    candidate_towers,
+    make_candidate_tower,
+    make_query_tower,
+    query_towers,
+)
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.task import RetrievalHead
-from recsys_core.models.towers import MLP, CandidateTower, QueryTower
+from recsys_core.models.towers import MLP
 from recsys_core.training.config import DenseParallel
 
 logger = logging.getLogger(__name__)
@@ -30,7 +38,7 @@ def require_shardable_layers(mode: DenseParallel, *, spec: ModelSpec) -> None:
     if mode != "sharded":
         return
     with torch.device("meta"):
-        modules = _modules_with_parameters(QueryTower(spec), CandidateTower(spec))
+        modules = _modules_with_parameters(make_query_tower(spec), make_candidate_tower(spec))
     if not modules:
         raise InputError(
             "training.dense_parallel is sharded, but there is no layer to shard: model.query.layers are "
@@ -78,14 +86,17 @@ def shard_layers(head: RetrievalHead, *, mode: DenseParallel, device: torch.devi
     return {name for name, parameter in head.named_parameters() if isinstance(parameter, DTensor)}
 
 
-def _modules_with_parameters(query_tower: QueryTower, candidate_tower: CandidateTower) -> list[nn.Module]:
+def _modules_with_parameters(query_tower: AnyQueryTower, candidate_tower: AnyCandidateTower) -> list[nn.Module]:
     """Return the modules to shard.
 
     FSDP gathers the parameters of a module in a hook that runs when the module is called. The towers therefore have to call
     these modules and must not use their parameters directly.
     """
-    encoder_modules = query_tower.pooling.shardable_modules() if query_tower.pooling is not None else []
-    modules = (*encoder_modules, query_tower.tower, candidate_tower.tower, candidate_tower.projection)
+    modules: list[nn.Module] = []
+    members = zip(query_towers(query_tower), candidate_towers(candidate_tower), strict=True)
+    for query_member, candidate_member in members:
+        modules += query_member.pooling.shardable_modules() if query_member.pooling is not None else []
+        modules += [query_member.tower, candidate_member.tower, candidate_member.projection]
     return [module for module in modules if next(module.parameters(), None) is not None]
 
 

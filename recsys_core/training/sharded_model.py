@@ -175,11 +175,13 @@ def fill_pretrained(
     tensor_by_name = model.state_dict()
     for table_name, table in spec.tables.items():
         table_settings, pretrained_vectors = table.settings, pretrained_by_table.get(table_name)
-        norm = random_norm(table_settings.init_std, table.dim) if table_settings.rescale else None
-        mean_D = None
+        norm, mean_D, num_copies = None, None, 1
         if pretrained_vectors is None:
             vector_row = no_vectors(table.num_rows)
         else:
+            dim = pretrained_vectors.vectors.shape[1]
+            norm = random_norm(table_settings.init_std, dim) if table_settings.rescale else None
+            num_copies = table.dim // dim
             vector_row = pretrained_vectors.vector_row
             num_missing = table.num_rows - sum(len(chunk) for chunk in rows_with_vector(vector_row))
             logger.info(
@@ -190,13 +192,15 @@ def fill_pretrained(
                 table_settings.missing_vector_init,
             )
             if table_settings.missing_vector_init == "mean":
-                mean_D = mean_vector(pretrained_vectors.vectors, vector_row=vector_row, norm=norm)
+                mean_D = mean_vector(pretrained_vectors.vectors, vector_row=vector_row, norm=norm).tile(num_copies)
         with torch.no_grad():
             for shard in table_shards(tensor_by_name, table=table_name):
                 if table_settings.missing_vector_init != "random":
                     fill_missing(shard, vector_row=vector_row, value_D=mean_D)
                 if pretrained_vectors is not None:
-                    copy_pretrained(shard, vectors=pretrained_vectors.vectors, vector_row=vector_row, norm=norm)
+                    copy_pretrained(
+                        shard, vectors=pretrained_vectors.vectors, vector_row=vector_row, norm=norm, num_copies=num_copies
+                    )
 
 
 def zero_unknown_users(model: DistributedModelParallel, *, is_known_U: NDArray[np.bool_]) -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from recsys_core.dataset.batch import Batch
 from recsys_core.errors import InputError
+from recsys_core.models.ensemble import split_members
 from recsys_core.models.loss.catalogue import mean_log_partition
 from recsys_core.models.loss.collectives import gather_candidates, gather_rows
 from recsys_core.models.loss.loss_config import LossConfig
@@ -62,6 +63,7 @@ class Objective(nn.Module):
         self.config = loss
         self.group = group
         self.min_norm, self.history_length, self.tower_dim = spec.row_norm, spec.history_length, spec.config.tower_dim
+        self.num_members = spec.config.num_members
         log_temperature = torch.tensor(math.log(spec.config.temperature))
         self.log_temperature = nn.Parameter(log_temperature) if spec.config.learn_temperature else None
         self.fixed_temperature = spec.config.temperature
@@ -83,7 +85,7 @@ class Objective(nn.Module):
         return self.fixed_temperature if self.log_temperature is None else self.log_temperature.exp()
 
     def forward(self, query_BD: Tensor, candidate_CD: Tensor, *, batch: Batch, teacher_CD: Tensor | None) -> Tensor:
-        """Return the scalar loss.
+        """Return the scalar loss: the sum of the losses of the members.
 
         Args:
             query_BD: query vectors.
@@ -91,6 +93,11 @@ class Objective(nn.Module):
                 `all`, the rank's share of the catalogue, and then explicit_negatives candidates of each query.
             teacher_CD: pretrained vectors of the candidates, zeros for a candidate without a vector; None without distillation.
         """
+        members = zip(*(split_members(vector, self.num_members) for vector in (query_BD, candidate_CD)), strict=True)
+        losses = [self._member_loss(query, candidate, batch=batch, teacher_CD=teacher_CD) for query, candidate in members]
+        return torch.stack(losses).sum()
+
+    def _member_loss(self, query_BD: Tensor, candidate_CD: Tensor, *, batch: Batch, teacher_CD: Tensor | None) -> Tensor:
         loss = self._retrieval_loss(query_BD, candidate_CD, batch=batch)
         distillation = self.config.distillation
         if distillation is None or teacher_CD is None:

@@ -35,7 +35,7 @@ def fill_random(shard: LocalShard, *, table: str, dim: int, seed: int, std: floa
 
 
 def copy_pretrained(
-    shard: LocalShard, *, vectors: NDArray[np.float32], vector_row: NDArray[np.int64], norm: float | None
+    shard: LocalShard, *, vectors: NDArray[np.float32], vector_row: NDArray[np.int64], norm: float | None, num_copies: int = 1
 ) -> None:
     """Overwrite the rows of `shard` that have a pretrained vector.
 
@@ -45,6 +45,7 @@ def copy_pretrained(
         norm: norm to which each vector is scaled; None: no scaling. The caller usually passes the norm of a random
             row (`random_norm`). A step of row-wise Adagrad is about as long as the learning rate, so it would hardly change a
             much longer vector.
+        num_copies: number of copies of the vector in a row, one for each member of the model.
     """
     num_rows, shard_dim = shard.weight_RD.shape
     for chunk_start in range(0, num_rows, CHUNK_ROWS):
@@ -54,6 +55,7 @@ def copy_pretrained(
         if norm is not None:
             values_RD = scale_to_norm(values_RD, norm=norm)
         target_row_R = torch.from_numpy(row_index + chunk_start).to(shard.weight_RD.device)
+        values_RD = values_RD.tile(1, num_copies)
         shard.weight_RD[target_row_R] = values_RD[:, shard.column : shard.column + shard_dim].to(shard.weight_RD.device)
 
 

@@ -14,6 +14,7 @@ from torch.nn.functional import normalize
 
 from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.models.ensemble import encode_in_parts
 from recsys_core.models.history import (
     AttentionEncoder,
     HistoryEncoder,
@@ -23,6 +24,7 @@ from recsys_core.models.history import (
     SumEncoder,
 )
 from recsys_core.models.spec import module_name
+from recsys_core.models.towers import QueryTower
 from recsys_core.serving.quantise import HISTORY_TABLE, ServedQueryTower
 
 if TYPE_CHECKING:
@@ -44,43 +46,51 @@ class PaddedQueryTower(nn.Module):
 
     def __init__(self, tower: ServedQueryTower) -> None:
         super().__init__()
-        self.tables, dense, spec = tower.tables, tower.dense, tower.spec
-        self.pooling, self.layers = dense.pooling, dense.tower
-        self._uses_last_item, self._is_cosine, self.popularity = dense.uses_last_item, dense.is_cosine, dense.popularity
+        self.tables, self.dense, spec = tower.tables, tower.dense, tower.spec
         self._is_mean_by_table = {
             table_name: spec.forms.get(table_name) in ("list", "weighted_list")
             and spec.tables[table_name].settings.pooling == "mean"
-            for table_name in dense.feature_names
+            for table_name in self.dense.feature_names
         }
         self.eval()
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the query vectors, [B, D]."""
-        features = []
-        if self.pooling is not None:
+        item_BHD, mask_BH = None, None
+        if HISTORY_TABLE in self.tables:
             mask_BH = inputs[HISTORY_MASK]
             item_BHD = self._look_up(HISTORY_TABLE, torch.where(mask_BH, inputs[HISTORY], 0))
-            # Number of items after each entry.
-            position_BH = mask_BH.sum(dim=1, keepdim=True) - mask_BH.long().cumsum(dim=1)
-            features.append(_pool_history(self.pooling, item_BHD, mask_BH, position_BH))
-            if self._uses_last_item:
-                is_last_BH = mask_BH & (position_BH == 0)
-                last_BD = (item_BHD * is_last_BH[:, :, None]).sum(dim=1)
-                features.append(torch.where(mask_BH.any(dim=1, keepdim=True), last_BD, self.pooling.start))
+        features = {}
         for table_name, is_mean in self._is_mean_by_table.items():
             name = module_name(table_name)
             weight_BL = inputs[name + WEIGHT_SUFFIX]
             value_BLD = self._look_up(name, torch.where(weight_BL != 0, inputs[name], 0))
             if is_mean:
                 weight_BL = weight_BL / weight_BL.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-            features.append((value_BLD * weight_BL[:, :, None]).sum(dim=1))
-        query_BD: Tensor = self.layers(features)
-        query_BD = normalize(query_BD, dim=1) if self._is_cosine else query_BD
-        return query_BD if self.popularity is None else self.popularity(query_BD)
+            features[table_name] = (value_BLD * weight_BL[:, :, None]).sum(dim=1)
+        return encode_in_parts(self.dense, item_BHD, features, lambda *arguments: _encode(*arguments, mask_BH=mask_BH))
 
     def _look_up(self, name: str, row_BL: Tensor) -> Tensor:
         value_LD: Tensor = self.tables[name](row_BL.flatten())
         return value_LD.reshape(*row_BL.shape, value_LD.shape[1])
+
+
+def _encode(tower: QueryTower, item_BHD: Tensor | None, features: Mapping[str, Tensor], *, mask_BH: Tensor | None) -> Tensor:
+    """Return what `QueryTower.forward` returns, from padded histories."""
+    inputs = []
+    if tower.pooling is not None:
+        assert item_BHD is not None
+        assert mask_BH is not None
+        # Number of items after each entry.
+        position_BH = mask_BH.sum(dim=1, keepdim=True) - mask_BH.long().cumsum(dim=1)
+        inputs.append(_pool_history(tower.pooling, item_BHD, mask_BH, position_BH))
+        if tower.uses_last_item:
+            is_last_BH = mask_BH & (position_BH == 0)
+            last_BD = (item_BHD * is_last_BH[:, :, None]).sum(dim=1)
+            inputs.append(torch.where(mask_BH.any(dim=1, keepdim=True), last_BD, tower.pooling.start))
+    query_BD: Tensor = tower.tower(inputs + [features[table_name] for table_name in tower.feature_names])
+    query_BD = normalize(query_BD, dim=1) if tower.is_cosine else query_BD
+    return query_BD if tower.popularity is None else tower.popularity(query_BD)
 
 
 def _pool_history(encoder: HistoryEncoder, item_BHD: Tensor, mask_BH: Tensor, position_BH: Tensor) -> Tensor:

@@ -25,9 +25,9 @@ from recsys_core.manifests import (
     load_manifest,
     record_file,
 )
+from recsys_core.models.ensemble import make_candidate_tower, make_query_tower
 from recsys_core.models.spec import ModelSpec, Side
 from recsys_core.models.tables.table_config import OFFSET_TABLE
-from recsys_core.models.towers import CandidateTower, QueryTower
 from recsys_core.training.optimizers import has_accumulators
 
 ID_FILE_BY_TABLE = {
@@ -37,7 +37,7 @@ ID_FILE_BY_TABLE = {
 }
 """Table -> file of the interactions stage with the ids of its rows. All other tables belong to features."""
 _TEMPERATURE_NAME = "objective.log_temperature"
-_EMPTY_HISTORY_NAME = "query.pooling.start"
+_EMPTY_HISTORY_NAME = ".pooling.start"
 """Parameter with the vector of an empty history; exports of early versions do not have it."""
 _POPULARITY_NAME = "query.popularity.weight"
 """Parameter with the weight of the popularity. It starts from 0, which is a model without the term."""
@@ -194,6 +194,7 @@ def architecture_settings(spec: ModelSpec) -> dict[str, object]:
     config = spec.config
     value_by_setting: dict[str, object] = {
         "model.embedding_dim": config.embedding_dim,
+        "model.num_members": config.num_members,
         "model.similarity": config.similarity,
     } | config.history.architecture()
     towers: tuple[tuple[Side, str], ...] = (("query", "query"), ("item", "candidate"))
@@ -229,7 +230,7 @@ def champion_layers(spec: ModelSpec, *, champion: Champion, champion_tensors: Ma
     carried_tensors = {}
     for parameter_path, shape in _layer_shapes(spec).items():
         champion_name = _name_in_champion(parameter_path, spec=spec, champion_spec=champion.spec)
-        is_optional = parameter_path in (_EMPTY_HISTORY_NAME, _POPULARITY_NAME)
+        is_optional = parameter_path.endswith((_EMPTY_HISTORY_NAME, _POPULARITY_NAME))
         if champion_name is None or (is_optional and parameter_path not in champion_tensors):
             continue
         champion_shape = tuple(champion_tensors[champion_name].shape) if champion_name in champion_tensors else None
@@ -243,7 +244,7 @@ def champion_layers(spec: ModelSpec, *, champion: Champion, champion_tensors: Ma
 
 def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
-        towers = nn.ModuleDict({"query": QueryTower(spec), "item": CandidateTower(spec)})
+        towers = nn.ModuleDict({"query": make_query_tower(spec), "item": make_candidate_tower(spec)})
     return {name: tuple(parameter.shape) for name, parameter in towers.named_parameters()}
 
 
@@ -253,12 +254,13 @@ def _name_in_champion(parameter_path: str, *, spec: ModelSpec, champion_spec: Mo
     Projections are numbered by input, so their numbers change when a feature is added or removed.
     """
     side: Side = "query" if parameter_path.startswith("query.") else "item"
-    if not parameter_path.startswith(f"{side}.tower.projections."):
+    tower_name, separator, rest = parameter_path.partition(".tower.projections.")
+    if not separator:
         return parameter_path
-    input_index, parameter_name = parameter_path.split(".")[3:]
+    input_index, parameter_name = rest.split(".")
     input_name, champion_inputs = tower_input_names(spec, side)[int(input_index)], tower_input_names(champion_spec, side)
     return (
-        f"{side}.tower.projections.{champion_inputs.index(input_name)}.{parameter_name}"
+        f"{tower_name}.tower.projections.{champion_inputs.index(input_name)}.{parameter_name}"
         if input_name in champion_inputs
         else None
     )

@@ -98,14 +98,19 @@ def prepare_warm_start(champion: Champion, *, spec: ModelSpec, dataset: Dataset,
 def _write_aligned_vectors(log_vectors: PretrainedVectors, *, champion: Champion, dataset: Dataset, path: Path) -> None:
     """Write the vectors from the log, rotated onto the champion's item table. Tables of other widths cannot be compared."""
     champion_RD = memory_map(champion.export.path("table_item.npy"))
-    if log_vectors.vectors.shape[1] == champion_RD.shape[1]:
-        vector_VD = aligned_vectors(
-            log_vectors.vectors,
-            vector_row_I=log_vectors.vector_row,
-            champion_row_I=champion_rows("item", dataset=dataset, champion=champion),
-            champion_RD=champion_RD,
-        )
-        np.save(path, vector_VD)
+    dim, num_members = log_vectors.vectors.shape[1], champion.spec.config.num_members
+    if num_members * dim == champion_RD.shape[1]:
+        champion_row_I = champion_rows("item", dataset=dataset, champion=champion)
+        vectors_by_member = [
+            aligned_vectors(
+                log_vectors.vectors,
+                vector_row_I=log_vectors.vector_row,
+                champion_row_I=champion_row_I,
+                champion_RD=champion_RD[:, member * dim : (member + 1) * dim],
+            )
+            for member in range(num_members)
+        ]
+        np.save(path, np.concatenate(vectors_by_member, axis=1))
 
 
 def _describe_rows(champion_row: NDArray[np.int64], *, vector_row: NDArray[np.int64] | None, initialisation: str) -> str:

@@ -1,0 +1,129 @@
+"""Towers of a model with several members, whose vectors are concatenated.
+
+A row of a table has the vectors of all members, one after the other, and so have the results of the towers. The results are
+divided by the root of the number of members. An inner product of two results is then the mean of those of the members, and unit
+vectors stay unit vectors.
+
+Shapes: B queries, V items, D width of a vector of all members.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.tables.table_config import OFFSET_TABLE
+from recsys_core.models.towers import CandidateTower, QueryTower
+
+
+def split_members(vector_BD: Tensor, num_members: int) -> Sequence[Tensor]:
+    """Return the vector of each member, as its tower computed it, from concatenated results of the towers.
+
+    >>> [part.tolist() for part in split_members(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), 4)]
+    [[[2.0]], [[4.0]], [[6.0]], [[8.0]]]
+    """
+    return [vector_BD] if num_members == 1 else (vector_BD * math.sqrt(num_members)).chunk(num_members, dim=-1)
+
+
+def join_members(vectors: Sequence[Tensor]) -> Tensor:
+    """Concatenate the results of the members' towers, and divide them by the root of the number of members."""
+    return torch.cat(list(vectors), dim=1) / math.sqrt(len(vectors))
+
+
+def _parts(vector_by_table: Mapping[str, Tensor], num_members: int) -> list[dict[str, Tensor]]:
+    """Return the members' parts of the rows of tables."""
+    parts_by_table = {table: vector_BD.chunk(num_members, dim=1) for table, vector_BD in vector_by_table.items()}
+    return [{table: parts[member] for table, parts in parts_by_table.items()} for member in range(num_members)]
+
+
+class QueryEnsemble(nn.Module):
+    """The query towers of all members."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(QueryTower(spec) for _ in range(spec.config.num_members))
+        self.histories_use_tower = spec.config.history.item_representation == "candidate_tower"
+        self.feature_names = self.query_towers[0].feature_names
+
+    @property
+    def query_towers(self) -> list[QueryTower]:
+        """The towers of the members."""
+        return [member for member in self.members if isinstance(member, QueryTower)]
+
+    def split_items(self, item_VD: Tensor) -> Sequence[Tensor]:
+        """Return what each member's histories are made of: parts of embeddings, or results of its candidate tower."""
+        num_members = len(self.members)
+        return split_members(item_VD, num_members) if self.histories_use_tower else item_VD.chunk(num_members, dim=-1)
+
+    def forward(self, item_VD: Tensor, history_H: Tensor, offset: Tensor, *, features: Mapping[str, Tensor]) -> Tensor:
+        """Return query vectors [B, D]; see QueryTower.forward."""
+        return encode_in_parts(self, item_VD, features, lambda tower, item, part: tower(item, history_H, offset, features=part))
+
+
+class CandidateEnsemble(nn.Module):
+    """The candidate towers of all members."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(CandidateTower(spec) for _ in range(spec.config.num_members))
+        self.feature_names = self.candidate_towers[0].feature_names
+
+    @property
+    def candidate_towers(self) -> list[CandidateTower]:
+        """The towers of the members."""
+        return [member for member in self.members if isinstance(member, CandidateTower)]
+
+    def embed(self, output_by_table: Mapping[str, Tensor]) -> Tensor:
+        """Return the concatenated item embeddings [V, D]; see CandidateTower.embed."""
+        tables = [table for table in ("item", OFFSET_TABLE) if table in output_by_table]
+        parts = _parts({table: output_by_table[table] for table in tables}, len(self.members))
+        return torch.cat([tower.embed(part) for tower, part in zip(self.candidate_towers, parts, strict=True)], dim=1)
+
+    def forward(self, item_VD: Tensor, *, features: Mapping[str, Tensor]) -> Tensor:
+        """Return candidate vectors [V, D]; see CandidateTower.forward. item_VD: result of `embed`."""
+        num_members = len(self.members)
+        parts = zip(item_VD.chunk(num_members, dim=1), _parts(features, num_members), strict=True)
+        return join_members(
+            [tower(item, features=part) for tower, (item, part) in zip(self.candidate_towers, parts, strict=True)]
+        )
+
+
+AnyQueryTower = QueryTower | QueryEnsemble
+AnyCandidateTower = CandidateTower | CandidateEnsemble
+
+
+def make_query_tower(spec: ModelSpec) -> AnyQueryTower:
+    """Return the query tower of a model. A model with one member has the parameters of its tower, without a prefix."""
+    return QueryTower(spec) if spec.config.num_members == 1 else QueryEnsemble(spec)
+
+
+def make_candidate_tower(spec: ModelSpec) -> AnyCandidateTower:
+    """Return the candidate tower of a model; see `make_query_tower`."""
+    return CandidateTower(spec) if spec.config.num_members == 1 else CandidateEnsemble(spec)
+
+
+def encode_in_parts(
+    tower: AnyQueryTower,
+    item_VD: Tensor | None,
+    features: Mapping[str, Tensor],
+    encode: Callable[[QueryTower, Tensor | None, dict[str, Tensor]], Tensor],
+) -> Tensor:
+    """Return the joined results [B, D] of `encode` with the tower of each member and its parts of the inputs."""
+    if isinstance(tower, QueryTower):
+        return encode(tower, item_VD, dict(features))
+    num_members = len(tower.members)
+    items = [None] * num_members if item_VD is None else tower.split_items(item_VD)
+    parts = _parts(features, num_members)
+    return join_members([encode(*arguments) for arguments in zip(tower.query_towers, items, parts, strict=True)])
+
+
+def query_towers(tower: AnyQueryTower) -> list[QueryTower]:
+    """Return the query towers of the members."""
+    return [tower] if isinstance(tower, QueryTower) else tower.query_towers
+
+
+def candidate_towers(tower: AnyCandidateTower) -> list[CandidateTower]:
+    """Return the candidate towers of the members."""
+    return [tower] if isinstance(tower, CandidateTower) else tower.candidate_towers

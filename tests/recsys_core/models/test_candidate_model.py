@@ -34,8 +34,9 @@ def model_of(task: RetrievalTask) -> CandidateModel:
             {"candidate": {"layers": [4], "skip_connection": True}},
             {"item": {"transfer": "residual"}, "item.list": {"pooling": "sum"}},
         ),
+        ({**TOWER, "num_members": 2, "history": {"item_representation": "candidate_tower"}}, {}),
     ],
-    ids=["sum", "layers", "history of candidate vectors", "residual"],
+    ids=["sum", "layers", "history of candidate vectors", "residual", "ensemble"],
 )
 def test_items_have_the_vectors_of_the_task_that_has_their_rows(config: dict[str, object], tables: dict[str, object]) -> None:
     task = task_of(config, tables=tables, vectors={"item": 8}, features=FEATURES).eval()
@@ -49,7 +50,7 @@ def test_items_have_the_vectors_of_the_task_that_has_their_rows(config: dict[str
         settings = spec.tables["item"].settings
         rows = torch.from_numpy(vector_ID)
         rows = scale_to_norm(rows, norm=random_norm(settings.init_std, 8)) if settings.rescale else rows
-        weight_of(task, "item").copy_(rows)
+        weight_of(task, "item").copy_(rows.tile(1, spec.config.num_members))
         if settings.transfer == "residual":
             weight_of(task, "item_offset").zero_()
         batch = batch_of(list(range(NUM_ITEMS)), features=STORE, users=[0], histories=[[]])

@@ -50,6 +50,7 @@ MODELS: list[dict[str, Any]] = [
         "popularity": {"kind": "learned"},
     },
     {"history": {"pooling": "self_attention", "num_heads": 2, "recency_residual": True}},
+    {"num_members": 3, "features": USER_FEATURES},
 ]
 
 
@@ -88,6 +89,7 @@ def tower_of(world: World, *, quantization: Any = "fp32") -> ServedQueryTower:
         {"similarity": "dot", "layers": ()},
         {"learn_user_embedding": True, "history": {"last_item_feature": False}, "popularity": {"kind": "learned"}},
         {"history": {"item_representation": "candidate_tower"}},
+        {"num_members": 2, "history": {"item_representation": "candidate_tower"}, "learn_user_embedding": True},
     ],
 )
 @pytest.mark.parametrize("quantization", ["fp32", "int8", "int4"])
@@ -112,7 +114,7 @@ def test_padding_may_be_on_either_side_and_have_any_value() -> None:
     torch.testing.assert_close(tower(left), tower(right))
 
 
-@pytest.mark.parametrize("model", MODELS, ids=["all features", "recency, dot, int4", "self-attention"])
+@pytest.mark.parametrize("model", MODELS, ids=["all features", "recency, dot, int4", "self-attention", "ensemble"])
 def test_processes_without_this_project_give_the_same_vectors(
     build: Callable[..., Any], model: dict[str, Any], tmp_path: Path
 ) -> None:

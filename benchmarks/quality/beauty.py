@@ -36,7 +36,7 @@ LOG_VECTORS: Settings = {"embeddings": [{"source": "log", "method": "spectral", 
 def experiments(data_folder: Path, *, folder: Path, seeds: range) -> Iterator[Experiment]:
     """Yield the experiments of each seed.
 
-    They are eight variants without item features, three with them, two for each share of users, and four variants of
+    They are eight variants without item features, five with them, two for each share of users, and four variants of
     self-attention over the history.
     """
     base_settings = settings(data_folder)
@@ -70,6 +70,11 @@ def experiments(data_folder: Path, *, folder: Path, seeds: range) -> Iterator[Ex
         "random, features": merge_settings(base_settings, feature_settings),
         "pretrained, full, features": merge_settings(base_settings, vector_settings, feature_settings),
     }
+    decayed = merge_settings(settings_by_variant["pretrained, full, features"], DECAYED_RATES)
+    settings_by_variant["pretrained, full, features, decay"] = decayed
+    settings_by_variant["pretrained, full, features, decay, 3 members"] = merge_settings(
+        decayed, {"model": {"num_members": 3}}
+    )
     sequence_settings_by_variant = sequence_variants(base_settings, vector_settings, attributes(data_folder))
     for seed in seeds:
         for variant, variant_settings in settings_by_variant.items():

@@ -46,6 +46,8 @@ def write_report(results: dict[str, Any], *, folder: Path) -> None:
         "  values of the setting [transfer](../../docs/models.md#pretrained-vectors).",
         "- `log vectors`: the item embeddings use [vectors from the log](../../docs/models.md#vectors-from-the-log).",
         "- `features`: the model also uses attributes and words of the items.",
+        "- `decay`: both learning rates fall to 0 like a cosine. `3 members`: an",
+        "  [ensemble](../../docs/models.md#ensembles), with vectors of 3 x 64 numbers.",
         "- `all articles`, `all pairs`: the training includes what the other experiments use for validation.",
         "- `plain`, `exponents`: matrix factorisation with a softmax over the catalogue. `exponents` also has",
         "  [`negatives_exponent` and `user_exponent`](../../docs/models.md#losses).",

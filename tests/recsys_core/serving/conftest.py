@@ -14,9 +14,9 @@ from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.manifests import Dataset, IngestedFeature, PackageManifest
 from recsys_core.models.config import PackageConfig, TowerConfig, TwoTowerConfig
+from recsys_core.models.ensemble import make_candidate_tower, make_query_tower
 from recsys_core.models.popularity import append_popularity, item_popularity
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.towers import CandidateTower, QueryTower
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.package import build_package
@@ -87,7 +87,7 @@ class World:
             name: random.normal(0, 0.3, (table.num_rows, table.dim)).astype(np.float32)
             for name, table in sorted(self.spec.tables.items())
         }
-        self.towers = nn.ModuleDict({"query": QueryTower(self.spec), "item": CandidateTower(self.spec)}).eval()
+        self.towers = nn.ModuleDict({"query": make_query_tower(self.spec), "item": make_candidate_tower(self.spec)}).eval()
         for name, parameter in self.towers.named_parameters():
             if "recency" in name or "attention" in name or "popularity" in name:
                 nn.init.normal_(parameter)

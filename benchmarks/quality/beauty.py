@@ -72,9 +72,7 @@ def experiments(data_folder: Path, *, folder: Path, seeds: range) -> Iterator[Ex
     }
     decayed = merge_settings(settings_by_variant["pretrained, full, features"], DECAYED_RATES)
     settings_by_variant["pretrained, full, features, decay"] = decayed
-    settings_by_variant["pretrained, full, features, decay, 3 members"] = merge_settings(
-        decayed, {"model": {"num_members": 3}}
-    )
+    settings_by_variant["pretrained, full, features, decay, 3 members"] = merge_settings(decayed, {"model": {"num_members": 3}})
     sequence_settings_by_variant = sequence_variants(base_settings, vector_settings, attributes(data_folder))
     for seed in seeds:
         for variant, variant_settings in settings_by_variant.items():

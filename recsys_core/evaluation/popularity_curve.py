@@ -65,7 +65,8 @@ def popularity_curve(
     held_out = load_held_out("validation", config=config, store=store, export=unranked, interactions=interactions)
     query_BD, item_ID = held_out.queries.query_BD, torch.from_numpy(np.load(export.path("item_vectors.npy")))
     served_weight = float(query_BD[0, -1]) if spec.config.has_popularity else 0.0
-    query_BD, item_ID = (vectors[:, : spec.config.tower_dim] for vectors in (query_BD, item_ID))
+    if spec.config.has_popularity:
+        query_BD, item_ID = query_BD[:, :-1], item_ID[:, :-1]
     popularity_I = torch.from_numpy(item_popularity(store.train_count_I))
     weights = weights or default_weights(query_BD, item_ID=item_ID, popularity_I=popularity_I)
     item_ID, points = append_popularity(item_ID, popularity_I), []

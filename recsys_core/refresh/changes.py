@@ -160,9 +160,9 @@ def _ingest_vectors(
     manifest = ingest_embeddings(configs, folder=folder, allowed_data_root=inputs.allowed_data_root)
     ingested = manifest.tables["item"]
     path = manifest.sources[0].path
-    if ingested.dim != table.dim:
+    if ingested.dim != (trained_dim := package.model.member_dim("item")):
         raise InputError(
-            f"{path}: the vectors have {ingested.dim} numbers, but the served model was trained with vectors of {table.dim}; "
+            f"{path}: the vectors have {ingested.dim} numbers, but the served model was trained with vectors of {trained_dim}; "
             f"write vectors of the same model, or {_FIX}"
         )
     require_one_type(

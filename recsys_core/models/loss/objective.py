@@ -103,13 +103,17 @@ class Objective(nn.Module):
         if distillation is None or teacher_CD is None:
             return loss
         num_shared = self._num_shared_candidates(batch)
-        return loss + distillation.weight * distillation_loss(
-            candidate_CD[:num_shared, : self.tower_dim],
-            teacher_CD=teacher_CD[:num_shared],
-            item_C=batch.candidate_index_C[:num_shared],
-            num_queries=batch.batch_size,
-            temperature=distillation.temperature,
-            min_norm=self.min_norm,
+        return (
+            loss
+            + distillation.weight
+            * distillation_loss(
+                candidate_CD[:num_shared, : self.tower_dim],  # without the popularity
+                teacher_CD=teacher_CD[:num_shared],
+                item_C=batch.candidate_index_C[:num_shared],
+                num_queries=batch.batch_size,
+                temperature=distillation.temperature,
+                min_norm=self.min_norm,
+            )
         )
 
     def _catalogue_loss(self, query_BD: Tensor, candidate_CD: Tensor, *, batch: Batch) -> Tensor:

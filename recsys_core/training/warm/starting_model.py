@@ -166,9 +166,10 @@ def require_compatible(spec: ModelSpec, *, champion: Champion, dataset: Dataset)
         if setting not in champion_settings or champion_settings[setting] != value:
             raise _incompatible_error(setting, value, champion_settings.get(setting), champion)
     for table_name in carried_table_names(spec, champion=champion):
-        table, champion_table = spec.tables[table_name], champion.spec.tables[table_name]
-        if table.dim != champion_table.dim:
-            raise _incompatible_error(f"the width of tables.{table_name}", table.dim, champion_table.dim, champion)
+        table = spec.tables[table_name]
+        dim, champion_dim = spec.member_dim(table_name), champion.spec.member_dim(table_name)
+        if dim != champion_dim:
+            raise _incompatible_error(f"the width of tables.{table_name}", dim, champion_dim, champion)
         _require_same_definition(table_name, features=dataset.features, champion=champion)
         if has_accumulators(table) and f"state_{table_name}.npy" not in champion.export.files:
             raise _incompatible_error(

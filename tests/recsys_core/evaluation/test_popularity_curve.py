@@ -16,7 +16,7 @@ from recsys_core.models.popularity import item_popularity
 from recsys_core.models.spec import ModelSpec
 from tests.recsys_core.evaluation.stage_folders import export_stage, interactions_stage
 
-USERS, ITEMS, DIM = 40, 60, 4
+USERS, ITEMS, DIM = 40, 60, 8
 RANDOM = np.random.default_rng(5)
 TRAIN = [RANDOM.choice(ITEMS, 8, replace=False, p=np.arange(1, ITEMS + 1) / 1830).tolist() for _ in range(USERS)]
 VALIDATION = [RANDOM.choice(ITEMS, 2, replace=False).tolist() for _ in range(USERS)]
@@ -32,10 +32,19 @@ def interactions_in(folder: Path, **splits: Any) -> InteractionsManifest:
     )
 
 
-def export_in(folder: Path, *, weight: float | None, splits: tuple[str, ...] = ("validation", "test")) -> ExportManifest:
+def export_in(
+    folder: Path, *, weight: float | None, splits: tuple[str, ...] = ("validation", "test"), num_members: int = 1
+) -> ExportManifest:
     """Write an export. weight: weight of its popularity term; None for an export without the term."""
     popularity = {"kind": "none"} if weight is None else {"kind": "fixed", "weight": weight}
-    config = TwoTowerConfig.model_validate({"embedding_dim": DIM, "similarity": "dot", "popularity": popularity})
+    config = TwoTowerConfig.model_validate(
+        {
+            "embedding_dim": DIM // num_members,
+            "num_members": num_members,
+            "similarity": "dot",
+            "popularity": popularity,
+        }
+    )
     items, queries = ITEM_VECTORS, QUERY_VECTORS
     if weight is not None:
         items = np.column_stack([items, POPULARITY])
@@ -72,6 +81,16 @@ def test_an_export_with_a_term_gives_the_curve_of_the_same_model_without_one(tmp
     assert [point.metrics for point in without] == [point.metrics for point in with_term]
     assert [point.weight for point in without if point.is_served] == [0]
     assert [point.weight for point in with_term if point.is_served] == [0.75]
+
+
+def test_the_curve_of_an_ensemble_ranks_by_the_vectors_of_all_members(tmp_path: Path) -> None:
+    tables = {}
+    interactions = interactions_in(tmp_path)
+    for num_members in (1, 2):
+        folder = tmp_path / f"{num_members} members"
+        export = export_in(folder, weight=None, num_members=num_members)
+        tables[num_members] = popularity_curve(CONFIG, export=export, interactions=interactions, weights=[0.5])
+    assert tables[1] == tables[2]
 
 
 def test_the_largest_default_weight_moves_items_half_as_far_as_the_scores(tmp_path: Path) -> None:

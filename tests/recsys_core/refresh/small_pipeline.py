@@ -187,12 +187,12 @@ def _task(spec: ModelSpec, dataset: Dataset) -> RetrievalTask:
     for parameter in (*task.embedding_tables.parameters(), *head.parameters()):
         nn.init.normal_(parameter, std=0.5)
     if dataset.embeddings is not None:
-        vector_row_I, table = store.vector_rows("item"), spec.tables["item"]
+        vector_row_I, weight = store.vector_rows("item"), _weight(task, "item")
         assert vector_row_I is not None
         vectors = torch.from_numpy(np.load(dataset.embeddings.vectors_path("item"))[vector_row_I])
         with torch.no_grad():
-            norm = random_norm(table.settings.init_std, table.dim)
-            _weight(task, "item").copy_(scale_to_norm(vectors, norm=norm))
+            norm = random_norm(spec.tables["item"].settings.init_std, VECTOR_DIM)
+            weight.copy_(scale_to_norm(vectors, norm=norm).tile(1, spec.config.num_members))
     return task.eval()
 
 

@@ -46,6 +46,22 @@ def test_items_that_come_back_get_the_vectors_of_the_trained_tower(
     assert list(vectors_of(folder))[-20:] == list(LEFT)
 
 
+def test_an_ensemble_gives_new_items_the_vectors_of_all_members(tmp_path: Path) -> None:
+    parent = build_pipeline(tmp_path / "parent", model={"num_members": 2})
+    trained = values_of(parent.package_folder)
+    write_vectors(parent.files, [item_id for item_id in ITEMS if item_id not in LEFT])
+    write_items(parent.files, [item_id for item_id in ITEMS if item_id not in LEFT])
+    without = folder_of(refresh_small(parent, tmp_path / "without"))
+    write_vectors(parent.files, ITEMS)
+    write_items(parent.files, ITEMS)
+    refreshed = refresh_small(parent, tmp_path / "with", package_folder=without)
+    assert refreshed is not None and refreshed.changes.counts == {"added": 20, "removed": 0, "changed": 0}
+    vectors = values_of(folder_of(refreshed))
+    for item_id in LEFT:
+        assert len(vectors[item_id]) == 2 * 8
+        np.testing.assert_allclose(vectors[item_id], trained[item_id], atol=1e-5)
+
+
 def test_other_items_and_the_space_stay_bit_by_bit(parent: SmallPipeline, tables: Tables, tmp_path: Path) -> None:
     tables([*range(1300, 1310), *(item_id for item_id in ITEMS if item_id not in LEFT)])
     folder = folder_of(refresh_small(parent, tmp_path / "new"))

@@ -137,7 +137,8 @@ def _epochs_to_reach_table(runs: Runs) -> list[str]:
 
 
 def _plot_curves(runs: Runs, *, path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(10, 4.5), layout="constrained")
+    axes.set_prop_cycle(color=plt.colormaps["tab20"](range(20)))
     for variant, result_by_seed in runs.items():
         curves = np.array([_validation_curve(result) for result in result_by_seed.values()])
         epochs = np.arange(1, curves.shape[1] + 1)
@@ -148,7 +149,7 @@ def _plot_curves(runs: Runs, *, path: Path) -> None:
         xlabel="epoch", ylabel="NDCG@10 on validation, all items ranked", title="Amazon Beauty, mean and range over the seeds"
     )
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

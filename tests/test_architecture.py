@@ -27,7 +27,7 @@ MAY_IMPORT = {
         "models": {"manifests", "dataset"},
         "sharding": {"manifests", "dataset", "models", "patches"},
         "evaluation": {"manifests", "dataset", "models", "closed_form"},
-        "training": {"manifests", "dataset", "models", "patches", "sharding", "launching", "evaluation"},
+        "training": {"manifests", "dataset", "models", "patches", "sharding", "launching", "evaluation", "closed_form"},
         "retrieval": {"manifests"},
         "serving": {"manifests", "dataset", "models", "retrieval"},
         "refresh": {"manifests", "parquet", "dataset", "ingest", "models", "retrieval", "serving"},

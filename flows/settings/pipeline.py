@@ -127,6 +127,16 @@ class PipelineConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _block_weights_need_validation(self) -> Self:
+        block = self.model.spectral_block
+        if block is not None and len(block.weights) > 1 and self.training.validation is None:
+            raise ValueError(
+                f"model.spectral_block.weights has {len(block.weights)} values, but training.validation is null, so nothing "
+                "chooses one of them; give one weight, or set training.validation"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _include_target_needs_no_order(self) -> Self:
         if self.interactions.is_ordered and self.model.history.include_target:
             raise ValueError(

@@ -76,6 +76,9 @@ class ExportManifest(Manifest):
         state_<name>.npy: float32 [rows] (rowwise_adagrad) or [rows, dim] (adagrad), the Adagrad accumulator of each trained
             table with one of these optimizers.
         dense.safetensors: all other parameters.
+        block_history.npy: float32 [items, block width], the vector that represents each item in the sum of a spectral block.
+        block_maps.safetensors: query_map and item_map, float32 [trained width + block width, dim], which map concatenated
+            vectors to the exported ones. A model without a spectral block has neither file.
         model.json: recsys_core.models.spec.ModelSpec.
 
     If `ranking` is not null, there are rankings of the items by the model, for the known users in the order of the queries:
@@ -92,6 +95,7 @@ class ExportManifest(Manifest):
     similarity: Literal["cosine", "dot"]
     num_queries: dict[str, int] = Field(description="number of queries by split")
     ranking: RankingSettings | None = Field(None, description="settings of the stored rankings; null: there are no rankings")
+    spectral_block_weight: float | None = Field(None, description="weight of the spectral block; null: there is no block")
 
 
 class SliceReport(Frozen):

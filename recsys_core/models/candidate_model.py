@@ -32,6 +32,8 @@ class CandidateModel(nn.Module):
     unseen item is zero too.
     """
 
+    trained_map: Tensor
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
@@ -44,21 +46,34 @@ class CandidateModel(nn.Module):
             }
         )
         self.tower = make_candidate_tower(spec)
+        if spec.config.spectral_block is not None:
+            # The block of an unseen item is zero.
+            self.register_buffer("trained_map", torch.empty(spec.config.trained_dim, spec.config.output_dim))
         self.eval()
 
     @classmethod
-    def of(cls, spec: ModelSpec, *, tables: Mapping[str, NDArray[np.float32]], dense: Mapping[str, Tensor]) -> Self:
+    def of(
+        cls,
+        spec: ModelSpec,
+        *,
+        tables: Mapping[str, NDArray[np.float32]],
+        dense: Mapping[str, Tensor],
+        item_map: Tensor | None = None,
+    ) -> Self:
         """Return the model of an export.
 
         Args:
             tables: name -> [R, D], the tables of the item features. Arrays may be memory maps.
             dense: state of the trained dense layers; names with the prefix `item.` are used.
+            item_map: map of the concatenated trained vectors and spectral blocks, for a model with a block.
         """
         state = {f"tower.{name.removeprefix('item.')}": tensor for name, tensor in dense.items() if name.startswith("item.")}
         state |= {
             f"tables.{module_name(name)}.weight": torch.from_numpy(np.ascontiguousarray(table))
             for name, table in tables.items()
         }
+        if item_map is not None:
+            state["trained_map"] = item_map[: spec.config.trained_dim].contiguous()
         return cls._with_state(spec, state)
 
     @classmethod
@@ -109,6 +124,8 @@ class CandidateModel(nn.Module):
             history_VD = candidate_VD if uses_tower else item_VD
             if self.spec.config.has_popularity:
                 candidate_VD = append_popularity(candidate_VD, torch.full_like(candidate_VD[:, 0], UNSEEN_POPULARITY))
+            if self.spec.config.spectral_block is not None:
+                candidate_VD = candidate_VD @ self.trained_map
             yield history_VD.numpy(), candidate_VD.numpy()
 
     def _rows(self, vector_VD: NDArray[np.float32] | None, num_items: int) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from recsys_core.config import Settings
+from recsys_core.config import MAX_COUNT, Settings
 from recsys_core.errors import InputError
 
 MAX_WIDTH = 16_384
@@ -198,6 +198,43 @@ class LearnedPopularity(Settings):
     )
 
 
+class SpectralBlockSettings(Settings):
+    """Vectors in closed form, computed from the log, that are appended to the trained vectors."""
+
+    dim: int = Field(80, ge=4, le=2_048, description="number of singular vectors of the normalised user-item matrix")
+    item_exponent: float = Field(
+        0.4,
+        ge=0,
+        le=2,
+        description="exponent of the number of events of an item, by which its vector in a history is divided and its "
+        "candidate vector is multiplied. A lower exponent recommends fewer popular items",
+    )
+    history_length: int = Field(
+        200, ge=1, le=10_000, description="maximum number of items in a history, the newest ones. Their order is not used"
+    )
+    weights: tuple[Annotated[float, Field(ge=0, le=100)], ...] = Field(
+        (0.0, 0.1, 0.25, 0.5),
+        min_length=1,
+        max_length=20,
+        description="standard deviations of the block's scores, as multiples of that of the trained scores. The one with the "
+        "best metric of `training.validation` is served. With `0`, the block does not change the scores",
+    )
+    output_dim: int | None = Field(
+        None,
+        ge=4,
+        le=MAX_WIDTH,
+        multiple_of=4,
+        description="width to which the concatenated vectors are reduced, so that their scores change as little as possible. "
+        "Default: no reduction",
+    )
+    max_events: int = Field(
+        20_000_000,
+        ge=1_000,
+        le=MAX_COUNT,
+        description="number of training events that are used. With more events, the users are sampled with a fixed seed",
+    )
+
+
 PopularityConfig = Annotated[NoPopularity | FixedPopularity | LearnedPopularity, Field(discriminator="kind")]
 
 
@@ -244,6 +281,12 @@ class TwoTowerConfig(Settings):
         description="term for the popularity of an item in its score: a weight, times log(1 + training events of the item), "
         "divided by this log of the most popular item. The query and item vectors then have one more number",
     )
+    spectral_block: SpectralBlockSettings | None = Field(
+        None,
+        description="vectors in closed form, computed from the training events after the training, that are appended to the "
+        "trained vectors. A score is then the sum of a trained score and the score of a truncated singular value "
+        "decomposition. Default: trained vectors alone",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -274,6 +317,23 @@ class TwoTowerConfig(Settings):
             raise ValueError(
                 f"num_members is {self.num_members}, but a popularity term ({self.popularity.kind}) needs a model with one "
                 "member; set num_members to 1, or popularity.kind to none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_block(self) -> Self:
+        block = self.spectral_block
+        if block is None:
+            return self
+        if self.has_popularity:
+            raise ValueError(
+                f"spectral_block is set, and popularity.kind is {self.popularity.kind}; a model has only one of them: remove "
+                "spectral_block, or set popularity.kind to none"
+            )
+        if block.output_dim is not None and block.output_dim > self.trained_dim + block.dim:
+            raise ValueError(
+                f"spectral_block.output_dim is {block.output_dim}, but the concatenated vectors have only {self.trained_dim} + "
+                f"{block.dim} numbers; lower output_dim, or leave it out"
             )
         return self
 
@@ -315,9 +375,15 @@ class TwoTowerConfig(Settings):
         return not isinstance(self.popularity, NoPopularity)
 
     @property
-    def output_dim(self) -> int:
-        """Width of the query and candidate vectors: those of the members, and one more number with a popularity term."""
+    def trained_dim(self) -> int:
+        """Width of the trained vectors: those of the members, and one more number with a popularity term."""
         return self.num_members * self.tower_dim + self.has_popularity
+
+    @property
+    def output_dim(self) -> int:
+        """Width of the exported query and candidate vectors, which have the spectral block if there is one."""
+        block = self.spectral_block
+        return self.trained_dim if block is None else block.output_dim or self.trained_dim + block.dim
 
     @property
     def history_dim(self) -> int:

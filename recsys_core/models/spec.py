@@ -208,7 +208,7 @@ class ModelSpec(Frozen):
         reads_user_row = self.config.learn_user_embedding or any(
             feature_name.startswith("user.") for feature_name in self.forms
         )
-        has_history_B = (history_length_B > 0) & (self.history_length > 0)
+        has_history_B = (history_length_B > 0) & (self.served_history_length > 0)
         is_known_B: NDArray[np.bool_] = has_history_B | ((user_row_B >= 0) & reads_user_row)
         return is_known_B
 
@@ -221,6 +221,12 @@ class ModelSpec(Frozen):
     def history_length(self) -> int:
         """Maximum number of items in a history; 0 if the model reads no history."""
         return self.config.history.length
+
+    @property
+    def served_history_length(self) -> int:
+        """Maximum number of items of a history that serving reads, for the query tower or for the spectral block."""
+        block = self.config.spectral_block
+        return max(self.history_length, 0 if block is None else block.history_length)
 
     @property
     def history_std(self) -> float:
@@ -247,6 +253,15 @@ class ModelSpec(Frozen):
             if lookup_keys.count((table_spec.collection, table_spec.feature)) == 1
             else f"{table_spec.feature}@{module_name(table)}"
         )
+
+
+def with_block_weight(spec: ModelSpec, weight: float | None) -> ModelSpec:
+    """Return the spec with one weight of its spectral block, so that no validation events are needed; None: unchanged."""
+    block = spec.config.spectral_block
+    if block is None or weight is None:
+        return spec
+    config = spec.config.model_copy(update={"spectral_block": block.model_copy(update={"weights": (weight,)})})
+    return spec.model_copy(update={"config": config})
 
 
 def module_name(table: str) -> str:

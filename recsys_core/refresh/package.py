@@ -31,7 +31,7 @@ from recsys_core.serving.description import (
 from recsys_core.serving.items import RESERVED_ITEM_COLUMNS, write_items
 from recsys_core.serving.package import complete_package
 from recsys_core.serving.popularity.segment_counts import replace_items_of_segments
-from recsys_core.serving.quantise import HISTORY_TABLE, ServedQueryTower, make_table, save_tower
+from recsys_core.serving.quantise import BLOCK_TABLE, HISTORY_TABLE, ServedQueryTower, make_table, save_tower
 from recsys_core.serving.retriever import Retriever
 from recsys_core.serving.users.mapped_file import write_block_checksums
 from recsys_core.serving.users.user_table import replace_items
@@ -118,16 +118,19 @@ def _with_items(spec: ModelSpec, num_items: int) -> ModelSpec:
 
 def _with_history_items(parent: PackageContents, spec: ModelSpec, changes: Changes) -> ServedQueryTower:
     """Return the query tower with the rows of the items that stay, unchanged, and those of the new items."""
-    if HISTORY_TABLE not in parent.tower.tables:
-        return parent.tower
-    quantization = parent.package.quantization
-    new_table = make_table(changes.num_added, spec.config.history_dim, quantization=quantization)
-    new_table.fill(changes.history_VD)
+    quantization, block = parent.package.quantization, spec.config.spectral_block
+    vectors_by_table = {HISTORY_TABLE: changes.history_VD}
+    if block is not None:
+        vectors_by_table[BLOCK_TABLE] = np.zeros((changes.num_added, block.dim), np.float32)
     kept_rows = torch.from_numpy(changes.kept_row_I)
     state = dict(parent.tower.state_dict())
-    for name, new_rows in new_table.state_dict().items():
-        key = f"tables.{HISTORY_TABLE}.{name}"
-        state[key] = torch.cat([state[key][kept_rows], new_rows])
+    for table_name in vectors_by_table.keys() & set(parent.tower.tables):
+        new_vector_VD = vectors_by_table[table_name]
+        new_table = make_table(*new_vector_VD.shape, quantization=quantization)
+        new_table.fill(new_vector_VD)
+        for name, new_rows in new_table.state_dict().items():
+            key = f"tables.{table_name}.{name}"
+            state[key] = torch.cat([state[key][kept_rows], new_rows])
     with torch.device("meta"):
         new_tower = ServedQueryTower(spec, quantization=quantization)
     new_tower.load_state_dict(state, assign=True)

@@ -33,6 +33,7 @@ from recsys_core.manifests import (
 from recsys_core.models.candidate_model import CandidateModel
 from recsys_core.models.config import PackageConfig, Quantization
 from recsys_core.models.spec import ModelSpec
+from recsys_core.models.spectral_block import BLOCK_HISTORY_FILE, BLOCK_MAPS_FILE
 from recsys_core.serving.answers import Fallback
 from recsys_core.serving.contents import open_contents
 from recsys_core.serving.description import (
@@ -56,7 +57,7 @@ from recsys_core.serving.exports.export import write_exports
 from recsys_core.serving.golden import write_golden
 from recsys_core.serving.items import RESERVED_ITEM_COLUMNS, join_columns, write_items
 from recsys_core.serving.popularity.segment_counts import write_segments
-from recsys_core.serving.quantise import build_tower, save_tower, served_tables, user_features
+from recsys_core.serving.quantise import BlockArrays, build_tower, save_tower, served_tables, user_features
 from recsys_core.serving.retriever import Retriever
 from recsys_core.serving.users.mapped_file import write_block_checksums
 from recsys_core.serving.users.user_table import write_users
@@ -174,7 +175,8 @@ def complete_package(folder: Path, description: PackageDescription) -> None:
 
 def space_id_of(export: ExportManifest) -> str:
     """Return the id of the vector space of an export: a hash of both towers, which are their layers and their tables."""
-    names = sorted(name for name in export.files if name == "dense.safetensors" or name.startswith("table_"))
+    prefixes = ("dense.safetensors", "table_", "block_")
+    names = sorted(name for name in export.files if name.startswith(prefixes))
     content = "".join(f"{name} {export.files[name].sha256}\n" for name in [*names, "history_items.npy"])
     return hashlib.sha256(f"{export.similarity}\n{content}".encode()).hexdigest()[:16]
 
@@ -207,6 +209,7 @@ def _write_query_tower(
         tables={name: np.load(export.path(f"table_{name}.npy"), mmap_mode="c") for name in served_tables(spec)},
         dense=load_file(export.path("dense.safetensors")),
         quantization=quantization,
+        block=_block_arrays(export),
     )
     save_tower(tower, folder / "tower.safetensors", space_id=space_id)
 
@@ -229,7 +232,19 @@ def _write_popularity(folder: Path, config: PackageConfig, dataset: Dataset, eva
 
 def _write_candidate_model(folder: Path, spec: ModelSpec, export: ExportManifest) -> None:
     tables = {name: np.load(export.path(f"table_{name}.npy"), mmap_mode="c") for name in spec.features("item")}
-    CandidateModel.of(spec, tables=tables, dense=load_file(export.path("dense.safetensors"))).save(folder / CANDIDATE_NAME)
+    item_map = load_file(export.path(BLOCK_MAPS_FILE))["item_map"] if BLOCK_MAPS_FILE in export.files else None
+    model = CandidateModel.of(spec, tables=tables, dense=load_file(export.path("dense.safetensors")), item_map=item_map)
+    model.save(folder / CANDIDATE_NAME)
+
+
+def _block_arrays(export: ExportManifest) -> BlockArrays | None:
+    """Return the arrays of the spectral block; None for a model without one."""
+    if BLOCK_MAPS_FILE not in export.files:
+        return None
+    return BlockArrays(
+        history_IM=np.load(export.path(BLOCK_HISTORY_FILE), mmap_mode="c"),
+        query_map=load_file(export.path(BLOCK_MAPS_FILE))["query_map"],
+    )
 
 
 def _item_sources(dataset: Dataset) -> NDArray[np.uint8]:
@@ -244,7 +259,10 @@ def _item_sources(dataset: Dataset) -> NDArray[np.uint8]:
 
 
 def _fallbacks(spec: ModelSpec, features: Mapping[str, QueryFeature]) -> tuple[Fallback, ...]:
-    fallbacks: tuple[Fallback | None, ...] = ("history" if spec.history_length else None, "features" if features else None)
+    fallbacks: tuple[Fallback | None, ...] = (
+        "history" if spec.served_history_length else None,
+        "features" if features else None,
+    )
     return (*(fallback for fallback in fallbacks if fallback is not None), "popularity")
 
 

@@ -5,7 +5,7 @@ Shapes: B queries, R rows of a table, L looked-up rows, D width of the vectors.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -21,12 +21,15 @@ from recsys_core.models.config import Quantization
 from recsys_core.models.ensemble import make_query_tower
 from recsys_core.models.history import pool_lists
 from recsys_core.models.spec import ModelSpec, module_name
+from recsys_core.models.spectral_block import SpectralBlock, history_totals
 
 if TYPE_CHECKING:
     from recsys_core.serving.given_features import GivenFeature
 
 HISTORY_TABLE = "history"
 """Name of the table with the vectors that represent items in histories."""
+BLOCK_TABLE = "spectral_block"
+"""Name of the table with the vectors of the items in the sum of the spectral block."""
 CHUNK_ROWS = 1 << 16
 SPACE_ID_KEY = "space_id"
 """Key of the id of the vector space in the metadata of tower.safetensors and items.parquet."""
@@ -114,6 +117,13 @@ class IntegerTable(nn.Module):
 Table = FloatTable | IntegerTable
 
 
+class BlockArrays(NamedTuple):
+    """The spectral block of an exported model: the vectors of the items in histories [I, M], and the map of the queries."""
+
+    history_IM: NDArray[np.float32]
+    query_map: Tensor
+
+
 def _overflow_error(row: int, value_D: NDArray[np.float32], target: str) -> StageError:
     return StageError(
         f"row {row}: values {value_D.min():g} to {value_D.max():g} do not fit {target}; set package.quantization to fp32"
@@ -137,6 +147,7 @@ class ServedQueryTower(nn.Module):
             {name: make_table(*shape, quantization=quantization) for name, shape in _table_shapes(spec).items()}
         )
         self.dense = make_query_tower(spec)
+        self.block = None if spec.config.spectral_block is None else SpectralBlock(spec.config)
         self.eval()
 
     @torch.inference_mode()
@@ -152,11 +163,11 @@ class ServedQueryTower(nn.Module):
 
         Args:
             user_row_B: -1 for a user who is not in the vocabulary. Such a user has no stored features.
-            history: item rows, oldest first. Only the newest items are used, up to the history length of the model.
+            history: item rows, oldest first. Only the newest items are used, up to the history lengths of the model.
             features: the user features of the package.
             given: features from the request. They replace the stored ones.
         """
-        history = history.last_values(self.spec.history_length)
+        full_history, history = history, history.last_values(self.spec.history_length)
         item_LD = torch.zeros(0, self.spec.config.history_dim)
         if HISTORY_TABLE in self.tables:
             item_LD = self.tables[HISTORY_TABLE](torch.from_numpy(history.values_L))
@@ -166,6 +177,15 @@ class ServedQueryTower(nn.Module):
         }
         history_index_L, offset = torch.arange(len(item_LD)), torch.from_numpy(history.offset)
         query_BD: Tensor = self.dense(item_LD, history_index_L, offset, features=vector_by_table)
+        return query_BD if self.block is None else self._with_block(query_BD, full_history)
+
+    def _with_block(self, query_BT: Tensor, history: JaggedArray) -> Tensor:
+        """Return the query vectors with the spectral block of their histories, [B, D]."""
+        assert self.block is not None
+        assert self.spec.config.spectral_block is not None
+        history = history.last_values(self.spec.config.spectral_block.history_length)
+        item_LM = self.tables[BLOCK_TABLE](torch.from_numpy(history.values_L))
+        query_BD: Tensor = self.block(query_BT, history_totals(item_LM, torch.from_numpy(history.offset)))
         return query_BD
 
     def _feature_vectors(
@@ -239,6 +259,7 @@ def build_tower(
     tables: Mapping[str, NDArray[np.float32]],
     dense: Mapping[str, Tensor],
     quantization: Quantization,
+    block: "BlockArrays | None" = None,
 ) -> ServedQueryTower:
     """Build the served tower from the exported model.
 
@@ -246,11 +267,16 @@ def build_tower(
         history_items: [I, D], the representation of each item in histories.
         tables: name -> [R, D], at least the tables of `served_tables`. Arrays may be memory maps.
         dense: state of the trained dense layers; names with the prefix `query.` are used.
+        block: arrays of the spectral block, for a model that has one.
     """
     tower = ServedQueryTower(spec, quantization=quantization)
     weights_by_table = {HISTORY_TABLE: history_items} | {
         module_name(table_name): weight for table_name, weight in tables.items()
     }
+    if tower.block is not None:
+        assert block is not None
+        weights_by_table[BLOCK_TABLE] = block.history_IM
+        tower.block.query_map.copy_(block.query_map)
     for table_name, table in tower.tables.items():
         assert isinstance(table, Table)
         try:
@@ -300,8 +326,10 @@ def load_tower(path: Path, *, spec: ModelSpec, quantization: Quantization) -> Se
 
 def _table_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Return submodule name -> (number of rows, width) of each table."""
-    history_shape = {HISTORY_TABLE: (spec.num_items, spec.config.history_dim)} if spec.history_length else {}
-    return history_shape | {
+    item_shapes = {HISTORY_TABLE: (spec.num_items, spec.config.history_dim)} if spec.history_length else {}
+    if spec.config.spectral_block is not None:
+        item_shapes[BLOCK_TABLE] = (spec.num_items, spec.config.spectral_block.dim)
+    return item_shapes | {
         module_name(table_name): (spec.tables[table_name].num_rows, spec.tables[table_name].dim)
         for table_name in served_tables(spec)
     }

@@ -336,7 +336,7 @@ class Retriever:
             query_BD[model_indices] = self.encode(user_row_B[model_indices], history.take(model_indices), given=model_given)
         if options["popularity_weight"] is not None:
             query_BD[model_indices, -1] = options["popularity_weight"]
-        has_history_B = (history.lengths > 0) & (model.history_length > 0)
+        has_history_B = (history.lengths > 0) & (model.served_history_length > 0)
         unknown_code_B = np.where(has_history_B, FALLBACKS.index("history"), FALLBACKS.index("features"))
         is_expected_B = (user_row_B >= 0) | (self.package.users == "none")
         code_B = np.where(is_expected_B, 0, unknown_code_B)

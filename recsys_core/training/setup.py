@@ -71,7 +71,8 @@ class TrainingSetup:
 
 def export_bytes(spec: ModelSpec) -> int:
     """Return the bytes of the export's arrays. The largest array counts twice: it is on disk twice while it is built."""
-    dims = spec.config.history_dim, spec.config.output_dim
+    block = spec.config.spectral_block
+    dims = spec.config.history_dim, spec.config.output_dim, 0 if block is None else block.dim
     array_bytes = [spec.num_items * dim * FLOAT_BYTES for dim in dims]
     array_bytes += [_weight_bytes(table) for table in spec.tables.values()]
     accumulator_bytes = [

@@ -25,7 +25,7 @@ from recsys_core.seeds import VALIDATION_USERS_SEED
 from recsys_core.training.config import ValidationConfig
 from recsys_core.training.export.encoding import Encoder, RankWriter
 
-_METRIC_BY_NAME = {"recall": metrics.recall, "ndcg": metrics.ndcg, "hit_rate": metrics.hit_rate}
+METRIC_BY_NAME = {"recall": metrics.recall, "ndcg": metrics.ndcg, "hit_rate": metrics.hit_rate}
 
 
 class Validator:
@@ -75,14 +75,14 @@ class Validator:
         task, process = self._encoder.task, self._encoder.process
         task.eval()
         item_vector_ID = self._encode_items()
-        totals = torch.zeros(1 + len(_METRIC_BY_NAME), dtype=torch.float64)  # number of users, then the total of each metric
+        totals = torch.zeros(1 + len(METRIC_BY_NAME), dtype=torch.float64)  # number of users, then the total of each metric
         for user_index_B, keep_vectors in self._writer.batches(len(self._users)):
             query_BD = self._encoder.encode_queries(self._users[user_index_B], split="validation").cpu()
             if not keep_vectors:
                 continue
             positions = self._target_positions(user_index_B, query_BD=query_BD, item_vector_ID=item_vector_ID)
             totals[0] += positions.num_users
-            for metric_index, metric in enumerate(_METRIC_BY_NAME.values(), 1):
+            for metric_index, metric in enumerate(METRIC_BY_NAME.values(), 1):
                 totals[metric_index] += metric(positions, k=self.config.k).sum()
         totals = totals.to(process.device)
         dist.all_reduce(totals)
@@ -90,7 +90,7 @@ class Validator:
         num_users, *metric_totals = totals
         return {
             f"{name}@{self.config.k}": float(total / num_users)
-            for name, total in zip(_METRIC_BY_NAME, metric_totals, strict=True)
+            for name, total in zip(METRIC_BY_NAME, metric_totals, strict=True)
         }
 
     def _encode_items(self) -> Tensor:
@@ -103,7 +103,7 @@ class Validator:
                 encode=lambda rows: self._encoder.encode_items(rows)[1:],
                 array_name="validation",
             )
-        item_vector_ID = np.zeros((spec.num_items, spec.config.output_dim), np.float32)
+        item_vector_ID = np.zeros((spec.num_items, spec.config.trained_dim), np.float32)
         self._writer.fill(item_vector_ID, path=vectors_path)
         self._writer.remove_part(vectors_path)
         return torch.from_numpy(item_vector_ID)

@@ -112,7 +112,9 @@ def export_vectors(context: StageContext, setup: TrainingSetup, evaluation: Eval
         ranking=ranking_settings(evaluation),
     )
     query_counts = ", ".join(f"{count:,} {split} queries" for split, count in manifest.num_queries.items())
-    return manifest, f"{manifest.num_items:,} x {manifest.dim} item vectors, {query_counts}"
+    weight = manifest.spectral_block_weight
+    block = "" if weight is None else f", spectral block with weight {weight:g}"
+    return manifest, f"{manifest.num_items:,} x {manifest.dim} item vectors, {query_counts}{block}"
 
 
 @stage(EvaluationManifest)

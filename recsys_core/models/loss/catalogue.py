@@ -39,7 +39,7 @@ def catalogue_share(item_count_I: NDArray[np.int64], *, rank: int, world_size: i
 
 def require_catalogue_fits(spec: ModelSpec, *, limit_gb: float, world_size: int) -> None:
     """Raise InputError if the vectors of a rank's share of the items and their gradients exceed `limit_gb`."""
-    widths = [table.dim for table in spec.on_side("item").values()] + [spec.config.output_dim]
+    widths = [table.dim for table in spec.on_side("item").values()] + [spec.config.trained_dim]
     num_share_items = -(-spec.num_items // world_size)
     share_gb = num_share_items * sum(widths) * BYTES_PER_VALUE / 1e9
     if share_gb > limit_gb:

@@ -25,7 +25,7 @@ from recsys_core.models.history import (
 )
 from recsys_core.models.spec import module_name
 from recsys_core.models.towers import QueryTower
-from recsys_core.serving.quantise import HISTORY_TABLE, ServedQueryTower
+from recsys_core.serving.quantise import BLOCK_TABLE, HISTORY_TABLE, ServedQueryTower
 
 if TYPE_CHECKING:
     from recsys_core.serving.given_features import GivenFeature
@@ -38,7 +38,7 @@ class PaddedQueryTower(nn.Module):
 
     Inputs by name:
 
-    - history int64 [B, H]: item rows, oldest first, at most the history length of the model.
+    - history int64 [B, H]: item rows, oldest first, at most the longest history that the model reads.
     - history_mask bool [B, H]: whether an entry is an item. Padding may be on either side.
     - <table> int64 [B, L]: rows of each other table of the query tower, such as `user` or `user__genres`.
     - <table>_weight float32 [B, L]: weight of each row, 1 for a feature without weights; 0 for padding.
@@ -46,7 +46,9 @@ class PaddedQueryTower(nn.Module):
 
     def __init__(self, tower: ServedQueryTower) -> None:
         super().__init__()
-        self.tables, self.dense, spec = tower.tables, tower.dense, tower.spec
+        self.tables, self.dense, self.block, spec = tower.tables, tower.dense, tower.block, tower.spec
+        self._trained_length = spec.history_length
+        self._block_length = 0 if spec.config.spectral_block is None else spec.config.spectral_block.history_length
         self._is_mean_by_table = {
             table_name: spec.forms.get(table_name) in ("list", "weighted_list")
             and spec.tables[table_name].settings.pooling == "mean"
@@ -58,7 +60,7 @@ class PaddedQueryTower(nn.Module):
         """Return the query vectors, [B, D]."""
         item_BHD, mask_BH = None, None
         if HISTORY_TABLE in self.tables:
-            mask_BH = inputs[HISTORY_MASK]
+            mask_BH = _newest(inputs[HISTORY_MASK], length=self._trained_length)
             item_BHD = self._look_up(HISTORY_TABLE, torch.where(mask_BH, inputs[HISTORY], 0))
         features = {}
         for table_name, is_mean in self._is_mean_by_table.items():
@@ -68,11 +70,27 @@ class PaddedQueryTower(nn.Module):
             if is_mean:
                 weight_BL = weight_BL / weight_BL.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
             features[table_name] = (value_BLD * weight_BL[:, :, None]).sum(dim=1)
-        return encode_in_parts(self.dense, item_BHD, features, lambda *arguments: _encode(*arguments, mask_BH=mask_BH))
+        query_BD = encode_in_parts(self.dense, item_BHD, features, lambda *arguments: _encode(*arguments, mask_BH=mask_BH))
+        if self.block is None:
+            return query_BD
+        block_mask_BH = _newest(inputs[HISTORY_MASK], length=self._block_length)
+        item_BHM = self._look_up(BLOCK_TABLE, torch.where(block_mask_BH, inputs[HISTORY], 0))
+        joined_BD: Tensor = self.block(query_BD, (item_BHM * block_mask_BH[:, :, None]).sum(dim=1))
+        return joined_BD
 
     def _look_up(self, name: str, row_BL: Tensor) -> Tensor:
         value_LD: Tensor = self.tables[name](row_BL.flatten())
         return value_LD.reshape(*row_BL.shape, value_LD.shape[1])
+
+
+def _num_items_after(mask_BH: Tensor) -> Tensor:
+    """Return the number of items after each entry of a history."""
+    return mask_BH.sum(dim=1, keepdim=True) - mask_BH.long().cumsum(dim=1)
+
+
+def _newest(mask_BH: Tensor, *, length: int) -> Tensor:
+    """Return the mask of the last `length` items of each history."""
+    return mask_BH & (_num_items_after(mask_BH) < length)
 
 
 def _encode(tower: QueryTower, item_BHD: Tensor | None, features: Mapping[str, Tensor], *, mask_BH: Tensor | None) -> Tensor:
@@ -81,8 +99,7 @@ def _encode(tower: QueryTower, item_BHD: Tensor | None, features: Mapping[str, T
     if tower.pooling is not None:
         assert item_BHD is not None
         assert mask_BH is not None
-        # Number of items after each entry.
-        position_BH = mask_BH.sum(dim=1, keepdim=True) - mask_BH.long().cumsum(dim=1)
+        position_BH = _num_items_after(mask_BH)
         inputs.append(_pool_history(tower.pooling, item_BHD, mask_BH, position_BH))
         if tower.uses_last_item:
             is_last_BH = mask_BH & (position_BH == 0)
@@ -127,10 +144,10 @@ def padded_inputs(
 ) -> dict[str, NDArray[np.generic]]:
     """Return the inputs of PaddedQueryTower for the arguments of `ServedQueryTower.forward`."""
     inputs: dict[str, NDArray[np.generic]] = {}
-    if tower.spec.history_length:
-        history = history.last_values(tower.spec.history_length)
-        inputs[HISTORY] = _padded(history, history.values_L, width=tower.spec.history_length)
-        inputs[HISTORY_MASK] = _padded(history, np.ones(len(history.values_L), np.bool_), width=tower.spec.history_length)
+    if width := tower.spec.served_history_length:
+        history = history.last_values(width)
+        inputs[HISTORY] = _padded(history, history.values_L, width=width)
+        inputs[HISTORY_MASK] = _padded(history, np.ones(len(history.values_L), np.bool_), width=width)
     for table_name in tower.dense.feature_names:
         rows, weight_L = tower.rows_and_weights(table_name, user_row_B, features, (given or {}).get(table_name))
         weight_L = np.ones(len(rows.values_L), np.float32) if weight_L is None else weight_L

@@ -32,6 +32,7 @@ from recsys_core.sharding.config import PLAN_NAME
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.training.checkpoint import restore
 from recsys_core.training.dense_parallel import gather_tensors
+from recsys_core.training.export.append_block import append_block
 from recsys_core.training.export.encoding import Encoder, RankWriter
 from recsys_core.training.export.item_columns import Share
 from recsys_core.training.export.ranking import write_rankings
@@ -55,11 +56,13 @@ def export_vectors(
     """Launch as many ranks as the training had. Together they write the arrays of the model; no rank gathers a whole table.
 
     ranking: settings of the rankings that the ranks also write; None for no rankings. They are not part of the fingerprint,
-    because an export is still valid after a change of the evaluation. The stage `evaluate` then ranks by itself.
+    because an export is still valid after a change of the evaluation. The stage `evaluate` then ranks by itself, as it does for
+    a model with a spectral block, which is appended after the ranks have finished.
 
     Raises InputError, StageError or LaunchError as `launch` does.
     """
     config, model = setup.training, setup.model
+    has_block = model.config.spectral_block is not None
     work_folder = folder.with_name(folder.name + ".work")
     require_no_link(work_folder)
     fingerprint = fingerprint_of("export", model, dataset.interactions, train)
@@ -80,9 +83,13 @@ def export_vectors(
             features_folder=dataset.features.folder if dataset.features else None,
             plan_path=train.path(PLAN_NAME),
             checkpoint_folder=train.folder / "checkpoint",
-            ranking=ranking,
+            ranking=None if has_block else ranking,
         )
         launch_job(job, launcher=setup.launcher, log_folder=work_folder / "logs")
+        block_weight = None
+        if has_block:
+            store = EventStore.open(dataset.interactions)
+            block_weight = append_block(model, store=store, validation=config.validation, folder=output_folder)
         (output_folder / "model.json").write_text(model.model_dump_json(indent=2))
         num_queries_by_split = {split: len(np.load(output_folder / f"query_users_{split}.npy")) for split in HELD_OUT_SPLITS}
         manifest = stage.commit(
@@ -90,7 +97,8 @@ def export_vectors(
             dim=model.config.output_dim,
             similarity=model.config.similarity,
             num_queries=num_queries_by_split,
-            ranking=ranking,
+            ranking=job.ranking,
+            spectral_block_weight=block_weight,
         )
     shutil.rmtree(work_folder, ignore_errors=True)
     return manifest
@@ -146,9 +154,9 @@ def _write_item_vectors(encoder: Encoder, *, job: ExportJob, writer: RankWriter)
     config, num_items = job.spec.config, job.spec.num_items
     dim_by_path = {
         job.output_folder / "history_items.npy": config.history_dim,
-        job.output_folder / "item_vectors.npy": config.output_dim,
+        job.output_folder / "item_vectors.npy": config.trained_dim,
     }
-    share = Share(num_items, dim=config.output_dim, process=encoder.process)
+    share = Share(num_items, dim=config.trained_dim, process=encoder.process)
 
     def encode(rows: Int64Array) -> tuple[torch.Tensor, ...]:
         history_item_BD, item_BD = encoder.encode_items(rows)
@@ -164,7 +172,7 @@ def _write_item_vectors(encoder: Encoder, *, job: ExportJob, writer: RankWriter)
 
 def _write_query_vectors(encoder: Encoder, split: EvaluationSplit, *, job: ExportJob, writer: RankWriter) -> Share:
     """Write the vectors of all users with targets in the split, and return those of this rank."""
-    users, dim = encoder.store.users_with_targets(split), job.spec.config.output_dim
+    users, dim = encoder.store.users_with_targets(split), job.spec.config.trained_dim
     if encoder.process.is_main:
         save_npy(job.output_folder / f"query_users_{split}.npy", users)
     path = job.output_folder / f"query_vectors_{split}.npy"

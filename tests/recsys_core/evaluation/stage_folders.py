@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import save_file
 
+from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.manifests import (
     EmbeddingsManifest,
@@ -22,6 +23,7 @@ from recsys_core.manifests import (
 )
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
+from recsys_core.training.export.append_block import append_block
 from tests.recsys_core.manifests.committed_stage import commit_stage
 
 Events = Sequence[Sequence[int]]
@@ -134,6 +136,7 @@ def export_stage(
     tables: Mapping[str, np.ndarray] | None = None,
     history_items: np.ndarray | None = None,
     dense: Mapping[str, torch.Tensor] | None = None,
+    block_store: EventStore | None = None,
 ) -> ExportManifest:
     """Write an export.
 
@@ -141,6 +144,7 @@ def export_stage(
         queries: split -> (user rows, vectors).
         history_items: representation of each item in histories; None for the item vectors.
         spec: None for a model whose only feature is the history.
+        block_store: events of a model with a spectral block, which is appended to the vectors.
     """
     users = 1 + max((user for split_users, _ in queries.values() for user in split_users), default=0)
     model = spec or ModelSpec.sized(TwoTowerConfig(), num_users=users, num_items=len(item_vectors))
@@ -156,9 +160,11 @@ def export_stage(
         (out / "model.json").write_text(model.model_dump_json())
         if spec is not None:
             save_file(dict(dense or {}), out / "dense.safetensors")
+        if block_store is not None:
+            append_block(model, store=block_store, validation=None, folder=out)
         return {
             "num_items": len(item_vectors),
-            "dim": item_vectors.shape[1],
+            "dim": item_vectors.shape[1] if block_store is None else model.config.output_dim,
             "similarity": "dot" if spec is None else spec.config.similarity,
             "num_queries": {split: len(users) for split, (users, _) in queries.items()},
         }

@@ -214,9 +214,10 @@ def _export(task: RetrievalTask, dataset: Dataset, folder: Path) -> Any:
     return export_stage(
         folder,
         item_vectors=vector_ID,
-        queries={"test": (users.tolist(), query_BD)},
+        queries={"validation": ([], query_BD[:0]), "test": (users.tolist(), query_BD)},
         spec=spec,
         tables={name: _weight(task, name).detach().numpy() for name in spec.tables},
         history_items=history_ID,
         dense=task.head.state_dict(),
+        block_store=None if spec.config.spectral_block is None else store,
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from recsys_core.errors import StageError
@@ -60,6 +61,32 @@ def test_an_ensemble_gives_new_items_the_vectors_of_all_members(tmp_path: Path) 
     for item_id in LEFT:
         assert len(vectors[item_id]) == 2 * 8
         np.testing.assert_allclose(vectors[item_id], trained[item_id], atol=1e-5)
+
+
+@pytest.mark.parametrize("output_dim", [None, 12])
+def test_a_new_item_has_no_spectral_block(output_dim: int | None, tmp_path: Path) -> None:
+    block = {"dim": 8, "weights": [0.5], "output_dim": output_dim}
+    parent = build_pipeline(tmp_path / "parent", model={"spectral_block": block}, quantization="fp32")
+    write_vectors(parent.files, [*(item_id for item_id in ITEMS if item_id not in LEFT), 1300])
+    write_items(parent.files, [*(item_id for item_id in ITEMS if item_id not in LEFT), 1300])
+    refreshed = refresh_small(parent, tmp_path / "new")
+    assert refreshed is not None and refreshed.problems == ()
+    folder = folder_of(refreshed)
+    old, new = (Retriever.load(path) for path in (parent.package_folder, folder))
+    without_events = values_of(parent.package_folder)[ITEMS[-1]]
+    assert len(values_of(folder)[1300]) == len(without_events) == (output_dim or 16)
+    if output_dim is None:
+        assert not values_of(folder)[1300][8:].any() and not without_events[8:].any()
+    before, vectors = (
+        load_file(path / "tower.safetensors")["tables.spectral_block.weight"] for path in (parent.package_folder, folder)
+    )
+    kept_rows = [list(values_of(parent.package_folder)).index(item_id) for item_id in list(values_of(folder))[:-1]]
+    assert torch.equal(vectors, torch.cat([before[kept_rows], torch.zeros(1, 8)]))
+    history = [item_id for item_id in ITEMS if item_id not in LEFT][:6]
+    scores = [retriever.recommend(["new"], k=300, histories=[history]) for retriever in (old, new)]
+    score_by_id = [dict(zip(answer.item_ids[0].tolist(), answer.scores[0].tolist(), strict=True)) for answer in scores]
+    for item_id in {*score_by_id[0]} & {*score_by_id[1]}:
+        assert score_by_id[1][item_id] == pytest.approx(score_by_id[0][item_id], abs=1e-5)
 
 
 def test_other_items_and_the_space_stay_bit_by_bit(parent: SmallPipeline, tables: Tables, tmp_path: Path) -> None:

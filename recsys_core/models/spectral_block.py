@@ -1,0 +1,43 @@
+"""The spectral block of a query vector: a sum over the history, appended to the trained vector.
+
+Shapes: B queries, M width of the block, T width of a trained vector, D width of the result, H entries of all histories.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding_bag, normalize
+
+from recsys_core.models.config import TwoTowerConfig
+
+BLOCK_HISTORY_FILE, BLOCK_MAPS_FILE = "block_history.npy", "block_maps.safetensors"
+"""Files of an export; see ExportManifest."""
+
+
+class SpectralBlock(nn.Module):
+    """Concatenation of trained query vectors and blocks of unit length, and a linear map of them.
+
+    The map contains the weight of the block, and the reduction to `output_dim`.
+    """
+
+    query_map: Tensor
+
+    def __init__(self, config: TwoTowerConfig) -> None:
+        super().__init__()
+        assert config.spectral_block is not None
+        self.register_buffer("query_map", torch.empty(config.trained_dim + config.spectral_block.dim, config.output_dim))
+
+    def forward(self, query_BT: Tensor, total_BM: Tensor) -> Tensor:
+        """Return query vectors [B, D]. total_BM: sum of the items' vectors over each history; 0 for an empty history."""
+        vector_BD: Tensor = torch.cat([query_BT, normalize(total_BM, dim=1)], dim=1) @ self.query_map
+        return vector_BD
+
+
+def history_totals(item_HM: Tensor, offset: Tensor) -> Tensor:
+    """Return the sum of the vectors of each history, [B, M]. offset: [B + 1], the bounds of each history.
+
+    >>> history_totals(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([0, 2, 2, 3])).tolist()
+    [[3.0], [0.0], [4.0]]
+    """
+    index_H = torch.arange(len(item_HM))
+    total_BM: Tensor = embedding_bag(index_H, item_HM, offset, mode="sum", include_last_offset=True)
+    return total_BM

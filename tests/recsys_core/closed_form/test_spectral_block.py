@@ -1,0 +1,53 @@
+"""Factors of the spectral block, compared with their definition and with the ideal low-pass filter of the evaluation."""
+
+import numpy as np
+import pytest
+from scipy.sparse import csr_array
+
+from recsys_core.closed_form.linear_models import singular_vectors
+from recsys_core.closed_form.spectral_block import block_factors
+from recsys_core.errors import InputError
+from recsys_core.evaluation.closed_form import spectral_vectors
+
+
+@pytest.fixture(scope="module")
+def matrix_UI() -> csr_array:
+    """Return a matrix whose last item and last user have no events."""
+    random = np.random.default_rng(0)
+    matrix = (random.random((80, 40)) < random.random(40) * 0.4).astype(np.float32)
+    matrix[:, -1] = matrix[-1] = 0
+    return csr_array(matrix)
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.3, 0.5])
+def test_scores_are_those_of_the_definition_up_to_a_factor(matrix_UI: csr_array, exponent: float) -> None:
+    history_IM, candidate_IM = block_factors(matrix_UI, dim=6, item_exponent=exponent)
+    dense_UI = matrix_UI.toarray()[:-1, :-1]
+    _, vector_VM = singular_vectors(csr_array(dense_UI), num_vectors=6)
+    power_V = dense_UI.sum(axis=0) ** exponent
+    expected_UI = (dense_UI / power_V) @ vector_VM @ vector_VM.T * power_V
+    actual_UI = (matrix_UI @ history_IM @ candidate_IM.T)[:-1, :-1]
+    factor = (actual_UI * expected_UI).sum() / (expected_UI**2).sum()
+    np.testing.assert_allclose(actual_UI, factor * expected_UI, atol=1e-4 * np.abs(actual_UI).max())
+    assert not history_IM[-1].any() and not candidate_IM[-1].any()
+
+
+def test_the_exponent_of_one_half_ranks_like_the_ideal_low_pass_filter(matrix_UI: csr_array) -> None:
+    history_IM, candidate_IM = block_factors(matrix_UI, dim=6, item_exponent=0.5)
+    query_UD, vector_ID = spectral_vectors(matrix_UI, rank=6, queries=matrix_UI)
+    actual_UI, expected_UI = (matrix_UI @ history_IM @ candidate_IM.T)[:-1], (query_UD @ vector_ID.T)[:-1]
+    factor = np.abs(actual_UI).max() / np.abs(expected_UI).max()
+    np.testing.assert_allclose(actual_UI, factor * expected_UI, atol=1e-4 * np.abs(actual_UI).max())
+
+
+def test_the_deviation_of_the_scores_is_the_length_of_the_query(matrix_UI: csr_array) -> None:
+    history_IM, candidate_IM = block_factors(matrix_UI, dim=6, item_exponent=0.4)
+    query_UM = matrix_UI @ history_IM
+    deviation_U = (query_UM @ candidate_IM.T).std(axis=1, ddof=1)
+    np.testing.assert_allclose(deviation_U, np.linalg.norm(query_UM, axis=1), rtol=1e-3)
+
+
+@pytest.mark.parametrize(("shape", "subject"), [((80, 6), "6 items"), ((5, 40), "5 users")])
+def test_too_few_rows_for_the_singular_vectors_are_an_error(shape: tuple[int, int], subject: str) -> None:
+    with pytest.raises(InputError, match=f"model.spectral_block.dim is 6, but only {subject} have training events"):
+        block_factors(csr_array(np.ones(shape, np.float32)), dim=6, item_exponent=0.4)

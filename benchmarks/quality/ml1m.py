@@ -13,6 +13,10 @@ def experiments(data_folder: Path, *, seeds: range) -> Iterator[Experiment]:
     settings_by_variant = {
         "exponents": exponents,
         "exponents, all pairs": merge_settings(exponents, NO_VALIDATION),
+        "exponents, block": merge_settings(exponents, {"model": {"spectral_block": BLOCK}}),
+        "exponents, block, all pairs": merge_settings(
+            exponents, {"model": {"spectral_block": {**BLOCK, "weights": [BLOCK_WEIGHT]}}}, NO_VALIDATION
+        ),
         "plain": factorisation,
         "plain, all pairs": merge_settings(factorisation, NO_VALIDATION),
     }
@@ -40,6 +44,9 @@ FACTORISATION: Settings = {
     "sharding": {"tables": {"item": REPLICATED, "user": REPLICATED}},  # Adam on a CPU
 }
 EXPONENTS: Settings = {"model": {"temperature": 0.18}, "loss": {"negatives_exponent": 1.1, "user_exponent": -0.5}}
+BLOCK: Settings = {"dim": 80, "item_exponent": 0.4, "output_dim": 64}
+BLOCK_WEIGHT = 0.25
+"""The weight that the validation of "exponents, block" chooses with each seed."""
 NO_VALIDATION: Settings = {"interactions": {"split": {"validation_share": 0.0}}, "training": {"validation": None}}
 """Training on all pairs, for all epochs of FACTORISATION. Their number was set before any test metric was read."""
 

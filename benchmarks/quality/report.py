@@ -9,8 +9,7 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-Runs = dict[str, dict[int, dict[str, Any]]]
-"""variant -> seed -> result."""
+from benchmarks.quality.ingredients import Runs, ingredient_table
 
 TABLES = {
     "beauty": ("Amazon Beauty", ("test/hit_rate@10", "test/ndcg@10", "test/recall@20")),
@@ -50,13 +49,23 @@ def write_report(results: dict[str, Any], *, folder: Path) -> None:
         "  [ensemble](../../docs/models.md#ensembles), with vectors of 3 x 64 numbers.",
         "- `all articles`, `all pairs`: the training includes what the other experiments use for validation.",
         "- `plain`, `exponents`: matrix factorisation with a softmax over the catalogue. `exponents` also has",
-        "  [`negatives_exponent` and `user_exponent`](../../docs/models.md#losses).",
+        "  [`negatives_exponent` and `user_exponent`](../../docs/models.md#losses). `block`: a",
+        "  [spectral block](../../docs/models.md#spectral-block), reduced to 64 numbers.",
         "- `popularity`, `zero-shot`, `closed form`: baselines without training. They rank items by popularity, by the",
         "  similarity of their pretrained vectors, or by a linear model of the log (EASE, or a truncated SVD).",
     ]
     for part, (title, metrics) in TABLES.items():
         if part in runs_by_part:
             lines += ["", f"## {title}", "", *_table(runs_by_part[part], metrics)]
+    lines += [
+        "",
+        "## What each ingredient adds",
+        "",
+        "Each row compares two variants of the tables above that differ in one ingredient. The change is the mean over the",
+        "seeds that both variants have, with the standard deviation of the changes of the seeds.",
+        "",
+        *ingredient_table(runs_by_part),
+    ]
     if "beauty" in runs_by_part:
         lines += [
             "",

@@ -42,7 +42,7 @@ def lock(uv: str, *, uv_options: list[str]) -> None:
     pins = "\n".join(pin for path in LOCK_FOLDER.glob("*.txt") for pin in re.findall(r"(?m)^[a-z0-9][^\s;]*", path.read_text()))
     pyproject_path = str(ROOT / "pyproject.toml")
     project_requirements = [pyproject_path, "--group", f"{pyproject_path}:dev", "--extra", "servers", "--extra", "torchx"]
-    project_requirements += ["--extra", "onnx", "--extra", "stores"]
+    project_requirements += ["--extra", "ials", "--extra", "onnx", "--extra", "stores"]
     bootstrap_packages = compile_lock(uv, requirements=["-"], stdin="uv", pins=pins, uv_options=uv_options)
     # torchrec requires fbgemm-gpu, the CUDA build. It has the import name of fbgemm-gpu-cpu, so only one may be installed.
     cpu_packages = compile_lock(

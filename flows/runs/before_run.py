@@ -33,6 +33,8 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
     require_writable(config.workspace)
     config.delivery.require_libraries()
     config.package.require_libraries()
+    if config.inputs.log_vectors is not None:
+        config.inputs.log_vectors.require_libraries()
     log = open_interactions(config.interactions_with_context, allowed_data_root=config.allowed_data_root)
     check_time_unit(config.interactions_with_context, log.sources_by_split["train"])
     num_rows = sum(source.record.num_rows for source in log.sources)

@@ -1,10 +1,12 @@
 """Settings of item vectors that are computed from the log."""
 
+from importlib.util import find_spec
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from recsys_core.config import MAX_COUNT, OPERATIONAL, Settings
+from recsys_core.errors import InputError
 
 
 class LogVectorsSettings(Settings):
@@ -23,6 +25,9 @@ class LogVectorsSettings(Settings):
     memory_gb: Annotated[float, OPERATIONAL] = Field(
         4.0, gt=0, le=1e6, description="Memory limit in GB. A run stops if the matrices need more"
     )
+
+    def require_libraries(self) -> None:
+        """Raise InputError if a library of the method is not installed."""
 
 
 class SpectralVectors(LogVectorsSettings):
@@ -53,4 +58,25 @@ class EaseVectors(LogVectorsSettings):
     )
 
 
-LogVectors = Annotated[SpectralVectors | EaseVectors, Field(discriminator="method")]
+class IalsVectors(LogVectorsSettings):
+    """Item vectors of a matrix factorisation by alternating least squares."""
+
+    method: Literal["ials"] = Field(
+        "ials",
+        description="the item factors of implicit alternating least squares, computed by the library implicit, which the extra "
+        "`ials` installs",
+    )
+    l2: float = Field(1.0, gt=0, le=1e9, description="L2 regularisation of the factors")
+    alpha: float = Field(10.0, gt=0, le=1e6, description="confidence of a pair with events, relative to that of other pairs")
+    iterations: int = Field(15, ge=1, le=1_000, description="number of iterations, each over all users and all items")
+
+    def require_libraries(self) -> None:
+        """Raise InputError if the library implicit is not installed."""
+        if find_spec("implicit") is None:
+            raise InputError(
+                "embeddings.method is ials, which needs the library implicit; install nightjar with the extra ials, e.g. "
+                'pip install ".[ials]", or set method to spectral'
+            )
+
+
+LogVectors = Annotated[SpectralVectors | EaseVectors | IalsVectors, Field(discriminator="method")]

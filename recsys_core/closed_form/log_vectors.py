@@ -6,13 +6,15 @@ Shapes: U users, I items, D length of the vectors, V items with training events.
 from pathlib import Path
 
 import numpy as np
-from scipy.sparse import csr_array
+from scipy.sparse import csr_array, csr_matrix
+from threadpoolctl import threadpool_limits
 
-from recsys_core.closed_form.config import EaseVectors, LogVectors
+from recsys_core.closed_form.config import EaseVectors, IalsVectors, LogVectors
 from recsys_core.closed_form.linear_models import Floats32, ease_vectors, log_matrix, singular_vectors
 from recsys_core.dataset.events import EventStore
 from recsys_core.errors import InputError
 from recsys_core.manifests import InteractionsManifest, LogVectorsManifest, StageFolder, fingerprint_of
+from recsys_core.seeds import CLOSED_FORM_SEED
 
 GIGABYTE = 1_000_000_000
 MIN_RELATIVE_NORM = 1e-4
@@ -23,13 +25,14 @@ def embed_log(config: LogVectors, *, interactions: InteractionsManifest, folder:
     """Write the vectors of the items with training events. Validation and test events are not read.
 
     Raises:
-        InputError: there are not enough items or users with training events for `dim` vectors, or the matrices need more
-            memory than the config allows.
+        InputError: a library is missing, there are not enough items or users with training events for `dim` vectors, or the
+            matrices need more memory than the config allows.
     """
     fingerprint = fingerprint_of("embed_log", config.result_settings(), interactions)
     stage = StageFolder(folder, LogVectorsManifest, fingerprint=fingerprint)
     if stage.manifest is not None:
         return stage.manifest
+    config.require_libraries()
     store = EventStore.open(interactions)
     matrix_UI = log_matrix(store, "validation", max_events=config.max_events)
     has_event_I, has_event_U = (np.diff(matrix.indptr) > 0 for matrix in (matrix_UI.tocsc(), matrix_UI))
@@ -51,8 +54,26 @@ def item_vectors(config: LogVectors, matrix_UV: csr_array) -> Floats32:
     """Return the vectors [V, D] of the items by the method of the config."""
     if isinstance(config, EaseVectors):
         return ease_vectors(matrix_UV, l2=config.l2, dim=config.dim)
+    if isinstance(config, IalsVectors):
+        return ials_vectors(config, matrix_UV)
     value_D, vector_VD = singular_vectors(matrix_UV, num_vectors=config.dim)
     return vector_VD * value_D**config.singular_power
+
+
+def ials_vectors(config: IalsVectors, matrix_UV: csr_array) -> Floats32:
+    """Return the item factors [V, D] of implicit alternating least squares (Hu et al., ICDM 2008), with a fixed seed."""
+    from implicit.cpu.als import AlternatingLeastSquares  # an optional library
+
+    model = AlternatingLeastSquares(
+        factors=config.dim,
+        regularization=config.l2,
+        alpha=config.alpha,
+        iterations=config.iterations,
+        random_state=CLOSED_FORM_SEED,
+    )
+    with threadpool_limits(1, user_api="blas"):  # implicit has its own threads
+        model.fit(csr_matrix(matrix_UV), show_progress=False)
+    return np.ascontiguousarray(model.item_factors, np.float32)
 
 
 def check_size(config: LogVectors, *, num_users: int, num_items: int, num_pairs: int) -> None:
@@ -62,7 +83,7 @@ def check_size(config: LogVectors, *, num_users: int, num_items: int, num_pairs:
     smaller, subject = min((num_items, "items"), (num_users, "users"))
     if isinstance(config, EaseVectors):
         smaller, subject = num_items, "items"
-    if config.dim >= smaller:
+    if config.dim >= smaller and not isinstance(config, IalsVectors):
         raise InputError(
             f"embeddings.dim is {config.dim}, but only {smaller:,} {subject} have training events, which give at most "
             f"{smaller - 1:,} dimensions; set dim to at most {(smaller - 1) // 4 * 4}, or remove the entry"
@@ -70,6 +91,10 @@ def check_size(config: LogVectors, *, num_users: int, num_items: int, num_pairs:
     if isinstance(config, EaseVectors):
         needed_bytes = 12 * num_items**2
         text, advice = f"three matrices of {num_items:,} x {num_items:,} items", "set method to spectral"
+    elif isinstance(config, IalsVectors):
+        needed_bytes = 36 * num_pairs + 4 * config.dim * (num_users + num_items)
+        text = f"three copies of {num_pairs:,} events, and {config.dim} factors of {num_users:,} users and {num_items:,} items"
+        advice = "lower embeddings.dim or embeddings.max_events"
     else:
         needed_bytes = 24 * num_pairs + (8 * config.dim + 4) * smaller + 8 * config.dim * num_items
         text = f"three copies of {num_pairs:,} events, and {2 * config.dim + 1} vectors of {smaller:,} {subject}"

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recsys_core.closed_form.config import EaseVectors, SpectralVectors
+from recsys_core.closed_form import config as config_module
+from recsys_core.closed_form.config import EaseVectors, IalsVectors, LogVectors, SpectralVectors
 from recsys_core.closed_form.linear_models import ease_vectors, user_item_matrix
 from recsys_core.closed_form.log_vectors import embed_log
 from recsys_core.dataset.jagged import JaggedArray
@@ -26,7 +27,7 @@ def training_events(seed: int = 0) -> list[list[int]]:
 
 def embed(
     folder: Path,
-    config: SpectralVectors | EaseVectors,
+    config: LogVectors,
     *,
     train: Events,
     validation: Events | None = None,
@@ -72,10 +73,45 @@ def test_ease_vectors_are_those_of_the_matrix_of_the_training_events(tmp_path: P
     np.testing.assert_allclose(vector_VD[vector_row_I[warm_items]], expected_VD, atol=1e-5)
 
 
+def test_ials_vectors_solve_the_normal_equations(tmp_path: Path) -> None:
+    train = training_events()
+    manifest = embed(tmp_path, IalsVectors(dim=4, l2=0.5, alpha=5.0, iterations=300), train=train)
+    vector_VD, vector_row_I = read(manifest)
+    items = JaggedArray.from_lengths(np.array([len(row) for row in train]), np.concatenate(train))
+    matrix_UV = user_item_matrix(items, num_items=NUM_ITEMS)[:, np.flatnonzero(vector_row_I >= 0)].toarray()
+    factor_VD = vector_VD[vector_row_I[vector_row_I >= 0]]
+    user_UD = _least_squares(matrix_UV, factor_VD, l2=0.5, alpha=5.0)
+    np.testing.assert_allclose(_least_squares(matrix_UV.T, user_UD, l2=0.5, alpha=5.0), factor_VD, rtol=0.02, atol=0.02)
+
+
+def _least_squares(matrix_RC: np.ndarray, factor_CD: np.ndarray, *, l2: float, alpha: float) -> np.ndarray:
+    """Return the factors of the rows that minimise the squared errors; a pair with events has the weight `alpha`."""
+    weight_RC = np.where(matrix_RC > 0, alpha, 1.0)
+    ridge = l2 * np.eye(factor_CD.shape[1])
+    return np.stack(
+        [
+            np.linalg.solve(factor_CD.T @ (weight_C[:, None] * factor_CD) + ridge, factor_CD.T @ (weight_C * value_C))
+            for weight_C, value_C in zip(weight_RC, matrix_RC, strict=True)
+        ]
+    )
+
+
+def test_ials_without_its_library_is_refused_with_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "find_spec", lambda name: None)
+    with pytest.raises(
+        InputError, match=r'needs the library implicit; install nightjar with the extra ials, e.g. pip install "'
+    ):
+        embed(tmp_path, IalsVectors(dim=4), train=training_events())
+    assert not (tmp_path / "log_vectors").exists()
+
+
 @settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 2**16), config=st.sampled_from([SpectralVectors(dim=4), EaseVectors(dim=4)]))
+@given(
+    seed=st.integers(0, 2**16),
+    config=st.sampled_from([SpectralVectors(dim=4), EaseVectors(dim=4), IalsVectors(dim=4, iterations=3)]),
+)
 def test_held_out_events_do_not_change_the_vectors(
-    seed: int, config: SpectralVectors | EaseVectors, tmp_path_factory: pytest.TempPathFactory
+    seed: int, config: LogVectors, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     random, train = np.random.default_rng(seed), training_events()
     held_out = [[random.integers(0, NUM_ITEMS, random.integers(0, 4)).tolist() for _ in train] for _ in range(2)]

@@ -24,6 +24,22 @@ def test_the_starter_config_loads_back_to_itself(tmp_path: Path, every_setting: 
     assert load_config(file) == both.with_absolute_paths(tmp_path)
 
 
+@pytest.mark.parametrize("every_setting", [True, False])
+def test_settings_of_tables_and_other_kinds_than_the_default_load_back(tmp_path: Path, every_setting: bool) -> None:
+    settings = [
+        "model.history={pooling: self_attention, num_blocks: 1}",
+        "model.popularity.kind=learned",
+        "tables.item={transfer: residual, optimizer: {kind: sgd, learning_rate: 0.5}}",
+        "tuning.ranges={model.temperature: {low: 0.1, high: 0.2}}",
+    ]
+    file = tmp_path / "nightly.yaml"
+    file.write_text(to_commented_yaml(starter_config(), every_setting=every_setting))
+    config = load_config(file, settings)
+    file.write_text(to_commented_yaml(config, notes={"tables.item.transfer": "a note"}, every_setting=every_setting))
+    assert load_config(file) == config
+    assert "  # a note\n  item: {" in file.read_text()
+
+
 def test_every_setting_is_explained_in_lines_that_fit() -> None:
     lines = to_commented_yaml(starter_config()).splitlines()
     assert max(map(len, lines)) <= 128

@@ -29,18 +29,24 @@ def default_ranges(config: PipelineConfig, suggested: Iterable[Suggestion]) -> d
 def first_trials(
     config: PipelineConfig, suggested: Iterable[Suggestion], ranges: dict[str, RangeConfig]
 ) -> list[dict[str, Any]]:
-    """Return the settings of the first trials: the values of the config, then the suggested values."""
+    """Return the settings of the first trials: the values of the config, then the suggested values.
+
+    A value outside its range, such as the temperature `auto`, is replaced by the other one.
+    """
     current = {setting: setting_value(config, setting) for setting in ranges}
     proposed = current | {item.setting: item.value for item in suggested if item.setting in ranges}
     for setting, value_range in ranges.items():
         if value_range.choices and proposed[setting] not in value_range.choices:
             proposed[setting] = current[setting]
+        if not value_range.choices and not isinstance(current[setting], int | float):
+            current[setting] = proposed[setting]
     return [current] if proposed == current else [current, proposed]
 
 
 def _interval(config: PipelineConfig, item: Suggestion, values: tuple[Any, Any]) -> RangeConfig | None:
     assert item.search is not None and item.search.low is not None and item.search.high is not None
-    low, high = min(item.search.low, *values), max(item.search.high, *values)
+    numbers = [value for value in values if isinstance(value, int | float)]  # a temperature may be auto
+    low, high = min(item.search.low, *numbers), max(item.search.high, *numbers)
     if not all(_is_valid(config, item.setting, value) for value in (low, high)):
         return None
     return item.search.model_copy(update={"low": low, "high": high})

@@ -187,6 +187,10 @@ class ModelSpec(Frozen):
             )
         return cls(config=config, num_users=num_users, num_items=num_items, tables=spec_by_table, forms=forms)
 
+    def with_temperature(self, temperature: float) -> Self:
+        """Return the model with another temperature of the loss."""
+        return self.model_copy(update={"config": self.config.model_copy(update={"temperature": temperature})})
+
     def on_side(self, side: Side) -> dict[str, TableSpec]:
         """Return the tables of `side`, by name."""
         return {table_name: table for table_name, table in self.tables.items() if table.side == side}

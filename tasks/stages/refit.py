@@ -105,7 +105,8 @@ def _train_on_all_events(
     run_train = results[TrainManifest]
     num_epochs = run_train.best_epoch or run_train.num_epochs
     training = setup.training.model_copy(update={"epochs": num_epochs, "validation": None})
-    refit_setup = replace(setup, training=training)
+    model = setup.model if run_train.temperature is None else setup.model.with_temperature(run_train.temperature)
+    refit_setup = replace(setup, training=training, model=model)
     warm_from = run_train.warm_from
     train = train_core.train(
         refit_setup,

@@ -70,6 +70,13 @@ def test_the_first_trials_have_the_settings_of_the_file_and_the_suggested_ones(p
     assert first_trials(same, suggested, ranges) == [proposed]
 
 
+def test_a_temperature_that_the_training_chooses_is_searched_like_a_number(path: Path) -> None:
+    config, suggested = load_config(path, ["model.temperature=auto"]), suggestions(SPARSE)
+    ranges = default_ranges(config, suggested)
+    assert ranges[TEMPERATURE] == RangeConfig(low=0.05, high=0.2, log=True)
+    assert [trial[TEMPERATURE] for trial in first_trials(config, suggested, ranges)] == [0.1, 0.1]
+
+
 def test_a_suggested_choice_that_contradicts_the_file_is_not_tried(path: Path) -> None:
     config, suggested = load_config(path, ["model.num_members=2"]), suggestions(DENSE_ORDERED)
     assert any(item.setting == "model.popularity" for item in suggested)

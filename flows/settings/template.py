@@ -15,6 +15,7 @@ from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError
 from recsys_core.ingest.log.config import InteractionsConfig, TimeSplit
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
+from recsys_core.models.config import TwoTowerConfig
 from recsys_core.training.config import TrainingConfig
 
 HEADER = "# Config of nightjar. Relative paths are relative to the folder of this file. Check it with `nightjar validate`.\n"
@@ -60,10 +61,11 @@ _COMMENT_COLUMN = 42
 
 
 def starter_config() -> PipelineConfig:
-    """Return a minimal config: an interaction log with timestamps, and pretrained vectors."""
+    """Return a minimal config: an interaction log with timestamps, pretrained vectors, and a temperature that fits the data."""
     return PipelineConfig(
         interactions=InteractionsConfig(paths=("data/interactions/*.parquet",), timestamp_column="timestamp"),
         embeddings=(EmbeddingsConfig(paths=("data/item_embeddings.parquet",), vector_column="embedding"),),
+        model=TwoTowerConfig(temperature="auto"),
     )
 
 
@@ -76,6 +78,7 @@ def demo_config() -> PipelineConfig:
             "name": "demo",
             "workspace": Path(),
             "interactions": starter.interactions.model_copy(update={"split": split}),
+            "model": TwoTowerConfig(),  # its temperature is good for the demo, and needs no choice
             "training": TrainingConfig(epochs=4, batch_size=512),
         }
     )

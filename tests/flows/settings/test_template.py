@@ -8,7 +8,7 @@ import pytest
 from flows.settings.config_errors import setting_keys
 from flows.settings.config_file import load_config
 from flows.settings.pipeline import PipelineConfig
-from flows.settings.template import IMPORTANT_SETTINGS, starter_config, to_commented_yaml
+from flows.settings.template import IMPORTANT_SETTINGS, demo_config, starter_config, to_commented_yaml
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 
 
@@ -56,3 +56,8 @@ def test_the_important_settings_exist_and_are_written() -> None:
     assert all(f"{name.rpartition('.')[2]}:" in text for name in IMPORTANT_SETTINGS)
     num_written = len(re.findall(r"^[^#\n]*: [^ \n]", text, flags=re.MULTILINE))
     assert len(IMPORTANT_SETTINGS) <= num_written <= len(IMPORTANT_SETTINGS) + 2
+
+
+def test_a_new_file_chooses_its_temperature_and_the_demo_names_it() -> None:
+    assert "temperature: auto " in to_commented_yaml(starter_config(), every_setting=False)
+    assert "temperature: 0.1 " in to_commented_yaml(demo_config())

@@ -1,15 +1,18 @@
 """The tuning flow: trials of settings on one dataset, compared on the validation split. The test split is never read."""
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import optuna
 from prefect import flow
 
 from flows.prefect_runs import name_flow_run
 from flows.settings.config_file import dump_config, settings_as_yaml, with_settings
+from flows.settings.default_ranges import default_ranges, first_trials
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError
 from recsys_core.manifests import Dataset, fingerprint_of
@@ -18,8 +21,10 @@ from tasks.progress.reporting import LOG
 from tasks.runs.context import StageContext
 from tasks.runs.run import Run
 from tasks.stages.data_stages import ingest
-from tasks.tuning.config import format_setting_value
+from tasks.tuning.config import TuningConfig, format_setting_value
+from tasks.tuning.data_facts import DataFacts
 from tasks.tuning.study import (
+    BudgetSpent,
     FinishedTrial,
     fail_trial,
     finished_trials,
@@ -30,6 +35,7 @@ from tasks.tuning.study import (
     run_trial,
     start_trial,
 )
+from tasks.tuning.suggestions import suggestions
 
 TUNING_FOLDER_NAME = "tuning"
 """Name of the folder of all studies in the workspace."""
@@ -62,8 +68,8 @@ class StudyResult:
 @flow(name="tune")
 def tune_settings(config: PipelineConfig) -> StudyResult:
     """Search `tuning.ranges` for the settings with the best validation metric. Resume a study of the same config and data."""
-    tuning, validation, workspace = config.tuning, config.training.validation, config.workspace.absolute()
-    assert tuning is not None and validation is not None
+    validation, workspace, tuning = config.training.validation, config.workspace.absolute(), config.tuning or TuningConfig()
+    assert validation is not None
     metric = f"{validation.metric}@{validation.k}"
     deadline = time.monotonic() + (tuning.timeout_s or float("inf"))
     name_flow_run(config.name, "tune")
@@ -75,6 +81,7 @@ def tune_settings(config: PipelineConfig) -> StudyResult:
                 "tuning compares trials on the validation split, but the split holds no event; set interactions.split, e.g. "
                 "{kind: time, validation_days: 1}"
             )
+        config, starts = with_search_space(config, dataset)
         run = Run(_study_name(config, dataset), workspace=workspace, parent=TUNING_FOLDER_NAME)
         context = StageContext(run, experiment=config.registry.experiment)
         study = open_study(tuning, folder=run.folder)
@@ -82,7 +89,11 @@ def tune_settings(config: PipelineConfig) -> StudyResult:
         result = StudyResult(run.folder, metric, finished_trials(study))
         LOG.info("%-20s %s, %d of %d trials done", "study", run.folder, len(result.trials), tuning.trials)
         while len(result.trials) < tuning.trials and time.monotonic() <= deadline:
-            trial_number = _run_next_trial(config, study, dataset, result)
+            try:
+                trial_number = _run_next_trial(config, study, dataset, result, starts=starts, deadline=deadline)
+            except BudgetSpent:
+                LOG.info("%-20s the time is over; the same command continues the last trial", "study")
+                break
             result = StudyResult(run.folder, metric, finished_trials(study))
             trial = next(trial for trial in result.trials if trial.number == trial_number)
             _log_line(trial, metric=metric)
@@ -91,6 +102,20 @@ def tune_settings(config: PipelineConfig) -> StudyResult:
         report_files = [path for path in (run.config_file, result.best_file, result.history_file) if path.is_file()]
         log_study(context, best_trial=result.best_trial, metric=metric, files=report_files)
     return result
+
+
+def with_search_space(config: PipelineConfig, dataset: Dataset) -> tuple[PipelineConfig, list[dict[str, Any]]]:
+    """Return the config with the ranges of the search, and the settings of its first trials.
+
+    Ranges of the file are kept; the sampler then chooses the first trials, too. Otherwise the ranges fit the data.
+    """
+    tuning = config.tuning or TuningConfig()
+    if tuning.ranges:
+        return config, []
+    suggested = suggestions(DataFacts.of(dataset))
+    ranges = default_ranges(config, suggested)
+    config = config.model_copy(update={"tuning": tuning.model_copy(update={"ranges": ranges})})
+    return config, first_trials(config, suggested, ranges)
 
 
 def _study_name(config: PipelineConfig, dataset: Dataset) -> str:
@@ -112,13 +137,21 @@ def _study_name(config: PipelineConfig, dataset: Dataset) -> str:
     return f"tune-{fingerprint[:12]}"
 
 
-def _run_next_trial(config: PipelineConfig, study: optuna.Study, dataset: Dataset, result: StudyResult) -> int:
+def _run_next_trial(
+    config: PipelineConfig,
+    study: optuna.Study,
+    dataset: Dataset,
+    result: StudyResult,
+    *,
+    starts: Sequence[Mapping[str, Any]],
+    deadline: float,
+) -> int:
     """Plan and train with the settings of the next trial; return its number.
 
-    A trial whose settings contradict each other fails without training.
+    A trial whose settings contradict each other fails without training. Raise BudgetSpent if the deadline has passed.
     """
     assert config.tuning is not None
-    trial = start_trial(study, config.tuning)
+    trial = start_trial(study, config.tuning, first_trials=starts)
     folder = result.folder / f"trial-{trial.number}"
     try:
         setup = with_settings(config, trial.user_attrs["settings"]).training_setup(dataset)
@@ -133,6 +166,7 @@ def _run_next_trial(config: PipelineConfig, study: optuna.Study, dataset: Datase
         partial(train, setup, dataset=dataset, plan=plan, folder=folder / "train"),
         metric=result.metric,
         startup_trials=config.tuning.startup_trials,
+        deadline=deadline,
         folder=folder,
         label=f"trial {trial.number + 1}/{config.tuning.trials}{best_value_text}",
     )

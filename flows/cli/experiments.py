@@ -12,33 +12,46 @@ from flows.cli.arguments import ConfigOptions
 from flows.cli.run import prepare_input
 from flows.cli.session import FlowCommand, command_line, flow_session
 from flows.servers.prefect_server import PrefectServer
-from flows.settings.config_file import LoadedConfig, setting_value, settings_as_yaml, with_settings
-from flows.settings.default_ranges import default_ranges
+from flows.settings.config_file import LoadedConfig, setting_value, settings_as_yaml
 from flows.settings.pipeline import PipelineConfig
+from flows.settings.suggested import SuggestedConfig
+from flows.settings.template import require_new_file, to_commented_yaml
 from recsys_core.errors import InputError, StageError
 from tasks.runs.context import StageContext
 from tasks.runs.run import REDUCED_FILE_NAME, Run
 from tasks.tuning.config import TuningConfig, format_setting_value, label_of
-from tasks.tuning.suggestions import DataFacts, Suggestion, suggestions
+from tasks.tuning.data_facts import DataFacts
+from tasks.tuning.suggestions import Suggestion, suggestions
 
 if TYPE_CHECKING:
     from flows.repeated_runs import Day, GateNoise
     from flows.tuning import StudyResult
 
 
-def suggest(loaded: LoadedConfig, *, as_json: bool) -> None:
-    """Ingest the data and print the settings that fit it. The data is kept in <workspace>/tuning, for `nightjar tune`."""
+def suggest(loaded: LoadedConfig, *, written_path: Path | None, as_json: bool) -> None:
+    """Ingest the data and print the settings that fit it. The data is kept in <workspace>/tuning, for `nightjar tune`.
+
+    written_path: new config file with the suggested settings; None for no file.
+    """
     from tasks.stages.data_stages import ingest  # imports Prefect, for which the commands prepare the environment
 
     config = loaded.config
+    if written_path is not None:
+        require_new_file(written_path)
     run = Run("data", workspace=config.workspace.absolute(), parent="tuning")
     with run.lock(), output.stage_lines():
         facts = DataFacts.of(ingest(StageContext(run), config.inputs))
-    suggested = list(suggestions(facts))
-    changed = {item.setting: item.value for item in suggested if setting_value(config, item.setting) != item.value}
-    with_settings(config, changed)  # raises InputError if they contradict a setting of the file
+    suggested = suggestions(facts)
+    proposal = SuggestedConfig.of(config, suggested)
+    changed = proposal.changed
+    if written_path is not None:
+        reasons = {item.setting: f"suggested: {item.reason}" for item in suggested if item.setting in changed}
+        text = to_commented_yaml(proposal.config, notes=reasons, every_setting=False)
+        written_path.write_text(text, encoding="utf-8")
     if as_json:
-        content = {"facts": facts.model_dump(), "suggestions": [item.model_dump() for item in suggested], "changed": changed}
+        described = [item.model_dump(exclude={"search"}) for item in suggested]
+        content = {"facts": facts.model_dump(), "suggestions": described, "changed": changed}
+        content["left_out"] = proposal.problem_by_setting
         output.print_json(json.dumps(content))
         return
     output.print_facts(
@@ -50,25 +63,28 @@ def suggest(loaded: LoadedConfig, *, as_json: bool) -> None:
         }
     )
     output.stdout.print()
-    rows = [_suggestion_row(loaded, item) for item in suggested]
+    rows = [_suggestion_row(config, item, proposal) for item in suggested]
     output.print_table(["setting", "now", "suggested", "why"], rows, left_columns=(0, 3))
     if not changed:
         output.print_line("\nThe file has all suggested settings.")
         return
     output.stdout.print("\n[bold]The changes[/], for your file")
     output.print_line(settings_as_yaml(config, changed))
-    output.print_facts(
-        {
-            "run": f"nightjar run {loaded.path} {as_overrides(changed)}",
-            "tune": f"nightjar tune {loaded.path} --minutes 60 {as_overrides(changed)}",
-        }
-    )
+    if written_path is not None:
+        command_end = str(written_path)
+        output.print_line(f"wrote {written_path}")
+    else:
+        command_end = f"{loaded.path} {as_overrides(changed)}"
+    output.print_facts({"run": f"nightjar run {command_end}", "tune": f"nightjar tune {command_end} --minutes 60"})
 
 
-def _suggestion_row(loaded: LoadedConfig, item: Suggestion) -> list[str]:
-    now = setting_value(loaded.config, item.setting)
-    mark = "" if now == item.value else " *"
-    return [item.setting, format_setting_value(now), f"{format_setting_value(item.value)}{mark}", item.reason]
+def _suggestion_row(config: PipelineConfig, item: Suggestion, proposal: SuggestedConfig) -> list[str]:
+    """Return the cells of a suggestion. A star marks a change of the file."""
+    problem = proposal.problem_by_setting.get(item.setting)
+    reason = item.reason if problem is None else f"{item.reason}; left out, because it contradicts the file: {problem}"
+    mark = " *" if item.setting in proposal.changed else ""
+    now = format_setting_value(setting_value(config, item.setting))
+    return [item.setting, now, f"{format_setting_value(item.value)}{mark}", reason]
 
 
 def tune(
@@ -210,15 +226,14 @@ def _run_flow(
 
 
 def tunable_config(loaded: LoadedConfig, *, num_trials: int | None, minutes: float | None = None) -> PipelineConfig:
-    """Return the config with ranges to search; raise InputError unless it has a metric to compare trials by."""
+    """Return the config with the size of the search; raise InputError unless it has a metric to compare trials by."""
     tuning = loaded.config.tuning or TuningConfig()
     if loaded.config.training.validation is None:
         raise InputError(
             f"{loaded.path}: training.validation is null, so trials have no metric to be compared by; remove "
             "this setting to use the default ndcg@10"
         )
-    update: dict[str, object] = {"ranges": tuning.ranges or default_ranges(loaded.config)}
-    update |= {} if num_trials is None else {"trials": num_trials}
+    update: dict[str, object] = {} if num_trials is None else {"trials": num_trials}
     update |= {} if minutes is None else {"timeout_s": 60 * minutes}
     return loaded.config.model_copy(update={"tuning": tuning.model_copy(update=update)})
 

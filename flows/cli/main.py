@@ -117,12 +117,16 @@ def run(
         cli.run.run_pipeline(options, server, until=until, resume=resume, run_options=run_options, as_json=as_json)
 
 
-@app.command(epilog="Example: nightjar suggest nightly.yaml")
+@app.command(epilog="Example: nightjar suggest nightly.yaml --write suggested.yaml")
 @takes_config
-def suggest(options: ConfigOptions, as_json: AsJson = False) -> None:
-    """Print the settings that fit the data, each with its reason: temperature, histories, negatives, batch size."""
+def suggest(
+    options: ConfigOptions,
+    write: Annotated[Path | None, typer.Option(metavar="FILE", help="write a config with the suggested settings")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the settings that fit the data, each with its reason: model, loss, negatives, popularity, training."""
     loaded = options.prepare()  # before the module imports Prefect
-    cli.experiments.suggest(loaded, as_json=as_json)
+    cli.experiments.suggest(loaded, written_path=write, as_json=as_json)
 
 
 @app.command(epilog="Example: nightjar tune nightly.yaml --trials 40 --minutes 60")

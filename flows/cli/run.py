@@ -99,6 +99,10 @@ def print_results(results: RunResults, *, config_path: Path, command_line: str) 
     if train is not None and train.best_epoch is not None:
         metric_values = ", ".join(f"{metric_name} {value:.4f}" for metric_name, value in train.validation.items())
         facts["best epoch"] = f"{train.best_epoch} of {train.num_epochs}, on the validation split: {metric_values}"
+    if train is not None and train.temperature_trials:
+        facts["temperature"] = (
+            f"{train.temperature:g}, chosen after one epoch with each of {', '.join(train.temperature_trials)}"
+        )
     data_report = results.stages.get(DataReportManifest)
     if data_report is not None:
         facts["data"] = describe_held_out_users(data_report.metrics)

@@ -11,7 +11,7 @@ from rich.text import Text
 from flows.cli import output
 from flows.cli.arguments import ConfigOptions
 from flows.settings.config_file import LoadedConfig
-from flows.settings.template import starter_config, to_commented_yaml
+from flows.settings.template import require_new_file, starter_config, to_commented_yaml
 from recsys_core.errors import InputError, printable
 from recsys_core.units import format_bytes, format_duration
 
@@ -32,10 +32,7 @@ STATE_COLOURS = {
 
 def init(config_path: Path, *, inputs: dict[str, str | None], every_setting: bool) -> None:
     """Write a config with guesses for the given files. `inputs` are the fields of InitInputs."""
-    if config_path.exists():
-        raise InputError(f"{config_path}: exists already; remove it, or name another file")
-    if not config_path.parent.is_dir():
-        raise InputError(f"{config_path}: the folder {config_path.parent} does not exist; create it first")
+    require_new_file(config_path)
     if inputs["log"] is None and any(inputs[f"{role}_column"] for role in ("user", "item", "time")):
         raise InputError("--user-column, --item-column and --time-column name columns of the log; add --log")
     config, notes, next_step = starter_config(), dict[str, str](), "set your paths and columns"

@@ -1,34 +1,69 @@
-"""The ranges of `nightjar tune` for a config without `tuning.ranges`: the settings that usually matter most for this config."""
+"""The search space of `nightjar tune` for a config without `tuning.ranges`: the suggested settings and what is near them."""
 
+from collections.abc import Iterable
 from typing import Any
 
+from flows.settings.config_file import setting_value, with_settings
 from flows.settings.pipeline import PipelineConfig
+from recsys_core.errors import InputError
 from tasks.tuning.config import RangeConfig
+from tasks.tuning.suggestions import Suggestion
 
 
-def default_ranges(config: PipelineConfig) -> dict[str, RangeConfig]:
-    """Return the ranges by setting. The value of the config is in each range of choices.
+def default_ranges(config: PipelineConfig, suggested: Iterable[Suggestion]) -> dict[str, RangeConfig]:
+    """Return the ranges by setting. Each range contains the value of the config and the suggested value.
 
-    The temperature is first: on a dense log 0.2 to 0.3 is best, on a sparse one 0.1 or less. The learning rate of the tables
-    decides how many epochs the training needs.
+    A value that contradicts another setting of the config is left out, and so is a setting without a second value.
     """
-    ranges: dict[str, RangeConfig] = {
-        "model.temperature": RangeConfig(low=0.05, high=0.5, log=True),
-        "training.table_optimizer.learning_rate": RangeConfig(low=0.01, high=0.3, log=True),
-        "model.query.dropout": RangeConfig(low=0.0, high=0.5, step=0.1),
-    }
-    history = config.model.history
-    if history.length:
-        ranges["model.history.length"] = _choices(history.length, 10, 20, 50)
-        if config.interactions.is_ordered:
-            ranges["model.history.pooling"] = _choices(history.pooling, "mean", "recency")
-        if config.embeddings or (config.features is not None and config.features.items is not None):
-            ranges["model.history.item_representation"] = _choices(history.item_representation, "embedding", "candidate_tower")
-    if config.loss.kind == "softmax":
-        ranges["loss.num_negatives"] = _choices(config.loss.num_negatives, 512, 2048)
+    ranges: dict[str, RangeConfig] = {}
+    for item in suggested:
+        if item.search is None or (item.setting.startswith("model.history.") and config.model.history.length == 0):
+            continue
+        values = (setting_value(config, item.setting), item.value)
+        value_range = _choices(config, item, values) if item.search.choices else _interval(config, item, values)
+        if value_range is not None:
+            ranges[item.setting] = value_range
     return ranges
 
 
-def _choices(current: Any, *usual: Any) -> RangeConfig:
-    """Return the usual values and the current one."""
-    return RangeConfig(choices=tuple(dict.fromkeys((*usual, current))))
+def first_trials(
+    config: PipelineConfig, suggested: Iterable[Suggestion], ranges: dict[str, RangeConfig]
+) -> list[dict[str, Any]]:
+    """Return the settings of the first trials: the values of the config, then the suggested values.
+
+    A value outside its range, such as the temperature `auto`, is replaced by the other one.
+    """
+    current = {setting: setting_value(config, setting) for setting in ranges}
+    proposed = current | {item.setting: item.value for item in suggested if item.setting in ranges}
+    for setting, value_range in ranges.items():
+        if value_range.choices and proposed[setting] not in value_range.choices:
+            proposed[setting] = current[setting]
+        if not value_range.choices and not isinstance(current[setting], int | float):
+            current[setting] = proposed[setting]
+    return [current] if proposed == current else [current, proposed]
+
+
+def _interval(config: PipelineConfig, item: Suggestion, values: tuple[Any, Any]) -> RangeConfig | None:
+    assert item.search is not None and item.search.low is not None and item.search.high is not None
+    numbers = [value for value in values if isinstance(value, int | float)]  # a temperature may be auto
+    low, high = min(item.search.low, *numbers), max(item.search.high, *numbers)
+    if not all(_is_valid(config, item.setting, value) for value in (low, high)):
+        return None
+    return item.search.model_copy(update={"low": low, "high": high})
+
+
+def _choices(config: PipelineConfig, item: Suggestion, values: tuple[Any, Any]) -> RangeConfig | None:
+    assert item.search is not None and item.search.choices is not None
+    choices: list[Any] = []
+    for value in (*values, *item.search.choices):
+        if value not in choices and _is_valid(config, item.setting, value):
+            choices.append(value)
+    return RangeConfig(choices=tuple(choices)) if len(choices) > 1 else None
+
+
+def _is_valid(config: PipelineConfig, setting: str, value: Any) -> bool:
+    try:
+        with_settings(config, {setting: value})
+    except InputError:
+        return False
+    return True

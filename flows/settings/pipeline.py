@@ -209,6 +209,21 @@ class PipelineConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _temperature_can_be_chosen(self) -> Self:
+        if self.model.temperature != "auto":
+            return self
+        for is_unsupported, problem, advice in (
+            (self.training.validation is None, "training.validation is null", "set it"),
+            (self.loss.kind == "cosine_contrastive", "loss.kind is cosine_contrastive, which has none", "set another kind"),
+        ):
+            if is_unsupported:
+                raise ValueError(
+                    f"model.temperature is auto, which compares temperatures by the validation metric, but {problem}; "
+                    f"{advice}, or set model.temperature to a number"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _explicit_negatives_are_ingested(self) -> Self:
         if self.loss.explicit_negatives and not self.interactions.explicit_negatives:
             raise ValueError(

@@ -12,8 +12,10 @@ from pydantic.fields import FieldInfo
 from flows.settings import yaml_loader
 from flows.settings.config_errors import nested_config_classes, union_tag
 from flows.settings.pipeline import PipelineConfig
+from recsys_core.errors import InputError
 from recsys_core.ingest.log.config import InteractionsConfig, TimeSplit
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
+from recsys_core.models.config import TwoTowerConfig
 from recsys_core.training.config import TrainingConfig
 
 HEADER = "# Config of nightjar. Relative paths are relative to the folder of this file. Check it with `nightjar validate`.\n"
@@ -59,10 +61,11 @@ _COMMENT_COLUMN = 42
 
 
 def starter_config() -> PipelineConfig:
-    """Return a minimal config: an interaction log with timestamps, and pretrained vectors."""
+    """Return a minimal config: an interaction log with timestamps, pretrained vectors, and a temperature that fits the data."""
     return PipelineConfig(
         interactions=InteractionsConfig(paths=("data/interactions/*.parquet",), timestamp_column="timestamp"),
         embeddings=(EmbeddingsConfig(paths=("data/item_embeddings.parquet",), vector_column="embedding"),),
+        model=TwoTowerConfig(temperature="auto"),
     )
 
 
@@ -75,6 +78,7 @@ def demo_config() -> PipelineConfig:
             "name": "demo",
             "workspace": Path(),
             "interactions": starter.interactions.model_copy(update={"split": split}),
+            "model": TwoTowerConfig(),  # its temperature is good for the demo, and needs no choice
             "training": TrainingConfig(epochs=4, batch_size=512),
         }
     )
@@ -90,6 +94,14 @@ def write_demo(workspace: Path) -> Path:
     if not config_path.is_file():
         config_path.write_text(to_commented_yaml(demo_config()), encoding="utf-8")
     return config_path
+
+
+def require_new_file(config_path: Path) -> None:
+    """Raise InputError if a config file cannot be written, because it exists or its folder does not."""
+    if config_path.exists():
+        raise InputError(f"{config_path}: exists already; remove it, or name another file")
+    if not config_path.parent.is_dir():
+        raise InputError(f"{config_path}: the folder {config_path.parent} does not exist; create it first")
 
 
 def to_commented_yaml(config: PipelineConfig, *, notes: Mapping[str, str] | None = None, every_setting: bool = True) -> str:
@@ -115,12 +127,15 @@ class _TemplateWriter(NamedTuple):
     notes: Mapping[str, str]
     written_names: Collection[str] | None
 
-    def lines(self, config: BaseModel, *, group_name: str = "", depth: int = 0) -> Iterator[str]:
-        """Yield the lines of `config`, the group of settings with the dotted name `group_name`."""
+    def lines(self, config: BaseModel, *, group_name: str = "", depth: int = 0, kind_name: str | None = None) -> Iterator[str]:
+        """Yield the lines of `config`, the group of settings with the dotted name `group_name`.
+
+        kind_name: setting that names the kind of the group, if this kind is not the default.
+        """
         indent = "  " * depth
         for setting_name, field in type(config).model_fields.items():
             value, dotted_name = getattr(config, setting_name), f"{group_name}.{setting_name}" if group_name else setting_name
-            if not self._is_written(dotted_name, field, value):
+            if setting_name != kind_name and not self._is_written(dotted_name, field, value):
                 continue
             if depth == 0 and list(nested_config_classes(field.annotation)):
                 yield ""
@@ -128,7 +143,9 @@ class _TemplateWriter(NamedTuple):
                 yield f"{indent}# {self.notes[dotted_name]}"
             if isinstance(value, BaseModel):
                 yield from _with_comment(f"{indent}{setting_name}:", _comment(field))
-                yield from self.lines(value, group_name=dotted_name, depth=depth + 1)
+                default = field.get_default(call_default_factory=True)
+                inner_kind_name = None if type(value) is type(default) else union_tag(type(value))
+                yield from self.lines(value, group_name=dotted_name, depth=depth + 1, kind_name=inner_kind_name)
             elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
                 yield from _with_comment(f"{indent}{setting_name}:", _comment(field))
                 # A single group is written without a list, so that --set can name its settings without an index.
@@ -136,8 +153,21 @@ class _TemplateWriter(NamedTuple):
                 for inner_config in value:
                     inner_lines = self.lines(inner_config, group_name=dotted_name, depth=depth + 1)
                     yield from inner_lines if is_single_group else _as_yaml_list_element(inner_lines, depth=depth)
+            elif isinstance(value, dict) and value and all(isinstance(group, BaseModel) for group in value.values()):
+                yield from _with_comment(f"{indent}{setting_name}:", _comment(field))
+                yield from self._named_groups(value, group_name=dotted_name, depth=depth + 1)
             else:
                 yield from _with_comment(f"{indent}{setting_name}: {_inline_yaml(value)}", _comment(field))
+
+    def _named_groups(self, groups: Mapping[str, BaseModel], *, group_name: str, depth: int) -> Iterator[str]:
+        """Yield a line for each named group, such as the settings of one table, with the settings that are not the default."""
+        indent = "  " * depth
+        for name, group in groups.items():
+            note_prefix = f"{group_name}.{name}."
+            for note in dict.fromkeys(note for key, note in self.notes.items() if key.startswith(note_prefix)):
+                yield f"{indent}# {note}"
+            settings = group.model_dump(mode="json", exclude_defaults=True)
+            yield f"{indent}{_inline_yaml(name)}: {_inline_yaml(settings)}"
 
     def _is_written(self, dotted_name: str, field: FieldInfo, value: Any) -> bool:
         if self.written_names is None or field.is_required() or value != field.get_default(call_default_factory=True):

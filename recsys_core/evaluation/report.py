@@ -189,9 +189,12 @@ def draw_loss(train: TrainManifest) -> "Figure":
     lines = train.path("metrics.jsonl").read_text().splitlines()
     records: list[dict[str, Any]] = [json.loads(line) for line in lines if line.strip()]
     validation_records = [record for record in records if record["validation"]]
+    title = "Training loss and validation metrics" if validation_records else "Training loss"
+    if train.temperature_trials:
+        title += f"\ntemperature {train.temperature:g}, the best of {', '.join(train.temperature_trials)} after one epoch"
     figure, panels = plots.new_panels(
         2 if validation_records else 1,
-        title="Training loss and validation metrics" if validation_records else "Training loss",
+        title=title,
         grid_axis="y",
         size=(6.4, 5.8 if validation_records else 3.8),
     )

@@ -48,6 +48,12 @@ class TrainManifest(Manifest):
         description="epoch with the best validation metric, whose model the checkpoint holds; null without validation"
     )
     validation: dict[str, float] = Field(description="metrics of this model on the validation split, e.g. ndcg@10")
+    temperature: float | None = Field(
+        None, description="temperature of the loss at the start; null in runs of earlier versions"
+    )
+    temperature_trials: dict[str, float] = Field(
+        {}, description="validation metric after one epoch, by temperature; empty unless model.temperature is auto"
+    )
     warm_from: str | None = Field(None, description="run whose model this training started from; null: trained from scratch")
     num_warm_starts: int = Field(0, description="number of warm starts in a row since the last training from scratch")
 

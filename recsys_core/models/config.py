@@ -11,6 +11,8 @@ from recsys_core.errors import InputError
 MAX_WIDTH = 16_384
 Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
 ScoreWeight = Annotated[float, Field(ge=-1e4, le=1e4)]
+Temperature = Annotated[float, Field(ge=1e-4, le=1e4)]
+DEFAULT_TEMPERATURE = 0.1
 ItemRepresentation = Literal["embedding", "candidate_tower"]
 
 
@@ -272,8 +274,11 @@ class TwoTowerConfig(Settings):
     similarity: Literal["cosine", "dot"] = Field(
         "cosine", description="how the score of a query and a candidate is computed in the training, the index and serving"
     )
-    temperature: float = Field(
-        0.1, ge=1e-4, le=1e4, description="temperature of the loss. The logits are the scores divided by the temperature"
+    temperature: Temperature | Literal["auto"] = Field(
+        DEFAULT_TEMPERATURE,
+        description="temperature of the loss. The logits are the scores divided by the temperature. With `auto`, a training "
+        "from scratch first trains one epoch with each of 0.07, 0.1, 0.15 and 0.2, and then starts again with the one with the "
+        "best `training.validation` metric. A warm start and a refit keep the temperature of the model that they continue",
     )
     learn_temperature: bool = Field(False, description="train the temperature. It starts from `model.temperature`")
     popularity: PopularityConfig = Field(
@@ -348,6 +353,11 @@ class TwoTowerConfig(Settings):
                 f"{self.member_history_dim} ({width}); set num_heads to one of {', '.join(map(str, divisors))}"
             )
         return self
+
+    @property
+    def start_temperature(self) -> float:
+        """The temperature at the start of the training; the default until `auto` is replaced by a number."""
+        return DEFAULT_TEMPERATURE if self.temperature == "auto" else self.temperature
 
     @property
     def query_layers(self) -> tuple[int, ...]:

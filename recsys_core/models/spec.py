@@ -187,6 +187,18 @@ class ModelSpec(Frozen):
             )
         return cls(config=config, num_users=num_users, num_items=num_items, tables=spec_by_table, forms=forms)
 
+    def with_choices(self, *, temperature: float | None, block_weight: float | None) -> Self:
+        """Return the model with the settings that a run has chosen on its validation events; None: no choice was made."""
+        spec, block = self if temperature is None else self.with_temperature(temperature), self.config.spectral_block
+        if block is None or block_weight is None:
+            return spec
+        update = {"spectral_block": block.model_copy(update={"weights": (block_weight,)})}
+        return spec.model_copy(update={"config": spec.config.model_copy(update=update)})
+
+    def with_temperature(self, temperature: float) -> Self:
+        """Return the model with another temperature of the loss."""
+        return self.model_copy(update={"config": self.config.model_copy(update={"temperature": temperature})})
+
     def on_side(self, side: Side) -> dict[str, TableSpec]:
         """Return the tables of `side`, by name."""
         return {table_name: table for table_name, table in self.tables.items() if table.side == side}
@@ -253,15 +265,6 @@ class ModelSpec(Frozen):
             if lookup_keys.count((table_spec.collection, table_spec.feature)) == 1
             else f"{table_spec.feature}@{module_name(table)}"
         )
-
-
-def with_block_weight(spec: ModelSpec, weight: float | None) -> ModelSpec:
-    """Return the spec with one weight of its spectral block, so that no validation events are needed; None: unchanged."""
-    block = spec.config.spectral_block
-    if block is None or weight is None:
-        return spec
-    config = spec.config.model_copy(update={"spectral_block": block.model_copy(update={"weights": (weight,)})})
-    return spec.model_copy(update={"config": config})
 
 
 def module_name(table: str) -> str:

@@ -35,6 +35,7 @@ from recsys_core.training.job import (
 )
 from recsys_core.training.metrics_log import MetricsTail
 from recsys_core.training.setup import TrainingSetup
+from recsys_core.training.temperature import TemperatureTrials
 from recsys_core.training.warm.starting_model import Champion
 from recsys_core.training.warm.warm_start import choose_start, prepare_warm_start
 
@@ -112,11 +113,20 @@ def train(
             plan_path=plan.path(PLAN_NAME),
             warm_start=warm_start,
         )
+        trials = TemperatureTrials.run(
+            job,
+            champion=start_champion,
+            num_validation_events=interactions.num_validation_events,
+            train=lambda pilot: run_attempts(pilot, setup=setup, poll=lambda: None),
+        )
+        job = job.model_copy(update={"spec": model.with_temperature(trials.temperature)})
         job = run_attempts(job, setup=setup, poll=MetricsTail(work_folder / METRICS_FILE, on_progress).relay)
         result = _copy_result(job, output_folder=output_folder)
         manifest = stage.commit(
             **result.model_dump(exclude={"checkpoint"}),
             num_attempts=job.attempt,
+            temperature=trials.temperature,
+            temperature_trials=trials.metric_by_temperature,
             warm_from=start_champion and start_champion.run_id,
             num_warm_starts=start_champion.train.num_warm_starts + 1 if start_champion else 0,
         )

@@ -68,6 +68,8 @@ def training_note(progress: Progress, *, validation: Mapping[str, float]) -> str
 def training_summary(train: TrainManifest, *, config: TrainingConfig) -> str:
     """Return steps, loss and throughput of a finished training, whether it stopped early, and its best epoch."""
     summary = f"{train.num_steps:,} steps, loss {train.final_loss:.4f}, {train.samples_per_s:,.0f} samples/s"
+    if train.temperature_trials:
+        summary += f", temperature {train.temperature:g} of {', '.join(train.temperature_trials)}"
     if train.num_epochs < config.epochs:
         summary += f", stopped early after epoch {train.num_epochs} of {config.epochs}"
     if train.best_epoch is not None and config.validation is not None:

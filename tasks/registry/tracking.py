@@ -163,7 +163,10 @@ def log_results(client: MlflowClient, mlflow_run_id: str, context: StageContext,
     train, evaluation, index = results[TrainManifest], results[EvaluationManifest], results[IndexManifest]
     recall_by_metric = {f"index/{kind}/recall": report.recall for kind, report in index.reports.items()}
     epoch_by_metric = {} if train.best_epoch is None else {"train/best_epoch": train.best_epoch}
-    value_by_metric = {**evaluation.metrics, **recall_by_metric, **epoch_by_metric, "train/final_loss": train.final_loss}
+    trial_metrics = {f"train/temperature_trials/{name}": value for name, value in train.temperature_trials.items()}
+    temperature = {} if train.temperature is None else {"train/temperature": train.temperature}
+    training_metrics = {**epoch_by_metric, **trial_metrics, **temperature, "train/final_loss": train.final_loss}
+    value_by_metric = {**evaluation.metrics, **recall_by_metric, **training_metrics}
     log_metrics(client, mlflow_run_id, as_metrics(value_by_metric, model_id=model_id))
     plots = (
         run.folder / "loss.png",

@@ -28,7 +28,6 @@ from recsys_core.manifests import (
 )
 from recsys_core.manifests.stage_folder import remove_own_folder
 from recsys_core.models.config import PackageConfig
-from recsys_core.models.spec import with_block_weight
 from recsys_core.retrieval import index as index_core
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.serving import package as package_core
@@ -106,8 +105,10 @@ def _train_on_all_events(
     run_train = results[TrainManifest]
     num_epochs = run_train.best_epoch or run_train.num_epochs
     training = setup.training.model_copy(update={"epochs": num_epochs, "validation": None})
-    model = with_block_weight(setup.model, results[ExportManifest].spectral_block_weight)
-    refit_setup = replace(setup, model=model, training=training)
+    model = setup.model.with_choices(
+        temperature=run_train.temperature, block_weight=results[ExportManifest].spectral_block_weight
+    )
+    refit_setup = replace(setup, training=training, model=model)
     warm_from = run_train.warm_from
     train = train_core.train(
         refit_setup,

@@ -7,7 +7,7 @@ therefore tries the same settings as a study that is not interrupted.
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -41,6 +41,10 @@ ENDING_BY_STATE: dict[TrialState, TrialEnding] = {
 REDUCTION_FACTOR = 2
 """After 1, 2, 4, ... epochs, a trial continues if it is among the best half of the trials with as many epochs."""
 _STATUS_BY_ENDING = {"complete": RunStatus.FINISHED, "pruned": RunStatus.KILLED, "failed": RunStatus.FAILED}
+
+
+class BudgetSpent(Exception):
+    """The time of the study is over. The running trial is interrupted, and a resumed study continues it."""
 
 
 class FinishedTrial(Frozen):
@@ -95,11 +99,23 @@ def finished_trials(study: optuna.Study) -> list[FinishedTrial]:
     return sorted(trials, key=lambda trial: (endings.index(trial.ending), -(trial.value or 0.0), trial.number))
 
 
-def start_trial(study: optuna.Study, config: TuningConfig) -> optuna.Trial:
-    """Resume the trial that was interrupted, or start a new one. Its settings are in the attribute `settings`."""
+def start_trial(study: optuna.Study, config: TuningConfig, *, first_trials: Sequence[Mapping[str, Any]] = ()) -> optuna.Trial:
+    """Resume the trial that was interrupted, or start a new one. Its settings are in the attribute `settings`.
+
+    first_trials: settings of the first trials, in order. The sampler chooses those of the later trials.
+    """
     interrupted_trials = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
     trial_number = interrupted_trials[0].number if interrupted_trials else len(study.get_trials(deepcopy=False))
-    study.sampler = optuna.samplers.TPESampler(seed=trial_seed(config.seed, trial=trial_number))
+    sampler: optuna.samplers.BaseSampler = optuna.samplers.TPESampler(seed=trial_seed(config.seed, trial=trial_number))
+    if trial_number < len(first_trials):
+        fixed_values = {
+            name: value if config.ranges[name].choices is None else label_of(value)
+            for name, value in first_trials[trial_number].items()
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the class is marked as experimental
+            sampler = optuna.samplers.PartialFixedSampler(fixed_values, sampler)
+    study.sampler = sampler
     trial = optuna.Trial(study, interrupted_trials[0]._trial_id) if interrupted_trials else study.ask()
     trial.set_user_attr("settings", {name: _suggest(trial, name, value_range) for name, value_range in config.ranges.items()})
     return trial
@@ -125,12 +141,14 @@ def run_trial(
     *,
     metric: str,
     startup_trials: int,
+    deadline: float,
     folder: Path,
     label: str,
 ) -> None:
     """Train, report the metric after each epoch, stop early if the trial is pruned, and record how the trial ended.
 
     Args:
+        deadline: time of `time.monotonic` after which the trial is interrupted, if another trial is complete.
         startup_trials: number of complete trials before which no trial is pruned.
         train: trains in `folder / "train"` with the settings of the trial. Its argument on_progress takes a Progress.
         metric: name of the validation metric, such as ndcg@10.
@@ -138,10 +156,12 @@ def run_trial(
 
     Raises:
         InputError: no trial is possible with the data; the study ends.
+        BudgetSpent: the deadline has passed. The files of the trial are kept.
     """
 
     last_validation: dict[str, float] = {}
-    can_prune = len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))) >= startup_trials
+    num_complete = len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
+    can_prune = num_complete >= startup_trials
 
     def on_progress(progress: Progress) -> None:
         if metric in progress.validation:
@@ -152,6 +172,8 @@ def run_trial(
             # Each epoch is compared, also if the trial may not be pruned, because later trials are compared with it.
             if trial.should_prune() and can_prune and progress.step < progress.total_steps:
                 raise optuna.TrialPruned
+        if num_complete and time.monotonic() > deadline and progress.step < progress.total_steps:
+            raise BudgetSpent
         note = training_note(progress, validation=last_validation)
         show_bar(label, num_done=progress.step, num_total=progress.total_steps, note=note)
 

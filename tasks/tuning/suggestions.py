@@ -1,4 +1,4 @@
-"""Settings that fit the data: facts about a log, and rules that derive settings from them.
+"""Settings that fit the data: rules that derive settings from facts about a log.
 
 The rules are starting points with measured reasons (docs/models.md). `nightjar tune` finds the best values.
 """
@@ -7,106 +7,146 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from recsys_core.config import Frozen
-from recsys_core.dataset.events import EventStore
-from recsys_core.manifests import Dataset
+from tasks.tuning.config import RangeConfig
+from tasks.tuning.data_facts import DataFacts
 
-DENSE_LOG = 0.01
-"""Share of all (user, item) pairs in the log from which the log counts as dense."""
 STEPS_PER_EPOCH = 300
 """Number of steps that the suggested batch size aims at."""
 MAX_HISTORY = 50
+SMALL_CATALOGUE = 20_000
+"""Number of items up to which a softmax over the whole catalogue is suggested for a matrix factorisation."""
+MANY_EVENTS, FEW_EVENTS = 20, 10
+"""Median number of training events of a user from which a user has many events, and below which a user has few."""
 
-
-class DataFacts(Frozen):
-    """What the suggestions depend on.
-
-    Attributes:
-        density: share of all pairs of a user and an item that are in the training events.
-        history_p95: 95th percentile of the number of training events of a user.
-        vector_share: share of the training events whose item has a pretrained vector.
-        cold_share: share of the held-out events whose item has no training event.
-    """
-
-    num_users: int
-    num_items: int
-    num_train_events: int
-    density: float
-    history_median: float
-    history_p95: float
-    is_ordered: bool
-    has_item_features: bool
-    vector_share: float
-    cold_share: float
-
-    @classmethod
-    def of(cls, dataset: Dataset) -> "DataFacts":
-        """Measure the facts on the ingested data. The held-out events are read only for `cold_share`."""
-        interactions, store = dataset.interactions, EventStore.open(dataset.interactions)
-        train_count_U, train_count_I = store.train_count_U, store.train_count_I
-        lengths = train_count_U[train_count_U > 0]
-        num_users, num_items, num_events = len(lengths), int((train_count_I > 0).sum()), interactions.num_train_events
-        vector_row_I = store.vector_rows("item")
-        held_out_I = store.event_count_I() - train_count_I
-        return cls(
-            num_users=num_users,
-            num_items=num_items,
-            num_train_events=num_events,
-            density=num_events / max(1, num_users * num_items),
-            history_median=float(np.median(lengths)) if len(lengths) else 0.0,
-            history_p95=float(np.percentile(lengths, 95)) if len(lengths) else 0.0,
-            is_ordered=store.is_ordered,
-            has_item_features=dataset.features is not None
-            and any(key.startswith("item.") for key in dataset.features.features),
-            vector_share=0.0 if vector_row_I is None else float(train_count_I[vector_row_I >= 0].sum() / max(1, num_events)),
-            cold_share=float(held_out_I[train_count_I == 0].sum() / max(1, held_out_I.sum())),
-        )
+LEARNED_POPULARITY = {"kind": "learned", "served_weight": None}
 
 
 class Suggestion(Frozen):
-    """A setting, its suggested value, and the reason in one sentence."""
+    """A setting, its suggested value, and the reason in one sentence.
+
+    Attributes:
+        search: the values among which `nightjar tune` searches; None if the setting is not varied.
+    """
 
     setting: str
     value: Any
     reason: str
+    search: RangeConfig | None = None
 
 
-def suggestions(facts: DataFacts) -> Iterator[Suggestion]:
-    """Yield the settings that fit the data."""
-    density = f"{100 * facts.density:.2g} % of all pairs of users and items are in the log"
-    if facts.density >= DENSE_LOG:
-        yield Suggestion(setting="model.temperature", value=0.2, reason=f"{density}: a dense log needs a higher temperature")
-        reason = f"{density}, so many sampled negatives are items that the user has had"
-        yield Suggestion(setting="loss.mask_negatives", value="seen", reason=reason)
+def suggestions(facts: DataFacts) -> list[Suggestion]:
+    """Return the settings that fit the data."""
+    is_factorisation = facts.is_dense and not facts.is_ordered and facts.num_items <= SMALL_CATALOGUE
+    rules = [_factorisation] if is_factorisation else [_loss, _histories, _items, _training]
+    return [item for rule in rules for item in rule(facts)]
+
+
+def _suggestion(setting: str, value: Any, reason: str, *choices: Any, low: Any = None, high: Any = None) -> Suggestion:
+    """Return a suggestion with choices for the search, or with a range on a logarithmic scale."""
+    search = None
+    if choices:
+        search = RangeConfig(choices=choices)
+    elif low is not None:
+        search = RangeConfig(low=low, high=high, log=low > 0)
+    return Suggestion(setting=setting, value=value, reason=reason, search=search)
+
+
+def _factorisation(facts: DataFacts) -> Iterator[Suggestion]:
+    """Yield the settings of a matrix factorisation with a softmax over the whole catalogue."""
+    density = f"{_percent(facts.density)} of all pairs are in the log"
+    reason = f"{density} and it has no order, so an embedding per user says more than a mean of items"
+    yield _suggestion("model.learn_user_embedding", True, reason)
+    reason = "the embedding of the user takes the place of the history"
+    yield _suggestion("model.history.last_item_feature", False, reason)
+    yield _suggestion("model.history.length", 0, reason)
+    yield _suggestion("model.query.layers", [], reason)
+    reason = f"{facts.num_items:,} items are few, and large batches make a softmax over all of them fast"
+    yield _suggestion("loss.kind", "softmax", reason)
+    yield _suggestion("loss.negatives", "all", reason)
+    reason = f"{density}: a dense log needs a higher temperature than a sparse one"
+    yield _suggestion("model.temperature", 0.18, reason, low=0.1, high=0.4)
+    reason = "more influence of the negatives, with the temperature above"
+    yield _suggestion("loss.negatives_exponent", 1.1, reason, low=1.0, high=1.3)
+    reason = f"5 % of the users have more than {facts.history_p95:,.0f} events, and would dominate the loss"
+    yield _suggestion("loss.user_exponent", -0.5, reason, -0.5, 0.0)
+    reason = "large batches and Adam train a factorisation in few epochs; the rate falls to 0 until the last epoch"
+    yield _suggestion("training.batch_size", 8192, reason)
+    for table_name in ("item", "user"):
+        copies = "Adam on a CPU needs a copy of the table on each rank"
+        yield _suggestion(f"sharding.tables.{table_name}.sharding_types", ["data_parallel"], copies)
+    yield _suggestion("training.table_optimizer.kind", "adam", reason)
+    yield _suggestion("training.table_optimizer.learning_rate", 0.01, reason, low=0.003, high=0.03)
+    yield _suggestion("training.table_optimizer.lr_decay", "linear", reason)
+    yield _suggestion("training.epochs", 12, reason)
+
+
+def _loss(facts: DataFacts) -> Iterator[Suggestion]:
+    """Yield the settings of the loss and of the popularity for a model that reads histories."""
+    density = f"{_percent(facts.density)} of all pairs are in the log"
+    if facts.is_dense:
+        reason = f"{density}: a dense log needs a higher temperature than a sparse one"
+        yield _suggestion("model.temperature", 0.2, reason, low=0.1, high=0.4)
     else:
-        yield Suggestion(setting="model.temperature", value=0.1, reason=f"{density}: a sparse log needs a low temperature")
+        reason = f"{density}: a sparse log needs a low temperature"
+        yield _suggestion("model.temperature", 0.1, reason, low=0.05, high=0.2)
+    reason = f"{facts.num_items:,} items can be negatives; more of them approximate the softmax over all items better"
+    yield _suggestion("loss.num_negatives", 2048 if facts.num_items > 2048 else 512, reason, 512, 2048)
+    reason = "an item that the user has had is not a negative"
+    yield _suggestion("loss.mask_negatives", "seen", reason, "positive", "seen")
+    if facts.history_median >= MANY_EVENTS:
+        reason = f"the median user has {facts.history_median:,.0f} training events; a learned term for popularity then helps"
+        yield _suggestion("model.popularity", LEARNED_POPULARITY, reason, {"kind": "none"}, LEARNED_POPULARITY)
+
+
+def _histories(facts: DataFacts) -> Iterator[Suggestion]:
+    """Yield the settings of the query tower."""
     length = int(min(MAX_HISTORY, max(10, 10 * math.ceil(facts.history_p95 / 10))))
     reason = f"95 % of the users have at most {facts.history_p95:,.0f} events"
-    yield Suggestion(setting="model.history.length", value=length, reason=reason)
+    yield _suggestion("model.history.length", length, reason, 10, 20, 50)
     if facts.is_ordered:
         reason = "the log has an order, so newer items can count more"
-        yield Suggestion(setting="model.history.pooling", value="recency", reason=reason)
+        yield _suggestion("model.history.pooling", "recency", reason, "mean", "recency")
     else:
         reason = "the log has no order, so no item is the last"
-        yield Suggestion(setting="model.history.pooling", value="mean", reason=reason)
-        yield Suggestion(setting="model.history.last_item_feature", value=False, reason=reason)
-    if facts.has_item_features or facts.vector_share > 0:
+        yield _suggestion("model.history.pooling", "mean", reason)
+        yield _suggestion("model.history.last_item_feature", False, reason)
+        reason = "the log has no order; an embedding per user adds what the mean of the items does not say"
+        yield _suggestion("model.learn_user_embedding", True, reason, False, True)
+    if facts.describes_items:
         sources = "features" if facts.has_item_features else "pretrained vectors"
         reason = f"items have {sources}, which then also describe the histories"
-        yield Suggestion(setting="model.history.item_representation", value="candidate_tower", reason=reason)
-    if facts.history_median < 20:
+        yield _suggestion("model.history.item_representation", "candidate_tower", reason, "embedding", "candidate_tower")
+    if facts.history_median < MANY_EVENTS:
         reason = f"the median user has {facts.history_median:,.0f} training events, so the towers overfit without dropout"
-        yield Suggestion(setting="model.query.dropout", value=0.3, reason=reason)
-    num_negatives = 2048 if facts.num_items > 4 * 2048 else 512
-    reason = f"{facts.num_items:,} items can be negatives; more of them approximate the softmax over all items better"
-    yield Suggestion(setting="loss.num_negatives", value=num_negatives, reason=reason)
-    if facts.cold_share > 0.2 and facts.vector_share > 0:
-        reason = (
-            f"{facts.cold_share:.0%} of the held-out events are of items without a training event, which only have their vector"
-        )
-        yield Suggestion(setting="tables.item.transfer", value="residual", reason=reason)
+        yield _suggestion("model.query.dropout", 0.3, reason, low=0.0, high=0.5)
+
+
+def _items(facts: DataFacts) -> Iterator[Suggestion]:
+    """Yield the settings of the item table, and of what is added to one model."""
+    if facts.vector_share > 0 and (facts.cold_share > 0.2 or not facts.is_ordered):
+        reason = f"{facts.cold_share:.0%} of the held-out events are of items without a training event; they keep their vectors"
+        yield _suggestion("tables.item.transfer", "residual", reason, "full", "residual")
+    if facts.is_dense or not facts.is_ordered:
+        return
+    if facts.describes_items:
+        reason = "several models in one are better on a sparse log; a training takes nearly three times as long"
+        yield _suggestion("model.num_members", 3, reason)
+    elif not facts.has_vectors:
+        reason = "items have neither vectors nor features; in a sparse log, vectors from the log are a better start"
+        yield _suggestion("embeddings", [{"source": "log", "method": "spectral", "dim": 64}], reason)
+
+
+def _training(facts: DataFacts) -> Iterator[Suggestion]:
     batch_size = 2 ** round(math.log2(min(8192, max(256, facts.num_train_events / STEPS_PER_EPOCH))))
     reason = f"an epoch then has about {max(1, facts.num_train_events // batch_size):,} steps"
-    yield Suggestion(setting="training.batch_size", value=batch_size, reason=reason)
+    yield _suggestion("training.batch_size", batch_size, reason)
+    reason = "the learning rates fall to 0 until the last epoch, which helps on every log that was measured"
+    yield _suggestion("training.table_optimizer.lr_decay", "cosine", reason)
+    yield _suggestion("training.dense_optimizer.lr_decay", "cosine", reason)
+    reason = "it decides how many epochs the training needs"
+    yield _suggestion("training.table_optimizer.learning_rate", 0.05, reason, low=0.01, high=0.3)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %"

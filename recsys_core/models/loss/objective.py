@@ -64,9 +64,9 @@ class Objective(nn.Module):
         self.group = group
         self.min_norm, self.history_length, self.tower_dim = spec.row_norm, spec.history_length, spec.config.tower_dim
         self.num_members = spec.config.num_members
-        log_temperature = torch.tensor(math.log(spec.config.temperature))
+        log_temperature = torch.tensor(math.log(spec.config.start_temperature))
         self.log_temperature = nn.Parameter(log_temperature) if spec.config.learn_temperature else None
-        self.fixed_temperature = spec.config.temperature
+        self.fixed_temperature = spec.config.start_temperature
         self.largest_share = -(-int(np.count_nonzero(item_count_I)) // (1 if group is None else group.size()))
         self.positive_share_I: Tensor
         self.negative_share_I: Tensor

@@ -13,16 +13,13 @@ from typer.testing import CliRunner
 
 from flows.cli.experiments import tunable_config
 from flows.cli.main import app
-from flows.settings.config_file import LoadedConfig, load_config, settings_as_yaml, with_settings
+from flows.settings.config_file import LoadedConfig, load_config, settings_as_yaml
 from recsys_core.errors import InputError
 from recsys_core.manifests import ExportManifest, InteractionsManifest
 from tasks.runs.run import REDUCED_FILE_NAME, Run
 from tests.flows.tuning_config import CONFIG
 from tests.recsys_core.evaluation.stage_folders import export_stage, interactions_stage
 from tests.recsys_core.ingest.parquet_files import write
-
-LENGTH, POOLING, NEGATIVES = "model.history.length", "model.history.pooling", "loss.num_negatives"
-FILES = "interactions.split={kind: files, validation_paths: v.parquet, test_paths: t.parquet}"
 
 
 @pytest.mark.parametrize(
@@ -66,34 +63,13 @@ def test_a_file_without_validation_is_rejected(tmp_path: Path) -> None:
         tunable_config(LoadedConfig.read(file, ["training.validation=null"]), num_trials=None)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "varied"),
-    [
-        ([], {LENGTH, POOLING, NEGATIVES}),
-        (["loss.kind=bce", "model.history={length: 0, last_item_feature: false}", "model.learn_user_embedding=true"], set()),
-        (["interactions.timestamp_column=null", FILES, "model.history.last_item_feature=false"], {LENGTH, NEGATIVES}),
-        (
-            ["embeddings={paths: v.parquet, vector_column: v}", "model.history.pooling=attention"],
-            {LENGTH, POOLING, NEGATIVES, "model.history.item_representation"},
-        ),
-    ],
-    ids=["history with times", "no history, bce", "no order", "vectors"],
-)
-def test_without_ranges_the_usual_settings_of_the_config_are_varied(
-    tmp_path: Path, overrides: list[str], varied: set[str]
-) -> None:
+def test_options_replace_the_size_of_the_search(tmp_path: Path) -> None:
     file = tmp_path / "nightly.yaml"
     file.write_text(CONFIG)
-    config = tunable_config(LoadedConfig.read(file, ["tuning=null", *overrides]), num_trials=7, minutes=1.5)
-    assert config.tuning is not None and (config.tuning.trials, config.tuning.timeout_s) == (7, 90)
-    ranges = config.tuning.ranges
-    always = {"model.temperature", "training.table_optimizer.learning_rate", "model.query.dropout"}
-    assert ranges.keys() == always | varied
-    for setting, value_range in ranges.items():
-        for value in value_range.probes:
-            with_settings(config, {setting: value})  # raises InputError for an invalid value
-    if "model.history.pooling" in ranges:
-        assert config.model.history.pooling in (ranges["model.history.pooling"].choices or ())
+    tuning = tunable_config(LoadedConfig.read(file, ["tuning=null"]), num_trials=7, minutes=1.5).tuning
+    assert tuning is not None and (tuning.trials, tuning.timeout_s, tuning.ranges) == (7, 90, {})
+    tuning = tunable_config(LoadedConfig.read(file), num_trials=None).tuning
+    assert tuning is not None and (tuning.trials, tuning.timeout_s) == (3, None)
 
 
 def test_a_range_has_the_number_type_of_its_setting(tmp_path: Path) -> None:
@@ -145,7 +121,24 @@ def test_a_file_with_the_suggested_settings_gets_no_more_suggestions(config: Pat
     assert answer.exit_code == 0 and "The file has all suggested settings." in answer.output
 
 
-def test_settings_that_contradict_the_file_are_named(config: Path) -> None:
+def test_suggest_writes_a_new_file(config: Path, tmp_path: Path) -> None:
+    file = tmp_path / "suggested.yaml"
+    answer = CliRunner().invoke(app, ["suggest", str(config), "--write", str(file)])
+    assert answer.exit_code == 0, answer.output
+    assert f"nightjar run {file}" in answer.output
+    assert "suggested: " in file.read_text() and load_config(file).model.temperature == 0.2
+    answer = CliRunner().invoke(app, ["suggest", str(file), "--json"])
+    assert answer.exit_code == 0 and json.loads(answer.stdout.splitlines()[-1])["changed"] == {}
+    answer = CliRunner().invoke(app, ["suggest", str(config), "--write", str(file)])
+    assert isinstance(answer.exception, InputError) and "exists already" in str(answer.exception)
+
+
+def test_a_suggestion_that_contradicts_the_file_is_left_out(config: Path) -> None:
+    answer = CliRunner().invoke(app, ["suggest", str(config), "--set", "loss.kind=bce", "--set", "loss.negatives=sampled"])
+    assert answer.exit_code == 0, answer.output
+
+
+def test_an_error_in_the_data_ends_the_command(config: Path) -> None:
     answer = CliRunner().invoke(app, ["suggest", str(config), "--set", "interactions.timestamp_column=nope"])
     assert answer.exit_code == 1 and "nope" in str(answer.exception)
 

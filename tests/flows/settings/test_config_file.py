@@ -309,6 +309,20 @@ def test_a_log_without_order_allows_neither_a_last_item_nor_recency_pooling(file
     assert "model.history.pooling is recency, but interactions has neither timestamp_column nor order_column" in error
 
 
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("training.validation=null", "training.validation is null; set it, or set model.temperature to a number"),
+        ("loss.kind=cosine_contrastive", "loss.kind is cosine_contrastive, which has none; set another kind"),
+    ],
+)
+def test_a_temperature_is_chosen_only_by_validation_and_for_a_loss_that_has_one(
+    file: Path, override: str, problem: str
+) -> None:
+    assert load_config(file, ["model.temperature=auto"]).model.temperature == "auto"
+    assert problem in message(file, "model.temperature=auto", override)
+
+
 def test_a_cosine_loss_needs_cosine_similarity(file: Path) -> None:
     error = message(file, "loss.explicit_negatives=4")
     assert "loss.explicit_negatives is 4, but interactions.explicit_negatives is false" in error and "set it to true" in error

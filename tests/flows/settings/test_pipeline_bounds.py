@@ -98,6 +98,7 @@ def test_every_number_has_both_bounds_and_every_text_a_length() -> None:
         ("training.epochs=yes", "training.epochs: Input should be a valid integer"),
         ("training.epochs=true", "training: epochs is true, which is not a value of this setting"),
         ("model.candidate.layers=[true]", "model.candidate: layers is [true], which is not a value of this setting"),
+        ("model.temperature=automatic", "model.temperature: Input should be 'auto', but it is 'automatic'"),
         ("training={epochs: 1, epochs: 2}", 'found duplicate key "epochs"'),
         ("=1", "expected a.b=value"),
         (".=1", "expected a.b=value"),

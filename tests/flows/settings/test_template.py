@@ -8,7 +8,7 @@ import pytest
 from flows.settings.config_errors import setting_keys
 from flows.settings.config_file import load_config
 from flows.settings.pipeline import PipelineConfig
-from flows.settings.template import IMPORTANT_SETTINGS, starter_config, to_commented_yaml
+from flows.settings.template import IMPORTANT_SETTINGS, demo_config, starter_config, to_commented_yaml
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 
 
@@ -22,6 +22,22 @@ def test_the_starter_config_loads_back_to_itself(tmp_path: Path, every_setting: 
     both = starter_config().model_copy(update={"embeddings": (*starter_config().embeddings, second)})
     file.write_text(to_commented_yaml(both, every_setting=every_setting))
     assert load_config(file) == both.with_absolute_paths(tmp_path)
+
+
+@pytest.mark.parametrize("every_setting", [True, False])
+def test_settings_of_tables_and_other_kinds_than_the_default_load_back(tmp_path: Path, every_setting: bool) -> None:
+    settings = [
+        "model.history={pooling: self_attention, num_blocks: 1}",
+        "model.popularity.kind=learned",
+        "tables.item={transfer: residual, optimizer: {kind: sgd, learning_rate: 0.5}}",
+        "tuning.ranges={model.temperature: {low: 0.1, high: 0.2}}",
+    ]
+    file = tmp_path / "nightly.yaml"
+    file.write_text(to_commented_yaml(starter_config(), every_setting=every_setting))
+    config = load_config(file, settings)
+    file.write_text(to_commented_yaml(config, notes={"tables.item.transfer": "a note"}, every_setting=every_setting))
+    assert load_config(file) == config
+    assert "  # a note\n  item: {" in file.read_text()
 
 
 def test_every_setting_is_explained_in_lines_that_fit() -> None:
@@ -40,3 +56,8 @@ def test_the_important_settings_exist_and_are_written() -> None:
     assert all(f"{name.rpartition('.')[2]}:" in text for name in IMPORTANT_SETTINGS)
     num_written = len(re.findall(r"^[^#\n]*: [^ \n]", text, flags=re.MULTILINE))
     assert len(IMPORTANT_SETTINGS) <= num_written <= len(IMPORTANT_SETTINGS) + 2
+
+
+def test_a_new_file_chooses_its_temperature_and_the_demo_names_it() -> None:
+    assert "temperature: auto " in to_commented_yaml(starter_config(), every_setting=False)
+    assert "temperature: 0.1 " in to_commented_yaml(demo_config())

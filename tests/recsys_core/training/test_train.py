@@ -19,12 +19,14 @@ from recsys_core.evaluation.held_out import ranking_settings
 from recsys_core.launching.rank import Process
 from recsys_core.manifests import Dataset, PlanManifest, TrainManifest
 from recsys_core.models.loss.loss_config import LossConfig
+from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, parameter_name
 from recsys_core.models.tables.table_config import DenseOptimizer, TableOptimizer
 from recsys_core.models.task import RetrievalHead, RetrievalTask
 from recsys_core.serving.quantise import build_tower, user_features
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig
 from recsys_core.sharding.planner import plan_sharding
+from recsys_core.training import temperature
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export.encoding import Encoder
 from recsys_core.training.export.export import export_vectors
@@ -140,6 +142,20 @@ def test_metrics_are_relayed_in_order_while_training_and_the_loss_falls(trained)
     measured = {line.epoch: line.validation["ndcg@10"] for line in lines if line.validation}
     assert set(measured) == {1, 2}
     assert manifest.validation["ndcg@10"] == measured[manifest.best_epoch] == max(measured.values())
+
+
+def test_a_chosen_temperature_trains_the_same_model_as_a_file_that_names_it(experiment, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(temperature, "CANDIDATES", (50.0, 0.1))
+    config = experiment.spec.config.model_copy(update={"temperature": "auto"})
+    spec = experiment.spec.model_copy(update={"config": config})
+    lines: list[Progress] = []
+    chosen = run_train(experiment._replace(spec=spec), tmp_path / "train", on_progress=lines.append)
+    named = trained[0]
+    assert (chosen.temperature, named.temperature) == (0.1, 0.1)
+    assert chosen.temperature_trials["0.1"] > chosen.temperature_trials["50"] and named.temperature_trials == {}
+    assert (chosen.validation, chosen.final_loss) == (named.validation, named.final_loss)
+    assert ModelSpec.model_validate_json(chosen.path("model.json").read_bytes()) == experiment.spec
+    assert [line.step for line in lines] == [line.step for line in trained[1]]  # none of the trials
 
 
 def test_a_finished_stage_is_kept_and_nothing_is_launched(experiment, trained):

@@ -22,6 +22,9 @@ def test_the_log_line_of_training_has_early_stopping_and_the_best_epoch(trained:
     facts = training_summary(stopped, config=TrainingConfig(epochs=10))
     assert "stopped early after epoch 5 of 10, best epoch 2: validation ndcg@10 0.5000" in facts
     assert "stopped early" not in training_summary(stopped, config=TrainingConfig(epochs=5))
+    assert "temperature" not in facts
+    chosen = stopped.model_copy(update={"temperature": 0.15, "temperature_trials": {"0.1": 0.2, "0.15": 0.3}})
+    assert "temperature 0.15 of 0.1, 0.15, stopped early" in training_summary(chosen, config=TrainingConfig(epochs=10))
     unmeasured = stopped.model_copy(update={"best_epoch": None, "validation": {}})
     assert "best epoch" not in training_summary(unmeasured, config=TrainingConfig(epochs=5, validation=None))
 

@@ -1,6 +1,7 @@
 """A tuning study: the trials after an interruption, their order, and the files that remain after a trial."""
 
 from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -12,7 +13,7 @@ from recsys_core.errors import StageError
 from recsys_core.manifests import TrainManifest
 from recsys_core.training.job import Progress
 from tasks.tuning.config import RangeConfig, TuningConfig
-from tasks.tuning.study import fail_trial, finished_trials, open_study, plot_history, run_trial, start_trial
+from tasks.tuning.study import BudgetSpent, fail_trial, finished_trials, open_study, plot_history, run_trial, start_trial
 
 CONFIG = TuningConfig(
     seed=1,
@@ -41,6 +42,46 @@ def test_a_study_that_is_interrupted_in_each_trial_tries_the_settings_of_an_undi
     assert all(settings["layers"] in ([64], [64, 32], None) for settings in undisturbed)
     assert {settings["length"] for settings in undisturbed} <= {4, 8, 12, 16, 20}
     assert len({settings["rate"] for settings in undisturbed}) == 12
+
+
+def test_the_first_trials_have_the_given_settings_and_later_ones_are_drawn(tmp_path: Path) -> None:
+    given = [{"layers": None, "rate": 0.05, "length": 12}, {"layers": [64, 32], "rate": 0.1, "length": 20}]
+    study = open_study(CONFIG, folder=tmp_path / "study")
+    for number in range(4):
+        start_trial(study, CONFIG, first_trials=given)  # and is interrupted
+        trial = start_trial(study, CONFIG, first_trials=given)
+        study.tell(trial, number / 10)
+    settings = [trial.settings for trial in sorted(finished_trials(study), key=lambda trial: trial.number)]
+    assert settings[:2] == given
+    assert settings[2] not in given and settings[3] not in given
+
+
+def test_after_the_deadline_the_running_trial_is_interrupted_and_a_later_call_continues_it(tmp_path: Path) -> None:
+    study = open_study(CONFIG, folder=tmp_path / "study")
+    epochs: list[int] = []
+
+    def train(on_progress: Callable[[Progress], None]) -> Any:
+        numbers: dict[str, Any] = {"loss": 1.0, "learning_rate": 0.1, "samples_per_s": 1.0}
+        for epoch in (1, 2, 3):
+            epochs.append(epoch)
+            on_progress(Progress(step=epoch, total_steps=3, epoch=epoch, validation={"ndcg@10": 0.1}, **numbers))
+        return Mock(validation={"ndcg@10": 0.1})
+
+    def run(*, deadline: float) -> int:
+        trial, folder = start_trial(study, CONFIG), tmp_path / "trial"
+        (folder / "train.work").mkdir(parents=True, exist_ok=True)
+        (folder / "train.work" / "weights").touch()
+        run_trial.fn(study, trial, train, metric="ndcg@10", startup_trials=3, deadline=deadline, folder=folder, label="1")
+        return trial.number
+
+    assert run(deadline=0) == 0 and epochs == [1, 2, 3]  # the first trial ends, so that there is a result
+    epochs.clear()
+    with pytest.raises(BudgetSpent):
+        run(deadline=0)
+    assert epochs == [1] and (tmp_path / "trial" / "train.work" / "weights").exists()
+    assert [trial.number for trial in finished_trials(study)] == [0]
+    assert run(deadline=inf) == 1
+    assert [trial.ending for trial in finished_trials(study)] == ["complete", "complete"]
 
 
 def test_a_complete_trial_ranks_before_a_pruned_one_with_a_better_metric(tmp_path: Path) -> None:
@@ -86,7 +127,7 @@ def test_a_trial_ends_after_1_2_or_4_epochs_unless_it_is_in_the_better_half(tmp_
 
         trial = start_trial(study, CONFIG)
         folder = tmp_path / f"{trial.number}"
-        run_trial.fn(study, trial, train, metric="ndcg@10", startup_trials=2, folder=folder, label="1")
+        run_trial.fn(study, trial, train, metric="ndcg@10", startup_trials=2, deadline=inf, folder=folder, label="1")
         (finished,) = [result for result in finished_trials(study) if result.number == trial.number]
         return finished.ending, len(finished.epochs)
 
@@ -112,8 +153,7 @@ def test_a_failed_trial_removes_no_file_behind_a_link(tmp_path: Path, linked: st
     folder.mkdir()
     (folder / linked).symlink_to(archive)
     study = open_study(CONFIG, folder=tmp_path / "study")
-    run_trial.fn(
-        study, start_trial(study, CONFIG), failing_training, metric="ndcg@10", startup_trials=3, folder=folder, label="1"
-    )
+    trial = start_trial(study, CONFIG)
+    run_trial.fn(study, trial, failing_training, metric="ndcg@10", startup_trials=3, deadline=inf, folder=folder, label="1")
     assert [(trial.ending, trial.reason) for trial in finished_trials(study)] == [("failed", "rank 0 failed")]
     assert all((archive / name).is_file() for name in names)

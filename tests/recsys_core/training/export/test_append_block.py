@@ -15,7 +15,7 @@ from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.errors import InputError
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.ensemble import make_query_tower
-from recsys_core.models.spec import ModelSpec, with_block_weight
+from recsys_core.models.spec import ModelSpec
 from recsys_core.models.spectral_block import BLOCK_HISTORY_FILE, BLOCK_MAPS_FILE
 from recsys_core.serving.exports.padded_tower import PaddedQueryTower, padded_inputs
 from recsys_core.serving.quantise import BlockArrays, ServedQueryTower, build_tower
@@ -187,8 +187,13 @@ def test_a_model_with_a_block_knows_every_user_with_a_history() -> None:
     spec = spec_of(0, {"spectral_block": {"dim": BLOCK_DIM}})
     lengths, rows = np.array([0, 3, 0, 3]), np.array([-1, -1, 2, 2])
     assert spec.is_known(history_length_B=lengths, user_row_B=rows).tolist() == [False, True, True, True]
-    assert with_block_weight(spec, 0.5).config.spectral_block.weights == (0.5,)  # type: ignore[union-attr]
-    assert with_block_weight(spec, None) is spec
+
+
+def test_a_refit_keeps_the_choices_of_its_run() -> None:
+    spec = spec_of(0, {"spectral_block": {"dim": BLOCK_DIM}, "temperature": "auto"})
+    chosen = spec.with_choices(temperature=0.15, block_weight=0.5).config
+    assert chosen.temperature == 0.15 and chosen.spectral_block.weights == (0.5,)  # type: ignore[union-attr]
+    assert spec.with_choices(temperature=None, block_weight=None) is spec
 
 
 @pytest.mark.parametrize(

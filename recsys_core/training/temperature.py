@@ -1,0 +1,98 @@
+"""The choice of the temperature with `model.temperature: auto`: one epoch with each candidate, compared by validation."""
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import Field
+
+from recsys_core.config import Frozen
+from recsys_core.disk import write_text
+from recsys_core.errors import InputError
+from recsys_core.training.job import RESULT_FILE, TrainJob, TrainResult
+from recsys_core.training.warm.starting_model import Champion
+
+logger = logging.getLogger(__name__)
+CANDIDATES = (0.07, 0.1, 0.15, 0.2)
+"""Above the last one, the first epoch is faster but the last one is worse."""
+TRIALS_FILE, TRIALS_FOLDER = "temperature.json", "temperature"
+
+
+class TemperatureTrials(Frozen):
+    """The temperature of a training, and the trials that chose it.
+
+    Attributes:
+        metric_by_temperature: validation metric after one epoch, by temperature; empty if there was no choice.
+    """
+
+    temperature: float
+    metric_by_temperature: dict[str, float] = Field(default_factory=dict)
+
+    @classmethod
+    def run(
+        cls,
+        job: TrainJob,
+        *,
+        champion: Champion | None,
+        num_validation_events: int,
+        train: Callable[[TrainJob], object],
+    ) -> "TemperatureTrials":
+        """Return the temperature of `job`. With `auto` and without a champion, train one epoch with each candidate.
+
+        Complete trials of an interrupted training are kept in its work folder.
+
+        Args:
+            champion: model that the training starts from; its temperature is kept.
+            train: trains a job to its end.
+
+        Raises InputError if no validation event can choose the temperature.
+        """
+        config = job.spec.config
+        if config.temperature != "auto":
+            return cls(temperature=config.temperature)
+        if champion is not None and champion.train.temperature is not None:
+            return cls(temperature=champion.train.temperature)
+        if job.training.validation is None or num_validation_events == 0:
+            raise InputError(
+                "model.temperature is auto, which compares temperatures on the validation split, but "
+                + ("training.validation is null" if job.training.validation is None else "the split holds no event")
+                + "; set model.temperature to a number, such as 0.1, or hold out validation events"
+            )
+        path = job.work_folder / TRIALS_FILE
+        trials = cls.model_validate_json(path.read_bytes()) if path.is_file() else cls(temperature=config.start_temperature)
+        for temperature in CANDIDATES:
+            if f"{temperature:g}" not in trials.metric_by_temperature:
+                trials = trials.with_trial(temperature, metric=_first_epoch(job, temperature=temperature, train=train))
+                write_text(path, trials.model_dump_json())
+        return trials
+
+    def with_trial(self, temperature: float, *, metric: float) -> "TemperatureTrials":
+        """Return the trials with one more, and the temperature with the best metric."""
+        metric_by_temperature = self.metric_by_temperature | {f"{temperature:g}": metric}
+        best = max(metric_by_temperature, key=metric_by_temperature.__getitem__)
+        return TemperatureTrials(temperature=float(best), metric_by_temperature=metric_by_temperature)
+
+
+def _first_epoch(job: TrainJob, *, temperature: float, train: Callable[[TrainJob], object]) -> float:
+    """Train one epoch in a folder of its own; return the validation metric."""
+    validation = job.training.validation
+    assert validation is not None
+    folder = job.work_folder / TRIALS_FOLDER / f"{temperature:g}"
+    folder.mkdir(parents=True, exist_ok=True)
+    training = job.training.model_copy(update={"epochs": 1, "profile": None})
+    spec = job.spec.with_temperature(temperature)
+    train(job.model_copy(update={"work_folder": folder, "spec": spec, "training": training}))
+    metric_name, result = f"{validation.metric}@{validation.k}", _result(folder)
+    if metric_name not in result.validation:
+        raise InputError(
+            "model.temperature is auto, which compares temperatures on the validation split, but no user in the split has a "
+            "target that is new to the user; set model.temperature to a number, such as 0.1"
+        )
+    shutil.rmtree(folder)
+    logger.info("temperature %g: validation %s %.4f after one epoch", temperature, metric_name, result.validation[metric_name])
+    return result.validation[metric_name]
+
+
+def _result(folder: Path) -> TrainResult:
+    return TrainResult.model_validate_json((folder / RESULT_FILE).read_bytes())

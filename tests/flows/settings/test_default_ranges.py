@@ -1,0 +1,84 @@
+"""The search space without `tuning.ranges`: it fits the data and the config, and its first trials are both configs."""
+
+from pathlib import Path
+
+import pytest
+
+from flows.settings.config_file import load_config, with_settings
+from flows.settings.default_ranges import default_ranges, first_trials
+from tasks.tuning.config import RangeConfig
+from tasks.tuning.data_facts import DataFacts
+from tasks.tuning.suggestions import suggestions
+from tests.flows.tuning_config import CONFIG
+from tests.tasks.tuning.facts import DENSE, DENSE_ORDERED, SPARSE
+
+RATE, TEMPERATURE, LENGTH, POOLING = (
+    "training.table_optimizer.learning_rate",
+    "model.temperature",
+    "model.history.length",
+    "model.history.pooling",
+)
+FILES = "interactions.split={kind: files, validation_paths: v.parquet, test_paths: t.parquet}"
+NO_ORDER = ["interactions.timestamp_column=null", FILES, "model.history.last_item_feature=false"]
+NO_HISTORY = ["model.history={length: 0, last_item_feature: false}", "model.learn_user_embedding=true", "loss.kind=bce"]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "nightly.yaml"
+    file.write_text(CONFIG)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("facts", "overrides", "varied", "not_varied"),
+    [
+        (SPARSE, [], {TEMPERATURE, RATE, LENGTH, POOLING, "loss.num_negatives"}, {"model.popularity", "loss.negatives"}),
+        (DENSE_ORDERED, [], {TEMPERATURE, RATE, POOLING, "model.popularity"}, set()),
+        (DENSE_ORDERED, ["model.num_members=2"], {TEMPERATURE, RATE, POOLING}, {"model.popularity"}),
+        (DENSE, NO_ORDER, {TEMPERATURE, RATE, "loss.user_exponent"}, {LENGTH, POOLING, "loss.negatives_exponent"}),
+        (DENSE, [*NO_ORDER, "loss.negatives=all"], {"loss.negatives_exponent"}, {"loss.negatives"}),
+        (SPARSE, NO_HISTORY, {TEMPERATURE, RATE}, {LENGTH, POOLING, "loss.negatives"}),
+    ],
+    ids=["sparse", "dense", "an ensemble has no popularity", "no order", "whole catalogue", "no history, bce"],
+)
+def test_the_varied_settings_fit_the_data_and_the_config(
+    path: Path, facts: DataFacts, overrides: list[str], varied: set[str], not_varied: set[str]
+) -> None:
+    config = load_config(path, overrides)
+    ranges = default_ranges(config, suggestions(facts))
+    assert varied <= ranges.keys() and not not_varied & ranges.keys()
+    for setting, value_range in ranges.items():
+        for value in value_range.choices or (value_range.low, value_range.high):
+            with_settings(config, {setting: value})  # raises InputError for an invalid value
+
+
+def test_a_range_contains_the_value_of_the_file_and_the_suggested_one(path: Path) -> None:
+    ranges = default_ranges(load_config(path, ["model.history.length=33"]), suggestions(SPARSE))
+    assert ranges[TEMPERATURE] == RangeConfig(low=0.05, high=1.0, log=True)  # the file has 1
+    assert ranges[LENGTH].choices == (33, 30, 10, 20, 50)
+
+
+def test_the_first_trials_have_the_settings_of_the_file_and_the_suggested_ones(path: Path) -> None:
+    config, suggested = load_config(path), suggestions(SPARSE)
+    ranges = default_ranges(config, suggested)
+    of_file, proposed = first_trials(config, suggested, ranges)
+    assert of_file.keys() == proposed.keys() == ranges.keys()
+    assert (of_file[TEMPERATURE], proposed[TEMPERATURE]) == (1.0, 0.1)
+    assert (of_file[POOLING], proposed[POOLING]) == ("mean", "recency")
+    same = with_settings(config, proposed)
+    assert first_trials(same, suggested, ranges) == [proposed]
+
+
+def test_a_temperature_that_the_training_chooses_is_searched_like_a_number(path: Path) -> None:
+    config, suggested = load_config(path, ["model.temperature=auto"]), suggestions(SPARSE)
+    ranges = default_ranges(config, suggested)
+    assert ranges[TEMPERATURE] == RangeConfig(low=0.05, high=0.2, log=True)
+    assert [trial[TEMPERATURE] for trial in first_trials(config, suggested, ranges)] == [0.1, 0.1]
+
+
+def test_a_suggested_choice_that_contradicts_the_file_is_not_tried(path: Path) -> None:
+    config, suggested = load_config(path, ["model.num_members=2"]), suggestions(DENSE_ORDERED)
+    assert any(item.setting == "model.popularity" for item in suggested)
+    for trial in first_trials(config, suggested, default_ranges(config, suggested)):
+        assert "model.popularity" not in trial

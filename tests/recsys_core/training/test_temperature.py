@@ -1,0 +1,99 @@
+"""The choice of the temperature: one epoch with each candidate, the best metric, and what needs no choice."""
+
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from recsys_core.errors import InputError
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.loss.loss_config import LossConfig
+from recsys_core.models.spec import ModelSpec
+from recsys_core.training.config import TrainingConfig, ValidationConfig
+from recsys_core.training.job import RESULT_FILE, TrainJob, TrainResult
+from recsys_core.training.temperature import CANDIDATES, TRIALS_FOLDER, TemperatureTrials
+from recsys_core.training.warm.starting_model import Champion
+
+RECALL_BY_TEMPERATURE = {0.07: 0.1, 0.1: 0.3, 0.15: 0.4, 0.2: 0.2}
+TRAINING = TrainingConfig(epochs=7, validation=ValidationConfig(metric="recall", k=5))
+
+
+class Trainings:
+    """Trainings that write a given metric, and record the temperature and the number of epochs."""
+
+    def __init__(self, *, fails_at: float | None = None, metric_name: str = "recall@5") -> None:
+        self.jobs: list[TrainJob] = []
+        self.fails_at, self.metric_name = fails_at, metric_name
+
+    def __call__(self, job: TrainJob) -> None:
+        temperature = job.spec.config.start_temperature
+        if temperature == self.fails_at:
+            raise KeyboardInterrupt
+        self.jobs.append(job)
+        validation = {self.metric_name: RECALL_BY_TEMPERATURE[temperature]}
+        result = TrainResult(
+            num_steps=1, num_epochs=1, num_examples=1, final_loss=1, samples_per_s=1, world_size=1,
+            checkpoint="step-1", best_epoch=1, validation=validation,
+        )  # fmt: skip
+        (job.work_folder / RESULT_FILE).write_text(result.model_dump_json())
+
+    @property
+    def temperatures(self) -> list[float]:
+        return [job.spec.config.start_temperature for job in self.jobs]
+
+
+def job(folder: Path, *, temperature: object = "auto", training: TrainingConfig = TRAINING) -> TrainJob:
+    config = TwoTowerConfig.model_validate({"temperature": temperature})
+    spec = ModelSpec.sized(config, num_users=3, num_items=4, facts_by_feature={}, vector_dim_by_table={})
+    folder.mkdir(exist_ok=True)
+    return TrainJob(
+        work_folder=folder, fingerprint="f", spec=spec, loss=LossConfig(), training=training,
+        interactions_folder=folder, plan_path=folder / "plan.json",
+    )  # fmt: skip
+
+
+def choose(job: TrainJob, trainings: Trainings, *, champion: Champion | None = None, events: int = 9) -> TemperatureTrials:
+    return TemperatureTrials.run(job, champion=champion, num_validation_events=events, train=trainings)
+
+
+def test_each_candidate_is_trained_for_one_epoch_and_the_best_metric_wins(tmp_path: Path) -> None:
+    trainings = Trainings()
+    trials = choose(job(tmp_path / "work"), trainings)
+    assert trainings.temperatures == list(CANDIDATES)
+    assert {job.training.epochs for job in trainings.jobs} == {1}
+    assert trials.temperature == 0.15
+    assert trials.metric_by_temperature == {"0.07": 0.1, "0.1": 0.3, "0.15": 0.4, "0.2": 0.2}
+    assert list((tmp_path / "work" / TRIALS_FOLDER).iterdir()) == []
+
+
+def test_an_interrupted_choice_continues_with_the_candidate_that_was_not_complete(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        choose(job(tmp_path / "work"), Trainings(fails_at=0.15))
+    trainings = Trainings()
+    assert choose(job(tmp_path / "work"), trainings) == choose(job(tmp_path / "other"), Trainings())
+    assert trainings.temperatures == [0.15, 0.2]
+
+
+def test_a_number_and_a_warm_start_need_no_trial(tmp_path: Path) -> None:
+    trainings = Trainings()
+    assert choose(job(tmp_path, temperature=0.3), trainings) == TemperatureTrials(temperature=0.3)
+    champion = Mock(train=Mock(temperature=0.2))
+    assert choose(job(tmp_path), trainings, champion=champion) == TemperatureTrials(temperature=0.2)
+    assert trainings.jobs == []
+    champion.train.temperature = None  # a champion of an earlier version
+    assert choose(job(tmp_path), trainings, champion=champion).temperature == 0.15
+
+
+@pytest.mark.parametrize(
+    ("training", "events", "metric_name", "expected"),
+    [
+        (TRAINING.model_copy(update={"validation": None}), 9, "recall@5", "training.validation is null; set model.temperature"),
+        (TRAINING, 0, "recall@5", "the split holds no event; set model.temperature to a number"),
+        (TRAINING, 9, "other", "no user in the split has a target"),
+    ],
+)
+def test_without_a_metric_the_choice_is_refused(
+    tmp_path: Path, training: TrainingConfig, events: int, metric_name: str, expected: str
+) -> None:
+    with pytest.raises(InputError, match=expected):
+        choose(job(tmp_path, training=training), Trainings(metric_name=metric_name), events=events)

@@ -238,7 +238,7 @@ def test_embeddings_are_one_group_of_settings_or_a_list_of_them(file: Path) -> N
         ("[{paths: a, vector_column: v}, {paths: a}]", "embeddings.1: set exactly one of vector_column"),
         ("{paths: a, vector_column: v, table: ../x}", "embeddings.table: String should match pattern"),
         ("{source: csv}", "embeddings: set source to one of parquet, log"),
-        ("{source: log, method: ials}", "embeddings: set method to one of spectral, ease"),
+        ("{source: log, method: nmf}", "embeddings: set method to one of spectral, ease, ials"),
         ("[{source: log, dim: 6}]", "embeddings.0.dim: Input should be a multiple of 4"),
         ("{source: log, dmi: 8}", "embeddings.dmi: unknown key; did you mean embeddings.dim?"),
         ("{source: log, l2: 8}", "embeddings.l2: unknown key; another kind of embeddings has this setting"),

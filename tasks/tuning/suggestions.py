@@ -16,6 +16,8 @@ STEPS_PER_EPOCH = 300
 MAX_HISTORY = 50
 SMALL_CATALOGUE = 20_000
 """Number of items up to which a softmax over the whole catalogue is suggested for a matrix factorisation."""
+MIN_BLOCK_ROWS = 200
+"""Number of users and items from which a spectral block, with 80 singular vectors, is suggested."""
 MANY_EVENTS, FEW_EVENTS = 20, 10
 """Median number of training events of a user from which a user has many events, and below which a user has few."""
 
@@ -70,6 +72,9 @@ def _factorisation(facts: DataFacts) -> Iterator[Suggestion]:
     yield _suggestion("loss.negatives_exponent", 1.1, reason, low=1.0, high=1.3)
     reason = f"5 % of the users have more than {facts.history_p95:,.0f} events, and would dominate the loss"
     yield _suggestion("loss.user_exponent", -0.5, reason, -0.5, 0.0)
+    if min(facts.num_users, facts.num_items) > MIN_BLOCK_ROWS:
+        reason = "a decomposition of the log finds other items; its weight is chosen on the validation events"
+        yield _suggestion("model.spectral_block", {"output_dim": 64}, reason)
     reason = "large batches and Adam train a factorisation in few epochs; the rate falls to 0 until the last epoch"
     yield _suggestion("training.batch_size", 8192, reason)
     for table_name in ("item", "user"):

@@ -44,10 +44,12 @@ def test_a_dense_log_without_order_gets_a_matrix_factorisation_over_the_whole_ca
         "loss.negatives_exponent": 1.1,
         "loss.user_exponent": -0.5,
         "model.temperature": 0.18,
+        "model.spectral_block": {"output_dim": 64},
         "training.table_optimizer.kind": "adam",
     }
     assert expected.items() <= settings(DENSE).items()
     assert "loss.negatives" not in settings(DENSE, num_items=10**6)
+    assert "model.spectral_block" not in settings(DENSE, num_items=150)
 
 
 def test_a_sparse_log_without_vectors_and_features_gets_vectors_from_the_log() -> None:

@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from recsys_core.errors import redacted
+from recsys_core.errors import MAX_SHOWN_CHARACTERS, printable, redacted
 
 MAX_COUNT = 1_000_000_000
 """Largest value of a setting that counts events, users or steps."""
@@ -47,9 +47,8 @@ class Settings(Frozen):
                 and any(isinstance(element, bool) for element in elements)
                 and not _accepts_bool(field.annotation)
             ):
-                raise ValueError(
-                    f"{setting_name} is {str(setting_value).lower()}, which is not a value of this setting; see `nightjar init`"
-                )
+                text = printable(str(setting_value).lower(), max_characters=MAX_SHOWN_CHARACTERS)
+                raise ValueError(f"{setting_name} is {text}, which is not a value of this setting; see `nightjar init`")
         return settings
 
     @classmethod

@@ -127,13 +127,18 @@ class PipelineConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _block_weights_need_validation(self) -> Self:
-        block = self.model.spectral_block
-        if block is not None and len(block.weights) > 1 and self.training.validation is None:
-            raise ValueError(
-                f"model.spectral_block.weights has {len(block.weights)} values, but training.validation is null, so nothing "
-                "chooses one of them; give one weight, or set training.validation"
-            )
+    def _weights_need_validation(self) -> Self:
+        model = self.model
+        weights_by_setting = {
+            "spectral_block": () if model.spectral_block is None else model.spectral_block.weights,
+            "popularity": model.popularity.weights if model.popularity.kind == "validated" else (),
+        }
+        for setting, weights in weights_by_setting.items():
+            if len(weights) > 1 and self.training.validation is None:
+                raise ValueError(
+                    f"model.{setting}.weights has {len(weights)} values, but training.validation is null, so nothing chooses "
+                    "one of them; give one weight, or set training.validation"
+                )
         return self
 
     @model_validator(mode="after")

@@ -101,6 +101,9 @@ class ExportManifest(Manifest):
     similarity: Literal["cosine", "dot"]
     num_queries: dict[str, int] = Field(description="number of queries by split")
     ranking: RankingSettings | None = Field(None, description="settings of the stored rankings; null: there are no rankings")
+    popularity_weight: float | None = Field(
+        None, description="weight of the popularity term that the validation has chosen; null: there was no choice"
+    )
     spectral_block_weight: float | None = Field(None, description="weight of the spectral block; null: there is no block")
 
 

@@ -200,6 +200,22 @@ class LearnedPopularity(Settings):
     )
 
 
+class ValidatedPopularity(Settings):
+    """A popularity term with a weight that the validation chooses after the training."""
+
+    kind: Literal["validated"] = Field(
+        "validated",
+        description="the training sees no term. The export tries the `weights`, and the metrics and the served model have the "
+        "one with the best metric of `training.validation`",
+    )
+    weights: tuple[ScoreWeight, ...] = Field(
+        (0.0, 0.05, 0.1, 0.2, 0.3, 0.4),
+        min_length=1,
+        max_length=20,
+        description="weights of the popularity in the score. The scores of `model.similarity: cosine` are between -1 and 1",
+    )
+
+
 class SpectralBlockSettings(Settings):
     """Vectors in closed form, computed from the log, that are appended to the trained vectors."""
 
@@ -237,7 +253,9 @@ class SpectralBlockSettings(Settings):
     )
 
 
-PopularityConfig = Annotated[NoPopularity | FixedPopularity | LearnedPopularity, Field(discriminator="kind")]
+PopularityConfig = Annotated[
+    NoPopularity | FixedPopularity | LearnedPopularity | ValidatedPopularity, Field(discriminator="kind")
+]
 
 
 class TwoTowerConfig(Settings):

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from recsys_core.models.config import FixedPopularity, LearnedPopularity
+from recsys_core.models.config import FixedPopularity, LearnedPopularity, ValidatedPopularity
 
 UNSEEN_POPULARITY = 0.0
 """Popularity of an item without a training event."""
@@ -31,11 +31,17 @@ def item_popularity(item_count_I: NDArray[np.int64]) -> NDArray[np.float32]:
 class PopularityWeight(nn.Module):
     """The weight of the popularity, which is appended to the query vectors."""
 
-    def __init__(self, config: FixedPopularity | LearnedPopularity) -> None:
+    def __init__(self, config: FixedPopularity | LearnedPopularity | ValidatedPopularity) -> None:
         super().__init__()
-        is_learned = isinstance(config, LearnedPopularity)
-        self.weight = nn.Parameter(torch.zeros(1)) if is_learned else None
-        self.served_weight = config.served_weight if isinstance(config, LearnedPopularity) else config.weight
+        self.weight = nn.Parameter(torch.zeros(1)) if isinstance(config, LearnedPopularity) else None
+        self.served_weight: float | None
+        match config:
+            case LearnedPopularity():
+                self.served_weight = config.served_weight
+            case FixedPopularity():
+                self.served_weight = config.weight
+            case ValidatedPopularity():
+                self.served_weight = 0.0  # until the export has chosen it
 
     def forward(self, query_BD: Tensor) -> Tensor:
         """Append the weight: the trained one in training and by default, otherwise the served one. Returns [B, D + 1]."""

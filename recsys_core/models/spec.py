@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from recsys_core.config import Frozen
 from recsys_core.dataset.feature_store import POOLED, POOLED_WEIGHTED, UNPOOLED, FeatureForm, feature_form
 from recsys_core.errors import InputError
 from recsys_core.manifests import Dataset, IngestedFeature
-from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.config import FixedPopularity, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.tables.table_config import (
     OFFSET_TABLE,
@@ -187,13 +187,21 @@ class ModelSpec(Frozen):
             )
         return cls(config=config, num_users=num_users, num_items=num_items, tables=spec_by_table, forms=forms)
 
-    def with_choices(self, *, temperature: float | None, block_weight: float | None) -> Self:
+    def with_choices(
+        self,
+        *,
+        temperature: float | None = None,
+        block_weight: float | None = None,
+        popularity_weight: float | None = None,
+    ) -> Self:
         """Return the model with the settings that a run has chosen on its validation events; None: no choice was made."""
         spec, block = self if temperature is None else self.with_temperature(temperature), self.config.spectral_block
-        if block is None or block_weight is None:
-            return spec
-        update = {"spectral_block": block.model_copy(update={"weights": (block_weight,)})}
-        return spec.model_copy(update={"config": spec.config.model_copy(update=update)})
+        update: dict[str, Any] = {}
+        if block is not None and block_weight is not None:
+            update["spectral_block"] = block.model_copy(update={"weights": (block_weight,)})
+        if popularity_weight is not None:
+            update["popularity"] = FixedPopularity(weight=popularity_weight)
+        return spec.model_copy(update={"config": spec.config.model_copy(update=update)}) if update else spec
 
     def with_temperature(self, temperature: float) -> Self:
         """Return the model with another temperature of the loss."""

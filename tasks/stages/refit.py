@@ -105,8 +105,11 @@ def _train_on_all_events(
     run_train = results[TrainManifest]
     num_epochs = run_train.best_epoch or run_train.num_epochs
     training = setup.training.model_copy(update={"epochs": num_epochs, "validation": None})
+    export = results[ExportManifest]
     model = setup.model.with_choices(
-        temperature=run_train.temperature, block_weight=results[ExportManifest].spectral_block_weight
+        temperature=run_train.temperature,
+        block_weight=export.spectral_block_weight,
+        popularity_weight=export.popularity_weight,
     )
     refit_setup = replace(setup, training=training, model=model)
     warm_from = run_train.warm_from

@@ -21,6 +21,7 @@ MIN_BLOCK_ROWS = 200
 MANY_EVENTS, FEW_EVENTS = 20, 10
 """Median number of training events of a user from which a user has many events, and below which a user has few."""
 
+VALIDATED_POPULARITY = {"kind": "validated"}
 LEARNED_POPULARITY = {"kind": "learned", "served_weight": None}
 
 
@@ -99,7 +100,10 @@ def _loss(facts: DataFacts) -> Iterator[Suggestion]:
     yield _suggestion("loss.num_negatives", 2048 if facts.num_items > 2048 else 512, reason, 512, 2048)
     reason = "an item that the user has had is not a negative"
     yield _suggestion("loss.mask_negatives", "seen", reason, "positive", "seen")
-    if facts.history_median >= MANY_EVENTS:
+    if not facts.is_ordered and not facts.is_dense:
+        reason = "the validation chooses the weight of a term for popularity, which can be 0"
+        yield _suggestion("model.popularity", VALIDATED_POPULARITY, reason)
+    elif facts.history_median >= MANY_EVENTS:
         reason = f"the median user has {facts.history_median:,.0f} training events; a learned term for popularity then helps"
         yield _suggestion("model.popularity", LEARNED_POPULARITY, reason, {"kind": "none"}, LEARNED_POPULARITY)
 

@@ -20,14 +20,11 @@ from recsys_core.closed_form.spectral_block import block_factors
 from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import chunk_slices
 from recsys_core.dataset.layout import save_npy
-from recsys_core.errors import InputError
-from recsys_core.evaluation.held_out import queries_of
-from recsys_core.evaluation.ranking.catalogue import rank_catalogue
 from recsys_core.models.config import SpectralBlockSettings
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.spectral_block import BLOCK_HISTORY_FILE, BLOCK_MAPS_FILE, history_totals
 from recsys_core.training.config import ValidationConfig
-from recsys_core.training.validation import METRIC_BY_NAME, users_to_validate
+from recsys_core.training.export.validated_choice import Vectors, best_weight
 
 CHUNK_ROWS = 1 << 16
 RELATIVE_RIDGE = 1e-8
@@ -58,14 +55,16 @@ def append_block(spec: ModelSpec, *, store: EventStore, validation: ValidationCo
         split: np.concatenate([query_BT, unit * _blocks(block, store, users_by_split[split], split, history_IM)], axis=1)
         for split, query_BT in trained_by_split.items()
     }
-    weight = block.weights[0]
-    if len(block.weights) > 1:
-        users = _validation_users(validation, store=store, num_weights=len(block.weights))
-        query_BC = query_by_split["validation"][np.searchsorted(users_by_split["validation"], users)]
-        assert validation is not None
-        weight = _best_weight(spec, store, validation, users, query_BC, item_IC)
-    weight_C = np.ones(item_IC.shape[1], np.float32)
-    weight_C[-block.dim :] = weight
+    weight = best_weight(
+        block.weights,
+        lambda query_BC, weight: query_BC * _column_weights(query_BC.shape[1], block, weight),
+        setting="model.spectral_block.weights",
+        vectors=Vectors(users_by_split["validation"], query_by_split["validation"], item_IC),
+        spec=spec,
+        store=store,
+        validation=validation,
+    )
+    weight_C = _column_weights(item_IC.shape[1], block, weight)
     query_by_split = {split: query_BC * weight_C for split, query_BC in query_by_split.items()}
     query_map, item_map = (np.eye(len(weight_C), dtype=np.float32) for _ in range(2))
     if block.output_dim is not None:
@@ -121,37 +120,11 @@ def _score_deviation(query_BT: Floats32, item_IT: Floats32) -> float:
     return float(np.sqrt(np.einsum("bt,tu,bu->b", query_BT, covariance_TT, query_BT, optimize=True).mean()))
 
 
-def _validation_users(validation: ValidationConfig | None, *, store: EventStore, num_weights: int) -> NDArray[np.int64]:
-    """Return the users of the validation during the training; raise InputError if there are none."""
-    users = np.zeros(0, np.int64) if validation is None else users_to_validate(validation, store=store, cold_items=None)
-    if not len(users):
-        raise InputError(
-            f"model.spectral_block.weights has {num_weights} values, but there are no validation events that choose one of "
-            "them; give one weight, or hold out validation events (interactions.split)"
-        )
-    return users
-
-
-def _best_weight(
-    spec: ModelSpec,
-    store: EventStore,
-    validation: ValidationConfig,
-    user_B: NDArray[np.int64],
-    query_BC: Floats32,
-    item_IC: Floats32,
-) -> float:
-    """Return the weight with the best metric of `validation` for these queries; the smallest of equally good ones."""
-    block = spec.config.spectral_block
-    assert block is not None
-    metric_by_weight = {}
-    for weight in sorted(block.weights):
-        weighted_BC = torch.from_numpy(query_BC.copy())
-        weighted_BC[:, -block.dim :] *= weight
-        queries, _ = queries_of(user_B, weighted_BC, split="validation", exclude_seen=True, store=store, spec=spec)
-        ranking = rank_catalogue(queries.known(), item_vector_ID=torch.from_numpy(item_IC), k=0)
-        metric_U = METRIC_BY_NAME[validation.metric](ranking.target_positions(), k=validation.k)
-        metric_by_weight[weight] = float(metric_U.mean()) if len(metric_U) else 0.0
-    return max(metric_by_weight, key=lambda weight: metric_by_weight[weight])
+def _column_weights(width: int, block: SpectralBlockSettings, weight: float) -> Floats32:
+    """Return 1 for each trained column, and the weight for each column of the block."""
+    weight_C = np.ones(width, np.float32)
+    weight_C[-block.dim :] = weight
+    return weight_C
 
 
 def _moments(vector_RC: Floats32) -> NDArray[Any]:

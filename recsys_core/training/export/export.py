@@ -35,6 +35,7 @@ from recsys_core.training.dense_parallel import gather_tensors
 from recsys_core.training.export.append_block import append_block
 from recsys_core.training.export.encoding import Encoder, RankWriter
 from recsys_core.training.export.item_columns import Share
+from recsys_core.training.export.popularity_choice import choose_popularity
 from recsys_core.training.export.ranking import write_rankings
 from recsys_core.training.job import ExportJob
 from recsys_core.training.optimizers import accumulator_shards, has_accumulators, make_optimizer
@@ -57,12 +58,12 @@ def export_vectors(
 
     ranking: settings of the rankings that the ranks also write; None for no rankings. They are not part of the fingerprint,
     because an export is still valid after a change of the evaluation. The stage `evaluate` then ranks by itself, as it does for
-    a model with a spectral block, which is appended after the ranks have finished.
+    a model with a spectral block or a validated popularity term: they are chosen after the ranks have finished.
 
     Raises InputError, StageError or LaunchError as `launch` does.
     """
     config, model = setup.training, setup.model
-    has_block = model.config.spectral_block is not None
+    has_block, validates_popularity = model.config.spectral_block is not None, model.config.popularity.kind == "validated"
     work_folder = folder.with_name(folder.name + ".work")
     require_no_link(work_folder)
     fingerprint = fingerprint_of("export", model, dataset.interactions, train)
@@ -83,13 +84,17 @@ def export_vectors(
             features_folder=dataset.features.folder if dataset.features else None,
             plan_path=train.path(PLAN_NAME),
             checkpoint_folder=train.folder / "checkpoint",
-            ranking=None if has_block else ranking,
+            ranking=None if has_block or validates_popularity else ranking,
         )
         launch_job(job, launcher=setup.launcher, log_folder=work_folder / "logs")
-        block_weight = None
+        block_weight = popularity_weight = None
         if has_block:
             store = EventStore.open(dataset.interactions)
             block_weight = append_block(model, store=store, validation=config.validation, folder=output_folder)
+        if validates_popularity:
+            store = EventStore.open(dataset.interactions)
+            popularity_weight = choose_popularity(model, store=store, validation=config.validation, folder=output_folder)
+            model = model.with_choices(popularity_weight=popularity_weight)
         (output_folder / "model.json").write_text(model.model_dump_json(indent=2))
         num_queries_by_split = {split: len(np.load(output_folder / f"query_users_{split}.npy")) for split in HELD_OUT_SPLITS}
         manifest = stage.commit(
@@ -99,6 +104,7 @@ def export_vectors(
             num_queries=num_queries_by_split,
             ranking=job.ranking,
             spectral_block_weight=block_weight,
+            popularity_weight=popularity_weight,
         )
     shutil.rmtree(work_folder, ignore_errors=True)
     return manifest

@@ -195,6 +195,7 @@ def with_setting(name: str, value: Any) -> dict[str, Any]:
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(NAMES), values)
 @example("tables", {"": {}})
+@example("allowed_data_root", [False, "x" * 11_000])
 @example("launcher", {"kind": "torchx", "scheduler": "slurm", "env": {"A B": "c"}})
 def test_any_value_of_any_setting_gives_a_config_that_reads_back_or_one_message(tmp_path: Path, name: str, value: Any) -> None:
     file = tmp_path / "nightly.yaml"

@@ -33,6 +33,7 @@ def test_a_dense_log_with_order_has_a_higher_temperature_and_a_popularity() -> N
     assert (suggested["model.temperature"], suggested["model.popularity"]["kind"]) == (0.2, "learned")
     assert "model.num_members" not in suggested and "loss.negatives" not in suggested
     assert "model.popularity" not in settings(SPARSE)
+    assert settings(SPARSE, is_ordered=False)["model.popularity"] == {"kind": "validated"}
 
 
 def test_a_dense_log_without_order_gets_a_matrix_factorisation_over_the_whole_catalogue() -> None:

@@ -22,6 +22,7 @@ from recsys_core.serving.quantise import BlockArrays, ServedQueryTower, build_to
 from recsys_core.training.config import ValidationConfig
 from recsys_core.training.export.append_block import append_block
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
+from tests.recsys_core.training.export.validation_metric import mean_ndcg
 
 USERS, ITEMS, DIM, BLOCK_DIM, BLOCK_LENGTH = 60, 40, 8, 6, 12
 VALIDATION = ValidationConfig(metric="ndcg", k=5)
@@ -141,28 +142,13 @@ def test_a_reduction_to_the_full_width_changes_no_score(exported: Exported) -> N
 
 def test_the_weight_with_the_best_validation_metric_is_chosen(exported: Exported) -> None:
     weights = (0.0, 0.5, 2.0)
-    metric_by_weight = {weight: _ndcg(exported, exported.expected("validation", weight), k=5) for weight in weights}
+    metric_by_weight = {
+        weight: mean_ndcg(exported.expected("validation", weight), store=exported.store, k=5) for weight in weights
+    }
     best = max(metric_by_weight, key=lambda weight: metric_by_weight[weight])
     spec = exported.spec(history_length_of(exported), weights=weights)
     assert append_block(spec, store=exported.store, validation=VALIDATION, folder=exported.folder) == best
     assert len({*metric_by_weight.values()}) == len(weights)
-
-
-def _ndcg(exported: Exported, score_UI: np.ndarray, *, k: int) -> float:
-    values = []
-    for user, score_I in enumerate(score_UI):
-        seen, targets = (
-            lists.slice(user, user + 1).values_L
-            for lists in (
-                exported.store.items_before(np.arange(USERS), "validation"),
-                exported.store.targets(np.arange(USERS), "validation"),
-            )
-        )
-        score_I[seen] = -np.inf
-        hits = np.isin(np.argsort(-score_I)[:k], targets)
-        discount = 1 / np.log2(np.arange(2, k + 2))
-        values.append((hits * discount).sum() / discount[: len(targets)].sum())
-    return float(np.mean(values))
 
 
 @pytest.mark.parametrize("output_dim", [None, 12], ids=["concatenated", "reduced"])

@@ -1,0 +1,69 @@
+"""The choice of a weight after the training: the one with the best metric on the validation users.
+
+Shapes: B queries, I items, D width of a vector.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from recsys_core.dataset.events import EventStore
+from recsys_core.errors import InputError
+from recsys_core.evaluation.held_out import queries_of
+from recsys_core.evaluation.ranking.catalogue import rank_catalogue
+from recsys_core.models.spec import ModelSpec
+from recsys_core.training.config import ValidationConfig
+from recsys_core.training.validation import METRIC_BY_NAME, users_to_validate
+
+Floats32 = NDArray[np.float32]
+
+
+class Vectors(NamedTuple):
+    """Query vectors [B, D] of users with validation events, their rows [B], ascending, and the vectors of all items [I, D]."""
+
+    user_B: NDArray[np.int64]
+    query_BD: Floats32
+    item_ID: Floats32
+
+
+def best_weight(
+    weights: Sequence[float],
+    weighted: Callable[[Floats32, float], Floats32],
+    *,
+    setting: str,
+    vectors: Vectors,
+    spec: ModelSpec,
+    store: EventStore,
+    validation: ValidationConfig | None,
+) -> float:
+    """Return the weight with the best metric of `validation` on its users; the smallest of equally good ones.
+
+    A single weight is returned without a ranking.
+
+    Args:
+        weighted: function that returns the query vectors with a weight.
+        setting: name of the setting in an error message.
+
+    Raises:
+        InputError: there are several weights, but no validation event.
+    """
+    if len(weights) == 1:
+        return weights[0]
+    users = np.zeros(0, np.int64) if validation is None else users_to_validate(validation, store=store, cold_items=None)
+    if validation is None or not len(users):
+        raise InputError(
+            f"{setting} has {len(weights)} values, but there are no validation events that choose one of them; give one "
+            "weight, or hold out validation events (interactions.split)"
+        )
+    query_BD = vectors.query_BD[np.searchsorted(vectors.user_B, users)]
+    item_ID, metric_by_weight = torch.from_numpy(vectors.item_ID), {}
+    for weight in sorted(weights):
+        weighted_BD = torch.from_numpy(weighted(query_BD, weight))
+        queries, _ = queries_of(users, weighted_BD, split="validation", exclude_seen=True, store=store, spec=spec)
+        ranking = rank_catalogue(queries.known(), item_vector_ID=item_ID, k=0)
+        metric_U = METRIC_BY_NAME[validation.metric](ranking.target_positions(), k=validation.k)
+        metric_by_weight[weight] = float(metric_U.mean()) if len(metric_U) else 0.0
+    return max(metric_by_weight, key=lambda weight: metric_by_weight[weight])

@@ -57,7 +57,7 @@ def test_a_warm_start_carries_over_the_rows_of_the_same_values_alone(tmp_path: P
     second = run(tmp_path / "2", ["c", "c", "a", "c", "a"], max_rows=2, previous=first)
     assert values_of(second) == [None, "a", "c"]
     champion_row = match_rows_by_value(*(pa.chunked_array([pa.array(values_of(run), pa.string())]) for run in (second, first)))
-    assert champion_row.tolist() == [0, 1, -1], "the row that c took from b starts anew"
+    assert champion_row.tolist() == [0, 1, -1], "the row that c took from b starts again"
 
 
 def test_another_limit_starts_a_new_vocabulary(tmp_path: Path) -> None:
@@ -69,13 +69,13 @@ def test_another_limit_starts_a_new_vocabulary(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3])
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-@given(nights=st.lists(st.lists(st.sampled_from("abcdef"), min_size=5, max_size=5), min_size=2, max_size=3))
-def test_every_night_the_most_frequent_values_have_rows_and_keep_them(
-    tmp_path_factory: pytest.TempPathFactory, max_rows: int, nights: list[list[str]]
+@given(brands_by_run=st.lists(st.lists(st.sampled_from("abcdef"), min_size=5, max_size=5), min_size=2, max_size=3))
+def test_in_each_run_the_most_frequent_values_have_rows_and_keep_them(
+    tmp_path_factory: pytest.TempPathFactory, max_rows: int, brands_by_run: list[list[str]]
 ) -> None:
-    folder, previous, rows_before = tmp_path_factory.mktemp("nights"), None, {}
-    for night, brands in enumerate(nights):
-        manifest = run(folder / str(night), brands, max_rows=max_rows, previous=previous)
+    folder, previous, rows_before = tmp_path_factory.mktemp("runs"), None, {}
+    for run_index, brands in enumerate(brands_by_run):
+        manifest = run(folder / str(run_index), brands, max_rows=max_rows, previous=previous)
         counts = collections.Counter(brands)
         candidates = sorted({*counts, *rows_before}, key=lambda value: (-counts[value], value not in rows_before, value))
         row_by_value = {value: row for row, value in enumerate(values_of(manifest)) if value is not None}

@@ -4,8 +4,8 @@
     python -m benchmarks.plan --constants      # without the runs, which take about five minutes
 
 The constants come from the results of the other benchmarks. Bytes, and the times of the data report and of the encoding of a
-vector, come from a run on a generated log of 2 million events. The estimates are compared with the other stages of that run,
-with the demo, and with the ingest of 22 million events.
+vector, come from a run on a generated log of 2 million events and from the demo. The estimates are compared with the other
+stages of these runs, with the demo on another day, and with the ingest of 22 million events.
 """
 
 import json
@@ -39,6 +39,8 @@ INDEX_KINDS = ("flat", "ivf_flat", "ivf_sq8", "ivf_pq", "opq_pq", "pq_fastscan",
 TRAINING_CASES = ("two ids, batches of 8,192", "history of 20, batches of 1,024")
 TRAINED_ITEMS, TRAINED_CANDIDATES, TRAINED_DIM, TRAINING_RANKS = 200_000, 1_024 + 512, 64, 2
 """The trainings of ingest.json, on an idle machine. The one with histories has in-batch and sampled negatives."""
+CONSTANT_SOURCES = ((LOG, "check_data"), (LOG, "export"), (DEMO, "export"))
+"""Stages of the runs of plan.json from whose durations constants come."""
 BEAUTY_USERS = 22_363
 """Test users of Amazon Beauty, which nightly.json has measured on an idle machine."""
 
@@ -324,17 +326,21 @@ def _ranking_constants(
             measured_at=data.num_held_out_users,
         ),
     )
-    ranking_cpu_s = run_by_size[2]["cpu_s"] * data.num_held_out_users * data.num_items / num_pairs
-    num_vectors = data.num_held_out_users + data.num_items
-    encoding_s = run["seconds"]["export"] - start_s - ranking_cpu_s / workload.machines.num_ranks
+    # The difference of two exports of the same day leaves out the start of the ranks.
+    runs = [results["runs"][name] for name in (LOG, DEMO)]
+    sizes = [Workload.model_validate(run["workload"]).data for run in runs]
+    num_pairs_by_run = [size.num_held_out_users * size.num_items for size in sizes]
+    num_vectors_by_run = [size.num_held_out_users + size.num_items for size in sizes]
+    export_s = runs[0]["seconds"]["export"] - runs[1]["seconds"]["export"]
+    ranking_cpu_s = run_by_size[2]["cpu_s"] * (num_pairs_by_run[0] - num_pairs_by_run[1]) / num_pairs
     yield (
         "encoded_vector_s",
         Constant(
-            value=max(0.0, encoding_s) * workload.machines.num_ranks / num_vectors,
+            value=(export_s * TRAINING_RANKS - ranking_cpu_s) / (num_vectors_by_run[0] - num_vectors_by_run[1]),
             unit="s of a rank per vector of an item or a held-out user",
-            source=f"plan.json: {LOG}, seconds.export, less the start and the ranking",
+            source=f"plan.json: seconds.export of {LOG}, less that of {DEMO} and the ranking",
             date=results["date"],
-            measured_at=num_vectors,
+            measured_at=num_vectors_by_run[0],
         ),
     )
     yield (
@@ -428,7 +434,8 @@ def comparisons(results: dict[str, Any], constants: dict[str, Constant]) -> list
         (f"{LOG}, {results['date']}", LOG, results["runs"][LOG]["seconds"]),
     ):
         for stage in estimate_run(Workload.model_validate(results["runs"][run]["workload"]), constants).stages:
-            if stage.stage in seconds and not (run == LOG and stage.stage in ("check_data", "export")):
+            is_source = seconds is results["runs"][run]["seconds"] and (run, stage.stage) in CONSTANT_SOURCES
+            if stage.stage in seconds and not is_source:
                 rows.append({"run": label, "stage": stage.stage, "estimated": stage.seconds, "measured": seconds[stage.stage]})
     log = ingest["interactions"]["same_limit"]["small"]
     data = Data(num_users=1_000_000, num_items=200_000, num_events=log["events"], num_held_out_users=0)
@@ -528,10 +535,9 @@ def simulation_markdown(estimate: RunEstimate) -> str:
         "|:---|:---|---:|---:|---:|:---|",
     ]
     for stage in estimate.stages:
-        factor = "" if stage.factor <= 1 else f" x {stage.factor:,.3g}"
         memory, disk = format_bytes(stage.memory_bytes), format_bytes(stage.disk_bytes)
         lines.append(
-            f"| {stage.stage} | {stage.where} | {memory} | {disk} | {format_duration(stage.seconds)} | {stage.basis}{factor} |"
+            f"| {stage.stage} | {stage.where} | {memory} | {disk} | {format_duration(stage.seconds)} | {stage.basis_text} |"
         )
     total = f"{format_bytes(estimate.disk_bytes)} | {format_duration(estimate.seconds)}"
     lines += [

@@ -11,7 +11,6 @@ from flows.settings.pipeline import PipelineConfig
 from flows.settings.workload import check_sizes, data_of_dataset, data_of_sizes, memory_limit_bytes, plan_for_sizes, workload_of
 from recsys_core.estimates.constants import CONSTANTS_PATH, packaged_constants
 from recsys_core.estimates.run_estimate import RunEstimate, estimate_run
-from recsys_core.estimates.stage_estimate import StageEstimate
 from recsys_core.estimates.workload import Data, Machines
 from recsys_core.sharding.config import ClusterConfig
 from recsys_core.sharding.plan_file import PlanFile, format_ranges
@@ -132,14 +131,16 @@ def print_estimate(estimate: RunEstimate, *, path: Path) -> None:
             format_bytes(stage.memory_bytes),
             format_bytes(stage.disk_bytes),
             format_duration(stage.seconds),
-            ", ".join(stage.constants),
-            basis_text(stage),
+            stage.basis_text,
         ]
         for stage in estimate.stages
     ]
-    rows.append(["all stages", "", "", format_bytes(estimate.disk_bytes), format_duration(estimate.seconds), "", ""])
-    titles = ["stage", "runs on", "memory per process", "disk", "time", "constants", "basis"]
-    output.print_table(titles, rows, left_columns=(0, 1, 5, 6))
+    rows.append(["all stages", "", "", format_bytes(estimate.disk_bytes), format_duration(estimate.seconds), ""])
+    titles = ["stage", "runs on", "memory per process", "disk", "time", "basis of the time"]
+    output.print_table(titles, rows, left_columns=(0, 1, 5))
+    output.stdout.print()
+    output.print_line("constants of the times:")
+    output.print_facts({stage.stage: ", ".join(stage.constants) for stage in estimate.stages})
     output.stdout.print()
     constants = packaged_constants()
     gpu_price, core_price = (constants[name].value for name in ("gpu_hour_dollars", "core_hour_dollars"))
@@ -151,15 +152,3 @@ def print_estimate(estimate: RunEstimate, *, path: Path) -> None:
         "measured: on 2 CPU cores, at this size or a larger one; extrapolated: measured at a smaller one; assumed: not measured"
     )
     output.print_line(f"a first run that reads the whole log: {path}; the constants and their sources: {CONSTANTS_PATH}")
-
-
-def basis_text(stage: StageEstimate) -> str:
-    """Return how reliable an estimate is, with the factor of the extrapolation.
-
-    >>> stage = StageEstimate(
-    ...     stage="train", where="", seconds=1, memory_bytes=0, disk_bytes=0, constants=(), basis="extrapolated", factor=123.4
-    ... )
-    >>> basis_text(stage), basis_text(stage.model_copy(update={"basis": "assumed", "factor": 1.0}))
-    ('extrapolated x 123', 'assumed')
-    """
-    return stage.basis if stage.factor <= 1 else f"{stage.basis} x {stage.factor:,.3g}"

@@ -28,6 +28,18 @@ class StageEstimate(Frozen):
     basis: Basis
     factor: float = 1.0
 
+    @property
+    def basis_text(self) -> str:
+        """The basis, with the factor of the extrapolation.
+
+        >>> stage = StageEstimate(
+        ...     stage="train", where="", seconds=1, memory_bytes=0, disk_bytes=0, constants=(), basis="extrapolated", factor=5e3
+        ... )
+        >>> [stage.model_copy(update={"factor": factor}).basis_text for factor in (5e3, 1.26, 1.0)]
+        ['extrapolated x 5,000', 'extrapolated x 1.3', 'extrapolated']
+        """
+        return self.basis if self.factor <= 1 else f"{self.basis} x {self.factor:,.{0 if self.factor >= 10 else 1}f}"
+
 
 class Rates:
     """The constants, as the factors of one estimate: it records which are used, and at what size.

@@ -15,7 +15,7 @@ LOCKS_gpu := bootstrap gpu
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test drills bench-nightly bench-ingest bench-quality bench-scale bench-train bench-evaluate bench-ranks bench-serve \
-        bench-index bench-gate lint words spelling docs lock clean
+        bench-index bench-gate bench-plan lint words spelling docs lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -58,6 +58,9 @@ bench-serve: setup ## measure latency and throughput of the served package with 
 
 bench-gate: setup ## measure the error rates of the champion gate over simulated runs; writes benchmarks/gate.md
 	$(BIN)/python -m benchmarks.gate
+
+bench-plan: setup ## compare the estimates of `nightjar plan` with measured runs (about 10 minutes); writes benchmarks/plan.md and the constants
+	$(BIN)/python -m benchmarks.plan
 
 bench-scale: setup ## plan three model sizes up to 20 billion rows; writes benchmarks/scale.json and the tables of docs/scale.md
 	$(BIN)/python -m benchmarks.scale

@@ -11,9 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from recsys_core.errors import InputError
+from recsys_core.estimates.distinct_items import num_distinct_items
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import TableConfig, TableOptimizer
@@ -55,23 +54,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "20 B rows, 32 x 8 GPUs": {"items": 10**9, "users": 19 * 10**9, "nodes": 32, "processes": 8, "examples": 2 * 10**11},
 }
 LARGEST = "20 B rows, 32 x 8 GPUs"
-
-
-def num_distinct_items(num_items: int, *, num_draws: int, num_negatives: int, exponent: float) -> float:
-    """Return the expected number of distinct items in a batch of `num_draws` Zipf draws and `num_negatives` uniform draws.
-
-    The probabilities of the 1,000 most popular items are added up one by one. Those of the other items are integrated over
-    4,000 intervals of the popularity rank, so a catalogue of 10^9 items needs no array of that size.
-    """
-    head_ranks = np.arange(1, min(num_items, 1000) + 1, dtype=np.float64)
-    interval_bounds = np.geomspace(1000.5, num_items + 0.5, 4001) if num_items > 1000 else np.empty(0)
-    interval_middles = np.sqrt(interval_bounds[1:] * interval_bounds[:-1])
-    popularity_rank = np.concatenate([head_ranks, interval_middles])
-    num_items_of_interval = np.concatenate([np.ones_like(head_ranks), np.diff(interval_bounds)])
-    draw_probability = popularity_rank**-exponent
-    draw_probability /= (draw_probability * num_items_of_interval).sum()
-    occurrence_probability = -np.expm1(num_draws * np.log1p(-draw_probability) + num_negatives * np.log1p(-1 / num_items))
-    return float((num_items_of_interval * occurrence_probability).sum())
 
 
 def spec_of(model_size: dict[str, Any], *, has_pooled_users: bool, optimizer: str = "rowwise_adagrad") -> ModelSpec:

@@ -19,6 +19,7 @@ MAY_IMPORT = {
         "patches": set(),
         "launching": set(),
         "comparison": {"evaluation"},
+        "estimates": set(),
         "parquet": {"manifests"},
         "dataset": {"manifests"},
         "closed_form": {"manifests", "dataset"},

@@ -6,7 +6,7 @@ import os
 import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -84,17 +84,26 @@ def plan(
     nodes: Annotated[int | None, typer.Option(min=1, help="number of hosts")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs per host; implies device cuda")] = None,
     hbm_gb: Annotated[float | None, typer.Option(min=0.1, help="memory per GPU")] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="cores per host. Default: those of this machine")] = None,
+    users: Annotated[int | None, typer.Option(min=1, help="number of users, instead of reading the data")] = None,
+    items: Annotated[int | None, typer.Option(min=1, help="number of items, instead of reading the data")] = None,
+    events: Annotated[int | None, typer.Option(min=1, help="number of events, instead of reading the data")] = None,
+    dim: Annotated[int | None, typer.Option(min=1, max=65_536, help="width of a row, instead of model.embedding_dim")] = None,
+    engine: Annotated[Literal["duckdb", "spark"], typer.Option(help="engine that ingests the log")] = "duckdb",
     as_json: AsJson = False,
 ) -> None:
-    """Plan the sharding for any cluster, without training: ingest the data, write plan.json and plan.html.
+    """Plan the sharding for any cluster, and estimate the hours, memory and disk of each stage, without training.
 
-    Memory and bandwidths of the hosts are settings of sharding.cluster, e.g. --set sharding.cluster.inter_host_gb_s=25.
+    The data are ingested first. With --users, --items and --events, no data are read. The files plan.json, plan.html and
+    estimate.json are written to the folder plan of the workspace. Memory and bandwidths of the hosts are settings of
+    sharding.cluster, e.g. --set sharding.cluster.inter_host_gb_s=25.
     """
     device = None if gpus_per_node is None else "cuda"
     cluster_options = {"num_nodes": nodes, "processes_per_node": gpus_per_node, "hbm_gb": hbm_gb, "device": device}
     cluster_settings = {setting: value for setting, value in cluster_options.items() if value is not None}
     config = options.prepare().config
-    cli.plan.plan_sharding(config, cluster_settings=cluster_settings, as_json=as_json)
+    sizes = cli.plan.PlannedSizes(users, items, events, dim, cores, engine)
+    cli.plan.plan_sharding(config, cluster_settings=cluster_settings, sizes=sizes, as_json=as_json)
 
 
 @app.command(epilog="Example: nightjar run nightly.yaml --set training.batch_size=8192 --resume 20261121-070312-ab12")

@@ -1,41 +1,89 @@
-"""`nightjar plan`: a sharding plan for any cluster, written to plan.json and plan.html, with tables for the terminal."""
+"""`nightjar plan`: a sharding plan for any cluster and an estimate of a run, as files and as tables for the terminal."""
 
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flows.cli import output
 from flows.settings.pipeline import PipelineConfig
+from flows.settings.workload import check_sizes, data_of_dataset, data_of_sizes, memory_limit_bytes, plan_for_sizes, workload_of
+from recsys_core.estimates.constants import CONSTANTS_PATH, packaged_constants
+from recsys_core.estimates.run_estimate import RunEstimate, estimate_run
+from recsys_core.estimates.workload import Data, Machines
 from recsys_core.sharding.config import ClusterConfig
 from recsys_core.sharding.plan_file import PlanFile, format_ranges
 from recsys_core.sharding.planner import write_plan
-from recsys_core.units import format_bytes, format_milliseconds
+from recsys_core.units import format_bytes, format_duration, format_milliseconds
 from tasks.runs.context import StageContext
 from tasks.runs.run import Run
 from tasks.stages.data_stages import ingest
 
 MAX_RANK_LINES = 16
+ESTIMATE_NAME = "estimate.json"
 
 
-def plan_sharding(config: PipelineConfig, *, cluster_settings: dict[str, Any], as_json: bool) -> None:
-    """Ingest the data, plan the sharding, write plan.json and plan.html, and print the plan.
+@dataclass(frozen=True)
+class PlannedSizes:
+    """Sizes of data that do not exist yet, and of the hosts. None: the data of the config, and the cores of this machine."""
 
-    The plan and the ingested data are kept in <workspace>/plan.
+    num_users: int | None = None
+    num_items: int | None = None
+    num_events: int | None = None
+    dim: int | None = None
+    cores_per_host: int | None = None
+    engine: Literal["duckdb", "spark"] = "duckdb"
+
+
+def plan_sharding(config: PipelineConfig, *, cluster_settings: dict[str, Any], sizes: PlannedSizes, as_json: bool) -> None:
+    """Plan the sharding and estimate a run, for the data of the config or for other sizes; write and print both.
+
+    Without sizes, the data are ingested first. The files are kept in <workspace>/plan.
 
     Args:
         cluster_settings: settings of the cluster that replace those of sharding.cluster.
     """
-    run = Run("plan", workspace=config.workspace.absolute(), parent="")
-    with output.stage_lines():
-        dataset = ingest(StageContext(run), config.inputs)
+    check_sizes(sizes.num_users, sizes.num_items, sizes.num_events)
     cluster = ClusterConfig(**(config.sharding.cluster.model_dump() | cluster_settings))
-    sharding = config.sharding.model_copy(update={"cluster": cluster})
-    plan = config.model_copy(update={"sharding": sharding}).training_setup(dataset).make_plan(dataset)
+    config = config.model_copy(update={"sharding": config.sharding.model_copy(update={"cluster": cluster})})
+    if sizes.dim is not None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"embedding_dim": sizes.dim})})
+    run = Run("plan", workspace=config.workspace.absolute(), parent="")
+    plan, data = _plan_of_sizes(config, sizes) if sizes.num_users is not None else _plan_of_data(config, run)
+    machines = Machines(
+        engine=sizes.engine,
+        device=plan.device,
+        num_hosts=plan.num_nodes,
+        ranks_per_host=plan.processes_per_node,
+        cores_per_host=sizes.cores_per_host or os.cpu_count() or 1,
+        memory_limit_bytes=memory_limit_bytes(config.interactions.memory_limit),
+    )
+    estimate = estimate_run(workload_of(config, data, plan=plan, machines=machines))
+    run.folder.mkdir(parents=True, exist_ok=True)
     paths = write_plan(plan, run.folder)
+    estimate_path = run.folder / ESTIMATE_NAME
+    estimate_path.write_text(estimate.model_dump_json(indent=2), encoding="utf-8")
     if as_json:
         output.print_json(plan.model_dump_json())
-    else:
-        print_plan(plan, paths=paths)
+        return
+    print_plan(plan, paths=paths)
+    output.stdout.print()
+    print_estimate(estimate, path=estimate_path)
+    if sizes.num_users is not None and config.features is not None:
+        output.print_line("the plan and the estimate leave out the features, because their sizes are not known")
+
+
+def _plan_of_sizes(config: PipelineConfig, sizes: PlannedSizes) -> tuple[PlanFile, Data]:
+    assert sizes.num_users is not None and sizes.num_items is not None and sizes.num_events is not None  # check_sizes
+    data = data_of_sizes(config, num_users=sizes.num_users, num_items=sizes.num_items, num_events=sizes.num_events)
+    return plan_for_sizes(config, data), data
+
+
+def _plan_of_data(config: PipelineConfig, run: Run) -> tuple[PlanFile, Data]:
+    with output.stage_lines():
+        dataset = ingest(StageContext(run), config.inputs)
+    return config.training_setup(dataset).make_plan(dataset), data_of_dataset(config, dataset)
 
 
 def print_plan(plan: PlanFile, *, paths: Sequence[Path]) -> None:
@@ -72,3 +120,35 @@ def print_plan(plan: PlanFile, *, paths: Sequence[Path]) -> None:
         f"time {plan.imbalance('step_ms'):.2f}; "
         f"memory and time of each rank: {paths[1]} (and {paths[0].name})"
     )
+
+
+def print_estimate(estimate: RunEstimate, *, path: Path) -> None:
+    """Print where each stage runs, its memory, disk and time, the constant that decides the time, and how reliable it is."""
+    rows = [
+        [
+            stage.stage,
+            stage.where,
+            format_bytes(stage.memory_bytes),
+            format_bytes(stage.disk_bytes),
+            format_duration(stage.seconds),
+            stage.basis_text,
+        ]
+        for stage in estimate.stages
+    ]
+    rows.append(["all stages", "", "", format_bytes(estimate.disk_bytes), format_duration(estimate.seconds), ""])
+    titles = ["stage", "runs on", "memory per process", "disk", "time", "basis of the time"]
+    output.print_table(titles, rows, left_columns=(0, 1, 5))
+    output.stdout.print()
+    output.print_line("constants of the times:")
+    output.print_facts({stage.stage: ", ".join(stage.constants) for stage in estimate.stages})
+    output.stdout.print()
+    constants = packaged_constants()
+    gpu_price, core_price = (constants[name].value for name in ("gpu_hour_dollars", "core_hour_dollars"))
+    output.print_line(
+        f"machines: about {estimate.dollars:,.2f} dollars, at assumed prices of {gpu_price:g} dollars per GPU and hour and "
+        f"{core_price:g} dollars per core and hour"
+    )
+    output.print_line(
+        "measured: on 2 CPU cores, at this size or a larger one; extrapolated: measured at a smaller one; assumed: not measured"
+    )
+    output.print_line(f"a first run that reads the whole log: {path}; the constants and their sources: {CONSTANTS_PATH}")

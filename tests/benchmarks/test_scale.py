@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from benchmarks.scale import (
@@ -11,28 +10,16 @@ from benchmarks.scale import (
     PAGE_PATH,
     RESULT_PATH,
     SIZES,
-    num_distinct_items,
     plan_model_size,
     sent_bytes,
     to_markdown,
 )
-from recsys_core.sharding.lookup_stats import lookup_probability
 
 
 def test_the_page_shows_the_numbers_of_the_last_result() -> None:
     page = PAGE_PATH.read_text()
     shown = page[page.index(BEGIN_MARK) + len(BEGIN_MARK) : page.index(END_MARK)].strip()
     assert shown == to_markdown(json.loads(RESULT_PATH.read_text())).strip()
-
-
-@pytest.mark.parametrize("exponent", [0.8, 1.0, 1.2])
-def test_distinct_items_of_a_zipf_law_equal_a_count_over_all_items(exponent: float) -> None:
-    items, draws, negatives = 20_000, 5_000, 300
-    count_I = np.rint(1e12 * np.arange(1, items + 1, dtype=np.float64) ** -exponent).astype(np.int64)
-    counted = lookup_probability(count_I, num_draws=draws, num_negatives=negatives, alpha=0.0).sum()
-    assert num_distinct_items(items, num_draws=draws, num_negatives=negatives, exponent=exponent) == pytest.approx(
-        counted, rel=0.005
-    )
 
 
 def test_the_bytes_of_unpooled_rows_equal_the_bytes_that_the_planner_divides_by_the_bandwidth() -> None:

@@ -42,6 +42,14 @@ class FeatureConfig(Settings):
         description="Values that occur less often than this have no row of their own. They all use row 0 of the embedding "
         "table",
     )
+    max_rows: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_HASH_ROWS,
+        description="Maximum number of values with a row of their own, for values that are new every day, such as campaigns or "
+        "devices. If there are more, the most frequent ones have rows. A value that falls behind loses its row to a more "
+        "frequent one, and its embedding is initialised again. Default: no limit",
+    )
     hash_rows: int | None = Field(
         None,
         ge=1,
@@ -94,6 +102,7 @@ class FeatureConfig(Settings):
     def _settings_fit_kind(self) -> Self:
         self._reject_for_other_kinds("weight_column", kinds=("weighted_list",))
         self._reject_for_other_kinds("max_values", kinds=("list", "weighted_list"))
+        self._reject_for_other_kinds("max_rows", kinds=("categorical", "list", "weighted_list"))
         self._reject_for_other_kinds("hash_rows", kinds=("categorical", "list", "weighted_list"))
         self._reject_for_other_kinds("buckets", kinds=("numeric",))
         self._reject_for_other_kinds("boundaries", kinds=("numeric",))
@@ -112,6 +121,15 @@ class FeatureConfig(Settings):
             raise ValueError(
                 f"feature {self.name!r}: min_count is {self.min_count}, but only a vocabulary counts values; remove min_count, "
                 f"or {fix}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _hash_has_no_vocabulary(self) -> Self:
+        if self.max_rows is not None and self.hash_rows is not None:
+            raise ValueError(
+                f"feature {self.name!r}: max_rows is {self.max_rows} and hash_rows is {self.hash_rows}, but a hash gives every "
+                "value a row and evicts none; remove one of them"
             )
         return self
 

@@ -43,7 +43,7 @@ def _single_values_sql(feature_column: FeatureColumn) -> str:
 
 
 def _encode_by_vocabulary(feature_column: FeatureColumn) -> IngestedFeature:
-    num_new_values = create_vocabulary(feature_column)
+    num_new_values, num_evicted_values = create_vocabulary(feature_column)
     counts = _write_rows(
         feature_column, table_row_sql="vocabulary.row", source_sql="single_values LEFT JOIN vocabulary USING (value)"
     )
@@ -52,7 +52,11 @@ def _encode_by_vocabulary(feature_column: FeatureColumn) -> IngestedFeature:
     num_with_vector = write_vector_rows(feature_column, num_table_rows=num_table_rows)
     feature_column.connection.execute("DROP TABLE vocabulary")
     return feature_column.facts(
-        num_rows=num_table_rows, num_new_values=num_new_values, num_with_vector=num_with_vector, **counts
+        num_rows=num_table_rows,
+        num_new_values=num_new_values,
+        num_evicted_values=num_evicted_values,
+        num_with_vector=num_with_vector,
+        **counts,
     )
 
 
@@ -127,10 +131,12 @@ def _array_batches(feature_column: FeatureColumn, query: str) -> Iterator[tuple[
         yield tuple(array.to_numpy(zero_copy_only=False) for array in batch.columns)
 
 
-def create_vocabulary(feature_column: FeatureColumn) -> int:
-    """Create table `vocabulary` from the view `single_values`; return the number of new values.
+def create_vocabulary(feature_column: FeatureColumn) -> tuple[int, int]:
+    """Create table `vocabulary` from the view `single_values`; return the numbers of new and of evicted values.
 
-    The values of the previous run keep their rows. New values follow by decreasing count, then by value.
+    The values of the previous run keep their rows. New values follow by decreasing count, then by value. With `max_rows`, only
+    the most frequent values have rows: new values first get the rows of the values that they evict. Between equal counts, the
+    value of the previous run stays.
     """
     connection = feature_column.connection
     connection.execute(
@@ -150,12 +156,39 @@ def create_vocabulary(feature_column: FeatureColumn) -> int:
         connection.execute(f"CREATE TEMP TABLE vocabulary (value {value_sql_type}, count BIGINT, row BIGINT)")
     num_previous_values = feature_column.fetch_count("SELECT count(*) FROM vocabulary")
     connection.execute(
-        f"INSERT INTO vocabulary SELECT value, count, {num_previous_values} + row_number() OVER (ORDER BY count DESC, value) "
-        "FROM (SELECT * FROM value_counts ANTI JOIN vocabulary USING (value)) "
+        "CREATE TEMP TABLE new_values AS SELECT value, count FROM value_counts ANTI JOIN vocabulary USING (value) "
         f"WHERE count >= {feature_column.feature.min_count}"
     )
-    connection.execute("DROP TABLE value_counts")
-    return feature_column.fetch_count("SELECT count(*) FROM vocabulary") - num_previous_values
+    num_evicted_values = 0
+    if feature_column.feature.max_rows is not None:
+        num_evicted_values = _evict_rare_values(feature_column, max_rows=feature_column.feature.max_rows)
+    connection.execute(
+        "CREATE TEMP TABLE free_rows AS SELECT row, row_number() OVER (ORDER BY row) AS place "
+        f"FROM (SELECT unnest(range(1, {num_previous_values + 1})) AS row) ANTI JOIN vocabulary USING (row)"
+    )
+    connection.execute(
+        f"INSERT INTO vocabulary SELECT value, count, coalesce(row, {num_previous_values - num_evicted_values} + place) "
+        "FROM (SELECT *, row_number() OVER (ORDER BY count DESC, value) AS place FROM new_values) "
+        "LEFT JOIN free_rows USING (place)"
+    )
+    for table in ("value_counts", "new_values", "free_rows"):
+        connection.execute(f"DROP TABLE {table}")
+    num_values = feature_column.fetch_count("SELECT count(*) FROM vocabulary")
+    return num_values - (num_previous_values - num_evicted_values), num_evicted_values
+
+
+def _evict_rare_values(feature_column: FeatureColumn, *, max_rows: int) -> int:
+    """Keep the most frequent values of the tables `vocabulary` and `new_values`; return the number of evicted values."""
+    connection = feature_column.connection
+    connection.execute(
+        "CREATE TEMP TABLE kept_values AS SELECT value FROM (SELECT value, count, false AS is_new FROM vocabulary "
+        f"UNION ALL SELECT value, count, true FROM new_values) ORDER BY count DESC, is_new, value LIMIT {max_rows}"
+    )
+    num_evicted_values = feature_column.fetch_count("SELECT count(*) FROM vocabulary ANTI JOIN kept_values USING (value)")
+    for table in ("vocabulary", "new_values"):
+        connection.execute(f"DELETE FROM {table} WHERE value NOT IN (SELECT value FROM kept_values)")
+    connection.execute("DROP TABLE kept_values")
+    return num_evicted_values
 
 
 def write_vocabulary(feature_column: FeatureColumn) -> None:

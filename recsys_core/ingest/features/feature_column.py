@@ -93,6 +93,6 @@ class FeatureColumn:
 def feature_definition(feature: FeatureConfig, value_type: IdType | None) -> str:
     """Return the settings that decide the row of a value. A change of the definition starts a new vocabulary."""
     settings: dict[str, Any] = {"kind": feature.kind, "column": feature.source_column, "type": value_type}
-    settings |= {setting: getattr(feature, setting) for setting in ("hash_rows", "buckets", "boundaries")}
+    settings |= {setting: getattr(feature, setting) for setting in ("max_rows", "hash_rows", "buckets", "boundaries")}
     settings["standardise"] = feature.standardise or None
     return json.dumps({setting: value for setting, value in settings.items() if value is not None})

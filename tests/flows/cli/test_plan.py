@@ -7,6 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli.main import app
+from recsys_core.errors import InputError
+from recsys_core.estimates.run_estimate import RunEstimate
 from recsys_core.sharding.plan_file import PlanFile
 from tests.recsys_core.ingest.parquet_files import write
 
@@ -50,3 +52,38 @@ def test_json_is_the_whole_plan(config: Path) -> None:
     assert answer.exit_code == 0, answer.output
     plan = PlanFile.model_validate_json(answer.output.splitlines()[-1])
     assert plan.world_size == 8
+
+
+def test_the_stages_of_a_run_on_the_ingested_data_are_estimated(config: Path) -> None:
+    answer = CliRunner().invoke(app, ["plan", str(config)])
+    assert answer.exit_code == 0, answer.output
+    estimate = RunEstimate.model_validate_json((config.parent / "workspace" / "plan" / "estimate.json").read_bytes())
+    data = estimate.workload.data
+    assert (data.num_users, data.num_events, data.num_held_out_users) == (40, 480, 40)
+    assert [stage.stage for stage in estimate.stages][:3] == ["ingest_interactions", "check_data", "train"]
+    for word in ("ingest_interactions", "event_s", "measured", "dollars"):
+        assert word in answer.output
+
+
+def test_sizes_are_planned_and_estimated_without_reading_data(config: Path) -> None:
+    (config.parent / "log.parquet").unlink()
+    sizes = ["--users", "1000000000", "--items", "100000000", "--events", "10000000000", "--dim", "64"]
+    answer = CliRunner().invoke(app, ["plan", str(config), *CLUSTER, *sizes, "--engine", "spark", "--cores", "32"])
+    assert answer.exit_code == 0, answer.output
+    folder = config.parent / "workspace" / "plan"
+    plan = PlanFile.read(folder / "plan.json")
+    estimate = RunEstimate.model_validate_json((folder / "estimate.json").read_bytes())
+    assert {name: (table.rows, table.dim) for name, table in plan.tables.items()} == {
+        "item": (100_000_000, 64),
+        "user": (1_000_000_000, 64),
+    }
+    assert estimate.workload.machines.engine == "spark"
+    assert estimate.workload.training.table_bytes == 1_100_000_000 * (64 + 1) * 4
+    assert "Spark, 64 cores" in answer.output and "extrapolated" in answer.output and "assumed" in answer.output
+
+
+def test_sizes_are_asked_for_together(config: Path) -> None:
+    answer = CliRunner().invoke(app, ["plan", str(config), "--users", "5"])
+    assert isinstance(answer.exception, InputError)
+    assert "--users without --items, --events" in str(answer.exception)
+    assert not (config.parent / "workspace" / "plan").exists()

@@ -234,6 +234,8 @@ def test_column_names_with_quotes_and_very_long_values_are_harmless(tmp_path: Pa
         ({"kind": "numeric", "boundaries": [1.0, float("inf")]}, "should be a finite number"),
         ({"kind": "numeric", "buckets": 3, "min_count": 2}, "only a vocabulary counts"),
         ({"hash_rows": 10, "min_count": 2}, "remove hash_rows"),
+        ({"hash_rows": 10, "max_rows": 5}, "max_rows is 5 and hash_rows is 10"),
+        ({"kind": "numeric", "buckets": 3, "max_rows": 5}, "max_rows is 5, but is only for kind categorical"),
         ({"weight_column": "w"}, "weight_column is 'w', but is only for kind weighted_list, not categorical"),
         ({"kind": "list", "buckets": 2}, "buckets is 2, but is only for kind numeric, not list"),
         ({"max_values": 3}, "max_values is 3, but is only for kind list or weighted_list"),

@@ -1,0 +1,157 @@
+"""The sizes of a run of a pipeline, for the estimates of `nightjar plan`."""
+
+from flows.settings.pipeline import PipelineConfig
+from recsys_core.dataset.events import EventStore
+from recsys_core.errors import InputError
+from recsys_core.estimates.distinct_items import num_distinct_items
+from recsys_core.estimates.model_stages import num_steps
+from recsys_core.estimates.workload import Data, IndexLoad, Machines, TrainingLoad, Workload
+from recsys_core.manifests import Dataset
+from recsys_core.models.spec import ModelSpec
+from recsys_core.models.tables.table_config import ID_TABLES, OFFSET_TABLE
+from recsys_core.retrieval.kinds import AnyIndexKind, Hnsw
+from recsys_core.sharding.lookup_stats import LookupStats
+from recsys_core.sharding.plan_file import PlanFile
+from recsys_core.sharding.planner import make_plan
+
+BENCHMARK_EF_CONSTRUCTION = 64
+"""ef_construction of the HNSW index in benchmarks/index.json. The build time grows with it."""
+POPULARITY_EXPONENT = 1.0
+"""Exponent of Zipf's law, which gives the popularity of the items of a log that does not exist yet."""
+_PACKAGED_VALUE_BYTES = {"fp32": 4.0, "fp16": 2.0, "int8": 1.0, "int4": 0.5, "none": 0.0}
+
+
+def data_of_dataset(config: PipelineConfig, dataset: Dataset) -> Data:
+    """Return the sizes of ingested data. All events count as training events."""
+    manifest, store = dataset.interactions, EventStore.open(dataset.interactions)
+    num_test_users = len(store.users_with_targets("test"))
+    vector_dims = dataset.vector_dim_by_table.values()
+    return Data(
+        num_users=manifest.num_users,
+        num_items=manifest.num_items,
+        num_events=manifest.num_train_events + manifest.num_validation_events + manifest.num_test_events,
+        num_held_out_users=min(num_test_users, config.evaluation.max_users or num_test_users),
+        num_vectors=manifest.num_items_with_vector if vector_dims else 0,
+        vector_dim=max(vector_dims, default=0),
+        has_times=store.has_times,
+    )
+
+
+def data_of_sizes(config: PipelineConfig, *, num_users: int, num_items: int, num_events: int) -> Data:
+    """Return the sizes of data that do not exist yet. Every user is a test user, up to evaluation.max_users."""
+    has_vectors = any(entry.table == "item" for entry in config.embeddings)
+    return Data(
+        num_users=num_users,
+        num_items=num_items,
+        num_events=num_events,
+        num_held_out_users=min(num_users, config.evaluation.max_users or num_users),
+        num_vectors=num_items if has_vectors else 0,
+        vector_dim=config.model.embedding_dim if has_vectors else 0,
+        has_times=config.interactions.timestamp_column is not None,
+    )
+
+
+def plan_for_sizes(config: PipelineConfig, data: Data) -> PlanFile:
+    """Return the sharding plan for data that do not exist yet: tables of items and users, without features.
+
+    Histories are full, and popularity follows Zipf's law.
+    """
+    tables = {name: table for name, table in config.tables.items() if name in (*ID_TABLES, OFFSET_TABLE)}
+    constraints = {name: table for name, table in config.sharding.tables.items() if name in (*ID_TABLES, OFFSET_TABLE)}
+    model = ModelSpec.sized(
+        config.model,
+        num_users=data.num_users,
+        num_items=data.num_items,
+        vector_dim_by_table={
+            entry.table: config.model.embedding_dim for entry in config.embeddings if entry.table in ID_TABLES
+        },
+        tables=tables,
+        has_distillation=config.loss.distillation is not None,
+        optimizer=config.training.table_optimizer,
+    )
+    batch_size = config.training.batch_size
+    num_distinct = num_distinct_items(
+        data.num_items,
+        num_draws=batch_size * (1 + model.history_length),
+        num_negatives=config.loss.num_negatives,
+        exponent=POPULARITY_EXPONENT,
+    )
+    if config.loss.negatives == "all":
+        num_distinct = float(data.num_items)
+    values_per_query = {
+        name: num_distinct / batch_size if table.side == "item" else 1.0 for name, table in model.tables.items()
+    }
+    return make_plan(
+        config.sharding.model_copy(update={"tables": constraints}),
+        model=model,
+        batch_size=batch_size,
+        lookup_stats=LookupStats(values_per_query=values_per_query, hot_row_curve={}),
+    )
+
+
+def workload_of(config: PipelineConfig, data: Data, *, plan: PlanFile, machines: Machines) -> Workload:
+    """Return everything that the estimates depend on. machines: the hosts, whose ranks are those of the plan."""
+    table_bytes = sum(memory.weights + memory.optimizer for rank in plan.ranks for memory in rank.tables.values())
+    training = TrainingLoad(
+        dim=config.model.output_dim,
+        epochs=config.training.epochs,
+        batch_size=plan.batch_size,
+        num_candidates=_num_candidates(config, data, num_ranks=plan.world_size),
+        lookups_ms=plan.step_ms,
+        rank_bytes=max(getattr(rank, plan.lookup_memory_field) for rank in plan.ranks),
+        table_bytes=table_bytes,
+        num_kept=config.training.keep_checkpoints + (config.training.validation is not None),
+    )
+    built = config.index.built(num_items=data.num_items, dim=config.model.output_dim)
+    workload = Workload(
+        data=data,
+        training=training,
+        indexes=tuple(_index_load(index, data, dim=config.model.output_dim) for index in built),
+        package_bytes_per_item=_package_bytes_per_item(config),
+        ranks_all_targets="auc" in config.evaluation.metrics,
+        machines=machines,
+    )
+    num_saves = max(1, num_steps(workload) // config.training.checkpoint_every_steps)
+    return workload.model_copy(update={"training": training.model_copy(update={"num_saves": num_saves})})
+
+
+def _num_candidates(config: PipelineConfig, data: Data, *, num_ranks: int) -> int:
+    """Return the number of candidates whose scores a rank computes for each query."""
+    loss = config.loss
+    if loss.negatives == "all":
+        return data.num_items
+    num_own = loss.num_negatives + loss.explicit_negatives
+    if loss.in_batch_negatives or (loss.in_batch_negatives is None and loss.kind == "softmax"):
+        num_own += config.training.batch_size
+    return max(1, num_own * (num_ranks if loss.cross_rank_negatives else 1))
+
+
+def _index_load(index: AnyIndexKind, data: Data, *, dim: int) -> IndexLoad:
+    factor = index.ef_construction / BENCHMARK_EF_CONSTRUCTION if isinstance(index, Hnsw) else 1.0
+    return IndexLoad(kind=index.kind, num_bytes=index.min_bytes(num_items=data.num_items, dim=dim), build_factor=factor)
+
+
+def _package_bytes_per_item(config: PipelineConfig) -> float:
+    """Return the bytes of an item's vector and of its row in the query tower."""
+    row_bytes = _PACKAGED_VALUE_BYTES[config.package.quantization] * config.model.embedding_dim
+    return row_bytes + _PACKAGED_VALUE_BYTES[config.package.item_vectors] * config.model.output_dim
+
+
+def check_sizes(num_users: int | None, num_items: int | None, num_events: int | None) -> None:
+    """Raise InputError if only some of the sizes are given."""
+    sizes = {"--users": num_users, "--items": num_items, "--events": num_events}
+    missing = [option for option, size in sizes.items() if size is None]
+    if missing and len(missing) < len(sizes):
+        given = ", ".join(option for option in sizes if option not in missing)
+        raise InputError(f"{given} without {', '.join(missing)}: set all three, or none to plan for the data of the config")
+
+
+def memory_limit_bytes(limit: str) -> int:
+    """Return the bytes of a memory limit of DuckDB.
+
+    >>> [memory_limit_bytes(limit) for limit in ("1GB", "1.5 GiB", "500MB")]
+    [1000000000, 1610612736, 500000000]
+    """
+    number, unit = limit.rstrip("KMGTiB "), limit.lstrip("0123456789. ")
+    base = 1024 if "i" in unit else 1000
+    return round(float(number) * base ** ("KMGT".index(unit[0]) + 1))

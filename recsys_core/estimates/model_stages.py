@@ -1,0 +1,185 @@
+"""Estimates of the stages that train and measure the model: training, export, evaluation, index, package and registration.
+
+Letters in the formulas: B queries of a rank's batch, C candidates, D width of a vector, W ranks, U held-out users, I items.
+"""
+
+import math
+from collections.abc import Mapping
+
+from recsys_core.estimates.constants import Constant
+from recsys_core.estimates.data_stages import FLOAT_BYTES, ONE_HOST
+from recsys_core.estimates.stage_estimate import Rates, StageEstimate
+from recsys_core.estimates.workload import Workload
+
+FLOPS_PER_SCORE_VALUE = 6
+"""Floating-point operations per query, candidate and value of a vector: a multiplication and an addition forward, two of each
+backward."""
+
+
+def num_steps(workload: Workload) -> int:
+    """Return the steps of the training: the epochs times the batches of all ranks.
+
+    >>> from recsys_core.estimates.workload import Data, Machines, TrainingLoad
+    >>> training = TrainingLoad(dim=1, epochs=3, batch_size=10, num_candidates=1, lookups_ms=0, rank_bytes=0, table_bytes=0)
+    >>> data = Data(num_users=1, num_items=1, num_events=41, num_held_out_users=0)
+    >>> num_steps(Workload(data=data, training=training, indexes=(), package_bytes_per_item=0))  # 3 x 41 / (10 x 2), rounded up
+    9
+    """
+    batch_size = workload.training.batch_size * workload.machines.num_ranks
+    return workload.training.epochs * math.ceil(workload.data.num_events / batch_size)
+
+
+def step_seconds(workload: Workload, rates: Rates) -> float:
+    """Return the duration of a training step.
+
+    On a GPU: the planner's lookups and 6 B C D operations at an assumed speed, but at least the time of the loader for a batch.
+    On a CPU: B times the measured time of a query, which includes its lookups, plus 6 B C D operations at the measured speed.
+    """
+    training = workload.training
+    operations = FLOPS_PER_SCORE_VALUE * training.batch_size * training.num_candidates * training.dim
+    if workload.machines.device == "cuda":
+        compute_s = training.lookups_ms / 1000 + operations * rates("gpu_operation_s")
+        return max(compute_s, rates("loaded_example_s", times=training.batch_size))
+    rates.at("trained_example_s", workload.data.num_items)
+    return training.batch_size * rates("trained_example_s") + operations * rates("cpu_operation_s")
+
+
+def train(workload: Workload, constants: Mapping[str, Constant]) -> StageEstimate:
+    """Estimate the training on all ranks, without its validations. Checkpoints are written in the background."""
+    rates, training, machines = Rates(constants), workload.training, workload.machines
+    steps_s = num_steps(workload) * step_seconds(workload, rates)
+    checkpoint_s = training.table_bytes * (
+        constants["checkpoint_write_byte_s"].value / machines.num_hosts + constants["checkpoint_hash_byte_s"].value
+    )
+    seconds = rates("rank_start_s") + max(steps_s, checkpoint_s * training.num_saves)
+    if checkpoint_s * training.num_saves > steps_s:
+        rates("checkpoint_hash_byte_s")
+    return StageEstimate(
+        stage="train",
+        where=_ranks(workload),
+        seconds=seconds,
+        memory_bytes=training.rank_bytes,
+        disk_bytes=training.num_kept * training.table_bytes,
+        constants=rates.names,
+        basis=rates.basis,
+        factor=rates.factor,
+    )
+
+
+def export(workload: Workload, constants: Mapping[str, Constant]) -> StageEstimate:
+    """Estimate the export, which ranks all items for the held-out users: U I D multiplications, divided among the ranks."""
+    rates, data, machines = Rates(constants), workload.data, workload.machines
+    num_pairs = data.num_held_out_users * data.num_items
+    constant = "ranked_target_value_s" if workload.ranks_all_targets else "ranked_value_s"
+    if machines.device == "cuda":
+        constant = "gpu_ranked_value_s"
+    ranking_s = rates(constant, num_pairs, times=workload.training.dim) / machines.num_ranks
+    encoding_s = rates("encoded_vector_s", data.num_items + data.num_held_out_users) / machines.num_ranks
+    item_bytes = data.num_items * workload.training.dim * FLOAT_BYTES
+    vector_bytes = item_bytes + data.num_held_out_users * workload.training.dim * FLOAT_BYTES
+    exported_bytes = 2 * item_bytes + constants["exported_user_bytes"].value * data.num_held_out_users
+    user_bytes = constants["ranked_user_bytes"].value * data.num_held_out_users
+    return StageEstimate(
+        stage="export",
+        where=_ranks(workload),
+        seconds=rates("rank_start_s") + ranking_s + encoding_s,
+        memory_bytes=constants["ranking_memory_bytes"].value + (vector_bytes + user_bytes) / machines.num_ranks,
+        disk_bytes=exported_bytes + workload.training.table_bytes,
+        constants=rates.names,
+        basis=rates.basis,
+        factor=rates.factor,
+    )
+
+
+def evaluate(workload: Workload, constants: Mapping[str, Constant]) -> StageEstimate:
+    """Estimate the evaluation on one host: metrics per held-out user, and the ranking by pretrained vectors on all cores."""
+    rates, data = Rates(constants), workload.data
+    seconds = rates("evaluated_user_s", data.num_held_out_users)
+    if data.num_vectors:
+        num_pairs = data.num_held_out_users * data.num_items
+        num_cores = workload.machines.cores_per_host
+        seconds += rates("ranked_target_value_s", num_pairs, times=data.vector_dim) / num_cores
+        if num_cores > constants["benchmark_cores"].value:
+            rates.extrapolate()
+    return StageEstimate(
+        stage="evaluate",
+        where=ONE_HOST,
+        seconds=seconds,
+        memory_bytes=None,
+        disk_bytes=0,
+        constants=rates.names,
+        basis=rates.basis,
+        factor=rates.factor,
+    )
+
+
+def build_index(workload: Workload, constants: Mapping[str, Constant]) -> StageEstimate:
+    """Estimate the index builds on one host, each with one thread like the benchmark.
+
+    The time of an IVF index grows with I^1.5, because each vector is compared with 4 sqrt(I) centroids. HNSW grows with
+    I log I, and exact search with I. All grow with D.
+    """
+    rates, num_items = Rates(constants), workload.data.num_items
+    seconds, memory_bytes, benchmark_dim = 0.0, 0.0, constants["index_dim"].value
+    for index in workload.indexes:
+        name = f"index_{index.kind}_item_s"
+        growth = index_growth(index.kind, num_items, measured_at=constants[name].measured_at or num_items)
+        seconds += rates(name, num_items, times=growth * index.build_factor * workload.training.dim / benchmark_dim)
+        memory_bytes = max(memory_bytes, index.num_bytes * constants[f"index_{index.kind}_memory_factor"].value)
+        if index.build_factor != 1:
+            rates.extrapolate()
+    return StageEstimate(
+        stage="build_index",
+        where=ONE_HOST,
+        seconds=seconds,
+        memory_bytes=memory_bytes,
+        disk_bytes=sum(index.num_bytes for index in workload.indexes),
+        constants=rates.names,
+        basis=rates.basis,
+        factor=rates.factor,
+    )
+
+
+def index_growth(kind: str, num_items: int, *, measured_at: float) -> float:
+    """Return how much longer an item takes than in an index of `measured_at` items.
+
+    >>> [index_growth(kind, 4_000_000, measured_at=1e6) for kind in ("flat", "ivf_flat")]
+    [1.0, 2.0]
+    >>> round(index_growth("hnsw", 10**12, measured_at=1e6), 6)  # log 10^12 / log 10^6
+    2.0
+    """
+    if kind == "flat":
+        return 1.0
+    if kind == "hnsw":
+        return math.log(max(num_items, 2)) / math.log(measured_at)
+    return math.sqrt(num_items / measured_at)
+
+
+def package(workload: Workload, constants: Mapping[str, Constant]) -> StageEstimate:
+    """Estimate the package on one host: the served index, the item vectors, and the histories of all users."""
+    rates, data = Rates(constants), workload.data
+    history_share = (
+        min(data.num_events / data.num_users, constants["package_history"].value) / constants["package_history"].value
+    )
+    user_bytes = constants["package_user_bytes"].value * data.num_users * history_share
+    num_bytes = user_bytes + workload.package_bytes_per_item * data.num_items
+    num_bytes += max((index.num_bytes for index in workload.indexes), default=0)
+    return StageEstimate(
+        stage="package, register",
+        where=ONE_HOST,
+        seconds=rates("register_s")
+        + num_bytes * rates("checkpoint_hash_byte_s")
+        + num_bytes * rates("checkpoint_write_byte_s"),
+        memory_bytes=None,
+        disk_bytes=2 * num_bytes,  # the folder of the run, and MLflow's copy
+        constants=rates.names,
+        basis=rates.basis,
+        factor=rates.factor,
+    )
+
+
+def _ranks(workload: Workload) -> str:
+    machines = workload.machines
+    unit = "GPUs" if machines.device == "cuda" else "ranks"
+    hosts = "one host" if machines.num_hosts == 1 else f"{machines.num_hosts:,} hosts"
+    return f"{machines.num_ranks:,} {unit}, {hosts}"

@@ -1,0 +1,75 @@
+"""The sizes of a run whose resources are estimated: the data, the model, and the machines."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from recsys_core.config import Frozen
+
+
+class Data(Frozen):
+    """Sizes of the data. num_held_out_users: users whose items are ranked by the evaluation."""
+
+    num_users: int = Field(ge=1)
+    num_items: int = Field(ge=1)
+    num_events: int = Field(ge=1)
+    num_held_out_users: int = Field(ge=0)
+    num_vectors: int = Field(0, ge=0, description="pretrained vectors")
+    vector_dim: int = Field(0, ge=0, description="width of the pretrained vectors")
+    has_times: bool = True
+
+
+class TrainingLoad(Frozen):
+    """Sizes of the training.
+
+    Attributes:
+        num_candidates: candidates that a rank scores for each of its queries.
+        lookups_ms: the sharding planner's estimate of the lookups of a step, on the slowest rank.
+        rank_bytes: the planner's estimate of the tables and buffers of the fullest rank.
+        table_bytes: weights and optimizer states of all tables.
+    """
+
+    dim: int = Field(ge=1, description="width of the query and candidate vectors")
+    epochs: int = Field(ge=1)
+    batch_size: int = Field(ge=1, description="queries of a rank in a step")
+    num_candidates: int = Field(ge=1)
+    lookups_ms: float = Field(ge=0)
+    rank_bytes: int = Field(ge=0)
+    table_bytes: int = Field(ge=0)
+    num_saves: int = Field(1, ge=0, description="checkpoints that are written")
+    num_kept: int = Field(3, ge=1, description="checkpoints that exist at the same time")
+
+
+class IndexLoad(Frozen):
+    """One kind of FAISS index that is built. num_bytes: its size; build_factor: its build time relative to the benchmark's."""
+
+    kind: str
+    num_bytes: int = Field(ge=0)
+    build_factor: float = Field(1.0, gt=0)
+
+
+class Machines(Frozen):
+    """The hosts. The ingest with Spark uses the cores of all hosts; with DuckDB it runs on one host."""
+
+    engine: Literal["duckdb", "spark"] = "duckdb"
+    device: Literal["cpu", "cuda"] = "cpu"
+    num_hosts: int = Field(1, ge=1)
+    ranks_per_host: int = Field(2, ge=1)
+    cores_per_host: int = Field(2, ge=1)
+    memory_limit_bytes: int = Field(4 * 10**9, ge=1, description="memory limit of DuckDB")
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return self.num_hosts * self.ranks_per_host
+
+
+class Workload(Frozen):
+    """Everything that an estimate depends on."""
+
+    data: Data
+    training: TrainingLoad
+    indexes: tuple[IndexLoad, ...]
+    package_bytes_per_item: float = Field(ge=0, description="bytes of an item's vectors and table rows in the package")
+    ranks_all_targets: bool = Field(True, description="whether the evaluation needs the position of every target")
+    machines: Machines = Machines()

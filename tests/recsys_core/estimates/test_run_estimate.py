@@ -1,0 +1,131 @@
+"""Estimates of the stages, compared with arithmetic by hand for round constants."""
+
+import math
+
+import pytest
+
+from recsys_core.estimates.constants import Constant, packaged_constants
+from recsys_core.estimates.data_stages import ingest_embeddings, ingest_interactions, store_bytes
+from recsys_core.estimates.model_stages import build_index, export, train
+from recsys_core.estimates.run_estimate import estimate_run
+from recsys_core.estimates.workload import Data, IndexLoad, Machines, TrainingLoad, Workload
+
+DATA = Data(num_users=1_000, num_items=100, num_events=10_000, num_held_out_users=500)
+TRAINING = TrainingLoad(
+    dim=8, epochs=2, batch_size=50, num_candidates=150, lookups_ms=3, rank_bytes=1_000, table_bytes=3_200, num_kept=3
+)
+WORKLOAD = Workload(data=DATA, training=TRAINING, indexes=(), package_bytes_per_item=40)
+
+
+def constants(**values: float) -> dict[str, Constant]:
+    """Return the packaged constants with other values, measured at a size of 1,000,000 unless they are assumed."""
+    packaged = packaged_constants()
+    return packaged | {
+        name: packaged[name].model_copy(update={"value": value, "measured_at": packaged[name].measured_at and 1e6})
+        for name, value in values.items()
+    }
+
+
+def test_the_ingest_by_duckdb_takes_its_time_per_event_and_at_most_its_memory_limit() -> None:
+    rates = constants(event_s=1e-3, event_memory_bytes=100, part_bytes=10, id_bytes=20)
+    estimate = ingest_interactions(DATA, Machines(memory_limit_bytes=500_000), rates)
+    assert estimate.seconds == pytest.approx(10)
+    assert estimate.memory_bytes == 500_000, "10,000 x 100 bytes are more"
+    assert estimate.disk_bytes == store_bytes(DATA) + 10 * 10_000 + 20 * 1_100
+    assert (estimate.basis, estimate.where) == ("measured", "one host")
+
+
+def test_the_ingest_by_spark_divides_an_assumed_cpu_time_by_the_cores() -> None:
+    rates = constants(event_s=1e-3, spark_cpu_factor=4, spark_start_s=20, benchmark_cores=2)
+    estimate = ingest_interactions(DATA, Machines(engine="spark", num_hosts=5, cores_per_host=8), rates)
+    assert estimate.seconds == pytest.approx(10 * 4 * 2 / 40 + 20)
+    assert (estimate.basis, estimate.where) == ("assumed", "Spark, 40 cores")
+
+
+def test_an_estimate_above_the_measured_size_is_extrapolated_by_its_factor() -> None:
+    estimate = ingest_interactions(DATA.model_copy(update={"num_events": 250 * 10**6}), Machines(), constants(event_s=1e-6))
+    assert (estimate.basis, estimate.factor) == ("extrapolated", 250)
+    vectors = DATA.model_copy(update={"num_vectors": 100, "vector_dim": 10})
+    estimate = ingest_embeddings(vectors, constants(vector_value_s=1e-3))
+    assert (estimate.basis, estimate.factor, estimate.seconds) == ("measured", 1, pytest.approx(1))
+
+
+def test_a_training_step_on_a_cpu_is_the_time_of_its_examples_and_of_its_scores() -> None:
+    rates = constants(trained_example_s=1e-4, cpu_operation_s=1e-9, rank_start_s=7)
+    step_s = 50 * 1e-4 + 6 * 50 * 150 * 8 * 1e-9
+    assert train(WORKLOAD, rates).seconds == pytest.approx(7 + 2 * 100 * step_s), "10,000 examples are 100 steps of 2 x 50"
+
+
+def test_a_training_step_on_a_gpu_is_at_least_the_time_of_its_loader() -> None:
+    machines = Machines(device="cuda", num_hosts=2, ranks_per_host=1)
+    workload = WORKLOAD.model_copy(update={"machines": machines})
+    fast_loader = constants(gpu_operation_s=1e-9, loaded_example_s=1e-9, rank_start_s=0)
+    step_s = 3e-3 + 6 * 50 * 150 * 8 * 1e-9
+    estimate = train(workload, fast_loader)
+    assert estimate.seconds == pytest.approx(200 * step_s)
+    assert (estimate.basis, estimate.where) == ("assumed", "2 GPUs, 2 hosts")
+    slow_loader = constants(gpu_operation_s=1e-9, loaded_example_s=1e-3, rank_start_s=0)
+    assert train(workload, slow_loader).seconds == pytest.approx(200 * 50 * 1e-3)
+
+
+def test_a_training_takes_at_least_the_time_of_its_checkpoints() -> None:
+    rates = constants(checkpoint_write_byte_s=2e-3, checkpoint_hash_byte_s=1e-3, rank_start_s=0, trained_example_s=0)
+    workload = WORKLOAD.model_copy(update={"training": TRAINING.model_copy(update={"num_saves": 10})})
+    estimate = train(workload, rates)
+    assert estimate.seconds == pytest.approx(10 * 3_200 * 3e-3)
+    assert estimate.basis == "assumed"
+    assert estimate.disk_bytes == 3 * 3_200
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_the_export_divides_pairs_and_memory_among_the_ranks(num_hosts: int) -> None:
+    rates = constants(
+        ranked_target_value_s=1e-6, encoded_vector_s=1e-3, rank_start_s=7, ranked_user_bytes=10, ranking_memory_bytes=1_000
+    )
+    num_ranks = 2 * num_hosts
+    estimate = export(WORKLOAD.model_copy(update={"machines": Machines(num_hosts=num_hosts)}), rates)
+    assert estimate.seconds == pytest.approx(7 + (500 * 100 * 8 * 1e-6 + 600 * 1e-3) / num_ranks)
+    assert estimate.memory_bytes == pytest.approx(1_000 + (600 * 8 * 4 + 500 * 10) / num_ranks)
+
+
+def test_an_ivf_index_of_four_times_the_items_takes_eight_times_as_long() -> None:
+    index = IndexLoad(kind="ivf_flat", num_bytes=100)
+    workloads = [
+        WORKLOAD.model_copy(update={"data": DATA.model_copy(update={"num_items": num_items}), "indexes": (index,)})
+        for num_items in (10**6, 4 * 10**6)
+    ]
+    estimates = [build_index(workload, packaged_constants()) for workload in workloads]
+    assert estimates[1].seconds == pytest.approx(8 * estimates[0].seconds)
+    assert [estimate.basis for estimate in estimates] == ["measured", "extrapolated"]
+
+
+def test_a_slower_setting_than_that_of_the_benchmark_is_extrapolated() -> None:
+    index = IndexLoad(kind="hnsw", num_bytes=100, build_factor=3)
+    estimate = build_index(WORKLOAD.model_copy(update={"indexes": (index,)}), constants(index_hnsw_item_s=1e-3))
+    assert estimate.seconds == pytest.approx(100 * 3 * 1e-3 * 8 / 64 * math.log(100) / math.log(1e6))
+    assert estimate.basis == "extrapolated"
+
+
+def test_an_estimate_adds_up_its_stages_and_reads_vectors_only_if_there_are_some() -> None:
+    estimate = estimate_run(WORKLOAD)
+    assert estimate.seconds == pytest.approx(sum(stage.seconds for stage in estimate.stages))
+    assert estimate.stages[0].stage == "ingest_interactions"
+    data = DATA.model_copy(update={"num_vectors": 100, "vector_dim": 8})
+    with_vectors = estimate_run(WORKLOAD.model_copy(update={"data": data}))
+    assert with_vectors.stages[0].stage == "ingest_embeddings"
+    evaluate_s = [{stage.stage: stage.seconds for stage in run.stages}["evaluate"] for run in (estimate, with_vectors)]
+    assert evaluate_s[1] > evaluate_s[0], "the ranking by pretrained vectors"
+
+
+def test_every_stage_estimates_more_for_more_of_everything() -> None:
+    machines = Machines(num_hosts=4, ranks_per_host=8, cores_per_host=16, engine="spark", device="cuda")
+    data = Data(num_users=10**9, num_items=10**8, num_events=10**10, num_held_out_users=10**6, num_vectors=10**8, vector_dim=64)
+    indexes = (IndexLoad(kind="ivf_sq8", num_bytes=10**10),)
+    workload = Workload(data=data, training=TRAINING, indexes=indexes, package_bytes_per_item=100, machines=machines)
+    for doubled in ("num_users", "num_items", "num_events", "num_held_out_users", "num_vectors"):
+        larger_data = data.model_copy(update={doubled: 2 * getattr(data, doubled)})
+        larger = estimate_run(workload.model_copy(update={"data": larger_data}))
+        pairs = zip(estimate_run(workload).stages, larger.stages, strict=True)
+        growths = [(after.seconds - before.seconds, after.disk_bytes - before.disk_bytes) for before, after in pairs]
+        assert any(seconds > 0 or num_bytes > 0 for seconds, num_bytes in growths), doubled
+    assert {stage.basis for stage in estimate_run(workload).stages} == {"extrapolated", "assumed"}

@@ -1,0 +1,89 @@
+"""With max_rows, a value that falls behind loses its row to a more frequent one, and a warm start initialises the row again."""
+
+import collections
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from recsys_core.manifests import FeaturesManifest
+from recsys_core.training.warm.starting_model import match_rows_by_value
+from tests.recsys_core.ingest.features.test_ingest import ITEMS, ingest, items, rows_of, stage, vocabulary
+from tests.recsys_core.ingest.parquet_files import write
+
+
+def run(folder: Path, brands: list[Any], *, max_rows: int, previous: FeaturesManifest | None = None) -> FeaturesManifest:
+    """Ingest the brands of the five items."""
+    path = write(folder / "items.parquet", id=ITEMS, brand=pa.array(brands, pa.string()))
+    feature = {"name": "brand", "max_rows": max_rows}
+    return ingest(folder / "features", stage(folder / "log"), previous=previous, **items(path, feature))
+
+
+def values_of(manifest: FeaturesManifest) -> list[Any]:
+    return [value for value, _ in vocabulary(manifest, "item.brand")]
+
+
+def test_only_the_most_frequent_values_have_rows(tmp_path: Path) -> None:
+    manifest = run(tmp_path, ["a", "b", "b", "c", "c"], max_rows=2)
+    assert vocabulary(manifest, "item.brand") == [(None, 1), ("b", 2), ("c", 2)]
+    assert rows_of(manifest, "item.brand") == [0, 1, 1, 2, 2]
+    facts = manifest.features["item.brand"]
+    assert (facts.num_rows, facts.num_out_of_vocabulary, facts.num_new_values, facts.num_evicted_values) == (3, 1, 2, 0)
+
+
+def test_a_more_frequent_value_takes_the_row_of_the_rarest_one(tmp_path: Path) -> None:
+    first = run(tmp_path / "1", ["a", "a", "b", "b", "c"], max_rows=2)
+    assert values_of(first) == [None, "a", "b"]
+    second = run(tmp_path / "2", ["c", "c", "b", "d", "d"], max_rows=2, previous=first)
+    assert vocabulary(second, "item.brand") == [(None, 1), ("c", 2), ("d", 2)], "b and a are rarer, and leave rows 2 and 1"
+    facts = second.features["item.brand"]
+    assert (facts.is_continued, facts.num_new_values, facts.num_evicted_values, facts.num_rows) == (True, 2, 2, 3)
+    third = run(tmp_path / "3", ["e", "e", "d", "d", "d"], max_rows=2, previous=second)
+    assert vocabulary(third, "item.brand") == [(None, 0), ("e", 2), ("d", 3)], "d keeps its row"
+
+
+def test_between_equal_counts_the_value_with_a_row_stays(tmp_path: Path) -> None:
+    first = run(tmp_path / "1", ["b", "b", "b", "b", "b"], max_rows=1)
+    second = run(tmp_path / "2", ["a", "a", "b", "b", None], max_rows=1, previous=first)
+    assert vocabulary(second, "item.brand") == [(None, 3), ("b", 2)], "row 0 has both a and the null"
+    assert second.features["item.brand"].num_evicted_values == 0
+
+
+def test_a_warm_start_carries_over_the_rows_of_the_same_values_alone(tmp_path: Path) -> None:
+    first = run(tmp_path / "1", ["a", "a", "b", "b", "c"], max_rows=2)
+    second = run(tmp_path / "2", ["c", "c", "a", "c", "a"], max_rows=2, previous=first)
+    assert values_of(second) == [None, "a", "c"]
+    champion_row = match_rows_by_value(*(pa.chunked_array([pa.array(values_of(run), pa.string())]) for run in (second, first)))
+    assert champion_row.tolist() == [0, 1, -1], "the row that c took from b starts again"
+
+
+def test_another_limit_starts_a_new_vocabulary(tmp_path: Path) -> None:
+    first = run(tmp_path / "1", ["a", "b", "b", "c", "c"], max_rows=3)
+    second = run(tmp_path / "2", ["a", "b", "b", "c", "c"], max_rows=1, previous=first)
+    assert values_of(second) == [None, "b"]
+    assert not second.features["item.brand"].is_continued
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 3])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(brands_by_run=st.lists(st.lists(st.sampled_from("abcdef"), min_size=5, max_size=5), min_size=2, max_size=3))
+def test_in_each_run_the_most_frequent_values_have_rows_and_keep_them(
+    tmp_path_factory: pytest.TempPathFactory, max_rows: int, brands_by_run: list[list[str]]
+) -> None:
+    folder, previous, rows_before = tmp_path_factory.mktemp("runs"), None, {}
+    for run_index, brands in enumerate(brands_by_run):
+        manifest = run(folder / str(run_index), brands, max_rows=max_rows, previous=previous)
+        counts = collections.Counter(brands)
+        candidates = sorted({*counts, *rows_before}, key=lambda value: (-counts[value], value not in rows_before, value))
+        row_by_value = {value: row for row, value in enumerate(values_of(manifest)) if value is not None}
+        assert sorted(row_by_value) == sorted(candidates[:max_rows])
+        assert sorted(row_by_value.values()) == list(range(1, len(row_by_value) + 1)), "no row is left free"
+        assert all(row_by_value[value] == row for value, row in rows_before.items() if value in row_by_value)
+        assert rows_of(manifest, "item.brand") == [row_by_value.get(brand, 0) for brand in brands]
+        facts = manifest.features["item.brand"]
+        assert facts.num_evicted_values == len(rows_before.keys() - row_by_value.keys())
+        assert facts.num_new_values == len(row_by_value.keys() - rows_before.keys())
+        previous, rows_before = manifest, row_by_value

@@ -130,7 +130,7 @@ def _ordered(facts: DataFacts) -> Iterator[Suggestion]:
 
 
 def _unordered(facts: DataFacts) -> Iterator[Suggestion]:
-    """Yield the settings of a model that reads an embedding per user beside a history without order."""
+    """Yield the settings of a model that reads an embedding per user, and histories without order."""
     reason = "the log has no order, so no item is the last"
     yield _suggestion("model.history.pooling", "mean", reason)
     yield _suggestion("model.history.last_item_feature", False, reason)

@@ -7,7 +7,7 @@ from flows.settings.config_file import setting_value, with_settings
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError
 from tasks.tuning.config import RangeConfig
-from tasks.tuning.suggestions import Suggestion
+from tasks.tuning.suggestions import SEARCHED, Suggestion
 
 
 def default_ranges(config: PipelineConfig, suggested: Iterable[Suggestion]) -> dict[str, RangeConfig]:
@@ -15,9 +15,14 @@ def default_ranges(config: PipelineConfig, suggested: Iterable[Suggestion]) -> d
 
     A value that contradicts another setting of the config is left out, and so is a setting without a second value.
     """
+    with_search = {item.setting: item for item in suggested if item.search is not None}
+    for setting, search in SEARCHED.items():
+        unchanged = Suggestion(setting=setting, value=setting_value(config, setting), reason="", search=search)
+        with_search.setdefault(setting, unchanged)
     ranges: dict[str, RangeConfig] = {}
-    for item in suggested:
-        if item.search is None or (item.setting.startswith("model.history.") and config.model.history.length == 0):
+    for item in with_search.values():
+        assert item.search is not None
+        if _has_no_effect(config, item.setting):
             continue
         values = (setting_value(config, item.setting), item.value)
         value_range = _choices(config, item, values) if item.search.choices else _interval(config, item, values)
@@ -59,6 +64,12 @@ def _choices(config: PipelineConfig, item: Suggestion, values: tuple[Any, Any]) 
         if value not in choices and _is_valid(config, item.setting, value):
             choices.append(value)
     return RangeConfig(choices=tuple(choices)) if len(choices) > 1 else None
+
+
+def _has_no_effect(config: PipelineConfig, setting: str) -> bool:
+    if setting == "loss.num_negatives":
+        return config.loss.negatives == "all"
+    return setting.startswith("model.history.") and config.model.history.length == 0
 
 
 def _is_valid(config: PipelineConfig, setting: str, value: Any) -> bool:

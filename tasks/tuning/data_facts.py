@@ -20,6 +20,7 @@ class DataFacts(Frozen):
         history_median, history_p95: median and 95th percentile of the number of training events of a user.
         has_vectors: whether any table has vectors from files.
         vector_share: share of the training events whose item has a pretrained vector.
+        vector_dim: width of the item vectors; 0 without vectors.
         cold_share: share of the held-out events whose item has no training event.
     """
 
@@ -33,6 +34,7 @@ class DataFacts(Frozen):
     has_item_features: bool
     has_vectors: bool
     vector_share: float
+    vector_dim: int
     cold_share: float
 
     @classmethod
@@ -56,6 +58,7 @@ class DataFacts(Frozen):
             and any(key.startswith("item.") for key in dataset.features.features),
             has_vectors=dataset.embeddings is not None,
             vector_share=0.0 if vector_row_I is None else float(train_count_I[vector_row_I >= 0].sum() / max(1, num_events)),
+            vector_dim=0 if vector_row_I is None or dataset.embeddings is None else dataset.embeddings.tables["item"].dim,
             cold_share=float(held_out_I[train_count_I == 0].sum() / max(1, held_out_I.sum())),
         )
 

@@ -18,9 +18,16 @@ SMALL_CATALOGUE = 20_000
 """Number of items up to which a softmax over the whole catalogue is suggested for a matrix factorisation."""
 MIN_BLOCK_ROWS = 200
 """Number of users and items from which a spectral block, with 80 singular vectors, is suggested."""
-MANY_EVENTS, FEW_EVENTS = 20, 10
-"""Median number of training events of a user from which a user has many events, and below which a user has few."""
-
+MAX_DIM = 128
+"""Largest suggested width of the item embeddings."""
+MANY_EVENTS = 20
+"""Median number of training events of a user from which a learned popularity is suggested."""
+SEARCHED = {
+    "training.table_optimizer.learning_rate": RangeConfig(low=0.01, high=0.3, log=True),
+    "model.query.dropout": RangeConfig(low=0.0, high=0.5),
+    "loss.num_negatives": RangeConfig(choices=(512, 2048)),
+}
+"""Settings that `nightjar tune` varies around the value of the file, unless there is a suggestion for them."""
 VALIDATED_POPULARITY = {"kind": "validated"}
 LEARNED_POPULARITY = {"kind": "learned", "served_weight": None}
 
@@ -41,7 +48,7 @@ class Suggestion(Frozen):
 def suggestions(facts: DataFacts) -> list[Suggestion]:
     """Return the settings that fit the data."""
     is_factorisation = facts.is_dense and not facts.is_ordered and facts.num_items <= SMALL_CATALOGUE
-    rules = [_factorisation] if is_factorisation else [_loss, _histories, _items, _training]
+    rules = [_factorisation] if is_factorisation else [_loss, _ordered if facts.is_ordered else _unordered, _training]
     return [item for rule in rules for item in rule(facts)]
 
 
@@ -93,13 +100,13 @@ def _loss(facts: DataFacts) -> Iterator[Suggestion]:
     if facts.is_dense:
         reason = f"{density}: a dense log needs a higher temperature than a sparse one"
         yield _suggestion("model.temperature", 0.2, reason, low=0.1, high=0.4)
+        reason = f"{density}, so many sampled negatives are items that the user has had"
+        yield _suggestion("loss.mask_negatives", "seen", reason, "positive", "seen")
+        reason = f"{facts.num_items:,} items can be negatives; more of them approximate the softmax over all items better"
+        yield _suggestion("loss.num_negatives", 2048 if facts.num_items > 2048 else 512, reason, 512, 2048)
     else:
         reason = f"{density}: a sparse log needs a low temperature"
         yield _suggestion("model.temperature", 0.1, reason, low=0.05, high=0.2)
-    reason = f"{facts.num_items:,} items can be negatives; more of them approximate the softmax over all items better"
-    yield _suggestion("loss.num_negatives", 2048 if facts.num_items > 2048 else 512, reason, 512, 2048)
-    reason = "an item that the user has had is not a negative"
-    yield _suggestion("loss.mask_negatives", "seen", reason, "positive", "seen")
     if not facts.is_ordered and not facts.is_dense:
         reason = "the validation chooses the weight of a term for popularity, which can be 0"
         yield _suggestion("model.popularity", VALIDATED_POPULARITY, reason)
@@ -108,35 +115,20 @@ def _loss(facts: DataFacts) -> Iterator[Suggestion]:
         yield _suggestion("model.popularity", LEARNED_POPULARITY, reason, {"kind": "none"}, LEARNED_POPULARITY)
 
 
-def _histories(facts: DataFacts) -> Iterator[Suggestion]:
-    """Yield the settings of the query tower."""
+def _ordered(facts: DataFacts) -> Iterator[Suggestion]:
+    """Yield the settings of a model whose histories have an order."""
     length = int(min(MAX_HISTORY, max(10, 10 * math.ceil(facts.history_p95 / 10))))
     reason = f"95 % of the users have at most {facts.history_p95:,.0f} events"
     yield _suggestion("model.history.length", length, reason, 10, 20, 50)
-    if facts.is_ordered:
-        reason = "the log has an order, so newer items can count more"
-        yield _suggestion("model.history.pooling", "recency", reason, "mean", "recency")
-    else:
-        reason = "the log has no order, so no item is the last"
-        yield _suggestion("model.history.pooling", "mean", reason)
-        yield _suggestion("model.history.last_item_feature", False, reason)
-        reason = "the log has no order; an embedding per user adds what the mean of the items does not say"
-        yield _suggestion("model.learn_user_embedding", True, reason, False, True)
+    reason = "the log has an order, so newer items can count more"
+    yield _suggestion("model.history.pooling", "recency", reason, "mean", "recency")
     if facts.describes_items:
         sources = "features" if facts.has_item_features else "pretrained vectors"
         reason = f"items have {sources}, which then also describe the histories"
         yield _suggestion("model.history.item_representation", "candidate_tower", reason, "embedding", "candidate_tower")
-    if facts.history_median < MANY_EVENTS:
-        reason = f"the median user has {facts.history_median:,.0f} training events, so the towers overfit without dropout"
-        yield _suggestion("model.query.dropout", 0.3, reason, low=0.0, high=0.5)
-
-
-def _items(facts: DataFacts) -> Iterator[Suggestion]:
-    """Yield the settings of the item table, and of what is added to one model."""
-    if facts.vector_share > 0 and (facts.cold_share > 0.2 or not facts.is_ordered):
-        reason = f"{facts.cold_share:.0%} of the held-out events are of items without a training event; they keep their vectors"
-        yield _suggestion("tables.item.transfer", "residual", reason, "full", "residual")
-    if facts.is_dense or not facts.is_ordered:
+    if facts.vector_share > 0 and facts.cold_share > 0.2:
+        yield from _kept_vectors(facts)
+    if facts.is_dense:
         return
     if facts.describes_items:
         reason = "several models in one are better on a sparse log; a training takes nearly three times as long"
@@ -146,15 +138,44 @@ def _items(facts: DataFacts) -> Iterator[Suggestion]:
         yield _suggestion("embeddings", [{"source": "log", "method": "spectral", "dim": 64}], reason)
 
 
+def _unordered(facts: DataFacts) -> Iterator[Suggestion]:
+    """Yield the settings of a model that reads an embedding per user, and histories without order."""
+    reason = "the log has no order, so no item is the last"
+    yield _suggestion("model.history.pooling", "mean", reason)
+    yield _suggestion("model.history.last_item_feature", False, reason)
+    reason = "the log has no order; an embedding per user adds what the mean of the items does not say"
+    yield _suggestion("model.learn_user_embedding", True, reason, False, True)
+    yield _suggestion("model.query.layers", [], "the embedding and the mean are added, without a layer")
+    reason = "the embedding of a user starts near zero and takes small steps, so that the mean leads at first"
+    yield _suggestion("tables.user.init_std", 1e-4, reason)
+    yield _suggestion("tables.user.optimizer.learning_rate", 0.02, reason)
+    yield _suggestion("loss.mask_negatives", "seen", "an item of the history is not a negative", "positive", "seen")
+    if facts.vector_share > 0:
+        dim = min(facts.vector_dim // 4 * 4, MAX_DIM)
+        reason = f"the vectors have {facts.vector_dim} numbers; layers with a skip connection adapt them"
+        yield _suggestion("model.embedding_dim", dim, reason)
+        yield _suggestion("model.candidate", {"layers": [4 * dim, dim], "skip_connection": True}, reason)
+        yield from _kept_vectors(facts)
+
+
+def _kept_vectors(facts: DataFacts) -> Iterator[Suggestion]:
+    """Yield the settings of item vectors that are kept, with a learned offset for each item."""
+    reason = f"{facts.cold_share:.0%} of the held-out events are of items without a training event, and others have few events"
+    yield _suggestion("tables.item.transfer", "residual", reason)
+    reason = "offsets are removed at random, so that the towers also learn from the vectors alone"
+    yield _suggestion("tables.item.id_dropout", 0.1, reason)
+    reason = "the vectors have about length 1, compared with which the steps of the offsets are small"
+    yield _suggestion("tables.item.init_std", round(facts.vector_dim**-0.5, 3), reason)
+    yield _suggestion("tables.item_offset.optimizer.learning_rate", 0.02, reason)
+
+
 def _training(facts: DataFacts) -> Iterator[Suggestion]:
-    batch_size = 2 ** round(math.log2(min(8192, max(256, facts.num_train_events / STEPS_PER_EPOCH))))
+    batch_size = 2 ** round(math.log2(min(8192, max(512, facts.num_train_events / STEPS_PER_EPOCH))))
     reason = f"an epoch then has about {max(1, facts.num_train_events // batch_size):,} steps"
     yield _suggestion("training.batch_size", batch_size, reason)
-    reason = "the learning rates fall to 0 until the last epoch, which helps on every log that was measured"
+    reason = "the learning rates fall to 0 until the last epoch"
     yield _suggestion("training.table_optimizer.lr_decay", "cosine", reason)
     yield _suggestion("training.dense_optimizer.lr_decay", "cosine", reason)
-    reason = "it decides how many epochs the training needs"
-    yield _suggestion("training.table_optimizer.learning_rate", 0.05, reason, low=0.01, high=0.3)
 
 
 def _percent(share: float) -> str:

@@ -134,8 +134,13 @@ def test_suggest_writes_a_new_file(config: Path, tmp_path: Path) -> None:
 
 
 def test_a_suggestion_that_contradicts_the_file_is_left_out(config: Path) -> None:
-    answer = CliRunner().invoke(app, ["suggest", str(config), "--set", "loss.kind=bce", "--set", "loss.negatives=sampled"])
+    arguments = ["suggest", str(config), "--set", "model.history={pooling: self_attention, num_blocks: 1}"]
+    answer = CliRunner().invoke(app, [*arguments, "--json"])
     assert answer.exit_code == 0, answer.output
+    suggested = json.loads(answer.stdout.splitlines()[-1])
+    assert suggested["left_out"].keys() == {"model.history.pooling"} and "model.history.pooling" not in suggested["changed"]
+    answer = CliRunner().invoke(app, arguments)
+    assert answer.exit_code == 0 and "left out, because it contradicts the file" in " ".join(answer.output.split())
 
 
 def test_an_error_in_the_data_ends_the_command(config: Path) -> None:

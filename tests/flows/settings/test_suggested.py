@@ -10,19 +10,20 @@ from flows.settings.suggested import SuggestedConfig
 from flows.settings.template import to_commented_yaml
 from tasks.tuning.data_facts import DataFacts
 from tasks.tuning.suggestions import suggestions
-from tests.tasks.tuning.facts import DENSE, DENSE_ORDERED, SPARSE, SPARSE_IDS
+from tests.tasks.tuning.facts import DENSE, DENSE_ORDERED, SPARSE, SPARSE_IDS, SPARSE_UNORDERED
 
-LOG = "interactions: {paths: log.parquet, %s}\nmodel: {history: {last_item_feature: false}}\ntuning: {trials: 3}\n"
+LOG = "interactions: {paths: log.parquet, %s}\n%smodel: {history: {last_item_feature: false}}\ntuning: {trials: 3}\n"
 ORDER, NO_ORDER = "order_column: t, split: {kind: leave_last_out}", "split: {kind: files, test_paths: t.parquet}"
 
 
 def config_of(folder: Path, facts: DataFacts, *overrides: str) -> PipelineConfig:
     file = folder / "nightly.yaml"
-    file.write_text(LOG % (ORDER if facts.is_ordered else NO_ORDER))
+    vectors = "embeddings: {paths: vectors.parquet, vector_column: v}\n" if facts.has_vectors else ""
+    file.write_text(LOG % (ORDER if facts.is_ordered else NO_ORDER, vectors))
     return load_config(file, overrides)
 
 
-@pytest.mark.parametrize("facts", [SPARSE, SPARSE_IDS, DENSE, DENSE_ORDERED])
+@pytest.mark.parametrize("facts", [SPARSE, SPARSE_IDS, SPARSE_UNORDERED, DENSE, DENSE_ORDERED])
 def test_the_written_file_has_every_suggestion_and_gets_no_more(tmp_path: Path, facts: DataFacts) -> None:
     config, suggested = config_of(tmp_path, facts), suggestions(facts)
     proposal = SuggestedConfig.of(config, suggested)

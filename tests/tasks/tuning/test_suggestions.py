@@ -6,7 +6,7 @@ import pytest
 
 from tasks.tuning.data_facts import DataFacts
 from tasks.tuning.suggestions import suggestions
-from tests.tasks.tuning.facts import DENSE, DENSE_ORDERED, SPARSE, SPARSE_IDS
+from tests.tasks.tuning.facts import DENSE, DENSE_ORDERED, SPARSE, SPARSE_IDS, SPARSE_UNORDERED
 
 
 def settings(facts: DataFacts, **changes: Any) -> dict[str, Any]:
@@ -16,21 +16,36 @@ def settings(facts: DataFacts, **changes: Any) -> dict[str, Any]:
 def test_a_sparse_log_with_order_and_features() -> None:
     expected = {
         "model.temperature": 0.1,
-        "loss.num_negatives": 2048,
-        "loss.mask_negatives": "seen",
         "model.history.length": 30,
         "model.history.pooling": "recency",
         "model.history.item_representation": "candidate_tower",
-        "model.query.dropout": 0.3,
         "model.num_members": 3,
         "training.batch_size": 512,
+        "training.table_optimizer.lr_decay": "cosine",
+        "training.dense_optimizer.lr_decay": "cosine",
     }
-    assert expected.items() <= settings(SPARSE).items()
+    assert settings(SPARSE) == expected
+
+
+def test_a_sparse_log_without_order_gets_an_embedding_per_user_and_keeps_the_item_vectors() -> None:
+    expected = {
+        "model.temperature": 0.1,
+        "model.learn_user_embedding": True,
+        "model.query.layers": [],
+        "model.embedding_dim": 128,
+        "model.candidate": {"layers": [512, 128], "skip_connection": True},
+        "tables.item.transfer": "residual",
+        "tables.item.init_std": 0.088,
+    }
+    suggested = settings(SPARSE_UNORDERED)
+    assert expected.items() <= suggested.items() and "model.num_members" not in suggested
+    assert not {"tables.item.transfer", "model.candidate"} & settings(SPARSE_IDS, is_ordered=False).keys()
 
 
 def test_a_dense_log_with_order_has_a_higher_temperature_and_a_popularity() -> None:
     suggested = settings(DENSE_ORDERED)
     assert (suggested["model.temperature"], suggested["model.popularity"]["kind"]) == (0.2, "learned")
+    assert (suggested["loss.num_negatives"], suggested["loss.mask_negatives"]) == (2048, "seen")
     assert "model.num_members" not in suggested and "loss.negatives" not in suggested
     assert "model.popularity" not in settings(SPARSE)
     assert settings(SPARSE, is_ordered=False)["model.popularity"] == {"kind": "validated"}
@@ -66,7 +81,7 @@ def test_cold_items_with_vectors_keep_their_vectors() -> None:
     assert "tables.item.transfer" not in settings(SPARSE)
 
 
-@pytest.mark.parametrize("facts", [SPARSE, SPARSE_IDS, DENSE, DENSE_ORDERED])
+@pytest.mark.parametrize("facts", [SPARSE, SPARSE_IDS, SPARSE_UNORDERED, DENSE, DENSE_ORDERED])
 def test_every_setting_is_suggested_once_and_the_search_is_near_its_value(facts: DataFacts) -> None:
     suggested = suggestions(facts)
     assert len({item.setting for item in suggested}) == len(suggested)

@@ -4,6 +4,7 @@ from recsys_core.manifests.data_stages import ColumnStatistics as ColumnStatisti
 from recsys_core.manifests.data_stages import DataReportManifest as DataReportManifest
 from recsys_core.manifests.data_stages import Dataset as Dataset
 from recsys_core.manifests.data_stages import EmbeddingsManifest as EmbeddingsManifest
+from recsys_core.manifests.data_stages import EventShard as EventShard
 from recsys_core.manifests.data_stages import FeaturesManifest as FeaturesManifest
 from recsys_core.manifests.data_stages import FeatureTableStatistics as FeatureTableStatistics
 from recsys_core.manifests.data_stages import IdType as IdType

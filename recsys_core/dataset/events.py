@@ -75,6 +75,7 @@ class EventStore:
         per_user = partial(user_array, num_users=arrays.num_users, start_S=self._event_start_S)
         self._start, self._end = per_user(arrays.user_offset), per_user(arrays.user_offset, first=1)
         self._train_end, self._validation_end = per_user(arrays.train_end), per_user(arrays.validation_end)
+        self._stored_event_offset = None if arrays.event_offset is None else per_user(arrays.event_offset)
         self._event_item = event_array(arrays.event_item)
         self._event_time = None if arrays.event_time is None else event_array(arrays.event_time)
         self._event_weight = None if arrays.event_weight is None else event_array(arrays.event_weight)
@@ -175,13 +176,13 @@ class EventStore:
     def training_events(self, example_E: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return the user and the index in the log of each of these training examples."""
         user_E = self._train_user[example_E].astype(np.int64)
-        return user_E, example_E + self._event_offset_U[user_E]
+        return user_E, example_E + self._event_offset[user_E]
 
     def train_chunks(self) -> Iterator[tuple[NDArray[Any], Int64Array]]:
         """Yield the users and the indices in the log of all training events, EVENTS_PER_CHUNK events at a time."""
         for chunk in chunk_slices(self.num_train_events, length=EVENTS_PER_CHUNK):
             user_E = self._train_user[chunk]
-            yield user_E, np.arange(chunk.start, chunk.stop) + self._event_offset_U[user_E]
+            yield user_E, np.arange(chunk.start, chunk.stop) + self._event_offset[user_E]
 
     def user_chunks(self, *, max_events: int) -> Iterator[UserChunk]:
         """Yield all events in chunks of users. A chunk has at most `max_events` events, or a single user."""
@@ -325,8 +326,13 @@ class EventStore:
         return int(self.times_at(self._train_end[:][self.train_count_U > 0] - 1).max())
 
     @cached_property
-    def _event_offset_U(self) -> Int64Array:
-        """The difference between the index of a training event in the log and its index among the training events."""
+    def _event_offset(self) -> UserArray:
+        """The difference between the index of a user's training event in the log and its index among the training events.
+
+        With one shard, it is computed. In a larger event store, computing it would take too much memory on each rank.
+        """
+        if self._stored_event_offset is not None:
+            return self._stored_event_offset
         num_examples_U = self.train_count_U
         event_offset_U: Int64Array = self._start[:] - (np.cumsum(num_examples_U) - num_examples_U)
         return event_offset_U

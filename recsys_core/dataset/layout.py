@@ -24,7 +24,7 @@ EVENT_ARRAYS = ("user_offset", "train_end", "validation_end", "event_item", "tra
 HISTORY_ARRAYS = ("user_offset", "event_item")
 """Arrays with the items of each user, in the order of the log."""
 SHARDED_ARRAYS = (
-    *("user_offset", "train_end", "validation_end", "event_item", "event_time", "event_weight"),
+    *("user_offset", "train_end", "validation_end", "event_offset", "event_item", "event_time", "event_weight"),
     *("negative_offset", "negative_item", "negative_event"),
 )
 """Arrays of which each shard has its own file. The other arrays of an event store are in one file."""
@@ -184,7 +184,8 @@ class Parts:
     @property
     def dtype(self) -> np.dtype[Any]:
         """Type of the entries, the same in all shards."""
-        return next((array.dtype for array in self._array_by_shard.values()), self[0].dtype)
+        mapped_arrays = tuple(self._array_by_shard.values())
+        return (mapped_arrays[0] if mapped_arrays else self[0]).dtype
 
     @property
     def start_S(self) -> Int64Array:
@@ -212,6 +213,7 @@ class EventArrays:
     item_count: Int64Array
     vector_row: Int64Array
     item_rank: Int64Array | None = None
+    event_offset: Int64Array | Parts | None = None
     event_time: Int64Array | Parts | None = None
     event_weight: NDArray[np.float32] | Parts | None = None
     user_vector_row: Int64Array | None = None
@@ -226,7 +228,7 @@ class EventArrays:
         user_S = users_by_shard(manifest.num_users, num_shards=num_shards)
         event_S = np.array([shard.num_events for shard in manifest.shards], np.int64)
         negative_S = np.array([shard.num_known_negatives for shard in manifest.shards], np.int64)
-        length_by_array = {"user_offset": user_S + 1, "train_end": user_S, "validation_end": user_S}
+        length_by_array = {"user_offset": user_S + 1, "train_end": user_S, "validation_end": user_S, "event_offset": user_S}
         length_by_array |= {"negative_offset": 3 * user_S + 1, "negative_item": negative_S, "negative_event": negative_S}
 
         def map_array(name: str) -> Any:

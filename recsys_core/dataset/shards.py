@@ -68,9 +68,13 @@ class ShardedEventArray:
         if isinstance(index, slice):
             return self._range(*index.indices(len(self))[:2])
         shard_B = np.searchsorted(self._end_S, index, side="right")
+        pieces = [
+            (positions, self._parts[shard][index[positions] - self._start_S[shard]])
+            for shard, positions in positions_by_shard(shard_B, num_shards=len(self._parts))
+        ]
         values_B = np.empty(len(index), self._parts.dtype)
-        for shard, positions in positions_by_shard(shard_B, num_shards=len(self._parts)):
-            values_B[positions] = self._parts[shard][index[positions] - self._start_S[shard]]
+        for positions, piece in pieces:
+            values_B[positions] = piece
         return values_B
 
     def _range(self, start: int, stop: int) -> NDArray[Any]:

@@ -134,7 +134,9 @@ class InteractionsManifest(Manifest):
     Shards, if `interactions.shards` is S > 1: user u is in shard u % S, where it has row u // S. Each shard has its own files
     with the events and known negatives of its users, such as event_item.3.npy and context.3.parquet. They count users and
     events from 0. Elsewhere, the index of an event is its index in the concatenation of the shards. train_user.npy is one file,
-    in the same order for any S.
+    in the same order for any S. One more array exists only with several shards:
+        event_offset.3.npy: int64 [users of the shard]. The k-th training event of train_user.npy, of user u, is event
+            k + event_offset[u // S] of the shard.
 
     Known negatives, only with explicit_negatives, ordered by user, then split, then time (see KnownNegatives):
         negative_offset.npy: int64 [3 * users + 1]. Those of user u in split s start at index negative_offset[3 * u + s].

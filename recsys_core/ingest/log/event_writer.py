@@ -31,6 +31,8 @@ from recsys_core.ingest.log.engine import Vocabulary
 from recsys_core.manifests import EventShard
 
 BATCH_ROWS = 1_000_000
+MAX_DENSE_COUNTS = 1 << 24
+"""Largest number of keys that are counted in an array of 128 MB. With more of them, the keys of a batch are sorted."""
 Counts = NDArray[np.int64]
 
 
@@ -126,8 +128,7 @@ class EventWriter:
         self._negative_count_US = np.zeros_like(self.user_count_US)
         count_S = self._negative_count_US.reshape(-1)
         for batch in batches:
-            key_L = _user_split_keys(batch)
-            count_S[key_L[0] : key_L[-1] + 1] += np.bincount(key_L - key_L[0])
+            _add_sorted_keys(count_S, _user_split_keys(batch))
             for shard, shard_batch in self._route(batch):
                 items[shard].append(shard_batch.column("item_row").to_numpy())
                 if events is not None:
@@ -159,7 +160,7 @@ class EventWriter:
             save_npy(self._output_folder / array_file(name), array)
         if (self._users.vector_row_R >= 0).any():
             save_npy(self._output_folder / array_file("user_vector_row"), self._users.vector_row_R)
-        write_train_user(self._output_folder, self.user_count_US[:, train])
+        write_examples(self._output_folder, user_count_US=self.user_count_US, num_shards=self._config.shards)
 
     def write_vocabularies(self) -> None:
         """Write the ids of the users and items with their numbers of training events and of all events."""
@@ -169,14 +170,10 @@ class EventWriter:
             pq.write_table(table, self._output_folder / vocabulary_file(vocabulary.side), use_dictionary=False)
 
     def _count_events(self, batch: pa.RecordBatch) -> None:
-        key_E = _user_split_keys(batch)
-        first_user, stop_user = int(key_E[0]) // len(SPLITS), int(key_E[-1]) // len(SPLITS) + 1  # events are sorted by user
-        num_counts = (stop_user - first_user) * len(SPLITS)
-        count_S = np.bincount(key_E - first_user * len(SPLITS), minlength=num_counts)
-        self.user_count_US[first_user:stop_user] += count_S.reshape(-1, len(SPLITS))
+        _add_sorted_keys(self.user_count_US.reshape(-1), _user_split_keys(batch))
         item_E, split_E = (batch.column(name).to_numpy() for name in ("item_row", "split"))
-        item_split_key_E = item_E.astype(np.int64) * len(SPLITS) + split_E
-        self.item_count_IS += np.bincount(item_split_key_E, minlength=self.item_count_IS.size).reshape(-1, len(SPLITS))
+        key_E, count_S = item_E.astype(np.int64) * len(SPLITS) + split_E, self.item_count_IS.reshape(-1)
+        _add_counts(count_S, key_E, keys=range(count_S.size))
 
     def _route(self, batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Yield each shard of the batch with the rows of its users, in their order."""
@@ -214,13 +211,42 @@ def _user_split_keys(batch: pa.RecordBatch) -> NDArray[np.int64]:
     return keys_E
 
 
+def _add_sorted_keys(count_S: Counts, key_E: NDArray[np.int64]) -> None:
+    """Add the number of each key to its count. The keys are sorted."""
+    _add_counts(count_S, key_E, keys=range(int(key_E[0]), int(key_E[-1]) + 1))
+
+
+def _add_counts(count_S: Counts, key_E: NDArray[np.int64], *, keys: range) -> None:
+    """Add the number of each key to its count; `keys` contains all keys."""
+    if len(keys) <= MAX_DENSE_COUNTS:
+        count_S[keys.start : keys.stop] += np.bincount(key_E - keys.start, minlength=len(keys))
+    else:
+        distinct_keys, num_E = np.unique(key_E, return_counts=True)
+        count_S[distinct_keys] += num_E
+
+
 def _context_table(batch: pa.RecordBatch, config: InteractionsConfig) -> pa.Table:
     """Return the context columns with their names in the log."""
     return pa.table({name: batch.column(f"context_{index}") for index, name in enumerate(config.context_columns)})
 
 
-def write_train_user(folder: Path, train_count_U: Counts) -> None:
-    """Write train_user.npy, the user of each training event, BATCH_ROWS users at a time."""
+def write_examples(folder: Path, *, user_count_US: Counts, num_shards: int) -> None:
+    """Write train_user.npy, the user of each training event, and event_offset.npy of several shards.
+
+    user_count_US: number of events of each user and split.
+    """
+    train_count_U = user_count_US[:, SPLITS.index("train")]
+    _write_train_user(folder, train_count_U)
+    if num_shards == 1:
+        return
+    first_example_U = np.cumsum(train_count_U) - train_count_U
+    for shard, file_name in enumerate(array_files("event_offset", num_shards=num_shards)):
+        count_U = user_count_US[shard::num_shards].sum(axis=1)
+        save_npy(folder / file_name, np.cumsum(count_U) - count_U - first_example_U[shard::num_shards])
+
+
+def _write_train_user(folder: Path, train_count_U: Counts) -> None:
+    """Write train_user.npy, BATCH_ROWS users at a time."""
     dtype = row_dtype(len(train_count_U))
     train_user = allocate_npy(folder / array_file("train_user"), dtype=dtype, shape=(int(train_count_U.sum()),))
     start_event = 0

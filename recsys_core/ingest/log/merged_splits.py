@@ -10,11 +10,11 @@ from recsys_core.dataset.jagged import chunk_slices
 from recsys_core.dataset.known_negatives import NUM_SPLITS
 from recsys_core.dataset.layout import EventArrays, array_file, array_files, popularity_ranks, save_npy
 from recsys_core.disk import link_or_copy
-from recsys_core.ingest.log.event_writer import write_train_user
+from recsys_core.ingest.log.event_writer import write_examples
 from recsys_core.manifests import EventShard, InteractionsManifest, StageFolder, fingerprint_of
 
 NEGATIVE_ARRAYS = ("negative_offset", "negative_item", "negative_event")
-MERGED_ARRAYS = ("train_end", "validation_end", "train_user", "item_count", "item_rank", *NEGATIVE_ARRAYS)
+MERGED_ARRAYS = ("train_end", "validation_end", "event_offset", "train_user", "item_count", "item_rank", *NEGATIVE_ARRAYS)
 """Arrays that depend on the split. The other files of the stage are linked."""
 
 
@@ -37,7 +37,9 @@ def merge_splits(interactions: InteractionsManifest, folder: Path) -> Interactio
         count_I = store.event_count_I()
         save_npy(new_folder / array_file("item_count"), count_I)
         save_npy(new_folder / array_file("item_rank"), popularity_ranks(count_I))
-        write_train_user(new_folder, store.event_count_U)
+        train_count_US = np.zeros((store.num_users, NUM_SPLITS), np.int64)
+        train_count_US[:, 0] = store.event_count_U
+        write_examples(new_folder, user_count_US=train_count_US, num_shards=num_shards)
         num_negatives_S = []
         for shard, arrays in enumerate(EventArrays.open(interactions).shards()):
             path_by_array = {

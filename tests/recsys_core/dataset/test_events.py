@@ -51,8 +51,11 @@ def in_shards(arrays: EventArrays, shards: Sequence[EventArrays]) -> EventArrays
     """Return `arrays` with the users and the events of these shards."""
     if len(shards) == 1:
         return arrays
+    first_example = np.searchsorted(arrays.train_user, np.arange(len(arrays.train_end)))
+    offsets = [shard.user_offset[:-1] - first_example[users] for shard, users in zip(shards, users_by_shard(), strict=True)]
     stored_names = [name for name in SHARDED_ARRAYS if getattr(arrays, name) is not None]
-    return replace(arrays, **{name: Parts.of(*(getattr(shard, name) for shard in shards)) for name in stored_names})
+    parts = {name: Parts.of(*(getattr(shard, name) for shard in shards)) for name in stored_names}
+    return replace(arrays, **parts, event_offset=Parts.of(*offsets))
 
 
 def arrays_of(log: Users, *, weight: list[float] | None = None) -> EventArrays:

@@ -1,4 +1,4 @@
-"""Every test in this folder states results of the event store, and runs with several numbers of shards."""
+"""Tests that state results of an event store run with several numbers of shards: `pytestmark = usefixtures("shards")`."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from tests.recsys_core.dataset import test_events
 SHARDS = (1, 3, 8)
 
 
-@pytest.fixture(scope="module", params=SHARDS, autouse=True)
+@pytest.fixture(scope="module", params=SHARDS)
 def shards(request: pytest.FixtureRequest) -> Iterator[int]:
     """Let test_events.store_of divide the users into shards."""
     with pytest.MonkeyPatch.context() as patch:

@@ -25,6 +25,9 @@ num_test_shards = 1
 """Number of shards of the stores of `store_of`; the tests of this folder set each of SHARDS in turn."""
 
 
+pytestmark = pytest.mark.usefixtures("shards")
+
+
 def store_of(log: Users, *, ordered: bool = True, weight: list[float] | None = None) -> EventStore:
     """Return a store with the number of shards of the test (see conftest.py)."""
     events = iter(weight or [])

@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import count
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,9 @@ from tests.recsys_core.dataset.test_events import Users, arrays_of, lists_of, tr
 Places = list[tuple[list[int], list[int], list[int]]]
 """For each user and split, the number of earlier events of the split for each known negative, ascending."""
 FIRST_ITEM = 20_000
+
+
+pytestmark = pytest.mark.usefixtures("shards")
 
 
 @st.composite

@@ -48,7 +48,7 @@ def random_log(folder: Path, *, first_time: int = 0, users: int = USERS, seed: i
     return write_log(folder / f"log-{first_time}.parquet", events, **columns, shop=[f"shop {at % 7}" for at in range(EVENTS)])
 
 
-def contents(manifest: InteractionsManifest) -> dict[str, Any]:
+def contents(manifest: InteractionsManifest, scratch_path: Path) -> dict[str, Any]:
     """Return what the consumers of an event store read, without the indices of events in the log."""
     store = EventStore.open(manifest)
     users, negatives = np.arange(store.num_users), store.known_negatives
@@ -81,6 +81,7 @@ def contents(manifest: InteractionsManifest) -> dict[str, Any]:
         ),
         "train_negatives": negatives.num_train_negatives_U,
         "newest": store.newest_training_time(),
+        "all_histories": [np.array(array) for array in store.all_histories(scratch_path)],
     }
     for split in ("validation", "test"):
         lists = (store.targets(users, split), store.items_before(users, split, max_items=7), negatives.before(users, split))
@@ -92,14 +93,12 @@ def contents(manifest: InteractionsManifest) -> dict[str, Any]:
 
 
 def same(one: InteractionsManifest, other: InteractionsManifest) -> None:
-    expected, actual = contents(one), contents(other)
+    expected, actual = (contents(manifest, manifest.folder.with_suffix(".npy")) for manifest in (one, other))
     for name, values in expected.items():
-        for left, right in zip(
-            np.atleast_1d(values) if not isinstance(values, tuple | list) else values,
-            np.atleast_1d(actual[name]) if not isinstance(values, tuple | list) else actual[name],
-            strict=True,
-        ):
-            np.testing.assert_array_equal(left, right, err_msg=name)
+        is_one_value = not isinstance(values, tuple | list)
+        pairs = [(values, actual[name])] if is_one_value else zip(values, actual[name], strict=True)
+        for value, other_value in pairs:
+            np.testing.assert_array_equal(value, other_value, err_msg=name)
 
 
 @pytest.mark.parametrize("shards", SHARDS[1:])

@@ -16,8 +16,15 @@ from safetensors.torch import load_file
 
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import FeatureStore
-from recsys_core.dataset.layout import HISTORY_ARRAYS, ITEM_COLUMNS_FILE, ITEM_TITLES_FILE, array_files, vocabulary_file
-from recsys_core.errors import StageError
+from recsys_core.dataset.layout import (
+    HISTORY_ARRAYS,
+    ITEM_COLUMNS_FILE,
+    ITEM_TITLES_FILE,
+    array_files,
+    row_dtype,
+    vocabulary_file,
+)
+from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import (
     Dataset,
     EvaluationManifest,
@@ -191,6 +198,12 @@ def _describe_vectors(num_items: int, dim: int, similarity: str) -> str:
 def _write_users(folder: Path, spec: ModelSpec, dataset: Dataset) -> None:
     """Write the ids, the histories and the features of the users."""
     interactions, forms = dataset.interactions, user_features(spec)
+    for side, num_rows in (("users", interactions.num_users), ("items", interactions.num_items)):
+        if row_dtype(num_rows) is not np.int32:
+            raise InputError(
+                f"package.users: the catalogue has {num_rows:,} {side}, but {USERS_NAME} has 32 bits per row, for at most "
+                "2,147,483,648; set package.users to none"
+            )
     scratch_path = folder / "histories.npy"
     user_offset, event_item = EventStore.open(interactions).all_histories(scratch_path)
     write_users(

@@ -130,15 +130,15 @@ def test_one_shard_has_one_file_per_array(tmp_path: Path) -> None:
     assert three.files.keys() - shared == names
 
 
-def test_nights_may_have_different_numbers_of_shards(tmp_path: Path) -> None:
-    nights = [random_log(tmp_path, first_time=EVENTS * night, users=USERS + 5 * night, seed=night) for night in range(3)]
+def test_consecutive_runs_may_have_different_numbers_of_shards(tmp_path: Path) -> None:
+    logs = [random_log(tmp_path, first_time=EVENTS * day, users=USERS + 5 * day, seed=day) for day in range(3)]
     runs: list[InteractionsManifest] = []
-    for night, shards in enumerate((2, 1, 5)):
+    for day, shards in enumerate((2, 1, 5)):
         previous = runs[-1] if runs else None
-        runs.append(ingest(tmp_path / f"run{night}", *nights[: night + 1], shards=shards, previous=previous, **SETTINGS))
+        runs.append(ingest(tmp_path / f"run{day}", *logs[: day + 1], shards=shards, previous=previous, **SETTINGS))
     alone = None
-    for night in range(3):
-        alone = ingest(tmp_path / f"alone{night}", *nights[: night + 1], previous=alone, **SETTINGS)
+    for day in range(3):
+        alone = ingest(tmp_path / f"alone{day}", *logs[: day + 1], previous=alone, **SETTINGS)
     assert alone is not None and [run.num_files_read for run in runs] == [1, 1, 1] and runs[-1].run_number == 3
     same(alone, runs[-1])
 
@@ -208,7 +208,7 @@ FIRST_FREE = 2**31 + 10
 
 
 class LargeVocabularies(DuckdbEngine):
-    """DuckdbEngine after nights with FIRST_FREE users and items, of which the newest is in the vocabulary."""
+    """DuckdbEngine after runs with FIRST_FREE users and items, of which the newest is in the vocabulary."""
 
     def __init__(self, connection: Any, *args: Any, **settings: Any) -> None:
         super().__init__(connection, *args, **settings)

@@ -46,7 +46,7 @@ ASSUMPTIONS: dict[str, Any] = {
     "loader_samples_per_s_and_rank": 6.0e6,
     "dollars_per_gpu_hour": 2.5,
     "checkpoint_write_gb_per_s_and_host": 2.0,
-    "checkpoint_hash_gb_per_s": 5.0,
+    "checkpoint_hash_gb_per_s_and_host": 5.0,
 }
 SIZES: dict[str, dict[str, Any]] = {
     "10 M items, 1 GPU": {"items": 10**7, "users": 0, "nodes": 1, "processes": 1, "examples": 10**9},
@@ -162,7 +162,10 @@ def measure(model_size: dict[str, Any], *, has_pooled_users: bool = False) -> di
         / 1e9
         / ASSUMPTIONS["checkpoint_write_gb_per_s_and_host"]
         / plan_file.num_nodes,
-        "checkpoint_hash_s": (weight_bytes + optimizer_bytes) / 1e9 / ASSUMPTIONS["checkpoint_hash_gb_per_s"],
+        "checkpoint_hash_s": (weight_bytes + optimizer_bytes)
+        / 1e9
+        / ASSUMPTIONS["checkpoint_hash_gb_per_s_and_host"]
+        / plan_file.num_nodes,
         "plan_seconds": plan_s,
     }
 
@@ -236,7 +239,7 @@ def to_markdown(result: dict[str, Any]) -> str:
             lambda size: f"**{size['dollars']:,.{1 if size['dollars'] < 10 else 0}f}**",
         ),
         line("time to write a checkpoint, s", lambda size: f"{size['checkpoint_write_s']:,.0f}"),
-        line("time to hash a checkpoint on one host, s", lambda size: f"{size['checkpoint_hash_s']:,.0f}"),
+        line("time to hash a checkpoint on all hosts, s", lambda size: f"{size['checkpoint_hash_s']:,.0f}"),
         line("measured time of the planner, s", lambda size: f"{size['plan_seconds']:.1f}"),
     ]
     lines += [

@@ -5,15 +5,17 @@ Shapes: U users, I items, E events, B queries.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal, Self
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from recsys_core.dataset.jagged import Int64Array, JaggedArray, chunk_slices, ragged_ranges
 from recsys_core.dataset.known_negatives import KnownNegatives
-from recsys_core.dataset.layout import EventArrays
+from recsys_core.dataset.layout import EventArrays, Parts, allocate_npy, row_dtype
+from recsys_core.dataset.shards import UserArray, event_array, user_array
 from recsys_core.errors import InputError
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import INT64_MAX
@@ -24,8 +26,12 @@ EVENTS_PER_CHUNK = 2**18
 
 @dataclass
 class UserChunk:
-    """All events of consecutive users, sorted by user, split and time. Users are numbered from 0 in the chunk."""
+    """All events of some users of one shard, sorted by user, split and time. Users are numbered from 0 in the chunk."""
 
+    user_row_U: Int64Array
+    """Row of each user, ascending."""
+    events: slice
+    """Indices of the events in the log."""
     num_events_U3: Int64Array
     """Number of training, validation and test events of each user."""
     item_E: Int64Array
@@ -52,7 +58,10 @@ class EventStore:
 
     An event is identified by its index in the log. The events of a user are stored one after the other: first the training
     events, then the validation events, then the test events. A training example is identified by its index among the training
-    events of the log.
+    events of all users, in the order of their rows.
+
+    The users are divided into shards (see InteractionsManifest). The log is the concatenation of the shards, so the index of an
+    event depends on their number. The indices of the examples, and all results without event indices, do not.
 
     Attributes:
         is_ordered: whether the events of a user have an order, from timestamps or an order column.
@@ -61,10 +70,16 @@ class EventStore:
 
     def __init__(self, arrays: EventArrays, *, is_ordered: bool) -> None:
         self.is_ordered = is_ordered
-        self._user_offset, self._train_end, self._validation_end = arrays.user_offset, arrays.train_end, arrays.validation_end
-        self._event_item, self._event_time, self._event_weight = arrays.event_item, arrays.event_time, arrays.event_weight
-        self._train_user = arrays.train_user
-        self._item_count, self._item_rank = arrays.item_count, arrays.item_rank
+        self._user_offsets, self._train_ends = Parts.of(arrays.user_offset), Parts.of(arrays.train_end)
+        self._num_shards, self._event_start_S = arrays.num_shards, Parts.of(arrays.event_item).start_S
+        per_user = partial(user_array, num_users=arrays.num_users, start_S=self._event_start_S)
+        self._start, self._end = per_user(arrays.user_offset), per_user(arrays.user_offset, first=1)
+        self._train_end, self._validation_end = per_user(arrays.train_end), per_user(arrays.validation_end)
+        self._stored_event_offset = None if arrays.event_offset is None else per_user(arrays.event_offset)
+        self._event_item = event_array(arrays.event_item)
+        self._event_time = None if arrays.event_time is None else event_array(arrays.event_time)
+        self._event_weight = None if arrays.event_weight is None else event_array(arrays.event_weight)
+        self._train_user, self._item_count, self._item_rank = arrays.train_user, arrays.item_count, arrays.item_rank
         self.known_negatives = KnownNegatives.of(arrays)
         self._vector_row_by_side = {"item": arrays.vector_row, "user": arrays.user_vector_row}
 
@@ -107,12 +122,12 @@ class EventStore:
     @property
     def train_count_U(self) -> Int64Array:
         """[U]: number of training events of each user."""
-        return self._train_end - self._user_offset[:-1]
+        return self._train_end[:] - self._start[:]
 
     @property
     def event_count_U(self) -> Int64Array:
         """[U]: number of events of each user, in all splits."""
-        return np.diff(self._user_offset)
+        return self._end[:] - self._start[:]
 
     def event_count_I(self) -> Int64Array:
         """Return the number of events of each item in all splits, [I]."""
@@ -125,7 +140,7 @@ class EventStore:
         """Return the number of events of each item before `split`, [I]."""
         count_I = np.zeros(self.num_items, np.int64)
         for users in self._user_slices(max_events=self._counted_chunk_events):
-            items = self.items_before(np.arange(users.start, users.stop), split)
+            items = self.items_before(np.arange(users.start, users.stop, users.step), split)
             count_I += np.bincount(items.values_L, minlength=self.num_items)
         return count_I
 
@@ -161,24 +176,23 @@ class EventStore:
     def training_events(self, example_E: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return the user and the index in the log of each of these training examples."""
         user_E = self._train_user[example_E].astype(np.int64)
-        return user_E, example_E + self._event_offset_U[user_E]
+        return user_E, example_E + self._event_offset[user_E]
 
-    def train_chunks(self) -> Iterator[tuple[NDArray[np.int32], Int64Array]]:
+    def train_chunks(self) -> Iterator[tuple[NDArray[Any], Int64Array]]:
         """Yield the users and the indices in the log of all training events, EVENTS_PER_CHUNK events at a time."""
         for chunk in chunk_slices(self.num_train_events, length=EVENTS_PER_CHUNK):
             user_E = self._train_user[chunk]
-            yield user_E, np.arange(chunk.start, chunk.stop) + self._event_offset_U[user_E]
+            yield user_E, np.arange(chunk.start, chunk.stop) + self._event_offset[user_E]
 
     def user_chunks(self, *, max_events: int) -> Iterator[UserChunk]:
         """Yield all events in chunks of users. A chunk has at most `max_events` events, or a single user."""
         for users in self._user_slices(max_events=max_events):
-            end_U3 = np.stack(
-                [self._train_end[users], self._validation_end[users], self._user_offset[users.start + 1 : users.stop + 1]],
-                axis=1,
-            )
-            start_U3 = np.column_stack([self._user_offset[users], end_U3[:, :2]])
-            events = slice(int(self._user_offset[users.start]), int(self._user_offset[users.stop]))
+            end_U3 = np.stack([self._train_end[users], self._validation_end[users], self._end[users]], axis=1)
+            start_U3 = np.column_stack([self._start[users], end_U3[:, :2]])
+            events = slice(int(start_U3[0, 0]), int(end_U3[-1, 2]))
             yield UserChunk(
+                user_row_U=np.arange(users.start, users.stop, users.step),
+                events=events,
                 num_events_U3=end_U3 - start_U3,
                 item_E=self._event_item[events].astype(np.int64),
                 time_E=None if self._event_time is None else self._event_time[events],
@@ -206,17 +220,23 @@ class EventStore:
         weight_E = self.weights_at(event_E)
         if user_exponent == 0:
             return weight_E
-        factor_E = (self._train_end[user_E] - self._user_offset[user_E]).astype(np.float32) ** np.float32(user_exponent)
+        factor_E = (self._train_end[user_E] - self._start[user_E]).astype(np.float32) ** np.float32(user_exponent)
         return factor_E if weight_E is None else factor_E * weight_E
 
     def is_training(self, events: slice) -> NDArray[np.bool_]:
         """Return whether each event of a range of the log is a training event."""
-        first_user = int(np.searchsorted(self._user_offset, events.start, side="right")) - 1
-        users = slice(first_user, int(np.searchsorted(self._user_offset, events.stop, side="left")))
-        # Blocks of training events alternate with blocks of validation and test events.
-        block_starts = np.stack([self._user_offset[users], self._train_end[users]], axis=1).reshape(-1)
-        block_lengths = np.diff(np.clip(np.append(block_starts, events.stop), events.start, events.stop))
-        return np.repeat(np.arange(len(block_lengths)) % 2 == 0, block_lengths)
+        is_training_by_shard = [np.zeros(0, np.bool_)]
+        for shard, (user_offset, shard_start) in enumerate(zip(self._user_offsets, self._event_start_S.tolist(), strict=True)):
+            start, stop = np.clip([events.start - shard_start, events.stop - shard_start], 0, user_offset[-1])
+            if start == stop:
+                continue
+            first_user = int(np.searchsorted(user_offset, start, side="right")) - 1
+            users = slice(first_user, int(np.searchsorted(user_offset, stop, side="left")))
+            # Blocks of training events alternate with blocks of validation and test events.
+            block_starts = np.stack([user_offset[users], self._train_ends[shard][users]], axis=1).reshape(-1)
+            block_lengths = np.diff(np.clip(np.append(block_starts, stop), start, stop))
+            is_training_by_shard.append(np.repeat(np.arange(len(block_lengths)) % 2 == 0, block_lengths))
+        return np.concatenate(is_training_by_shard)
 
     def histories(
         self, event_B: Int64Array, user_B: Int64Array, *, max_history: int, include_target: bool = False
@@ -234,7 +254,7 @@ class EventStore:
             user_B: row of each event's user.
             include_target: used only for an unordered log.
         """
-        start_B, end_B = self._user_offset[user_B], self._train_end[user_B]
+        start_B, end_B = self._start[user_B], self._train_end[user_B]
         if self.is_ordered:
             length_B = np.minimum(event_B - start_B, max_history)
             return JaggedArray.from_slices(self._event_item, start=event_B - length_B, end=event_B)
@@ -247,13 +267,13 @@ class EventStore:
 
     def users_with_targets(self, split: EvaluationSplit) -> Int64Array:
         """Return the rows of the users that have events in `split`."""
-        start_U, end_U = self._split_bounds(split)
-        return np.flatnonzero(end_U > start_U)
+        start, end = self._split_bounds(split)
+        return np.flatnonzero(end[:] > start[:])
 
     def targets(self, user_B: Int64Array, split: EvaluationSplit) -> JaggedArray:
         """Return the items of each user's events in `split`."""
-        start_U, end_U = self._split_bounds(split)
-        return JaggedArray.from_slices(self._event_item, start=start_U[user_B], end=end_U[user_B])
+        start, end = self._split_bounds(split)
+        return JaggedArray.from_slices(self._event_item, start=start[user_B], end=end[user_B])
 
     def first_event_index(self, user_B: Int64Array, split: EvaluationSplit) -> Int64Array:
         """Return the index in the log of each user's first event in `split`.
@@ -265,35 +285,56 @@ class EventStore:
     def items_before(self, user_B: Int64Array, split: EvaluationSplit, *, max_items: int | None = None) -> JaggedArray:
         """Return the items of each user's events before `split`, oldest first; at most the newest `max_items` items."""
         end_B = self._split_bounds(split)[0][user_B]
-        start_B = self._user_offset[user_B]
+        start_B = self._start[user_B]
         return JaggedArray.from_slices(
             self._event_item, start=start_B if max_items is None else np.maximum(start_B, end_B - max_items), end=end_B
         )
+
+    def all_histories(self, scratch_path: Path) -> tuple[Int64Array, NDArray[Any]]:
+        """Return the items of all events of all users in CSR form: offset [U + 1], and item rows [E] in the order of the users.
+
+        Both arrays can be memory maps. With several shards, the items are copied to the new file `scratch_path`.
+        """
+        if self._num_shards == 1:
+            return self._user_offsets[0], self._event_item[:]
+        offset = np.concatenate([[0], np.cumsum(self.event_count_U)])
+        item_E = allocate_npy(scratch_path, dtype=row_dtype(self.num_items), shape=(int(offset[-1]),))
+        users_per_chunk = max(1, EVENTS_PER_CHUNK * self.num_users // max(1, len(item_E)))
+        for users in chunk_slices(self.num_users, length=users_per_chunk):
+            user_B = np.arange(users.start, users.stop)
+            items = JaggedArray.from_slices(self._event_item, start=self._start[user_B], end=self._end[user_B])
+            item_E[offset[users.start] : offset[users.stop]] = items.values_L
+        return offset, item_E
 
     def held_out_events(self, *, skip_validation_U: NDArray[np.bool_]) -> tuple[Int64Array, Int64Array]:
         """Return the user and the index in the log of each validation and test event.
 
         skip_validation_U: users whose validation events are left out.
         """
-        start_U, end_U = np.where(skip_validation_U, self._validation_end, self._train_end), self._user_offset[1:]
+        start_U, end_U = np.where(skip_validation_U, self._validation_end[:], self._train_end[:]), self._end[:]
         num_events_U = end_U - start_U
         return np.repeat(np.arange(self.num_users), num_events_U), ragged_ranges(start_U, num_events_U)
 
     def first_time(self, split: EvaluationSplit) -> int:
         """Return the time of the oldest event of `split`; the largest 64-bit integer if the split has no event."""
         # The events of each user are sorted by time within each split.
-        start_U, end_U = self._split_bounds(split)
+        start_U, end_U = (bound[:] for bound in self._split_bounds(split))
         return int(self.times_at(start_U[end_U > start_U]).min(initial=INT64_MAX))
 
     def newest_training_time(self) -> int:
         """Return the time of the newest training event."""
-        return int(self.times_at(self._train_end[self.train_count_U > 0] - 1).max())
+        return int(self.times_at(self._train_end[:][self.train_count_U > 0] - 1).max())
 
     @cached_property
-    def _event_offset_U(self) -> Int64Array:
-        """The difference between the index of a training event in the log and its index among the training events."""
+    def _event_offset(self) -> UserArray:
+        """The difference between the index of a user's training event in the log and its index among the training events.
+
+        With one shard, it is computed. In a larger event store, computing it would take too much memory on each rank.
+        """
+        if self._stored_event_offset is not None:
+            return self._stored_event_offset
         num_examples_U = self.train_count_U
-        event_offset_U: Int64Array = self._user_offset[:-1] - (np.cumsum(num_examples_U) - num_examples_U)
+        event_offset_U: Int64Array = self._start[:] - (np.cumsum(num_examples_U) - num_examples_U)
         return event_offset_U
 
     @property
@@ -302,18 +343,21 @@ class EventStore:
         return max(self.num_items, EVENTS_PER_CHUNK)
 
     def _user_slices(self, *, max_events: int) -> Iterator[slice]:
-        """Yield slices of users with at most `max_events` events or a single user. Slices without an event are left out."""
-        first_user = 0
-        while first_user < self.num_users:
-            max_end = self._user_offset[first_user] + max_events
-            end_user = int(np.searchsorted(self._user_offset, max_end, side="right")) - 1
-            end_user = min(max(end_user, first_user + 1), self.num_users)
-            if self._user_offset[end_user] > self._user_offset[first_user]:
-                yield slice(first_user, end_user)
-            first_user = end_user
+        """Yield slices of users of one shard, with at most `max_events` events or a single user.
 
-    def _split_bounds(self, split: EvaluationSplit) -> tuple[Int64Array, Int64Array]:
-        """Return start and end of each user's events of `split` in the log, [U] each."""
-        if split == "test":
-            return self._validation_end, self._user_offset[1:]
-        return self._train_end, self._validation_end
+        Slices without an event are left out. The users of a shard are every S-th user.
+        """
+        for shard, user_offset in enumerate(self._user_offsets):
+            first_row, num_rows = 0, len(user_offset) - 1
+            while first_row < num_rows:
+                max_end = user_offset[first_row] + max_events
+                end_row = int(np.searchsorted(user_offset, max_end, side="right")) - 1
+                end_row = min(max(end_row, first_row + 1), num_rows)
+                if user_offset[end_row] > user_offset[first_row]:
+                    first_user, last_user = (row * self._num_shards + shard for row in (first_row, end_row - 1))
+                    yield slice(first_user, last_user + 1, self._num_shards)
+                first_row = end_row
+
+    def _split_bounds(self, split: EvaluationSplit) -> tuple[UserArray, UserArray]:
+        """Return start and end of each user's events of `split` in the log."""
+        return (self._validation_end, self._end) if split == "test" else (self._train_end, self._validation_end)

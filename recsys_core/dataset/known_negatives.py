@@ -4,13 +4,15 @@ Shapes: U users, B queries, L known negatives.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from recsys_core.dataset.jagged import Int64Array, JaggedArray, ragged_ranges
-from recsys_core.dataset.layout import EventArrays
+from recsys_core.dataset.layout import EventArrays, Parts
+from recsys_core.dataset.shards import EventArray, EventIndices, ShardedEventIndices, UserArray, event_array, user_array
 
 NUM_SPLITS = 3
 
@@ -20,33 +22,42 @@ class KnownNegatives:
     """The known negatives of all users, memory-mapped. No training event of a user has an item that is a negative of the user.
 
     Attributes:
-        offset: int64 [3 * U + 1]. Those of user u in split s are item_L[offset[3 * u + s]:offset[3 * u + s + 1]], oldest first.
-        item_L: item rows.
+        train_start, validation_start, test_start: int64 [U], index of each user's first known negative of each split.
+        item_L: item rows, oldest first within a user and split.
         event_L: ascending, index in the log of the first event that a known negative is not later than, see
             InteractionsManifest; None if the events have no order.
     """
 
-    offset: Int64Array
-    item_L: NDArray[np.int32]
-    event_L: Int64Array | None
+    train_start: UserArray
+    validation_start: UserArray
+    test_start: UserArray
+    item_L: EventArray
+    event_L: EventIndices | None
 
     @classmethod
     def of(cls, arrays: EventArrays) -> Self | None:
         """Return the known negatives of an event store; None if its ingest did not keep them."""
         if arrays.negative_offset is None or arrays.negative_item is None:
             return None
-        return cls(arrays.negative_offset, arrays.negative_item, arrays.negative_event)
+        start_S = Parts.of(arrays.negative_item).start_S
+        start_of = partial(user_array, arrays.negative_offset, num_users=arrays.num_users, start_S=start_S, step=NUM_SPLITS)
+        event_L: EventIndices | None
+        if isinstance(arrays.negative_event, Parts):
+            event_L = ShardedEventIndices(arrays.negative_event, event_start_S=Parts.of(arrays.event_item).start_S)
+        else:
+            event_L = arrays.negative_event
+        item_L = event_array(arrays.negative_item)
+        return cls(start_of(first=0), start_of(first=1), start_of(first=2), item_L=item_L, event_L=event_L)
 
     @property
     def num_train_negatives_U(self) -> Int64Array:
         """[U]: number of known negatives of each user in the training split."""
-        return np.diff(self.offset)[::NUM_SPLITS]
+        return self.validation_start[:] - self.train_start[:]
 
     def before(self, user_B: Int64Array, split: Literal["validation", "test"]) -> JaggedArray:
         """Return the known negatives of each user before `split`, oldest first."""
-        start_B = user_B * NUM_SPLITS
-        end_B = start_B + (1 if split == "validation" else 2)
-        return JaggedArray.from_slices(self.item_L, start=self.offset[start_B], end=self.offset[end_B])
+        end = self.validation_start if split == "validation" else self.test_start
+        return JaggedArray.from_slices(self.item_L, start=self.train_start[user_B], end=end[user_B])
 
     def at_events(self, event_B: Int64Array, user_B: Int64Array, *, max_items: int, draw_B: NDArray[np.float64]) -> JaggedArray:
         """Return at most `max_items` known negatives for each training event, of the event's user and of the training split.
@@ -59,11 +70,11 @@ class KnownNegatives:
             user_B: row of each event's user.
             draw_B: uniform random numbers from 0 to 1; used only for an unordered log.
         """
-        start_B = self.offset[user_B * NUM_SPLITS]
+        start_B = self.train_start[user_B]
         if self.event_L is not None:
-            end_B = np.searchsorted(self.event_L, event_B, side="right")
+            end_B = self.event_L.searchsorted(event_B, side="right")
             return JaggedArray.from_slices(self.item_L, start=np.maximum(start_B, end_B - max_items), end=end_B)
-        num_negatives_B = self.offset[user_B * NUM_SPLITS + 1] - start_B
+        num_negatives_B = self.validation_start[user_B] - start_B
         length_B = np.minimum(num_negatives_B, max_items)
         shift_L = ragged_ranges((draw_B * num_negatives_B).astype(np.int64), length_B)
         shift_L %= np.repeat(num_negatives_B, length_B)

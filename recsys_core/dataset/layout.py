@@ -3,9 +3,10 @@
 import errno
 import math
 import os
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -20,11 +21,58 @@ ITEM_TITLES_FILE = "item_titles.parquet"
 ITEM_COLUMNS_FILE = "item_columns.parquet"
 EVENT_ARRAYS = ("user_offset", "train_end", "validation_end", "event_item", "train_user", "event_time")
 """Arrays that identify the events: user, split, item and time."""
+HISTORY_ARRAYS = ("user_offset", "event_item")
+"""Arrays with the items of each user, in the order of the log."""
+SHARDED_ARRAYS = (
+    *("user_offset", "train_end", "validation_end", "event_offset", "event_item", "event_time", "event_weight"),
+    *("negative_offset", "negative_item", "negative_event"),
+)
+"""Arrays of which each shard has its own file. The other arrays of an event store are in one file."""
+
+
+def row_dtype(num_rows: int) -> type[np.int32 | np.int64]:
+    """Return the type in which the rows of a table are stored: 32 bits while the last row fits.
+
+    >>> row_dtype(2**31).__name__, row_dtype(2**31 + 1).__name__
+    ('int32', 'int64')
+    """
+    return np.int32 if num_rows - 1 <= np.iinfo(np.int32).max else np.int64
 
 
 def array_file(array_name: str) -> str:
-    """Return the file name of an array, a field of EventArrays."""
+    """Return the file name of an array, a field of EventArrays, in an event store with one shard."""
     return f"{array_name}.npy"
+
+
+def shard_files(file_name: str, *, num_shards: int) -> tuple[str, ...]:
+    """Return the file of each shard; a single shard has the file `file_name`.
+
+    >>> shard_files("event_item.npy", num_shards=2)
+    ('event_item.0.npy', 'event_item.1.npy')
+    """
+    if num_shards == 1:
+        return (file_name,)
+    stem, _, suffix = file_name.rpartition(".")
+    return tuple(f"{stem}.{shard}.{suffix}" for shard in range(num_shards))
+
+
+def array_files(array_name: str, *, num_shards: int) -> tuple[str, ...]:
+    """Return the files of an array: one for each shard, if each shard has its own file."""
+    return shard_files(array_file(array_name), num_shards=num_shards if array_name in SHARDED_ARRAYS else 1)
+
+
+def context_paths(manifest: InteractionsManifest) -> list[Path]:
+    """Return the file with the context columns of each shard. Their rows are in the order of the events of the shard."""
+    return [manifest.path(file_name) for file_name in shard_files(CONTEXT_FILE, num_shards=manifest.num_shards)]
+
+
+def users_by_shard(num_users: int, *, num_shards: int) -> Int64Array:
+    """Return the number of users of each shard. User u is in shard u % num_shards.
+
+    >>> users_by_shard(8, num_shards=3).tolist()
+    [3, 3, 2]
+    """
+    return (num_users + num_shards - 1 - np.arange(num_shards)) // num_shards
 
 
 def vocabulary_file(side: str) -> str:
@@ -53,24 +101,47 @@ def allocate_npy(path: Path, *, dtype: DTypeLike, shape: tuple[int, ...]) -> NDA
     Raises:
         InputError: the disk has too little free space.
     """
-    data_type = np.dtype(dtype)
     with path.open("wb") as file:
-        header = {"descr": np.lib.format.dtype_to_descr(data_type), "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(file, header)
-        file.flush()
-        num_bytes = file.tell() + math.prod(shape) * data_type.itemsize
-        try:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)
-        except OSError as error:
-            if error.errno not in (*DISK_FULL_ERRNOS, errno.EFBIG):
-                raise
-            path.unlink()
-            shape_text = f"{' x '.join(f'{length:,}' for length in shape)} numbers"
-            raise disk_full_error(
-                path.parent, reason=f"{path.name}, {shape_text}, takes {format_gib(num_bytes, digits=3)}"
-            ) from error
+        _reserve(file, path, dtype=np.dtype(dtype), shape=shape)
     array: NDArray[Any] = np.load(path, mmap_mode="r+")
     return array
+
+
+def resize_npy(path: Path, *, length: int) -> NDArray[Any]:
+    """Cut or extend the one-dimensional .npy file of `allocate_npy`, and return it as a writable memory map.
+
+    Raises:
+        InputError: the disk has too little free space.
+    """
+    with path.open("r+b") as file:
+        np.lib.format.read_magic(file)
+        _, _, data_type = np.lib.format.read_array_header_1_0(file)
+        _reserve(file, path, dtype=data_type, shape=(length,))
+        file.truncate(file.tell() + length * data_type.itemsize)
+    array: NDArray[Any] = np.load(path, mmap_mode="r+")
+    return array
+
+
+def _reserve(file: BinaryIO, path: Path, *, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    """Write the header of a .npy file, and reserve the disk space of the array. The position is then after the header.
+
+    The header of a one-dimensional array has the same length for any length of the array.
+    """
+    file.seek(0)
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    file.flush()
+    num_bytes = file.tell() + math.prod(shape) * dtype.itemsize
+    try:
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
+    except OSError as error:
+        if error.errno not in (*DISK_FULL_ERRNOS, errno.EFBIG):
+            raise
+        path.unlink()
+        shape_text = f"{' x '.join(f'{length:,}' for length in shape)} numbers"
+        raise disk_full_error(
+            path.parent, reason=f"{path.name}, {shape_text}, takes {format_gib(num_bytes, digits=3)}"
+        ) from error
 
 
 def save_npy(path: Path, array: NDArray[Any]) -> None:
@@ -78,35 +149,114 @@ def save_npy(path: Path, array: NDArray[Any]) -> None:
     allocate_npy(path, dtype=array.dtype, shape=array.shape)[...] = array
 
 
-HISTORY_FILES = (array_file("user_offset"), array_file("event_item"))
-"""Files with the items of each user, in the order of the log."""
+class Parts:
+    """The arrays of all shards. The file of a shard is mapped when its array is first read.
+
+    Attributes:
+        length_S: length of each array.
+    """
+
+    def __init__(self, paths: Sequence[Path], *, length_S: Int64Array) -> None:
+        self.length_S, self._paths = length_S, paths
+        self._array_by_shard: dict[int, NDArray[Any]] = {}
+
+    @classmethod
+    def of(cls, *arrays: "NDArray[Any] | Parts") -> "Parts":
+        """Return the arrays of all shards, which are in memory; a single argument can be `Parts` already."""
+        if isinstance(arrays[0], Parts):
+            return arrays[0]
+        parts = cls((), length_S=np.array([len(array) for array in arrays]))
+        parts._array_by_shard = dict(enumerate(cast(tuple[NDArray[Any], ...], arrays)))
+        return parts
+
+    def __len__(self) -> int:
+        return len(self.length_S)
+
+    def __iter__(self) -> Iterator[NDArray[Any]]:
+        return (self[shard] for shard in range(len(self)))
+
+    def __getitem__(self, shard: int) -> NDArray[Any]:
+        """Return the array of a shard."""
+        if shard not in self._array_by_shard:
+            self._array_by_shard[shard] = memory_map(self._paths[shard])
+        return self._array_by_shard[shard]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the entries, the same in all shards."""
+        mapped_arrays = tuple(self._array_by_shard.values())
+        return (mapped_arrays[0] if mapped_arrays else self[0]).dtype
+
+    @property
+    def start_S(self) -> Int64Array:
+        """Index of the first entry of each array in their concatenation."""
+        return np.cumsum(self.length_S) - self.length_S
+
+    @property
+    def mapped_shards(self) -> tuple[int, ...]:
+        """The shards whose arrays have been read."""
+        return tuple(sorted(self._array_by_shard))
 
 
 @dataclass(frozen=True)
 class EventArrays:
-    """The arrays of an event store. An array that is None by default may be missing in an event store."""
+    """The arrays of an event store. An array that is None by default may be missing in an event store.
 
-    user_offset: Int64Array
-    train_end: Int64Array
-    validation_end: Int64Array
-    event_item: NDArray[np.int32]
-    train_user: NDArray[np.int32]
+    With several shards, the arrays of SHARDED_ARRAYS are `Parts`.
+    """
+
+    user_offset: Int64Array | Parts
+    train_end: Int64Array | Parts
+    validation_end: Int64Array | Parts
+    event_item: NDArray[Any] | Parts
+    train_user: NDArray[Any]
     item_count: Int64Array
     vector_row: Int64Array
     item_rank: Int64Array | None = None
-    event_time: Int64Array | None = None
-    event_weight: NDArray[np.float32] | None = None
+    event_offset: Int64Array | Parts | None = None
+    event_time: Int64Array | Parts | None = None
+    event_weight: NDArray[np.float32] | Parts | None = None
     user_vector_row: Int64Array | None = None
-    negative_offset: Int64Array | None = None
-    negative_item: NDArray[np.int32] | None = None
-    negative_event: Int64Array | None = None
+    negative_offset: Int64Array | Parts | None = None
+    negative_item: NDArray[Any] | Parts | None = None
+    negative_event: Int64Array | Parts | None = None
 
     @classmethod
     def open(cls, manifest: InteractionsManifest) -> Self:
-        """Map the arrays of an interactions stage."""
+        """Map the arrays of an interactions stage. The arrays of several shards are mapped when they are read."""
+        num_shards = manifest.num_shards
+        user_S = users_by_shard(manifest.num_users, num_shards=num_shards)
+        event_S = np.array([shard.num_events for shard in manifest.shards], np.int64)
+        negative_S = np.array([shard.num_known_negatives for shard in manifest.shards], np.int64)
+        length_by_array = {"user_offset": user_S + 1, "train_end": user_S, "validation_end": user_S, "event_offset": user_S}
+        length_by_array |= {"negative_offset": 3 * user_S + 1, "negative_item": negative_S, "negative_event": negative_S}
+
+        def map_array(name: str) -> Any:
+            paths = [manifest.path(file_name) for file_name in array_files(name, num_shards=num_shards)]
+            return memory_map(paths[0]) if len(paths) == 1 else Parts(paths, length_S=length_by_array.get(name, event_S))
+
         required_names = {field.name for field in fields(cls) if field.default is not None}
-        stored_names = [field.name for field in fields(cls) if array_file(field.name) in manifest.files]
-        return cls(**{name: memory_map(manifest.path(array_file(name))) for name in required_names.union(stored_names)})
+        stored_names = [
+            field.name for field in fields(cls) if array_files(field.name, num_shards=num_shards)[0] in manifest.files
+        ]
+        return cls(**{name: map_array(name) for name in required_names.union(stored_names)})
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards."""
+        return len(Parts.of(self.user_offset))
+
+    @property
+    def num_users(self) -> int:
+        """Number of rows of the user vocabulary."""
+        return int(Parts.of(self.train_end).length_S.sum())
+
+    def shards(self) -> Iterator[Self]:
+        """Yield the arrays of each shard, whose users and events are numbered from 0. They have no training examples."""
+        for shard in range(self.num_shards):
+            parts = {name: getattr(self, name) for name in SHARDED_ARRAYS}
+            array_by_name = {name: part[shard] for name, part in parts.items() if isinstance(part, Parts)}
+            yield replace(self, train_user=self.train_user[:0], user_vector_row=None, **array_by_name)
 
 
 def popularity_ranks(count_R: NDArray[Any]) -> Int64Array:

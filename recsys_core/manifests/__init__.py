@@ -4,6 +4,7 @@ from recsys_core.manifests.data_stages import ColumnStatistics as ColumnStatisti
 from recsys_core.manifests.data_stages import DataReportManifest as DataReportManifest
 from recsys_core.manifests.data_stages import Dataset as Dataset
 from recsys_core.manifests.data_stages import EmbeddingsManifest as EmbeddingsManifest
+from recsys_core.manifests.data_stages import EventShard as EventShard
 from recsys_core.manifests.data_stages import FeaturesManifest as FeaturesManifest
 from recsys_core.manifests.data_stages import FeatureTableStatistics as FeatureTableStatistics
 from recsys_core.manifests.data_stages import IdType as IdType
@@ -39,6 +40,7 @@ from recsys_core.manifests.stage_folder import fingerprint_of as fingerprint_of
 from recsys_core.manifests.stage_folder import load_manifest as load_manifest
 from recsys_core.manifests.stage_folder import read_unchecked_manifest as read_unchecked_manifest
 from recsys_core.manifests.stage_folder import record_file as record_file
+from recsys_core.manifests.stage_folder import record_files as record_files
 from recsys_core.manifests.stage_folder import remove_own_folder as remove_own_folder
 from recsys_core.manifests.stage_folder import require_manifest as require_manifest
 from recsys_core.manifests.stage_folder import require_no_link as require_no_link

@@ -101,8 +101,17 @@ class LogPart(Frozen):
     files: tuple[IngestedFile, ...]
 
 
+class EventShard(Frozen):
+    """The events of the users in one shard."""
+
+    num_events: int
+    num_known_negatives: int = 0
+
+
 class InteractionsManifest(Manifest):
     """Vocabularies of users and items, and the event log in CSR format by user.
+
+    Row numbers of items and users are int32 in all files, or int64 if the vocabulary has more than 2^31 ids.
 
     Vocabulary:
         users.parquet, items.parquet: columns `id`, `train_count` and `events`. All other files refer to an id by its row in
@@ -116,15 +125,22 @@ class InteractionsManifest(Manifest):
     Events, ordered by user, then split (train, validation, test), then time:
         user_offset.npy: int64 [users + 1]. The events of user u are event_item[user_offset[u]:user_offset[u + 1]].
         train_end.npy, validation_end.npy: int64 [users], index where the user's train and validation events end.
-        event_item.npy: int32 [events], item rows.
+        event_item.npy: [events], item rows.
         event_time.npy: int64 [events], microseconds; only if the log has timestamps.
         event_weight.npy: float32 [events]; only with a weight column.
         context.parquet: the context columns as they were read; row k is the context of event_item[k].
-        train_user.npy: int32 [train_events], user of the k-th training event in CSR order.
+        train_user.npy: [train_events], user of the k-th training event in the order of the users.
+
+    Shards, if `interactions.shards` is S > 1: user u is in shard u % S, where it has row u // S. Each shard has its own files
+    with the events and known negatives of its users, such as event_item.3.npy and context.3.parquet. They count users and
+    events from 0. Elsewhere, the index of an event is its index in the concatenation of the shards. train_user.npy is one file,
+    in the same order for any S. One more array exists only with several shards:
+        event_offset.3.npy: int64 [users of the shard]. The k-th training event of train_user.npy, of user u, is event
+            k + event_offset[u // S] of the shard.
 
     Known negatives, only with explicit_negatives, ordered by user, then split, then time (see KnownNegatives):
         negative_offset.npy: int64 [3 * users + 1]. Those of user u in split s start at index negative_offset[3 * u + s].
-        negative_item.npy: int32 [known negatives], item rows.
+        negative_item.npy: [known negatives], item rows.
         negative_event.npy: int64 [known negatives], index of the user's first event of the same split that is not earlier, or
             the end of the user's events of this split; only if the events are ordered.
 
@@ -173,6 +189,12 @@ class InteractionsManifest(Manifest):
     num_bad_rows_by_reason: dict[str, int] = Field(description="rows dropped by on_bad_rows: drop, by `<column>: <reason>`")
     parts: tuple[LogPart, ...]
     sources: tuple[SourceFile, ...]
+    shards: tuple[EventShard, ...] = Field((), description="size of each shard; empty if the event store has a single shard")
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards of the event store."""
+        return max(1, len(self.shards))
 
 
 class IngestedFeature(Frozen):

@@ -12,10 +12,11 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, Field
@@ -146,10 +147,22 @@ class StageFolder(Generic[ManifestT]):
         )
 
 
-def commit_folder(staging_folder: Path, folder: Path, manifest_type: type[ManifestT], **fields: Any) -> ManifestT:
-    """Hash and fsync the files in `staging_folder`, write the manifest, and rename the folder to `folder`."""
+def commit_folder(
+    staging_folder: Path,
+    folder: Path,
+    manifest_type: type[ManifestT],
+    *,
+    records: Mapping[str, FileRecord] = MappingProxyType({}),
+    **fields: Any,
+) -> ManifestT:
+    """Hash and fsync the files in `staging_folder`, write the manifest, and rename the folder to `folder`.
+
+    records: files that their writers have hashed and synced, by name; they are not read again.
+    """
     (staging_folder / MARKER_NAME).touch()
-    manifest = manifest_type(**fields, files=_record_files(staging_folder), folder=folder)
+    paths = (path for path in staging_folder.rglob("*") if path.is_file() and path != staging_folder / MARKER_NAME)
+    new_records = record_files([path for path in paths if path.name not in records], folder=staging_folder)
+    manifest = manifest_type(**fields, files=new_records | dict(records), folder=folder)
     content = manifest.model_dump(mode="json")
     _write_durably(
         staging_folder / MANIFEST_NAME, json.dumps(content | {"sha256": _content_sha256(content)}, indent=2).encode()
@@ -212,9 +225,12 @@ def _content_sha256(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _record_files(folder: Path) -> dict[str, FileRecord]:
-    """Hash and fsync all files in parallel: fsync waits for the disk, hashing uses a core, and both release the GIL."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MARKER_NAME)
+def record_files(paths: Iterable[Path], *, folder: Path) -> dict[str, FileRecord]:
+    """Hash and fsync files in parallel: fsync waits for the disk, hashing uses a core, and both release the GIL.
+
+    Return the record of each file by its path in `folder`.
+    """
+    paths = sorted(paths)
     with ThreadPoolExecutor(2 * _HASH_THREADS) as pool:
         fsync_futures = [pool.submit(_fsync, path) for path in paths]
         records = dict(zip((str(path.relative_to(folder)) for path in paths), pool.map(record_file, paths), strict=True))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from recsys_core.dataset.batch import Batch
+from recsys_core.dataset.layout import row_dtype
 from recsys_core.models.ensemble import make_candidate_tower, make_query_tower
 from recsys_core.models.loss.collectives import l2_penalty
 from recsys_core.models.loss.loss_config import LossConfig
@@ -55,7 +56,9 @@ class RetrievalHead(nn.Module):
         self.num_trained_rows = dict.fromkeys(popularity_rank, 0)
         for table, popularity_rank_R in popularity_rank.items():
             self.register_buffer(
-                f"{table}_popularity_rank", torch.from_numpy(popularity_rank_R.astype(np.int32)), persistent=False
+                f"{table}_popularity_rank",
+                torch.from_numpy(popularity_rank_R.astype(row_dtype(len(popularity_rank_R)))),
+                persistent=False,
             )
         self.item_popularity_I: Tensor | None
         popularity_I = torch.from_numpy(item_popularity(item_count_I)) if spec.config.has_popularity else None

@@ -16,8 +16,15 @@ from safetensors.torch import load_file
 
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import FeatureStore
-from recsys_core.dataset.layout import HISTORY_FILES, ITEM_COLUMNS_FILE, ITEM_TITLES_FILE, memory_map, vocabulary_file
-from recsys_core.errors import StageError
+from recsys_core.dataset.layout import (
+    HISTORY_ARRAYS,
+    ITEM_COLUMNS_FILE,
+    ITEM_TITLES_FILE,
+    array_files,
+    row_dtype,
+    vocabulary_file,
+)
+from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import (
     Dataset,
     EvaluationManifest,
@@ -107,7 +114,11 @@ def build_package(
         return stage.manifest
     large_files = (
         index.files[f"{index.served_index}.faiss"],
-        *(interactions.files[file_name] for file_name in HISTORY_FILES),
+        *(
+            interactions.files[file_name]
+            for name in HISTORY_ARRAYS
+            for file_name in array_files(name, num_shards=interactions.num_shards)
+        ),
     )
     with stage.writing(min_bytes=sum(record.size_bytes for record in large_files)) as output_folder:
         package_folder = output_folder / "package"
@@ -189,7 +200,14 @@ def _describe_vectors(num_items: int, dim: int, similarity: str) -> str:
 def _write_users(folder: Path, spec: ModelSpec, dataset: Dataset) -> None:
     """Write the ids, the histories and the features of the users."""
     interactions, forms = dataset.interactions, user_features(spec)
-    user_offset, event_item = (memory_map(interactions.path(file_name)) for file_name in HISTORY_FILES)
+    for side, num_rows in (("users", interactions.num_users), ("items", interactions.num_items)):
+        if row_dtype(num_rows) is not np.int32:
+            raise InputError(
+                f"package.users: the catalogue has {num_rows:,} {side}, but {USERS_NAME} has 32 bits per row, for at most "
+                "2,147,483,648; set package.users to none"
+            )
+    scratch_path = folder / "histories.npy"
+    user_offset, event_item = EventStore.open(interactions).all_histories(scratch_path)
     write_users(
         folder / USERS_NAME,
         user_ids=pq.read_table(interactions.path(vocabulary_file("user")), columns=["id"])["id"].combine_chunks(),
@@ -197,6 +215,7 @@ def _write_users(folder: Path, spec: ModelSpec, dataset: Dataset) -> None:
         event_item=event_item,
         features=FeatureStore.read(dataset.features.folder, forms) if dataset.features is not None else FeatureStore({}),
     )
+    scratch_path.unlink(missing_ok=True)
     write_block_checksums(folder / USERS_NAME, folder / USERS_CHECKSUMS_NAME)
 
 

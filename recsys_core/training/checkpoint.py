@@ -34,7 +34,7 @@ from recsys_core.errors import StageError
 from recsys_core.launching.heartbeat import HeartbeatWriter
 from recsys_core.launching.heartbeat import heartbeat as heartbeat_thread
 from recsys_core.launching.rank import Process
-from recsys_core.manifests import Manifest, commit_folder, load_manifest, require_no_link
+from recsys_core.manifests import FileRecord, Manifest, commit_folder, load_manifest, record_files, require_no_link
 from recsys_core.training.dense_parallel import local_part
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Checkpointer:
     def save(
         self, model: DistributedModelParallel, optimizer: CombinedOptimizer, *, step: int, best: BestValidation | None
     ) -> None:
-        """Copy the state and return; a background thread writes, hashes and commits the checkpoint.
+        """Copy the state and return. A background thread of each rank writes and hashes its files, and rank 0 commits them.
 
         Raises InputError if the disk is too small, and the error of the previous save if it failed.
         """
@@ -139,6 +139,8 @@ class Checkpointer:
         start_time: float,
     ) -> None:
         write_future.result()  # on rank 0, it ends when all ranks have written their files and .metadata exists
+        with heartbeat_thread(self._heartbeat.path.touch, interval_s=HEARTBEAT_INTERVAL_S):
+            records = self._gather_records(staging_folder)
         if not self._process.is_main:
             return
         for file_name, text in self._text_by_extra_file.items():
@@ -151,6 +153,7 @@ class Checkpointer:
                 staging_folder,
                 checkpoint_folder,
                 CheckpointManifest,
+                records=records,
                 fingerprint=self._fingerprint,
                 seconds=time.perf_counter() - start_time,
                 step=step,
@@ -161,6 +164,26 @@ class Checkpointer:
         for old_folder in _committed_folders(self._folder)[: -self._keep_checkpoints]:
             if best is None or old_folder.name != checkpoint_name(best.step):
                 shutil.rmtree(old_folder)
+
+    def _gather_records(self, staging_folder: Path) -> dict[str, FileRecord]:
+        """Collective. Hash and sync the files of this rank; return the records of all ranks on rank 0.
+
+        One host would take long to read the files of all hosts, and cannot sync them.
+        """
+        own_records = record_files(staging_folder.glob(f"__{self._process.rank}_*.distcp"), folder=staging_folder)
+        records_by_rank: list[dict[str, FileRecord]] = [{} for _ in range(self._process.world_size)]
+        dist.gather_object(own_records, records_by_rank if self._process.is_main else None, group=self._process_group)
+        records = {name: record for rank_records in records_by_rank for name, record in rank_records.items()}
+        for name, record in records.items() if self._process.is_main else ():
+            path = staging_folder / name
+            num_bytes = path.stat().st_size if path.is_file() else None
+            if num_bytes != record.size_bytes:
+                raise StageError(
+                    f"{path}: another rank wrote {record.size_bytes:,} bytes, but here the file has "
+                    f"{'not been found' if num_bytes is None else f'{num_bytes:,}'}; mount the same storage under this path on "
+                    "all hosts"
+                )
+        return records
 
     def _require_free_space(self, state: dict[str, Any], *, staging_folder: Path) -> None:
         """Raise InputError if the disk is too small; DCP's own error would be `inline_container unexpected pos`."""

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.jagged import JaggedArray
-from recsys_core.dataset.layout import CONTEXT_FILE, vocabulary_file
+from recsys_core.dataset.layout import context_paths, vocabulary_file
 from recsys_core.errors import StageError
 from recsys_core.evaluation.config import FeatureSlice
 from recsys_core.evaluation.metrics import TargetPositions, UserMetrics
@@ -152,7 +152,8 @@ def _context(
     }
     if not columns:
         return {}
-    table = pq.read_table(interactions.path(CONTEXT_FILE), columns=sorted(columns)).take(pa.array(event_index_U))
+    tables = [pq.read_table(path, columns=sorted(columns)) for path in context_paths(interactions)]
+    table = pa.concat_tables(tables).take(pa.array(event_index_U))
     context = {}
     for column in table.column_names:
         values = table[column].combine_chunks()

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recsys_core.dataset.jagged import JaggedArray, chunk_slices
+from recsys_core.dataset.layout import row_dtype
+from recsys_core.errors import InputError
 from recsys_core.evaluation.ranking.top_k import (
     Scores,
     TopLists,
@@ -64,7 +66,15 @@ class Grid:
 
     @classmethod
     def of(cls, num_columns: int, *, k: int, top_only: bool, tile_columns: int | None = None) -> "Grid":
-        """Return the grid for a top list of at most `k` columns. tile_columns: TILE_COLUMNS by default."""
+        """Return the grid for a top list of at most `k` columns. tile_columns: TILE_COLUMNS by default.
+
+        Raises InputError if a column does not fit into 32 bits.
+        """
+        if row_dtype(num_columns) is not np.int32:
+            raise InputError(
+                f"the catalogue has {num_columns:,} items, but a ranking has at most 2,147,483,648; remove rare items with "
+                "interactions.filter.min_item_events"
+            )
         return cls(num_columns, min(k, num_columns), top_only, tile_columns or TILE_COLUMNS)
 
     @property

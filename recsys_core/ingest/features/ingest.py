@@ -6,7 +6,7 @@ from pathlib import Path
 
 import duckdb
 
-from recsys_core.dataset.layout import CONTEXT_FILE
+from recsys_core.dataset.layout import context_paths
 from recsys_core.ingest.features.config import FeatureConfig, FeaturesConfig
 from recsys_core.ingest.features.encoding import encode
 from recsys_core.ingest.features.feature_column import FeatureColumn, PreviousFeature, feature_definition
@@ -55,7 +55,7 @@ def ingest_features(
         config,
         user_id_type=interactions.user_id_type,
         item_id_type=interactions.item_id_type,
-        context_sources=[open_own_file(interactions.path(CONTEXT_FILE))] if config.context else (),
+        context_sources=[open_own_file(path) for path in context_paths(interactions)] if config.context else (),
         allowed_data_root=allowed_data_root,
     )
     vector_tables = {} if embeddings is None else embeddings.tables

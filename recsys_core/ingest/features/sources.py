@@ -6,6 +6,7 @@ the same way.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
@@ -93,7 +94,7 @@ class ContextSource:
         """Create table `joined` with the context columns of every event."""
         paths = [source.path for source in self.table.sources]
         _reject_bad_table(connection, self.table, paths=paths)
-        connection.register("events", _read_events(paths[0], columns=self.table.columns, events=self.events))
+        connection.register("events", _read_events(paths, columns=self.table.columns, events=self.events))
         connection.execute(
             'CREATE TABLE joined AS SELECT "nightjar row" AS row, "nightjar in_training" AS in_training, '
             f"{_value_columns_sql(self.table)} FROM events"
@@ -132,15 +133,16 @@ def _value_columns_sql(table: FeatureTable) -> str:
     return ", ".join(columns)
 
 
-def _read_events(path: Path, *, columns: Sequence[str], events: EventStore) -> pa.RecordBatchReader:
-    """Stream the context columns. Two more columns contain the index of the event, and whether it is a training event."""
-    file = pq.ParquetFile(path)
-    fields = [file.schema_arrow.field(name) for name in columns]
+def _read_events(paths: Sequence[Path], *, columns: Sequence[str], events: EventStore) -> pa.RecordBatchReader:
+    """Stream the context columns of all shards. Two more columns have the index of each event, and whether it trains."""
+    file_schema = pq.read_schema(paths[0])
+    fields = [file_schema.field(name) for name in columns]
     schema = pa.schema([*fields, ("nightjar row", pa.int64()), ("nightjar in_training", pa.bool_())])
 
     def batches() -> Iterator[pa.RecordBatch]:
         start_event = 0
-        for batch in file.iter_batches(BATCH_ROWS, columns=list(columns)):
+        files = (pq.ParquetFile(path) for path in paths)
+        for batch in chain.from_iterable(file.iter_batches(BATCH_ROWS, columns=list(columns)) for file in files):
             stop_event = start_event + batch.num_rows
             event_index = pa.array(np.arange(start_event, stop_event))
             is_training = pa.array(events.is_training(slice(start_event, stop_event)))

@@ -244,6 +244,13 @@ class InteractionsConfig(Settings):
     vocabulary: VocabularyConfig = Field(
         default_factory=VocabularyConfig, description="When to rebuild the vocabularies of users and items"
     )
+    shards: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Number of shards of the event store. Each shard has files of its own with the events of every `shards`-th "
+        "user. The model and the metrics do not depend on the number of shards",
+    )
     on_bad_rows: OnBadRows = "fail"
     max_bad_share: MaxBadShare = 0.01
     max_expansion_ratio: MaxExpansionRatio = 1_000
@@ -296,11 +303,14 @@ class InteractionsConfig(Settings):
     def result_settings(self) -> dict[str, Any]:
         """Return the settings that change the result, for a fingerprint.
 
-        Without explicit negatives, the result and the fingerprint are those of configs that do not have the setting.
+        Without explicit negatives, or with a single shard, the result and the fingerprint are those of configs that do not have
+        the setting.
         """
         settings = super().result_settings()
         if not self.explicit_negatives:
             del settings["explicit_negatives"]
+        if self.shards == 1:
+            del settings["shards"]
         return settings
 
     @property

@@ -1,32 +1,82 @@
 """Writer of the event store: the sorted events stream into the memory maps that InteractionsManifest describes.
 
-E is the number of events of a batch, S the number of splits.
+E is the number of events of a batch, L the number of known negatives of a batch, S the number of splits.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from recsys_core.dataset.layout import CONTEXT_FILE, allocate_npy, array_file, popularity_ranks, save_npy, vocabulary_file
+from recsys_core.dataset.layout import (
+    CONTEXT_FILE,
+    allocate_npy,
+    array_file,
+    array_files,
+    popularity_ranks,
+    resize_npy,
+    row_dtype,
+    save_npy,
+    shard_files,
+    vocabulary_file,
+)
+from recsys_core.dataset.shards import positions_by_shard
 from recsys_core.ingest.log.config import SPLITS, InteractionsConfig
 from recsys_core.ingest.log.engine import Vocabulary
+from recsys_core.manifests import EventShard
 
 BATCH_ROWS = 1_000_000
+MAX_DENSE_COUNTS = 1 << 24
+"""Largest number of keys that are counted in an array of 128 MB. With more of them, the keys of a batch are sorted."""
 Counts = NDArray[np.int64]
 
 
+class GrowingArray:
+    """A .npy file that is written from its start to its end. It has the expected length if no more and no less is appended."""
+
+    def __init__(self, path: Path, *, dtype: DTypeLike, expected_length: int) -> None:
+        self.length = 0
+        self._path, self._array = path, allocate_npy(path, dtype=dtype, shape=(expected_length,))
+
+    def append(self, values: NDArray[Any]) -> None:
+        """Write `values` after those before; raise InputError if the disk is full."""
+        end = self.length + len(values)
+        if end > len(self._array):
+            self._array = resize_npy(self._path, length=max(end, len(self._array) + len(self._array) // 8))
+        self._array[self.length : end] = values
+        self.length = end
+
+    def close(self) -> None:
+        """Cut the file to the appended values."""
+        if self.length < len(self._array):
+            self._array = resize_npy(self._path, length=self.length)
+
+
 class EventWriter:
-    """Writes the sorted log, and counts the events of each user and item by split."""
+    """Writes the sorted log to the shards of their users, and counts the events of each user and item by split."""
 
     def __init__(self, output_folder: Path, *, users: Vocabulary, items: Vocabulary, config: InteractionsConfig) -> None:
         self.user_count_US: Counts = np.zeros((len(users), len(SPLITS)), np.int64)
         self.item_count_IS: Counts = np.zeros((len(items), len(SPLITS)), np.int64)
+        self._negative_count_US: Counts = np.zeros((0, len(SPLITS)), np.int64)
         self._output_folder, self._users, self._items, self._config = output_folder, users, items, config
+
+    @property
+    def shards(self) -> tuple[EventShard, ...]:
+        """The size of each shard, as in InteractionsManifest."""
+        if self._config.shards == 1:
+            return ()
+        return tuple(
+            EventShard(num_events=int(count_US.sum()), num_known_negatives=int(negative_count_US.sum()))
+            for count_US, negative_count_US in zip(
+                self._by_shard(self.user_count_US), self._by_shard(self._negative_count_US), strict=True
+            )
+        )
 
     def write_events(self, batches: Iterable[pa.RecordBatch], *, num_events: int) -> None:
         """Write event_item.npy and, as configured, event_time.npy, event_weight.npy and context.parquet.
@@ -36,32 +86,29 @@ class EventWriter:
                 as configured, weight and context_<index of the context column>.
             num_events: number of events in all batches.
         """
-        array_by_column = {
-            "item_row": allocate_npy(self._output_folder / array_file("event_item"), dtype=np.int32, shape=(num_events,))
-        }
+        arrays_by_column = {"item_row": self._arrays("event_item", dtype=row_dtype(len(self._items)), num_values=num_events)}
         if self._config.timestamp_column is not None:
-            array_by_column["position"] = allocate_npy(
-                self._output_folder / array_file("event_time"), dtype=np.int64, shape=(num_events,)
-            )
+            arrays_by_column["position"] = self._arrays("event_time", dtype=np.int64, num_values=num_events)
         if self._config.weight_column is not None:
-            array_by_column["weight"] = allocate_npy(
-                self._output_folder / array_file("event_weight"), dtype=np.float32, shape=(num_events,)
-            )
-        start_event = 0
+            arrays_by_column["weight"] = self._arrays("event_weight", dtype=np.float32, num_values=num_events)
         with ExitStack() as stack:
-            context_writer: pq.ParquetWriter | None = None
+            context_writers: list[pq.ParquetWriter] = []
             for batch in _merge_batches(batches):
-                for column_name, array in array_by_column.items():
-                    array[start_event : start_event + batch.num_rows] = batch.column(column_name).to_numpy()
                 self._count_events(batch)
-                if context_columns := self._config.context_columns:
-                    context = pa.table({name: batch.column(f"context_{index}") for index, name in enumerate(context_columns)})
-                    if context_writer is None:
-                        context_path = self._output_folder / CONTEXT_FILE
-                        context_writer = stack.enter_context(pq.ParquetWriter(context_path, context.schema))
-                    context_writer.write_table(context)
-                start_event += batch.num_rows
-        assert start_event == num_events, f"{num_events} events were announced, but the batches have {start_event}"
+                if self._config.context_columns and not context_writers:
+                    schema = _context_table(batch, self._config).schema
+                    file_names = shard_files(CONTEXT_FILE, num_shards=self._config.shards)
+                    paths = [self._output_folder / file_name for file_name in file_names]
+                    context_writers = [stack.enter_context(pq.ParquetWriter(path, schema)) for path in paths]
+                for shard, shard_batch in self._route(batch):
+                    for column_name, arrays in arrays_by_column.items():
+                        arrays[shard].append(shard_batch.column(column_name).to_numpy())
+                    if context_writers:
+                        context_writers[shard].write_table(_context_table(shard_batch, self._config))
+        num_written = _close(arrays_by_column["item_row"])
+        for arrays in arrays_by_column.values():
+            _close(arrays)
+        assert num_written == num_events, f"{num_events} events were announced, but the batches have {num_written}"
 
     def write_negatives(self, batches: Iterable[pa.RecordBatch], *, num_negatives: int) -> None:
         """Write the arrays of KnownNegatives. `write_events` comes before.
@@ -71,34 +118,41 @@ class EventWriter:
                 num_earlier_events, the number of the user's events of the same split with a smaller position.
             num_negatives: number of known negatives in all batches.
         """
-        block_start_S = np.cumsum(np.append(0, self.user_count_US.ravel()))
-        count_S, start = np.zeros(self.user_count_US.size, np.int64), 0
-        item_L = allocate_npy(self._output_folder / array_file("negative_item"), dtype=np.int32, shape=(num_negatives,))
-        event_path = self._output_folder / array_file("negative_event")
-        event_L = allocate_npy(event_path, dtype=np.int64, shape=(num_negatives,)) if self._config.is_ordered else None
+        first_event_US = np.empty_like(self.user_count_US)
+        for shard_first_event_US, count_US in zip(
+            self._by_shard(first_event_US), self._by_shard(self.user_count_US), strict=True
+        ):
+            shard_first_event_US[...] = (np.cumsum(count_US) - count_US.ravel()).reshape(count_US.shape)
+        items = self._arrays("negative_item", dtype=row_dtype(len(self._items)), num_values=num_negatives)
+        events = self._arrays("negative_event", dtype=np.int64, num_values=num_negatives) if self._config.is_ordered else None
+        self._negative_count_US = np.zeros_like(self.user_count_US)
+        count_S = self._negative_count_US.reshape(-1)
         for batch in batches:
-            user_L, split_L, num_earlier_L = (
-                batch.column(name).to_numpy().astype(np.int64) for name in ("user_row", "split", "num_earlier_events")
-            )
-            block_L, rows = user_L * len(SPLITS) + split_L, slice(start, start + batch.num_rows)
-            item_L[rows] = batch.column("item_row").to_numpy()
-            if event_L is not None:
-                event_L[rows] = block_start_S[block_L] + num_earlier_L
-            count_S[block_L[0] : block_L[-1] + 1] += np.bincount(block_L - block_L[0])
-            start += batch.num_rows
-        assert start == num_negatives, f"{num_negatives} known negatives were announced, but the batches have {start}"
-        save_npy(self._output_folder / array_file("negative_offset"), np.cumsum(np.append(0, count_S)))
+            _add_sorted_keys(count_S, _user_split_keys(batch))
+            for shard, shard_batch in self._route(batch):
+                items[shard].append(shard_batch.column("item_row").to_numpy())
+                if events is not None:
+                    first_event_L = first_event_US.reshape(-1)[_user_split_keys(shard_batch)]
+                    events[shard].append(first_event_L + shard_batch.column("num_earlier_events").to_numpy())
+        num_written = _close(items)
+        if events is not None:
+            _close(events)
+        assert num_written == num_negatives, f"{num_negatives} negatives were announced, but the batches have {num_written}"
+        for path, count_US in zip(self._paths("negative_offset"), self._by_shard(self._negative_count_US), strict=True):
+            save_npy(path, np.cumsum(np.append(0, count_US)))
 
     def write_offsets(self) -> None:
         """Write the arrays that have one entry per user, per item or per training event."""
-        count_U_by_split = dict(zip(SPLITS, self.user_count_US.T, strict=True))
-        user_offset = np.concatenate(([0], np.cumsum(self.user_count_US.sum(axis=1))))
-        train_end_U = user_offset[:-1] + count_U_by_split["train"]
-        train_count_I = self.item_count_IS[:, SPLITS.index("train")]
+        train, validation = SPLITS.index("train"), SPLITS.index("validation")
+        paths_by_array = {name: self._paths(name) for name in ("user_offset", "train_end", "validation_end")}
+        for shard, count_US in enumerate(self._by_shard(self.user_count_US)):
+            user_offset = np.concatenate(([0], np.cumsum(count_US.sum(axis=1))))
+            train_end_U = user_offset[:-1] + count_US[:, train]
+            save_npy(paths_by_array["user_offset"][shard], user_offset)
+            save_npy(paths_by_array["train_end"][shard], train_end_U)
+            save_npy(paths_by_array["validation_end"][shard], train_end_U + count_US[:, validation])
+        train_count_I = self.item_count_IS[:, train]
         for name, array in {
-            "user_offset": user_offset,
-            "train_end": train_end_U,
-            "validation_end": train_end_U + count_U_by_split["validation"],
             "item_count": np.ascontiguousarray(train_count_I),
             "item_rank": popularity_ranks(train_count_I),
             "vector_row": self._items.vector_row_R,
@@ -106,7 +160,7 @@ class EventWriter:
             save_npy(self._output_folder / array_file(name), array)
         if (self._users.vector_row_R >= 0).any():
             save_npy(self._output_folder / array_file("user_vector_row"), self._users.vector_row_R)
-        write_train_user(self._output_folder, count_U_by_split["train"])
+        write_examples(self._output_folder, user_count_US=self.user_count_US, num_shards=self._config.shards)
 
     def write_vocabularies(self) -> None:
         """Write the ids of the users and items with their numbers of training events and of all events."""
@@ -116,25 +170,91 @@ class EventWriter:
             pq.write_table(table, self._output_folder / vocabulary_file(vocabulary.side), use_dictionary=False)
 
     def _count_events(self, batch: pa.RecordBatch) -> None:
-        user_E, item_E, split_E = (batch.column(name).to_numpy() for name in ("user_row", "item_row", "split"))
-        first_user, stop_user = int(user_E[0]), int(user_E[-1]) + 1  # events are sorted by user
-        user_split_key_E = (user_E - first_user) * len(SPLITS) + split_E
-        num_counts = (stop_user - first_user) * len(SPLITS)
-        self.user_count_US[first_user:stop_user] += np.bincount(user_split_key_E, minlength=num_counts).reshape(-1, len(SPLITS))
-        item_split_key_E = item_E.astype(np.int64) * len(SPLITS) + split_E
-        self.item_count_IS += np.bincount(item_split_key_E, minlength=self.item_count_IS.size).reshape(-1, len(SPLITS))
+        _add_sorted_keys(self.user_count_US.reshape(-1), _user_split_keys(batch))
+        item_E, split_E = (batch.column(name).to_numpy() for name in ("item_row", "split"))
+        key_E, count_S = item_E.astype(np.int64) * len(SPLITS) + split_E, self.item_count_IS.reshape(-1)
+        _add_counts(count_S, key_E, keys=range(count_S.size))
+
+    def _route(self, batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Yield each shard of the batch with the rows of its users, in their order."""
+        if self._config.shards == 1:
+            yield 0, batch
+            return
+        shard_E = batch.column("user_row").to_numpy() % self._config.shards
+        for shard, positions in positions_by_shard(shard_E, num_shards=self._config.shards):
+            yield shard, batch.take(pa.array(positions))
+
+    def _by_shard(self, count_US: Counts) -> list[Counts]:
+        """Return a view of the rows of each shard's users."""
+        return [count_US[shard :: self._config.shards] for shard in range(self._config.shards)]
+
+    def _paths(self, array_name: str) -> list[Path]:
+        return [self._output_folder / name for name in array_files(array_name, num_shards=self._config.shards)]
+
+    def _arrays(self, array_name: str, *, dtype: DTypeLike, num_values: int) -> list[GrowingArray]:
+        """Create the file of each shard. The shards have about the same size, so most of them grow at most once."""
+        expected_length = -(-num_values // self._config.shards)
+        return [GrowingArray(path, dtype=dtype, expected_length=expected_length) for path in self._paths(array_name)]
 
 
-def write_train_user(folder: Path, train_count_U: Counts) -> None:
-    """Write train_user.npy, the user of each training event, BATCH_ROWS users at a time."""
-    train_user = allocate_npy(folder / array_file("train_user"), dtype=np.int32, shape=(int(train_count_U.sum()),))
+def _close(arrays: Sequence[GrowingArray]) -> int:
+    """Close the arrays, and return the number of their values."""
+    for array in arrays:
+        array.close()
+    return sum(array.length for array in arrays)
+
+
+def _user_split_keys(batch: pa.RecordBatch) -> NDArray[np.int64]:
+    """Return the number of splits * user row + split of each row."""
+    user_E, split_E = (batch.column(name).to_numpy() for name in ("user_row", "split"))
+    keys_E: NDArray[np.int64] = user_E.astype(np.int64) * len(SPLITS) + split_E
+    return keys_E
+
+
+def _add_sorted_keys(count_S: Counts, key_E: NDArray[np.int64]) -> None:
+    """Add the number of each key to its count. The keys are sorted."""
+    _add_counts(count_S, key_E, keys=range(int(key_E[0]), int(key_E[-1]) + 1))
+
+
+def _add_counts(count_S: Counts, key_E: NDArray[np.int64], *, keys: range) -> None:
+    """Add the number of each key to its count; `keys` contains all keys."""
+    if len(keys) <= MAX_DENSE_COUNTS:
+        count_S[keys.start : keys.stop] += np.bincount(key_E - keys.start, minlength=len(keys))
+    else:
+        distinct_keys, num_E = np.unique(key_E, return_counts=True)
+        count_S[distinct_keys] += num_E
+
+
+def _context_table(batch: pa.RecordBatch, config: InteractionsConfig) -> pa.Table:
+    """Return the context columns with their names in the log."""
+    return pa.table({name: batch.column(f"context_{index}") for index, name in enumerate(config.context_columns)})
+
+
+def write_examples(folder: Path, *, user_count_US: Counts, num_shards: int) -> None:
+    """Write train_user.npy, the user of each training event, and event_offset.npy of several shards.
+
+    user_count_US: number of events of each user and split.
+    """
+    train_count_U = user_count_US[:, SPLITS.index("train")]
+    _write_train_user(folder, train_count_U)
+    if num_shards == 1:
+        return
+    first_example_U = np.cumsum(train_count_U) - train_count_U
+    for shard, file_name in enumerate(array_files("event_offset", num_shards=num_shards)):
+        count_U = user_count_US[shard::num_shards].sum(axis=1)
+        save_npy(folder / file_name, np.cumsum(count_U) - count_U - first_example_U[shard::num_shards])
+
+
+def _write_train_user(folder: Path, train_count_U: Counts) -> None:
+    """Write train_user.npy, BATCH_ROWS users at a time."""
+    dtype = row_dtype(len(train_count_U))
+    train_user = allocate_npy(folder / array_file("train_user"), dtype=dtype, shape=(int(train_count_U.sum()),))
     start_event = 0
     for first_user in range(0, len(train_count_U), BATCH_ROWS):
         train_counts = train_count_U[first_user : first_user + BATCH_ROWS]
         stop_event = start_event + int(train_counts.sum())
-        train_user[start_event:stop_event] = np.repeat(
-            np.arange(first_user, first_user + len(train_counts), dtype=np.int32), train_counts
-        )
+        users = np.arange(first_user, first_user + len(train_counts), dtype=dtype)
+        train_user[start_event:stop_event] = np.repeat(users, train_counts)
         start_event = stop_event
 
 

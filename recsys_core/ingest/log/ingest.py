@@ -118,6 +118,7 @@ def _write_store(
         "num_removed_events_by_filter": counts.num_removed_by_reason,
         "num_bad_rows_by_reason": bad_row_counts(parts, log),
         "parts": parts,
+        "shards": writer.shards,
     }
 
 

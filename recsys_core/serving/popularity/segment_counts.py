@@ -17,14 +17,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from recsys_core.dataset.jagged import Int64Array, chunk_slices, ragged_ranges
-from recsys_core.dataset.layout import EventArrays, memory_map
+from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.jagged import Int64Array, ragged_ranges
+from recsys_core.dataset.layout import memory_map
 from recsys_core.errors import InputError
 from recsys_core.manifests import FeaturesManifest, InteractionsManifest
 
 MAX_SEGMENT_ITEMS = 1_000
 """A longer answer continues with the most popular items of all users."""
-_CHUNK_EVENTS = 1 << 25
+TEST_SPLIT = 2
+"""Code of the test split in a chunk of events."""
+_CHUNK_EVENTS = 1 << 23
 
 
 def write_segments(
@@ -103,11 +106,8 @@ def _events(
     key: str, interactions: InteractionsManifest, features: FeaturesManifest
 ) -> Iterator[tuple[Int64Array, Int64Array]]:
     """Yield the value row and the item row of the events before the test split."""
-    arrays, table_rows = EventArrays.open(interactions), memory_map(features.path(f"{key}.row.npy"))
-    users_per_chunk = max(1, _CHUNK_EVENTS * interactions.num_users // max(1, len(arrays.event_item)))
-    for users in chunk_slices(interactions.num_users, length=users_per_chunk):
-        start_U = arrays.user_offset[users]
-        num_events_U = arrays.validation_end[users] - start_U
-        event_E = ragged_ranges(start_U, num_events_U)
-        value_row_E = table_rows[event_E] if key.startswith("context.") else np.repeat(table_rows[users], num_events_U)
-        yield value_row_E.astype(np.int64), arrays.event_item[event_E].astype(np.int64)
+    table_rows = memory_map(features.path(f"{key}.row.npy"))
+    for chunk in EventStore.open(interactions).user_chunks(max_events=_CHUNK_EVENTS):
+        is_before_E = chunk.split_E < TEST_SPLIT
+        value_row_E = table_rows[chunk.events] if key.startswith("context.") else table_rows[chunk.user_row_U][chunk.user_E]
+        yield value_row_E[is_before_E].astype(np.int64), chunk.item_E[is_before_E]

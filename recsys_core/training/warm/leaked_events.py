@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.jagged import Int64Array
-from recsys_core.dataset.layout import EVENT_ARRAYS, array_file
+from recsys_core.dataset.layout import EVENT_ARRAYS, array_files
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.training.warm.starting_model import match_rows_by_id, require_unchanged
 
@@ -37,7 +37,8 @@ def count_leaked_events(interactions: InteractionsManifest, *, champion: Interac
     has_times = store.has_times and champion_store.has_times
     for array_name in EVENT_ARRAYS:
         if has_times or array_name != "event_time":
-            require_unchanged(champion, array_file(array_name))
+            for file_name in array_files(array_name, num_shards=champion.num_shards):
+                require_unchanged(champion, file_name)
     oldest_held_out_time = min(store.first_time("validation"), store.first_time("test"))
     if has_times and champion_store.newest_training_time() < oldest_held_out_time:
         return 0

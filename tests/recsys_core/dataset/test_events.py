@@ -1,6 +1,7 @@
 """Histories compared with plain Python over the same events."""
 
 import tracemalloc
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import JaggedArray, ragged_ranges
-from recsys_core.dataset.layout import EventArrays
+from recsys_core.dataset.layout import SHARDED_ARRAYS, EventArrays, Parts
 from tests.recsys_core.ingest.interaction_logs import ingest, write_log
 
 Nested = list[list[int]]
@@ -20,14 +21,48 @@ few = st.lists(st.integers(0, 30), max_size=5)
 users = st.lists(st.tuples(st.lists(st.integers(0, 30), min_size=1, max_size=8), few, few), min_size=1, max_size=6)
 Users = list[tuple[list[int], list[int], list[int]]]
 """Train, validation and test items of each user."""
+num_test_shards = 1
+"""Number of shards of the stores of `store_of`; the tests of this folder set each of SHARDS in turn."""
+
+
+pytestmark = pytest.mark.usefixtures("shards")
 
 
 def store_of(log: Users, *, ordered: bool = True, weight: list[float] | None = None) -> EventStore:
-    return EventStore(arrays_of(log, weight=weight), is_ordered=ordered)
+    """Return a store with the number of shards of the test (see conftest.py)."""
+    events = iter(weight or [])
+    weights = [[next(events) for part in user for _ in part] for user in log] if weight is not None else None
+    arrays = arrays_of(log, weight=weight)
+    return EventStore(
+        in_shards(
+            arrays,
+            [
+                arrays_of(log[users], weight=None if weights is None else [number for own in weights[users] for number in own])
+                for users in users_by_shard()
+            ],
+        ),
+        is_ordered=ordered,
+    )
+
+
+def users_by_shard() -> list[slice]:
+    """Return the users of each shard, for the number of shards of the test."""
+    return [slice(shard, None, num_test_shards) for shard in range(num_test_shards)]
+
+
+def in_shards(arrays: EventArrays, shards: Sequence[EventArrays]) -> EventArrays:
+    """Return `arrays` with the users and the events of these shards."""
+    if len(shards) == 1:
+        return arrays
+    first_example = np.searchsorted(arrays.train_user, np.arange(len(arrays.train_end)))
+    offsets = [shard.user_offset[:-1] - first_example[users] for shard, users in zip(shards, users_by_shard(), strict=True)]
+    stored_names = [name for name in SHARDED_ARRAYS if getattr(arrays, name) is not None]
+    parts = {name: Parts.of(*(getattr(shard, name) for shard in shards)) for name in stored_names}
+    return replace(arrays, **parts, event_offset=Parts.of(*offsets))
 
 
 def arrays_of(log: Users, *, weight: list[float] | None = None) -> EventArrays:
-    lengths = np.array([[len(part) for part in user] for user in log], np.int64)
+    lengths = np.array([[len(part) for part in user] for user in log], np.int64).reshape(-1, 3)
     offset = np.concatenate([[0], np.cumsum(lengths.sum(axis=1))])
     train = [item for user in log for item in user[0]]
     return EventArrays(
@@ -36,7 +71,7 @@ def arrays_of(log: Users, *, weight: list[float] | None = None) -> EventArrays:
         validation_end=offset[:-1] + lengths[:, 0] + lengths[:, 1],
         event_item=np.array([item for user in log for part in user for item in part], np.int32),
         train_user=np.repeat(np.arange(len(log), dtype=np.int32), lengths[:, 0]),
-        item_count=np.bincount(train, minlength=31),
+        item_count=np.bincount(np.array(train, np.int64), minlength=31),
         vector_row=np.full(31, -1),
         event_weight=None if weight is None else np.array(weight, np.float32),
     )
@@ -56,7 +91,13 @@ def train_positions(store: EventStore) -> tuple[np.ndarray, np.ndarray]:
 def places(log: Users) -> Users:
     """Return `log` with the position of each event instead of its item."""
     counter = iter(range(10_000))
-    return [tuple([next(counter) for _ in part] for part in user) for user in log]
+    places_by_user = {row: tuple([next(counter) for _ in part] for part in log[row]) for row in rows_in_log_order(log)}
+    return [places_by_user[row] for row in range(len(log))]
+
+
+def rows_in_log_order(log: Users) -> list[int]:
+    """Return the rows of the users in the order of their events."""
+    return [row for users in users_by_shard() for row in range(len(log))[users]]
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 6))))
@@ -157,19 +198,20 @@ def test_events_are_counted_without_a_copy_of_the_log() -> None:
 
 @given(log=users, max_events=st.integers(1, 30))
 def test_user_chunks_hold_every_event_once_with_its_user_and_split(log: Users, max_events: int) -> None:
-    expected = [(user, split, item) for user, parts in enumerate(log) for split, part in enumerate(parts) for item in part]
-    events, first_user = [], 0
-    for chunk in store_of(log).user_chunks(max_events=max_events):
+    expected = [(user, split, item) for user in rows_in_log_order(log) for split, part in enumerate(log[user]) for item in part]
+    store, events = store_of(log), []
+    for chunk in store.user_chunks(max_events=max_events):
         assert len(chunk.item_E) <= max_events or len(chunk.num_events_U3) == 1
-        columns = ((chunk.user_E + first_user).tolist(), chunk.split_E.tolist(), chunk.item_E.tolist())
+        assert chunk.events.start == len(events)
+        columns = (chunk.user_row_U[chunk.user_E].tolist(), chunk.split_E.tolist(), chunk.item_E.tolist())
         events += list(zip(*columns, strict=True))
-        first_user += len(chunk.num_events_U3)
+        assert chunk.events.stop == len(events)
     assert events == expected
 
 
 @given(log=users, data=st.data())
 def test_training_events_are_recognised_in_any_range_of_the_log(log: Users, data: st.DataObject) -> None:
-    in_training = [split == 0 for parts in log for split, part in enumerate(parts) for _ in part]
+    in_training = [split == 0 for user in rows_in_log_order(log) for split, part in enumerate(log[user]) for _ in part]
     start = data.draw(st.integers(0, len(in_training) - 1))
     stop = data.draw(st.integers(start + 1, len(in_training)))
     assert store_of(log).is_training(slice(start, stop)).tolist() == in_training[start:stop]

@@ -4,16 +4,22 @@ from dataclasses import replace
 from itertools import count
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.known_negatives import KnownNegatives
+from recsys_core.dataset.layout import EventArrays
+from tests.recsys_core.dataset import test_events
 from tests.recsys_core.dataset.test_events import Users, arrays_of, lists_of, train_positions, users
 
 Places = list[tuple[list[int], list[int], list[int]]]
 """For each user and split, the number of earlier events of the split for each known negative, ascending."""
 FIRST_ITEM = 20_000
+
+
+pytestmark = pytest.mark.usefixtures("shards")
 
 
 @st.composite
@@ -28,17 +34,25 @@ def logs_with_negatives(draw: st.DrawFn) -> tuple[Users, Places]:
 
 def store_with_negatives(log: Users, places: Places, *, ordered: bool = True) -> EventStore:
     """Return a store. The known negatives are the items FIRST_ITEM, FIRST_ITEM + 1, ..., so an item identifies a negative."""
-    arrays = arrays_of(log)
+    items = items_by_user(places)
+    arrays = arrays_with_negatives(log, places, items, ordered=ordered)
+    shards = [
+        arrays_with_negatives(log[users], places[users], items[users], ordered=ordered)
+        for users in test_events.users_by_shard()
+    ]
+    return EventStore(test_events.in_shards(arrays, shards), is_ordered=ordered)
+
+
+def arrays_with_negatives(log: Users, places: Places, items: list[list[list[int]]], *, ordered: bool) -> EventArrays:
     block_start = np.concatenate([[0], np.cumsum([len(part) for user in log for part in user])])
     flat = [part for user in places for part in user]
     event = [block_start[block] + place for block, part in enumerate(flat) for place in part]
-    arrays = replace(
-        arrays,
+    return replace(
+        arrays_of(log),
         negative_offset=np.concatenate([[0], np.cumsum([len(part) for part in flat])]).astype(np.int64),
-        negative_item=np.arange(FIRST_ITEM, FIRST_ITEM + len(event), dtype=np.int32),
+        negative_item=np.array([item for user in items for part in user for item in part], np.int32),
         negative_event=np.array(event, np.int64) if ordered else None,
     )
-    return EventStore(arrays, is_ordered=ordered)
 
 
 def items_by_user(places: Places) -> list[list[list[int]]]:

@@ -30,6 +30,9 @@ MAX_HISTORY, NUM_ITEMS = 3, 10_000
 TENSORS = ("item_row_V", "candidate_index_C", "history_index_H", "history_offset")
 
 
+pytestmark = pytest.mark.usefixtures("shards")
+
+
 def loader_of(
     store: EventStore,
     *,

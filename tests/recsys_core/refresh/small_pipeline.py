@@ -84,7 +84,9 @@ def write_items(folder: Path, ids: Iterable[int], **changed: dict[int, Any]) -> 
     pq.write_table(pa.table(arrays), folder / "items.parquet")
 
 
-def inputs_of(folder: Path, *, has_vectors: bool = True, features: Sequence[dict[str, Any]] | None = FEATURES) -> InputConfig:
+def inputs_of(
+    folder: Path, *, has_vectors: bool = True, features: Sequence[dict[str, Any]] | None = FEATURES, shards: int = 1
+) -> InputConfig:
     """Return the settings of the files in `folder`. features: None for no table of items."""
     items = {
         "paths": str(folder / "items.parquet"),
@@ -96,7 +98,12 @@ def inputs_of(folder: Path, *, has_vectors: bool = True, features: Sequence[dict
     vectors = EmbeddingsConfig(paths=(str(folder / "vectors.parquet"),), vector_column="vector")
     return InputConfig(
         InteractionsConfig.model_validate(
-            {"paths": str(folder / "log.parquet"), "order_column": "position", "split": {"kind": "leave_last_out"}}
+            {
+                "paths": str(folder / "log.parquet"),
+                "order_column": "position",
+                "split": {"kind": "leave_last_out"},
+                "shards": shards,
+            }
         ),
         (vectors,) if has_vectors else (),
         None if features is None else FeaturesConfig.model_validate({"items": items}),
@@ -130,6 +137,7 @@ def build_pipeline(
     transfer: str = "frozen",
     index: str | dict[str, Any] = "flat",
     model: dict[str, Any] | None = None,
+    shards: int = 1,
     **package: Any,
 ) -> SmallPipeline:
     """Write the input files, and run the pipeline on them. model: settings that differ from MODEL."""
@@ -144,7 +152,7 @@ def build_pipeline(
     pq.write_table(pa.table(log), folder / "log.parquet")
     write_vectors(folder, ITEMS)
     write_items(folder, ITEMS)
-    inputs = inputs_of(folder, has_vectors=has_vectors, features=features)
+    inputs = inputs_of(folder, has_vectors=has_vectors, features=features, shards=shards)
     dataset = _ingest(inputs, folder)
     tables = {"item": TableConfig(transfer=transfer)} if has_vectors else {}  # type: ignore[arg-type]
     spec = ModelSpec.of(TwoTowerConfig.model_validate({**MODEL, **(model or {})}), dataset=dataset, tables=tables)

@@ -25,6 +25,7 @@ from recsys_core.serving.description import DESCRIPTION_NAME, description_sha256
 from recsys_core.serving.package import build_package
 from recsys_core.serving.retriever import Retriever
 from recsys_core.serving.users.mapped_file import write_block_checksums
+from tests.recsys_core.refresh.small_pipeline import build_pipeline
 from tests.recsys_core.serving.conftest import DIM, ITEM_IDS, ITEMS, USER_FEATURES, USER_IDS, USERS, Build
 
 
@@ -254,3 +255,11 @@ def test_a_description_with_one_changed_value_loads_or_is_rejected_with_a_messag
         assert str(folder) in str(error)
     else:
         assert len(loaded.recommend([1], k=3)[0][0]) == 3
+
+
+def test_a_package_does_not_depend_on_the_number_of_shards(tmp_path: Path) -> None:
+    one, several = (build_pipeline(tmp_path / f"{shards}", shards=shards).package_folder for shards in (1, 7))
+    names = {path.name for path in one.iterdir()} - {"package.json"}
+    assert "users.arrow" in names and names == {path.name for path in several.iterdir()} - {"package.json"}
+    for name in names:
+        assert (one / name).read_bytes() == (several / name).read_bytes(), name

@@ -1,4 +1,4 @@
-"""Training and export of a small model on a generated log, in two ranks that are forked instead of launched by torchrun."""
+"""Training and export of a small model on a generated log, in ranks that are forked instead of launched by torchrun."""
 
 import json
 import os
@@ -52,8 +52,8 @@ MODEL = TwoTowerConfig(
 )
 
 
-def generate_dataset(root: Path) -> Dataset:
-    """Generate a log of ten days with features and ingest it.
+def generate_dataset(root: Path, *, shards: int = 1) -> Dataset:
+    """Generate a log of ten days with features and ingest it into `shards` shards.
 
     The last day is the test split, the day before it the validation split; ten items have no training event.
     """
@@ -74,6 +74,7 @@ def generate_dataset(root: Path) -> Dataset:
         paths=(str(root / "data/interactions/*.parquet"),),
         timestamp_column="timestamp",
         split=TimeSplit(test_days=1, validation_days=1),
+        shards=shards,
     )
     embeddings = ingest_embeddings((vectors,), folder=root / "embeddings")
     interactions = ingest_interactions(log, embeddings=embeddings, folder=root / "interactions")
@@ -105,7 +106,7 @@ def generate_dataset(root: Path) -> Dataset:
 
 
 class Experiment(NamedTuple):
-    """A dataset, a model, its plan for two ranks and the settings of its training."""
+    """A dataset, a model, its plan and the settings of its training."""
 
     data: Dataset
     spec: ModelSpec
@@ -123,10 +124,11 @@ def make_experiment(
     tables: dict[str, TableConfig] | None = None,
     loss: LossConfig = LossConfig(num_negatives=32),  # noqa: B008  it is frozen
     sharding: dict[str, TableConstraint] | None = None,
+    world_size: int = 2,
 ) -> Experiment:
     spec = ModelSpec.of(model, dataset=data, tables=tables, loss=loss, optimizer=training.table_optimizer)
     plan = plan_sharding(
-        ShardingConfig(cluster=ClusterConfig(device="cpu", processes_per_node=2), tables=sharding or {}),
+        ShardingConfig(cluster=ClusterConfig(device="cpu", processes_per_node=world_size), tables=sharding or {}),
         model=spec,
         batch_size=training.batch_size,
         folder=folder,
@@ -152,7 +154,7 @@ def train_in_forks(
         scores: metric values that replace the measurements of the validations.
     """
     job = train_job(experiment, work)
-    run_ranks(_train, world_size=2, arguments=(job, stops_at, scores))
+    run_ranks(_train, world_size=experiment.plan.world_size, arguments=(job, stops_at, scores))
     if stops_at is not None:
         assert not (work / RESULT_FILE).exists()
         return FinishedTraining(work, TrainResult.model_construct(), [])
@@ -205,7 +207,7 @@ def export_in_forks(
     """Export the checkpoint and return every array and every tensor of the layers by name."""
     out.mkdir()
     job = export_job(experiment, checkpoint, out).model_copy(update={"ranking": ranking})
-    run_ranks(_export, world_size=2, arguments=(job,))
+    run_ranks(_export, world_size=experiment.plan.world_size, arguments=(job,))
     arrays = {path.name: np.load(path) for path in sorted(out.glob("*.npy"))}
     return arrays | {name: value.numpy() for name, value in load_file(out / "dense.safetensors").items()}
 

@@ -4,6 +4,7 @@ import logging
 import random
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import table_shards
 from recsys_core.models.tables.table_config import TableConfig, TableOptimizer
+from recsys_core.training import checkpoint
 from recsys_core.training.checkpoint import (
     BestValidation,
     Checkpointer,
@@ -289,3 +291,56 @@ def hash_until_a_sign_of_life(rank: int, folder: Path) -> None:
 
 def test_the_heartbeat_continues_while_a_checkpoint_is_hashed(tmp_path: Path) -> None:
     run_ranks(hash_until_a_sign_of_life, world_size=2, arguments=(tmp_path,))
+
+
+def hash_own_files(rank: int, folder: Path) -> None:
+    hashed, record = [], stage_folder.record_file
+
+    def spy(path: Path) -> stage_folder.FileRecord:
+        hashed.append(path.name)
+        return record(path)
+
+    setup = make(rank, "row_wise", spec=spec_of(), steps=1)
+    saver = checkpointer(rank, folder / "checkpoints")
+    stage_folder.record_file = spy  # type: ignore[assignment]
+    saver.save(setup.model, setup.optimizer, step=1, best=None)
+    saver.finish()
+    dist.barrier()
+    own_files = {path.name for path in (folder / "checkpoints" / checkpoint_name(1)).glob(f"__{rank}_*")}
+    assert len(hashed) == len(set(hashed)) and own_files
+    assert set(hashed) == own_files | ({".metadata", "job.json"} if rank == 0 else set())
+
+
+def test_each_rank_hashes_the_files_that_it_has_written(tmp_path: Path) -> None:
+    run_ranks(hash_own_files, world_size=2, arguments=(tmp_path,))
+    manifest = load_manifest(tmp_path / "checkpoints" / checkpoint_name(1), CheckpointManifest)  # compares the checksums
+    assert manifest is not None and {name[:4] for name in manifest.files} == {"__0_", "__1_", ".met", "job."}
+
+
+def save_to_other_storage(rank: int, folder: Path) -> None:
+    """The file of rank 1 is lost before rank 0 looks for it."""
+    setup = make(rank, "row_wise", spec=spec_of(), steps=1)
+    saver = checkpointer(rank, folder / "checkpoints")
+    record_own = checkpoint.record_files
+
+    def lose(paths: Iterable[Path], *, folder: Path) -> dict[str, stage_folder.FileRecord]:
+        paths = list(paths)
+        records = record_own(paths, folder=folder)
+        for path in paths if rank == 1 else ():
+            path.unlink()
+        return records
+
+    checkpoint.record_files = lose
+    saver.save(setup.model, setup.optimizer, step=1, best=None)
+    if rank == 1:
+        saver.finish()
+        return
+    with pytest.raises(
+        StageError, match=r"__1_0.distcp: another rank wrote .* bytes, .* not been found; mount the same storage"
+    ):
+        saver.finish()
+
+
+def test_a_file_that_another_rank_wrote_elsewhere_is_named(tmp_path: Path) -> None:
+    run_ranks(save_to_other_storage, world_size=2, arguments=(tmp_path,))
+    assert latest_checkpoint(tmp_path / "checkpoints", fingerprint="f") is None

@@ -217,7 +217,7 @@ def _test_days(connection: duckdb.DuckDBPyConnection, split: TimeSplit, events_s
     return float(max(1, min(num_days_needed, (newest_us - oldest_us) // (MIN_SPAN_PER_TEST_PERIOD * DAY_US))))
 
 
-_FOLD_HASH_SQL = '("user"::BIGINT * 2654435761 % 4294967296 // 65536)'
+_FOLD_HASH_SQL = '("user"::UBIGINT % 4294967296 * 2654435761 % 4294967296 // 65536)'
 """Multiplicative hash of a user's code (Knuth, The Art of Computer Programming, volume 3, section 6.4)."""
 
 

@@ -14,7 +14,7 @@ import duckdb
 import pyarrow as pa
 
 from recsys_core.ingest.log.config import FileSplit, InteractionsConfig
-from recsys_core.ingest.log.duckdb_engine.vocabulary import id_condition_sql
+from recsys_core.ingest.log.duckdb_engine.vocabulary import id_condition_sql, row_sql_type
 from recsys_core.ingest.log.engine import LogFiles
 from recsys_core.manifests import IdType
 from recsys_core.parquet.duckdb_session import SQL_TYPE, fetch_count, quoted, scan_all_sql, scan_sql
@@ -117,7 +117,8 @@ def write_events(
     extra_columns_sql += [] if positive_row_sql is None else [f"NOT ({positive_row_sql}) AS is_negative"]
     validation_hash_sql = _validation_hash_sql(config)
     extra_columns_sql += [] if validation_hash_sql is None else [f"{validation_hash_sql} AS draw"]
-    columns_sql = ", ".join(["source::INTEGER AS source", 'u.code AS "user"', "i.code AS item", "position", *extra_columns_sql])
+    code_columns_sql = [f'{side[0]}.code::{row_sql_type(connection, side)} AS "{side}"' for side in id_type_by_side]
+    columns_sql = ", ".join(["source::INTEGER AS source", *code_columns_sql, "position", *extra_columns_sql])
     joins_sql = [
         f"JOIN {side}_ids {side[0]} ON {id_condition_sql(connection, side, id_sql=id_sql)}"
         for side, id_sql in id_sql_by_side.items()

@@ -10,7 +10,7 @@ from pathlib import Path
 import duckdb
 import numpy as np
 
-from recsys_core.dataset.layout import codes_file
+from recsys_core.dataset.layout import codes_file, row_dtype
 from recsys_core.ingest.log.engine import Vocabulary
 from recsys_core.manifests import IdType, InteractionsManifest
 from recsys_core.parquet.duckdb_session import SQL_TYPE, fetch_count, quoted, scan_sql
@@ -25,7 +25,7 @@ def create_id_table(
         continued_run: the previous run; None if the vocabulary is built from scratch, so that the table starts empty.
     """
     connection.execute(
-        f"CREATE TABLE {side}_ids (id {SQL_TYPE[id_type]} NOT NULL, code INTEGER, previous_row INTEGER)"
+        f"CREATE TABLE {side}_ids (id {SQL_TYPE[id_type]} NOT NULL, code BIGINT, previous_row BIGINT)"
     ).fetchall()
     if continued_run is None:
         return 0
@@ -43,17 +43,27 @@ def add_ids(
         kept_row_sql: SQL that is true for the rows of the part.
         positive_row_sql: SQL that is true for those of them that are events; None: all of them.
     """
-    num_codes = fetch_count(connection, f"SELECT count(*) FROM {side}_ids")
+    first_code = num_codes(connection, side)
     count_sql = "count(*)" if positive_row_sql is None else f"count(*) FILTER ({positive_row_sql})"
     id_counts_sql = (
         f'SELECT TRY_CAST("{side}" AS {SQL_TYPE[id_type]}) AS id, {count_sql} AS events FROM raw '
         f"WHERE {kept_row_sql} GROUP BY 1"
     )
-    anti_join_sql = f"ANTI JOIN {side}_ids USING (id)" if num_codes else ""
+    anti_join_sql = f"ANTI JOIN {side}_ids USING (id)" if first_code else ""
     connection.execute(
-        f"INSERT INTO {side}_ids SELECT id, ({num_codes} + row_number() OVER (ORDER BY events DESC, id) - 1)::INTEGER, NULL "
+        f"INSERT INTO {side}_ids SELECT id, {first_code} + row_number() OVER (ORDER BY events DESC, id) - 1, NULL "
         f"FROM ({id_counts_sql}) {anti_join_sql}"
     ).fetchall()
+
+
+def num_codes(connection: duckdb.DuckDBPyConnection, side: str) -> int:
+    """Return the number of codes of a side: the first code that no id has."""
+    return fetch_count(connection, f"SELECT coalesce(max(code), -1) + 1 FROM {side}_ids")
+
+
+def row_sql_type(connection: duckdb.DuckDBPyConnection, side: str) -> str:
+    """Return the SQL type in which the codes and rows of events are stored and sorted: 32 bits while every code fits."""
+    return "INTEGER" if row_dtype(num_codes(connection, side)) is np.int32 else "BIGINT"
 
 
 def id_condition_sql(connection: duckdb.DuckDBPyConnection, side: str, *, id_sql: str) -> str:
@@ -88,12 +98,12 @@ def assign_rows(
             f"(SELECT id, file_row_number AS vector_row FROM {scan_sql(vector_ids_path, options_sql='file_row_number = true')})"
         )
     if add_vector_ids and vector_ids_path is not None:
-        num_ids = fetch_count(connection, f"SELECT count(*) FROM {side}_ids")
+        first_code = num_codes(connection, side)
         connection.execute(
-            f"INSERT INTO {side}_ids SELECT id, {num_ids} + row_number() OVER (ORDER BY vector_row) - 1, NULL "
+            f"INSERT INTO {side}_ids SELECT id, {first_code} + row_number() OVER (ORDER BY vector_row) - 1, NULL "
             f"FROM {vector_rows_sql} ANTI JOIN {side}_ids USING (id)"
         ).fetchall()
-    num_previous_rows = fetch_count(connection, f"SELECT count(previous_row) FROM {side}_ids")
+    num_previous_rows = fetch_count(connection, f"SELECT coalesce(max(previous_row), -1) + 1 FROM {side}_ids")
     joins_sql = f" LEFT JOIN {vector_rows_sql} USING (id)" if vector_ids_path is not None else ""
     vector_row_sql = "coalesce(vector_row, -1)" if vector_ids_path is not None else "-1"
     has_row_sql = "true"
@@ -101,9 +111,10 @@ def assign_rows(
         joins_sql += f' LEFT JOIN (SELECT DISTINCT "{side}" AS code, true AS has_event FROM log) USING (code)'
         has_row_sql = "previous_row IS NOT NULL OR has_event" + (f" OR {vector_row_sql} >= 0" if add_vector_ids else "")
     new_row_sql = f"{num_previous_rows} + row_number() OVER (PARTITION BY previous_row IS NULL ORDER BY code) - 1"
+    row_sql = f"coalesce(previous_row, {new_row_sql})::{row_sql_type(connection, side)}"
     connection.execute(
-        f'CREATE TABLE {side}s AS SELECT id, code, coalesce(previous_row, {new_row_sql})::INTEGER AS "row", '
-        f"{vector_row_sql} AS vector_row FROM {side}_ids{joins_sql} WHERE {has_row_sql}"
+        f'CREATE TABLE {side}s AS SELECT id, code, {row_sql} AS "row", {vector_row_sql} AS vector_row '
+        f"FROM {side}_ids{joins_sql} WHERE {has_row_sql}"
     ).fetchall()
     table = connection.sql(f'SELECT id, code, vector_row FROM {side}s ORDER BY "row"').to_arrow_table()
     code_R, vector_row_R = (table.column(name).to_numpy() for name in ("code", "vector_row"))

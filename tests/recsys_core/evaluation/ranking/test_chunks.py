@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from recsys_core.dataset.jagged import JaggedArray
+from recsys_core.errors import InputError
 from recsys_core.evaluation.ranking import chunks as chunks_module
 from recsys_core.evaluation.ranking.catalogue import rank_catalogue, rank_in_chunks
 from recsys_core.evaluation.ranking.chunks import CpuChunk, Grid, inner_products
@@ -62,3 +63,11 @@ def test_the_score_of_a_target_has_the_bits_of_its_own_tile(queries_and_items: t
         columns = slice(start, min(start + grid.tile_columns, 4_100))
         inner_products(queries.query_BD.numpy(), block_CD.numpy())(slice(0, QUERIES), columns, score_BC[:, columns])
     np.testing.assert_array_equal(chunk._target_score_T, score_BC[targets.list_index_L, targets.values_L])
+
+
+def test_more_items_than_rows_of_32_bits_are_rejected() -> None:
+    assert Grid.of(2**31, k=10, top_only=True).num_columns == 2**31
+    with pytest.raises(
+        InputError, match=r"has 2,147,483,649 items, but a ranking has at most 2,147,483,648; remove rare items"
+    ):
+        Grid.of(2**31 + 1, k=10, top_only=True)

@@ -46,6 +46,28 @@ def _evaluate(config: EvaluationConfig, export: ExportManifest, data: Dataset, f
     return evaluate(config, export=export, dataset=data, folder=folder)
 
 
+def test_eight_shards_on_four_ranks_train_the_model_of_one_shard_and_have_its_metrics(tmp_path: Path) -> None:
+    manifests, layers = {}, {}
+    for shards in (1, 8):
+        folder = tmp_path / f"{shards} shards"
+        folder.mkdir()
+        ingested = generate_dataset(folder, shards=shards)
+        data = Dataset(ingested.interactions, ingested.embeddings)  # the tables of the features have fewer rows than ranks
+        training = TrainingConfig(epochs=1, batch_size=256)
+        experiment = make_experiment(data, folder / "plan", model=MODEL, training=training, world_size=4)
+        trained = train_in_forks(experiment, folder / "work")
+        export = exported(experiment, trained, folder / "export", ranking=ranking_settings(ALL_METRICS))
+        manifests[shards] = _evaluate(ALL_METRICS, export, data, folder / "evaluation")
+        layers[shards] = {name: record for name, record in export.files.items() if name != "model.json"}
+        assert data.interactions.num_shards == shards
+    assert layers[1] == layers[8]  # vectors, tables, layers and rankings, bit by bit
+    one, eight = manifests[1], manifests[8]
+    assert (one.metrics, one.slices, one.half_widths) == (eight.metrics, eight.slices, eight.half_widths)
+    assert one.metrics["test/users"] > 50
+    for name in ("positions.parquet", "user_metrics.parquet", "popularity.npy"):
+        assert one.path(name).read_bytes() == eight.path(name).read_bytes()
+
+
 @pytest.mark.parametrize("config", [ALL_METRICS, TOP_LISTS], ids=["all metrics", "top lists"])
 def test_the_evaluation_of_stored_rankings_equals_that_of_the_vectors(
     config: EvaluationConfig, data: Dataset, trained: tuple[Experiment, FinishedTraining], tmp_path: Path

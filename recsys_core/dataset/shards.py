@@ -1,0 +1,132 @@
+"""Arrays of an event store in several shards, read by the row of a user or the index of an event.
+
+User u is in shard u % S, and has row u // S there. The index of an event is its index in the concatenation of the shards. Each
+class is used like a NumPy array, and reads only the shards that an index selects.
+
+Shapes: S shards, U users, E events, B selected users or events.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recsys_core.dataset.jagged import Int64Array
+from recsys_core.dataset.layout import Parts
+
+
+class ShardedUserArray:
+    """One event index per user, [U]: entry `first` + `step` * row of a user's part, plus the index of the shard's first event.
+
+    Args:
+        parts: array of each shard. It counts the events of the shard, or their known negatives, from 0.
+        start_S: index of the first event, or known negative, of each shard.
+    """
+
+    def __init__(self, parts: Parts, *, num_users: int, start_S: Int64Array, first: int = 0, step: int = 1) -> None:
+        self._parts, self._num_users, self._start_S = parts, num_users, start_S
+        self._first, self._step = first, step
+
+    def __len__(self) -> int:
+        return self._num_users
+
+    def __getitem__(self, users: Int64Array | slice) -> Int64Array:
+        """Return the entries of these users. A slice contains all users, or has the step S, so that its users share a shard."""
+        num_shards = len(self._parts)
+        if not isinstance(users, slice):
+            row_B, values_B = users // num_shards, np.empty(len(users), np.int64)
+            for shard, positions in positions_by_shard(users % num_shards, num_shards=num_shards):
+                values_B[positions] = self._entries(shard, row_B[positions])
+            return values_B
+        all_rows = range(self._num_users)[users]
+        if all_rows.step == num_shards:
+            first_row = all_rows.start // num_shards
+            return self._entries(all_rows.start % num_shards, slice(first_row, first_row + len(all_rows)))
+        assert len(all_rows) == self._num_users, f"{users} is neither all users nor users of one shard of {num_shards}"
+        values_U = np.empty(self._num_users, np.int64)
+        for shard in range(num_shards):
+            values_U[shard::num_shards] = self._entries(shard, slice(len(values_U[shard::num_shards])))
+        return values_U
+
+    def _entries(self, shard: int, rows: Int64Array | slice) -> Int64Array:
+        entries: Int64Array = self._parts[shard][self._first :: self._step][rows] + self._start_S[shard]
+        return entries
+
+
+class ShardedEventArray:
+    """The concatenation of the arrays of all shards, [E]."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._start_S, self._end_S = parts, parts.start_S, np.cumsum(parts.length_S)
+
+    def __len__(self) -> int:
+        return int(self._end_S[-1])
+
+    def __getitem__(self, index: Int64Array | slice) -> NDArray[Any]:
+        """Return the entries at these indices; a slice has no step."""
+        if isinstance(index, slice):
+            return self._range(*index.indices(len(self))[:2])
+        shard_B = np.searchsorted(self._end_S, index, side="right")
+        pieces = [
+            (positions, self._parts[shard][index[positions] - self._start_S[shard]])
+            for shard, positions in positions_by_shard(shard_B, num_shards=len(self._parts))
+        ]
+        values_B = np.empty(len(index), self._parts.dtype)
+        for positions, piece in pieces:
+            values_B[positions] = piece
+        return values_B
+
+    def _range(self, start: int, stop: int) -> NDArray[Any]:
+        pieces = [np.empty(0, self._parts.dtype)]
+        for shard, (shard_start, shard_end) in enumerate(zip(self._start_S.tolist(), self._end_S.tolist(), strict=True)):
+            if max(start, shard_start) < min(stop, shard_end):
+                pieces.append(self._parts[shard][max(start - shard_start, 0) : stop - shard_start])
+        return np.concatenate(pieces) if len(pieces) > 2 else pieces[-1]
+
+
+class ShardedEventIndices:
+    """Ascending event indices. The part of each shard counts the events of the shard from 0.
+
+    Args:
+        event_start_S: index of the first event of each shard.
+    """
+
+    def __init__(self, parts: Parts, *, event_start_S: Int64Array) -> None:
+        self._parts, self._start_S, self._event_start_S = parts, parts.start_S, event_start_S
+
+    def searchsorted(self, event_B: Int64Array, /, side: Literal["left", "right"] = "left") -> Int64Array:
+        """Return where each event would be inserted, like ndarray.searchsorted: always in the part of the event's shard."""
+        shard_B, index_B = np.searchsorted(self._event_start_S, event_B, side="right") - 1, np.empty(len(event_B), np.int64)
+        for shard, positions in positions_by_shard(shard_B, num_shards=len(self._parts)):
+            local_event = event_B[positions] - self._event_start_S[shard]
+            index_B[positions] = self._parts[shard].searchsorted(local_event, side=side) + self._start_S[shard]
+        return index_B
+
+
+UserArray = Int64Array | ShardedUserArray
+EventArray = NDArray[Any] | ShardedEventArray
+EventIndices = Int64Array | ShardedEventIndices
+
+
+def user_array(array: NDArray[Any] | Parts, *, num_users: int, start_S: Int64Array, first: int = 0, step: int = 1) -> UserArray:
+    """Return an array of numbers per user; see ShardedUserArray. With one shard, it is a view of the stored array."""
+    if isinstance(array, Parts):
+        return ShardedUserArray(array, num_users=num_users, start_S=start_S, first=first, step=step)
+    return array[first::step][:num_users]
+
+
+def event_array(array: NDArray[Any] | Parts) -> EventArray:
+    """Return the array of all events. With one shard, it is the stored array."""
+    return ShardedEventArray(array) if isinstance(array, Parts) else array
+
+
+def positions_by_shard(shard_B: Int64Array, *, num_shards: int) -> Iterator[tuple[int, Int64Array]]:
+    """Yield each shard that occurs, and the positions at which it occurs, ascending."""
+    positions_B = np.argsort(shard_B.astype(np.uint16), kind="stable")  # NumPy sorts 16-bit integers in linear time
+    end_S = np.cumsum(np.bincount(shard_B, minlength=num_shards)).tolist()
+    start = 0
+    for shard, end in enumerate(end_S):
+        if end > start:
+            yield shard, positions_B[start:end]
+        start = end

@@ -37,10 +37,7 @@ class DuckdbEngine(SqlEngine):
         with database(
             memory_limit=config.memory_limit, num_threads=config.threads, spill_folder=spill_folder, subject="interactions"
         ) as connection:
-            engine = cls(DuckdbSession(connection), config, id_types=id_types, continued_run=continued_run)
-            for side in id_types:
-                connection.execute(f"ALTER TABLE {side}_ids ALTER id SET NOT NULL").fetchall()
-            yield engine
+            yield cls(DuckdbSession(connection), config, id_types=id_types, continued_run=continued_run)
 
     def _create_raw(self, files: LogFiles) -> None:
         self._session.create_view("raw", raw_log_sql(self._config, files))

@@ -37,6 +37,10 @@ class DuckdbSession:
         self.execute(f"DROP TABLE IF EXISTS {name}")
         self.execute(f"ALTER TABLE next_{name} RENAME TO {name}")
 
+    def create_id_table(self, name: str, *, id_type: str) -> None:
+        """Create an empty table that accepts no id that is null."""
+        self.execute(f"CREATE TABLE {name} (id {id_type} NOT NULL, code INTEGER, previous_row INTEGER)")
+
     def append(self, name: str, query: str) -> None:
         """Insert rows into a table."""
         self.execute(f"INSERT INTO {name} {query}")

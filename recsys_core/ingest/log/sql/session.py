@@ -22,6 +22,9 @@ class SqlSession(Protocol):
     def create_table(self, name: str, query: str) -> None:
         """Create the table `name`, or replace it. `query` may read the old table."""
 
+    def create_id_table(self, name: str, *, id_type: str) -> None:
+        """Create the empty table `name` with the columns id, code and previous_row. id_type: SQL type of the ids."""
+
     def append(self, name: str, query: str) -> None:
         """Append the rows of `query` to the table `name`. The columns of both have the same order."""
 

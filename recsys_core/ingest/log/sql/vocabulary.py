@@ -23,15 +23,11 @@ def create_id_table(session: SqlSession, side: str, *, id_type: IdType, continue
     Args:
         continued_run: the previous run; None if the vocabulary is built from scratch, so that the table starts empty.
     """
+    session.create_id_table(f"{side}_ids", id_type=SQL_TYPE[id_type])
     if continued_run is None:
-        empty_sql = f"SELECT NULL::{SQL_TYPE[id_type]} AS id, 0::INTEGER AS code, NULL::INTEGER AS previous_row WHERE false"
-        session.create_table(f"{side}_ids", empty_sql)
         return 0
     previous_ids_sql = session.scan_sql(continued_run.path(codes_file(side)), with_row_number=True)
-    session.create_table(
-        f"{side}_ids",
-        f'SELECT id, file_row_number::INTEGER AS code, "row"::INTEGER AS previous_row FROM {previous_ids_sql}',
-    )
+    session.append(f"{side}_ids", f'SELECT id, file_row_number::INTEGER, "row"::INTEGER FROM {previous_ids_sql}')
     return fetch_count(session, f"SELECT count(*) FROM {side}_ids WHERE previous_row IS NULL")
 
 

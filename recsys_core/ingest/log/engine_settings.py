@@ -51,6 +51,9 @@ class DuckdbSettings(Settings):
     def installation(self) -> str | None:
         """Return None: DuckDB is always installed."""
 
+    def check_master(self, *, timeout_s: float) -> None:
+        """Do nothing: DuckDB has no server."""
+
 
 class SparkSettings(Settings):
     """Apache Spark, on this machine or on a cluster whose executors see the workspace and the log at the same paths."""
@@ -114,6 +117,12 @@ class SparkSettings(Settings):
         from recsys_core.ingest.log.spark_engine.installation import check_installation
 
         return f"{check_installation()}, master {self.master}"
+
+    def check_master(self, *, timeout_s: float) -> None:
+        """Raise StageError if the master of a standalone cluster does not answer within `timeout_s`."""
+        from recsys_core.ingest.log.spark_engine.installation import require_master
+
+        require_master(self.master, timeout_s=timeout_s)
 
 
 EngineSettings = Annotated[DuckdbSettings | SparkSettings, Field(discriminator="kind")]

@@ -1,7 +1,6 @@
 """Spark sessions for one stage: start, checks of the cluster, a watch over its executors, and errors as messages."""
 
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,10 +17,10 @@ from pyspark.sql import SparkSession
 from recsys_core.disk import is_disk_full
 from recsys_core.errors import InputError, StageError, first_line, printable
 from recsys_core.ingest.log.engine_settings import SparkSettings
+from recsys_core.ingest.log.spark_engine.installation import require_master
 
 SPARK_ERRORS = (Py4JError, PySparkException)
 _POLL_S = 0.5
-_CONNECT_TIMEOUT_S = 5.0
 _DEFAULT_CONF = {"spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false", "spark.log.level": "ERROR"}
 _LOOPBACK_CONF = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
 _DRIVER_ONLY_MARKERS = ("InvalidClassException", "serialVersionUID", "NoSuchMethodError", "UnsupportedClassVersionError")
@@ -40,7 +39,7 @@ def open_spark(settings: SparkSettings, *, shared_folder: Path) -> Iterator[Spar
         InputError: the executors do not see `shared_folder`, or have another version of Spark.
     """
     active_session = SparkSession.getActiveSession()
-    spark = active_session or _start(settings)
+    spark = active_session or start_session(settings)
     watch = _ExecutorWatch(spark.sparkContext, settings)
     try:
         watch.wait_for_first()
@@ -51,15 +50,15 @@ def open_spark(settings: SparkSettings, *, shared_folder: Path) -> Iterator[Spar
             yield spark
     finally:
         if active_session is None:
-            _stop(spark)
+            stop_session(spark)
 
 
 def _is_local(spark: SparkSession) -> bool:
     return str(spark.sparkContext.master).startswith("local")
 
 
-def _start(settings: SparkSettings) -> SparkSession:
-    _require_master(settings)
+def start_session(settings: SparkSettings) -> SparkSession:
+    require_master(settings.master, timeout_s=settings.timeout_s)
     conf = _DEFAULT_CONF | (_LOOPBACK_CONF if settings.is_local else {})
     conf |= {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in settings.conf.items()}
     builder = SparkSession.builder.master(settings.master).appName("nightjar ingest")
@@ -79,30 +78,7 @@ def _start(settings: SparkSettings) -> SparkSession:
             signal.signal(signal.SIGINT, interrupt_handler)  # pyspark replaces it
 
 
-def _require_master(settings: SparkSettings) -> None:
-    """Raise StageError if no standalone master accepts a connection within timeout_s."""
-    if not settings.master.startswith("spark://"):
-        return
-    addresses = settings.master.removeprefix("spark://").split(",")
-    deadline_s, problem = time.monotonic() + settings.timeout_s, ""
-    while True:
-        for address in addresses:
-            host, _, port = address.rpartition(":")
-            try:
-                socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-                return
-            except (OSError, ValueError) as error:
-                problem = f"{address}: {first_line(error)}"
-        if time.monotonic() > deadline_s:
-            raise StageError(
-                f"interactions.engine: no Spark master answers at {settings.master} within {settings.timeout_s:g} s "
-                f"({problem}); start "
-                "it, or correct interactions.engine.master"
-            )
-        time.sleep(min(_POLL_S, settings.timeout_s))
-
-
-def _stop(spark: SparkSession) -> None:
+def stop_session(spark: SparkSession) -> None:
     with suppress(*SPARK_ERRORS, OSError):
         spark.stop()
     _stop_gateway()

@@ -16,7 +16,7 @@ from recsys_core.ingest.log.duckdb_engine.read_errors import reject_unreadable_f
 from recsys_core.ingest.log.engine import FileStatistics, LogCounts, LogFiles
 from recsys_core.ingest.log.engine_settings import SparkSettings
 from recsys_core.ingest.log.spark_engine.cluster import SPARK_ERRORS, open_spark, spark_message
-from recsys_core.ingest.log.spark_engine.raw_log import context_schema, create_raw
+from recsys_core.ingest.log.spark_engine.raw_log import create_raw
 from recsys_core.ingest.log.spark_engine.session import SparkLogSession
 from recsys_core.ingest.log.sql.engine import SqlEngine
 from recsys_core.manifests import IdType, InteractionsManifest, LogPart, SourceFile
@@ -30,7 +30,7 @@ class SparkEngine(SqlEngine):
 
     version = f"spark {pyspark.__version__}"
     _session: SparkLogSession
-    _context_schema: pa.Schema | None = None
+    _context_schema = pa.schema([])
 
     @classmethod
     @contextmanager
@@ -51,10 +51,7 @@ class SparkEngine(SqlEngine):
     def read_part(self, files: LogFiles, *, part_path: Path) -> Sequence[FileStatistics]:
         """Read the files; also store the types of the context columns, because Spark has fewer types than Arrow."""
         statistics = super().read_part(files, part_path=part_path)
-        if self._config.context_columns:
-            with self._explain_read_errors(files):
-                schema = context_schema(self._config, files)
-            (part_path / _CONTEXT_TYPES_FILE).write_bytes(schema.serialize())
+        (part_path / _CONTEXT_TYPES_FILE).write_bytes(self._context_schema.serialize())
         return statistics
 
     def load(self, parts: Sequence[LogPart], *, folder: Path, split_code_by_file: Mapping[SourceFile, int]) -> LogCounts:
@@ -72,10 +69,10 @@ class SparkEngine(SqlEngine):
     def sorted_events(self) -> Iterator[pa.RecordBatch]:
         """Sort `log`, and stream it with the types that DuckDB has; see LogEngine."""
         for batch in super().sorted_events():
-            yield batch if self._context_schema is None else _cast_columns(batch, self._context_schema)
+            yield _cast_columns(batch, self._context_schema)
 
     def _create_raw(self, files: LogFiles) -> None:
-        create_raw(self._session, self._config, files)
+        self._context_schema = create_raw(self._session, self._config, files)
 
     @contextmanager
     def _explain_read_errors(self, files: LogFiles) -> Iterator[None]:
@@ -108,10 +105,10 @@ class SparkEngine(SqlEngine):
         """Do nothing: the session never uses the statistics."""
 
 
-def _common_schema(schemas: Sequence[pa.Schema]) -> pa.Schema | None:
-    """Return the types of the union of tables with these schemas in DuckDB; None without a table."""
-    if not schemas or all(schema == schemas[0] for schema in schemas):
-        return schemas[0] if schemas else None
+def _common_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
+    """Return the types of the union of tables with these schemas in DuckDB."""
+    if all(schema == schemas[0] for schema in schemas):
+        return schemas[0] if schemas else pa.schema([])
     with duckdb.connect() as connection:
         for index, schema in enumerate(schemas):
             connection.register(f"part_{index}", schema.empty_table())

@@ -1,18 +1,20 @@
-"""Check of the installed libraries of the Spark engine, and of Java. Nothing is imported."""
+"""Checks of the installed libraries of the Spark engine, of Java, and of the master. No library is imported."""
 
 import os
 import re
 import shutil
+import socket
 import subprocess
+import time
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from recsys_core.errors import InputError
+from recsys_core.errors import InputError, StageError, first_line
 
 LIBRARIES = ("pyspark", "py4j", "sqlglot")
 MIN_JAVA = 17
-_JAVA_TIMEOUT_S = 30.0
+_JAVA_TIMEOUT_S, _CONNECT_TIMEOUT_S, _RETRY_S = 30.0, 3.0, 0.5
 
 
 def check_installation() -> str:
@@ -44,3 +46,25 @@ def _java_version() -> str:
     if major is None or int(major[1]) < MIN_JAVA:
         raise InputError(f"interactions.engine: {java} is version {version[1]}, but Spark needs Java {MIN_JAVA}; {fix}")
     return version[1]
+
+
+def require_master(master: str, *, timeout_s: float) -> None:
+    """Raise StageError if no standalone master accepts a connection within `timeout_s`. Other masters are not checked."""
+    if not master.startswith("spark://"):
+        return
+    deadline_s, problem = time.monotonic() + timeout_s, ""
+    while True:
+        for address in master.removeprefix("spark://").split(","):
+            host, _, port = address.rpartition(":")
+            try:
+                connect_timeout_s = min(_CONNECT_TIMEOUT_S, timeout_s)
+                socket.create_connection((host.strip("[]"), int(port)), timeout=connect_timeout_s).close()
+                return
+            except (OSError, ValueError) as error:
+                problem = f"{address}: {first_line(error)}"
+        if time.monotonic() >= deadline_s:
+            raise StageError(
+                f"interactions.engine: no Spark master answers at {master} within {timeout_s:g} s ({problem}); start it, or "
+                "correct interactions.engine.master"
+            )
+        time.sleep(min(_RETRY_S, timeout_s))

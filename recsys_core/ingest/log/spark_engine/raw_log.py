@@ -4,7 +4,7 @@ Files whose columns have the same types form a group. Spark reads each group wit
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import duckdb
 import pyarrow as pa
@@ -15,7 +15,7 @@ from recsys_core.ingest.log.duckdb_engine.raw_log import raw_log_sql
 from recsys_core.ingest.log.engine import LogFiles
 from recsys_core.ingest.log.spark_engine.hashes import hash_sql
 from recsys_core.ingest.log.spark_engine.session import SparkLogSession
-from recsys_core.ingest.log.spark_engine.spark_types import column_types
+from recsys_core.ingest.log.spark_engine.spark_types import column_types, spark_type
 from recsys_core.ingest.log.sql.raw_columns import column_by_alias, hive_columns, hive_keys_sql
 from recsys_core.parquet.duckdb_session import quoted
 from recsys_core.units import DAY_US
@@ -33,11 +33,15 @@ class _FileGroup:
     time_type: pa.DataType | None
 
 
-def create_raw(session: SparkLogSession, config: InteractionsConfig, files: LogFiles) -> None:
-    """Create the view `raw`. Raise InputError for a column that Spark cannot read."""
+def create_raw(session: SparkLogSession, config: InteractionsConfig, files: LogFiles) -> pa.Schema:
+    """Create the view `raw`. Return the types of the context columns in the event store.
+
+    Raise InputError for a column that Spark cannot read.
+    """
     hive_keys = sorted(hive_columns(config, files.sources))
-    groups_sql = []
-    for number, group in enumerate(_file_groups(config, files, hive_keys=hive_keys)):
+    groups, groups_sql = _file_groups(config, files, hive_keys=hive_keys), []
+    context_types = _context_schema(config, files, groups)
+    for number, group in enumerate(groups):
         files_view = f"files_{number}"
         path_by_index = {index: files.paths[index] for index in group.indices}
         session.create_files_view(files_view, path_by_index, schema=group.schema)
@@ -46,15 +50,22 @@ def create_raw(session: SparkLogSession, config: InteractionsConfig, files: LogF
             sources = [files.sources[index] for index in group.indices]
             session.create_view(f"keys_{number}", hive_keys_sql(sources, hive_keys, indices=group.indices))
             keys_sql = f" JOIN keys_{number} AS keys ON file.file_index = keys.file_index"
-        groups_sql.append(_group_sql(config, group, files_sql=f"{files_view} AS file{keys_sql}", hive_keys=hive_keys))
+        files_sql = f"{files_view} AS file{keys_sql}"
+        groups_sql.append(_group_sql(config, group, files_sql=files_sql, hive_keys=hive_keys, context_schema=context_types))
     session.create_spark_view("raw", " UNION ALL ".join(groups_sql))
+    return context_types
 
 
-def context_schema(config: InteractionsConfig, files: LogFiles) -> pa.Schema:
+def _context_schema(config: InteractionsConfig, files: LogFiles, groups: Sequence[_FileGroup]) -> pa.Schema:
     """Return the types that the context columns have in an event store that DuckDB wrote."""
+    if not config.context_columns:
+        return pa.schema([])
+    first_indices = [group.indices[0] for group in groups]
+    sources, paths = [files.sources[index] for index in first_indices], [files.paths[index] for index in first_indices]
+    names = ", ".join(f"context_{index}" for index in range(len(config.context_columns)))
+    query = f"SELECT {names} FROM ({raw_log_sql(config, replace(files, sources=sources, paths=paths))}) LIMIT 0"
     with duckdb.connect() as connection:
-        names = ", ".join(f"context_{index}" for index in range(len(config.context_columns)))
-        return connection.sql(f"SELECT {names} FROM ({raw_log_sql(config, files)}) LIMIT 0").to_arrow_table().schema
+        return connection.sql(query).to_arrow_table().schema
 
 
 def _file_groups(config: InteractionsConfig, files: LogFiles, *, hive_keys: Sequence[str]) -> list[_FileGroup]:
@@ -75,7 +86,9 @@ def _file_groups(config: InteractionsConfig, files: LogFiles, *, hive_keys: Sequ
     ]
 
 
-def _group_sql(config: InteractionsConfig, group: _FileGroup, *, files_sql: str, hive_keys: Sequence[str]) -> str:
+def _group_sql(
+    config: InteractionsConfig, group: _FileGroup, *, files_sql: str, hive_keys: Sequence[str], context_schema: pa.Schema
+) -> str:
     columns = column_by_alias(config)
     select_list = [
         f"{'keys' if column in hive_keys else 'file'}.{quoted(column, quote='`')} AS `{alias}`"
@@ -87,7 +100,11 @@ def _group_sql(config: InteractionsConfig, group: _FileGroup, *, files_sql: str,
         for alias in ("sequence", "label", "weight")
         if isinstance(type_by_column.get(columns.get(alias, "")), t.BooleanType)
     ]
-    other_columns = [f"`{alias}`" for alias in columns if alias != "time" and not any(alias in text for text in replacements)]
+    replacements += [
+        f"{_context_sql(field, type_by_column.get(columns[field.name]))} AS {field.name}" for field in context_schema
+    ]
+    replaced = {"time", *(text.rpartition(" ")[2] for text in replacements)}
+    other_columns = [f"`{alias}`" for alias in columns if alias not in replaced]
     computed_columns = [f"{_position_sql(config, group, type_by_column)} AS position"]
     if config.timestamp_column is not None:
         # The groups may have times of different types. The checks need only whether a time is null.
@@ -97,6 +114,23 @@ def _group_sql(config: InteractionsConfig, group: _FileGroup, *, files_sql: str,
         f"SELECT {', '.join([*other_columns, *replacements, 'source', '`row`', *computed_columns])} "
         f"FROM (SELECT {', '.join(select_list)}, file.file_index AS source, file.file_row_number AS `row` FROM {files_sql})"
     )
+
+
+def _context_sql(field: pa.Field, file_type: t.DataType | None) -> str:
+    """Return SQL for a context column in one type for all groups. Nanoseconds stay integers."""
+    is_time = pa.types.is_timestamp(field.type)
+    if is_time and field.type.unit == "ns" and isinstance(file_type, t.TimestampType | t.TimestampNTZType):
+        return f"(unix_micros(CAST({field.name} AS TIMESTAMP)) * 1000)"
+    if is_time and field.type.unit != "ns" and isinstance(file_type, t.LongType):
+        return f"timestamp_micros({_ns_to_us_sql(field.name)})"
+    data_type = spark_type(field.type)
+    assert data_type is not None, field
+    return f"CAST({field.name} AS {data_type.simpleString()})"
+
+
+def _ns_to_us_sql(ns_sql: str) -> str:
+    """Return SQL that rounds down. DIV rounds towards 0."""
+    return f"({ns_sql} DIV 1000 - CAST({ns_sql} % 1000 < 0 AS INT))"
 
 
 def _position_sql(config: InteractionsConfig, group: _FileGroup, type_by_column: dict[str, t.DataType]) -> str:
@@ -118,7 +152,7 @@ def _position_sql(config: InteractionsConfig, group: _FileGroup, type_by_column:
     if pa.types.is_date(time_type):
         return f"try_multiply({ticks_sql}, {DAY_US}L)"
     if isinstance(spark_type, t.LongType):  # nanoseconds, rounded down
-        return f"({ticks_sql} DIV 1000 - CAST({ticks_sql} % 1000 < 0 AS INT))"
+        return _ns_to_us_sql(ticks_sql)
     return ticks_sql
 
 

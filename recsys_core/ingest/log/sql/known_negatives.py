@@ -63,9 +63,13 @@ def sorted_negatives(session: SqlSession, *, is_ordered: bool) -> tuple[int, str
             f"FROM ({events_sql})) WHERE is_negative"
         )
     negatives_sql = (
-        "SELECT users.row AS user_row, items.row AS item_row, split, num_earlier_events "
+        'SELECT users."row" AS user_row, items."row" AS item_row, split, position, num_earlier_events, '
+        "ordering_hash(users.id::VARCHAR || '/' || items.id::VARCHAR) AS pair_hash "
         f'FROM ({negatives_sql}) AS negatives JOIN users ON negatives."user" = users.code '
-        "JOIN items ON negatives.item = items.code "
-        "ORDER BY user_row, split, position, ordering_hash(users.id::VARCHAR || '/' || items.id::VARCHAR)"
+        "JOIN items ON negatives.item = items.code"
     )
-    return fetch_count(session, "SELECT count(*) FROM known_negatives"), negatives_sql
+    sorted_sql = (
+        f"SELECT user_row, item_row, split, num_earlier_events FROM ({negatives_sql}) AS negatives "
+        "ORDER BY user_row, split, position, pair_hash"
+    )
+    return fetch_count(session, "SELECT count(*) FROM known_negatives"), sorted_sql

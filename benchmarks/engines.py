@@ -113,7 +113,7 @@ def differences(first: InteractionsManifest, second: InteractionsManifest) -> li
 def _same_table(first: Path, second: Path) -> bool:
     first_table, second_table = pq.read_table(first), pq.read_table(second)
     # DuckDB also declares that an id is never null.
-    return first_table.column_names == second_table.column_names and first_table.columns == second_table.columns
+    return (first_table.column_names, first_table.columns) == (second_table.column_names, second_table.columns)
 
 
 def measure(num_events: int) -> dict[str, Any]:

@@ -17,6 +17,9 @@ START_TIMEOUT_S = 120.0
 class SparkCluster:
     """The processes of the cluster. `settings` is interactions.engine of an ingest that uses it."""
 
+    timeout_s = 90.0
+    """interactions.engine.timeout_s: longer than the start of an executor on a busy machine."""
+
     def __init__(self, folder: Path) -> None:
         import pyspark
 
@@ -40,7 +43,7 @@ class SparkCluster:
             "spark.sql.shuffle.partitions": 4,
             "spark.shuffle.io.retryWait": "1s",
         }
-        return {"kind": "spark", "master": self.url, "conf": conf, "timeout_s": 20}
+        return {"kind": "spark", "master": self.url, "conf": conf, "timeout_s": self.timeout_s}
 
     def start_worker(self, *, prefix: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> None:
         """Start a worker with one core. prefix: a command that executes the rest of the command line."""
@@ -75,7 +78,7 @@ class SparkCluster:
         prefix: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[bytes]:
-        spark_environment = {"SPARK_HOME": str(self._spark_home), "SPARK_LOCAL_IP": "127.0.0.1"}
+        spark_environment = {"SPARK_HOME": str(self._spark_home), "SPARK_LOCAL_IP": "127.0.0.1", "SPARK_SCALA_VERSION": "2.13"}
         java = ["java", "-Xmx256m", "-XX:+UseSerialGC", "-cp", f"{self._spark_home}/jars/*", main_class]
         with (self._folder / f"{name}.log").open("wb") as log:
             return subprocess.Popen(

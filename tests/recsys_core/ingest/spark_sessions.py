@@ -2,6 +2,7 @@
 
 import shutil
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,9 +27,9 @@ def reason_to_skip() -> str:
     return "" if shutil.which("java") else "there is no Java"
 
 
-def start() -> "SparkSession":
+def start(folder: Path) -> "SparkSession":
     """Start the session. An engine uses the active session of its process, and leaves it open."""
     from recsys_core.ingest.log.engine_settings import SparkSettings
     from recsys_core.ingest.log.spark_engine.cluster import start_session
 
-    return start_session(SparkSettings.model_validate(SPARK))
+    return start_session(SparkSettings.model_validate(SPARK), local_folder=folder)

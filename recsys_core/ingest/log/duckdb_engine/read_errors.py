@@ -83,6 +83,6 @@ def _reject_out_of_range_time(config: InteractionsConfig, source: Source) -> Non
                 (time,) = values_at(source, [column], row)
                 raise InputError(
                     f"{source.name}: column {column!r}, row {row}: {shown(time)} is before 1970 or in "
-                    f"the future; such rows cannot be dropped, because DuckDB cannot read some of these times; {FIX_CLOCK}"
+                    f"the future; such rows cannot be dropped, because no engine can read some of these times; {FIX_CLOCK}"
                 )
             first_row += batch.num_rows

@@ -1,6 +1,7 @@
 """Spark sessions for one stage: start, checks of the cluster, a watch over its executors, and errors as messages."""
 
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from recsys_core.ingest.log.engine_settings import SparkSettings
 from recsys_core.ingest.log.spark_engine.installation import require_master
 
 SPARK_ERRORS = (Py4JError, PySparkException)
-_POLL_S = 0.5
+_POLL_S, _JVM_TIMEOUT_S = 0.5, 30.0
 _DEFAULT_CONF = {"spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false", "spark.log.level": "ERROR"}
 _LOOPBACK_CONF = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
 _DRIVER_ONLY_MARKERS = ("InvalidClassException", "serialVersionUID", "NoSuchMethodError", "UnsupportedClassVersionError")
@@ -39,11 +40,10 @@ def open_spark(settings: SparkSettings, *, shared_folder: Path) -> Iterator[Spar
         InputError: the executors do not see `shared_folder`, or have another version of Spark.
     """
     active_session = SparkSession.getActiveSession()
-    spark = active_session or start_session(settings)
+    spark = active_session or start_session(settings, local_folder=shared_folder)
     watch = _ExecutorWatch(spark.sparkContext, settings)
     try:
-        watch.wait_for_first()
-        with watch, _explain_errors(settings, watch):
+        with _explain_errors(settings, watch), watch:
             if not _is_local(spark):
                 _check_versions(spark, settings)
                 _check_folder(spark, settings, shared_folder)
@@ -57,9 +57,13 @@ def _is_local(spark: SparkSession) -> bool:
     return str(spark.sparkContext.master).startswith("local")
 
 
-def start_session(settings: SparkSettings) -> SparkSession:
+def start_session(settings: SparkSettings, *, local_folder: Path) -> SparkSession:
+    """Start a session. In local mode it spills to `local_folder`; the executors of a cluster have folders of their own."""
     require_master(settings.master, timeout_s=settings.timeout_s)
-    conf = _DEFAULT_CONF | (_LOOPBACK_CONF if settings.is_local else {})
+    conf = dict(_DEFAULT_CONF)
+    if settings.is_local:
+        local_folder.mkdir(parents=True, exist_ok=True)
+        conf |= _LOOPBACK_CONF | {"spark.local.dir": str(local_folder.absolute())}
     conf |= {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in settings.conf.items()}
     builder = SparkSession.builder.master(settings.master).appName("nightjar ingest")
     for key, value in conf.items():
@@ -68,10 +72,11 @@ def start_session(settings: SparkSettings) -> SparkSession:
     try:
         return builder.getOrCreate()
     except Exception as error:  # an error of the JVM, of py4j, or an assertion about a context that was stopped
+        message = spark_message(error)  # before the JVM ends, because it has the text of the error
         _stop_gateway()
         raise StageError(
             f"interactions.engine: Spark {pyspark.__version__} does not start with master {settings.master}: "
-            f"{spark_message(error)}; check the master, that it has the same version, and interactions.engine.conf"
+            f"{message}; check the master, that it has the same version, and interactions.engine.conf"
         ) from error
     finally:
         if threading.current_thread() is threading.main_thread():
@@ -93,7 +98,11 @@ def _stop_gateway() -> None:
             gateway.shutdown()
         process = gateway.proc
         process.stdin.close()  # the JVM ends with its input
-        process.wait()
+        try:
+            process.wait(_JVM_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 class _ExecutorWatch:
@@ -108,6 +117,7 @@ class _ExecutorWatch:
 
     def __enter__(self) -> None:
         if not self._is_local:
+            self._wait_for_first()
             self._thread.start()
 
     def __exit__(self, *_: object) -> None:
@@ -115,10 +125,10 @@ class _ExecutorWatch:
         if not self._is_local:
             self._thread.join()
 
-    def wait_for_first(self) -> None:
+    def _wait_for_first(self) -> None:
         """Wait for the first executor; raise StageError if none starts within timeout_s."""
         deadline_s = time.monotonic() + self._settings.timeout_s
-        while not self._is_local and self._num_executors() == 0:
+        while self._num_executors() == 0:
             if time.monotonic() > deadline_s:
                 raise StageError(
                     f"interactions.engine: no executor of {self._settings.master} started within "
@@ -150,7 +160,7 @@ def _explain_errors(settings: SparkSettings, watch: _ExecutorWatch) -> Iterator[
     except (*SPARK_ERRORS, OSError) as error:
         if not isinstance(error, SPARK_ERRORS) and not isinstance(error, ConnectionError):
             raise
-        if is_disk_full(error):
+        if _has_full_disk(error):
             raise
         if watch.has_lost_all:
             raise StageError(
@@ -193,7 +203,7 @@ def _check_folder(spark: SparkSession, settings: SparkSettings, folder: Path) ->
         else:
             spark.read.schema("id BIGINT").parquet(f"file://{probe_folder}").selectExpr("max(id)").toArrow()
     except (*SPARK_ERRORS, OSError) as error:
-        if is_disk_full(error):
+        if _has_full_disk(error):
             raise
         problem = spark_message(error)
     if problem:
@@ -203,9 +213,20 @@ def _check_folder(spark: SparkSession, settings: SparkSettings, folder: Path) ->
         )
 
 
+def _has_full_disk(error: BaseException) -> bool:
+    try:
+        return is_disk_full(error)
+    except (*SPARK_ERRORS, OSError):  # the JVM has ended, and with it the text of the error
+        return False
+
+
 def spark_message(error: BaseException) -> str:
     """Return the line of an error of Spark that has its cause, without the stack of the JVM."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.strip().startswith("at ")]
+    try:
+        text = str(error)
+    except (*SPARK_ERRORS, OSError):  # the JVM, which has the text of the error, has ended
+        return f"{type(error).__name__}, and its Java process has ended"
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("at ")]
     causes = [line.removeprefix("Caused by: ") for line in lines if line.startswith("Caused by: ")]
     text = causes[-1] if causes else (lines[1] if len(lines) > 1 and lines[0].startswith("An error occurred") else "")
     return printable(text.removeprefix(": "), max_characters=300) or first_line(error)

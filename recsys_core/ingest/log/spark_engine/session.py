@@ -20,6 +20,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as t
 from pyspark.sql.pandas.types import to_arrow_schema
 
+from recsys_core.errors import InputError
 from recsys_core.ingest.log.spark_engine.hashes import draw_sql, hash_sql
 from recsys_core.ingest.log.spark_engine.spark_types import spark_schema
 
@@ -40,6 +41,7 @@ _CONF = {
 """Properties on which the result depends."""
 _READ_OPTIONS = {"__globPaths__": "false", "recursiveFileLookup": "true"}
 """A path is no pattern, and folder names such as key=value do not become columns."""
+_FILE_COLUMN = "nightjar file"
 _URI_START = "^file:/+"
 _WRITE_OPTIONS = {"mapreduce.fileoutputcommitter.marksuccessfuljobs": "false", "compression": "lz4_raw"}
 _FUNCTIONS = {
@@ -84,8 +86,8 @@ class SparkLogSession:
 
     def create_id_table(self, name: str, *, id_type: str) -> None:
         """Create an empty view."""
-        spark_type = {"BIGINT": "BIGINT", "VARCHAR": "STRING"}[id_type]
-        self.spark.createDataFrame([], f"id {spark_type}, code INT, previous_row INT").createOrReplaceTempView(name)
+        columns_sql = f"NULL::{id_type} AS id, NULL::INTEGER AS code, NULL::INTEGER AS previous_row"
+        self.create_view(name, f"SELECT * FROM (SELECT {columns_sql}) AS ids WHERE false")
 
     def append(self, name: str, query: str) -> None:
         """Replace the view by the union of its rows and those of `query`."""
@@ -133,14 +135,17 @@ class SparkLogSession:
         files = self.spark.read.options(**_READ_OPTIONS).schema(schema).parquet(*paths)
         rows = files.select(
             "*",
-            F.regexp_replace("_metadata.file_path", _URI_START, "/").alias("file_path"),
+            F.regexp_replace("_metadata.file_path", _URI_START, "/").alias(_FILE_COLUMN),
             F.col("_metadata.row_index").alias("file_row_number"),
         )
         index_by_path = {str(path.absolute()): index for index, path in path_by_index.items()}
         encoded_paths = [re.sub(_URI_START, "/", uri) for uri in files.inputFiles()]
+        if len(encoded_paths) < len(paths):
+            skipped = sorted(index_by_path.keys() - set(map(unquote, encoded_paths)))
+            raise InputError(f"{skipped[0]}: Spark skips files whose names start with _ or a point; rename it")
         indices = pa.array([index_by_path[unquote(path)] for path in encoded_paths], pa.int32())
-        index_table = self.spark.createDataFrame(pa.table({"file_path": encoded_paths, "file_index": indices}))
-        rows.join(F.broadcast(index_table), "file_path").drop("file_path").createOrReplaceTempView(name)
+        index_table = self.spark.createDataFrame(pa.table({_FILE_COLUMN: encoded_paths, "file_index": indices}))
+        rows.join(F.broadcast(index_table), _FILE_COLUMN).drop(_FILE_COLUMN).createOrReplaceTempView(name)
 
     def stream(self, query: str) -> Iterator[pa.RecordBatch]:
         """Write the result to files, yield their batches, and remove each file that was read."""

@@ -32,12 +32,12 @@ def engine(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def spark() -> Iterator[None]:
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A Spark session for all tests of this process."""
     if reason := spark_sessions.reason_to_skip():
         pytest.skip(reason)
     from recsys_core.ingest.log.spark_engine.cluster import stop_session
 
-    session = spark_sessions.start()
+    session = spark_sessions.start(tmp_path_factory.mktemp("spark"))
     yield
     stop_session(session)

@@ -44,7 +44,7 @@ def test_a_log_with_every_filter_has_the_same_store(tmp_path: Path) -> None:
     assert differences(duckdb_run, spark_run) == []
 
 
-def test_a_second_night_has_the_same_rows_and_reads_only_new_files(tmp_path: Path) -> None:
+def test_a_second_run_has_the_same_rows_and_reads_only_new_files(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     settings: dict[str, Any] = {"split": {"kind": "leave_last_out", "num_folds": 2}, "weight_column": "w"}
     settings |= {"label_column": "x", "label_threshold": 1, "explicit_negatives": True, "filter": {"min_item_events": 2}}

@@ -46,12 +46,12 @@ SETTINGS: dict[str, Any] = {
         "bot_threshold": 400,
         "min_user_events": 3,
         "min_item_events": 4,
-        "max_user_events": 100,
+        "max_user_events": 20,
     },
 }
 ENGINES: dict[str, dict[str, Any]] = {
     "duckdb": {"kind": "duckdb"},
-    "spark": {"kind": "spark", "master": "local[2]", "conf": {"spark.driver.memory": "6g", "spark.sql.shuffle.partitions": 16}},
+    "spark": {"kind": "spark", "master": "local[2]", "conf": {"spark.driver.memory": "3g", "spark.sql.shuffle.partitions": 16}},
 }
 UNEQUAL_FIELDS = {"files", "folder", "parts", "seconds"}
 """Fields of a manifest that differ between engines: the parts, and the bytes of files that the engine itself writes."""

@@ -92,7 +92,14 @@ def test_the_server_imports_only_packages_of_its_environment() -> None:
     process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     imported = {canonicalize_name(name) for name in process.stdout.split()}
     assert {"torch", "faiss-cpu", "mlflow"} <= imported
-    optional = {"pydantic-extra-types", "pytz", "sniffio", "tqdm"}  # other packages import them if they are installed
+    optional = {
+        "py4j",
+        "pydantic-extra-types",
+        "pyspark",
+        "pytz",
+        "sniffio",
+        "tqdm",
+    }  # other packages import them if they are installed
     assert imported - optional - {"nightjar"} <= locked("serve", "torch", "cuda", "bootstrap").keys()
 
 

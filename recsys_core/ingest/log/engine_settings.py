@@ -16,7 +16,13 @@ if TYPE_CHECKING:  # an engine imports the config of the log, and Spark is an op
     from recsys_core.ingest.log.engine import LogEngine
     from recsys_core.manifests import IdType, InteractionsManifest
 
-SparkValue = Annotated[str, Field(max_length=4_096)] | int | float | bool
+_MAX_NUMBER = 10**15
+SparkValue = (
+    Annotated[str, Field(max_length=4_096)]
+    | Annotated[int, Field(ge=-_MAX_NUMBER, le=_MAX_NUMBER)]
+    | Annotated[float, Field(ge=-_MAX_NUMBER, le=_MAX_NUMBER)]
+    | bool
+)
 SparkKey = Annotated[str, Field(max_length=256, pattern=r"^spark\.[A-Za-z0-9._-]+$")]
 _SECRET_WORDS = ("secret", "password", "token", "access.key")
 _SETTING_BY_KEY = {"spark.master": "interactions.engine.master"}

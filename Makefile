@@ -1,6 +1,7 @@
 # `make` lists the targets. The first target that needs the virtual environment creates it from the lock files.
 PYTHON ?= python3
 DEVICE ?= cpu
+EXTRAS ?=
 ARGS ?=
 WORKERS ?= 4
 # Several tests run at once. Each test gets one OpenMP thread, because waiting threads would take cores from the other tests.
@@ -8,7 +9,7 @@ WORKERS ?= 4
 TEST_TMP ?= $(shell test "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)" -gt 4000000 2>/dev/null && echo /dev/shm)
 VENV := .venv
 BIN := $(VENV)/bin
-ENVIRONMENT := $(VENV)/.stamp-$(DEVICE)
+ENVIRONMENT := $(VENV)/.stamp-$(DEVICE)$(addprefix -,$(EXTRAS))
 PROJECT := $(VENV)/.stamp-project
 LOCKS_cpu := bootstrap torch cuda cpu
 LOCKS_gpu := bootstrap gpu
@@ -19,7 +20,7 @@ LOCKS_gpu := bootstrap gpu
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
-	@echo "  variables: PYTHON=python3 (3.11 to 3.13), DEVICE=cpu or gpu, WORKERS=4, ARGS for demo, test, drills and lock"
+	@echo "  variables: PYTHON=python3 (3.11 to 3.13), DEVICE=cpu or gpu, EXTRAS=spark, WORKERS=4, ARGS for demo, test, drills and lock"
 
 setup: $(PROJECT) ## create .venv from the lock files and install nightjar into it
 
@@ -88,9 +89,9 @@ clean: ## remove the environment and all caches
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An environment belongs to one device and one state of the lock files. It is always created from scratch.
-$(ENVIRONMENT): infra/install.sh $(foreach lock,$(LOCKS_$(DEVICE)),infra/locks/$(lock).txt)
+$(ENVIRONMENT): infra/install.sh $(foreach lock,$(LOCKS_$(DEVICE)) $(EXTRAS),infra/locks/$(lock).txt)
 	@echo "creating $(VENV) for DEVICE=$(DEVICE)"
-	@infra/install.sh $(VENV) $(DEVICE) $(PYTHON)
+	@infra/install.sh $(VENV) $(DEVICE) $(PYTHON) $(EXTRAS)
 	@touch $@
 
 $(PROJECT): $(ENVIRONMENT) pyproject.toml

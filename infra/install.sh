@@ -1,13 +1,20 @@
 #!/usr/bin/env bash
-# Create a virtual environment from the lock files. Usage: infra/install.sh FOLDER DEVICE PYTHON. DEVICE is cpu, gpu, serve (`nightjar serve` alone) or tools (only uv).
+# Create a virtual environment from the lock files. Usage: infra/install.sh FOLDER DEVICE PYTHON [EXTRAS]. EXTRAS may be spark. DEVICE is cpu, gpu, serve (`nightjar serve` alone) or tools (only uv).
 set -euo pipefail
-venv=$1 device=$2 python=$3
+venv=$1 device=$2 python=$3 extras=${4:-}
 locks=infra/locks
 
 case $device in
     cpu | gpu | serve | tools) ;;
     *)
         echo "DEVICE is $device; it must be cpu or gpu" >&2
+        exit 2
+        ;;
+esac
+case $extras in
+    "" | spark) ;;
+    *)
+        echo "EXTRAS is $extras; it must be empty or spark" >&2
         exit 2
         ;;
 esac
@@ -47,3 +54,7 @@ case $device in
         install "$device"
         ;;
 esac
+if [ "$extras" = spark ]; then
+    # pyspark is published as source. Its build needs setuptools, and compiles nothing.
+    install spark
+fi

@@ -26,12 +26,16 @@ OVERRIDES = (
 # describes how to add one.
 TORCH_CPU_BUILDS: tuple[str, ...] = ()
 
+SPARK_PACKAGES = ("py4j", "pyspark", "sqlglot")
+"""Packages of a file of their own, because Spark has 430 MB of Java archives that most installations do not need."""
+
 TITLE_BY_FILE = {
     "bootstrap.txt": "The installer of the other lock files.",
     "cpu.txt": "Everything for DEVICE=cpu except torch, Linux x86-64 and aarch64. Installed with --no-deps after torch.txt.",
     "torch.txt": "torch for DEVICE=cpu: the build that the package index of this machine offers.",
     "cuda.txt": "Requirements of torch if the build of torch.txt is a CUDA build.",
     "gpu.txt": "Everything for DEVICE=gpu, Linux x86-64, CUDA. Resolved, not yet tested on a machine with a GPU.",
+    "spark.txt": "The extra spark, for every DEVICE. Installed with EXTRAS=spark.",
     "serve.txt": "Everything for DEVICE=serve except torch: the part of cpu.txt that `nightjar serve` needs.",
 }
 
@@ -42,7 +46,7 @@ def lock(uv: str, *, uv_options: list[str]) -> None:
     pins = "\n".join(pin for path in LOCK_FOLDER.glob("*.txt") for pin in re.findall(r"(?m)^[a-z0-9][^\s;]*", path.read_text()))
     pyproject_path = str(ROOT / "pyproject.toml")
     project_requirements = [pyproject_path, "--group", f"{pyproject_path}:dev", "--extra", "servers", "--extra", "torchx"]
-    project_requirements += ["--extra", "ials", "--extra", "onnx", "--extra", "stores"]
+    project_requirements += ["--extra", "ials", "--extra", "onnx", "--extra", "spark", "--extra", "stores"]
     bootstrap_packages = compile_lock(uv, requirements=["-"], stdin="uv", pins=pins, uv_options=uv_options)
     # torchrec requires fbgemm-gpu, the CUDA build. It has the import name of fbgemm-gpu-cpu, so only one may be installed.
     cpu_packages = compile_lock(
@@ -70,12 +74,17 @@ def lock(uv: str, *, uv_options: list[str]) -> None:
             f"pyproject.toml requires {torch_packages['torch'].split()[0]}, but TORCH_CPU_BUILDS is for "
             f"torch=={TORCH_VERSION}; change both"
         )
+    spark_packages = {package: cpu_packages[package] for package in SPARK_PACKAGES}
     cuda_packages = {package: text for package, text in cpu_packages.items() if re.match(r"(nvidia|cuda)-|triton$", package)}
+    other_files = {*cuda_packages, *spark_packages, "torch"}
     cpu_packages, serve_packages = (
-        {package: text for package, text in packages.items() if package not in cuda_packages and package != "torch"}
+        {package: text for package, text in packages.items() if package not in other_files}
         for packages in (cpu_packages, serve_packages)
     )
-    all_packages = (bootstrap_packages, cpu_packages, torch_packages, cuda_packages, gpu_packages, serve_packages)
+    gpu_packages = {package: text for package, text in gpu_packages.items() if package not in spark_packages}
+    all_packages = (
+        bootstrap_packages, cpu_packages, torch_packages, cuda_packages, gpu_packages, spark_packages, serve_packages,
+    )  # fmt: skip
     for (file_name, title), packages in zip(TITLE_BY_FILE.items(), all_packages, strict=True):
         lines = [f"# {title}", "# Written by `make lock`.", *packages.values()]
         (LOCK_FOLDER / file_name).write_text("\n".join(lines) + "\n")

@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from flows.doctor.servers import Finding, check_mlflow, check_prefect, check_schedule, ok, problem
+from flows.doctor.servers import Finding, check_mlflow, check_prefect, check_schedule, not_used, ok, problem
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.disk import free_bytes, used_bytes
-from recsys_core.errors import first_line
+from recsys_core.errors import NightjarError, first_line
 from recsys_core.units import MIB, format_gib
 from tasks.runs.workspace import Workspace
 
 CHECK_TIMEOUT_S = 5.0
+MASTER_TIMEOUT_S = 2.0
 DISK_RESERVE_FACTOR = 1.2
 """Free space that a run needs, as a multiple of the size of the previous run."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 the mount point is a convention of Linux
@@ -28,6 +29,7 @@ def examine(config: PipelineConfig) -> dict[str, Finding]:
             "Prefect server": check_prefect,
             "MLflow server": lambda: check_mlflow(config),
             "schedule": lambda: check_schedule(config),
+            "log engine": lambda: check_log_engine(config),
             "disk": lambda: check_disk(config.workspace),
             "shared memory": lambda: check_shared_memory(SHARED_MEMORY),
         }
@@ -53,6 +55,16 @@ def run_checks(checks: Mapping[str, Callable[[], Finding]], *, timeout_s: float 
         thread.join(max(0.0, deadline_s - time.monotonic()))
     late = problem(f"no result within {timeout_s:g} s; check the server or the disk that this line names")
     return {subject: finding_by_subject.get(subject, late) for subject in checks}
+
+
+def check_log_engine(config: PipelineConfig) -> Finding:
+    """Check that the engine of the log ingest is installed, and that the master of its cluster answers."""
+    try:
+        installation = config.interactions.engine.installation()
+        config.interactions.engine.check_master(timeout_s=MASTER_TIMEOUT_S)
+    except NightjarError as error:
+        return problem(str(error))
+    return not_used("embedded: DuckDB") if installation is None else ok(installation)
 
 
 def check_disk(workspace: Path) -> Finding:

@@ -1,6 +1,6 @@
 """Row checks of the input stages: SQL conditions for unusable rows, and the decision to drop them or to raise an error.
 
-Rows of the interaction log and of the feature tables are checked in DuckDB, with `RowCheck`. Rows of pretrained embeddings
+Rows of the interaction log and of the feature tables are checked in SQL, with `RowCheck`. Rows of pretrained embeddings
 are checked in NumPy (see vectors/row_faults.py). All three inputs call `reject_bad_rows`, which raises InputError unless the
 config drops such rows.
 """
@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import duckdb
 import pyarrow as pa
 
 from recsys_core.errors import InputError, shown
@@ -116,17 +115,23 @@ def pass_sql(checks: Sequence[RowCheck]) -> str:
 
 
 def first_bad_row(
-    connection: duckdb.DuckDBPyConnection, checks: Sequence[RowCheck], *, rows_sql: str, row_sql: str, source: Source
+    fetch_rows: Callable[[str], list[tuple[Any, ...]]],
+    checks: Sequence[RowCheck],
+    *,
+    rows_sql: str,
+    row_sql: str,
+    source: Source,
 ) -> BadRow | None:
     """Return the first row of one file that fails a check, with the first check that it fails; None if every row passes.
 
     Args:
+        fetch_rows: executes a query and returns all rows of its result.
         rows_sql: SQL for the rows of the file.
         row_sql: SQL for the number of a row in the file, from 0.
     """
     failure_flags_sql = ", ".join(f"coalesce({check.failure_sql}, false)" for check in checks)
     query = f"SELECT {row_sql}, {failure_flags_sql} FROM {rows_sql} WHERE NOT ({pass_sql(checks)}) ORDER BY 1 LIMIT 1"
-    for row, *failure_flags in connection.sql(query).fetchall():
+    for row, *failure_flags in fetch_rows(query):
         check = checks[failure_flags.index(True)]
         (value,) = values_at(source, [check.column], row)
         problem = check.problem(value)

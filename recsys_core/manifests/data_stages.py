@@ -87,7 +87,9 @@ class IngestedFile(Frozen):
 
 
 class LogPart(Frozen):
-    """A parquet file with the events of the input files that one run read. Later runs reuse the file unchanged.
+    """A parquet file with the events of the input files that one run read. Later runs reuse it unchanged.
+
+    The Spark engine writes a folder of parquet files instead.
 
     Columns: `source` is an index into `files`. `user` and `item` are codes: rows of user_ids.parquet and item_ids.parquet.
     `position` orders the events: the time in microseconds, or the value of the order column. `weight` and `context_<n>` are

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = ROOT / "infra" / "locks"
-NAMES = ("bootstrap", "cpu", "torch", "cuda", "gpu", "serve")
+NAMES = ("bootstrap", "cpu", "torch", "cuda", "gpu", "spark", "serve")
 
 
 def locked(*names: str) -> dict[str, Requirement]:
@@ -66,10 +66,11 @@ def test_the_lock_satisfies_every_requirement_of_the_project(device: str) -> Non
         *project["project"]["dependencies"],
         *project["project"]["optional-dependencies"][device],
         *project["project"]["optional-dependencies"]["torchx"],
+        *project["project"]["optional-dependencies"]["spark"],
         *project["dependency-groups"]["dev"],
         *project["build-system"]["requires"],
     ]
-    lock = locked("gpu") if device == "gpu" else locked("cpu", "torch")
+    lock = locked("gpu", "spark") if device == "gpu" else locked("cpu", "torch", "spark")
     for requirement in map(Requirement, requirements):
         assert requirement.specifier.contains(version(lock[requirement.name.lower()])), f"{requirement}: run make lock"
 
@@ -91,20 +92,33 @@ def test_the_server_imports_only_packages_of_its_environment() -> None:
     process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     imported = {canonicalize_name(name) for name in process.stdout.split()}
     assert {"torch", "faiss-cpu", "mlflow"} <= imported
-    optional = {"pydantic-extra-types", "pytz", "sniffio", "tqdm"}  # other packages import them if they are installed
+    optional = {
+        "py4j",
+        "pydantic-extra-types",
+        "pyspark",
+        "pytz",
+        "sniffio",
+        "tqdm",
+    }  # other packages import them if they are installed
     assert imported - optional - {"nightjar"} <= locked("serve", "torch", "cuda", "bootstrap").keys()
 
 
-def install(venv: Path, *, device: str, python: str) -> subprocess.CompletedProcess[str]:
+def install(venv: Path, *, device: str, python: str, extras: str = "") -> subprocess.CompletedProcess[str]:
     bash = shutil.which("bash")
     assert bash is not None
-    command = [bash, str(ROOT / "infra" / "install.sh"), str(venv), device, python]
+    command = [bash, str(ROOT / "infra" / "install.sh"), str(venv), device, python, extras]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
 def test_an_unknown_device_is_rejected_and_the_environment_is_kept(tmp_path: Path) -> None:
     process = install(tmp_path, device="tpu", python=sys.executable)
     assert (process.returncode, process.stderr) == (2, "DEVICE is tpu; it must be cpu or gpu\n")
+    assert tmp_path.is_dir()
+
+
+def test_unknown_extras_are_rejected_and_the_environment_is_kept(tmp_path: Path) -> None:
+    process = install(tmp_path, device="cpu", python=sys.executable, extras="flink")
+    assert (process.returncode, process.stderr) == (2, "EXTRAS is flink; it must be empty or spark\n")
     assert tmp_path.is_dir()
 
 

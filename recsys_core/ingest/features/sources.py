@@ -190,7 +190,13 @@ def _reject_failures(
         for source, path in zip(table.sources, paths, strict=True):
             # Not DuckDB's file_row_number, because the file may have a column of this name.
             rows_sql = f'(SELECT row_number() OVER () - 1 AS "nightjar row", * FROM {scan_all_sql([path])})'
-            bad_row = first_bad_row(connection, checks, rows_sql=rows_sql, row_sql='"nightjar row"', source=source)
+            bad_row = first_bad_row(
+                lambda query: connection.sql(query).fetchall(),
+                checks,
+                rows_sql=rows_sql,
+                row_sql='"nightjar row"',
+                source=source,
+            )
             if bad_row is not None:
                 return bad_row
         raise AssertionError(f"{table.setting}: {num_bad} bad rows were counted, but none is in the files")

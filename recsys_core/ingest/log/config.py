@@ -16,6 +16,7 @@ from recsys_core.config import (
     Paths,
     Settings,
 )
+from recsys_core.ingest.log.engine_settings import DuckdbSettings, EngineSettings
 
 SPLITS = ("train", "validation", "test")
 """Names of the splits. The index of a split is its code. The events of a user are stored in the order of the codes."""
@@ -254,6 +255,10 @@ class InteractionsConfig(Settings):
     on_bad_rows: OnBadRows = "fail"
     max_bad_share: MaxBadShare = 0.01
     max_expansion_ratio: MaxExpansionRatio = 1_000
+    engine: Annotated[EngineSettings, OPERATIONAL] = Field(
+        default_factory=DuckdbSettings,
+        description="Database that reads, filters, counts and sorts the events. Every kind gives the same result",
+    )
     memory_limit: Annotated[MemoryLimit, OPERATIONAL] = Field(
         "1GB", description="Memory limit of DuckDB. DuckDB writes data that does not fit to disk"
     )

@@ -50,8 +50,7 @@ def gather_parts(
             and not _has_dropped_future_rows(part)
         ):
             assert continued_run is not None
-            # Runs can share a part, because it never changes.
-            link_or_copy(continued_run.path(part.file_name), output_folder / part.file_name)
+            _link_part(continued_run, part, output_folder)
             parts.append(part)
     reused_records = {file.source for part in parts for file in part.files}
     new_sources = tuple(source for source in log.sources if source.record not in reused_records)
@@ -61,6 +60,14 @@ def gather_parts(
         files = read_part(engine, config, sources=new_sources, part_path=part_path)
         parts.append(LogPart(file_name=f"parts/{part_path.name}", settings_fingerprint=settings_fingerprint, files=files))
     return tuple(parts), new_sources
+
+
+def _link_part(run: InteractionsManifest, part: LogPart, output_folder: Path) -> None:
+    """Link the file of a part, or the files of its folder. Runs can share a part, because it never changes."""
+    for file_name in run.files:
+        if file_name == part.file_name or file_name.startswith(f"{part.file_name}/"):
+            (output_folder / file_name).parent.mkdir(exist_ok=True)
+            link_or_copy(run.path(file_name), output_folder / file_name)
 
 
 def _settings_fingerprint(engine: LogEngine, config: InteractionsConfig, log: InteractionsInput) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 from recsys_core.dataset.layout import codes_file
 from recsys_core.errors import InputError
 from recsys_core.ingest.log.config import SPLITS, InteractionsConfig
-from recsys_core.ingest.log.duckdb_engine.engine import DuckdbEngine
 from recsys_core.ingest.log.engine import LogEngine
 from recsys_core.ingest.log.event_writer import EventWriter
 from recsys_core.ingest.log.incremental import gather_parts
@@ -24,12 +23,11 @@ def ingest_interactions(
     folder: Path,
     previous: InteractionsManifest | None = None,
     allowed_data_root: Path | None = None,
-    engine_class: type[LogEngine] = DuckdbEngine,
 ) -> InteractionsManifest:
     """Write the vocabularies and the event store that InteractionsManifest describes.
 
-    A LogEngine reads, splits, counts and sorts within config.memory_limit, and spills to the folder of the stage. Its results
-    stream into memory maps.
+    The LogEngine of config.engine reads, splits, counts and sorts, and spills to the folder of the stage. Its results stream
+    into memory maps.
 
     Args:
         embeddings: pretrained vectors. An item with a vector is in the catalogue even without an event.
@@ -53,7 +51,7 @@ def ingest_interactions(
     with stage.writing() as output_folder:
         spill_folder = output_folder / "spill"
         id_types = {"user": log.user_id_type, "item": log.item_id_type}
-        with engine_class.open(config, id_types=id_types, continued_run=continued_run, spill_folder=spill_folder) as engine:
+        with config.engine.open(config, id_types=id_types, continued_run=continued_run, spill_folder=spill_folder) as engine:
             manifest_fields = _write_store(engine, config, log, embeddings, output_folder, continued_run=continued_run)
         shutil.rmtree(spill_folder, ignore_errors=True)
         return stage.commit(

@@ -3,8 +3,12 @@
 import threading
 from pathlib import Path
 
-from flows.doctor.installation import check_disk, check_shared_memory, run_checks
+import pytest
+
+from flows.doctor.installation import check_disk, check_log_engine, check_shared_memory, run_checks
 from flows.doctor.servers import ok
+from flows.settings.pipeline import PipelineConfig
+from recsys_core.ingest.log.spark_engine import installation
 
 
 def test_checks_run_at_the_same_time_and_a_check_without_result_is_a_problem() -> None:
@@ -42,3 +46,14 @@ def test_the_free_disk_is_compared_with_the_newest_run(small_disk: Path) -> None
         finding.status == "problem"
         and "run 20261121-000000-bbbb takes 0.0 GiB, and the next run needs about the same space" in finding.text
     )
+
+
+def test_the_engine_of_the_ingest_is_checked_only_if_the_config_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = {"interactions": {"paths": "log.parquet", "timestamp_column": "t"}}
+    assert check_log_engine(PipelineConfig.model_validate(paths)) == ("not used", "embedded: DuckDB")
+    monkeypatch.setattr(installation, "check_installation", lambda: "Spark 4.0.1, Java 17")
+    paths["interactions"]["engine"] = {"kind": "spark", "master": "spark://127.0.0.1:9"}  # type: ignore[assignment]
+    finding = check_log_engine(PipelineConfig.model_validate(paths))
+    assert finding.status == "problem" and "no Spark master answers at spark://127.0.0.1:9" in finding.text
+    paths["interactions"]["engine"] = {"kind": "spark"}  # type: ignore[assignment]
+    assert check_log_engine(PipelineConfig.model_validate(paths)) == ("ok", "Spark 4.0.1, Java 17, master local[*]")

@@ -9,8 +9,6 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from recsys_core.ingest.log.config import InteractionsConfig
-from recsys_core.ingest.log.duckdb_engine.engine import DuckdbEngine
-from recsys_core.ingest.log.engine import LogEngine
 from recsys_core.ingest.log.ingest import ingest_interactions
 from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest
 from recsys_core.units import DAY_US
@@ -20,8 +18,8 @@ Id = int | str
 Event = tuple[Id, Id, Any]
 """User, item, time."""
 Parts = tuple[list[Event], list[Event], list[Event]]
-engine_class: type[LogEngine] = DuckdbEngine
-"""Opens the engine of `ingest`; the tests of the log ingest set each engine in turn."""
+engine: dict[str, Any] = {"kind": "duckdb"}
+"""Engine of `ingest`; the tests of the log ingest set each engine in turn."""
 
 
 def write_log(path: Path, events: Sequence[Event], **columns: Any) -> str:
@@ -40,8 +38,8 @@ def ingest(
     """Ingest the log files. By default the times are in column t, in microseconds; `settings` override this."""
     if "order_column" not in settings:
         settings = {"timestamp_column": "t", "timestamp_unit": "us"} | settings
-    config = InteractionsConfig(paths=paths, split=split, **({"threads": 2} | settings))
-    return ingest_interactions(config, embeddings=embeddings, folder=folder, previous=previous, engine_class=engine_class)
+    config = InteractionsConfig(paths=paths, split=split, **({"threads": 2, "engine": engine} | settings))
+    return ingest_interactions(config, embeddings=embeddings, folder=folder, previous=previous)
 
 
 def split_by_time(events: Sequence[Event], *, test_days: float, validation_days: float) -> Parts:

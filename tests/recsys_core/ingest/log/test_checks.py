@@ -79,6 +79,7 @@ def test_a_bad_row_is_rejected_and_no_file_is_left(tmp_path: Path, case: str) ->
     refuses(lambda folder: ingest(folder, path, split=LAST_OUT, **settings), tmp_path, f"{path}: column {message}", *way_out)
 
 
+@pytest.mark.both_engines
 def test_the_message_names_the_first_bad_row_of_the_first_bad_file(tmp_path: Path) -> None:
     write(tmp_path / "log" / "a.parquet", **GOOD, x=[1.0] * 4)
     write(tmp_path / "log" / "b.parquet", **(GOOD | {"t": [1, 2, -1, 3]}), x=[1.0, 1.0, 1.0, NAN])
@@ -133,6 +134,7 @@ def reasons(columns: dict[str, list[Any]]) -> Counter[str]:
     return counts
 
 
+@pytest.mark.both_engines
 def test_dropped_rows_are_counted_by_reason_and_all_others_are_kept(tmp_path: Path) -> None:
     random = np.random.default_rng(5)
     logs = [faulty_log(random, 400) for _ in range(3)]
@@ -184,6 +186,7 @@ def test_unusual_unicode_ids_are_stored_unchanged_and_suspicious_ones_are_counte
         assert (manifest.columns[column].num_distinct, manifest.columns[column].num_unusual_ids) == (len(STRANGE), len(ODD))
 
 
+@pytest.mark.both_engines
 def test_ids_in_folder_names_are_checked_like_other_ids(tmp_path: Path) -> None:
     events = {"item_id": [5, 6, 7], "t": [1, 2, 3]}
     for name in ("a%E2%80%AEx", "b%0A", "c"):
@@ -198,6 +201,7 @@ def test_ids_in_folder_names_are_checked_like_other_ids(tmp_path: Path) -> None:
     refuses(lambda folder: ingest(folder, log, split=LAST_OUT), tmp_path, message)
 
 
+@pytest.mark.both_engines
 def test_a_null_is_found_even_if_the_statistics_have_none(tmp_path: Path) -> None:
     for column, value in (("user_id", [1, None, 1, 2]), ("x", [1.0, None, 1.0, 1.0])):
         path = Path(write(tmp_path / "a.parquet", **(GOOD | {"x": [1.0] * 4, column: value})))

@@ -111,7 +111,7 @@ def test_a_time_that_has_no_microseconds_is_named(tmp_path: Path, value: int, po
     refuses(
         lambda folder: ingest(folder, path, split=LAST_OUT, on_bad_rows=policy, max_bad_share=0.9), tmp_path,
         "a.parquet: column 't', row 1: 1969-12-31 23:59:59.999000 is before 1970 or in the future; ",
-        "DuckDB cannot read some of these times", WAY_OUT,
+        "no engine can read some of these times", WAY_OUT,
     )  # fmt: skip
 
 

@@ -210,11 +210,11 @@ FIRST_FREE = 2**31 + 10
 class LargeVocabularies(DuckdbEngine):
     """DuckdbEngine after runs with FIRST_FREE users and items, of which the newest is in the vocabulary."""
 
-    def __init__(self, connection: Any, *args: Any, **settings: Any) -> None:
-        super().__init__(connection, *args, **settings)
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
         for side, id_type in self._id_types.items():
             newest_sql = "'newest'" if id_type == "string" else "-1"
-            connection.execute(f"INSERT INTO {side}_ids VALUES ({newest_sql}, {FIRST_FREE - 1}, {FIRST_FREE - 1})")
+            self._session.append(f"{side}_ids", f"SELECT {newest_sql}, {FIRST_FREE - 1}, {FIRST_FREE - 1}")
         self._is_filtered = True
 
     def sorted_events(self) -> Iterator[pa.RecordBatch]:
@@ -225,14 +225,15 @@ class StopAtEventsError(Exception):
     pass
 
 
-def test_codes_and_rows_pass_2_to_the_31(tmp_path: Path) -> None:
+def test_codes_and_rows_pass_2_to_the_31(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = [("ann", 5, 1), ("ann", 6, 2), ("ann", 5, 3), ("bob", 5, 4), ("bob", 7, 5), ("bob", 5, 6)]
     path = write_log(tmp_path / "log.parquet", events)
     config = InteractionsConfig(
         paths=(path,), timestamp_column="t", timestamp_unit="us", threads=1, split={"kind": "leave_last_out", "num_folds": 2}
     )
+    monkeypatch.setattr("recsys_core.ingest.log.duckdb_engine.engine.DuckdbEngine", LargeVocabularies)
     with pytest.raises(StopAtEventsError) as caught:
-        ingest_interactions(config, embeddings=None, folder=tmp_path / "stage", engine_class=LargeVocabularies)
+        ingest_interactions(config, embeddings=None, folder=tmp_path / "stage")
     (batches,) = caught.value.args
     batch = pa.Table.from_batches(batches)
     assert (batch.schema.field("user_row").type, batch.schema.field("item_row").type) == (pa.int64(), pa.int64())

@@ -1,7 +1,7 @@
 """Filters and split of the log. They read the parts and create `log` (user, item, position, split, extra columns).
 
-`log` is a table or a view in DuckDB. User and item are codes (see vocabulary.py). Position is the sort key of a user's events
-(see raw_log.py). The extra columns are the weight and the context columns.
+`log` is a table or a view. User and item are codes (see vocabulary.py). Position is the sort key of a user's events. The extra
+columns are the weight and the context columns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,11 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-import duckdb
-
 from recsys_core.ingest.log.config import SPLITS, FileSplit, InteractionsConfig, LeaveLastOut, LogFilter, TimeSplit
-from recsys_core.ingest.log.duckdb_engine.known_negatives import create_known_negatives
 from recsys_core.ingest.log.engine import LogCounts
+from recsys_core.ingest.log.sql.known_negatives import create_known_negatives
+from recsys_core.ingest.log.sql.session import SqlSession, fetch_count, first_rows_sql
 from recsys_core.manifests import IngestedFile, LogPart, SourceFile
-from recsys_core.parquet.duckdb_session import fetch_count, scan_sql
 from recsys_core.units import DAY_US
 
 MIN_SPAN_PER_TEST_PERIOD = 5
@@ -23,7 +21,7 @@ MIN_SPAN_PER_TEST_PERIOD = 5
 
 
 def load_log(
-    connection: duckdb.DuckDBPyConnection,
+    session: SqlSession,
     config: InteractionsConfig,
     *,
     parts: Sequence[LogPart],
@@ -39,15 +37,19 @@ def load_log(
     current_parts = [part for part in parts if any(file.source in split_code_by_file for file in part.files)]
     all_events_sql = " UNION ALL ".join(
         _part_sql(
-            part, folder=folder, split_code_by_file=split_code_by_file, is_split_by_files=isinstance(config.split, FileSplit)
+            session,
+            part,
+            folder=folder,
+            split_code_by_file=split_code_by_file,
+            is_split_by_files=isinstance(config.split, FileSplit),
         )
         for part in current_parts
     )
     if config.explicit_negatives:
-        connection.execute(f"CREATE VIEW coded AS {all_events_sql}").fetchall()
+        session.create_view("coded", all_events_sql)
         all_events_sql = "SELECT * EXCLUDE (is_negative) FROM coded WHERE NOT is_negative"
-    connection.execute(f"CREATE VIEW events AS {all_events_sql}").fetchall()
-    num_events = fetch_count(connection, "SELECT count(*) FROM events")
+    session.create_view("events", all_events_sql)
+    num_events = fetch_count(session, "SELECT count(*) FROM events")
     if num_events == 0:
         return LogCounts(num_read=0)
     current_files = [file for part in parts for file in part.files if file.source in split_code_by_file]
@@ -63,26 +65,24 @@ def load_log(
     is_in_window_sql = " AND ".join(time_conditions_sql) or "true"
     events_sql = f"(SELECT * FROM events WHERE {is_in_window_sql})" if time_conditions_sql else "events"
     if other_filters != LogFilter():
-        connection.execute(f"CREATE TABLE remaining AS SELECT * FROM {events_sql}").fetchall()
-        num_removed_by_reason["outside_window"] = num_events - fetch_count(connection, "SELECT count(*) FROM remaining")
-        num_removed_by_reason |= _apply_filters(connection, config.filter)
+        session.create_table("remaining", f"SELECT * FROM {events_sql}")
+        num_removed_by_reason["outside_window"] = num_events - fetch_count(session, "SELECT count(*) FROM remaining")
+        num_removed_by_reason |= _apply_filters(session, config.filter)
         events_sql = "remaining"
     elif events_sql != "events":
-        num_removed_by_reason["outside_window"] = num_events - fetch_count(connection, f"SELECT count(*) FROM {events_sql}")
+        num_removed_by_reason["outside_window"] = num_events - fetch_count(session, f"SELECT count(*) FROM {events_sql}")
     test_days = (
-        _test_days(connection, config.split, events_sql, newest_us=newest_us) if isinstance(config.split, TimeSplit) else None
+        _test_days(session, config.split, events_sql, newest_us=newest_us) if isinstance(config.split, TimeSplit) else None
     )
     split_sql = _split_code_sql(
-        config, newest_us=newest_us, test_days=test_days, tie_breaker_columns=extra_column_names(connection, "events")
+        config, newest_us=newest_us, test_days=test_days, tie_breaker_columns=extra_column_names(session, "events")
     )
     # A view is evaluated at each use. This is cheap except for leave_last_out, which needs a window function.
-    log_kind = "TABLE" if isinstance(config.split, LeaveLastOut) else "VIEW"
-    connection.execute(
-        f"CREATE {log_kind} log AS SELECT * EXCLUDE (split), ({split_sql})::TINYINT AS split FROM {events_sql}"
-    ).fetchall()
+    create_log = session.create_table if isinstance(config.split, LeaveLastOut) else session.create_view
+    create_log("log", f"SELECT * EXCLUDE (split), ({split_sql})::TINYINT AS split FROM {events_sql}")
     if config.explicit_negatives:
-        create_known_negatives(connection, config, split_sql=split_sql, is_in_window_sql=is_in_window_sql)
-    counts = count_log(connection, config, num_read=num_events)
+        create_known_negatives(session, config, split_sql=split_sql, is_in_window_sql=is_in_window_sql)
+    counts = count_log(session, config, num_read=num_events)
     return replace(
         counts,
         num_removed_by_reason={reason: count for reason, count in num_removed_by_reason.items() if count},
@@ -90,39 +90,38 @@ def load_log(
     )
 
 
-def extra_column_names(connection: duckdb.DuckDBPyConnection, table_name: str) -> list[str]:
+def extra_column_names(session: SqlSession, table_name: str) -> list[str]:
     """Return the weight and context columns of `table_name`.
 
     Events that are equal in all other columns are sorted by these columns, so that their order is reproducible.
     """
-    return [name for name in connection.table(table_name).columns if name == "weight" or name.startswith("context_")]
+    return [name for name in session.column_names(table_name) if name == "weight" or name.startswith("context_")]
 
 
-def count_log(connection: duckdb.DuckDBPyConnection, config: InteractionsConfig, *, num_read: int) -> LogCounts:
+def count_log(session: SqlSession, config: InteractionsConfig, *, num_read: int) -> LogCounts:
     """Return the counts of table `log`, without the removed events."""
-    num_events_by_code = dict(connection.sql("SELECT split, count(*) FROM log GROUP BY split").fetchall())
-    if not num_events_by_code:
+    time_sql = ", min(position), max(position)" if config.timestamp_column is not None else ""
+    rows = session.fetch_rows(
+        f'SELECT split, count(*), min("user"), max("user"), min(item), max(item){time_sql} FROM log GROUP BY split'
+    )
+    if not rows:
         return LogCounts(num_read, num_events_by_split=(0,) * len(SPLITS))
-    sides_with_one_id = [
-        side
-        for side in ("user", "item")
-        if fetch_count(connection, f'SELECT count(*) FROM (SELECT DISTINCT "{side}" FROM log LIMIT 2)') < 2
-    ]
-    time_span_us = None
-    if config.timestamp_column is not None:
-        ((first_us, last_us),) = connection.sql("SELECT min(position), max(position) FROM log").fetchall()
-        time_span_us = first_us, last_us
+    split_codes, num_events, first_users, last_users, first_items, last_items, *times = zip(*rows, strict=True)
+    num_events_by_code = dict(zip(split_codes, num_events, strict=True))
+    codes_by_side = {"user": {*first_users, *last_users}, "item": {*first_items, *last_items}}
     return LogCounts(
         num_read,
         num_events_by_split=tuple(num_events_by_code.get(code, 0) for code in range(len(SPLITS))),
-        sides_with_one_id=frozenset(sides_with_one_id),
-        time_span_us=time_span_us,
+        sides_with_one_id=frozenset(side for side, codes in codes_by_side.items() if len(codes) == 1),
+        time_span_us=(min(times[0]), max(times[1])) if times else None,
     )
 
 
-def _part_sql(part: LogPart, *, folder: Path, split_code_by_file: Mapping[SourceFile, int], is_split_by_files: bool) -> str:
+def _part_sql(
+    session: SqlSession, part: LogPart, *, folder: Path, split_code_by_file: Mapping[SourceFile, int], is_split_by_files: bool
+) -> str:
     """Return SQL for the events of `part`, without files that are no longer input, and with the split of each file."""
-    part_scan_sql = scan_sql(folder / part.file_name)
+    part_scan_sql = session.scan_sql(folder / part.file_name)
     index_and_code_pairs = [
         (index, split_code_by_file[file.source]) for index, file in enumerate(part.files) if file.source in split_code_by_file
     ]
@@ -135,36 +134,37 @@ def _part_sql(part: LogPart, *, folder: Path, split_code_by_file: Mapping[Source
     )
 
 
-def _apply_filters(connection: duckdb.DuckDBPyConnection, filters: LogFilter) -> dict[str, int]:
+def _apply_filters(session: SqlSession, filters: LogFilter) -> dict[str, int]:
     """Remove events from table `remaining`; return the number of removed events by reason, and the number of bot users."""
     num_removed_by_reason: dict[str, int] = {}
     if filters.duplicates != "keep":
-        num_removed_by_reason["duplicates"] = _remove_duplicates(connection, filters.duplicates)
+        num_removed_by_reason["duplicates"] = _remove_duplicates(session, filters.duplicates)
     if filters.bot_threshold is not None:
         bots_sql = f'SELECT "user" FROM remaining GROUP BY "user" HAVING count(*) > {filters.bot_threshold}'
-        num_removed_by_reason["bot_users"] = fetch_count(connection, f"SELECT count(*) FROM ({bots_sql})")
+        num_removed_by_reason["bot_users"] = fetch_count(session, f"SELECT count(*) FROM ({bots_sql})")
         num_removed_by_reason["bot_events"] = _replace_remaining(
-            connection, f'SELECT * FROM remaining ANTI JOIN ({bots_sql}) USING ("user")'
+            session, f'SELECT * FROM remaining ANTI JOIN ({bots_sql}) USING ("user")'
         )
-    num_removed_by_reason["rare"] = _remove_rare(connection, filters)
+    num_removed_by_reason["rare"] = _remove_rare(session, filters)
     if filters.max_user_events is not None:
-        order_sql = _newest_first_sql(("split", *extra_column_names(connection, "remaining")))
-        is_newest_sql = f'row_number() OVER (PARTITION BY "user" ORDER BY {order_sql}) <= {filters.max_user_events}'
-        num_removed_by_reason["over_cap"] = _replace_remaining(connection, f"SELECT * FROM remaining QUALIFY {is_newest_sql}")
+        order_sql = _newest_first_sql(("split", *extra_column_names(session, "remaining")))
+        window_sql = f'PARTITION BY "user" ORDER BY {order_sql}'
+        num_removed_by_reason["over_cap"] = _replace_remaining(
+            session, first_rows_sql("remaining", window_sql=window_sql, num_rows=filters.max_user_events)
+        )
     return num_removed_by_reason
 
 
-def _remove_duplicates(connection: duckdb.DuckDBPyConnection, policy: str) -> int:
+def _remove_duplicates(session: SqlSession, policy: str) -> int:
     key_sql = '"user", item, position' if policy == "exact" else '"user", item'
     time_order_sql = "position DESC" if policy == "last" else "position"
     # `split` comes before the extra columns: if an event is in both the training and the test files, the training event stays.
-    order_sql = ", ".join([time_order_sql, "split", *extra_column_names(connection, "remaining")])
-    return _replace_remaining(
-        connection, f"SELECT * FROM remaining QUALIFY row_number() OVER (PARTITION BY {key_sql} ORDER BY {order_sql}) = 1"
-    )
+    order_sql = ", ".join([time_order_sql, "split", *extra_column_names(session, "remaining")])
+    window_sql = f"PARTITION BY {key_sql} ORDER BY {order_sql}"
+    return _replace_remaining(session, first_rows_sql("remaining", window_sql=window_sql))
 
 
-def _remove_rare(connection: duckdb.DuckDBPyConnection, filters: LogFilter) -> int:
+def _remove_rare(session: SqlSession, filters: LogFilter) -> int:
     """Remove the events of rare items and users until every item and user has enough events (k-core).
 
     One pass is not enough: removing an item takes events from users, and removing a user takes events from items.
@@ -178,21 +178,17 @@ def _remove_rare(connection: duckdb.DuckDBPyConnection, filters: LogFilter) -> i
         for side, min_events in min_events_by_side.items():
             if min_events > 1:
                 rare_sql = f'SELECT "{side}" FROM remaining GROUP BY "{side}" HAVING count(*) < {min_events}'
-                num_removed += _replace_remaining(
-                    connection, f'SELECT * FROM remaining ANTI JOIN ({rare_sql}) USING ("{side}")'
-                )
+                num_removed += _replace_remaining(session, f'SELECT * FROM remaining ANTI JOIN ({rare_sql}) USING ("{side}")')
         total_num_removed += num_removed
         if num_removed == 0:
             return total_num_removed
 
 
-def _replace_remaining(connection: duckdb.DuckDBPyConnection, query: str) -> int:
+def _replace_remaining(session: SqlSession, query: str) -> int:
     """Replace table `remaining` by the rows of `query`; return the number of removed rows."""
-    num_before = fetch_count(connection, "SELECT count(*) FROM remaining")
-    connection.execute(f"CREATE TABLE next_remaining AS {query}").fetchall()
-    connection.execute("DROP TABLE remaining").fetchall()
-    connection.execute("ALTER TABLE next_remaining RENAME TO remaining").fetchall()
-    return num_before - fetch_count(connection, "SELECT count(*) FROM remaining")
+    num_before = fetch_count(session, "SELECT count(*) FROM remaining")
+    session.create_table("remaining", query)
+    return num_before - fetch_count(session, "SELECT count(*) FROM remaining")
 
 
 def _newest_first_sql(tie_breaker_columns: Sequence[str]) -> str:
@@ -200,25 +196,29 @@ def _newest_first_sql(tie_breaker_columns: Sequence[str]) -> str:
     return ", ".join(f"{column} DESC" for column in ("position", "item", *tie_breaker_columns))
 
 
-def _test_days(connection: duckdb.DuckDBPyConnection, split: TimeSplit, events_sql: str, *, newest_us: int) -> float:
+def _test_days(session: SqlSession, split: TimeSplit, events_sql: str, *, newest_us: int) -> float:
     """Return the length of the test period; with auto, the smallest number of days with enough users, see TimeSplit."""
     if split.test_days != "auto":
         return split.test_days
-    ((oldest_us, last_us),) = connection.sql(
+    ((oldest_us, last_us),) = session.fetch_rows(
         f"""
-        WITH users AS (SELECT min(position) AS oldest, max(position) AS last FROM {events_sql} GROUP BY "user")
-        SELECT (SELECT min(oldest) FROM users), min(last)
-        FROM (SELECT last FROM users ORDER BY last DESC LIMIT {split.test_users})
+        WITH users AS (SELECT min(position) AS oldest, max(position) AS newest FROM {events_sql} GROUP BY "user")
+        SELECT (SELECT min(oldest) FROM users), min(newest)
+        FROM (SELECT newest FROM users ORDER BY newest DESC LIMIT {split.test_users})
         """
-    ).fetchall()
+    )
     if oldest_us is None:  # the filters have removed all events
         return 1.0
     num_days_needed = (newest_us - last_us) // DAY_US + 1
     return float(max(1, min(num_days_needed, (newest_us - oldest_us) // (MIN_SPAN_PER_TEST_PERIOD * DAY_US))))
 
 
-_FOLD_HASH_SQL = '("user"::UBIGINT % 4294967296 * 2654435761 % 4294967296 // 65536)'
-"""Multiplicative hash of a user's code (Knuth, The Art of Computer Programming, volume 3, section 6.4)."""
+_FOLD_HASH_SQL = (
+    '(("user"::BIGINT // 65536 % 65536 * 2654435761 % 65536 * 65536 + "user"::BIGINT % 65536 * 2654435761)'
+    " % 4294967296 // 65536)"
+)
+"""Multiplicative hash of a user's code (Knuth, The Art of Computer Programming, volume 3, section 6.4). The code is
+multiplied in two halves of 16 bits, because its product may not fit into 64 bits."""
 
 
 def _split_code_sql(

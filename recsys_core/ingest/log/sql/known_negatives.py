@@ -1,17 +1,13 @@
-"""Known negatives in DuckDB: the pairs of a user and an item with a label below the threshold, and without an event.
+"""Known negatives: the pairs of a user and an item with a label below the threshold, and without an event.
 
 View `coded` has the rows of all parts, and its column `is_negative` marks the rows below the threshold. `log` has the events.
 """
 
-import duckdb
-
 from recsys_core.ingest.log.config import InteractionsConfig, LeaveLastOut
-from recsys_core.parquet.duckdb_session import fetch_count
+from recsys_core.ingest.log.sql.session import SqlSession, fetch_count, first_rows_sql
 
 
-def create_known_negatives(
-    connection: duckdb.DuckDBPyConnection, config: InteractionsConfig, *, split_sql: str, is_in_window_sql: str
-) -> None:
+def create_known_negatives(session: SqlSession, config: InteractionsConfig, *, split_sql: str, is_in_window_sql: str) -> None:
     """Create table `known_negatives` (user, item, position, split): each pair once, at its first row.
 
     A pair is left out if the user has an event with the item in the same split or in an earlier one. An event of a later split
@@ -32,18 +28,17 @@ def create_known_negatives(
         f'SELECT "user", item, position, ({split_sql})::TINYINT AS split FROM coded JOIN ({users_sql}) USING ("user") '
         f"WHERE is_negative AND {is_in_window_sql}"
     )
-    first_rows_sql = (
-        f'SELECT * FROM ({rows_sql}) QUALIFY row_number() OVER (PARTITION BY "user", item ORDER BY split, position) = 1'
-    )
+    pair_rows_sql = first_rows_sql(f"({rows_sql})", window_sql='PARTITION BY "user", item ORDER BY split, position')
     pairs_sql = 'SELECT "user", item, min(split) AS event_split FROM log GROUP BY "user", item'
-    connection.execute(
-        f"CREATE TABLE known_negatives AS SELECT * EXCLUDE (event_split) FROM ({first_rows_sql}) "
-        f'LEFT JOIN ({pairs_sql}) USING ("user", item) WHERE event_split IS NULL OR event_split > split'
-    ).fetchall()
+    session.create_table(
+        "known_negatives",
+        f"SELECT * EXCLUDE (event_split) FROM ({pair_rows_sql}) "
+        f'LEFT JOIN ({pairs_sql}) USING ("user", item) WHERE event_split IS NULL OR event_split > split',
+    )
 
 
-def sorted_negatives(connection: duckdb.DuckDBPyConnection, *, is_ordered: bool) -> tuple[int, duckdb.DuckDBPyRelation]:
-    """Return the number and the rows of the known negatives whose items have a row; see EventWriter.write_negatives.
+def sorted_negatives(session: SqlSession, *, is_ordered: bool) -> tuple[int, str]:
+    """Return the number of known negatives whose items have a row, and SQL for their rows; see EventWriter.write_negatives.
 
     Negatives of a user with the same position are in random order, so that no item is preferred. This order does not depend
     on codes and rows, which differ between an incremental and a complete ingest. The ids are hashed as one string, because
@@ -52,7 +47,9 @@ def sorted_negatives(connection: duckdb.DuckDBPyConnection, *, is_ordered: bool)
     Args:
         is_ordered: whether num_earlier_events is needed; otherwise it is 0.
     """
-    connection.execute("DELETE FROM known_negatives WHERE item NOT IN (SELECT code FROM items)").fetchall()
+    session.create_table(
+        "known_negatives", "SELECT * FROM known_negatives SEMI JOIN items ON known_negatives.item = items.code"
+    )
     negatives_sql = "SELECT *, 0 AS num_earlier_events FROM known_negatives"
     if is_ordered:
         events_sql = (
@@ -62,13 +59,17 @@ def sorted_negatives(connection: duckdb.DuckDBPyConnection, *, is_ordered: bool)
         # Negatives come before the events with the same position.
         window_sql = 'PARTITION BY "user", split ORDER BY position, is_negative DESC ROWS UNBOUNDED PRECEDING'
         negatives_sql = (
-            f"SELECT * FROM (SELECT *, count(*) FILTER (NOT is_negative) OVER ({window_sql}) AS num_earlier_events "
+            f"SELECT * FROM (SELECT *, count(CASE WHEN NOT is_negative THEN 1 END) OVER ({window_sql}) AS num_earlier_events "
             f"FROM ({events_sql})) WHERE is_negative"
         )
-    negatives = connection.sql(
-        "SELECT users.row AS user_row, items.row AS item_row, split, num_earlier_events "
+    negatives_sql = (
+        'SELECT users."row" AS user_row, items."row" AS item_row, split, position, num_earlier_events, '
+        "ordering_hash(users.id::VARCHAR || '/' || items.id::VARCHAR) AS pair_hash "
         f'FROM ({negatives_sql}) AS negatives JOIN users ON negatives."user" = users.code '
-        "JOIN items ON negatives.item = items.code "
-        "ORDER BY user_row, split, position, hash(users.id::VARCHAR || '/' || items.id::VARCHAR)"
+        "JOIN items ON negatives.item = items.code"
     )
-    return fetch_count(connection, "SELECT count(*) FROM known_negatives"), negatives
+    sorted_sql = (
+        f"SELECT user_row, item_row, split, num_earlier_events FROM ({negatives_sql}) AS negatives "
+        "ORDER BY user_row, split, position, pair_hash"
+    )
+    return fetch_count(session, "SELECT count(*) FROM known_negatives"), sorted_sql

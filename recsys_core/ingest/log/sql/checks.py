@@ -1,26 +1,22 @@
-"""Row checks of the interaction log over the view `raw` (see raw_log.py), and explanations of rows that cannot be read."""
+"""Row checks of the interaction log over the view `raw`, and the statistics of its files, in SQL.
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+The view has the columns user, item, position, label, weight and context_<n>, the index of the row's file (`source`) and the
+index of the row in this file (`row`).
+"""
 
-import duckdb
+from collections.abc import Mapping, Sequence
+
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from recsys_core.errors import InputError, first_line, shown
 from recsys_core.ingest.log.config import InteractionsConfig
-from recsys_core.ingest.log.engine import FileStatistics, LogFiles
+from recsys_core.ingest.log.engine import FileStatistics
 from recsys_core.ingest.log.log_statistics import FIX_CLOCK, IN_FUTURE, latest_valid_time_us
-from recsys_core.ingest.row_checks import FIX_ROWS, RowCheck, pass_sql, values_at
+from recsys_core.ingest.log.sql.session import SqlSession
+from recsys_core.ingest.row_checks import FIX_ROWS, RowCheck, pass_sql
 from recsys_core.parquet.columns import value_type
-from recsys_core.parquet.duckdb_session import DAMAGED_FILE_ERRORS, quoted, scan_sql
-from recsys_core.parquet.guards import verify_pages
-from recsys_core.parquet.sources import Source
-from recsys_core.units import DAY_US, FLOAT32_MAX, INT64_MAX
+from recsys_core.units import FLOAT32_MAX, INT64_MAX
 
-TICKS_PER_S = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
-_BATCH_ROWS = 262_144
+INFINITY_SQL = "'Infinity'::DOUBLE"
 
 
 def row_checks(config: InteractionsConfig, *, type_by_column: Mapping[str, pa.DataType]) -> list[RowCheck]:
@@ -39,7 +35,7 @@ def row_checks(config: InteractionsConfig, *, type_by_column: Mapping[str, pa.Da
 
 
 def scan_files(
-    connection: duckdb.DuckDBPyConnection,
+    session: SqlSession,
     checks: Sequence[RowCheck],
     *,
     num_files: int,
@@ -63,7 +59,7 @@ def scan_files(
         select_list += [f"{bound}({role}::DOUBLE) FILTER ({range_row_sql})" for bound in ("min", "max")]
     query = f"SELECT {', '.join(select_list)} FROM raw GROUP BY source"
     statistics = [FileStatistics()] * num_files  # a file without rows does not occur in `raw`
-    for file_index, num_rows, num_bad, num_positive, *check_counts_and_bounds in connection.sql(query).fetchall():
+    for file_index, num_rows, num_bad, num_positive, *check_counts_and_bounds in session.fetch_rows(query):
         check_counts, bounds = check_counts_and_bounds[: len(checks)], check_counts_and_bounds[len(checks) :]
         num_bad_by_check = {check.name: count for check, count in zip(checks, check_counts, strict=True) if count}
         role_bounds = zip(roles, bounds[::2], bounds[1::2], strict=True)
@@ -71,24 +67,6 @@ def scan_files(
         num_events = num_positive if positive_row_sql else num_rows - num_bad
         statistics[file_index] = FileStatistics(num_rows, num_bad, num_bad_by_check, range_by_role, num_events)
     return statistics
-
-
-@contextmanager
-def explain_read_errors(config: InteractionsConfig, files: LogFiles) -> Iterator[None]:
-    """Replace a DuckDB error about the content of a file by an InputError that names the file and the column."""
-    try:
-        yield
-    except (duckdb.Error, pa.ArrowException, OSError) as error:
-        is_read_error = (
-            isinstance(error, duckdb.ConversionException | pa.ArrowException | OSError) or type(error) in DAMAGED_FILE_ERRORS
-        )
-        if is_read_error and "no space left" not in str(error).lower():
-            for source, path in zip(files.sources, files.paths, strict=True):
-                verify_pages(source, config.columns)
-                _reject_unreadable_column(source, path, config)
-                if isinstance(error, duckdb.ConversionException):
-                    _reject_out_of_range_time(config, source)
-        raise
 
 
 def _id_checks(alias: str, column: str, data_type: pa.DataType) -> list[RowCheck]:
@@ -125,8 +103,8 @@ def _label_checks(column: str, data_type: pa.DataType, *, label_range: tuple[flo
     checks = _number_checks("label", column, data_type)
     if label_range is not None:
         low, high = label_range
-        # isfinite: DuckDB orders NaN above all numbers, and NaN has a check of its own.
-        is_outside_sql = f"isfinite(label::DOUBLE) AND (label::DOUBLE < {low!r} OR label::DOUBLE > {high!r})"
+        # Both databases order NaN above all numbers, and NaN has a check of its own.
+        is_outside_sql = f"{_is_finite_sql('label')} AND (label::DOUBLE < {low!r} OR label::DOUBLE > {high!r})"
         checks.append(
             RowCheck(
                 column,
@@ -142,8 +120,8 @@ def _weight_checks(column: str, data_type: pa.DataType) -> list[RowCheck]:
     is_negative_sql, is_too_large_sql = "weight < 0", f"weight::DOUBLE > {FLOAT32_MAX!r}"
     return [
         *_number_checks("weight", column, data_type),
-        RowCheck(column, "negative", f"{is_negative_sql} AND isfinite(weight::DOUBLE)", "a weight has to be 0 or more"),
-        RowCheck(column, "too large for float32", f"{is_too_large_sql} AND isfinite(weight::DOUBLE)", FIX_ROWS),
+        RowCheck(column, "negative", f"{is_negative_sql} AND {_is_finite_sql('weight')}", "a weight has to be 0 or more"),
+        RowCheck(column, "too large for float32", f"{is_too_large_sql} AND {_is_finite_sql('weight')}", FIX_ROWS),
     ]
 
 
@@ -152,48 +130,9 @@ def _number_checks(alias: str, column: str, data_type: pa.DataType) -> list[RowC
         return [RowCheck(column, "null or not a number", f"{alias} IS NULL", FIX_ROWS)]
     return [
         RowCheck(column, "null or not a number", f"{alias} IS NULL OR isnan({alias}::DOUBLE)", FIX_ROWS),
-        RowCheck(column, "infinite", f"isinf({alias}::DOUBLE)", FIX_ROWS),
+        RowCheck(column, "infinite", f"abs({alias}::DOUBLE) = {INFINITY_SQL}", FIX_ROWS),
     ]
 
 
-def _reject_unreadable_column(source: Source, path: Path, config: InteractionsConfig) -> None:
-    """Raise InputError for the first column that DuckDB cannot read. Pyarrow does not notice every kind of damage."""
-    with duckdb.connect(config={"threads": 1}) as connection:
-        for column in [column for column in config.columns if column in source.schema.names]:
-            try:
-                connection.sql(f"SELECT max(hash({quoted(column)})) FROM {scan_sql(path)}").fetchall()
-            except duckdb.ConversionException:  # an out-of-range time, which _reject_out_of_range_time reports
-                continue
-            except duckdb.Error as error:
-                message = first_line(error).replace(str(path), source.name)
-                raise InputError(
-                    f"{source.name}: column {column!r}: damaged, or not of the declared type ({message}); copy or write the "
-                    "file again"
-                ) from error
-
-
-def _reject_out_of_range_time(config: InteractionsConfig, source: Source) -> None:
-    """Raise InputError for the first time before 1970 or in the future in a column of timestamps or of date32."""
-    column, latest_us, first_row = config.timestamp_column or "", latest_valid_time_us(config), 0
-    if column not in source.schema.names:  # a hive key, whose values pyarrow has already parsed
-        return
-    data_type = source.schema.field(column).type
-    if pa.types.is_timestamp(data_type):
-        storage_type, latest_ticks = pa.int64(), latest_us * TICKS_PER_S[data_type.unit] // 1_000_000
-    elif pa.types.is_date32(data_type):
-        storage_type, latest_ticks = pa.int32(), latest_us // DAY_US
-    else:
-        return
-    with source.open() as file:
-        for batch in file.iter_batches(_BATCH_ROWS, columns=[column]):
-            ticks = batch.column(0).view(storage_type)
-            is_out_of_range = pc.or_(pc.less(ticks, 0), pc.greater(ticks, latest_ticks))
-            index_in_batch = pc.index(is_out_of_range, True).as_py()
-            if index_in_batch >= 0:
-                row = first_row + index_in_batch
-                (time,) = values_at(source, [column], row)
-                raise InputError(
-                    f"{source.name}: column {column!r}, row {row}: {shown(time)} is before 1970 or in "
-                    f"the future; such rows cannot be dropped, because DuckDB cannot read some of these times; {FIX_CLOCK}"
-                )
-            first_row += batch.num_rows
+def _is_finite_sql(alias: str) -> str:
+    return f"abs({alias}::DOUBLE) < {INFINITY_SQL}"

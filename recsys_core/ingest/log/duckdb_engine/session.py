@@ -1,0 +1,74 @@
+"""The SqlSession of an in-memory DuckDB database."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from recsys_core.parquet.duckdb_session import quoted, scan_sql
+
+BATCH_ROWS = 1_000_000
+
+
+class DuckdbSession:
+    """The SqlSession of a DuckDB connection; see SqlSession."""
+
+    def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
+        self.connection = connection
+        self.execute("CREATE MACRO ordering_hash(text) AS (hash(text) >> 1)::BIGINT")
+
+    def execute(self, statement: str) -> None:
+        """Execute a statement to its end."""
+        self.connection.execute(statement).fetchall()
+
+    def fetch_rows(self, query: str) -> list[tuple[Any, ...]]:
+        """Return all rows of a small result."""
+        return self.connection.sql(query).fetchall()
+
+    def create_view(self, name: str, query: str) -> None:
+        """Create or replace a view."""
+        self.execute(f"CREATE OR REPLACE TEMP VIEW {name} AS {query}")
+
+    def create_table(self, name: str, query: str) -> None:
+        """Create a table under another name, and replace the old table by it."""
+        self.execute(f"CREATE TABLE next_{name} AS {query}")
+        self.execute(f"DROP TABLE IF EXISTS {name}")
+        self.execute(f"ALTER TABLE next_{name} RENAME TO {name}")
+
+    def create_id_table(self, name: str, *, id_type: str) -> None:
+        """Create an empty table that accepts no id that is null."""
+        self.execute(f"CREATE TABLE {name} (id {id_type} NOT NULL, code BIGINT, previous_row BIGINT)")
+
+    def append(self, name: str, query: str) -> None:
+        """Insert rows into a table."""
+        self.execute(f"INSERT INTO {name} {query}")
+
+    def numbered(self, query: str, *, order_sql: str) -> str:
+        """Return a subquery with a window function."""
+        return f"(SELECT *, row_number() OVER (ORDER BY {order_sql}) - 1 AS number FROM ({query}))"
+
+    def column_names(self, name: str) -> list[str]:
+        """Return the columns of a table or view."""
+        return self.connection.table(name).columns
+
+    def scan_sql(self, path: Path, *, with_row_number: bool = False) -> str:
+        """Return a call of read_parquet."""
+        return scan_sql(path, options_sql="file_row_number = true" if with_row_number else "")
+
+    def stream(self, query: str) -> Iterator[pa.RecordBatch]:
+        """Yield the batches of a streaming result."""
+        batches: pa.RecordBatchReader = self.connection.sql(query).to_arrow_reader(BATCH_ROWS)
+        yield from batches
+
+    def write_part(self, query: str, path: Path) -> None:
+        """Write one compressed parquet file."""
+        self._copy(query, path, options_sql=", COMPRESSION lz4_raw")
+
+    def write_file(self, query: str, path: Path) -> None:
+        """Write one parquet file."""
+        self._copy(query, path)
+
+    def _copy(self, query: str, path: Path, *, options_sql: str = "") -> None:
+        self.execute(f"COPY ({query}) TO {quoted(str(path), quote=chr(39))} (FORMAT parquet{options_sql})")

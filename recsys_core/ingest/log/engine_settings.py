@@ -1,0 +1,134 @@
+"""Settings of the engines of the log ingest: one class for each kind, which opens its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from recsys_core.config import Settings
+
+if TYPE_CHECKING:  # an engine imports the config of the log, and Spark is an optional library
+    from recsys_core.ingest.log.config import InteractionsConfig
+    from recsys_core.ingest.log.engine import LogEngine
+    from recsys_core.manifests import IdType, InteractionsManifest
+
+_MAX_NUMBER = 10**15
+SparkValue = (
+    Annotated[str, Field(max_length=4_096)]
+    | Annotated[int, Field(ge=-_MAX_NUMBER, le=_MAX_NUMBER)]
+    | Annotated[float, Field(ge=-_MAX_NUMBER, le=_MAX_NUMBER)]
+    | bool
+)
+SparkKey = Annotated[str, Field(max_length=256, pattern=r"^spark\.[A-Za-z0-9._-]+$")]
+_SECRET_WORDS = ("secret", "password", "token", "access.key")
+_SETTING_BY_KEY = {"spark.master": "interactions.engine.master"}
+
+
+class DuckdbSettings(Settings):
+    """DuckDB inside the process of the stage: `interactions.memory_limit` and `threads` are its limits."""
+
+    kind: Literal["duckdb"] = Field(
+        "duckdb", description="DuckDB on this machine. It writes data beyond its memory limit to disk"
+    )
+
+    def open(
+        self,
+        config: InteractionsConfig,
+        *,
+        id_types: Mapping[str, IdType],
+        continued_run: InteractionsManifest | None,
+        spill_folder: Path,
+    ) -> AbstractContextManager[LogEngine]:
+        """Open a DuckdbEngine for one ingest.
+
+        Args:
+            id_types: type of the ids by side.
+            continued_run: the previous run, whose codes and rows are continued; None to start with empty vocabularies.
+            spill_folder: folder for temporary files.
+        """
+        from recsys_core.ingest.log.duckdb_engine.engine import DuckdbEngine
+
+        return DuckdbEngine.open(config, id_types=id_types, continued_run=continued_run, spill_folder=spill_folder)
+
+    def installation(self) -> str | None:
+        """Return None: DuckDB is always installed."""
+
+    def check_master(self, *, timeout_s: float) -> None:
+        """Do nothing: DuckDB has no server."""
+
+
+class SparkSettings(Settings):
+    """Apache Spark, on this machine or on a cluster whose executors see the workspace and the log at the same paths."""
+
+    kind: Literal["spark"] = Field("spark", description="Apache Spark 4, with the extra `spark` and Java 17 or newer")
+    master: str = Field(
+        "local[*]",
+        max_length=1_024,
+        pattern=r"^(local(\[[0-9*]{1,4}(, ?[0-9]{1,4})?\])?|spark://[^\s,]+(,[^\s,]+)*|yarn|k8s://\S+)$",
+        description="Cluster: `local[*]` for all cores of this machine, `spark://host:7077`, `yarn` or `k8s://https://host:443`",
+    )
+    conf: dict[SparkKey, SparkValue] = Field(
+        default_factory=dict,
+        max_length=500,
+        description="Spark properties, such as `spark.executor.memory`. Passwords and keys belong into "
+        "`spark-defaults.conf` in the folder of the variable SPARK_CONF_DIR, because the config of a run is stored",
+    )
+    timeout_s: float = Field(
+        120.0,
+        gt=0,
+        le=86_400,
+        description="Seconds until a master that does not answer, or a cluster without an executor, is an error",
+    )
+
+    @field_validator("conf")
+    @classmethod
+    def _check_keys(cls, conf: dict[str, Any]) -> dict[str, Any]:
+        for key in conf:
+            if key in _SETTING_BY_KEY:
+                raise ValueError(f"set {_SETTING_BY_KEY[key]} instead of {key}")
+            if any(word in key.lower() for word in _SECRET_WORDS):
+                raise ValueError(
+                    f"{key} looks like a secret, and the config of a run is stored; set it in spark-defaults.conf in "
+                    "the folder of the variable SPARK_CONF_DIR"
+                )
+        return conf
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the executors are threads of this machine."""
+        return self.master.startswith("local")
+
+    def open(
+        self,
+        config: InteractionsConfig,
+        *,
+        id_types: Mapping[str, IdType],
+        continued_run: InteractionsManifest | None,
+        spill_folder: Path,
+    ) -> AbstractContextManager[LogEngine]:
+        """Open a SparkEngine; see DuckdbSettings.open. Raise InputError if Spark or Java is not installed."""
+        self.installation()
+        from recsys_core.ingest.log.spark_engine.engine import SparkEngine
+
+        return SparkEngine.open(
+            config, settings=self, id_types=id_types, continued_run=continued_run, spill_folder=spill_folder
+        )
+
+    def installation(self) -> str | None:
+        """Return the installed versions of Spark and Java, and the master. Raise InputError if one is not installed."""
+        from recsys_core.ingest.log.spark_engine.installation import check_installation
+
+        return f"{check_installation()}, master {self.master}"
+
+    def check_master(self, *, timeout_s: float) -> None:
+        """Raise StageError if the master of a standalone cluster does not answer within `timeout_s`."""
+        from recsys_core.ingest.log.spark_engine.installation import require_master
+
+        require_master(self.master, timeout_s=timeout_s)
+
+
+EngineSettings = Annotated[DuckdbSettings | SparkSettings, Field(discriminator="kind")]

@@ -1,0 +1,1 @@
+"""The log ingest on Apache Spark."""

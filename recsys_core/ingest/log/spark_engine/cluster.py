@@ -1,0 +1,232 @@
+"""Spark sessions for one stage: start, checks of the cluster, a watch over its executors, and errors as messages."""
+
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pyspark
+from py4j.protocol import Py4JError
+from pyspark import SparkContext
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+
+from recsys_core.disk import is_disk_full
+from recsys_core.errors import InputError, StageError, first_line, printable
+from recsys_core.ingest.log.engine_settings import SparkSettings
+from recsys_core.ingest.log.spark_engine.installation import require_master
+
+SPARK_ERRORS = (Py4JError, PySparkException)
+_POLL_S, _JVM_TIMEOUT_S = 0.5, 30.0
+_DEFAULT_CONF = {"spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false", "spark.log.level": "ERROR"}
+_LOOPBACK_CONF = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
+_DRIVER_ONLY_MARKERS = ("InvalidClassException", "serialVersionUID", "NoSuchMethodError", "UnsupportedClassVersionError")
+"""Errors of executors whose Spark or Java is another version than the driver's."""
+
+
+@contextmanager
+def open_spark(settings: SparkSettings, *, shared_folder: Path) -> Iterator[SparkSession]:
+    """Yield a Spark session. A session that the process already has is used and stays open; otherwise one is started.
+
+    Args:
+        shared_folder: folder that every executor has to see.
+
+    Raises:
+        StageError: the master does not answer, no executor starts within timeout_s, or all executors are lost for timeout_s.
+        InputError: the executors do not see `shared_folder`, or have another version of Spark.
+    """
+    active_session = SparkSession.getActiveSession()
+    spark = active_session or start_session(settings, local_folder=shared_folder)
+    watch = _ExecutorWatch(spark.sparkContext, settings)
+    try:
+        with _explain_errors(settings, watch), watch:
+            if not _is_local(spark):
+                _check_versions(spark, settings)
+                _check_folder(spark, settings, shared_folder)
+            yield spark
+    finally:
+        if active_session is None:
+            stop_session(spark)
+
+
+def _is_local(spark: SparkSession) -> bool:
+    return str(spark.sparkContext.master).startswith("local")
+
+
+def start_session(settings: SparkSettings, *, local_folder: Path) -> SparkSession:
+    """Start a session. In local mode it spills to `local_folder`; the executors of a cluster have folders of their own."""
+    require_master(settings.master, timeout_s=settings.timeout_s)
+    conf = dict(_DEFAULT_CONF)
+    if settings.is_local:
+        local_folder.mkdir(parents=True, exist_ok=True)
+        conf |= _LOOPBACK_CONF | {"spark.local.dir": str(local_folder.absolute())}
+    conf |= {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in settings.conf.items()}
+    builder = SparkSession.builder.master(settings.master).appName("nightjar ingest")
+    for key, value in conf.items():
+        builder = builder.config(key, value)
+    interrupt_handler = signal.getsignal(signal.SIGINT)
+    try:
+        return builder.getOrCreate()
+    except Exception as error:  # an error of the JVM, of py4j, or an assertion about a context that was stopped
+        message = spark_message(error)  # before the JVM ends, because it has the text of the error
+        _stop_gateway()
+        raise StageError(
+            f"interactions.engine: Spark {pyspark.__version__} does not start with master {settings.master}: "
+            f"{message}; check the master, that it has the same version, and interactions.engine.conf"
+        ) from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, interrupt_handler)  # pyspark replaces it
+
+
+def stop_session(spark: SparkSession) -> None:
+    with suppress(*SPARK_ERRORS, OSError):
+        spark.stop()
+    _stop_gateway()
+
+
+def _stop_gateway() -> None:
+    """End the JVM of this process, which pyspark keeps until the process ends. It would take memory from the training."""
+    gateway = SparkContext._gateway
+    SparkContext._gateway = SparkContext._jvm = None
+    if gateway is not None:
+        with suppress(Exception):  # the JVM may have ended
+            gateway.shutdown()
+        process = gateway.proc
+        process.stdin.close()  # the JVM ends with its input
+        try:
+            process.wait(_JVM_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+class _ExecutorWatch:
+    """Thread that cancels all jobs if they have no executor for timeout_s. Spark itself would wait for an executor forever."""
+
+    def __init__(self, context: SparkContext, settings: SparkSettings) -> None:
+        self._context, self._settings = context, settings
+        self._is_local = str(context.master).startswith("local")
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.has_lost_all = False
+
+    def __enter__(self) -> None:
+        if not self._is_local:
+            self._wait_for_first()
+            self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        if not self._is_local:
+            self._thread.join()
+
+    def _wait_for_first(self) -> None:
+        """Wait for the first executor; raise StageError if none starts within timeout_s."""
+        deadline_s = time.monotonic() + self._settings.timeout_s
+        while self._num_executors() == 0:
+            if time.monotonic() > deadline_s:
+                raise StageError(
+                    f"interactions.engine: no executor of {self._settings.master} started within "
+                    f"{self._settings.timeout_s:g} s; check "
+                    "that workers are alive, that they have enough free cores and memory for spark.executor.cores and "
+                    "spark.executor.memory, and that they reach this host (spark.driver.host)"
+                )
+            time.sleep(_POLL_S)
+
+    def _num_executors(self) -> int:
+        return int(self._context._jsc.sc().getExecutorMemoryStatus().size()) - 1  # one of them is the driver
+
+    def _run(self) -> None:
+        last_seen_s = time.monotonic()
+        while not self._stopped.wait(_POLL_S):
+            with suppress(*SPARK_ERRORS, OSError):  # the JVM ended, which the thread of the stage reports
+                if self._num_executors() > 0:
+                    last_seen_s = time.monotonic()
+                elif time.monotonic() - last_seen_s > self._settings.timeout_s:
+                    self.has_lost_all = True
+                    self._context.cancelAllJobs()
+
+
+@contextmanager
+def _explain_errors(settings: SparkSettings, watch: _ExecutorWatch) -> Iterator[None]:
+    """Replace an error of Spark by a message of one line."""
+    try:
+        yield
+    except (*SPARK_ERRORS, OSError) as error:
+        if not isinstance(error, SPARK_ERRORS) and not isinstance(error, ConnectionError):
+            raise
+        if _has_full_disk(error):
+            raise
+        if watch.has_lost_all:
+            raise StageError(
+                f"interactions.engine: all executors of {settings.master} are lost, and none came back within "
+                f"{settings.timeout_s:g} s; check the workers and their memory (spark.executor.memory), and run again"
+            ) from error
+        raise StageError(
+            f"interactions.engine: Spark fails: {spark_message(error)}; run again, or set kind to duckdb"
+        ) from error
+
+
+def _check_versions(spark: SparkSession, settings: SparkSettings) -> None:
+    """Raise InputError if an executor has another version of Spark than this process."""
+    num_tasks = 2 * spark.sparkContext.defaultParallelism
+    # `reflect` is evaluated by the executors; version() would be evaluated here.
+    version_sql = "reflect('org.apache.spark.package', 'SPARK_VERSION')"
+    try:
+        table = spark.range(0, num_tasks, 1, num_tasks).selectExpr(f"{version_sql} AS version").distinct().toArrow()
+        versions = set(table.column("version").to_pylist())
+    except SPARK_ERRORS as error:
+        if not any(marker in str(error) for marker in _DRIVER_ONLY_MARKERS):
+            raise
+        versions = {f"another version ({spark_message(error)})"}
+    if versions != {pyspark.__version__}:
+        raise InputError(
+            f"interactions.engine: pyspark on this host is {pyspark.__version__}, but executors of {settings.master} have "
+            f"{', '.join(sorted(versions))}; install the same version of pyspark here, or of Spark there"
+        )
+
+
+def _check_folder(spark: SparkSession, settings: SparkSettings, folder: Path) -> None:
+    """Raise InputError unless files of the executors in `folder` are seen here, and by other executors."""
+    probe_folder, num_tasks = folder.absolute() / "probe", 2 * spark.sparkContext.defaultParallelism
+    problem = ""
+    try:
+        spark.range(0, num_tasks, 1, num_tasks).write.parquet(f"file://{probe_folder}")
+        num_rows = sum(pq.read_metadata(path).num_rows for path in probe_folder.glob("part-*.parquet"))
+        if num_rows != num_tasks:
+            problem = f"this host sees {num_rows} of {num_tasks} rows that the executors wrote"
+        else:
+            spark.read.schema("id BIGINT").parquet(f"file://{probe_folder}").selectExpr("max(id)").toArrow()
+    except (*SPARK_ERRORS, OSError) as error:
+        if _has_full_disk(error):
+            raise
+        problem = spark_message(error)
+    if problem:
+        raise InputError(
+            f"interactions.engine: the executors of {settings.master} do not share the folder {folder} with this host: "
+            f"{problem}; put workspace on storage that is mounted at the same path on all hosts, with the right to write"
+        )
+
+
+def _has_full_disk(error: BaseException) -> bool:
+    try:
+        return is_disk_full(error)
+    except (*SPARK_ERRORS, OSError):  # the JVM has ended, and with it the text of the error
+        return False
+
+
+def spark_message(error: BaseException) -> str:
+    """Return the line of an error of Spark that has its cause, without the stack of the JVM."""
+    try:
+        text = str(error)
+    except (*SPARK_ERRORS, OSError):  # the JVM, which has the text of the error, has ended
+        return f"{type(error).__name__}, and its Java process has ended"
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("at ")]
+    causes = [line.removeprefix("Caused by: ") for line in lines if line.startswith("Caused by: ")]
+    text = causes[-1] if causes else (lines[1] if len(lines) > 1 and lines[0].startswith("An error occurred") else "")
+    return printable(text.removeprefix(": "), max_characters=300) or first_line(error)

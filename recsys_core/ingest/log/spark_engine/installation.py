@@ -1,0 +1,70 @@
+"""Checks of the installed libraries of the Spark engine, of Java, and of the master. No library is imported."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from recsys_core.errors import InputError, StageError, first_line
+
+LIBRARIES = ("pyspark", "py4j", "sqlglot")
+MIN_JAVA = 17
+_JAVA_TIMEOUT_S, _CONNECT_TIMEOUT_S, _RETRY_S = 30.0, 3.0, 0.5
+
+
+def check_installation() -> str:
+    """Return the versions of Spark and Java. Raise InputError if a library or Java is missing or too old."""
+    if missing := [library for library in LIBRARIES if find_spec(library) is None]:
+        raise InputError(
+            f"interactions.engine: kind spark needs {', '.join(missing)}, which is not installed; install nightjar with the "
+            'extra spark, e.g. pip install ".[spark]", or set kind to duckdb'
+        )
+    version = metadata.version("pyspark")
+    if int(version.split(".")[0]) != 4:
+        raise InputError(
+            f"interactions.engine: pyspark {version} is installed, but nightjar needs version 4; install pyspark 4"
+        )
+    return f"Spark {version}, Java {_java_version()}"
+
+
+def _java_version() -> str:
+    java_home = os.environ.get("JAVA_HOME")
+    java = str(Path(java_home, "bin", "java")) if java_home else "java"
+    fix = f"install OpenJDK {MIN_JAVA}, or set JAVA_HOME to its folder"
+    if shutil.which(java) is None:
+        raise InputError(f"interactions.engine: kind spark needs Java, but there is no program {java}; {fix}")
+    answer = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=_JAVA_TIMEOUT_S, check=False)
+    version = re.search(r'version "([^"]+)"', answer.stderr)
+    if answer.returncode or version is None:
+        raise InputError(f"interactions.engine: {java} -version fails with status {answer.returncode}; {fix}")
+    major = re.match(r"(?:1\.)?(\d+)", version[1])
+    if major is None or int(major[1]) < MIN_JAVA:
+        raise InputError(f"interactions.engine: {java} is version {version[1]}, but Spark needs Java {MIN_JAVA}; {fix}")
+    return version[1]
+
+
+def require_master(master: str, *, timeout_s: float) -> None:
+    """Raise StageError if no standalone master accepts a connection within `timeout_s`. Other masters are not checked."""
+    if not master.startswith("spark://"):
+        return
+    deadline_s, problem = time.monotonic() + timeout_s, ""
+    while True:
+        for address in master.removeprefix("spark://").split(","):
+            host, _, port = address.rpartition(":")
+            try:
+                connect_timeout_s = min(_CONNECT_TIMEOUT_S, timeout_s)
+                socket.create_connection((host.strip("[]"), int(port)), timeout=connect_timeout_s).close()
+                return
+            except (OSError, ValueError) as error:
+                problem = f"{address}: {first_line(error)}"
+        if time.monotonic() >= deadline_s:
+            raise StageError(
+                f"interactions.engine: no Spark master answers at {master} within {timeout_s:g} s ({problem}); start it, or "
+                "correct interactions.engine.master"
+            )
+        time.sleep(min(_RETRY_S, timeout_s))

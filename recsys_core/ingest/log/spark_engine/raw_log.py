@@ -1,0 +1,165 @@
+"""SQL of the view `raw` in Spark: the rows of the new files, with `position` and `before_1970`; see sql/checks.py.
+
+Files whose columns have the same types form a group. Spark reads each group with one schema.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import duckdb
+import pyarrow as pa
+from pyspark.sql import types as t
+
+from recsys_core.ingest.log.config import InteractionsConfig
+from recsys_core.ingest.log.duckdb_engine.raw_log import raw_log_sql
+from recsys_core.ingest.log.engine import LogFiles
+from recsys_core.ingest.log.spark_engine.hashes import hash_sql
+from recsys_core.ingest.log.spark_engine.session import SparkLogSession
+from recsys_core.ingest.log.spark_engine.spark_types import column_types, spark_type
+from recsys_core.ingest.log.sql.raw_columns import column_by_alias, hive_columns, hive_keys_sql
+from recsys_core.parquet.duckdb_session import quoted
+from recsys_core.units import DAY_US
+
+_US_PER_TICK = {"s": 1_000_000, "ms": 1_000, "us": 1}
+
+
+@dataclass(frozen=True)
+class _FileGroup:
+    """Input files with the same types."""
+
+    indices: Sequence[int]
+    schema: t.StructType
+    """The needed columns of the files."""
+    time_type: pa.DataType | None
+
+
+def create_raw(session: SparkLogSession, config: InteractionsConfig, files: LogFiles) -> pa.Schema:
+    """Create the view `raw`. Return the types of the context columns in the event store.
+
+    Raise InputError for a column that Spark cannot read.
+    """
+    hive_keys = sorted(hive_columns(config, files.sources))
+    groups, groups_sql = _file_groups(config, files, hive_keys=hive_keys), []
+    context_types = _context_schema(config, files, groups)
+    for number, group in enumerate(groups):
+        files_view = f"files_{number}"
+        path_by_index = {index: files.paths[index] for index in group.indices}
+        session.create_files_view(files_view, path_by_index, schema=group.schema)
+        keys_sql = ""
+        if hive_keys:
+            sources = [files.sources[index] for index in group.indices]
+            session.create_view(f"keys_{number}", hive_keys_sql(sources, hive_keys, indices=group.indices))
+            keys_sql = f" JOIN keys_{number} AS keys ON file.file_index = keys.file_index"
+        files_sql = f"{files_view} AS file{keys_sql}"
+        groups_sql.append(_group_sql(config, group, files_sql=files_sql, hive_keys=hive_keys, context_schema=context_types))
+    session.create_spark_view("raw", " UNION ALL ".join(groups_sql))
+    return context_types
+
+
+def _context_schema(config: InteractionsConfig, files: LogFiles, groups: Sequence[_FileGroup]) -> pa.Schema:
+    """Return the types that the context columns have in an event store that DuckDB wrote."""
+    if not config.context_columns:
+        return pa.schema([])
+    first_indices = [group.indices[0] for group in groups]
+    sources, paths = [files.sources[index] for index in first_indices], [files.paths[index] for index in first_indices]
+    names = ", ".join(f"context_{index}" for index in range(len(config.context_columns)))
+    query = f"SELECT {names} FROM ({raw_log_sql(config, replace(files, sources=sources, paths=paths))}) LIMIT 0"
+    with duckdb.connect() as connection:
+        return connection.sql(query).to_arrow_table().schema
+
+
+def _file_groups(config: InteractionsConfig, files: LogFiles, *, hive_keys: Sequence[str]) -> list[_FileGroup]:
+    columns = [column for column in config.columns if column not in hive_keys]
+    indices_by_types: dict[tuple[pa.DataType | None, tuple[t.DataType, ...]], list[int]] = {}
+    for index, source in enumerate(files.sources):
+        spark_types = column_types(source, columns)
+        time_column = config.timestamp_column
+        time_type = None if time_column is None or time_column in hive_keys else source.schema.field(time_column).type
+        indices_by_types.setdefault((time_type, spark_types), []).append(index)
+    return [
+        _FileGroup(
+            indices,
+            t.StructType(list(map(t.StructField, columns, spark_types))),
+            time_type or (files.type_by_column[config.timestamp_column] if config.timestamp_column else None),
+        )
+        for (time_type, spark_types), indices in indices_by_types.items()
+    ]
+
+
+def _group_sql(
+    config: InteractionsConfig, group: _FileGroup, *, files_sql: str, hive_keys: Sequence[str], context_schema: pa.Schema
+) -> str:
+    columns = column_by_alias(config)
+    select_list = [
+        f"{'keys' if column in hive_keys else 'file'}.{quoted(column, quote='`')} AS `{alias}`"
+        for alias, column in columns.items()
+    ]
+    type_by_column = {field.name: field.dataType for field in group.schema}
+    replacements = [
+        f"CAST({alias} AS INT) AS {alias}"  # Spark compares no boolean with a number
+        for alias in ("sequence", "label", "weight")
+        if isinstance(type_by_column.get(columns.get(alias, "")), t.BooleanType)
+    ]
+    replacements += [
+        f"{_context_sql(field, type_by_column.get(columns[field.name]))} AS {field.name}" for field in context_schema
+    ]
+    replaced = {"time", *(text.rpartition(" ")[2] for text in replacements)}
+    other_columns = [f"`{alias}`" for alias in columns if alias not in replaced]
+    computed_columns = [f"{_position_sql(config, group, type_by_column)} AS position"]
+    if config.timestamp_column is not None:
+        # The groups may have times of different types. The checks need only whether a time is null.
+        before_sql = f"{_ticks_sql(group, type_by_column.get(config.timestamp_column))} < 0"
+        computed_columns += ["CASE WHEN time IS NOT NULL THEN true END AS time", f"{before_sql} AS before_1970"]
+    return (
+        f"SELECT {', '.join([*other_columns, *replacements, 'source', '`row`', *computed_columns])} "
+        f"FROM (SELECT {', '.join(select_list)}, file.file_index AS source, file.file_row_number AS `row` FROM {files_sql})"
+    )
+
+
+def _context_sql(field: pa.Field, file_type: t.DataType | None) -> str:
+    """Return SQL for a context column in one type for all groups. Nanoseconds stay integers."""
+    is_time = pa.types.is_timestamp(field.type)
+    if is_time and field.type.unit == "ns" and isinstance(file_type, t.TimestampType | t.TimestampNTZType):
+        return f"(unix_micros(CAST({field.name} AS TIMESTAMP)) * 1000)"
+    if is_time and field.type.unit != "ns" and isinstance(file_type, t.LongType):
+        return f"timestamp_micros({_ns_to_us_sql(field.name)})"
+    data_type = spark_type(field.type)
+    assert data_type is not None, field
+    return f"CAST({field.name} AS {data_type.simpleString()})"
+
+
+def _ns_to_us_sql(ns_sql: str) -> str:
+    """Return SQL that rounds down. DIV rounds towards 0."""
+    return f"({ns_sql} DIV 1000 - CAST({ns_sql} % 1000 < 0 AS INT))"
+
+
+def _position_sql(config: InteractionsConfig, group: _FileGroup, type_by_column: dict[str, t.DataType]) -> str:
+    """Return SQL for the sort key of a user's events; see raw_log.py of the DuckDB engine."""
+    if config.order_column is not None:
+        is_integer = isinstance(type_by_column.get(config.order_column), t.IntegralType | t.DecimalType)
+        decimal_type = type_by_column.get(config.order_column)
+        if isinstance(decimal_type, t.DecimalType):
+            is_integer = decimal_type == t.DecimalType(20, 0)  # uint64
+        return "TRY_CAST(sequence AS BIGINT)" if is_integer else "CAST(sequence AS DOUBLE)"
+    if config.timestamp_column is None:
+        return f"shiftrightunsigned({hash_sql('CAST(`user` AS STRING)', 'CAST(item AS STRING)')}, 1)"
+    time_type, spark_type = group.time_type, type_by_column.get(config.timestamp_column)
+    ticks_sql = _ticks_sql(group, spark_type)
+    if pa.types.is_integer(time_type):
+        if config.timestamp_unit == "ns":
+            return f"({ticks_sql} DIV 1000)"
+        return f"try_multiply(TRY_CAST(time AS BIGINT), {_US_PER_TICK[config.timestamp_unit]}L)"
+    if pa.types.is_date(time_type):
+        return f"try_multiply({ticks_sql}, {DAY_US}L)"
+    if isinstance(spark_type, t.LongType):  # nanoseconds, rounded down
+        return _ns_to_us_sql(ticks_sql)
+    return ticks_sql
+
+
+def _ticks_sql(group: _FileGroup, spark_type: t.DataType | None) -> str:
+    """Return SQL for a time as a number since 1970, in the unit of its type."""
+    if pa.types.is_date(group.time_type):
+        return "CAST(unix_date(time) AS BIGINT)"
+    if isinstance(spark_type, t.TimestampType | t.TimestampNTZType):
+        return "unix_micros(CAST(time AS TIMESTAMP))"
+    return "TRY_CAST(time AS BIGINT)"

@@ -1,0 +1,1 @@
+"""The steps of the log ingest in SQL that DuckDB and Spark execute."""

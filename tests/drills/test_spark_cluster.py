@@ -1,0 +1,101 @@
+"""Ingest on a Spark cluster of real processes: a lost worker changes nothing, and a broken cluster ends the stage clearly."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.engines import differences, ingest, write_log
+from recsys_core.errors import InputError, StageError
+from tests.drills.spark_cluster import SparkCluster, spark_cluster
+from tests.recsys_core.ingest.spark_sessions import reason_to_skip
+
+pytestmark = [pytest.mark.drill, pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())]
+NUM_EVENTS = 400_000
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "log"
+    write_log(folder, num_events=NUM_EVENTS)
+    return folder
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[SparkCluster]:
+    with spark_cluster(tmp_path / "cluster") as cluster:
+        yield cluster
+
+
+class Killer(threading.Thread):
+    """Calls `kill` as soon as the ingest has written a file that matches `pattern`."""
+
+    def __init__(self, folder: Path, pattern: str, kill: Callable[[], None]) -> None:
+        super().__init__(daemon=True)
+        self._folder, self._pattern, self._kill = folder, pattern, kill
+        self.has_killed = False
+
+    def run(self) -> None:
+        while not any(self._folder.glob(self._pattern)):
+            time.sleep(0.02)
+        self._kill()
+        self.has_killed = True
+
+
+def test_a_worker_that_is_killed_in_the_middle_does_not_change_the_store(
+    cluster: SparkCluster, log: Path, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        cluster.start_worker()
+    killer = Killer(tmp_path, "spark.tmp/spill/remaining-*/_temporary", lambda: cluster.kill_worker(0))
+    killer.start()
+    on_spark = ingest(log, tmp_path / "spark", engine=cluster.settings)
+    assert killer.has_killed
+    assert cluster.workers[1].poll() is None
+    on_duckdb = ingest(log, tmp_path / "duckdb", engine={"kind": "duckdb"})
+    assert differences(on_duckdb, on_spark) == []
+
+
+def rejects(error: type[Exception], message: str, cluster: SparkCluster, log: Path, folder: Path) -> None:
+    with pytest.raises(error, match=message) as caught:
+        ingest(log, folder, engine=cluster.settings)
+    assert "\n" not in str(caught.value)
+    assert [path for path in folder.parent.iterdir() if path.name.startswith(folder.name)] == []
+
+
+def test_the_stage_ends_if_no_executor_is_left(cluster: SparkCluster, log: Path, tmp_path: Path) -> None:
+    cluster.start_worker()
+    Killer(tmp_path, "stage.tmp/parts/*.parquet/_temporary", lambda: cluster.kill_worker(0)).start()
+    rejects(
+        StageError, "all executors of spark://.* are lost, and none came back within 90 s", cluster, log, tmp_path / "stage"
+    )
+
+
+def test_a_cluster_without_workers_is_an_error_after_the_timeout(cluster: SparkCluster, log: Path, tmp_path: Path) -> None:
+    cluster.timeout_s = 5
+    rejects(StageError, "no executor of spark://.* started within 5 s", cluster, log, tmp_path / "stage")
+
+
+def test_a_workspace_that_the_executors_do_not_see_is_named(cluster: SparkCluster, log: Path, tmp_path: Path) -> None:
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    cluster.start_worker(prefix=["unshare", "--mount", "sh", "-c", f'mount -t tmpfs tmpfs {workspace} && exec "$@"', "sh"])
+    message = f"the executors of spark://.* do not share the folder {workspace}/stage.tmp/spill with this host"
+    rejects(InputError, message, cluster, log, workspace / "stage")
+
+
+def test_a_log_that_the_executors_do_not_see_is_named(cluster: SparkCluster, log: Path, tmp_path: Path) -> None:
+    cluster.start_worker(prefix=["unshare", "--mount", "sh", "-c", f'mount -t tmpfs tmpfs {log} && exec "$@"', "sh"])
+    rejects(InputError, f"{log}/.*: the executors do not see this file, but this host does", cluster, log, tmp_path / "stage")
+
+
+def test_executors_of_another_version_are_named(cluster: SparkCluster, log: Path, tmp_path: Path) -> None:
+    conf = tmp_path / "conf"
+    conf.mkdir()
+    # Executors read their version from this file, and the folder of the configuration comes before Spark's own files.
+    lines = ["version=4.0.99", "user=", "revision=", "branch=", "date=", "url=", "docroot="]
+    (conf / "spark-version-info.properties").write_text("\n".join(lines))
+    cluster.start_worker(environment={"SPARK_CONF_DIR": str(conf)})
+    rejects(InputError, "but executors of spark://.* have 4.0.99; install the same version", cluster, log, tmp_path / "stage")

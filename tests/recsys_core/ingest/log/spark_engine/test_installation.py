@@ -1,0 +1,102 @@
+"""A missing library, a missing or old Java, and a master that does not answer are errors that name the fix."""
+
+import socket
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recsys_core.errors import StageError
+from recsys_core.ingest.log.engine_settings import SparkSettings
+from recsys_core.ingest.log.spark_engine import installation
+from recsys_core.ingest.log.spark_engine.installation import check_installation
+from tests.recsys_core.ingest.interaction_logs import ingest
+from tests.recsys_core.ingest.parquet_files import refusal, refuses, write
+
+GOOD = {"user_id": [1, 1, 1, 2], "item_id": [5, 6, 7, 5], "t": [1, 2, 3, 4]}
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all libraries seem installed."""
+    monkeypatch.setattr(installation, "find_spec", lambda name: name)
+    monkeypatch.setattr(metadata, "version", lambda name: "4.0.1")
+
+
+def fake_java(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    program = folder / "java" / "bin" / "java"
+    program.parent.mkdir(parents=True)
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("JAVA_HOME", str(folder / "java"))
+    return program
+
+
+def test_a_missing_library_is_named_with_its_extra_and_no_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation, "find_spec", lambda name: None if name == "pyspark" else name)
+    path = write(tmp_path / "a.parquet", **GOOD)
+    refuses(
+        lambda folder: ingest(folder, path, split={"kind": "time"}, engine={"kind": "spark"}), tmp_path,
+        "interactions.engine: kind spark needs pyspark, which is not installed", 'pip install ".[spark]"',
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_missing_java_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "nowhere"))
+    with refusal(f"needs Java, but there is no program {tmp_path}/nowhere/bin/java; install OpenJDK 17, or set JAVA_HOME"):
+        check_installation()
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("echo 'openjdk version \"11.0.2\" 2019-01-15' >&2", "is version 11.0.2, but Spark needs Java 17"),
+        ("echo 'java version \"1.8.0_412\"' >&2", "is version 1.8.0_412, but Spark needs Java 17"),
+        ("exit 3", "-version fails with status 3; install OpenJDK 17"),
+    ],
+)
+def test_an_old_or_broken_java_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str) -> None:
+    java = fake_java(tmp_path, script, monkeypatch)
+    with refusal(str(java), message):
+        check_installation()
+
+
+def test_another_major_version_of_pyspark_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation, "find_spec", lambda name: name)
+    monkeypatch.setattr(metadata, "version", lambda name: "3.5.9")
+    with refusal("pyspark 3.5.9 is installed, but nightjar needs version 4"):
+        check_installation()
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_versions_are_those_of_the_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_java(tmp_path, "echo 'openjdk version \"21.0.3\" 2024-04-16' >&2", monkeypatch)
+    assert SparkSettings(kind="spark", master="yarn").installation() == "Spark 4.0.1, Java 21.0.3, master yarn"
+
+
+def test_a_master_that_does_not_answer_is_an_error_after_the_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        SparkSettings(kind="spark", master=f"spark://127.0.0.1:{port}").check_master(timeout_s=0.2)
+    master = f"spark://127.0.0.1:{port}"
+    with pytest.raises(
+        StageError, match=rf"no Spark master answers at {master} within 0.2 s \(127.0.0.1:{port}: .*\); start it"
+    ):
+        SparkSettings(kind="spark", master=master).check_master(timeout_s=0.2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"master": "mesos://host:5050"}, "should match pattern"),
+        ({"conf": {"spark.master": "yarn"}}, "set interactions.engine.master instead of spark.master"),
+        ({"conf": {"spark.hadoop.fs.s3a.secret.key": "x"}}, "looks like a secret, and the config of a run is stored"),
+        ({"conf": {"hadoop.tmp.dir": "x"}}, "should match pattern"),
+    ],
+)
+def test_settings_that_are_rejected(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SparkSettings.model_validate({"kind": "spark"} | settings)

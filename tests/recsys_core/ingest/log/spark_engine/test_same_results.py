@@ -1,0 +1,119 @@
+"""Spark writes the store that DuckDB writes, bit by bit: every array, every vocabulary and every field of the manifest."""
+
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from benchmarks.engines import differences, write_log
+from benchmarks.engines import ingest as ingest_generated
+from recsys_core.ingest.vectors.config import EmbeddingsConfig
+from recsys_core.ingest.vectors.ingest import ingest_embeddings
+from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest
+from recsys_core.units import DAY_US
+from tests.recsys_core.ingest.interaction_logs import ingest
+from tests.recsys_core.ingest.parquet_files import write
+from tests.recsys_core.ingest.spark_sessions import SPARK
+
+pytestmark = pytest.mark.usefixtures("spark")
+DATA = Path(__file__).parents[6] / "shared" / "data"
+ENGINES: dict[str, dict[str, Any]] = {"duckdb": {"kind": "duckdb"}, "spark": SPARK}
+Runs = dict[str, InteractionsManifest]
+
+
+def ingest_with_both(folder: Path, *paths: str, previous: Runs | None = None, **settings: Any) -> Runs:
+    """Ingest with both engines, each after its own previous run; assert that the stores are the same."""
+    runs = {
+        kind: ingest(folder / kind, *paths, engine=engine, previous=previous and previous[kind], **settings)
+        for kind, engine in ENGINES.items()
+    }
+    assert differences(runs["duckdb"], runs["spark"]) == []
+    return runs
+
+
+def test_a_log_with_every_filter_has_the_same_store(tmp_path: Path) -> None:
+    write_log(tmp_path / "log", num_events=200_000)
+    duckdb_run, spark_run = (ingest_generated(tmp_path / "log", tmp_path / kind, engine=ENGINES[kind]) for kind in ENGINES)
+    removed = duckdb_run.num_removed_events_by_filter
+    assert {*removed} == {"below_threshold", "outside_window", "duplicates", "bot_users", "bot_events", "rare", "over_cap"}
+    assert duckdb_run.num_known_negatives > 0 and len(duckdb_run.num_bad_rows_by_reason) == 3
+    assert differences(duckdb_run, spark_run) == []
+
+
+def test_a_second_run_has_the_same_rows_and_reads_only_new_files(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    settings: dict[str, Any] = {"split": {"kind": "leave_last_out", "num_folds": 2}, "weight_column": "w"}
+    settings |= {"label_column": "x", "label_threshold": 1, "explicit_negatives": True, "filter": {"min_item_events": 2}}
+
+    def day(number: int, *, first_id: int) -> str:
+        user, item = (rng.integers(first_id, first_id + 30, 300) for _ in range(2))
+        time_us = (number * DAY_US + rng.integers(0, 40, 300) * DAY_US // 40).astype(np.int64)
+        columns = {"user_id": user, "item_id": item, "t": time_us, "x": rng.integers(0, 4, 300), "w": rng.random(300)}
+        return write(tmp_path / "log" / f"dt=2026-01-0{number}" / "a.parquet", **columns)
+
+    first_paths = [day(number, first_id=10 * number) for number in (1, 2, 3)]
+    vectors = write(tmp_path / "vectors.parquet", item_id=np.array([999, 15, 40]), v=[[1.0], [2.0], [3.0]])
+    config = EmbeddingsConfig(paths=vectors, vector_column="v")
+    embeddings = ingest_embeddings((config,), folder=tmp_path / "embeddings")
+    first = ingest_with_both(tmp_path / "first", *first_paths, embeddings=embeddings, **settings)
+    paths = [*first_paths[1:], day(4, first_id=45)]
+    second = ingest_with_both(tmp_path / "second", *paths, previous=first, embeddings=embeddings, **settings)
+    assert (second["spark"].num_files_read, second["spark"].run_number, len(second["spark"].parts)) == (1, 2, 2)
+    # A run with the other engine reads all files again, and keeps every row.
+    crossed = ingest(tmp_path / "crossed", *paths, engine=SPARK, previous=first["duckdb"], embeddings=embeddings, **settings)
+    assert crossed.num_files_read == 3
+    for side in ("users", "items"):
+        first_ids, ids = (
+            pq.read_table(run.path(f"{side}.parquet")).column("id").to_pylist() for run in (first["duckdb"], crossed)
+        )
+        assert ids[: len(first_ids)] == first_ids and len(ids) > len(first_ids)
+
+
+def test_ids_and_times_of_any_type_become_the_same_arrays(tmp_path: Path) -> None:
+    times = [1_700_000_000_123_456 + step * DAY_US for step in (0, 5, 9)]
+    columns: dict[str, Any] = {"user_id": pa.array([1, 2, 1], pa.uint64()), "item_id": pa.array(["a", "ä", "\0x"])}
+    columns |= {"d": pa.array([1, 2, 3], pa.int32()).cast(pa.date32()), "b": [True, None, False], "f": [0.5, None, -1.0]}
+    columns |= {
+        "m": [Decimal("1.00"), Decimal("2.50"), None],
+        "l": [["p", "q"], [], None],
+        "u": pa.array([0, 1, 2], pa.uint8()),
+    }
+    zones = {"us": "UTC", "ns": "Asia/Kolkata", "ms": "UTC"}
+    for unit, zone in zones.items():
+        ticks = [time * 1_000 if unit == "ns" else time // 1_000 if unit == "ms" else time for time in times]
+        user_id = columns["user_id"] if unit == "us" else columns["user_id"].cast(pa.int16())
+        write(
+            tmp_path / "log" / f"{unit}.parquet",
+            **columns | {"user_id": user_id, "t": pa.array(ticks, pa.timestamp(unit, zone))},
+        )
+    ingest_with_both(
+        tmp_path / "stage", str(tmp_path / "log"), split={"kind": "time"}, context_columns=("d", "b", "f", "m", "l", "u")
+    )
+
+
+def vectors_of(folder: Path, name: str) -> EmbeddingsManifest:
+    config = EmbeddingsConfig(paths=str(DATA / name / "item_embeddings.parquet"), vector_column="embedding")
+    return ingest_embeddings((config,), folder=folder / "embeddings")
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="the public data are not on this machine")
+@pytest.mark.parametrize("name", ["beauty", "citeulike_t", "ml1m"])
+def test_data_of_publications_have_the_same_store(tmp_path: Path, name: str) -> None:
+    folder = DATA / name
+    settings: dict[str, Any] = {
+        "split": {"kind": "leave_last_out"},
+        "order_column": "position",
+        "filter": {"duplicates": "last"},
+    }
+    paths = [str(folder / "interactions.parquet")]
+    if name != "beauty":
+        test_path = str(folder / ("test.parquet" if name == "ml1m" else "test_*.parquet"))
+        unit = "pair" if name == "ml1m" else "item"
+        split = {"kind": "files", "test_paths": test_path, "validation_share": 0.1, "validation_unit": unit}
+        settings, paths = {"split": split, "timestamp_column": None}, [str(folder / "train.parquet")]
+    embeddings = None if name == "ml1m" else vectors_of(tmp_path, name)
+    ingest_with_both(tmp_path / "stage", *paths, embeddings=embeddings, **settings)

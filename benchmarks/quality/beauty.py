@@ -36,7 +36,7 @@ LOG_VECTORS: Settings = {"embeddings": [{"source": "log", "method": "spectral", 
 def experiments(data_folder: Path, *, folder: Path, seeds: range) -> Iterator[Experiment]:
     """Yield the experiments of each seed.
 
-    They are nine variants without item features, five with them, two for each share of users, and four variants of
+    They are eight variants without item features, five with them, two for each share of users, and four variants of
     self-attention over the history.
     """
     base_settings = settings(data_folder)
@@ -65,9 +65,6 @@ def experiments(data_folder: Path, *, folder: Path, seeds: range) -> Iterator[Ex
         ),
         "log vectors, residual": merge_settings(
             base_settings, LOG_VECTORS, {"tables": {"item": {"transfer": "residual", "id_dropout": 0.3}}}
-        ),
-        "log vectors, full, decay, 3 members": merge_settings(
-            base_settings, LOG_VECTORS, DECAYED_RATES, {"model": {"num_members": 3}}
         ),
         "log vectors, full, features": merge_settings(base_settings, LOG_VECTORS, feature_settings),
         "random, features": merge_settings(base_settings, feature_settings),

@@ -34,9 +34,6 @@ TITLE_BY_PART = {
 INGREDIENTS_BY_PART: Mapping[str, tuple[Ingredient, ...]] = {
     "beauty": (
         Ingredient("vectors from the log", "random", "log vectors, full"),
-        Ingredient(
-            "three members and learning rates that fall to 0", "log vectors, full", "log vectors, full, decay, 3 members"
-        ),
         Ingredient("text vectors, all rows trained", "random", "pretrained, full"),
         Ingredient("text vectors, not trained, below candidate layers", "random", "pretrained, frozen"),
         Ingredient("text vectors with learned offsets", "random", "pretrained, residual"),

@@ -54,6 +54,8 @@ INGREDIENTS_BY_PART: Mapping[str, tuple[Ingredient, ...]] = {
     "warm": (
         Ingredient("text vectors with learned offsets", "without text", "with text"),
         Ingredient("vectors from the log", "without text", "without text, log vectors"),
+        Ingredient("popularity term, training on all pairs", "with text", "with text, popularity, all pairs"),
+        Ingredient("popularity term, training on all pairs, ids", "without text", "without text, popularity, all pairs"),
     ),
     "cold": (Ingredient("training on all articles", "text, residual", "text, residual, all articles"),),
     "ml1m": (

@@ -51,6 +51,8 @@ def write_report(results: dict[str, Any], *, folder: Path) -> None:
         "- `plain`, `exponents`: matrix factorisation with a softmax over the catalogue. `exponents` also has",
         "  [`negatives_exponent` and `user_exponent`](../../docs/models.md#losses). `block`: a",
         "  [spectral block](../../docs/models.md#spectral-block), reduced to 64 numbers.",
+        "- `with text, popularity`, `without text, popularity`: the scores have a fixed",
+        "  [popularity term](../../docs/models.md#popularity).",
         "- `popularity`, `zero-shot`, `closed form`: baselines without training. They rank items by popularity, by the",
         "  similarity of their pretrained vectors, or by a linear model of the log (EASE, or a truncated SVD).",
     ]

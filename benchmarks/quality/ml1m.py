@@ -46,7 +46,7 @@ FACTORISATION: Settings = {
 EXPONENTS: Settings = {"model": {"temperature": 0.18}, "loss": {"negatives_exponent": 1.1, "user_exponent": -0.5}}
 BLOCK: Settings = {"dim": 80, "item_exponent": 0.4, "output_dim": 64}
 BLOCK_WEIGHT = 0.25
-"""The weight that the validation of "exponents, block" chooses with each seed."""
+"""The weight that the validation of "exponents, block" chose with the first seed."""
 NO_VALIDATION: Settings = {"interactions": {"split": {"validation_share": 0.0}}, "training": {"validation": None}}
 """Training on all pairs, for all epochs of FACTORISATION. Their number was set before any test metric was read."""
 

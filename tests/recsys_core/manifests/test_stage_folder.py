@@ -192,7 +192,7 @@ def _killed_at(point: str, folder: Path) -> None:
             die()
         return write_squares(staging)
 
-    targets = {"hashing": "_record_files", "manifest": "_write_durably"}
+    targets = {"hashing": "record_files", "manifest": "_write_durably"}
     if point in targets:
         mock.patch.object(stage_folder, targets[point], die).start()
     if point == "rename":

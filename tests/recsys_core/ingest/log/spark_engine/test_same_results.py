@@ -124,7 +124,7 @@ def vectors_of(folder: Path, name: str) -> EmbeddingsManifest:
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the public data are not on this machine")
-@pytest.mark.parametrize("name", ["beauty", "citeulike_t", "ml1m"])
+@pytest.mark.parametrize("name", ["beauty", *(pytest.param(name, marks=pytest.mark.drill) for name in ("citeulike_t", "ml1m"))])
 def test_data_of_publications_have_the_same_store(tmp_path: Path, name: str) -> None:
     folder = DATA / name
     settings: dict[str, Any] = {

@@ -58,12 +58,12 @@ class SparkEngine(SqlEngine):
         """Create `log`; see LogEngine."""
         if self._config.context_columns:
             current_parts = [part for part in parts if any(file.source in split_code_by_file for file in part.files)]
-            self._context_schema = _common_schema(
-                [
-                    pa.ipc.read_schema(pa.py_buffer((folder / part.file_name / _CONTEXT_TYPES_FILE).read_bytes()))
-                    for part in current_parts
-                ]
-            )
+            schemas = [
+                pa.ipc.read_schema(pa.py_buffer((folder / part.file_name / _CONTEXT_TYPES_FILE).read_bytes()))
+                for part in current_parts
+            ]
+            _require_one_time_unit(self._config, schemas)
+            self._context_schema = _common_schema(schemas)
         return super().load(parts, folder=folder, split_code_by_file=split_code_by_file)
 
     def sorted_events(self) -> Iterator[pa.RecordBatch]:
@@ -103,6 +103,18 @@ class SparkEngine(SqlEngine):
 
     def _ignore_file_statistics(self) -> None:
         """Do nothing: the session never uses the statistics."""
+
+
+def _require_one_time_unit(config: InteractionsConfig, schemas: Sequence[pa.Schema]) -> None:
+    """Raise InputError if a context column has nanoseconds in one part and not in another: Spark reads them as integers."""
+    for column, types in zip(config.context_columns, zip(*(schema.types for schema in schemas), strict=True), strict=False):
+        units = {data_type.unit == "ns" for data_type in types if pa.types.is_timestamp(data_type)}
+        if len(units) > 1:
+            raise InputError(
+                f"interactions.context_columns: column {column!r} is {types[-1]} in new files, but {types[0]} in files of "
+                "earlier runs, which Spark cannot combine; set interactions.vocabulary.rebuild to always for one run, which "
+                "reads all files again"
+            )
 
 
 def _common_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:

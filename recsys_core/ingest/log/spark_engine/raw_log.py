@@ -108,8 +108,9 @@ def _group_sql(
     computed_columns = [f"{_position_sql(config, group, type_by_column)} AS position"]
     if config.timestamp_column is not None:
         # The groups may have times of different types. The checks need only whether a time is null.
-        before_sql = f"{_ticks_sql(group, type_by_column.get(config.timestamp_column))} < 0"
-        computed_columns += ["CASE WHEN time IS NOT NULL THEN true END AS time", f"{before_sql} AS before_1970"]
+        is_integer = pa.types.is_integer(group.time_type)  # a time above 2^63 has no ticks, but is not before 1970
+        ticks_sql = "time" if is_integer else _ticks_sql(group, type_by_column.get(config.timestamp_column))
+        computed_columns += ["CASE WHEN time IS NOT NULL THEN true END AS time", f"{ticks_sql} < 0 AS before_1970"]
     return (
         f"SELECT {', '.join([*other_columns, *replacements, 'source', '`row`', *computed_columns])} "
         f"FROM (SELECT {', '.join(select_list)}, file.file_index AS source, file.file_row_number AS `row` FROM {files_sql})"
@@ -136,10 +137,8 @@ def _ns_to_us_sql(ns_sql: str) -> str:
 def _position_sql(config: InteractionsConfig, group: _FileGroup, type_by_column: dict[str, t.DataType]) -> str:
     """Return SQL for the sort key of a user's events; see raw_log.py of the DuckDB engine."""
     if config.order_column is not None:
-        is_integer = isinstance(type_by_column.get(config.order_column), t.IntegralType | t.DecimalType)
-        decimal_type = type_by_column.get(config.order_column)
-        if isinstance(decimal_type, t.DecimalType):
-            is_integer = decimal_type == t.DecimalType(20, 0)  # uint64
+        order_type = type_by_column.get(config.order_column)
+        is_integer = isinstance(order_type, t.IntegralType) or order_type == t.DecimalType(20, 0)  # uint64
         return "TRY_CAST(sequence AS BIGINT)" if is_integer else "CAST(sequence AS DOUBLE)"
     if config.timestamp_column is None:
         return f"shiftrightunsigned({hash_sql('CAST(`user` AS STRING)', 'CAST(item AS STRING)')}, 1)"

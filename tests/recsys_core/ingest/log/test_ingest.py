@@ -318,7 +318,6 @@ def test_items_known_by_their_vector_alone_are_in_the_vocabulary(tmp_path: Path,
     assert (manifest.num_items_with_vector, manifest.num_items_vector_only) == (4, 2)
 
 
-@pytest.mark.both_engines
 def test_columns_may_be_named_anything(tmp_path: Path) -> None:
     names = {"user_column": 'a "user"', "item_column": "x'); DROP TABLE log; --", "timestamp_column": "select"}
     names |= {"label_column": "ü.label"}

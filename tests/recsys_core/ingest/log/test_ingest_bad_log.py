@@ -165,7 +165,6 @@ def test_vectors_of_other_items_are_rejected(tmp_path: Path, ids: list[Any], par
     refuses(ingest_of(write(tmp_path / "a.parquet", **GOOD), embeddings=embeddings), tmp_path, *parts)
 
 
-@pytest.mark.both_engines
 @pytest.mark.parametrize("compression", ["snappy", "zstd", "none"])
 def test_damage_behind_an_intact_footer_is_rejected(tmp_path: Path, compression: str) -> None:
     columns = {name: np.random.default_rng(0).integers(0, 10**9, 5000) for name in ("user_id", "item_id", "t")}

@@ -16,7 +16,7 @@ from recsys_core.ingest.vectors.ingest import ingest_embeddings
 from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest
 from recsys_core.units import DAY_US
 from tests.recsys_core.ingest.interaction_logs import ingest
-from tests.recsys_core.ingest.parquet_files import write
+from tests.recsys_core.ingest.parquet_files import refusal, write
 from tests.recsys_core.ingest.spark_sessions import SPARK
 
 pytestmark = pytest.mark.usefixtures("spark")
@@ -95,13 +95,36 @@ def test_ids_and_times_of_any_type_become_the_same_arrays(tmp_path: Path) -> Non
     )
 
 
+def test_times_beyond_64_bits_are_bad_rows_with_the_same_reasons(tmp_path: Path) -> None:
+    ids = {"user_id": [1, 1, 1, 2, 2, 2], "item_id": [5, 6, 7, 5, 6, 7]}
+    times = pa.array([1, 2, 3, 2**64 - 1, None, 2**63 - 1], pa.uint64())
+    path = write(tmp_path / "a.parquet", **ids, t=times)
+    settings: dict[str, Any] = {"split": {"kind": "leave_last_out"}, "timestamp_unit": "ms"}
+    settings |= {"on_bad_rows": "drop", "max_bad_share": 0.9, "filter": {"duplicates": "exact"}}
+    other = write(tmp_path / "b.parquet", **ids, t=pa.array([4, 5, 6, -1, 7, -(2**63)]))
+    runs = ingest_with_both(tmp_path / "stage", path, other, **settings)
+    assert runs["spark"].num_bad_rows_by_reason == {"t: null": 1, "t: in the future": 2, "t: before 1970": 2}
+
+
+def test_a_context_column_with_another_time_unit_needs_a_rebuild(tmp_path: Path) -> None:
+    ids = {"user_id": [1, 1, 1, 2], "item_id": [5, 6, 7, 5], "t": [1, 2, 3, 4]}
+    paths = [
+        write(tmp_path / f"{unit}.parquet", **ids, c=pa.array([1, 2, 3, len(unit)], pa.timestamp(unit)))
+        for unit in ("us", "ns")
+    ]
+    settings: dict[str, Any] = {"split": {"kind": "leave_last_out"}, "context_columns": ("c",), "engine": SPARK}
+    first = ingest(tmp_path / "first", paths[0], **settings)
+    with refusal("column 'c' is timestamp[ns] in new files, but timestamp[us] in files of earlier runs", "rebuild to always"):
+        ingest(tmp_path / "second", *paths, previous=first, **settings)
+
+
 def vectors_of(folder: Path, name: str) -> EmbeddingsManifest:
     config = EmbeddingsConfig(paths=str(DATA / name / "item_embeddings.parquet"), vector_column="embedding")
     return ingest_embeddings((config,), folder=folder / "embeddings")
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the public data are not on this machine")
-@pytest.mark.parametrize("name", ["beauty", "citeulike_t", "ml1m"])
+@pytest.mark.parametrize("name", ["beauty", *(pytest.param(name, marks=pytest.mark.drill) for name in ("citeulike_t", "ml1m"))])
 def test_data_of_publications_have_the_same_store(tmp_path: Path, name: str) -> None:
     folder = DATA / name
     settings: dict[str, Any] = {

@@ -16,15 +16,18 @@ BLOCK_HISTORY_FILE, BLOCK_MAPS_FILE = "block_history.npy", "block_maps.safetenso
 class SpectralBlock(nn.Module):
     """Concatenation of trained query vectors and blocks of unit length, and a linear map of them.
 
-    The map contains the weight of the block, and the reduction to `output_dim`.
+    The map contains the weight of the block, and the reduction to `output_dim`. Another map turns the vector of an item into a
+    query for similar items.
     """
 
     query_map: Tensor
+    similar_map: Tensor
 
     def __init__(self, config: TwoTowerConfig) -> None:
         super().__init__()
         assert config.spectral_block is not None
         self.register_buffer("query_map", torch.empty(config.trained_dim + config.spectral_block.dim, config.output_dim))
+        self.register_buffer("similar_map", torch.empty(config.output_dim, config.output_dim))
 
     def forward(self, query_BT: Tensor, total_BM: Tensor) -> Tensor:
         """Return query vectors [B, D]. total_BM: sum of the items' vectors over each history; 0 for an empty history."""

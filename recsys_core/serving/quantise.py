@@ -118,10 +118,11 @@ Table = FloatTable | IntegerTable
 
 
 class BlockArrays(NamedTuple):
-    """The spectral block of an exported model: the vectors of the items in histories [I, M], and the map of the queries."""
+    """The spectral block of an exported model: the vectors of the items in histories [I, M], and the maps of SpectralBlock."""
 
     history_IM: NDArray[np.float32]
     query_map: Tensor
+    similar_map: Tensor
 
 
 def _overflow_error(row: int, value_D: NDArray[np.float32], target: str) -> StageError:
@@ -277,6 +278,7 @@ def build_tower(
         assert block is not None
         weights_by_table[BLOCK_TABLE] = block.history_IM
         tower.block.query_map.copy_(block.query_map)
+        tower.block.similar_map.copy_(block.similar_map)
     for table_name, table in tower.tables.items():
         assert isinstance(table, Table)
         try:

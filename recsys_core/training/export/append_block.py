@@ -67,9 +67,10 @@ def append_block(spec: ModelSpec, *, store: EventStore, validation: ValidationCo
     weight_C = _column_weights(item_IC.shape[1], block, weight)
     query_by_split = {split: query_BC * weight_C for split, query_BC in query_by_split.items()}
     query_map, item_map = (np.eye(len(weight_C), dtype=np.float32) for _ in range(2))
+    item_moments_CC = _moments(item_IC)
     if block.output_dim is not None:
         query_moments_CC = _moments(np.concatenate(list(query_by_split.values())))
-        query_map, item_map = reduction(query_moments_CC, _moments(item_IC), dim=block.output_dim)
+        query_map, item_map = reduction(query_moments_CC, item_moments_CC, dim=block.output_dim)
     save_npy(folder / "item_vectors.npy", item_IC @ item_map)
     for split, query_BC in query_by_split.items():
         save_npy(folder / f"query_vectors_{split}.npy", query_BC @ query_map)
@@ -77,6 +78,7 @@ def append_block(spec: ModelSpec, *, store: EventStore, validation: ValidationCo
     # The blocks of served queries have the length 1.
     weight_C[-block.dim :] *= unit
     maps = {"query_map": weight_C[:, None] * query_map, "item_map": np.ascontiguousarray(item_map)}
+    maps["similar_map"] = similar_map(query_map, item_map, item_moments_CC, trained_dim=spec.config.trained_dim)
     save_file(maps, folder / BLOCK_MAPS_FILE)
     return weight
 
@@ -98,6 +100,17 @@ def reduction(query_moments_CC: NDArray[Any], item_moments_CC: NDArray[Any], *, 
     query_map = np.linalg.solve(query_root_CC.T, left[:, :dim] * value_D[:dim])
     item_map = np.linalg.solve(item_root_CC.T, right[:dim].T)
     return query_map.astype(np.float32), item_map.astype(np.float32)
+
+
+def similar_map(query_map: Floats32, item_map: Floats32, item_moments_CC: NDArray[Any], *, trained_dim: int) -> Floats32:
+    """Return the map [D, D] of an item's vector to the query for items whose trained vectors are similar.
+
+    The candidate blocks of two items have no meaningful inner product: they are as long as the item is popular. The trained
+    vector is estimated from the exported one by least squares; without a reduction, the estimate is exact.
+    """
+    exported_moments_DD = item_map.T @ item_moments_CC @ item_map
+    estimate_DC = np.linalg.solve(exported_moments_DD, item_map.T @ item_moments_CC)
+    return (estimate_DC[:, :trained_dim] @ query_map[:trained_dim]).astype(np.float32)
 
 
 def _blocks(

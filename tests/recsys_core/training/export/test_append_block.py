@@ -99,7 +99,8 @@ def exported(request: pytest.FixtureRequest, tmp_path: Path) -> Exported:
 def tower_of(folder: Path, spec: ModelSpec, dense: dict[str, torch.Tensor]) -> ServedQueryTower:
     block = None
     if spec.config.spectral_block is not None:
-        block = BlockArrays(np.load(folder / BLOCK_HISTORY_FILE), load_file(folder / BLOCK_MAPS_FILE)["query_map"])
+        maps = load_file(folder / BLOCK_MAPS_FILE)
+        block = BlockArrays(np.load(folder / BLOCK_HISTORY_FILE), maps["query_map"], maps["similar_map"])
     return build_tower(
         spec,
         history_items=np.load(folder / "history_items.npy"),

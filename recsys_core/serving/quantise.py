@@ -186,7 +186,9 @@ class ServedQueryTower(nn.Module):
         assert self.spec.config.spectral_block is not None
         history = history.last_values(self.spec.config.spectral_block.history_length)
         item_LM = self.tables[BLOCK_TABLE](torch.from_numpy(history.values_L))
-        query_BD: Tensor = self.block(query_BT, history_totals(item_LM, torch.from_numpy(history.offset)))
+        query_BD: Tensor = self.block(
+            query_BT, history_totals(item_LM, torch.arange(len(item_LM)), torch.from_numpy(history.offset))
+        )
         return query_BD
 
     def _feature_vectors(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from recsys_core.closed_form import moments
 from recsys_core.closed_form.linear_models import log_matrix
 from recsys_core.closed_form.spectral_block import block_factors
 from recsys_core.dataset.events import EventStore
@@ -20,6 +21,7 @@ from recsys_core.models.spectral_block import BLOCK_HISTORY_FILE, BLOCK_MAPS_FIL
 from recsys_core.serving.exports.padded_tower import PaddedQueryTower, padded_inputs
 from recsys_core.serving.quantise import BlockArrays, ServedQueryTower, build_tower
 from recsys_core.training.config import ValidationConfig
+from recsys_core.training.export import append_block as append_block_module
 from recsys_core.training.export.append_block import append_block
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
 from tests.recsys_core.training.export.validation_metric import mean_ndcg
@@ -124,6 +126,16 @@ def test_scores_are_the_sum_of_the_trained_ones_and_of_those_of_the_block(export
     for split in SPLITS:
         error = exported.scores(split) - expected[split]
         assert np.abs(error).max() < 1e-4 if output_dim is None else error.std() < 0.1 * expected[split].std()
+
+
+def test_the_size_of_the_chunks_does_not_change_the_vectors(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = exported.expected("test", 0.3)
+    for module in (append_block_module, moments):
+        monkeypatch.setattr(module, "CHUNK_ROWS", 7)
+    spec = exported.spec(history_length_of(exported), weights=(0.3,))
+    append_block(spec, store=exported.store, validation=None, folder=exported.folder)
+    np.testing.assert_allclose(exported.scores("test"), expected, atol=1e-4)
+    assert not list(exported.folder.glob("*.new"))
 
 
 def test_a_reduction_to_the_full_width_changes_no_score(exported: Exported) -> None:

@@ -35,18 +35,28 @@ Floats32 = NDArray[np.float32]
 SPLITS: tuple[EvaluationSplit, ...] = ("validation", "test")
 
 
-def append_block(spec: ModelSpec, *, store: EventStore, validation: ValidationConfig | None, folder: Path) -> float:
+def append_block(
+    spec: ModelSpec,
+    *,
+    store: EventStore,
+    validation: ValidationConfig | None,
+    folder: Path,
+    train_log: EventStore | None = None,
+) -> float:
     """Append the block to the item and query vectors of the export in `folder`, write its files, and return its weight.
 
     The weight is a multiple of the standard deviation of the trained scores over the catalogue. Validation and test events
     contribute to the histories of queries alone. The vectors of all items are in memory, those of the queries in chunks.
+
+    Args:
+        train_log: events whose training events give the block, with the same rows as `store`; None for `store`.
 
     Raises:
         InputError: there are several weights and no validation events, or too few training events for the block.
     """
     block, trained_dim = spec.config.spectral_block, spec.config.trained_dim
     assert block is not None
-    matrix_UI = log_matrix(store, "validation", max_events=block.max_events)
+    matrix_UI = log_matrix(train_log or store, "validation", max_events=block.max_events)
     history_IM, candidate_IM = block_factors(matrix_UI, dim=block.dim, item_exponent=block.item_exponent)
     save_npy(folder / BLOCK_HISTORY_FILE, history_IM)
     item_IC = np.concatenate([memory_map(folder / "item_vectors.npy"), candidate_IM], axis=1)

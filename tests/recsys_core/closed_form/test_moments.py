@@ -1,4 +1,4 @@
-"""Sums over chunks, compared with NumPy on all rows."""
+"""Moments in chunks, compared with NumPy on all rows."""
 
 import numpy as np
 import pytest

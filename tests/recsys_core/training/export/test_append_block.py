@@ -14,6 +14,8 @@ from recsys_core.closed_form.spectral_block import block_factors
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.errors import InputError
+from recsys_core.ingest.log.merged_splits import merge_splits
+from recsys_core.manifests import InteractionsManifest, load_manifest
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.ensemble import make_query_tower
 from recsys_core.models.spec import ModelSpec
@@ -175,6 +177,20 @@ def test_the_served_tower_and_its_padded_form_give_the_exported_queries(exported
     inputs = padded_inputs(tower, users, history, features=FeatureStore({}))
     padded = PaddedQueryTower(tower)({name: torch.from_numpy(values) for name, values in inputs.items()})
     np.testing.assert_allclose(padded.detach().numpy(), expected, atol=1e-5)
+
+
+def test_the_block_of_a_refit_contains_the_held_out_events(exported: Exported, tmp_path: Path) -> None:
+    interactions = load_manifest(tmp_path / "interactions", InteractionsManifest)
+    assert interactions is not None
+    merged = EventStore.open(merge_splits(interactions, tmp_path / "merged"))
+    spec = exported.spec(history_length_of(exported), weights=(0.3,))
+    append_block(spec, store=exported.store, validation=None, folder=exported.folder, train_log=merged)
+    all_UI = log_matrix(exported.store, "validation", max_events=10_000)
+    merged_UI = log_matrix(merged, "validation", max_events=10_000)
+    assert (all_UI.sum(), merged_UI.sum()) == (USERS * 10, USERS * 16)
+    history_IM, candidate_IM = block_factors(merged_UI, dim=BLOCK_DIM, item_exponent=0.4)
+    assert np.array_equal(np.load(exported.folder / BLOCK_HISTORY_FILE), history_IM)
+    assert np.array_equal(np.load(exported.folder / "item_vectors.npy")[:, DIM:], candidate_IM)
 
 
 def test_several_weights_need_validation_events(exported: Exported) -> None:

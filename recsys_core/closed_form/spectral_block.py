@@ -7,6 +7,7 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from recsys_core.closed_form.linear_models import Floats32, singular_vectors
+from recsys_core.closed_form.moments import covariance
 from recsys_core.errors import InputError
 
 RELATIVE_RIDGE = 1e-6
@@ -40,13 +41,13 @@ def block_factors(matrix_UI: csr_array, *, dim: int, item_exponent: float) -> tu
             f"{max(0, smaller - 1):,} singular vectors; lower dim, or remove model.spectral_block"
         )
     _, vector_VM = singular_vectors(matrix_UV, num_vectors=dim)
-    scale_V1 = count_I[has_event_I, None].astype(np.float64) ** item_exponent
-    candidate_IM, history_IM = (np.zeros((len(count_I), dim)) for _ in range(2))
-    candidate_IM[has_event_I], history_IM[has_event_I] = vector_VM * scale_V1, vector_VM / scale_V1
-    covariance_MM = np.cov(candidate_IM, rowvar=False)
+    scale_V1 = (count_I[has_event_I, None] ** item_exponent).astype(np.float32)
+    covariance_MM = covariance(vector_VM * scale_V1, num_rows=len(count_I))
     covariance_MM[np.diag_indices(dim)] += RELATIVE_RIDGE * covariance_MM.trace() / dim
     root_MM = np.linalg.cholesky(covariance_MM)
-    history_IM, candidate_IM = history_IM @ root_MM, np.linalg.solve(root_MM, candidate_IM.T).T
+    history_IM, candidate_IM = (np.zeros((len(count_I), dim), np.float32) for _ in range(2))
+    history_IM[has_event_I] = vector_VM / scale_V1 @ root_MM.astype(np.float32)
+    candidate_IM[has_event_I] = vector_VM * scale_V1 @ np.linalg.inv(root_MM).T.astype(np.float32)
     # The length of a sum of history vectors has no meaning: a query vector is scaled to the length 1.
-    history_IM /= np.abs(history_IM).max()
-    return history_IM.astype(np.float32), np.ascontiguousarray(candidate_IM, np.float32)
+    history_IM /= max(history_IM.max(), -history_IM.min())
+    return history_IM, candidate_IM

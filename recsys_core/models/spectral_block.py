@@ -1,6 +1,7 @@
 """The spectral block of a query vector: a sum over the history, appended to the trained vector.
 
-Shapes: B queries, M width of the block, T width of a trained vector, D width of the result, H entries of all histories.
+Shapes: B queries, V items, M width of the block, T width of a trained vector, D width of the result, H entries of all
+histories.
 """
 
 import torch
@@ -16,15 +17,18 @@ BLOCK_HISTORY_FILE, BLOCK_MAPS_FILE = "block_history.npy", "block_maps.safetenso
 class SpectralBlock(nn.Module):
     """Concatenation of trained query vectors and blocks of unit length, and a linear map of them.
 
-    The map contains the weight of the block, and the reduction to `output_dim`.
+    The map contains the weight of the block, and the reduction to `output_dim`. Another map turns the vector of an item into a
+    query for similar items.
     """
 
     query_map: Tensor
+    similar_map: Tensor
 
     def __init__(self, config: TwoTowerConfig) -> None:
         super().__init__()
         assert config.spectral_block is not None
         self.register_buffer("query_map", torch.empty(config.trained_dim + config.spectral_block.dim, config.output_dim))
+        self.register_buffer("similar_map", torch.empty(config.output_dim, config.output_dim))
 
     def forward(self, query_BT: Tensor, total_BM: Tensor) -> Tensor:
         """Return query vectors [B, D]. total_BM: sum of the items' vectors over each history; 0 for an empty history."""
@@ -32,12 +36,15 @@ class SpectralBlock(nn.Module):
         return vector_BD
 
 
-def history_totals(item_HM: Tensor, offset: Tensor) -> Tensor:
-    """Return the sum of the vectors of each history, [B, M]. offset: [B + 1], the bounds of each history.
+def history_totals(item_VM: Tensor, history_H: Tensor, offset: Tensor) -> Tensor:
+    """Return the sum of the vectors of each history, [B, M].
 
-    >>> history_totals(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([0, 2, 2, 3])).tolist()
-    [[3.0], [0.0], [4.0]]
+    Args:
+        history_H: int64, index into `item_VM` of each history entry.
+        offset: [B + 1], the bounds of each history in `history_H`.
+
+    >>> history_totals(torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1, 1]), torch.tensor([0, 2, 2, 3])).tolist()
+    [[3.0], [0.0], [2.0]]
     """
-    index_H = torch.arange(len(item_HM))
-    total_BM: Tensor = embedding_bag(index_H, item_HM, offset, mode="sum", include_last_offset=True)
+    total_BM: Tensor = embedding_bag(history_H, item_VM, offset, mode="sum", include_last_offset=True)
     return total_BM

@@ -260,9 +260,11 @@ def _block_arrays(export: ExportManifest) -> BlockArrays | None:
     """Return the arrays of the spectral block; None for a model without one."""
     if BLOCK_MAPS_FILE not in export.files:
         return None
+    maps = load_file(export.path(BLOCK_MAPS_FILE))
     return BlockArrays(
         history_IM=np.load(export.path(BLOCK_HISTORY_FILE), mmap_mode="c"),
-        query_map=load_file(export.path(BLOCK_MAPS_FILE))["query_map"],
+        query_map=maps["query_map"],
+        similar_map=maps["similar_map"],
     )
 
 

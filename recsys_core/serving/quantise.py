@@ -118,10 +118,11 @@ Table = FloatTable | IntegerTable
 
 
 class BlockArrays(NamedTuple):
-    """The spectral block of an exported model: the vectors of the items in histories [I, M], and the map of the queries."""
+    """The spectral block of an exported model: the vectors of the items in histories [I, M], and the maps of SpectralBlock."""
 
     history_IM: NDArray[np.float32]
     query_map: Tensor
+    similar_map: Tensor
 
 
 def _overflow_error(row: int, value_D: NDArray[np.float32], target: str) -> StageError:
@@ -185,7 +186,9 @@ class ServedQueryTower(nn.Module):
         assert self.spec.config.spectral_block is not None
         history = history.last_values(self.spec.config.spectral_block.history_length)
         item_LM = self.tables[BLOCK_TABLE](torch.from_numpy(history.values_L))
-        query_BD: Tensor = self.block(query_BT, history_totals(item_LM, torch.from_numpy(history.offset)))
+        query_BD: Tensor = self.block(
+            query_BT, history_totals(item_LM, torch.arange(len(item_LM)), torch.from_numpy(history.offset))
+        )
         return query_BD
 
     def _feature_vectors(
@@ -277,6 +280,7 @@ def build_tower(
         assert block is not None
         weights_by_table[BLOCK_TABLE] = block.history_IM
         tower.block.query_map.copy_(block.query_map)
+        tower.block.similar_map.copy_(block.similar_map)
     for table_name, table in tower.tables.items():
         assert isinstance(table, Table)
         try:

@@ -192,6 +192,7 @@ class Retriever:
     def similar(self, item_ids: Sequence[Id] | NDArray[Any], k: int = 10, **options: Unpack[SearchOptions]) -> Recommendations:
         """Return the k items with the largest inner product of their vector and that of each item, without the item itself.
 
+        Terms for the popularity and spectral blocks are left out: they belong to the score of a query.
         An item that is not in the catalogue has an error in the result. `exclude_seen` has no effect.
 
         Raises:
@@ -207,6 +208,8 @@ class Retriever:
             is_known_B = row_B >= 0
             query_BD = np.zeros((len(row_B), self.package.model.config.output_dim), np.float32)
             query_BD[is_known_B] = self.item_vectors(row_B[is_known_B])
+            if self._query_tower.block is not None:
+                query_BD = query_BD @ self._query_tower.block.similar_map.numpy()
             if self.package.model.config.has_popularity:
                 query_BD[:, -1] = checked["popularity_weight"] or 0.0  # not the popularity of the item
             zero_B, itself = np.zeros(len(row_B), np.int64), JaggedArray.from_lengths(is_known_B, row_B[is_known_B])

@@ -51,8 +51,8 @@ class TemperatureTrials(Frozen):
         config = job.spec.config
         if config.temperature != "auto":
             return cls(temperature=config.temperature)
-        if champion is not None and champion.train.temperature is not None:
-            return cls(temperature=champion.train.temperature)
+        if champion is not None:  # the manifest of an earlier version has no temperature, but its settings have a number
+            return cls(temperature=champion.train.temperature or champion.spec.config.start_temperature)
         if job.training.validation is None or num_validation_events == 0:
             raise InputError(
                 "model.temperature is auto, which compares temperatures on the validation split, but "

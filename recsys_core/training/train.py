@@ -113,6 +113,8 @@ def train(
             plan_path=plan.path(PLAN_NAME),
             warm_start=warm_start,
         )
+        # A resumed training keeps the trials only if the work folder names its fingerprint.
+        write_text(work_folder / JOB_FILE, job.model_dump_json(indent=2))
         trials = TemperatureTrials.run(
             job,
             champion=start_champion,

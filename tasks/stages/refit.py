@@ -98,7 +98,8 @@ def _train_on_all_events(
 ) -> Results:
     """Run the stages of the training up to the package in `folder`; return the results of the run with those of the refit.
 
-    Only the training reads the events as training events. The index is tuned on the queries of the run's own splits.
+    Only the training and a spectral block read the events as training events. The index is tuned on the queries of the run's
+    own splits.
     """
     results, dataset = Results(context.results), context.dataset
     merged = merge_splits(dataset.interactions, folder / InteractionsManifest.stage)
@@ -123,7 +124,7 @@ def _train_on_all_events(
     )
     results.add(train)
     export = export_core.export_vectors(
-        refit_setup, dataset=dataset, train=train, folder=folder / ExportManifest.stage, ranking=None
+        refit_setup, dataset=dataset, train=train, folder=folder / ExportManifest.stage, train_log=merged
     )
     results.add(export)
     results.add(index_core.build_indexes(index, export=export, folder=folder / IndexManifest.stage))

@@ -2,10 +2,12 @@
 
 The launching process appends the block after the ranks have written the trained vectors.
 
-Shapes: I items, B queries, T width of a trained vector, M width of the block, D width of the result.
+Shapes: I items, B queries, T width of a trained vector, M width of the block, C = T + M, D width of the result.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,69 +18,119 @@ from safetensors.numpy import save_file
 from torch.nn.functional import normalize
 
 from recsys_core.closed_form.linear_models import log_matrix
+from recsys_core.closed_form.moments import CHUNK_ROWS, covariance, row_chunks, second_moments
 from recsys_core.closed_form.spectral_block import block_factors
 from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import chunk_slices
-from recsys_core.dataset.layout import save_npy
+from recsys_core.dataset.layout import allocate_npy, memory_map, save_npy
 from recsys_core.models.config import SpectralBlockSettings
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.spectral_block import BLOCK_HISTORY_FILE, BLOCK_MAPS_FILE, history_totals
 from recsys_core.training.config import ValidationConfig
-from recsys_core.training.export.validated_choice import Vectors, best_weight
+from recsys_core.training.export.validated_choice import best_weight
 
-CHUNK_ROWS = 1 << 16
 RELATIVE_RIDGE = 1e-8
 """Ridge of the moments, relative to their mean diagonal, because fewer vectors than their width have a singular matrix."""
 Floats32 = NDArray[np.float32]
 SPLITS: tuple[EvaluationSplit, ...] = ("validation", "test")
 
 
-def append_block(spec: ModelSpec, *, store: EventStore, validation: ValidationConfig | None, folder: Path) -> float:
+def append_block(
+    spec: ModelSpec,
+    *,
+    store: EventStore,
+    validation: ValidationConfig | None,
+    folder: Path,
+    train_log: EventStore | None = None,
+) -> float:
     """Append the block to the item and query vectors of the export in `folder`, write its files, and return its weight.
 
     The weight is a multiple of the standard deviation of the trained scores over the catalogue. Validation and test events
-    contribute to the histories of queries alone.
+    contribute to the histories of queries alone. The vectors of all items are in memory, those of the queries in chunks.
+
+    Args:
+        train_log: events whose training events give the block, with the same rows as `store`; None for `store`.
 
     Raises:
         InputError: there are several weights and no validation events, or too few training events for the block.
     """
-    block = spec.config.spectral_block
+    block, trained_dim = spec.config.spectral_block, spec.config.trained_dim
     assert block is not None
-    matrix_UI = log_matrix(store, "validation", max_events=block.max_events)
+    matrix_UI = log_matrix(train_log or store, "validation", max_events=block.max_events)
     history_IM, candidate_IM = block_factors(matrix_UI, dim=block.dim, item_exponent=block.item_exponent)
-    item_IT = np.load(folder / "item_vectors.npy")
-    item_IC = np.concatenate([item_IT, candidate_IM], axis=1)
-    users_by_split = {split: np.load(folder / f"query_users_{split}.npy") for split in SPLITS}
-    trained_by_split = {split: np.load(folder / f"query_vectors_{split}.npy") for split in SPLITS}
-    unit = _score_deviation(np.concatenate(list(trained_by_split.values())), item_IT)
-    query_by_split = {
-        split: np.concatenate([query_BT, unit * _blocks(block, store, users_by_split[split], split, history_IM)], axis=1)
-        for split, query_BT in trained_by_split.items()
-    }
+    save_npy(folder / BLOCK_HISTORY_FILE, history_IM)
+    item_IC = np.concatenate([memory_map(folder / "item_vectors.npy"), candidate_IM], axis=1)
+    del matrix_UI, candidate_IM
+    query_files = {split: QueryFile(folder, split, store, block, history_IM) for split in SPLITS}
+    chunks = (chunk for query_file in query_files.values() for chunk in query_file.chunks())
+    query_moments_CC, item_moments_CC = (
+        second_moments(vectors, width=item_IC.shape[1]) for vectors in (chunks, row_chunks(item_IC))
+    )
+    num_queries = sum(len(query_file.user_B) for query_file in query_files.values())
+    trained = slice(trained_dim)
+    mean_variance = (query_moments_CC[trained, trained] * covariance(item_IC[:, trained])).sum() / max(1, num_queries)
+    unit = float(np.sqrt(mean_variance)) if num_queries else 1.0
     weight = best_weight(
         block.weights,
-        lambda query_BC, weight: query_BC * _column_weights(query_BC.shape[1], block, weight),
+        lambda query_BC, weight: query_BC * _column_weights(query_BC.shape[1], block, weight * unit),
+        queries=query_files["validation"].of_users,
+        item_ID=item_IC,
         setting="model.spectral_block.weights",
-        vectors=Vectors(users_by_split["validation"], query_by_split["validation"], item_IC),
         spec=spec,
         store=store,
         validation=validation,
     )
-    weight_C = _column_weights(item_IC.shape[1], block, weight)
-    query_by_split = {split: query_BC * weight_C for split, query_BC in query_by_split.items()}
-    query_map, item_map = (np.eye(len(weight_C), dtype=np.float32) for _ in range(2))
+    weight_C = _column_weights(item_IC.shape[1], block, weight * unit)
+    query_map, item_map = np.diag(weight_C), np.eye(len(weight_C), dtype=np.float32)
+    item_moments_CC = _with_ridge(item_moments_CC)
     if block.output_dim is not None:
-        query_moments_CC = _moments(np.concatenate(list(query_by_split.values())))
-        query_map, item_map = reduction(query_moments_CC, _moments(item_IC), dim=block.output_dim)
-    save_npy(folder / "item_vectors.npy", item_IC @ item_map)
-    for split, query_BC in query_by_split.items():
-        save_npy(folder / f"query_vectors_{split}.npy", query_BC @ query_map)
-    save_npy(folder / BLOCK_HISTORY_FILE, history_IM)
-    # The blocks of served queries have the length 1.
-    weight_C[-block.dim :] *= unit
-    maps = {"query_map": weight_C[:, None] * query_map, "item_map": np.ascontiguousarray(item_map)}
+        weighted_moments_CC = _with_ridge(weight_C[:, None] * query_moments_CC * weight_C)
+        query_map, item_map = reduction(weighted_moments_CC, item_moments_CC, dim=block.output_dim)
+        query_map = weight_C[:, None] * query_map
+    for query_file in query_files.values():
+        _write_product(query_file.path, query_file.chunks(), map_CD=query_map, num_rows=len(query_file.user_B))
+    _write_product(folder / "item_vectors.npy", row_chunks(item_IC), map_CD=item_map, num_rows=len(item_IC))
+    maps = {"query_map": query_map, "item_map": np.ascontiguousarray(item_map)}
+    maps["similar_map"] = similar_map(query_map, item_map, item_moments_CC, trained_dim=trained_dim)
     save_file(maps, folder / BLOCK_MAPS_FILE)
     return weight
+
+
+@dataclass(frozen=True)
+class QueryFile:
+    """The trained query vectors of a split in an export; they are read with blocks of length 1 behind them."""
+
+    folder: Path
+    split: EvaluationSplit
+    store: EventStore
+    block: SpectralBlockSettings
+    history_IM: Floats32
+
+    @property
+    def path(self) -> Path:
+        """File of the vectors."""
+        return self.folder / f"query_vectors_{self.split}.npy"
+
+    @cached_property
+    def user_B(self) -> NDArray[np.int64]:
+        """Rows of the users, ascending."""
+        return memory_map(self.folder / f"query_users_{self.split}.npy")
+
+    def chunks(self) -> Iterator[Floats32]:
+        """Yield the vectors [B, C] of all users in order."""
+        for chunk in chunk_slices(len(self.user_B), length=CHUNK_ROWS):
+            yield self.of_users(self.user_B[chunk])
+
+    def of_users(self, user_B: NDArray[np.int64]) -> Floats32:
+        """Return the vectors of these users, [B, C]. The block of an empty history is zero."""
+        history = self.store.items_before(user_B, self.split, max_items=self.block.history_length)
+        totals_BM = history_totals(
+            torch.from_numpy(self.history_IM),
+            torch.from_numpy(history.values_L.astype(np.int64)),
+            torch.from_numpy(history.offset),
+        )
+        query_BT = memory_map(self.path)[np.searchsorted(self.user_B, user_B)]
+        return np.concatenate([query_BT, normalize(totals_BM, dim=1).numpy()], axis=1)
 
 
 def reduction(query_moments_CC: NDArray[Any], item_moments_CC: NDArray[Any], *, dim: int) -> tuple[Floats32, Floats32]:
@@ -100,24 +152,15 @@ def reduction(query_moments_CC: NDArray[Any], item_moments_CC: NDArray[Any], *, 
     return query_map.astype(np.float32), item_map.astype(np.float32)
 
 
-def _blocks(
-    block: SpectralBlockSettings, store: EventStore, user_B: NDArray[np.int64], split: EvaluationSplit, history_IM: Floats32
-) -> Floats32:
-    """Return the block of each user's query, of length 1, [B, M]; zeros for an empty history."""
-    block_BM = np.zeros((len(user_B), block.dim), np.float32)
-    for chunk in chunk_slices(len(user_B), length=CHUNK_ROWS):
-        history = store.items_before(user_B[chunk], split, max_items=block.history_length)
-        totals_BM = history_totals(torch.from_numpy(history_IM[history.values_L]), torch.from_numpy(history.offset))
-        block_BM[chunk] = normalize(totals_BM, dim=1).numpy()
-    return block_BM
+def similar_map(query_map: Floats32, item_map: Floats32, item_moments_CC: NDArray[Any], *, trained_dim: int) -> Floats32:
+    """Return the map [D, D] of an item's vector to the query for items whose trained vectors are similar.
 
-
-def _score_deviation(query_BT: Floats32, item_IT: Floats32) -> float:
-    """Return the root of the mean variance of the scores of a query over the items; 1 without queries."""
-    if not len(query_BT):
-        return 1.0
-    covariance_TT = np.atleast_2d(np.cov(item_IT, rowvar=False))
-    return float(np.sqrt(np.einsum("bt,tu,bu->b", query_BT, covariance_TT, query_BT, optimize=True).mean()))
+    The candidate blocks of two items have no meaningful inner product: they are as long as the item is popular. The trained
+    vector is estimated from the exported one by least squares; without a reduction, the estimate is exact.
+    """
+    exported_moments_DD = item_map.T @ item_moments_CC @ item_map
+    estimate_DC = np.linalg.solve(exported_moments_DD, item_map.T @ item_moments_CC)
+    return (estimate_DC[:, :trained_dim] @ query_map[:trained_dim]).astype(np.float32)
 
 
 def _column_weights(width: int, block: SpectralBlockSettings, weight: float) -> Floats32:
@@ -127,17 +170,17 @@ def _column_weights(width: int, block: SpectralBlockSettings, weight: float) -> 
     return weight_C
 
 
-def _moments(vector_RC: Floats32) -> NDArray[Any]:
-    """Return the second moments of the vectors, [C, C], in double precision; the identity without vectors."""
-    width = vector_RC.shape[1]
-    if not len(vector_RC):
-        return np.eye(width)
-    moments_CC = np.zeros((width, width))
-    for chunk in _chunks(vector_RC):
-        moments_CC += chunk.T @ chunk
-    moments_CC[np.diag_indices(width)] += RELATIVE_RIDGE * moments_CC.trace() / width
-    return moments_CC
+def _with_ridge(moments_CC: NDArray[Any]) -> NDArray[Any]:
+    """Return the moments with a ridge; the identity without vectors, whose moments are 0."""
+    trace = moments_CC.trace()
+    return moments_CC + np.eye(len(moments_CC)) * (RELATIVE_RIDGE * trace / len(moments_CC) if trace else 1.0)
 
 
-def _chunks(vector_RC: Floats32) -> Iterator[NDArray[np.float64]]:
-    return (vector_RC[chunk].astype(np.float64) for chunk in chunk_slices(len(vector_RC), length=CHUNK_ROWS))
+def _write_product(path: Path, chunks: Iterable[Floats32], *, map_CD: Floats32, num_rows: int) -> None:
+    """Write the vectors times the map to `path`. The chunks may be read from the file that is replaced."""
+    new_path, row = path.with_name(f"{path.name}.new"), 0
+    product_RD = allocate_npy(new_path, dtype=np.float32, shape=(num_rows, map_CD.shape[1]))
+    for chunk_RC in chunks:
+        product_RD[row : row + len(chunk_RC)] = chunk_RC @ map_CD
+        row += len(chunk_RC)
+    new_path.replace(path)

@@ -20,6 +20,7 @@ from recsys_core.launching.rank import Process
 from recsys_core.manifests import (
     Dataset,
     ExportManifest,
+    InteractionsManifest,
     RankingSettings,
     StageFolder,
     TrainManifest,
@@ -53,12 +54,17 @@ def export_vectors(
     train: TrainManifest,
     folder: Path,
     ranking: RankingSettings | None = None,
+    train_log: InteractionsManifest | None = None,
 ) -> ExportManifest:
     """Launch as many ranks as the training had. Together they write the arrays of the model; no rank gathers a whole table.
 
-    ranking: settings of the rankings that the ranks also write; None for no rankings. They are not part of the fingerprint,
-    because an export is still valid after a change of the evaluation. The stage `evaluate` then ranks by itself, as it does for
-    a model with a spectral block or a validated popularity term: they are chosen after the ranks have finished.
+    Args:
+        ranking: settings of the rankings that the ranks also write; None for no rankings. They are not part of the fingerprint,
+            because an export is still valid after a change of the evaluation. The stage `evaluate` then ranks by itself, as it
+            does for a model with a spectral block or a validated popularity term: their weights are chosen after the ranks have
+            finished.
+        train_log: events of the training, from which a spectral block is computed; None for those of `dataset`. The fingerprint
+            of `train` contains them.
 
     Raises InputError, StageError or LaunchError as `launch` does.
     """
@@ -90,7 +96,10 @@ def export_vectors(
         block_weight = popularity_weight = None
         if has_block:
             store = EventStore.open(dataset.interactions)
-            block_weight = append_block(model, store=store, validation=config.validation, folder=output_folder)
+            train_store = None if train_log is None else EventStore.open(train_log)
+            block_weight = append_block(
+                model, store=store, validation=config.validation, folder=output_folder, train_log=train_store
+            )
         if validates_popularity:
             store = EventStore.open(dataset.interactions)
             popularity_weight = choose_popularity(model, store=store, validation=config.validation, folder=output_folder)

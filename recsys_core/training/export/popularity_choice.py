@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 
 from recsys_core.dataset.events import EventStore
-from recsys_core.dataset.layout import save_npy
+from recsys_core.dataset.layout import memory_map
 from recsys_core.models.config import ValidatedPopularity
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training.config import ValidationConfig
-from recsys_core.training.export.validated_choice import Floats32, Vectors, best_weight
+from recsys_core.training.export.validated_choice import Floats32, best_weight
 
 
 def choose_popularity(spec: ModelSpec, *, store: EventStore, validation: ValidationConfig | None, folder: Path) -> float:
@@ -20,19 +20,20 @@ def choose_popularity(spec: ModelSpec, *, store: EventStore, validation: Validat
     """
     popularity = spec.config.popularity
     assert isinstance(popularity, ValidatedPopularity)
-    query_by_split = {split: np.load(folder / f"query_vectors_{split}.npy") for split in ("validation", "test")}
-    users = np.load(folder / "query_users_validation.npy")
+    user_B = np.load(folder / "query_users_validation.npy")
+    query_BD = memory_map(folder / "query_vectors_validation.npy")
     weight = best_weight(
         popularity.weights,
         _with_weight,
+        queries=lambda users: query_BD[np.searchsorted(user_B, users)],
+        item_ID=np.load(folder / "item_vectors.npy"),
         setting="model.popularity.weights",
-        vectors=Vectors(users, query_by_split["validation"], np.load(folder / "item_vectors.npy")),
         spec=spec,
         store=store,
         validation=validation,
     )
-    for split, query_BD in query_by_split.items():
-        save_npy(folder / f"query_vectors_{split}.npy", _with_weight(query_BD, weight))
+    for split in ("validation", "test"):
+        np.load(folder / f"query_vectors_{split}.npy", mmap_mode="r+")[:, -1] = weight
     return weight
 
 

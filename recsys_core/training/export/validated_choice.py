@@ -4,7 +4,7 @@ Shapes: B queries, I items, D width of a vector.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,20 +21,13 @@ from recsys_core.training.validation import METRIC_BY_NAME, users_to_validate
 Floats32 = NDArray[np.float32]
 
 
-class Vectors(NamedTuple):
-    """Query vectors [B, D] of users with validation events, their rows [B], ascending, and the vectors of all items [I, D]."""
-
-    user_B: NDArray[np.int64]
-    query_BD: Floats32
-    item_ID: Floats32
-
-
 def best_weight(
     weights: Sequence[float],
     weighted: Callable[[Floats32, float], Floats32],
     *,
+    queries: Callable[[NDArray[np.int64]], Floats32],
+    item_ID: Floats32,
     setting: str,
-    vectors: Vectors,
     spec: ModelSpec,
     store: EventStore,
     validation: ValidationConfig | None,
@@ -44,7 +37,9 @@ def best_weight(
     A single weight is returned without a ranking.
 
     Args:
-        weighted: function that returns the query vectors with a weight.
+        weighted: function that returns query vectors with a weight.
+        queries: function that returns the query vectors [B, D] of the users in these rows, without a weight.
+        item_ID: vectors of all items.
         setting: name of the setting in an error message.
 
     Raises:
@@ -58,12 +53,11 @@ def best_weight(
             f"{setting} has {len(weights)} values, but there are no validation events that choose one of them; give one "
             "weight, or hold out validation events (interactions.split)"
         )
-    query_BD = vectors.query_BD[np.searchsorted(vectors.user_B, users)]
-    item_ID, metric_by_weight = torch.from_numpy(vectors.item_ID), {}
+    query_BD, metric_by_weight = queries(users), {}
+    unweighted, _ = queries_of(users, torch.from_numpy(query_BD), split="validation", exclude_seen=True, store=store, spec=spec)
     for weight in sorted(weights):
-        weighted_BD = torch.from_numpy(weighted(query_BD, weight))
-        queries, _ = queries_of(users, weighted_BD, split="validation", exclude_seen=True, store=store, spec=spec)
-        ranking = rank_catalogue(queries.known(), item_vector_ID=item_ID, k=0)
+        known_queries = replace(unweighted, query_BD=torch.from_numpy(weighted(query_BD, weight))).known()
+        ranking = rank_catalogue(known_queries, item_vector_ID=torch.from_numpy(item_ID), k=0)
         metric_U = METRIC_BY_NAME[validation.metric](ranking.target_positions(), k=validation.k)
         metric_by_weight[weight] = float(metric_U.mean()) if len(metric_U) else 0.0
     return max(metric_by_weight, key=lambda weight: metric_by_weight[weight])

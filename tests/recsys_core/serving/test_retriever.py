@@ -15,6 +15,7 @@ from recsys_core.errors import InputError
 from recsys_core.manifests import PackageManifest
 from recsys_core.serving.description import description_sha256
 from recsys_core.serving.retriever import Retriever
+from tests.recsys_core.refresh.small_pipeline import build_pipeline
 from tests.recsys_core.serving.conftest import (
     CONTEXT_FEATURES,
     ITEM_FILES,
@@ -160,6 +161,19 @@ def test_similar_items_are_not_the_popular_ones(build: Build) -> None:
     query[-1] = 3
     with_weight = retriever.similar([ITEM_IDS[7]], k=10, popularity_weight=3)
     assert with_weight.item_ids[0].tolist() == world.best(query, seen=[7], k=10)
+
+
+@pytest.mark.parametrize("output_dim", [None, 16], ids=["concatenated", "reduced to all numbers"])
+def test_similar_items_are_compared_without_the_spectral_block(output_dim: int | None, tmp_path: Path) -> None:
+    block = {"dim": 8, "weights": [0.5], "output_dim": output_dim}
+    pipelines = [
+        build_pipeline(tmp_path / name, model=model, quantization="fp32")
+        for name, model in (("without", {}), ("with", {"spectral_block": block}))
+    ]
+    without, with_block = (Retriever.load(pipeline.package_folder).similar([1000, 1007, 1250], k=5) for pipeline in pipelines)
+    for expected, answer in zip(without, with_block, strict=True):
+        assert answer.item_ids == expected.item_ids
+        np.testing.assert_allclose(answer.scores, expected.scores, atol=1e-3)
 
 
 def test_a_weight_is_refused_without_a_term_or_outside_of_its_limits(build: Build, retriever: Retriever) -> None:

@@ -79,9 +79,10 @@ def test_a_number_and_a_warm_start_need_no_trial(tmp_path: Path) -> None:
     assert choose(job(tmp_path, temperature=0.3), trainings) == TemperatureTrials(temperature=0.3)
     champion = Mock(train=Mock(temperature=0.2))
     assert choose(job(tmp_path), trainings, champion=champion) == TemperatureTrials(temperature=0.2)
+    champion.train.temperature = None  # the manifest of an earlier version, whose settings have a number
+    champion.spec = job(tmp_path, temperature=0.4).spec
+    assert choose(job(tmp_path), trainings, champion=champion) == TemperatureTrials(temperature=0.4)
     assert trainings.jobs == []
-    champion.train.temperature = None  # a champion of an earlier version
-    assert choose(job(tmp_path), trainings, champion=champion).temperature == 0.15
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,11 @@ from recsys_core.serving.quantise import build_tower, user_features
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig
 from recsys_core.sharding.planner import plan_sharding
 from recsys_core.training import temperature
+from recsys_core.training import train as train_module
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.export.encoding import Encoder
 from recsys_core.training.export.export import export_vectors
-from recsys_core.training.job import Progress
+from recsys_core.training.job import RESULT_FILE, Progress, TrainJob, TrainResult
 from recsys_core.training.metrics_log import MetricsTail
 from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.train import train
@@ -156,6 +157,31 @@ def test_a_chosen_temperature_trains_the_same_model_as_a_file_that_names_it(expe
     assert (chosen.validation, chosen.final_loss) == (named.validation, named.final_loss)
     assert ModelSpec.model_validate_json(chosen.path("model.json").read_bytes()) == experiment.spec
     assert [line.step for line in lines] == [line.step for line in trained[1]]  # none of the trials
+
+
+def test_a_resumed_training_keeps_the_complete_trials_of_the_temperature(experiment, tmp_path, monkeypatch):
+    config = experiment.spec.config.model_copy(update={"temperature": "auto"})
+    experiment = experiment._replace(spec=experiment.spec.model_copy(update={"config": config}))
+    temperatures: list[float] = []
+
+    def interrupted_at_third_call(job: TrainJob, **_: object) -> TrainJob:
+        temperatures.append(job.spec.config.start_temperature)
+        if len(temperatures) == 3:
+            raise KeyboardInterrupt
+        result = TrainResult(
+            num_steps=1, num_epochs=1, num_examples=1, final_loss=1, samples_per_s=1, world_size=2,
+            checkpoint="step-1", best_epoch=1, validation={"ndcg@10": 0.1},
+        )  # fmt: skip
+        (job.work_folder / RESULT_FILE).write_text(result.model_dump_json())
+        return job
+
+    monkeypatch.setattr(train_module, "run_attempts", interrupted_at_third_call)
+    with pytest.raises(KeyboardInterrupt):
+        run_train(experiment, tmp_path / "train")
+    with pytest.raises(FileNotFoundError):  # the training itself writes no checkpoint
+        run_train(experiment, tmp_path / "train")
+    assert temperatures[:3] == list(temperature.CANDIDATES[:3])
+    assert temperatures[3:5] == list(temperature.CANDIDATES[2:])
 
 
 def test_a_finished_stage_is_kept_and_nothing_is_launched(experiment, trained):

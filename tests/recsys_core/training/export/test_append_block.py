@@ -8,11 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from recsys_core.closed_form import moments
 from recsys_core.closed_form.linear_models import log_matrix
 from recsys_core.closed_form.spectral_block import block_factors
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.errors import InputError
+from recsys_core.ingest.log.merged_splits import merge_splits
+from recsys_core.manifests import InteractionsManifest, load_manifest
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.ensemble import make_query_tower
 from recsys_core.models.spec import ModelSpec
@@ -20,6 +23,7 @@ from recsys_core.models.spectral_block import BLOCK_HISTORY_FILE, BLOCK_MAPS_FIL
 from recsys_core.serving.exports.padded_tower import PaddedQueryTower, padded_inputs
 from recsys_core.serving.quantise import BlockArrays, ServedQueryTower, build_tower
 from recsys_core.training.config import ValidationConfig
+from recsys_core.training.export import append_block as append_block_module
 from recsys_core.training.export.append_block import append_block
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
 from tests.recsys_core.training.export.validation_metric import mean_ndcg
@@ -99,7 +103,8 @@ def exported(request: pytest.FixtureRequest, tmp_path: Path) -> Exported:
 def tower_of(folder: Path, spec: ModelSpec, dense: dict[str, torch.Tensor]) -> ServedQueryTower:
     block = None
     if spec.config.spectral_block is not None:
-        block = BlockArrays(np.load(folder / BLOCK_HISTORY_FILE), load_file(folder / BLOCK_MAPS_FILE)["query_map"])
+        maps = load_file(folder / BLOCK_MAPS_FILE)
+        block = BlockArrays(np.load(folder / BLOCK_HISTORY_FILE), maps["query_map"], maps["similar_map"])
     return build_tower(
         spec,
         history_items=np.load(folder / "history_items.npy"),
@@ -123,6 +128,16 @@ def test_scores_are_the_sum_of_the_trained_ones_and_of_those_of_the_block(export
     for split in SPLITS:
         error = exported.scores(split) - expected[split]
         assert np.abs(error).max() < 1e-4 if output_dim is None else error.std() < 0.1 * expected[split].std()
+
+
+def test_the_size_of_the_chunks_does_not_change_the_vectors(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = exported.expected("test", 0.3)
+    for module in (append_block_module, moments):
+        monkeypatch.setattr(module, "CHUNK_ROWS", 7)
+    spec = exported.spec(history_length_of(exported), weights=(0.3,))
+    append_block(spec, store=exported.store, validation=None, folder=exported.folder)
+    np.testing.assert_allclose(exported.scores("test"), expected, atol=1e-4)
+    assert not list(exported.folder.glob("*.new"))
 
 
 def test_a_reduction_to_the_full_width_changes_no_score(exported: Exported) -> None:
@@ -162,6 +177,20 @@ def test_the_served_tower_and_its_padded_form_give_the_exported_queries(exported
     inputs = padded_inputs(tower, users, history, features=FeatureStore({}))
     padded = PaddedQueryTower(tower)({name: torch.from_numpy(values) for name, values in inputs.items()})
     np.testing.assert_allclose(padded.detach().numpy(), expected, atol=1e-5)
+
+
+def test_the_block_of_a_refit_contains_the_held_out_events(exported: Exported, tmp_path: Path) -> None:
+    interactions = load_manifest(tmp_path / "interactions", InteractionsManifest)
+    assert interactions is not None
+    merged = EventStore.open(merge_splits(interactions, tmp_path / "merged"))
+    spec = exported.spec(history_length_of(exported), weights=(0.3,))
+    append_block(spec, store=exported.store, validation=None, folder=exported.folder, train_log=merged)
+    all_UI = log_matrix(exported.store, "validation", max_events=10_000)
+    merged_UI = log_matrix(merged, "validation", max_events=10_000)
+    assert (all_UI.sum(), merged_UI.sum()) == (USERS * 10, USERS * 16)
+    history_IM, candidate_IM = block_factors(merged_UI, dim=BLOCK_DIM, item_exponent=0.4)
+    assert np.array_equal(np.load(exported.folder / BLOCK_HISTORY_FILE), history_IM)
+    assert np.array_equal(np.load(exported.folder / "item_vectors.npy")[:, DIM:], candidate_IM)
 
 
 def test_several_weights_need_validation_events(exported: Exported) -> None:

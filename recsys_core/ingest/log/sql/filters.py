@@ -101,20 +101,22 @@ def extra_column_names(session: SqlSession, table_name: str) -> list[str]:
 def count_log(session: SqlSession, config: InteractionsConfig, *, num_read: int) -> LogCounts:
     """Return the counts of table `log`, without the removed events."""
     time_sql = ", min(position), max(position)" if config.timestamp_column is not None else ""
-    rows = session.fetch_rows(
-        f'SELECT split, count(*), min("user"), max("user"), min(item), max(item){time_sql} FROM log GROUP BY split'
-    )
+    rows = session.fetch_rows(f"SELECT split, count(*){time_sql} FROM log GROUP BY split")
     if not rows:
         return LogCounts(num_read, num_events_by_split=(0,) * len(SPLITS))
-    split_codes, num_events, first_users, last_users, first_items, last_items, *times = zip(*rows, strict=True)
+    split_codes, num_events, *times = zip(*rows, strict=True)
     num_events_by_code = dict(zip(split_codes, num_events, strict=True))
-    codes_by_side = {"user": {*first_users, *last_users}, "item": {*first_items, *last_items}}
     return LogCounts(
         num_read,
         num_events_by_split=tuple(num_events_by_code.get(code, 0) for code in range(len(SPLITS))),
-        sides_with_one_id=frozenset(side for side, codes in codes_by_side.items() if len(codes) == 1),
+        sides_with_one_id=frozenset(side for side in ("user", "item") if not _has_several_ids(session, side)),
         time_span_us=(min(times[0]), max(times[1])) if times else None,
     )
+
+
+def _has_several_ids(session: SqlSession, side: str) -> bool:
+    other_id_sql = f'SELECT 1 FROM log WHERE "{side}" != (SELECT "{side}" FROM log LIMIT 1) LIMIT 1'
+    return bool(session.fetch_rows(other_id_sql))
 
 
 def _part_sql(

@@ -44,7 +44,8 @@ class TimeSplit(Settings):
     test_days: Annotated[float, Field(gt=0, le=MAX_DAYS)] | Literal["auto"] = Field(
         "auto",
         description="Length of the test period in days. The period ends at the newest event. With `auto`, it is the smallest "
-        "number of whole days with `test_users` users, but never more than a fifth of the log's time span",
+        "number of whole days with `test_users` users, or with all users if there are fewer, but never more than a fifth of "
+        "the log's time span",
     )
     test_users: int = Field(
         5_000,

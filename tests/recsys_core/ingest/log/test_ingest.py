@@ -66,11 +66,12 @@ def test_an_automatic_test_period_is_the_shortest_one_with_enough_users_and_at_m
 ) -> None:
     event_times = [time for _, _, time in log]
     most_days = max(1, (max(event_times) - min(event_times)) // (5 * DAY_US))
+    needed_users = min(test_users, len({user for user, _, _ in log}))
     test_days = next(
         (
             days
             for days in range(1, most_days)
-            if len({user for user, _, time in log if max(event_times) - time < days * DAY_US}) >= test_users
+            if len({user for user, _, time in log if max(event_times) - time < days * DAY_US}) >= needed_users
         ),
         most_days,
     )

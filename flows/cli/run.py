@@ -16,7 +16,15 @@ from flows.settings.environment import prepare_environment
 from recsys_core.data_report.limits import describe_held_out_users
 from recsys_core.errors import InputError, StageError, TrackingServerError
 from recsys_core.evaluation.report import MetricTable, metric_table
-from recsys_core.manifests import STAGES, DataReportManifest, EvaluationManifest, StageName, TrainManifest, require_own_folder
+from recsys_core.manifests import (
+    STAGES,
+    DataReportManifest,
+    EvaluationManifest,
+    ExportManifest,
+    StageName,
+    TrainManifest,
+    require_own_folder,
+)
 from tasks.runs.context import RunOptions, StageContext
 from tasks.runs.run_record import RunRecord
 from tasks.runs.workspace import Workspace
@@ -99,10 +107,7 @@ def print_results(results: RunResults, *, config_path: Path, command_line: str) 
     if train is not None and train.best_epoch is not None:
         metric_values = ", ".join(f"{metric_name} {value:.4f}" for metric_name, value in train.validation.items())
         facts["best epoch"] = f"{train.best_epoch} of {train.num_epochs}, on the validation split: {metric_values}"
-    if train is not None and train.temperature_trials:
-        facts["temperature"] = (
-            f"{train.temperature:g}, chosen after one epoch with each of {', '.join(train.temperature_trials)}"
-        )
+    facts |= _chosen_settings(results)
     data_report = results.stages.get(DataReportManifest)
     if data_report is not None:
         facts["data"] = describe_held_out_users(data_report.metrics)
@@ -121,6 +126,20 @@ def print_results(results: RunResults, *, config_path: Path, command_line: str) 
     else:
         facts["resume"] = f"{command_line} --resume {results.run.run_id}"
     output.print_facts(facts)
+
+
+def _chosen_settings(results: RunResults) -> dict[str, str]:
+    """Return the settings that the validation has chosen, and weights that the config gives; text by setting."""
+    train, export = results.stages.get(TrainManifest), results.stages.get(ExportManifest)
+    facts = {}
+    if train is not None and train.temperature_trials:
+        facts["temperature"] = (
+            f"{train.temperature:g}, chosen after one epoch with each of {', '.join(train.temperature_trials)}"
+        )
+    for name, weight in ({} if export is None else export.weight_by_term).items():
+        advice = "" if weight else f", so it changes no score; remove model.{name.replace(' ', '_')}"
+        facts[name] = f"weight {weight:g}{advice}"
+    return facts
 
 
 def print_metrics(table: MetricTable, *, served_metrics: Mapping[str, float]) -> None:

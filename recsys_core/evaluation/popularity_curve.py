@@ -64,7 +64,8 @@ def popularity_curve(
     unranked = export.model_copy(update={"ranking": None})
     held_out = load_held_out("validation", config=config, store=store, export=unranked, interactions=interactions)
     query_BD, item_ID = held_out.queries.query_BD, torch.from_numpy(np.load(export.path("item_vectors.npy")))
-    served_weight = float(query_BD[0, -1]) if spec.config.has_popularity else 0.0
+    # The vectors have single precision: a weight of 0.1 must not become a second point next to the 0.1 of `weights`.
+    served_weight = float(f"{float(query_BD[0, -1]):.6g}") if spec.config.has_popularity else 0.0
     if spec.config.has_popularity:
         query_BD, item_ID = query_BD[:, :-1], item_ID[:, :-1]
     popularity_I = torch.from_numpy(item_popularity(store.train_count_I))

@@ -107,6 +107,12 @@ class ExportManifest(Manifest):
     )
     spectral_block_weight: float | None = Field(None, description="weight of the spectral block; null: there is no block")
 
+    @property
+    def weight_by_term(self) -> dict[str, float]:
+        """The weights that the export has chosen or got from the config, by the name of their term in the score."""
+        weights = {"spectral block": self.spectral_block_weight, "popularity": self.popularity_weight}
+        return {name: weight for name, weight in weights.items() if weight is not None}
+
 
 class SliceReport(Frozen):
     """Metrics of the model over a subset of the test events, ranked among all items."""

@@ -20,6 +20,7 @@ from recsys_core.evaluation.report import plot_recall
 from recsys_core.manifests import (
     DataReportManifest,
     EvaluationManifest,
+    ExportManifest,
     IndexManifest,
     PlanManifest,
     TrainManifest,
@@ -165,7 +166,10 @@ def log_results(client: MlflowClient, mlflow_run_id: str, context: StageContext,
     epoch_by_metric = {} if train.best_epoch is None else {"train/best_epoch": train.best_epoch}
     trial_metrics = {f"train/temperature_trials/{name}": value for name, value in train.temperature_trials.items()}
     temperature = {} if train.temperature is None else {"train/temperature": train.temperature}
-    training_metrics = {**epoch_by_metric, **trial_metrics, **temperature, "train/final_loss": train.final_loss}
+    weights = {
+        f"export/{name.replace(' ', '_')}_weight": value for name, value in results[ExportManifest].weight_by_term.items()
+    }
+    training_metrics = {**epoch_by_metric, **trial_metrics, **temperature, **weights, "train/final_loss": train.final_loss}
     value_by_metric = {**evaluation.metrics, **recall_by_metric, **training_metrics}
     log_metrics(client, mlflow_run_id, as_metrics(value_by_metric, model_id=model_id))
     plots = (

@@ -112,8 +112,7 @@ def export_vectors(context: StageContext, setup: TrainingSetup, evaluation: Eval
         ranking=ranking_settings(evaluation),
     )
     query_counts = ", ".join(f"{count:,} {split} queries" for split, count in manifest.num_queries.items())
-    weights = {"spectral block": manifest.spectral_block_weight, "popularity": manifest.popularity_weight}
-    choices = "".join(f", {name} with weight {weight:g}" for name, weight in weights.items() if weight is not None)
+    choices = "".join(f", {name} with weight {weight:g}" for name, weight in manifest.weight_by_term.items())
     return manifest, f"{manifest.num_items:,} x {manifest.dim} item vectors, {query_counts}{choices}"
 
 

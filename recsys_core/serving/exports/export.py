@@ -71,6 +71,7 @@ class _Recorder(torch.nn.Module):
     def __init__(self, tower: ServedQueryTower) -> None:
         super().__init__()
         self._tower, self.examples = tower, list[_Example]()
+        self.block = tower.block  # a retriever reads it for similar items
 
     def forward(self, *arguments: Any, **options: Any) -> Tensor:
         query_BD: Tensor = self._tower(*arguments, **options)

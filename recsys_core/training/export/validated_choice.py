@@ -34,7 +34,8 @@ def best_weight(
 ) -> float:
     """Return the weight with the best metric of `validation` on its users; the smallest of equally good ones.
 
-    A single weight is returned without a ranking.
+    A single weight is returned without a ranking. All items are ranked, also with `candidates: cold`: a cold item has neither a
+    block nor a popularity, so a weight does not change the order of the cold items.
 
     Args:
         weighted: function that returns query vectors with a weight.

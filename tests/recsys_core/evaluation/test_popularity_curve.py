@@ -75,12 +75,12 @@ def test_each_point_has_the_metrics_of_an_export_with_its_weight(tmp_path: Path)
 def test_an_export_with_a_term_gives_the_curve_of_the_same_model_without_one(tmp_path: Path) -> None:
     interactions = interactions_in(tmp_path)
     without, with_term = (
-        popularity_curve(CONFIG, export=export_in(tmp_path, weight=weight), interactions=interactions, weights=[0, 0.75, 1])
-        for weight in (None, 0.75)
+        popularity_curve(CONFIG, export=export_in(tmp_path, weight=weight), interactions=interactions, weights=[0, 0.1, 1])
+        for weight in (None, 0.1)
     )
     assert [point.metrics for point in without] == [point.metrics for point in with_term]
     assert [point.weight for point in without if point.is_served] == [0]
-    assert [point.weight for point in with_term if point.is_served] == [0.75]
+    assert [point.weight for point in with_term if point.is_served] == [0.1]
 
 
 def test_the_curve_of_an_ensemble_ranks_by_the_vectors_of_all_members(tmp_path: Path) -> None:

@@ -19,12 +19,13 @@ from recsys_core.models import config as model_config
 from recsys_core.models.config import HistoryConfig, HistorySettings, PackageConfig
 from recsys_core.models.history import make_encoder
 from recsys_core.serving.contents import open_contents
-from recsys_core.serving.description import PackageDescription
+from recsys_core.serving.description import PackageDescription, export_name
 from recsys_core.serving.exports import export
 from recsys_core.serving.exports.padded_tower import PaddedQueryTower, _pool_history, padded_inputs
 from recsys_core.serving.given_features import GivenFeature
 from recsys_core.serving.quantise import ServedQueryTower, build_tower
 from recsys_core.serving.retriever import Retriever
+from tests.recsys_core.refresh.small_pipeline import build_pipeline
 from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, USER_FEATURES, World, config_of
 
 RUN_PT2 = """
@@ -190,3 +191,9 @@ def test_a_missing_library_is_named_with_the_extra(monkeypatch: pytest.MonkeyPat
     PackageConfig(exports=("pt2",)).require_libraries()
     with pytest.raises(InputError, match="needs onnx, onnxscript; install nightjar with the extra onnx"):
         PackageConfig(exports=("pt2", "onnx")).require_libraries()
+
+
+def test_a_model_with_a_spectral_block_is_exported(tmp_path: Path) -> None:
+    block = {"dim": 8, "weights": [0.5], "output_dim": 12, "history_length": 20}
+    pipeline = build_pipeline(tmp_path, model={"spectral_block": block}, exports=("pt2",))
+    assert [path.name for path in pipeline.package_folder.glob("*.pt2")] == [export_name("pt2")]

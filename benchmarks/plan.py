@@ -91,18 +91,17 @@ class Result:
     def __init__(self, name: str) -> None:
         self.name, self.content = name, json.loads((FOLDER / f"{name}.json").read_bytes())
 
-    def number(self, path: str) -> tuple[float, str]:
-        """Return the number at a path of keys and positions, or the median of the numbers there, and the day of its section."""
-        value, date = self.content, ""
+    def number(self, path: str) -> float:
+        """Return the number at a path of keys and positions, or the median of the numbers there."""
+        value = self.content
         for key in path.split("."):
-            date = value.get("date", date) if isinstance(value, dict) else date
-            value = value[key] if isinstance(value, dict) else value[int(key)]
-        return float(median(value) if isinstance(value, list) else value), date
+            value = value[int(key)] if isinstance(value, list) else value[key]
+        return float(median(value) if isinstance(value, list) else value)
 
     def constant(self, path: str, unit: str, *, size: float | None = None, value: float | None = None) -> Constant:
         """Return the number at a path, divided by `size`. value: the constant, if it is computed from more than this number."""
-        number, date = self.number(path)
-        value = number / (size or 1) if value is None else value
+        value = self.number(path) / (size or 1) if value is None else value
+        date = self.content["date"] if "date" in self.content else self.content[path.partition(".")[0]]["date"]
         return Constant(value=value, unit=unit, source=f"{self.name}.json: {path}", date=date, measured_at=size)
 
 
@@ -115,8 +114,8 @@ def _data_constants() -> dict[str, Constant]:
     ingest, plan = Result("ingest"), Result("plan")
     num_values = ingest.content["vectors"]["rows"] * ingest.content["vectors"]["dim"]
     num_events = ingest.content["interactions"]["same_limit"]["large"]["events"]
-    data, run = workload(plan, LOG).data, f"runs.{LOG}"
-    vectors, log, num_ids = "vectors.list.nightjar", "interactions.same_limit.large", data.num_users + data.num_items
+    data, run = plan.content["runs"][LOG]["workload"]["data"], f"runs.{LOG}"
+    vectors, log, num_ids = "vectors.list.nightjar", "interactions.same_limit.large", data["num_users"] + data["num_items"]
     return {
         "vector_value_s": ingest.constant(f"{vectors}.seconds", "s per value of a vector", size=num_values),
         "vector_memory_bytes": ingest.constant(f"{vectors}.peak_anon_bytes", "bytes"),
@@ -124,9 +123,9 @@ def _data_constants() -> dict[str, Constant]:
         "event_memory_bytes": ingest.constant(
             f"{log}.peak_anon_bytes", "bytes per event, at most DuckDB's limit", size=num_events
         ),
-        "part_bytes": plan.constant(f"{run}.part_bytes", "bytes per event", size=data.num_events),
+        "part_bytes": plan.constant(f"{run}.part_bytes", "bytes per event", size=data["num_events"]),
         "id_bytes": plan.constant(f"{run}.id_bytes", "bytes per user or item", size=num_ids),
-        "report_event_s": plan.constant(f"{run}.seconds.check_data", "s per event, with the start", size=data.num_events),
+        "report_event_s": plan.constant(f"{run}.seconds.check_data", "s per event, with the start", size=data["num_events"]),
     }
 
 
@@ -134,11 +133,11 @@ def _training_constants(ingest: Result) -> dict[str, Constant]:
     """Return a and f of the step time B a + 6 B C D f. a: the fastest training with two ids; f: a training with histories."""
     cases = [(row["case"], row["batch_size"]) for row in ingest.content["loader"]["training"]]
     two_ids, history = (f"loader.training.{cases.index(case)}.with_loader" for case in (TWO_IDS, HISTORY))
-    example_s, history_s = (NUM_RANKS / ingest.number(path)[0] for path in (two_ids, history))
+    example_s, history_s = (NUM_RANKS / ingest.number(path) for path in (two_ids, history))
     operation_s = (history_s - example_s) / (FLOPS_PER_SCORE_VALUE * TRAINED_CANDIDATES * TRAINED_DIM)
     speeds = [(row["case"], row["batch_size"], row["processes"]) for row in ingest.content["loader"]["speeds"]]
     loader = f"loader.speeds.{speeds.index(('history of 20', 8_192, 2))}.samples_per_s"
-    loaded_s = 1 / ingest.number(loader)[0]
+    loaded_s = 1 / ingest.number(loader)
     example_unit = "s per training example of a rank without its scores; measured at: items of the catalogue"
     return {
         "trained_example_s": ingest.constant(two_ids, example_unit, size=TRAINED_ITEMS, value=example_s),
@@ -152,24 +151,23 @@ def _export_constants() -> dict[str, Constant]:
     num_users, num_pairs = ranks.content["queries"], ranks.content["queries"] * ranks.content["items"]
     top_lists, targets = "runs.Top lists.2", "runs.Top lists and positions of all targets.2"  # the third run has 2 ranks
     pair_unit = "s of CPU time per value of a pair of a user and an item"
-    pair_s, target_pair_s = (ranks.number(f"{path}.cpu_s")[0] / num_pairs / TRAINED_DIM for path in (top_lists, targets))
+    pair_s, target_pair_s = (ranks.number(f"{path}.cpu_s") / num_pairs / TRAINED_DIM for path in (top_lists, targets))
     vector_bytes = (num_users + ranks.content["items"]) * TRAINED_DIM * 4
-    list_bytes = (NUM_RANKS * ranks.number(f"{targets}.rank_bytes")[0] - vector_bytes) / num_users
+    memory = f"{targets}.rank_bytes"
+    list_bytes = (NUM_RANKS * ranks.number(memory) - vector_bytes) / num_users
 
-    log, demo = workload(plan, LOG), workload(plan, DEMO)
+    log, demo = (Workload.model_validate(plan.content["runs"][run]["workload"]) for run in (LOG, DEMO))
     seconds, num_bytes = f"runs.{LOG}.seconds.export", f"runs.{LOG}.bytes.export"
     vectors, demo_vectors = (load.data.num_held_out_users + load.data.num_items for load in (log, demo))
-    export_s = plan.number(seconds)[0] - plan.number(f"runs.{DEMO}.seconds.export")[0]  # without the start of the ranks
+    export_s = plan.number(seconds) - plan.number(f"runs.{DEMO}.seconds.export")  # without the start of the ranks
     vector_s = NUM_RANKS * export_s / (vectors - demo_vectors)
     num_held_out = log.data.num_held_out_users
     other_bytes = 2 * 4 * log.data.num_items * log.training.dim + log.training.table_bytes
-    user_bytes = (plan.number(num_bytes)[0] - other_bytes) / num_held_out
+    user_bytes = (plan.number(num_bytes) - other_bytes) / num_held_out
     return {
         "ranked_value_s": ranks.constant(f"{top_lists}.cpu_s", pair_unit, size=num_pairs, value=pair_s),
         "ranked_target_value_s": ranks.constant(f"{targets}.cpu_s", pair_unit, size=num_pairs, value=target_pair_s),
-        "ranked_user_bytes": ranks.constant(
-            f"{targets}.rank_bytes", "bytes per held-out user", size=num_users, value=list_bytes
-        ),
+        "ranked_user_bytes": ranks.constant(memory, "bytes per held-out user", size=num_users, value=list_bytes),
         "rank_start_s": nightly.constant("runs.beauty.seconds.export", "s until all ranks have started: most of this export"),
         "exported_user_bytes": plan.constant(num_bytes, "bytes per held-out user", size=num_held_out, value=user_bytes),
         "encoded_vector_s": plan.constant(seconds, "s of a rank per item or held-out user", size=vectors, value=vector_s),
@@ -182,19 +180,14 @@ def _index_constants() -> dict[str, Constant]:
     num_items, num_users, constants = index.content["items"], 10_000_000, {}
     for kind in INDEX_KINDS:
         peak, factor_unit = f"rows.{kind}.peak_bytes", "bytes per byte of the index, while it is built"
-        factor = index.number(peak)[0] / index.number(f"rows.{kind}.bytes")[0]
+        factor = index.number(peak) / index.number(f"rows.{kind}.bytes")
         constants[f"index_{kind}_item_s"] = index.constant(f"rows.{kind}.build_s", "s per item", size=num_items)
         constants[f"index_{kind}_memory_factor"] = index.constant(peak, factor_unit, size=num_items, value=factor)
     users, user_unit = f"users.{num_users}.users_mib", "bytes per user with a history of 20 items"
-    user_bytes = serve.number(users)[0] * 2**20 / num_users
+    user_bytes = serve.number(users) * 2**20 / num_users
     constants["package_user_bytes"] = serve.constant(users, user_unit, size=num_users, value=user_bytes)
     constants["register_s"] = nightly.constant("runs.beauty.seconds.register", "s")
     return constants
-
-
-def workload(plan: Result, run: str) -> Workload:
-    """Return the sizes of a measured run."""
-    return Workload.model_validate(plan.content["runs"][run]["workload"])
 
 
 def comparisons() -> list[str]:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ByteSize, TypeAdapter
+
 from flows.cli import output
 from flows.settings.pipeline import PipelineConfig
-from flows.settings.workload import check_sizes, data_of_dataset, data_of_sizes, memory_limit_bytes, plan_for_sizes, workload_of
+from flows.settings.workload import check_sizes, data_of_dataset, data_of_sizes, plan_for_sizes, workload_of
 from recsys_core.estimates.constants import CONSTANTS_PATH, packaged_constants
 from recsys_core.estimates.run_estimate import RunEstimate, estimate_run
 from recsys_core.estimates.workload import Data, Machines
@@ -58,7 +60,7 @@ def plan_sharding(config: PipelineConfig, *, cluster_settings: dict[str, Any], s
         num_hosts=plan.num_nodes,
         ranks_per_host=plan.processes_per_node,
         cores_per_host=sizes.cores_per_host or os.cpu_count() or 1,
-        memory_limit_bytes=memory_limit_bytes(config.interactions.memory_limit),
+        memory_limit_bytes=TypeAdapter(ByteSize).validate_python(config.interactions.memory_limit),
     )
     estimate = estimate_run(workload_of(config, data, plan=plan, machines=machines))
     run.folder.mkdir(parents=True, exist_ok=True)

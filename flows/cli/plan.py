@@ -138,7 +138,8 @@ def print_estimate(estimate: RunEstimate, *, path: Path) -> None:
     output.print_table(ESTIMATE_TITLES, estimate_rows(estimate), left_columns=(0, 1, 5))
     output.stdout.print()
     print_folded(
-        "measured: the size at which 2 CPU cores had this speed; times from a smaller size, such as 1/50, are extrapolated"
+        "measured: the size at which 2 CPU cores had this speed (train: that of the catalogue); times from a smaller size, "
+        "such as 1/50, are extrapolated"
     )
     print_folded("no: the time contains an assumption, such as the speed of a disk, of Spark or of a GPU")
     print_folded("memory: of one process, without Python and its libraries; -: not estimated")

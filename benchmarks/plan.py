@@ -120,9 +120,7 @@ def _data_constants() -> dict[str, Constant]:
         "vector_value_s": ingest.constant(f"{vectors}.seconds", "s per value of a vector", size=num_values),
         "vector_memory_bytes": ingest.constant(f"{vectors}.peak_anon_bytes", "bytes"),
         "event_s": ingest.constant(f"{log}.seconds", "s per event, 2 cores", size=num_events),
-        "event_memory_bytes": ingest.constant(
-            f"{log}.peak_anon_bytes", "bytes per event, at most DuckDB's limit", size=num_events
-        ),
+        "event_memory_bytes": ingest.constant(f"{log}.peak_anon_bytes", "bytes per event, up to the limit", size=num_events),
         "part_bytes": plan.constant(f"{run}.part_bytes", "bytes per event", size=data["num_events"]),
         "id_bytes": plan.constant(f"{run}.id_bytes", "bytes per user or item", size=num_ids),
         "report_event_s": plan.constant(f"{run}.seconds.check_data", "s per event, with the start", size=data["num_events"]),
@@ -221,18 +219,11 @@ def to_markdown() -> str:
         "|:---|:---|---:|---:|---:|",
         *comparisons(),
         "",
-        "## Constants",
+        "The measured constants and their sources are in [constants.json](../recsys_core/estimates/constants.json), and the",
+        "assumed ones in [constants.py](../recsys_core/estimates/constants.py).",
         "",
-        "`recsys_core/estimates/constants.json` has the measured constants, and `constants.py` the assumed ones.",
-        "",
-        "| constant | value | unit | measured at | source | date |",
-        "|:---|---:|:---|---:|:---|:---|",
     ]
-    for name, constant in packaged_constants().items():
-        size = "" if constant.measured_at is None else f"{constant.measured_at:,.0f}"
-        facts = f"{constant.value:.4g} | {constant.unit} | {size} | {constant.source} | {constant.date or 'assumed'}"
-        lines.append(f"| {name} | {facts} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def ten_billion_events() -> str:

@@ -3,8 +3,7 @@
     make bench-plan                            # writes plan.json, plan.md, the constants, and a table of docs/scale.md
     python -m benchmarks.plan --constants      # without the two runs, which take about ten minutes
 
-Most constants come from other benchmarks. Those of the two runs are bytes, the time of the data report and that of encoding a
-vector.
+Most constants come from other benchmarks; the two runs give bytes, and the times of the data report and of the encoding.
 """
 
 import json
@@ -52,7 +51,6 @@ def measure() -> dict[str, Any]:
     load_average = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder_name:
         log_folder, demo_folder = Path(folder_name) / "log", Path(folder_name) / "demo"
-        demo_folder.mkdir()
         generate(log_folder / "data", **LOG_SIZES)
         runs = {LOG: execute_run(log_folder, LOG_SETTINGS), DEMO: execute_run(demo_folder, ())}
     return {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cores": os.cpu_count(), "load": load_average, "runs": runs}
@@ -240,14 +238,13 @@ def main() -> None:
     """Measure, unless --constants is given, and write the constants, the report and the section of docs/scale.md."""
     if "--constants" not in sys.argv[1:]:
         RESULT_PATH.write_text(json.dumps(measure(), indent=2) + "\n", encoding="utf-8")
-    constants = ConstantsFile(constants=measured_constants())
-    CONSTANTS_PATH.write_text(constants.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    constants_json = ConstantsFile(constants=measured_constants()).model_dump_json(indent=2)
+    CONSTANTS_PATH.write_text(constants_json + "\n", encoding="utf-8")
     packaged_constants.cache_clear()
     PAGE_PATH.write_text(to_markdown(), encoding="utf-8")
     page = SCALE_PAGE_PATH.read_text(encoding="utf-8")
     before, after = page[: page.index(BEGIN_MARK) + len(BEGIN_MARK)], page[page.index(END_MARK) :]
     SCALE_PAGE_PATH.write_text(f"{before}\n{ten_billion_events()}\n{after}", encoding="utf-8")
-    sys.stdout.write(to_markdown())
 
 
 if __name__ == "__main__":

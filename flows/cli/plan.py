@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ByteSize, TypeAdapter
+
 from flows.cli import output
 from flows.settings.pipeline import PipelineConfig
-from flows.settings.workload import check_sizes, data_of_dataset, data_of_sizes, memory_limit_bytes, plan_for_sizes, workload_of
+from flows.settings.workload import check_sizes, data_of_dataset, data_of_sizes, plan_for_sizes, workload_of
 from recsys_core.estimates.constants import CONSTANTS_PATH, packaged_constants
 from recsys_core.estimates.run_estimate import RunEstimate, estimate_run
 from recsys_core.estimates.workload import Data, Machines
@@ -22,6 +24,7 @@ from tasks.stages.data_stages import ingest
 
 MAX_RANK_LINES = 16
 ESTIMATE_NAME = "estimate.json"
+ESTIMATE_TITLES = ("stage", "runs on", "memory", "disk", "time", "measured")
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def plan_sharding(config: PipelineConfig, *, cluster_settings: dict[str, Any], s
         num_hosts=plan.num_nodes,
         ranks_per_host=plan.processes_per_node,
         cores_per_host=sizes.cores_per_host or os.cpu_count() or 1,
-        memory_limit_bytes=memory_limit_bytes(config.interactions.memory_limit),
+        memory_limit_bytes=TypeAdapter(ByteSize).validate_python(config.interactions.memory_limit),
     )
     estimate = estimate_run(workload_of(config, data, plan=plan, machines=machines))
     run.folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +74,7 @@ def plan_sharding(config: PipelineConfig, *, cluster_settings: dict[str, Any], s
     output.stdout.print()
     print_estimate(estimate, path=estimate_path)
     if sizes.num_users is not None and config.features is not None:
-        output.print_line("the plan and the estimate leave out the features, because their sizes are not known")
+        print_folded("the plan and the estimate leave out the features, because their sizes are not known")
 
 
 def _plan_of_sizes(config: PipelineConfig, sizes: PlannedSizes) -> tuple[PlanFile, Data]:
@@ -111,44 +114,56 @@ def print_plan(plan: PlanFile, *, paths: Sequence[Path]) -> None:
         ]
         for ranks, rank_load in rank_groups[:MAX_RANK_LINES]
     ]
-    output.print_table(["ranks, slowest first", "HBM", "main memory", "est. step"], rank_rows)
+    output.print_table(["ranks, slowest first", "HBM", "main memory", "lookups of a step"], rank_rows)
     if len(rank_groups) > MAX_RANK_LINES:
         output.print_line(f"... and {len(rank_groups) - MAX_RANK_LINES} more, see {paths[1].name}")
     output.stdout.print()
-    output.print_line(
-        f"maximum / mean over the ranks: memory {plan.imbalance(plan.lookup_memory_field):.2f}, "
-        f"time {plan.imbalance('step_ms'):.2f}; "
-        f"memory and time of each rank: {paths[1]} (and {paths[0].name})"
-    )
+    memory_imbalance, time_imbalance = plan.imbalance(plan.lookup_memory_field), plan.imbalance("step_ms")
+    print_folded(f"maximum / mean over the ranks: memory {memory_imbalance:.2f}, time {time_imbalance:.2f}")
+    print_folded(f"memory and time of each rank: {paths[1]} (and {paths[0].name})")
 
 
 def print_estimate(estimate: RunEstimate, *, path: Path) -> None:
-    """Print where each stage runs, its memory, disk and time, the constant that decides the time, and how reliable it is."""
+    """Print the sizes of a run, its stages, and what the columns mean."""
+    data, machines = estimate.workload.data, estimate.workload.machines
+    gpus = f"{machines.ranks_per_host} GPUs and " if machines.device == "cuda" else ""
+    gpu_price, core_price = (packaged_constants()[name].value for name in ("gpu_hour_dollars", "core_hour_dollars"))
+    gpu_price_text = f" and {gpu_price:.2f} per GPU-hour" if gpus else ""
+    hosts = "1 host" if machines.num_hosts == 1 else f"{machines.num_hosts:,} hosts"
+    print_folded(
+        f"first run on {data.num_users:,} users, {data.num_items:,} items and {data.num_events:,} events, with {hosts} of "
+        f"{gpus}{machines.cores_per_host} cores, and {machines.engine} for the ingest:"
+    )
+    output.stdout.print()
+    output.print_table(ESTIMATE_TITLES, estimate_rows(estimate), left_columns=(0, 1, 5))
+    output.stdout.print()
+    print_folded(
+        "measured: the size at which 2 CPU cores had this speed (train: that of the catalogue); times from a smaller size, "
+        "such as 1/50, are extrapolated"
+    )
+    print_folded("no: the time contains an assumption, such as the speed of a disk, of Spark or of a GPU")
+    print_folded("memory: of one process, without Python and its libraries; -: not estimated")
+    print_folded(f"cost: {estimate.dollars:,.2f} dollars, assuming {core_price:.2f} dollars per core-hour{gpu_price_text}")
+    print_folded(f"constants of each time: {path}")
+    print_folded(f"sources of the constants: {CONSTANTS_PATH}")
+
+
+def estimate_rows(estimate: RunEstimate) -> list[list[str]]:
+    """Return a row for each stage and one for the whole run. The columns are ESTIMATE_TITLES."""
     rows = [
         [
             stage.stage,
             stage.where,
             format_bytes(stage.memory_bytes),
-            format_bytes(stage.disk_bytes),
+            format_bytes(stage.disk_bytes or None),
             format_duration(stage.seconds),
-            stage.basis_text,
+            stage.measured,
         ]
         for stage in estimate.stages
     ]
-    rows.append(["all stages", "", "", format_bytes(estimate.disk_bytes), format_duration(estimate.seconds), ""])
-    titles = ["stage", "runs on", "memory per process", "disk", "time", "basis of the time"]
-    output.print_table(titles, rows, left_columns=(0, 1, 5))
-    output.stdout.print()
-    output.print_line("constants of the times:")
-    output.print_facts({stage.stage: ", ".join(stage.constants) for stage in estimate.stages})
-    output.stdout.print()
-    constants = packaged_constants()
-    gpu_price, core_price = (constants[name].value for name in ("gpu_hour_dollars", "core_hour_dollars"))
-    output.print_line(
-        f"machines: about {estimate.dollars:,.2f} dollars, at assumed prices of {gpu_price:g} dollars per GPU and hour and "
-        f"{core_price:g} dollars per core and hour"
-    )
-    output.print_line(
-        "measured: on 2 CPU cores, at this size or a larger one; extrapolated: measured at a smaller one; assumed: not measured"
-    )
-    output.print_line(f"a first run that reads the whole log: {path}; the constants and their sources: {CONSTANTS_PATH}")
+    return [*rows, ["all stages", "", "", format_bytes(estimate.disk_bytes), format_duration(estimate.seconds), ""]]
+
+
+def print_folded(text: str) -> None:
+    """Print a text, folded at the width of the terminal."""
+    output.print_line(output.fold(text, width=output.stdout.width))

@@ -144,14 +144,3 @@ def check_sizes(num_users: int | None, num_items: int | None, num_events: int | 
     if missing and len(missing) < len(sizes):
         given = ", ".join(option for option in sizes if option not in missing)
         raise InputError(f"{given} without {', '.join(missing)}: set all three, or none to plan for the data of the config")
-
-
-def memory_limit_bytes(limit: str) -> int:
-    """Return the bytes of a memory limit of DuckDB.
-
-    >>> [memory_limit_bytes(limit) for limit in ("1GB", "1.5 GiB", "500MB")]
-    [1000000000, 1610612736, 500000000]
-    """
-    number, unit = limit.rstrip("KMGTiB "), limit.lstrip("0123456789. ")
-    base = 1024 if "i" in unit else 1000
-    return round(float(number) * base ** ("KMGT".index(unit[0]) + 1))

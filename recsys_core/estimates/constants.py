@@ -1,17 +1,13 @@
-"""The constants of the estimates, each with its unit, its source and the largest size at which it was measured."""
+"""The constants of the estimates: measured ones from the results of the benchmarks, and assumed ones."""
 
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field
 
 from recsys_core.config import Frozen
 
 CONSTANTS_PATH = Path(__file__).with_name("constants.json")
-Basis = Literal["measured", "extrapolated", "assumed"]
-BASES: tuple[Basis, ...] = ("measured", "extrapolated", "assumed")
-"""From the most to the least reliable."""
 
 
 class Constant(Frozen):
@@ -28,26 +24,6 @@ class Constant(Frozen):
     date: str | None = Field(None, description="day of the measurement; None for an assumption")
     measured_at: float | None = None
 
-    def basis(self, size: float | None = None) -> Basis:
-        """Return whether the constant was measured at a size of at least `size`.
-
-        >>> speed = Constant(value=1.0, unit="s per event", source="ingest.json", date="2026-11-21", measured_at=100)
-        >>> [speed.basis(size) for size in (None, 100, 101)]
-        ['measured', 'measured', 'extrapolated']
-        >>> Constant(value=2.5, unit="dollars per hour", source="a price list").basis()
-        'assumed'
-        """
-        if self.date is None:
-            return "assumed"
-        is_larger = size is not None and self.measured_at is not None and size > self.measured_at
-        return "extrapolated" if is_larger else "measured"
-
-
-@cache
-def packaged_constants() -> dict[str, Constant]:
-    """Return the constants of constants.json, by name. `python -m benchmarks.plan --constants` writes the file."""
-    return ConstantsFile.model_validate_json(CONSTANTS_PATH.read_bytes()).constants
-
 
 class ConstantsFile(Frozen):
     """Content of constants.json."""
@@ -55,10 +31,27 @@ class ConstantsFile(Frozen):
     constants: dict[str, Constant]
 
 
-def worst_basis(*bases: Basis) -> Basis:
-    """Return the least reliable basis.
+def _assumed(value: float, unit: str, reason: str) -> Constant:
+    return Constant(value=value, unit=unit, source=reason)
 
-    >>> worst_basis("measured", "assumed", "extrapolated")
-    'assumed'
-    """
-    return max(bases, key=BASES.index, default="measured")
+
+ASSUMPTIONS = {
+    "spark_cpu_factor": _assumed(10, "CPU time of Spark per CPU time of DuckDB", "a guess: the JVM, the shuffle and its files"),
+    "spark_start_s": _assumed(20, "s until the executors have started", "a guess"),
+    "spark_core_memory_bytes": _assumed(4e9, "bytes per core of an executor", "a common setting of Spark clusters"),
+    "gpu_operation_s": _assumed(1e-14, "s per floating-point operation", "100 TFLOP/s, a tenth of the peak of an H100 in bf16"),
+    "gpu_ranked_value_s": _assumed(
+        2e-13, "s per value of a pair of a user and an item", "10 TFLOP/s with the choice of the top items"
+    ),
+    "checkpoint_write_byte_s": _assumed(0.5e-9, "s per byte and host", "2 GB/s to the storage"),
+    "checkpoint_hash_byte_s": _assumed(0.2e-9, "s per byte, on one host", "sha256 at 5 GB/s"),
+    "gpu_hour_dollars": _assumed(2.5, "dollars per hour", "the price in docs/scale.md"),
+    "core_hour_dollars": _assumed(0.05, "dollars per hour", "a round price of a rented core with 4 to 8 GB"),
+}
+"""Constants that no benchmark measures."""
+
+
+@cache
+def packaged_constants() -> dict[str, Constant]:
+    """Return the constants of constants.json, which `make bench-plan` writes, and the assumptions, by name."""
+    return ConstantsFile.model_validate_json(CONSTANTS_PATH.read_bytes()).constants | ASSUMPTIONS

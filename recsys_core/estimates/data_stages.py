@@ -8,7 +8,9 @@ from recsys_core.estimates.workload import Data, Machines
 
 INT32_LIMIT = 2**31
 FLOAT_BYTES, TIME_BYTES, OFFSET_BYTES = 4, 8, 8
-ONE_HOST = "one host"
+ONE_HOST = "1 host"
+BENCHMARK_CORES = 2
+"""Cores on which the constants were measured."""
 
 
 def store_bytes(data: Data) -> int:
@@ -32,15 +34,12 @@ def ingest_embeddings(data: Data, constants: Mapping[str, Constant]) -> StageEst
     """Estimate the ingest of pretrained vectors on one host."""
     rates, num_values = Rates(constants), data.num_vectors * data.vector_dim
     seconds = rates("vector_value_s", num_values)
-    return StageEstimate(
-        stage="ingest_embeddings",
+    return rates.estimate(
+        "ingest_embeddings",
         where=ONE_HOST,
         seconds=seconds,
         memory_bytes=constants["vector_memory_bytes"].value,
         disk_bytes=num_values * FLOAT_BYTES + constants["id_bytes"].value * data.num_vectors,
-        constants=rates.names,
-        basis=rates.basis,
-        factor=rates.factor,
     )
 
 
@@ -56,20 +55,17 @@ def ingest_interactions(data: Data, machines: Machines, constants: Mapping[str, 
     where = ONE_HOST
     if machines.engine == "spark":
         num_cores = machines.num_hosts * machines.cores_per_host
-        seconds *= rates("spark_cpu_factor") * constants["benchmark_cores"].value / num_cores
+        seconds *= rates("spark_cpu_factor") * BENCHMARK_CORES / num_cores
         seconds += rates("spark_start_s")
         memory_bytes = machines.cores_per_host * constants["spark_core_memory_bytes"].value
-        where = f"Spark, {num_cores:,} cores"
+        where = f"{num_cores:,} cores"
     id_bytes = constants["id_bytes"].value * (data.num_users + data.num_items)
-    return StageEstimate(
-        stage="ingest_interactions",
+    return rates.estimate(
+        "ingest_interactions",
         where=where,
         seconds=seconds,
         memory_bytes=memory_bytes,
         disk_bytes=store_bytes(data) + constants["part_bytes"].value * data.num_events + id_bytes,
-        constants=rates.names,
-        basis=rates.basis,
-        factor=rates.factor,
     )
 
 
@@ -77,13 +73,10 @@ def check_data(data: Data, constants: Mapping[str, Constant]) -> StageEstimate:
     """Estimate the data report, which reads all events on one host."""
     rates = Rates(constants)
     seconds = rates("report_event_s", data.num_events)
-    return StageEstimate(
-        stage="check_data",
+    return rates.estimate(
+        "check_data",
         where=ONE_HOST,
         seconds=seconds,
         memory_bytes=None,
         disk_bytes=0,
-        constants=rates.names,
-        basis=rates.basis,
-        factor=rates.factor,
     )

@@ -7,13 +7,17 @@ import math
 from collections.abc import Mapping
 
 from recsys_core.estimates.constants import Constant
-from recsys_core.estimates.data_stages import FLOAT_BYTES, ONE_HOST
+from recsys_core.estimates.data_stages import BENCHMARK_CORES, FLOAT_BYTES, ONE_HOST
 from recsys_core.estimates.stage_estimate import Rates, StageEstimate
 from recsys_core.estimates.workload import Workload
 
 FLOPS_PER_SCORE_VALUE = 6
 """Floating-point operations per query, candidate and value of a vector: a multiplication and an addition forward, two of each
 backward."""
+INDEX_DIM = 64
+"""Width of the vectors of benchmarks/index.py."""
+PACKAGE_HISTORY = 20
+"""Items in the history of a user of benchmarks/serve_users.py."""
 
 
 def num_steps(workload: Workload) -> int:
@@ -40,8 +44,9 @@ def step_seconds(workload: Workload, rates: Rates) -> float:
     if workload.machines.device == "cuda":
         compute_s = training.lookups_ms / 1000 + operations * rates("gpu_operation_s")
         return max(compute_s, rates("loaded_example_s", times=training.batch_size))
-    rates.at("trained_example_s", workload.data.num_items)
-    return training.batch_size * rates("trained_example_s") + operations * rates("cpu_operation_s")
+    num_items = workload.data.num_items
+    example_s = rates("trained_example_s", num_items, times=1 / num_items)  # measured with a catalogue of a certain size
+    return training.batch_size * example_s + operations * rates("cpu_operation_s")
 
 
 def train(workload: Workload, constants: Mapping[str, Constant]) -> StageEstimate:
@@ -54,15 +59,12 @@ def train(workload: Workload, constants: Mapping[str, Constant]) -> StageEstimat
     seconds = rates("rank_start_s") + max(steps_s, checkpoint_s * training.num_saves)
     if checkpoint_s * training.num_saves > steps_s:
         rates("checkpoint_hash_byte_s")
-    return StageEstimate(
-        stage="train",
+    return rates.estimate(
+        "train",
         where=_ranks(workload),
         seconds=seconds,
         memory_bytes=training.rank_bytes,
         disk_bytes=training.num_kept * training.table_bytes,
-        constants=rates.names,
-        basis=rates.basis,
-        factor=rates.factor,
     )
 
 
@@ -79,15 +81,12 @@ def export(workload: Workload, constants: Mapping[str, Constant]) -> StageEstima
     vector_bytes = item_bytes + data.num_held_out_users * workload.training.dim * FLOAT_BYTES
     exported_bytes = 2 * item_bytes + constants["exported_user_bytes"].value * data.num_held_out_users
     user_bytes = constants["ranked_user_bytes"].value * data.num_held_out_users
-    return StageEstimate(
-        stage="export",
+    return rates.estimate(
+        "export",
         where=_ranks(workload),
         seconds=rates("rank_start_s") + ranking_s + encoding_s,
-        memory_bytes=constants["ranking_memory_bytes"].value + (vector_bytes + user_bytes) / machines.num_ranks,
+        memory_bytes=(vector_bytes + user_bytes) / machines.num_ranks,
         disk_bytes=exported_bytes + workload.training.table_bytes,
-        constants=rates.names,
-        basis=rates.basis,
-        factor=rates.factor,
     )
 
 
@@ -99,17 +98,13 @@ def evaluate(workload: Workload, constants: Mapping[str, Constant]) -> StageEsti
         num_pairs = data.num_held_out_users * data.num_items
         num_cores = workload.machines.cores_per_host
         seconds += rates("ranked_target_value_s", num_pairs, times=data.vector_dim) / num_cores
-        if num_cores > constants["benchmark_cores"].value:
-            rates.extrapolate()
-    return StageEstimate(
-        stage="evaluate",
+        rates.extrapolate(num_cores / BENCHMARK_CORES)
+    return rates.estimate(
+        "evaluate",
         where=ONE_HOST,
         seconds=seconds,
         memory_bytes=None,
         disk_bytes=0,
-        constants=rates.names,
-        basis=rates.basis,
-        factor=rates.factor,
     )
 
 
@@ -120,23 +115,19 @@ def build_index(workload: Workload, constants: Mapping[str, Constant]) -> StageE
     I log I, and exact search with I. All grow with D.
     """
     rates, num_items = Rates(constants), workload.data.num_items
-    seconds, memory_bytes, benchmark_dim = 0.0, 0.0, constants["index_dim"].value
+    seconds, memory_bytes = 0.0, 0.0
     for index in workload.indexes:
         name = f"index_{index.kind}_item_s"
         growth = index_growth(index.kind, num_items, measured_at=constants[name].measured_at or num_items)
-        seconds += rates(name, num_items, times=growth * index.build_factor * workload.training.dim / benchmark_dim)
+        seconds += rates(name, num_items, times=growth * index.build_factor * workload.training.dim / INDEX_DIM)
         memory_bytes = max(memory_bytes, index.num_bytes * constants[f"index_{index.kind}_memory_factor"].value)
-        if index.build_factor != 1:
-            rates.extrapolate()
-    return StageEstimate(
-        stage="build_index",
+        rates.extrapolate(index.build_factor)
+    return rates.estimate(
+        "build_index",
         where=ONE_HOST,
         seconds=seconds,
         memory_bytes=memory_bytes,
         disk_bytes=sum(index.num_bytes for index in workload.indexes),
-        constants=rates.names,
-        basis=rates.basis,
-        factor=rates.factor,
     )
 
 
@@ -158,28 +149,22 @@ def index_growth(kind: str, num_items: int, *, measured_at: float) -> float:
 def package(workload: Workload, constants: Mapping[str, Constant]) -> StageEstimate:
     """Estimate the package on one host: the served index, the item vectors, and the histories of all users."""
     rates, data = Rates(constants), workload.data
-    history_share = (
-        min(data.num_events / data.num_users, constants["package_history"].value) / constants["package_history"].value
-    )
+    history_share = min(1.0, data.num_events / data.num_users / PACKAGE_HISTORY)
     user_bytes = constants["package_user_bytes"].value * data.num_users * history_share
     num_bytes = user_bytes + workload.package_bytes_per_item * data.num_items
     num_bytes += max((index.num_bytes for index in workload.indexes), default=0)
-    return StageEstimate(
-        stage="package, register",
+    return rates.estimate(
+        "package, register",
         where=ONE_HOST,
         seconds=rates("register_s")
         + num_bytes * rates("checkpoint_hash_byte_s")
         + num_bytes * rates("checkpoint_write_byte_s"),
         memory_bytes=None,
         disk_bytes=2 * num_bytes,  # the folder of the run, and MLflow's copy
-        constants=rates.names,
-        basis=rates.basis,
-        factor=rates.factor,
     )
 
 
 def _ranks(workload: Workload) -> str:
-    machines = workload.machines
-    unit = "GPUs" if machines.device == "cuda" else "ranks"
-    hosts = "one host" if machines.num_hosts == 1 else f"{machines.num_hosts:,} hosts"
-    return f"{machines.num_ranks:,} {unit}, {hosts}"
+    num_ranks = workload.machines.num_ranks
+    unit = "GPU" if workload.machines.device == "cuda" else "rank"
+    return f"{num_ranks:,} {unit}{'' if num_ranks == 1 else 's'}"

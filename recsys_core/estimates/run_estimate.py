@@ -54,7 +54,7 @@ def dollars(stage: StageEstimate, machines: Machines, constants: Mapping[str, Co
     """Return the price of a stage: GPUs only where they work, and all cores of the hosts that execute the stage.
 
     >>> stage = StageEstimate(
-    ...     stage="train", where="8 GPUs, one host", seconds=7200, memory_bytes=0, disk_bytes=0, constants=(), basis="assumed"
+    ...     stage="train", where="8 GPUs", seconds=7200, memory_bytes=0, disk_bytes=0, constants=(), basis="assumed"
     ... )
     >>> prices = {"gpu_hour_dollars": 2.5, "core_hour_dollars": 0.05}
     >>> prices = {name: Constant(value=price, unit="dollars per hour", source="") for name, price in prices.items()}

@@ -89,7 +89,9 @@ def plan(
     items: Annotated[int | None, typer.Option(min=1, help="number of items, instead of reading the data")] = None,
     events: Annotated[int | None, typer.Option(min=1, help="number of events, instead of reading the data")] = None,
     dim: Annotated[int | None, typer.Option(min=1, max=65_536, help="width of a row, instead of model.embedding_dim")] = None,
-    engine: Annotated[Literal["duckdb", "spark"], typer.Option(help="engine that ingests the log")] = "duckdb",
+    engine: Annotated[
+        Literal["duckdb", "spark"] | None, typer.Option(help="engine that ingests the log. Default: interactions.engine")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan the sharding for any cluster, and estimate the hours, memory and disk of each stage, without training.

@@ -29,14 +29,14 @@ ESTIMATE_TITLES = ("stage", "runs on", "memory", "disk", "time", "measured")
 
 @dataclass(frozen=True)
 class PlannedSizes:
-    """Sizes of data that do not exist yet, and of the hosts. None: the data of the config, and the cores of this machine."""
+    """Sizes of data that do not exist yet, and of the hosts. None: the data and the engine of the config, and the cores of this machine."""
 
     num_users: int | None = None
     num_items: int | None = None
     num_events: int | None = None
     dim: int | None = None
     cores_per_host: int | None = None
-    engine: Literal["duckdb", "spark"] = "duckdb"
+    engine: Literal["duckdb", "spark"] | None = None
 
 
 def plan_sharding(config: PipelineConfig, *, cluster_settings: dict[str, Any], sizes: PlannedSizes, as_json: bool) -> None:
@@ -55,7 +55,7 @@ def plan_sharding(config: PipelineConfig, *, cluster_settings: dict[str, Any], s
     run = Run("plan", workspace=config.workspace.absolute(), parent="")
     plan, data = _plan_of_sizes(config, sizes) if sizes.num_users is not None else _plan_of_data(config, run)
     machines = Machines(
-        engine=sizes.engine,
+        engine=sizes.engine or config.interactions.engine.kind,
         device=plan.device,
         num_hosts=plan.num_nodes,
         ranks_per_host=plan.processes_per_node,

@@ -29,7 +29,7 @@ ESTIMATE_TITLES = ("stage", "runs on", "memory", "disk", "time", "measured")
 
 @dataclass(frozen=True)
 class PlannedSizes:
-    """Sizes of data that do not exist yet, and of the hosts. None: the data and the engine of the config, and the cores of this machine."""
+    """Sizes of data that do not exist yet, and of the hosts. None: those of the config, and the cores of this machine."""
 
     num_users: int | None = None
     num_items: int | None = None

@@ -32,7 +32,7 @@ SCALE_PAGE_PATH = FOLDER.parent / "docs" / "scale.md"
 BEGIN_MARK, END_MARK = "<!-- begin: benchmarks/plan.py -->", "<!-- end: benchmarks/plan.py -->"
 COMMAND = (
     "plan examples/ten_billion.yaml --users 1000000000 --items 100000000 --events 10000000000 "
-    "--nodes 4 --gpus-per-node 8 --cores 64 --engine spark"
+    "--nodes 4 --gpus-per-node 8 --cores 64"
 )
 """The command whose table is in docs/scale.md."""
 LOG_SIZES = {"num_users": 50_000, "num_items": 30_000, "num_events": 2_000_000, "num_cold_items": 1_500}

@@ -6,7 +6,7 @@ import os
 import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -88,10 +88,6 @@ def plan(
     users: Annotated[int | None, typer.Option(min=1, help="number of users, instead of reading the data")] = None,
     items: Annotated[int | None, typer.Option(min=1, help="number of items, instead of reading the data")] = None,
     events: Annotated[int | None, typer.Option(min=1, help="number of events, instead of reading the data")] = None,
-    dim: Annotated[int | None, typer.Option(min=1, max=65_536, help="width of a row, instead of model.embedding_dim")] = None,
-    engine: Annotated[
-        Literal["duckdb", "spark"] | None, typer.Option(help="engine that ingests the log. Default: interactions.engine")
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan the sharding for any cluster, and estimate the hours, memory and disk of each stage, without training.
@@ -104,7 +100,7 @@ def plan(
     cluster_options = {"num_nodes": nodes, "processes_per_node": gpus_per_node, "hbm_gb": hbm_gb, "device": device}
     cluster_settings = {setting: value for setting, value in cluster_options.items() if value is not None}
     config = options.prepare().config
-    sizes = cli.plan.PlannedSizes(users, items, events, dim, cores, engine)
+    sizes = cli.plan.PlannedSizes(users, items, events, cores)
     cli.plan.plan_sharding(config, cluster_settings=cluster_settings, sizes=sizes, as_json=as_json)
 
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ByteSize, TypeAdapter
 
@@ -34,9 +34,7 @@ class PlannedSizes:
     num_users: int | None = None
     num_items: int | None = None
     num_events: int | None = None
-    dim: int | None = None
     cores_per_host: int | None = None
-    engine: Literal["duckdb", "spark"] | None = None
 
 
 def plan_sharding(config: PipelineConfig, *, cluster_settings: dict[str, Any], sizes: PlannedSizes, as_json: bool) -> None:
@@ -50,12 +48,10 @@ def plan_sharding(config: PipelineConfig, *, cluster_settings: dict[str, Any], s
     check_sizes(sizes.num_users, sizes.num_items, sizes.num_events)
     cluster = ClusterConfig(**(config.sharding.cluster.model_dump() | cluster_settings))
     config = config.model_copy(update={"sharding": config.sharding.model_copy(update={"cluster": cluster})})
-    if sizes.dim is not None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"embedding_dim": sizes.dim})})
     run = Run("plan", workspace=config.workspace.absolute(), parent="")
     plan, data = _plan_of_sizes(config, sizes) if sizes.num_users is not None else _plan_of_data(config, run)
     machines = Machines(
-        engine=sizes.engine or config.interactions.engine.kind,
+        engine=config.interactions.engine.kind,
         device=plan.device,
         num_hosts=plan.num_nodes,
         ranks_per_host=plan.processes_per_node,

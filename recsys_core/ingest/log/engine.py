@@ -5,15 +5,17 @@ store and the manifest. Each id of a user or item has a code, which never change
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from recsys_core.manifests import LogPart, SourceFile
+from recsys_core.ingest.log.config import InteractionsConfig
+from recsys_core.manifests import IdType, InteractionsManifest, LogPart, SourceFile
 from recsys_core.parquet.sources import Source
 
 
@@ -77,8 +79,25 @@ class Vocabulary:
 class LogEngine(Protocol):
     """One ingest of the log. The methods are called in this order, once or once for each `side`: user, then item.
 
-    The settings of an engine open it; see engine_settings.py.
+    config.engine.engine_class() returns the class.
     """
+
+    @classmethod
+    def open(
+        cls,
+        config: InteractionsConfig,
+        *,
+        id_types: Mapping[str, IdType],
+        continued_run: InteractionsManifest | None,
+        spill_folder: Path,
+    ) -> AbstractContextManager[Self]:
+        """Open the engine for one ingest.
+
+        Args:
+            id_types: type of the ids by side.
+            continued_run: the previous run, whose codes and rows are continued; None to start with empty vocabularies.
+            spill_folder: folder for temporary files.
+        """
 
     @property
     def version(self) -> str:

@@ -1,20 +1,15 @@
-"""Settings of the engines of the log ingest: one class for each kind, which opens its engine."""
+"""Settings of the engines of the log ingest: one class for each kind, which imports its engine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from recsys_core.config import Settings
 
-if TYPE_CHECKING:  # an engine imports the config of the log, and Spark is an optional library
-    from recsys_core.ingest.log.config import InteractionsConfig
+if TYPE_CHECKING:  # an engine imports the config of the log
     from recsys_core.ingest.log.engine import LogEngine
-    from recsys_core.manifests import IdType, InteractionsManifest
 
 _MAX_NUMBER = 10**15
 SparkValue = (
@@ -35,24 +30,11 @@ class DuckdbSettings(Settings):
         "duckdb", description="DuckDB on this machine. It writes data beyond its memory limit to disk"
     )
 
-    def open(
-        self,
-        config: InteractionsConfig,
-        *,
-        id_types: Mapping[str, IdType],
-        continued_run: InteractionsManifest | None,
-        spill_folder: Path,
-    ) -> AbstractContextManager[LogEngine]:
-        """Open a DuckdbEngine for one ingest.
-
-        Args:
-            id_types: type of the ids by side.
-            continued_run: the previous run, whose codes and rows are continued; None to start with empty vocabularies.
-            spill_folder: folder for temporary files.
-        """
+    def engine_class(self) -> type[LogEngine]:
+        """Return DuckdbEngine."""
         from recsys_core.ingest.log.duckdb_engine.engine import DuckdbEngine
 
-        return DuckdbEngine.open(config, id_types=id_types, continued_run=continued_run, spill_folder=spill_folder)
+        return DuckdbEngine
 
     def installation(self) -> str | None:
         """Return None: DuckDB is always installed."""
@@ -102,21 +84,12 @@ class SparkSettings(Settings):
         """Whether the executors are threads of this machine."""
         return self.master.startswith("local")
 
-    def open(
-        self,
-        config: InteractionsConfig,
-        *,
-        id_types: Mapping[str, IdType],
-        continued_run: InteractionsManifest | None,
-        spill_folder: Path,
-    ) -> AbstractContextManager[LogEngine]:
-        """Open a SparkEngine; see DuckdbSettings.open. Raise InputError if Spark or Java is not installed."""
+    def engine_class(self) -> type[LogEngine]:
+        """Return SparkEngine. Raise InputError if Spark or Java is not installed."""
         self.installation()
         from recsys_core.ingest.log.spark_engine.engine import SparkEngine
 
-        return SparkEngine.open(
-            config, settings=self, id_types=id_types, continued_run=continued_run, spill_folder=spill_folder
-        )
+        return SparkEngine
 
     def installation(self) -> str | None:
         """Return the installed versions of Spark and Java, and the master. Raise InputError if one is not installed."""

@@ -51,7 +51,9 @@ def ingest_interactions(
     with stage.writing() as output_folder:
         spill_folder = output_folder / "spill"
         id_types = {"user": log.user_id_type, "item": log.item_id_type}
-        with config.engine.open(config, id_types=id_types, continued_run=continued_run, spill_folder=spill_folder) as engine:
+        with config.engine.engine_class().open(
+            config, id_types=id_types, continued_run=continued_run, spill_folder=spill_folder
+        ) as engine:
             manifest_fields = _write_store(engine, config, log, embeddings, output_folder, continued_run=continued_run)
         shutil.rmtree(spill_folder, ignore_errors=True)
         return stage.commit(

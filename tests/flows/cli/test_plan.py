@@ -13,6 +13,7 @@ from recsys_core.sharding.plan_file import PlanFile
 from tests.recsys_core.ingest.parquet_files import write
 
 CLUSTER_SETTINGS = {"ddr_gb": 500, "inter_host_gb_s": 25, "intra_host_gb_s": 300}
+SPARK = "interactions.engine={kind: spark}"
 CLUSTER = ["--nodes", "2", "--gpus-per-node", "4", "--hbm-gb", "40"]
 CLUSTER += [word for key, value in CLUSTER_SETTINGS.items() for word in ("--set", f"sharding.cluster.{key}={value}")]
 
@@ -67,8 +68,8 @@ def test_the_stages_of_a_run_on_the_ingested_data_are_estimated(config: Path) ->
 
 def test_sizes_are_planned_and_estimated_without_reading_data(config: Path) -> None:
     (config.parent / "log.parquet").unlink()
-    sizes = ["--users", "1000000000", "--items", "100000000", "--events", "10000000000", "--dim", "64"]
-    answer = CliRunner().invoke(app, ["plan", str(config), *CLUSTER, *sizes, "--engine", "spark", "--cores", "32"])
+    sizes = ["--users", "1000000000", "--items", "100000000", "--events", "10000000000"]
+    answer = CliRunner().invoke(app, ["plan", str(config), *CLUSTER, *sizes, "--set", SPARK, "--cores", "32"])
     assert answer.exit_code == 0, answer.output
     folder = config.parent / "workspace" / "plan"
     plan = PlanFile.read(folder / "plan.json")

@@ -1,5 +1,6 @@
 """Spark sessions for one stage: start, checks of the cluster, a watch over its executors, and errors as messages."""
 
+import os
 import signal
 import subprocess
 import threading
@@ -22,7 +23,17 @@ from recsys_core.ingest.log.spark_engine.installation import require_master
 
 SPARK_ERRORS = (Py4JError, PySparkException)
 _POLL_S, _JVM_TIMEOUT_S = 0.5, 30.0
-_DEFAULT_CONF = {"spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false", "spark.log.level": "ERROR"}
+_DEFAULT_CONF = {"spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false"}
+_LOG_CONFIG = """rootLogger.level = error
+rootLogger.appenderRef.stderr.ref = stderr
+appender.stderr.type = Console
+appender.stderr.name = stderr
+appender.stderr.target = SYSTEM_ERR
+logger.gateway.name = org.apache.spark.api.python.PythonGatewayServer
+logger.gateway.level = error
+"""
+"""Without the level of its gateway, PySpark sets the level WARN and says so."""
+_CONFIGURING_VARIABLES = {"SPARK_CONF_DIR", "SPARK_SUBMIT_OPTS"}
 _LOOPBACK_CONF = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
 _DRIVER_ONLY_MARKERS = ("InvalidClassException", "serialVersionUID", "NoSuchMethodError", "UnsupportedClassVersionError")
 """Errors of executors whose Spark or Java is another version than the driver's."""
@@ -61,8 +72,8 @@ def start_session(settings: SparkSettings, *, local_folder: Path) -> SparkSessio
     """Start a session. In local mode it spills to `local_folder`; the executors of a cluster have folders of their own."""
     require_master(settings.master, timeout_s=settings.timeout_s)
     conf = dict(_DEFAULT_CONF)
+    local_folder.mkdir(parents=True, exist_ok=True)
     if settings.is_local:
-        local_folder.mkdir(parents=True, exist_ok=True)
         conf |= _LOOPBACK_CONF | {"spark.local.dir": str(local_folder.absolute())}
     conf |= {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in settings.conf.items()}
     builder = SparkSession.builder.master(settings.master).appName("nightjar ingest")
@@ -70,7 +81,8 @@ def start_session(settings: SparkSettings, *, local_folder: Path) -> SparkSessio
         builder = builder.config(key, value)
     interrupt_handler = signal.getsignal(signal.SIGINT)
     try:
-        return builder.getOrCreate()
+        with _logging_errors_only(local_folder):
+            return builder.getOrCreate()
     except Exception as error:  # an error of the JVM, of py4j, or an assertion about a context that was stopped
         message = spark_message(error)  # before the JVM ends, because it has the text of the error
         _stop_gateway()
@@ -81,6 +93,24 @@ def start_session(settings: SparkSettings, *, local_folder: Path) -> SparkSessio
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, interrupt_handler)  # pyspark replaces it
+
+
+@contextmanager
+def _logging_errors_only(folder: Path) -> Iterator[None]:
+    """Let a JVM that starts inside the block log errors alone, unless a variable of Spark configures it.
+
+    Otherwise, it writes warnings about its start between the lines of the stages.
+    """
+    if _CONFIGURING_VARIABLES & os.environ.keys():
+        yield
+        return
+    path = folder / "log4j2.properties"
+    path.write_text(_LOG_CONFIG)
+    os.environ["SPARK_SUBMIT_OPTS"] = f"-Dlog4j2.configurationFile={path.absolute().as_uri()}"
+    try:
+        yield
+    finally:
+        del os.environ["SPARK_SUBMIT_OPTS"]
 
 
 def stop_session(spark: SparkSession) -> None:

@@ -38,13 +38,13 @@ class SparkEngine(SqlEngine):
         cls,
         config: InteractionsConfig,
         *,
-        settings: SparkSettings,
         id_types: Mapping[str, IdType],
         continued_run: InteractionsManifest | None,
         spill_folder: Path,
     ) -> Iterator[Self]:
         """Open a Spark session, which is shared with the process if it has one; see LogEngine."""
-        with open_spark(settings, shared_folder=spill_folder) as spark:
+        assert isinstance(config.engine, SparkSettings)
+        with open_spark(config.engine, shared_folder=spill_folder) as spark:
             session = SparkLogSession(spark, spill_folder)
             yield cls(session, config, id_types=id_types, continued_run=continued_run)
 

@@ -8,7 +8,7 @@ from flows.delivery import deliver
 from flows.prefect_runs import ConfigPath, Overrides, load_form_config, name_flow_run, name_unknown_parameters
 from recsys_core.errors import StageError
 from recsys_core.parent_process import die_with_parent
-from tasks.delivery.publishers import PrefectEvents
+from tasks.delivery.publishers import publishers_of
 
 
 @flow(name="refresh", validate_parameters=True, on_crashed=[name_unknown_parameters])
@@ -36,8 +36,8 @@ def refresh(pipeline: ConfigPath, overrides: Overrides = ()) -> State:
     config = load_form_config(pipeline, overrides)
     name_flow_run(config.name, "refresh")
     workspace, model_name = config.workspace.absolute(), config.registry.model_name
-    events = PrefectEvents(runtime.flow_run.id, config.name, "refresh", run_id=None)
-    registry = Registry.connect(workspace, model_name, publishers=[events])
+    publishers = publishers_of(runtime.flow_run.id, config.name, run_reason="refresh", run_id=None)
+    registry = Registry.connect(workspace, model_name, publishers=publishers)
     refreshed = refresh_champion(config.refresh, config.inputs, registry, workspace=workspace, pipeline=config.name)
     if refreshed is None:
         return Completed(name="Unchanged", message="no item has changed, so no version is registered")

@@ -26,7 +26,7 @@ class AliasChange:
 
 
 class Publisher(Protocol):
-    """Another system that is informed of moved aliases."""
+    """Another system that is informed of moved aliases. `publishers_of` returns all of them."""
 
     def publish(self, change: AliasChange) -> None:
         """Send the change. Log an error as a warning, because the alias has moved."""
@@ -67,3 +67,8 @@ class PrefectEvents:
             emit_event(event_name, resource=resource, payload=payload)
         except Exception as error:  # any error of Prefect's events client
             LOG.warning("could not send the event %s to Prefect (%s: %s)", event_name, type(error).__name__, error)
+
+
+def publishers_of(flow_run_id: str | None, pipeline: str, *, run_reason: str, run_id: str | None) -> list[Publisher]:
+    """Return the systems that are informed of the aliases that a flow run moves. The arguments are those of PrefectEvents."""
+    return [PrefectEvents(flow_run_id, pipeline, run_reason, run_id)]

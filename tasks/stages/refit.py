@@ -36,7 +36,7 @@ from recsys_core.training.export import export as export_core
 from recsys_core.training.job import Progress
 from recsys_core.training.setup import TrainingSetup
 from recsys_core.training.warm.starting_model import Champion
-from tasks.delivery.publishers import PrefectEvents
+from tasks.delivery.publishers import publishers_of
 from tasks.gate.sample import prepare_sample
 from tasks.gate.smoke_test import ModelProcess
 from tasks.gate.version_tester import VersionTester
@@ -62,14 +62,15 @@ def refit(
     """
     log = StageLog("refit")
     registration = context.results[RegistrationManifest]
-    events = PrefectEvents(context.flow_run_id, context.pipeline, context.options.reason, context.run.run_id)
-    connected = Registry.connect(context.run.workspace, registry.model_name, publishers=[events])
+    run = context.run
+    publishers = publishers_of(context.flow_run_id, context.pipeline, run_reason=context.options.reason, run_id=run.run_id)
+    connected = Registry.connect(run.workspace, registry.model_name, publishers=publishers)
     champion, parent = connected.champion(), registration.version
     if champion is not None and champion.tags.get(REFIT_OF_TAG) == parent:
         return f"version {champion.version}, its refit, is champion"
     if champion is None or str(champion.version) != parent:
         return f"version {parent} is not champion any more, so it gets no refit"
-    folder = context.run.folder / REFIT_FOLDER_NAME
+    folder = run.folder / REFIT_FOLDER_NAME
     create_own_folder(folder)
     results = _train_on_all_events(context, setup, package=package, index=index, folder=folder)
     num_epochs = results[TrainManifest].num_epochs
@@ -87,7 +88,7 @@ def refit(
     _smoke_test(version, connected, context, max_users=registry.smoke_test_users)
     if not connected.move_champion(version, expected=champion, reason=reason):
         raise StageError(f"another version became champion before version {version.version}, the refit of version {parent}")
-    write_text(context.run.folder / REFIT_FILE_NAME, json.dumps({"version": str(version.version)}))
+    write_text(run.folder / REFIT_FILE_NAME, json.dumps({"version": str(version.version)}))
     remove_own_folder(folder)
     log.finish_step(f"version {version.version} is champion: {reason}")
     return f"version {version.version}, its refit, is champion"

@@ -14,7 +14,7 @@ from recsys_core.manifests import (
     TrainManifest,
     fingerprint_of,
 )
-from tasks.delivery.publishers import PrefectEvents
+from tasks.delivery.publishers import publishers_of
 from tasks.gate.gate import run_champion_gate
 from tasks.gate.report import write_report
 from tasks.gate.smoke_test import ModelProcess
@@ -41,7 +41,6 @@ def register(
         feature_slices: slices by features on which the version is compared too.
     """
     run, results, options = context.run, context.results, context.options
-    events = PrefectEvents(context.flow_run_id, context.pipeline, options.reason, run.run_id)
     if options.dry_run:
         registry = Registry.connect(run.workspace, config.model_name)
         mlflow_run_id = _open_mlflow_run(registry, context)
@@ -61,7 +60,8 @@ def register(
     register_stage = StageFolder(context.folder(RegistrationManifest), RegistrationManifest, fingerprint=fingerprint)
     manifest = register_stage.manifest
     if manifest is None:
-        registry = Registry.connect(run.workspace, config.model_name, publishers=[events])
+        publishers = publishers_of(context.flow_run_id, context.pipeline, run_reason=options.reason, run_id=run.run_id)
+        registry = Registry.connect(run.workspace, config.model_name, publishers=publishers)
         with register_stage.writing() as new_folder, ModelProcess() as process:
             mlflow_run_id = _open_mlflow_run(registry, context)
             version = registry.call(

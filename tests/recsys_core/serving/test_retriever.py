@@ -416,7 +416,11 @@ def test_an_answer_has_its_origin_and_the_number_of_unknown_items(retriever: Ret
     assert [answer.num_unknown_items for answer in answers] == [0, 2, 2, 1, 2]
     assert {answer.version for answer in answers} == {retriever.version} and len(retriever.version) == 12
     assert {answer.space_id for answer in answers} == {retriever.space_id}
-    assert answers[1] == answers[2] == retriever.recommend(histories=[given], k=3)[0]
+    (alone,) = retriever.recommend(histories=[given], k=3)
+    assert answers[1]._replace(scores=alone.scores) == answers[2]._replace(scores=alone.scores) == alone
+    # A matrix product of another batch size may differ in its last bits.
+    assert answers[1].scores == pytest.approx(alone.scores, rel=1e-6)
+    assert answers[2].scores == pytest.approx(alone.scores, rel=1e-6)
 
 
 @pytest.mark.parametrize("index", ["flat", "hnsw", "ivf_flat", "ivf_sq8"])

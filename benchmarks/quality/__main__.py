@@ -25,7 +25,7 @@ from recsys_core.preflight import installed_versions
 
 FOLDER = Path(__file__).parent
 DATA_FOLDER = FOLDER.parents[2] / "shared" / "data"
-PARTS = ("beauty", "sequence", "limited", "cold", "warm", "collaborative", "ml1m", "speed")
+PARTS = ("beauty", "all_events", "sequence", "limited", "cold", "warm", "collaborative", "ml1m", "speed")
 CORES = sorted(os.sched_getaffinity(0))
 
 

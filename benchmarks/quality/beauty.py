@@ -39,8 +39,8 @@ LOG_VECTORS: Settings = {"embeddings": [{"source": "log", "method": "spectral", 
 def experiments(data_folder: Path, *, folder: Path, seeds: range) -> Iterator[Experiment]:
     """Yield the experiments of each seed.
 
-    They are eight variants without item features, five with them, two for each share of users, and four variants of
-    self-attention over the history.
+    They are nine variants without item features, five with them, two on all events, two for each share of users, and four
+    variants of self-attention over the history.
     """
     base_settings = settings(data_folder)
     vector_settings: Settings = {
@@ -80,16 +80,18 @@ def experiments(data_folder: Path, *, folder: Path, seeds: range) -> Iterator[Ex
     log_members = merge_settings(base_settings, LOG_VECTORS, {"model": {"num_members": 3}})
     settings_by_variant["log vectors, full, 3 members"] = log_members
     all_events = all_events_settings(data_folder, folder=folder)
-    settings_by_variant |= {
-        "pretrained, full, features, decay, 3 members, all events": merge_settings(
+    all_events_settings_by_variant = {
+        "pretrained, full, features, decay, 3 members": merge_settings(
             members, all_events, {"training": {"epochs": ALL_EVENTS_EPOCHS}}
         ),
-        "log vectors, full, 3 members, all events": merge_settings(log_members, all_events),
+        "log vectors, full, 3 members": merge_settings(log_members, all_events),
     }
     sequence_settings_by_variant = sequence_variants(base_settings, vector_settings, attributes(data_folder))
     for seed in seeds:
         for variant, variant_settings in settings_by_variant.items():
             yield Experiment("beauty", variant, seed, variant_settings)
+        for variant, variant_settings in all_events_settings_by_variant.items():
+            yield Experiment("all_events", variant, seed, variant_settings)
         for variant, variant_settings in sequence_settings_by_variant.items():
             yield Experiment("sequence", variant, seed, variant_settings)
         for percent in (10, 1):

@@ -5,20 +5,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Runs = dict[str, dict[int, dict[str, Any]]]
-"""variant -> seed -> result."""
+ResultBySeed = dict[int, dict[str, Any]]
+Runs = dict[str, ResultBySeed]
+"""Results of each seed by variant."""
 
 
 class Ingredient(NamedTuple):
-    """A difference between two variants of a part of the benchmark."""
+    """A difference between two variants of a part of the benchmark.
+
+    Attributes:
+        part_before: part with the variant `before`; None: the part of `after`.
+    """
 
     name: str
     before: str
     after: str
+    part_before: str | None = None
 
 
 METRIC_BY_PART = {
     "beauty": "test/ndcg@10",
+    "all_events": "test/ndcg@10",
     "sequence": "test/ndcg@10",
     "warm": "test/recall@20",
     "cold": "test/cold/recall@20",
@@ -26,6 +33,7 @@ METRIC_BY_PART = {
 }
 TITLE_BY_PART = {
     "beauty": "Amazon Beauty",
+    "all_events": "Amazon Beauty",
     "sequence": "Amazon Beauty, decaying rates",
     "warm": "citeulike_t, all articles",
     "cold": "citeulike_t, cold articles",
@@ -42,7 +50,15 @@ INGREDIENTS_BY_PART: Mapping[str, tuple[Ingredient, ...]] = {
         Ingredient("attributes and words, next to text vectors", "pretrained, full", "pretrained, full, features"),
         Ingredient("text vectors, next to attributes and words", "random, features", "pretrained, full, features"),
         Ingredient("learning rates that fall to 0", "pretrained, full, features", "pretrained, full, features, decay"),
+        Ingredient("three members, next to vectors from the log", "log vectors, full", "log vectors, full, 3 members"),
         Ingredient("three members", "pretrained, full, features, decay", "pretrained, full, features, decay, 3 members"),
+    ),
+    "all_events": tuple(
+        Ingredient(f"training on the validation events, {kind}", variant, variant, part_before="beauty")
+        for kind, variant in (
+            ("vectors and attributes", "pretrained, full, features, decay, 3 members"),
+            ("ids", "log vectors, full, 3 members"),
+        )
     ),
     "sequence": (
         Ingredient("text vectors and attributes", "recency, ids", "recency, vectors and attributes"),
@@ -73,20 +89,18 @@ def ingredient_table(runs_by_part: Mapping[str, Runs]) -> list[str]:
         "|:---|:---|:---|---:|---:|---:|---:|",
     ]
     for part, ingredients in INGREDIENTS_BY_PART.items():
-        runs = runs_by_part.get(part, {})
         for ingredient in ingredients:
-            if ingredient.before in runs and ingredient.after in runs:
-                lines.append(_line(part, ingredient, runs))
+            before = runs_by_part.get(ingredient.part_before or part, {}).get(ingredient.before, {})
+            after = runs_by_part.get(part, {}).get(ingredient.after, {})
+            if before.keys() & after.keys():
+                lines.append(_line(part, ingredient, before, after))
     return lines
 
 
-def _line(part: str, ingredient: Ingredient, runs: Runs) -> str:
+def _line(part: str, ingredient: Ingredient, before: ResultBySeed, after: ResultBySeed) -> str:
     metric = METRIC_BY_PART[part]
-    seeds = sorted(runs[ingredient.before].keys() & runs[ingredient.after].keys())
-    before_S, after_S = (
-        np.array([runs[variant][seed]["metrics"][metric] for seed in seeds])
-        for variant in (ingredient.before, ingredient.after)
-    )
+    seeds = sorted(before.keys() & after.keys())
+    before_S, after_S = (np.array([results[seed]["metrics"][metric] for seed in seeds]) for results in (before, after))
     cells = (
         TITLE_BY_PART[part],
         ingredient.name,

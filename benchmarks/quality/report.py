@@ -13,6 +13,10 @@ from benchmarks.quality.ingredients import Runs, ingredient_table
 
 TABLES = {
     "beauty": ("Amazon Beauty", ("test/hit_rate@10", "test/ndcg@10", "test/recall@20")),
+    "all_events": (
+        "Amazon Beauty, trained on all events before the test event",
+        ("test/hit_rate@10", "test/ndcg@10", "test/recall@20"),
+    ),
     "sequence": ("Amazon Beauty, self-attention over the history", ("test/hit_rate@10", "test/ndcg@10")),
     "limited": ("Amazon Beauty, trained on few users, evaluated on all users", ("test/hit_rate@10", "test/ndcg@10")),
     "cold": ("citeulike_t, only articles without interactions are ranked", ("test/cold/recall@20", "test/cold/ndcg@20")),
@@ -20,6 +24,16 @@ TABLES = {
     "collaborative": ("citeulike_t, all articles are ranked, models without text", ("test/recall@20", "test/ndcg@20")),
     "ml1m": ("ml1m, all films are ranked, ids only", ("test/recall@20", "test/ndcg@20")),
 }
+NOTES = {
+    "all_events": (
+        "The training includes the validation event of each user, as with the setting",
+        "[training.refit](../../docs/operations.md#refit-on-all-events). The settings and the number of epochs come from",
+        "experiments with validation. Published results on this split do not train on these events, so compare them with the",
+        "table above.",
+        "",
+    )
+}
+"""Lines above the table of a part."""
 BASELINES = {
     "popularity": "baseline/popularity",
     "zero-shot": "baseline/zero_shot",
@@ -58,7 +72,7 @@ def write_report(results: dict[str, Any], *, folder: Path) -> None:
     ]
     for part, (title, metrics) in TABLES.items():
         if part in runs_by_part:
-            lines += ["", f"## {title}", "", *_table(runs_by_part[part], metrics)]
+            lines += ["", f"## {title}", "", *NOTES.get(part, ()), *_table(runs_by_part[part], metrics)]
     lines += [
         "",
         "## What each ingredient adds",

@@ -233,8 +233,8 @@ def recommend(
     """Write the champion's recommendations for many users to parquet files. The defaults are in delivery.recommendations."""
     user_paths = users if users is None or is_uri(users) else str(Path(users).absolute())
     settings = {"user_paths": user_paths, "k": k, "folder": out and str(out.absolute())}
-    given = {f"delivery.recommendations.{name}": value for name, value in settings.items() if value is not None}
-    overrides = [f"{setting}={json.dumps(value)}" for setting, value in given.items()]
+    changed_settings = {f"delivery.recommendations.{name}": value for name, value in settings.items() if value is not None}
+    overrides = [f"{setting}={json.dumps(value)}" for setting, value in changed_settings.items()]
     config = ConfigOptions(options.path, (*options.overrides, *overrides)).prepare().config
     cli.registry.recommend(config, model_uri=model, as_json=as_json)
 

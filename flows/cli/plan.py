@@ -29,7 +29,7 @@ ESTIMATE_TITLES = ("stage", "runs on", "memory", "disk", "time", "measured")
 
 @dataclass(frozen=True)
 class PlannedSizes:
-    """Sizes of data that do not exist yet, and of the hosts. None: those of the config, and the cores of this machine."""
+    """Sizes of future data and of the hosts. None means the size in the config, or the cores of this machine."""
 
     num_users: int | None = None
     num_items: int | None = None
@@ -43,7 +43,7 @@ def plan_sharding(config: PipelineConfig, *, cluster_settings: dict[str, Any], s
     Without sizes, the data are ingested first. The files are kept in <workspace>/plan.
 
     Args:
-        cluster_settings: settings of the cluster that replace those of sharding.cluster.
+        cluster_settings: settings that replace settings of sharding.cluster.
     """
     check_sizes(sizes.num_users, sizes.num_items, sizes.num_events)
     cluster = ClusterConfig(**(config.sharding.cluster.model_dump() | cluster_settings))
@@ -134,8 +134,8 @@ def print_estimate(estimate: RunEstimate, *, path: Path) -> None:
     output.print_table(ESTIMATE_TITLES, estimate_rows(estimate), left_columns=(0, 1, 5))
     output.stdout.print()
     print_folded(
-        "measured: the size at which 2 CPU cores had this speed (train: that of the catalogue); times from a smaller size, "
-        "such as 1/50, are extrapolated"
+        "measured: the size at which 2 CPU cores had this speed (for train, the items of the catalogue); times from a smaller "
+        "size, such as 1/50, are extrapolated"
     )
     print_folded("no: the time contains an assumption, such as the speed of a disk, of Spark or of a GPU")
     print_folded("memory: of one process, without Python and its libraries; -: not estimated")

@@ -90,7 +90,7 @@ def plan_for_sizes(config: PipelineConfig, data: Data) -> PlanFile:
 
 
 def workload_of(config: PipelineConfig, data: Data, *, plan: PlanFile, machines: Machines) -> Workload:
-    """Return everything that the estimates depend on. machines: the hosts, whose ranks are those of the plan."""
+    """Return everything that the estimates depend on. machines: the hosts, with the ranks of the plan."""
     table_bytes = sum(memory.weights + memory.optimizer for rank in plan.ranks for memory in rank.tables.values())
     training = TrainingLoad(
         dim=config.model.output_dim,

@@ -86,7 +86,7 @@ class Rule(Protocol):
         """Return the rule for a metric that need not improve, with its own margin.
 
         Args:
-            min_users: number of users below which the outcome is not_enough_data. None: that of the rule.
+            min_users: number of users below which the outcome is not_enough_data. None means the number of the rule.
         """
 
     def for_baseline(self) -> "Rule":

@@ -61,7 +61,7 @@ class EventStore:
     events of all users, in the order of their rows.
 
     The users are divided into shards (see InteractionsManifest). The log is the concatenation of the shards, so the index of an
-    event depends on their number. The indices of the examples, and all results without event indices, do not.
+    event depends on the number of shards. No other result depends on it.
 
     Attributes:
         is_ordered: whether the events of a user have an order, from timestamps or an order column.
@@ -132,20 +132,20 @@ class EventStore:
     def event_count_I(self) -> Int64Array:
         """Return the number of events of each item in all splits, [I]."""
         count_I = np.zeros(self.num_items, np.int64)
-        for chunk in chunk_slices(len(self._event_item), length=self._counted_chunk_events):
+        for chunk in chunk_slices(len(self._event_item), length=self._bincount_chunk_events):
             count_I += np.bincount(self._event_item[chunk], minlength=self.num_items)
         return count_I
 
     def item_counts_before(self, split: EvaluationSplit) -> Int64Array:
         """Return the number of events of each item before `split`, [I]."""
         count_I = np.zeros(self.num_items, np.int64)
-        for users in self._user_slices(max_events=self._counted_chunk_events):
+        for users in self._user_slices(max_events=self._bincount_chunk_events):
             items = self.items_before(np.arange(users.start, users.stop, users.step), split)
             count_I += np.bincount(items.values_L, minlength=self.num_items)
         return count_I
 
     def vector_rows(self, side: str) -> Int64Array | None:
-        """Return the pretrained vector's row of each user or item, -1 for none; None if no user or item has a vector."""
+        """Return the row of each user's or item's pretrained vector, -1 without a vector; None if all have none."""
         return self._vector_row_by_side[side]
 
     def mean_weight(self, *, user_exponent: float = 0.0) -> np.float32:
@@ -338,7 +338,7 @@ class EventStore:
         return event_offset_U
 
     @property
-    def _counted_chunk_events(self) -> int:
+    def _bincount_chunk_events(self) -> int:
         """Number of events in a chunk for np.bincount. It is at least I, because np.bincount takes time proportional to I."""
         return max(self.num_items, EVENTS_PER_CHUNK)
 

@@ -62,7 +62,7 @@ class KnownNegatives:
     def at_events(self, event_B: Int64Array, user_B: Int64Array, *, max_items: int, draw_B: NDArray[np.float64]) -> JaggedArray:
         """Return at most `max_items` known negatives for each training event, of the event's user and of the training split.
 
-        In an ordered log they are the newest ones that are not later than the event. Otherwise they are drawn without
+        In an ordered log they are the newest known negatives before or at the event. Otherwise they are drawn without
         replacement: the known negatives of a user are stored in random order, and those after a drawn one are taken.
 
         Args:

@@ -69,7 +69,7 @@ class Shard(NamedTuple):
 
 
 class TrainLoader:
-    """Training batches of one rank. The candidates are the positives, then the negatives of all queries, then those of each.
+    """Training batches of one rank. Its candidates are positives, then negatives of all queries, then negatives of one query.
 
     Every epoch is a new global shuffle. Rank r takes the examples at indices r, r + world_size, r + 2 * world_size and so on.
     Up to world_size - 1 examples are left out of each epoch, so that all ranks have the same batch sizes.

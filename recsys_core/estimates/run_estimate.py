@@ -30,7 +30,7 @@ class RunEstimate(Frozen):
 
 
 def estimate_run(workload: Workload, constants: Mapping[str, Constant] | None = None) -> RunEstimate:
-    """Estimate the stages of a first run. constants: by name; None for the packaged ones."""
+    """Estimate the stages of a first run. constants: by name; None means the packaged constants."""
     constants, data = constants or packaged_constants(), workload.data
     stages = [
         data_stages.ingest_interactions(data, workload.machines, constants),

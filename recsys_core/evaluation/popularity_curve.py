@@ -49,7 +49,7 @@ def popularity_curve(
     interactions: InteractionsManifest,
     weights: Sequence[float] = (),
 ) -> list[CurvePoint]:
-    """Return the metrics at the smallest cut-off for each weight and for that of the export, by rising weight.
+    """Return the metrics at the smallest cut-off for each weight, and for the weight of the export, by rising weight.
 
     weights: weights of the popularity term; empty for `default_weights`.
 

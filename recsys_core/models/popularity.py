@@ -1,4 +1,4 @@
-"""The popularity term of a score: the last number of the query vector, a weight, times that of the item vector, a popularity.
+"""The popularity term of a score: a weight times a popularity, the last numbers of the query vector and of the item vector.
 
 The score stays one inner product, so indexes, packages and vector stores need no change. Under cosine similarity, the vectors
 are then longer than 1.
@@ -18,7 +18,7 @@ UNSEEN_POPULARITY = 0.0
 
 
 def item_popularity(item_count_I: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return log(1 + number of training events) of each item, divided by that of the most popular item.
+    """Return log(1 + number of training events) of each item, divided by its largest value.
 
     >>> item_popularity(np.array([0, 1, 3])).tolist()
     [0.0, 0.5, 1.0]

@@ -15,10 +15,10 @@ BLOCK_HISTORY_FILE, BLOCK_MAPS_FILE = "block_history.npy", "block_maps.safetenso
 
 
 class SpectralBlock(nn.Module):
-    """Concatenation of trained query vectors and blocks of unit length, and a linear map of them.
+    """Concatenation of trained query vectors with blocks of norm 1, multiplied by a matrix.
 
-    The map contains the weight of the block, and the reduction to `output_dim`. Another map turns the vector of an item into a
-    query for similar items.
+    `query_map` contains the weight of the block and the reduction to `output_dim`. `similar_map` turns the vector of an item
+    into a query for similar items.
     """
 
     query_map: Tensor

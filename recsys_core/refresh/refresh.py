@@ -1,4 +1,4 @@
-"""The steps of a refresh: compare the items, embed the new ones, write the package and its delta file, check it."""
+"""The steps of a refresh: compare the items, embed new items, write the package and its delta file, check the package."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -33,7 +33,7 @@ class Candidates:
     excluded_rows: NDArray[np.int64]
 
     def excluded_from(self, excluded_items: JaggedArray, *, bound: int) -> JaggedArray:
-        """Return the allowed items that each query does not get; `excluded_items` are those of each query, distinct."""
+        """Return the allowed items that each query does not get. `excluded_items`: distinct excluded items of each query."""
         if len(self.excluded_rows):
             num_queries = len(excluded_items)
             length_B = np.full(num_queries, len(self.excluded_rows))

@@ -102,7 +102,7 @@ def mean_history_length(num_train_events_U: NDArray[np.int64], *, model: ModelSp
 
 
 def num_known_negatives(store: EventStore, *, batch_size: int, max_items: int) -> float:
-    """Return the expected number of known negatives of the users in a batch, as if all events of a user had the same ones."""
+    """Return the expected number of known negatives of the users in a batch, as if they were equal for all events of a user."""
     if not max_items or store.known_negatives is None:
         return 0.0
     with np.errstate(divide="ignore"):  # log1p(-1) is -inf for the only user of a log

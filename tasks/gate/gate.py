@@ -55,8 +55,8 @@ class Decision:
     Attributes:
         verdict: whether the new version becomes champion.
         reasons: the reasons, each in one sentence, the most important one first.
-        metrics: metrics of all compared versions, as <served | champion | former_champion>/<metric>, and those of
-            `exact_metrics`.
+        metrics: metrics of all compared versions, as <served | champion | former_champion>/<metric>, and the
+            result of `exact_metrics`.
         evidence: the comparisons of metrics and costs, with their outcomes.
         spent_drop: relative drop of the metric from the best champion to the new version. If the new version becomes champion,
             this drop reduces the margin of later versions.

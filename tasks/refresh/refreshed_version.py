@@ -136,7 +136,7 @@ def _register(
             client=registry.client,
             mlflow_run=registry.call(registry.client.get_run, mlflow_run_id),
             workspace=workspace,
-            tags=tags | {DELTA_TAG: delta_uri},  # the address is that of this attempt
+            tags=tags | {DELTA_TAG: delta_uri},  # each attempt has another address
             description=card[:MAX_CARD_CHARACTERS],
         )
     return version, delta_uri

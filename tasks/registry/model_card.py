@@ -93,8 +93,8 @@ def _trained_until(interactions: InteractionsManifest, *, refit_of: str | None) 
     newest_event = f" The newest event of the log is of {interactions.last_time}." if interactions.last_time else ""
     if refit_of is not None:
         return (
-            f"All events were trained on, also those of validation and test, which measured version {refit_of}. The metrics of "
-            f"this version are not known.{newest_event}"
+            f"The training used all events, also the validation and test events that measured version {refit_of}. The metrics "
+            f"of this version are not known.{newest_event}"
         )
     return f"Validation and test events were not trained on.{newest_event}"
 

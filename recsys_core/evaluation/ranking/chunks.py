@@ -270,7 +270,7 @@ class GpuChunk:
             )
         if not self._grid.k:
             return
-        # The listed columns are lower than those of the block, so the order of the merged columns is that of all columns.
+        # All listed columns come before the columns of the block, so the merged columns are in order.
         num_listed, merged_BC = self._score_BK.shape[1], torch.cat([self._score_BK, score_BC], dim=1)
         index_BK = top_columns_on_gpu(merged_BC, k=self._grid.k)
         is_empty_BK, index_BK = index_BK < 0, index_BK.clamp(min=0)

@@ -60,7 +60,7 @@ class Projection:
 
 
 def unit_length(block_NP: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Scale rows to length 1; a row of zeros is left unchanged.
+    """Scale rows to the norm 1; a row of zeros is left unchanged.
 
     >>> unit_length(np.array([[3, 4], [0, 0]], np.float32)).tolist()
     [[0.6000000238418579, 0.800000011920929], [0.0, 0.0]]

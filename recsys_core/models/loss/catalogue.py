@@ -64,8 +64,8 @@ def mean_log_partition(
     """Return sum_b weight_b log(sum_j exp(q_b . x_j)) over the rank's queries b and the items j of all ranks.
 
     The gradients are computed in the forward pass, while the scores of a block are in memory. Every rank of `group` calls the
-    function with equally many queries, and multiplies the result by the same factor. As with `gather_candidates`, the gradient
-    of an item is that of the ranks' total loss.
+    function with equally many queries, and multiplies the result by the same factor. As with `gather_candidates`, an item
+    has the gradient of the ranks' total loss.
 
     Args:
         query_BD: query vectors, divided by the temperature.

@@ -179,7 +179,7 @@ class _Columns:
         return self._array(offset_buffer, dtype, length=len(self) + 1, bound=len(self.values(name)) + 1)
 
     def values(self, name: str, *, bound: int | None = None) -> MappedArray:
-        """Return the values of a column: those of all lists, or the bytes of all strings, one after the other."""
+        """Return the concatenated values of a column: the elements of all lists, or the bytes of all strings."""
         column = self._batch[name]
         buffer = column.buffers()[-1]
         if pa.types.is_large_string(column.type):

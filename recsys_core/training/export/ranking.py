@@ -136,7 +136,7 @@ def write_rankings(
 ) -> None:
     """Collective. Write the ranking files of a split, see ExportManifest.
 
-    items, queries: the vectors of this rank. The queries are those of all users with targets in the split.
+    items, queries: the vectors of this rank. Over all ranks, there is a query for each user with targets in the split.
     """
     store, process, num_items = encoder.store, encoder.process, encoder.spec.num_items
     user_row_U = store.users_with_targets(split)

@@ -21,7 +21,8 @@ def aligned_vectors(
 ) -> NDArray[np.float32]:
     """Return the vectors, rotated so that they are as near as possible to the champion's rows of the same items.
 
-    All vectors and rows have the same weight: they are compared at length 1. The lengths of the vectors do not change.
+    All vectors and rows have the same weight, because they are scaled to the norm 1 for the comparison. The result keeps the
+    norms of the vectors.
 
     Args:
         vector_row_I: row of each item's vector, -1 without a vector.

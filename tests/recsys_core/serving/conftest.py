@@ -23,9 +23,9 @@ from recsys_core.serving.package import build_package
 from tests.recsys_core.evaluation.stage_folders import export_stage, features_stage, interactions_stage
 from tests.recsys_core.ingest.random_features import facts, feature_store, values_of
 
-ITEMS, USERS, DIM = 300, 40, 16
-ITEM_IDS = [f"item-{(7 * row) % ITEMS:03d}" for row in range(ITEMS)]
-USER_IDS = [9000 - 3 * row for row in range(USERS)]
+NUM_ITEMS, NUM_USERS, DIM = 300, 40, 16
+ITEM_IDS = [f"item-{(7 * row) % NUM_ITEMS:03d}" for row in range(NUM_ITEMS)]
+USER_IDS = [9000 - 3 * row for row in range(NUM_USERS)]
 
 
 USER_FEATURES = ("user.single", "user.list", "user.weighted_list", "user.number")
@@ -33,17 +33,19 @@ CONTEXT_FEATURES = ("context.single", "context.number")
 """Features of an event: not available at serving time."""
 
 
-GENRES, PRICES = ("rock", "pop", None), [float(row % 50) for row in range(ITEMS)]
-TIMES = [datetime(2026, 1, 1) + timedelta(days=row) for row in range(ITEMS)]
+GENRES, PRICES = ("rock", "pop", None), [float(row % 50) for row in range(NUM_ITEMS)]
+TIMES = [datetime(2026, 1, 1) + timedelta(days=row) for row in range(NUM_ITEMS)]
 ITEM_FILES = {
-    "item_titles.parquet": pa.table({"row": range(0, ITEMS, 2), "title": [f"title {row}" for row in range(0, ITEMS, 2)]}),
+    "item_titles.parquet": pa.table(
+        {"row": range(0, NUM_ITEMS, 2), "title": [f"title {row}" for row in range(0, NUM_ITEMS, 2)]}
+    ),
     "item_columns.parquet": pa.table(
         {
-            "row": range(ITEMS - 10),  # the last items are not in the table of items
-            "genre": [GENRES[row % 3] for row in range(ITEMS - 10)],
+            "row": range(NUM_ITEMS - 10),  # the last items are not in the table of items
+            "genre": [GENRES[row % 3] for row in range(NUM_ITEMS - 10)],
             "price": PRICES[:-10],
-            "stock": [row % 7 for row in range(ITEMS - 10)],
-            "is_new": [row % 2 == 0 for row in range(ITEMS - 10)],
+            "stock": [row % 7 for row in range(NUM_ITEMS - 10)],
+            "is_new": [row % 2 == 0 for row in range(NUM_ITEMS - 10)],
             "since": pa.array(TIMES[:-10], pa.timestamp("us")),
         }
     ),
@@ -78,11 +80,11 @@ class World:
         self.features = FeatureStore(
             {
                 key: value
-                for key, value in feature_store(users=USERS, items=ITEMS, events=1).feature_by_key.items()
+                for key, value in feature_store(users=NUM_USERS, items=NUM_ITEMS, events=1).feature_by_key.items()
                 if key in features
             }
         )
-        self.spec = ModelSpec.sized(config, num_users=USERS, num_items=ITEMS, facts_by_feature=self.facts)
+        self.spec = ModelSpec.sized(config, num_users=NUM_USERS, num_items=NUM_ITEMS, facts_by_feature=self.facts)
         self.tables = {
             name: random.normal(0, 0.3, (table.num_rows, table.dim)).astype(np.float32)
             for name, table in sorted(self.spec.tables.items())
@@ -91,9 +93,9 @@ class World:
         for name, parameter in self.towers.named_parameters():
             if "recency" in name or "attention" in name or "popularity" in name:
                 nn.init.normal_(parameter)
-        self.train = [random.choice(ITEMS, size, replace=False).tolist() for size in random.integers(1, 25, USERS)]
-        self.train[3] = list(range(ITEMS - 2))  # the user has seen all but two items
-        self.test = [random.choice(ITEMS, 1).tolist() for _ in range(USERS)]
+        self.train = [random.choice(NUM_ITEMS, size, replace=False).tolist() for size in random.integers(1, 25, NUM_USERS)]
+        self.train[3] = list(range(NUM_ITEMS - 2))  # the user has seen all but two items
+        self.test = [random.choice(NUM_ITEMS, 1).tolist() for _ in range(NUM_USERS)]
         self.test[3] = [0]
         with torch.no_grad():
             item_vector_ID = self.towers["item"].embed({"item": torch.from_numpy(self.tables["item"])})
@@ -101,7 +103,7 @@ class World:
         uses_tower = config.history.item_representation == "candidate_tower"
         self.history_items = (candidate_ID if uses_tower else item_vector_ID).numpy()
         if config.has_popularity:
-            count_I = np.bincount(np.concatenate(self.train), minlength=ITEMS)
+            count_I = np.bincount(np.concatenate(self.train), minlength=NUM_ITEMS)
             candidate_ID = append_popularity(candidate_ID, torch.from_numpy(item_popularity(count_I)))
         self.item_vectors = candidate_ID.numpy()
 
@@ -153,9 +155,9 @@ class World:
         total = table[rows].T @ np.array(weights if weights else [1.0] * len(rows), np.float32)
         return (total / (np.sum(weights) if weights else len(rows)) if "list" in name else total).astype(np.float32)
 
-    def best(self, query: np.ndarray, *, seen: Sequence[int], k: int, allowed: Collection[int] = range(ITEMS)) -> list[str]:
+    def best(self, query: np.ndarray, *, seen: Sequence[int], k: int, allowed: Collection[int] = range(NUM_ITEMS)) -> list[str]:
         """Return the ids of the best allowed items by sorting the whole catalogue."""
-        seen = {*seen} | {*range(ITEMS)} - {*allowed}
+        seen = {*seen} | {*range(NUM_ITEMS)} - {*allowed}
         order = np.argsort(-(self.item_vectors @ query), kind="stable")
         return [ITEM_IDS[row] for row in order if row not in seen][:k]
 
@@ -195,14 +197,14 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
             train=world.train,
             validation=[[] for _ in world.train],
             test=world.test,
-            items=ITEMS,
+            items=NUM_ITEMS,
             item_ids=ITEM_IDS,
             user_ids=USER_IDS,
         )
         export = export_stage(
             folder / "export",
             item_vectors=world.item_vectors,
-            queries={"test": (range(USERS), np.stack([world.query(user, world.train[user]) for user in range(USERS)]))},
+            queries={"test": (range(NUM_USERS), np.stack([world.query(user, world.train[user]) for user in range(NUM_USERS)]))},
             spec=world.spec,
             tables=world.tables,
             history_items=world.history_items,

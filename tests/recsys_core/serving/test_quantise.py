@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import StageError
 from recsys_core.serving.quantise import IntegerTable, ServedQueryTower, build_tower, load_tower, make_table, save_tower
-from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEMS, USER_FEATURES, USERS, World, config_of
+from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, NUM_ITEMS, NUM_USERS, USER_FEATURES, World, config_of
 
 EMBEDDING_BAG = EmbeddingBagConfig(name="t", num_embeddings=500, embedding_dim=12, feature_names=["f"])
 
@@ -49,7 +49,7 @@ def _tower(world: World, quantization: str) -> ServedQueryTower:
 def test_the_served_tower_gives_the_vectors_of_the_float_tower(model: dict, tmp_path: Path) -> None:
     world = _world(**model)
     # All users with their logs, an unknown user with a history, and an unknown user without one.
-    users, histories = [*range(USERS), -1, -1], [*world.log, [5, 6], []]
+    users, histories = [*range(NUM_USERS), -1, -1], [*world.log, [5, 6], []]
     expected = np.stack([world.query(None if user < 0 else user, rows) for user, rows in zip(users, histories, strict=True)])
     user_row, lengths = np.array(users), np.array([*map(len, histories)])
     history = JaggedArray.from_lengths(lengths, np.concatenate(histories).astype(np.int64))
@@ -114,8 +114,8 @@ def test_int8_tables_are_stored_as_bytes(tmp_path: Path) -> None:
     save_tower(_tower(_world(), "int8"), tmp_path / "tower")
     tensors = load_file(tmp_path / "tower")
     code, scale_offset = tensors["tables.history.code"], tensors["tables.history.scale_offset"]
-    assert (code.dtype, code.shape) == (torch.uint8, (ITEMS, 16))
-    assert (scale_offset.dtype, scale_offset.shape) == (torch.float16, (ITEMS, 2))
+    assert (code.dtype, code.shape) == (torch.uint8, (NUM_ITEMS, 16))
+    assert (scale_offset.dtype, scale_offset.shape) == (torch.float16, (NUM_ITEMS, 2))
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ from tests.recsys_core.serving.conftest import (
     CONTEXT_FEATURES,
     ITEM_FILES,
     ITEM_IDS,
-    ITEMS,
+    NUM_ITEMS,
+    NUM_USERS,
     TIMES,
     USER_FEATURES,
     USER_IDS,
-    USERS,
     Build,
     World,
 )
@@ -60,7 +60,7 @@ def test_known_users_get_the_exact_best_unseen_items(flat, retriever: Retriever)
     world, _ = flat
     recommendations = retriever.recommend(USER_IDS, k=10)
     ids, scores = recommendations.item_ids, recommendations.scores
-    for user in range(USERS):
+    for user in range(NUM_USERS):
         query = world.query(user, world.log[user])
         assert ids[user].tolist() == world.best(query, seen=world.log[user], k=10)
         rows = [ITEM_IDS.index(item) for item in ids[user]]
@@ -84,12 +84,12 @@ def test_int8_agrees_with_float_on_most_of_the_top(build: Build, flat, retriever
 
 def test_every_index_kind_fills_the_list_without_seen_or_repeated_items(any_retriever: tuple[World, Retriever]) -> None:
     world, retriever = any_retriever
-    for k in (1, 20, ITEMS, ITEMS + 50):
+    for k in (1, 20, NUM_ITEMS, NUM_ITEMS + 50):
         recommendations = retriever.recommend(USER_IDS, k=k)
         ids, scores = recommendations.item_ids, recommendations.scores
         for user, (item_ids, score) in enumerate(zip(ids, scores, strict=True)):
             seen = _seen(world, user)
-            assert len(item_ids) == len(score) == len({*item_ids}) == min(k, ITEMS - len(seen))
+            assert len(item_ids) == len(score) == len({*item_ids}) == min(k, NUM_ITEMS - len(seen))
             assert not seen & {*item_ids} and {*item_ids} <= {*ITEM_IDS}
             assert (np.diff(score) <= 0).all()
 
@@ -113,7 +113,7 @@ def test_without_exclude_stored_history_only_the_given_history_is_excluded(flat,
     world, _ = flat
     rows = world.train[5]
     given = [[ITEM_IDS[row] for row in rows]]
-    (ids,) = retriever.recommend([USER_IDS[5]], k=ITEMS, histories=given, exclude_stored_history=False).item_ids
+    (ids,) = retriever.recommend([USER_IDS[5]], k=NUM_ITEMS, histories=given, exclude_stored_history=False).item_ids
     assert {*ids} == {*ITEM_IDS} - {*given[0]}  # the user's test item may come back
     (best,) = retriever.recommend([USER_IDS[5]], k=8, histories=given, exclude_stored_history=False).item_ids
     assert best.tolist() == world.best(world.query(None, rows), seen=rows, k=8)
@@ -127,8 +127,8 @@ def test_a_history_of_none_keeps_the_stored_one(retriever: Retriever) -> None:
 
 def test_an_unknown_user_without_a_known_item_gets_popular_items(flat, retriever: Retriever) -> None:
     world, _ = flat
-    count = np.bincount(np.concatenate(world.train), minlength=ITEMS)
-    popular = sorted(range(ITEMS), key=lambda row: (-count[row], ITEM_IDS[row]))
+    count = np.bincount(np.concatenate(world.train), minlength=NUM_ITEMS)
+    popular = sorted(range(NUM_ITEMS), key=lambda row: (-count[row], ITEM_IDS[row]))
     recommendations = retriever.recommend([1, 2, USER_IDS[0]], k=15, histories=[[], ["unheard of"], None])
     ids, scores = recommendations.item_ids, recommendations.scores
     for answer, score in zip(ids[:2], scores[:2], strict=True):
@@ -215,7 +215,7 @@ def test_features_of_known_users_are_read_from_the_package(build: Build) -> None
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.lists(st.integers(-3, USERS - 1), max_size=9), st.integers(1, 40), st.data())
+@given(st.lists(st.integers(-3, NUM_USERS - 1), max_size=9), st.integers(1, 40), st.data())
 def test_recommendations_do_not_depend_on_the_rest_of_the_batch(
     retriever: Retriever, users: list[int], k: int, data: st.DataObject
 ) -> None:
@@ -312,7 +312,7 @@ def filtered(request: pytest.FixtureRequest, build: Build) -> tuple[World, Retri
     return world, load(package)
 
 
-IN_TABLE = range(ITEMS - 10)
+IN_TABLE = range(NUM_ITEMS - 10)
 FILTERS: list[tuple[dict[str, Any], list[int]]] = [
     ({"genre": {"in": ["rock", "jazz"]}}, [row for row in IN_TABLE if row % 3 == 0]),
     ({"genre": "pop", "price": {"ge": 10, "lt": 12.5}}, [row for row in IN_TABLE if row % 3 == 1 and row % 50 in (10, 11, 12)]),
@@ -335,15 +335,15 @@ def test_a_filter_is_applied_inside_the_search(
     monkeypatch.setattr("recsys_core.retrieval.search.MAX_EXACT_ITEMS", max_exact)
     world, retriever = filtered
     allowed_ids = {ITEM_IDS[row] for row in allowed}
-    for k in (5, ITEMS):
+    for k in (5, NUM_ITEMS):
         answers = retriever.recommend([*USER_IDS, 1], k=k, filter=item_filter)
         for user, answer in enumerate(answers):
-            seen = _seen(world, user) if user < USERS else set()
+            seen = _seen(world, user) if user < NUM_USERS else set()
             assert len(answer.item_ids) == len({*answer.item_ids}) == min(k, len(allowed_ids - seen))
             assert {*answer.item_ids} <= allowed_ids - seen
         assert answers[-1].fallback == "popularity"
         if retriever.package.index_kind == "flat":
-            for user in range(USERS):
+            for user in range(NUM_USERS):
                 query = world.query(user, world.log[user])
                 assert answers[user].item_ids == world.best(query, seen=world.log[user], k=k, allowed=allowed)
 
@@ -354,11 +354,11 @@ def test_a_remembered_filter_does_not_keep_the_exclusions_of_a_request(
     monkeypatch.setattr("recsys_core.serving.retriever.MAX_LISTED_EXCLUDES", 2)
     _, retriever = filtered
     item_filter = {"stock": [5]}
-    (first,) = retriever.recommend([1], k=ITEMS, filter=item_filter)
-    (fewer,) = retriever.recommend([1], k=ITEMS, filter=item_filter, exclude=first.item_ids[:5])
+    (first,) = retriever.recommend([1], k=NUM_ITEMS, filter=item_filter)
+    (fewer,) = retriever.recommend([1], k=NUM_ITEMS, filter=item_filter, exclude=first.item_ids[:5])
     assert fewer.item_ids == first.item_ids[5:]
-    assert retriever.recommend([1], k=ITEMS, filter=item_filter)[0] == first
-    (times,) = retriever.recommend([1], k=ITEMS, filter={"since": {"lt": TIMES[9]}})
+    assert retriever.recommend([1], k=NUM_ITEMS, filter=item_filter)[0] == first
+    (times,) = retriever.recommend([1], k=NUM_ITEMS, filter={"since": {"lt": TIMES[9]}})
     assert {*times.item_ids} == {*ITEM_IDS[:9]}
 
 
@@ -394,8 +394,8 @@ def test_excluded_items_are_left_out_and_seen_items_come_back_on_request(
         monkeypatch.setattr("recsys_core.serving.retriever.MAX_LISTED_EXCLUDES", max_listed)
         answer = retriever.recommend([USER_IDS[5]], k=5, exclude=[*best[:3], best[1], best[6], "unheard of"])[0]
         assert answer.item_ids == [*best[3:6], *best[7:9]]
-    again = retriever.recommend([USER_IDS[5]], k=ITEMS, exclude_seen=False)[0]
-    assert again.item_ids == world.best(query, seen=[], k=ITEMS)
+    again = retriever.recommend([USER_IDS[5]], k=NUM_ITEMS, exclude_seen=False)[0]
+    assert again.item_ids == world.best(query, seen=[], k=NUM_ITEMS)
 
 
 def test_items_below_the_smallest_score_are_left_out(retriever: Retriever) -> None:
@@ -445,7 +445,7 @@ def test_similar_items_have_the_largest_inner_products(build: Build, index: str)
         assert ITEM_IDS[row] not in answer.item_ids and len(answer.item_ids) == 5 and answer.error is None
     assert answers[3].error == "item_id 'unheard of' is not in the catalogue" and answers[3].item_ids == []
     allowed = FILTERS[0][1]
-    (answer,) = retriever.similar([ITEM_IDS[7]], k=ITEMS, filter=FILTERS[0][0])
+    (answer,) = retriever.similar([ITEM_IDS[7]], k=NUM_ITEMS, filter=FILTERS[0][0])
     assert {*answer.item_ids} == {ITEM_IDS[row] for row in allowed} - {ITEM_IDS[7]}
 
 
@@ -483,8 +483,13 @@ def test_a_package_without_users_answers_from_the_history_of_the_request(build: 
 def test_the_description_of_a_package_has_its_data_and_its_metrics(flat, retriever: Retriever) -> None:
     world, _ = flat
     package = retriever.package
-    assert (package.dim, package.max_k, package.users, package.fallbacks) == (16, ITEMS, "stored", ("history", "popularity"))
-    assert (package.data.num_events, package.data.num_users) == (sum(map(len, world.log)), USERS)
+    assert (package.dim, package.max_k, package.users, package.fallbacks) == (
+        16,
+        NUM_ITEMS,
+        "stored",
+        ("history", "popularity"),
+    )
+    assert (package.data.num_events, package.data.num_users) == (sum(map(len, world.log)), NUM_USERS)
     recall = package.metrics["recall@20"]
     assert 0 < recall.value < 1 and recall.half_width is not None and recall.half_width > 0
 

@@ -15,7 +15,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.lookup_stats import measure_lookups
 from tests.recsys_core.ingest.random_features import facts, feature_store
 
-NUM_USERS, NUM_ITEMS, NUM_EVENTS, BATCH, NEGATIVES = 300, 2000, 9000, 128, 64
+NUM_USERS, NUM_ITEMS, NUM_EVENTS, BATCH, NUM_NEGATIVES = 300, 2000, 9000, 128, 64
 
 
 def skewed_store(*, ordered: bool) -> EventStore:
@@ -51,7 +51,7 @@ def test_expected_lookups_match_those_of_real_batches(ordered: bool, length: int
     features = feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS)
     config = TwoTowerConfig(learn_user_embedding=True, history=MeanHistory(length=length, last_item_feature=length > 0))
     spec = ModelSpec.sized(config, num_users=NUM_USERS, num_items=NUM_ITEMS, facts_by_feature=facts())
-    loss = LossConfig(num_negatives=NEGATIVES, negative_sampling_alpha=alpha, explicit_negatives=known_negatives)
+    loss = LossConfig(num_negatives=NUM_NEGATIVES, negative_sampling_alpha=alpha, explicit_negatives=known_negatives)
     lookup_stats = measure_lookups(spec, batch_size=BATCH, loss=loss, store=store, features=features)
     loader = TrainLoader(
         ExampleSource(
@@ -63,7 +63,7 @@ def test_expected_lookups_match_those_of_real_batches(ordered: bool, length: int
         batch_size=BATCH,
         shard=Shard(0, 1),
         seed=3,
-        num_negatives=NEGATIVES,
+        num_negatives=NUM_NEGATIVES,
         negative_share_I=negative_share(store.train_count_I, alpha),
     )
     batches = [loader.batch(epoch, batch) for epoch in range(2) for batch in range(len(loader) - 1)]

@@ -63,12 +63,12 @@ def queries(world: World) -> tuple[np.ndarray, JaggedArray, dict[str, GivenFeatu
     history = JaggedArray.from_lengths(length, random.integers(0, 300, length.sum()))
     is_given = np.array([True, False, True, True, False, True])
     weights = {"context.single": None, "context.number": random.normal(size=4).astype(np.float32)}
-    given = {
+    given_features = {
         key: GivenFeature(is_given, JaggedArray.from_lengths(is_given, random.integers(0, 6, 4)), weight)
         for key, weight in weights.items()
         if key in world.tables
     }
-    return user_row, history, given
+    return user_row, history, given_features
 
 
 def tower_of(world: World, *, quantization: Any = "fp32") -> ServedQueryTower:
@@ -100,9 +100,9 @@ def test_padded_lists_give_the_vectors_of_the_served_tower(
     history = {"pooling": pooling} | model.get("history", {})
     world = World(config_of(**(model | {"history": history})), features=features)
     tower = tower_of(world, quantization=quantization)
-    user_row, lists, given = queries(world)
-    expected = tower(user_row, lists, features=world.user_features, given=given).numpy()
-    inputs = padded_inputs(tower, user_row, lists, features=world.user_features, given=given)
+    user_row, lists, given_features = queries(world)
+    expected = tower(user_row, lists, features=world.user_features, given_features=given_features).numpy()
+    inputs = padded_inputs(tower, user_row, lists, features=world.user_features, given_features=given_features)
     actual = PaddedQueryTower(tower)({name: torch.from_numpy(values) for name, values in inputs.items()})
     np.testing.assert_allclose(actual.detach().numpy(), expected, rtol=1e-5, atol=1e-5)
 
@@ -124,13 +124,13 @@ def test_processes_without_this_project_give_the_same_vectors(
     assert Retriever.load(package.folder).package.exports == ("pt2", "onnx")
     description = PackageDescription.model_validate_json((folder / "package.json").read_bytes())
     contents = open_contents(folder, description)
-    user_row, lists, given = queries(world)
+    user_row, lists, given_features = queries(world)
     for start, end in ((0, 6), (3, 4)):  # a batch, and a single query
         rows = np.arange(start, end)
         arguments = (user_row[rows], lists.take(rows))
-        given_rows = {key: feature.take(rows) for key, feature in given.items()}
-        expected = contents.tower(*arguments, features=contents.users.features, given=given_rows).numpy()
-        inputs = padded_inputs(contents.tower, *arguments, features=contents.users.features, given=given_rows)
+        given_rows = {key: feature.take(rows) for key, feature in given_features.items()}
+        expected = contents.tower(*arguments, features=contents.users.features, given_features=given_rows).numpy()
+        inputs = padded_inputs(contents.tower, *arguments, features=contents.users.features, given_features=given_rows)
         (tmp_path / "inputs.json").write_text(
             json.dumps({name: (str(values.dtype), values.tolist()) for name, values in inputs.items()})
         )

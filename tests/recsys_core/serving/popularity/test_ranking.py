@@ -18,10 +18,10 @@ from tests.recsys_core.serving.conftest import (
     CONTEXT_FEATURES,
     ITEM_FILES,
     ITEM_IDS,
-    ITEMS,
+    NUM_ITEMS,
+    NUM_USERS,
     USER_FEATURES,
     USER_IDS,
-    USERS,
     Build,
     World,
 )
@@ -37,7 +37,7 @@ def built(build: Build) -> tuple[World, PackageManifest]:
 
 def expected_counts(world: World) -> dict[int, Counter[str]]:
     counts: dict[int, Counter[str]] = {row: Counter() for row in range(NUM_ROWS)}
-    for user in range(USERS):
+    for user in range(NUM_USERS):
         row = int(world.features.feature_by_key[KEY].table_rows[user])
         counts[row].update(ITEM_IDS[item] for item in world.train[user])
     return counts
@@ -85,11 +85,11 @@ def test_an_answer_longer_than_the_segment_continues_with_the_items_of_all_users
     world, package = built
     retriever, counts = Retriever.load(package.folder), expected_counts(world)
     row = max(range(1, NUM_ROWS), key=lambda row: counts[row].total())
-    query = {"k": ITEMS, "features": {COLUMN: [f"{KEY} {row}"]}}
+    query = {"k": NUM_ITEMS, "features": {COLUMN: [f"{KEY} {row}"]}}
     (answer,) = retriever.recommend([None], **query)  # type: ignore[arg-type]
     assert sorted(answer.item_ids) == sorted(ITEM_IDS)
     assert {*answer.item_ids[: len(counts[row])]} == {*counts[row]} and not any(answer.scores[len(counts[row]) :])
-    (everyone,) = retriever.recommend([None], k=ITEMS)
+    (everyone,) = retriever.recommend([None], k=NUM_ITEMS)
     assert answer.item_ids[len(counts[row]) :] == [item for item in everyone.item_ids if item not in counts[row]]
     excluded = answer.item_ids[:5]
     (allowed,) = retriever.recommend([None], **query, exclude=excluded, filter={"genre": "rock"})  # type: ignore[arg-type]

@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import ByteSize, TypeAdapter
 
@@ -14,7 +13,6 @@ from flows.settings.workload import check_sizes, data_of_dataset, data_of_sizes,
 from recsys_core.estimates.constants import CONSTANTS_PATH, packaged_constants
 from recsys_core.estimates.run_estimate import RunEstimate, estimate_run
 from recsys_core.estimates.workload import Data, Machines
-from recsys_core.sharding.config import ClusterConfig
 from recsys_core.sharding.plan_file import PlanFile, format_ranges
 from recsys_core.sharding.planner import write_plan
 from recsys_core.units import format_bytes, format_duration, format_milliseconds
@@ -37,17 +35,12 @@ class PlannedSizes:
     cores_per_host: int | None = None
 
 
-def plan_sharding(config: PipelineConfig, *, cluster_settings: dict[str, Any], sizes: PlannedSizes, as_json: bool) -> None:
+def plan_sharding(config: PipelineConfig, *, sizes: PlannedSizes, as_json: bool) -> None:
     """Plan the sharding and estimate a run, for the data of the config or for other sizes; write and print both.
 
     Without sizes, the data are ingested first. The files are kept in <workspace>/plan.
-
-    Args:
-        cluster_settings: settings that replace settings of sharding.cluster.
     """
     check_sizes(sizes.num_users, sizes.num_items, sizes.num_events)
-    cluster = ClusterConfig(**(config.sharding.cluster.model_dump() | cluster_settings))
-    config = config.model_copy(update={"sharding": config.sharding.model_copy(update={"cluster": cluster})})
     run = Run("plan", workspace=config.workspace.absolute(), parent="")
     plan, data = _plan_of_sizes(config, sizes) if sizes.num_users is not None else _plan_of_data(config, run)
     machines = Machines(

@@ -3,14 +3,13 @@
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.dataset.events import EventStore
 from recsys_core.errors import InputError
-from recsys_core.estimates.distinct_items import num_distinct_items
 from recsys_core.estimates.model_stages import num_steps
 from recsys_core.estimates.workload import Data, IndexLoad, Machines, TrainingLoad, Workload
 from recsys_core.manifests import Dataset
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import ID_TABLES, OFFSET_TABLE
 from recsys_core.retrieval.kinds import AnyIndexKind, Hnsw
-from recsys_core.sharding.lookup_stats import LookupStats
+from recsys_core.sharding.lookup_stats import LookupStats, num_distinct_items
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan
 

@@ -18,8 +18,7 @@ from typing import Any
 
 from mlflow.entities.model_registry import ModelVersion
 
-from recsys_core.comparison.decision import Evidence, Verdict, decide, missing_evidence, write_evidence
-from recsys_core.comparison.watch import ALARM_E_VALUE, e_value
+from recsys_core.comparison.decision import ALARM_E_VALUE, Evidence, Verdict, decide, e_value, missing_evidence, write_evidence
 from recsys_core.errors import StageError
 from recsys_core.evaluation.config import FeatureSlice
 from recsys_core.evaluation.metrics import USER_METRICS_FILE, UserMetrics, read_user_metrics

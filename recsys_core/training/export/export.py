@@ -36,8 +36,8 @@ from recsys_core.training.dense_parallel import gather_tensors
 from recsys_core.training.export.append_block import append_block
 from recsys_core.training.export.encoding import Encoder, RankWriter
 from recsys_core.training.export.item_columns import Share
-from recsys_core.training.export.popularity_choice import choose_popularity
 from recsys_core.training.export.ranking import write_rankings
+from recsys_core.training.export.validated_choice import choose_popularity
 from recsys_core.training.job import ExportJob
 from recsys_core.training.optimizers import accumulator_shards, has_accumulators, make_optimizer
 from recsys_core.training.setup import TrainingSetup, export_bytes

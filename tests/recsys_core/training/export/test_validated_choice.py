@@ -13,7 +13,7 @@ from recsys_core.models.config import FixedPopularity, TwoTowerConfig, Validated
 from recsys_core.models.popularity import PopularityWeight, item_popularity
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training.config import ValidationConfig
-from recsys_core.training.export.popularity_choice import choose_popularity
+from recsys_core.training.export.validated_choice import choose_popularity
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
 from tests.recsys_core.training.export.validation_metric import mean_ndcg
 

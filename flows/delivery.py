@@ -31,7 +31,7 @@ def deliver(config: PipelineConfig) -> list[str]:
 
 
 def _write_recommendations(config: PipelineConfig) -> str | None:
-    """Write the recommendations for many users if they are not those of the champion; return the error as one sentence."""
+    """Write the recommendations for many users unless the champion has written them; return the error as one sentence."""
     folder = config.delivery.recommendations.folder
     if folder is None:
         return None

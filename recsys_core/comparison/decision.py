@@ -16,7 +16,7 @@ from recsys_core.config import Frozen
 Verdict = Literal["promoted", "not_promoted", "not_enough_data"]
 EVIDENCE_FILE = "evidence.json"
 ALARM_E_VALUE = 20.0
-"""Product of e-values that is reported. A champion that does not lose is reported with a probability of at most 1/20."""
+"""Product of e-values that raises an alarm. A champion that does not lose raises it with a probability of at most 1/20."""
 MAX_LOG_E_VALUE = 300.0
 """Limit of the exponent, far above any threshold."""
 

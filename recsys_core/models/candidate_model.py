@@ -65,7 +65,7 @@ class CandidateModel(nn.Module):
         Args:
             tables: name -> [R, D], the tables of the item features. Arrays may be memory maps.
             dense: state of the trained dense layers; names with the prefix `item.` are used.
-            item_map: map of the concatenated trained vectors and spectral blocks, for a model with a block.
+            item_map: matrix by which concatenated trained vectors and spectral blocks are multiplied, for a model with a block.
         """
         state = {f"tower.{name.removeprefix('item.')}": tensor for name, tensor in dense.items() if name.startswith("item.")}
         state |= {

@@ -1,7 +1,7 @@
 """The popularity term of a score: a weight times a popularity, the last numbers of the query vector and of the item vector.
 
-The score stays one inner product, so indexes, packages and vector stores need no change. Under cosine similarity, the vectors
-are then longer than 1.
+The score stays one inner product, so indexes, packages and vector stores need no change. Under cosine similarity, the norms
+are then above 1.
 
 Shapes: B queries, V items, I items of the catalogue, D width of a vector.
 """

@@ -25,7 +25,7 @@ GOLDEN_NAME = "golden.json"
 CANDIDATE_NAME = "candidate.safetensors"
 """File with the candidate tower, which embeds items that come later; see recsys_core.refresh."""
 SOURCES_NAME = "item_sources.npy"
-"""File with the input tables that had each item: the sum of FROM_VECTORS and FROM_FEATURES."""
+"""File with the input tables of each item, coded as a sum of FROM_VECTORS and FROM_FEATURES."""
 FROM_VECTORS, FROM_FEATURES = 1, 2
 FORMAT_VERSION: Final = 7
 QUERY_COLUMNS = ("user_id", "history")

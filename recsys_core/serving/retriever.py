@@ -30,7 +30,7 @@ MAX_BATCH_RESULTS = 1 << 20
 """Largest number of recommended items (B * K) per batch; a larger request is split."""
 MAX_BATCH_QUERIES = 1024
 MAX_LISTED_EXCLUDES = 1_000
-"""Up to this many items that no query gets are excluded from the candidates of each query. More are left out of the search."""
+"""Up to this many items that no query gets are dropped from the results of the search. With more, the search skips them."""
 MAX_POPULARITY_WEIGHT = 1e4
 MAX_REMEMBERED_FILTERS = 16
 
@@ -190,7 +190,7 @@ class Retriever:
         return joined(parts) if parts else self._nothing()
 
     def similar(self, item_ids: Sequence[Id] | NDArray[Any], k: int = 10, **options: Unpack[SearchOptions]) -> Recommendations:
-        """Return the k items whose vectors have the largest inner product with the vector of each item. It is left out itself.
+        """Return the k items with the largest inner product with the vector of each item. The item itself is left out.
 
         Terms for the popularity and spectral blocks are left out: they belong to the score of a query.
         An item that is not in the catalogue has an error in the result. `exclude_seen` has no effect.

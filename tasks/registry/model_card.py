@@ -30,10 +30,11 @@ def model_card(
     evaluation = context.results[EvaluationManifest]
     table = to_markdown(metric_table(evaluation.metrics, half_widths=evaluation.half_widths))
     run_info = mlflow_run.info
+    measured = "On the test events" if refit_of is None else f"Metrics of version {refit_of}, on the test events"
     sections = [
         _model_section(context, package),
         _data_section(context),
-        f"## Metrics\n\n{_measured(refit_of)}, over the full catalogue, with confidence intervals of users:\n\n{table}",
+        f"## Metrics\n\n{measured}, over the full catalogue, with confidence intervals of users:\n\n{table}",
         _limits_section(context, package, refit_of=refit_of),
         _serving_section(model_name, package),
         f"Run {context.run.run_id}: [MLflow run](#/experiments/{run_info.experiment_id}/runs/{run_info.run_id})",
@@ -45,10 +46,6 @@ def model_card(
         if len(card) <= MAX_CARD_CHARACTERS:
             return card
     return "\n\n".join(sections)[:MAX_CARD_CHARACTERS]
-
-
-def _measured(refit_of: str | None) -> str:
-    return "On the test events" if refit_of is None else f"Those of version {refit_of}, on the test events"
 
 
 def _model_section(context: StageContext, package: PackageDescription) -> str:

@@ -221,7 +221,7 @@ class CpuChunk:
 def _filled_tiles(
     columns: NDArray[np.int64], *, num_columns: int, tile_columns: int
 ) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Yield the width of each tile that has to be filled, and indices into `columns` of those that have their place in it.
+    """Yield the width of each tile to fill, and the indices into `columns` of the columns that are placed in it.
 
     columns: distinct columns of a block of `num_columns` columns. Its last tile may be narrower than `tile_columns`.
 

@@ -1,4 +1,4 @@
-"""query.pt2 and query.onnx: the query tower for torch.export and ONNX, compared with the served tower before they stay.
+"""query.pt2 and query.onnx: the query tower for torch.export and ONNX, which is compared with the served tower.
 
 Shapes: B queries, D width of a vector.
 """

@@ -46,7 +46,7 @@ def append_block(
     """Append the block to the item and query vectors of the export in `folder`, write its files, and return its weight.
 
     The weight is a multiple of the standard deviation of the trained scores over the catalogue. Validation and test events
-    are used only in the histories of queries. The vectors of all items are in memory, those of the queries in chunks.
+    are used only in the histories of queries. All item vectors are in memory, query vectors only in chunks.
 
     Args:
         train_log: store whose training events are decomposed, with the same rows as `store`; None means `store`.

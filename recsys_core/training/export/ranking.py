@@ -100,8 +100,8 @@ def rank_on_ranks(
 def _in_whole_chunks(queries: Queries, *, query_count_W: Int64Array, rank: int, chunk_queries: int) -> tuple[Queries, slice]:
     """Return the queries of whole chunks, and the range of this rank's queries among them.
 
-    The other queries of the first and the last chunk are on other ranks. A copy of an own query is in the place of each of
-    them, so that an own query has the same place in a matrix product of the same shape with any number of ranks.
+    The other queries of the first and the last chunk are on other ranks. Copies of this rank's queries take their places, so
+    that each query has the same place in a matrix product of the same shape for any number of ranks.
     """
     num_own, first_query = int(query_count_W[rank]), int(query_count_W[:rank].sum())
     if num_own == 0:

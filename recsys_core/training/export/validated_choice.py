@@ -35,7 +35,7 @@ def best_weight(
     store: EventStore,
     validation: ValidationConfig | None,
 ) -> float:
-    """Return the weight with the best metric of `validation` on its users; the smallest of equally good ones.
+    """Return the weight with the best metric of `validation` on its users; of equally good weights, the smallest.
 
     A single weight is returned without a ranking. All items are ranked, also with `candidates: cold`: a cold item has neither a
     block nor a popularity, so a weight does not change the order of the cold items.

@@ -93,7 +93,7 @@ def load_form_config(path: str, overrides: Sequence[str] = ()) -> PipelineConfig
     )
 
 
-def name_unknown_parameters(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
+def fail_unknown_parameters(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
     """Set a flow run with unknown parameters to Failed. Prefect calls this hook when it refuses to start the run."""
     unknown_names = sorted(flow_run.parameters.keys() - flow.parameters.properties.keys())
     if unknown_names:

@@ -321,11 +321,11 @@ class PipelineConfig(Settings):
 
     @model_validator(mode="after")
     def _item_vectors_are_stored(self) -> Self:
-        served = self.index.served
-        if self.package.item_vectors == "none" and (isinstance(served, Auto) or not served.has_vectors):
+        served_kind = self.index.served
+        if self.package.item_vectors == "none" and (isinstance(served_kind, Auto) or not served_kind.has_vectors):
             raise ValueError(
-                f"package.item_vectors is none, but an index of kind {served.kind} may not contain readable vectors; set it to "
-                "fp16 or fp32, or set index.served to flat, hnsw, ivf_flat or ivf_sq8"
+                f"package.item_vectors is none, but an index of kind {served_kind.kind} may not contain readable vectors; set "
+                "it to fp16 or fp32, or set index.served to flat, hnsw, ivf_flat or ivf_sq8"
             )
         return self
 

@@ -70,7 +70,7 @@ Values = tuple[list[int], list[float] | None]
 """Table rows and weights of a feature in a request."""
 
 
-class World:
+class ExportedModel:
     """The float model and the log, from which a test computes the expected recommendations."""
 
     def __init__(self, config: TwoTowerConfig, *, features: Sequence[str] = ()) -> None:
@@ -171,7 +171,7 @@ def _vocabularies(facts_by_feature: Mapping[str, IngestedFeature]) -> dict[str, 
     }
 
 
-Build = Callable[..., tuple[World, PackageManifest]]
+Build = Callable[..., tuple[ExportedModel, PackageManifest]]
 
 
 @pytest.fixture(scope="session")
@@ -189,26 +189,28 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
         features: Sequence[str] = (),
         item_files: Mapping[str, pa.Table] | None = None,
         **model: object,
-    ) -> tuple[World, PackageManifest]:
+    ) -> tuple[ExportedModel, PackageManifest]:
         folder = tmp_path_factory.mktemp("chain")
-        world = World(config_of(**model), features=features)  # type: ignore[arg-type]
+        exported = ExportedModel(config_of(**model), features=features)  # type: ignore[arg-type]
         interactions = interactions_stage(
             folder / "interactions",
-            train=world.train,
-            validation=[[] for _ in world.train],
-            test=world.test,
+            train=exported.train,
+            validation=[[] for _ in exported.train],
+            test=exported.test,
             items=NUM_ITEMS,
             item_ids=ITEM_IDS,
             user_ids=USER_IDS,
         )
         export = export_stage(
             folder / "export",
-            item_vectors=world.item_vectors,
-            queries={"test": (range(NUM_USERS), np.stack([world.query(user, world.train[user]) for user in range(NUM_USERS)]))},
-            spec=world.spec,
-            tables=world.tables,
-            history_items=world.history_items,
-            dense=world.towers.state_dict(),
+            item_vectors=exported.item_vectors,
+            queries={
+                "test": (range(NUM_USERS), np.stack([exported.query(user, exported.train[user]) for user in range(NUM_USERS)]))
+            },
+            spec=exported.spec,
+            tables=exported.tables,
+            history_items=exported.history_items,
+            dense=exported.towers.state_dict(),
         )
         package = build_package(
             PackageConfig(
@@ -229,9 +231,9 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
                 interactions,
                 features=features_stage(
                     folder / "features",
-                    world.features,
-                    facts=world.facts,
-                    tables=_vocabularies(world.facts) | dict(item_files or {}),
+                    exported.features,
+                    facts=exported.facts,
+                    tables=_vocabularies(exported.facts) | dict(item_files or {}),
                 )
                 if features or item_files
                 else None,
@@ -239,6 +241,6 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
             evaluation=evaluate(EvaluationConfig(), export=export, dataset=Dataset(interactions), folder=folder / "evaluation"),
             folder=folder / "package",
         )
-        return world, package
+        return exported, package
 
     return build_it

@@ -34,7 +34,7 @@ PROFILER_WARMUP_STEPS = 2
 class MetricsLog:
     """Writer of metrics.jsonl: means over the ranks and the steps since the previous line.
 
-    On a CPU every step is timed. On a GPU only sampled steps are, because timing a step waits for the device.
+    On a CPU every step is timed. On a GPU only sampled steps are timed, because timing waits for the device.
 
     Args:
         first_step: number of completed steps. Lines of later steps are removed, because this attempt repeats these steps.

@@ -22,7 +22,7 @@ from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.held_out import HeldOut, load_held_out
 from recsys_core.evaluation.ranking.served import rank_served
 from recsys_core.manifests import ExportManifest, InteractionsManifest
-from recsys_core.models.popularity import append_popularity, item_popularity
+from recsys_core.models.score_terms import append_popularity, item_popularity
 from recsys_core.models.spec import ModelSpec
 
 DEFAULT_MULTIPLES = (-0.5, -0.25, -0.1, 0.0, 0.1, 0.25, 0.5)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.models.ensemble import make_candidate_tower
 from recsys_core.models.history import pool_lists
-from recsys_core.models.popularity import UNSEEN_POPULARITY, append_popularity
+from recsys_core.models.score_terms import UNSEEN_POPULARITY, append_popularity
 from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.models.tables.initialisation import scale_to_norm
 from recsys_core.models.tables.table_config import random_norm

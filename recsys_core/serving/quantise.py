@@ -20,8 +20,8 @@ from recsys_core.errors import StageError
 from recsys_core.models.config import Quantization
 from recsys_core.models.ensemble import make_query_tower
 from recsys_core.models.history import pool_lists
+from recsys_core.models.score_terms import SpectralBlock, history_totals
 from recsys_core.models.spec import ModelSpec, module_name
-from recsys_core.models.spectral_block import SpectralBlock, history_totals
 
 if TYPE_CHECKING:
     from recsys_core.serving.given_features import GivenFeature

@@ -24,8 +24,8 @@ from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import chunk_slices
 from recsys_core.dataset.layout import allocate_npy, memory_map, save_npy
 from recsys_core.models.config import SpectralBlockSettings
+from recsys_core.models.score_terms import BLOCK_HISTORY_FILE, BLOCK_MAPS_FILE, history_totals
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.spectral_block import BLOCK_HISTORY_FILE, BLOCK_MAPS_FILE, history_totals
 from recsys_core.training.config import ValidationConfig
 from recsys_core.training.export.validated_choice import best_weight
 

@@ -12,7 +12,7 @@ from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.evaluation.popularity_curve import plot_curve, popularity_curve
 from recsys_core.manifests import Dataset, ExportManifest, InteractionsManifest
 from recsys_core.models.config import TwoTowerConfig
-from recsys_core.models.popularity import item_popularity
+from recsys_core.models.score_terms import item_popularity
 from recsys_core.models.spec import ModelSpec
 from tests.recsys_core.evaluation.stage_folders import export_stage, interactions_stage
 

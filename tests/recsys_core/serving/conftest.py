@@ -15,7 +15,7 @@ from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.manifests import Dataset, IngestedFeature, PackageManifest
 from recsys_core.models.config import PackageConfig, TowerConfig, TwoTowerConfig
 from recsys_core.models.ensemble import make_candidate_tower, make_query_tower
-from recsys_core.models.popularity import append_popularity, item_popularity
+from recsys_core.models.score_terms import append_popularity, item_popularity
 from recsys_core.models.spec import ModelSpec
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_indexes

@@ -18,8 +18,8 @@ from recsys_core.ingest.log.merged_splits import merge_splits
 from recsys_core.manifests import InteractionsManifest, load_manifest
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.ensemble import make_query_tower
+from recsys_core.models.score_terms import BLOCK_HISTORY_FILE, BLOCK_MAPS_FILE
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.spectral_block import BLOCK_HISTORY_FILE, BLOCK_MAPS_FILE
 from recsys_core.serving.exports.padded_tower import PaddedQueryTower, padded_inputs
 from recsys_core.serving.quantise import BlockArrays, ServedQueryTower, build_tower
 from recsys_core.training.config import ValidationConfig

@@ -10,7 +10,7 @@ import torch
 from recsys_core.dataset.events import EventStore
 from recsys_core.errors import InputError
 from recsys_core.models.config import FixedPopularity, TwoTowerConfig, ValidatedPopularity
-from recsys_core.models.popularity import PopularityWeight, item_popularity
+from recsys_core.models.score_terms import PopularityWeight, item_popularity
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training.config import ValidationConfig
 from recsys_core.training.export.validated_choice import choose_popularity

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from recsys_core.errors import InputError
-from recsys_core.estimates.distinct_items import num_distinct_items
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import TableConfig, TableOptimizer
 from recsys_core.preflight import installed_versions
 from recsys_core.sharding.config import ClusterConfig, ShardingConfig
-from recsys_core.sharding.lookup_stats import LookupStats
+from recsys_core.sharding.lookup_stats import LookupStats, num_distinct_items
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan
 

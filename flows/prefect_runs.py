@@ -1,4 +1,4 @@
-"""Prefect's API: its client, fields of forms, names, tags and addresses of flow runs, and the end of runs that died."""
+"""Access to Prefect: its client, fields of forms, and the names and states of flow runs."""
 
 import logging
 import os
@@ -84,8 +84,8 @@ def load_form_config(path: str, overrides: Sequence[str] = ()) -> PipelineConfig
         if runtime.deployment.id is None:
             raise
         with get_client(sync_client=True) as client:
-            own_path = client.read_deployment(UUID(runtime.deployment.id)).parameters.get("pipeline")
-        if own_path is not None and Path(path).resolve().is_relative_to(Path(own_path).parent.resolve()):
+            deployed_path = client.read_deployment(UUID(runtime.deployment.id)).parameters.get("pipeline")
+        if deployed_path is not None and Path(path).resolve().is_relative_to(Path(deployed_path).parent.resolve()):
             raise
     raise InputError(
         f"{printable(path)}: this file or one of the overrides is not a valid config; the reason is shown only for files in "
@@ -93,8 +93,8 @@ def load_form_config(path: str, overrides: Sequence[str] = ()) -> PipelineConfig
     )
 
 
-def name_unknown_parameters(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
-    """Set a flow run with unknown parameters to Failed. A hook for crashed runs, because Prefect does not start such a run."""
+def fail_unknown_parameters(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
+    """Set a flow run with unknown parameters to Failed. Prefect calls this hook when it refuses to start the run."""
     unknown_names = sorted(flow_run.parameters.keys() - flow.parameters.properties.keys())
     if unknown_names:
         message = (
@@ -109,8 +109,8 @@ def name_unknown_parameters(flow: Flow[..., Any], flow_run: FlowRun, state: Stat
 def run_id_in(workspace: Workspace) -> str:
     """Return the run id of the current flow run in `workspace`: a time, and eight characters of the flow run's id.
 
-    The time is the scheduled one, or a time after all earlier runs: the clock may have been set back. If the flow run is
-    retried, it keeps its id, so the retry resumes the run in the same folder.
+    The time is the scheduled time. If the clock was set back, it is a time after the last run. A retried flow run keeps its
+    id, so the retry resumes the run in the same folder.
     """
     suffix = f"-{runtime.flow_run.id[:8]}"
     earlier_id = next((run.run_id for run in workspace.runs() if run.run_id.endswith(suffix)), None)
@@ -158,7 +158,7 @@ def end_as_crashed(flow_run_id: UUID, *, message: str, only_running: bool = Fals
 
 
 def end_lost_runs(deployment_id: UUID, *, current_flow_run_id: UUID | None = None) -> None:
-    """Set the flow runs of a deployment that have begun and not ended to Crashed.
+    """Set the unfinished flow runs of a deployment to Crashed. Scheduled flow runs are not changed.
 
     Call this function only if no process of these flow runs can be alive. The flow run `current_flow_run_id` is not changed.
     """

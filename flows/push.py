@@ -18,7 +18,7 @@ LOCK_NAME = "push.lock"
 def push_version(config: PipelineConfig, *, version: str = "champion") -> tuple[list["Pushed"], list[str]]:
     """Push a version to each store of the config. Return the results, and one sentence for each store that failed.
 
-    A second push in the same workspace waits for the first one.
+    A second push in the same workspace waits for the first.
 
     Args:
         version: number or alias of the version.
@@ -41,7 +41,7 @@ def push_version(config: PipelineConfig, *, version: str = "champion") -> tuple[
 
 
 def push_champion(config: PipelineConfig) -> str | None:
-    """Push the champion to each store of the config. Return why a store did not get it; None if all did, or there is none.
+    """Push the champion, if there is one, to each store of the config. Return why a store did not get it; None if all did.
 
     A store that has the champion already is only checked, so a push that failed is repeated after the next run. The champion
     stays in any case.

@@ -94,7 +94,7 @@ def recommend_many(config: PipelineConfig, *, folder: Path, model_uri: str | Non
     A second process in the same workspace waits for the first one, and then loads the version that is champion at that time.
 
     Args:
-        model_uri: version that recommends; None for the champion.
+        model_uri: version that recommends; None means the champion.
     """
     from tasks.delivery.recommendations import write_recommendations  # imports torch and FAISS
     from tasks.progress.reporting import show_bar

@@ -83,7 +83,7 @@ class GateNoise(Frozen):
 def backtest(config: PipelineConfig, num_days: int) -> list[Day]:
     """Run the pipeline once for each of the last days of the log, with the events up to the end of that day.
 
-    Each run continues from the versions of the runs before it, as in production. The vectors and features are those of today.
+    Each run continues from the versions of the runs before it, as in production. All runs read today's vectors and features.
 
     Raises:
         InputError: the log has no event times.

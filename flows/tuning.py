@@ -12,8 +12,8 @@ from prefect import flow
 
 from flows.prefect_runs import name_flow_run
 from flows.settings.config_file import dump_config, settings_as_yaml, with_settings
-from flows.settings.default_ranges import default_ranges, first_trials
 from flows.settings.pipeline import PipelineConfig
+from flows.settings.suggested import default_ranges, first_trials
 from recsys_core.errors import InputError
 from recsys_core.manifests import Dataset, fingerprint_of
 from recsys_core.training.train import train

@@ -55,14 +55,12 @@ def table_chunk_seed(seed: int, *, table: str, chunk: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1  # 63 bits: torch requires signed 64-bit seeds
 
 
-def negatives_key(seed: int, *, epoch: int, rank: int) -> NDArray[np.uint64]:
-    """Return the two numbers of the key for the Philox generator that draws the negatives of one epoch on one rank."""
-    return np.random.SeedSequence([seed, epoch, rank]).generate_state(2, np.uint64).astype(np.uint64, copy=False)
+def negatives_key(seed: int, *, epoch: int, rank: int, known: bool = False) -> NDArray[np.uint64]:
+    """Return the two numbers of the key for the Philox generator that draws the negatives of one epoch on one rank.
 
-
-def known_negatives_key(seed: int, *, epoch: int, rank: int) -> NDArray[np.uint64]:
-    """Return the key of the Philox generator that draws the known negatives of an unordered log. See `negatives_key`."""
-    return np.random.SeedSequence([seed, epoch, rank, 1]).generate_state(2, np.uint64).astype(np.uint64, copy=False)
+    known: whether the key is for the known negatives of an unordered log.
+    """
+    return np.random.SeedSequence([seed, epoch, rank, *[1] * known]).generate_state(2, np.uint64).astype(np.uint64, copy=False)
 
 
 def trial_seed(seed: int, *, trial: int) -> int:

@@ -59,3 +59,8 @@ def format_duration(seconds: float | None) -> str:
         return f"{round(seconds) // 60} min {round(seconds) % 60:02} s"
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min"
+
+
+def format_metric(value: float | None) -> str:
+    """Format a metric with four decimals; "-" if it was not measured."""
+    return "-" if value is None else f"{value:.4f}"

@@ -1,7 +1,9 @@
 """Arguments and options that several commands share."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,10 +28,16 @@ MlflowPort = Annotated[int, typer.Option(help="port of the MLflow UI")]
 
 @dataclass(frozen=True)
 class ConfigOptions:
-    """The argument FILE and the options --set of a command."""
+    """The argument FILE and the options --set and --json of a command."""
 
     path: Path
     overrides: tuple[str, ...] = ()
+    as_json: bool = False
+
+    def with_settings(self, settings: Mapping[str, object]) -> "ConfigOptions":
+        """Return the options with an override for each setting that is not None."""
+        overrides = (f"{name}={json.dumps(value)}" for name, value in settings.items() if value is not None)
+        return replace(self, overrides=(*self.overrides, *overrides))
 
     def read(self) -> "LoadedConfig":
         """Return the config."""
@@ -44,18 +52,26 @@ class ConfigOptions:
         return loaded
 
 
-def takes_config(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command with the argument FILE and the option --set, which `command` receives as ConfigOptions."""
+def takes_config(command: Callable[..., None], *, prints_json: bool = False) -> Callable[..., None]:
+    """Return a command with the argument FILE and the option --set, which `command` receives as ConfigOptions.
 
-    def command_with_config(config_path: ConfigPath = DEFAULT_CONFIG_PATH, overrides: Overrides = None, **options: Any) -> None:
-        command(ConfigOptions(config_path, tuple(overrides or ())), **options)
+    With `prints_json`, it also has the option --json.
+    """
 
-    *config_parameters, _ = signature(command_with_config).parameters.values()
+    def command_with_config(
+        config_path: ConfigPath = DEFAULT_CONFIG_PATH, overrides: Overrides = None, as_json: AsJson = False, **options: Any
+    ) -> None:
+        command(ConfigOptions(config_path, tuple(overrides or ()), as_json), **options)
+
+    *config_parameters, json_parameter, _ = signature(command_with_config).parameters.values()
     _, *own_parameters = signature(command).parameters.values()
     keyword_parameters = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in own_parameters]
     # Typer reads the options from these attributes.
-    parameters = [*config_parameters, *keyword_parameters]
+    parameters = [*config_parameters, *keyword_parameters, *[json_parameter.replace(kind=Parameter.KEYWORD_ONLY)] * prints_json]
     command_with_config.__signature__ = signature(command).replace(parameters=parameters)  # type: ignore[attr-defined]
     command_with_config.__annotations__ |= command.__annotations__
     command_with_config.__name__, command_with_config.__doc__ = command.__name__, command.__doc__
     return command_with_config
+
+
+takes_config_and_json = partial(takes_config, prints_json=True)

@@ -17,6 +17,7 @@ from flows.settings.pipeline import PipelineConfig
 from flows.settings.suggested import SuggestedConfig
 from flows.settings.template import require_new_file, to_commented_yaml
 from recsys_core.errors import InputError, StageError
+from recsys_core.units import format_metric
 from tasks.runs.context import StageContext
 from tasks.runs.run import REDUCED_FILE_NAME, Run
 from tasks.tuning.config import TuningConfig, format_setting_value, label_of
@@ -179,7 +180,7 @@ def popularity_curve(loaded: LoadedConfig, *, run_id: str | None, weights: str |
     rows = [
         [
             f"{point.weight:.4g}{' (this run)' if point.is_served else ''}",
-            *(output.format_metric(point.metrics.get(name)) for name in names),
+            *(format_metric(point.metrics.get(name)) for name in names),
         ]
         for point in points
     ]
@@ -245,7 +246,7 @@ def print_study(study: "StudyResult", *, config_path: Path) -> None:
     rows = [
         [
             str(trial.number),
-            output.format_metric(trial.value),
+            format_metric(trial.value),
             str(max(trial.epochs, default=0)),
             f"{trial.seconds:,.0f}",
             *(
@@ -288,7 +289,7 @@ def print_days(config: PipelineConfig, days: "list[Day]") -> None:
             f"{day.until:%Y-%m-%d %H:%M}",
             day.state,
             day.version or "-",
-            *(output.format_metric(day.metrics.get(f"{prefix}/{metric}")) for prefix in metric_prefixes),
+            *(format_metric(day.metrics.get(f"{prefix}/{metric}")) for prefix in metric_prefixes),
         ]
         for day in days
     ]
@@ -314,10 +315,10 @@ def print_gate_noise(config: PipelineConfig, noise: "GateNoise") -> None:
     """Print a row per seed, and what the spread means for the margin of the gate."""
     margin = config.registry.gate.max_relative_drop
     chance = f"{100 * noise.chance_of_drop(margin):.1f} %"
-    rows = [[str(seed), output.format_metric(value)] for seed, value in noise.value_by_seed.items()]
+    rows = [[str(seed), format_metric(value)] for seed, value in noise.value_by_seed.items()]
     output.print_table(["training.seed", noise.metric], rows)
     facts = {
-        "mean": output.format_metric(noise.mean),
+        "mean": format_metric(noise.mean),
         "spread": f"{100 * noise.relative_sd:.1f} % of the mean (standard deviation between seeds)",
         "margin": f"{100 * margin:g} %; a training that differs only in its seed is worse by more than this margin in {chance} "
         "of the runs",

@@ -1,7 +1,6 @@
 """The `nightjar` command. Exit codes: 0 success, 1 failure, 2 invalid config or input, 130 SIGINT, 143 SIGTERM."""
 
 import atexit
-import json
 import os
 import sys
 from importlib.metadata import version as version_of
@@ -12,7 +11,7 @@ import typer
 
 from flows import cli
 from flows.cli import operations, output
-from flows.cli.arguments import DEFAULT_CONFIG_PATH, AsJson, ConfigOptions, Overrides, takes_config
+from flows.cli.arguments import DEFAULT_CONFIG_PATH, AsJson, ConfigOptions, Overrides, takes_config, takes_config_and_json
 from flows.interruption import Interrupted, end_process
 from flows.settings.environment import silence_libraries
 from recsys_core.config import is_uri
@@ -78,7 +77,7 @@ def validate(options: ConfigOptions) -> None:
 
 
 @app.command(epilog="Example: nightjar plan nightly.yaml --nodes 2 --gpus-per-node 8 --hbm-gb 80")
-@takes_config
+@takes_config_and_json
 def plan(
     options: ConfigOptions,
     nodes: Annotated[int | None, typer.Option(min=1, help="number of hosts")] = None,
@@ -88,7 +87,6 @@ def plan(
     users: Annotated[int | None, typer.Option(min=1, help="number of users, instead of reading the data")] = None,
     items: Annotated[int | None, typer.Option(min=1, help="number of items, instead of reading the data")] = None,
     events: Annotated[int | None, typer.Option(min=1, help="number of events, instead of reading the data")] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Plan the sharding for any cluster, and estimate the hours, memory and disk of each stage, without training.
 
@@ -97,15 +95,14 @@ def plan(
     sharding.cluster, e.g. --set sharding.cluster.inter_host_gb_s=25.
     """
     device = None if gpus_per_node is None else "cuda"
-    cluster_options = {"num_nodes": nodes, "processes_per_node": gpus_per_node, "hbm_gb": hbm_gb, "device": device}
-    cluster_settings = {setting: value for setting, value in cluster_options.items() if value is not None}
-    config = options.prepare().config
+    cluster = {"num_nodes": nodes, "processes_per_node": gpus_per_node, "hbm_gb": hbm_gb, "device": device}
+    config = options.with_settings({f"sharding.cluster.{name}": value for name, value in cluster.items()}).prepare().config
     sizes = cli.plan.PlannedSizes(users, items, events, cores)
-    cli.plan.plan_sharding(config, cluster_settings=cluster_settings, sizes=sizes, as_json=as_json)
+    cli.plan.plan_sharding(config, sizes=sizes, as_json=options.as_json)
 
 
 @app.command(epilog="Example: nightjar run nightly.yaml --set training.batch_size=8192 --resume 20261121-070312-ab12")
-@takes_config
+@takes_config_and_json
 def run(
     options: ConfigOptions,
     until: Annotated[str | None, typer.Option(help="stop after this stage, e.g. evaluate")] = None,
@@ -116,28 +113,26 @@ def run(
     promote: Annotated[
         Promote, typer.Option(help="rule that decides whether the new version becomes champion; force needs --reason")
     ] = "by_gate",
-    as_json: AsJson = False,
 ) -> None:
     """Run the pipeline: ingest, plan, train, export, evaluate, index, package, register."""
     run_options = RunOptions(reason=reason, full_retrain=full_retrain, dry_run=dry_run, promote=promote)
     with cli.session.embedded_server() as server:  # the server starts while the config and the input are read
-        cli.run.run_pipeline(options, server, until=until, resume=resume, run_options=run_options, as_json=as_json)
+        cli.run.run_pipeline(options, server, until=until, resume=resume, run_options=run_options, as_json=options.as_json)
 
 
 @app.command(epilog="Example: nightjar suggest nightly.yaml --write suggested.yaml")
-@takes_config
+@takes_config_and_json
 def suggest(
     options: ConfigOptions,
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="write a config with the suggested settings")] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Print the settings that fit the data, each with its reason: model, loss, negatives, popularity, training."""
     loaded = options.prepare()  # before the module imports Prefect
-    cli.experiments.suggest(loaded, written_path=write, as_json=as_json)
+    cli.experiments.suggest(loaded, written_path=write, as_json=options.as_json)
 
 
 @app.command(epilog="Example: nightjar tune nightly.yaml --trials 40 --minutes 60")
-@takes_config
+@takes_config_and_json
 def tune(
     options: ConfigOptions,
     trials: Annotated[int | None, typer.Option(min=1, help="number of trials, instead of tuning.trials")] = None,
@@ -145,14 +140,13 @@ def tune(
         float | None,
         typer.Option(min=0.1, max=500_000, help="minutes after which no trial starts, instead of tuning.timeout_s"),
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Search the settings with the best validation metric. The same command resumes an interrupted search.
 
     Without `tuning.ranges`, the settings that usually matter most are varied, such as model.temperature.
     """
     with cli.session.embedded_server() as server:
-        cli.experiments.tune(options, server, num_trials=trials, minutes=minutes, as_json=as_json)
+        cli.experiments.tune(options, server, num_trials=trials, minutes=minutes, as_json=options.as_json)
 
 
 @app.command(epilog="Example: nightjar backtest --days 7")
@@ -178,7 +172,7 @@ def gate_noise(
 
 
 @app.command("popularity-curve", epilog="Example: nightjar popularity-curve --weights=-0.2,-0.1,0,0.1")
-@takes_config
+@takes_config_and_json
 def popularity_curve(
     options: ConfigOptions,
     run_id: Annotated[
@@ -187,17 +181,16 @@ def popularity_curve(
     weights: Annotated[
         str | None, typer.Option(help="weights, separated by commas; by default weights that fit the scores")
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Compare weights of item popularity: accuracy, coverage and novelty for the validation users of a run.
 
     Serve a weight with `model.popularity`.
     """
-    cli.experiments.popularity_curve(options.prepare(), run_id=run_id, weights=weights, as_json=as_json)
+    cli.experiments.popularity_curve(options.prepare(), run_id=run_id, weights=weights, as_json=options.as_json)
 
 
 @app.command(epilog="Example: nightjar query --user 42 -k 10")
-@takes_config
+@takes_config_and_json
 def query(
     options: ConfigOptions,
     user: Annotated[str | None, typer.Option(help="user id as in the log; unknown users get the most popular items")] = None,
@@ -209,15 +202,14 @@ def query(
     model: Annotated[
         str | None, typer.Option(metavar="URI", help="a version other than the champion, e.g. models:/nightjar/3")
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Recommend items to a user or for a history, or show similar items, with the champion or with --model."""
     config = options.prepare().config
-    cli.registry.query(config, user=user, history=history, item=item, k=k, model_uri=model, as_json=as_json)
+    cli.registry.query(config, user=user, history=history, item=item, k=k, model_uri=model, as_json=options.as_json)
 
 
 @app.command(epilog="Example: nightjar recommend --users users.parquet -k 100 --out recommendations")
-@takes_config
+@takes_config_and_json
 def recommend(
     options: ConfigOptions,
     users: Annotated[
@@ -228,15 +220,13 @@ def recommend(
     model: Annotated[
         str | None, typer.Option(metavar="URI", help="a version other than the champion, e.g. models:/nightjar/3")
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Write the champion's recommendations for many users to parquet files. The defaults are in delivery.recommendations."""
     user_paths = users if users is None or is_uri(users) else str(Path(users).absolute())
     settings = {"user_paths": user_paths, "k": k, "folder": out and str(out.absolute())}
-    given = {f"delivery.recommendations.{name}": value for name, value in settings.items() if value is not None}
-    overrides = [f"{setting}={json.dumps(value)}" for setting, value in given.items()]
-    config = ConfigOptions(options.path, (*options.overrides, *overrides)).prepare().config
-    cli.registry.recommend(config, model_uri=model, as_json=as_json)
+    options = options.with_settings({f"delivery.recommendations.{name}": value for name, value in settings.items()})
+    config = options.prepare().config
+    cli.registry.recommend(config, model_uri=model, as_json=options.as_json)
 
 
 @app.command(epilog="Example: nightjar serve nightly.yaml --port 8080 --workers 4")
@@ -249,9 +239,7 @@ def serve(
     alias: Annotated[str, typer.Option(help="alias of the version to serve; the server follows it")] = "champion",
 ) -> None:
     """Serve the champion over HTTP, and follow the registry, until Ctrl-C or SIGTERM."""
-    settings = {"serve.host": host, "serve.port": port, "serve.workers": workers}
-    overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items() if value is not None]
-    config = ConfigOptions(options.path, (*options.overrides, *overrides)).prepare().config
+    config = options.with_settings({"serve.host": host, "serve.port": port, "serve.workers": workers}).prepare().config
     cli.registry.serve(config, alias=alias)
 
 

@@ -1,6 +1,5 @@
 """Commands of the operator: installation, schedule, servers, releases, history and disk space."""
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +9,13 @@ import typer
 
 from flows import cli
 from flows.cli.arguments import (
-    AsJson,
     ChangeReason,
     ConfigOptions,
     MlflowPort,
     Overrides,
     PrefectPort,
     takes_config,
+    takes_config_and_json,
 )
 from recsys_core.errors import InputError
 
@@ -39,25 +38,24 @@ def doctor(
 
 
 @commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar releases")
-@takes_config
-def releases(options: ConfigOptions, as_json: AsJson = False) -> None:
+@takes_config_and_json
+def releases(options: ConfigOptions) -> None:
     """List the registered versions with alias, served metrics and run."""
     loaded = options.prepare()
-    cli.registry.releases(loaded, as_json=as_json)
+    cli.registry.releases(loaded, as_json=options.as_json)
 
 
 @commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar compare --version 8 --with 7")
-@takes_config
+@takes_config_and_json
 def compare(
     options: ConfigOptions,
     version: Annotated[str | None, typer.Option(help="number or alias of a version; by default the newest version")] = None,
     other: Annotated[str, typer.Option("--with", help="number or alias of the version to compare it with")] = "champion",
     users: Annotated[int, typer.Option(min=1, help="number of users whose recommendations are compared")] = 1_000,
     k: Annotated[int, typer.Option("-k", min=1, help="number of items per user")] = 20,
-    as_json: AsJson = False,
 ) -> None:
     """Compare two versions: served metrics, overlap of their recommendations, and the items that move most."""
-    cli.registry.compare(options.prepare(), version=version, other=other, num_users=users, k=k, as_json=as_json)
+    cli.registry.compare(options.prepare(), version=version, other=other, num_users=users, k=k, as_json=options.as_json)
 
 
 @commands.command(rich_help_panel=HELP_PANEL, epilog='Example: nightjar promote --version 7 --reason "new prices"')
@@ -121,9 +119,7 @@ def deploy(
     dry_run: Annotated[bool, typer.Option("--dry-run/--apply", help="only print the changes")] = False,
 ) -> None:
     """Create or update the deployments of the pipeline in the Prefect server of PREFECT_API_URL."""
-    schedule_options = {"schedule.cron": cron, "schedule.timezone": timezone}
-    schedule_overrides = [f"{setting}={json.dumps(value)}" for setting, value in schedule_options.items() if value is not None]
-    loaded = ConfigOptions(options.path, (*options.overrides, *schedule_overrides)).read()
+    loaded = options.with_settings({"schedule.cron": cron, "schedule.timezone": timezone}).read()
     # Runs read the schedule from the deployment, so these overrides are not in the form.
     loaded = replace(loaded, overrides=options.overrides)
     if not os.environ.get("PREFECT_API_URL"):
@@ -148,14 +144,13 @@ def clean(
 
 
 @commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar history --last 30")
-@takes_config
+@takes_config_and_json
 def history(
     options: ConfigOptions,
     last: Annotated[int, typer.Option(min=1, help="number of runs to list")] = 20,
-    as_json: AsJson = False,
 ) -> None:
     """List the last runs: how each ended, served metrics, data sizes, duration and disk space."""
-    cli.workspace.show_history(options.read(), num_runs=last, as_json=as_json)
+    cli.workspace.show_history(options.read(), num_runs=last, as_json=options.as_json)
 
 
 @commands.command(rich_help_panel=HELP_PANEL, epilog="Example: nightjar ui --mlflow-port 5001")

@@ -165,8 +165,3 @@ def print_line(text: str, *, style: str = "", console: Console | None = None) ->
 def print_json(text: str) -> None:
     """Print the line of the option --json."""
     sys.stdout.write(text + "\n")
-
-
-def format_metric(value: float | None) -> str:
-    """Format a metric with four decimals; "-" for a missing one."""
-    return "-" if value is None else f"{value:.4f}"

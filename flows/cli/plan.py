@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import ByteSize, TypeAdapter
 
@@ -14,7 +13,6 @@ from flows.settings.workload import check_sizes, data_of_dataset, data_of_sizes,
 from recsys_core.estimates.constants import CONSTANTS_PATH, packaged_constants
 from recsys_core.estimates.run_estimate import RunEstimate, estimate_run
 from recsys_core.estimates.workload import Data, Machines
-from recsys_core.sharding.config import ClusterConfig
 from recsys_core.sharding.plan_file import PlanFile, format_ranges
 from recsys_core.sharding.planner import write_plan
 from recsys_core.units import format_bytes, format_duration, format_milliseconds
@@ -29,7 +27,7 @@ ESTIMATE_TITLES = ("stage", "runs on", "memory", "disk", "time", "measured")
 
 @dataclass(frozen=True)
 class PlannedSizes:
-    """Sizes of data that do not exist yet, and of the hosts. None: those of the config, and the cores of this machine."""
+    """Sizes of future data and of the hosts. None means the size in the config, or the cores of this machine."""
 
     num_users: int | None = None
     num_items: int | None = None
@@ -37,17 +35,12 @@ class PlannedSizes:
     cores_per_host: int | None = None
 
 
-def plan_sharding(config: PipelineConfig, *, cluster_settings: dict[str, Any], sizes: PlannedSizes, as_json: bool) -> None:
+def plan_sharding(config: PipelineConfig, *, sizes: PlannedSizes, as_json: bool) -> None:
     """Plan the sharding and estimate a run, for the data of the config or for other sizes; write and print both.
 
     Without sizes, the data are ingested first. The files are kept in <workspace>/plan.
-
-    Args:
-        cluster_settings: settings of the cluster that replace those of sharding.cluster.
     """
     check_sizes(sizes.num_users, sizes.num_items, sizes.num_events)
-    cluster = ClusterConfig(**(config.sharding.cluster.model_dump() | cluster_settings))
-    config = config.model_copy(update={"sharding": config.sharding.model_copy(update={"cluster": cluster})})
     run = Run("plan", workspace=config.workspace.absolute(), parent="")
     plan, data = _plan_of_sizes(config, sizes) if sizes.num_users is not None else _plan_of_data(config, run)
     machines = Machines(
@@ -134,8 +127,8 @@ def print_estimate(estimate: RunEstimate, *, path: Path) -> None:
     output.print_table(ESTIMATE_TITLES, estimate_rows(estimate), left_columns=(0, 1, 5))
     output.stdout.print()
     print_folded(
-        "measured: the size at which 2 CPU cores had this speed (train: that of the catalogue); times from a smaller size, "
-        "such as 1/50, are extrapolated"
+        "measured: the size at which 2 CPU cores had this speed (for train, the items of the catalogue); times from a smaller "
+        "size, such as 1/50, are extrapolated"
     )
     print_folded("no: the time contains an assumption, such as the speed of a disk, of Spark or of a GPU")
     print_folded("memory: of one process, without Python and its libraries; -: not estimated")

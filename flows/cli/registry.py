@@ -19,7 +19,7 @@ from flows.settings.config_file import LoadedConfig
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError, StageError, printable
 from recsys_core.imports import fast_imports
-from recsys_core.units import format_gib
+from recsys_core.units import format_gib, format_metric
 from tasks.registry.mlflow_client import RUN_ID_TAG, call_with_deadline, connect
 from tasks.registry.releases import list_releases
 from tasks.retention.clean import Removals, clean
@@ -48,12 +48,12 @@ def query(
     if as_json:
         output.print_json(answer.model_dump_json())
         return
-    given = {"user": user, "history": history, "item": item}
-    subject = ", ".join(f"{name} {printable(value)}" for name, value in given.items() if value is not None)
+    query = {"user": user, "history": history, "item": item}
+    subject = ", ".join(f"{name} {printable(value)}" for name, value in query.items() if value is not None)
     output.print_line(f"{answer.model} version {answer.version}, {subject}")
     has_titles = any(ranked.title is not None for ranked in answer.items)
     rows = [
-        [*([ranked.title or "-"] if has_titles else []), str(ranked.item_id), output.format_metric(ranked.score)]
+        [*([ranked.title or "-"] if has_titles else []), str(ranked.item_id), format_metric(ranked.score)]
         for ranked in answer.items
     ]
     output.print_table([*(["title"] if has_titles else []), "item", "score"], rows)
@@ -146,7 +146,7 @@ def releases(loaded: LoadedConfig, *, as_json: bool) -> None:
             f"{version['version']} (from {version['parent']})" if version["parent"] else version["version"],
             version["aliases"] or "-",
             version["created"],
-            *(output.format_metric(version["metrics"].get(name)) for name in metric_names),
+            *(format_metric(version["metrics"].get(name)) for name in metric_names),
             version["run_id"],
             version["by_hand"] or version["reasons"] or f"smoke test {version['smoke']}",
         ]
@@ -164,17 +164,19 @@ def compare(loaded: LoadedConfig, *, version: str | None, other: str, num_users:
     releases = call_with_deadline(lambda: list_releases(client, config.registry.model_name), uri=client.tracking_uri)
     metrics_by_version: dict[str, Any] = {str(release["version"]): release["metrics"] for release in releases}
     metrics_before, metrics_after = metrics_by_version[before], metrics_by_version[after]
-    served = {name: (metrics_before.get(name), metrics_after.get(name)) for name in {**metrics_before, **metrics_after}}
-    served = {name: values for name, values in served.items() if name.startswith(("served/", "exact_", "index/"))}
+    metric_pairs = {name: (metrics_before.get(name), metrics_after.get(name)) for name in {**metrics_before, **metrics_after}}
+    metric_pairs = {name: values for name, values in metric_pairs.items() if name.startswith(("served/", "exact_", "index/"))}
     if as_json:
-        output.print_json(json.dumps({"versions": [before, after], "metrics": served, "recommendations": overlap.model_dump()}))
+        output.print_json(
+            json.dumps({"versions": [before, after], "metrics": metric_pairs, "recommendations": overlap.model_dump()})
+        )
         return
     output.print_line(f"version {after}, compared with version {before}")
     output.print_table(
         ["metric", f"version {before}", f"version {after}", "difference"],
         [
-            [name, output.format_metric(old), output.format_metric(new), "-" if None in (old, new) else f"{new - old:+.4f}"]
-            for name, (old, new) in served.items()
+            [name, format_metric(old), format_metric(new), "-" if None in (old, new) else f"{new - old:+.4f}"]
+            for name, (old, new) in metric_pairs.items()
         ],
     )
     output.print_line(

@@ -25,6 +25,7 @@ from recsys_core.manifests import (
     TrainManifest,
     require_own_folder,
 )
+from recsys_core.units import format_metric
 from tasks.runs.context import RunOptions, StageContext
 from tasks.runs.run_record import RunRecord
 from tasks.runs.workspace import Workspace
@@ -153,7 +154,7 @@ def print_metrics(table: MetricTable, *, served_metrics: Mapping[str, float]) ->
         [
             row_name,
             *(
-                Text(output.format_metric(value), "bold" if value is not None and value == best_value else "")
+                Text(format_metric(value), "bold" if value is not None and value == best_value else "")
                 for value, best_value in zip(row_values, table.best_comparable(row_name), strict=True)
             ),
         ]
@@ -165,7 +166,7 @@ def print_metrics(table: MetricTable, *, served_metrics: Mapping[str, float]) ->
             continue
         row_values = [served_metrics.get(f"{ranker}/{column}") for column in table.columns]
         row_name = "served" if ranker == "served" else f"{ranker.removesuffix('_champion')} served"
-        rows.append([row_name, *map(output.format_metric, row_values)])
+        rows.append([row_name, *map(format_metric, row_values)])
     output.print_table(["test", *table.columns], rows)
     for note in filter(None, (table.interval_note, table.note)):
         output.stdout.print(note, style="dim")

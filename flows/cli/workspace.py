@@ -13,7 +13,7 @@ from flows.cli.arguments import ConfigOptions
 from flows.settings.config_file import LoadedConfig
 from flows.settings.template import require_new_file, starter_config, to_commented_yaml
 from recsys_core.errors import InputError, printable
-from recsys_core.units import format_bytes, format_duration
+from recsys_core.units import format_bytes, format_duration, format_metric
 
 if TYPE_CHECKING:
     from flows.runs.run_history import PastRun
@@ -124,7 +124,7 @@ def print_history(runs: "Sequence[PastRun]", *, metric_name: str) -> None:
                 past_run.run.run_id,
                 Text(STATE_NAMES[record.state], STATE_COLOURS.get(record.state, "red")),
                 figures.version or "-",
-                *map(output.format_metric, scores),
+                *map(format_metric, scores),
                 *map(format_count, (figures.events, figures.users, figures.test_users, figures.items)),
                 format_duration(record.seconds),
                 format_bytes(past_run.disk_bytes),

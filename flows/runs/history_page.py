@@ -11,7 +11,6 @@ from flows.runs.run_history import (
     STATE_NAMES,
     PastRun,
     format_count,
-    format_metric,
     newest_promoted_version,
     run_history,
 )
@@ -21,7 +20,7 @@ from recsys_core.disk import free_bytes, used_bytes, write_text
 from recsys_core.manifests import STAGES
 from recsys_core.manifests.stage_folder import StageGroup
 from recsys_core.plots import render_page
-from recsys_core.units import format_bytes, format_duration
+from recsys_core.units import format_bytes, format_duration, format_metric
 from tasks.runs.run_record import RunState
 
 PAGE_FILE_NAME = "index.html"

@@ -115,8 +115,3 @@ def format_count(count: int | None) -> str:
             num_decimals = 2 if scaled_count < 9.995 else 1 if scaled_count < 99.95 else 0
             return f"{scaled_count:.{num_decimals}f} {unit}"
     return str(count)
-
-
-def format_metric(value: float | None) -> str:
-    """Format a metric with four decimals; "-" if it was not measured."""
-    return "-" if value is None else f"{value:.4f}"

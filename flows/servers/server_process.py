@@ -158,7 +158,7 @@ class ServerProcess:
         return f"was ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
     def _last_log_lines(self) -> str:
-        """Return the last log lines of this server, without those of earlier servers in the same file."""
+        """Return the last log lines of this server. Lines of earlier servers in the same file are left out."""
         lines: list[str] = []
         if self._log_file.is_file():
             with self._log_file.open("rb") as file:

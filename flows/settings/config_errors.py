@@ -80,7 +80,7 @@ def _tags_at(location: tuple[int | str, ...], tag_name: str) -> list[str]:
 def union_tag(config_class: type[BaseModel]) -> str | None:
     """Return the setting with a single value, which selects this class in a union; None if there is no such setting.
 
-    The last one if there are several: the others select a union in the union.
+    If several settings match, return the last, because the earlier settings select a nested union.
     """
     fields = config_class.model_fields.items()
     return next(

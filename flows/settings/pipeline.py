@@ -173,8 +173,8 @@ class PipelineConfig(Settings):
     def _refit_keeps_the_order_of_events(self) -> Self:
         if self.training.refit and self.interactions.split.kind == "files":
             raise ValueError(
-                "training.refit trains on the test events after the training events of each user, but with "
-                "interactions.split.kind: files their times may overlap; set refit to false, or another kind"
+                "training.refit needs test events that are later than the training events of the same user, which "
+                "interactions.split.kind: files does not ensure; set refit to false, or another kind"
             )
         return self
 
@@ -219,7 +219,11 @@ class PipelineConfig(Settings):
             return self
         for is_unsupported, problem, advice in (
             (self.training.validation is None, "training.validation is null", "set it"),
-            (self.loss.kind == "cosine_contrastive", "loss.kind is cosine_contrastive, which has none", "set another kind"),
+            (
+                self.loss.kind == "cosine_contrastive",
+                "loss.kind is cosine_contrastive, which has no temperature",
+                "set another kind",
+            ),
         ):
             if is_unsupported:
                 raise ValueError(
@@ -303,25 +307,25 @@ class PipelineConfig(Settings):
     @model_validator(mode="after")
     def _segments_are_values_of_a_feature(self) -> Self:
         key, features = self.package.popularity_by, {} if self.features is None else self.features.by_key
-        keys = [
+        segment_keys = [
             key
             for key, feature in sorted(features.items())
             if not key.startswith("item.") and feature.kind == "categorical" and feature.hash_rows is None
         ]
-        if key is not None and key not in keys:
+        if key is not None and key not in segment_keys:
             raise ValueError(
                 f"package.popularity_by: {key} is no categorical feature of users or context with a vocabulary; set one of "
-                f"{', '.join(keys) or 'those that you declare under features'}"
+                f"{', '.join(segment_keys) or 'those that you declare under features'}"
             )
         return self
 
     @model_validator(mode="after")
     def _item_vectors_are_stored(self) -> Self:
-        served = self.index.served
-        if self.package.item_vectors == "none" and (isinstance(served, Auto) or not served.has_vectors):
+        served_kind = self.index.served
+        if self.package.item_vectors == "none" and (isinstance(served_kind, Auto) or not served_kind.has_vectors):
             raise ValueError(
-                f"package.item_vectors is none, but vectors cannot be read from every index of kind {served.kind}; set it to "
-                "fp16 or fp32, or set index.served to flat, hnsw, ivf_flat or ivf_sq8"
+                f"package.item_vectors is none, but an index of kind {served_kind.kind} may not contain readable vectors; set "
+                "it to fp16 or fp32, or set index.served to flat, hnsw, ivf_flat or ivf_sq8"
             )
         return self
 

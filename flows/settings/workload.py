@@ -3,14 +3,13 @@
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.dataset.events import EventStore
 from recsys_core.errors import InputError
-from recsys_core.estimates.distinct_items import num_distinct_items
 from recsys_core.estimates.model_stages import num_steps
 from recsys_core.estimates.workload import Data, IndexLoad, Machines, TrainingLoad, Workload
 from recsys_core.manifests import Dataset
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import ID_TABLES, OFFSET_TABLE
 from recsys_core.retrieval.kinds import AnyIndexKind, Hnsw
-from recsys_core.sharding.lookup_stats import LookupStats
+from recsys_core.sharding.lookup_stats import LookupStats, num_distinct_items
 from recsys_core.sharding.plan_file import PlanFile
 from recsys_core.sharding.planner import make_plan
 
@@ -90,7 +89,7 @@ def plan_for_sizes(config: PipelineConfig, data: Data) -> PlanFile:
 
 
 def workload_of(config: PipelineConfig, data: Data, *, plan: PlanFile, machines: Machines) -> Workload:
-    """Return everything that the estimates depend on. machines: the hosts, whose ranks are those of the plan."""
+    """Return everything that the estimates depend on. machines: the hosts, with the ranks of the plan."""
     table_bytes = sum(memory.weights + memory.optimizer for rank in plan.ranks for memory in rank.tables.values())
     training = TrainingLoad(
         dim=config.model.output_dim,

@@ -11,15 +11,16 @@ from recsys_core.closed_form.moments import covariance
 from recsys_core.errors import InputError
 
 RELATIVE_RIDGE = 1e-6
-"""Ridge of the covariance, relative to its mean diagonal: candidates with few distinct vectors have a singular one."""
+"""Ridge of the covariance, relative to its mean diagonal. Without it, few distinct candidates make it singular."""
 
 
 def block_factors(matrix_UI: csr_array, *, dim: int, item_exponent: float) -> tuple[Floats32, Floats32]:
     """Return the vectors of the items in histories and as candidates, [I, M] each; an item without events has zeros.
 
     The score of a candidate is the inner product of its vector with the sum of the vectors of a history. With the singular
-    vectors V of the normalised matrix and the numbers of events D, the scores are proportional to X D^-a V V' D^a, where a is
-    `item_exponent`. With the exponent 0.5, it is the ideal low-pass filter of GF-CF (Shen et al., CIKM 2021).
+    vectors V of the normalised matrix and the numbers of events D, the scores of histories X (0 or 1 per item) are
+    proportional to X D^-a V V' D^a, where a is `item_exponent`. With the exponent 0.5, it is the ideal low-pass filter of
+    GF-CF (Shen et al., CIKM 2021).
 
     Both vectors are given in a basis in which the candidate vectors have the covariance 1. The standard deviation of the scores
     of a query over the catalogue is then the length of the query vector.

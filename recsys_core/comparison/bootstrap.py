@@ -16,7 +16,7 @@ USERS_PER_GROUP = 16
 """Mean size of a group from which the draws per group are faster than the draws per user."""
 
 
-def resample_means(value_UM: Floats, *, num_resamples: int, seed: int = BOOTSTRAP_SEED) -> Floats:
+def resample_means(value_UM: Floats, *, num_resamples: int) -> Floats:
     """Return the means of the measures in resamples of the users, [R, M].
 
     A resample draws U users with replacement (Efron and Tibshirani, An Introduction to the Bootstrap, 1993). Every measure of a
@@ -37,7 +37,7 @@ def resample_means(value_UM: Floats, *, num_resamples: int, seed: int = BOOTSTRA
     mean_RM = np.empty((num_resamples, value_UM.shape[1]))
 
     def fill(block: int) -> None:
-        generator = np.random.default_rng([seed, block])
+        generator = np.random.default_rng([BOOTSTRAP_SEED, block])
         for resample in range(block, num_resamples, NUM_BLOCKS):
             if has_few_groups:
                 num_draws = generator.multinomial(num_users, size_G / num_users)

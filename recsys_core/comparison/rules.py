@@ -35,7 +35,7 @@ class Comparison(Frozen):
         num_better_users, num_worse_users: number of users whose value is higher or lower with the new version.
         detectable_drop: smallest margin with which an equally good version is accepted with the probability POWER; None if
             unknown.
-        num_needed_users: number of users with which the outcome would be another one than not_enough_data; None if unknown.
+        num_needed_users: number of users that would be enough for a decision; None if unknown.
     """
 
     outcome: Outcome
@@ -86,7 +86,7 @@ class Rule(Protocol):
         """Return the rule for a metric that need not improve, with its own margin.
 
         Args:
-            min_users: number of users below which the outcome is not_enough_data. None: that of the rule.
+            min_users: number of users below which the outcome is not_enough_data. None means the number of the rule.
         """
 
     def for_baseline(self) -> "Rule":

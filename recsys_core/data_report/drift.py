@@ -36,7 +36,7 @@ class Mover(Frozen):
 def turnover_metrics(side: str, *, previous_count: Ints, count_I: Ints, previous_row_I: Ints) -> dict[str, float]:
     """Return the numbers and shares of new and vanished items, or users. Those without an event are not counted.
 
-    The share of the new items is a share of this run's items; the share of the vanished items, of the previous run's items.
+    New items are counted as a share of this run's items, vanished items as a share of the previous run's items.
 
     Args:
         side: "item" or "user"; for users, I is the number of users.
@@ -157,19 +157,18 @@ def find_movers(
     previous_count: Ints,
     count_I: Ints,
     previous_row_I: Ints,
-    max_movers: int = MAX_MOVERS,
 ) -> tuple[Mover, ...]:
     """Return the items whose share of the training events changed most, largest change first."""
     was_known_I = previous_row_I >= 0
     previous_share, share_I = previous_count / previous_count.sum(), count_I / count_I.sum()
     previous_share_I = np.zeros(len(count_I))
     previous_share_I[was_known_I] = previous_share[previous_row_I[was_known_I]]
-    moved_rows = np.argsort(-np.abs(share_I - previous_share_I), kind="stable")[:max_movers]
+    moved_rows = np.argsort(-np.abs(share_I - previous_share_I), kind="stable")[:MAX_MOVERS]
 
     is_removed = np.ones(len(previous_count), bool)  # items that are no longer in the vocabulary
     is_removed[previous_row_I[was_known_I]] = False
     removed_rows = np.flatnonzero(is_removed)
-    removed_rows = removed_rows[rows_by_falling_count(previous_count[removed_rows])[:max_movers]]
+    removed_rows = removed_rows[rows_by_falling_count(previous_count[removed_rows])[:MAX_MOVERS]]
 
     share_pairs = np.concatenate(
         [
@@ -184,7 +183,7 @@ def find_movers(
         if old_share != new_share
     ]
     movers.sort(key=lambda mover: -abs(mover.current_share - mover.previous_share))
-    return tuple(movers[:max_movers])
+    return tuple(movers[:MAX_MOVERS])
 
 
 def compare_runs(

@@ -61,7 +61,7 @@ class EventStore:
     events of all users, in the order of their rows.
 
     The users are divided into shards (see InteractionsManifest). The log is the concatenation of the shards, so the index of an
-    event depends on their number. The indices of the examples, and all results without event indices, do not.
+    event depends on the number of shards. No other result depends on it.
 
     Attributes:
         is_ordered: whether the events of a user have an order, from timestamps or an order column.
@@ -72,14 +72,14 @@ class EventStore:
         self.is_ordered = is_ordered
         self._user_offsets, self._train_ends = Parts.of(arrays.user_offset), Parts.of(arrays.train_end)
         self._num_shards, self._event_start_S = arrays.num_shards, Parts.of(arrays.event_item).start_S
-        per_user = partial(user_array, num_users=arrays.num_users, start_S=self._event_start_S)
-        self._start, self._end = per_user(arrays.user_offset), per_user(arrays.user_offset, first=1)
-        self._train_end, self._validation_end = per_user(arrays.train_end), per_user(arrays.validation_end)
-        self._stored_event_offset = None if arrays.event_offset is None else per_user(arrays.event_offset)
+        array_by_user = partial(user_array, num_users=arrays.num_users, start_S=self._event_start_S)
+        self._start, self._end = array_by_user(arrays.user_offset), array_by_user(arrays.user_offset, first=1)
+        self._train_end, self._validation_end = array_by_user(arrays.train_end), array_by_user(arrays.validation_end)
+        self._stored_event_offset = None if arrays.event_offset is None else array_by_user(arrays.event_offset)
         self._event_item = event_array(arrays.event_item)
         self._event_time = None if arrays.event_time is None else event_array(arrays.event_time)
         self._event_weight = None if arrays.event_weight is None else event_array(arrays.event_weight)
-        self._train_user, self._item_count, self._item_rank = arrays.train_user, arrays.item_count, arrays.item_rank
+        self._train_user, self._train_count_I, self._popularity_rank_I = arrays.train_user, arrays.item_count, arrays.item_rank
         self.known_negatives = KnownNegatives.of(arrays)
         self._vector_row_by_side = {"item": arrays.vector_row, "user": arrays.user_vector_row}
 
@@ -96,7 +96,7 @@ class EventStore:
     @property
     def num_items(self) -> int:
         """Number of rows of the item vocabulary."""
-        return len(self._item_count)
+        return len(self._train_count_I)
 
     @property
     def num_train_events(self) -> int:
@@ -111,13 +111,13 @@ class EventStore:
     @property
     def train_count_I(self) -> Int64Array:
         """[I]: number of training events of each item."""
-        return self._item_count
+        return self._train_count_I
 
     @property
     def popularity_rank_I(self) -> Int64Array:
         """[I]: popularity rank of each item by its number of training events; 0 is the most popular item."""
-        assert self._item_rank is not None  # every ingest writes the ranks
-        return self._item_rank
+        assert self._popularity_rank_I is not None  # every ingest writes the ranks
+        return self._popularity_rank_I
 
     @property
     def train_count_U(self) -> Int64Array:
@@ -132,20 +132,20 @@ class EventStore:
     def event_count_I(self) -> Int64Array:
         """Return the number of events of each item in all splits, [I]."""
         count_I = np.zeros(self.num_items, np.int64)
-        for chunk in chunk_slices(len(self._event_item), length=self._counted_chunk_events):
+        for chunk in chunk_slices(len(self._event_item), length=self._bincount_chunk_events):
             count_I += np.bincount(self._event_item[chunk], minlength=self.num_items)
         return count_I
 
     def item_counts_before(self, split: EvaluationSplit) -> Int64Array:
         """Return the number of events of each item before `split`, [I]."""
         count_I = np.zeros(self.num_items, np.int64)
-        for users in self._user_slices(max_events=self._counted_chunk_events):
+        for users in self._user_slices(max_events=self._bincount_chunk_events):
             items = self.items_before(np.arange(users.start, users.stop, users.step), split)
             count_I += np.bincount(items.values_L, minlength=self.num_items)
         return count_I
 
     def vector_rows(self, side: str) -> Int64Array | None:
-        """Return the pretrained vector's row of each user or item, -1 for none; None if no user or item has a vector."""
+        """Return the row of each user's or item's pretrained vector, -1 without a vector; None if all have none."""
         return self._vector_row_by_side[side]
 
     def mean_weight(self, *, user_exponent: float = 0.0) -> np.float32:
@@ -338,7 +338,7 @@ class EventStore:
         return event_offset_U
 
     @property
-    def _counted_chunk_events(self) -> int:
+    def _bincount_chunk_events(self) -> int:
         """Number of events in a chunk for np.bincount. It is at least I, because np.bincount takes time proportional to I."""
         return max(self.num_items, EVENTS_PER_CHUNK)
 

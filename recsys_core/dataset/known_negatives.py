@@ -24,7 +24,7 @@ class KnownNegatives:
     Attributes:
         train_start, validation_start, test_start: int64 [U], index of each user's first known negative of each split.
         item_L: item rows, oldest first within a user and split.
-        event_L: ascending, index in the log of the first event that a known negative is not later than, see
+        event_L: index in the log of the first event that is not before the known negative, ascending; see
             InteractionsManifest; None if the events have no order.
     """
 
@@ -62,8 +62,8 @@ class KnownNegatives:
     def at_events(self, event_B: Int64Array, user_B: Int64Array, *, max_items: int, draw_B: NDArray[np.float64]) -> JaggedArray:
         """Return at most `max_items` known negatives for each training event, of the event's user and of the training split.
 
-        In an ordered log they are the newest ones that are not later than the event. Otherwise they are drawn without
-        replacement: the known negatives of a user are stored in random order, and those after a drawn one are taken.
+        In an ordered log they are the newest known negatives before or at the event. Otherwise they are drawn without
+        replacement: the known negatives of a user are stored in random order, and are taken from a random index on.
 
         Args:
             event_B: index of each event in the log.

@@ -22,7 +22,7 @@ from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import Int64Array, JaggedArray
 from recsys_core.dataset.shuffle import shuffled
 from recsys_core.errors import InputError
-from recsys_core.seeds import known_negatives_key, negatives_key
+from recsys_core.seeds import negatives_key
 
 CHUNK_CANDIDATES = 20_000
 """Number of positives and sampled negatives in a chunk. A batch that has more is a chunk of its own."""
@@ -69,7 +69,7 @@ class Shard(NamedTuple):
 
 
 class TrainLoader:
-    """Training batches of one rank. The candidates are the positives, then the negatives of all queries, then those of each.
+    """Training batches of one rank. Its candidates are positives, then negatives of all queries, then negatives of one query.
 
     Every epoch is a new global shuffle. Rank r takes the examples at indices r, r + world_size, r + 2 * world_size and so on.
     Up to world_size - 1 examples are left out of each epoch, so that all ranks have the same batch sizes.
@@ -117,17 +117,15 @@ class TrainLoader:
 
     def epoch(self, epoch: int, *, start_batch: int = 0) -> Iterator[Batch]:
         """Yield the batches of `epoch` from index `start_batch` on; a background thread builds them."""
-        with closing(prefetch(self._chunks(epoch, start_batch), depth=PREFETCHED_CHUNKS)) as chunks:
-            for chunk in chunks:
+        starts = range(start_batch, len(self), self._batches_per_chunk)
+        chunks = (self._chunk(epoch, start, min(start + self._batches_per_chunk, len(self))) for start in starts)
+        with closing(prefetch(chunks, depth=PREFETCHED_CHUNKS)) as ready_chunks:
+            for chunk in ready_chunks:
                 yield from chunk
 
     def batch(self, epoch: int, batch_index: int) -> Batch:
         """Build the batch with this index in `epoch`."""
         return self._chunk(epoch, batch_index, batch_index + 1)[0]
-
-    def _chunks(self, epoch: int, start_batch: int) -> Iterator[list[Batch]]:
-        for first_batch in range(start_batch, len(self), self._batches_per_chunk):
-            yield self._chunk(epoch, first_batch, min(first_batch + self._batches_per_chunk, len(self)))
 
     def _chunk(self, epoch: int, first_batch: int, stop_batch: int) -> list[Batch]:
         """Build the batches with the indices first_batch, ..., stop_batch - 1."""
@@ -167,7 +165,7 @@ class TrainLoader:
         if num_columns == 0:
             return np.zeros((len(user_E), 0), np.int64)
         assert store.known_negatives is not None  # the constructor requires them
-        philox_key = known_negatives_key(self._seed, epoch=epoch, rank=self._shard.rank)
+        philox_key = negatives_key(self._seed, epoch=epoch, rank=self._shard.rank, known=True)
         draw_PB = _uniform_values(philox_key, first_batch, stop_batch, num_values=self._batch_size)
         known_negatives = store.known_negatives.at_events(
             event_index_E, user_E, max_items=num_columns, draw_B=draw_PB.ravel()[: len(user_E)]

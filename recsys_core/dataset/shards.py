@@ -17,7 +17,7 @@ from recsys_core.dataset.layout import Parts
 
 
 class ShardedUserArray:
-    """One event index per user, [U]: entry `first` + `step` * row of a user's part, plus the index of the shard's first event.
+    """One event index per user, [U]: the stored entry of the user, plus the index of the first event of the user's shard.
 
     Args:
         parts: array of each shard. It counts the events of the shard, or their known negatives, from 0.

@@ -1,4 +1,4 @@
-"""The constants of the estimates: measured ones from the results of the benchmarks, and assumed ones."""
+"""The constants of the estimates. Benchmarks have measured most of them; the others are assumed."""
 
 from functools import cache
 from pathlib import Path

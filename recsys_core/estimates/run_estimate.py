@@ -29,9 +29,9 @@ class RunEstimate(Frozen):
         return sum(stage.disk_bytes for stage in self.stages)
 
 
-def estimate_run(workload: Workload, constants: Mapping[str, Constant] | None = None) -> RunEstimate:
-    """Estimate the stages of a first run. constants: by name; None for the packaged ones."""
-    constants, data = constants or packaged_constants(), workload.data
+def estimate_run(workload: Workload) -> RunEstimate:
+    """Estimate the stages of a first run."""
+    constants, data = packaged_constants(), workload.data
     stages = [
         data_stages.ingest_interactions(data, workload.machines, constants),
         data_stages.check_data(data, constants),

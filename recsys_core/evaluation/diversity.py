@@ -37,7 +37,7 @@ def gini(top_BK: NDArray[Any], *, num_items: int) -> float:
 
 
 def popularity_lift(top_BK: NDArray[Any], *, history_item_L: NDArray[Any], train_count_I: NDArray[Any]) -> float:
-    """Return by how much the recommended items are more popular than those of the histories, as a relative difference.
+    """Return the relative difference between the popularity of recommended items and of items in histories.
 
     The popularity is the mean number of training events (Abdollahpouri et al., UMAP 2021). NaN without histories.
 

@@ -52,7 +52,7 @@ def accuracy(
 ) -> Estimates:
     """Return the metrics at each cut-off, by <metric>@<k>.
 
-    names: names of `evaluation.metrics`; empty for all of the config. ks: cut-offs; None for those of the config.
+    names: names of `evaluation.metrics`; empty means all in the config. ks: cut-offs; None means the cut-offs of the config.
     """
     return {
         f"{name}@{k}": mean_estimate(metrics.METRIC_BY_NAME[name](targets, k=k), confidence=config.confidence)

@@ -45,7 +45,7 @@ class HeldOut:
 def ranking_settings(config: EvaluationConfig) -> RankingSettings:
     """Return the settings on which the rankings of an evaluation depend.
 
-    The top lists contain the cut-offs of the evaluation and of the served metrics. Only `auc` needs positions behind them.
+    The top lists contain the cut-offs of the evaluation and of the served metrics. Only `auc` needs more.
     """
     return RankingSettings(
         k=max(*config.ks, *(k for _, k in SERVED_METRICS.values())),

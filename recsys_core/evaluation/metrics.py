@@ -277,7 +277,7 @@ def write_positions(targets_by_ranker: Mapping[str, TargetPositions], *, user_ro
 
 
 def read_positions(path: Path) -> dict[str, TargetPositions]:
-    """Read a file of `write_positions`: the positions by ranker. The number of a user is the user's row."""
+    """Read a file of `write_positions`: the positions by ranker. Users are numbered by their rows."""
     table = pq.read_table(path)
     user_row_T, num_candidates_T = table["user_row"].to_numpy(), table["num_candidates"].to_numpy()
     num_candidates_B = np.zeros(int(user_row_T.max(initial=-1)) + 1, np.int64)

@@ -1,6 +1,6 @@
 """The trade between accuracy, coverage and novelty: metrics of the validation users with several weights of item popularity.
 
-The vectors of one export are ranked with each weight. A model that is served with this weight (`model.popularity`) ranks alike.
+The vectors of one export are ranked with each weight. Serving with this weight (`model.popularity`) gives the same rankings.
 
 Shapes: B queries, I items, D width.
 """
@@ -22,7 +22,7 @@ from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.held_out import HeldOut, load_held_out
 from recsys_core.evaluation.ranking.served import rank_served
 from recsys_core.manifests import ExportManifest, InteractionsManifest
-from recsys_core.models.popularity import append_popularity, item_popularity
+from recsys_core.models.score_terms import append_popularity, item_popularity
 from recsys_core.models.spec import ModelSpec
 
 DEFAULT_MULTIPLES = (-0.5, -0.25, -0.1, 0.0, 0.1, 0.25, 0.5)
@@ -49,7 +49,7 @@ def popularity_curve(
     interactions: InteractionsManifest,
     weights: Sequence[float] = (),
 ) -> list[CurvePoint]:
-    """Return the metrics at the smallest cut-off for each weight and for that of the export, by rising weight.
+    """Return the metrics at the smallest cut-off for each weight, and for the weight of the export, by rising weight.
 
     weights: weights of the popularity term; empty for `default_weights`.
 
@@ -73,7 +73,8 @@ def popularity_curve(
     item_ID, points = append_popularity(item_ID, popularity_I), []
     for weight in sorted({*weights, served_weight}):
         weighted_BD = append_popularity(query_BD, torch.full((len(query_BD),), weight))
-        values = _metrics(config, _with_queries(held_out, weighted_BD), item_ID=item_ID, store=store)
+        weighted = replace(held_out, queries=replace(held_out.queries, query_BD=weighted_BD))
+        values = _metrics(config, weighted, item_ID=item_ID, store=store)
         points.append(CurvePoint(weight=weight, is_served=weight == served_weight, metrics=values))
     return points
 
@@ -89,10 +90,6 @@ def default_weights(query_BD: Tensor, *, item_ID: Tensor, popularity_I: Tensor) 
     score_BI = query_BD[torch.from_numpy(sampled)] @ item_ID.T
     unit = float(score_BI.std(dim=1).mean() / popularity_I.std().clamp(min=1e-6))
     return [float(f"{multiple * unit:.2g}") for multiple in DEFAULT_MULTIPLES]
-
-
-def _with_queries(held_out: HeldOut, query_BD: Tensor) -> HeldOut:
-    return replace(held_out, queries=replace(held_out.queries, query_BD=query_BD))
 
 
 def _metrics(config: EvaluationConfig, held_out: HeldOut, *, item_ID: Tensor, store: EventStore) -> dict[str, float]:

@@ -242,7 +242,7 @@ def _plot_validation(axes: "Axes", validation_records: Sequence[Mapping[str, Any
 
 
 def _metrics_by_row(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return the test metrics of the model and of each baseline, and then those of their rankings of cold items."""
+    """Return the test metrics of the model and of each baseline, first for all items, then for the cold items."""
     metrics_by_ranker = _metrics_by_ranker(metrics)
     cold = {f"{ranker}{COLD_SUFFIX}": _metrics_under("cold/", values) for ranker, values in metrics_by_ranker.items()}
     return metrics_by_ranker | {ranker: values for ranker, values in cold.items() if values}

@@ -117,7 +117,7 @@ def guarded_slices(
 def feature_owners(
     key: str, *, store: EventStore, user_row_U: Int64Array, user_T: Int64Array, item_T: Int64Array
 ) -> Int64Array:
-    """Return what has the feature of each target, [T]: row of the user or item, or index of the event.
+    """Return the owner of the feature for each target, [T]: row of the user or item, or index of the event.
 
     The event is the user's first test event with the target.
 

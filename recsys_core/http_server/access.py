@@ -42,8 +42,8 @@ def require_token(request: Request, token: str | None) -> None:
     """Raise RequestError unless the request has the token."""
     if token is None:
         return
-    given = request.headers.get("authorization", "").encode()
-    if not hmac.compare_digest(given, f"Bearer {token}".encode()):
+    authorization = request.headers.get("authorization", "").encode()
+    if not hmac.compare_digest(authorization, f"Bearer {token}".encode()):
         message = "the header Authorization does not contain the right token; send `Authorization: Bearer TOKEN`"
         raise RequestError(401, message, headers={"WWW-Authenticate": "Bearer"})
 

@@ -192,8 +192,8 @@ def _first_problem(error: ValidationError) -> str:
     if problem["type"] in ("too_long", "too_short"):
         return f"{place}: {message.replace('List', 'the list')}"
     value = problem["input"]
-    given = f"of type {type(value).__name__}" if isinstance(value, dict | list) else shown(value)
-    return f"{printable(place, max_characters=200) or 'the body'} is {given}; {message}"
+    value_text = f"of type {type(value).__name__}" if isinstance(value, dict | list) else shown(value)
+    return f"{printable(place, max_characters=200) or 'the body'} is {value_text}; {message}"
 
 
 _UNION_MEMBERS = ("int", "constrained-int", "str", "constrained-str", "float", "bool", "list", "dict")

@@ -43,7 +43,7 @@ class _Predictor:
         self._batcher, self._limits, self._token = batcher, limits, token
 
     async def answer(self, request: Request, *, body_model: type[BaseModel], is_similar: bool) -> Response:
-        """Return the predictions for a request. Raise RequestError, InputError, QueueFullError or TimeoutError without them."""
+        """Return the predictions for a request, or raise RequestError, InputError, QueueFullError or TimeoutError."""
         require_token(request, self._token)
         body = parse_body(await read_body(request, self._limits), body_model, limits=self._limits)
         parsed = parse_similar(body) if is_similar else parse(body)

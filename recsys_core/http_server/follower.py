@@ -2,7 +2,7 @@
 
 Another version is loaded while the present one is served. `Retriever.load` verifies its files and golden queries. Then it
 replaces the present version between two batches, so each request is answered by one version, and no request waits. If it does
-not load, the present version is served further.
+not load, the present version stays.
 """
 
 import logging

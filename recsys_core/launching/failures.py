@@ -50,7 +50,7 @@ def error_from_failures(failed_hosts: Iterable[HostReport], *, num_hosts: int, f
     rank_name = f"rank {rank.rank} on host {rank.host.name}" if num_hosts > 1 else f"rank {rank.rank}"
     disk_full_match = DISK_FULL_PATTERN.search(f"{rank.traceback}\n{rank.last_lines}")
     if disk_full_match or free_bytes(folder.path) < MIN_STAGE_BYTES:
-        # The quoted line names the full disk, which can be another disk than that of the folder.
+        # The quoted line names the full disk, because the folder may be on another disk.
         quote = f" ({_line_around(disk_full_match)})" if disk_full_match else ""
         return disk_full_error(folder.path, reason=f"the output of {rank_name} does not fit{quote}")
     end_description = f"signal {rank.signal}" if rank.signal else f"exit code {rank.exit_code}"

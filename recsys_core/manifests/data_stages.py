@@ -17,7 +17,7 @@ class SourceFile(Frozen):
     path: str
     size_bytes: int
     num_rows: int
-    modified_ns: int = Field(description="modification time; it changes even if new values leave the footer unchanged")
+    modified_ns: int = Field(description="modification time, because a file with other values can have the same footer")
     footer_sha256: str = Field(description="sha256 of the parquet footer: layout, sizes and statistics")
 
 
@@ -94,8 +94,8 @@ class LogPart(Frozen):
     Columns: `source` is an index into `files`. `user` and `item` are codes: rows of user_ids.parquet and item_ids.parquet.
     `position` orders the events: the time in microseconds, or the value of the order column. `weight` and `context_<n>` are
     the weight and the context columns of the config. `is_negative` marks the rows below the label threshold; without explicit
-    negatives, these rows and the column do not exist. `draw` is a number below 1,000,000, the same in every run; see
-    validation_share of FileSplit.
+    negatives, these rows and the column do not exist. `draw` is a random number below 1,000,000 that depends only on the
+    row; see validation_share of FileSplit.
     """
 
     file_name: str
@@ -137,14 +137,14 @@ class InteractionsManifest(Manifest):
     with the events and known negatives of its users, such as event_item.3.npy and context.3.parquet. They count users and
     events from 0. Elsewhere, the index of an event is its index in the concatenation of the shards. train_user.npy is one file,
     in the same order for any S. One more array exists only with several shards:
-        event_offset.3.npy: int64 [users of the shard]. The k-th training event of train_user.npy, of user u, is event
-            k + event_offset[u // S] of the shard.
+        event_offset.3.npy: int64 [users of the shard]. If entry k of train_user.npy is user u, its event has the
+            index k + event_offset[u // S] in the shard.
 
     Known negatives, only with explicit_negatives, ordered by user, then split, then time (see KnownNegatives):
         negative_offset.npy: int64 [3 * users + 1]. Those of user u in split s start at index negative_offset[3 * u + s].
         negative_item.npy: [known negatives], item rows.
-        negative_event.npy: int64 [known negatives], index of the user's first event of the same split that is not earlier, or
-            the end of the user's events of this split; only if the events are ordered.
+        negative_event.npy: int64 [known negatives], index of the user's first event in this split that is not before the known
+            negative, or the end of the user's events in this split; only if the events are ordered.
 
     Vectors:
         vector_row.npy: int64 [items], row in the embeddings' item.vectors.npy, -1 without a vector.
@@ -297,7 +297,7 @@ class DataReportManifest(Manifest):
     metrics: dict[str, float] = Field(description="metrics by name; a metric that could not be measured is left out")
     breaches: tuple[str, ...] = Field(description="violated limits, each with value, limit and setting")
     warnings: tuple[str, ...]
-    compared_with: str | None = Field(description="run whose data this run's data was compared with")
+    compared_with: str | None = Field(description="id of the earlier run with which the data was compared")
 
 
 @dataclass(frozen=True)

@@ -83,9 +83,9 @@ class ExportManifest(Manifest):
             table with one of these optimizers.
         dense.safetensors: all other parameters.
         block_history.npy: float32 [items, block width], the vector that represents each item in the sum of a spectral block.
-        block_maps.safetensors: query_map and item_map, float32 [trained width + block width, dim], which map concatenated
-            vectors to the exported ones, and similar_map, float32 [dim, dim], which maps the vector of an item to a query for
-            similar items. A model without a spectral block has neither file.
+        block_maps.safetensors: query_map and item_map, float32 [trained width + block width, dim], by which
+            concatenated vectors are multiplied, and similar_map, float32 [dim, dim], which turns an item vector into a query
+            for similar items. A model without a spectral block has neither file.
         model.json: recsys_core.models.spec.ModelSpec.
 
     If `ranking` is not null, there are rankings of the items by the model, for the known users in the order of the queries:

@@ -139,7 +139,7 @@ class StageFolder(Generic[ManifestT]):
         """Commit the files of the `writing` block atomically, and return the manifest.
 
         Args:
-            fields: values of the fields that the manifest type has in addition to those of Manifest.
+            fields: values of the fields that the manifest type adds to Manifest.
         """
         seconds = time.perf_counter() - self._start_s
         return commit_folder(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.models.ensemble import make_candidate_tower
 from recsys_core.models.history import pool_lists
-from recsys_core.models.popularity import UNSEEN_POPULARITY, append_popularity
+from recsys_core.models.score_terms import UNSEEN_POPULARITY, append_popularity
 from recsys_core.models.spec import ModelSpec, module_name
 from recsys_core.models.tables.initialisation import scale_to_norm
 from recsys_core.models.tables.table_config import random_norm
@@ -65,7 +65,7 @@ class CandidateModel(nn.Module):
         Args:
             tables: name -> [R, D], the tables of the item features. Arrays may be memory maps.
             dense: state of the trained dense layers; names with the prefix `item.` are used.
-            item_map: map of the concatenated trained vectors and spectral blocks, for a model with a block.
+            item_map: matrix by which concatenated trained vectors and spectral blocks are multiplied, for a model with a block.
         """
         state = {f"tower.{name.removeprefix('item.')}": tensor for name, tensor in dense.items() if name.startswith("item.")}
         state |= {

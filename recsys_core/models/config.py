@@ -228,14 +228,17 @@ class SpectralBlockSettings(Settings):
         "candidate vector is multiplied. A lower exponent recommends fewer popular items",
     )
     history_length: int = Field(
-        200, ge=1, le=10_000, description="maximum number of items in a history, the newest ones. Their order is not used"
+        200,
+        ge=1,
+        le=10_000,
+        description="maximum number of items in a history. The newest items are used, and their order is ignored",
     )
     weights: tuple[Annotated[float, Field(ge=0, le=100)], ...] = Field(
         (0.0, 0.1, 0.25, 0.5),
         min_length=1,
         max_length=20,
-        description="standard deviations of the block's scores, as multiples of that of the trained scores. The one with the "
-        "best metric of `training.validation` is served. With `0`, the block does not change the scores",
+        description="standard deviations of the block's scores, divided by the standard deviation of the trained scores. The "
+        "value with the best metric of `training.validation` is served. With `0`, the block does not change the scores",
     )
     output_dim: int | None = Field(
         None,
@@ -404,7 +407,7 @@ class TwoTowerConfig(Settings):
 
     @property
     def trained_dim(self) -> int:
-        """Width of the trained vectors: those of the members, and one more number with a popularity term."""
+        """Width of the trained vectors: the sum over the members, plus 1 with a popularity term."""
         return self.num_members * self.tower_dim + self.has_popularity
 
     @property
@@ -455,7 +458,7 @@ class PackageConfig(Settings):
         ge=1,
         le=1_000_000_000,
         description="smallest number of events of a value of `package.popularity_by`. For a value with fewer events, the most "
-        "popular items are those of all users",
+        "popular items are counted over all users",
     )
     exports: tuple[ExportFormat, ...] = Field(
         (),

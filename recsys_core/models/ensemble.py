@@ -1,8 +1,8 @@
 """Towers of a model with several members, whose vectors are concatenated.
 
 A row of a table has the vectors of all members, one after the other, and so have the results of the towers. The results are
-divided by the root of the number of members. An inner product of two results is then the mean of those of the members, and unit
-vectors stay unit vectors.
+divided by the root of the number of members. The inner product of two results is then the mean of the members' inner
+products, and unit vectors stay unit vectors.
 
 Shapes: B queries, V items, D width of a vector of all members.
 """

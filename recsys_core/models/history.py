@@ -70,7 +70,7 @@ class HistoryEncoder(nn.Module):
         return torch.ones(len(history_H), device=history_H.device)
 
     def min_norm(self, row_norm: float) -> float:
-        """Return the expected length of an encoded history of random rows of length `row_norm`: that of their mean."""
+        """Return the expected norm of an encoded history of random rows: the norm of their mean. row_norm: norm of a row."""
         return row_norm / math.sqrt(self.length)
 
     def shardable_modules(self) -> list[nn.Module]:
@@ -174,9 +174,9 @@ class SelfAttentionEncoder(HistoryEncoder):
         return vector_BD + (weight_BH[:, None, :].to(item_BHD.dtype) @ item_BHD).squeeze(1)
 
     def min_norm(self, row_norm: float) -> float:
-        """Return the expected length of an encoded history: that of one item, which the last layer norm starts with.
+        """Return the expected norm of an encoded history: the norm of one item, with which the last layer norm starts.
 
-        With `recency_residual`, it is that of the mean.
+        With `recency_residual`, it is the norm of the mean.
         """
         return row_norm if self.recency is None else super().min_norm(row_norm)
 

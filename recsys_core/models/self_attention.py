@@ -109,7 +109,7 @@ class Block(nn.Module):
 def groups_of_similar_length(length_B: Tensor, *, max_length: int) -> list[tuple[Tensor, int]]:
     """Return groups of histories that are padded together: the indices of the histories, and the length of the longest.
 
-    On a CPU, the longest history of a group is at most half longer than the shortest one, apart from rounding, so that little
+    On a CPU, the longest history of a group is at most 1.5 times as long as the shortest, apart from rounding, so that little
     time is spent on padding. On a GPU, all histories are one group of `max_length`: reading the lengths would wait for the
     device. Empty histories are in a group of length 0.
 

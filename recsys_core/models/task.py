@@ -14,7 +14,7 @@ from recsys_core.models.ensemble import make_candidate_tower, make_query_tower
 from recsys_core.models.loss.collectives import l2_penalty
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.loss.objective import Objective
-from recsys_core.models.popularity import append_popularity, item_popularity
+from recsys_core.models.score_terms import append_popularity, item_popularity
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import CollectionOutputs, EmbeddingTables, table_outputs
 from recsys_core.models.tables.table_config import TEACHER_TABLE

@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 
 from recsys_core.models.config import NoPopularity, TowerConfig
 from recsys_core.models.history import HistoryEncoder, last_items, make_encoder
-from recsys_core.models.popularity import PopularityWeight
+from recsys_core.models.score_terms import PopularityWeight
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import OFFSET_TABLE
 
@@ -99,7 +99,7 @@ class QueryTower(nn.Module):
         self.popularity = None if isinstance(config.popularity, NoPopularity) else PopularityWeight(config.popularity)
 
     def forward(self, item_VD: Tensor, history_H: Tensor, offset: Tensor, *, features: Mapping[str, Tensor]) -> Tensor:
-        """Return query vectors [B, D], of unit length under cosine similarity, with the weight of a popularity term behind.
+        """Return query vectors [B, D], unit vectors under cosine similarity, followed by the weight of a popularity term.
 
         Args:
             item_VD, history_H, offset: histories, as in HistoryEncoder.forward.
@@ -143,20 +143,20 @@ class CandidateTower(nn.Module):
         return item_VD + offset_VD
 
     def forward(self, item_VD: Tensor, *, features: Mapping[str, Tensor]) -> Tensor:
-        """Return candidate vectors [V, D], of unit length under cosine similarity. `features`: vectors [V, D] by table."""
+        """Return candidate vectors [V, D], unit vectors under cosine similarity. `features`: vectors [V, D] by table."""
         candidate_VD: Tensor = self.tower([item_VD, *(features[table_name] for table_name in self.feature_names)])
         return unit_vectors(candidate_VD.float(), min_norm=self.min_norm) if self.is_cosine else candidate_VD.float()
 
 
 def unit_vectors(vector_BD: Tensor, *, min_norm: float) -> Tensor:
-    """Divide each vector by its length; a zero vector stays zero.
+    """Divide each vector by its norm; a zero vector stays zero.
 
     The gradient of x / |x| grows without limit as |x| goes to 0. Here, a vector shorter than `min_norm` has the gradient of a
-    vector of length `min_norm` in the same direction. A zero vector has the incoming gradient divided by `min_norm`, so it is
+    vector of norm `min_norm` in the same direction. A zero vector has the incoming gradient divided by `min_norm`, so it is
     trained too. No gradient is larger than the incoming gradient divided by `min_norm`.
 
     Args:
-        min_norm: length below which the gradient is limited.
+        min_norm: norm below which the gradient is limited.
 
     >>> zeros = torch.zeros(1, 2, requires_grad=True)
     >>> unit_vectors(zeros, min_norm=0.5).sum().backward()

@@ -108,7 +108,7 @@ def connect(uri: str, *, setting: str) -> tuple[pafs.FileSystem, str, str]:
         return pafs.LocalFileSystem(), unquote(path), "file:/"
     if not host_or_bucket:
         raise InputError(f"{setting}: {shown_uri}: names no bucket; write {raw_scheme}://bucket/path")
-    # The URI of the bucket is used, not that of the path: the path may be a glob, and pyarrow rejects * and ? in a URI.
+    # This is the URI of the bucket without the path, which may be a glob, because pyarrow rejects * and ? in a URI.
     encoded_options = "&".join(f"{key}={quote(value)}" for key, value in options.items())
     bucket_uri = f"{scheme}://{authority}?{encoded_options}"
     try:

@@ -79,7 +79,7 @@ class Changes:
 
 @dataclass(frozen=True)
 class _CurrentItems:
-    """The items of the package, and the new ones after them.
+    """The items of the package, followed by the new items.
 
     Attributes:
         vector_row_U: row of each item in the pretrained vectors, -1 for none.

@@ -94,7 +94,7 @@ def _golden_checks(
 ) -> Iterator[Check]:
     """Yield the checks of the parent's golden queries. Queries with an item that left, in query or answer, are left out.
 
-    The new items are excluded, so the answers are those of the parent, apart from an index that is approximate.
+    The new items are excluded, so both packages give the same answers, apart from the errors of an approximate index.
     """
     removed_ids = {*changes.removed_ids.to_pylist()}
     users_of_removed = _users_of_removed(golden, before, parent, changes) if removed_ids else set()
@@ -174,7 +174,7 @@ def _recalls(
 
 
 def _user_queries(retriever: Retriever) -> NDArray[np.float32]:
-    """Return the query vectors of stored users, or those of the golden queries without stored users, [B, D]."""
+    """Return the query vectors of stored users, [B, D]. If no users are stored, return those of the golden queries."""
     if not len(retriever.user_ids):
         return golden_vectors(retriever)
     user_ids = retriever.user_ids.ids(_sample(np.arange(len(retriever.user_ids))))

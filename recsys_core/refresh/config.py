@@ -19,7 +19,7 @@ class RefreshConfig(Settings):
         0.02,
         ge=0,
         le=1,
-        description="largest difference between the recall of the champion's index and that of the rebuilt index, both "
+        description="largest drop of the recall from the champion's index to the rebuilt index, both "
         "compared with an exact search",
     )
     min_golden_overlap: float = Field(

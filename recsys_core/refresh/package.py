@@ -40,7 +40,7 @@ from recsys_core.serving.users.user_table import replace_items
 def refresh_package(parent: PackageContents, changes: Changes, *, parent_folder: Path, folder: Path) -> PackageManifest:
     """Write a stage folder with a package of the same format, model and space_id as its parent.
 
-    The vectors of items that stay are copied bit by bit. New items are the last rows, and the least popular ones. Events of
+    The vectors of items that stay are copied bit by bit. New items have the last rows and the lowest popularity. Events of
     items that left are removed from the histories. The index is built again with the settings of the parent's index.
 
     Args:
@@ -95,7 +95,7 @@ def refresh_package(parent: PackageContents, changes: Changes, *, parent_folder:
 
 
 def refreshed_vectors(parent: PackageContents, changes: Changes) -> NDArray[np.float32]:
-    """Return the vectors of the items of the refreshed package: those of the parent, and the new ones, [I, D]."""
+    """Return the item vectors of the refreshed package, [I, D]: first the items of the parent, then the new items."""
     return np.concatenate([stored_vectors(parent, changes.kept_row_I), changes.vector_VD])
 
 
@@ -117,7 +117,7 @@ def _with_items(spec: ModelSpec, num_items: int) -> ModelSpec:
 
 
 def _with_history_items(parent: PackageContents, spec: ModelSpec, changes: Changes) -> ServedQueryTower:
-    """Return the query tower with the rows of the items that stay, unchanged, and those of the new items."""
+    """Return the query tower with the unchanged rows of the items that stay, followed by the rows of the new items."""
     quantization, block = parent.package.quantization, spec.config.spectral_block
     vectors_by_table = {HISTORY_TABLE: changes.history_VD}
     if block is not None:
@@ -138,7 +138,7 @@ def _with_history_items(parent: PackageContents, spec: ModelSpec, changes: Chang
 
 
 def _popularity(parent: PackageContents, changes: Changes, new_row_I: NDArray[np.int32]) -> Mapping[str, NDArray[Any]]:
-    """Return the items by popularity and their shares, by file name. New items are the least popular ones."""
+    """Return the items by popularity and their shares, by file name. New items are last."""
     popular_row_I = new_row_I[parent.popularity.item_row_I]
     added_rows = np.arange(len(changes.kept_row_I), changes.columns.num_rows, dtype=np.int32)
     share_I = parent.popularity.share_I[popular_row_I >= 0]

@@ -1,7 +1,11 @@
-"""The steps of a refresh: compare the items, embed the new ones, write the package and its delta file, check it."""
+"""The steps of a refresh: compare the items, embed new items, write the package and its delta file, check the package."""
 
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from recsys_core.errors import InputError
 from recsys_core.ingest import InputConfig
@@ -9,10 +13,13 @@ from recsys_core.manifests import PackageManifest
 from recsys_core.refresh.changes import Changes, read_changes
 from recsys_core.refresh.checks import Check, check_package
 from recsys_core.refresh.config import RefreshConfig
-from recsys_core.refresh.delta import DELTA_NAME, write_delta
-from recsys_core.refresh.package import refresh_package
-from recsys_core.serving.contents import read_package
+from recsys_core.refresh.package import refresh_package, stored_vectors
+from recsys_core.serving.contents import PackageContents, read_package
 from recsys_core.serving.description import description_sha256
+from recsys_core.serving.quantise import SPACE_ID_KEY
+
+DELTA_NAME = "delta.parquet"
+"""File for a system with its own copy of the vectors: the items that it has to insert, replace or delete."""
 
 
 @dataclass(frozen=True)
@@ -67,3 +74,26 @@ def _check_removed_share(config: RefreshConfig, changes: Changes, *, num_items: 
             f"vectors or in the table of items, but refresh.max_removed_share is {config.max_removed_share:.1%}; check that "
             "the input files are complete, or raise the limit"
         )
+
+
+def write_delta(path: Path, changes: Changes, contents: PackageContents) -> None:
+    """Write a parquet file with the column `operation` and the columns of items.parquet.
+
+    `upsert`: a new item, or an item with another title or filter column. `delete`: an item that left; only its id is set. The
+    metadata of the schema have the space_id.
+
+    contents: the refreshed package.
+    """
+    num_kept = len(changes.kept_row_I)
+    row_L = np.concatenate([changes.changed_row_I, np.arange(num_kept, num_kept + changes.num_added)])
+    vector_LD = stored_vectors(contents, row_L)
+    # Not a list of fixed size, because pyarrow cannot read such a column with nulls.
+    offsets = np.arange(len(row_L) + 1, dtype=np.int32) * vector_LD.shape[1]
+    vectors = pa.ListArray.from_arrays(offsets, pa.array(vector_LD.reshape(-1)))
+    upserts = changes.columns.take(row_L).append_column("vector", vectors)
+    removed_ids = changes.removed_ids.cast(upserts["item_id"].type)
+    deletes = pa.table({"item_id": removed_ids})
+    operations = ["upsert"] * len(row_L) + ["delete"] * len(removed_ids)
+    items = pa.concat_tables([upserts, deletes], promote_options="default")
+    table = items.add_column(0, "operation", pa.array(operations, pa.string()))
+    pq.write_table(table.replace_schema_metadata({SPACE_ID_KEY: contents.package.space_id}), path)

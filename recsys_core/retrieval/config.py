@@ -18,7 +18,7 @@ _EARLIER_SETTINGS = ("nlist", "nprobe", "pq_m", "pq_nbits", "hnsw_m", "ef_constr
 class IndexConfig(Settings):
     """FAISS indexes that search the item vectors by inner product.
 
-    For cosine similarity, the vectors have length 1, or a little more with a popularity term.
+    For cosine similarity, the vectors have the norm 1, or a little more with a popularity term.
     """
 
     served: Annotated[Auto | AnyIndexKind, Field(discriminator="kind")] = Field(

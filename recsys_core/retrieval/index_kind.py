@@ -31,14 +31,14 @@ class IndexKind(Settings):
         return None
 
     def fitted(self, num_items: int, dim: int) -> Self:
-        """Return the settings for `num_items` vectors of width `dim`. Only search parameters stay empty."""
+        """Return the settings with all build parameters. Search parameters may stay empty, because they are tuned."""
         return self
 
     def search_ladders(self, depth: int) -> Iterator[list[Self]]:
         """Yield ladders: lists of settings with increasing recall and latency of a search for `depth` items.
 
-        Settings of the user stay. An index with one search parameter has one ladder. A second parameter gives a ladder for
-        each of its values.
+        A parameter that the user has set does not vary. An index with one search parameter has one ladder. A second parameter
+        gives a ladder for each of its values.
         """
         yield [self]
 
@@ -90,7 +90,7 @@ class IndexKind(Settings):
 def search_vectors(
     vectors: Any, index: Any, query_BD: "NDArray[np.float32]", depth: int, parameters: Any
 ) -> "tuple[NDArray[np.float32], NDArray[np.int64]]":
-    """Search `vectors`, an index inside `index` that holds the vectors in the same order, and return item rows."""
+    """Search `vectors`, which has the vectors of the IndexIDMap `index` in the same order, and return item rows."""
     import numpy as np
 
     score_BN, position_BN = vectors.search(query_BD, depth, params=parameters)

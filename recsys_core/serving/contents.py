@@ -62,12 +62,8 @@ def read_package(folder: Path, *, sha256: str) -> PackageContents:
     package = _read_description(folder / DESCRIPTION_NAME, sha256=sha256)
     # The errors of the functions that read another file contain its path. All other errors come from values in package.json.
     with _name_unreadable_file(folder / DESCRIPTION_NAME):
-        return _read_contents(folder, package)
-
-
-def _read_contents(folder: Path, package: PackageDescription) -> PackageContents:
-    _verify_files(folder, package)
-    return open_contents(folder, package)
+        _verify_files(folder, package)
+        return open_contents(folder, package)
 
 
 def open_contents(folder: Path, package: PackageDescription) -> PackageContents:

@@ -25,7 +25,7 @@ GOLDEN_NAME = "golden.json"
 CANDIDATE_NAME = "candidate.safetensors"
 """File with the candidate tower, which embeds items that come later; see recsys_core.refresh."""
 SOURCES_NAME = "item_sources.npy"
-"""File with the input tables that had each item: the sum of FROM_VECTORS and FROM_FEATURES."""
+"""File with the input tables of each item, coded as a sum of FROM_VECTORS and FROM_FEATURES."""
 FROM_VECTORS, FROM_FEATURES = 1, 2
 FORMAT_VERSION: Final = 7
 QUERY_COLUMNS = ("user_id", "history")
@@ -57,7 +57,7 @@ class QueryFeature(Frozen):
 
     @classmethod
     def of(cls, key: str, manifest: FeaturesManifest) -> Self:
-        """Return the feature `key` of an ingest. The type of the values is that of the vocabulary, if there is one."""
+        """Return the feature `key` of an ingest. The values have the type of the vocabulary, if there is one."""
         facts = manifest.features[key]
         values = facts.model_dump(include=cls.model_fields.keys() - {"column"})
         feature = cls(column=facts.column or key.partition(".")[2], **values)
@@ -170,7 +170,7 @@ def export_name(export_format: ExportFormat) -> str:
 
 
 def request_columns(features: Mapping[str, QueryFeature]) -> dict[str, tuple[str, str | None]]:
-    """Return the names of the columns of each feature in a request: that of the values, and that of the weights or None.
+    """Return the names of two columns for each feature in a request: values, and weights or None.
 
     A column has its name in the log or in the feature table. If users and context both have a column of that name, or if a
     request has another column of that name, it is called user.<column> or context.<column>.

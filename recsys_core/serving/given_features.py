@@ -146,17 +146,17 @@ class RequestFeatures:
         for name, values in columns.items():
             if len(values) != num_rows:
                 raise InputError(f"column {name!r} has {len(values)} values for {num_rows} rows; pass one per row")
-        given = {}
+        given_features = {}
         for key, (name, weight_name) in self._names_by_key.items():
             if name in columns or weight_name in columns:
                 assert name is not None
                 values = columns[name] if name in columns else [None] * num_rows
                 weights = columns.get(weight_name) if weight_name is not None else None
                 try:
-                    given[key] = self._encoders[key].encode(values, weights)
+                    given_features[key] = self._encoders[key].encode(values, weights)
                 except InputError as error:
                     raise InputError(f"{name}: {error}") from None
-        return given
+        return given_features
 
     def invalid_rows(self, columns: Mapping[str, Sequence[Any]], *, num_rows: int) -> Iterator[tuple[int, str]]:
         """Yield the index of each row with an invalid value, and the error."""

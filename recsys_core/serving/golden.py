@@ -53,7 +53,7 @@ class GoldenQueries(Frozen):
 def write_golden(retriever: "Retriever", path: Path) -> None:
     """Write the answers of `retriever` to requests for known users, for histories, for nothing, with filters and for items.
 
-    The histories are random items, not those of a user.
+    The histories are random items, not histories of users.
     """
     requests = _requests(retriever)
     golden_requests = tuple(

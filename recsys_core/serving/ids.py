@@ -20,7 +20,7 @@ Id = int | str
 INT64_RANGE = range(-INT64_MAX - 1, INT64_MAX + 1)
 EXACT_FLOAT64_INTEGERS = range(-(2**53) + 1, 2**53)
 _HALF, _HASH_FACTORS = np.uint64(32), (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
-"""A bucket is the upper half of a hash, scaled to the number of buckets. The factors are those of SplitMix64."""
+"""A bucket is the upper half of a hash, scaled to the number of buckets. The factors are from SplitMix64."""
 _DECIMAL_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 

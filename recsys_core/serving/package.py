@@ -39,8 +39,8 @@ from recsys_core.manifests import (
 )
 from recsys_core.models.candidate_model import CandidateModel
 from recsys_core.models.config import PackageConfig, Quantization
+from recsys_core.models.score_terms import BLOCK_HISTORY_FILE, BLOCK_MAPS_FILE
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.spectral_block import BLOCK_HISTORY_FILE, BLOCK_MAPS_FILE
 from recsys_core.serving.answers import Fallback
 from recsys_core.serving.contents import open_contents
 from recsys_core.serving.description import (

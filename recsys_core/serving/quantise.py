@@ -20,8 +20,8 @@ from recsys_core.errors import StageError
 from recsys_core.models.config import Quantization
 from recsys_core.models.ensemble import make_query_tower
 from recsys_core.models.history import pool_lists
+from recsys_core.models.score_terms import SpectralBlock, history_totals
 from recsys_core.models.spec import ModelSpec, module_name
-from recsys_core.models.spectral_block import SpectralBlock, history_totals
 
 if TYPE_CHECKING:
     from recsys_core.serving.given_features import GivenFeature
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 HISTORY_TABLE = "history"
 """Name of the table with the vectors that represent items in histories."""
 BLOCK_TABLE = "spectral_block"
-"""Name of the table with the vectors of the items in the sum of the spectral block."""
+"""Name of the table with the item vectors that are added up for the spectral block."""
 CHUNK_ROWS = 1 << 16
 SPACE_ID_KEY = "space_id"
 """Key of the id of the vector space in the metadata of tower.safetensors and items.parquet."""
@@ -107,18 +107,18 @@ class IntegerTable(nn.Module):
         code_RD = nn.functional.pad(code_RD, (0, self._dim % 2))
         return code_RD[:, ::2] | (code_RD[:, 1::2] << 4)
 
-    def _unpacked(self, byte_LC: Tensor) -> Tensor:
+    def _unpacked(self, byte_L: Tensor) -> Tensor:
         if self._num_bits == 8:
-            return byte_LC
-        byte_LC = byte_LC.int()  # ONNX gets the wrong type for a shift of bytes (torch 2.14)
-        return torch.stack([byte_LC & 15, byte_LC >> 4], dim=2).flatten(1)[:, : self._dim]
+            return byte_L
+        byte_L = byte_L.int()  # ONNX gets the wrong type for a shift of bytes (torch 2.14)
+        return torch.stack([byte_L & 15, byte_L >> 4], dim=2).flatten(1)[:, : self._dim]
 
 
 Table = FloatTable | IntegerTable
 
 
 class BlockArrays(NamedTuple):
-    """The spectral block of an exported model: the vectors of the items in histories [I, M], and the maps of SpectralBlock."""
+    """The spectral block of an exported model: the item vectors in histories [I, M], and the matrices of SpectralBlock."""
 
     history_IM: NDArray[np.float32]
     query_map: Tensor
@@ -158,7 +158,7 @@ class ServedQueryTower(nn.Module):
         history: JaggedArray,
         *,
         features: FeatureStore,
-        given: "Mapping[str, GivenFeature] | None" = None,
+        given_features: "Mapping[str, GivenFeature] | None" = None,
     ) -> Tensor:
         """Compute the query vectors, [B, D].
 
@@ -166,14 +166,14 @@ class ServedQueryTower(nn.Module):
             user_row_B: -1 for a user who is not in the vocabulary. Such a user has no stored features.
             history: item rows, oldest first. Only the newest items are used, up to the history lengths of the model.
             features: the user features of the package.
-            given: features from the request. They replace the stored ones.
+            given_features: features from the request. They replace stored features.
         """
         full_history, history = history, history.last_values(self.spec.history_length)
         item_LD = torch.zeros(0, self.spec.config.history_dim)
         if HISTORY_TABLE in self.tables:
             item_LD = self.tables[HISTORY_TABLE](torch.from_numpy(history.values_L))
         vector_by_table = {
-            name: self._feature_vectors(name, user_row_B, features, (given or {}).get(name))
+            name: self._feature_vectors(name, user_row_B, features, (given_features or {}).get(name))
             for name in self.spec.on_side("query")
         }
         history_index_L, offset = torch.arange(len(item_LD)), torch.from_numpy(history.offset)
@@ -192,11 +192,11 @@ class ServedQueryTower(nn.Module):
         return query_BD
 
     def _feature_vectors(
-        self, table_name: str, user_row_B: NDArray[np.int64], features: FeatureStore, given: "GivenFeature | None"
+        self, table_name: str, user_row_B: NDArray[np.int64], features: FeatureStore, given_feature: "GivenFeature | None"
     ) -> Tensor:
         """Look up and pool the rows of a table, [B, D]. The vector of a feature that is neither stored nor given is zero."""
         table = self.spec.tables[table_name]
-        row_lists, weight_L = self.rows_and_weights(table_name, user_row_B, features, given)
+        row_lists, weight_L = self.rows_and_weights(table_name, user_row_B, features, given_feature)
         if not len(row_lists.values_L):
             return torch.zeros(len(user_row_B), table.dim)
         is_list = self.spec.forms.get(table_name, "single") in ("list", "weighted_list")
@@ -208,16 +208,16 @@ class ServedQueryTower(nn.Module):
         )
 
     def rows_and_weights(
-        self, table_name: str, user_row_B: NDArray[np.int64], features: FeatureStore, given: "GivenFeature | None"
+        self, table_name: str, user_row_B: NDArray[np.int64], features: FeatureStore, given_feature: "GivenFeature | None"
     ) -> tuple[JaggedArray, NDArray[np.float32] | None]:
         """Return the rows of each query in a table, and their weights; None if all are 1."""
         row_lists, weight_L = self._stored_rows(table_name, user_row_B, features)
-        return (row_lists, weight_L) if given is None else _replace_rows(row_lists, weight_L, given)
+        return (row_lists, weight_L) if given_feature is None else _replace_rows(row_lists, weight_L, given_feature)
 
     def _stored_rows(
         self, table_name: str, user_row_B: NDArray[np.int64], features: FeatureStore
     ) -> tuple[JaggedArray, NDArray[np.float32] | None]:
-        """Return the rows of each user in a table, and their weights; no rows for an unknown user and for the context."""
+        """Return the rows of each user in a table, and their weights. Unknown users and context features have no rows."""
         is_weighted = self.spec.forms.get(table_name) in ("weighted_list", "number")
         is_known_B = user_row_B >= 0
         if table_name != "user" and table_name not in features.feature_by_key:
@@ -233,16 +233,16 @@ class ServedQueryTower(nn.Module):
 
 
 def _replace_rows(
-    stored: JaggedArray, weight_L: NDArray[np.float32] | None, given: "GivenFeature"
+    stored: JaggedArray, weight_L: NDArray[np.float32] | None, given_feature: "GivenFeature"
 ) -> tuple[JaggedArray, NDArray[np.float32] | None]:
-    """Return the given rows and weights of the queries that have them, and the stored ones of the others."""
+    """Replace the stored rows and weights of the queries whose request has the feature."""
     stored_index = JaggedArray(stored.offset, np.arange(len(stored.values_L)))
-    given_index = JaggedArray(given.rows.offset, len(stored.values_L) + np.arange(len(given.rows.values_L)))
-    index = stored_index.replace(given_index, where=given.is_given_B)
-    rows = np.concatenate([stored.values_L, given.rows.values_L])[index.values_L]
-    if weight_L is None or given.weight_L is None:
+    given_index = JaggedArray(given_feature.rows.offset, len(stored.values_L) + np.arange(len(given_feature.rows.values_L)))
+    index = stored_index.replace(given_index, where=given_feature.is_given_B)
+    rows = np.concatenate([stored.values_L, given_feature.rows.values_L])[index.values_L]
+    if weight_L is None or given_feature.weight_L is None:
         return JaggedArray(index.offset, rows), None
-    return JaggedArray(index.offset, rows), np.concatenate([weight_L, given.weight_L])[index.values_L]
+    return JaggedArray(index.offset, rows), np.concatenate([weight_L, given_feature.weight_L])[index.values_L]
 
 
 def user_features(spec: ModelSpec) -> dict[str, FeatureForm]:
@@ -267,7 +267,7 @@ def build_tower(
     """Build the served tower from the exported model.
 
     Args:
-        history_items: [I, D], the representation of each item in histories.
+        history_items: [I, D], the vector of each item in histories.
         tables: name -> [R, D], at least the tables of `served_tables`. Arrays may be memory maps.
         dense: state of the trained dense layers; names with the prefix `query.` are used.
         block: arrays of the spectral block, for a model that has one.

@@ -30,7 +30,7 @@ MAX_BATCH_RESULTS = 1 << 20
 """Largest number of recommended items (B * K) per batch; a larger request is split."""
 MAX_BATCH_QUERIES = 1024
 MAX_LISTED_EXCLUDES = 1_000
-"""Up to this many items that no query gets are excluded from the candidates of each query. More are left out of the search."""
+"""Up to this many items that no query gets are dropped from the results of the search. With more, the search skips them."""
 MAX_POPULARITY_WEIGHT = 1e4
 MAX_REMEMBERED_FILTERS = 16
 
@@ -47,8 +47,8 @@ class SearchOptions(TypedDict, total=False):
             (default True). With False, a model can be measured on events that are in the stored histories.
         exclude: ids of items that are left out. Unknown ids are ignored.
         min_score: leave out items with a lower score. It does not apply to the most popular items, whose scores are shares.
-        popularity_weight: weight of the popularity of an item in its score, for a model with a popularity term; None for that
-            of the model. Similar items have no such term by default.
+        popularity_weight: weight of the popularity of an item in its score, for a model with a popularity term; None means
+            the weight of the model. Similar items have no such term by default.
         filter: conditions on filter columns; see recsys_core.serving.items.
         with_vectors: also return query vectors and item vectors.
     """
@@ -175,7 +175,7 @@ class Retriever:
         num_queries = _num_queries(user_ids, histories, features)
         k = min(k, len(self.item_ids))
         user_rows = self._user_rows(user_ids, num_queries)
-        given = self.request_features.encode(features, num_rows=num_queries) if features else {}
+        given_features = self.request_features.encode(features, num_rows=num_queries) if features else {}
         candidates = self._candidates(checked)
         parts = []
         for batch in _batches(num_queries, k=k):
@@ -183,14 +183,14 @@ class Retriever:
             queries = self._queries(
                 user_rows[batch],
                 histories=histories and histories[batch],
-                given={key: feature.take(row_indices) for key, feature in given.items()},
+                given_features={key: feature.take(row_indices) for key, feature in given_features.items()},
                 options=checked,
             )
             parts.append(self._recommend_batch(queries, candidates, k=k, options=checked))
         return joined(parts) if parts else self._nothing()
 
     def similar(self, item_ids: Sequence[Id] | NDArray[Any], k: int = 10, **options: Unpack[SearchOptions]) -> Recommendations:
-        """Return the k items with the largest inner product of their vector and that of each item, without the item itself.
+        """Return the k items with the largest inner product with the vector of each item. The item itself is left out.
 
         Terms for the popularity and spectral blocks are left out: they belong to the score of a query.
         An item that is not in the catalogue has an error in the result. `exclude_seen` has no effect.
@@ -222,17 +222,17 @@ class Retriever:
         return joined(parts, errors=errors) if parts else self._nothing()
 
     def encode(
-        self, user_row_B: NDArray[np.int64], history: JaggedArray, *, given: Mapping[str, GivenFeature] | None = None
+        self, user_row_B: NDArray[np.int64], history: JaggedArray, *, given_features: Mapping[str, GivenFeature] | None = None
     ) -> NDArray[np.float32]:
         """Return the query vectors of users with these histories, [B, D].
 
         Args:
             user_row_B: rows of the users; -1 for an unknown user.
             history: item rows of each user, oldest first.
-            given: features of a request by key, which replace stored ones.
+            given_features: features of a request by key, which replace stored features.
         """
         query_BD: NDArray[np.float32] = self._query_tower(
-            user_row_B, history, features=self._users.features, given=given
+            user_row_B, history, features=self._users.features, given_features=given_features
         ).numpy()
         return query_BD
 
@@ -316,7 +316,7 @@ class Retriever:
         user_row_B: NDArray[np.int64],
         *,
         histories: Sequence[History] | None,
-        given: Mapping[str, GivenFeature],
+        given_features: Mapping[str, GivenFeature],
         options: SearchOptions,
     ) -> _Queries:
         """Return the queries of a batch."""
@@ -327,16 +327,18 @@ class Retriever:
             excluded_items = JaggedArray.empty(len(user_row_B))
         model = self.package.model
         is_model_B = model.is_known(history_length_B=history.lengths, user_row_B=user_row_B)
-        for key, feature in given.items():
+        for key, feature in given_features.items():
             if key != self._popularity.segment_key:
                 is_model_B = is_model_B | feature.is_given_B
         query_BD = np.zeros((len(user_row_B), model.config.output_dim), np.float32)
         model_indices = np.flatnonzero(is_model_B)
         if len(model_indices) == len(user_row_B):
-            query_BD = self.encode(user_row_B, history, given=given)
+            query_BD = self.encode(user_row_B, history, given_features=given_features)
         elif len(model_indices):
-            model_given = {key: feature.take(model_indices) for key, feature in given.items()}
-            query_BD[model_indices] = self.encode(user_row_B[model_indices], history.take(model_indices), given=model_given)
+            model_features = {key: feature.take(model_indices) for key, feature in given_features.items()}
+            query_BD[model_indices] = self.encode(
+                user_row_B[model_indices], history.take(model_indices), given_features=model_features
+            )
         if options["popularity_weight"] is not None:
             query_BD[model_indices, -1] = options["popularity_weight"]
         has_history_B = (history.lengths > 0) & (model.served_history_length > 0)
@@ -344,7 +346,7 @@ class Retriever:
         is_expected_B = (user_row_B >= 0) | (self.package.users == "none")
         code_B = np.where(is_expected_B, 0, unknown_code_B)
         code_B = np.where(is_model_B, code_B, FALLBACKS.index("popularity")).astype(np.int8)
-        segment_B = self._popularity.segment_of(given, num_queries=len(user_row_B))
+        segment_B = self._popularity.segment_of(given_features, num_queries=len(user_row_B))
         return _Queries(is_model_B, query_BD, excluded_items, segment_B, code_B, num_unknown_items_B)
 
     def _histories(

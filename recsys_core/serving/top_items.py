@@ -33,7 +33,7 @@ class Candidates:
     excluded_rows: NDArray[np.int64]
 
     def excluded_from(self, excluded_items: JaggedArray, *, bound: int) -> JaggedArray:
-        """Return the allowed items that each query does not get; `excluded_items` are those of each query, distinct."""
+        """Return the allowed items that each query does not get. `excluded_items`: distinct excluded items of each query."""
         if len(self.excluded_rows):
             num_queries = len(excluded_items)
             length_B = np.full(num_queries, len(self.excluded_rows))
@@ -86,7 +86,7 @@ class TopItems:
         self.num_items_B[query_indices] = is_recommended_BN.sum(axis=1)
 
     def drop_below(self, min_score: float, query_indices: NDArray[np.int64]) -> None:
-        """Drop the items of the queries whose score is below `min_score`; they are the last ones."""
+        """Drop the items whose score is below `min_score`, which are the last items of their query."""
         num_above = (self.score_BK[query_indices] >= min_score).sum(axis=1)
         # Unused places have a score of 0.
         self.num_items_B[query_indices] = np.minimum(self.num_items_B[query_indices], num_above)

@@ -102,7 +102,7 @@ def mean_history_length(num_train_events_U: NDArray[np.int64], *, model: ModelSp
 
 
 def num_known_negatives(store: EventStore, *, batch_size: int, max_items: int) -> float:
-    """Return the expected number of known negatives of the users in a batch, as if all events of a user had the same ones."""
+    """Return the expected number of known negatives of the users in a batch, as if they were equal for all events of a user."""
     if not max_items or store.known_negatives is None:
         return 0.0
     with np.errstate(divide="ignore"):  # log1p(-1) is -inf for the only user of a log
@@ -166,3 +166,30 @@ def _weighted_total_length(offset: NDArray[np.int64], weight: NDArray[np.int64] 
         float(np.dot(np.diff(offset[chunk.start : chunk.stop + 1]), weight[chunk]))
         for chunk in chunk_slices(len(weight), length=CHUNK_ROWS)
     )
+
+
+def num_distinct_items(num_items: int, *, num_draws: float, num_negatives: int, exponent: float) -> float:
+    """Return the expected number of distinct items in a batch of a future log, whose popularity follows Zipf's law.
+
+    The batch has `num_draws` draws from Zipf's law and `num_negatives` uniform draws.
+
+    The probabilities of the 1,000 most popular items are added up one by one. The probabilities of the other items
+    are integrated over 4,000 intervals of the popularity rank, so a catalogue of 10^9 items needs no array of that size.
+
+    >>> num_distinct_items(1, num_draws=5, num_negatives=0, exponent=1.0)
+    1.0
+    >>> round(num_distinct_items(2, num_draws=2, num_negatives=0, exponent=0.0), 6)  # 2 (1 - (1/2)^2)
+    1.5
+    """
+    head_ranks = np.arange(1, min(num_items, 1000) + 1, dtype=np.float64)
+    interval_bounds = np.geomspace(1000.5, num_items + 0.5, 4001) if num_items > 1000 else np.empty(0)
+    interval_middles = np.sqrt(interval_bounds[1:] * interval_bounds[:-1])
+    popularity_rank = np.concatenate([head_ranks, interval_middles])
+    num_items_of_interval = np.concatenate([np.ones_like(head_ranks), np.diff(interval_bounds)])
+    draw_probability = popularity_rank**-exponent
+    draw_probability /= (draw_probability * num_items_of_interval).sum()
+    with np.errstate(divide="ignore"):  # log1p(-1) is -inf for the only item
+        log_miss_probability = num_draws * np.log1p(-draw_probability)
+        if num_negatives:
+            log_miss_probability += num_negatives * np.log1p(-1 / num_items)
+    return float((num_items_of_interval * -np.expm1(log_miss_probability)).sum())

@@ -47,7 +47,7 @@ def plan_sharding(
 ) -> PlanManifest:
     """Write plan.json for the cluster of `config`, and plan.html, which explains the plan.
 
-    The arguments are those of `make_plan`.
+    See `make_plan` for the arguments.
 
     Raises:
         InputError: as in `make_plan`, or if a table is constrained to the kernel `key_value`, which training does not support.

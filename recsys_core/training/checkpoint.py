@@ -239,7 +239,9 @@ def restore(model: DistributedModelParallel, optimizer: CombinedOptimizer, *, ch
     value_by_key, _ = flatten_state_dict(state)
     saved_metadata_by_key: Mapping[str, Any] = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     weight_key_by_accumulator = {
-        key: _weight_key(key, value_by_key) for key, value in value_by_key.items() if _is_rowwise_accumulator(value)
+        key: _weight_key(key, value_by_key)
+        for key, value in value_by_key.items()
+        if isinstance(value, ShardedTensor) and len(value.size()) == 1  # an accumulator per row
     }
     _require_same_entries(
         value_by_key, saved_metadata_by_key, resizable_keys=weight_key_by_accumulator.keys(), checkpoint=checkpoint
@@ -256,10 +258,6 @@ def restore(model: DistributedModelParallel, optimizer: CombinedOptimizer, *, ch
         _fill_accumulators(value_by_key[key], accumulator_SR=accumulator_SR, saved_weight=saved_metadata_by_key[weight_key])
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-
-
-def _is_rowwise_accumulator(value: object) -> bool:
-    return isinstance(value, ShardedTensor) and len(value.size()) == 1
 
 
 def _weight_key(accumulator_key: str, value_by_key: Mapping[str, Any]) -> str:

@@ -34,7 +34,7 @@ PROFILER_WARMUP_STEPS = 2
 class MetricsLog:
     """Writer of metrics.jsonl: means over the ranks and the steps since the previous line.
 
-    On a CPU every step is timed. On a GPU only sampled steps are, because timing a step waits for the device.
+    On a CPU every step is timed. On a GPU only sampled steps are timed, because timing waits for the device.
 
     Args:
         first_step: number of completed steps. Lines of later steps are removed, because this attempt repeats these steps.
@@ -129,7 +129,8 @@ class MetricsLog:
         totals = torch.cat([self._loss_sum_and_steps, rank_totals])
         dist.all_reduce(totals)
         loss_sum, num_steps, total_step_ms, total_data_ms, total_embedding_bytes = totals.tolist()
-        memory_bytes = torch.tensor([self._os_process.memory_info().rss, self._peak_hbm_bytes()])
+        peak_hbm_bytes = torch.cuda.max_memory_allocated(self._process.device) if self._is_gpu else 0
+        memory_bytes = torch.tensor([self._os_process.memory_info().rss, peak_hbm_bytes])
         dist.all_reduce(memory_bytes, op=dist.ReduceOp.MAX)
         if num_steps:
             self.last_loss = loss_sum / num_steps
@@ -155,9 +156,6 @@ class MetricsLog:
                 file.write(progress.model_dump_json() + "\n")
         self._total_num_samples += self._num_line_samples
         self._start_line(end_time)
-
-    def _peak_hbm_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self._process.device) if self._is_gpu else 0
 
     @property
     def samples_per_s(self) -> float:

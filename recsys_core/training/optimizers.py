@@ -36,7 +36,7 @@ _ACCUMULATOR_KEYS = ("momentum1", "sum")
 
 
 def make_optimizer(model: DistributedModelParallel, *, spec: ModelSpec, config: TrainingConfig) -> CombinedOptimizer:
-    """Combine the fused optimizers of the sharded tables with regular ones for replicated tables and for the layers."""
+    """Combine the fused optimizers of sharded tables with ordinary optimizers for replicated tables and for the layers."""
     optimizers: list[KeyedOptimizer | tuple[str, KeyedOptimizer]] = [model.fused_optimizer]
     dense_parameter_by_name: dict[str, Tensor] = {}
     for name, parameter in in_backward_optimizer_filter(model.named_parameters()):

@@ -56,7 +56,7 @@ class TrainingSetup:
         """Return the bytes that the checkpoints will need at their peak, less the bytes already in `work_folder`."""
         config = self.training
         checkpoint_bytes = sum(_weight_bytes(table) + _state_bytes(table) for table in self.model.tables.values())
-        # A new checkpoint is complete before an old one is removed, and the best one is kept in addition.
+        # A new checkpoint is complete before an old one is removed, and the best checkpoint is kept in addition.
         max_checkpoints = config.keep_checkpoints + 1 + (config.validation is not None)
         num_validations = 0 if config.validation is None else config.epochs // config.validation.every_epochs
         num_saves = max(1, config.epochs * steps_per_epoch // config.checkpoint_every_steps + num_validations)

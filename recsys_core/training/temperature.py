@@ -3,7 +3,6 @@
 import logging
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 from pydantic import Field
 
@@ -15,7 +14,7 @@ from recsys_core.training.warm.starting_model import Champion
 
 logger = logging.getLogger(__name__)
 CANDIDATES = (0.07, 0.1, 0.15, 0.2)
-"""Above the last one, the first epoch is faster but the last one is worse."""
+"""With a higher temperature, the model learns faster in the first epoch, but is worse after the last epoch."""
 TRIALS_FILE, TRIALS_FOLDER = "temperature.json", "temperature"
 
 
@@ -83,7 +82,8 @@ def _first_epoch(job: TrainJob, *, temperature: float, train: Callable[[TrainJob
     training = job.training.model_copy(update={"epochs": 1, "profile": None})
     spec = job.spec.with_temperature(temperature)
     train(job.model_copy(update={"work_folder": folder, "spec": spec, "training": training}))
-    metric_name, result = f"{validation.metric}@{validation.k}", _result(folder)
+    metric_name = f"{validation.metric}@{validation.k}"
+    result = TrainResult.model_validate_json((folder / RESULT_FILE).read_bytes())
     if metric_name not in result.validation:
         raise InputError(
             "model.temperature is auto, which compares temperatures on the validation split, but no user in the split has a "
@@ -92,7 +92,3 @@ def _first_epoch(job: TrainJob, *, temperature: float, train: Callable[[TrainJob
     shutil.rmtree(folder)
     logger.info("temperature %g: validation %s %.4f after one epoch", temperature, metric_name, result.validation[metric_name])
     return result.validation[metric_name]
-
-
-def _result(folder: Path) -> TrainResult:
-    return TrainResult.model_validate_json((folder / RESULT_FILE).read_bytes())

@@ -3,7 +3,7 @@
 1. Load the items into a collection of their own, whose name has the version and the space_id.
 2. Check the number of items and, for the golden queries, the best 10 items of the store against an exact search.
 3. Switch the alias in one step. Readers use the alias, so they never see a collection that is incomplete.
-4. Delete older collections, except the one that the alias named before.
+4. Delete older collections, except the collection that the alias named before.
 
 Shapes: B queries, D width of the vectors, K best items.
 """
@@ -23,7 +23,7 @@ from tasks.progress.reporting import LOG, show_bar
 
 K = 10
 SCORE_TOLERANCE = 1e-5
-"""Largest difference of two scores that count as equal, relative to the score if that is above 1."""
+"""Largest difference of two scores that count as equal. Above a score of 1, it is relative."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class _Load:
     def ensure(self, *, is_served: bool) -> tuple[int, float]:
         """Return the number of loaded items, which is 0 if the collection was complete, and the overlap.
 
-        An incomplete collection of an interrupted push is loaded again. One that the alias names stays as it is.
+        An incomplete collection of an interrupted push is loaded again, unless the alias names it.
         """
         if self.collection in self.store.collections():
             try:

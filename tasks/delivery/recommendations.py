@@ -96,7 +96,7 @@ def write_recommendations(
             f"version {retriever.version} stores no users; set delivery.recommendations.user_paths to files with the histories"
         )
     with _replacement(folder) as new_folder, explain_disk_full(folder.parent):
-        # The new folder also has the copies of remote files, so those of a killed process are removed with it.
+        # The new folder also has the copies of remote files, so that they are removed with it if the process is killed.
         columns, num_rows, batches = _read_users(retriever, users, batch_rows=_batch_rows(k), scratch_folder=new_folder)
         num_rows_by_code = np.zeros(len(FALLBACKS), np.int64)
         num_done = 0

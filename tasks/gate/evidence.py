@@ -31,7 +31,7 @@ def version_evidence(
     Args:
         label: name of the other version.
         spent_drop: relative drop of earlier promotions, which uses up the margin. A series of small drops cannot exceed it.
-        min_users_by_slice: number of users that each slice by a feature needs; None: that of the gate.
+        min_users_by_slice: number of users that each slice by a feature needs; None means the number of the gate.
     """
     metric, guardrails = config.metric, config.guardrails
     rule = config.gate.with_margin(max(0.0, config.gate.max_relative_drop - spent_drop))
@@ -43,7 +43,7 @@ def version_evidence(
     ]
     wide_rule = partial(config.gate.for_guardrail, guardrails.max_relative_drop)
     rule_by_slice = {name: wide_rule(min_users=min_users_by_slice.get(name)) for name in slices}
-    # A slice with too few users cannot reject the version by chance, so the others need not allow for it.
+    # A slice with too few users cannot reject the version by chance, so it is not counted.
     large_slices = [name for name in slices if len(new.users_by_slice[name].user_row_U) >= rule_by_slice[name].min_users]
     compare = partial(_compare, baseline=label, num_guardrails=max(1, len(names) + len(large_slices)))
     evidence = [_compare(metric, rule, new.users, other.users, baseline=label)]
@@ -103,7 +103,7 @@ def serving_evidence(config: RegistryConfig, new: ServedMetrics, exact_metrics: 
 def baseline_evidence(
     config: RegistryConfig, new: ServedMetrics, metrics_by_baseline: Mapping[str, UserMetrics]
 ) -> list[Evidence]:
-    """Compare with those of the baselines that the config names. The new version must be better than each of them."""
+    """Compare with the baselines in registry.baselines. The new version must be better than each of them."""
     rule = config.gate.for_baseline()
     return [
         _compare(config.metric, rule, new.users, metrics_by_baseline[name], baseline=name.replace("_", "-"))

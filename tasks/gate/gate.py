@@ -18,8 +18,7 @@ from typing import Any
 
 from mlflow.entities.model_registry import ModelVersion
 
-from recsys_core.comparison.decision import Evidence, Verdict, decide, missing_evidence, write_evidence
-from recsys_core.comparison.watch import ALARM_E_VALUE, e_value
+from recsys_core.comparison.decision import ALARM_E_VALUE, Evidence, Verdict, decide, e_value, missing_evidence, write_evidence
 from recsys_core.errors import StageError
 from recsys_core.evaluation.config import FeatureSlice
 from recsys_core.evaluation.metrics import USER_METRICS_FILE, UserMetrics, read_user_metrics
@@ -55,8 +54,8 @@ class Decision:
     Attributes:
         verdict: whether the new version becomes champion.
         reasons: the reasons, each in one sentence, the most important one first.
-        metrics: metrics of all compared versions, as <served | champion | former_champion>/<metric>, and those of
-            `exact_metrics`.
+        metrics: metrics of all compared versions, as <served | champion | former_champion>/<metric>, and the
+            result of `exact_metrics`.
         evidence: the comparisons of metrics and costs, with their outcomes.
         spent_drop: relative drop of the metric from the best champion to the new version. If the new version becomes champion,
             this drop reduces the margin of later versions.

@@ -42,14 +42,14 @@ class ServedSample:
     Attributes:
         histories_file: parquet file with one row per user: `user_id`, `history` (the ids of the items that the user had before
             the test period), and the columns of `context`.
-        context: values of the context of each user's first test event, by the names that a request may use for the column.
+        context: context columns of each user's first test event. A column is there under both names that a request may use.
         item_ids: ids of the catalogue by item row.
         history: item rows of each user before the test period, oldest first.
         num_seen_U: number of distinct items in each user's history.
         seen_pair_L: the pairs of each user with the items in the user's history, ascending.
         target_pair_T: the pairs of each user with the user's test items that are not in the history, ascending.
         slices: whether each target belongs to a slice of the users or items, by name of the slice.
-        min_users_by_slice: number of users below which a slice by a feature is not compared; None: that of the gate.
+        min_users_by_slice: number of users below which a slice by a feature is not compared; None means the number of the gate.
     """
 
     histories_file: Path
@@ -139,8 +139,7 @@ def _context(
 ) -> dict[str, pa.Array]:
     """Return the columns of the log that context features read, for some events. Each has both names that a request may use.
 
-    A version reads the name in its signature: the name of the column, or context.<column> if the request has such a column
-    for something else.
+    A version reads the name in its signature: <column>, or context.<column> if <column> has another meaning in a request.
     """
     features_by_key = {} if features is None else features.features
     columns = {
@@ -221,8 +220,8 @@ def invalid_answers(answers: Answers, *, sample: ServedSample) -> list[str]:
 def measure_answers(answers: Answers, *, sample: ServedSample) -> ServedMetrics:
     """Return the metrics of the users with a target that is not in the user's history.
 
-    The metrics are defined as in the exact evaluation. A target that is not recommended has the last position. Items that are
-    not in the catalogue, of a version that was trained on another one, are left out of the lists.
+    The metrics are defined as in the exact evaluation. A target that is not recommended has the last position. A version of
+    an earlier run may recommend items that are not in this catalogue. They are left out of the lists.
     """
     recommendations = _parse_answers(answers.item_ids, sample)
     num_items, is_known_L = sample.num_items, recommendations.item_row_L >= 0

@@ -24,7 +24,7 @@ MAX_SCORES = 4_000_000_000
 
 
 def exact_metrics(context: StageContext, sample: ServedSample) -> dict[str, UserMetrics]:
-    """Return the metrics of TRAINED and PACKAGED for users of the sample, and those of INDEX.
+    """Return the metrics of TRAINED, PACKAGED and INDEX for users of the sample.
 
     The difference between them is the cost of the quantization. The difference between PACKAGED and the served answers is the
     cost of the index. Without metrics of the trained model that exclude seen items (`evaluation.exclude_seen: false`), the
@@ -59,12 +59,12 @@ def _packaged_metrics(
     ).slice(0, num_users)
     names = [name for name in retriever.request_features.columns if name in sample.context]
     columns = {name: sample.context[name].slice(0, num_users).to_pylist() for name in names}
-    given = retriever.request_features.encode(columns, num_rows=num_users) if columns else {}
+    given_features = retriever.request_features.encode(columns, num_rows=num_users) if columns else {}
     is_known_B = retriever.package.model.is_known(history_length_B=history.lengths, user_row_B=user_row_U)
-    for feature in given.values():
+    for feature in given_features.values():
         is_known_B = is_known_B | feature.is_given_B
     queries = Queries(
-        query_BD=torch.from_numpy(retriever.encode(user_row_U, history, given=given)),
+        query_BD=torch.from_numpy(retriever.encode(user_row_U, history, given_features=given_features)),
         is_known_B=is_known_B,
         seen=seen,
         targets=targets,

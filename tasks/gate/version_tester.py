@@ -53,9 +53,9 @@ class VersionTester:
         If the version does not load, tag it and raise UnusableVersionError. Remove the tag when the version loads again.
 
         Args:
-            control_version: a version whose files exist. If `version` cannot be downloaded, the control version is downloaded
-                to find the cause. If that works, MLflow works, so the files of `version` are missing and `version` is unusable.
-                None: raise NotFetchedError if `version` cannot be downloaded.
+            control_version: a version whose files exist. It is downloaded if `version` cannot be downloaded. If that works,
+                MLflow works, so the files of `version` are missing and `version` is unusable. Without a control version,
+                raise NotFetchedError if `version` cannot be downloaded.
         """
         known_metrics = self.metrics_by_version.get(str(version.version))
         if known_metrics is not None:

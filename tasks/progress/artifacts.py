@@ -61,12 +61,12 @@ def show_image(context: StageContext, artifact_name: str, png_path: Path) -> Non
     _send(context, artifact_name, lambda key: create_image_artifact(data_url, key=key))
 
 
-def show_link(context: StageContext, artifact_name: str, address: str, *, link_text: str) -> None:
-    """Create a link artifact, or a markdown artifact with `link_text` and `address` if a browser cannot open the address."""
+def link_mlflow_run(context: StageContext, address: str) -> None:
+    """Create an artifact with a link to the MLflow run, or with its address as text if a browser cannot open the address."""
     if address.startswith(("http://", "https://")):
-        _send(context, artifact_name, lambda key: create_link_artifact(address, link_text=link_text, key=key))
+        _send(context, "mlflow-run", lambda key: create_link_artifact(address, link_text="MLflow run", key=key))
     else:
-        show_markdown(context, artifact_name, f"{link_text}: `{address}`")
+        show_markdown(context, "mlflow-run", f"MLflow run: `{address}`")
 
 
 def _send(

@@ -35,7 +35,7 @@ from tasks.registry.tracking import PIPELINE_TAG, as_metrics, log_metrics
 from tasks.registry.versions import register_package
 
 _INHERITED_TAGS = (RUN_ID_TAG, SPENT_DROP_TAG, CHALLENGERS_TAG, REFIT_OF_TAG)
-"""Tags of the parent that belong to its model: the run that trained it, its history in the gate, and what it is a refit of."""
+"""Tags of the parent that belong to its model: its run, its history in the gate, and the version that it is a refit of."""
 WORK_FOLDER_NAME = "refresh.tmp"
 LOCK_NAME = "refresh.lock"
 _CARD_START = "Refreshed from version "
@@ -90,7 +90,7 @@ def refresh_champion(
 def _refresh(
     config: RefreshConfig, inputs: InputConfig, registry: Registry, parent: ModelVersion, *, workspace: Path, folder: Path
 ) -> Refreshed | None:
-    """Fetch the package of the parent, and write the refreshed one to `folder`."""
+    """Fetch the package of the parent, and write the refreshed package to `folder`."""
     (download_folder := folder / "parent").mkdir()
     (new_folder := folder / "new").mkdir()
     uri = f"models:/{parent.name}/{parent.version}"
@@ -136,7 +136,7 @@ def _register(
             client=registry.client,
             mlflow_run=registry.call(registry.client.get_run, mlflow_run_id),
             workspace=workspace,
-            tags=tags | {DELTA_TAG: delta_uri},  # the address is that of this attempt
+            tags=tags | {DELTA_TAG: delta_uri},  # each attempt has another address
             description=card[:MAX_CARD_CHARACTERS],
         )
     return version, delta_uri
@@ -144,7 +144,7 @@ def _register(
 
 @contextmanager
 def _work_folder(workspace: Path) -> Iterator[Path]:
-    """Yield a folder that is removed at the end; the one of a killed refresh is removed at the start."""
+    """Yield a folder that is removed at the end. The folder of a killed refresh is removed at the start."""
     folder = workspace / WORK_FOLDER_NAME
     remove_own_folder(folder)
     create_own_folder(folder)

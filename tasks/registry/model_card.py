@@ -30,10 +30,11 @@ def model_card(
     evaluation = context.results[EvaluationManifest]
     table = to_markdown(metric_table(evaluation.metrics, half_widths=evaluation.half_widths))
     run_info = mlflow_run.info
+    measured = "On the test events" if refit_of is None else f"Metrics of version {refit_of}, on the test events"
     sections = [
         _model_section(context, package),
         _data_section(context),
-        f"## Metrics\n\n{_measured(refit_of)}, over the full catalogue, with confidence intervals of users:\n\n{table}",
+        f"## Metrics\n\n{measured}, over the full catalogue, with confidence intervals of users:\n\n{table}",
         _limits_section(context, package, refit_of=refit_of),
         _serving_section(model_name, package),
         f"Run {context.run.run_id}: [MLflow run](#/experiments/{run_info.experiment_id}/runs/{run_info.run_id})",
@@ -45,10 +46,6 @@ def model_card(
         if len(card) <= MAX_CARD_CHARACTERS:
             return card
     return "\n\n".join(sections)[:MAX_CARD_CHARACTERS]
-
-
-def _measured(refit_of: str | None) -> str:
-    return "On the test events" if refit_of is None else f"Those of version {refit_of}, on the test events"
 
 
 def _model_section(context: StageContext, package: PackageDescription) -> str:
@@ -93,8 +90,8 @@ def _trained_until(interactions: InteractionsManifest, *, refit_of: str | None) 
     newest_event = f" The newest event of the log is of {interactions.last_time}." if interactions.last_time else ""
     if refit_of is not None:
         return (
-            f"All events were trained on, also those of validation and test, which measured version {refit_of}. The metrics of "
-            f"this version are not known.{newest_event}"
+            f"The training used all events, also the validation and test events that measured version {refit_of}. The metrics "
+            f"of this version are not known.{newest_event}"
         )
     return f"Validation and test events were not trained on.{newest_event}"
 

@@ -154,7 +154,7 @@ def _is_real_folder(path: Path) -> bool:
 
 
 def remove_files(workspace: Path, removals: Iterable[RunRemoval]) -> list[RunRemoval]:
-    """Remove the files, except those of runs that a process is working on; return the completed removals."""
+    """Remove the files, except of runs on which a process works; return the completed removals."""
     completed_removals, trash_folder = [], workspace / TRASH_FOLDER_NAME
     for removal in removals:
         folder = workspace / RUNS_FOLDER_NAME / removal.run_id

@@ -118,7 +118,7 @@ class RunRecord(Frozen):
         """Read the record of `run`; None if there is none, or if it is damaged.
 
         A record in the state Running whose run is not locked belongs to a killed process: it is returned as Interrupted. In
-        a record without an end, the figures are those of the stages that are complete now.
+        a record without an end, the figures describe the stages that are complete now.
         """
         try:
             record = cls.model_validate_json((run.folder / RECORD_NAME).read_bytes())

@@ -6,7 +6,7 @@ from recsys_core.data_report.report import PreviousRun, report_data
 from recsys_core.errors import DataRejectedError
 from recsys_core.ingest.log.config import Split
 from recsys_core.manifests import DataReportManifest, InteractionsManifest, load_manifest
-from tasks.progress.artifacts import show_link, show_markdown
+from tasks.progress.artifacts import link_mlflow_run, show_markdown
 from tasks.progress.reporting import LOG
 from tasks.registry.tracking import log_data_report_or_warn
 from tasks.runs.context import StageContext
@@ -28,7 +28,7 @@ def check_data(context: StageContext, config: DataReportConfig, *, split: Split)
     show_markdown(context, "data-report", to_markdown(manifest, page_path=page_path))
     mlflow_address = log_data_report_or_warn(context, manifest)
     if mlflow_address is not None:
-        show_link(context, "mlflow-run", mlflow_address, link_text="MLflow run")
+        link_mlflow_run(context, mlflow_address)
     for warning in manifest.warnings:
         LOG.warning("data: %s", warning)
     if manifest.breaches:

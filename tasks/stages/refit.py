@@ -97,7 +97,7 @@ def refit(
 def _train_on_all_events(
     context: StageContext, setup: TrainingSetup, *, package: PackageConfig, index: IndexConfig, folder: Path
 ) -> Results:
-    """Run the stages of the training up to the package in `folder`; return the results of the run with those of the refit.
+    """Run the stages from training to package in `folder`; return the results of the run, updated with the new results.
 
     Only the training and a spectral block read the events as training events. The index is tuned on the queries of the run's
     own splits.

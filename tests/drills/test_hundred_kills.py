@@ -17,7 +17,7 @@ from tests.recsys_core.training.forked_training import (
     without_timings,
 )
 from tests.recsys_core.training.kill_points import (
-    STEPS,
+    NUM_STEPS,
     TRAINING,
     Kill,
     state_in,
@@ -38,11 +38,11 @@ def test_trainings_that_are_killed_a_hundred_times_end_like_an_undisturbed_one(t
     generator, num_kills_left = random.Random(1), NUM_KILLS_OF_RANKS
     while num_kills_left:
         work = tmp_path / f"killed-{num_kills_left}"
-        while num_kills_left and (num_steps_done := checkpoint_step(work)) < STEPS:
+        while num_kills_left and (num_steps_done := checkpoint_step(work)) < NUM_STEPS:
             # Near the end of a run there may be no old checkpoint left to remove.
-            place = generator.choice(ANY_RANK + (FIRST_RANK if num_steps_done < STEPS - 9 else FIRST_RANK[:-1]))
+            place = generator.choice(ANY_RANK + (FIRST_RANK if num_steps_done < NUM_STEPS - 9 else FIRST_RANK[:-1]))
             victim = generator.randrange(2) if place in ANY_RANK else 0
-            kill = Kill(place, victim, step=generator.randint(num_steps_done + 1, min(num_steps_done + 3, STEPS)))
+            kill = Kill(place, victim, step=generator.randint(num_steps_done + 1, min(num_steps_done + 3, NUM_STEPS)))
             run_ranks(train_and_die, world_size=2, arguments=(train_job(experiment, work), kill), dies=victim)
             num_kills_left -= 1
         trained = train_in_forks(experiment, work)

@@ -191,7 +191,7 @@ def test_a_promoted_run_that_is_resumed_with_refit_gets_a_second_version_trained
     tags = client.get_model_version_by_alias("small", "champion").tags
     assert (tags["nightjar.refit_of"], tags["nightjar.smoke"], tags["nightjar.run_id"]) == ("1", "passed", run.run_id)
     card = client.get_model_version("small", "2").description
-    assert "Those of version 1, on the test events" in card and "Validation and test events were not trained on" not in card
+    assert "Metrics of version 1, on the test events" in card and "Validation and test events were not trained on" not in card
     written = json.loads((workspace.folder / "recommendations" / "_recommendations.json").read_text())
     assert written["version"] == "2" and not (run.folder / "refit").exists()
 

@@ -16,7 +16,7 @@ from flows.settings.config_file import load_config
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import RegistrationManifest
 from tasks.registry.mlflow_client import connect
-from tests.tasks.conftest import ITEMS, Stages, predicted_here, stages, workspace  # noqa: F401  fixtures
+from tests.tasks.conftest import NUM_ITEMS, Stages, predicted_here, stages, workspace  # noqa: F401  fixtures
 from tests.tasks.registration import do_register, run_of
 
 CONFIG = """
@@ -42,12 +42,12 @@ def file(workspace: Path) -> Path:  # noqa: F811
 def test_the_command_loads_the_champion_and_a_second_push_loads_nothing(file: Path, registration: RegistrationManifest) -> None:
     result = CliRunner().invoke(app, ["push", str(file)])
     assert result.exception is None
-    assert "alias m names m_v1_" in result.output and f"{ITEMS} items loaded, overlap 100.0%" in result.output
+    assert "alias m names m_v1_" in result.output and f"{NUM_ITEMS} items loaded, overlap 100.0%" in result.output
     aliases = lancedb.connect(file.parent / "vectors").open_table("nightjar_aliases")
     (row,) = aliases.search().to_list()
     assert row["alias"] == "m" and row["collection"].startswith("m_v1_")
     again = CliRunner().invoke(app, ["push", str(file), "--version", "1"])
-    assert f"{ITEMS} items, which were there" in again.output
+    assert f"{NUM_ITEMS} items, which were there" in again.output
     assert push_champion(load_config(file)) is None
 
 

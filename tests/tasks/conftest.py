@@ -44,7 +44,7 @@ from tasks.stages import registration
 from tests.recsys_core.evaluation.stage_folders import export_stage, interactions_stage
 from tests.recsys_core.manifests.committed_stage import commit_stage
 
-ITEMS, USERS, DIM, CLUSTERS = 120, 30, 8, 4
+NUM_ITEMS, NUM_USERS, DIM, CLUSTERS = 120, 30, 8, 4
 STEPS = (20, 40, 60)
 
 
@@ -108,28 +108,28 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Stages]:
 
 def _build(folder: Path, *, confused: bool) -> Stages:
     random = np.random.default_rng(5)
-    cluster = np.arange(ITEMS) % CLUSTERS
-    table = (np.eye(DIM)[cluster] + random.normal(0, 0.1, (ITEMS, DIM))).astype(np.float32)
-    item_rows_by_user = [random.permutation(np.flatnonzero(cluster == user % CLUSTERS)).tolist() for user in range(USERS)]
+    cluster = np.arange(NUM_ITEMS) % CLUSTERS
+    table = (np.eye(DIM)[cluster] + random.normal(0, 0.1, (NUM_ITEMS, DIM))).astype(np.float32)
+    item_rows_by_user = [random.permutation(np.flatnonzero(cluster == user % CLUSTERS)).tolist() for user in range(NUM_USERS)]
     interactions = interactions_stage(
         folder / "interactions",
         train=[rows[:6] for rows in item_rows_by_user],
         validation=[[] for _ in item_rows_by_user],
         test=[rows[6:9] for rows in item_rows_by_user],
-        items=ITEMS,
-        item_ids=[5000 + 3 * row for row in range(ITEMS)],
-        user_ids=[f"user-{user}" for user in range(USERS)],
+        items=NUM_ITEMS,
+        item_ids=[5000 + 3 * row for row in range(NUM_ITEMS)],
+        user_ids=[f"user-{user}" for user in range(NUM_USERS)],
     )
     if confused:
-        table = table[random.permutation(ITEMS)]
+        table = table[random.permutation(NUM_ITEMS)]
     config = TwoTowerConfig(embedding_dim=DIM, query=TowerConfig(layers=()), history=MeanHistory(length=5))
-    spec = ModelSpec.sized(config, num_users=USERS, num_items=ITEMS)
+    spec = ModelSpec.sized(config, num_users=NUM_USERS, num_items=NUM_ITEMS)
     vectors = table / np.linalg.norm(table, axis=1, keepdims=True)
     queries = np.stack([vectors[rows[1:6]].mean(axis=0) for rows in item_rows_by_user])
     export = export_stage(
         folder / "export",
         item_vectors=vectors,
-        queries={"test": (range(USERS), queries)},
+        queries={"test": (range(NUM_USERS), queries)},
         spec=spec,
         tables={"item": table},
         history_items=table,

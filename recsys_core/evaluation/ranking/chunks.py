@@ -221,7 +221,7 @@ class CpuChunk:
 def _filled_tiles(
     columns: NDArray[np.int64], *, num_columns: int, tile_columns: int
 ) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Yield the width of each tile that has to be filled, and indices into `columns` of those that have their place in it.
+    """Yield the width of each tile to fill, and the indices into `columns` of the columns that are placed in it.
 
     columns: distinct columns of a block of `num_columns` columns. Its last tile may be narrower than `tile_columns`.
 
@@ -270,7 +270,7 @@ class GpuChunk:
             )
         if not self._grid.k:
             return
-        # The listed columns are lower than those of the block, so the order of the merged columns is that of all columns.
+        # All listed columns come before the columns of the block, so the merged columns are in order.
         num_listed, merged_BC = self._score_BK.shape[1], torch.cat([self._score_BK, score_BC], dim=1)
         index_BK = top_columns_on_gpu(merged_BC, k=self._grid.k)
         is_empty_BK, index_BK = index_BK < 0, index_BK.clamp(min=0)

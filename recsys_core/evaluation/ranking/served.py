@@ -73,7 +73,7 @@ def rank_served(
 ) -> Ranking:
     """Rank as the Retriever does: by inner product for known users, by popularity for the other users.
 
-    order_I: all item rows by falling popularity. The other arguments are those of `rank_catalogue`.
+    order_I: all item rows by falling popularity. See `rank_catalogue` for the other arguments.
     """
     known_ranking = rank_catalogue(
         queries.known(), item_vector_ID=item_vector_ID, k=k, top_only=top_only, device=device, on_progress=on_progress
@@ -83,7 +83,7 @@ def rank_served(
 
 
 def add_unknown_queries(known_ranking: Ranking, queries: Queries, *, order_I: NDArray[Any], k: int) -> Ranking:
-    """Return the ranking of all `queries`: `known_ranking` for the known ones, by popularity for the other ones."""
+    """Return the ranking of all `queries`: `known_ranking` for known queries, by popularity for unknown queries."""
     query_groups = [np.flatnonzero(queries.is_known_B), np.flatnonzero(~queries.is_known_B)]
     rankings = (known_ranking, rank_by_order(queries.take(query_groups[1]), order_I=order_I, k=k))
     query_T = np.concatenate([query_B[ranking.query_T] for query_B, ranking in zip(query_groups, rankings, strict=True)])

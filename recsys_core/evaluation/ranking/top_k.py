@@ -107,7 +107,7 @@ def listed_positions(
 def num_above(score_C: NDArray[Any], *, first_column: int, column: int, score: Any) -> int:
     """Return how many columns of a block are ranked above a target: higher scores, and equal scores in lower columns.
 
-    first_column: column of score_C[0]. column, score: those of the target, which may be in another block.
+    first_column: column of score_C[0]. column, score: column and score of the target, which may be in another block.
 
     >>> num_above(np.array([5.0, 7.0, 5.0]), first_column=10, column=12, score=5.0)
     2

@@ -77,7 +77,7 @@ class Vocabulary:
 
 
 class LogEngine(Protocol):
-    """One ingest of the log. The methods are called in this order, once or once for each `side`: user, then item.
+    """One ingest of the log. The methods are called in this order; those with `side` first for user, then for item.
 
     config.engine.engine_class() returns the class.
     """
@@ -140,9 +140,9 @@ class LogEngine(Protocol):
     def sorted_negatives(self) -> tuple[int, Iterator[pa.RecordBatch]]:
         """Return the number of known negatives, and their rows as `EventWriter.write_negatives` needs them.
 
-        A known negative is a pair of a user with events and an item with a row, at its first row below the threshold. A pair is
-        none if the user has an event with the item in the same split or an earlier one. With `leave_last_out`, a split ends
-        before the user's event of the next split. The method is called only with config.explicit_negatives.
+        A known negative is a pair of a user with events and an item of the vocabulary, at its first row below the threshold.
+        A pair is left out if the user has an event with the item in the same or an earlier split. With `leave_last_out`, it
+        ends before the user's event of the next split. The method is called only with config.explicit_negatives.
         """
 
     def write_codes(self, side: str, path: Path) -> None:

@@ -45,7 +45,7 @@ class EmbeddingsConfig(Settings):
         le=16_384,
         description="Number of principal components onto which the vectors are projected. Default: no projection",
     )
-    normalise: bool = Field(False, description="Scale each vector to length 1 after the projection")
+    normalise: bool = Field(False, description="Scale each vector to the norm 1 after the projection")
     on_bad_rows: OnBadRows = "fail"
     max_bad_share: MaxBadShare = 0.01
     max_expansion_ratio: MaxExpansionRatio = 1_000

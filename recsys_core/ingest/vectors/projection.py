@@ -60,10 +60,10 @@ class Projection:
 
 
 def unit_length(block_NP: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Scale rows to length 1; a row of zeros is left unchanged.
+    """Scale rows to the norm 1; a row of zeros is left unchanged.
 
     >>> unit_length(np.array([[3, 4], [0, 0]], np.float32)).tolist()
     [[0.6000000238418579, 0.800000011920929], [0.0, 0.0]]
     """
-    length_N1 = np.linalg.norm(block_NP.astype(np.float64), axis=1, keepdims=True)
-    return (block_NP / np.where(length_N1 > 0, length_N1, 1.0)).astype(np.float32)
+    norm_N1 = np.linalg.norm(block_NP.astype(np.float64), axis=1, keepdims=True)
+    return (block_NP / np.where(norm_N1 > 0, norm_N1, 1.0)).astype(np.float32)

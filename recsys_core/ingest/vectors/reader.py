@@ -185,7 +185,7 @@ def check_and_normalise(
 ) -> None:
     """Mark the rows whose vector is all zero or has a number that is not finite.
 
-    With `normalise`, also scale all vectors in place to length 1.
+    With `normalise`, also scale all vectors in place to the norm 1.
 
     Args:
         is_faulty_N: rows whose vector already has a fault, which are not checked again.

@@ -58,7 +58,7 @@ def reject_faults(
     """Raise InputError for the first faulty row, unless the config drops such rows and few enough rows are faulty.
 
     Args:
-        dim: expected length of the vectors; None if only the ids have been read.
+        dim: expected width of the vectors; None if only the ids have been read.
         first_row_with_id: returns the first usable row of the entry that has an id.
     """
     counts = num_rows_by_fault(fault_code_R)

@@ -75,7 +75,7 @@ def open_embeddings(configs: Sequence[AnyEmbeddings], *, allowed_data_root: Path
 
 
 def require_one_dim(entry: VectorFiles, dim: int, *, other: VectorFiles, other_dim: int) -> None:
-    """Raise InputError if the stored vectors of two entries of one table differ in length."""
+    """Raise InputError if the stored vectors of two entries of one table differ in width."""
     if dim != other_dim:
         raise InputError(
             f"{entry.setting}: the vectors have {dim} numbers, but those of {other.setting} for the same table, "
@@ -84,7 +84,7 @@ def require_one_dim(entry: VectorFiles, dim: int, *, other: VectorFiles, other_d
 
 
 def check_pca_dim(entry: VectorFiles, source_dim: int) -> None:
-    """Raise InputError if pca_dim is larger than the length of the vectors in the files."""
+    """Raise InputError if pca_dim is larger than the width of the vectors in the files."""
     if entry.config.pca_dim and entry.config.pca_dim > source_dim:
         raise InputError(
             f"{entry.setting}.pca_dim is {entry.config.pca_dim}, but the vectors of {entry.sources[0].name} have {source_dim} "

@@ -64,14 +64,14 @@ def mean_log_partition(
     """Return sum_b weight_b log(sum_j exp(q_b . x_j)) over the rank's queries b and the items j of all ranks.
 
     The gradients are computed in the forward pass, while the scores of a block are in memory. Every rank of `group` calls the
-    function with equally many queries, and multiplies the result by the same factor. As with `gather_candidates`, the gradient
-    of an item is that of the ranks' total loss.
+    function with equally many queries, and multiplies the result by the same factor. As with `gather_candidates`, an item
+    has the gradient of the ranks' total loss.
 
     Args:
         query_BD: query vectors, divided by the temperature.
         share_ND: vectors of the rank's share of the items.
-        hidden_pairs: indices into the G queries and into the N items of the pairs that are left out, int64 [L] each; the
-            indices of the queries rise. None: no pair is left out.
+        hidden_pairs: indices into the G queries and into the N items of the pairs that are left out, int64 [L] each, sorted by
+            query. None: no pair is left out.
         largest_share: number of items of the largest share of a rank, so that all ranks have the same blocks of queries.
 
     >>> queries, items, weight_B = torch.zeros(2, 3), torch.zeros(5, 3), torch.tensor([1.0, 0.0])

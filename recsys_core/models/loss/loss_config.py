@@ -67,8 +67,8 @@ class LossConfig(Settings):
         0,
         ge=0,
         le=1_000,
-        description="largest number of known negatives of its user that a query has as negatives of its own, in addition to "
-        "the others. In an ordered log they are the newest ones at the time of the event, otherwise they are drawn. Needs "
+        description="largest number of known negatives that a query has in addition to the negatives of the batch. In an "
+        "ordered log, they are the user's newest known negatives at the time of the event, otherwise they are drawn. Needs "
         "`interactions.explicit_negatives`",
     )
     explicit_negative_weight: float = Field(

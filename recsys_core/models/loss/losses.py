@@ -5,10 +5,10 @@ share. It returns the loss of each query, [B]. `weighted_mean` multiplies it by 
 equally many queries, the mean of the ranks' losses is the mean over all queries.
 
 `is_masked_BN` marks columns that must not count as negatives of a query: the query's own positive, another occurrence of the
-same item, or an item of the query's history; None: all columns count. `known` has the scores of the negatives that a query has
-for its own (`loss.explicit_negatives`); None without them. A query without a negative has a finite loss and a finite
-gradient. Logits are scores / temperature, which may be a learned parameter. Losses are computed in float32 even if autocast
-made the scores bf16.
+same item, or an item of the query's history; None: all columns count. `known` has the scores of each query with its known
+negatives (`loss.explicit_negatives`), which other queries do not share; None without them. A query without a negative has a
+finite loss and a finite gradient. Logits are scores / temperature, which may be a learned parameter. Losses are computed in
+float32 even if autocast made the scores bf16.
 """
 
 import math
@@ -50,11 +50,11 @@ def softmax_loss(
 ) -> Tensor:
     """Return the sampled softmax loss: cross-entropy of the positive among itself and the negatives.
 
-    The sum over the sampled negatives estimates the sum over the catalogue. A known negative is a term of its own, `weight`
-    times, and needs no correction, because it is not sampled.
+    The sum over the sampled negatives estimates the sum over the catalogue. Each known negative adds one more term,
+    multiplied by `weight`. It needs no correction, because it is not sampled.
 
     Args:
-        log_q_B: correction of the positive's logit, see `log_expected_count`; None if other columns of its item are masked.
+        log_q_B: correction of the positive's logit, see `log_expected_count`; None if the item's other columns are masked.
         log_q_N: correction of each negative's logit, see `log_expected_count`; None: no correction.
 
     >>> scores = torch.zeros(1), torch.zeros(1, 1)
@@ -176,9 +176,9 @@ def distillation_loss(
         student_CD: trained vectors of the candidates; only their direction counts.
         teacher_CD: pretrained vectors of the candidates; zeros for a candidate without a vector, which is ignored.
         item_C: item of each candidate. The similarity of an item to itself is ignored.
-        num_queries: number of candidates, from the first one on, that are compared with all candidates.
+        num_queries: the first `num_queries` candidates are compared with all C candidates.
         temperature: similarities are cosines / temperature, for student and teacher.
-        min_norm: length below which a vector's gradient is limited, see `unit_vectors`.
+        min_norm: norm below which a vector's gradient is limited, see `unit_vectors`.
 
     The similarities of the first item to the second and third are 0 and 1 for the student, but 1 and 0 for the teacher. The
     softmax has the probabilities 1 / (e + 1) and e / (e + 1).
@@ -192,7 +192,7 @@ def distillation_loss(
     has_teacher_C = teacher_CD.any(dim=1)
     is_ignored_BC = (item_C[:num_queries, None] == item_C[None, :]) | ~has_teacher_C[None, :]
 
-    def log_similarity(vector_CD: Tensor) -> Tensor:
+    def log_probabilities(vector_CD: Tensor) -> Tensor:
         """Return the log softmax over the columns of cosine / temperature, without the ignored pairs."""
         unit_BD, unit_CD = (
             unit_vectors(vectors.float(), min_norm=min_norm) for vectors in (vector_CD[:num_queries], vector_CD)
@@ -202,8 +202,8 @@ def distillation_loss(
     # Use float32: a cosine in bf16 has an error of up to 0.002. With a temperature of 0.05, that changes a probability by 4 %.
     with torch.autocast(student_CD.device.type, enabled=False):
         with torch.no_grad():
-            teacher_BC = log_similarity(teacher_CD)
-        divergence_B = kl_div(log_similarity(student_CD), teacher_BC, reduction="none", log_target=True).sum(dim=1)
+            teacher_BC = log_probabilities(teacher_CD)
+        divergence_B = kl_div(log_probabilities(student_CD), teacher_BC, reduction="none", log_target=True).sum(dim=1)
     has_loss_B = has_teacher_C[:num_queries] & ~is_ignored_BC.all(dim=1)
     return divergence_B.masked_fill(~has_loss_B, 0).mean()
 

@@ -43,8 +43,8 @@ def copy_pretrained(
         vectors: memory-mapped, one vector per row; only the vectors of this shard's rows are read from the file.
         vector_row: for each row of the whole table, the index of its vector in `vectors`; -1 if it has none.
         norm: norm to which each vector is scaled; None: no scaling. The caller usually passes the norm of a random
-            row (`random_norm`). A step of row-wise Adagrad is about as long as the learning rate, so it would hardly change a
-            much longer vector.
+            row (`random_norm`). A step of row-wise Adagrad has about the norm of the learning rate, so it would hardly change a
+            vector with a much larger norm.
         num_copies: number of copies of the vector in a row, one for each member of the model.
     """
     num_rows, shard_dim = shard.weight_RD.shape
@@ -98,7 +98,7 @@ def fill_missing(shard: LocalShard, *, vector_row: NDArray[np.integer[Any]], val
 
 
 def scale_to_norm(values_RD: Tensor, *, norm: float) -> Tensor:
-    """Return the vectors scaled to length `norm`; a zero vector stays zero.
+    """Return the vectors scaled to the norm `norm`; a zero vector stays zero.
 
     >>> scale_to_norm(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), norm=10.0).tolist()
     [[6.0, 8.0], [0.0, 0.0]]

@@ -1,4 +1,4 @@
-"""query.pt2 and query.onnx: the query tower for torch.export and ONNX, compared with the served tower before they stay.
+"""query.pt2 and query.onnx: the query tower for torch.export and ONNX, which is compared with the served tower.
 
 Shapes: B queries, D width of a vector.
 """
@@ -25,7 +25,7 @@ from recsys_core.serving.quantise import ServedQueryTower
 from recsys_core.serving.retriever import Retriever
 
 MAX_DIFFERENCE = 1e-5
-"""Largest difference of a value from that of the served tower, relative to the largest value of the vectors."""
+"""Largest difference between a value and the value of the served tower, relative to the largest value of the vectors."""
 MAX_ONNX_BYTES = 2_000_000_000
 """A protobuf message, which an ONNX file is, holds up to 2 GiB."""
 OUTPUT = "query"

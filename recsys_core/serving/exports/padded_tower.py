@@ -140,7 +140,7 @@ def padded_inputs(
     history: JaggedArray,
     *,
     features: FeatureStore,
-    given: "Mapping[str, GivenFeature] | None" = None,
+    given_features: "Mapping[str, GivenFeature] | None" = None,
 ) -> dict[str, NDArray[np.generic]]:
     """Return the inputs of PaddedQueryTower for the arguments of `ServedQueryTower.forward`."""
     inputs: dict[str, NDArray[np.generic]] = {}
@@ -149,7 +149,7 @@ def padded_inputs(
         inputs[HISTORY] = _padded(history, history.values_L, width=width)
         inputs[HISTORY_MASK] = _padded(history, np.ones(len(history.values_L), np.bool_), width=width)
     for table_name in tower.dense.feature_names:
-        rows, weight_L = tower.rows_and_weights(table_name, user_row_B, features, (given or {}).get(table_name))
+        rows, weight_L = tower.rows_and_weights(table_name, user_row_B, features, (given_features or {}).get(table_name))
         weight_L = np.ones(len(rows.values_L), np.float32) if weight_L is None else weight_L
         width = list_width(tower, table_name, longest=int(rows.lengths.max(initial=0)))
         inputs[module_name(table_name)] = _padded(rows, rows.values_L, width=width)

@@ -47,10 +47,10 @@ class Segments:
             raise StageError(f"{path}: the items do not match their shares or the {num_items} items; package the model again")
         return cls(key, table["value_row"].to_numpy().astype(np.int64), items, share_L)
 
-    def of(self, given: Mapping[str, GivenFeature], *, num_queries: int) -> Int64Array:
+    def of(self, given_features: Mapping[str, GivenFeature], *, num_queries: int) -> Int64Array:
         """Return the segment of each query, NO_SEGMENT without the feature or without a ranking of its value."""
         segment_B = np.full(num_queries, NO_SEGMENT)
-        if (feature := given.get(self.key)) is None or not len(self.value_rows):
+        if (feature := given_features.get(self.key)) is None or not len(self.value_rows):
             return segment_B
         value_row = feature.rows.values_L  # one per query that has the feature
         position = np.minimum(np.searchsorted(self.value_rows, value_row), len(self.value_rows) - 1)
@@ -60,7 +60,7 @@ class Segments:
 
 @dataclass(frozen=True)
 class Popularity:
-    """The ranking of all users, and those of the segments.
+    """Rankings of the items by popularity: one over all users, and one for each segment.
 
     Attributes:
         item_row_I: item rows by falling number of events.
@@ -77,11 +77,11 @@ class Popularity:
         """Feature whose values have rankings of their own."""
         return None if self.segments is None else self.segments.key
 
-    def segment_of(self, given: Mapping[str, GivenFeature], *, num_queries: int) -> Int64Array:
+    def segment_of(self, given_features: Mapping[str, GivenFeature], *, num_queries: int) -> Int64Array:
         """Return the segment of each query."""
         if self.segments is None:
             return np.full(num_queries, NO_SEGMENT)
-        return self.segments.of(given, num_queries=num_queries)
+        return self.segments.of(given_features, num_queries=num_queries)
 
     def fill(self, top_items: TopItems, query_indices: Int64Array, candidates: Candidates, *, segment_B: Int64Array) -> None:
         """Fill the top items of some queries. segment_B: segment of each query of the batch."""
@@ -95,7 +95,7 @@ class Popularity:
     def _best(
         self, segment: int, is_allowed_I: NDArray[np.bool_] | None, *, depth: int
     ) -> tuple[NDArray[np.integer], NDArray[np.float32]]:
-        """Return the best `depth` allowed items of a segment, and after them those of all users with a share of 0."""
+        """Return the best `depth` allowed items of a segment. If it has fewer, items of all users follow with the share 0."""
         row_I, share_I = _allowed(self.item_row_I, self.share_I, is_allowed_I)
         if segment == NO_SEGMENT or self.segments is None:
             return row_I[:depth], share_I[:depth]

@@ -103,7 +103,7 @@ class MappedArray:
             return self._values[:0]
         self._file.verify((index * self._item_bytes + self._start_byte) >> _BLOCK_BITS)
         values = self._values[index]
-        # Negative values are large ones without their sign.
+        # As unsigned integers, negative values are large.
         if self._bound is not None and values.view(self._unsigned_type).max() >= self._bound:
             raise StageError(
                 f"{self._file.path}: the file has values {values.min()} to {values.max()}, but the model needs 0 to "

@@ -43,7 +43,8 @@ def write_users(
     """
     user_ids = user_ids.cast(pa.int64() if pa.types.is_integer(user_ids.type) else pa.large_string())
     buckets = hash_buckets(user_ids)
-    columns = {"user_id": user_ids, "bucket_rows": _bucket_column(buckets)}
+    bucket_rows = pa.ListArray.from_arrays(pa.array(buckets.offset, pa.int32()), pa.array(buckets.row))
+    columns = {"user_id": user_ids, "bucket_rows": bucket_rows}
     columns["history"] = _column(event_item, user_offset)
     for key, feature in features.feature_by_key.items():
         columns[key] = _column(feature.table_rows, feature.offset)
@@ -68,10 +69,6 @@ def replace_items(source: Path, target: Path, new_row_I: NDArray[np.int32]) -> N
         batch = batch.set_column(batch.schema.get_field_index("history"), "history", column)
         with pa.OSFile(str(target), "wb") as target_file, pa.ipc.new_file(target_file, batch.schema) as writer:
             writer.write_batch(batch)
-
-
-def _bucket_column(buckets: Buckets) -> pa.Array:
-    return pa.ListArray.from_arrays(pa.array(buckets.offset, pa.int32()), pa.array(buckets.row))
 
 
 def _column(values: Any, offset: Any) -> pa.Array:
@@ -179,7 +176,7 @@ class _Columns:
         return self._array(offset_buffer, dtype, length=len(self) + 1, bound=len(self.values(name)) + 1)
 
     def values(self, name: str, *, bound: int | None = None) -> MappedArray:
-        """Return the values of a column: those of all lists, or the bytes of all strings, one after the other."""
+        """Return the concatenated values of a column: the elements of all lists, or the bytes of all strings."""
         column = self._batch[name]
         buffer = column.buffers()[-1]
         if pa.types.is_large_string(column.type):

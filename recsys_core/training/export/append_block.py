@@ -1,8 +1,8 @@
-"""The spectral block of an export: its weight is chosen on the validation users, and all vectors get it.
+"""The step that appends the spectral block to exported vectors, with the best weight on the validation users.
 
 The launching process appends the block after the ranks have written the trained vectors.
 
-Shapes: I items, B queries, T width of a trained vector, M width of the block, C = T + M, D width of the result.
+Shapes: I items, B queries, T width of a trained vector, M width of the block, C = T + M concatenated, D width of the result.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,13 +24,13 @@ from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import chunk_slices
 from recsys_core.dataset.layout import allocate_npy, memory_map, save_npy
 from recsys_core.models.config import SpectralBlockSettings
+from recsys_core.models.score_terms import BLOCK_HISTORY_FILE, BLOCK_MAPS_FILE, history_totals
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.spectral_block import BLOCK_HISTORY_FILE, BLOCK_MAPS_FILE, history_totals
 from recsys_core.training.config import ValidationConfig
 from recsys_core.training.export.validated_choice import best_weight
 
 RELATIVE_RIDGE = 1e-8
-"""Ridge of the moments, relative to their mean diagonal, because fewer vectors than their width have a singular matrix."""
+"""Ridge of the moments, relative to their mean diagonal. Without it, the moments of fewer than C vectors are singular."""
 Floats32 = NDArray[np.float32]
 SPLITS: tuple[EvaluationSplit, ...] = ("validation", "test")
 
@@ -46,10 +46,10 @@ def append_block(
     """Append the block to the item and query vectors of the export in `folder`, write its files, and return its weight.
 
     The weight is a multiple of the standard deviation of the trained scores over the catalogue. Validation and test events
-    contribute to the histories of queries alone. The vectors of all items are in memory, those of the queries in chunks.
+    are used only in the histories of queries. All item vectors are in memory, query vectors only in chunks.
 
     Args:
-        train_log: events whose training events give the block, with the same rows as `store`; None for `store`.
+        train_log: store whose training events are decomposed, with the same rows as `store`; None means `store`.
 
     Raises:
         InputError: there are several weights and no validation events, or too few training events for the block.
@@ -67,20 +67,21 @@ def append_block(
         second_moments(vectors, width=item_IC.shape[1]) for vectors in (chunks, row_chunks(item_IC))
     )
     num_queries = sum(len(query_file.user_B) for query_file in query_files.values())
-    trained = slice(trained_dim)
-    mean_variance = (query_moments_CC[trained, trained] * covariance(item_IC[:, trained])).sum() / max(1, num_queries)
-    unit = float(np.sqrt(mean_variance)) if num_queries else 1.0
+    trained_columns = slice(trained_dim)
+    trained_moments = query_moments_CC[trained_columns, trained_columns]
+    mean_variance = (trained_moments * covariance(item_IC[:, trained_columns])).sum() / max(1, num_queries)
+    score_deviation = float(np.sqrt(mean_variance)) if num_queries else 1.0
     weight = best_weight(
         block.weights,
-        lambda query_BC, weight: query_BC * _column_weights(query_BC.shape[1], block, weight * unit),
-        queries=query_files["validation"].of_users,
+        lambda query_BC, weight: query_BC * _column_weights(query_BC.shape[1], block, weight * score_deviation),
+        queries=query_files["validation"].vectors_of,
         item_ID=item_IC,
         setting="model.spectral_block.weights",
         spec=spec,
         store=store,
         validation=validation,
     )
-    weight_C = _column_weights(item_IC.shape[1], block, weight * unit)
+    weight_C = _column_weights(item_IC.shape[1], block, weight * score_deviation)
     query_map, item_map = np.diag(weight_C), np.eye(len(weight_C), dtype=np.float32)
     item_moments_CC = _with_ridge(item_moments_CC)
     if block.output_dim is not None:
@@ -98,7 +99,7 @@ def append_block(
 
 @dataclass(frozen=True)
 class QueryFile:
-    """The trained query vectors of a split in an export; they are read with blocks of length 1 behind them."""
+    """The trained query vectors of a split in an export. They are read with the block of each query, scaled to the norm 1."""
 
     folder: Path
     split: EvaluationSplit
@@ -119,9 +120,9 @@ class QueryFile:
     def chunks(self) -> Iterator[Floats32]:
         """Yield the vectors [B, C] of all users in order."""
         for chunk in chunk_slices(len(self.user_B), length=CHUNK_ROWS):
-            yield self.of_users(self.user_B[chunk])
+            yield self.vectors_of(self.user_B[chunk])
 
-    def of_users(self, user_B: NDArray[np.int64]) -> Floats32:
+    def vectors_of(self, user_B: NDArray[np.int64]) -> Floats32:
         """Return the vectors of these users, [B, C]. The block of an empty history is zero."""
         history = self.store.items_before(user_B, self.split, max_items=self.block.history_length)
         totals_BM = history_totals(
@@ -134,10 +135,10 @@ class QueryFile:
 
 
 def reduction(query_moments_CC: NDArray[Any], item_moments_CC: NDArray[Any], *, dim: int) -> tuple[Floats32, Floats32]:
-    """Return maps [C, D] of queries and of items to `dim` numbers, so that the sum of squared changes of all scores is least.
+    """Return matrices [C, D] that reduce queries and items to `dim` columns with the least squared error of the scores.
 
     With the Cholesky factors Q'Q = Lq Lq' and P'P = Lp Lp' of the moments of the queries Q and the items P, the score matrix
-    Q P' has the singular values of Lq' Lp = A S B'. The maps are Lq'^-1 A S and Lp'^-1 B with the first `dim` columns.
+    Q P' has the singular values of Lq' Lp = A S B'. The matrices are Lq'^-1 A S and Lp'^-1 B with the first `dim` columns.
 
     >>> rng = np.random.default_rng(0)
     >>> query, item = rng.normal(size=(9, 4)), rng.normal(size=(7, 4)) * [3, 2, 1, 0.01]
@@ -146,17 +147,17 @@ def reduction(query_moments_CC: NDArray[Any], item_moments_CC: NDArray[Any], *, 
     True
     """
     query_root_CC, item_root_CC = (np.linalg.cholesky(moments) for moments in (query_moments_CC, item_moments_CC))
-    left, value_D, right = np.linalg.svd(query_root_CC.T @ item_root_CC)
-    query_map = np.linalg.solve(query_root_CC.T, left[:, :dim] * value_D[:dim])
+    left, singular_value_D, right = np.linalg.svd(query_root_CC.T @ item_root_CC)
+    query_map = np.linalg.solve(query_root_CC.T, left[:, :dim] * singular_value_D[:dim])
     item_map = np.linalg.solve(item_root_CC.T, right[:dim].T)
     return query_map.astype(np.float32), item_map.astype(np.float32)
 
 
 def similar_map(query_map: Floats32, item_map: Floats32, item_moments_CC: NDArray[Any], *, trained_dim: int) -> Floats32:
-    """Return the map [D, D] of an item's vector to the query for items whose trained vectors are similar.
+    """Return the matrix [D, D] that turns an item vector into a query for items with similar trained vectors.
 
-    The candidate blocks of two items have no meaningful inner product: they are as long as the item is popular. The trained
-    vector is estimated from the exported one by least squares; without a reduction, the estimate is exact.
+    The candidate blocks of two items have no meaningful inner product, because their norms grow with the popularity. The
+    trained vector is estimated from the exported one by least squares; without a reduction, the estimate is exact.
     """
     exported_moments_DD = item_map.T @ item_moments_CC @ item_map
     estimate_DC = np.linalg.solve(exported_moments_DD, item_map.T @ item_moments_CC)
@@ -171,13 +172,13 @@ def _column_weights(width: int, block: SpectralBlockSettings, weight: float) -> 
 
 
 def _with_ridge(moments_CC: NDArray[Any]) -> NDArray[Any]:
-    """Return the moments with a ridge; the identity without vectors, whose moments are 0."""
+    """Add a ridge to the moments. If there are no vectors and all moments are 0, return the identity."""
     trace = moments_CC.trace()
     return moments_CC + np.eye(len(moments_CC)) * (RELATIVE_RIDGE * trace / len(moments_CC) if trace else 1.0)
 
 
 def _write_product(path: Path, chunks: Iterable[Floats32], *, map_CD: Floats32, num_rows: int) -> None:
-    """Write the vectors times the map to `path`. The chunks may be read from the file that is replaced."""
+    """Write the vectors times the matrix to `path`. The chunks may be read from the file that is replaced."""
     new_path, row = path.with_name(f"{path.name}.new"), 0
     product_RD = allocate_npy(new_path, dtype=np.float32, shape=(num_rows, map_CD.shape[1]))
     for chunk_RC in chunks:

@@ -52,7 +52,7 @@ class Encoder:
         return self.task.head.spec
 
     def encode_items(self, rows: Int64Array) -> tuple[Tensor, Tensor]:
-        """Collective. Return (item representations for histories, candidate vectors). Both have B rows, of different widths."""
+        """Collective. Return the vectors that represent B items in histories, and their candidate vectors."""
         return self.task.encode_items(self.assembler.item_batch(rows).to(self.process.device))
 
     def encode_queries(self, users: Int64Array, *, split: EvaluationSplit) -> Tensor:

@@ -36,8 +36,8 @@ from recsys_core.training.dense_parallel import gather_tensors
 from recsys_core.training.export.append_block import append_block
 from recsys_core.training.export.encoding import Encoder, RankWriter
 from recsys_core.training.export.item_columns import Share
-from recsys_core.training.export.popularity_choice import choose_popularity
 from recsys_core.training.export.ranking import write_rankings
+from recsys_core.training.export.validated_choice import choose_popularity
 from recsys_core.training.job import ExportJob
 from recsys_core.training.optimizers import accumulator_shards, has_accumulators, make_optimizer
 from recsys_core.training.setup import TrainingSetup, export_bytes
@@ -59,12 +59,12 @@ def export_vectors(
     """Launch as many ranks as the training had. Together they write the arrays of the model; no rank gathers a whole table.
 
     Args:
-        ranking: settings of the rankings that the ranks also write; None for no rankings. They are not part of the fingerprint,
-            because an export is still valid after a change of the evaluation. The stage `evaluate` then ranks by itself, as it
-            does for a model with a spectral block or a validated popularity term: their weights are chosen after the ranks have
-            finished.
-        train_log: events of the training, from which a spectral block is computed; None for those of `dataset`. The fingerprint
-            of `train` contains them.
+        ranking: settings of the rankings that the ranks also write; None for no rankings. The settings are not part of the
+            fingerprint, because an export is still valid after a change of the evaluation. The stage `evaluate` then ranks by
+            itself, as it does for a model with a spectral block or a validated popularity term: their weights are chosen after
+            the ranks have finished.
+        train_log: events of the training, from which a spectral block is computed; None means the events of `dataset`. The
+            fingerprint of `train` contains them.
 
     Raises InputError, StageError or LaunchError as `launch` does.
     """
@@ -165,7 +165,7 @@ def run_export(job: ExportJob, *, process: Process) -> None:
 
 
 def _write_item_vectors(encoder: Encoder, *, job: ExportJob, writer: RankWriter) -> Share:
-    """Write the vectors of all items, and return those of this rank."""
+    """Write the vectors of all items, and return the share of this rank."""
     config, num_items = job.spec.config, job.spec.num_items
     dim_by_path = {
         job.output_folder / "history_items.npy": config.history_dim,
@@ -186,7 +186,7 @@ def _write_item_vectors(encoder: Encoder, *, job: ExportJob, writer: RankWriter)
 
 
 def _write_query_vectors(encoder: Encoder, split: EvaluationSplit, *, job: ExportJob, writer: RankWriter) -> Share:
-    """Write the vectors of all users with targets in the split, and return those of this rank."""
+    """Write the vectors of all users with targets in the split, and return the share of this rank."""
     users, dim = encoder.store.users_with_targets(split), job.spec.config.trained_dim
     if encoder.process.is_main:
         save_npy(job.output_folder / f"query_users_{split}.npy", users)

@@ -21,10 +21,10 @@ from recsys_core.dataset.events import EvaluationSplit
 from recsys_core.dataset.jagged import Int64Array, JaggedArray
 from recsys_core.evaluation.baselines import cold_rows
 from recsys_core.evaluation.held_out import cold_queries, queries_of, sampled_users
+from recsys_core.evaluation.model_rankings import ranking_file
 from recsys_core.evaluation.ranking.catalogue import rank_in_chunks, worker_threads
 from recsys_core.evaluation.ranking.chunks import CpuChunk, GpuChunk, Grid, Result
 from recsys_core.evaluation.ranking.queries import Queries, tie_order
-from recsys_core.evaluation.ranking.stored import ranking_file
 from recsys_core.launching.rank import Process
 from recsys_core.manifests import RankingSettings
 from recsys_core.training.export.encoding import Encoder, RankWriter
@@ -100,8 +100,8 @@ def rank_on_ranks(
 def _in_whole_chunks(queries: Queries, *, query_count_W: Int64Array, rank: int, chunk_queries: int) -> tuple[Queries, slice]:
     """Return the queries of whole chunks, and the range of this rank's queries among them.
 
-    The other queries of the first and the last chunk are on other ranks. A copy of an own query is in the place of each of
-    them, so that an own query has the same place in a matrix product of the same shape with any number of ranks.
+    The other queries of the first and the last chunk are on other ranks. Copies of this rank's queries take their places, so
+    that each query has the same place in a matrix product of the same shape for any number of ranks.
     """
     num_own, first_query = int(query_count_W[rank]), int(query_count_W[:rank].sum())
     if num_own == 0:
@@ -136,7 +136,7 @@ def write_rankings(
 ) -> None:
     """Collective. Write the ranking files of a split, see ExportManifest.
 
-    items, queries: the vectors of this rank. The queries are those of all users with targets in the split.
+    items, queries: the vectors of this rank. Over all ranks, there is a query for each user with targets in the split.
     """
     store, process, num_items = encoder.store, encoder.process, encoder.spec.num_items
     user_row_U = store.users_with_targets(split)

@@ -1,19 +1,22 @@
-"""The choice of a weight after the training: the one with the best metric on the validation users.
+"""The choice of a weight after the training, by the best metric on the validation users: popularity, spectral block.
 
 Shapes: B queries, I items, D width of a vector.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from recsys_core.dataset.events import EventStore
+from recsys_core.dataset.layout import memory_map
 from recsys_core.errors import InputError
 from recsys_core.evaluation.held_out import queries_of
 from recsys_core.evaluation.ranking.catalogue import rank_catalogue
+from recsys_core.models.config import ValidatedPopularity
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training.config import ValidationConfig
 from recsys_core.training.validation import METRIC_BY_NAME, users_to_validate
@@ -32,7 +35,7 @@ def best_weight(
     store: EventStore,
     validation: ValidationConfig | None,
 ) -> float:
-    """Return the weight with the best metric of `validation` on its users; the smallest of equally good ones.
+    """Return the weight with the best metric of `validation` on its users; of equally good weights, the smallest.
 
     A single weight is returned without a ranking. All items are ranked, also with `candidates: cold`: a cold item has neither a
     block nor a popularity, so a weight does not change the order of the cold items.
@@ -62,3 +65,35 @@ def best_weight(
         metric_U = METRIC_BY_NAME[validation.metric](ranking.target_positions(), k=validation.k)
         metric_by_weight[weight] = float(metric_U.mean()) if len(metric_U) else 0.0
     return max(metric_by_weight, key=lambda weight: metric_by_weight[weight])
+
+
+def choose_popularity(spec: ModelSpec, *, store: EventStore, validation: ValidationConfig | None, folder: Path) -> float:
+    """Choose the weight of a popularity term, write it into the query vectors of the export in `folder`, and return it.
+
+    Raises:
+        InputError: there are several weights and no validation events.
+    """
+    popularity = spec.config.popularity
+    assert isinstance(popularity, ValidatedPopularity)
+    user_B = np.load(folder / "query_users_validation.npy")
+    query_BD = memory_map(folder / "query_vectors_validation.npy")
+    weight = best_weight(
+        popularity.weights,
+        _with_weight,
+        queries=lambda users: query_BD[np.searchsorted(user_B, users)],
+        item_ID=np.load(folder / "item_vectors.npy"),
+        setting="model.popularity.weights",
+        spec=spec,
+        store=store,
+        validation=validation,
+    )
+    for split in ("validation", "test"):
+        np.load(folder / f"query_vectors_{split}.npy", mmap_mode="r+")[:, -1] = weight
+    return weight
+
+
+def _with_weight(query_BD: Floats32, weight: float) -> Floats32:
+    """Return the query vectors with this weight as their last number."""
+    weighted_BD = query_BD.copy()
+    weighted_BD[:, -1] = weight
+    return weighted_BD

@@ -26,10 +26,10 @@ def count_leaked_events(interactions: InteractionsManifest, *, champion: Interac
     - events that also occur among the training events of this run;
     - validation events of users who had too few events for the split of the champion's run and have more events now. The
       champion was trained on all events that these users had. With `leave_last_out`, the validation event of a user who has
-      just reached `min_events` is such an event.
+      just reached `min_events` leaks in this way.
 
-    If all training events of the champion are older than all held-out events, the result is 0 without a comparison. A split
-    by time that moves forward is always such a case.
+    If all training events of the champion are older than all held-out events, the result is 0 without a comparison. This is
+    always so for a split by time that moves forward.
 
     Raises StageError if a file of the champion has changed.
     """

@@ -313,7 +313,7 @@ def test_a_log_without_order_allows_neither_a_last_item_nor_recency_pooling(file
     ("override", "problem"),
     [
         ("training.validation=null", "training.validation is null; set it, or set model.temperature to a number"),
-        ("loss.kind=cosine_contrastive", "loss.kind is cosine_contrastive, which has none; set another kind"),
+        ("loss.kind=cosine_contrastive", "loss.kind is cosine_contrastive, which has no temperature; set another kind"),
     ],
 )
 def test_a_temperature_is_chosen_only_by_validation_and_for_a_loss_that_has_one(
@@ -368,7 +368,7 @@ def test_popular_items_need_a_feature_with_a_vocabulary_of_single_values(
 @pytest.mark.parametrize("kind", ["auto", "ivf_pq"])
 def test_a_package_without_item_vectors_needs_an_index_with_them(kind: str, file: Path) -> None:
     error = message(file, "package.item_vectors=none", f"index.served={kind}")
-    assert f"package.item_vectors is none, but vectors cannot be read from every index of kind {kind}; set it to fp16" in error
+    assert f"package.item_vectors is none, but an index of kind {kind} may not contain readable vectors; set it" in error
     assert load_config(file, overrides=["package.item_vectors=none", "index.served=ivf_sq8"]).package.item_vectors == "none"
 
 

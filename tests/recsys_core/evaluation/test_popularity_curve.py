@@ -12,23 +12,23 @@ from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.evaluation.popularity_curve import plot_curve, popularity_curve
 from recsys_core.manifests import Dataset, ExportManifest, InteractionsManifest
 from recsys_core.models.config import TwoTowerConfig
-from recsys_core.models.popularity import item_popularity
+from recsys_core.models.score_terms import item_popularity
 from recsys_core.models.spec import ModelSpec
 from tests.recsys_core.evaluation.stage_folders import export_stage, interactions_stage
 
-USERS, ITEMS, DIM = 40, 60, 8
+NUM_USERS, NUM_ITEMS, DIM = 40, 60, 8
 RANDOM = np.random.default_rng(5)
-TRAIN = [RANDOM.choice(ITEMS, 8, replace=False, p=np.arange(1, ITEMS + 1) / 1830).tolist() for _ in range(USERS)]
-VALIDATION = [RANDOM.choice(ITEMS, 2, replace=False).tolist() for _ in range(USERS)]
-TEST: list[list[int]] = [[0] for _ in range(USERS)]
-ITEM_VECTORS, QUERY_VECTORS = RANDOM.normal(size=(ITEMS, DIM)), RANDOM.normal(size=(USERS, DIM))
-POPULARITY = item_popularity(np.bincount(np.concatenate(TRAIN), minlength=ITEMS))
+TRAIN = [RANDOM.choice(NUM_ITEMS, 8, replace=False, p=np.arange(1, NUM_ITEMS + 1) / 1830).tolist() for _ in range(NUM_USERS)]
+VALIDATION = [RANDOM.choice(NUM_ITEMS, 2, replace=False).tolist() for _ in range(NUM_USERS)]
+TEST: list[list[int]] = [[0] for _ in range(NUM_USERS)]
+ITEM_VECTORS, QUERY_VECTORS = RANDOM.normal(size=(NUM_ITEMS, DIM)), RANDOM.normal(size=(NUM_USERS, DIM))
+POPULARITY = item_popularity(np.bincount(np.concatenate(TRAIN), minlength=NUM_ITEMS))
 CONFIG = EvaluationConfig(ks=(20, 5))
 
 
 def interactions_in(folder: Path, **splits: Any) -> InteractionsManifest:
     return interactions_stage(
-        folder / "interactions", **({"train": TRAIN, "validation": VALIDATION, "test": TEST, "items": ITEMS} | splits)
+        folder / "interactions", **({"train": TRAIN, "validation": VALIDATION, "test": TEST, "items": NUM_ITEMS} | splits)
     )
 
 
@@ -48,12 +48,12 @@ def export_in(
     items, queries = ITEM_VECTORS, QUERY_VECTORS
     if weight is not None:
         items = np.column_stack([items, POPULARITY])
-        queries = np.column_stack([queries, np.full(USERS, weight)])
+        queries = np.column_stack([queries, np.full(NUM_USERS, weight)])
     return export_stage(
         folder / f"export {weight}",
         item_vectors=items,
-        queries={split: (range(USERS), queries) for split in splits},
-        spec=ModelSpec.sized(config, num_users=USERS, num_items=ITEMS),
+        queries={split: (range(NUM_USERS), queries) for split in splits},
+        spec=ModelSpec.sized(config, num_users=NUM_USERS, num_items=NUM_ITEMS),
     )
 
 

@@ -36,7 +36,7 @@ from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.package import build_package
 from tests.recsys_core.evaluation.stage_folders import export_stage
 
-ITEMS, EVENT_ITEMS, USERS, VECTOR_DIM = range(1000, 1300), range(1000, 1240), 60, 12
+ITEMS, EVENT_ITEMS, NUM_USERS, VECTOR_DIM = range(1000, 1300), range(1000, 1240), 60, 12
 """All items, and those that may have an event; the others are in the catalogue because of their vector."""
 GENRES = ("rock", "pop", "jazz", None)
 MODEL = {
@@ -143,7 +143,7 @@ def build_pipeline(
     """Write the input files, and run the pipeline on them. model: settings that differ from MODEL."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(1)
-    histories = [random.choice(EVENT_ITEMS, size, replace=False) for size in random.integers(4, 20, USERS)]
+    histories = [random.choice(EVENT_ITEMS, size, replace=False) for size in random.integers(4, 20, NUM_USERS)]
     log = {
         "user_id": [f"user-{user}" for user, history in enumerate(histories) for _ in history],
         "item_id": np.concatenate(histories),

@@ -66,6 +66,6 @@ def test_the_fastest_kind_that_reaches_the_target_within_the_memory_is_chosen(
     )
 
 
-def test_an_index_that_is_larger_than_its_lower_bound_and_the_memory_is_rejected() -> None:
+def test_built_indexes_that_all_exceed_max_bytes_are_rejected() -> None:
     with pytest.raises(InputError, match="max_bytes is 39, but the smallest index that was built, opq_pq, takes 40 bytes"):
         choose((FLAT, HNSW, PQ), recall_target=0.9, max_bytes=39)

@@ -15,7 +15,7 @@ from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.manifests import Dataset, IngestedFeature, PackageManifest
 from recsys_core.models.config import PackageConfig, TowerConfig, TwoTowerConfig
 from recsys_core.models.ensemble import make_candidate_tower, make_query_tower
-from recsys_core.models.popularity import append_popularity, item_popularity
+from recsys_core.models.score_terms import append_popularity, item_popularity
 from recsys_core.models.spec import ModelSpec
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_indexes
@@ -23,9 +23,9 @@ from recsys_core.serving.package import build_package
 from tests.recsys_core.evaluation.stage_folders import export_stage, features_stage, interactions_stage
 from tests.recsys_core.ingest.random_features import facts, feature_store, values_of
 
-ITEMS, USERS, DIM = 300, 40, 16
-ITEM_IDS = [f"item-{(7 * row) % ITEMS:03d}" for row in range(ITEMS)]
-USER_IDS = [9000 - 3 * row for row in range(USERS)]
+NUM_ITEMS, NUM_USERS, DIM = 300, 40, 16
+ITEM_IDS = [f"item-{(7 * row) % NUM_ITEMS:03d}" for row in range(NUM_ITEMS)]
+USER_IDS = [9000 - 3 * row for row in range(NUM_USERS)]
 
 
 USER_FEATURES = ("user.single", "user.list", "user.weighted_list", "user.number")
@@ -33,17 +33,19 @@ CONTEXT_FEATURES = ("context.single", "context.number")
 """Features of an event: not available at serving time."""
 
 
-GENRES, PRICES = ("rock", "pop", None), [float(row % 50) for row in range(ITEMS)]
-TIMES = [datetime(2026, 1, 1) + timedelta(days=row) for row in range(ITEMS)]
+GENRES, PRICES = ("rock", "pop", None), [float(row % 50) for row in range(NUM_ITEMS)]
+TIMES = [datetime(2026, 1, 1) + timedelta(days=row) for row in range(NUM_ITEMS)]
 ITEM_FILES = {
-    "item_titles.parquet": pa.table({"row": range(0, ITEMS, 2), "title": [f"title {row}" for row in range(0, ITEMS, 2)]}),
+    "item_titles.parquet": pa.table(
+        {"row": range(0, NUM_ITEMS, 2), "title": [f"title {row}" for row in range(0, NUM_ITEMS, 2)]}
+    ),
     "item_columns.parquet": pa.table(
         {
-            "row": range(ITEMS - 10),  # the last items are not in the table of items
-            "genre": [GENRES[row % 3] for row in range(ITEMS - 10)],
+            "row": range(NUM_ITEMS - 10),  # the last items are not in the table of items
+            "genre": [GENRES[row % 3] for row in range(NUM_ITEMS - 10)],
             "price": PRICES[:-10],
-            "stock": [row % 7 for row in range(ITEMS - 10)],
-            "is_new": [row % 2 == 0 for row in range(ITEMS - 10)],
+            "stock": [row % 7 for row in range(NUM_ITEMS - 10)],
+            "is_new": [row % 2 == 0 for row in range(NUM_ITEMS - 10)],
             "since": pa.array(TIMES[:-10], pa.timestamp("us")),
         }
     ),
@@ -68,7 +70,7 @@ Values = tuple[list[int], list[float] | None]
 """Table rows and weights of a feature in a request."""
 
 
-class World:
+class ExportedModel:
     """The float model and the log, from which a test computes the expected recommendations."""
 
     def __init__(self, config: TwoTowerConfig, *, features: Sequence[str] = ()) -> None:
@@ -78,11 +80,11 @@ class World:
         self.features = FeatureStore(
             {
                 key: value
-                for key, value in feature_store(users=USERS, items=ITEMS, events=1).feature_by_key.items()
+                for key, value in feature_store(users=NUM_USERS, items=NUM_ITEMS, events=1).feature_by_key.items()
                 if key in features
             }
         )
-        self.spec = ModelSpec.sized(config, num_users=USERS, num_items=ITEMS, facts_by_feature=self.facts)
+        self.spec = ModelSpec.sized(config, num_users=NUM_USERS, num_items=NUM_ITEMS, facts_by_feature=self.facts)
         self.tables = {
             name: random.normal(0, 0.3, (table.num_rows, table.dim)).astype(np.float32)
             for name, table in sorted(self.spec.tables.items())
@@ -91,9 +93,9 @@ class World:
         for name, parameter in self.towers.named_parameters():
             if "recency" in name or "attention" in name or "popularity" in name:
                 nn.init.normal_(parameter)
-        self.train = [random.choice(ITEMS, size, replace=False).tolist() for size in random.integers(1, 25, USERS)]
-        self.train[3] = list(range(ITEMS - 2))  # the user has seen all but two items
-        self.test = [random.choice(ITEMS, 1).tolist() for _ in range(USERS)]
+        self.train = [random.choice(NUM_ITEMS, size, replace=False).tolist() for size in random.integers(1, 25, NUM_USERS)]
+        self.train[3] = list(range(NUM_ITEMS - 2))  # the user has seen all but two items
+        self.test = [random.choice(NUM_ITEMS, 1).tolist() for _ in range(NUM_USERS)]
         self.test[3] = [0]
         with torch.no_grad():
             item_vector_ID = self.towers["item"].embed({"item": torch.from_numpy(self.tables["item"])})
@@ -101,7 +103,7 @@ class World:
         uses_tower = config.history.item_representation == "candidate_tower"
         self.history_items = (candidate_ID if uses_tower else item_vector_ID).numpy()
         if config.has_popularity:
-            count_I = np.bincount(np.concatenate(self.train), minlength=ITEMS)
+            count_I = np.bincount(np.concatenate(self.train), minlength=NUM_ITEMS)
             candidate_ID = append_popularity(candidate_ID, torch.from_numpy(item_popularity(count_I)))
         self.item_vectors = candidate_ID.numpy()
 
@@ -153,9 +155,9 @@ class World:
         total = table[rows].T @ np.array(weights if weights else [1.0] * len(rows), np.float32)
         return (total / (np.sum(weights) if weights else len(rows)) if "list" in name else total).astype(np.float32)
 
-    def best(self, query: np.ndarray, *, seen: Sequence[int], k: int, allowed: Collection[int] = range(ITEMS)) -> list[str]:
+    def best(self, query: np.ndarray, *, seen: Sequence[int], k: int, allowed: Collection[int] = range(NUM_ITEMS)) -> list[str]:
         """Return the ids of the best allowed items by sorting the whole catalogue."""
-        seen = {*seen} | {*range(ITEMS)} - {*allowed}
+        seen = {*seen} | {*range(NUM_ITEMS)} - {*allowed}
         order = np.argsort(-(self.item_vectors @ query), kind="stable")
         return [ITEM_IDS[row] for row in order if row not in seen][:k]
 
@@ -169,7 +171,7 @@ def _vocabularies(facts_by_feature: Mapping[str, IngestedFeature]) -> dict[str, 
     }
 
 
-Build = Callable[..., tuple[World, PackageManifest]]
+Build = Callable[..., tuple[ExportedModel, PackageManifest]]
 
 
 @pytest.fixture(scope="session")
@@ -187,26 +189,28 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
         features: Sequence[str] = (),
         item_files: Mapping[str, pa.Table] | None = None,
         **model: object,
-    ) -> tuple[World, PackageManifest]:
+    ) -> tuple[ExportedModel, PackageManifest]:
         folder = tmp_path_factory.mktemp("chain")
-        world = World(config_of(**model), features=features)  # type: ignore[arg-type]
+        exported = ExportedModel(config_of(**model), features=features)  # type: ignore[arg-type]
         interactions = interactions_stage(
             folder / "interactions",
-            train=world.train,
-            validation=[[] for _ in world.train],
-            test=world.test,
-            items=ITEMS,
+            train=exported.train,
+            validation=[[] for _ in exported.train],
+            test=exported.test,
+            items=NUM_ITEMS,
             item_ids=ITEM_IDS,
             user_ids=USER_IDS,
         )
         export = export_stage(
             folder / "export",
-            item_vectors=world.item_vectors,
-            queries={"test": (range(USERS), np.stack([world.query(user, world.train[user]) for user in range(USERS)]))},
-            spec=world.spec,
-            tables=world.tables,
-            history_items=world.history_items,
-            dense=world.towers.state_dict(),
+            item_vectors=exported.item_vectors,
+            queries={
+                "test": (range(NUM_USERS), np.stack([exported.query(user, exported.train[user]) for user in range(NUM_USERS)]))
+            },
+            spec=exported.spec,
+            tables=exported.tables,
+            history_items=exported.history_items,
+            dense=exported.towers.state_dict(),
         )
         package = build_package(
             PackageConfig(
@@ -227,9 +231,9 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
                 interactions,
                 features=features_stage(
                     folder / "features",
-                    world.features,
-                    facts=world.facts,
-                    tables=_vocabularies(world.facts) | dict(item_files or {}),
+                    exported.features,
+                    facts=exported.facts,
+                    tables=_vocabularies(exported.facts) | dict(item_files or {}),
                 )
                 if features or item_files
                 else None,
@@ -237,6 +241,6 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
             evaluation=evaluate(EvaluationConfig(), export=export, dataset=Dataset(interactions), folder=folder / "evaluation"),
             folder=folder / "package",
         )
-        return world, package
+        return exported, package
 
     return build_it

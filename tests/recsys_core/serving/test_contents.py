@@ -26,7 +26,7 @@ from recsys_core.serving.package import build_package
 from recsys_core.serving.retriever import Retriever
 from recsys_core.serving.users.mapped_file import write_block_checksums
 from tests.recsys_core.refresh.small_pipeline import build_pipeline
-from tests.recsys_core.serving.conftest import DIM, ITEM_IDS, ITEMS, USER_FEATURES, USER_IDS, USERS, Build
+from tests.recsys_core.serving.conftest import DIM, ITEM_IDS, NUM_ITEMS, NUM_USERS, USER_FEATURES, USER_IDS, Build
 
 
 @pytest.fixture(scope="module")
@@ -134,13 +134,13 @@ def _index(items: int, dim: int) -> bytes:
     [
         *((name, b"") for name in ("tower.safetensors", "index.faiss", "items.parquet", "popularity.npy")),
         *((name, b"\x93NUMPY garbage" * 9) for name in ("tower.safetensors", "index.faiss", "users.arrow")),
-        ("popularity.npy", _array(np.zeros(ITEMS, np.int32))),
-        ("popularity.npy", _array(np.arange(ITEMS, dtype=np.int64))),
-        ("popularity_share.npy", _array(np.zeros(ITEMS - 1, np.float32))),
+        ("popularity.npy", _array(np.zeros(NUM_ITEMS, np.int32))),
+        ("popularity.npy", _array(np.arange(NUM_ITEMS, dtype=np.int64))),
+        ("popularity_share.npy", _array(np.zeros(NUM_ITEMS - 1, np.float32))),
         ("items.parquet", _ids(ITEM_IDS[1:])),
-        ("index.faiss", _index(ITEMS - 1, DIM)),
-        ("index.faiss", _index(ITEMS, DIM + 4)),
-        ("index.faiss", _index(ITEMS, DIM)),
+        ("index.faiss", _index(NUM_ITEMS - 1, DIM)),
+        ("index.faiss", _index(NUM_ITEMS, DIM + 4)),
+        ("index.faiss", _index(NUM_ITEMS, DIM)),
     ],
 )
 def test_mismatching_contents_are_rejected_by_name_even_if_all_checksums_match(copy: Path, name: str, content: bytes) -> None:
@@ -151,7 +151,7 @@ def test_mismatching_contents_are_rejected_by_name_even_if_all_checksums_match(c
 
 def test_an_index_for_another_similarity_is_rejected(copy: Path) -> None:
     index = faiss.IndexIDMap(faiss.IndexFlatL2(DIM))
-    index.add_with_ids(np.ones((ITEMS, DIM), np.float32), np.arange(ITEMS))
+    index.add_with_ids(np.ones((NUM_ITEMS, DIM), np.float32), np.arange(NUM_ITEMS))
     faiss.write_index(index, str(copy / "index.faiss"))
     with pytest.raises(StageError, match=r"index.faiss: the file has an index with FAISS metric 1, but the model needs inner"):
         read_package(copy, sha256=rehash(copy, "index.faiss"))
@@ -165,7 +165,7 @@ def test_an_index_of_other_vectors_than_the_export_is_not_packaged(packaged: Pac
     )
     other_index = index.model_copy(update={"dim": DIM + 1, "similarity": "dot"})
     stages = {"dataset": None, "evaluation": None}  # the index is checked before they are read
-    message = rf"has {ITEMS} vectors of width {DIM + 1} for dot similarity, but the export .* has {ITEMS} vectors of"
+    message = rf"has {NUM_ITEMS} vectors of width {DIM + 1} for dot similarity, but the export .* has {NUM_ITEMS} vectors of"
     with pytest.raises(StageError, match=message):
         build_package(PackageConfig(), export=export, index=other_index, folder=tmp_path / "package", **stages)  # type: ignore[arg-type]
     assert not any(tmp_path.iterdir())
@@ -186,13 +186,16 @@ def test_the_whole_file_of_the_users_can_be_verified(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda table: table.slice(1), rf"the file has {USERS - 1} rows of user_id int64, .* needs {USERS} rows"),
+        (lambda table: table.slice(1), rf"the file has {NUM_USERS - 1} rows of user_id int64, .* needs {NUM_USERS} rows"),
         (lambda table: table.drop_columns(["user.list"]), "needs 40 rows .*user.list large_list"),
         (lambda table: table.append_column("user.more", table["user_id"]), "the file has 40 rows .*user.more int64"),
-        (lambda table: _replaced(table, "history", pa.array([[ITEMS]] * USERS, pa.large_list(pa.int32()))), "but .* 0 to 299"),
-        (lambda table: _replaced(table, "user.single", pa.array([10_000] * USERS, pa.int32())), "but the model needs 0 to"),
-        (lambda table: _replaced(table, "bucket_rows", pa.array([[-1]] * USERS, pa.list_(pa.int32()))), "values -1 to -1"),
-        (lambda table: _replaced(table, "user.number.weight", pa.array([1.0] * USERS)), "user.number.weight double"),
+        (
+            lambda table: _replaced(table, "history", pa.array([[NUM_ITEMS]] * NUM_USERS, pa.large_list(pa.int32()))),
+            "but .* 0 to 299",
+        ),
+        (lambda table: _replaced(table, "user.single", pa.array([10_000] * NUM_USERS, pa.int32())), "but the model needs 0 to"),
+        (lambda table: _replaced(table, "bucket_rows", pa.array([[-1]] * NUM_USERS, pa.list_(pa.int32()))), "values -1 to -1"),
+        (lambda table: _replaced(table, "user.number.weight", pa.array([1.0] * NUM_USERS)), "user.number.weight double"),
     ],
 )
 def test_users_of_another_model_are_rejected(copy: Path, change: Callable[[pa.Table], pa.Table], message: str) -> None:

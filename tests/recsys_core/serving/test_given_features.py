@@ -16,14 +16,14 @@ from recsys_core.serving.given_features import RequestFeatures
 from tests.recsys_core.ingest.interactions_with_context import write_interactions
 from tests.recsys_core.ingest.parquet_files import write
 
-USERS = 40
+NUM_USERS = 40
 RANDOM = np.random.default_rng(4)
-LETTERS = [[str(letter) for letter in RANDOM.choice(list("abcdé"), RANDOM.integers(1, 5))] for _ in range(USERS)]
+LETTERS = [[str(letter) for letter in RANDOM.choice(list("abcdé"), RANDOM.integers(1, 5))] for _ in range(NUM_USERS)]
 COLUMNS: dict[str, Any] = {
-    "country": [f"country {value}" for value in RANDOM.integers(0, 6, USERS)],
-    "number": RANDOM.integers(-5, 5, USERS).tolist(),
-    "is_member": (RANDOM.random(USERS) < 0.5).tolist(),
-    "age": RANDOM.normal(40, 20, USERS).tolist(),
+    "country": [f"country {value}" for value in RANDOM.integers(0, 6, NUM_USERS)],
+    "number": RANDOM.integers(-5, 5, NUM_USERS).tolist(),
+    "is_member": (RANDOM.random(NUM_USERS) < 0.5).tolist(),
+    "age": RANDOM.normal(40, 20, NUM_USERS).tolist(),
     "tags": LETTERS,
     "topics": LETTERS,
     "topic_weights": [RANDOM.random(len(letters)).astype(np.float32).tolist() for letters in LETTERS],
@@ -47,10 +47,12 @@ FEATURES: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> FeaturesManifest:
     folder = tmp_path_factory.mktemp("ingest")
-    log = [([user % 3], [], []) for user in range(USERS)]
-    interactions = write_interactions(folder / "log", users=[f"user {user}" for user in range(USERS)], items=[1, 2, 3], log=log)
+    log = [([user % 3], [], []) for user in range(NUM_USERS)]
+    interactions = write_interactions(
+        folder / "log", users=[f"user {user}" for user in range(NUM_USERS)], items=[1, 2, 3], log=log
+    )
     lists = {name: pa.array(COLUMNS[name], pa.list_(pa.string())) for name in ("tags", "topics")}
-    path = write(folder / "users.parquet", id=[f"user {user}" for user in range(USERS)], **(COLUMNS | lists))
+    path = write(folder / "users.parquet", id=[f"user {user}" for user in range(NUM_USERS)], **(COLUMNS | lists))
     return ingest_features(
         FeaturesConfig.model_validate({"users": {"paths": path, "id_column": "id", "features": FEATURES}}),
         dataset=Dataset(interactions),
@@ -63,11 +65,11 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> FeaturesManifest:
 
 def test_a_value_has_the_same_rows_and_weights_as_in_the_ingest(manifest: FeaturesManifest) -> None:
     features = {key: QueryFeature.of(key, manifest) for key in manifest.features}
-    given = RequestFeatures(features, folder=manifest.folder).encode(COLUMNS, num_rows=USERS)
+    given = RequestFeatures(features, folder=manifest.folder).encode(COLUMNS, num_rows=NUM_USERS)
     stored = FeatureStore.open(manifest).feature_by_key
     assert given.keys() == stored.keys()
     for key, feature in given.items():
-        rows, weights = stored[key].rows_and_weights(np.arange(USERS))
+        rows, weights = stored[key].rows_and_weights(np.arange(NUM_USERS))
         assert feature.is_given_B.all(), key
         np.testing.assert_array_equal(feature.rows.offset, rows.offset, err_msg=key)
         np.testing.assert_array_equal(feature.rows.values_L, rows.values_L, err_msg=key)

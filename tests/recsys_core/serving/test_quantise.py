@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import StageError
 from recsys_core.serving.quantise import IntegerTable, ServedQueryTower, build_tower, load_tower, make_table, save_tower
-from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEMS, USER_FEATURES, USERS, World, config_of
+from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, NUM_ITEMS, NUM_USERS, USER_FEATURES, ExportedModel, config_of
 
 EMBEDDING_BAG = EmbeddingBagConfig(name="t", num_embeddings=500, embedding_dim=12, feature_names=["f"])
 
@@ -31,33 +31,33 @@ SHAPES = {
 }
 
 
-def _world(*, features: tuple[str, ...] = (), **model: object) -> World:
-    return World(config_of(**model), features=features)  # type: ignore[arg-type]
+def _world(*, features: tuple[str, ...] = (), **model: object) -> ExportedModel:
+    return ExportedModel(config_of(**model), features=features)  # type: ignore[arg-type]
 
 
-def _tower(world: World, quantization: str) -> ServedQueryTower:
+def _tower(exported: ExportedModel, quantization: str) -> ServedQueryTower:
     return build_tower(
-        world.spec,
-        history_items=world.history_items,
-        tables=world.query_tables,
-        dense=world.towers.state_dict(),
+        exported.spec,
+        history_items=exported.history_items,
+        tables=exported.query_tables,
+        dense=exported.towers.state_dict(),
         quantization=quantization,  # type: ignore[arg-type]
     )
 
 
 @pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES)
 def test_the_served_tower_gives_the_vectors_of_the_float_tower(model: dict, tmp_path: Path) -> None:
-    world = _world(**model)
+    exported = _world(**model)
     # All users with their logs, an unknown user with a history, and an unknown user without one.
-    users, histories = [*range(USERS), -1, -1], [*world.log, [5, 6], []]
-    expected = np.stack([world.query(None if user < 0 else user, rows) for user, rows in zip(users, histories, strict=True)])
+    users, histories = [*range(NUM_USERS), -1, -1], [*exported.log, [5, 6], []]
+    expected = np.stack([exported.query(None if user < 0 else user, rows) for user, rows in zip(users, histories, strict=True)])
     user_row, lengths = np.array(users), np.array([*map(len, histories)])
     history = JaggedArray.from_lengths(lengths, np.concatenate(histories).astype(np.int64))
     for quantization in ("fp32", "fp16", "int8", "int4"):
-        tower = _tower(world, quantization)
+        tower = _tower(exported, quantization)
         save_tower(tower, tmp_path / "tower.safetensors")
-        loaded = load_tower(tmp_path / "tower.safetensors", spec=world.spec, quantization=quantization)
-        served, same = (one(user_row, history, features=world.user_features).numpy() for one in (loaded, tower))
+        loaded = load_tower(tmp_path / "tower.safetensors", spec=exported.spec, quantization=quantization)
+        served, same = (one(user_row, history, features=exported.user_features).numpy() for one in (loaded, tower))
         np.testing.assert_array_equal(served, same)
         if quantization.startswith("fp"):
             error = 1e-2 if quantization == "fp16" else 1e-5
@@ -70,9 +70,9 @@ def test_the_served_tower_gives_the_vectors_of_the_float_tower(model: dict, tmp_
 
 
 def test_an_empty_batch_has_no_query_vectors() -> None:
-    world = _world(learn_user_embedding=True, features=USER_FEATURES)
-    tower = _tower(world, "int8")
-    assert tower(np.zeros(0, np.int64), JaggedArray.empty(0), features=world.user_features).shape == (0, 16)
+    exported = _world(learn_user_embedding=True, features=USER_FEATURES)
+    tower = _tower(exported, "int8")
+    assert tower(np.zeros(0, np.int64), JaggedArray.empty(0), features=exported.user_features).shape == (0, 16)
 
 
 def test_int8_rows_equal_those_of_fbgemm() -> None:
@@ -114,8 +114,8 @@ def test_int8_tables_are_stored_as_bytes(tmp_path: Path) -> None:
     save_tower(_tower(_world(), "int8"), tmp_path / "tower")
     tensors = load_file(tmp_path / "tower")
     code, scale_offset = tensors["tables.history.code"], tensors["tables.history.scale_offset"]
-    assert (code.dtype, code.shape) == (torch.uint8, (ITEMS, 16))
-    assert (scale_offset.dtype, scale_offset.shape) == (torch.float16, (ITEMS, 2))
+    assert (code.dtype, code.shape) == (torch.uint8, (NUM_ITEMS, 16))
+    assert (scale_offset.dtype, scale_offset.shape) == (torch.float16, (NUM_ITEMS, 2))
 
 
 @pytest.mark.parametrize(

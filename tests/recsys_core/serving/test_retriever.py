@@ -20,51 +20,51 @@ from tests.recsys_core.serving.conftest import (
     CONTEXT_FEATURES,
     ITEM_FILES,
     ITEM_IDS,
-    ITEMS,
+    NUM_ITEMS,
+    NUM_USERS,
     TIMES,
     USER_FEATURES,
     USER_IDS,
-    USERS,
     Build,
-    World,
+    ExportedModel,
 )
 
 KINDS = ("flat", "ivf_flat", "ivf_sq8", "ivf_pq", "opq_pq", "pq_fastscan", "hnsw")
 
 
 @pytest.fixture(scope="module")
-def flat(build: Build) -> tuple[World, PackageManifest]:
+def flat(build: Build) -> tuple[ExportedModel, PackageManifest]:
     return build(index="flat")
 
 
 @pytest.fixture(scope="module")
-def retriever(flat: tuple[World, PackageManifest]) -> Retriever:
+def retriever(flat: tuple[ExportedModel, PackageManifest]) -> Retriever:
     return load(flat[1])
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def any_retriever(request: pytest.FixtureRequest, build: Build) -> tuple[World, Retriever]:
-    world, package = build(index=request.param, quantization="int8")
-    return world, load(package)
+def any_retriever(request: pytest.FixtureRequest, build: Build) -> tuple[ExportedModel, Retriever]:
+    exported, package = build(index=request.param, quantization="int8")
+    return exported, load(package)
 
 
 def load(package: PackageManifest) -> Retriever:
     return Retriever.load(package.folder / "package", sha256=description_sha256(package))
 
 
-def _seen(world: World, user: int) -> set[str]:
-    return {ITEM_IDS[row] for row in world.log[user]}
+def _seen(exported: ExportedModel, user: int) -> set[str]:
+    return {ITEM_IDS[row] for row in exported.log[user]}
 
 
 def test_known_users_get_the_exact_best_unseen_items(flat, retriever: Retriever) -> None:
-    world, _ = flat
+    exported, _ = flat
     recommendations = retriever.recommend(USER_IDS, k=10)
     ids, scores = recommendations.item_ids, recommendations.scores
-    for user in range(USERS):
-        query = world.query(user, world.log[user])
-        assert ids[user].tolist() == world.best(query, seen=world.log[user], k=10)
+    for user in range(NUM_USERS):
+        query = exported.query(user, exported.log[user])
+        assert ids[user].tolist() == exported.best(query, seen=exported.log[user], k=10)
         rows = [ITEM_IDS.index(item) for item in ids[user]]
-        np.testing.assert_allclose(scores[user], world.item_vectors[rows] @ query, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(scores[user], exported.item_vectors[rows] @ query, rtol=1e-4, atol=1e-5)
 
 
 def test_a_package_loads_without_the_compiler_of_torch(flat) -> None:
@@ -82,41 +82,41 @@ def test_int8_agrees_with_float_on_most_of_the_top(build: Build, flat, retriever
     assert np.mean([len({*a} & {*b}) / len(a) for a, b in pairs]) > 0.9
 
 
-def test_every_index_kind_fills_the_list_without_seen_or_repeated_items(any_retriever: tuple[World, Retriever]) -> None:
-    world, retriever = any_retriever
-    for k in (1, 20, ITEMS, ITEMS + 50):
+def test_every_index_kind_fills_the_list_without_seen_or_repeated_items(any_retriever: tuple[ExportedModel, Retriever]) -> None:
+    exported, retriever = any_retriever
+    for k in (1, 20, NUM_ITEMS, NUM_ITEMS + 50):
         recommendations = retriever.recommend(USER_IDS, k=k)
         ids, scores = recommendations.item_ids, recommendations.scores
         for user, (item_ids, score) in enumerate(zip(ids, scores, strict=True)):
-            seen = _seen(world, user)
-            assert len(item_ids) == len(score) == len({*item_ids}) == min(k, ITEMS - len(seen))
+            seen = _seen(exported, user)
+            assert len(item_ids) == len(score) == len({*item_ids}) == min(k, NUM_ITEMS - len(seen))
             assert not seen & {*item_ids} and {*item_ids} <= {*ITEM_IDS}
             assert (np.diff(score) <= 0).all()
 
 
-def test_a_user_who_has_seen_nearly_all_items_gets_the_others(any_retriever: tuple[World, Retriever]) -> None:
-    world, retriever = any_retriever
-    assert {*retriever.recommend([USER_IDS[3]], k=5).item_ids[0]} == {*ITEM_IDS} - _seen(world, 3)
+def test_a_user_who_has_seen_nearly_all_items_gets_the_others(any_retriever: tuple[ExportedModel, Retriever]) -> None:
+    exported, retriever = any_retriever
+    assert {*retriever.recommend([USER_IDS[3]], k=5).item_ids[0]} == {*ITEM_IDS} - _seen(exported, 3)
 
 
 def test_a_given_history_replaces_the_stored_one(flat, retriever: Retriever) -> None:
-    world, _ = flat
+    exported, _ = flat
     rows = [11, 250, 31, 7, 99, 120, 130, 44]  # longer than a history
     given = [ITEM_IDS[row] for row in rows]
     ids = retriever.recommend([USER_IDS[5], 1], k=8, histories=[["unheard of", *given], given]).item_ids
-    query = world.query(None, rows)
-    assert ids[0].tolist() == world.best(query, seen=[*rows, *world.log[5]], k=8)
-    assert ids[1].tolist() == world.best(query, seen=rows, k=8)
+    query = exported.query(None, rows)
+    assert ids[0].tolist() == exported.best(query, seen=[*rows, *exported.log[5]], k=8)
+    assert ids[1].tolist() == exported.best(query, seen=rows, k=8)
 
 
 def test_without_exclude_stored_history_only_the_given_history_is_excluded(flat, retriever: Retriever) -> None:
-    world, _ = flat
-    rows = world.train[5]
+    exported, _ = flat
+    rows = exported.train[5]
     given = [[ITEM_IDS[row] for row in rows]]
-    (ids,) = retriever.recommend([USER_IDS[5]], k=ITEMS, histories=given, exclude_stored_history=False).item_ids
+    (ids,) = retriever.recommend([USER_IDS[5]], k=NUM_ITEMS, histories=given, exclude_stored_history=False).item_ids
     assert {*ids} == {*ITEM_IDS} - {*given[0]}  # the user's test item may come back
     (best,) = retriever.recommend([USER_IDS[5]], k=8, histories=given, exclude_stored_history=False).item_ids
-    assert best.tolist() == world.best(world.query(None, rows), seen=rows, k=8)
+    assert best.tolist() == exported.best(exported.query(None, rows), seen=rows, k=8)
 
 
 def test_a_history_of_none_keeps_the_stored_one(retriever: Retriever) -> None:
@@ -126,41 +126,41 @@ def test_a_history_of_none_keeps_the_stored_one(retriever: Retriever) -> None:
 
 
 def test_an_unknown_user_without_a_known_item_gets_popular_items(flat, retriever: Retriever) -> None:
-    world, _ = flat
-    count = np.bincount(np.concatenate(world.train), minlength=ITEMS)
-    popular = sorted(range(ITEMS), key=lambda row: (-count[row], ITEM_IDS[row]))
+    exported, _ = flat
+    count = np.bincount(np.concatenate(exported.train), minlength=NUM_ITEMS)
+    popular = sorted(range(NUM_ITEMS), key=lambda row: (-count[row], ITEM_IDS[row]))
     recommendations = retriever.recommend([1, 2, USER_IDS[0]], k=15, histories=[[], ["unheard of"], None])
     ids, scores = recommendations.item_ids, recommendations.scores
     for answer, score in zip(ids[:2], scores[:2], strict=True):
         assert answer.tolist() == [ITEM_IDS[row] for row in popular[:15]]
         np.testing.assert_allclose(score, count[popular[:15]] / count.sum(), rtol=1e-6)
-    assert not _seen(world, 0) & {*ids[2]}
+    assert not _seen(exported, 0) & {*ids[2]}
     everything = retriever.recommend([1], k=10**9).item_ids
     assert sorted(everything[0]) == sorted(ITEM_IDS)
 
 
 def test_a_request_may_replace_the_weight_of_the_popularity(build: Build) -> None:
-    world, package = build(popularity={"kind": "fixed", "weight": 0.5}, history={"pooling": "recency"})
+    exported, package = build(popularity={"kind": "fixed", "weight": 0.5}, history={"pooling": "recency"})
     retriever = load(package)
-    query, seen = world.query(0, world.log[0]), world.log[0]
+    query, seen = exported.query(0, exported.log[0]), exported.log[0]
     assert (len(query), query[-1]) == (17, 0.5)
     for weight in (None, 0.5, 0, -2.5, 1e4):
         expected = query if weight is None else np.append(query[:-1], np.float32(weight))
         (ids,) = retriever.recommend(USER_IDS[:1], k=10, popularity_weight=weight).item_ids
-        assert ids.tolist() == world.best(expected, seen=seen, k=10)
+        assert ids.tolist() == exported.best(expected, seen=seen, k=10)
     (answer,) = retriever.recommend(USER_IDS[:1], k=3, popularity_weight=-2.5, with_vectors=True)
     assert answer.query_vector[-1] == -2.5
     np.testing.assert_allclose(answer.scores, np.array(answer.item_vectors) @ answer.query_vector, atol=1e-4)
 
 
 def test_similar_items_are_not_the_popular_ones(build: Build) -> None:
-    world, package = build(popularity={"kind": "learned"})
+    exported, package = build(popularity={"kind": "learned"})
     retriever = load(package)
-    query = np.append(world.item_vectors[7, :-1], 0)
-    assert retriever.similar([ITEM_IDS[7]], k=10).item_ids[0].tolist() == world.best(query, seen=[7], k=10)
+    query = np.append(exported.item_vectors[7, :-1], 0)
+    assert retriever.similar([ITEM_IDS[7]], k=10).item_ids[0].tolist() == exported.best(query, seen=[7], k=10)
     query[-1] = 3
     with_weight = retriever.similar([ITEM_IDS[7]], k=10, popularity_weight=3)
-    assert with_weight.item_ids[0].tolist() == world.best(query, seen=[7], k=10)
+    assert with_weight.item_ids[0].tolist() == exported.best(query, seen=[7], k=10)
 
 
 @pytest.mark.parametrize("output_dim", [None, 16], ids=["concatenated", "reduced to all numbers"])
@@ -190,32 +190,32 @@ def test_is_known_marks_the_users_of_the_log(retriever: Retriever) -> None:
 
 
 def test_a_model_of_user_ids_alone_serves_known_users_and_excludes_given_items(build: Build) -> None:
-    world, package = build(learn_user_embedding=True, history={"length": 0, "last_item_feature": False})
+    exported, package = build(learn_user_embedding=True, history={"length": 0, "last_item_feature": False})
     retriever = load(package)
     ids = retriever.recommend([USER_IDS[2], 1], k=6, histories=[[ITEM_IDS[8]], [ITEM_IDS[8]]]).item_ids
-    assert ids[0].tolist() == world.best(world.query(2, []), seen=[8, *world.log[2]], k=6)
+    assert ids[0].tolist() == exported.best(exported.query(2, []), seen=[8, *exported.log[2]], k=6)
     assert ITEM_IDS[8] not in ids[1] and len(ids[1]) == 6
 
 
 def test_features_of_known_users_are_read_from_the_package(build: Build) -> None:
-    world, package = build(features=(*USER_FEATURES, *CONTEXT_FEATURES))
+    exported, package = build(features=(*USER_FEATURES, *CONTEXT_FEATURES))
     retriever = load(package)
     ids = retriever.recommend(USER_IDS, k=6).item_ids
     for user, item_ids in enumerate(ids):
-        assert item_ids.tolist() == world.best(world.query(user, world.log[user]), seen=world.log[user], k=6)
+        assert item_ids.tolist() == exported.best(exported.query(user, exported.log[user]), seen=exported.log[user], k=6)
     rows = [11, 250, 31]
     given = [[ITEM_IDS[row] for row in rows]] * 2
     (known, unknown) = retriever.recommend([USER_IDS[5], 1], k=6, histories=given).item_ids
-    assert known.tolist() == world.best(world.query(5, rows), seen=[*rows, *world.log[5]], k=6)
-    assert unknown.tolist() == world.best(world.query(None, rows), seen=rows, k=6)
+    assert known.tolist() == exported.best(exported.query(5, rows), seen=[*rows, *exported.log[5]], k=6)
+    assert unknown.tolist() == exported.best(exported.query(None, rows), seen=rows, k=6)
     # Without a history, the query of a known user has only its features.
     (known,) = retriever.recommend([USER_IDS[5]], k=6, histories=[[]]).item_ids
-    assert known.tolist() == world.best(world.query(5, []), seen=world.log[5], k=6)
+    assert known.tolist() == exported.best(exported.query(5, []), seen=exported.log[5], k=6)
     assert not [path.name for path in (package.folder / "package").glob("context.*.row.npy")]
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.lists(st.integers(-3, USERS - 1), max_size=9), st.integers(1, 40), st.data())
+@given(st.lists(st.integers(-3, NUM_USERS - 1), max_size=9), st.integers(1, 40), st.data())
 def test_recommendations_do_not_depend_on_the_rest_of_the_batch(
     retriever: Retriever, users: list[int], k: int, data: st.DataObject
 ) -> None:
@@ -259,7 +259,7 @@ def test_a_moved_package_loads_without_other_files(flat, retriever: Retriever, t
 
 
 def test_features_of_a_request_are_encoded_as_in_the_ingest(build: Build) -> None:
-    world, package = build(features=(*USER_FEATURES, *CONTEXT_FEATURES))
+    exported, package = build(features=(*USER_FEATURES, *CONTEXT_FEATURES))
     retriever = load(package)
     assert retriever.request_features.columns == [
         *("user.single", "list", "weighted_list", "weights", "user.number", "context.single", "context.number")
@@ -275,14 +275,14 @@ def test_features_of_a_request_are_encoded_as_in_the_ingest(build: Build) -> Non
             "user.single": [None, None, "user.single 2", None],
         },
     )
-    history = {5: world.log[5], 6: world.log[6]}
+    history = {5: exported.log[5], 6: exported.log[6]}
     queries = [
-        world.query(5, history[5], given={"context.single": ([3], None), "context.number": ([1], [0.5])}),
-        world.query(None, [], given={"context.single": ([2], None), "user.weighted_list": ([4, 0], [2.0, 1.0])}),
-        world.query(6, history[6], given={"user.single": ([2], None)}),
+        exported.query(5, history[5], given={"context.single": ([3], None), "context.number": ([1], [0.5])}),
+        exported.query(None, [], given={"context.single": ([2], None), "user.weighted_list": ([4, 0], [2.0, 1.0])}),
+        exported.query(6, history[6], given={"user.single": ([2], None)}),
     ]
     for answer, query, seen in zip(ids, queries, (history[5], [], history[6]), strict=False):
-        assert answer.item_ids == world.best(query, seen=seen, k=6)
+        assert answer.item_ids == exported.best(query, seen=seen, k=6)
     assert ids.fallbacks == [None, "features", None, "popularity"]
 
 
@@ -307,12 +307,12 @@ def test_invalid_features_are_rejected_by_name(build: Build, features: dict[str,
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def filtered(request: pytest.FixtureRequest, build: Build) -> tuple[World, Retriever]:
-    world, package = build(index=request.param, item_files=ITEM_FILES)
-    return world, load(package)
+def filtered(request: pytest.FixtureRequest, build: Build) -> tuple[ExportedModel, Retriever]:
+    exported, package = build(index=request.param, item_files=ITEM_FILES)
+    return exported, load(package)
 
 
-IN_TABLE = range(ITEMS - 10)
+IN_TABLE = range(NUM_ITEMS - 10)
 FILTERS: list[tuple[dict[str, Any], list[int]]] = [
     ({"genre": {"in": ["rock", "jazz"]}}, [row for row in IN_TABLE if row % 3 == 0]),
     ({"genre": "pop", "price": {"ge": 10, "lt": 12.5}}, [row for row in IN_TABLE if row % 3 == 1 and row % 50 in (10, 11, 12)]),
@@ -326,39 +326,39 @@ FILTERS: list[tuple[dict[str, Any], list[int]]] = [
 @pytest.mark.parametrize(("item_filter", "allowed"), FILTERS)
 @pytest.mark.parametrize("max_exact", [0, 10_000])
 def test_a_filter_is_applied_inside_the_search(
-    filtered: tuple[World, Retriever],
+    filtered: tuple[ExportedModel, Retriever],
     item_filter: dict[str, Any],
     allowed: list[int],
     max_exact: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("recsys_core.retrieval.search.MAX_EXACT_ITEMS", max_exact)
-    world, retriever = filtered
+    exported, retriever = filtered
     allowed_ids = {ITEM_IDS[row] for row in allowed}
-    for k in (5, ITEMS):
+    for k in (5, NUM_ITEMS):
         answers = retriever.recommend([*USER_IDS, 1], k=k, filter=item_filter)
         for user, answer in enumerate(answers):
-            seen = _seen(world, user) if user < USERS else set()
+            seen = _seen(exported, user) if user < NUM_USERS else set()
             assert len(answer.item_ids) == len({*answer.item_ids}) == min(k, len(allowed_ids - seen))
             assert {*answer.item_ids} <= allowed_ids - seen
         assert answers[-1].fallback == "popularity"
         if retriever.package.index_kind == "flat":
-            for user in range(USERS):
-                query = world.query(user, world.log[user])
-                assert answers[user].item_ids == world.best(query, seen=world.log[user], k=k, allowed=allowed)
+            for user in range(NUM_USERS):
+                query = exported.query(user, exported.log[user])
+                assert answers[user].item_ids == exported.best(query, seen=exported.log[user], k=k, allowed=allowed)
 
 
 def test_a_remembered_filter_does_not_keep_the_exclusions_of_a_request(
-    filtered: tuple[World, Retriever], monkeypatch: pytest.MonkeyPatch
+    filtered: tuple[ExportedModel, Retriever], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("recsys_core.serving.retriever.MAX_LISTED_EXCLUDES", 2)
     _, retriever = filtered
     item_filter = {"stock": [5]}
-    (first,) = retriever.recommend([1], k=ITEMS, filter=item_filter)
-    (fewer,) = retriever.recommend([1], k=ITEMS, filter=item_filter, exclude=first.item_ids[:5])
+    (first,) = retriever.recommend([1], k=NUM_ITEMS, filter=item_filter)
+    (fewer,) = retriever.recommend([1], k=NUM_ITEMS, filter=item_filter, exclude=first.item_ids[:5])
     assert fewer.item_ids == first.item_ids[5:]
-    assert retriever.recommend([1], k=ITEMS, filter=item_filter)[0] == first
-    (times,) = retriever.recommend([1], k=ITEMS, filter={"since": {"lt": TIMES[9]}})
+    assert retriever.recommend([1], k=NUM_ITEMS, filter=item_filter)[0] == first
+    (times,) = retriever.recommend([1], k=NUM_ITEMS, filter={"since": {"lt": TIMES[9]}})
     assert {*times.item_ids} == {*ITEM_IDS[:9]}
 
 
@@ -387,15 +387,15 @@ def test_an_invalid_filter_is_rejected_by_column(build: Build, item_filter: dict
 def test_excluded_items_are_left_out_and_seen_items_come_back_on_request(
     flat, retriever: Retriever, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world, _ = flat
-    query = world.query(5, world.log[5])
-    best = world.best(query, seen=world.log[5], k=20)
+    exported, _ = flat
+    query = exported.query(5, exported.log[5])
+    best = exported.best(query, seen=exported.log[5], k=20)
     for max_listed in (1_000, 2):
         monkeypatch.setattr("recsys_core.serving.retriever.MAX_LISTED_EXCLUDES", max_listed)
         answer = retriever.recommend([USER_IDS[5]], k=5, exclude=[*best[:3], best[1], best[6], "unheard of"])[0]
         assert answer.item_ids == [*best[3:6], *best[7:9]]
-    again = retriever.recommend([USER_IDS[5]], k=ITEMS, exclude_seen=False)[0]
-    assert again.item_ids == world.best(query, seen=[], k=ITEMS)
+    again = retriever.recommend([USER_IDS[5]], k=NUM_ITEMS, exclude_seen=False)[0]
+    assert again.item_ids == exported.best(query, seen=[], k=NUM_ITEMS)
 
 
 def test_items_below_the_smallest_score_are_left_out(retriever: Retriever) -> None:
@@ -425,12 +425,12 @@ def test_an_answer_has_its_origin_and_the_number_of_unknown_items(retriever: Ret
 
 @pytest.mark.parametrize("index", ["flat", "hnsw", "ivf_flat", "ivf_sq8"])
 def test_vectors_of_an_answer_give_its_scores(build: Build, index: str) -> None:
-    world, package = build(index=index, item_files=ITEM_FILES)
+    exported, package = build(index=index, item_files=ITEM_FILES)
     retriever = load(package)
     answers = retriever.recommend([USER_IDS[0], 1, USER_IDS[3]], k=4, with_vectors=True)
     for answer in answers:
         rows = [ITEM_IDS.index(item_id) for item_id in answer.item_ids]
-        np.testing.assert_allclose(answer.item_vectors, world.item_vectors[rows], atol=1e-6)
+        np.testing.assert_allclose(answer.item_vectors, exported.item_vectors[rows], atol=1e-6)
         scores = np.array(answer.item_vectors) @ np.array(answer.query_vector)
         if answer.fallback is None:
             np.testing.assert_allclose(scores, answer.scores, atol=0.05 if index == "ivf_sq8" else 1e-5)
@@ -439,17 +439,17 @@ def test_vectors_of_an_answer_give_its_scores(build: Build, index: str) -> None:
 
 @pytest.mark.parametrize("index", ["flat", "hnsw", "ivf_flat"])
 def test_similar_items_have_the_largest_inner_products(build: Build, index: str) -> None:
-    world, package = build(index=index, item_files=ITEM_FILES)
+    exported, package = build(index=index, item_files=ITEM_FILES)
     retriever = load(package)
     rows = [7, 250, 3]
     answers = retriever.similar([*(ITEM_IDS[row] for row in rows), "unheard of"], k=5, exclude=[ITEM_IDS[9]])
     for row, answer in zip(rows, answers, strict=False):
         if index == "flat":
-            assert answer.item_ids == world.best(world.item_vectors[row], seen=[row, 9], k=5)
+            assert answer.item_ids == exported.best(exported.item_vectors[row], seen=[row, 9], k=5)
         assert ITEM_IDS[row] not in answer.item_ids and len(answer.item_ids) == 5 and answer.error is None
     assert answers[3].error == "item_id 'unheard of' is not in the catalogue" and answers[3].item_ids == []
     allowed = FILTERS[0][1]
-    (answer,) = retriever.similar([ITEM_IDS[7]], k=ITEMS, filter=FILTERS[0][0])
+    (answer,) = retriever.similar([ITEM_IDS[7]], k=NUM_ITEMS, filter=FILTERS[0][0])
     assert {*answer.item_ids} == {ITEM_IDS[row] for row in allowed} - {ITEM_IDS[7]}
 
 
@@ -466,7 +466,7 @@ def test_unknown_options_are_rejected(retriever: Retriever) -> None:
 
 
 def test_a_package_without_users_answers_from_the_history_of_the_request(build: Build) -> None:
-    world, package = build(users="none", features=(*USER_FEATURES, *CONTEXT_FEATURES))
+    exported, package = build(users="none", features=(*USER_FEATURES, *CONTEXT_FEATURES))
     names = {path.name for path in (package.folder / "package").iterdir()}
     assert not {"users.arrow", "users.sha256"} & names
     retriever = Retriever.load(package.folder)
@@ -479,16 +479,21 @@ def test_a_package_without_users_answers_from_the_history_of_the_request(build: 
         features={"user.single": [None, None, None, "user.single 2"]},
     )
     assert answers.fallbacks == [None, None, "popularity", None]
-    best = world.best(world.query(None, rows), seen=rows, k=6)
+    best = exported.best(exported.query(None, rows), seen=rows, k=6)
     assert answers[0].item_ids == answers[1].item_ids == best
-    assert answers[3].item_ids == world.best(world.query(None, rows, given={"user.single": ([2], None)}), seen=rows, k=6)
+    assert answers[3].item_ids == exported.best(exported.query(None, rows, given={"user.single": ([2], None)}), seen=rows, k=6)
 
 
 def test_the_description_of_a_package_has_its_data_and_its_metrics(flat, retriever: Retriever) -> None:
-    world, _ = flat
+    exported, _ = flat
     package = retriever.package
-    assert (package.dim, package.max_k, package.users, package.fallbacks) == (16, ITEMS, "stored", ("history", "popularity"))
-    assert (package.data.num_events, package.data.num_users) == (sum(map(len, world.log)), USERS)
+    assert (package.dim, package.max_k, package.users, package.fallbacks) == (
+        16,
+        NUM_ITEMS,
+        "stored",
+        ("history", "popularity"),
+    )
+    assert (package.data.num_events, package.data.num_users) == (sum(map(len, exported.log)), NUM_USERS)
     recall = package.metrics["recall@20"]
     assert 0 < recall.value < 1 and recall.half_width is not None and recall.half_width > 0
 

@@ -12,7 +12,7 @@ from recsys_core.sharding.planner import make_plan
 from tests.recsys_core.training.small_model import with_optimizer
 
 SPEC = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True), num_users=1000, num_items=500)
-POOLED = ModelSpec.sized(
+POOLED_SPEC = ModelSpec.sized(
     TwoTowerConfig(learn_user_embedding=True), num_users=1000, num_items=500, tables={"user": TableConfig(lookup="pooled")}
 )
 """A model whose user table has pooled lookups."""
@@ -77,7 +77,7 @@ CASES = {
 def test_an_unsupported_constraint_is_rejected_with_its_name(case):
     config, message = CASES[case]
     with pytest.raises(InputError, match=message):
-        make_plan(config, model=POOLED, batch_size=64)
+        make_plan(config, model=POOLED_SPEC, batch_size=64)
 
 
 def test_a_pooling_type_for_an_unpooled_table_is_rejected_with_the_fix():
@@ -85,34 +85,37 @@ def test_a_pooling_type_for_an_unpooled_table_is_rejected_with_the_fix():
         InputError, match=r"sharding.tables.user: grid_shard supports pooled.*or set tables.user.lookup to pooled"
     ):
         make_plan(config_with("user", sharding_types=("grid_shard",)), model=SPEC, batch_size=64)
-    make_plan(config_with("user", sharding_types=("grid_shard",)), model=POOLED, batch_size=64)
+    make_plan(config_with("user", sharding_types=("grid_shard",)), model=POOLED_SPEC, batch_size=64)
 
 
 def test_an_optimizer_that_the_kernel_does_not_support_is_rejected():
     on_ssd = config_with(cluster={"ssd_gb": 100, "ssd_path": "/ssd"}, compute_kernels=("key_value",))
     with pytest.raises(InputError, match=r"key_value supports the optimizers .*, but the table has sgd"):
         make_plan(on_ssd, model=with_optimizer(SPEC, TableOptimizer(kind="sgd")), batch_size=64)
-    fused_only = config_with(sharding_types=("data_parallel",))
+    replicated = config_with(sharding_types=("data_parallel",))
     with pytest.raises(InputError, match=r"partial_rowwise_adam, which has a fused kernel only"):
-        make_plan(fused_only, model=with_optimizer(SPEC, TableOptimizer(kind="partial_rowwise_adam")), batch_size=64)
+        make_plan(replicated, model=with_optimizer(SPEC, TableOptimizer(kind="partial_rowwise_adam")), batch_size=64)
 
 
-def test_adam_on_a_cpu_is_for_replicated_tables_and_frozen_tables_have_no_optimizer():
-    adam, cpu = TableOptimizer(kind="adam"), ClusterConfig(device="cpu")
-    spec = with_optimizer(SPEC, adam)
+def test_on_a_cpu_adam_needs_replicated_tables():
+    spec, cpu = with_optimizer(SPEC, TableOptimizer(kind="adam")), ClusterConfig(device="cpu")
     with pytest.raises(InputError, match=r"tables.item: optimizer adam has no fused kernel on a CPU.*replicate it"):
         make_plan(ShardingConfig(cluster=cpu), model=spec, batch_size=64)
     replicated = dict.fromkeys(SPEC.tables, TableConstraint(sharding_types=("data_parallel",)))
     plan = make_plan(ShardingConfig(cluster=cpu, tables=replicated), model=spec, batch_size=64)
     assert {table.compute_kernel for table in plan.tables.values()} == {"dense"}
-    frozen = ModelSpec.sized(
+
+
+def test_a_frozen_table_has_no_optimizer_so_adam_does_not_matter():
+    frozen_spec = ModelSpec.sized(
         TwoTowerConfig(),
         num_users=9,
         num_items=9,
         vector_dim_by_table={"item": 64},
         tables={"item": TableConfig(transfer="frozen")},
     )
-    table = make_plan(ShardingConfig(cluster=cpu), model=with_optimizer(frozen, adam), batch_size=64).tables["item"]
+    model = with_optimizer(frozen_spec, TableOptimizer(kind="adam"))
+    table = make_plan(ShardingConfig(cluster=ClusterConfig(device="cpu")), model=model, batch_size=64).tables["item"]
     assert table.sharding_type != "data_parallel" and table.optimizer == "none"
 
 
@@ -140,8 +143,10 @@ def test_gradient_precisions_that_lose_small_values_are_rejected(precision):
 
 
 def test_int8_is_rejected_for_an_unsupported_width():
-    narrow = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True, embedding_dim=48), num_users=1000, num_items=500)
+    narrow_spec = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True, embedding_dim=48), num_users=1000, num_items=500)
     with pytest.raises(InputError, match=r"int8 supports widths that are multiples of 32, but table item has 48; choose fp16"):
         make_plan(
-            config_with_comms(QuantizedCommsConfig(forward="int8"), sharding_types=("table_wise",)), model=narrow, batch_size=64
+            config_with_comms(QuantizedCommsConfig(forward="int8"), sharding_types=("table_wise",)),
+            model=narrow_spec,
+            batch_size=64,
         )

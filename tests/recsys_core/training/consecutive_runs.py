@@ -39,7 +39,7 @@ from tests.recsys_core.ingest.parquet_files import write
 from tests.recsys_core.manifests.committed_stage import commit_stage
 from tests.recsys_core.training.small_model import with_optimizer
 
-RANKS, DIM = 2, 8
+NUM_RANKS, DIM = 2, 8
 TRAINING = TrainingConfig(epochs=1, batch_size=16, validation=None, checkpoint_every_steps=1000, seed=3)
 
 
@@ -109,9 +109,9 @@ def _events(number: int, *, users: int, items: int) -> list[Event]:
 
 
 def train_job(run: PreparedRun, *, kind: str = "row_wise", training: TrainingConfig = TRAINING) -> TrainJob:
-    """Return the job that trains `run` on RANKS ranks, every table sharded by `kind`."""
+    """Return the job that trains `run` on NUM_RANKS ranks, every table sharded by `kind`."""
     sharding = ShardingConfig(
-        cluster=ClusterConfig(device="cpu", processes_per_node=RANKS),
+        cluster=ClusterConfig(device="cpu", processes_per_node=NUM_RANKS),
         tables=dict.fromkeys(run.spec.tables, TableConstraint.model_validate({"sharding_types": (kind,)})),
     )
     spec = with_optimizer(run.spec, training.table_optimizer)
@@ -155,7 +155,7 @@ def train_champion(run: PreparedRun) -> Champion:
     job = train_job(run)
 
     def build(folder: Path) -> dict[str, Any]:
-        run_ranks(train_and_export, world_size=RANKS, arguments=(job, folder))
+        run_ranks(train_and_export, world_size=NUM_RANKS, arguments=(job, folder))
         (folder / "model.json").write_text(run.spec.model_dump_json())
         return {"num_items": run.spec.num_items, "dim": DIM, "similarity": "cosine", "num_queries": {}}
 

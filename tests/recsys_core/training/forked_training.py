@@ -43,7 +43,7 @@ from recsys_core.training.job import (
 from recsys_core.training.validation import Validator
 from tests.gloo import run_ranks
 
-USERS, ITEMS, DIM = 200, 150, 16
+NUM_USERS, NUM_ITEMS, DIM = 200, 150, 16
 MODEL = TwoTowerConfig(
     embedding_dim=DIM,
     learn_user_embedding=True,
@@ -57,16 +57,20 @@ def generate_dataset(root: Path, *, shards: int = 1) -> Dataset:
 
     The last day is the test split, the day before it the validation split; ten items have no training event.
     """
-    generate(root / "data", num_users=USERS, num_items=ITEMS, num_events=4_000, num_days=10, dim=DIM, num_cold_items=10)
+    generate(root / "data", num_users=NUM_USERS, num_items=NUM_ITEMS, num_events=4_000, num_days=10, dim=DIM, num_cold_items=10)
     random = np.random.default_rng(0)
-    num_described_users = USERS - 20
+    num_described_users = NUM_USERS - 20
     users = {
         "user_id": [f"u{user}" for user in range(num_described_users)],
         "country": random.choice(["at", "de", "ch"], num_described_users),
         "groups": [random.choice(12, random.integers(0, 4)).tolist() for _ in range(num_described_users)],
         "age": random.normal(40, 10, num_described_users),
     }
-    items = {"item_id": np.arange(ITEMS) + 1000, "brand": np.arange(ITEMS) % 7, "price": random.lognormal(size=ITEMS)}
+    items = {
+        "item_id": np.arange(NUM_ITEMS) + 1000,
+        "brand": np.arange(NUM_ITEMS) % 7,
+        "price": random.lognormal(size=NUM_ITEMS),
+    }
     pq.write_table(pa.table(users), root / "users.parquet")
     pq.write_table(pa.table(items), root / "items.parquet")
     vectors = EmbeddingsConfig(paths=(str(root / "data/item_embeddings.parquet"),), vector_column="embedding")

@@ -36,7 +36,7 @@ from tests.recsys_core.training.forked_training import (
 TRAINING = TrainingConfig(
     epochs=3, batch_size=128, log_every_steps=2, checkpoint_every_steps=3, keep_checkpoints=2, max_attempts=50, seed=5
 )
-STEPS = 39
+NUM_STEPS = 39
 PATIENCE_S, LINES_BETWEEN = 120.0, 3
 
 
@@ -56,7 +56,7 @@ class Undisturbed(NamedTuple):
 
 def train_undisturbed(experiment: Experiment, folder: Path) -> Undisturbed:
     trained = train_in_forks(experiment, folder / "work")
-    assert trained.result.num_steps == STEPS
+    assert trained.result.num_steps == NUM_STEPS
     export = export_in_forks(experiment, checkpoint_of(trained), folder / "export")
     return Undisturbed(state_in(checkpoint_of(trained)), without_timings(trained.lines), export)
 

@@ -28,7 +28,7 @@ from recsys_core.sharding.planner import make_plan
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.sharded_model import PretrainedVectors, build_model, fill_pretrained
 
-USERS, ITEMS, EVENTS = 50, 41, 300
+NUM_USERS, NUM_ITEMS, NUM_EVENTS = 50, 41, 300
 HISTORY = 4
 FORMS: dict[str, FeatureForm] = {
     "user.country": "single",
@@ -42,11 +42,11 @@ FORMS: dict[str, FeatureForm] = {
     "item.price": "number",
 }
 ROWS = {"single": 7, "list": 9, "weighted_list": 11, "number": 2}
-COUNTS = np.arange(ITEMS, dtype=np.int64) % 13
+COUNTS = np.arange(NUM_ITEMS, dtype=np.int64) % 13
 """Training events per item; some have none."""
 RANKS = {
     "item": np.argsort(np.argsort(-COUNTS, kind="stable"), kind="stable"),
-    "user": np.random.default_rng(3).permutation(USERS),
+    "user": np.random.default_rng(3).permutation(NUM_USERS),
 }
 """Popularity rank of each row, by table."""
 
@@ -84,8 +84,8 @@ def small_spec(
     )
     return ModelSpec.sized(
         config,
-        num_users=USERS,
-        num_items=ITEMS,
+        num_users=NUM_USERS,
+        num_items=NUM_ITEMS,
         facts_by_feature={name: _facts(form) for name, form in forms.items()},
         vector_dim_by_table={name: (tables or {}).get(name, TableConfig()).dim or dim for name in vectors},
         tables=tables,
@@ -115,7 +115,7 @@ def pretrained_of(spec: ModelSpec) -> dict[str, PretrainedVectors]:
 
 def _feature(key: str, form: FeatureForm) -> Feature:
     random = np.random.default_rng(len(key))
-    owners = {"user": USERS, "item": ITEMS, "context": EVENTS}[key.partition(".")[0]]
+    owners = {"user": NUM_USERS, "item": NUM_ITEMS, "context": NUM_EVENTS}[key.partition(".")[0]]
     offset = None
     count = owners
     if form in ("list", "weighted_list"):
@@ -148,13 +148,13 @@ def make_batch(
     parts: dict[str, list[Any]] = {name: [] for name in ("user", "position", "positive", "negative", "length", "row", "known")}
     for rank in ranks:
         random = np.random.default_rng([step, rank])
-        parts["user"].append(random.integers(0, USERS, queries))
-        parts["position"].append(random.integers(0, EVENTS, queries))
+        parts["user"].append(random.integers(0, NUM_USERS, queries))
+        parts["position"].append(random.integers(0, NUM_EVENTS, queries))
         parts["positive"].append(random.choice(np.flatnonzero(COUNTS), queries))
         parts["negative"].append(random.choice(np.flatnonzero(COUNTS), negatives))
         parts["length"].append(random.integers(0, HISTORY + 1, queries))
-        parts["row"].append(random.integers(0, ITEMS, int(parts["length"][-1].sum())))
-        known_BK = random.integers(0, ITEMS, (queries, known_negatives))
+        parts["row"].append(random.integers(0, NUM_ITEMS, int(parts["length"][-1].sum())))
+        known_BK = random.integers(0, NUM_ITEMS, (queries, known_negatives))
         known_BK[::2, 1:] = parts["positive"][-1][::2, None]  # every second query has at most one
         parts["known"].append(known_BK.ravel())
     array_by_name = {name: np.concatenate(values) for name, values in parts.items()}

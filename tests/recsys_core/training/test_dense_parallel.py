@@ -36,8 +36,8 @@ from recsys_core.training.warm.warm_start import load_champion_weights
 from tests.gloo import run_ranks
 from tests.recsys_core.training.small_model import make_batch, sharded_model, small_spec
 
-STEPS, NEGATIVES = 6, 5
-LOSS = LossConfig(num_negatives=NEGATIVES)
+NUM_STEPS, NUM_NEGATIVES = 6, 5
+LOSS = LossConfig(num_negatives=NUM_NEGATIVES)
 KINDS = {"user": "data_parallel", "user.groups": "table_wise", "user.age": "data_parallel"}
 """Sharding types of tables; the others are row_wise."""
 ROUNDING = {"fp32": 2e-4, "bf16": 1e-2}
@@ -87,8 +87,8 @@ def make(rank: int, spec: ModelSpec, **settings: Any) -> Setup:
 def train(setup: Setup, rank: int, spec: ModelSpec, *, steps: range, **settings: Any) -> list[float]:
     """Train and return the losses of this rank."""
     training = TrainingConfig(**{"dense_optimizer": ADAM} | settings)
-    rates = LearningRates(setup.optimizer, spec=spec, config=training, total_steps=STEPS)
-    batches = iter([make_batch(spec, ranks=[rank], step=step, queries=6, negatives=NEGATIVES) for step in steps])
+    rates = LearningRates(setup.optimizer, spec=spec, config=training, total_steps=NUM_STEPS)
+    batches = iter([make_batch(spec, ranks=[rank], step=step, queries=6, negatives=NUM_NEGATIVES) for step in steps])
     pipeline = TrainPipelineSparseDist(setup.model, setup.optimizer, torch.device("cpu"))
     losses = []
     for step in steps:
@@ -127,7 +127,9 @@ def step_both(rank: int, names: list[str], spec: ModelSpec) -> None:
         settings = SETTINGS[case]
         replicated, sharded = (make(rank, spec, dense_parallel=mode, **settings) for mode in ("replicated", "sharded"))
         initial_state = dense_state(replicated)
-        expected, sharded_losses = (train(setup, rank, spec, steps=range(STEPS), **settings) for setup in (replicated, sharded))
+        expected, sharded_losses = (
+            train(setup, rank, spec, steps=range(NUM_STEPS), **settings) for setup in (replicated, sharded)
+        )
         rounding = ROUNDING[settings.get("precision", "fp32")]
         np.testing.assert_allclose(sharded_losses, expected, rtol=rounding, err_msg=f"{case}: losses")
         expected, actual = dense_state(replicated), dense_state(sharded)
@@ -159,7 +161,7 @@ def encode_both(rank: int) -> None:
     vectors_by_mode: list[list[torch.Tensor]] = []
     for mode in ("replicated", "sharded"):
         setup = make(rank, spec, dense_parallel=mode)
-        task, batch = setup.model.module, make_batch(spec, ranks=[rank], step=9, queries=6, negatives=NEGATIVES)
+        task, batch = setup.model.module, make_batch(spec, ranks=[rank], step=9, queries=6, negatives=NUM_NEGATIVES)
         vectors_by_mode.append([])
         for steps in (range(0), range(2)):  # an export has not stepped the model, a validation has
             train(setup, rank, spec, steps=steps)

@@ -26,7 +26,7 @@ from tests.recsys_core.training.forked_training import (
     without_timings,
 )
 
-USERS, GENRES, ITEMS_PER_GENRE, ROWS_PER_USER = 600, 10, 50, 24
+NUM_USERS, GENRES, ITEMS_PER_GENRE, ROWS_PER_USER = 600, 10, 50, 24
 MODEL = TwoTowerConfig(embedding_dim=16, history=RecencyHistory(length=8))
 TRAINING = TrainingConfig(
     epochs=6,
@@ -43,12 +43,12 @@ TRAINING = TrainingConfig(
 def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """Each user sees items of one genre. Four of five users reject an item with an odd number, and one rejects another item."""
     folder, random = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    genre = np.repeat(np.arange(USERS) % GENRES, ROWS_PER_USER)
-    number = random.permuted(np.tile(np.arange(ITEMS_PER_GENRE), (USERS, 1)), axis=1)[:, :ROWS_PER_USER].ravel()
+    genre = np.repeat(np.arange(NUM_USERS) % GENRES, ROWS_PER_USER)
+    number = random.permuted(np.tile(np.arange(ITEMS_PER_GENRE), (NUM_USERS, 1)), axis=1)[:, :ROWS_PER_USER].ravel()
     is_rejected = random.random(len(number)) < np.where(number % 2, 0.8, 0.2)
     path = write(
         folder / "log.parquet",
-        user_id=np.repeat(np.arange(USERS), ROWS_PER_USER),
+        user_id=np.repeat(np.arange(NUM_USERS), ROWS_PER_USER),
         item_id=genre * ITEMS_PER_GENRE + number,
         t=random.integers(0, 20 * DAY_US, len(number)),
         clicked=~is_rejected,

@@ -24,11 +24,11 @@ from recsys_core.training.config import TrainingConfig
 from recsys_core.training.optimizers import LearningRates, make_optimizer
 from recsys_core.training.sharded_model import EPS, zero_unknown_users
 from tests.gloo import run_ranks
-from tests.recsys_core.training.small_model import COUNTS, USERS, make_batch, plain_task, sharded_model, small_spec
+from tests.recsys_core.training.small_model import COUNTS, NUM_USERS, make_batch, plain_task, sharded_model, small_spec
 
 COLUMN_KINDS = ("column_wise", "table_column_wise", "grid_shard")
 KINDS = ("table_wise", "row_wise", "table_row_wise", "data_parallel", *COLUMN_KINDS)
-STEPS, NEGATIVES = 4, 5
+NUM_STEPS, NUM_NEGATIVES = 4, 5
 ROUNDING = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 3e-2, "int8": 3e-2}
 """Tolerance of a loss, by the precision in which rows are sent between ranks."""
 
@@ -37,7 +37,7 @@ class Case(NamedTuple):
     """kind: sharding type of the query tables, and of the item tables that support it; otherwise they have `item_kind`."""
 
     kind: str
-    loss: LossConfig = LossConfig(num_negatives=NEGATIVES)
+    loss: LossConfig = LossConfig(num_negatives=NUM_NEGATIVES)
     item_kind: str = "row_wise"
     quantized_comms: QuantizedCommsConfig = QuantizedCommsConfig()
 
@@ -67,7 +67,7 @@ class Case(NamedTuple):
 
 def queries(step: int) -> int:
     """Return the number of queries of a rank in `step`; the last batch of an epoch is smaller."""
-    return 6 - 2 * (step == STEPS - 1)
+    return 6 - 2 * (step == NUM_STEPS - 1)
 
 
 def share_of(case: Case, *, rank: int, world_size: int) -> NDArray[np.int64] | None:
@@ -76,7 +76,7 @@ def share_of(case: Case, *, rank: int, world_size: int) -> NDArray[np.int64] | N
 
 
 def batch_of(case: Case, *, ranks: list[int], step: int, share: NDArray[np.int64] | None) -> Batch:
-    return make_batch(case.spec, ranks=ranks, step=step, queries=queries(step), negatives=NEGATIVES, share=share)
+    return make_batch(case.spec, ranks=ranks, step=step, queries=queries(step), negatives=NUM_NEGATIVES, share=share)
 
 
 class Expected(NamedTuple):
@@ -88,16 +88,16 @@ class Expected(NamedTuple):
 
 
 def train_plain(case: Case, *, ranks: int) -> Expected:
-    """Train STEPS on the batches of all ranks in one process, with dense gradients and without a process group."""
+    """Train NUM_STEPS on the batches of all ranks in one process, with dense gradients and without a process group."""
     spec, config = case.spec, case.training
     task, tables = plain_task(spec, loss=case.loss, seed=config.seed)
     trained = [weight for name, weight in tables.items() if not spec.tables[name].is_frozen]
     adagrad = (torch.optim.Adagrad if config.table_optimizer.kind == "adagrad" else RowWiseAdagrad)(trained, eps=EPS)
     sgd = torch.optim.SGD(task.head.parameters())
     losses = []
-    for step in range(STEPS):
+    for step in range(NUM_STEPS):
         for optimizer, schedule in ((adagrad, config.table_optimizer), (sgd, config.dense_optimizer)):
-            optimizer.param_groups[0]["lr"] = schedule.learning_rate * schedule.scale(step, total_steps=STEPS)
+            optimizer.param_groups[0]["lr"] = schedule.learning_rate * schedule.scale(step, total_steps=NUM_STEPS)
             optimizer.zero_grad()
         # Ranks that share candidates equal one rank with all their queries; otherwise their losses are averaged.
         shares_candidates = case.loss.cross_rank_negatives or case.loss.negatives == "all"
@@ -124,11 +124,11 @@ def train_sharded(rank: int, case: Case, expected: Expected) -> None:
     if case.kind in COLUMN_KINDS:
         assert {len({shard.offset[1] for shard in plan.tables[name].shards}) for name in spec.on_side("query")} == {2}
     optimizer = make_optimizer(model, spec=spec, config=config)
-    rates = LearningRates(optimizer, spec=spec, config=config, total_steps=STEPS)
+    rates = LearningRates(optimizer, spec=spec, config=config, total_steps=NUM_STEPS)
     pipeline = TrainPipelineSparseDist(model, optimizer, process.device)
     share = share_of(case, rank=rank, world_size=ranks)
-    batches = iter([batch_of(case, ranks=[rank], step=step, share=share) for step in range(STEPS)])
-    for step in range(STEPS):
+    batches = iter([batch_of(case, ranks=[rank], step=step, share=share) for step in range(NUM_STEPS)])
+    for step in range(NUM_STEPS):
         rates.set_step(step)
         mean = pipeline.progress(batches) / ranks
         dist.all_reduce(mean)
@@ -181,11 +181,11 @@ def test_rows_sent_in_lower_precision_train_nearly_the_same_model(kind, forward,
 
 @pytest.mark.parametrize("kind", ["bce", "bpr", "cosine_contrastive"])
 def test_every_loss_is_the_same_sharded_and_unsharded(kind):
-    check(Case("row_wise", LossConfig(kind=kind, num_negatives=NEGATIVES, margin=-0.5)))
+    check(Case("row_wise", LossConfig(kind=kind, num_negatives=NUM_NEGATIVES, margin=-0.5)))
 
 
 def test_ranks_that_share_candidates_are_one_rank_with_all_their_queries():
-    check(Case("table_wise", LossConfig(num_negatives=NEGATIVES, cross_rank_negatives=True, mask_negatives="seen")))
+    check(Case("table_wise", LossConfig(num_negatives=NUM_NEGATIVES, cross_rank_negatives=True, mask_negatives="seen")))
 
 
 @pytest.mark.parametrize("mask", ["positive", "seen"])
@@ -197,7 +197,7 @@ def test_the_rows_of_unknown_users_are_zero_and_the_others_are_kept():
     torch.manual_seed(0)
     tables = EmbeddingTables(small_spec(), device=torch.device("cpu"))
     before_RD = tables.get_parameter("unpooled_8.embeddings.user.weight").detach().clone()
-    is_known_U = np.arange(USERS) % 3 > 0
+    is_known_U = np.arange(NUM_USERS) % 3 > 0
     zero_unknown_users(tables, is_known_U=is_known_U)
     after_RD = tables.get_parameter("unpooled_8.embeddings.user.weight")
     assert (after_RD[~is_known_U] == 0).all() and before_RD[~is_known_U].any()

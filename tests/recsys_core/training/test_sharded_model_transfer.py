@@ -20,9 +20,9 @@ from recsys_core.training.config import TrainingConfig
 from recsys_core.training.optimizers import LearningRates, make_optimizer, table_name_of
 from tests.gloo import run_ranks
 from tests.recsys_core.training.small_model import (
-    ITEMS,
+    NUM_ITEMS,
+    NUM_USERS,
     RANKS,
-    USERS,
     make_batch,
     pretrained_of,
     sharded_model,
@@ -31,7 +31,7 @@ from tests.recsys_core.training.small_model import (
 )
 
 KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel")
-STEPS, QUERIES, NEGATIVES = 3, 8, 6
+NUM_STEPS, NUM_QUERIES, NUM_NEGATIVES = 3, 8, 6
 """Steps of an epoch; queries and negatives of a rank in a step."""
 STAGES = (UnfreezeStep(epoch=2, share=0.3), UnfreezeStep(epoch=3, share=0.7))
 SOME_FORMS = {"item.genres": "list", "user.groups": "list"}
@@ -67,17 +67,21 @@ def spec_of(kind: str, **settings: TableConfig) -> ModelSpec:
 def train_rank(rank: int, folder: Path, spec: ModelSpec, kind: str, training: TrainingConfig, epochs: int) -> None:
     process = Process(rank=rank, world_size=2, device=torch.device("cpu"))
     kinds = dict.fromkeys(spec.tables, kind)
-    model, _ = sharded_model(spec, kinds=kinds, training=training, loss=LossConfig(num_negatives=NEGATIVES), process=process)
+    model, _ = sharded_model(
+        spec, kinds=kinds, training=training, loss=LossConfig(num_negatives=NUM_NEGATIVES), process=process
+    )
     optimizer = make_optimizer(model, spec=spec, config=training)
-    rates = LearningRates(optimizer, spec=spec, config=training, total_steps=epochs * STEPS)
+    rates = LearningRates(optimizer, spec=spec, config=training, total_steps=epochs * NUM_STEPS)
     pipeline = TrainPipelineSparseDist(model, optimizer, process.device)
     shard_by_name = {}
     for epoch in range(epochs + 1):
         if epoch:
             model.train()
             get_unwrapped_module(model).head.set_epoch(epoch)
-            steps = range((epoch - 1) * STEPS, epoch * STEPS)
-            batches = iter([make_batch(spec, ranks=[rank], step=step, queries=QUERIES, negatives=NEGATIVES) for step in steps])
+            steps = range((epoch - 1) * NUM_STEPS, epoch * NUM_STEPS)
+            batches = iter(
+                [make_batch(spec, ranks=[rank], step=step, queries=NUM_QUERIES, negatives=NUM_NEGATIVES) for step in steps]
+            )
             for step in steps:
                 rates.set_step(step)
                 pipeline.progress(batches)
@@ -114,9 +118,9 @@ def train(folder: Path, spec: ModelSpec, *, kind: str, training: TrainingConfig 
 
 def looked_up(spec: ModelSpec, *, epoch: int) -> dict[str, np.ndarray]:
     """Return the items and users in the batches of an epoch on both ranks."""
-    is_used = {"item": np.zeros(ITEMS, bool), "user": np.zeros(USERS, bool)}
-    for step in range((epoch - 1) * STEPS, epoch * STEPS):
-        batch = make_batch(spec, ranks=[0, 1], step=step, queries=QUERIES, negatives=NEGATIVES)
+    is_used = {"item": np.zeros(NUM_ITEMS, bool), "user": np.zeros(NUM_USERS, bool)}
+    for step in range((epoch - 1) * NUM_STEPS, epoch * NUM_STEPS):
+        batch = make_batch(spec, ranks=[0, 1], step=step, queries=NUM_QUERIES, negatives=NUM_NEGATIVES)
         is_used["item"][batch.item_row_V] = True
         is_used["user"][batch.sparse[UNPOOLED]["user"].values()] = True
     return is_used
@@ -204,7 +208,7 @@ def test_gradient_clipping_bounds_the_change_of_a_step(kind, tmp_path):
     run = train(tmp_path, spec_of(kind, item=TableConfig(optimizer=clipped), user=TableConfig(optimizer=free)), kind=kind)
     step = {name: np.abs(run.tables[1][name] - run.tables[0][name]).max() for name in ("item", "user")}
     # A fused kernel clips the gradient of each lookup, of which a step has one per rank and distinct item.
-    bound = STEPS * rate * limit * (1 if kind == "data_parallel" else 2)
+    bound = NUM_STEPS * rate * limit * (1 if kind == "data_parallel" else 2)
     assert 0 < step["item"] <= bound * (1 + 1e-5)
     assert step["user"] > bound
 

@@ -22,8 +22,8 @@ from recsys_core.training.optimizers import make_optimizer
 from tests.gloo import run_ranks
 from tests.recsys_core.training.small_model import make_batch, sharded_model, small_spec
 
-PARTS, QUERIES, NEGATIVES, KNOWN_NEGATIVES, STEPS = 4, 3, 2, 2, 3
-"""A step has PARTS parts of QUERIES queries; a rank has one part or several."""
+PARTS, NUM_QUERIES, NUM_NEGATIVES, KNOWN_NEGATIVES, NUM_STEPS = 4, 3, 2, 2, 3
+"""A step has PARTS parts of NUM_QUERIES queries; a rank has one part or several."""
 FORMS = {"user.country": "single", "item.genres": "list"}
 TRAINING = TrainingConfig(
     epochs=1,
@@ -31,13 +31,15 @@ TRAINING = TrainingConfig(
     dense_optimizer=DenseOptimizer(kind="sgd", learning_rate=0.05, warmup_steps=0),
     seed=1,
 )
-LOSS = LossConfig(num_negatives=NEGATIVES, cross_rank_negatives=True, explicit_negatives=KNOWN_NEGATIVES)
+LOSS = LossConfig(num_negatives=NUM_NEGATIVES, cross_rank_negatives=True, explicit_negatives=KNOWN_NEGATIVES)
 
 
 def part_of(spec: ModelSpec, *, parts: range, step: int) -> Batch:
     """Return a batch of the queries and candidates of `parts`; a few events have much higher weights."""
-    batch = make_batch(spec, ranks=parts, step=step, queries=QUERIES, negatives=NEGATIVES, known_negatives=KNOWN_NEGATIVES)
-    weight = [np.random.default_rng([9, step, part]).choice([0.0, 0.5, 6.0], QUERIES) for part in parts]
+    batch = make_batch(
+        spec, ranks=parts, step=step, queries=NUM_QUERIES, negatives=NUM_NEGATIVES, known_negatives=KNOWN_NEGATIVES
+    )
+    weight = [np.random.default_rng([9, step, part]).choice([0.0, 0.5, 6.0], NUM_QUERIES) for part in parts]
     return replace(batch, loss_weight=torch.from_numpy(np.concatenate(weight).astype(np.float32)))
 
 
@@ -50,9 +52,9 @@ def train(rank: int, lookup: str, folder: Path) -> None:
     pipeline = TrainPipelineSparseDist(model, make_optimizer(model, spec=spec, config=TRAINING), process.device)
     share = PARTS // ranks
     parts = range(rank * share, (rank + 1) * share)
-    batches = iter([part_of(spec, parts=parts, step=step) for step in range(STEPS)])
+    batches = iter([part_of(spec, parts=parts, step=step) for step in range(NUM_STEPS)])
     losses = []
-    for _ in range(STEPS):
+    for _ in range(NUM_STEPS):
         mean = pipeline.progress(batches) / ranks
         dist.all_reduce(mean)
         losses.append(mean.item())

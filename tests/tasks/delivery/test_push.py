@@ -20,7 +20,7 @@ from tasks.delivery import vector_store
 from tasks.delivery.config import AnyStore, DeliveryConfig, StoreConfig
 from tasks.delivery.push import exact_top_scores, push, push_to_all
 from tasks.delivery.vector_store import VectorStore
-from tests.recsys_core.serving.conftest import ITEM_FILES, ITEM_IDS, ITEMS, build  # noqa: F401  build is a fixture
+from tests.recsys_core.serving.conftest import ITEM_FILES, ITEM_IDS, NUM_ITEMS, build  # noqa: F401  build is a fixture
 
 KINDS = ("lancedb", "qdrant", "milvus")
 STORE: TypeAdapter[AnyStore] = TypeAdapter(StoreConfig)
@@ -59,14 +59,14 @@ def served(settings: AnyStore) -> tuple[str | None, list[str]]:
 def test_the_best_items_of_a_store_are_the_exact_ones_with_their_ids(settings: AnyStore, package: PackageManifest) -> None:
     retriever = version(package, 1)
     pushed = push(retriever, settings, model_name="films")
-    assert (pushed.collection, pushed.num_loaded, pushed.overlap) == (name(retriever), ITEMS, 1.0)
+    assert (pushed.collection, pushed.num_loaded, pushed.overlap) == (name(retriever), NUM_ITEMS, 1.0)
     assert served(settings) == (name(retriever), [name(retriever)])
     query_BD = golden_vectors(retriever)
     assert len(query_BD) > 20
     with settings.connect() as opened:
         item_ids = opened.search(name(retriever), query_BD, 10)
-        assert opened.count(name(retriever)) == ITEMS
-    vectors = retriever.item_vectors(np.arange(ITEMS))
+        assert opened.count(name(retriever)) == NUM_ITEMS
+    vectors = retriever.item_vectors(np.arange(NUM_ITEMS))
     for query, ids in zip(query_BD, item_ids, strict=True):
         assert ids == [ITEM_IDS[row] for row in np.argsort(-(vectors @ query), kind="stable")[:10]]
 
@@ -136,7 +136,7 @@ def test_another_alias_in_the_same_store_is_not_touched(settings: AnyStore, pack
     push(version(package, 3), settings, model_name="films")
     with settings.connect() as opened:
         assert opened.target("films_v2") == f"films_v2_v1_{retriever.space_id}"
-        assert opened.count(f"films_v2_v1_{retriever.space_id}") == ITEMS
+        assert opened.count(f"films_v2_v1_{retriever.space_id}") == NUM_ITEMS
 
 
 def test_a_crash_before_the_switch_leaves_the_alias_and_the_next_push_completes(
@@ -170,7 +170,7 @@ def test_a_collection_that_an_interrupted_push_left_incomplete_is_loaded_again(
         opened.create(name(retriever), part.schema)
         opened.add(name(retriever), part)
         opened.finish(name(retriever))
-    assert push(retriever, settings, model_name="films").num_loaded == ITEMS
+    assert push(retriever, settings, model_name="films").num_loaded == NUM_ITEMS
     assert served(settings)[0] == name(retriever)
 
 
@@ -194,7 +194,7 @@ def test_wrong_vectors_fail_the_golden_queries_and_the_alias_stays(
     assert f"the alias films names {name(old)}. Repeat the push with `nightjar push`" in message
     assert served(settings)[0] == name(old)
     monkeypatch.undo()
-    assert push(new, settings, model_name="films").num_loaded == ITEMS
+    assert push(new, settings, model_name="films").num_loaded == NUM_ITEMS
 
 
 def test_a_served_collection_that_was_damaged_is_reported_and_stays(settings: AnyStore, package: PackageManifest) -> None:
@@ -223,7 +223,7 @@ def test_an_approximate_search_needs_a_share_of_the_exact_items(kind: str, packa
 def test_the_exact_scores_are_those_of_a_sorted_catalogue(package: PackageManifest) -> None:
     retriever = version(package, 1)
     query_BD = golden_vectors(retriever)[:3]
-    expected = -np.sort(-(query_BD @ retriever.item_vectors(np.arange(ITEMS)).T), axis=1)[:, :7]
+    expected = -np.sort(-(query_BD @ retriever.item_vectors(np.arange(NUM_ITEMS)).T), axis=1)[:, :7]
     np.testing.assert_allclose(exact_top_scores(retriever, query_BD, k=7), expected, rtol=1e-6)
 
 

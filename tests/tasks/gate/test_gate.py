@@ -26,7 +26,7 @@ from tasks.registry.mlflow_client import connect
 from tasks.registry.releases import LOAD_ERROR_TAG, REFIT_OF_TAG
 from tasks.stages import registration
 from tests.recsys_core.evaluation.stage_folders import features_stage
-from tests.tasks.conftest import ITEMS, USERS, Stages
+from tests.tasks.conftest import NUM_ITEMS, NUM_USERS, Stages
 from tests.tasks.registration import aliases, do_register, run_of, version_tags
 
 BuildStages = Callable[..., Stages]
@@ -165,7 +165,7 @@ def test_where_no_version_can_be_champion_the_stage_fails_until_the_champion_loa
     do_register(stages(), run_of(workspace, "one"))
     kept = shutil.copytree(package_of(workspace, "1"), workspace / "kept")
     flip_a_bit(workspace, "1")
-    perfect = UserMetrics(np.arange(USERS), {metric: np.ones(USERS) for metric in SERVED_METRICS})
+    perfect = UserMetrics(np.arange(NUM_USERS), {metric: np.ones(NUM_USERS) for metric in SERVED_METRICS})
     monkeypatch.setattr(gate, "read_user_metrics", lambda path: {"popularity": perfect})
     baselines: tuple[str, ...] = ("popularity",)
     with pytest.raises(
@@ -259,7 +259,7 @@ def test_a_later_version_below_popularity_is_refused_although_it_is_as_good_as_t
     workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     do_register(stages(), run_of(workspace, "one"))
-    perfect = UserMetrics(np.arange(USERS), {metric: np.ones(USERS) for metric in SERVED_METRICS})
+    perfect = UserMetrics(np.arange(NUM_USERS), {metric: np.ones(NUM_USERS) for metric in SERVED_METRICS})
     monkeypatch.setattr(gate, "read_user_metrics", lambda path: {"popularity": perfect})
     below = do_register(stages(), run_of(workspace, "two"), baselines=("popularity",))
     assert (below.state_name, aliases(connect(workspace))["champion"]) == ("NotPromoted", "1")
@@ -269,11 +269,11 @@ def test_a_later_version_below_popularity_is_refused_although_it_is_as_good_as_t
 def test_the_slices_of_a_guarded_feature_are_compared_user_by_user(
     workspace: Path, stages: BuildStages, predicted_here: list[str], tmp_path: Path
 ) -> None:
-    brand_I = np.arange(ITEMS, dtype=np.int32) % 3  # row 0 is (other)
+    brand_I = np.arange(NUM_ITEMS, dtype=np.int32) % 3  # row 0 is (other)
     facts = IngestedFeature(
         kind="categorical",
         num_rows=3,
-        num_values=ITEMS,
+        num_values=NUM_ITEMS,
         num_out_of_vocabulary=0,
         num_missing=0,
         definition="",
@@ -294,7 +294,7 @@ def test_the_slices_of_a_guarded_feature_are_compared_user_by_user(
     assert len(of_brands) == 2
     assert {item.comparison.outcome for item in of_brands} == {"rejected"} and not registration.promoted
     for item in of_brands:  # the mean over the users with a target of the brand
-        assert 10 <= item.comparison.num_users <= USERS and item.comparison.baseline_mean > 0.5
+        assert 10 <= item.comparison.num_users <= NUM_USERS and item.comparison.baseline_mean > 0.5
 
 
 @pytest.mark.parametrize("is_worse", [False, True])

@@ -8,7 +8,7 @@ import pytest
 from recsys_core.evaluation.metrics import USER_METRICS_FILE, read_user_metrics
 from tasks.gate.sample import prepare_sample
 from tasks.gate.serving_loss import INDEX, PACKAGED, TRAINED, exact_metrics
-from tests.tasks.conftest import USERS, Stages
+from tests.tasks.conftest import NUM_USERS, Stages
 from tests.tasks.registration import do_register, run_of
 
 BuildStages = Callable[..., Stages]
@@ -18,7 +18,7 @@ def test_the_packaged_query_tower_ranks_all_items_almost_as_the_trained_model(wo
     built, context = stages(), run_of(workspace, "one")
     for manifest in (built.dataset.interactions, *built[1:]):
         context.results.add(manifest)
-    sample = prepare_sample(built.dataset.interactions, max_users=USERS, folder=workspace / "sample")
+    sample = prepare_sample(built.dataset.interactions, max_users=NUM_USERS, folder=workspace / "sample")
     metrics = exact_metrics(context, sample)
     trained = read_user_metrics(built.evaluation.path(USER_METRICS_FILE))["model"]
     assert metrics[TRAINED].means("m") == trained.means("m")

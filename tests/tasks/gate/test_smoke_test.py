@@ -19,7 +19,7 @@ from tasks.gate.sample import Answers, K, ServedSample, invalid_answers, measure
 from tasks.gate.smoke_test import ModelProcess, UnusableVersionError, read_answers
 from tests.recsys_core.evaluation.stage_folders import features_stage, interactions_stage
 
-ITEMS = 30
+NUM_ITEMS = 30
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def sample(tmp_path: Path) -> ServedSample:
         train=[[0, 1], [2], [3]],
         validation=[[2], [], []],
         test=[[4, 5, 4], [], [3]],
-        items=ITEMS,
-        item_ids=list(range(100, 100 + ITEMS)),
+        items=NUM_ITEMS,
+        item_ids=list(range(100, 100 + NUM_ITEMS)),
         user_ids=[7, 8, 9],
     )
     return prepare_sample(interactions, max_users=10, folder=tmp_path / "sample")
@@ -79,7 +79,7 @@ def test_valid_answers_have_no_problems(sample: ServedSample) -> None:
     ("first", "problem"),
     [
         ([-1, *range(104, 123)], "1 items that are not in the catalogue"),
-        ([100 + ITEMS, *range(104, 123)], "1 items that are not in the catalogue"),
+        ([100 + NUM_ITEMS, *range(104, 123)], "1 items that are not in the catalogue"),
         ([101, 102, *range(104, 122)], "2 items the user had before"),
         ([104, *range(104, 123)], "1 items recommended twice to one user"),
         (list(range(104, 114)), "1 users whose number of items is not min(20, number of unseen items)"),

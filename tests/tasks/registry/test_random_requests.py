@@ -18,7 +18,7 @@ from recsys_core.manifests import PackageManifest
 from recsys_core.serving.description import DESCRIPTION_NAME, PackageDescription, description_sha256
 from tasks.registry.loading import PACKAGE_SHA256_KEY, VERSION_KEY
 from tasks.registry.versions import MODEL_CODE_FILE, signature_for
-from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEM_FILES, ITEM_IDS, ITEMS, USER_FEATURES, USER_IDS
+from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEM_FILES, ITEM_IDS, NUM_ITEMS, USER_FEATURES, USER_IDS
 from tests.recsys_core.serving.conftest import build as build
 
 NUM_REQUESTS = 2_000
@@ -51,7 +51,7 @@ ANYTHING = st.one_of(
     st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
 )
 ITEM = st.sampled_from([*ITEM_IDS[:50], "unheard of"])
-HISTORY = st.one_of(st.lists(ITEM, max_size=20), st.just([ITEM_IDS[row % ITEMS] for row in range(100_000)]))
+HISTORY = st.one_of(st.lists(ITEM, max_size=20), st.just([ITEM_IDS[row % NUM_ITEMS] for row in range(100_000)]))
 COLUMNS = {
     "user_id": st.one_of(st.sampled_from(USER_IDS), st.integers(1, 9)),
     "history": HISTORY,
@@ -100,7 +100,7 @@ def requests(draw: st.DrawFn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 def check(prediction: dict[str, Any], record: dict[str, Any], params: dict[str, Any]) -> None:
     item_ids, scores = prediction["item_ids"], prediction["scores"]
-    assert len(item_ids) == len(scores) == len({*item_ids}) <= min(ITEMS, params.get("k", 10))
+    assert len(item_ids) == len(scores) == len({*item_ids}) <= min(NUM_ITEMS, params.get("k", 10))
     assert {*item_ids} <= {*ITEM_IDS} and all(math.isfinite(score) for score in scores)
     if prediction["error"] is not None:
         assert not item_ids

@@ -22,7 +22,7 @@ from tasks.registry.loading import load_version
 from tasks.registry.mlflow_client import connect
 from tasks.registry.releases import champion_of, list_releases
 from tasks.stages.registration import verdict_page
-from tests.tasks.conftest import ITEMS, STEPS, Stages
+from tests.tasks.conftest import NUM_ITEMS, STEPS, Stages
 from tests.tasks.registration import aliases, do_register, run_of, version_tags
 
 BuildStages = Callable[..., Stages]
@@ -198,7 +198,7 @@ def test_the_logged_model_takes_and_gives_raw_ids(workspace: Path, stages: Build
     users = pd.DataFrame({"user_id": ["user-0", "user-1"]})
     first = model.predict(users, params={"k": 3})
     assert [len(answer["item_ids"]) for answer in first] == [3, 3]
-    assert all(type(item) is int and 5000 <= item < 5000 + 3 * ITEMS for answer in first for item in answer["item_ids"])
+    assert all(type(item) is int and 5000 <= item < 5000 + 3 * NUM_ITEMS for answer in first for item in answer["item_ids"])
     json.dumps(first)  # plain numbers, so that a server can send them
     assert [len(answer["item_ids"]) for answer in model.predict(users)] == [10, 10]
     histories = users.assign(history=[first[1]["item_ids"], None])

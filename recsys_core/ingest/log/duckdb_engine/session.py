@@ -38,7 +38,7 @@ class DuckdbSession:
         self.execute(f"ALTER TABLE next_{name} RENAME TO {name}")
 
     def create_id_table(self, name: str, *, id_type: str) -> None:
-        """Create an empty table that accepts no id that is null."""
+        """Create an empty table whose ids must not be null."""
         self.execute(f"CREATE TABLE {name} (id {id_type} NOT NULL, code BIGINT, previous_row BIGINT)")
 
     def append(self, name: str, query: str) -> None:

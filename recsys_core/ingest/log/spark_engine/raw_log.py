@@ -108,7 +108,7 @@ def _group_sql(
     computed_columns = [f"{_position_sql(config, group, type_by_column)} AS position"]
     if config.timestamp_column is not None:
         # The groups may have times of different types. The checks need only whether a time is null.
-        is_integer = pa.types.is_integer(group.time_type)  # a time above 2^63 has no ticks, but is not before 1970
+        is_integer = pa.types.is_integer(group.time_type)  # above 2^63, the ticks are null
         ticks_sql = "time" if is_integer else _ticks_sql(group, type_by_column.get(config.timestamp_column))
         computed_columns += ["CASE WHEN time IS NOT NULL THEN true END AS time", f"{ticks_sql} < 0 AS before_1970"]
     return (

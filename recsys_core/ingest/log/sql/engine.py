@@ -49,7 +49,7 @@ class SqlEngine:
 
     @abstractmethod
     def _create_raw(self, files: LogFiles) -> None:
-        """Create the view `raw` of the rows of `files`; see checks.py. It also has `position`, and `before_1970` of a time."""
+        """Create the view `raw` of the rows of `files`, with `position` and, for times, `before_1970`; see checks.py."""
 
     @abstractmethod
     def _explain_read_errors(self, files: LogFiles) -> AbstractContextManager[None]:
@@ -65,7 +65,7 @@ class SqlEngine:
 
     @abstractmethod
     def _ignore_file_statistics(self) -> None:
-        """Make later queries read values that the statistics of a file exclude."""
+        """Make later queries read the values of a file without trusting its statistics."""
 
     def read_part(self, files: LogFiles, *, part_path: Path) -> Sequence[FileStatistics]:
         """Scan the files once to check them, once for the ids of each side, and once to write the part; see LogEngine."""

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation.ranking.queries import Queries, Ranking, tie_order
 
-ITEMS, QUERIES = 9, 5
-row_lists = st.lists(st.lists(st.integers(0, ITEMS - 1), max_size=4), min_size=QUERIES, max_size=QUERIES)
+NUM_ITEMS, NUM_QUERIES = 9, 5
+row_lists = st.lists(st.lists(st.integers(0, NUM_ITEMS - 1), max_size=4), min_size=NUM_QUERIES, max_size=NUM_QUERIES)
 
 
 def lists_of(python: list[list[int]]) -> JaggedArray:

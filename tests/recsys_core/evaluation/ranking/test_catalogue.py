@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 from recsys_core.errors import StageError
 from recsys_core.evaluation.ranking import chunks
 from recsys_core.evaluation.ranking.catalogue import rank_catalogue
-from tests.recsys_core.evaluation.ranking.sorted_scores import ITEMS, QUERIES, check, oracle, queries_of, row_lists
+from tests.recsys_core.evaluation.ranking.sorted_scores import NUM_ITEMS, NUM_QUERIES, check, oracle, queries_of, row_lists
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu:0"  # the code for GPUs runs on any device but "cpu"
 
 
 @settings(deadline=None)
-@given(st.integers(0, 10_000), row_lists, row_lists, st.integers(0, ITEMS + 3))
+@given(st.integers(0, 10_000), row_lists, row_lists, st.integers(0, NUM_ITEMS + 3))
 def test_positions_and_top_lists_equal_a_sort_with_ties_in_a_fixed_permutation(
     seed: int, seen: list[list[int]], targets: list[list[int]], k: int
 ) -> None:
     random = np.random.default_rng(seed)
     # Small integers give many ties, and additions that are exact in any order.
-    query, item = random.integers(-1, 2, (QUERIES, 3)), random.integers(-1, 2, (ITEMS, 3))
+    query, item = random.integers(-1, 2, (NUM_QUERIES, 3)), random.integers(-1, 2, (NUM_ITEMS, 3))
     queries = queries_of(query, seen=seen, targets=targets)
     ranking = rank_catalogue(queries, item_vector_ID=torch.tensor(item, dtype=torch.float32), k=k)
     positions, orders = oracle(query @ item.T, seen=seen, targets=targets)
@@ -78,8 +78,8 @@ def test_a_vector_that_is_not_finite_is_rejected() -> None:
 @given(seed=st.integers(0, 10_000), held=st.integers(8, 20), tile=st.integers(1, 9), k=st.integers(1, 8))
 def test_top_lists_alone_equal_those_of_the_full_ranking(seed: int, held: int, tile: int, k: int) -> None:
     random = np.random.default_rng(seed)
-    query, item = random.integers(-1, 2, (QUERIES, 3)), random.integers(-1, 2, (50, 3))
-    seen, targets = ([random.integers(0, 50, 5).tolist() for _ in range(QUERIES)] for _ in range(2))
+    query, item = random.integers(-1, 2, (NUM_QUERIES, 3)), random.integers(-1, 2, (50, 3))
+    seen, targets = ([random.integers(0, 50, 5).tolist() for _ in range(NUM_QUERIES)] for _ in range(2))
     queries, item_vector_ID = queries_of(query, seen=seen, targets=targets), torch.tensor(item, dtype=torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "BOUND_COLUMNS", held)
@@ -100,8 +100,8 @@ def test_top_lists_alone_equal_those_of_the_full_ranking(seed: int, held: int, t
 )
 def test_the_ranking_on_a_gpu_equals_that_on_the_cpu(seed: int, k: int, top_only: bool, chunk_scores: int, block: int) -> None:
     random = np.random.default_rng(seed)
-    query, item = random.integers(-1, 2, (QUERIES, 3)), random.integers(-1, 2, (20, 3))
-    seen, targets = ([random.integers(0, 20, length).tolist() for _ in range(QUERIES)] for length in (15, 5))
+    query, item = random.integers(-1, 2, (NUM_QUERIES, 3)), random.integers(-1, 2, (20, 3))
+    seen, targets = ([random.integers(0, 20, length).tolist() for _ in range(NUM_QUERIES)] for length in (15, 5))
     queries, item_vector_ID = queries_of(query, seen=seen, targets=targets), torch.tensor(item, dtype=torch.float32)
     on_cpu = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=k, top_only=top_only)
     with pytest.MonkeyPatch.context() as patch:

@@ -14,12 +14,12 @@ from recsys_core.evaluation.ranking.chunks import CpuChunk, Grid, inner_products
 from recsys_core.evaluation.ranking.queries import Queries, tie_order
 from tests.recsys_core.evaluation.ranking.random_queries import random_queries_and_items
 
-ITEMS, QUERIES, DIM = 5_003, 150, 24
+NUM_ITEMS, NUM_QUERIES, DIM = 5_003, 150, 24
 
 
 @pytest.fixture
 def queries_and_items() -> tuple[Queries, torch.Tensor]:
-    return random_queries_and_items(num_queries=QUERIES, num_items=ITEMS, dim=DIM)
+    return random_queries_and_items(num_queries=NUM_QUERIES, num_items=NUM_ITEMS, dim=DIM)
 
 
 @pytest.mark.parametrize("top_only", [False, True])
@@ -31,12 +31,17 @@ def test_blocks_of_columns_give_the_ranking_of_the_whole_catalogue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     queries, item_ID = queries_and_items
-    for name, value in {"BOUND_COLUMNS": 256, "BLOCK_COLUMNS": 600, "TILE_COLUMNS": 128, "CHUNK_SCORES": 64 * ITEMS}.items():
+    for name, value in {
+        "BOUND_COLUMNS": 256,
+        "BLOCK_COLUMNS": 600,
+        "TILE_COLUMNS": 128,
+        "CHUNK_SCORES": 64 * NUM_ITEMS,
+    }.items():
         monkeypatch.setattr(chunks_module, name, value)
     whole = rank_catalogue(queries, item_vector_ID=item_ID, k=k, top_only=top_only)
-    grid, row_C = Grid.of(ITEMS, k=k, top_only=top_only), tie_order(ITEMS)
+    grid, row_C = Grid.of(NUM_ITEMS, k=k, top_only=top_only), tie_order(NUM_ITEMS)
     assert grid.block_columns == 640
-    blocks = [(start, item_ID[row_C[start : start + 640]]) for start in range(0, ITEMS, 640)]
+    blocks = [(start, item_ID[row_C[start : start + 640]]) for start in range(0, NUM_ITEMS, 640)]
 
     def rank_chunk(chunk: slice, seen: JaggedArray, targets: JaggedArray):
         ranked = CpuChunk(grid, queries.query_BD[chunk], seen=seen, targets=targets)
@@ -53,15 +58,15 @@ def test_blocks_of_columns_give_the_ranking_of_the_whole_catalogue(
 
 def test_the_score_of_a_target_has_the_bits_of_its_own_tile(queries_and_items: tuple[Queries, torch.Tensor]) -> None:
     queries, item_ID = queries_and_items
-    grid = Grid.of(ITEMS, k=0, top_only=False)
+    grid = Grid.of(NUM_ITEMS, k=0, top_only=False)
     block_CD = item_ID[:4_100]  # two whole tiles and a narrow one
     targets = queries.targets.filter(queries.targets.values_L < 4_100)
-    chunk = CpuChunk(grid, queries.query_BD, seen=JaggedArray.empty(QUERIES), targets=targets)
+    chunk = CpuChunk(grid, queries.query_BD, seen=JaggedArray.empty(NUM_QUERIES), targets=targets)
     chunk.find_target_scores(0, block_CD)
-    score_BC = np.empty((QUERIES, 4_100), np.float32)
+    score_BC = np.empty((NUM_QUERIES, 4_100), np.float32)
     for start in range(0, 4_100, grid.tile_columns):
         columns = slice(start, min(start + grid.tile_columns, 4_100))
-        inner_products(queries.query_BD.numpy(), block_CD.numpy())(slice(0, QUERIES), columns, score_BC[:, columns])
+        inner_products(queries.query_BD.numpy(), block_CD.numpy())(slice(0, NUM_QUERIES), columns, score_BC[:, columns])
     np.testing.assert_array_equal(chunk._target_score_T, score_BC[targets.list_index_L, targets.values_L])
 
 

@@ -7,28 +7,40 @@ from hypothesis import strategies as st
 
 from recsys_core.evaluation.ranking.queries import Queries
 from recsys_core.evaluation.ranking.served import rank_among, rank_by_order, rank_served
-from tests.recsys_core.evaluation.ranking.sorted_scores import ITEMS, QUERIES, check, lists_of, oracle, queries_of, row_lists
+from tests.recsys_core.evaluation.ranking.sorted_scores import (
+    NUM_ITEMS,
+    NUM_QUERIES,
+    check,
+    lists_of,
+    oracle,
+    queries_of,
+    row_lists,
+)
 
 
 @settings(deadline=None)
-@given(st.permutations(range(ITEMS)), row_lists, row_lists, st.integers(0, ITEMS + 3))
+@given(st.permutations(range(NUM_ITEMS)), row_lists, row_lists, st.integers(0, NUM_ITEMS + 3))
 def test_ranking_by_one_order_equals_ranking_by_falling_scores(
     order: list[int], seen: list[list[int]], targets: list[list[int]], k: int
 ) -> None:
-    queries = queries_of(np.zeros((QUERIES, 1)), seen=seen, targets=targets)
+    queries = queries_of(np.zeros((NUM_QUERIES, 1)), seen=seen, targets=targets)
     ranking = rank_by_order(queries, order_I=np.array(order), k=k)
-    score = np.tile(-np.argsort(order), (QUERIES, 1))
+    score = np.tile(-np.argsort(order), (NUM_QUERIES, 1))
     positions, orders = oracle(score, seen=seen, targets=targets)
     check(ranking, positions=positions, orders=orders, k=k)
 
 
 @settings(deadline=None)
-@given(st.integers(0, 10_000), row_lists, row_lists, st.lists(st.booleans(), min_size=QUERIES, max_size=QUERIES))
+@given(st.integers(0, 10_000), row_lists, row_lists, st.lists(st.booleans(), min_size=NUM_QUERIES, max_size=NUM_QUERIES))
 def test_unknown_queries_are_ranked_by_popularity(
     seed: int, seen: list[list[int]], targets: list[list[int]], known: list[bool]
 ) -> None:
     random = np.random.default_rng(seed)
-    query, item, order = random.integers(-1, 2, (QUERIES, 3)), random.integers(-1, 2, (ITEMS, 3)), random.permutation(ITEMS)
+    query, item, order = (
+        random.integers(-1, 2, (NUM_QUERIES, 3)),
+        random.integers(-1, 2, (NUM_ITEMS, 3)),
+        random.permutation(NUM_ITEMS),
+    )
     counted: list[int] = []
     ranking = rank_served(
         queries_of(query, seen=seen, targets=targets, known=known),
@@ -40,26 +52,26 @@ def test_unknown_queries_are_ranked_by_popularity(
     score = np.where(np.array(known)[:, None], query @ item.T, -np.argsort(order))
     positions, orders = oracle(score, seen=seen, targets=targets)
     check(ranking, positions=positions, orders=orders, k=4)
-    assert sum(counted) == QUERIES
+    assert sum(counted) == NUM_QUERIES
 
 
 @settings(deadline=None)
-@given(st.integers(0, 10_000), row_lists, row_lists, st.sets(st.integers(0, ITEMS - 1)))
+@given(st.integers(0, 10_000), row_lists, row_lists, st.sets(st.integers(0, NUM_ITEMS - 1)))
 def test_ranking_among_candidates_equals_the_full_ranking_without_the_other_items(
     seed: int, seen: list[list[int]], targets: list[list[int]], candidates: set[int]
 ) -> None:
     random = np.random.default_rng(seed)
-    query, item = (torch.tensor(random.integers(-1, 2, (rows, 3)), dtype=torch.float32) for rows in (QUERIES, ITEMS))
+    query, item = (torch.tensor(random.integers(-1, 2, (rows, 3)), dtype=torch.float32) for rows in (NUM_QUERIES, NUM_ITEMS))
     candidate_rows = np.array(sorted(candidates), np.int64)
     # The scores have no ties: among fewer items, another permutation orders equal scores.
-    query, item = query.double(), item.double() + torch.tensor(random.permutation(ITEMS))[:, None] / 1e3
-    known, order = random.random(QUERIES) < 0.7, random.permutation(ITEMS)
+    query, item = query.double(), item.double() + torch.tensor(random.permutation(NUM_ITEMS))[:, None] / 1e3
+    known, order = random.random(NUM_QUERIES) < 0.7, random.permutation(NUM_ITEMS)
     all_queries = Queries(query + 1e-3, is_known_B=known, seen=lists_of(seen), targets=lists_of(targets))
-    arguments = {"item_vector_ID": item, "order_I": order, "k": ITEMS}
+    arguments = {"item_vector_ID": item, "order_I": order, "k": NUM_ITEMS}
     full_ranking = rank_served(all_queries, **arguments)
     ranking = rank_among(all_queries, candidate_rows=candidate_rows, **arguments)
 
-    queries = [number for number in range(QUERIES) if candidates & set(targets[number])]
+    queries = [number for number in range(NUM_QUERIES) if candidates & set(targets[number])]
     order = [[row for row in full_ranking.top_BK[number].tolist() if row in candidates] for number in queries]
     assert [[int(candidate_rows[index]) for index in top if index >= 0] for top in ranking.top_BK.tolist()] == order
     assert ranking.num_candidates_B.tolist() == [len(rows) for rows in order]

@@ -26,7 +26,7 @@ from recsys_core.serving.given_features import GivenFeature
 from recsys_core.serving.quantise import ServedQueryTower, build_tower
 from recsys_core.serving.retriever import Retriever
 from tests.recsys_core.refresh.small_pipeline import build_pipeline
-from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, USER_FEATURES, World, config_of
+from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, USER_FEATURES, ExportedModel, config_of
 
 RUN_PT2 = """
 import sys, json, torch
@@ -55,7 +55,7 @@ MODELS: list[dict[str, Any]] = [
 ]
 
 
-def queries(world: World) -> tuple[np.ndarray, JaggedArray, dict[str, GivenFeature]]:
+def queries(exported: ExportedModel) -> tuple[np.ndarray, JaggedArray, dict[str, GivenFeature]]:
     """Return known and unknown users, histories from empty to longer than the model reads, and features of the context."""
     random = np.random.default_rng(3)
     length = np.array([0, 1, 3, 9, 0, 6])
@@ -63,20 +63,20 @@ def queries(world: World) -> tuple[np.ndarray, JaggedArray, dict[str, GivenFeatu
     history = JaggedArray.from_lengths(length, random.integers(0, 300, length.sum()))
     is_given = np.array([True, False, True, True, False, True])
     weights = {"context.single": None, "context.number": random.normal(size=4).astype(np.float32)}
-    given = {
+    given_features = {
         key: GivenFeature(is_given, JaggedArray.from_lengths(is_given, random.integers(0, 6, 4)), weight)
         for key, weight in weights.items()
-        if key in world.tables
+        if key in exported.tables
     }
-    return user_row, history, given
+    return user_row, history, given_features
 
 
-def tower_of(world: World, *, quantization: Any = "fp32") -> ServedQueryTower:
+def tower_of(exported: ExportedModel, *, quantization: Any = "fp32") -> ServedQueryTower:
     return build_tower(
-        world.spec,
-        history_items=world.history_items,
-        tables=world.query_tables,
-        dense=world.towers.state_dict(),
+        exported.spec,
+        history_items=exported.history_items,
+        tables=exported.query_tables,
+        dense=exported.towers.state_dict(),
         quantization=quantization,
     )
 
@@ -98,18 +98,18 @@ def test_padded_lists_give_the_vectors_of_the_served_tower(
     pooling: str, model: dict[str, Any], features: tuple[str, ...], quantization: str
 ) -> None:
     history = {"pooling": pooling} | model.get("history", {})
-    world = World(config_of(**(model | {"history": history})), features=features)
-    tower = tower_of(world, quantization=quantization)
-    user_row, lists, given = queries(world)
-    expected = tower(user_row, lists, features=world.user_features, given=given).numpy()
-    inputs = padded_inputs(tower, user_row, lists, features=world.user_features, given=given)
+    exported = ExportedModel(config_of(**(model | {"history": history})), features=features)
+    tower = tower_of(exported, quantization=quantization)
+    user_row, lists, given_features = queries(exported)
+    expected = tower(user_row, lists, features=exported.user_features, given_features=given_features).numpy()
+    inputs = padded_inputs(tower, user_row, lists, features=exported.user_features, given_features=given_features)
     actual = PaddedQueryTower(tower)({name: torch.from_numpy(values) for name, values in inputs.items()})
     np.testing.assert_allclose(actual.detach().numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_padding_may_be_on_either_side_and_have_any_value() -> None:
-    world = World(config_of(history={"pooling": "recency"}))
-    tower = PaddedQueryTower(tower_of(world))
+    exported = ExportedModel(config_of(history={"pooling": "recency"}))
+    tower = PaddedQueryTower(tower_of(exported))
     right = {"history": torch.tensor([[4, 9, 2, -1, -1, -1]]), "history_mask": torch.tensor([[1, 1, 1, 0, 0, 0]]).bool()}
     left = {"history": torch.tensor([[777777, 0, 0, 4, 9, 2]]), "history_mask": torch.tensor([[0, 0, 0, 1, 1, 1]]).bool()}
     torch.testing.assert_close(tower(left), tower(right))
@@ -119,18 +119,18 @@ def test_padding_may_be_on_either_side_and_have_any_value() -> None:
 def test_processes_without_this_project_give_the_same_vectors(
     build: Callable[..., Any], model: dict[str, Any], tmp_path: Path
 ) -> None:
-    world, package = build(exports=("pt2", "onnx"), **model)
+    exported, package = build(exports=("pt2", "onnx"), **model)
     folder = package.folder / "package"
     assert Retriever.load(package.folder).package.exports == ("pt2", "onnx")
     description = PackageDescription.model_validate_json((folder / "package.json").read_bytes())
     contents = open_contents(folder, description)
-    user_row, lists, given = queries(world)
+    user_row, lists, given_features = queries(exported)
     for start, end in ((0, 6), (3, 4)):  # a batch, and a single query
         rows = np.arange(start, end)
         arguments = (user_row[rows], lists.take(rows))
-        given_rows = {key: feature.take(rows) for key, feature in given.items()}
-        expected = contents.tower(*arguments, features=contents.users.features, given=given_rows).numpy()
-        inputs = padded_inputs(contents.tower, *arguments, features=contents.users.features, given=given_rows)
+        given_rows = {key: feature.take(rows) for key, feature in given_features.items()}
+        expected = contents.tower(*arguments, features=contents.users.features, given_features=given_rows).numpy()
+        inputs = padded_inputs(contents.tower, *arguments, features=contents.users.features, given_features=given_rows)
         (tmp_path / "inputs.json").write_text(
             json.dumps({name: (str(values.dtype), values.tolist()) for name, values in inputs.items()})
         )

@@ -18,12 +18,12 @@ from tests.recsys_core.serving.conftest import (
     CONTEXT_FEATURES,
     ITEM_FILES,
     ITEM_IDS,
-    ITEMS,
+    NUM_ITEMS,
+    NUM_USERS,
     USER_FEATURES,
     USER_IDS,
-    USERS,
     Build,
-    World,
+    ExportedModel,
 )
 
 COLUMN, KEY = "user.single", "user.single"
@@ -31,23 +31,23 @@ COLUMN, KEY = "user.single", "user.single"
 
 
 @pytest.fixture(scope="module")
-def built(build: Build) -> tuple[World, PackageManifest]:
+def built(build: Build) -> tuple[ExportedModel, PackageManifest]:
     return build(features=(*USER_FEATURES, *CONTEXT_FEATURES), item_files=ITEM_FILES, popularity_by=KEY)
 
 
-def expected_counts(world: World) -> dict[int, Counter[str]]:
+def expected_counts(exported: ExportedModel) -> dict[int, Counter[str]]:
     counts: dict[int, Counter[str]] = {row: Counter() for row in range(NUM_ROWS)}
-    for user in range(USERS):
-        row = int(world.features.feature_by_key[KEY].table_rows[user])
-        counts[row].update(ITEM_IDS[item] for item in world.train[user])
+    for user in range(NUM_USERS):
+        row = int(exported.features.feature_by_key[KEY].table_rows[user])
+        counts[row].update(ITEM_IDS[item] for item in exported.train[user])
     return counts
 
 
 def test_an_unknown_user_with_a_value_gets_the_most_popular_items_of_its_segment(
-    built: tuple[World, PackageManifest],
+    built: tuple[ExportedModel, PackageManifest],
 ) -> None:
-    world, package = built
-    retriever, counts = Retriever.load(package.folder), expected_counts(world)
+    exported, package = built
+    retriever, counts = Retriever.load(package.folder), expected_counts(exported)
     large = [row for row in range(1, NUM_ROWS) if counts[row].total() >= 50]
     assert len(large) > 1
     answers = retriever.recommend([None] * len(large), k=8, features={COLUMN: [f"{KEY} {row}" for row in large]})
@@ -58,9 +58,9 @@ def test_an_unknown_user_with_a_value_gets_the_most_popular_items_of_its_segment
         assert [counts[row][item_id] / counts[row].total() for item_id in item_ids] == pytest.approx(shares)
 
 
-def test_other_queries_are_answered_as_without_segments(built: tuple[World, PackageManifest], build: Build) -> None:
-    world, package = built
-    retriever, counts = Retriever.load(package.folder), expected_counts(world)
+def test_other_queries_are_answered_as_without_segments(built: tuple[ExportedModel, PackageManifest], build: Build) -> None:
+    exported, package = built
+    retriever, counts = Retriever.load(package.folder), expected_counts(exported)
     plain = Retriever.load(build(features=(*USER_FEATURES, *CONTEXT_FEATURES), item_files=ITEM_FILES)[1].folder)
     small = [row for row in range(1, NUM_ROWS) if counts[row].total() < 50]
     value = f"{KEY} {next(row for row in range(1, NUM_ROWS) if row not in small)}"
@@ -80,16 +80,16 @@ def test_other_queries_are_answered_as_without_segments(built: tuple[World, Pack
 
 
 def test_an_answer_longer_than_the_segment_continues_with_the_items_of_all_users(
-    built: tuple[World, PackageManifest],
+    built: tuple[ExportedModel, PackageManifest],
 ) -> None:
-    world, package = built
-    retriever, counts = Retriever.load(package.folder), expected_counts(world)
+    exported, package = built
+    retriever, counts = Retriever.load(package.folder), expected_counts(exported)
     row = max(range(1, NUM_ROWS), key=lambda row: counts[row].total())
-    query = {"k": ITEMS, "features": {COLUMN: [f"{KEY} {row}"]}}
+    query = {"k": NUM_ITEMS, "features": {COLUMN: [f"{KEY} {row}"]}}
     (answer,) = retriever.recommend([None], **query)  # type: ignore[arg-type]
     assert sorted(answer.item_ids) == sorted(ITEM_IDS)
     assert {*answer.item_ids[: len(counts[row])]} == {*counts[row]} and not any(answer.scores[len(counts[row]) :])
-    (everyone,) = retriever.recommend([None], k=ITEMS)
+    (everyone,) = retriever.recommend([None], k=NUM_ITEMS)
     assert answer.item_ids[len(counts[row]) :] == [item for item in everyone.item_ids if item not in counts[row]]
     excluded = answer.item_ids[:5]
     (allowed,) = retriever.recommend([None], **query, exclude=excluded, filter={"genre": "rock"})  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ def test_an_answer_longer_than_the_segment_continues_with_the_items_of_all_users
     assert allowed.item_ids == [item for item in answer.item_ids if genre.get(item) == "rock" and item not in excluded]
 
 
-def test_golden_queries_cover_the_segments(built: tuple[World, PackageManifest]) -> None:
+def test_golden_queries_cover_the_segments(built: tuple[ExportedModel, PackageManifest]) -> None:
     golden = GoldenQueries.model_validate_json((built[1].folder / "package" / "golden.json").read_bytes())
     answers = [
         answer

@@ -17,19 +17,19 @@ from recsys_core.serving.popularity.segment_counts import replace_items_of_segme
 from tests.recsys_core.evaluation.stage_folders import features_stage, interactions_stage
 from tests.recsys_core.ingest.random_features import facts
 
-USERS, ITEMS, MIN_EVENTS = 60, 30, 40
+NUM_USERS, NUM_ITEMS, MIN_EVENTS = 60, 30, 40
 
 
 @pytest.fixture
 def stages(tmp_path: Path) -> tuple[InteractionsManifest, FeaturesManifest]:
     rng = np.random.default_rng(3)
-    splits = [[rng.integers(0, ITEMS, size).tolist() for size in rng.integers(0, 9, USERS)] for _ in range(3)]
+    splits = [[rng.integers(0, NUM_ITEMS, size).tolist() for size in rng.integers(0, 9, NUM_USERS)] for _ in range(3)]
     interactions = interactions_stage(
-        tmp_path / "interactions", train=splits[0], validation=splits[1], test=splits[2], items=ITEMS
+        tmp_path / "interactions", train=splits[0], validation=splits[1], test=splits[2], items=NUM_ITEMS
     )
     num_events = sum(len(items) for split in splits for items in split)
     # The values 1 to 4 get rarer and rarer; 0 has the values without a row.
-    rows = [rng.choice(5, count, p=[0.1, 0.45, 0.3, 0.1, 0.05]).astype(np.int32) for count in (USERS, num_events)]
+    rows = [rng.choice(5, count, p=[0.1, 0.45, 0.3, 0.1, 0.05]).astype(np.int32) for count in (NUM_USERS, num_events)]
     features = {f"{side}.single": Feature(row, None, None) for side, row in zip(("user", "context"), rows, strict=True)}
     stage = features_stage(tmp_path / "features", FeatureStore(features), facts=facts(*features, "user.list"))
     return interactions, stage
@@ -47,13 +47,13 @@ def test_items_are_ranked_by_the_events_with_each_value_before_the_test_split(
     monkeypatch.setattr(segment_counts, "_CHUNK_EVENTS", chunk_events)
     monkeypatch.setattr(segment_counts, "MAX_SEGMENT_ITEMS", 12)
     interactions, features = stages
-    order = np.random.default_rng(0).permutation(ITEMS).astype(np.int32)
+    order = np.random.default_rng(0).permutation(NUM_ITEMS).astype(np.int32)
     path = tmp_path / "segments.parquet"
     write_segments(path, key, interactions=interactions, features=features, item_by_popularity_I=order, min_events=MIN_EVENTS)
     offset, end, items = (np.load(interactions.path(f"{name}.npy")) for name in ("user_offset", "validation_end", "event_item"))
     value_row = np.load(features.path(f"{key}.row.npy"))
     counts: dict[int, Counter[int]] = {value: Counter() for value in range(5)}
-    for user in range(USERS):
+    for user in range(NUM_USERS):
         for event in range(offset[user], end[user]):
             counts[int(value_row[user if key.startswith("user.") else event])][int(items[event])] += 1
     expected = []
@@ -71,7 +71,7 @@ def test_a_feature_without_single_values_of_a_vocabulary_is_rejected(
     stages: tuple[InteractionsManifest, FeaturesManifest], tmp_path: Path
 ) -> None:
     interactions, features = stages
-    order = np.arange(ITEMS, dtype=np.int32)
+    order = np.arange(NUM_ITEMS, dtype=np.int32)
     for key, manifest in (("user.list", features), ("user.more", features), ("user.single", None)):
         with pytest.raises(InputError, match=f"package.popularity_by: {key} is no categorical feature of users or context"):
             write_segments(

@@ -18,7 +18,7 @@ from recsys_core.serving.users.mapped_file import BLOCK_BYTES, write_block_check
 from recsys_core.serving.users.user_table import MAX_METADATA_BYTES, UserTable, replace_items, write_users
 from tests.recsys_core.serving.conftest import config_of
 
-ITEMS = 1_000
+NUM_ITEMS = 1_000
 
 
 def written(folder: Path, user_ids: Sequence[Id], histories: Sequence[Sequence[int]]) -> tuple[Path, bytes]:
@@ -36,7 +36,7 @@ def written(folder: Path, user_ids: Sequence[Id], histories: Sequence[Sequence[i
 
 
 def opened(path: Path, checksums: bytes, *, users: int) -> UserTable:
-    spec = ModelSpec.sized(config_of(), num_users=users, num_items=ITEMS, facts_by_feature={})
+    spec = ModelSpec.sized(config_of(), num_users=users, num_items=NUM_ITEMS, facts_by_feature={})
     return UserTable.open(path, checksums, spec=spec)
 
 
@@ -51,7 +51,7 @@ def test_users_are_found_by_id_with_their_histories(
     tmp_path_factory: pytest.TempPathFactory, ids: list[Id], order: random.Random
 ) -> None:
     known = ids[: max(1, len(ids) // 2)]
-    histories = [[row % ITEMS, *range(row)] for row in range(len(known))]
+    histories = [[row % NUM_ITEMS, *range(row)] for row in range(len(known))]
     table = opened(*written(tmp_path_factory.mktemp("users"), known, histories), users=len(known))
     order.shuffle(ids)
     rows = table.ids.rows(ids)
@@ -64,7 +64,7 @@ def test_users_are_found_by_id_with_their_histories(
 
 def test_histories_get_other_item_rows_without_the_items_that_left(tmp_path: Path) -> None:
     path, _ = written(tmp_path, ["a", "b", "c"], [[5, 2, 5], [], [2, 9]])
-    new_row_I = np.full(ITEMS, -1, np.int32)
+    new_row_I = np.full(NUM_ITEMS, -1, np.int32)
     new_row_I[[5, 9]] = [0, 1]
     replaced = tmp_path / "replaced.arrow"
     replace_items(path, replaced, new_row_I)
@@ -81,7 +81,7 @@ def test_users_without_any_event_have_empty_histories(tmp_path: Path) -> None:
 
 def test_a_changed_block_fails_only_the_lookups_that_read_it(tmp_path: Path) -> None:
     users, length = 50_000, 20
-    histories = np.random.default_rng(0).integers(0, ITEMS, (users, length))
+    histories = np.random.default_rng(0).integers(0, NUM_ITEMS, (users, length))
     path, checksums = written(tmp_path, [f"user-{row}" for row in range(users)], list(histories))
     content = bytearray(path.read_bytes())
     position = content.find(histories[users // 2].astype(np.int32).tobytes())

@@ -18,8 +18,8 @@ from recsys_core.ingest.log.merged_splits import merge_splits
 from recsys_core.manifests import InteractionsManifest, load_manifest
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.ensemble import make_query_tower
+from recsys_core.models.score_terms import BLOCK_HISTORY_FILE, BLOCK_MAPS_FILE
 from recsys_core.models.spec import ModelSpec
-from recsys_core.models.spectral_block import BLOCK_HISTORY_FILE, BLOCK_MAPS_FILE
 from recsys_core.serving.exports.padded_tower import PaddedQueryTower, padded_inputs
 from recsys_core.serving.quantise import BlockArrays, ServedQueryTower, build_tower
 from recsys_core.training.config import ValidationConfig
@@ -28,7 +28,7 @@ from recsys_core.training.export.append_block import append_block
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
 from tests.recsys_core.training.export.validation_metric import mean_ndcg
 
-USERS, ITEMS, DIM, BLOCK_DIM, BLOCK_LENGTH = 60, 40, 8, 6, 12
+NUM_USERS, NUM_ITEMS, DIM, BLOCK_DIM, BLOCK_LENGTH = 60, 40, 8, 6, 12
 VALIDATION = ValidationConfig(metric="ndcg", k=5)
 SPLITS = ("validation", "test")
 
@@ -55,8 +55,8 @@ class Exported(NamedTuple):
         """Return the trained scores plus the scores of the block, whose deviation is `weight` times that of the trained."""
         matrix_UI = log_matrix(self.store, "validation", max_events=10_000)
         history_IM, candidate_IM = block_factors(matrix_UI, dim=BLOCK_DIM, item_exponent=0.4)
-        history = self.store.items_before(np.arange(USERS), split, max_items=BLOCK_LENGTH)  # type: ignore[arg-type]
-        total_BM = np.array([history_IM[history.slice(user, user + 1).values_L].sum(axis=0) for user in range(USERS)])
+        history = self.store.items_before(np.arange(NUM_USERS), split, max_items=BLOCK_LENGTH)  # type: ignore[arg-type]
+        total_BM = np.array([history_IM[history.slice(user, user + 1).values_L].sum(axis=0) for user in range(NUM_USERS)])
         block_BI = total_BM / np.linalg.norm(total_BM, axis=1, keepdims=True) @ candidate_IM.T
         trained = [self.trained[name] @ self.items.T for name in SPLITS]
         unit = np.sqrt(np.concatenate(trained).var(axis=1, ddof=1).mean())
@@ -67,35 +67,37 @@ class Exported(NamedTuple):
 def spec_of(history_length: int, model: dict[str, Any]) -> ModelSpec:
     history = {"length": history_length, "last_item_feature": False}
     config = {"embedding_dim": DIM, "history": history, "learn_user_embedding": True, **model}
-    return ModelSpec.sized(TwoTowerConfig.model_validate(config), num_users=USERS, num_items=ITEMS)
+    return ModelSpec.sized(TwoTowerConfig.model_validate(config), num_users=NUM_USERS, num_items=NUM_ITEMS)
 
 
 @pytest.fixture(params=[0, 4], ids=["no trained history", "trained history"])
 def exported(request: pytest.FixtureRequest, tmp_path: Path) -> Exported:
     random, folder = np.random.default_rng(2), tmp_path / "export"
     folder.mkdir()
-    popular = random.dirichlet(np.full(ITEMS, 0.5))
-    events = [random.choice(ITEMS, 16, replace=False, p=popular * 0.9 + 0.1 / ITEMS).tolist() for _ in range(USERS)]
+    popular = random.dirichlet(np.full(NUM_ITEMS, 0.5))
+    events = [random.choice(NUM_ITEMS, 16, replace=False, p=popular * 0.9 + 0.1 / NUM_ITEMS).tolist() for _ in range(NUM_USERS)]
     manifest = interactions_stage(
         tmp_path / "interactions",
         train=[rows[:10] for rows in events],
         validation=[rows[10:13] for rows in events],
         test=[rows[13:] for rows in events],
-        items=ITEMS,
+        items=NUM_ITEMS,
     )
     store, spec = EventStore.open(manifest), spec_of(request.param, {})
     torch.manual_seed(0)
     tower = make_query_tower(spec).eval()
-    items = torch.nn.functional.normalize(torch.randn(ITEMS, DIM), dim=1)
-    np.save(folder / "history_items.npy", torch.randn(ITEMS, DIM).numpy())
-    np.save(folder / "table_user.npy", torch.randn(USERS, DIM).numpy())
+    items = torch.nn.functional.normalize(torch.randn(NUM_ITEMS, DIM), dim=1)
+    np.save(folder / "history_items.npy", torch.randn(NUM_ITEMS, DIM).numpy())
+    np.save(folder / "table_user.npy", torch.randn(NUM_USERS, DIM).numpy())
     np.save(folder / "item_vectors.npy", items.numpy())
     dense = {f"query.{name}": tensor for name, tensor in tower.state_dict().items()}
     served = tower_of(folder, spec, dense)
     trained = {}
     for split in SPLITS:
-        trained[split] = served(np.arange(USERS), store.items_before(np.arange(USERS), split), features=FeatureStore({}))  # type: ignore[arg-type]
-        np.save(folder / f"query_users_{split}.npy", np.arange(USERS))
+        trained[split] = served(
+            np.arange(NUM_USERS), store.items_before(np.arange(NUM_USERS), split), features=FeatureStore({})
+        )  # type: ignore[arg-type]
+        np.save(folder / f"query_users_{split}.npy", np.arange(NUM_USERS))
         np.save(folder / f"query_vectors_{split}.npy", trained[split].numpy())
     return Exported(folder, store, {name: query.numpy() for name, query in trained.items()}, items.numpy(), dense)
 
@@ -124,7 +126,7 @@ def test_scores_are_the_sum_of_the_trained_ones_and_of_those_of_the_block(export
     expected = {split: exported.expected(split, 0.3) for split in SPLITS}
     spec = exported.spec(history_length_of(exported), weights=(0.3,), output_dim=output_dim)
     assert append_block(spec, store=exported.store, validation=None, folder=exported.folder) == 0.3
-    assert np.load(exported.folder / "item_vectors.npy").shape == (ITEMS, output_dim or DIM + BLOCK_DIM)
+    assert np.load(exported.folder / "item_vectors.npy").shape == (NUM_ITEMS, output_dim or DIM + BLOCK_DIM)
     for split in SPLITS:
         error = exported.scores(split) - expected[split]
         assert np.abs(error).max() < 1e-4 if output_dim is None else error.std() < 0.1 * expected[split].std()
@@ -170,7 +172,7 @@ def test_the_weight_with_the_best_validation_metric_is_chosen(exported: Exported
 def test_the_served_tower_and_its_padded_form_give_the_exported_queries(exported: Exported, output_dim: int | None) -> None:
     spec = exported.spec(history_length_of(exported), weights=(0.4,), output_dim=output_dim)
     append_block(spec, store=exported.store, validation=None, folder=exported.folder)
-    tower, users = tower_of(exported.folder, spec, exported.dense), np.arange(USERS)
+    tower, users = tower_of(exported.folder, spec, exported.dense), np.arange(NUM_USERS)
     history = exported.store.items_before(users, "test")
     expected = np.load(exported.folder / "query_vectors_test.npy")
     np.testing.assert_allclose(tower(users, history, features=FeatureStore({})).numpy(), expected, atol=1e-5)
@@ -187,7 +189,7 @@ def test_the_block_of_a_refit_contains_the_held_out_events(exported: Exported, t
     append_block(spec, store=exported.store, validation=None, folder=exported.folder, train_log=merged)
     all_UI = log_matrix(exported.store, "validation", max_events=10_000)
     merged_UI = log_matrix(merged, "validation", max_events=10_000)
-    assert (all_UI.sum(), merged_UI.sum()) == (USERS * 10, USERS * 16)
+    assert (all_UI.sum(), merged_UI.sum()) == (NUM_USERS * 10, NUM_USERS * 16)
     history_IM, candidate_IM = block_factors(merged_UI, dim=BLOCK_DIM, item_exponent=0.4)
     assert np.array_equal(np.load(exported.folder / BLOCK_HISTORY_FILE), history_IM)
     assert np.array_equal(np.load(exported.folder / "item_vectors.npy")[:, DIM:], candidate_IM)

@@ -13,8 +13,8 @@ from recsys_core.launching.rank import Process
 from recsys_core.training.export.encoding import Part, RankWriter
 from tests.gloo import run_ranks
 
-ROWS, COLUMNS = 1_000, 6
-WHOLE = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
+NUM_ROWS, COLUMNS = 1_000, 6
+WHOLE = torch.arange(NUM_ROWS * COLUMNS, dtype=torch.float32).reshape(NUM_ROWS, COLUMNS)
 
 
 def writer_of(rank: int, folder: Path, *, world_size: int | None = None) -> RankWriter:
@@ -28,10 +28,10 @@ def write_halves(rank: int, folder: Path) -> None:
     for path, place in ((folder / "rows.npy", by_rows), (folder / "columns.npy", by_columns)):
         with writer.part(path) as part:
             part.add(place[0].start or 0, place[1].start or 0, WHOLE[place])
-        writer.build(path, shape=(ROWS, COLUMNS))
+        writer.build(path, shape=(NUM_ROWS, COLUMNS))
     with writer.part(folder / "accumulator.npy") as part:
         part.add(0, 0, WHOLE[:, :1])
-    writer.build(folder / "accumulator.npy", shape=(ROWS,), accumulate=True)
+    writer.build(folder / "accumulator.npy", shape=(NUM_ROWS,), accumulate=True)
 
 
 def test_rows_and_columns_of_two_ranks_make_one_array_and_overlapping_records_add_up(tmp_path: Path) -> None:

@@ -14,21 +14,24 @@ from tests.gloo import run_ranks
 from tests.recsys_core.evaluation.ranking.random_queries import random_queries_and_items
 from tests.recsys_core.training.export.shares import process_of, share_of
 
-ITEMS, QUERIES, DIM, K = 5_003, 157, 24, 30
-SIZES = {"BOUND_COLUMNS": 256, "BLOCK_COLUMNS": 600, "TILE_COLUMNS": 128, "CHUNK_SCORES": 64 * ITEMS}
+NUM_ITEMS, NUM_QUERIES, DIM, K = 5_003, 157, 24, 30
+SIZES = {"BOUND_COLUMNS": 256, "BLOCK_COLUMNS": 600, "TILE_COLUMNS": 128, "CHUNK_SCORES": 64 * NUM_ITEMS}
 """Small sizes: eight blocks of 640 columns, of which the last has a narrow tile, and chunks of 64 queries."""
 
 
 def rank_own_queries(rank: int, folder: Path, query_ranges: list[tuple[int, int]]) -> None:
     for name, size in SIZES.items():
         setattr(chunks, name, size)
-    (queries, item_ID), process = random_queries_and_items(num_queries=QUERIES, num_items=ITEMS, dim=DIM), process_of(rank)
+    (queries, item_ID), process = (
+        random_queries_and_items(num_queries=NUM_QUERIES, num_items=NUM_ITEMS, dim=DIM),
+        process_of(rank),
+    )
     items, own_queries = share_of(item_ID, process), queries.take(np.arange(*query_ranges[rank]))
-    cold_row_C = np.arange(3, ITEMS, 11)
-    own_cold = among_candidates(own_queries, cold_row_C, num_items=ITEMS)
+    cold_row_C = np.arange(3, NUM_ITEMS, 11)
+    own_cold = among_candidates(own_queries, cold_row_C, num_items=NUM_ITEMS)
     for name, ranked, candidates, k, top_only in (
-        ("full", own_queries, np.arange(ITEMS), K, False),
-        ("top", own_queries, np.arange(ITEMS), K, True),
+        ("full", own_queries, np.arange(NUM_ITEMS), K, False),
+        ("top", own_queries, np.arange(NUM_ITEMS), K, True),
         ("cold", own_cold, cold_row_C, 0, False),
     ):
         part = rank_on_ranks(ranked, items=items, candidate_rows=candidates, k=k, top_only=top_only, process=process)
@@ -51,13 +54,15 @@ def test_ranks_compute_the_ranking_of_one_process(
     run_ranks(rank_own_queries, world_size=len(query_ranges), arguments=(tmp_path, query_ranges))
     for name, size in SIZES.items():
         monkeypatch.setattr(chunks, name, size)
-    queries, item_ID = random_queries_and_items(num_queries=QUERIES, num_items=ITEMS, dim=DIM)
-    cold_row_C = np.arange(3, ITEMS, 11)
+    queries, item_ID = random_queries_and_items(num_queries=NUM_QUERIES, num_items=NUM_ITEMS, dim=DIM)
+    cold_row_C = np.arange(3, NUM_ITEMS, 11)
     expected = {
         "full": rank_catalogue(queries, item_vector_ID=item_ID, k=K),
         "top": rank_catalogue(queries, item_vector_ID=item_ID, k=K, top_only=True),
         "cold": rank_catalogue(
-            among_candidates(queries, cold_row_C, num_items=ITEMS), item_vector_ID=item_ID[torch.from_numpy(cold_row_C)], k=0
+            among_candidates(queries, cold_row_C, num_items=NUM_ITEMS),
+            item_vector_ID=item_ID[torch.from_numpy(cold_row_C)],
+            k=0,
         ),
     }
     for name, ranking in expected.items():

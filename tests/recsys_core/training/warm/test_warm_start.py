@@ -36,7 +36,7 @@ from recsys_core.training.warm.starting_model import Champion, match_rows_by_val
 from recsys_core.training.warm.warm_start import load_champion_accumulators, load_champion_weights, prepare_warm_start
 from tests.gloo import run_ranks
 from tests.recsys_core.training.consecutive_runs import (
-    RANKS,
+    NUM_RANKS,
     PreparedRun,
     prepare_run,
     process,
@@ -137,7 +137,7 @@ def test_rows_accumulators_and_layers_are_carried_over_by_id(
     num_random = len(new_items) - num_with_vector
     assert f"{len(new_items)} new ({num_with_vector} from their vector, {num_random} random)" in log_text
     job = train_job(second).model_copy(update={"warm_start": warm})
-    run_ranks(check_start, world_size=RANKS, arguments=(job, tmp_path))
+    run_ranks(check_start, world_size=NUM_RANKS, arguments=(job, tmp_path))
 
 
 def check_new_items(rank: int, job: TrainJob, rows: list[int], vector_ND: NDArray[np.float32]) -> None:
@@ -157,7 +157,7 @@ def test_a_new_item_starts_with_its_pretrained_vector(first: PreparedRun, champi
     rows = [row for row in range(first.spec.num_items, second.spec.num_items) if vector_row[row] >= 0]
     vectors = np.load(second.embeddings.vectors_path("item"))[vector_row[rows]]
     job = train_job(second).model_copy(update={"warm_start": prepare(champion, second, tmp_path / "warm")})
-    run_ranks(check_new_items, world_size=RANKS, arguments=(job, rows, vectors))
+    run_ranks(check_new_items, world_size=NUM_RANKS, arguments=(job, rows, vectors))
 
 
 def check_item_rows(rank: int, job: TrainJob, expected_RD: NDArray[np.float32]) -> None:
@@ -199,7 +199,7 @@ def test_items_start_with_their_vectors_from_the_log(first: PreparedRun, tmp_pat
     assert dataset.log_vectors is not None
     expected_ID = scaled_vectors(np.load(dataset.log_vectors.vectors_path), dataset)
     assert 0 < np.isnan(expected_ID[:, 0]).sum() < len(expected_ID)  # an item with a file vector alone has no event
-    run_ranks(check_item_rows, world_size=RANKS, arguments=(job, expected_ID))
+    run_ranks(check_item_rows, world_size=NUM_RANKS, arguments=(job, expected_ID))
 
 
 @pytest.mark.parametrize("transfer", ["full", "frozen"])
@@ -221,7 +221,7 @@ def test_vectors_from_the_log_are_rotated_onto_the_champion(
     assert similarity[0] > similarity[1]
     if transfer == "full":
         expected_ID[:num_carried] = champion_ID
-    run_ranks(check_item_rows, world_size=RANKS, arguments=(job.model_copy(update={"warm_start": warm}), expected_ID))
+    run_ranks(check_item_rows, world_size=NUM_RANKS, arguments=(job.model_copy(update={"warm_start": warm}), expected_ID))
 
 
 def step(
@@ -283,7 +283,7 @@ def test_the_next_step_after_a_warm_start_equals_the_next_step_of_the_champion(
     folder.mkdir()
     for name, table in run.spec.tables.items():
         np.save(folder / f"rows_{name}.npy", np.arange(table.num_rows))
-    run_ranks(check_next_step, world_size=RANKS, arguments=(train_job(run, kind=kind, training=training), folder))
+    run_ranks(check_next_step, world_size=NUM_RANKS, arguments=(train_job(run, kind=kind, training=training), folder))
 
 
 @given(

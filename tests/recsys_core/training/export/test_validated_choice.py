@@ -10,14 +10,14 @@ import torch
 from recsys_core.dataset.events import EventStore
 from recsys_core.errors import InputError
 from recsys_core.models.config import FixedPopularity, TwoTowerConfig, ValidatedPopularity
-from recsys_core.models.popularity import PopularityWeight, item_popularity
+from recsys_core.models.score_terms import PopularityWeight, item_popularity
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training.config import ValidationConfig
-from recsys_core.training.export.popularity_choice import choose_popularity
+from recsys_core.training.export.validated_choice import choose_popularity
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
 from tests.recsys_core.training.export.validation_metric import mean_ndcg
 
-USERS, ITEMS, DIM = 60, 40, 8
+NUM_USERS, NUM_ITEMS, DIM = 60, 40, 8
 VALIDATION = ValidationConfig(metric="ndcg", k=5)
 
 
@@ -34,25 +34,25 @@ class Exported(NamedTuple):
 def exported(tmp_path: Path) -> Exported:
     random, folder = np.random.default_rng(5), tmp_path / "export"
     folder.mkdir()
-    share_I = random.dirichlet(np.full(ITEMS, 0.4)) * 0.95 + 0.05 / ITEMS
-    events = [random.choice(ITEMS, 12, replace=False, p=share_I).tolist() for _ in range(USERS)]
+    share_I = random.dirichlet(np.full(NUM_ITEMS, 0.4)) * 0.95 + 0.05 / NUM_ITEMS
+    events = [random.choice(NUM_ITEMS, 12, replace=False, p=share_I).tolist() for _ in range(NUM_USERS)]
     parts = {name: [rows[start:end] for rows in events] for name, start, end in (("train", 0, 8), ("test", 10, 12))}
-    manifest = interactions_stage(tmp_path / "log", validation=[rows[8:10] for rows in events], items=ITEMS, **parts)
+    manifest = interactions_stage(tmp_path / "log", validation=[rows[8:10] for rows in events], items=NUM_ITEMS, **parts)
     store = EventStore.open(manifest)
-    query, item = (random.normal(size=(count, DIM)).astype(np.float32) for count in (USERS, ITEMS))
+    query, item = (random.normal(size=(count, DIM)).astype(np.float32) for count in (NUM_USERS, NUM_ITEMS))
     query, item = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True) for vectors in (query, item))
-    query = np.column_stack([query, np.zeros(USERS, np.float32)])
+    query = np.column_stack([query, np.zeros(NUM_USERS, np.float32)])
     item = np.column_stack([item, item_popularity(store.train_count_I)])
     np.save(folder / "item_vectors.npy", item)
     for split in ("validation", "test"):
         np.save(folder / f"query_vectors_{split}.npy", query)
-        np.save(folder / f"query_users_{split}.npy", np.arange(USERS))
+        np.save(folder / f"query_users_{split}.npy", np.arange(NUM_USERS))
     return Exported(folder, store, query, item)
 
 
 def spec_of(**popularity: Any) -> ModelSpec:
     config = TwoTowerConfig.model_validate({"embedding_dim": DIM, "popularity": {"kind": "validated", **popularity}})
-    return ModelSpec.sized(config, num_users=USERS, num_items=ITEMS)
+    return ModelSpec.sized(config, num_users=NUM_USERS, num_items=NUM_ITEMS)
 
 
 @pytest.mark.parametrize("weights", [(0.0, 0.4, 4.0), (-0.5, 0.0), (0.3,)])

@@ -8,7 +8,7 @@ import torch
 from pydantic import ValidationError
 
 from recsys_core.models.config import TwoTowerConfig
-from recsys_core.models.popularity import item_popularity
+from recsys_core.models.score_terms import item_popularity
 from tests.recsys_core.models.test_task import COUNT_I, batch_of, scores, task_of
 
 MODEL: dict[str, Any] = {"history": {"length": 3}, "candidate": {"layers": [4], "skip_connection": True}}

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from recsys_core.comparison.watch import e_value
+from recsys_core.comparison.decision import e_value
 
 NUM_SERIES, NUM_RUNS, NUM_CHANGED_USERS = 500, 60, 200
 THRESHOLD = 20.0

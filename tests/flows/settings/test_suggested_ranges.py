@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from flows.settings.config_file import load_config, with_settings
-from flows.settings.default_ranges import default_ranges, first_trials
+from flows.settings.suggested import default_ranges, first_trials
 from tasks.tuning.config import RangeConfig
 from tasks.tuning.data_facts import DataFacts
 from tasks.tuning.suggestions import suggestions

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from recsys_core.training.warm.alignment import aligned_vectors
+from recsys_core.training.warm.warm_start import aligned_vectors
 
 
 @pytest.mark.parametrize("seed", range(3))

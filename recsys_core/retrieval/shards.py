@@ -19,7 +19,8 @@ from recsys_core.dataset.shards import positions_by_shard
 from recsys_core.retrieval.index_kind import item_row_by_position
 from recsys_core.seeds import INDEX_ORDER_SEED
 
-Scores, Rows = NDArray[np.float32], NDArray[np.int64]
+Floats32 = NDArray[np.float32]
+Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def rows_by_shard(num_items: int, *, num_shards: int) -> list[Rows]:
     return np.array_split(order_I, num_shards)
 
 
-def merge(results: Sequence[tuple[Scores, Rows]]) -> tuple[Scores, Rows]:
+def merge(results: Sequence[tuple[Floats32, Rows]]) -> tuple[Floats32, Rows]:
     """Merge scores [B, N] and item rows [B, N] of each shard, best first. Of equal scores, those of the first shard come first.
 
     >>> first, second = (np.array([[3, 1]]), np.array([[7, 8]])), (np.array([[2, 1]]), np.array([[4, 5]]))
@@ -85,13 +86,13 @@ class ShardVectors:
         read_S: function of each shard that returns the vectors at positions inside the shard.
     """
 
-    def __init__(self, index: Any, read_S: Sequence[Callable[[Rows], Scores]]) -> None:
+    def __init__(self, index: Any, read_S: Sequence[Callable[[Rows], Floats32]]) -> None:
         self._index, self._read_S = index, read_S
         row_S = [item_row_by_position(shard) for shard in shards_of(index)]
         self._end_S = np.cumsum([len(row_R) for row_R in row_S])
         self._position_I = np.argsort(np.concatenate(row_S))
 
-    def take(self, item_row_L: Rows) -> Scores:
+    def take(self, item_row_L: Rows) -> Floats32:
         """Return the vectors of items, [L, D]."""
         position_L, vector_LD = self._position_I[item_row_L], np.empty((len(item_row_L), self._index.d), np.float32)
         shard_L = np.searchsorted(self._end_S, position_L, side="right")

@@ -16,21 +16,41 @@ def ranking_file(split: str, content: str) -> str:
     return f"ranking_{split}_{content}.npy"
 
 
-def read_ranking(known_queries: Queries, export: ExportManifest, *, split: str, num_items: int, is_cold: bool) -> Ranking:
-    """Read the ranking of these queries. A ranking of the cold items has no top lists.
+class StoredRanking:
+    """The ranking of the known users of a split, which is read in chunks. A ranking of the cold items has no top lists."""
 
-    num_items: number of ranked items.
+    def __init__(self, export: ExportManifest, *, split: str, is_cold: bool) -> None:
+        self._path = export.path(ranking_file(split, "cold_positions" if is_cold else "positions"))
+        self._position_T = np.load(self._path, mmap_mode="r")
+        self._top_RK = None if is_cold else np.load(export.path(ranking_file(split, "top")), mmap_mode="r")
+        self._num_queries, self._num_targets = 0, 0
 
-    Raises StageError if the files do not fit the queries.
-    """
-    pairs, num_queries = known_queries.ranked_pairs(num_items=num_items), len(known_queries.targets)
-    positions_path = export.path(ranking_file(split, "cold_positions" if is_cold else "positions"))
-    position_T = np.load(positions_path)
-    top_BK = np.empty((num_queries, 0), np.int32) if is_cold else np.load(export.path(ranking_file(split, "top")))
-    num_targets = len(pairs.targets.values_L)
-    if (len(position_T), len(top_BK)) != (num_targets, num_queries):
-        raise StageError(
-            f"{positions_path}: the ranking has {len(top_BK):,} users and {len(position_T):,} targets, but the log has "
-            f"{num_queries:,} known users with {num_targets:,} targets; repeat the export"
+    def read(self, known_queries: Queries, *, num_items: int) -> Ranking:
+        """Return the ranking of the next queries. num_items: number of ranked items.
+
+        Raises StageError if the files do not fit the queries.
+        """
+        pairs = known_queries.ranked_pairs(num_items=num_items)
+        first_query, first_target = self._num_queries, self._num_targets
+        self._num_queries += len(known_queries.targets)
+        self._num_targets += len(pairs.targets.values_L)
+        top_BK = np.empty((len(known_queries.targets), 0), np.int32)
+        if self._top_RK is not None:
+            top_BK = np.array(self._top_RK[first_query : self._num_queries])
+        position_T = np.array(self._position_T[first_target : self._num_targets])
+        if (len(position_T), len(top_BK)) != (len(pairs.targets.values_L), len(known_queries.targets)):
+            raise self._mismatch()
+        return pairs.ranking(position_T=position_T, top_BK=top_BK, num_items=num_items)
+
+    def check_end(self) -> None:
+        """Raise StageError if the files have more queries or targets than were read."""
+        num_stored = self._num_queries if self._top_RK is None else len(self._top_RK)
+        if (len(self._position_T), num_stored) != (self._num_targets, self._num_queries):
+            raise self._mismatch()
+
+    def _mismatch(self) -> StageError:
+        num_stored = self._num_queries if self._top_RK is None else len(self._top_RK)
+        return StageError(
+            f"{self._path}: the ranking has {num_stored:,} users and {len(self._position_T):,} targets, but the log has "
+            f"{self._num_queries:,} known users with {self._num_targets:,} targets; repeat the export"
         )
-    return pairs.ranking(position_T=position_T, top_BK=top_BK, num_items=num_items)

@@ -18,6 +18,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ from numpy.typing import NDArray
 from benchmarks.measuring import measure_work, run_in_new_process
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation.config import EvaluationConfig
-from recsys_core.evaluation.estimates import full_ranking_metrics
+from recsys_core.evaluation.estimates import Columns, RankingMetrics
 from recsys_core.evaluation.ranking.catalogue import rank_catalogue
 from recsys_core.evaluation.ranking.queries import Queries
 from recsys_core.preflight import installed_versions
@@ -119,7 +120,10 @@ def evaluate_with_nightjar(
     queries = Queries(torch.from_numpy(query_BD), is_known_B=np.ones(len(query_BD), np.bool_), seen=seen, targets=targets)
     top_only = "auc" not in config.metrics
     ranking = rank_catalogue(queries, item_vector_ID=torch.from_numpy(item_vector_ID), k=max(config.ks), top_only=top_only)
-    return full_ranking_metrics(ranking, config=config)[f"recall@{case.k}"].value
+    with tempfile.TemporaryDirectory() as folder:
+        ranking_metrics = RankingMetrics(Columns(Path(folder)), "test", config=config)
+        ranking_metrics.add(ranking, ranking.target_positions())
+        return ranking_metrics.estimates()[f"recall@{case.k}"].value
 
 
 CONTESTANTS: dict[str, Callable[..., float | None]] = {

@@ -30,7 +30,7 @@ MAY_IMPORT = {
         "sharding": {"manifests", "dataset", "models", "patches"},
         "evaluation": {"manifests", "dataset", "models", "closed_form"},
         "training": {"manifests", "dataset", "models", "patches", "sharding", "launching", "evaluation", "closed_form"},
-        "retrieval": {"manifests"},
+        "retrieval": {"manifests", "dataset"},
         "serving": {"manifests", "dataset", "models", "retrieval"},
         "refresh": {"manifests", "parquet", "dataset", "ingest", "models", "retrieval", "serving"},
         "http_server": {"serving"},

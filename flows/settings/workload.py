@@ -105,7 +105,7 @@ def workload_of(config: PipelineConfig, data: Data, *, plan: PlanFile, machines:
     workload = Workload(
         data=data,
         training=training,
-        indexes=tuple(_index_load(index, data, dim=config.model.output_dim) for index in built),
+        indexes=tuple(_index_load(index, config, data) for index in built),
         package_bytes_per_item=_package_bytes_per_item(config),
         ranks_all_targets="auc" in config.evaluation.metrics,
         machines=machines,
@@ -125,9 +125,15 @@ def _num_candidates(config: PipelineConfig, data: Data, *, num_ranks: int) -> in
     return max(1, num_own * (num_ranks if loss.cross_rank_negatives else 1))
 
 
-def _index_load(index: AnyIndexKind, data: Data, *, dim: int) -> IndexLoad:
+def _index_load(index: AnyIndexKind, config: PipelineConfig, data: Data) -> IndexLoad:
     factor = index.ef_construction / BENCHMARK_EF_CONSTRUCTION if isinstance(index, Hnsw) else 1.0
-    return IndexLoad(kind=index.kind, num_bytes=index.min_bytes(num_items=data.num_items, dim=dim), build_factor=factor)
+    num_items, dim = data.num_items, config.model.output_dim
+    return IndexLoad(
+        kind=index.kind,
+        num_bytes=index.min_bytes(num_items=num_items, dim=dim),
+        num_shards=config.index.num_shards(index, num_items=num_items, dim=dim),
+        build_factor=factor,
+    )
 
 
 def _package_bytes_per_item(config: PipelineConfig) -> float:

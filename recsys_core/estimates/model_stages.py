@@ -112,7 +112,7 @@ def build_index(workload: Workload, constants: Mapping[str, Constant]) -> StageE
     """Estimate the index builds on one host, each with one thread like the benchmark.
 
     The time of an IVF index grows with I^1.5, because each vector is compared with 4 sqrt(I) centroids. HNSW grows with
-    I log I, and exact search with I. All grow with D.
+    I log I, and exact search with I. All grow with D. One shard of an index is in memory at a time.
     """
     rates, num_items = Rates(constants), workload.data.num_items
     seconds, memory_bytes = 0.0, 0.0
@@ -120,7 +120,8 @@ def build_index(workload: Workload, constants: Mapping[str, Constant]) -> StageE
         name = f"index_{index.kind}_item_s"
         growth = index_growth(index.kind, num_items, measured_at=constants[name].measured_at or num_items)
         seconds += rates(name, num_items, times=growth * index.build_factor * workload.training.dim / INDEX_DIM)
-        memory_bytes = max(memory_bytes, index.num_bytes * constants[f"index_{index.kind}_memory_factor"].value)
+        shard_bytes = index.num_bytes / index.num_shards
+        memory_bytes = max(memory_bytes, shard_bytes * constants[f"index_{index.kind}_memory_factor"].value)
         rates.extrapolate(index.build_factor)
     return rates.estimate(
         "build_index",

@@ -45,6 +45,7 @@ class IndexLoad(Frozen):
 
     kind: str
     num_bytes: int = Field(ge=0)
+    num_shards: int = Field(1, ge=1)
     build_factor: float = Field(1.0, gt=0)
 
 

@@ -71,35 +71,43 @@ def cold_rows(store: EventStore, split: EvaluationSplit) -> NDArray[np.int64]:
     return np.flatnonzero(store.item_counts_before(split) == 0)
 
 
-def zero_shot_vectors(
-    vectors_RD: NDArray[np.float32], *, vector_row_I: NDArray[Any], histories: JaggedArray
-) -> tuple[Tensor, Tensor]:
-    """Return query vectors [B, D + 1] and item vectors [I, D + 1] whose inner product is the zero-shot score.
+class ZeroShot:
+    """The zero-shot model. The score is the cosine between an item and the mean of the normalised vectors of a history.
 
-    The score is the cosine between the item and the mean of the normalised vectors of the history. The last column of
-    the items is a penalty that ranks items without a vector below all others; the last column of the queries is 1. If no item
-    of a history has a vector, every item with a vector has the score 0.
+    The inner product of a query vector [D + 1] and an item vector [D + 1] is the score. The last number of an item is a penalty
+    that ranks items without a vector below all others; the last number of a query is 1.
 
-    Args:
-        vectors_RD: pretrained vectors.
-        vector_row_I: row of each item in vectors_RD; -1 without a vector.
-        histories: item rows of each query.
+    Attributes:
+        item_vector_ID: item vectors, [I, D + 1].
     """
-    has_vector_I = torch.from_numpy(np.asarray(vector_row_I) >= 0)
-    item_vector_ID = torch.zeros((len(vector_row_I), vectors_RD.shape[1]))
-    item_vector_ID[has_vector_I] = normalize(
-        torch.from_numpy(vectors_RD[vector_row_I[has_vector_I.numpy()]].astype(np.float32)), dim=1
-    )
-    items_with_vector = histories.filter(has_vector_I.numpy()[histories.values_L])
-    query_BD = embedding_bag(
-        torch.from_numpy(items_with_vector.values_L),
-        item_vector_ID,
-        torch.from_numpy(items_with_vector.offset),
-        mode="mean",
-        include_last_offset=True,
-    )
-    penalty_I1 = torch.where(has_vector_I, 0.0, NO_VECTOR_SCORE)[:, None]
-    return (
-        torch.cat([normalize(query_BD, dim=1), torch.ones((len(query_BD), 1))], dim=1),
-        torch.cat([item_vector_ID, penalty_I1], dim=1),
-    )
+
+    def __init__(self, vectors_RD: NDArray[np.float32], *, vector_row_I: NDArray[Any]) -> None:
+        """Compute the item vectors.
+
+        Args:
+            vectors_RD: pretrained vectors.
+            vector_row_I: row of each item in vectors_RD; -1 without a vector.
+        """
+        self._has_vector_I = np.asarray(vector_row_I) >= 0
+        has_vector_I = torch.from_numpy(self._has_vector_I)
+        item_vector_ID = torch.zeros((len(vector_row_I), vectors_RD.shape[1]))
+        item_vector_ID[has_vector_I] = normalize(
+            torch.from_numpy(vectors_RD[vector_row_I[self._has_vector_I]].astype(np.float32)), dim=1
+        )
+        penalty_I1 = torch.where(has_vector_I, 0.0, NO_VECTOR_SCORE)[:, None]
+        self.item_vector_ID = torch.cat([item_vector_ID, penalty_I1], dim=1)
+
+    def queries(self, histories: JaggedArray) -> Tensor:
+        """Return the query vectors of these histories of item rows, [B, D + 1].
+
+        If no item of a history has a vector, every item with a vector has the score 0.
+        """
+        items_with_vector = histories.filter(self._has_vector_I[histories.values_L])
+        query_BD = embedding_bag(
+            torch.from_numpy(items_with_vector.values_L),
+            self.item_vector_ID,
+            torch.from_numpy(items_with_vector.offset),
+            mode="mean",
+            include_last_offset=True,
+        )[:, :-1]
+        return torch.cat([normalize(query_BD, dim=1), torch.ones((len(query_BD), 1))], dim=1)

@@ -41,14 +41,23 @@ def spectral_vectors(matrix_UI: csr_array, *, rank: int, queries: csr_array) -> 
     With the normalised matrix R = Du^-1/2 X Di^-1/2 and its first singular vectors V, the scores are X Di^-1/2 V V' Di^1/2. Du
     and Di are the numbers of items of each user and of users of each item.
     """
-    num_vectors = min(rank, min(matrix_UI.shape) - 1)
+    weight_ID, vector_ID = spectral_weights(matrix_UI, rank=rank)
+    return _spectral_queries(queries, weight_ID), vector_ID
+
+
+def spectral_weights(matrix_UI: csr_array, *, rank: int) -> tuple[NDArray[Any], Floats32]:
+    """Return the weights [I, D] of the items of a history in a query vector, and the item vectors; see `spectral_vectors`."""
+    num_vectors, num_items = min(rank, min(matrix_UI.shape) - 1), matrix_UI.shape[1]
     if num_vectors < 1:
-        return np.zeros((queries.shape[0], 1), np.float32), np.zeros((matrix_UI.shape[1], 1), np.float32)
+        return np.zeros((num_items, 1), np.float32), np.zeros((num_items, 1), np.float32)
     _, vector_ID = singular_vectors(matrix_UI, num_vectors=num_vectors)
     item_weight_I = inverse_root(matrix_UI.sum(axis=0))
-    query_BD = queries @ (vector_ID * item_weight_I[:, None])
     item_weight_I1 = np.sqrt(matrix_UI.sum(axis=0))[:, None]
-    return np.ascontiguousarray(query_BD, np.float32), np.ascontiguousarray(vector_ID * item_weight_I1, np.float32)
+    return vector_ID * item_weight_I[:, None], np.ascontiguousarray(vector_ID * item_weight_I1, np.float32)
+
+
+def _spectral_queries(history_BI: csr_array, weight_ID: NDArray[Any]) -> Floats32:
+    return np.ascontiguousarray(history_BI @ weight_ID, np.float32)
 
 
 def neighbour_weights(matrix_UI: csr_array) -> csr_array:
@@ -78,44 +87,49 @@ class LinearScores(NamedTuple):
     tile_columns: int
 
 
-def linear_model(config: ClosedFormConfig, *, store: EventStore, histories: JaggedArray, order_I: NDArray[Any]) -> LinearScores:
+LinearModel = Callable[[JaggedArray], LinearScores]
+"""A function of the item rows of the history of each query."""
+
+
+def linear_model(config: ClosedFormConfig, *, store: EventStore, order_I: NDArray[Any]) -> LinearModel:
     """Compute EASE, or the truncated SVD if there are more than `ease_max_items` items, from the events before the test split.
 
     Args:
-        histories: item rows of each query.
         order_I: item row of each column of the scores.
     """
-    matrix_UI, history_BI = (
-        log_matrix(store, "test", max_events=MAX_EVENTS),
-        user_item_matrix(histories, num_items=store.num_items),
-    )
+    matrix_UI = log_matrix(store, "test", max_events=MAX_EVENTS)
     if store.num_items <= config.ease_max_items:
         weight_IC = np.ascontiguousarray(ease_weights(matrix_UI, l2=config.l2)[:, order_I])
-        return _row_scores(lambda rows: history_BI[rows] @ weight_IC, num_columns=len(order_I))
-    query_BD, vector_ID = spectral_vectors(matrix_UI, rank=config.rank, queries=history_BI)
+        return lambda histories: _row_scores(histories, lambda history_BI: history_BI @ weight_IC, order_I=order_I)
+    weight_ID, vector_ID = spectral_weights(matrix_UI, rank=config.rank)
     vector_CD = vector_ID[order_I]
 
-    def score_tile(queries: slice, columns: slice, score_BC: NDArray[Any]) -> None:
-        np.matmul(query_BD[queries], vector_CD[columns].T, out=score_BC)
+    def scores(histories: JaggedArray) -> LinearScores:
+        query_BD = _spectral_queries(user_item_matrix(histories, num_items=len(order_I)), weight_ID)
 
-    return LinearScores(score_tile, TILE_COLUMNS)
+        def score_tile(queries: slice, columns: slice, score_BC: NDArray[Any]) -> None:
+            np.matmul(query_BD[queries], vector_CD[columns].T, out=score_BC)
+
+        return LinearScores(score_tile, TILE_COLUMNS)
+
+    return scores
 
 
-def cooccurrence(*, store: EventStore, histories: JaggedArray, order_I: NDArray[Any]) -> LinearScores:
+def cooccurrence(*, store: EventStore, order_I: NDArray[Any]) -> LinearModel:
     """Compute the sum of the cosines between each item and the items of a history. See `linear_model` for the arguments."""
-    history_BI = user_item_matrix(histories, num_items=store.num_items)
     matrix_UI = log_matrix(store, "test", max_events=MAX_EVENTS, max_history=MAX_HISTORY)
     weight_IC = neighbour_weights(matrix_UI)[:, order_I]
-    return _row_scores(lambda rows: (history_BI[rows] @ weight_IC).toarray(), num_columns=len(order_I))
+    return lambda histories: _row_scores(histories, lambda history_BI: (history_BI @ weight_IC).toarray(), order_I=order_I)
 
 
-def _row_scores(score_rows: Callable[[slice], Floats32], *, num_columns: int) -> LinearScores:
-    """Return the scores of a function that computes all columns of a slice of the queries."""
+def _row_scores(histories: JaggedArray, score_rows: Callable[[csr_array], Floats32], *, order_I: NDArray[Any]) -> LinearScores:
+    """Return the scores of a function that computes all columns of some queries from the items of their histories."""
+    history_BI = user_item_matrix(histories, num_items=len(order_I))
 
     def score_tile(queries: slice, columns: slice, score_BC: NDArray[Any]) -> None:
-        score_BC[:] = score_rows(queries)[:, columns]
+        score_BC[:] = score_rows(history_BI[queries])[:, columns]
 
-    return LinearScores(score_tile, num_columns)
+    return LinearScores(score_tile, len(order_I))
 
 
 def _nearest(weight_BI: csr_array, *, first_row: int) -> csr_array:

@@ -1,8 +1,9 @@
-"""Metrics of the recommended items beyond accuracy: novelty, concentration, popularity, diversity and known negatives.
+"""Metrics of the recommended items: coverage, novelty, concentration, popularity, diversity and known negatives.
 
 Shapes: B queries, K items of a list, I items, D width. -1 in a list is no item.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,38 @@ from recsys_core.dataset.jagged import JaggedArray, chunk_slices
 CHUNK_QUERIES = 4_096
 
 
+def coverage(top_BK: NDArray[np.int32], *, k: int, num_items: int) -> float:
+    """Return the share of the catalogue that is among the first k items of at least one query; -1 in `top_BK` is no item.
+
+    >>> coverage(np.array([[3, 1, 2], [3, 0, -1]], np.int32), k=2, num_items=4)
+    0.75
+    """
+    covered = Coverage((k,), num_items=num_items)
+    covered.add(top_BK)
+    return covered.shares()[k]
+
+
+class Coverage:
+    """The coverage at several cut-offs, from the top lists of chunks of queries."""
+
+    def __init__(self, ks: Sequence[int], *, num_items: int) -> None:
+        self._ks = sorted(ks)
+        self._first_cut_off_I = np.full(num_items + 1, len(ks), np.uint8)  # the last entry is that of row -1
+
+    def add(self, top_BK: NDArray[np.int32]) -> None:
+        """Add top lists; -1 is no item."""
+        for cut_off, k in enumerate(self._ks):
+            rows_BK = top_BK[:, :k]
+            self._first_cut_off_I[rows_BK] = np.minimum(self._first_cut_off_I[rows_BK], cut_off)
+
+    def shares(self) -> dict[int, float]:
+        """Return the coverage at each cut-off."""
+        first_cut_off_I = self._first_cut_off_I[:-1]
+        return {
+            k: float(np.count_nonzero(first_cut_off_I <= cut_off) / len(first_cut_off_I)) for cut_off, k in enumerate(self._ks)
+        }
+
+
 def novelty(top_BK: NDArray[Any], *, train_count_I: NDArray[Any]) -> float:
     """Return the mean self-information in bits of the recommended items: -log2 of their share of the training events.
 
@@ -21,8 +54,13 @@ def novelty(top_BK: NDArray[Any], *, train_count_I: NDArray[Any]) -> float:
     >>> novelty(np.array([[0, 1], [1, -1]]), train_count_I=np.array([3, 1, 0, 0]))  # shares 4/8 and 2/8
     1.6666666666666667
     """
-    information_I = -np.log2((train_count_I + 1) / (train_count_I.sum() + len(train_count_I)))
-    return float(information_I[top_BK[top_BK >= 0]].mean())
+    return float(item_information(train_count_I)[top_BK[top_BK >= 0]].mean())
+
+
+def item_information(train_count_I: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the self-information of each item in bits; see `novelty`."""
+    information_I: NDArray[np.float64] = -np.log2((train_count_I + 1) / (train_count_I.sum() + len(train_count_I)))
+    return information_I
 
 
 def gini(top_BK: NDArray[Any], *, num_items: int) -> float:
@@ -31,7 +69,12 @@ def gini(top_BK: NDArray[Any], *, num_items: int) -> float:
     >>> gini(np.array([[0, 1], [2, 3]]), num_items=4), gini(np.array([[0], [0]]), num_items=4)
     (0.0, 0.75)
     """
-    count_I = np.sort(np.bincount(top_BK[top_BK >= 0], minlength=num_items))
+    return gini_of_counts(np.bincount(top_BK[top_BK >= 0], minlength=num_items))
+
+
+def gini_of_counts(count_I: NDArray[np.int64]) -> float:
+    """Return the Gini coefficient of the number of recommendations of each item."""
+    count_I, num_items = np.sort(count_I), len(count_I)
     rank_I = np.arange(1, num_items + 1)
     return float((2 * rank_I - num_items - 1) @ count_I / (num_items * count_I.sum()))
 
@@ -62,6 +105,15 @@ def intra_list_diversity(top_BK: NDArray[Any], *, vectors_RD: NDArray[np.float32
     0.5
     """
     distance_sum, num_lists = 0.0, 0
+    for chunk_sum, num_chunk_lists in list_distances(top_BK, vectors_RD=vectors_RD, vector_row_I=vector_row_I):
+        distance_sum, num_lists = distance_sum + chunk_sum, num_lists + num_chunk_lists
+    return distance_sum / num_lists if num_lists else float("nan")
+
+
+def list_distances(
+    top_BK: NDArray[Any], *, vectors_RD: NDArray[np.float32], vector_row_I: NDArray[Any]
+) -> Iterator[tuple[float, int]]:
+    """Yield the sum of the mean distances of chunks of lists, and the number of lists; see `intra_list_diversity`."""
     for start in range(0, len(top_BK), CHUNK_QUERIES):
         chunk_BK = top_BK[start : start + CHUNK_QUERIES]
         row_BK = np.where(chunk_BK >= 0, np.asarray(vector_row_I)[chunk_BK], -1)
@@ -74,9 +126,7 @@ def intra_list_diversity(top_BK: NDArray[Any], *, vectors_RD: NDArray[np.float32
         cosine_sum_B = (unit_BKD.sum(axis=1) ** 2).sum(axis=1) - num_used_B
         has_pair_B = num_used_B > 1
         num_pairs_B = num_used_B[has_pair_B] * (num_used_B[has_pair_B] - 1)
-        distance_sum += float((1 - cosine_sum_B[has_pair_B] / num_pairs_B).sum())
-        num_lists += int(has_pair_B.sum())
-    return distance_sum / num_lists if num_lists else float("nan")
+        yield float((1 - cosine_sum_B[has_pair_B] / num_pairs_B).sum()), int(has_pair_B.sum())
 
 
 def known_negative_share(top_BK: NDArray[Any], *, known_negatives: JaggedArray, k: int, num_items: int) -> NDArray[np.float64]:

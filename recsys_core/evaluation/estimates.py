@@ -1,23 +1,25 @@
-"""Metrics of a ranking as means over the users with confidence intervals.
+"""Metrics of a ranking as means over the users with confidence intervals, computed in chunks of users.
 
 Shapes: B queries, U users with a target, T (query, target) pairs.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.jagged import JaggedArray
-from recsys_core.evaluation import metrics
+from recsys_core.evaluation import diversity, metrics
 from recsys_core.evaluation.config import EvaluationConfig
-from recsys_core.evaluation.diversity import known_negative_share
 from recsys_core.evaluation.metrics import Floats, TargetPositions
 from recsys_core.evaluation.ranking.queries import Ranking
-from recsys_core.evaluation.slices import Masks
 from recsys_core.manifests import SliceReport
 
 
@@ -47,77 +49,234 @@ def mean_estimate(value_U: Floats, *, confidence: float) -> Estimate:
     return Estimate(float(defined_value_U.mean()), half_width)
 
 
-def accuracy(
-    targets: TargetPositions, *, config: EvaluationConfig, names: Sequence[str] = (), ks: Sequence[int] | None = None
-) -> Estimates:
-    """Return the metrics at each cut-off, by <metric>@<k>.
+class Columns:
+    """Columns of values that are appended for one chunk of users after the other, in scratch files in `folder`.
 
-    names: names of `evaluation.metrics`; empty means all in the config. ks: cut-offs; None means the cut-offs of the config.
+    An evaluation then has a chunk in memory, and one column while its mean is computed. The mean of a whole column does not
+    depend on the chunks, not even in its last bit.
     """
-    return {
-        f"{name}@{k}": mean_estimate(metrics.METRIC_BY_NAME[name](targets, k=k), confidence=config.confidence)
-        for k in (config.ks if ks is None else ks)
-        for name in config.metrics
-        if name in metrics.METRIC_BY_NAME and name in (names or config.metrics)
-    }
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, tuple[Path, np.dtype[Any]]] = {}
+        self._file_number = itertools.count()
+
+    def append(self, name: str, values: NDArray[Any]) -> None:
+        """Append values to a column, which has one type."""
+        path, dtype = self._files.setdefault(name, (self._folder / f"{next(self._file_number)}.values", values.dtype))
+        assert dtype == values.dtype, f"the column {name} has the type {dtype}, not {values.dtype}"
+        with path.open("ab") as file:
+            values.tofile(file)
+
+    def read(self, name: str) -> NDArray[Any]:
+        """Map a column; a column to which nothing was appended has no value."""
+        path, dtype = self._files.get(name, (None, np.dtype(np.float64)))
+        return np.memmap(path, dtype, mode="r") if path is not None and path.stat().st_size else np.empty(0, dtype)
+
+    def take(self, name: str) -> NDArray[Any]:
+        """Map a column, and remove its file. The disk space is free when the array is."""
+        values = self.read(name)
+        if name in self._files:
+            self._files.pop(name)[0].unlink()
+        return values
 
 
-def full_ranking_metrics(
-    ranking: Ranking, *, config: EvaluationConfig, known_negatives: JaggedArray | None = None
-) -> Estimates:
-    """Return all metrics of a ranking of the catalogue. Undefined metrics are left out.
+class Accuracy:
+    """The metrics at the cut-offs of a ranking, or of a part of its targets, as means over the users of all chunks.
 
-    known_negatives: item rows that the user of each query has rejected before the split; None if the log has no such items.
+    Attributes:
+        num_users, num_targets: numbers of all chunks.
     """
-    targets = ranking.target_positions()
-    estimates = {
-        "users": Estimate(targets.num_users),
-        "targets": Estimate(len(targets.position_T)),
-        "seen_targets": Estimate(ranking.num_seen_targets),
-    }
-    estimates |= accuracy(targets, config=config)
-    for k in config.ks:
-        estimates[f"coverage@{k}"] = Estimate(metrics.coverage(ranking.top_BK, k=k, num_items=ranking.num_items))
-    if known_negatives is not None:
-        measure = partial(known_negative_share, ranking.top_BK, known_negatives=known_negatives, num_items=ranking.num_items)
-        estimates |= {f"known_negatives@{k}": mean_estimate(measure(k=k), confidence=config.confidence) for k in config.ks}
-    if "auc" in config.metrics:
-        estimates["mrr"] = mean_estimate(metrics.reciprocal_rank(targets), confidence=config.confidence)
-        estimates["auc"] = mean_estimate(metrics.auc(targets), confidence=config.confidence)
-        estimates["gauc"] = Estimate(metrics.grouped_auc(targets))
-    return {name: estimate for name, estimate in estimates.items() if not math.isnan(estimate.value)}
+
+    def __init__(
+        self,
+        columns: Columns,
+        prefix: str,
+        *,
+        config: EvaluationConfig,
+        names: Sequence[str] = (),
+        ks: Sequence[int] | None = None,
+    ) -> None:
+        """Start without users.
+
+        Args:
+            prefix: name of the columns, before the name of the metric.
+            names: names of `evaluation.metrics`; empty for all of the config.
+            ks: cut-offs; None for those of the config.
+        """
+        self._columns, self._prefix, self._confidence = columns, prefix, config.confidence
+        self._metric_by_name = {
+            f"{name}@{k}": partial(metrics.METRIC_BY_NAME[name], k=k)
+            for k in (config.ks if ks is None else ks)
+            for name in config.metrics
+            if name in metrics.METRIC_BY_NAME and name in (names or config.metrics)
+        }
+        self.num_users, self.num_targets = 0, 0
+
+    def add(self, targets: TargetPositions) -> None:
+        """Add the users of a chunk."""
+        if not targets.num_users:
+            return
+        self.num_users += targets.num_users
+        self.num_targets += len(targets.position_T)
+        for name, metric in self._metric_by_name.items():
+            self._columns.append(f"{self._prefix}/{name}", metric(targets))
+
+    def estimates(self) -> Estimates:
+        """Return the metrics by <metric>@<k>."""
+        return {
+            name: mean_estimate(self._columns.take(f"{self._prefix}/{name}"), confidence=self._confidence)
+            for name in self._metric_by_name
+        }
 
 
-def cold_metrics(ranking: Ranking, *, config: EvaluationConfig) -> Estimates:
-    """Return the metrics of cold items ranked among cold items; empty if no user has a cold target."""
-    if not len(ranking.position_T):
-        return {}
-    targets = ranking.target_positions()
-    cut_offs = [k for k in config.ks if k < ranking.num_items]  # with a larger cut-off, every item is among the first k
-    counts = {"users": Estimate(targets.num_users), "items": Estimate(ranking.num_items)}
-    return accuracy(targets, config=config, names=("recall", "ndcg", "hit_rate"), ks=cut_offs) | counts
+class RankingMetrics:
+    """All metrics of a ranking of the catalogue, from the rankings of chunks of users.
+
+    Attributes:
+        num_seen_targets: number of targets that were excluded because the user had seen them.
+    """
+
+    def __init__(self, columns: Columns, prefix: str, *, config: EvaluationConfig) -> None:
+        self._columns, self._prefix, self._config = columns, prefix, config
+        self._accuracy = Accuracy(columns, prefix, config=config)
+        self._coverage: diversity.Coverage | None = None
+        self._has_known_negatives = False
+        self.num_seen_targets = 0
+
+    @property
+    def num_targets(self) -> int:
+        """Number of ranked targets."""
+        return self._accuracy.num_targets
+
+    def add(self, ranking: Ranking, targets: TargetPositions, *, known_negatives: JaggedArray | None = None) -> None:
+        """Add a chunk.
+
+        Args:
+            targets: the positions of all targets of the ranking.
+            known_negatives: item rows that the user of each query has rejected before the split; None if the log has no such
+                items.
+        """
+        self.num_seen_targets += ranking.num_seen_targets
+        self._coverage = self._coverage or diversity.Coverage(self._config.ks, num_items=ranking.num_items)
+        self._coverage.add(ranking.top_BK)
+        if known_negatives is not None:
+            self._has_known_negatives = True
+            for k in self._config.ks:
+                share_B = diversity.known_negative_share(
+                    ranking.top_BK, known_negatives=known_negatives, k=k, num_items=ranking.num_items
+                )
+                self._columns.append(f"{self._prefix}/known_negatives@{k}", share_B)
+        self._accuracy.add(targets)
+        if "auc" in self._config.metrics and targets.num_users:
+            self._columns.append(f"{self._prefix}/mrr", metrics.reciprocal_rank(targets))
+            self._columns.append(f"{self._prefix}/auc", metrics.auc(targets))
+            self._columns.append(f"{self._prefix}/num_targets", targets.num_targets_U)
+
+    def estimates(self) -> Estimates:
+        """Return all metrics. Undefined metrics are left out."""
+        estimates = {
+            "users": Estimate(self._accuracy.num_users),
+            "targets": Estimate(self.num_targets),
+            "seen_targets": Estimate(self.num_seen_targets),
+        }
+        estimates |= self._accuracy.estimates()
+        if self._coverage is not None:
+            share_by_k = self._coverage.shares()
+            estimates |= {f"coverage@{k}": Estimate(share_by_k[k]) for k in self._config.ks}
+        if self._has_known_negatives:
+            estimates |= {f"known_negatives@{k}": self._mean(f"known_negatives@{k}") for k in self._config.ks}
+        if "auc" in self._config.metrics:
+            auc_U, num_targets_U = (self._columns.take(f"{self._prefix}/{name}") for name in ("auc", "num_targets"))
+            estimates["mrr"] = self._mean("mrr")
+            estimates["auc"] = mean_estimate(auc_U, confidence=self._config.confidence)
+            estimates["gauc"] = Estimate(metrics.weighted_mean(auc_U, weight_U=num_targets_U))
+        return {name: estimate for name, estimate in estimates.items() if not math.isnan(estimate.value)}
+
+    def _mean(self, name: str) -> Estimate:
+        return mean_estimate(self._columns.take(f"{self._prefix}/{name}"), confidence=self._config.confidence)
 
 
-def slice_reports(
-    ranking: Ranking, mask_T_by_slice: Masks, *, config: EvaluationConfig, min_users: int
-) -> tuple[SliceReport, ...]:
-    """Return the metrics over subsets of the targets, from the positions of the targets in the full ranking."""
-    reports = []
-    for slice_name, mask_T in mask_T_by_slice.items():
-        targets = ranking.target_positions(mask_T)
-        has_enough_users = targets.num_users >= min_users
-        estimates = accuracy(targets, config=config, names=("recall", "ndcg")) if has_enough_users else {}
-        reports.append(
-            SliceReport(
-                name=slice_name,
-                num_users=targets.num_users,
-                num_targets=len(targets.position_T),
-                min_users=min_users,
-                metrics={name: estimate.value for name, estimate in estimates.items()},
-                half_widths=half_widths(estimates),
-            )
-        )
-    return tuple(reports)
+class ColdMetrics:
+    """The metrics of cold items ranked among cold items, from the rankings of chunks of users."""
+
+    def __init__(self, columns: Columns, prefix: str, *, config: EvaluationConfig) -> None:
+        self._columns, self._prefix, self._config = columns, prefix, config
+        self._accuracy: Accuracy | None = None
+        self._num_items = 0
+
+    def add(self, ranking: Ranking) -> None:
+        """Add a chunk."""
+        if self._accuracy is None:
+            self._num_items = ranking.num_items
+            # With a larger cut-off, every item is among the first k.
+            ks, names = [k for k in self._config.ks if k < ranking.num_items], ("recall", "ndcg", "hit_rate")
+            self._accuracy = Accuracy(self._columns, self._prefix, config=self._config, names=names, ks=ks)
+        self._accuracy.add(ranking.target_positions())
+
+    def estimates(self) -> Estimates:
+        """Return the metrics; empty if no user has a cold target."""
+        if self._accuracy is None or not self._accuracy.num_users:
+            return {}
+        counts = {"users": Estimate(self._accuracy.num_users), "items": Estimate(self._num_items)}
+        return self._accuracy.estimates() | counts
+
+
+class ListMetrics:
+    """Novelty, Gini coefficient, popularity lift and diversity of the first k items, from the top lists of chunks of users."""
+
+    def __init__(
+        self, columns: Columns, prefix: str, *, k: int, store: EventStore, vectors_RD: NDArray[np.float32] | None
+    ) -> None:
+        """Start without lists. vectors_RD: pretrained vectors of the items; None without vectors."""
+        self._columns, self._novelty_name, self._k = columns, f"{prefix}/novelty", k
+        self._vectors_RD, self._vector_row_I = vectors_RD, store.vector_rows("item")
+        self._train_count_I = store.train_count_I
+        self._information_I = diversity.item_information(self._train_count_I)
+        self._count_I = np.zeros(store.num_items, np.int64)
+        self._history_events, self._history_length = 0, 0
+        self._distance_sum, self._num_lists = 0.0, 0
+
+    def add(self, top_BK: NDArray[np.int32], *, history_item_L: NDArray[Any]) -> None:
+        """Add top lists. history_item_L: items of the histories of their users."""
+        top_BK = top_BK[:, : self._k]
+        item_L = top_BK[top_BK >= 0]
+        self._columns.append(self._novelty_name, self._information_I[item_L])
+        self._count_I += np.bincount(item_L, minlength=len(self._count_I))
+        self._history_events += int(self._train_count_I[history_item_L].sum())
+        self._history_length += len(history_item_L)
+        if self._vectors_RD is not None and self._vector_row_I is not None:
+            for distance_sum, num_lists in diversity.list_distances(
+                top_BK, vectors_RD=self._vectors_RD, vector_row_I=self._vector_row_I
+            ):
+                self._distance_sum += distance_sum
+                self._num_lists += num_lists
+
+    def estimates(self) -> Estimates:
+        """Return the metrics by <metric>@<k>. Undefined metrics are left out."""
+        values = {
+            "novelty": float(self._columns.take(self._novelty_name).mean()),
+            "gini": diversity.gini_of_counts(self._count_I),
+        }
+        if self._history_events:
+            mean_events = int(self._count_I @ self._train_count_I) / int(self._count_I.sum())
+            values["popularity_lift"] = mean_events / (self._history_events / self._history_length) - 1
+        if self._num_lists:
+            values["diversity"] = self._distance_sum / self._num_lists
+        return {f"{name}@{self._k}": Estimate(value) for name, value in values.items() if not math.isnan(value)}
+
+
+def slice_report(name: str, accuracy: Accuracy, *, min_users: int) -> SliceReport:
+    """Return the metrics of a slice, or its numbers only if it has fewer than `min_users` users."""
+    estimates = accuracy.estimates() if accuracy.num_users >= min_users else {}
+    return SliceReport(
+        name=name,
+        num_users=accuracy.num_users,
+        num_targets=accuracy.num_targets,
+        min_users=min_users,
+        metrics={metric: estimate.value for metric, estimate in estimates.items()},
+        half_widths=half_widths(estimates),
+    )
 
 
 def prefixed(prefix: str, estimates: Mapping[str, Estimate]) -> Estimates:

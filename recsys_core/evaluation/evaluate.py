@@ -5,8 +5,8 @@ Shapes: B queries, I items, D width, T (query, target) pairs, U users.
 
 import json
 import logging
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,30 +16,30 @@ from numpy.typing import NDArray
 
 from recsys_core.dataset.events import EventStore
 from recsys_core.errors import InputError, StageError
-from recsys_core.evaluation import closed_form, diversity, metrics
-from recsys_core.evaluation.baselines import recent_popularity_order, zero_shot_vectors
+from recsys_core.evaluation import closed_form, metrics
+from recsys_core.evaluation.baselines import recent_popularity_order
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.estimates import (
+    ColdMetrics,
+    Columns,
     Estimate,
     Estimates,
-    cold_metrics,
-    full_ranking_metrics,
+    ListMetrics,
+    RankingMetrics,
     half_widths,
     prefixed,
-    slice_reports,
 )
-from recsys_core.evaluation.held_out import HeldOut, load_held_out, ranking_settings
+from recsys_core.evaluation.held_out import HeldOut, HeldOutSplit, ranking_settings
 from recsys_core.evaluation.metrics import TargetPositions
-from recsys_core.evaluation.model_rankings import model_ranker, rank_with_vectors
+from recsys_core.evaluation.model_rankings import model_rankings, zero_shot_rankings
 from recsys_core.evaluation.ranking.catalogue import rank_by_scores
 from recsys_core.evaluation.ranking.queries import Ranking
 from recsys_core.evaluation.ranking.served import rank_by_order
-from recsys_core.evaluation.slices import feature_owners, feature_slices, item_slices, user_slices
+from recsys_core.evaluation.slices import slice_reports
 from recsys_core.manifests import (
     Dataset,
     EvaluationManifest,
     ExportManifest,
-    FeaturesManifest,
     SliceReport,
     StageFolder,
     fingerprint_of,
@@ -49,48 +49,107 @@ logger = logging.getLogger(__name__)
 
 
 class _Results:
-    """The metrics of the rankers on the test split. The rankings themselves are not kept, because they are large.
+    """The metrics of the rankers. Rankings come in chunks of users, and only the values of the users are kept, on disk.
 
     Attributes:
         values: metrics by name, including those without an interval.
         half_widths: see EvaluationManifest.
-        positions: positions of the targets by ranker.
+        rankers: the rankers of the test split.
     """
 
     def __init__(
-        self, config: EvaluationConfig, held_out: HeldOut, *, store: EventStore, vectors_RD: NDArray[np.float32] | None
+        self, config: EvaluationConfig, columns: Columns, *, store: EventStore, vectors_RD: NDArray[np.float32] | None
     ) -> None:
-        self._config, self._held_out, self._store, self._vectors_RD = config, held_out, store, vectors_RD
+        self._config, self._columns, self._store, self._vectors_RD = config, columns, store, vectors_RD
         self.values: dict[str, float] = {}
         self.half_widths: dict[str, float] = {}
-        self.positions: dict[str, TargetPositions] = {}
+        self.rankers: list[str] = []
 
     def add(self, estimates: Estimates) -> None:
         """Add metrics."""
         self.values |= {name: float(estimate.value) for name, estimate in estimates.items()}
         self.half_widths |= half_widths(estimates)
 
-    def add_ranking(self, ranker: str, ranking: Ranking) -> None:
-        """Add all metrics of a ranking of the catalogue by the model or a baseline."""
+    def add_validation(self, rankings: Iterable[tuple[HeldOut, Ranking, Ranking]]) -> None:
+        """Add the metrics of the model on the validation split, from rankings of the catalogue and of the cold items."""
+        full, cold = self._ranking_metrics("validation"), self._cold_metrics("validation")
+        for held_out, ranking, cold_ranking in rankings:
+            full.add(ranking, ranking.target_positions(), known_negatives=held_out.known_negatives)
+            cold.add(cold_ranking)
+        if full.num_targets:
+            self.add(prefixed("validation", full.estimates()))
+        self.add(prefixed("validation/cold", cold.estimates()))
+
+    def add_ranker(self, ranker: str, rankings: Iterable[tuple[HeldOut, Ranking, Ranking | None]]) -> None:
+        """Add all metrics of the model or a baseline on the test split, from its rankings of the catalogue and of cold items.
+
+        Raises InputError if no test user has a target.
+        """
         prefix = "test" if ranker == "model" else f"baseline/{ranker}"
-        self.positions[ranker] = ranking.target_positions()
-        known_negatives = self._held_out.known_negatives
-        self.add(prefixed(prefix, full_ranking_metrics(ranking, config=self._config, known_negatives=known_negatives)))
-        k = min(self._config.ks)
-        top_BK, train_count_I = ranking.top_BK[:, :k], self._store.train_count_I
-        list_metrics = {
-            "novelty": diversity.novelty(top_BK, train_count_I=train_count_I),
-            "gini": diversity.gini(top_BK, num_items=ranking.num_items),
-            "popularity_lift": diversity.popularity_lift(
-                top_BK, history_item_L=self._held_out.history.values_L, train_count_I=train_count_I
-            ),
-        }
-        vector_row_I = self._store.vector_rows("item")
-        if self._vectors_RD is not None and vector_row_I is not None:
-            list_metrics["diversity"] = diversity.intra_list_diversity(
-                top_BK, vectors_RD=self._vectors_RD, vector_row_I=vector_row_I
+        full, cold = self._ranking_metrics(prefix), self._cold_metrics(prefix)
+        lists = ListMetrics(self._columns, prefix, k=min(self._config.ks), store=self._store, vectors_RD=self._vectors_RD)
+        for held_out, ranking, cold_ranking in rankings:
+            targets = ranking.target_positions()
+            full.add(ranking, targets, known_negatives=held_out.known_negatives)
+            lists.add(ranking.top_BK, history_item_L=held_out.history.values_L)
+            self._append_users(ranker, targets, held_out=held_out, ranking=ranking)
+            if cold_ranking is not None:
+                cold.add(cold_ranking)
+        if not full.num_targets:
+            raise InputError(
+                f"the users had already seen all {full.num_seen_targets} test targets; set evaluation.exclude_seen to false"
             )
-        self.values |= {f"{prefix}/{name}@{k}": value for name, value in list_metrics.items() if not math.isnan(value)}
+        self.rankers.append(ranker)
+        self.add(prefixed(prefix, full.estimates()))
+        self.add(prefixed(prefix, lists.estimates()))
+        self.add(prefixed(f"{prefix}/cold", cold.estimates()))
+
+    def append_user_metrics(self, ranker: str, targets: TargetPositions, *, held_out: HeldOut) -> None:
+        """Append the served metrics of a chunk of users, which `write` writes."""
+        user_metrics = metrics.UserMetrics.of(targets, user_row_B=held_out.user_row_B)
+        for metric, value_U in {"user_row": user_metrics.user_row_U, **user_metrics.value_U_by_metric}.items():
+            self._columns.append(f"user/{ranker}/{metric}", value_U)
+
+    def write(self, output_folder: Path) -> None:
+        """Write the files of the values of the users and their targets.
+
+        A served version never recommends items that the user has seen, so the metrics of rankings with these items are left
+        out.
+        """
+        read, rankers = self._columns.read, self.rankers if self._config.exclude_seen else ["popularity"]
+        user_metrics = {
+            ranker: metrics.UserMetrics(
+                read(f"user/{ranker}/user_row"), {name: read(f"user/{ranker}/{name}") for name in metrics.SERVED_METRICS}
+            )
+            for ranker in rankers
+        }
+        metrics.write_user_metrics(user_metrics, output_folder / metrics.USER_METRICS_FILE)
+        metrics.write_positions(
+            {ranker: read(f"position/{ranker}") for ranker in self.rankers},
+            user_row_T=read("user_row_T"),
+            num_candidates_T=read("num_candidates_T"),
+            path=output_folder / metrics.POSITIONS_FILE,
+        )
+
+    def _append_users(self, ranker: str, targets: TargetPositions, *, held_out: HeldOut, ranking: Ranking) -> None:
+        """Append the positions and the metrics of a chunk of users."""
+        self._columns.append(f"position/{ranker}", targets.position_T)
+        if self._config.exclude_seen:
+            self.append_user_metrics(ranker, targets, held_out=held_out)
+        if ranker == "model":
+            user_row_U = held_out.user_row_B[targets.original_user_U]
+            self._columns.append("user_row_T", user_row_U[targets.user_T])
+            self._columns.append("num_candidates_T", targets.num_candidates_U[targets.user_T])
+            self._columns.append("target/user", ranking.query_T + len(self._columns.read("target/user_row")))
+            self._columns.append("target/user_row", held_out.user_row_B)
+            self._columns.append("target/item", ranking.item_T)
+            self._columns.append("target/position", ranking.position_T)
+
+    def _ranking_metrics(self, prefix: str) -> RankingMetrics:
+        return RankingMetrics(self._columns, prefix, config=self._config)
+
+    def _cold_metrics(self, prefix: str) -> ColdMetrics:
+        return ColdMetrics(self._columns, f"{prefix}/cold", config=self._config)
 
 
 def evaluate(
@@ -133,61 +192,60 @@ def evaluate(
     if not export.num_queries.get("test", 0):
         raise InputError("the test split has no event, so nothing can be evaluated; change interactions.split")
     with stage.writing() as output_folder:
-        store = EventStore.open(interactions)
-        load = partial(load_held_out, config=config, store=store, export=export, interactions=interactions)
+        store, scratch_folder = EventStore.open(interactions), output_folder / "scratch"
+        scratch_folder.mkdir()
+        columns = Columns(scratch_folder)
+        load = partial(HeldOutSplit, config=config, store=store, export=export, interactions=interactions)
         on_ranked = _counter(on_progress, total=_num_rankings(config, export=export, dataset=dataset))
-        rank = model_ranker(config, export=export, on_ranked=on_ranked)
-        held_out = load("test")
+        rank = partial(model_rankings, config=config, export=export, on_ranked=on_ranked)
         vectors_RD = None if item_embeddings is None else np.load(item_embeddings.vectors_path("item"), mmap_mode="r")
-        results = _Results(config, held_out, store=store, vectors_RD=vectors_RD)
+        results = _Results(config, columns, store=store, vectors_RD=vectors_RD)
         if export.num_queries.get("validation", 0):
-            validation = load("validation")
-            ranking, cold_ranking = rank("validation", validation)
-            if len(ranking.position_T):
-                estimates = full_ranking_metrics(ranking, config=config, known_negatives=validation.known_negatives)
-                results.add(prefixed("validation", estimates))
-            results.add(prefixed("validation/cold", cold_metrics(cold_ranking, config=config)))
-        ranking, cold_ranking = rank("test", held_out)
-        if not len(ranking.position_T):
-            raise InputError(
-                f"the users had already seen all {ranking.num_seen_targets} test targets; set evaluation.exclude_seen to false"
-            )
-        results.add_ranking("model", ranking)
-        results.add(prefixed("test/cold", cold_metrics(cold_ranking, config=config)))
-        slices = _slices(ranking, held_out, config=config, store=store, features=dataset.features)
+            results.add_validation(rank(load("validation")))
+        test = load("test")
+        results.add_ranker("model", rank(test))
+        slices = slice_reports(columns, config=config, store=store, features=dataset.features)
         results.add(_slice_estimates(slices))
-        for name, ranking in _rank_baselines(config, held_out, store=store, on_ranked=on_ranked):
-            results.add_ranking(name, ranking)
+        for name, rank_chunk in _baselines(config, order_I=test.popularity_order_I, store=store, on_ranked=on_ranked):
+            results.add_ranker(name, ((held_out, rank_chunk(held_out), None) for held_out in test))
         if vectors_RD is not None:
-            vector_row_I = store.vector_rows("item")
-            assert vector_row_I is not None  # the ingest requires that items have vectors
-            query_BD, vector_ID = zero_shot_vectors(vectors_RD, vector_row_I=vector_row_I, histories=held_out.history)
-            every_user = replace(held_out.queries, query_BD=query_BD, is_known_B=np.ones(len(query_BD), np.bool_))
-            ranking, cold_ranking = rank_with_vectors(
-                replace(held_out, queries=every_user), item_vector_ID=vector_ID, config=config, on_ranked=on_ranked
-            )
-            results.add_ranking("zero_shot", ranking)
-            results.add(prefixed("baseline/zero_shot/cold", cold_metrics(cold_ranking, config=config)))
-        _write_user_metrics(results.positions, held_out, config=config, path=output_folder / metrics.USER_METRICS_FILE)
-        metrics.write_positions(results.positions, user_row_B=held_out.user_row_B, path=output_folder / metrics.POSITIONS_FILE)
-        np.save(output_folder / "popularity.npy", held_out.popularity_order_I)
+            zero_shot = zero_shot_rankings(test, vectors_RD, config=config, store=store, on_ranked=on_ranked)
+            results.add_ranker("zero_shot", zero_shot)
+        if not config.exclude_seen:
+            for held_out in test:
+                unseen = replace(held_out.queries, seen=held_out.history)
+                ranking = rank_by_order(unseen, order_I=test.popularity_order_I, k=0)
+                results.append_user_metrics("popularity", ranking.target_positions(), held_out=held_out)
+        results.write(output_folder)
+        np.save(output_folder / "popularity.npy", test.popularity_order_I)
         (output_folder / "metrics.json").write_text(json.dumps(results.values, indent=2))
+        shutil.rmtree(scratch_folder)
         return stage.commit(metrics=results.values, half_widths=results.half_widths, slices=slices)
 
 
-def _rank_baselines(
-    config: EvaluationConfig, held_out: HeldOut, *, store: EventStore, on_ranked: Callable[[int], None]
-) -> Iterator[tuple[str, Ranking]]:
-    """Yield the name and the ranking of each baseline that needs only the log, and therefore cannot rank cold items."""
-    settings, order_I = ranking_settings(config), held_out.popularity_order_I
-    k = settings.k
-    rank_in_order = partial(rank_by_order, held_out.queries, k=k)
-    yield "popularity", rank_in_order(order_I=order_I)
-    if "recent_popularity" in config.baselines and store.has_times:
-        recent_order_I = recent_popularity_order(
-            "test", store=store, days=config.recent_days, popularity_order_I=held_out.popularity_order_I
+def _baselines(
+    config: EvaluationConfig, *, order_I: NDArray[np.int32], store: EventStore, on_ranked: Callable[[int], None]
+) -> Iterator[tuple[str, Callable[[HeldOut], Ranking]]]:
+    """Yield the name of each baseline that needs only the log, and its function that ranks the items for a chunk of users.
+
+    These baselines cannot rank cold items.
+    """
+    settings = ranking_settings(config)
+
+    def rank_in_order(held_out: HeldOut, *, order_I: NDArray[np.int32]) -> Ranking:
+        return rank_by_order(held_out.queries, order_I=order_I, k=settings.k)
+
+    def rank_linearly(held_out: HeldOut, *, model: closed_form.LinearModel) -> Ranking:
+        # Without a history all scores are 0, and the items are ranked by popularity.
+        scores = model(held_out.history)._asdict()
+        return rank_by_scores(
+            held_out.queries, **scores, row_C=order_I, k=settings.k, top_only=settings.top_only, on_progress=on_ranked
         )
-        yield "recent_popularity", rank_in_order(order_I=recent_order_I)
+
+    yield "popularity", partial(rank_in_order, order_I=order_I)
+    if "recent_popularity" in config.baselines and store.has_times:
+        recent_order_I = recent_popularity_order("test", store=store, days=config.recent_days, popularity_order_I=order_I)
+        yield "recent_popularity", partial(rank_in_order, order_I=recent_order_I)
     linear_baselines = [name for name in ("cooccurrence", "closed_form") if name in config.baselines]
     if linear_baselines and store.num_items > config.closed_form.max_items:
         logger.info(
@@ -196,34 +254,8 @@ def _rank_baselines(
         )  # fmt: skip
         return
     for name in linear_baselines:
-        # Without a history all scores are 0, and the items are ranked by popularity.
-        model = closed_form.cooccurrence if name == "cooccurrence" else partial(closed_form.linear_model, config.closed_form)
-        scores = model(store=store, histories=held_out.history, order_I=order_I)
-        yield (
-            name,
-            rank_by_scores(
-                held_out.queries, **scores._asdict(), row_C=order_I, k=k, top_only=settings.top_only, on_progress=on_ranked
-            ),
-        )
-
-
-def _slices(
-    ranking: Ranking, held_out: HeldOut, *, config: EvaluationConfig, store: EventStore, features: FeaturesManifest | None
-) -> tuple[SliceReport, ...]:
-    """Return the metrics of the slices by popularity, by history and by features."""
-    user_row_B, user_T, item_T = held_out.user_row_B, ranking.query_T, ranking.item_T
-    masks = item_slices(store.train_count_I, item_T=item_T) | user_slices(store.train_count_U[user_row_B], user_T=user_T)
-    masks |= {"warm items": ~masks["cold items"], "known users": ~masks["new users"]}
-    reports = slice_reports(ranking, masks, config=config, min_users=config.min_slice_users)
-    for feature_slice in config.slices:
-        owner_T = feature_owners(feature_slice.feature, store=store, user_row_U=user_row_B, user_T=user_T, item_T=item_T)
-        reports += slice_reports(
-            ranking,
-            feature_slices(feature_slice, features, owner_T=owner_T),
-            config=config,
-            min_users=feature_slice.min_users or config.min_slice_users,
-        )
-    return reports
+        fit = closed_form.cooccurrence if name == "cooccurrence" else partial(closed_form.linear_model, config.closed_form)
+        yield name, partial(rank_linearly, model=fit(store=store, order_I=order_I))
 
 
 def _slice_estimates(slices: Sequence[SliceReport]) -> Estimates:
@@ -234,24 +266,6 @@ def _slice_estimates(slices: Sequence[SliceReport]) -> Estimates:
         if "=" not in report.name
         for name, value in {"targets": report.num_targets, "users": report.num_users, **report.metrics}.items()
     }
-
-
-def _write_user_metrics(
-    positions_by_ranker: Mapping[str, TargetPositions], held_out: HeldOut, *, config: EvaluationConfig, path: Path
-) -> None:
-    """Write the metrics of each test user, by which the gate compares served versions with baselines.
-
-    A served version never recommends items that the user has seen, so rankings with these items are left out.
-    """
-    if not config.exclude_seen:
-        unseen = replace(held_out.queries, seen=held_out.history)
-        ranking = rank_by_order(unseen, order_I=held_out.popularity_order_I, k=0)
-        positions_by_ranker = {"popularity": ranking.target_positions()}
-    user_metrics = {
-        ranker: metrics.UserMetrics.of(positions, user_row_B=held_out.user_row_B)
-        for ranker, positions in positions_by_ranker.items()
-    }
-    metrics.write_user_metrics(user_metrics, path)
 
 
 def _num_rankings(config: EvaluationConfig, *, export: ExportManifest, dataset: Dataset) -> int:

@@ -3,6 +3,7 @@
 Shapes: B queries, I items, C cold items, L targets of all queries, T ranked (query, target) pairs.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recsys_core.dataset.events import EvaluationSplit, EventStore
-from recsys_core.dataset.jagged import Int64Array, JaggedArray
+from recsys_core.dataset.jagged import Int64Array, JaggedArray, chunk_slices
 from recsys_core.evaluation.baselines import cold_rows, popularity_before
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.metrics import SERVED_METRICS
@@ -20,6 +21,9 @@ from recsys_core.evaluation.ranking.served import among_candidates
 from recsys_core.manifests import ExportManifest, InteractionsManifest, RankingSettings
 from recsys_core.models.spec import ModelSpec
 from recsys_core.seeds import EVALUATION_USERS_SEED
+
+CHUNK_USERS = 1 << 16
+"""Users whose histories and rankings are in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -82,33 +86,53 @@ def cold_queries(queries: Queries, cold_row_C: NDArray[np.int64], *, num_items: 
     return among_candidates(unseen, cold_row_C, num_items=num_items)
 
 
-def load_held_out(
-    split: EvaluationSplit,
-    *,
-    config: EvaluationConfig,
-    store: EventStore,
-    export: ExportManifest,
-    interactions: InteractionsManifest,
-) -> HeldOut:
-    """Load the evaluated users of a split. Their query vectors are loaded only if the export has no ranking for `config`."""
-    user_row_B = np.load(export.path(f"query_users_{split}.npy"))
-    sampled_indices = sampled_users(len(user_row_B), max_users=config.max_users)
-    user_row_B = user_row_B[sampled_indices]
-    query_BD = torch.empty((len(user_row_B), 0))
-    if export.ranking != ranking_settings(config):
-        query_vectors = np.load(export.path(f"query_vectors_{split}.npy"), mmap_mode="r")
-        query_BD = torch.from_numpy(query_vectors[sampled_indices])
-    spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
-    queries, history = queries_of(user_row_B, query_BD, split=split, exclude_seen=config.exclude_seen, store=store, spec=spec)
-    known_negatives = None
-    if store.known_negatives is not None:
-        # An event wins over a label below the threshold, and a validation event may be later than the label.
-        known_negatives = store.known_negatives.before(user_row_B, split).difference(history, bound=store.num_items)
-    return HeldOut(
-        queries=queries,
-        user_row_B=user_row_B,
-        history=history,
-        popularity_order_I=popularity_before(split, store=store, interactions=interactions),
-        cold_row_C=cold_rows(store, split),
-        known_negatives=known_negatives,
-    )
+class HeldOutSplit:
+    """The evaluated users of a split. An iteration yields them in chunks."""
+
+    def __init__(
+        self,
+        split: EvaluationSplit,
+        *,
+        config: EvaluationConfig,
+        store: EventStore,
+        export: ExportManifest,
+        interactions: InteractionsManifest,
+    ) -> None:
+        """Map the query vectors only if the export has no ranking for `config`."""
+        self.split, self._store, self._exclude_seen = split, store, config.exclude_seen
+        self._user_row_R = np.load(export.path(f"query_users_{split}.npy"), mmap_mode="r")
+        self._index_B = sampled_users(len(self._user_row_R), max_users=config.max_users)
+        self._vector_RD = None
+        if export.ranking != ranking_settings(config):
+            self._vector_RD = np.load(export.path(f"query_vectors_{split}.npy"), mmap_mode="r")
+        self._spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
+        self.popularity_order_I = popularity_before(split, store=store, interactions=interactions)
+        self.cold_row_C = cold_rows(store, split)
+
+    def __iter__(self) -> Iterator[HeldOut]:
+        """Yield at most CHUNK_USERS users at a time."""
+        return map(self.load, chunk_slices(len(self._index_B), length=CHUNK_USERS))
+
+    def load(self, users: slice = slice(None)) -> HeldOut:
+        """Load some of the evaluated users; all by default."""
+        index_B = self._index_B[users]
+        user_row_B, query_BD = np.asarray(self._user_row_R[index_B]), torch.empty((len(index_B), 0))
+        if self._vector_RD is not None:
+            query_BD = torch.from_numpy(self._vector_RD[index_B])
+        queries, history = queries_of(
+            user_row_B, query_BD, split=self.split, exclude_seen=self._exclude_seen, store=self._store, spec=self._spec
+        )
+        known_negatives = None
+        if self._store.known_negatives is not None:
+            # An event wins over a label below the threshold, and a validation event may be later than the label.
+            known_negatives = self._store.known_negatives.before(user_row_B, self.split).difference(
+                history, bound=self._store.num_items
+            )
+        return HeldOut(
+            queries=queries,
+            user_row_B=user_row_B,
+            history=history,
+            popularity_order_I=self.popularity_order_I,
+            cold_row_C=self.cold_row_C,
+            known_negatives=known_negatives,
+        )

@@ -167,10 +167,14 @@ def grouped_auc(targets: TargetPositions) -> float:
     Items are compared only within the ranking of a user, because scores of different users are not comparable. NaN if every
     user's AUC is NaN.
     """
-    auc_U = auc(targets)
-    is_defined_U = ~np.isnan(auc_U)
-    weight_U = targets.num_targets_U[is_defined_U]
-    return float(np.average(auc_U[is_defined_U], weights=weight_U)) if len(weight_U) else float("nan")
+    return weighted_mean(auc(targets), weight_U=targets.num_targets_U)
+
+
+def weighted_mean(value_U: Floats, *, weight_U: NDArray[np.int64]) -> float:
+    """Return the weighted mean of the values that are not NaN; NaN if all are."""
+    is_defined_U = ~np.isnan(value_U)
+    defined_weight_U = weight_U[is_defined_U]
+    return float(np.average(value_U[is_defined_U], weights=defined_weight_U)) if len(defined_weight_U) else float("nan")
 
 
 METRIC_BY_NAME: Mapping[str, Callable[..., Floats]] = {
@@ -182,17 +186,6 @@ METRIC_BY_NAME: Mapping[str, Callable[..., Floats]] = {
     "mrr": reciprocal_rank,
 }
 """The metrics at a cut-off K whose mean over the users is reported, by the names of `evaluation.metrics`."""
-
-
-def coverage(top_BK: NDArray[np.int32], *, k: int, num_items: int) -> float:
-    """Return the share of the catalogue that is among the first k items of at least one query; -1 in `top_BK` is no item.
-
-    >>> coverage(np.array([[3, 1, 2], [3, 0, -1]], np.int32), k=2, num_items=4)
-    0.75
-    """
-    is_covered_I = np.zeros(num_items + 1, np.bool_)
-    is_covered_I[top_BK[:, :k]] = True
-    return float(np.count_nonzero(is_covered_I[:num_items]) / num_items)
 
 
 SERVED_METRICS: Mapping[str, tuple[Callable[..., Floats], int]] = {
@@ -263,17 +256,18 @@ def read_user_metrics(path: Path) -> dict[str, UserMetrics]:
 POSITIONS_FILE = "positions.parquet"
 
 
-def write_positions(targets_by_ranker: Mapping[str, TargetPositions], *, user_row_B: NDArray[Any], path: Path) -> None:
+def write_positions(
+    position_T_by_ranker: Mapping[str, NDArray[np.int64]],
+    *,
+    user_row_T: NDArray[np.int64],
+    num_candidates_T: NDArray[np.int64],
+    path: Path,
+) -> None:
     """Write the positions of the same targets in several rankings, from which every metric of a user can be computed.
 
     The columns are user_row, num_candidates, and the positions of the user's targets for each ranker, ascending from 0.
     """
-    columns: dict[str, NDArray[Any]] = {}
-    for ranker, targets in targets_by_ranker.items():
-        columns["user_row"] = user_row_B[targets.original_user_U][targets.user_T]
-        columns["num_candidates"] = targets.num_candidates_U[targets.user_T]
-        columns[ranker] = targets.position_T
-    pq.write_table(pa.table(columns), path)
+    pq.write_table(pa.table({"user_row": user_row_T, "num_candidates": num_candidates_T, **position_T_by_ranker}), path)
 
 
 def read_positions(path: Path) -> dict[str, TargetPositions]:

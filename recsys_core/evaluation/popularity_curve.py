@@ -19,7 +19,7 @@ from recsys_core.dataset.events import EventStore
 from recsys_core.errors import InputError
 from recsys_core.evaluation import diversity, metrics
 from recsys_core.evaluation.config import EvaluationConfig
-from recsys_core.evaluation.held_out import HeldOut, load_held_out
+from recsys_core.evaluation.held_out import HeldOut, HeldOutSplit
 from recsys_core.evaluation.ranking.served import rank_served
 from recsys_core.manifests import ExportManifest, InteractionsManifest
 from recsys_core.models.score_terms import append_popularity, item_popularity
@@ -62,7 +62,7 @@ def popularity_curve(
     spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
     # Without a ranking in the manifest, the query vectors are loaded.
     unranked = export.model_copy(update={"ranking": None})
-    held_out = load_held_out("validation", config=config, store=store, export=unranked, interactions=interactions)
+    held_out = HeldOutSplit("validation", config=config, store=store, export=unranked, interactions=interactions).load()
     query_BD, item_ID = held_out.queries.query_BD, torch.from_numpy(np.load(export.path("item_vectors.npy")))
     # The vectors have single precision: a weight of 0.1 must not become a second point next to the 0.1 of `weights`.
     served_weight = float(f"{float(query_BD[0, -1]):.6g}") if spec.config.has_popularity else 0.0
@@ -105,7 +105,7 @@ def _metrics(config: EvaluationConfig, held_out: HeldOut, *, item_ID: Tensor, st
     values = {
         "recall": metrics.recall(targets, k=k).mean(),
         "ndcg": metrics.ndcg(targets, k=k).mean(),
-        "coverage": metrics.coverage(ranking.top_BK, k=k, num_items=ranking.num_items),
+        "coverage": diversity.coverage(ranking.top_BK, k=k, num_items=ranking.num_items),
         "novelty": diversity.novelty(ranking.top_BK, train_count_I=train_count_I),
         "popularity_lift": diversity.popularity_lift(
             ranking.top_BK, history_item_L=history_item_L, train_count_I=train_count_I

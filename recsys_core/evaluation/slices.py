@@ -3,8 +3,9 @@
 Shapes: I items, U users, T (user, target item) pairs, L test events.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -12,11 +13,15 @@ from numpy.typing import NDArray
 
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import FeatureStore
-from recsys_core.dataset.jagged import Int64Array, ragged_ranges
+from recsys_core.dataset.jagged import Int64Array, chunk_slices, ragged_ranges
 from recsys_core.errors import InputError
-from recsys_core.evaluation.config import FeatureSlice
-from recsys_core.manifests import FeaturesManifest
+from recsys_core.evaluation.config import EvaluationConfig, FeatureSlice
+from recsys_core.evaluation.estimates import Accuracy, Columns, slice_report
+from recsys_core.evaluation.held_out import CHUNK_USERS
+from recsys_core.evaluation.metrics import TargetPositions
+from recsys_core.manifests import FeaturesManifest, SliceReport
 
+ITEM_GROUPS = ("head", "torso", "tail", "cold")
 Masks = dict[str, NDArray[np.bool_]]
 """Whether each target belongs to a slice, by name of the slice."""
 
@@ -31,28 +36,44 @@ def item_slices(train_count_I: NDArray[Any], *, item_T: NDArray[Any]) -> Masks:
     >>> {name: np.flatnonzero(mask_T).tolist() for name, mask_T in masks.items()}
     {'head items': [0], 'torso items': [1, 2], 'tail items': [3, 4, 5], 'cold items': [6]}
     """
+    return _group_slices(_popularity_group(train_count_I), item_T=item_T)
+
+
+def _group_slices(group_I: NDArray[np.int8], *, item_T: NDArray[Any]) -> Masks:
+    group_T = group_I[item_T]
+    return {f"{name} items": group_T == group for group, name in enumerate(ITEM_GROUPS)}
+
+
+def _popularity_group(train_count_I: NDArray[Any]) -> NDArray[np.int8]:
+    """Return the group of each item as an index of ITEM_GROUPS, [I]; see `item_slices`."""
     order_I = np.argsort(-train_count_I, kind="stable")
     count_before_I = np.empty(len(train_count_I), np.float64)
     count_before_I[order_I] = np.cumsum(train_count_I[order_I]) - train_count_I[order_I]
-    third_T = np.minimum(3 * count_before_I[item_T] // max(1, train_count_I.sum()), 2)
-    is_cold_T = train_count_I[item_T] == 0
-    masks = {f"{name} items": (third_T == third) & ~is_cold_T for third, name in enumerate(("head", "torso", "tail"))}
-    return masks | {"cold items": is_cold_T}
+    third_I = np.minimum(3 * count_before_I // max(1, train_count_I.sum()), 2)
+    return np.where(train_count_I == 0, ITEM_GROUPS.index("cold"), third_I).astype(np.int8)
 
 
-def user_slices(history_length_U: NDArray[Any], *, user_T: NDArray[Any]) -> Masks:
+def user_slices(history_length_U: NDArray[Any], *, user_T: NDArray[Any], median: float | None = None) -> Masks:
     """Return the slices by the number of items in the user's history.
 
     New users have no history. Light users have at most as many items as the median of the other users, heavy users have more.
+
+    median: number of items that divides light and heavy users. Default: that of these users.
 
     >>> masks = user_slices(np.array([0, 2, 3, 9]), user_T=np.array([0, 1, 2, 2, 3]))
     >>> {name: np.flatnonzero(mask_T).tolist() for name, mask_T in masks.items()}
     {'new users': [0], 'light users': [1, 2, 3], 'heavy users': [4]}
     """
     is_new_U = history_length_U == 0
-    median = np.median(history_length_U[~is_new_U]) if not is_new_U.all() else 0
+    median = _median_length(history_length_U) if median is None else median
     is_heavy_T = history_length_U[user_T] > median
     return {"new users": is_new_U[user_T], "light users": ~is_new_U[user_T] & ~is_heavy_T, "heavy users": is_heavy_T}
+
+
+def _median_length(history_length_U: NDArray[Any]) -> float:
+    """Return the median length of the histories that are not empty; 0 without one."""
+    is_new_U = history_length_U == 0
+    return float(np.median(history_length_U[~is_new_U])) if not is_new_U.all() else 0.0
 
 
 def feature_slices(config: FeatureSlice, features: FeaturesManifest | None, *, owner_T: Int64Array) -> Masks:
@@ -65,24 +86,53 @@ def feature_slices(config: FeatureSlice, features: FeaturesManifest | None, *, o
 
     Raises InputError if the feature is not declared, or has numbers instead of values.
     """
-    key = config.feature
-    if features is None or key not in features.features:
-        declared = ", ".join(sorted(features.features)) if features is not None else "none"
-        raise InputError(
-            f"evaluation.slices: {key} is not declared under features (declared: {declared}); declare it, or remove it"
-        )
-    facts = features.features[key]
-    if facts.mean is not None:
-        raise InputError(f"evaluation.slices: {key} is standardised, so it has no values to slice by; declare it with buckets")
-    values, _ = FeatureStore.open(features).feature_by_key[key].rows_and_weights(owner_T)
-    target_count_R = np.bincount(values.values_L, minlength=1)
-    frequent_rows = np.argsort(-target_count_R, kind="stable")[: config.max_values]
-    masks = {}
-    for row in frequent_rows[target_count_R[frequent_rows] > 0].tolist():
-        mask_T = np.zeros(len(owner_T), np.bool_)
-        mask_T[values.list_index_L[values.values_L == row]] = True
-        masks[f"{key}={_value_name(features, key, row=row)}"] = mask_T
-    return masks
+    values = FeatureValues(config, features)
+    values.count(owner_T)
+    return values.slices(owner_T)
+
+
+class FeatureValues:
+    """The most frequent values of a feature among targets that come in chunks: first all are counted, and then divided."""
+
+    def __init__(self, config: FeatureSlice, features: FeaturesManifest | None) -> None:
+        """Open the feature. Raises InputError as `feature_slices`."""
+        self._key = key = config.feature
+        if features is None or key not in features.features:
+            declared = ", ".join(sorted(features.features)) if features is not None else "none"
+            raise InputError(
+                f"evaluation.slices: {key} is not declared under features (declared: {declared}); declare it, or remove it"
+            )
+        if features.features[key].mean is not None:
+            raise InputError(
+                f"evaluation.slices: {key} is standardised, so it has no values to slice by; declare it with buckets"
+            )
+        self._features, self._max_values = features, config.max_values
+        self._feature = FeatureStore.open(features).feature_by_key[key]
+        self._target_count_R = np.zeros(1, np.int64)
+
+    def count(self, owner_T: Int64Array) -> None:
+        """Count the values of a chunk of targets."""
+        values, _ = self._feature.rows_and_weights(owner_T)
+        count_R = np.bincount(values.values_L, minlength=len(self._target_count_R))
+        count_R[: len(self._target_count_R)] += self._target_count_R
+        self._target_count_R = count_R
+
+    def slices(self, owner_T: Int64Array) -> Masks:
+        """Return the slices of a chunk of targets; see `feature_slices`."""
+        values, _ = self._feature.rows_and_weights(owner_T)
+        masks = {}
+        for row, name in self._name_by_row.items():
+            mask_T = np.zeros(len(owner_T), np.bool_)
+            mask_T[values.list_index_L[values.values_L == row]] = True
+            masks[name] = mask_T
+        return masks
+
+    @cached_property
+    def _name_by_row(self) -> dict[int, str]:
+        """Names of the slices by row of the value, the most frequent value first."""
+        frequent_rows = np.argsort(-self._target_count_R, kind="stable")[: self._max_values]
+        rows = frequent_rows[self._target_count_R[frequent_rows] > 0].tolist()
+        return {row: f"{self._key}={_value_name(self._features, self._key, row=row)}" for row in rows}
 
 
 def guarded_slices(
@@ -145,3 +195,76 @@ def _value_name(features: FeaturesManifest, key: str, *, row: int) -> str:
     if vocabulary_file not in features.files:
         return f"(hash {row})"
     return str(pq.read_table(features.path(vocabulary_file), columns=["value"])["value"][row].as_py())
+
+
+class _TargetChunk(NamedTuple):
+    """The ranked targets of a chunk of users.
+
+    Attributes:
+        users: slice of the evaluated users.
+        user_row_U: rows of these users.
+        user_T, item_T, position_T: index of each target's user in user_row_U, its item row, and its position.
+    """
+
+    users: slice
+    user_row_U: NDArray[np.int64]
+    user_T: NDArray[np.int64]
+    item_T: NDArray[np.int64]
+    position_T: NDArray[np.int64]
+
+    def positions(self, mask_T: NDArray[np.bool_]) -> TargetPositions:
+        """Return the positions of some targets. The numbers of candidates are 0, because the metrics of slices ignore them."""
+        return TargetPositions.from_pairs(
+            user_T=self.user_T[mask_T],
+            position_T=self.position_T[mask_T],
+            num_candidates_B=np.zeros(len(self.user_row_U), np.int64),
+        )
+
+    def owners(self, feature: str, *, store: EventStore) -> NDArray[np.int64]:
+        """Return what has the feature of each target; see `feature_owners`."""
+        return feature_owners(feature, store=store, user_row_U=self.user_row_U, user_T=self.user_T, item_T=self.item_T)
+
+
+def _target_chunks(columns: Columns) -> Iterator[_TargetChunk]:
+    """Yield the targets of the model's ranking."""
+    user_row_B, user_T = columns.read("target/user_row"), columns.read("target/user")
+    item_T, position_T = columns.read("target/item"), columns.read("target/position")
+    for users in chunk_slices(len(user_row_B), length=CHUNK_USERS):
+        targets = slice(*np.searchsorted(user_T, [users.start, users.stop]).tolist())
+        yield _TargetChunk(
+            users, *map(np.asarray, (user_row_B[users], user_T[targets] - users.start, item_T[targets], position_T[targets]))
+        )
+
+
+def slice_reports(
+    columns: Columns, *, config: EvaluationConfig, store: EventStore, features: FeaturesManifest | None
+) -> tuple[SliceReport, ...]:
+    """Return the metrics of the slices by popularity, by history and by features, from the positions of the model's targets."""
+    user_row_B = columns.read("target/user_row")
+    group_I, history_length_B = _popularity_group(store.train_count_I), store.train_count_U[user_row_B]
+    median = _median_length(history_length_B)
+    feature_values = [FeatureValues(slice_config, features) for slice_config in config.slices]
+    for chunk in _target_chunks(columns) if feature_values else ():
+        for slice_config, values in zip(config.slices, feature_values, strict=True):
+            values.count(chunk.owners(slice_config.feature, store=store))
+    accuracy_by_slice: dict[tuple[int, str], Accuracy] = {}
+
+    def add(masks: Masks, chunk: _TargetChunk, *, group: int) -> None:
+        for name, mask_T in masks.items():
+            if (group, name) not in accuracy_by_slice:
+                prefix = f"slice/{group}/{name}"
+                accuracy_by_slice[group, name] = Accuracy(columns, prefix, config=config, names=("recall", "ndcg"))
+            accuracy_by_slice[group, name].add(chunk.positions(mask_T))
+
+    for chunk in _target_chunks(columns):
+        masks = _group_slices(group_I, item_T=chunk.item_T)
+        masks |= user_slices(history_length_B[chunk.users], user_T=chunk.user_T, median=median)
+        masks |= {"warm items": ~masks["cold items"], "known users": ~masks["new users"]}
+        add(masks, chunk, group=0)
+        for group, (slice_config, values) in enumerate(zip(config.slices, feature_values, strict=True), start=1):
+            add(values.slices(chunk.owners(slice_config.feature, store=store)), chunk, group=group)
+    min_users_by_group = [config.min_slice_users, *(other.min_users or config.min_slice_users for other in config.slices)]
+    return tuple(
+        slice_report(name, accuracy, min_users=min_users_by_group[group])
+        for (group, name), accuracy in sorted(accuracy_by_slice.items(), key=lambda item: item[0][0])
+    )

@@ -158,12 +158,15 @@ class IndexReport(Frozen):
     k: int
     ms_per_query: float
     size_bytes: int
+    shards: int = Field(1, description="number of files of the index, each with a part of the items")
     parameters: dict[str, int]
     tried: tuple[SearchPoint, ...] = Field((), description="search settings that were measured to reach the recall target")
 
 
 class IndexManifest(Manifest):
     """<kind>.faiss for each kind of index that was built, with `auto` only for flat, the chosen and the configured kinds.
+
+    An index of several shards has the files <kind>.0.faiss, <kind>.1.faiss, ...; see recsys_core.retrieval.shards.
 
     served_recall.parquet: recall of the served index for each measured test query, columns user int64 (row) and recall.
     """

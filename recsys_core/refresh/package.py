@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import faiss
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,7 +16,7 @@ from recsys_core.manifests import PackageManifest, StageFolder, fingerprint_of
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import OFFSET_TABLE, TEACHER_TABLE
 from recsys_core.refresh.changes import Changes
-from recsys_core.retrieval.index import build_index
+from recsys_core.retrieval.index import write_index
 from recsys_core.retrieval.search import verify_file
 from recsys_core.serving.contents import PackageContents
 from recsys_core.serving.description import (
@@ -56,7 +55,7 @@ def refresh_package(parent: PackageContents, changes: Changes, *, parent_folder:
         save_tower(tower, package_folder / "tower.safetensors", space_id=package.space_id)
         item_vector_ID = refreshed_vectors(parent, changes)
         kind = package.index.fitted(len(item_vector_ID), package.dim)
-        faiss.write_index(build_index(kind, item_vector_ID), str(package_folder / "index.faiss"))
+        write_index(kind, item_vector_ID, [package_folder / name for name in package.index_names])
         write_items(
             package_folder / ITEMS_NAME,
             columns=changes.columns,

@@ -1,6 +1,6 @@
 """Configuration of the FAISS indexes."""
 
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -8,11 +8,14 @@ from recsys_core.config import Settings
 from recsys_core.errors import InputError
 from recsys_core.retrieval.auto import Auto
 from recsys_core.retrieval.kinds import AnyIndexKind, Flat, Hnsw
+from recsys_core.units import GIB
 
 _CLASS_BY_KIND = {kind_class.model_fields["kind"].default: kind_class for kind_class in get_args(get_args(AnyIndexKind)[0])}
 _EARLIER_NAMES = {"served_kind": "served", "compared_kinds": "compared"}
 _EARLIER_SETTINGS = ("nlist", "nprobe", "pq_m", "pq_nbits", "hnsw_m", "ef_construction", "ef_search")
 """Settings of single kinds that were settings of all indexes in earlier versions."""
+MAX_SHARD_BYTES = 4 * GIB
+"""Size of a shard with `shards: auto`."""
 
 
 class IndexConfig(Settings):
@@ -40,6 +43,11 @@ class IndexConfig(Settings):
         "served, with a warning",
     )
     recall_k: int = Field(100, ge=1, le=10_000, description="cut-off K of this recall")
+    shards: Annotated[int, Field(ge=1, le=1_024)] | Literal["auto"] = Field(
+        1,
+        description="number of shards of each index. One shard at a time is built in memory, and a search merges the results "
+        "of all shards. With `auto`, an index has as many shards as are necessary so that none takes much more than 4 GiB",
+    )
 
     @property
     def configured(self) -> tuple[AnyIndexKind, ...]:
@@ -67,6 +75,23 @@ class IndexConfig(Settings):
         configured_kinds = {index.kind for index in self.configured}
         candidates = self.served.candidates(num_items=num_items, dim=dim)
         return (*self.configured, *(index for index in candidates if index.kind not in configured_kinds))
+
+    def num_shards(self, index: AnyIndexKind, *, num_items: int, dim: int) -> int:
+        """Return the number of shards of an index.
+
+        >>> hundred_million = {"num_items": 100_000_000, "dim": 64}
+        >>> [IndexConfig(shards="auto").num_shards(index, **hundred_million) for index in (Flat(), Hnsw(), IvfSq8())]
+        [7, 13, 2]
+        """
+        wanted = -(-index.min_bytes(num_items=num_items, dim=dim) // MAX_SHARD_BYTES) if self.shards == "auto" else self.shards
+        return min(wanted, num_items)
+
+    def result_settings(self) -> dict[str, Any]:
+        """Return the settings that change the result. With one shard, they are those of a config without the setting."""
+        settings = super().result_settings()
+        if self.shards == 1:
+            del settings["shards"]
+        return settings
 
     def problem(self, dim: int) -> str | None:
         """Return the first problem of an index with vectors of width `dim`; None if there is no problem."""

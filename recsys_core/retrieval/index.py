@@ -1,10 +1,12 @@
 """Stage `build_index`: FAISS indexes over the exported item vectors, each measured against exact search.
 
-One index is in memory at a time, besides the vectors that train it and a block of the memory-mapped vectors.
+One shard of one index is in memory at a time, besides the vectors that train it and a block of the memory-mapped vectors. The
+indexes are measured as mapped files.
 
-Shapes: I items, D width, B queries, R rows of a file.
+Shapes: I items, D width, B queries, R rows of a file or of a shard.
 """
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ from recsys_core.retrieval.auto import Auto, Candidate, choose
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.kinds import AnyIndexKind
 from recsys_core.retrieval.measure import MeasuredQueries, faiss_threads, tune
-from recsys_core.seeds import INDEX_ORDER_SEED, INDEX_SAMPLE_SEED
+from recsys_core.retrieval.search import map_index
+from recsys_core.retrieval.shards import index_paths, rows_by_shard
+from recsys_core.seeds import INDEX_SAMPLE_SEED
 
 ADD_BATCH_ROWS = 65_536
 MAX_MEASURED_QUERIES = 2_000
@@ -46,11 +50,12 @@ def build_indexes(config: IndexConfig, *, export: ExportManifest, folder: Path) 
     with stage.writing(min_bytes=sum(kind.min_bytes(num_items=num_items, dim=dim) for kind in kinds)) as output_folder:
         measured = _MeasuredIndexes(config, export, output_folder)
         for kind in kinds:
-            measured.add(kind.fitted(num_items, dim))
+            measured.add(kind)
         served_kind, choice, warning = measured.choose()
         if isinstance(config.served, Auto):
             for other_kind in {*measured.reports} - {index.kind for index in config.configured} - {served_kind}:
-                (output_folder / f"{other_kind}.faiss").unlink()
+                for path in index_paths(output_folder, other_kind, num_shards=measured.reports[other_kind].shards):
+                    path.unlink()
         users = np.load(export.path("query_users_test.npy"))[measured.test_rows]
         table = pa.table({"user": pa.array(users, pa.int64()), "recall": measured.recalls[served_kind]})
         pq.write_table(table, output_folder / RECALL_FILE_NAME)
@@ -93,14 +98,17 @@ class _MeasuredIndexes:
         self.recalls: dict[str, NDArray[np.float64]] = {}
 
     def add(self, kind: AnyIndexKind) -> None:
-        """Build the index, write it, tune its search parameters and measure it. `kind` has the settings for this catalogue."""
-        index = build_index(kind, self._item_vector_ID)
+        """Build the index, write it, tune its search parameters and measure it."""
+        num_items, dim = self._item_vector_ID.shape
+        num_shards = self._config.num_shards(kind, num_items=num_items, dim=dim)
+        kind = kind.fitted(num_items, dim)
+        paths = index_paths(self._output_folder, kind.kind, num_shards=num_shards)
+        write_index(kind, self._item_vector_ID, paths)
+        index = map_index(paths)
         if kind.kind == "flat":
             self._search_exact_results(index)
-        path = self._output_folder / f"{kind.kind}.faiss"
-        faiss.write_index(index, str(path))
         kind, tried = tune(kind, index, self._tuning, recall_target=self._config.recall_target)
-        parameters, num_bytes = kind.model_dump(exclude={"kind"}), path.stat().st_size
+        parameters, num_bytes = kind.model_dump(exclude={"kind"}), sum(path.stat().st_size for path in paths)
         if isinstance(self._config.served, Auto):
             point = next((point for point in tried if point.parameters == parameters), None)
             point = point or self._tuning.measure(index, kind)
@@ -112,6 +120,7 @@ class _MeasuredIndexes:
             k=self._config.recall_k,
             ms_per_query=ms_per_query,
             size_bytes=num_bytes,
+            shards=num_shards,
             parameters=parameters,
             tried=tried,
         )
@@ -157,10 +166,28 @@ class _MeasuredIndexes:
         self._test, self._tuning = query_sets[0], query_sets[-1]
 
 
-def build_index(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32]) -> Any:
-    """Return an IndexIDMap with all vectors. `kind` has the settings for this number of items.
+def write_index(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32], paths: Sequence[Path]) -> None:
+    """Build an index shard by shard, and write each shard to its file. See `build_shards`."""
+    for path, shard in zip(paths, build_shards(kind, item_vector_ID, num_shards=len(paths)), strict=True):
+        faiss.write_index(shard, str(path))
+        del shard  # before the next one is built
 
-    A GPU trains and fills the index if FAISS can use one and has the kind for it. The index is returned in host memory.
+
+def build_index(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32]) -> Any:
+    """Return an IndexIDMap with all vectors. See `build_shards`."""
+    (index,) = build_shards(kind, item_vector_ID, num_shards=1)
+    return index
+
+
+def build_shards(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32], *, num_shards: int) -> Iterator[Any]:
+    """Yield an IndexIDMap with the vectors of each shard, which loses them when the next shard is built.
+
+    The index is trained once, so that all shards have the same cells and codes.
+
+    A GPU trains and fills the index if FAISS can use one and has the kind for it. The index is yielded in host memory.
+
+    Args:
+        kind: the settings for this number of items.
 
     Raises:
         InputError: a value of a vector is larger than the index can hold.
@@ -176,17 +203,16 @@ def build_index(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32]) -> Any:
         training_rows = _random_rows(num_items, num_rows=num_training_vectors)
         kind.train(index, np.ascontiguousarray(item_vector_ID[training_rows]))
 
-    # FAISS returns equal scores in the order in which the vectors were added. Row order would favour popular items,
-    # because rows are numbered by falling popularity.
-    order_I = np.random.default_rng(INDEX_ORDER_SEED).permutation(num_items)
-    index_with_row_numbers = faiss.IndexIDMap(index)
-    with faiss_threads(1 if kind.uses_one_thread(num_items) else faiss.omp_get_max_threads()):
-        for batch_start in range(0, num_items, ADD_BATCH_ROWS):
-            item_rows = order_I[batch_start : batch_start + ADD_BATCH_ROWS]
-            index_with_row_numbers.add_with_ids(np.ascontiguousarray(item_vector_ID[item_rows]), item_rows)
-    if is_on_gpu:
-        _replace_index(index_with_row_numbers, faiss.index_gpu_to_cpu(index))
-    return index_with_row_numbers
+    for item_row_R in rows_by_shard(num_items, num_shards=num_shards):
+        index.reset()
+        index_with_row_numbers = faiss.IndexIDMap(index)
+        with faiss_threads(1 if kind.uses_one_thread(len(item_row_R)) else faiss.omp_get_max_threads()):
+            for batch_start in range(0, len(item_row_R), ADD_BATCH_ROWS):
+                item_rows = item_row_R[batch_start : batch_start + ADD_BATCH_ROWS]
+                index_with_row_numbers.add_with_ids(np.ascontiguousarray(item_vector_ID[item_rows]), item_rows)
+        if is_on_gpu:
+            _replace_index(index_with_row_numbers, faiss.index_gpu_to_cpu(index))
+        yield index_with_row_numbers
 
 
 def _check_values(kind: AnyIndexKind, item_vector_ID: NDArray[np.float32]) -> None:

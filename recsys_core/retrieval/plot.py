@@ -78,6 +78,7 @@ def index_table(report_by_kind: Mapping[str, IndexReport], *, served_kind: str, 
     ]
     for kind, report in report_by_kind.items():
         shown_kind = f"**{kind}** (served)" if kind == served_kind else kind
+        shown_kind += "" if report.shards == 1 else f", {report.shards} shards"
         lines.append(
             f"| {shown_kind} | {report.recall:.4f} | {report.ms_per_query:.3f} | {report.size_bytes / MIB:.1f} "
             f"| {_as_text(report.parameters)} |"

@@ -3,6 +3,7 @@
 Shapes: B queries, D width, N search depth.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,27 @@ from recsys_core.errors import StageError
 from recsys_core.manifests import FileRecord, record_file
 from recsys_core.retrieval.index_kind import item_row_by_position, search_vectors
 from recsys_core.retrieval.kinds import AnyIndexKind
+from recsys_core.retrieval.shards import ShardedIndex, ShardVectors, merge, shards_of
 
 
-def load_index(path: Path, *, record: FileRecord) -> Any:
-    """Map the index in `path`, so that processes share its memory. Raises StageError if the file differs from its record.
+def load_index(record_by_path: Mapping[Path, FileRecord]) -> Any:
+    """Map the index whose shards are in these files. Raises StageError if a file differs from its record.
 
-    The checksum is verified first, because faiss silently reads most corrupt files and hangs on others
-    (facebookresearch/faiss#5400). The file must not be changed as long as the index is used.
+    The checksums are verified first, because faiss silently reads most corrupt files and hangs on others
+    (facebookresearch/faiss#5400).
     """
-    verify_file(path, record=record)
-    return faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
+    for path, record in record_by_path.items():
+        verify_file(path, record=record)
+    return map_index([*record_by_path])
+
+
+def map_index(paths: Sequence[Path]) -> Any:
+    """Map the index whose shards are in these files, so that processes share its memory.
+
+    The files must not be changed as long as the index is used.
+    """
+    shards = tuple(faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC) for path in paths)
+    return shards[0] if len(shards) == 1 else ShardedIndex(shards)
 
 
 def verify_size(path: Path, *, record: FileRecord) -> None:
@@ -57,11 +69,26 @@ class Selection:
 
     Attributes:
         num_items: number of selected items.
+        shards: the part of each shard.
     """
 
     def __init__(self, index: Any, is_selected_I: NDArray[np.bool_]) -> None:
         self.num_items = int(is_selected_I.sum())
-        self._bits = np.packbits(is_selected_I[item_row_by_position(index)], bitorder="little")  # FAISS reads it in place
+        self.shards = tuple(ShardSelection(shard, is_selected_I) for shard in shards_of(index))
+
+
+class ShardSelection:
+    """The selected items of a shard.
+
+    Attributes:
+        num_items: their number.
+        selector: a FAISS selector of their positions inside the shard.
+    """
+
+    def __init__(self, shard: Any, is_selected_I: NDArray[np.bool_]) -> None:
+        is_selected_R = is_selected_I[item_row_by_position(shard)]
+        self.num_items = int(is_selected_R.sum())
+        self._bits = np.packbits(is_selected_R, bitorder="little")  # FAISS reads it in place
         self.selector: Any = faiss.IDSelectorBitmap(self._bits)  # type: ignore[call-arg,arg-type]  # the stubs are of C++
 
 
@@ -73,15 +100,7 @@ def search(
     If fewer than `depth` items are found for a query, its remaining rows are -1. With a selection, only its items are returned.
     """
     query_BD = np.ascontiguousarray(query_BD, dtype=np.float32)
-    if selection is None:
-        score_BN, row_BN = index.search(query_BD, depth, params=kind.search_parameters(depth))
-        return score_BN, row_BN
-    if selection.num_items <= MAX_EXACT_ITEMS:
-        return search_exhaustively(index, query_BD, kind=kind, depth=depth, selection=selection)
-    # A graph search visits the other items too, so its candidate list has to be longer.
-    visited_depth = -(-depth * index.ntotal // selection.num_items)
-    parameters = kind.search_parameters(visited_depth, selection.selector)
-    return search_vectors(index.index, index, query_BD, depth, parameters)
+    return merge([_search_shard(shard, query_BD, kind, depth, part) for shard, part in _parts(index, selection)])
 
 
 def search_exhaustively(
@@ -91,44 +110,55 @@ def search_exhaustively(
 
     They are exact unless the index holds compressed vectors, from which it computes the scores.
     """
-    selector = None if selection is None else selection.selector
-    return kind.search_exhaustively(index, np.ascontiguousarray(query_BD, dtype=np.float32), depth, selector)
+    query_BD = np.ascontiguousarray(query_BD, dtype=np.float32)
+    return merge(
+        [
+            kind.search_exhaustively(shard, query_BD, depth, None if part is None else part.selector)
+            for shard, part in _parts(index, selection)
+        ]
+    )
 
 
-class StoredVectors:
-    """The whole vectors of an index in its memory, by item row."""
-
-    def __init__(self, index: Any, vector_ID: NDArray[np.float32]) -> None:
-        self._index, self._vector_ID = index, vector_ID  # the vectors are in the memory of the index
-        self._position_I = np.argsort(item_row_by_position(index))
-
-    def take(self, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Copy the vectors of items, [L, D]."""
-        vector_LD: NDArray[np.float32] = self._vector_ID[self._position_I[item_row_L]]
-        return vector_LD
-
-
-class DecodedVectors:
-    """The vectors of an index without such an array, decoded from their codes, by item row."""
-
-    def __init__(self, index: Any) -> None:
-        self._index, self._position_I = faiss.downcast_index(index.index), np.argsort(item_row_by_position(index))
-        if not isinstance(self._index, faiss.IndexRefine):  # it has the vectors in the order of the positions
-            faiss.extract_index_ivf(self._index).make_direct_map()
-
-    def take(self, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Decode the vectors of items, [L, D]."""
-        if not len(item_row_L):
-            return np.zeros((0, self._index.d), np.float32)
-        vector_LD: NDArray[np.float32] = self._index.reconstruct_batch(self._position_I[item_row_L])
-        return vector_LD
+def _search_shard(
+    shard: Any, query_BD: NDArray[np.float32], kind: AnyIndexKind, depth: int, selection: ShardSelection | None
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    if selection is None:
+        score_BN, row_BN = shard.search(query_BD, depth, params=kind.search_parameters(depth))
+        return score_BN, row_BN
+    if selection.num_items <= MAX_EXACT_ITEMS:
+        return kind.search_exhaustively(shard, query_BD, depth, selection.selector)
+    # A graph search visits the other items too, so its candidate list has to be longer.
+    visited_depth = -(-depth * shard.ntotal // selection.num_items)
+    parameters = kind.search_parameters(visited_depth, selection.selector)
+    return search_vectors(shard.index, shard, query_BD, depth, parameters)
 
 
-def stored_vectors(index: Any) -> StoredVectors | None:
+def _parts(index: Any, selection: Selection | None) -> Iterator[tuple[Any, ShardSelection | None]]:
+    """Yield each shard of an index, and its part of the selection."""
+    shards = shards_of(index)
+    yield from zip(shards, [None] * len(shards) if selection is None else selection.shards, strict=True)
+
+
+def stored_vectors(index: Any) -> ShardVectors | None:
     """Return the vectors of an index that holds them as a whole, in one array: a flat index, or one with flat storage."""
-    inner_index = faiss.downcast_index(index.index)
+    arrays = [vector_RD for shard in shards_of(index) if (vector_RD := _stored_array(shard)) is not None]
+    return ShardVectors(index, [vector_RD.__getitem__ for vector_RD in arrays]) if arrays else None
+
+
+def _stored_array(shard: Any) -> NDArray[np.float32] | None:
+    """Return the array with the whole vectors of a shard in its memory, by position; None without such an array."""
+    inner_index = faiss.downcast_index(shard.index)
     storage = faiss.downcast_index(inner_index.storage) if hasattr(inner_index, "storage") else inner_index
     if not isinstance(storage, faiss.IndexFlat):
         return None
-    vector_ID = faiss.rev_swig_ptr(storage.get_xb(), index.ntotal * index.d).reshape(index.ntotal, index.d)
-    return StoredVectors(index, vector_ID)
+    vector_RD: NDArray[np.float32] = faiss.rev_swig_ptr(storage.get_xb(), shard.ntotal * shard.d)
+    return vector_RD.reshape(shard.ntotal, shard.d)
+
+
+def decoded_vectors(index: Any) -> ShardVectors:
+    """Return the vectors of an index without such an array, decoded from their codes."""
+    inner_indexes = [faiss.downcast_index(shard.index) for shard in shards_of(index)]
+    for inner_index in inner_indexes:
+        if not isinstance(inner_index, faiss.IndexRefine):  # it has the vectors in the order of the positions
+            faiss.extract_index_ivf(inner_index).make_direct_map()
+    return ShardVectors(index, [inner_index.reconstruct_batch for inner_index in inner_indexes])

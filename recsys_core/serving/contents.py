@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from recsys_core.errors import StageError
 from recsys_core.retrieval.search import load_index, search, search_exhaustively, verify_file, verify_size
+from recsys_core.retrieval.shards import shards_of
 from recsys_core.serving.description import (
     DESCRIPTION_NAME,
     FORMAT_VERSION,
@@ -85,7 +86,7 @@ def open_contents(folder: Path, package: PackageDescription) -> PackageContents:
         tower=tower,
         users=_read_users(folder, package),
         request_features=RequestFeatures(package.features, folder=folder),
-        index=_read_index(folder / "index.faiss", package),
+        index=_read_index(folder, package),
         items=items,
         item_ids=_read_ids(folder / ITEMS_NAME, id_name="item_id", num_ids=spec.num_items),
         popularity=_read_popularity(folder, package),
@@ -136,18 +137,20 @@ def _verify_files(folder: Path, package: PackageDescription) -> None:
     for file_name, record in package.files.items():
         if file_name == USERS_NAME:
             verify_size(folder / file_name, record=record)
-        elif file_name != "index.faiss":  # load_index verifies it
+        elif file_name not in package.index_names:  # load_index verifies them
             verify_file(folder / file_name, record=record)
 
 
-def _read_index(path: Path, package: PackageDescription) -> Any:
+def _read_index(folder: Path, package: PackageDescription) -> Any:
     num_items, dim = package.model.num_items, package.model.config.output_dim
+    path = folder / ", ".join(package.index_names)
     with _name_unreadable_file(path):
-        index = load_index(path, record=package.files[path.name])
+        index = load_index({folder / name: package.files[name] for name in package.index_names})
         if (index.ntotal, index.d) != (num_items, dim):
             raise _mismatch(path, f"{index.ntotal} vectors of width {index.d}", f"{num_items} vectors of width {dim}")
-        if index.metric_type != faiss.METRIC_INNER_PRODUCT:
-            raise _mismatch(path, f"an index with FAISS metric {index.metric_type}", "inner products (metric 0)")
+        for shard in shards_of(index):
+            if shard.metric_type != faiss.METRIC_INNER_PRODUCT:
+                raise _mismatch(path, f"an index with FAISS metric {shard.metric_type}", "inner products (metric 0)")
         # These two searches fail if the kind or the parameters in package.json do not match the index.
         query = np.zeros((1, dim), np.float32)
         search(index, query, kind=package.index, depth=1)

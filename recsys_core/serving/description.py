@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 from pydantic import Field, TypeAdapter, model_validator
 
 from recsys_core.config import Frozen
+from recsys_core.dataset.layout import shard_files
 from recsys_core.errors import StageError
 from recsys_core.manifests import FeaturesManifest, FileRecord, IdType, IngestedFeature, PackageManifest, record_file
 from recsys_core.models.config import ExportFormat, Quantization
@@ -17,6 +18,7 @@ from recsys_core.retrieval.kinds import AnyIndexKind
 from recsys_core.serving.answers import Fallback
 
 DESCRIPTION_NAME = "package.json"
+INDEX_NAME = "index.faiss"
 ITEMS_NAME = "items.parquet"
 USERS_NAME, USERS_CHECKSUMS_NAME = "users.arrow", "users.sha256"
 SEGMENTS_NAME = "popularity_by.parquet"
@@ -99,6 +101,7 @@ class PackageDescription(Frozen):
     quantization: Quantization
     index_kind: str
     index_parameters: dict[str, int]
+    index_shards: int = Field(1, ge=1, description="number of files of the index, each with a part of the items")
     dim: int = Field(description="width of query and item vectors")
     max_k: int = Field(description="largest number of recommended items: a request for more gets all items")
     users: Literal["stored", "none"] = Field(description="whether the package has the histories and features of the users")
@@ -131,9 +134,10 @@ class PackageDescription(Frozen):
         """Names of the files of the package except package.json."""
         user_files = (USERS_NAME, USERS_CHECKSUMS_NAME) if self.users == "stored" else ()
         segment_files = () if self.popularity_by is None else (SEGMENTS_NAME,)
-        query_files = ("tower.safetensors", "index.faiss", ITEMS_NAME, GOLDEN_NAME, "popularity.npy", "popularity_share.npy")
+        query_files = ("tower.safetensors", ITEMS_NAME, GOLDEN_NAME, "popularity.npy", "popularity_share.npy")
         return {
             *query_files,
+            *self.index_names,
             *user_files,
             *segment_files,
             *self.vocabulary_names,
@@ -141,6 +145,11 @@ class PackageDescription(Frozen):
             CANDIDATE_NAME,
             SOURCES_NAME,
         }
+
+    @property
+    def index_names(self) -> tuple[str, ...]:
+        """Names of the files of the index."""
+        return shard_files(INDEX_NAME, num_shards=self.index_shards)
 
     @property
     def vocabulary_names(self) -> list[str]:

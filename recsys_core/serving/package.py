@@ -22,6 +22,7 @@ from recsys_core.dataset.layout import (
     ITEM_TITLES_FILE,
     array_files,
     row_dtype,
+    shard_files,
     vocabulary_file,
 )
 from recsys_core.errors import InputError, StageError
@@ -50,6 +51,7 @@ from recsys_core.serving.description import (
     FROM_FEATURES,
     FROM_VECTORS,
     GOLDEN_NAME,
+    INDEX_NAME,
     ITEMS_NAME,
     SEGMENTS_NAME,
     SOURCES_NAME,
@@ -83,7 +85,7 @@ def build_package(
 
     Files:
 
-    - tower.safetensors: the query tower. index.faiss: the served index.
+    - tower.safetensors: the query tower. index.faiss, or index.0.faiss, index.1.faiss, ...: the shards of the served index.
     - items.parquet: item_id, title, filter columns and vector of each item, in the order of the item rows.
     - users.arrow: ids, features and events of the users from training, validation and test; see `UserTable`.
     - users.sha256: checksums of the blocks of users.arrow.
@@ -112,8 +114,10 @@ def build_package(
     stage = StageFolder(folder, PackageManifest, fingerprint=fingerprint)
     if stage.manifest is not None:
         return stage.manifest
+    report = index.reports[index.served_index]
+    index_files = shard_files(f"{index.served_index}.faiss", num_shards=report.shards)
     large_files = (
-        index.files[f"{index.served_index}.faiss"],
+        *(index.files[file_name] for file_name in index_files),
         *(
             interactions.files[file_name]
             for name in HISTORY_ARRAYS
@@ -126,7 +130,8 @@ def build_package(
         spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
         space_id = space_id_of(export)
         _write_query_tower(package_folder, spec, export, quantization=config.quantization, space_id=space_id)
-        shutil.copyfile(index.path(f"{index.served_index}.faiss"), package_folder / "index.faiss")
+        for file_name, packaged_name in zip(index_files, shard_files(INDEX_NAME, num_shards=report.shards), strict=True):
+            shutil.copyfile(index.path(file_name), package_folder / packaged_name)
         item_columns, query_features = _item_columns(dataset), _query_features(spec, features)
         write_items(
             package_folder / ITEMS_NAME,
@@ -146,7 +151,8 @@ def build_package(
             similarity=export.similarity,
             quantization=config.quantization,
             index_kind=index.served_index,
-            index_parameters=index.reports[index.served_index].parameters,
+            index_parameters=report.parameters,
+            index_shards=report.shards,
             dim=export.dim,
             max_k=export.num_items,
             users=config.users,

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import InputError, shown
 from recsys_core.manifests import PackageManifest, record_file, require_manifest
-from recsys_core.retrieval.search import DecodedVectors, Selection, StoredVectors, stored_vectors
+from recsys_core.retrieval.search import Selection, decoded_vectors, stored_vectors
+from recsys_core.retrieval.shards import ShardVectors
 from recsys_core.serving.answers import FALLBACKS, Recommendations, joined
 from recsys_core.serving.contents import PackageContents, read_package
 from recsys_core.serving.description import DESCRIPTION_NAME, GOLDEN_NAME, description_sha256
@@ -109,9 +110,9 @@ class Retriever:
         self.item_ids, self.user_ids = contents.item_ids, contents.users.ids
         self.request_features = contents.request_features
         self._popularity = contents.popularity
-        self._index_vectors: StoredVectors | DecodedVectors | None = stored_vectors(contents.index)
+        self._index_vectors: ShardVectors | None = stored_vectors(contents.index)
         if self._index_vectors is None and not contents.items.has_vectors:
-            self._index_vectors = DecodedVectors(contents.index)
+            self._index_vectors = decoded_vectors(contents.index)
         # The cache does not refer to the Retriever: in a reference cycle, a replaced model would stay in memory.
         self._select = functools.partial(_select, contents.items, contents.index)
         self._remembered_selection = functools.lru_cache(MAX_REMEMBERED_FILTERS)(

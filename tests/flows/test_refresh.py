@@ -99,8 +99,8 @@ def test_a_promoted_refresh_is_delivered_like_a_run(
 def test_a_refused_refresh_fails_with_the_failed_checks(
     file: Path, client: MlflowClient, parent: SmallPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build_index = package.build_index
-    monkeypatch.setattr(package, "build_index", lambda kind, vector_ID: build_index(kind, vector_ID[::-1].copy()))
+    write_index = package.write_index
+    monkeypatch.setattr(package, "write_index", lambda kind, vector_ID, paths: write_index(kind, vector_ID[::-1].copy(), paths))
     monkeypatch.setattr(refresh_flow, "deliver", lambda *_, **__: pytest.fail("it was delivered"))
     set_items(parent, range(1000, 1310))
     state: State[Any] = refresh.fn(str(file))

@@ -87,6 +87,18 @@ def test_the_export_divides_pairs_and_memory_among_the_ranks(num_hosts: int) -> 
     assert estimate.memory_bytes == pytest.approx((600 * 8 * 4 + 500 * 10) / num_ranks)
 
 
+def test_an_index_in_four_shards_takes_a_quarter_of_the_memory() -> None:
+    one, four = (
+        build_index(
+            WORKLOAD.model_copy(update={"indexes": (IndexLoad(kind="ivf_flat", num_bytes=2**30, num_shards=num_shards),)}),
+            packaged_constants(),
+        )
+        for num_shards in (1, 4)
+    )
+    assert one.memory_bytes is not None and four.memory_bytes == pytest.approx(one.memory_bytes / 4)
+    assert (four.seconds, four.disk_bytes) == (one.seconds, one.disk_bytes)
+
+
 def test_an_ivf_index_of_four_times_the_items_takes_eight_times_as_long() -> None:
     index = IndexLoad(kind="ivf_flat", num_bytes=100)
     workloads = [

@@ -6,7 +6,7 @@ import torch
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.dataset.layout import EventArrays
-from recsys_core.evaluation.baselines import cold_rows, popularity_order, recent_popularity_order, zero_shot_vectors
+from recsys_core.evaluation.baselines import ZeroShot, cold_rows, popularity_order, recent_popularity_order
 
 
 def test_ids_with_equal_counts_are_sorted_by_integer_value_or_alphabetically() -> None:
@@ -31,7 +31,8 @@ def test_zero_shot_ranks_by_cosine_with_the_mean_of_the_normalised_history() -> 
     vectors = np.array([[10, 0], [0, 1], [1, 1], [-1, 0]], np.float32)
     row_of_item = np.array([2, 0, -1, 1, 3])
     history = JaggedArray(np.array([0, 3, 6, 7, 7]), np.array([1, 3, 2, 1, 1, 3, 2]))
-    query, item = zero_shot_vectors(vectors, vector_row_I=row_of_item, histories=history)
+    model = ZeroShot(vectors, vector_row_I=row_of_item)
+    query, item = model.queries(history), model.item_vector_ID
     score = query @ item.T
     half = 2**-0.5
     # The long vector [10, 0] counts no more than [0, 1], and the item without a vector counts nothing.

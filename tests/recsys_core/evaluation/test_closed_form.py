@@ -75,14 +75,14 @@ def test_rankings_equal_the_scores_of_the_histories_with_ties_by_popularity(mode
     histories, order_I = store.items_before(np.arange(30), "test"), random.permutation(14)
     matrix, queries = log_matrix(store, "test", max_events=MAX_EVENTS), user_item_matrix(histories, num_items=14)
     if model == "ease":
-        scores = linear_model(ClosedFormConfig(l2=2), store=store, histories=histories, order_I=order_I)
+        scores = linear_model(ClosedFormConfig(l2=2), store=store, order_I=order_I)(histories)
         expected = queries @ ease_weights(matrix, l2=2)
     elif model == "spectral":
-        scores = linear_model(ClosedFormConfig(ease_max_items=0, rank=3), store=store, histories=histories, order_I=order_I)
+        scores = linear_model(ClosedFormConfig(ease_max_items=0, rank=3), store=store, order_I=order_I)(histories)
         query_BD, vector_ID = spectral_vectors(matrix, rank=3, queries=queries)
         expected = query_BD @ vector_ID.T
     else:
-        scores = cooccurrence(store=store, histories=histories, order_I=order_I)
+        scores = cooccurrence(store=store, order_I=order_I)(histories)
         expected = (queries @ neighbour_weights(matrix)).toarray()
     targets = store.targets(np.arange(30), "test")
     served = Queries(None, is_known_B=np.ones(30, bool), seen=histories, targets=targets)

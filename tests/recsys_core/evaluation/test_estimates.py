@@ -1,11 +1,13 @@
 """Confidence intervals of the metrics compared with scipy and with simulated samples."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from scipy import stats
 
 from recsys_core.evaluation.config import EvaluationConfig
-from recsys_core.evaluation.estimates import accuracy, mean_estimate
+from recsys_core.evaluation.estimates import Accuracy, Columns, mean_estimate
 from recsys_core.evaluation.metrics import TargetPositions
 
 
@@ -33,8 +35,41 @@ def test_fewer_than_two_users_have_no_interval(num_users: int) -> None:
     assert mean_estimate(np.full(num_users, 0.5), confidence=0.95).half_width is None
 
 
-def test_only_the_metrics_of_the_config_are_computed() -> None:
+def test_only_the_metrics_of_the_config_are_computed(tmp_path: Path) -> None:
     targets = TargetPositions.from_pairs(user_T=np.arange(2), position_T=np.array([0, 4]), num_candidates_B=np.full(2, 9))
     config = EvaluationConfig(ks=(1, 5), metrics=("ndcg", "map", "auc"))
-    assert list(accuracy(targets, config=config)) == ["ndcg@1", "map@1", "ndcg@5", "map@5"]
-    assert list(accuracy(targets, config=config, names=("recall", "ndcg"), ks=(5,))) == ["ndcg@5"]
+    for settings, names in (
+        ({}, ["ndcg@1", "map@1", "ndcg@5", "map@5"]),
+        ({"names": ("recall", "ndcg"), "ks": (5,)}, ["ndcg@5"]),
+    ):
+        accuracy = Accuracy(Columns(tmp_path), "test", config=config, **settings)
+        accuracy.add(targets)
+        assert list(accuracy.estimates()) == names
+
+
+def test_a_column_has_the_values_of_all_chunks_and_its_file_is_removed_when_it_is_taken(tmp_path: Path) -> None:
+    columns, value_U = Columns(tmp_path), np.random.default_rng(0).random(1_000)
+    for chunk in np.split(value_U, [0, 300, 700]):
+        columns.append("recall", chunk)
+        columns.append("rows", np.arange(len(chunk)))
+    assert columns.read("recall").tolist() == columns.take("recall").tolist() == value_U.tolist()
+    assert columns.read("rows").dtype == np.int64 and len(columns.read("recall")) == 0
+    assert len([*tmp_path.iterdir()]) == 1
+    columns.append("recall", value_U[:2])
+    assert (columns.read("recall").tolist(), len(columns.read("rows"))) == (value_U[:2].tolist(), 1_000)
+
+
+@pytest.mark.parametrize("sizes", [[1, 2, 3], [0, 6], [6]])
+def test_the_metrics_of_chunks_of_users_are_those_of_all_users(sizes: list[int], tmp_path: Path) -> None:
+    position_T, config = np.array([0, 3, 7, 1, 0, 9]), EvaluationConfig(ks=(1, 5), confidence=0.9)
+    accuracy, start = Accuracy(Columns(tmp_path), "test", config=config), 0
+    for size in sizes:
+        users = np.arange(size)
+        accuracy.add(
+            TargetPositions.from_pairs(
+                user_T=users, position_T=position_T[start : start + size], num_candidates_B=np.full(size, 20)
+            )
+        )
+        start += size
+    assert (accuracy.num_users, accuracy.num_targets) == (6, 6)
+    assert accuracy.estimates()["recall@5"] == mean_estimate((position_T < 5).astype(float), confidence=0.9)

@@ -1,4 +1,5 @@
 import math
+import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -10,10 +11,11 @@ import torch
 from torch.nn.functional import normalize
 
 from recsys_core.errors import InputError
+from recsys_core.evaluation import diversity, held_out, slices
 from recsys_core.evaluation import metrics as metrics_module
 from recsys_core.evaluation.config import ClosedFormConfig, EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
-from recsys_core.manifests import Dataset, EvaluationManifest
+from recsys_core.manifests import Dataset, EvaluationManifest, ExportManifest
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
 from tests.recsys_core.evaluation.stage_folders import embeddings_stage, export_stage, interactions_stage
@@ -212,6 +214,59 @@ def test_the_positions_of_the_targets_are_saved_for_each_ranker(tmp_path: Path) 
         assert metrics_module.auc(targets).mean() == pytest.approx(manifest.metrics[f"{prefix}/auc"])
         assert metrics_module.recall(targets, k=2).mean() == pytest.approx(manifest.metrics[f"{prefix}/recall@2"])
         assert targets.original_user_U.tolist() == [0, 1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def random_stages(tmp_path_factory: pytest.TempPathFactory) -> tuple[ExportManifest, Dataset]:
+    """A log of 300 users and 60 items. Some users are new, and some items are cold."""
+    random, folder = np.random.default_rng(0), tmp_path_factory.mktemp("random")
+    train, validation, test = (
+        [random.choice(50 if most == 40 else 60, size, replace=False).tolist() for size in random.integers(least, most, 300)]
+        for least, most in ((0, 40), (0, 3), (0, 4))
+    )
+    users = {split: np.flatnonzero([*map(len, rows)]) for split, rows in (("validation", validation), ("test", test))}
+    export = export_stage(
+        folder / "export",
+        item_vectors=random.normal(size=(60, 5)),
+        queries={split: (rows, random.normal(size=(len(rows), 5))) for split, rows in users.items()},
+    )
+    negatives = [random.choice(60, size).tolist() for size in random.integers(0, 3, 900)]
+    interactions = interactions_stage(
+        folder / "interactions",
+        train=train,
+        validation=validation,
+        test=test,
+        items=60,
+        vector_row=[*range(40), *[-1] * 20],
+        arrays={
+            "negative_offset": np.cumsum([0, *map(len, negatives)]),
+            "negative_item": np.concatenate(negatives).astype(np.int32),
+        },
+    )
+    return export, Dataset(interactions, embeddings_stage(folder / "embeddings", random.normal(size=(40, 4))))
+
+
+@pytest.mark.parametrize("exclude_seen", [True, False])
+def test_users_in_chunks_have_the_values_of_all_users_at_once(
+    exclude_seen: bool, random_stages: tuple[ExportManifest, Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export, dataset = random_stages
+    monkeypatch.setattr(diversity, "CHUNK_QUERIES", 1)  # diversity is added up in chunks too
+    config = EvaluationConfig(ks=(1, 5), min_slice_users=1, exclude_seen=exclude_seen)
+    manifests, peaks = [], []
+    for chunk_users in (1_000, 40, 7):
+        for module in (held_out, slices):
+            monkeypatch.setattr(module, "CHUNK_USERS", chunk_users)
+        tracemalloc.start()
+        manifests.append(evaluate(config, export=export, dataset=dataset, folder=tmp_path / str(chunk_users)))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    for manifest in manifests[1:]:
+        assert (manifest.metrics, manifest.half_widths) == (manifests[0].metrics, manifests[0].half_widths)
+        assert manifest.slices == manifests[0].slices
+        assert manifest.files == manifests[0].files
+    assert {*manifests[0].files} == {"metrics.json", "popularity.npy", "positions.parquet", "user_metrics.parquet"}
+    assert peaks[1] < peaks[0]
 
 
 def test_linear_baselines_are_left_out_of_a_catalogue_above_the_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

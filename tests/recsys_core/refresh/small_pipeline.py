@@ -138,6 +138,7 @@ def build_pipeline(
     index: str | dict[str, Any] = "flat",
     model: dict[str, Any] | None = None,
     shards: int = 1,
+    index_shards: int = 1,
     **package: Any,
 ) -> SmallPipeline:
     """Write the input files, and run the pipeline on them. model: settings that differ from MODEL."""
@@ -162,7 +163,9 @@ def build_pipeline(
         PackageConfig(**package),
         export=export,
         index=build_indexes(
-            IndexConfig.model_validate({"served": index, "recall_k": 20}), export=export, folder=folder / "index"
+            IndexConfig.model_validate({"served": index, "recall_k": 20, "shards": index_shards}),
+            export=export,
+            folder=folder / "index",
         ),
         dataset=dataset,
         evaluation=evaluate(EvaluationConfig(), export=export, dataset=dataset, folder=folder / "evaluation"),

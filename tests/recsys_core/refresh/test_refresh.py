@@ -117,6 +117,19 @@ def test_a_new_item_has_the_popularity_of_an_item_without_events(tmp_path: Path)
     assert np.linalg.norm(vectors[1300]) == pytest.approx(1)
 
 
+def test_a_refreshed_index_has_the_shards_of_its_parent(tmp_path: Path) -> None:
+    parent = build_pipeline(tmp_path / "parent", index_shards=3, item_vectors="none")
+    write_vectors(parent.files, [*ITEMS, 1300])
+    write_items(parent.files, [*ITEMS, 1300])
+    refreshed = refresh_small(parent, tmp_path / "new")
+    assert refreshed is not None and refreshed.problems == ()
+    old, new = Retriever.load(parent.package_folder), Retriever.load(folder_of(refreshed))
+    names = [sorted(path.name for path in folder.glob("*.faiss")) for folder in (parent.package_folder, folder_of(refreshed))]
+    assert names == [["index.0.faiss", "index.1.faiss", "index.2.faiss"]] * 2
+    assert np.array_equal(new.item_vectors(new.item_ids.rows(ITEMS)), old.item_vectors(old.item_ids.rows(ITEMS)))
+    assert {*new.similar([1000], k=300)[0].item_ids} == {*ITEMS, 1300} - {1000}
+
+
 def test_items_that_left_are_never_answered_and_leave_the_histories(
     parent: SmallPipeline, tables: Tables, tmp_path: Path
 ) -> None:

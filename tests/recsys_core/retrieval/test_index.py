@@ -55,7 +55,7 @@ def _exact(export: ExportManifest, k: int) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def _load(manifest: IndexManifest, kind: AnyIndexKind) -> Any:
-    return load_index(manifest.path(f"{kind.kind}.faiss"), record=manifest.files[f"{kind.kind}.faiss"])
+    return load_index({manifest.path(f"{kind.kind}.faiss"): manifest.files[f"{kind.kind}.faiss"]})
 
 
 def test_reported_recall_equals_the_overlap_with_brute_force(built, export: ExportManifest) -> None:
@@ -140,9 +140,9 @@ def test_a_changed_index_file_is_rejected(built, tmp_path: Path) -> None:
     for name, damaged in {"flipped": bytes(content), "cut": bytes(content[:-9])}.items():
         (tmp_path / name).write_bytes(damaged)
         with pytest.raises(StageError, match="the file was changed"):
-            load_index(tmp_path / name, record=built.files["hnsw.faiss"])
+            load_index({tmp_path / name: built.files["hnsw.faiss"]})
     with pytest.raises(StageError, match="missing"):
-        load_index(tmp_path / "absent", record=built.files["hnsw.faiss"])
+        load_index({tmp_path / "absent": built.files["hnsw.faiss"]})
 
 
 def test_building_again_gives_the_same_files(built, export: ExportManifest, tmp_path: Path) -> None:

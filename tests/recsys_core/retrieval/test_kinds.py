@@ -17,7 +17,7 @@ from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_index, build_indexes
 from recsys_core.retrieval.ivf import MIN_ITEMS_PER_CENTROID
 from recsys_core.retrieval.kinds import AnyIndexKind, Flat, Hnsw
-from recsys_core.retrieval.search import DecodedVectors, Selection, load_index, search, search_exhaustively, stored_vectors
+from recsys_core.retrieval.search import Selection, decoded_vectors, load_index, search, search_exhaustively, stored_vectors
 from tests.recsys_core.evaluation.stage_folders import export_stage
 
 KINDS = tuple(kind_class() for kind_class in get_args(get_args(AnyIndexKind)[0]))
@@ -80,12 +80,12 @@ def test_the_widest_search_has_a_high_recall_and_a_search_beyond_the_catalogue_f
 def test_vectors_are_read_from_a_mapped_index_by_item_row(kind: AnyIndexKind, vectors: np.ndarray, tmp_path: Path) -> None:
     path = tmp_path / "index.faiss"
     faiss.write_index(build_index(kind.fitted(NUM_ITEMS, DIM), vectors), str(path))
-    index = load_index(path, record=record_file(path))
+    index = load_index({path: record_file(path)})
     assert (stored_vectors(index) is not None) == isinstance(kind, Flat | Hnsw)
     if kind.has_vectors:
         rows = np.random.default_rng(1).integers(0, NUM_ITEMS, 500)
         tolerance = 1e-6 if not isinstance(kind, IvfSq8) else 1e-3 if kind.rescore else 0.01
-        read = (stored_vectors(index) or DecodedVectors(index)).take(rows)
+        read = (stored_vectors(index) or decoded_vectors(index)).take(rows)
         np.testing.assert_allclose(read, vectors[rows], atol=tolerance)
 
 
@@ -123,7 +123,7 @@ def test_rescoring_raises_the_recall_and_its_scores_are_those_of_the_vectors(
     assert recalls[0] < recalls[1] > 0.9
     np.testing.assert_allclose(score, (query[:, None] * vectors[row]).sum(axis=2), atol=1e-3)
     faiss.write_index(index, str(tmp_path / "index"))
-    loaded = load_index(tmp_path / "index", record=record_file(tmp_path / "index"))
+    loaded = load_index({tmp_path / "index": record_file(tmp_path / "index")})
     assert np.array_equal(search(loaded, query, kind=fitted, depth=20)[1], row)
     score, row = search_exhaustively(loaded, query, kind=fitted, depth=NUM_ITEMS + 3)
     assert (np.sort(row[:, :NUM_ITEMS], axis=1) == np.arange(NUM_ITEMS)).all()
@@ -147,7 +147,7 @@ def test_an_index_that_was_written_and_read_gives_the_same_results_and_has_about
     kind: AnyIndexKind, index_by_kind: dict[str, Any], vectors: np.ndarray, tmp_path: Path
 ) -> None:
     faiss.write_index(index_by_kind[kind.kind], str(tmp_path / "index"))
-    index, fitted = load_index(tmp_path / "index", record=record_file(tmp_path / "index")), kind.fitted(NUM_ITEMS, DIM)
+    index, fitted = load_index({tmp_path / "index": record_file(tmp_path / "index")}), kind.fitted(NUM_ITEMS, DIM)
     for before, after in zip(
         search(index_by_kind[kind.kind], vectors[:50], kind=fitted, depth=10),
         search(index, vectors[:50], kind=fitted, depth=10),

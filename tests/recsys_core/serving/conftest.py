@@ -179,6 +179,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     def build_it(
         *,
         index: str = "flat",
+        index_shards: int = 1,
         item_vectors: str = "fp32",
         quantization: str = "none",
         users: str = "stored",
@@ -223,7 +224,15 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
             ),
             export=export,
             index=build_indexes(
-                IndexConfig(served_kind=index, nlist=7, nprobe=nprobe, hnsw_m=4, ef_construction=8, ef_search=8),
+                IndexConfig(
+                    served_kind=index,
+                    shards=index_shards,
+                    nlist=7,
+                    nprobe=nprobe,
+                    hnsw_m=4,
+                    ef_construction=8,
+                    ef_search=8,
+                ),
                 export=export,
                 folder=folder / "index",
             ),

@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from recsys_core.errors import StageError
 from recsys_core.manifests import ExportManifest, IndexManifest, PackageManifest, record_file, require_manifest
 from recsys_core.models.config import PackageConfig
+from recsys_core.retrieval.ivf import IvfFlat
 from recsys_core.retrieval.kinds import AnyIndexKind
+from recsys_core.retrieval.search import search_exhaustively
 from recsys_core.serving.contents import read_package
 from recsys_core.serving.description import DESCRIPTION_NAME, description_sha256, verify_users
 from recsys_core.serving.package import build_package
@@ -213,6 +215,25 @@ def test_users_of_another_model_are_rejected(copy: Path, change: Callable[[pa.Ta
 
 def _replaced(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
     return table.set_column(table.column_names.index(name), name, values)
+
+
+def test_a_shard_of_the_index_that_is_missing_or_of_another_index_is_rejected(build: Build, tmp_path: Path) -> None:
+    world, package = build(index="ivf_flat", index_shards=3)
+    copy = Path(shutil.copytree(package.folder / "package", tmp_path / "package"))
+    query_BD = np.random.default_rng(0).normal(size=(5, DIM)).astype(np.float32)
+    _, row_BN = search_exhaustively(Retriever.load(copy)._index, query_BD, kind=IvfFlat(), depth=9)
+    assert np.array_equal(row_BN, np.argsort(-query_BD @ world.item_vectors.T, axis=1)[:, :9])
+    sha256 = rehash(copy, "index.1.faiss")
+    first = (copy / "index.0.faiss").read_bytes()
+    (copy / "index.0.faiss").write_bytes((copy / "index.1.faiss").read_bytes())
+    with pytest.raises(StageError, match=r"index\.0\.faiss: the file has .* the file was changed"):
+        read_package(copy, sha256=sha256)
+    with pytest.raises(StageError, match=r"differs|answer"):
+        Retriever.load(copy, sha256=rehash(copy, "index.0.faiss"))
+    (copy / "index.0.faiss").write_bytes(first)
+    rehash(copy, "index.0.faiss")
+    with pytest.raises(StageError, match=r"index\.2\.faiss: package.json lists it, but the model does not use it"):
+        read_package(copy, sha256=describe(copy, lambda described: described.update(index_shards=2)))
 
 
 def test_an_index_is_mapped_and_returns_the_results_of_a_copy_in_memory(build: Build) -> None:

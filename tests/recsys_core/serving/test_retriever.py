@@ -30,6 +30,8 @@ from tests.recsys_core.serving.conftest import (
 )
 
 KINDS = ("flat", "ivf_flat", "ivf_sq8", "ivf_pq", "opq_pq", "pq_fastscan", "hnsw")
+IN_SHARDS = ("flat", "ivf_sq8", "pq_fastscan", "hnsw")
+"""Kinds that are tested with several shards too."""
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +44,10 @@ def retriever(flat: tuple[ExportedModel, PackageManifest]) -> Retriever:
     return load(flat[1])
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*((kind, 1) for kind in KINDS), *((kind, 3) for kind in IN_SHARDS)], ids=str)
 def any_retriever(request: pytest.FixtureRequest, build: Build) -> tuple[ExportedModel, Retriever]:
-    exported, package = build(index=request.param, quantization="int8")
+    kind, num_shards = request.param
+    exported, package = build(index=kind, index_shards=num_shards, quantization="int8")
     return exported, load(package)
 
 

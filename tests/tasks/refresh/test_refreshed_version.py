@@ -176,8 +176,10 @@ def test_without_a_change_nothing_is_registered(parent: SmallPipeline, client: M
 def test_a_broken_index_is_registered_but_refused(
     parent: SmallPipeline, client: MlflowClient, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build_index = package.build_index
-    monkeypatch.setattr(package, "build_index", lambda kind, vector_ID: build_index(kind, np.roll(vector_ID, 1, axis=0)))
+    write_index = package.write_index
+    monkeypatch.setattr(
+        package, "write_index", lambda kind, vector_ID, paths: write_index(kind, np.roll(vector_ID, 1, axis=0), paths)
+    )
     set_items(parent, range(1000, 1310))
     recorder = Recorder()
     refreshed = refresh(parent, workspace, recorder)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from recsys_core.errors import StageError
-from recsys_core.evaluation.model_rankings import ranking_file, read_ranking
 from recsys_core.evaluation.ranking.catalogue import rank_catalogue
+from recsys_core.evaluation.ranking.stored import StoredRanking, ranking_file
 from recsys_core.manifests import ExportManifest
 from tests.recsys_core.evaluation.ranking.sorted_scores import queries_of
 from tests.recsys_core.evaluation.stage_folders import export_stage
@@ -29,11 +29,11 @@ def export(tmp_path: Path) -> ExportManifest:
 
 def test_a_ranking_that_is_read_equals_the_computed_one(export: ExportManifest) -> None:
     ranking = rank_catalogue(KNOWN_QUERIES, item_vector_ID=KNOWN_QUERIES.query_BD.new_tensor(ITEMS), k=3)
-    stored = read_ranking(KNOWN_QUERIES, export, split="test", num_items=9, is_cold=False)
+    stored = StoredRanking(export, split="test", is_cold=False).read(KNOWN_QUERIES, num_items=9)
     for field in ("query_T", "item_T", "position_T", "num_candidates_B", "top_BK"):
         np.testing.assert_array_equal(getattr(stored, field), getattr(ranking, field))
     assert (stored.num_seen_targets, stored.num_items) == (ranking.num_seen_targets, 9) == (1, 9)
-    assert read_ranking(KNOWN_QUERIES, export, split="test", num_items=9, is_cold=True).top_BK.shape == (4, 0)
+    assert StoredRanking(export, split="test", is_cold=True).read(KNOWN_QUERIES, num_items=9).top_BK.shape == (4, 0)
 
 
 def test_a_ranking_of_another_log_is_rejected(export: ExportManifest) -> None:
@@ -42,4 +42,17 @@ def test_a_ranking_of_another_log_is_rejected(export: ExportManifest) -> None:
         r"ranking_test_positions\.npy: the ranking has 4 users and 4 targets, but the log has 3 known users with 3 targets"
     )
     with pytest.raises(StageError, match=message):
-        read_ranking(other, export, split="test", num_items=9, is_cold=False)
+        stored = StoredRanking(export, split="test", is_cold=False)
+        stored.read(other, num_items=9)
+        stored.check_end()
+
+
+def test_a_ranking_is_read_in_chunks_until_its_end(export: ExportManifest) -> None:
+    whole = StoredRanking(export, split="test", is_cold=False).read(KNOWN_QUERIES, num_items=9)
+    stored = StoredRanking(export, split="test", is_cold=False)
+    chunks = [stored.read(KNOWN_QUERIES.take(np.array(indices)), num_items=9) for indices in ([0, 1, 2], [3])]
+    stored.check_end()
+    for field in ("position_T", "top_BK", "num_candidates_B"):
+        np.testing.assert_array_equal(np.concatenate([getattr(chunk, field) for chunk in chunks]), getattr(whole, field))
+    with pytest.raises(StageError, match="has 4 users and 4 targets, but the log has 8 known users with 8 targets; repeat"):
+        stored.read(KNOWN_QUERIES, num_items=9)

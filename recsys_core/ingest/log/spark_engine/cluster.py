@@ -262,7 +262,9 @@ def reject_unreadable_file(error: BaseException) -> None:
     """Raise InputError if Spark cannot read a file of a table."""
     file_match = re.search(r"FAILED_READ_FILE.* reading file (\S+?)\.?\s", str(error))
     if file_match is not None:
-        raise InputError(f"{printable(file_match[1])}: Spark cannot read it: {spark_message(error)}; write it again") from error
+        raise InputError(
+            f"{printable(file_match[1])}: Spark cannot read it: {spark_message(error)}; check it, and that the executors see it"
+        ) from error
 
 
 def spark_message(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
-from py4j.protocol import Py4JNetworkError
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
@@ -187,8 +187,6 @@ def _uri(path: str) -> str:
 def _explain_errors(table_format: TableFormat, name: str, *, setting: str) -> Iterator[None]:
     try:
         yield
-    except Py4JNetworkError:  # Java has ended, which open_spark reports
-        raise
     except SPARK_ERRORS as error:
         reject_unreadable_file(error)
         message = str(error)
@@ -197,6 +195,8 @@ def _explain_errors(table_format: TableFormat, name: str, *, setting: str) -> It
                 f"interactions.format is {table_format}, but Spark has no connector that reads {printable(name)} "
                 f"({spark_message(error)}); set interactions.engine.conf to {_CONNECTOR[table_format]}"
             ) from error
+        if not isinstance(error, PySparkException):  # a job failed, or a catalog does not answer
+            raise
         raise InputError(
             f"{setting}: {printable(name)}: Spark cannot open this {table_format} table: {spark_message(error)}; check its "
             "path or name, and interactions.format"

@@ -59,7 +59,7 @@ def events(seed: int = 0, *, num_rows: int = 400) -> pa.Table:
 
 
 def write_orc(session: "SparkSession", folder: Path, table: pa.Table, *, mode: str = "overwrite") -> str:
-    """Write an ORC table with one folder for each day, and a parquet file of the same rows beside it."""
+    """Write an ORC table with one folder for each day, and a parquet file of the same rows."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(table, path := folder.with_suffix(".parquet"))
     session.read.parquet(f"file://{path}").write.partitionBy("day").mode(mode).orc(f"file://{folder}")

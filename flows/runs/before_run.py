@@ -38,9 +38,8 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
     log = open_interactions(config.interactions_with_context, allowed_data_root=config.allowed_data_root)
     check_time_unit(config.interactions_with_context, log.sources_by_split["train"])
     num_rows = sum(source.record.num_rows for source in log.sources)
-    facts = {
-        "interactions": f"{num_rows:,} rows in {len(log.sources)} files, users {log.user_id_type}, items {log.item_id_type}"
-    }
+    sources_text = f"{len(log.sources)} {config.interactions.source_noun}"
+    facts = {"interactions": f"{num_rows:,} rows in {sources_text}, users {log.user_id_type}, items {log.item_id_type}"}
     embeddings = open_embeddings(config.embeddings, allowed_data_root=config.allowed_data_root)
     for vectors in embeddings:
         table = vectors.config.table

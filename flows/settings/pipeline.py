@@ -14,6 +14,7 @@ from recsys_core.http_server.config import ServeConfig
 from recsys_core.ingest import InputConfig
 from recsys_core.ingest.features.config import FeaturesConfig
 from recsys_core.ingest.log.config import InteractionsConfig
+from recsys_core.ingest.log.engine_settings import is_table_name
 from recsys_core.ingest.vectors.config import EmbeddingsConfigs
 from recsys_core.launching.config import Launcher, LocalLauncher
 from recsys_core.models.config import ORDER_FREE_POOLINGS, PackageConfig, TwoTowerConfig
@@ -391,16 +392,23 @@ class PipelineConfig(Settings):
         return _with_absolute_paths(self, base_folder)
 
 
-def _with_absolute_paths(settings: SettingsT, base_folder: Path) -> SettingsT:
-    """Resolve the folders and the settings `paths`, `test_paths` and so on, also in the groups inside `settings`."""
+def _with_absolute_paths(settings: SettingsT, base_folder: Path, *, has_tables: bool = False) -> SettingsT:
+    """Resolve the folders and the settings `paths`, `test_paths` and so on, also in the groups inside `settings`.
+
+    has_tables: whether a path without a / is the name of a table.
+    """
+    has_tables = has_tables or (isinstance(settings, InteractionsConfig) and settings.format != "parquet")
     changes: dict[str, Any] = {}
     for name, value in settings:
         if isinstance(value, Path):
             changes[name] = _absolute_path(base_folder, value)
         elif isinstance(value, Settings):
-            changes[name] = _with_absolute_paths(value, base_folder)
+            changes[name] = _with_absolute_paths(value, base_folder, has_tables=has_tables)
         elif name.endswith("paths") and value is not None:
-            changes[name] = tuple(path if is_uri(path) else str(_absolute_path(base_folder, path)) for path in value)
+            changes[name] = tuple(
+                path if is_uri(path) or (has_tables and is_table_name(path)) else str(_absolute_path(base_folder, path))
+                for path in value
+            )
         elif isinstance(value, tuple) and value and isinstance(value[0], Settings):
             changes[name] = tuple(_with_absolute_paths(element, base_folder) for element in value)
     return settings.model_copy(update=changes)

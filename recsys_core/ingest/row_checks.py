@@ -52,7 +52,8 @@ class BadRow:
 
     file_name: str
     column: str
-    row: int
+    row: int | None
+    """Index of the row in its file; None for a row of a table, which has no order."""
     problem: str
     check_name: str
     """Name of the check that the row fails."""
@@ -103,8 +104,9 @@ def reject_bad_rows(
         )
         if num_bad == num_rows:
             fix = f"all {num_rows:,} rows are bad ({check_counts_text}); fix these rows"
+    row_text = "" if bad_row.row is None else f", row {bad_row.row}"
     raise InputError(
-        f"{bad_row.file_name}: column {bad_row.column!r}, row {bad_row.row}: {bad_row.problem} "
+        f"{bad_row.file_name}: column {bad_row.column!r}{row_text}: {bad_row.problem} "
         f"({num_bad_by_check[bad_row.check_name]:,} of {num_rows:,} rows); {fix}"
     )
 

@@ -28,8 +28,8 @@ def local_files(sources: Sequence[Source], *, columns: Sequence[str], scratch_fo
     """Yield a local parquet file for each source, with at least `columns` and the rows in the same order.
 
     For a local source, the path of the source itself is yielded. The `columns` of a remote source are copied into a file in
-    `scratch_folder`, and the pages are verified. Columns that exist only as hive keys in the path are not in the copy. The
-    copies are removed at the end of the context.
+    `scratch_folder`, and the pages are verified. Columns that exist only as hive keys in the path are not in the copy. Of a
+    table, the first rows are copied. The copies are removed at the end of the context.
 
     Raises:
         InputError: a store stops answering, the disk is full, or a remote file is damaged.
@@ -46,10 +46,13 @@ def local_files(sources: Sequence[Source], *, columns: Sequence[str], scratch_fo
 
 
 def _copy_columns(source: Source, columns: Sequence[str], copy_path: Path) -> Path:
-    """Copy `columns` of a remote file to `copy_path`.
+    """Copy `columns` of a remote file, or the first rows of a table, to `copy_path`.
 
     The memory is bounded by the larger of two sizes: a batch of 65,536 rows, and 256 MiB of compressed pages.
     """
+    if source.table is not None:
+        copy_path.write_bytes(source.table.first_rows)
+        return copy_path
     footer = source.footer
     # If all columns are hive keys, the first column of the file is copied, because the copy needs the same number of rows.
     columns_in_file = [name for name in dict.fromkeys(columns) if name in source.schema.names] or source.schema.names[:1]

@@ -130,6 +130,11 @@ def _match_local_paths(pattern: str, *, shown_pattern: str, setting: str) -> lis
     if Path(pattern).is_file():
         return [pattern]
     if Path(pattern).is_dir():
+        if (Path(pattern) / "_delta_log").is_dir() or any(Path(pattern).glob("metadata/*.metadata.json")):
+            raise InputError(
+                f"{setting}: {shown_pattern} is a Delta or Iceberg table, whose parquet files also have rows that were "
+                "deleted; set interactions.format if this is the log, or export the table to parquet"
+            )
         file_paths = [
             path for path in _walk(pattern, ()) if path.endswith(".parquet") and not _is_skipped(path, base_folder=pattern)
         ]

@@ -25,8 +25,23 @@ NULL_KEY_VALUE = "__HIVE_DEFAULT_PARTITION__"
 
 
 @dataclass(frozen=True, eq=False)
+class Table:
+    """A version of a table in another format than parquet, which only Spark reads."""
+
+    format: str
+    name: str
+    """Path, or name in a catalog."""
+    version: str
+    first_rows: bytes = field(repr=False)
+    """Parquet file with the first rows, for the checks before the ingest. It has all columns; those not needed are null."""
+
+
+@dataclass(frozen=True, eq=False)
 class Source:
-    """A parquet file, local or remote, with its footer, the hive keys in its path, and its entry in a manifest."""
+    """A parquet file, local or remote, with its footer, the hive keys in its path, and its entry in a manifest.
+
+    Or a version of a `table`. Its footer is that of its first rows.
+    """
 
     location: Location
     footer: Footer = field(repr=False)
@@ -35,6 +50,8 @@ class Source:
     """Hive keys in the path, for example {"dt": "2026-11-19"}."""
     partition_types: Mapping[str, pa.DataType] = field(default_factory=dict)
     """Type of each hive key: int64, date32 or string. The values of the key in all files of the table determine the type."""
+    table: Table | None = None
+    """None for a parquet file."""
 
     @property
     def name(self) -> str:
@@ -48,8 +65,8 @@ class Source:
 
     @property
     def is_local(self) -> bool:
-        """True for a file on this machine, false for a file in an object store."""
-        return self.location.is_local
+        """True for a file on this machine, false for a file in an object store and for a table."""
+        return self.table is None and self.location.is_local
 
     @property
     def path(self) -> Path:
@@ -69,7 +86,12 @@ class Source:
         return value
 
     def open(self, **options: Any) -> pq.ParquetFile:
-        """Open the file with options of pyarrow.parquet.ParquetFile. Raise InputError if it changed since the footer check."""
+        """Open the file with options of pyarrow.parquet.ParquetFile. Raise InputError if it changed since the footer check.
+
+        Of a table, open the first rows.
+        """
+        if self.table is not None:
+            return pq.ParquetFile(pa.BufferReader(self.table.first_rows), **options)
         path, filesystem = self.location.path, self.location.filesystem
         try:
             file_info = retrying(lambda: filesystem.get_file_info(path))

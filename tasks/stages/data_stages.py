@@ -48,7 +48,7 @@ def ingest_interactions(context: StageContext, config: InputConfig) -> tuple[Int
         allowed_data_root=config.allowed_data_root,
     )
     num_events = manifest.num_train_events + manifest.num_validation_events + manifest.num_test_events
-    read_files_text = f"{manifest.num_files_read} of {len(manifest.sources)} files read"
+    read_files_text = f"{manifest.num_files_read} of {len(manifest.sources)} {config.interactions.source_noun} read"
     texts = [f"{num_events:,} events, {manifest.num_users:,} users, {manifest.num_items:,} items"]
     texts += [f"{manifest.num_known_negatives:,} known negatives"] if config.interactions.explicit_negatives else []
     return manifest, ", ".join([*texts, read_files_text])

@@ -5,7 +5,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from pyarrow import orc
 
 from benchmarks.engines import differences, ingest, write_log
 from recsys_core.errors import InputError, StageError
@@ -56,6 +59,21 @@ def test_a_worker_that_is_killed_in_the_middle_does_not_change_the_store(
     assert cluster.workers[1].poll() is None
     on_duckdb = ingest(log, tmp_path / "duckdb", engine={"kind": "duckdb"})
     assert differences(on_duckdb, on_spark) == []
+
+
+def test_the_executors_read_a_table_where_it_is(cluster: SparkCluster, tmp_path: Path) -> None:
+    write_log(tmp_path / "log", num_events=NUM_EVENTS // 10)
+    for path in (tmp_path / "log").iterdir():
+        table = pq.read_table(path)
+        time_s = table.column("time").cast(pa.timestamp("s", "UTC")).cast(pa.int64())
+        table = table.set_column(2, "time", time_s).set_column(6, "slot", table.column("slot").cast(pa.int16()))
+        pq.write_table(table, path)
+        (tmp_path / "table").mkdir(exist_ok=True)
+        orc.write_table(table, tmp_path / "table" / f"{path.stem}.orc")
+    cluster.start_worker()
+    on_spark = ingest(tmp_path / "table", tmp_path / "spark", engine=cluster.settings, format="orc")
+    on_duckdb = ingest(tmp_path / "log", tmp_path / "duckdb", engine={"kind": "duckdb"})
+    assert differences(on_duckdb, on_spark) == ["fingerprint", "lineage", "num_files_read", "sources", "parts"]
 
 
 def rejects(error: type[Exception], message: str, cluster: SparkCluster, log: Path, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Configuration of the interaction log: files, columns, filters, split and vocabulary."""
 
 from datetime import datetime
+from itertools import chain
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
@@ -16,7 +17,14 @@ from recsys_core.config import (
     Paths,
     Settings,
 )
-from recsys_core.ingest.log.engine_settings import DuckdbSettings, EngineSettings
+from recsys_core.ingest.log.engine_settings import (
+    TABLE_NAME,
+    DuckdbSettings,
+    EngineSettings,
+    SparkSettings,
+    is_table_name,
+    split_version,
+)
 
 SPLITS = ("train", "validation", "test")
 """Names of the splits. The index of a split is its code. The events of a user are stored in the order of the codes."""
@@ -202,11 +210,17 @@ class VocabularyConfig(Settings):
 
 
 class InteractionsConfig(Settings):
-    """The interaction log in parquet, and its split."""
+    """The interaction log, and its split."""
 
     paths: Paths = Field(
         min_length=1,
-        description="Parquet file, folder or glob, or a list of them. A path can be local or start with `s3://` or `gs://`",
+        description="Parquet file, folder or glob, or a list of them. A path can be local or start with `s3://` or `gs://`. "
+        "With another `format`, the folder of a table, or its name in a catalog, such as `lake.shop.events`",
+    )
+    format: Literal["parquet", "delta", "iceberg", "orc"] = Field(
+        "parquet",
+        description="Format of the log. `engine` with kind `spark` reads every format; `duckdb` reads `parquet`. The newest "
+        "version of a table is read, or the one at the end of its path, such as `lake.shop.events@v12`",
     )
     user_column: ColumnName = Field("user_id", description="Column with the user id (integer or string)")
     item_column: ColumnName = Field("item_id", description="Column with the item id (integer or string)")
@@ -268,6 +282,31 @@ class InteractionsConfig(Settings):
     )
 
     @model_validator(mode="after")
+    def _tables_fit_format(self) -> Self:
+        if self.format == "parquet":
+            return self
+        if not isinstance(self.engine, SparkSettings):
+            raise ValueError(
+                f"format is {self.format}, but engine.kind is {self.engine.kind}, which only reads parquet; set it to spark"
+            )
+        split_paths = (self.split.test_paths, self.split.validation_paths or ()) if isinstance(self.split, FileSplit) else ()
+        for path in chain(self.paths, *split_paths):
+            name, version = split_version(path)
+            if self.format == "orc" and version is not None:
+                raise ValueError(f"{path} names a version, but an ORC table has none; remove @v{version}")
+            if is_table_name(name) and TABLE_NAME.fullmatch(name) is None:
+                raise ValueError(
+                    f"{path!r} is not the name of a table in a catalog, such as lake.shop.events; the path of a folder has a "
+                    "slash, such as ./events"
+                )
+            if self.format == "iceberg" and not is_table_name(name):
+                raise ValueError(
+                    f"{path!r} is a path, but an Iceberg table has a name in a catalog, such as lake.shop.events; define the "
+                    "catalog in engine.conf"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _columns_fit_together(self) -> Self:
         if self.user_column == self.item_column:
             raise ValueError(f"user_column and item_column are both {self.user_column!r}; set them to different columns")
@@ -309,15 +348,22 @@ class InteractionsConfig(Settings):
     def result_settings(self) -> dict[str, Any]:
         """Return the settings that change the result, for a fingerprint.
 
-        Without explicit negatives, or with a single shard, the result and the fingerprint are those of configs that do not have
-        the setting.
+        Without explicit negatives, with a single shard, or with parquet files, the result and the fingerprint are those of
+        configs that do not have the setting.
         """
         settings = super().result_settings()
+        if self.format == "parquet":
+            del settings["format"]
         if not self.explicit_negatives:
             del settings["explicit_negatives"]
         if self.shards == 1:
             del settings["shards"]
         return settings
+
+    @property
+    def source_noun(self) -> str:
+        """What `paths` names, in the plural."""
+        return "files" if self.format == "parquet" else "tables"
 
     @property
     def columns(self) -> tuple[str, ...]:

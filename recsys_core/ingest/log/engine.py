@@ -21,11 +21,11 @@ from recsys_core.parquet.sources import Source
 
 @dataclass(frozen=True)
 class LogFiles:
-    """Files of the log with checked footers and pages."""
+    """Files of the log with checked footers and pages, or tables of the log. Either all sources are tables, or none is."""
 
     sources: Sequence[Source]
     paths: Sequence[Path]
-    """A local file for each source, with the columns of the config that are not hive keys."""
+    """A local file for each source, with the columns of the config that are not hive keys. Of a table, only the first rows."""
     type_by_column: Mapping[str, pa.DataType]
     """Type of each column of the config. The row checks of a column depend on its type."""
 

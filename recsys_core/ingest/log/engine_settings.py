@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -9,8 +10,16 @@ from pydantic import Field, field_validator
 from recsys_core.config import Settings
 
 if TYPE_CHECKING:  # an engine imports the config of the log
-    from recsys_core.ingest.log.engine import LogEngine
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
+    from recsys_core.ingest.log.engine import LogEngine
+    from recsys_core.parquet.sources import Source
+
+TableFormat = Literal["delta", "iceberg", "orc"]
+"""Formats of the log that only Spark reads."""
+TABLE_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+){0,4}")
+_VERSION = re.compile(r"(?P<name>.+)@v(?P<version>[0-9]{1,19})")
 _MAX_NUMBER = 10**15
 SparkValue = (
     Annotated[str, Field(max_length=4_096)]
@@ -21,6 +30,21 @@ SparkValue = (
 SparkKey = Annotated[str, Field(max_length=256, pattern=r"^spark\.[A-Za-z0-9._-]+$")]
 _SECRET_WORDS = ("secret", "password", "token", "access.key")
 _SETTING_BY_KEY = {"spark.master": "interactions.engine.master"}
+
+
+def split_version(path: str) -> tuple[str, str | None]:
+    """Split a table into its path or name, and its version.
+
+    >>> split_version("lake.shop.events@v12"), split_version("/lake/events")
+    (('lake.shop.events', '12'), ('/lake/events', None))
+    """
+    match = _VERSION.fullmatch(path)
+    return (match["name"], match["version"]) if match else (path, None)
+
+
+def is_table_name(path: str) -> bool:
+    """Return whether a table is named as in a catalog, and not by the path of its folder, which contains a /."""
+    return "/" not in path
 
 
 class DuckdbSettings(Settings):
@@ -96,6 +120,20 @@ class SparkSettings(Settings):
         from recsys_core.ingest.log.spark_engine.installation import check_installation
 
         return f"{check_installation()}, master {self.master}"
+
+    def open_tables(
+        self,
+        table_format: TableFormat,
+        paths_by_setting: Mapping[str, Sequence[str]],
+        *,
+        columns: Sequence[str],
+        allowed_data_root: Path | None,
+    ) -> list[tuple[Source, ...]]:
+        """Open the tables of each setting; see open_tables of the Spark engine."""
+        self.installation()
+        from recsys_core.ingest.log.spark_engine.tables import open_tables
+
+        return open_tables(self, table_format, paths_by_setting, columns=columns, allowed_data_root=allowed_data_root)
 
     def check_master(self, *, timeout_s: float) -> None:
         """Raise StageError if the master of a standalone cluster does not answer within `timeout_s`."""

@@ -4,6 +4,7 @@ The events of the files that one run reads are stored in a part: a parquet file 
 An id keeps its code until the vocabularies are rebuilt. Until then, later runs reuse the part and read only new files.
 """
 
+import logging
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from recsys_core.parquet.guards import has_page_checksums, verify_pages
 from recsys_core.parquet.local_copies import local_files
 from recsys_core.parquet.sources import Source
 
+logger = logging.getLogger(__name__)
 PART_SETTINGS = {
     "user_column", "item_column", "timestamp_column", "timestamp_unit", "order_column", "label_column", "label_threshold",
     "label_range", "weight_column", "context_columns", "on_bad_rows", "max_future_days",
@@ -54,6 +56,9 @@ def gather_parts(
             parts.append(part)
     reused_records = {file.source for part in parts for file in part.files}
     new_sources = tuple(source for source in log.sources if source.record not in reused_records)
+    for source in new_sources if continued_run else ():
+        if source.table is not None:
+            logger.info("%s is a new version of its table and is read whole; all ids keep their rows", source.name)
     if new_sources:
         part_name = fingerprint_of(settings_fingerprint, [source.record for source in new_sources])[:16]
         part_path = output_folder / "parts" / f"{part_name}.parquet"
@@ -104,7 +109,7 @@ def read_part(
         column: _widest_type([require_column(source, column, setting="interactions") for source in sources])
         for column in config.columns
     }
-    checksum_flags = [has_page_checksums(source, config.columns) for source in sources]
+    checksum_flags = [source.table is None and has_page_checksums(source, config.columns) for source in sources]
     for source, pages_have_checksums in zip(sources, checksum_flags, strict=True):
         if source.is_local and pages_have_checksums:  # pages of remote files are verified while they are copied
             verify_pages(source, config.columns)

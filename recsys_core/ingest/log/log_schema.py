@@ -1,4 +1,4 @@
-"""Schema check of the interaction log: files, columns and types, from the parquet footers alone."""
+"""Schema check of the interaction log: files, columns and types, from the parquet footers or the schemas of tables alone."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from recsys_core.errors import InputError
 from recsys_core.ingest.log.config import SPLITS, FileSplit, InteractionsConfig
+from recsys_core.ingest.log.engine_settings import SparkSettings
 from recsys_core.manifests import IdType, SourceFile
 from recsys_core.parquet.columns import id_type, require_column, require_same_types, require_unambiguous_case
 from recsys_core.parquet.guards import check_expansion
@@ -36,17 +37,7 @@ class InteractionsInput:
 
 def open_interactions(config: InteractionsConfig, *, allowed_data_root: Path | None = None) -> InteractionsInput:
     """Open the files of the log. Raise InputError for a missing, invalid or copied file, or an unsuitable column."""
-    sources_by_split = {"train": open_sources(config.paths, setting="interactions.paths", allowed_data_root=allowed_data_root)}
-    if isinstance(config.split, FileSplit):
-        if config.split.validation_paths is not None:
-            sources_by_split["validation"] = open_sources(
-                config.split.validation_paths,
-                setting="interactions.split.validation_paths",
-                allowed_data_root=allowed_data_root,
-            )
-        sources_by_split["test"] = open_sources(
-            config.split.test_paths, setting="interactions.split.test_paths", allowed_data_root=allowed_data_root
-        )
+    sources_by_split = _open_sources(config, allowed_data_root=allowed_data_root)
     all_sources = tuple(source for sources in sources_by_split.values() for source in sources)
     locations = [source.location for source in all_sources]
     check_distinct_files(locations, setting=f"interactions, {' and '.join(sources_by_split)}")
@@ -69,6 +60,31 @@ def open_interactions(config: InteractionsConfig, *, allowed_data_root: Path | N
         count_text_bytes=False,
     )
     return InteractionsInput(sources_by_split, user_id_type, item_id_type)
+
+
+def _open_sources(config: InteractionsConfig, *, allowed_data_root: Path | None) -> dict[str, tuple[Source, ...]]:
+    """Open the files or tables of each split."""
+    paths_by_split = {"train": config.paths}
+    if isinstance(config.split, FileSplit):
+        if config.split.validation_paths is not None:
+            paths_by_split["validation"] = config.split.validation_paths
+        paths_by_split["test"] = config.split.test_paths
+    setting_by_split = {
+        split: "interactions.paths" if split == "train" else f"interactions.split.{split}_paths" for split in paths_by_split
+    }
+    if config.format == "parquet":
+        return {
+            split: open_sources(paths, setting=setting_by_split[split], allowed_data_root=allowed_data_root)
+            for split, paths in paths_by_split.items()
+        }
+    assert isinstance(config.engine, SparkSettings)  # see the validator of the config
+    sources_of_splits = config.engine.open_tables(
+        config.format,
+        {setting_by_split[split]: paths for split, paths in paths_by_split.items()},
+        columns=config.columns,
+        allowed_data_root=allowed_data_root,
+    )
+    return dict(zip(paths_by_split, sources_of_splits, strict=True))
 
 
 def _check_timestamps(sources: Sequence[Source], column: str) -> None:

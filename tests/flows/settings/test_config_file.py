@@ -415,6 +415,16 @@ def test_the_model_has_tables_of_ids_features_and_offsets(file: Path) -> None:
     assert config.table_names == {"item", "item_offset", "user", "user.age", "item.brand", "context.device"}
 
 
+def test_a_table_is_named_as_in_its_catalog_and_the_folder_of_a_table_is_relative_to_the_file(file: Path) -> None:
+    file.write_text(
+        "interactions: {paths: [lake.shop.log@v7, ./log, s3://lake/log], format: delta, timestamp_column: ts, "
+        "engine: {kind: spark}, split: {kind: files, test_paths: lake.shop.test}}\n"
+    )
+    interactions = load_config(file).interactions
+    assert interactions.paths == ("lake.shop.log@v7", str(file.parent / "log"), "s3://lake/log")
+    assert isinstance(interactions.split, FileSplit) and interactions.split.test_paths == ("lake.shop.test",)
+
+
 def test_uris_are_unchanged_and_data_root_is_relative_to_the_file(file: Path) -> None:
     uris = ["s3://bucket/log/dt=*/*.parquet?region=eu-west-1", "gs://bucket/log", "file:///data/log"]
     config = load_config(file, [f"interactions.paths={json.dumps([*uris, 'log'])}", "allowed_data_root=../data"])

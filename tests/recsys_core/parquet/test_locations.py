@@ -38,6 +38,16 @@ def test_a_folder_with_no_parquet_in_it_is_named(tmp_path: Path) -> None:
         open_sources([str(tmp_path / "log")], setting="interactions.paths")
 
 
+@pytest.mark.parametrize("log", ["_delta_log/00000000000000000000.json", "metadata/v1.metadata.json"])
+def test_the_folder_of_a_table_is_rejected_because_its_files_have_deleted_rows(tmp_path: Path, log: str) -> None:
+    write(tmp_path / "log" / "data" / "a.parquet", x=[1])
+    (tmp_path / "log" / log).parent.mkdir()
+    (tmp_path / "log" / log).touch()
+    with refusal(f"s: {tmp_path}/log is a Delta or Iceberg table", "set interactions.format"):
+        names(tmp_path / "log", tmp_path)
+    assert names(tmp_path / "log" / "data", tmp_path) == ["log/data/a.parquet"]
+
+
 def test_a_glob_skips_hidden_files_unless_it_names_them(tmp_path: Path) -> None:
     for name in ("a.parquet", "_b.parquet", ".c.parquet", "_old/d.parquet"):
         write(tmp_path / name, x=[1])

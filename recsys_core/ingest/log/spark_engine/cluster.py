@@ -1,6 +1,7 @@
 """Spark sessions for one stage: start, checks of the cluster, a watch over its executors, and errors as messages."""
 
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -40,24 +41,26 @@ _DRIVER_ONLY_MARKERS = ("InvalidClassException", "serialVersionUID", "NoSuchMeth
 
 
 @contextmanager
-def open_spark(settings: SparkSettings, *, shared_folder: Path) -> Iterator[SparkSession]:
+def open_spark(settings: SparkSettings, *, local_folder: Path, is_shared: bool = True) -> Iterator[SparkSession]:
     """Yield a Spark session. A session that the process already has is used and stays open; otherwise one is started.
 
     Args:
-        shared_folder: folder that every executor has to see.
+        local_folder: folder to which a local session spills.
+        is_shared: whether every executor has to see `local_folder`.
 
     Raises:
         StageError: the master does not answer, no executor starts within timeout_s, or all executors are lost for timeout_s.
-        InputError: the executors do not see `shared_folder`, or have another version of Spark.
+        InputError: the executors do not see a shared folder, or have another version of Spark.
     """
     active_session = SparkSession.getActiveSession()
-    spark = active_session or start_session(settings, local_folder=shared_folder)
+    spark = active_session or start_session(settings, local_folder=local_folder)
     watch = _ExecutorWatch(spark.sparkContext, settings)
     try:
         with _explain_errors(settings, watch), watch:
             if not _is_local(spark):
                 _check_versions(spark, settings)
-                _check_folder(spark, settings, shared_folder)
+                if is_shared:
+                    _check_folder(spark, settings, local_folder)
             yield spark
     finally:
         if active_session is None:
@@ -86,9 +89,14 @@ def start_session(settings: SparkSettings, *, local_folder: Path) -> SparkSessio
     except Exception as error:  # an error of the JVM, of py4j, or an assertion about a context that was stopped
         message = spark_message(error)  # before the JVM ends, because it has the text of the error
         _stop_gateway()
+        fix = "check the master, that it has the same version, and interactions.engine.conf"
+        if "JAVA_GATEWAY_EXITED" in message and "spark.jars.packages" in conf:
+            fix = (
+                f"check that spark.jars.packages ({conf['spark.jars.packages']}) exists, and that this host reaches a Maven "
+                "repository, or copy the jars to this host and set spark.jars"
+            )
         raise StageError(
-            f"interactions.engine: Spark {pyspark.__version__} does not start with master {settings.master}: "
-            f"{message}; check the master, that it has the same version, and interactions.engine.conf"
+            f"interactions.engine: Spark {pyspark.__version__} does not start with master {settings.master}: {message}; {fix}"
         ) from error
     finally:
         if threading.current_thread() is threading.main_thread():
@@ -250,6 +258,15 @@ def _has_full_disk(error: BaseException) -> bool:
         return False
 
 
+def reject_unreadable_file(error: BaseException) -> None:
+    """Raise InputError if Spark cannot read a file of a table."""
+    file_match = re.search(r"FAILED_READ_FILE.* reading file (\S+?)\.?\s", str(error))
+    if file_match is not None:
+        raise InputError(
+            f"{printable(file_match[1])}: Spark cannot read it: {spark_message(error)}; check it, and that the executors see it"
+        ) from error
+
+
 def spark_message(error: BaseException) -> str:
     """Return the line of an error of Spark that has its cause, without the stack of the JVM."""
     try:
@@ -259,4 +276,5 @@ def spark_message(error: BaseException) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("at ")]
     causes = [line.removeprefix("Caused by: ") for line in lines if line.startswith("Caused by: ")]
     text = causes[-1] if causes else (lines[1] if len(lines) > 1 and lines[0].startswith("An error occurred") else "")
-    return printable(text.removeprefix(": "), max_characters=300) or first_line(error)
+    text = text.removeprefix(": ") or (lines[0] if lines else first_line(error))
+    return printable(text, max_characters=300)

@@ -15,7 +15,7 @@ from recsys_core.ingest.log.config import FileSplit, InteractionsConfig
 from recsys_core.ingest.log.duckdb_engine.read_errors import reject_unreadable_files
 from recsys_core.ingest.log.engine import FileStatistics, LogCounts, LogFiles
 from recsys_core.ingest.log.engine_settings import SparkSettings
-from recsys_core.ingest.log.spark_engine.cluster import SPARK_ERRORS, open_spark, spark_message
+from recsys_core.ingest.log.spark_engine.cluster import SPARK_ERRORS, open_spark, reject_unreadable_file, spark_message
 from recsys_core.ingest.log.spark_engine.raw_log import create_raw
 from recsys_core.ingest.log.spark_engine.session import SparkLogSession
 from recsys_core.ingest.log.sql.engine import SqlEngine
@@ -44,7 +44,7 @@ class SparkEngine(SqlEngine):
     ) -> Iterator[Self]:
         """Open a Spark session, which is shared with the process if it has one; see LogEngine."""
         assert isinstance(config.engine, SparkSettings)
-        with open_spark(config.engine, shared_folder=spill_folder) as spark:
+        with open_spark(config.engine, local_folder=spill_folder) as spark:
             session = SparkLogSession(spark, spill_folder)
             yield cls(session, config, id_types=id_types, continued_run=continued_run)
 
@@ -80,7 +80,9 @@ class SparkEngine(SqlEngine):
             yield
         except SPARK_ERRORS as error:
             message = str(error)
-            if "FileNotFoundException" in message or "FAILED_READ_FILE" in message:
+            if files.sources[0].table is not None:
+                reject_unreadable_file(error)
+            elif "FileNotFoundException" in message or "FAILED_READ_FILE" in message:
                 named = [index for index, path in enumerate(files.paths) if path.name in message] or range(len(files.paths))
                 indices = list(named)
                 sources, paths = [files.sources[index] for index in indices], [files.paths[index] for index in indices]

@@ -16,6 +16,7 @@ from recsys_core.ingest.log.engine import LogFiles
 from recsys_core.ingest.log.spark_engine.hashes import hash_sql
 from recsys_core.ingest.log.spark_engine.session import SparkLogSession
 from recsys_core.ingest.log.spark_engine.spark_types import column_types, spark_type
+from recsys_core.ingest.log.spark_engine.tables import table_frame
 from recsys_core.ingest.log.sql.raw_columns import column_by_alias, hive_columns, hive_keys_sql
 from recsys_core.parquet.duckdb_session import quoted
 from recsys_core.units import DAY_US
@@ -43,8 +44,12 @@ def create_raw(session: SparkLogSession, config: InteractionsConfig, files: LogF
     context_types = _context_schema(config, files, groups)
     for number, group in enumerate(groups):
         files_view = f"files_{number}"
-        path_by_index = {index: files.paths[index] for index in group.indices}
-        session.create_files_view(files_view, path_by_index, schema=group.schema)
+        if files.sources[0].table is not None:
+            frame_by_index = {index: table_frame(session.spark, files.sources[index]) for index in group.indices}
+            session.create_tables_view(files_view, frame_by_index, columns=group.schema.names)
+        else:
+            path_by_index = {index: files.paths[index] for index in group.indices}
+            session.create_files_view(files_view, path_by_index, schema=group.schema)
         keys_sql = ""
         if hive_keys:
             sources = [files.sources[index] for index in group.indices]

@@ -6,7 +6,8 @@ batches, so neither the driver nor this process holds a whole result.
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from recsys_core.errors import InputError
 from recsys_core.ingest.log.spark_engine.hashes import draw_sql, hash_sql
 from recsys_core.ingest.log.spark_engine.spark_types import spark_schema
+from recsys_core.parquet.duckdb_session import quoted
 
 BATCH_ROWS = 1_000_000
 _CONF = {
@@ -31,6 +33,7 @@ _CONF = {
     "spark.sql.caseSensitive": "true",
     "spark.sql.legacy.parquet.nanosAsLong": "true",
     "spark.sql.parquet.filterPushdown": "false",  # wrong statistics in a file must not hide rows
+    "spark.sql.orc.filterPushdown": "false",
     "spark.sql.parquet.int96RebaseModeInRead": "CORRECTED",
     "spark.sql.parquet.datetimeRebaseModeInRead": "CORRECTED",
     "spark.sql.parquet.datetimeRebaseModeInWrite": "CORRECTED",
@@ -52,14 +55,20 @@ _FUNCTIONS = {
 """Signature and body of functions that the queries call. A function is created when a query calls it."""
 
 
+def new_session(spark: SparkSession) -> SparkSession:
+    """Return a session with views and properties of its own."""
+    session = spark.newSession()
+    for key, value in _CONF.items():
+        session.conf.set(key, value)
+    return session
+
+
 class SparkLogSession:
     """The SqlSession of a Spark session; see SqlSession. `folder` is seen by all executors, and need not exist."""
 
     def __init__(self, spark: SparkSession, folder: Path) -> None:
-        self.spark = spark.newSession()  # views and properties of its own
+        self.spark = new_session(spark)
         self._folder, self._numbers = folder.absolute(), count()
-        for key, value in _CONF.items():
-            self.spark.conf.set(key, value)
 
     def fetch_rows(self, query: str) -> list[tuple[Any, ...]]:
         """Return all rows of a small result."""
@@ -146,6 +155,15 @@ class SparkLogSession:
         indices = pa.array([index_by_path[unquote(path)] for path in encoded_paths], pa.int32())
         index_table = self.spark.createDataFrame(pa.table({_FILE_COLUMN: encoded_paths, "file_index": indices}))
         rows.join(F.broadcast(index_table), _FILE_COLUMN).drop(_FILE_COLUMN).createOrReplaceTempView(name)
+
+    def create_tables_view(self, name: str, frame_by_index: Mapping[int, DataFrame], *, columns: Sequence[str]) -> None:
+        """Create a view of tables, with the columns `file_index` and `file_row_number`. The rows of a table have no number."""
+        quoted_columns = [F.col(quoted(column, quote="`")) for column in columns]
+        frames = [
+            frame.select(*quoted_columns, F.lit(index).alias("file_index"), F.lit(0).cast("bigint").alias("file_row_number"))
+            for index, frame in frame_by_index.items()
+        ]
+        reduce(DataFrame.unionAll, frames).createOrReplaceTempView(name)
 
     def stream(self, query: str) -> Iterator[pa.RecordBatch]:
         """Write the result to files, yield their batches, and remove each file that was read."""

@@ -5,14 +5,18 @@ index of the row in this file (`row`).
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
 
 import pyarrow as pa
 
+from recsys_core.errors import shown
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.engine import FileStatistics
 from recsys_core.ingest.log.log_statistics import FIX_CLOCK, IN_FUTURE, latest_valid_time_us
+from recsys_core.ingest.log.sql.raw_columns import column_by_alias
 from recsys_core.ingest.log.sql.session import SqlSession
-from recsys_core.ingest.row_checks import FIX_ROWS, RowCheck, pass_sql
+from recsys_core.ingest.row_checks import FIX_ROWS, BadRow, RowCheck, pass_sql
 from recsys_core.parquet.columns import value_type
 from recsys_core.units import FLOAT32_MAX, INT64_MAX
 
@@ -67,6 +71,33 @@ def scan_files(
         num_events = num_positive if positive_row_sql else num_rows - num_bad
         statistics[file_index] = FileStatistics(num_rows, num_bad, num_bad_by_check, range_by_role, num_events)
     return statistics
+
+
+def first_bad_row_of_table(
+    session: SqlSession, config: InteractionsConfig, checks: Sequence[RowCheck], *, rows_sql: str, table_name: str
+) -> BadRow:
+    """Return a row of a table that fails a check, with the first check that it fails. The ids name the row.
+
+    The rows of a table have no numbers, so this is the first row by user, item and position. It may be another row than the
+    first one of a file.
+    """
+    alias_by_column = {column: alias for alias, column in column_by_alias(config).items() if alias != "time"}
+    if config.timestamp_column is not None:
+        alias_by_column[config.timestamp_column] = "position"
+    values_sql = [f'"{alias_by_column[check.column]}" AS value_{index}' for index, check in enumerate(checks)]
+    flags_sql = [f"coalesce({check.failure_sql}, false) AS fails_{index}" for index, check in enumerate(checks)]
+    ((user, item, *values_and_flags),) = session.fetch_rows(
+        f'SELECT "user", item, {", ".join(values_sql + flags_sql)} FROM {rows_sql} WHERE NOT ({pass_sql(checks)}) '
+        'ORDER BY "user", item, position LIMIT 1'
+    )
+    values, flags = values_and_flags[: len(checks)], values_and_flags[len(checks) :]
+    index = flags.index(True)
+    check, value = checks[index], values[index]
+    if check.column == config.timestamp_column and value is not None:
+        with suppress(ValueError, OverflowError):  # outside the range of Python's datetime
+            value = datetime.fromtimestamp(value / 1e6, UTC)
+    problem = f"{check.problem(value)}, in a row with user {shown(user)} and item {shown(item)}"
+    return BadRow(table_name, check.column, None, problem, check_name=check.name, fix=check.fix)
 
 
 def _id_checks(alias: str, column: str, data_type: pa.DataType) -> list[RowCheck]:

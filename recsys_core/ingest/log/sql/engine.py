@@ -15,7 +15,7 @@ from recsys_core.errors import InputError, shown_names
 from recsys_core.ingest.log.config import FileSplit, InteractionsConfig, LogFilter
 from recsys_core.ingest.log.engine import FileStatistics, LogCounts, LogFiles, Vocabulary
 from recsys_core.ingest.log.log_statistics import columns_by_role, reject_bad_log
-from recsys_core.ingest.log.sql.checks import row_checks, scan_files
+from recsys_core.ingest.log.sql.checks import first_bad_row_of_table, row_checks, scan_files
 from recsys_core.ingest.log.sql.filters import extra_column_names, load_log
 from recsys_core.ingest.log.sql.known_negatives import sorted_negatives
 from recsys_core.ingest.log.sql.session import SqlSession, fetch_count
@@ -133,6 +133,8 @@ class SqlEngine:
 
         def find_first(file_index: int) -> BadRow:
             rows_sql, source = f"(SELECT * FROM raw WHERE source = {file_index})", files.sources[file_index]
+            if source.table is not None:
+                return first_bad_row_of_table(self._session, self._config, checks, rows_sql=rows_sql, table_name=source.name)
             bad_row = first_bad_row(self._session.fetch_rows, checks, rows_sql=rows_sql, row_sql='"row"', source=source)
             assert bad_row is not None
             return bad_row

@@ -7,7 +7,12 @@ import pytest
 
 pytest.importorskip("pyspark", reason="the extra spark is not installed")
 
-from recsys_core.ingest.log.spark_engine.cluster import _logging_errors_only
+from pyspark.errors import PySparkRuntimeError
+from pyspark.sql import SparkSession
+
+from recsys_core.errors import StageError
+from recsys_core.ingest.log.engine_settings import SparkSettings
+from recsys_core.ingest.log.spark_engine.cluster import _logging_errors_only, start_session
 
 
 def test_a_jvm_that_starts_logs_errors_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,3 +33,16 @@ def test_a_variable_of_spark_keeps_its_logging(tmp_path: Path, monkeypatch: pyte
     with _logging_errors_only(tmp_path):
         assert dict(os.environ) == before
     assert not list(tmp_path.iterdir())
+
+
+def test_a_connector_that_cannot_be_downloaded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exit_early(_: SparkSession.Builder) -> SparkSession:
+        raise PySparkRuntimeError(errorClass="JAVA_GATEWAY_EXITED", messageParameters={})
+
+    monkeypatch.setattr(SparkSession.Builder, "getOrCreate", exit_early)
+    monkeypatch.setattr("recsys_core.ingest.log.spark_engine.cluster._stop_gateway", lambda: None)
+    settings = SparkSettings.model_validate({"kind": "spark", "conf": {"spark.jars.packages": "a:b:1"}})
+    with pytest.raises(
+        StageError, match=r"check that spark.jars.packages \(a:b:1\) exists, and that this host reaches a Maven"
+    ):
+        start_session(settings, local_folder=tmp_path)

@@ -16,7 +16,7 @@ from scipy.sparse import csr_array, diags_array, vstack
 from recsys_core.closed_form.linear_models import (
     Floats32,
     ease_weights,
-    inverse_root,
+    inverse_power,
     log_matrix,
     singular_vectors,
     user_item_matrix,
@@ -35,20 +35,25 @@ BLOCK_PAIRS = 1 << 22
 """Pairs of items of a user that are counted at once. Sorting them takes about 100 bytes each."""
 
 
-def spectral_vectors(matrix_UI: csr_array, *, rank: int, queries: csr_array) -> tuple[Floats32, Floats32]:
-    """Return query vectors [B, D] and item vectors [I, D] of the ideal low-pass filter of GF-CF (Shen et al., CIKM 2021).
+def spectral_vectors(
+    matrix_UI: csr_array, *, rank: int, queries: csr_array, user_exponent: float, item_exponent: float
+) -> tuple[Floats32, Floats32]:
+    """Return query vectors [B, D] and item vectors [I, D] of a low-pass filter of the log.
 
-    With the normalised matrix R = Du^-1/2 X Di^-1/2 and its first singular vectors V, the scores are X Di^-1/2 V V' Di^1/2. Du
-    and Di are the numbers of items of each user and of users of each item.
+    With the normalised matrix R = Du^-a X Di^-b and its first singular vectors V, the scores are X Di^-b V V' Di^b. Du and Di
+    are the numbers of items of each user and of users of each item, and a and b are the exponents. With exponents of 0.5, it is
+    the ideal low-pass filter of GF-CF (Shen et al., CIKM 2021).
     """
     num_vectors = min(rank, min(matrix_UI.shape) - 1)
     if num_vectors < 1:
         return np.zeros((queries.shape[0], 1), np.float32), np.zeros((matrix_UI.shape[1], 1), np.float32)
-    _, vector_ID = singular_vectors(matrix_UI, num_vectors=num_vectors)
-    item_weight_I = inverse_root(matrix_UI.sum(axis=0))
-    query_BD = queries @ (vector_ID * item_weight_I[:, None])
-    item_weight_I1 = np.sqrt(matrix_UI.sum(axis=0))[:, None]
-    return np.ascontiguousarray(query_BD, np.float32), np.ascontiguousarray(vector_ID * item_weight_I1, np.float32)
+    _, vector_ID = singular_vectors(
+        matrix_UI, num_vectors=num_vectors, user_exponent=user_exponent, item_exponent=item_exponent
+    )
+    count_I = matrix_UI.sum(axis=0)
+    query_BD = queries @ (vector_ID * inverse_power(count_I, item_exponent)[:, None])
+    vector_ID *= count_I[:, None] ** item_exponent
+    return np.ascontiguousarray(query_BD, np.float32), vector_ID
 
 
 def neighbour_weights(matrix_UI: csr_array) -> csr_array:
@@ -62,7 +67,7 @@ def neighbour_weights(matrix_UI: csr_array) -> csr_array:
            [0.  , 0.58, 0.  ]], dtype=float32)
     """
     num_items = matrix_UI.shape[1]
-    unit_UI = matrix_UI @ diags_array(inverse_root(matrix_UI.sum(axis=0)))
+    unit_UI = matrix_UI @ diags_array(inverse_power(matrix_UI.sum(axis=0), 0.5))
     unit_IU = unit_UI.T.tocsr()
     num_pairs_I = np.cumsum(unit_IU @ np.diff(matrix_UI.indptr).astype(np.float64))
     block_I = (num_pairs_I // BLOCK_PAIRS).astype(np.int64)  # the co-occurrences of a block fit into memory
@@ -92,7 +97,13 @@ def linear_model(config: ClosedFormConfig, *, store: EventStore, histories: Jagg
     if store.num_items <= config.ease_max_items:
         weight_IC = np.ascontiguousarray(ease_weights(matrix_UI, l2=config.l2)[:, order_I])
         return _row_scores(lambda rows: history_BI[rows] @ weight_IC, num_columns=len(order_I))
-    query_BD, vector_ID = spectral_vectors(matrix_UI, rank=config.rank, queries=history_BI)
+    query_BD, vector_ID = spectral_vectors(
+        matrix_UI,
+        rank=config.rank,
+        queries=history_BI,
+        user_exponent=config.user_exponent,
+        item_exponent=config.item_exponent,
+    )
     vector_CD = vector_ID[order_I]
 
     def score_tile(queries: slice, columns: slice, score_BC: NDArray[Any]) -> None:

@@ -8,6 +8,8 @@ from pydantic import Field
 from recsys_core.config import MAX_COUNT, OPERATIONAL, Settings
 from recsys_core.errors import InputError
 
+Exponent = Annotated[float, Field(ge=0, le=2)]
+
 
 class LogVectorsSettings(Settings):
     """Settings of item vectors that are computed from the training events, for the table `item`."""
@@ -35,8 +37,18 @@ class SpectralVectors(LogVectorsSettings):
 
     method: Literal["spectral"] = Field(
         "spectral",
-        description="the first singular vectors of the user-item matrix, in which each entry is divided by the roots of the "
+        description="the first singular vectors of the user-item matrix, in which each entry is divided by powers of the "
         "numbers of events of its user and its item",
+    )
+    user_exponent: Exponent = Field(
+        0.5,
+        description="power of the number of events of a user by which the user's entries of the matrix are divided. With `0`, "
+        "users with many events decide about the first dimensions",
+    )
+    item_exponent: Exponent = Field(
+        0.5,
+        description="power of the number of events of an item by which the item's entries of the matrix are divided. With `0`, "
+        "popular items decide about the first dimensions; with `0.5`, rare items have as long vectors as popular ones",
     )
     singular_power: float = Field(
         0.5,

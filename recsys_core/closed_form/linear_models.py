@@ -70,12 +70,16 @@ def ease_vectors(matrix_UI: csr_array, *, l2: float, dim: int) -> Floats32:
     return np.ascontiguousarray(vector_ID[:, order_D] * np.sqrt(np.maximum(value_D[order_D], 0)), np.float32)
 
 
-def singular_vectors(matrix_UI: csr_array, *, num_vectors: int) -> tuple[Floats32, Floats32]:
+def singular_vectors(
+    matrix_UI: csr_array, *, num_vectors: int, user_exponent: float = 0.5, item_exponent: float = 0.5
+) -> tuple[Floats32, Floats32]:
     """Return the largest singular values [D] of the normalised matrix, largest first, and the items' singular vectors [I, D].
 
-    The normalised matrix is Du^-1/2 X Di^-1/2, where Du and Di are the numbers of items of each user and of users of each item.
+    The normalised matrix is Du^-a X Di^-b, where Du and Di are the numbers of items of each user and of users of each item, and
+    a and b are the exponents.
     """
-    user_weight_U, item_weight_I = (inverse_root(matrix_UI.sum(axis=axis)) for axis in (1, 0))
+    user_weight_U = inverse_power(matrix_UI.sum(axis=1), user_exponent)
+    item_weight_I = inverse_power(matrix_UI.sum(axis=0), item_exponent)
     normalised = (diags_array(user_weight_U) @ matrix_UI @ diags_array(item_weight_I)).astype(np.float32)
     start = _start(min(normalised.shape))
     _, value_D, vector_DI = svds(normalised, k=num_vectors, v0=start, return_singular_vectors="vh")
@@ -83,9 +87,9 @@ def singular_vectors(matrix_UI: csr_array, *, num_vectors: int) -> tuple[Floats3
     return value_D[order_D].astype(np.float32), np.ascontiguousarray(vector_DI[order_D].T, np.float32)
 
 
-def inverse_root(count_R: NDArray[Any]) -> Floats32:
-    """Return 1 / sqrt(count), and 0 for a count of 0."""
-    return np.where(count_R > 0, 1 / np.sqrt(np.maximum(count_R, 1)), 0.0).astype(np.float32)
+def inverse_power(count_R: NDArray[Any], exponent: float) -> Floats32:
+    """Return count^-exponent, and 0 for a count of 0."""
+    return np.where(count_R > 0, np.maximum(count_R, 1) ** -exponent, 0.0).astype(np.float32)
 
 
 def _ease_inverse(matrix_UI: csr_array, *, l2: float) -> NDArray[Any]:

@@ -56,7 +56,9 @@ def item_vectors(config: LogVectors, matrix_UV: csr_array) -> Floats32:
         return ease_vectors(matrix_UV, l2=config.l2, dim=config.dim)
     if isinstance(config, IalsVectors):
         return ials_vectors(config, matrix_UV)
-    value_D, vector_VD = singular_vectors(matrix_UV, num_vectors=config.dim)
+    value_D, vector_VD = singular_vectors(
+        matrix_UV, num_vectors=config.dim, user_exponent=config.user_exponent, item_exponent=config.item_exponent
+    )
     return vector_VD * value_D**config.singular_power
 
 

@@ -16,7 +16,7 @@ from scipy.sparse import csr_array, diags_array, vstack
 from recsys_core.closed_form.linear_models import (
     Floats32,
     ease_weights,
-    inverse_root,
+    inverse_power,
     log_matrix,
     singular_vectors,
     user_item_matrix,
@@ -35,25 +35,32 @@ BLOCK_PAIRS = 1 << 22
 """Pairs of items of a user that are counted at once. Sorting them takes about 100 bytes each."""
 
 
-def spectral_vectors(matrix_UI: csr_array, *, rank: int, queries: csr_array) -> tuple[Floats32, Floats32]:
-    """Return query vectors [B, D] and item vectors [I, D] of the ideal low-pass filter of GF-CF (Shen et al., CIKM 2021).
+def spectral_vectors(
+    matrix_UI: csr_array, *, rank: int, queries: csr_array, user_exponent: float, item_exponent: float
+) -> tuple[Floats32, Floats32]:
+    """Return query vectors [B, D] and item vectors [I, D] of a low-pass filter of the log.
 
-    With the normalised matrix R = Du^-1/2 X Di^-1/2 and its first singular vectors V, the scores are X Di^-1/2 V V' Di^1/2. Du
-    and Di are the numbers of items of each user and of users of each item.
+    With the normalised matrix R = Du^-a X Di^-b and its first singular vectors V, the scores are X Di^-b V V' Di^b. Du and Di
+    are the numbers of items of each user and of users of each item, and a and b are the exponents. With exponents of 0.5, it is
+    the ideal low-pass filter of GF-CF (Shen et al., CIKM 2021).
     """
-    weight_ID, vector_ID = spectral_weights(matrix_UI, rank=rank)
+    weight_ID, vector_ID = spectral_weights(matrix_UI, rank=rank, user_exponent=user_exponent, item_exponent=item_exponent)
     return _spectral_queries(queries, weight_ID), vector_ID
 
 
-def spectral_weights(matrix_UI: csr_array, *, rank: int) -> tuple[NDArray[Any], Floats32]:
+def spectral_weights(
+    matrix_UI: csr_array, *, rank: int, user_exponent: float, item_exponent: float
+) -> tuple[NDArray[Any], Floats32]:
     """Return the weights [I, D] of the items of a history in a query vector, and the item vectors; see `spectral_vectors`."""
     num_vectors, num_items = min(rank, min(matrix_UI.shape) - 1), matrix_UI.shape[1]
     if num_vectors < 1:
         return np.zeros((num_items, 1), np.float32), np.zeros((num_items, 1), np.float32)
-    _, vector_ID = singular_vectors(matrix_UI, num_vectors=num_vectors)
-    item_weight_I = inverse_root(matrix_UI.sum(axis=0))
-    item_weight_I1 = np.sqrt(matrix_UI.sum(axis=0))[:, None]
-    return vector_ID * item_weight_I[:, None], np.ascontiguousarray(vector_ID * item_weight_I1, np.float32)
+    _, vector_ID = singular_vectors(
+        matrix_UI, num_vectors=num_vectors, user_exponent=user_exponent, item_exponent=item_exponent
+    )
+    count_I = matrix_UI.sum(axis=0)
+    weight_ID = vector_ID * inverse_power(count_I, item_exponent)[:, None]
+    return weight_ID, np.ascontiguousarray(vector_ID * count_I[:, None] ** item_exponent, np.float32)
 
 
 def _spectral_queries(history_BI: csr_array, weight_ID: NDArray[Any]) -> Floats32:
@@ -71,7 +78,7 @@ def neighbour_weights(matrix_UI: csr_array) -> csr_array:
            [0.  , 0.58, 0.  ]], dtype=float32)
     """
     num_items = matrix_UI.shape[1]
-    unit_UI = matrix_UI @ diags_array(inverse_root(matrix_UI.sum(axis=0)))
+    unit_UI = matrix_UI @ diags_array(inverse_power(matrix_UI.sum(axis=0), 0.5))
     unit_IU = unit_UI.T.tocsr()
     num_pairs_I = np.cumsum(unit_IU @ np.diff(matrix_UI.indptr).astype(np.float64))
     block_I = (num_pairs_I // BLOCK_PAIRS).astype(np.int64)  # the co-occurrences of a block fit into memory
@@ -101,7 +108,9 @@ def linear_model(config: ClosedFormConfig, *, store: EventStore, order_I: NDArra
     if store.num_items <= config.ease_max_items:
         weight_IC = np.ascontiguousarray(ease_weights(matrix_UI, l2=config.l2)[:, order_I])
         return lambda histories: _row_scores(histories, lambda history_BI: history_BI @ weight_IC, order_I=order_I)
-    weight_ID, vector_ID = spectral_weights(matrix_UI, rank=config.rank)
+    weight_ID, vector_ID = spectral_weights(
+        matrix_UI, rank=config.rank, user_exponent=config.user_exponent, item_exponent=config.item_exponent
+    )
     vector_CD = vector_ID[order_I]
 
     def scores(histories: JaggedArray) -> LinearScores:

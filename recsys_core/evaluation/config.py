@@ -30,6 +30,19 @@ class ClosedFormConfig(Settings):
     )
     l2: float = Field(500.0, gt=0, le=1e9, description="L2 regularisation of EASE")
     rank: int = Field(128, ge=1, le=2_048, description="number of singular vectors of the truncated SVD")
+    user_exponent: float = Field(
+        0.5,
+        ge=0,
+        le=2,
+        description="power of the number of events of a user by which the truncated SVD divides the user's entries",
+    )
+    item_exponent: float = Field(
+        0.5,
+        ge=0,
+        le=2,
+        description="power of the number of events of an item by which the truncated SVD divides the item's entries, and by "
+        "which its scores are multiplied",
+    )
 
 
 class FeatureSlice(Settings):

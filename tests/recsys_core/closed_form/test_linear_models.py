@@ -41,12 +41,19 @@ def test_the_vectors_of_ease_are_the_best_symmetric_approximation_of_its_weights
     np.testing.assert_allclose(vector_ID @ vector_ID.T, expected, atol=1e-4)
 
 
-def test_the_singular_vectors_are_those_of_the_dense_normalised_matrix(dense_UI: np.ndarray) -> None:
-    value_D, vector_ID = singular_vectors(csr_array(dense_UI), num_vectors=5)
-    item_root = np.sqrt(np.maximum(dense_UI.sum(axis=0), 1))
-    normalised = dense_UI / item_root / np.sqrt(np.maximum(dense_UI.sum(axis=1, keepdims=True), 1))
-    _, values, vectors = np.linalg.svd(normalised, full_matrices=False)
-    np.testing.assert_allclose(value_D, values[:5], atol=1e-5)
+@pytest.mark.parametrize(("user_exponent", "item_exponent"), [(0.5, 0.5), (0.3, 0.0)])
+def test_the_singular_vectors_are_those_of_the_dense_normalised_matrix(
+    user_exponent: float, item_exponent: float, dense_UI: np.ndarray
+) -> None:
+    value_D, vector_ID = singular_vectors(
+        csr_array(dense_UI), num_vectors=5, user_exponent=user_exponent, item_exponent=item_exponent
+    )
+    user_power, item_power = (
+        np.maximum(dense_UI.sum(axis=axis, keepdims=True), 1) ** exponent
+        for axis, exponent in ((1, user_exponent), (0, item_exponent))
+    )
+    _, values, vectors = np.linalg.svd(dense_UI / user_power / item_power, full_matrices=False)
+    np.testing.assert_allclose(value_D, values[:5], atol=1e-4)
     np.testing.assert_allclose(vector_ID @ vector_ID.T, vectors[:5].T @ vectors[:5], atol=1e-4)
     assert not vector_ID[7].any()
 

@@ -44,16 +44,21 @@ def read(manifest: LogVectorsManifest) -> tuple[np.ndarray, np.ndarray]:
     return np.load(manifest.vectors_path), np.load(manifest.vector_row_path)
 
 
-@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
-def test_spectral_vectors_are_the_weighted_singular_vectors_of_the_training_events(power: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("user_exponent", "item_exponent", "power"), [(0.5, 0.5, 0.0), (0.5, 0.5, 0.5), (0.4, 0.3, 0.5), (0.0, 1.0, 1.0)]
+)
+def test_spectral_vectors_are_the_weighted_singular_vectors_of_the_training_events(
+    user_exponent: float, item_exponent: float, power: float, tmp_path: Path
+) -> None:
     train = training_events()
-    manifest = embed(tmp_path, SpectralVectors(dim=4, singular_power=power), train=train)
+    config = SpectralVectors(dim=4, user_exponent=user_exponent, item_exponent=item_exponent, singular_power=power)
+    manifest = embed(tmp_path, config, train=train)
     vector_VD, vector_row_I = read(manifest)
     dense_UI = np.zeros((NUM_USERS, NUM_ITEMS))
     for user, items in enumerate(train):
         dense_UI[user, items] = 1
-    normalised = dense_UI / np.sqrt(np.maximum(dense_UI.sum(axis=0), 1)) / np.sqrt(dense_UI.sum(axis=1, keepdims=True))
-    _, values, vectors = np.linalg.svd(normalised, full_matrices=False)
+    user_power, item_power = dense_UI.sum(axis=1) ** user_exponent, np.maximum(dense_UI.sum(axis=0), 1) ** item_exponent
+    _, values, vectors = np.linalg.svd(dense_UI / item_power / user_power[:, None], full_matrices=False)
     expected_ID = vectors[:4].T * values[:4] ** power
     warm_items = np.flatnonzero(vector_row_I >= 0)
     assert warm_items.tolist() == [item for item in range(NUM_ITEMS) if item != COLD_ITEM]

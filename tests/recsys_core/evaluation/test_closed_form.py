@@ -27,20 +27,24 @@ def dense_UI() -> np.ndarray:
     return dense_matrix()
 
 
-def test_spectral_scores_are_the_projection_on_the_first_singular_vectors(dense_UI: np.ndarray) -> None:
+@pytest.mark.parametrize(("user_exponent", "item_exponent"), [(0.5, 0.5), (0.4, 0.2), (1.0, 0.0)])
+def test_spectral_scores_are_the_projection_on_the_first_singular_vectors(
+    user_exponent: float, item_exponent: float, dense_UI: np.ndarray
+) -> None:
     matrix_UI = csr_array(dense_UI)
-    query_BD, vector_ID = spectral_vectors(matrix_UI, rank=5, queries=matrix_UI)
-    item_root = np.sqrt(dense_UI.sum(axis=0))
-    inverse = np.divide(1, item_root, out=np.zeros_like(item_root), where=item_root > 0)
-    normalised = dense_UI * inverse / np.sqrt(np.maximum(dense_UI.sum(axis=1, keepdims=True), 1))
+    query_BD, vector_ID = spectral_vectors(
+        matrix_UI, rank=5, queries=matrix_UI, user_exponent=user_exponent, item_exponent=item_exponent
+    )
+    item_power = np.maximum(dense_UI.sum(axis=0), 1) ** item_exponent
+    normalised = dense_UI / item_power / np.maximum(dense_UI.sum(axis=1, keepdims=True), 1) ** user_exponent
     vectors = np.linalg.svd(normalised, full_matrices=False)[2][:5].T
-    expected = (dense_UI * inverse) @ vectors @ vectors.T * item_root
+    expected = (dense_UI / item_power) @ vectors @ vectors.T * item_power
     np.testing.assert_allclose(query_BD @ vector_ID.T, expected, atol=1e-4)
 
 
 def test_the_spectral_model_of_one_user_has_equal_scores() -> None:
     one = csr_array(np.ones((1, 3), np.float32))
-    query_BD, vector_ID = spectral_vectors(one, rank=5, queries=one)
+    query_BD, vector_ID = spectral_vectors(one, rank=5, queries=one, user_exponent=0.5, item_exponent=0.5)
     assert not (query_BD @ vector_ID.T).any()
 
 
@@ -78,8 +82,9 @@ def test_rankings_equal_the_scores_of_the_histories_with_ties_by_popularity(mode
         scores = linear_model(ClosedFormConfig(l2=2), store=store, order_I=order_I)(histories)
         expected = queries @ ease_weights(matrix, l2=2)
     elif model == "spectral":
-        scores = linear_model(ClosedFormConfig(ease_max_items=0, rank=3), store=store, order_I=order_I)(histories)
-        query_BD, vector_ID = spectral_vectors(matrix, rank=3, queries=queries)
+        config = ClosedFormConfig(ease_max_items=0, rank=3, user_exponent=0.3, item_exponent=0.2)
+        scores = linear_model(config, store=store, order_I=order_I)(histories)
+        query_BD, vector_ID = spectral_vectors(matrix, rank=3, queries=queries, user_exponent=0.3, item_exponent=0.2)
         expected = query_BD @ vector_ID.T
     else:
         scores = cooccurrence(store=store, order_I=order_I)(histories)

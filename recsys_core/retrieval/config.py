@@ -80,8 +80,8 @@ class IndexConfig(Settings):
         """Return the number of shards of an index.
 
         >>> hundred_million = {"num_items": 100_000_000, "dim": 64}
-        >>> [IndexConfig(shards="auto").num_shards(index, **hundred_million) for index in (Flat(), Hnsw(), IvfSq8())]
-        [7, 13, 2]
+        >>> [IndexConfig(shards="auto").num_shards(index, **hundred_million) for index in (Flat(), Hnsw())]
+        [7, 13]
         """
         wanted = -(-index.min_bytes(num_items=num_items, dim=dim) // MAX_SHARD_BYTES) if self.shards == "auto" else self.shards
         return min(wanted, num_items)

@@ -68,7 +68,8 @@ def write_report(results: dict[str, Any], *, folder: Path) -> None:
         "- `with text, popularity`, `without text, popularity`: the scores have a fixed",
         "  [popularity term](../../docs/models.md#popularity).",
         "- `popularity`, `zero-shot`, `closed form`: baselines without training. They rank items by popularity, by the",
-        "  similarity of their pretrained vectors, or by a linear model of the log (EASE, or a truncated SVD).",
+        "  similarity of their pretrained vectors, or by a linear model of the log (EASE, or a truncated SVD with",
+        "  exponents of 0.5).",
     ]
     for part, (title, metrics) in TABLES.items():
         if part in runs_by_part:

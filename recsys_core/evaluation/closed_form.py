@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy.sparse import csr_array, diags_array, vstack
 
@@ -24,10 +25,17 @@ from recsys_core.closed_form.linear_models import (
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation.config import ClosedFormConfig
+from recsys_core.evaluation.held_out import sampled_users
+from recsys_core.evaluation.metrics import ndcg
+from recsys_core.evaluation.ranking.catalogue import rank_catalogue
 from recsys_core.evaluation.ranking.chunks import TILE_COLUMNS, ScoreTile
+from recsys_core.evaluation.ranking.queries import Queries
 
 MAX_EVENTS = 5_000_000
 """Events from which the models are computed. With more events, the users are sampled."""
+MAX_CHOICE_EVENTS, MAX_CHOICE_USERS = 1_000_000, 3_000
+"""Training events and validation users by which the exponent of the items is chosen. There are fewer than those of the models,
+because each exponent needs a decomposition."""
 MAX_HISTORY = 200
 """Newest items of a user that are counted in pairs, because their number grows with the square of the history."""
 MAX_NEIGHBOURS = 100
@@ -109,7 +117,10 @@ def linear_model(config: ClosedFormConfig, *, store: EventStore, order_I: NDArra
         weight_IC = np.ascontiguousarray(ease_weights(matrix_UI, l2=config.l2)[:, order_I])
         return lambda histories: _row_scores(histories, lambda history_BI: history_BI @ weight_IC, order_I=order_I)
     weight_ID, vector_ID = spectral_weights(
-        matrix_UI, rank=config.rank, user_exponent=config.user_exponent, item_exponent=config.item_exponent
+        matrix_UI,
+        rank=config.rank,
+        user_exponent=config.user_exponent,
+        item_exponent=_best_item_exponent(config, store=store),
     )
     vector_CD = vector_ID[order_I]
 
@@ -122,6 +133,29 @@ def linear_model(config: ClosedFormConfig, *, store: EventStore, order_I: NDArra
         return LinearScores(score_tile, TILE_COLUMNS)
 
     return scores
+
+
+def _best_item_exponent(config: ClosedFormConfig, *, store: EventStore) -> float:
+    """Return the exponent with the best NDCG@20 of the validation users; the first one without such users."""
+    users = np.flatnonzero(store.targets(np.arange(store.num_users), "validation").lengths)
+    if len(config.item_exponents) == 1 or not len(users):
+        return config.item_exponents[0]
+    users = users[sampled_users(len(users), max_users=MAX_CHOICE_USERS)]
+    matrix_UI = log_matrix(store, "validation", max_events=MAX_CHOICE_EVENTS)
+    histories, targets = store.items_before(users, "validation"), store.targets(users, "validation")
+    ndcg_by_exponent = {}
+    for item_exponent in config.item_exponents:
+        query_BD, vector_ID = spectral_vectors(
+            matrix_UI,
+            rank=config.rank,
+            queries=user_item_matrix(histories, num_items=store.num_items),
+            user_exponent=config.user_exponent,
+            item_exponent=item_exponent,
+        )
+        queries = Queries(torch.from_numpy(query_BD), is_known_B=np.ones(len(users), bool), seen=histories, targets=targets)
+        ranking = rank_catalogue(queries, item_vector_ID=torch.from_numpy(vector_ID), k=0)
+        ndcg_by_exponent[item_exponent] = float(ndcg(ranking.target_positions(), k=20).mean())
+    return max(ndcg_by_exponent, key=lambda item_exponent: ndcg_by_exponent[item_exponent])
 
 
 def cooccurrence(*, store: EventStore, order_I: NDArray[Any]) -> LinearModel:

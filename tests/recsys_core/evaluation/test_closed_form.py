@@ -15,6 +15,7 @@ from recsys_core.evaluation.closed_form import MAX_EVENTS, cooccurrence, linear_
 from recsys_core.evaluation.config import ClosedFormConfig
 from recsys_core.evaluation.metrics import ndcg, recall
 from recsys_core.evaluation.ranking.catalogue import rank_by_scores
+from recsys_core.evaluation.ranking.chunks import ScoreTile
 from recsys_core.evaluation.ranking.queries import Queries
 from tests.recsys_core.closed_form.random_log import NUM_ITEMS, dense_matrix
 from tests.recsys_core.evaluation.stage_folders import interactions_stage
@@ -82,7 +83,7 @@ def test_rankings_equal_the_scores_of_the_histories_with_ties_by_popularity(mode
         scores = linear_model(ClosedFormConfig(l2=2), store=store, order_I=order_I)(histories)
         expected = queries @ ease_weights(matrix, l2=2)
     elif model == "spectral":
-        config = ClosedFormConfig(ease_max_items=0, rank=3, user_exponent=0.3, item_exponent=0.2)
+        config = ClosedFormConfig(ease_max_items=0, rank=3, user_exponent=0.3, item_exponents=(0.2, 2.0))
         scores = linear_model(config, store=store, order_I=order_I)(histories)
         query_BD, vector_ID = spectral_vectors(matrix, rank=3, queries=queries, user_exponent=0.3, item_exponent=0.2)
         expected = query_BD @ vector_ID.T
@@ -98,6 +99,50 @@ def test_rankings_equal_the_scores_of_the_histories_with_ties_by_popularity(mode
         np.testing.assert_allclose(expected[user, [item for item in top if item >= 0]], expected[user, by_score], atol=1e-5)
         if not train[user]:
             assert top == order_I.tolist()
+
+
+def test_the_exponent_of_the_items_is_the_best_one_of_the_validation_users(tmp_path: Path) -> None:
+    random, exponents = np.random.default_rng(3), (0.0, 0.5, 1.0)
+    popularity = np.arange(1, 31) / 465
+    events = [random.choice(30, 9, replace=False, p=popularity).tolist() for _ in range(80)]
+    manifest = interactions_stage(
+        tmp_path / "interactions",
+        train=[items[:6] for items in events],
+        validation=[items[6:8] for items in events],
+        test=[items[8:] for items in events],
+        items=30,
+    )
+    store = EventStore.open(manifest)
+    users, order_I = np.arange(80), np.arange(30)
+    histories, targets = store.items_before(users, "validation"), store.targets(users, "validation")
+    history_UI = user_item_matrix(histories, num_items=30)
+    queries = Queries(None, is_known_B=np.ones(80, bool), seen=histories, targets=targets)
+    ndcg_by_exponent, tested = {}, store.items_before(users, "test")
+    for exponent in exponents:
+        query_UD, vector_ID = spectral_vectors(
+            history_UI, rank=4, queries=history_UI, user_exponent=0.5, item_exponent=exponent
+        )
+        score_UI = query_UD @ vector_ID.T
+        ranking = rank_by_scores(queries, score_tile=_tiles_of(score_UI), row_C=order_I, k=0)
+        ndcg_by_exponent[exponent] = ndcg(ranking.target_positions(), k=20).mean()
+    best = max(exponents, key=lambda exponent: ndcg_by_exponent[exponent])
+    assert best != exponents[0] and len({*ndcg_by_exponent.values()}) == 3
+
+    config = ClosedFormConfig(ease_max_items=0, rank=4, item_exponents=exponents)
+    actual = linear_model(config, store=store, histories=tested, order_I=order_I)
+    one_exponent = config.model_copy(update={"item_exponents": (best,)})
+    expected = linear_model(one_exponent, store=store, histories=tested, order_I=order_I)
+    actual_UI, expected_UI = np.empty((80, 30), np.float32), np.empty((80, 30), np.float32)
+    for scores, score_UI in ((actual, actual_UI), (expected, expected_UI)):
+        scores.score_tile(slice(0, 80), slice(0, 30), score_UI)
+    np.testing.assert_array_equal(actual_UI, expected_UI)
+
+
+def _tiles_of(score_BC: np.ndarray) -> ScoreTile:
+    def score_tile(queries: slice, columns: slice, tile_BC: np.ndarray) -> None:
+        tile_BC[:] = score_BC[queries, columns]
+
+    return score_tile
 
 
 @pytest.mark.skipif(not ML1M.is_dir(), reason="the public MovieLens data is not on this machine")

@@ -46,8 +46,8 @@ class DuckdbSession:
         self.execute(f"INSERT INTO {name} {query}")
 
     def numbered(self, query: str, *, order_sql: str) -> str:
-        """Return a subquery with a window function."""
-        return f"(SELECT *, row_number() OVER (ORDER BY {order_sql}) - 1 AS number FROM ({query}))"
+        """Return a subquery that sorts, and then numbers: an ordered window function takes a third longer."""
+        return f"(SELECT *, row_number() OVER () - 1 AS number FROM (SELECT * FROM ({query}) ORDER BY {order_sql}))"
 
     def column_names(self, name: str) -> list[str]:
         """Return the columns of a table or view."""

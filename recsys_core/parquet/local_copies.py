@@ -124,12 +124,16 @@ def read_batches(
 
 
 def decode_ahead(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the same batches. A thread decodes the next batch while the caller works on the current batch."""
+    """Yield the same batches. A thread decodes the next batch while the caller works on the current batch.
+
+    The first batch, which may need a long sort, is decoded by the caller: an interrupt ends it, but waits for the thread.
+    """
+    batch = next(batches, None)
     with ThreadPoolExecutor(1, thread_name_prefix="decoder") as decoder:
-        next_batch = decoder.submit(next, batches, None)
-        while (batch := next_batch.result()) is not None:
+        while batch is not None:
             next_batch = decoder.submit(next, batches, None)
             yield batch
+            batch = next_batch.result()
 
 
 def _reject_null_of_fixed_size(source: Source, path: Path, column: str) -> None:

@@ -29,6 +29,7 @@ from recsys_core.dataset.shards import positions_by_shard
 from recsys_core.ingest.log.config import SPLITS, InteractionsConfig
 from recsys_core.ingest.log.engine import Vocabulary
 from recsys_core.manifests import EventShard
+from recsys_core.parquet.local_copies import decode_ahead
 
 BATCH_ROWS = 1_000_000
 MAX_DENSE_COUNTS = 1 << 24
@@ -93,7 +94,7 @@ class EventWriter:
             arrays_by_column["weight"] = self._arrays("event_weight", dtype=np.float32, num_values=num_events)
         with ExitStack() as stack:
             context_writers: list[pq.ParquetWriter] = []
-            for batch in _merge_batches(batches):
+            for batch in decode_ahead(_merge_batches(batches)):
                 self._count_events(batch)
                 if self._config.context_columns and not context_writers:
                     schema = _context_table(batch, self._config).schema

@@ -129,9 +129,9 @@ def test_the_exponent_of_the_items_is_the_best_one_of_the_validation_users(tmp_p
     assert best != exponents[0] and len({*ndcg_by_exponent.values()}) == 3
 
     config = ClosedFormConfig(ease_max_items=0, rank=4, item_exponents=exponents)
-    actual = linear_model(config, store=store, histories=tested, order_I=order_I)
+    actual = linear_model(config, store=store, order_I=order_I)(tested)
     one_exponent = config.model_copy(update={"item_exponents": (best,)})
-    expected = linear_model(one_exponent, store=store, histories=tested, order_I=order_I)
+    expected = linear_model(one_exponent, store=store, order_I=order_I)(tested)
     actual_UI, expected_UI = np.empty((80, 30), np.float32), np.empty((80, 30), np.float32)
     for scores, score_UI in ((actual, actual_UI), (expected, expected_UI)):
         scores.score_tile(slice(0, 80), slice(0, 30), score_UI)

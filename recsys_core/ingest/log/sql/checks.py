@@ -53,22 +53,22 @@ def scan_files(
         positive_row_sql: SQL that is true for the rows that reach the label threshold; None without a threshold. Only rows
             that pass the checks and reach the threshold become events. The range of `position` covers only these rows.
     """
-    good_row_sql = pass_sql(checks)
-    event_row_sql = f"{good_row_sql} AND {positive_row_sql}" if positive_row_sql else good_row_sql
-    select_list = ["source", "count(*)", f"count(*) FILTER (NOT ({good_row_sql}))"]
-    select_list += [f"count(*) FILTER ({event_row_sql})"] if positive_row_sql else ["count(*)"]
-    select_list += [f"count(*) FILTER ({check.failure_sql})" for check in checks]
+    # DuckDB takes less than half as long for count_if and CASE as for aggregates with FILTER.
+    is_bad_sql = " OR ".join(f"({check.failure_sql})" for check in checks)
+    case_sql = f"CASE WHEN {is_bad_sql} THEN NULL WHEN "
+    event_case_sql, good_case_sql = f"{case_sql}{positive_row_sql or 'true'} THEN ", f"{case_sql}true THEN "
+    select_list = ["source", "count(*)", f"count_if({is_bad_sql})", f"count({event_case_sql}1 END)"]
+    select_list += [f"count_if({check.failure_sql})" for check in checks]
     for role in roles:
-        range_row_sql = event_row_sql if role == "position" else good_row_sql
-        select_list += [f"{bound}({role}::DOUBLE) FILTER ({range_row_sql})" for bound in ("min", "max")]
+        value_sql = f"{event_case_sql if role == 'position' else good_case_sql}{role}::DOUBLE END"
+        select_list += [f"{bound}({value_sql})" for bound in ("min", "max")]
     query = f"SELECT {', '.join(select_list)} FROM raw GROUP BY source"
     statistics = [FileStatistics()] * num_files  # a file without rows does not occur in `raw`
-    for file_index, num_rows, num_bad, num_positive, *check_counts_and_bounds in session.fetch_rows(query):
+    for file_index, num_rows, num_bad, num_events, *check_counts_and_bounds in session.fetch_rows(query):
         check_counts, bounds = check_counts_and_bounds[: len(checks)], check_counts_and_bounds[len(checks) :]
         num_bad_by_check = {check.name: count for check, count in zip(checks, check_counts, strict=True) if count}
         role_bounds = zip(roles, bounds[::2], bounds[1::2], strict=True)
         range_by_role = {role: (low, high) for role, low, high in role_bounds if low is not None}
-        num_events = num_positive if positive_row_sql else num_rows - num_bad
         statistics[file_index] = FileStatistics(num_rows, num_bad, num_bad_by_check, range_by_role, num_events)
     return statistics
 

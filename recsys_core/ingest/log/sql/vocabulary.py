@@ -89,18 +89,27 @@ def assign_rows(
     if add_vector_ids and vector_ids_path is not None:
         new_ids_sql = f"SELECT * FROM {vector_rows_sql} ANTI JOIN {side}_ids USING (id)"
         _append_ids(session, side, new_ids_sql, order_sql="vector_row", first_code=num_codes(session, side))
-    num_previous_rows = fetch_count(session, f"SELECT coalesce(max(previous_row), -1) + 1 FROM {side}_ids")
-    row_type = row_sql_type(session, side)
     joins_sql = f" LEFT JOIN {vector_rows_sql} USING (id)" if vector_ids_path is not None else ""
     vector_row_sql = "coalesce(vector_row, -1)" if vector_ids_path is not None else "-1"
-    has_row_sql = "true"
+    ids_sql = f"SELECT id, code, previous_row, ({vector_row_sql})::BIGINT AS vector_row FROM {side}_ids{joins_sql}"
     if is_filtered:
-        joins_sql += f' LEFT JOIN (SELECT DISTINCT "{side}" AS code, true AS has_event FROM log) USING (code)'
-        has_row_sql = "previous_row IS NOT NULL OR has_event" + (f" OR {vector_row_sql} >= 0" if add_vector_ids else "")
-    ids_sql = (
-        f"SELECT id, code, previous_row, ({vector_row_sql})::BIGINT AS vector_row FROM {side}_ids{joins_sql} "
-        f"WHERE {has_row_sql}"
-    )
+        ids_sql += f' LEFT JOIN (SELECT DISTINCT "{side}" AS code, true AS has_event FROM log) USING (code)'
+        ids_sql += " WHERE previous_row IS NOT NULL OR has_event" + (f" OR {vector_row_sql} >= 0" if add_vector_ids else "")
+        rows_sql = _numbered_rows_sql(session, side, ids_sql=ids_sql)
+    else:  # every id has a row, so the row of a new id is its code
+        row_type = row_sql_type(session, side)
+        rows_sql = f'SELECT id, code, coalesce(previous_row, code)::{row_type} AS "row", vector_row FROM ({ids_sql})'
+    session.create_table(f"{side}s", rows_sql)
+    table = pa.Table.from_batches(session.stream(f'SELECT id, code, vector_row FROM {side}s ORDER BY "row"'))
+    code_R, vector_row_R = (table.column(name).to_numpy() for name in ("code", "vector_row"))
+    vocabulary = Vocabulary(side, ids=table.column("id"), vector_row_R=vector_row_R.astype(np.int64))
+    return vocabulary, bool((code_R == np.arange(len(code_R))).all())
+
+
+def _numbered_rows_sql(session: SqlSession, side: str, *, ids_sql: str) -> str:
+    """Return SQL for the ids of `ids_sql` with their rows. The new ids are numbered after the rows of the previous run."""
+    num_previous_rows = fetch_count(session, f"SELECT coalesce(max(previous_row), -1) + 1 FROM {side}_ids")
+    row_type = row_sql_type(session, side)
     if num_previous_rows:
         session.create_table(f"{side}_ids_with_row", ids_sql)
         ids_sql = f"SELECT * FROM {side}_ids_with_row"
@@ -111,11 +120,7 @@ def assign_rows(
             f' UNION ALL SELECT id, code, previous_row::{row_type} AS "row", vector_row FROM {side}_ids_with_row '
             "WHERE previous_row IS NOT NULL"
         )
-    session.create_table(f"{side}s", rows_sql)
-    table = pa.Table.from_batches(session.stream(f'SELECT id, code, vector_row FROM {side}s ORDER BY "row"'))
-    code_R, vector_row_R = (table.column(name).to_numpy() for name in ("code", "vector_row"))
-    vocabulary = Vocabulary(side, ids=table.column("id"), vector_row_R=vector_row_R.astype(np.int64))
-    return vocabulary, bool((code_R == np.arange(len(code_R))).all())
+    return rows_sql
 
 
 def write_codes(session: SqlSession, side: str, path: Path) -> None:

@@ -279,3 +279,16 @@ def test_the_manifest_records_which_files_have_page_checksums(tmp_path: Path) ->
         str(plain_path): False,
         str(checked_path): True,
     }
+
+
+def test_rows_that_are_no_codes_stay_in_a_third_run_without_a_filter(tmp_path: Path) -> None:
+    """The first run gives no row to ann, who has the first code."""
+    settings: dict[str, Any] = {"split": TIME, "vocabulary": {"max_idle_share": 1}}
+    first = ingest(tmp_path / "run1", partitions(tmp_path / "in", DAYS[:3]), filter={"bot_threshold": 3}, **settings)
+    paths = partitions(tmp_path / "in", DAYS)
+    second = ingest(tmp_path / "run2", paths, previous=first, **settings)
+    third = ingest(tmp_path / "run3", paths, previous=second, **settings)
+    assert (list(rows(first, "users")), list(rows(third, "users"))) == (["bob", "cat"], ["bob", "cat", "ann", "dan"])
+    for side in ("users", "items"):
+        assert rows(first, side).items() <= rows(second, side).items() and rows(second, side) == rows(third, side)
+    same_events(third, second)

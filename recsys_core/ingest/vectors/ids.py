@@ -76,11 +76,12 @@ class TableIds:
 
     def mark_duplicates(self, fault_code_R: FaultCodes) -> None:
         """Mark all rows of the entry whose id is also in an earlier row."""
-        duplicate_rows = self._connection.sql(
+        duplicates = self._connection.sql(
             "SELECT row FROM entry_ids JOIN (SELECT id, min(row) AS first_row FROM entry_ids GROUP BY id HAVING count(*) > 1) "
             "USING (id) WHERE row > first_row"
-        ).to_arrow_table()
-        fault_code_R[duplicate_rows["row"].to_numpy()] = Fault.DUPLICATE_ID
+        )
+        for batch in duplicates.to_arrow_reader(BATCH_ROWS):
+            fault_code_R[np.from_dlpack(batch.column("row"))] = Fault.DUPLICATE_ID  # to_numpy would import pandas
 
     def first_row_with_id(self, id_value: Any) -> int:
         """Return the first row of the entry that has an id."""

@@ -100,4 +100,5 @@ def test_the_page_shows_the_champion_of_the_registry_and_is_logged_to_mlflow(
     caplog.clear()
     write_history_page(config)
     assert "version 2 is the champion" in (tmp_path / "index.html").read_text()
-    assert caplog.text == ""
+    # A thread of urllib3 may still log the refused connection of the call above.
+    assert [record.message for record in caplog.records if record.name == "nightjar"] == []

@@ -12,27 +12,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from benchmarks.measuring import ROOT
 from benchmarks.quality import beauty, citeulike, ml1m
 from flows.settings.config_file import load_config
 from flows.settings.template import write_demo
-from recsys_core.closed_form.linear_models import log_matrix, user_item_matrix
 from recsys_core.dataset.events import EventStore
-from recsys_core.evaluation.closed_form import MAX_EVENTS, spectral_vectors
+from recsys_core.evaluation.closed_form import MAX_CHOICE_USERS, validation_positions
 from recsys_core.evaluation.config import ClosedFormConfig
-from recsys_core.evaluation.held_out import sampled_users
 from recsys_core.evaluation.metrics import ndcg, recall
-from recsys_core.evaluation.ranking.catalogue import rank_catalogue
-from recsys_core.evaluation.ranking.queries import Queries
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.ingest import ingest_interactions
 
 DATA_FOLDER = ROOT.parent / "shared" / "data"
 CONFIG = ClosedFormConfig()
-MAX_USERS = 3_000
 
 
 def logs(folder: Path) -> Iterator[tuple[str, InteractionsConfig]]:
@@ -49,21 +41,8 @@ def logs(folder: Path) -> Iterator[tuple[str, InteractionsConfig]]:
 def measure(config: InteractionsConfig, *, folder: Path) -> list[dict[str, float]]:
     """Return the metrics of the validation users for each exponent of the items, from the training events."""
     store = EventStore.open(ingest_interactions(config, embeddings=None, folder=folder))
-    matrix_UI = log_matrix(store, "validation", max_events=MAX_EVENTS)
-    users = np.flatnonzero(store.targets(np.arange(store.num_users), "validation").lengths)
-    users = users[sampled_users(len(users), max_users=MAX_USERS)]
-    histories, targets = store.items_before(users, "validation"), store.targets(users, "validation")
     results = []
-    for item_exponent in CONFIG.item_exponents:
-        query_BD, vector_ID = spectral_vectors(
-            matrix_UI,
-            rank=CONFIG.rank,
-            queries=user_item_matrix(histories, num_items=store.num_items),
-            user_exponent=CONFIG.user_exponent,
-            item_exponent=item_exponent,
-        )
-        queries = Queries(torch.from_numpy(query_BD), is_known_B=np.ones(len(users), bool), seen=histories, targets=targets)
-        positions = rank_catalogue(queries, item_vector_ID=torch.from_numpy(vector_ID), k=0).target_positions()
+    for item_exponent, positions in validation_positions(CONFIG, store=store):
         metrics = {"recall@20": recall(positions, k=20), "ndcg@20": ndcg(positions, k=20)}
         mean_by_metric = {name: round(float(value_B.mean()), 4) for name, value_B in metrics.items()}
         results.append({"item_exponent": item_exponent} | mean_by_metric)
@@ -77,7 +56,7 @@ def main() -> None:
         results_by_log: dict[str, Any] = {
             name: measure(config, folder=folder / "stages" / name) for name, config in logs(folder)
         }
-    settings = {"rank": CONFIG.rank, "user_exponent": CONFIG.user_exponent, "max_users": MAX_USERS}
+    settings = {"rank": CONFIG.rank, "user_exponent": CONFIG.user_exponent, "max_users": MAX_CHOICE_USERS}
     output = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "split": "validation", "settings": settings, "logs": results_by_log}
     Path(__file__).with_suffix(".json").write_text(json.dumps(output, indent=1) + "\n")
 

@@ -66,6 +66,12 @@ def random_vectors(num_items: int, *, num_queries: int) -> tuple[NDArray[np.floa
     return item_vector_ID, query_BD / np.linalg.norm(query_BD, axis=1, keepdims=True)
 
 
+def write_vectors(folder: Path, *, num_items: int, num_queries: int) -> None:
+    """Write item_vectors.npy and query_vectors.npy."""
+    for side, vector_RD in zip(("item", "query"), random_vectors(num_items, num_queries=num_queries), strict=True):
+        np.save(folder / f"{side}_vectors.npy", vector_RD)
+
+
 def build(name: str, folder: Path) -> dict[str, Any]:
     """Build an index from the memory-mapped vectors and write it; return seconds, anonymous memory and bytes."""
     item_vector_ID = np.load(folder / "item_vectors.npy", mmap_mode="r")
@@ -171,10 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.write(json.dumps(build(options.build, options.folder)) + "\n")
         return
     with tempfile.TemporaryDirectory() as folder:
-        vectors = random_vectors(options.items, num_queries=2 * options.queries)
-        for side, vector_RD in zip(("item", "query"), vectors, strict=True):
-            np.save(Path(folder) / f"{side}_vectors.npy", vector_RD)
-        del vectors, vector_RD
+        write_vectors(Path(folder), num_items=options.items, num_queries=2 * options.queries)
         rows = compare(Path(folder), rounds=options.rounds)
     results = {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",

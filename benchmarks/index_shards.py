@@ -19,7 +19,7 @@ from typing import Any
 import faiss
 import numpy as np
 
-from benchmarks.index import DIM, RECALL_TARGET, K, random_vectors
+from benchmarks.index import DIM, RECALL_TARGET, K, write_vectors
 from benchmarks.measuring import measure_work, run_in_new_process
 from recsys_core.retrieval.compressed import IvfSq8
 from recsys_core.retrieval.index import write_index
@@ -85,10 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.write(json.dumps(measurement) + "\n")
         return
     with tempfile.TemporaryDirectory() as folder:
-        vectors = random_vectors(options.items, num_queries=2 * options.queries)
-        for side, vector_RD in zip(("item", "query"), vectors, strict=True):
-            np.save(Path(folder) / f"{side}_vectors.npy", vector_RD)
-        del vectors, vector_RD
+        write_vectors(Path(folder), num_items=options.items, num_queries=2 * options.queries)
         rows = compare(Path(folder))
     results = {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",

@@ -5,7 +5,7 @@ They need memory and time for pairs of items, so the log is sampled and the cata
 Shapes: U users, I items, B queries, D singular vectors, L entries of a sparse matrix.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.evaluation.config import ClosedFormConfig
 from recsys_core.evaluation.held_out import sampled_users
-from recsys_core.evaluation.metrics import ndcg
+from recsys_core.evaluation.metrics import TargetPositions, ndcg
 from recsys_core.evaluation.ranking.catalogue import rank_catalogue
 from recsys_core.evaluation.ranking.chunks import TILE_COLUMNS, ScoreTile
 from recsys_core.evaluation.ranking.queries import Queries
@@ -137,13 +137,26 @@ def linear_model(config: ClosedFormConfig, *, store: EventStore, order_I: NDArra
 
 def _best_item_exponent(config: ClosedFormConfig, *, store: EventStore) -> float:
     """Return the exponent with the best NDCG@20 of the validation users; the first one without such users."""
-    users = np.flatnonzero(store.targets(np.arange(store.num_users), "validation").lengths)
-    if len(config.item_exponents) == 1 or not len(users):
+    if len(config.item_exponents) == 1:
         return config.item_exponents[0]
+    ndcg_by_exponent = {
+        item_exponent: float(ndcg(positions, k=20).mean())
+        for item_exponent, positions in validation_positions(config, store=store)
+    }
+    return max(ndcg_by_exponent, key=lambda exponent: ndcg_by_exponent[exponent], default=config.item_exponents[0])
+
+
+def validation_positions(config: ClosedFormConfig, *, store: EventStore) -> Iterator[tuple[float, TargetPositions]]:
+    """Yield each of `item_exponents` with the positions of the validation targets; nothing without validation users.
+
+    The truncated SVD has the training events alone. At most MAX_CHOICE_USERS users are ranked.
+    """
+    users = np.flatnonzero(store.targets(np.arange(store.num_users), "validation").lengths)
+    if not len(users):
+        return
     users = users[sampled_users(len(users), max_users=MAX_CHOICE_USERS)]
     matrix_UI = log_matrix(store, "validation", max_events=MAX_CHOICE_EVENTS)
     histories, targets = store.items_before(users, "validation"), store.targets(users, "validation")
-    ndcg_by_exponent = {}
     for item_exponent in config.item_exponents:
         query_BD, vector_ID = spectral_vectors(
             matrix_UI,
@@ -154,8 +167,7 @@ def _best_item_exponent(config: ClosedFormConfig, *, store: EventStore) -> float
         )
         queries = Queries(torch.from_numpy(query_BD), is_known_B=np.ones(len(users), bool), seen=histories, targets=targets)
         ranking = rank_catalogue(queries, item_vector_ID=torch.from_numpy(vector_ID), k=0)
-        ndcg_by_exponent[item_exponent] = float(ndcg(ranking.target_positions(), k=20).mean())
-    return max(ndcg_by_exponent, key=lambda item_exponent: ndcg_by_exponent[item_exponent])
+        yield item_exponent, ranking.target_positions()
 
 
 def cooccurrence(*, store: EventStore, order_I: NDArray[Any]) -> LinearModel:

@@ -122,8 +122,8 @@ def to_markdown(result: dict[str, Any]) -> str:
     lines = [
         f"This page was written by `python -m benchmarks.package_size` on {result['date']}. The package is that of",
         f"[examples/beauty.yaml](../examples/beauty.yaml), with {result['num_items']:,} items of {result['dim']} numbers and",
-        f"{result['num_users']:,} users. Sizes are in kB. The share compares the package with the first row, and recall@{K} is",
-        "that of the test users.",
+        f"{result['num_users']:,} users. Sizes are in kB. `share` is the size compared with the first row, and `change` is the",
+        f"change of recall@{K} of the test users.",
         "",
         f"| query tower | index | `item_vectors` | tower | index | items | users | all | share | recall@{K} | change |",
         "|:---|:---|:---|---:|---:|---:|---:|---:|---:|---:|---:|",

@@ -71,7 +71,11 @@ def drills_table(results: dict[str, Any]) -> str:
         counts = " | ".join(str(drill[outcome]) for outcome in (PASSED, SKIPPED, FAILED))
         processes_left_cell = "-" if drill["processes_left"] is None else drill["processes_left"]
         lines.append(f"| {_first_sentence(ROOT / test_path)} | {counts} | {drill['seconds']:,.0f} | {processes_left_cell} |")
-    figures = [f"{figure}." for drill in results["drills"].values() for figure in drill["figures"]]
+    figures = [
+        f"- `{Path(test_path).name}`: {figure}."
+        for test_path, drill in results["drills"].items()
+        for figure in drill["figures"]
+    ]
     return "\n".join(lines + [""] * bool(figures) + figures)
 
 

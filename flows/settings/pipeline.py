@@ -64,8 +64,8 @@ class PipelineConfig(Settings):
     )
     embeddings: EmbeddingsConfigs = Field(
         (),
-        description="vectors of embedding tables, as one group of settings or a list of groups: pretrained ones from files, or "
-        "vectors of items that are computed from the log. Default: no vectors",
+        description="vectors of embedding tables, as one group of settings or a list of groups: pretrained vectors from files, "
+        "or item vectors that are computed from the log. Default: no vectors",
     )
     features: FeaturesConfig | None = Field(
         None, description="features of users, items and events in addition to their ids. Default: no features"

@@ -16,7 +16,7 @@ class LogVectorsSettings(Settings):
 
     table: ClassVar[str] = "item"
     source: Literal["log"] = Field("log", description="the training events of the log")
-    dim: int = Field(64, ge=4, le=2_048, multiple_of=4, description="Length of the vectors")
+    dim: int = Field(64, ge=4, le=2_048, multiple_of=4, description="Width of the vectors")
     max_events: int = Field(
         20_000_000,
         ge=1_000,
@@ -79,7 +79,12 @@ class IalsVectors(LogVectorsSettings):
         "`ials` installs",
     )
     l2: float = Field(1.0, gt=0, le=1e9, description="L2 regularisation of the factors")
-    alpha: float = Field(10.0, gt=0, le=1e6, description="confidence of a pair with events, relative to that of other pairs")
+    alpha: float = Field(
+        10.0,
+        gt=0,
+        le=1e6,
+        description="confidence of a pair of user and item with events, relative to the confidence of the other pairs",
+    )
     iterations: int = Field(15, ge=1, le=1_000, description="number of iterations, each over all users and all items")
 
     def require_libraries(self) -> None:

@@ -1,6 +1,6 @@
 """Stage `embed_log`: item vectors from the training events, as initial rows of the item table.
 
-Shapes: U users, I items, D length of the vectors, V items with training events.
+Shapes: U users, I items, D width of the vectors, V items with training events.
 """
 
 from pathlib import Path

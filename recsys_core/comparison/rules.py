@@ -150,7 +150,9 @@ class PairedBootstrap(Settings):
         200, ge=2, le=10_000_000, description="number of test users below which no version is promoted automatically"
     )
     must_be_better: bool = Field(
-        False, description="promote only a version that is better with this confidence, instead of one that is not worse"
+        False,
+        description="promote only a version that is better with this confidence, instead of "
+        "a version that is not worse by more than the margin",
     )
     num_resamples: int = Field(10_000, ge=100, le=1_000_000, description="number of resamples of the users")
 

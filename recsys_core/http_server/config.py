@@ -31,14 +31,14 @@ class ServeConfig(Settings):
         None,
         ge=1,
         le=256,
-        description="number of processes that answer requests. Each loads the index into its own memory; the other large "
-        "files are mapped once. Default: one per usable core",
+        description="number of processes that answer requests. They share the memory of the index and of the other large "
+        "files. Default: one per usable core",
     )
     threads: Annotated[int, OPERATIONAL] = Field(
         1, ge=1, le=256, description="number of threads of one search in each process, for requests with many rows"
     )
     poll_interval_s: Annotated[float, OPERATIONAL] = Field(
-        10.0, ge=0.1, le=86_400, description="seconds between two questions to the registry which version is the champion"
+        10.0, ge=0.1, le=86_400, description="seconds between two requests to the registry for the version of the champion"
     )
     max_batch_rows: Annotated[int, OPERATIONAL] = Field(
         256, ge=1, le=100_000, description="largest number of rows of concurrent requests that are answered with one search"
@@ -47,8 +47,8 @@ class ServeConfig(Settings):
         0.0,
         ge=0,
         le=1_000,
-        description="milliseconds for which a request waits for others to share its search. With `0`, only requests that "
-        "arrive during the search before share one",
+        description="milliseconds for which a request waits for other requests, so that one search answers all of them. With "
+        "`0`, one search answers the requests that arrived during the previous search",
     )
     max_queued_requests: Annotated[int, OPERATIONAL] = Field(
         512,
@@ -76,7 +76,7 @@ class ServeConfig(Settings):
         10_000, ge=1, le=10_000_000, description="largest number of items of one history in a request"
     )
     max_excluded: Annotated[int, OPERATIONAL] = Field(
-        10_000, ge=1, le=10_000_000, description="largest number of items in the param `exclude` of a request"
+        10_000, ge=1, le=10_000_000, description="largest number of items in the parameter `exclude` of a request"
     )
 
     @model_validator(mode="after")

@@ -298,8 +298,9 @@ class TwoTowerConfig(Settings):
     temperature: Temperature | Literal["auto"] = Field(
         DEFAULT_TEMPERATURE,
         description="temperature of the loss. The logits are the scores divided by the temperature. With `auto`, a training "
-        "from scratch first trains one epoch with each of 0.07, 0.1, 0.15 and 0.2, and then starts again with the one with the "
-        "best `training.validation` metric. A warm start and a refit keep the temperature of the model that they continue",
+        "from scratch first trains one epoch with each of 0.07, 0.1, 0.15 and 0.2, and then starts again with the value that "
+        "has the best `training.validation` metric. A warm start and a refit keep the temperature of the model that they "
+        "continue",
     )
     learn_temperature: bool = Field(False, description="train the temperature. It starts from `model.temperature`")
     popularity: PopularityConfig = Field(
@@ -451,7 +452,7 @@ class PackageConfig(Settings):
         max_length=1_000,
         description="categorical feature of users or context, e.g. `user.country`. A request with a value of it, and nothing "
         "else that the model reads, gets the most popular items of the events with this value. Default: the model recommends "
-        "items for the value alone",
+        "items from the query vector of the value",
     )
     popularity_min_events: int = Field(
         100,

@@ -26,6 +26,6 @@ class RefreshConfig(Settings):
         0.9,
         ge=0,
         le=1,
-        description="smallest share of the items in the champion's answers to its golden queries that the new version answers "
-        "too, if the new items are excluded",
+        description="smallest share of the items that the champion and the new version have in common in their answers to the "
+        "golden queries. New items are excluded from the answers",
     )

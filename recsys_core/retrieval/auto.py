@@ -27,9 +27,8 @@ class Auto(Settings):
 
     kind: Literal["auto"] = Field(
         "auto",
-        description="the kind with the least latency of those that reach `index.recall_target` within `max_bytes`. `flat`, "
-        "`hnsw` and, with more than 50,000 items, `ivf_flat`, `ivf_sq8`, `pq_fastscan` and `opq_pq` are built and measured on "
-        "validation queries",
+        description="the fastest kind that reaches `index.recall_target` within `max_bytes`. The kinds that suit the number of "
+        "items are built and measured on validation queries (docs/serving.md lists them)",
     )
     max_bytes: int | None = Field(
         None, ge=1, le=MAX_BYTES, description="largest size of the index in memory, in bytes. Default: no limit"

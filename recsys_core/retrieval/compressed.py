@@ -231,7 +231,7 @@ class OpqPq(IvfPq):
     OPQ_ITERATIONS: ClassVar[int] = 10
 
     kind: Literal["opq_pq"] = Field(  # type: ignore[assignment]
-        "opq_pq", description="like ivf_pq, with a rotation of the vectors that lowers the error of the compression (OPQ)"
+        "opq_pq", description="like `ivf_pq`, with a rotation of the vectors that lowers the error of the compression (OPQ)"
     )
 
     def compressed_index(self, dim: int) -> Any:

@@ -39,8 +39,8 @@ class IndexConfig(Settings):
         gt=0,
         le=1,
         description="recall of an index compared with an exact search. If `nprobe` and `ef_search` are not set, they are the "
-        "fastest values that reach this recall on validation queries. If none reaches it, the one with the highest recall is "
-        "served, with a warning",
+        "fastest values that reach this recall on validation queries. If no value reaches it, the value with the highest "
+        "recall is served, with a warning",
     )
     recall_k: int = Field(100, ge=1, le=10_000, description="cut-off K of this recall")
     shards: Annotated[int, Field(ge=1, le=1_024)] | Literal["auto"] = Field(

@@ -19,12 +19,12 @@ PATIENCE_S = 900.0
 class StartedRun:
     """The process of the command, and the folder of its run."""
 
-    def __init__(self, file: Path, *arguments: str, environment: Mapping[str, str]) -> None:
-        self._outputs = file.with_name("stdout.txt"), file.with_name("stderr.txt")
-        self._runs = file.parent / "workspace" / "runs"
+    def __init__(self, config_path: Path, *arguments: str, environment: Mapping[str, str]) -> None:
+        self._outputs = config_path.with_name("stdout.txt"), config_path.with_name("stderr.txt")
+        self._runs = config_path.parent / "workspace" / "runs"
         with self._outputs[0].open("wb") as stdout, self._outputs[1].open("wb") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "flows.cli", "run", str(file), "--json", *arguments],
+                [sys.executable, "-m", "flows.cli", "run", str(config_path), "--json", *arguments],
                 env=clean_environment() | environment,
                 stdout=stdout,
                 stderr=stderr,
@@ -69,9 +69,9 @@ class StartedRun:
 
 
 @contextmanager
-def started_run(file: Path, *arguments: str, **settings: str) -> Iterator[StartedRun]:
+def started_run(config_path: Path, *arguments: str, **settings: str) -> Iterator[StartedRun]:
     """Start `nightjar run` with environment variables; kill it after the body if it has not ended."""
-    run = StartedRun(file, *arguments, environment=settings)
+    run = StartedRun(config_path, *arguments, environment=settings)
     try:
         yield run
     finally:

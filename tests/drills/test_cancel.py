@@ -22,11 +22,11 @@ pytestmark = pytest.mark.drill
 ROOT = Path(__file__).resolve().parents[2]
 RUN_ID = "20260101-000000-cace"
 PATIENCE_S = 240.0
-GONE_WITHIN_S = 10.0
-NOTICED_WITHIN_S = 5.0  # Prefect's runner polls the server every second
-SERVE = "from flows.nightly import nightly_retrain; nightly_retrain.serve(name='drill', pause_on_shutdown=False)"
+MAX_END_S = 10.0
+MAX_POLL_S = 5.0  # Prefect's runner polls the server every second
+SERVE_SCRIPT = "from flows.nightly import nightly_retrain; nightly_retrain.serve(name='drill', pause_on_shutdown=False)"
 TRAINING_MODULES = {"recsys_core.training", "recsys_core.launching"}
-TORCHX = [
+TORCHX_OVERRIDES = [
     "launcher={kind: torchx, scheduler: local_cwd, env: {OMP_NUM_THREADS: '1'}}",
     "sharding.cluster={device: cpu, num_nodes: 2, processes_per_node: 1}",
 ]
@@ -83,7 +83,7 @@ def state_of(flow_run: str) -> str:
     return asyncio.run(read_state())
 
 
-@pytest.mark.parametrize("overrides", [[], TORCHX], ids=["local", "torchx"])
+@pytest.mark.parametrize("overrides", [[], TORCHX_OVERRIDES], ids=["local", "torchx"])
 def test_cancelling_in_prefect_ends_every_process_of_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str]
 ) -> None:
@@ -92,7 +92,7 @@ def test_cancelling_in_prefect_ends_every_process_of_the_training(
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
     config = load_config(write_config(tmp_path), ["training.epochs=10000", "training.validation=null", *overrides])
-    logs = config.workspace / "runs" / RUN_ID / "train.work" / "logs" / "attempt-1"
+    attempt_folder = config.workspace / "runs" / RUN_ID / "train.work" / "logs" / "attempt-1"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
     with embedded_server() as server, (tmp_path / "serve.log").open("wb") as output, ExitStack() as stack:
         assert server is not None
@@ -101,11 +101,11 @@ def test_cancelling_in_prefect_ends_every_process_of_the_training(
         stack.enter_context(settings_of_environment())
         environment |= {name: os.environ[name] for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")}
         serving_process = subprocess.Popen(
-            [sys.executable, "-c", SERVE], cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
+            [sys.executable, "-c", SERVE_SCRIPT], cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
         )
         try:
             flow_run = start_run({"config": json.loads(config.model_dump_json()), "run_id": RUN_ID})
-            metrics = logs.parents[1] / "metrics.jsonl"
+            metrics = attempt_folder.parents[1] / "metrics.jsonl"
             wait_until(
                 f"training; {(tmp_path / 'serve.log').read_text()}", lambda: metrics.is_file() and metrics.stat().st_size
             )
@@ -118,9 +118,9 @@ def test_cancelling_in_prefect_ends_every_process_of_the_training(
                 if {"recsys_core.training", "recsys_core.launching"} & set(process.cmdline())
             ]
             training_pids = {process.pid for process in training_processes}
-            assert {rank.pid for rank in LaunchFolder(logs).started_ranks().values()} < training_pids
+            assert {rank.pid for rank in LaunchFolder(attempt_folder).started_ranks().values()} < training_pids
             cancel(flow_run)
-            _, alive = psutil.wait_procs(training_processes, timeout=NOTICED_WITHIN_S + GONE_WITHIN_S)
+            _, alive = psutil.wait_procs(training_processes, timeout=MAX_POLL_S + MAX_END_S)
             assert not alive, [survivor.cmdline() for survivor in alive]
             # Prefect ends the process of the flow run itself, which takes longer.
             _, alive = psutil.wait_procs(run_processes, timeout=60)

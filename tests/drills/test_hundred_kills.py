@@ -20,7 +20,7 @@ from tests.recsys_core.training.kill_points import (
     NUM_STEPS,
     TRAINING,
     Kill,
-    state_in,
+    state_checksums,
     train_and_die,
     train_through_kills,
     train_undisturbed,
@@ -45,15 +45,15 @@ def test_trainings_that_are_killed_a_hundred_times_end_like_an_undisturbed_one(t
             kill = Kill(place, victim, step=generator.randint(num_steps_done + 1, min(num_steps_done + 3, NUM_STEPS)))
             run_ranks(train_and_die, world_size=2, arguments=(train_job(experiment, work), kill), dies=victim)
             num_kills_left -= 1
-        trained = train_in_forks(experiment, work)
-        assert without_timings(trained.lines) == expected.lines
-        assert state_in(checkpoint_of(trained)) == expected.state
+        finished_training = train_in_forks(experiment, work)
+        assert without_timings(finished_training.lines) == expected.lines
+        assert state_checksums(checkpoint_of(finished_training)) == expected.state
 
     for turn in range(5):
         victims = generator.choices(("agent", "rank", "flow"), k=4)
         folder = tmp_path / f"train-{turn}"
         train_through_kills(experiment, folder, victims=victims)
-        assert state_in(folder / "checkpoint") == expected.state
+        assert state_checksums(folder / "checkpoint") == expected.state
 
 
 def checkpoint_step(work: Path) -> int:

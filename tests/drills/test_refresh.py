@@ -63,26 +63,28 @@ def test_held_out_items_get_the_vectors_of_the_trained_tower_and_the_next_run_co
     set_rows(table_path, table, without=HELD_OUT)
     for path in sorted((tmp_path / "data" / "interactions").glob("*.parquet")):
         set_rows(path, pq.read_table(path), without=HELD_OUT)
-    trained = run_pipeline(file)
-    assert trained["model"]["alias"] == "champion", trained
+    run_answer = run_pipeline(file)
+    assert run_answer["model"]["alias"] == "champion", run_answer
     config = load_config(file)
     assert "no item has changed" in nightjar("refresh", str(file))
 
     set_rows(table_path, table, without=LEFT)
     output = nightjar("refresh", str(file))
     assert "20 items added, 10 removed, 0 changed), is champion" in output
-    old, new = (load_version(config.workspace, model_name="nightjar", version=number).retriever for number in ("1", "2"))
-    before, after = vectors_of(old), vectors_of(new)
-    assert {*after} == {*before} - {*LEFT} | {*HELD_OUT} and new.space_id == old.space_id
+    old_retriever, new_retriever = (
+        load_version(config.workspace, model_name="nightjar", version=number).retriever for number in ("1", "2")
+    )
+    before, after = vectors_of(old_retriever), vectors_of(new_retriever)
+    assert {*after} == {*before} - {*LEFT} | {*HELD_OUT} and new_retriever.space_id == old_retriever.space_id
     for item_id in {*before} - {*LEFT}:
         assert after[item_id].tobytes() == before[item_id].tobytes(), item_id
-    export = require_manifest(Path(trained["run_dir"]) / "export", ExportManifest)
+    export = require_manifest(Path(run_answer["run_dir"]) / "export", ExportManifest)
     row_by_id = {item_id: row for row, item_id in enumerate(table["item_id"].to_pylist())}
     vectors = np.stack([np.array(table["embedding"][row_by_id[item_id]].as_py(), np.float32) for item_id in HELD_OUT])
     expected = trained_vectors(export, vectors, half_rows=[2] * len(HELD_OUT))  # the upper half of the item ids
     np.testing.assert_allclose(np.stack([after[item_id] for item_id in HELD_OUT]), expected, atol=1e-5)
-    users = new.user_ids.ids(np.arange(len(new.user_ids))).tolist()
-    answered = {item_id for answer in new.recommend(users, k=50) for item_id in answer.item_ids}
+    users = new_retriever.user_ids.ids(np.arange(len(new_retriever.user_ids))).tolist()
+    answered = {item_id for answer in new_retriever.recommend(users, k=50) for item_id in answer.item_ids}
     assert not answered & {*LEFT} and answered & {*HELD_OUT}
 
     releases = json.loads(nightjar("releases", str(file), "--json"))

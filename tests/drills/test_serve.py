@@ -130,10 +130,15 @@ def test_no_request_fails_during_promotions_and_each_response_is_of_one_version(
         end_s = time.monotonic() + DRILL_S
         for client in clients:
             client.start()
-        first = served_version(port)
-        second = "2" if first == "1" else "1"
-        changes = [*(("promote", "--version", version) for version in (second, first, second)), ("rollback",)]
-        for change, expected_version in zip(changes, (second, first, second, first), strict=True):
+        first_version = served_version(port)
+        second_version = "2" if first_version == "1" else "1"
+        changes = [
+            *(("promote", "--version", version) for version in (second_version, first_version, second_version)),
+            ("rollback",),
+        ]
+        for change, expected_version in zip(
+            changes, (second_version, first_version, second_version, first_version), strict=True
+        ):
             subprocess.run([*NIGHTJAR, change[0], str(config_path), *change[1:], "--reason", "drill"], check=True)
             wait_for(lambda version=expected_version: all(served_version(port) == version for _ in range(10)))
         time.sleep(max(0.0, end_s - time.monotonic()))

@@ -21,9 +21,9 @@ from tests.recsys_core.training.forked_training import (
 from tests.recsys_core.training.kill_points import (
     TRAINING,
     Kill,
-    Undisturbed,
+    UndisturbedResult,
     export_and_die,
-    state_in,
+    state_checksums,
     train_and_die,
     train_through_kills,
     train_undisturbed,
@@ -58,7 +58,7 @@ def experiment(tmp_path_factory) -> Experiment:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(experiment, tmp_path_factory) -> Undisturbed:
+def undisturbed(experiment, tmp_path_factory) -> UndisturbedResult:
     return train_undisturbed(experiment, tmp_path_factory.mktemp("undisturbed"))
 
 
@@ -66,20 +66,20 @@ def test_a_run_whose_ranks_are_killed_at_eighteen_points_ends_like_an_undisturbe
     work = tmp_path / "work"
     for kill in KILLS:
         run_ranks(train_and_die, world_size=2, arguments=(train_job(experiment, work), kill), dies=kill.rank)
-    trained = train_in_forks(experiment, work)
-    assert without_timings(trained.lines) == undisturbed.lines
-    assert state_in(checkpoint_of(trained)) == undisturbed.state
+    finished_training = train_in_forks(experiment, work)
+    assert without_timings(finished_training.lines) == undisturbed.lines
+    assert state_checksums(checkpoint_of(finished_training)) == undisturbed.state
     export_folder = tmp_path / "export"
     export_folder.mkdir()
-    job = export_job(experiment, checkpoint_of(trained), export_folder)
+    job = export_job(experiment, checkpoint_of(finished_training), export_folder)
     run_ranks(export_and_die, world_size=2, arguments=(job, Kill("export", 1)), dies=1)
-    exported = export_in_forks(experiment, checkpoint_of(trained), tmp_path / "again")
-    assert exported.keys() == undisturbed.export.keys()
+    export_arrays = export_in_forks(experiment, checkpoint_of(finished_training), tmp_path / "again")
+    assert export_arrays.keys() == undisturbed.export.keys()
     for name, value in undisturbed.export.items():
-        np.testing.assert_array_equal(exported[name], value, err_msg=name)
+        np.testing.assert_array_equal(export_arrays[name], value, err_msg=name)
 
 
 def test_a_run_whose_agent_and_flow_are_killed_ends_like_an_undisturbed_one(experiment, undisturbed, tmp_path):
     train_through_kills(experiment, tmp_path / "train", victims=("agent", "flow"))
-    assert state_in(tmp_path / "train" / "checkpoint") == undisturbed.state
+    assert state_checksums(tmp_path / "train" / "checkpoint") == undisturbed.state
     assert not (tmp_path / "train.work").exists()

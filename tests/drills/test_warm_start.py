@@ -33,25 +33,25 @@ def run_pipeline(folder: Path, *arguments: str) -> tuple[TrainManifest, str]:
         timeout=240,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
-    run = Path(json.loads(process.stdout.splitlines()[-1])["run_dir"])
-    return require_manifest(run / "train", TrainManifest), process.stderr
+    run_folder = Path(json.loads(process.stdout.splitlines()[-1])["run_dir"])
+    return require_manifest(run_folder / "train", TrainManifest), process.stderr
 
 
 @pytest.mark.drill
 def test_the_second_run_starts_from_the_model_of_the_first_unless_a_full_training_is_due(tmp_path: Path) -> None:
     generate(tmp_path / "data", num_users=200, num_items=120, num_events=4_000, num_days=10, dim=16, num_cold_items=10)
     (tmp_path / "nightly.yaml").write_text(CONFIG)
-    first, stderr = run_pipeline(tmp_path)
-    assert (first.warm_from, first.num_warm_starts) == (None, 0)
+    first_manifest, stderr = run_pipeline(tmp_path)
+    assert (first_manifest.warm_from, first_manifest.num_warm_starts) == (None, 0)
     assert "full training: nightjar has no champion yet" in stderr
 
-    second, stderr = run_pipeline(tmp_path, "--until", "train")
-    assert (second.warm_from, second.num_warm_starts) == (first.folder.parent.name, 1)
-    assert f"warm start from run {second.warm_from}: table item: 120 of 120 rows from the champion, 0 new" in stderr
+    second_manifest, stderr = run_pipeline(tmp_path, "--until", "train")
+    assert (second_manifest.warm_from, second_manifest.num_warm_starts) == (first_manifest.folder.parent.name, 1)
+    assert f"warm start from run {second_manifest.warm_from}: table item: 120 of 120 rows from the champion, 0 new" in stderr
 
-    run_id = second.folder.parent.name
-    due, stderr = run_pipeline(
+    run_id = second_manifest.folder.parent.name
+    manifest_of_full_training, stderr = run_pipeline(
         tmp_path, "--until", "train", "--resume", run_id, "--set", "training.warm_start.full_retrain_every=1"
     )
-    assert (due.warm_from, due.num_warm_starts) == (None, 0)
+    assert (manifest_of_full_training.warm_from, manifest_of_full_training.num_warm_starts) == (None, 0)
     assert "full training: this is run 1 since the last full training (training.warm_start.full_retrain_every is 1)" in stderr

@@ -91,7 +91,7 @@ class LeaveLastOut(Settings):
         description="Number of folds of a cross-validation by user. A hash assigns each user to a fold, and only the users of "
         "one fold have validation and test events",
     )
-    fold: int = Field(0, ge=0, le=999, description="Fold with the validation and test events, from 0 to num_folds - 1")
+    fold: int = Field(0, ge=0, le=999, description="Fold with the validation and test events, from 0 to `num_folds` - 1")
 
     @model_validator(mode="after")
     def _fold_exists(self) -> Self:
@@ -272,7 +272,7 @@ class InteractionsConfig(Settings):
     max_expansion_ratio: MaxExpansionRatio = 1_000
     engine: Annotated[EngineSettings, OPERATIONAL] = Field(
         default_factory=DuckdbSettings,
-        description="Database that reads, filters, counts and sorts the events. Every kind gives the same result",
+        description="Engine that reads, filters, counts and sorts the events. Every kind gives the same result",
     )
     memory_limit: Annotated[MemoryLimit, OPERATIONAL] = Field(
         "1GB", description="Memory limit of DuckDB. DuckDB writes data that does not fit to disk"

@@ -66,7 +66,7 @@ class _ReadEntry:
     num_overridden: int
     """Number of vectors that are not used, because an earlier entry has the same id."""
     source_dim: int
-    """Length of the vectors before the projection."""
+    """Width of the vectors before the projection."""
 
     @property
     def is_final(self) -> bool:

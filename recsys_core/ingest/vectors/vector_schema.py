@@ -37,7 +37,7 @@ class VectorFiles:
 
     @property
     def source_dim(self) -> int | None:
-        """Length of the vectors in the files; None if the schema does not determine it."""
+        """Width of the vectors in the files; None if the schema does not determine it."""
         if self.config.vector_column is None:
             return len(self.columns)
         data_type = self.sources[0].schema.field(self.columns[0]).type

@@ -68,8 +68,8 @@ class LossConfig(Settings):
         ge=0,
         le=1_000,
         description="largest number of known negatives that a query has in addition to the negatives of the batch. In an "
-        "ordered log, they are the user's newest known negatives at the time of the event, otherwise they are drawn. Needs "
-        "`interactions.explicit_negatives`",
+        "ordered log, they are the user's newest known negatives at the time of the event; in a log without order, they "
+        "are a random sample. Needs `interactions.explicit_negatives`",
     )
     explicit_negative_weight: float = Field(
         1.0,

@@ -57,7 +57,8 @@ class TableOptimizer(Schedule):
     kind: TableOptimizerKind = Field(
         "rowwise_adagrad",
         description="optimizer. `rowwise_adagrad` has one step size per row, and `adagrad` has one step size per value. "
-        "`adam` and `partial_rowwise_adam` run on GPUs only",
+        "`adam` and `partial_rowwise_adam` need a GPU; on a CPU, `adam` is possible for a table with the sharding type "
+        "`data_parallel`",
     )
     learning_rate: float = Field(0.05, gt=0, le=MAX_LEARNING_RATE, description="learning rate after the warm-up")
     weight_decay: float = Field(

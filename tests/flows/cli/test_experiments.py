@@ -19,7 +19,7 @@ from recsys_core.manifests import ExportManifest, InteractionsManifest
 from tasks.runs.run import REDUCED_FILE_NAME, Run
 from tests.flows.tuning_config import CONFIG
 from tests.recsys_core.evaluation.stage_folders import export_stage, interactions_stage
-from tests.recsys_core.ingest.parquet_files import write
+from tests.recsys_core.ingest.parquet_files import write_parquet
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_settings_as_yaml_writes_a_list_with_one_varied_entry_as_a_whole(tmp_pat
 def config(tmp_path: Path) -> Path:
     events = [(user, (user * 7 + step * step) % 50, step) for user in range(40) for step in range(12)]
     users, items, times = (list(column) for column in zip(*events, strict=True))
-    log = write(tmp_path / "log.parquet", user_id=users, item_id=items, t=times)
+    log = write_parquet(tmp_path / "log.parquet", user_id=users, item_id=items, t=times)
     file = tmp_path / "nightly.yaml"
     file.write_text(f"interactions: {{paths: {log}, timestamp_column: t, split: {{kind: leave_last_out}}}}\n")
     return file

@@ -13,7 +13,7 @@ from recsys_core.evaluation.report import metric_table
 from tasks.progress.reporting import LOG, show_bar
 
 WIDTH = 80
-FACTS = (
+STAGE_FACTS = (
     "41,235 steps, loss 2.3456, 123,456 samples/s, stopped early after epoch 5 of 10, best epoch 2: validation ndcg@10 0.0611"
 )
 
@@ -26,16 +26,16 @@ def console(monkeypatch: pytest.MonkeyPatch) -> Console:
     return console
 
 
-def printed(console: Console) -> list[str]:
+def printed_lines(console: Console) -> list[str]:
     assert isinstance(console.file, io.StringIO)
     return [line for line in console.file.getvalue().splitlines() if line]
 
 
 def test_a_stage_is_one_line_and_a_warning_is_folded_between_words(console: Console) -> None:
     with output.stage_lines():
-        LOG.info("one line for Prefect", extra={"stage_line": ("train", FACTS, "1,234.5 s")})
+        LOG.info("one line for Prefect", extra={"stage_line": ("train", STAGE_FACTS, "1,234.5 s")})
         LOG.warning("a warning of %s", "words " * 30)
-    lines = printed(console)
+    lines = printed_lines(console)
     assert all(len(line) <= WIDTH for line in lines)
     assert lines[0].split() == ["train", "41,235", "steps,", "loss", "2.3456,", "123,456", "samples/s", "1,234.5", "s"]
     assert " ".join(lines[1:]).count("words") == 30
@@ -44,9 +44,9 @@ def test_a_stage_is_one_line_and_a_warning_is_folded_between_words(console: Cons
 def test_a_stage_line_in_a_file_is_one_line(monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
     monkeypatch.setattr(output, "stderr", Console(file=console.file, width=output.UNFOLDED_WIDTH))
     with output.stage_lines():
-        LOG.info("one line", extra={"stage_line": ("train", FACTS, "1.5 s")})
-    (line,) = printed(console)
-    assert line.split() == ["train", *FACTS.split(), "1.5", "s"]
+        LOG.info("one line", extra={"stage_line": ("train", STAGE_FACTS, "1.5 s")})
+    (line,) = printed_lines(console)
+    assert line.split() == ["train", *STAGE_FACTS.split(), "1.5", "s"]
 
 
 def test_the_bar_shows_the_stage_and_how_far_it_is(monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
@@ -55,18 +55,18 @@ def test_the_bar_shows_the_stage_and_how_far_it_is(monkeypatch: pytest.MonkeyPat
     with output.stage_lines():
         logging.getLogger("nightjar.steps").debug("evaluate", extra={"stage": "evaluate"})
         show_bar("evaluate", num_done=3_000, num_total=30_000, note="3,000 of 30,000 queries")
-    text = "".join(printed(bar_console))
+    text = "".join(printed_lines(bar_console))
     assert "evaluate" in text and "3,000 of 30,000 queries" in text
 
 
 def test_the_metrics_fit_and_the_best_of_each_column_is_marked(console: Console) -> None:
     names = ("recall@20", "ndcg@10", "hit_rate@10", "mrr", "auc", "coverage@20")
-    metrics = {f"{who}/{name}": 0.1234 for who in ("test", "baseline/popularity", "baseline/zero_shot") for name in names}
-    metrics |= {f"{who}/cold/recall@20": 0.5 for who in ("test", "baseline/zero_shot")}
+    metrics = {f"{prefix}/{name}": 0.1234 for prefix in ("test", "baseline/popularity", "baseline/zero_shot") for name in names}
+    metrics |= {f"{prefix}/cold/recall@20": 0.5 for prefix in ("test", "baseline/zero_shot")}
     table = metric_table(metrics | {"test/cold/items": 312, "test/cold/users": 45})
     served = {f"{version}/{name}": 0.1 for version in ("served", "former_champion") for name in ("recall@20", "ndcg@20")}
     print_metrics(table, served_metrics=served)
-    lines = printed(console)
+    lines = printed_lines(console)
     assert len(lines) == 1 + 3 + 2 + 2 + 1 and all(len(line) <= WIDTH for line in lines)
     assert lines[-1].strip() == "cold: 312 items without an earlier event, for 45 users"
 
@@ -78,9 +78,9 @@ def test_control_characters_of_ids_are_escaped_and_a_newline_does_not_make_a_row
     hostile = "a\x1b]0;title\x07\x1b[31m\nb\u202e"
     output.print_table(["item", "score"], [[hostile, "0.5"]])
     output.print_facts({"item": hostile})
-    printed = capsys.readouterr().out
-    assert "\x1b" not in printed and "\x07" not in printed and "\u202e" not in printed
-    assert len(printed.splitlines()) == 4 and r"a\x1b]0;title\x07\x1b[31m\nb\u202e" in printed
+    printed_text = capsys.readouterr().out
+    assert "\x1b" not in printed_text and "\x07" not in printed_text and "\u202e" not in printed_text
+    assert len(printed_text.splitlines()) == 4 and r"a\x1b]0;title\x07\x1b[31m\nb\u202e" in printed_text
 
 
 def test_control_characters_of_warnings_and_facts_are_escaped_and_lines_stay(
@@ -93,6 +93,6 @@ def test_control_characters_of_warnings_and_facts_are_escaped_and_lines_stay(
     output.print_facts({"log": hostile}, labels={"log": "[red]problem[/]"})
     with output.stage_lines():
         logging.getLogger("nightjar").info("read %s", hostile)
-    printed = capsys.readouterr().out
-    assert "\x1b]0" not in printed and "\x07" not in printed and "\u202e" not in printed
-    assert printed.count(r"a\x1b]0;title\x07") == 3 and printed.count("\nb") == 3
+    printed_text = capsys.readouterr().out
+    assert "\x1b]0" not in printed_text and "\x07" not in printed_text and "\u202e" not in printed_text
+    assert printed_text.count(r"a\x1b]0;title\x07") == 3 and printed_text.count("\nb") == 3

@@ -10,7 +10,7 @@ from flows.cli.main import app
 from recsys_core.errors import InputError
 from recsys_core.estimates.run_estimate import RunEstimate
 from recsys_core.sharding.plan_file import PlanFile
-from tests.recsys_core.ingest.parquet_files import write
+from tests.recsys_core.ingest.parquet_files import write_parquet
 
 CLUSTER_SETTINGS = {"ddr_gb": 500, "inter_host_gb_s": 25, "intra_host_gb_s": 300}
 SPARK = "interactions.engine={kind: spark}"
@@ -22,7 +22,7 @@ CLUSTER += [word for key, value in CLUSTER_SETTINGS.items() for word in ("--set"
 def config(tmp_path: Path) -> Path:
     events = [(user, (user * 7 + step * step) % 50, step) for user in range(40) for step in range(12)]
     users, items, times = (list(column) for column in zip(*events, strict=True))
-    log = write(tmp_path / "log.parquet", user_id=users, item_id=items, t=times)
+    log = write_parquet(tmp_path / "log.parquet", user_id=users, item_id=items, t=times)
     settings = {
         "workspace": str(tmp_path / "workspace"),
         "interactions": {"paths": log, "timestamp_column": "t", "split": {"kind": "leave_last_out"}},

@@ -8,24 +8,27 @@ import pytest
 
 from flows.runs.before_run import check_inputs
 from flows.settings.pipeline import PipelineConfig
-from tests.recsys_core.ingest.parquet_files import refusal, write
+from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
 
 
 def test_columns_of_context_features_are_checked_as_the_ingest_checks_them(tmp_path: Path) -> None:
     log = {"user_id": [1, 2], "item_id": [1, 2], "t": [1, 2]}
-    paths = [write(tmp_path / "a.parquet", **log, price=[1, 2]), write(tmp_path / "b.parquet", **log, price=[0.5, 2.0])]
+    paths = [
+        write_parquet(tmp_path / "a.parquet", **log, price=[1, 2]),
+        write_parquet(tmp_path / "b.parquet", **log, price=[0.5, 2.0]),
+    ]
     context = [{"name": "price", "kind": "numeric", "buckets": 2}]
     config = PipelineConfig.model_validate(
         {"interactions": {"paths": paths, "timestamp_column": "t"}, "features": {"context": context}}
     )
-    with refusal(paths[1], "column 'price' is double, but int64 in "):
+    with input_error(paths[1], "column 'price' is double, but int64 in "):
         check_inputs(config)
 
 
 def test_vectors_of_a_feature_that_is_not_declared_are_found_before_the_run(tmp_path: Path) -> None:
-    log = write(tmp_path / "log.parquet", user_id=[1, 2], item_id=[1, 2], t=[1, 2])
-    items = write(tmp_path / "items.parquet", id=[1, 2], brand=["a", "b"])
-    vectors = write(tmp_path / "vectors.parquet", item_id=["a", "b"], v=[[1.0] * 64, [2.0] * 64])
+    log = write_parquet(tmp_path / "log.parquet", user_id=[1, 2], item_id=[1, 2], t=[1, 2])
+    items = write_parquet(tmp_path / "items.parquet", id=[1, 2], brand=["a", "b"])
+    vectors = write_parquet(tmp_path / "vectors.parquet", item_id=["a", "b"], v=[[1.0] * 64, [2.0] * 64])
     config = {
         "interactions": {"paths": log, "timestamp_column": "t"},
         "features": {"items": {"paths": items, "id_column": "id", "features": [{"name": "brand"}]}},
@@ -36,20 +39,20 @@ def test_vectors_of_a_feature_that_is_not_declared_are_found_before_the_run(tmp_
     wrong = PipelineConfig.model_validate(
         config | {"embeddings": {"paths": vectors, "vector_column": "v", "table": "item.brandt"}}
     )
-    with refusal("'item.brandt'", "item, user, item.brand"):
+    with input_error("'item.brandt'", "item, user, item.brand"):
         check_inputs(wrong)
 
 
 def test_vectors_of_another_width_than_the_setting_are_found_before_the_run(tmp_path: Path) -> None:
-    log = write(tmp_path / "log.parquet", user_id=[1, 2], item_id=[1, 2], t=[1, 2])
+    log = write_parquet(tmp_path / "log.parquet", user_id=[1, 2], item_id=[1, 2], t=[1, 2])
     vector_column = pa.FixedSizeListArray.from_arrays(pa.array([1.0] * 24, pa.float32()), 12)
-    vectors = write(tmp_path / "vectors.parquet", item_id=[1, 2], v=vector_column)
+    vectors = write_parquet(tmp_path / "vectors.parquet", item_id=[1, 2], v=vector_column)
     config = {
         "interactions": {"paths": log, "timestamp_column": "t"},
         "embeddings": {"paths": vectors, "vector_column": "v"},
         "model": {"embedding_dim": 8},
     }
-    with refusal("the vectors of table 'item' have 12 numbers, but tables.item.dim is 8; leave it out", "pca_dim to 8"):
+    with input_error("the vectors of table 'item' have 12 numbers, but tables.item.dim is 8; leave it out", "pca_dim to 8"):
         check_inputs(PipelineConfig.model_validate(config | {"tables": {"item": {"dim": 8}}}))
     check_inputs(PipelineConfig.model_validate(config | {"tables": {"item": {"dim": 12}}}))
     check_inputs(PipelineConfig.model_validate(config))
@@ -65,9 +68,9 @@ def test_vectors_of_another_width_than_the_setting_are_found_before_the_run(tmp_
     ],
 )
 def test_a_workspace_that_cannot_be_written_is_found_before_the_run(tmp_path: Path, workspace: str, message: str) -> None:
-    log = write(tmp_path / "log.parquet", user_id=[1, 2], item_id=[1, 2], t=[1, 2])
+    log = write_parquet(tmp_path / "log.parquet", user_id=[1, 2], item_id=[1, 2], t=[1, 2])
     config = {"interactions": {"paths": log, "timestamp_column": "t"}, "workspace": tmp_path / workspace}
-    with refusal(f"workspace {tmp_path / workspace}: ", message):
+    with input_error(f"workspace {tmp_path / workspace}: ", message):
         check_inputs(PipelineConfig.model_validate(config))
 
 
@@ -75,10 +78,10 @@ def check_config(folder: Path, log: dict[str, Any], vectors: dict[str, Any] | No
     """Check a config with a log (time column t) and vectors (column v); return the summaries of check_inputs by setting."""
     raw: dict[str, Any] = {"model": {"embedding_dim": 8}, "workspace": folder / "workspace"} | settings
     raw["interactions"] = (
-        {"timestamp_column": "t"} | raw.get("interactions", {}) | {"paths": write(folder / "log.parquet", **log)}
+        {"timestamp_column": "t"} | raw.get("interactions", {}) | {"paths": write_parquet(folder / "log.parquet", **log)}
     )
     if vectors is not None:
-        paths = {"paths": write(folder / "vectors.parquet", row_group=2, **vectors), "vector_column": "v"}
+        paths = {"paths": write_parquet(folder / "vectors.parquet", row_group=2, **vectors), "vector_column": "v"}
         raw["embeddings"] = paths | raw.get("embeddings", {})
     return check_inputs(PipelineConfig.model_validate(raw))
 
@@ -88,18 +91,18 @@ LOG = {"user_id": [1, 2], "item_id": [1, 2], "t": [1, 2]}
 
 def test_vectors_in_lists_are_measured_in_their_first_rows(tmp_path: Path) -> None:
     twelve = {"item_id": [1, 2], "v": [[1.0] * 12, None]}
-    with refusal("the vectors of table 'item' have 12 numbers, but tables.item.dim is 8; leave it out"):
+    with input_error("the vectors of table 'item' have 12 numbers, but tables.item.dim is 8; leave it out"):
         check_config(tmp_path, LOG, twelve, tables={"item": {"dim": 8}})
     assert "12 numbers each" in check_config(tmp_path, LOG, twelve)["embeddings"]
     assert "8 numbers each" in check_config(tmp_path, LOG, twelve, embeddings={"pca_dim": 8})["embeddings"]
-    with refusal("embeddings.pca_dim is 16, but the vectors of ", "have 12 numbers"):
+    with input_error("embeddings.pca_dim is 16, but the vectors of ", "have 12 numbers"):
         check_config(tmp_path, LOG, twelve, embeddings={"pca_dim": 16}, model={"embedding_dim": 16})
 
 
 def test_ids_of_log_and_vectors_that_never_match_are_found_before_the_run(tmp_path: Path) -> None:
     log = LOG | {"item_id": ["a", "b"]}
     eight = [[1.0] * 8] * 5
-    with refusal("none of the 5 item vectors belongs to one of the log's items", "such as 'a'", "such as 'item-1'"):
+    with input_error("none of the 5 item vectors belongs to one of the log's items", "such as 'a'", "such as 'item-1'"):
         check_config(tmp_path, log, {"item_id": [f"item-{row}" for row in range(1, 6)], "v": eight})
     late = {"item_id": ["x", "y", "z", "w", "b"], "v": eight}  # beyond the first row group
     assert "5 vectors" in check_config(tmp_path, log, late)["embeddings"]
@@ -125,7 +128,7 @@ def test_ids_of_log_and_vectors_that_never_match_are_found_before_the_run(tmp_pa
 def test_a_unit_that_puts_the_log_into_1970_or_far_ahead_is_found_before_the_run(
     tmp_path: Path, times: Any, unit: str, message: str
 ) -> None:
-    with refusal("log.parquet: column 't': ", message):
+    with input_error("log.parquet: column 't': ", message):
         check_config(tmp_path, LOG | {"t": times}, interactions={"timestamp_unit": unit})
 
 

@@ -12,10 +12,10 @@ from flows.settings.schedule import ScheduleConfig
 from recsys_core.errors import InputError
 
 LOG = {"interactions": {"paths": "log/*.parquet", "timestamp_column": "ts"}}
-WAY_OUT = "write the five fields minute, hour, day of month, month and day of week, e.g. 15 2 * * * for 02:15 on every day"
+CRON_HELP = "write the five fields minute, hour, day of month, month and day of week, e.g. 15 2 * * * for 02:15 on every day"
 
 
-def message(folder: Path, **schedule: object) -> str:
+def error_message(folder: Path, **schedule: object) -> str:
     file = folder / "nightly.yaml"
     file.write_text(yaml_loader.dump({**LOG, "schedule": schedule}))
     with pytest.raises(InputError) as caught:
@@ -37,11 +37,11 @@ def message(folder: Path, **schedule: object) -> str:
 def test_a_cron_expression_that_is_none_is_reported_with_its_problem_and_an_example(
     tmp_path: Path, expression: str, problem: str
 ) -> None:
-    assert message(tmp_path, cron=expression) == f"schedule.cron: '{expression}' {problem}; {WAY_OUT}"
+    assert error_message(tmp_path, cron=expression) == f"schedule.cron: '{expression}' {problem}; {CRON_HELP}"
 
 
 @pytest.mark.parametrize(
-    ("name", "advice"),
+    ("time_zone", "advice"),
     [
         ("Europe/Berln", "did you mean Europe/Berlin?"),
         ("europe/berlin", "did you mean Europe/Berlin?"),
@@ -49,8 +49,11 @@ def test_a_cron_expression_that_is_none_is_reported_with_its_problem_and_an_exam
         ("../etc/passwd", "write a name such as Europe/Berlin"),
     ],
 )
-def test_a_time_zone_that_does_not_exist_is_reported_with_the_nearest_name(tmp_path: Path, name: str, advice: str) -> None:
-    assert message(tmp_path, timezone=name) == f"schedule.timezone: '{name}' is not a time zone of the IANA database; {advice}"
+def test_a_time_zone_that_does_not_exist_is_reported_with_the_nearest_name(tmp_path: Path, time_zone: str, advice: str) -> None:
+    assert (
+        error_message(tmp_path, timezone=time_zone)
+        == f"schedule.timezone: '{time_zone}' is not a time zone of the IANA database; {advice}"
+    )
 
 
 @pytest.mark.parametrize(

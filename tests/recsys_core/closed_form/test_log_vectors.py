@@ -120,18 +120,20 @@ def test_held_out_events_do_not_change_the_vectors(
 ) -> None:
     random, train = np.random.default_rng(seed), training_events()
     held_out = [[random.integers(0, NUM_ITEMS, random.integers(0, 4)).tolist() for _ in train] for _ in range(2)]
-    first = read(embed(tmp_path_factory.mktemp("first"), config, train=train))
-    second = read(embed(tmp_path_factory.mktemp("second"), config, train=train, validation=held_out[0], test=held_out[1]))
-    for first_array, second_array in zip(first, second, strict=True):
+    first_vectors = read(embed(tmp_path_factory.mktemp("first"), config, train=train))
+    second_vectors = read(
+        embed(tmp_path_factory.mktemp("second"), config, train=train, validation=held_out[0], test=held_out[1])
+    )
+    for first_array, second_array in zip(first_vectors, second_vectors, strict=True):
         np.testing.assert_array_equal(first_array, second_array)
 
 
 def test_a_changed_training_event_changes_the_vectors(tmp_path: Path) -> None:
     train = training_events()
-    first = read(embed(tmp_path / "first", SpectralVectors(dim=4), train=train))
+    first_vectors = read(embed(tmp_path / "first", SpectralVectors(dim=4), train=train))
     train[0] = [0, 1, 2]
-    second = read(embed(tmp_path / "second", SpectralVectors(dim=4), train=train))
-    assert not np.allclose(np.abs(first[0]), np.abs(second[0]))
+    second_vectors = read(embed(tmp_path / "second", SpectralVectors(dim=4), train=train))
+    assert not np.allclose(np.abs(first_vectors[0]), np.abs(second_vectors[0]))
 
 
 def test_a_completed_stage_is_reused_until_a_setting_changes(tmp_path: Path) -> None:
@@ -139,8 +141,8 @@ def test_a_completed_stage_is_reused_until_a_setting_changes(tmp_path: Path) -> 
         tmp_path / "interactions", train=training_events(), validation=[[]] * NUM_USERS, test=[[]] * NUM_USERS, items=NUM_ITEMS
     )
     folder = tmp_path / "log_vectors"
-    first = embed_log(SpectralVectors(dim=4), interactions=interactions, folder=folder)
-    assert embed_log(SpectralVectors(dim=4, memory_gb=1), interactions=interactions, folder=folder) == first
+    first_vectors = embed_log(SpectralVectors(dim=4), interactions=interactions, folder=folder)
+    assert embed_log(SpectralVectors(dim=4, memory_gb=1), interactions=interactions, folder=folder) == first_vectors
     assert embed_log(SpectralVectors(dim=8), interactions=interactions, folder=folder).dim == 8
 
 

@@ -26,14 +26,14 @@ class _Tags(HTMLParser):
 
 
 def test_the_page_is_one_file_and_escapes_all_values_of_the_data(tmp_path: Path) -> None:
-    facts = {
+    hostile_fields = {
         "columns": {HOSTILE: ColumnStatistics(num_nulls=1, min_value=HOSTILE)},
         "num_removed_events_by_filter": {HOSTILE: 2},
         "num_bad_rows_by_reason": {HOSTILE: 1},
     }
-    before = interactions_of(tmp_path / "one", [user(0, 1)], item_ids=[HOSTILE, "x" * 10_000])
-    interactions = interactions_of(tmp_path / "two", [user(0, 0, 1)], item_ids=[HOSTILE, "y" * 10_000], **facts)
-    manifest, report = report_of(tmp_path, interactions, before=before, max_null_share=0)
+    previous_interactions = interactions_of(tmp_path / "one", [user(0, 1)], item_ids=[HOSTILE, "x" * 10_000])
+    interactions = interactions_of(tmp_path / "two", [user(0, 0, 1)], item_ids=[HOSTILE, "y" * 10_000], **hostile_fields)
+    manifest, report = report_of(tmp_path, interactions, before=previous_interactions, max_null_share=0)
     page = manifest.path("report.html").read_text(encoding="utf-8")
     parser = _Tags()
     parser.feed(page)

@@ -16,7 +16,7 @@ from recsys_core.ingest.features.config import FeaturesConfig
 from recsys_core.ingest.features.ingest import ingest_features
 from recsys_core.manifests import Dataset
 from tests.recsys_core.ingest.interactions_with_context import write_interactions
-from tests.recsys_core.ingest.parquet_files import write
+from tests.recsys_core.ingest.parquet_files import write_parquet
 
 NUM_USERS, NUM_ITEMS = 6, 11
 DESCRIBED = {
@@ -47,11 +47,11 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> tuple[EventStore, Featur
     )
     text = pa.list_(pa.string())
     weights = {key: pa.array(value, pa.list_(pa.float64())) for key, value in WEIGHT.items()}
-    users = write(
+    users = write_parquet(
         folder / "users.parquet", id=list(range(NUM_USERS)), age=DESCRIBED["user.age"],
         likes=pa.array(DESCRIBED["user.likes"], text), much=weights["user.likes"],
     )  # fmt: skip
-    items = write(
+    items = write_parquet(
         folder / "items.parquet", id=list(range(NUM_ITEMS)), brand=DESCRIBED["item.brand"],
         tags=pa.array(DESCRIBED["item.tags"], text), much=weights["item.tags"],
     )  # fmt: skip
@@ -167,7 +167,7 @@ def test_lists_keep_their_own_values(stores: tuple[EventStore, FeatureStore]) ->
 
 def test_the_form_of_a_feature_follows_its_number_of_values_and_weights(tmp_path: Path) -> None:
     interactions = write_interactions(tmp_path / "log", users=[1], items=[1, 2], log=[([0, 1], [], [1])])
-    items = write(
+    items = write_parquet(
         tmp_path / "items.parquet", id=[1, 2], price=[1.0, 3.0], tags=[["a"], ["b"]], much=[[1.0], [2.0]], brand=["x", "y"]
     )
     declared = [

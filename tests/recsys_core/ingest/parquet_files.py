@@ -13,7 +13,7 @@ import pytest
 from recsys_core.errors import InputError
 
 
-def write(path: Path, *, row_group: int | None = None, **columns: Any) -> str:
+def write_parquet(path: Path, *, row_group: int | None = None, **columns: Any) -> str:
     """Write a parquet file with `columns` and return its path as a string."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table(columns), path, row_group_size=row_group)
@@ -29,7 +29,7 @@ def damage_data(path: str) -> None:
 
 
 @contextmanager
-def refusal(*parts: str) -> Iterator[None]:
+def input_error(*parts: str) -> Iterator[None]:
     """Expect an InputError of one line whose message holds all `parts` in this order."""
     with pytest.raises(InputError) as caught:
         yield
@@ -38,8 +38,8 @@ def refusal(*parts: str) -> Iterator[None]:
     assert "\n" not in message
 
 
-def refuses(stage: Callable[[Path], object], folder: Path, *parts: str) -> None:
+def assert_rejects(stage: Callable[[Path], object], folder: Path, *parts: str) -> None:
     """Assert that `stage` raises an InputError with `parts` and leaves no folder behind."""
-    with refusal(*parts):
+    with input_error(*parts):
         stage(folder / "stage")
     assert [path for path in folder.iterdir() if path.name.startswith("stage")] == []

@@ -53,9 +53,11 @@ def test_out_of_memory_kills_that_the_kernel_counted_are_reported_with_the_limit
 
 
 def test_an_exception_is_the_cause_and_not_a_lost_peer_or_the_sigterm_of_torchrun() -> None:
-    first = host_report(0, rank(0, traceback=LOST_PEER, timestamp=90), rank(1, signal="SIGTERM", timestamp=80))
-    second = host_report(1, rank(2, traceback=BUG, signal="SIGTERM"))
-    assert str(error_of(first, second)).startswith("rank 2 on host beta was the first to fail, with an exception:\n" + BUG)
+    first_report = host_report(0, rank(0, traceback=LOST_PEER, timestamp=90), rank(1, signal="SIGTERM", timestamp=80))
+    second_report = host_report(1, rank(2, traceback=BUG, signal="SIGTERM"))
+    assert str(error_of(first_report, second_report)).startswith(
+        "rank 2 on host beta was the first to fail, with an exception:\n" + BUG
+    )
 
 
 def test_of_two_exceptions_the_earlier_one_is_reported() -> None:
@@ -75,9 +77,9 @@ def test_an_input_or_stage_error_of_a_rank_keeps_its_class_and_message(kind: typ
 
 def test_a_rejected_host_is_an_input_error_unless_another_attempt_may_succeed() -> None:
     rejected = host_report(1, reason="host 1 (beta) has nightjar 0.0.9", retryable=False)
-    alone = host_report(0, reason="host 0 (alpha) did not meet the other hosts")
-    assert isinstance(error_of(rejected, alone), InputError)
-    assert type(error_of(alone)) is LaunchError
+    only_report = host_report(0, reason="host 0 (alpha) did not meet the other hosts")
+    assert isinstance(error_of(rejected, only_report), InputError)
+    assert type(error_of(only_report)) is LaunchError
 
 
 def test_a_full_disk_in_a_traceback_is_an_input_error_with_the_file_and_the_free_space() -> None:

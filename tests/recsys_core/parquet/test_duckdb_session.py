@@ -9,13 +9,13 @@ import duckdb
 import pytest
 
 from recsys_core.parquet.duckdb_session import database, raise_interrupts
-from tests.recsys_core.ingest.parquet_files import refusal
+from tests.recsys_core.ingest.parquet_files import input_error
 
 
 def test_a_spill_folder_without_disk_space_is_not_reported_as_too_little_memory(tmp_path: Path) -> None:
     spill = tmp_path / "spill"
     with (
-        refusal(str(spill), "DuckDB spills the ids beyond the memory for ids to this folder, but the disk has "),
+        input_error(str(spill), "DuckDB spills the ids beyond the memory for ids to this folder, but the disk has "),
         database(
             memory_limit="20MB", num_threads=1, spill_folder=spill, subject="the ids", setting="the memory for ids"
         ) as connection,

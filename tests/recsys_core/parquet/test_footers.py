@@ -14,7 +14,7 @@ from recsys_core.parquet.guards import check_expansion, verify_pages
 from recsys_core.parquet.locations import find_files
 from recsys_core.parquet.sources import open_sources
 from tests.recsys_core.ingest.forged_parquet import patch_footer
-from tests.recsys_core.ingest.parquet_files import refusal, write
+from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
 
 NUM_ROWS = 3000
 
@@ -33,7 +33,7 @@ def valid_file(tmp_path: Path) -> str:
 
 
 def assert_rejected(path: str, *message_parts: str) -> None:
-    with refusal("x.parquet: not a readable parquet file (", " bytes): ", *message_parts):
+    with input_error("x.parquet: not a readable parquet file (", " bytes): ", *message_parts):
         open_sources([path], setting="s")
 
 
@@ -141,8 +141,8 @@ def test_every_single_flipped_byte_of_a_footer_is_rejected_or_harmless(tmp_path:
 
 @pytest.mark.parametrize("rows", [0, 1])
 def test_a_footer_larger_than_the_first_read_is_read_whole(tmp_path: Path, rows: int) -> None:
-    write(tmp_path / "some.parquet", **{f"dim_{index}": [0.5] for index in range(2000)})
-    wide_path = write(
+    write_parquet(tmp_path / "some.parquet", **{f"dim_{index}": [0.5] for index in range(2000)})
+    wide_path = write_parquet(
         tmp_path / "wide.parquet", **{f"dim_{index}": pa.array([0.5] * rows, pa.float64()) for index in range(2000)}
     )
     sources = open_sources([str(tmp_path)], setting="s")
@@ -152,7 +152,7 @@ def test_a_footer_larger_than_the_first_read_is_read_whole(tmp_path: Path, rows:
 
 def test_columns_of_any_name_are_found(tmp_path: Path) -> None:
     names = ['a"; DROP TABLE log; --', "it's", "a.b", "a", "ключ\u202e", "x" * 10_000, ""]
-    (source,) = open_sources([write(tmp_path / "x.parquet", **{name: [1] for name in names})], setting="s")
+    (source,) = open_sources([write_parquet(tmp_path / "x.parquet", **{name: [1] for name in names})], setting="s")
     assert source.schema.names == names
     check_expansion([source], columns=names, max_expansion_ratio=1000, setting="s")
     verify_pages(source, names)

@@ -14,7 +14,7 @@ from recsys_core.errors import InputError
 from recsys_core.parquet.guards import check_expansion, verify_pages
 from recsys_core.parquet.sources import open_sources
 from tests.recsys_core.ingest.forged_parquet import list_bomb, text_bomb
-from tests.recsys_core.ingest.parquet_files import refusal, write
+from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
 
 ALL = ["user", "item", "t"]
 JUDGE = """
@@ -52,7 +52,7 @@ def test_bombs_are_rejected_within_a_few_megabytes(tmp_path: Path) -> None:
 def test_a_decompression_bomb_is_rejected_with_its_sizes_unless_the_setting_allows_it(tmp_path: Path) -> None:
     path = list_bomb(tmp_path / "bomb.parquet")
     size = Path(path).stat().st_size
-    with refusal(
+    with input_error(
         f"bomb.parquet: {size:,} bytes decode to 9,0", "in the columns ['vector']", "interactions.max_expansion_ratio is"
     ):
         check_files(path, "vector")
@@ -62,7 +62,7 @@ def test_a_decompression_bomb_is_rejected_with_its_sizes_unless_the_setting_allo
 
 def test_a_dictionary_string_counts_as_often_as_it_is_used(tmp_path: Path) -> None:
     path = text_bomb(tmp_path / "bomb.parquet")
-    with refusal("bomb.parquet: ", "is this a decompression bomb?"):
+    with input_error("bomb.parquet: ", "is this a decompression bomb?"):
         check_files(path, "user_id")
     check_files(path, "user_id", max_expansion_ratio=1e9)
 
@@ -72,29 +72,29 @@ def test_one_long_string_among_short_ones_is_accepted(tmp_path: Path) -> None:
         pa.array(np.arange(400_000) % 1000), pa.array([f"{n}" for n in range(999)] + ["x" * 10_000])
     )
     short = pa.DictionaryArray.from_arrays(pa.array(np.zeros(400_000, np.int32)), pa.array(["a", "x" * 10_000]))
-    check_files(write(tmp_path / "a.parquet", id=ids, short=short), "id", "short")
+    check_files(write_parquet(tmp_path / "a.parquet", id=ids, short=short), "id", "short")
 
 
 def test_strings_in_lists_are_counted_too(tmp_path: Path) -> None:
     values = pa.DictionaryArray.from_arrays(pa.array(np.zeros(400_000, np.int32)), pa.array(["x" * 4096]))
     tags = pa.ListArray.from_arrays(pa.array(np.arange(0, 400_001, 4), pa.int32()), values)
-    with refusal("a.parquet: ", "is this a decompression bomb?"):
-        check_files(write(tmp_path / "a.parquet", tags=tags), "tags")
+    with input_error("a.parquet: ", "is this a decompression bomb?"):
+        check_files(write_parquet(tmp_path / "a.parquet", tags=tags), "tags")
 
 
 def test_many_small_bombs_are_one_bomb(tmp_path: Path) -> None:
     column = pa.array(np.zeros(30_000_000, np.int64))
-    path = Path(write(tmp_path / "part-0.parquet", row_group=30_000_000, x=column))
+    path = Path(write_parquet(tmp_path / "part-0.parquet", row_group=30_000_000, x=column))
     paths = [str(path)] + [str(tmp_path / f"part-{index}.parquet") for index in range(1, 6)]
     for other in paths[1:]:
         Path(other).write_bytes(path.read_bytes())
     check_files(paths[:4], "x")
-    with refusal("part-0.parquet and 5 more: ", "is this a decompression bomb?"):
+    with input_error("part-0.parquet and 5 more: ", "is this a decompression bomb?"):
         check_files(paths, "x")
 
 
 def test_small_data_that_compresses_well_is_accepted(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", x=pa.nulls(5_000_000, pa.int64()), t=["same"] * 5_000_000)
+    path = write_parquet(tmp_path / "a.parquet", x=pa.nulls(5_000_000, pa.int64()), t=["same"] * 5_000_000)
     check_files(path, "x", "t", max_expansion_ratio=1.1)
 
 
@@ -181,6 +181,6 @@ def test_without_checksums_undecodable_pages_are_rejected_and_no_other_error_is_
 
 
 def test_hive_keys_have_no_pages(tmp_path: Path) -> None:
-    (source,) = open_sources([write(tmp_path / "dt=1" / "a.parquet", x=[1])], setting="s")
+    (source,) = open_sources([write_parquet(tmp_path / "dt=1" / "a.parquet", x=[1])], setting="s")
     verify_pages(source, ["dt", "x"])
     verify_pages(source, ["dt"])

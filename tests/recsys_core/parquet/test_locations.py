@@ -7,7 +7,7 @@ import pytest
 
 from recsys_core.parquet.locations import find_files
 from recsys_core.parquet.sources import open_sources
-from tests.recsys_core.ingest.parquet_files import refusal, write
+from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
 
 
 def names(pattern: object, folder: Path, *, allowed_data_root: Path | None = None) -> list[str]:
@@ -26,31 +26,31 @@ def test_a_folder_means_the_parquet_files_below_it(tmp_path: Path) -> None:
         ".c.parquet",
         "sub/_d.parquet",
     ):
-        write(tmp_path / "log" / name, x=[1])
+        write_parquet(tmp_path / "log" / name, x=[1])
     assert names(tmp_path / "log", tmp_path) == ["log/b.parquet", "log/sub/deep/a.parquet"]
     assert names(f"{tmp_path}/log/", tmp_path) == ["log/b.parquet", "log/sub/deep/a.parquet"]
 
 
 def test_a_folder_with_no_parquet_in_it_is_named(tmp_path: Path) -> None:
-    write(tmp_path / "log" / "_temporary" / "half.parquet", x=[1])
+    write_parquet(tmp_path / "log" / "_temporary" / "half.parquet", x=[1])
     (tmp_path / "log" / "notes.txt").write_text("x")
-    with refusal("interactions.paths: no *.parquet file in or below the folder ", str(tmp_path / "log")):
+    with input_error("interactions.paths: no *.parquet file in or below the folder ", str(tmp_path / "log")):
         open_sources([str(tmp_path / "log")], setting="interactions.paths")
 
 
 @pytest.mark.parametrize("log", ["_delta_log/00000000000000000000.json", "metadata/v1.metadata.json"])
 def test_the_folder_of_a_table_is_rejected_because_its_files_have_deleted_rows(tmp_path: Path, log: str) -> None:
-    write(tmp_path / "log" / "data" / "a.parquet", x=[1])
+    write_parquet(tmp_path / "log" / "data" / "a.parquet", x=[1])
     (tmp_path / "log" / log).parent.mkdir()
     (tmp_path / "log" / log).touch()
-    with refusal(f"s: {tmp_path}/log is a Delta or Iceberg table", "set interactions.format"):
+    with input_error(f"s: {tmp_path}/log is a Delta or Iceberg table", "set interactions.format"):
         names(tmp_path / "log", tmp_path)
     assert names(tmp_path / "log" / "data", tmp_path) == ["log/data/a.parquet"]
 
 
 def test_a_glob_skips_hidden_files_unless_it_names_them(tmp_path: Path) -> None:
     for name in ("a.parquet", "_b.parquet", ".c.parquet", "_old/d.parquet"):
-        write(tmp_path / name, x=[1])
+        write_parquet(tmp_path / name, x=[1])
     assert names(tmp_path / "*.parquet", tmp_path) == ["a.parquet"]
     assert names(tmp_path / "**/*.parquet", tmp_path) == ["a.parquet"]
     assert names(tmp_path / "_*.parquet", tmp_path) == ["_b.parquet"]
@@ -60,20 +60,20 @@ def test_a_glob_skips_hidden_files_unless_it_names_them(tmp_path: Path) -> None:
 
 def test_a_folder_whose_own_path_has_a_dot_or_a_pattern_is_read(tmp_path: Path) -> None:
     for folder in (".hidden", "day[1]", "a*b"):
-        write(tmp_path / folder / "a.parquet", x=[1])
+        write_parquet(tmp_path / folder / "a.parquet", x=[1])
         assert names(tmp_path / folder, tmp_path) == [f"{folder}/a.parquet"]
 
 
 def test_the_message_about_a_glob_names_matching_folders(tmp_path: Path) -> None:
     for day in (1, 2):
-        write(tmp_path / f"dt={day}" / "a.parquet", x=[1])
-    with refusal("s: no file matches: ", "dt=*; 2 folders match: append /**/*.parquet"):
+        write_parquet(tmp_path / f"dt={day}" / "a.parquet", x=[1])
+    with input_error("s: no file matches: ", "dt=*; 2 folders match: append /**/*.parquet"):
         names(tmp_path / "dt=*", tmp_path)
     assert names(tmp_path / "dt=*" / "**" / "*.parquet", tmp_path) == ["dt=1/a.parquet", "dt=2/a.parquet"]
 
 
 def test_relative_patterns_stay_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "log" / "a.parquet", x=[1])
+    write_parquet(tmp_path / "log" / "a.parquet", x=[1])
     monkeypatch.chdir(tmp_path)
     for pattern in ("log", "log/*.parquet", "log/a.parquet", "**/*.parquet", "*/a.parquet"):
         assert [source.name for source in open_sources([pattern], setting="s")] == ["log/a.parquet"]
@@ -82,7 +82,7 @@ def test_relative_patterns_stay_relative(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("stem", ['it\'s "quoted"', "a*b?[c]", "日本 \u202e🚀", "x;DROP TABLE y--"])
 def test_a_file_name_may_hold_anything(tmp_path: Path, stem: str) -> None:
     name = f"{stem}.parquet"
-    write(tmp_path / name, x=[1])
+    write_parquet(tmp_path / name, x=[1])
     (tmp_path / "acb1c.parquet").write_bytes(b"no parquet, and not meant")
     (source,) = open_sources([str(tmp_path / name)], setting="s")
     assert source.path == tmp_path / name
@@ -92,29 +92,29 @@ def test_a_file_name_may_hold_anything(tmp_path: Path, stem: str) -> None:
 
 def test_a_name_cannot_write_to_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "a\n\x1b[31m.parquet").write_bytes(b"")
-    with refusal(r"a\n\x1b[31m.parquet: not a readable parquet file (0 bytes): it is empty"):
+    with input_error(r"a\n\x1b[31m.parquet: not a readable parquet file (0 bytes): it is empty"):
         open_sources([str(tmp_path)], setting="s")
 
 
 def test_a_name_that_is_no_text_is_rejected(tmp_path: Path) -> None:
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.parquet")).write_bytes(b"")
-    with refusal(r"\udcff.parquet: not a readable parquet file (0 bytes): ", "surrogates not allowed"):
+    with input_error(r"\udcff.parquet: not a readable parquet file (0 bytes): ", "surrogates not allowed"):
         open_sources([str(tmp_path)], setting="s")
 
 
 def test_a_path_with_a_nul_is_rejected() -> None:
-    with refusal(r"s: no such file: a\x00b"):
+    with input_error(r"s: no such file: a\x00b"):
         open_sources(["a\0b"], setting="s")
 
 
 def test_a_name_too_long_for_the_disk_is_rejected() -> None:
     name = 300 * "a"
-    with refusal(f"s: {name}: File name too long; check the path and its permissions"):
+    with input_error(f"s: {name}: File name too long; check the path and its permissions"):
         open_sources([name], setting="s")
 
 
 def test_cyclic_links_are_followed_once(tmp_path: Path) -> None:
-    write(tmp_path / "log" / "a.parquet", x=[1])
+    write_parquet(tmp_path / "log" / "a.parquet", x=[1])
     for name in ("again", "and_again"):
         (tmp_path / "log" / name).symlink_to(tmp_path / "log")
     for pattern in ("log", "log/**/*.parquet"):
@@ -125,7 +125,7 @@ def test_cyclic_links_are_followed_once(tmp_path: Path) -> None:
 def test_a_file_that_is_reached_twice_is_rejected_by_both_names(tmp_path: Path, link: str) -> None:
     day = tmp_path / "log" / "dt=2026-11-19" / "day.parquet"
     other = tmp_path / "log" / "dt=2026-11-20" / "newest.parquet" if link == "partition" else day.with_name("newest.parquet")
-    write(day, x=[1])
+    write_parquet(day, x=[1])
     other.parent.mkdir(exist_ok=True)
     if link == "hard":
         other.hardlink_to(day)
@@ -135,31 +135,31 @@ def test_a_file_that_is_reached_twice_is_rejected_by_both_names(tmp_path: Path, 
     else:
         other.symlink_to(day)
     for patterns in ([tmp_path / "log"], [day, other], [tmp_path / "log" / "*" / "*.parquet"]):
-        with refusal(f"s: {other}: is the same file as {day}, through a link or another spelling"):
+        with input_error(f"s: {other}: is the same file as {day}, through a link or another spelling"):
             open_sources([str(pattern) for pattern in patterns], setting="s")
 
 
 def test_a_file_matched_under_two_spellings_is_rejected_and_under_one_spelling_counts_once(tmp_path: Path) -> None:
-    write(tmp_path / "log" / "a.parquet", x=[1])
+    write_parquet(tmp_path / "log" / "a.parquet", x=[1])
     alike = [str(tmp_path / "log"), str(tmp_path / "log" / "*.parquet")]
     assert len(open_sources(alike, setting="s")) == 1
-    with refusal("s: ", "is the same file as "):
+    with input_error("s: ", "is the same file as "):
         open_sources([*alike, f"{tmp_path}/log/../log/a.parquet"], setting="s")
 
 
 def test_a_link_to_a_folder_is_followed(tmp_path: Path) -> None:
-    write(tmp_path / "store" / "a.parquet", x=[1])
+    write_parquet(tmp_path / "store" / "a.parquet", x=[1])
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "newest").symlink_to(tmp_path / "store")
     assert names(tmp_path / "log", tmp_path) == ["log/newest/a.parquet"]
 
 
 def test_pipes_and_dangling_links_are_no_files(tmp_path: Path) -> None:
-    write(tmp_path / "a.parquet", x=[1])
+    write_parquet(tmp_path / "a.parquet", x=[1])
     os.mkfifo(tmp_path / "pipe.parquet")
     (tmp_path / "gone.parquet").symlink_to(tmp_path / "nowhere")
     assert names(tmp_path, tmp_path) == ["a.parquet"]
-    with refusal("no such file: ", "pipe.parquet"):
+    with input_error("no such file: ", "pipe.parquet"):
         names(tmp_path / "pipe.parquet", tmp_path)
 
 
@@ -167,18 +167,18 @@ def test_pipes_and_dangling_links_are_no_files(tmp_path: Path) -> None:
     "pattern", ["root/../secret.parquet", "root/link.parquet", "root/links/*.parquet", "root/l*.parquet", "root"]
 )
 def test_paths_that_leave_data_root_are_rejected(tmp_path: Path, pattern: str) -> None:
-    secret = write(tmp_path / "secret.parquet", x=[1])
+    secret = write_parquet(tmp_path / "secret.parquet", x=[1])
     (tmp_path / "root" / "links").mkdir(parents=True)
     for link in ("link.parquet", "links/a.parquet"):
         (tmp_path / "root" / link).symlink_to(secret)
-    with refusal("s: ", "root", f"resolves to {secret}, which is not below allowed_data_root ({tmp_path / 'root'}); move"):
+    with input_error("s: ", "root", f"resolves to {secret}, which is not below allowed_data_root ({tmp_path / 'root'}); move"):
         names(tmp_path / pattern, tmp_path, allowed_data_root=tmp_path / "root")
     if pattern != "root":  # where both links are found
         assert len(open_sources([str(tmp_path / pattern)], setting="s")) == 1
 
 
 def test_files_below_data_root_are_read_through_links_and_dots(tmp_path: Path) -> None:
-    write(tmp_path / "root" / "log" / "a.parquet", x=[1])
+    write_parquet(tmp_path / "root" / "log" / "a.parquet", x=[1])
     (tmp_path / "root" / "link.parquet").symlink_to(tmp_path / "root" / "log" / "a.parquet")
     (tmp_path / "alias").symlink_to(tmp_path / "root")
     for pattern in ("root/log/../log/a.parquet", "root/link.parquet", "alias/log"):
@@ -188,16 +188,16 @@ def test_files_below_data_root_are_read_through_links_and_dots(tmp_path: Path) -
 
 def test_a_folder_whose_name_begins_with_the_name_of_the_root_is_outside(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
-    with refusal("which is not below allowed_data_root"):
-        names(write(tmp_path / "root2" / "a.parquet", x=[1]), tmp_path, allowed_data_root=tmp_path / "root")
+    with input_error("which is not below allowed_data_root"):
+        names(write_parquet(tmp_path / "root2" / "a.parquet", x=[1]), tmp_path, allowed_data_root=tmp_path / "root")
 
 
 def test_a_file_uri_is_a_local_path(tmp_path: Path) -> None:
-    write(tmp_path / "a b" / "x.parquet", x=[1])
+    write_parquet(tmp_path / "a b" / "x.parquet", x=[1])
     for uri in (f"file://{tmp_path}/a%20b", f"file://localhost{tmp_path}/a b/*.parquet"):
         (source,) = open_sources([uri], setting="s", allowed_data_root=tmp_path)
         assert source.is_local and source.name == f"{tmp_path}/a b/x.parquet"
-    with refusal("which is not below allowed_data_root"):
+    with input_error("which is not below allowed_data_root"):
         open_sources([f"file://{tmp_path}/a%20b"], setting="s", allowed_data_root=tmp_path / "other")
 
 
@@ -210,5 +210,5 @@ def test_a_file_uri_is_a_local_path(tmp_path: Path) -> None:
     ],
 )
 def test_an_invalid_uri_is_rejected(uri: str, message: str) -> None:
-    with refusal(message):
+    with input_error(message):
         list(find_files(uri, setting="s"))

@@ -9,39 +9,39 @@ import pytest
 from recsys_core.errors import InputError
 from recsys_core.parquet.columns import id_type, require_column
 from recsys_core.parquet.sources import open_sources, reject_copies
-from tests.recsys_core.ingest.parquet_files import refusal, write
+from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
 
 
 def test_files_come_sorted_and_each_once(tmp_path: Path) -> None:
     for name in ("b", "a", "c"):
-        write(tmp_path / f"{name}.parquet", x=[1, 2])
+        write_parquet(tmp_path / f"{name}.parquet", x=[1, 2])
     sources = open_sources([str(tmp_path / "b.parquet"), str(tmp_path / "*.parquet")], setting="s")
     assert [source.path.name for source in sources] == ["a.parquet", "b.parquet", "c.parquet"]
     assert [source.record.num_rows for source in sources] == [2, 2, 2]
 
 
 def test_folders_that_match_a_glob_are_not_files(tmp_path: Path) -> None:
-    write(tmp_path / "one" / "a.parquet", x=[1])
+    write_parquet(tmp_path / "one" / "a.parquet", x=[1])
     assert len(open_sources([str(tmp_path / "**")], setting="s")) == 1
 
 
 def test_the_record_changes_with_the_content(tmp_path: Path) -> None:
     digests = set()
     for values in ([1, 2], [1, 3], [1.0, 3.0]):
-        path = write(tmp_path / "a.parquet", x=values)
+        path = write_parquet(tmp_path / "a.parquet", x=values)
         digests.add(open_sources([path], setting="s")[0].record.footer_sha256)
         assert open_sources([path], setting="s")[0].record.size_bytes == Path(path).stat().st_size
     assert len(digests) == 3
 
 
 def test_a_missing_file_is_named_with_its_setting(tmp_path: Path) -> None:
-    with refusal("interactions.paths: no such file: ", str(tmp_path / "gone.parquet")):
+    with input_error("interactions.paths: no such file: ", str(tmp_path / "gone.parquet")):
         open_sources([str(tmp_path / "gone.parquet")], setting="interactions.paths")
 
 
 def test_a_glob_without_match_is_named(tmp_path: Path) -> None:
-    write(tmp_path / "a.parquet", x=[1])
-    with refusal("embeddings.paths: no file matches: ", str(tmp_path / "*.pq")):
+    write_parquet(tmp_path / "a.parquet", x=[1])
+    with input_error("embeddings.paths: no file matches: ", str(tmp_path / "*.pq")):
         open_sources([str(tmp_path / "*.parquet"), str(tmp_path / "*.pq")], setting="embeddings.paths")
 
 
@@ -49,41 +49,41 @@ def test_a_glob_without_match_is_named(tmp_path: Path) -> None:
 def test_a_file_that_is_not_parquet_is_rejected_with_its_size(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "log.parquet"
     path.write_bytes(content)
-    with refusal(str(path), f"not a readable parquet file ({len(content)} bytes)"):
+    with input_error(str(path), f"not a readable parquet file ({len(content)} bytes)"):
         open_sources([str(path)], setting="s")
 
 
 def test_a_truncated_parquet_file_is_rejected(tmp_path: Path) -> None:
-    path = Path(write(tmp_path / "a.parquet", x=list(range(1000))))
+    path = Path(write_parquet(tmp_path / "a.parquet", x=list(range(1000))))
     content = path.read_bytes()
     for length in (len(content) - 1, len(content) // 2, 12):
         path.write_bytes(content[:length])
-        with refusal(str(path), "not a readable parquet file"):
+        with input_error(str(path), "not a readable parquet file"):
             open_sources([str(path)], setting="s")
 
 
 def test_tables_without_rows_are_rejected_but_one_empty_file_among_others_is_not(tmp_path: Path) -> None:
     nothing = pa.array([], pa.int64())
     for name in ("a", "b", "c"):
-        write(tmp_path / f"{name}.parquet", x=nothing)
-    with refusal("s: ", str(tmp_path / "a.parquet"), "and 2 more", "no rows"):
+        write_parquet(tmp_path / f"{name}.parquet", x=nothing)
+    with input_error("s: ", str(tmp_path / "a.parquet"), "and 2 more", "no rows"):
         open_sources([str(tmp_path / "*.parquet")], setting="s")
-    write(tmp_path / "d.parquet", x=[1])
+    write_parquet(tmp_path / "d.parquet", x=[1])
     assert len(open_sources([str(tmp_path / "*.parquet")], setting="s")) == 4
 
 
 def test_the_message_about_a_missing_column_has_the_nearest_name(tmp_path: Path) -> None:
-    (source,) = open_sources([write(tmp_path / "a.parquet", userid=[1], item=[2])], setting="s")
-    with refusal("a.parquet", "no column 'user_id'", "interactions.user_column", "did you mean 'userid'?", "'item'"):
+    (source,) = open_sources([write_parquet(tmp_path / "a.parquet", userid=[1], item=[2])], setting="s")
+    with input_error("a.parquet", "no column 'user_id'", "interactions.user_column", "did you mean 'userid'?", "'item'"):
         require_column(source, "user_id", setting="interactions.user_column")
-    with refusal("no column 'zzz' (t); it has ['userid', 'item']"):
+    with input_error("no column 'zzz' (t); it has ['userid', 'item']"):
         require_column(source, "zzz", setting="t")
 
 
 def test_a_repeated_column_is_rejected(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["id", "id"]), tmp_path / "a.parquet")
     (source,) = open_sources([str(tmp_path / "a.parquet")], setting="s")
-    with refusal("a.parquet", "2 columns are named 'id'", "rename"):
+    with input_error("a.parquet", "2 columns are named 'id'", "rename"):
         require_column(source, "id", setting="t")
 
 
@@ -99,22 +99,22 @@ def test_a_repeated_column_is_rejected(tmp_path: Path) -> None:
     ],
 )
 def test_ids_are_integers_or_strings_however_they_are_stored(tmp_path: Path, ids: pa.Array, kind: str) -> None:
-    sources = open_sources([write(tmp_path / "a.parquet", id=ids)], setting="s")
+    sources = open_sources([write_parquet(tmp_path / "a.parquet", id=ids)], setting="s")
     assert id_type(sources, "id", setting="t") == kind
 
 
 @pytest.mark.parametrize("ids", [pa.array([1.0]), pa.array([True]), pa.array([b"a"]), pa.array([[1]]), pa.nulls(1)])
 def test_ids_of_any_other_type_are_rejected(tmp_path: Path, ids: pa.Array) -> None:
-    sources = open_sources([write(tmp_path / "a.parquet", id=ids)], setting="s")
-    with refusal("a.parquet: column 'id' is ", "ids are integers or strings"):
+    sources = open_sources([write_parquet(tmp_path / "a.parquet", id=ids)], setting="s")
+    with input_error("a.parquet: column 'id' is ", "ids are integers or strings"):
         id_type(sources, "id", setting="t")
 
 
 def test_ids_of_different_types_in_two_files_are_rejected_with_both_names(tmp_path: Path) -> None:
-    write(tmp_path / "a.parquet", id=[1])
-    write(tmp_path / "b.parquet", id=["1"])
+    write_parquet(tmp_path / "a.parquet", id=[1])
+    write_parquet(tmp_path / "b.parquet", id=["1"])
     sources = open_sources([str(tmp_path / "*.parquet")], setting="s")
-    with refusal("b.parquet: column 'id' is string, but int64 in ", "a.parquet; write one type in all files"):
+    with input_error("b.parquet: column 'id' is string, but int64 in ", "a.parquet; write one type in all files"):
         id_type(sources, "id", setting="t")
 
 

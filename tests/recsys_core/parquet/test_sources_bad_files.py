@@ -14,7 +14,7 @@ from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.ingest.vectors.ingest import ingest_embeddings
 from tests.recsys_core.ingest import interaction_logs
 from tests.recsys_core.ingest.forged_parquet import list_bomb, patch_footer
-from tests.recsys_core.ingest.parquet_files import refuses, write
+from tests.recsys_core.ingest.parquet_files import assert_rejects, write_parquet
 
 LAST_OUT: dict[str, Any] = {"kind": "leave_last_out"}
 NUM_ROWS = 300
@@ -45,7 +45,7 @@ BOTH = pytest.mark.parametrize("stage", [interactions, embeddings])
 
 
 def damaged(path: Path, cut: Callable[[bytes], bytes]) -> Path:
-    write(path, **GOOD)
+    write_parquet(path, **GOOD)
     path.write_bytes(cut(path.read_bytes()))
     return path
 
@@ -62,19 +62,25 @@ def damaged(path: Path, cut: Callable[[bytes], bytes]) -> Path:
 )
 def test_truncated_files_are_rejected(tmp_path: Path, stage: Stage, content: Callable[[bytes], bytes], message: str) -> None:
     path = damaged(tmp_path / "a.parquet", content)
-    refuses(stage(path), tmp_path, f"{path}: not a readable parquet file (", message.split("): ")[-1])
+    assert_rejects(stage(path), tmp_path, f"{path}: not a readable parquet file (", message.split("): ")[-1])
 
 
 @BOTH
 def test_missing_files_are_rejected(tmp_path: Path, stage: Stage) -> None:
-    refuses(stage(tmp_path / "gone.parquet"), tmp_path, f"{stage.__name__}", f"paths: no such file: {tmp_path}/gone.parquet")
-    refuses(stage(tmp_path / "*.parquet"), tmp_path, f"{stage.__name__}", f"paths: no file matches: {tmp_path}/*.parquet")
+    assert_rejects(
+        stage(tmp_path / "gone.parquet"), tmp_path, f"{stage.__name__}", f"paths: no such file: {tmp_path}/gone.parquet"
+    )
+    assert_rejects(
+        stage(tmp_path / "*.parquet"), tmp_path, f"{stage.__name__}", f"paths: no file matches: {tmp_path}/*.parquet"
+    )
 
 
 @BOTH
 def test_tables_without_rows_are_rejected(tmp_path: Path, stage: Stage) -> None:
     pq.write_table(pa.table(GOOD).slice(0, 0), tmp_path / "a.parquet")
-    refuses(stage(tmp_path / "a.parquet"), tmp_path, f"{tmp_path}/a.parquet: no rows; check the job that writes this table")
+    assert_rejects(
+        stage(tmp_path / "a.parquet"), tmp_path, f"{tmp_path}/a.parquet: no rows; check the job that writes this table"
+    )
 
 
 @BOTH
@@ -82,7 +88,7 @@ def test_a_footer_with_a_wrong_row_count(tmp_path: Path, stage: Stage) -> None:
     path = str(tmp_path / "a.parquet")
     pq.write_table(pa.table(GOOD), path, compression="none", use_dictionary=False, write_statistics=False)
     patch_footer(path, old=NUM_ROWS, new=NUM_ROWS - 1, nth=0)
-    refuses(
+    assert_rejects(
         stage(path),
         tmp_path,
         f"{path}: not a readable parquet file (",
@@ -94,18 +100,18 @@ def test_a_footer_with_a_wrong_row_count(tmp_path: Path, stage: Stage) -> None:
 def test_missing_repeated_or_mistyped_columns_are_rejected(tmp_path: Path, stage: Stage) -> None:
     path, table = tmp_path / "a.parquet", pa.table(GOOD)
     pq.write_table(table.rename_columns(["user_id", "itemid", "t", "v"]), path)
-    refuses(stage(path), tmp_path, f"{path}: no column 'item_id' ({stage.__name__}", "_column); did you mean 'itemid'?")
+    assert_rejects(stage(path), tmp_path, f"{path}: no column 'item_id' ({stage.__name__}", "_column); did you mean 'itemid'?")
     pq.write_table(table.append_column("item_id", table["t"]), path)
-    refuses(stage(path), tmp_path, f"{path}: 2 columns are named 'item_id'; rename all but one")
+    assert_rejects(stage(path), tmp_path, f"{path}: 2 columns are named 'item_id'; rename all but one")
     pq.write_table(table.set_column(1, "item_id", pa.array([0.5] * NUM_ROWS)), path)
-    refuses(stage(path), tmp_path, f"{path}: column 'item_id' is double, but ids are integers or strings; cast it")
+    assert_rejects(stage(path), tmp_path, f"{path}: column 'item_id' is double, but ids are integers or strings; cast it")
 
 
 @BOTH
 def test_ids_of_mixed_type_are_rejected(tmp_path: Path, stage: Stage) -> None:
-    write(tmp_path / "log" / "a.parquet", **GOOD)
-    write(tmp_path / "log" / "b.parquet", **(GOOD | {"item_id": [str(row) for row in range(NUM_ROWS)]}))
-    refuses(
+    write_parquet(tmp_path / "log" / "a.parquet", **GOOD)
+    write_parquet(tmp_path / "log" / "b.parquet", **(GOOD | {"item_id": [str(row) for row in range(NUM_ROWS)]}))
+    assert_rejects(
         stage(tmp_path / "log"),
         tmp_path,
         "b.parquet: column 'item_id' is string, but int64 in ",
@@ -116,8 +122,8 @@ def test_ids_of_mixed_type_are_rejected(tmp_path: Path, stage: Stage) -> None:
 def test_bombs(tmp_path: Path) -> None:
     message = ("is this a decompression bomb?", "max_expansion_ratio is 1000; raise it if the file is sound")
     lists = list_bomb(tmp_path / "lists.parquet")
-    refuses(embeddings(lists, vector_column="vector"), tmp_path, f"{lists}: ", "decode to 9,0", *message)
-    refuses(
+    assert_rejects(embeddings(lists, vector_column="vector"), tmp_path, f"{lists}: ", "decode to 9,0", *message)
+    assert_rejects(
         interactions(lists, context_columns=("vector",), timestamp_column="t"), tmp_path,
         f"{lists}: ", *message,
     )  # fmt: skip
@@ -126,11 +132,11 @@ def test_bombs(tmp_path: Path) -> None:
 @BOTH
 @pytest.mark.parametrize("way", ["root/../secret.parquet", "root/link.parquet", "root"])
 def test_paths_that_leave_data_root(tmp_path: Path, stage: Stage, way: str) -> None:
-    secret = write(tmp_path / "secret.parquet", **GOOD)
+    secret = write_parquet(tmp_path / "secret.parquet", **GOOD)
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "link.parquet").symlink_to(secret)
     message = f"resolves to {secret}, which is not below allowed_data_root ({tmp_path / 'root'}); move"
-    refuses(stage(tmp_path / way, root=tmp_path / "root"), tmp_path, f"{stage.__name__}", message)
+    assert_rejects(stage(tmp_path / way, root=tmp_path / "root"), tmp_path, f"{stage.__name__}", message)
 
 
 def noise(path: Path, *, checksums: bool, compression: str) -> bytes:
@@ -183,11 +189,11 @@ def test_a_string_that_is_not_utf8_is_rejected(tmp_path: Path) -> None:
     letters = pa.py_buffer(b"\xff\xfe" + b"ab" * (NUM_ROWS - 1))
     broken = pa.StringArray.from_buffers(NUM_ROWS, pa.py_buffer(np.arange(0, 2 * NUM_ROWS + 2, 2, dtype=np.int32)), letters)
     for column, settings in (("item_id", {}), ("place", {"context_columns": ("place",)})):
-        path = write(tmp_path / "a.parquet", **(GOOD | {column: broken}))
+        path = write_parquet(tmp_path / "a.parquet", **(GOOD | {column: broken}))
         message = f"{path}: column {column!r}: damaged, or not of the declared type ("
-        refuses(interactions(path, **settings), tmp_path, message, "is not valid UTF8!); copy or write the file again")
-    path = write(tmp_path / "a.parquet", **(GOOD | {"item_id": broken}))
-    refuses(embeddings(path), tmp_path, f"{path}: column 'item_id': damaged, or not UTF-8 (", "write it again")
+        assert_rejects(interactions(path, **settings), tmp_path, message, "is not valid UTF8!); copy or write the file again")
+    path = write_parquet(tmp_path / "a.parquet", **(GOOD | {"item_id": broken}))
+    assert_rejects(embeddings(path), tmp_path, f"{path}: column 'item_id': damaged, or not UTF-8 (", "write it again")
 
 
 def test_a_wrong_checksum_inside_a_gzip_page_is_rejected(tmp_path: Path) -> None:
@@ -198,4 +204,4 @@ def test_a_wrong_checksum_inside_a_gzip_page_is_rejected(tmp_path: Path) -> None
     content = bytearray(path.read_bytes())
     content[chunk.data_page_offset + chunk.total_compressed_size - 6] ^= 1  # gzip ends in a CRC-32 and a length
     path.write_bytes(content)
-    refuses(interactions(path), tmp_path, f"{path}: column 't', rows 0 to 299: a page is damaged (GZipCodec failed")
+    assert_rejects(interactions(path), tmp_path, f"{path}: column 't', rows 0 to 299: a page is damaged (GZipCodec failed")

@@ -8,12 +8,12 @@ import pytest
 
 from recsys_core.parquet.columns import id_type, require_column, require_same_types
 from recsys_core.parquet.sources import open_sources
-from tests.recsys_core.ingest.parquet_files import refusal, write
+from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
 
 
 def test_hive_keys_are_columns_of_the_type_that_fits_all_files(tmp_path: Path) -> None:
     for dt, shop, code in (("2026-11-18", "01", "7"), ("2026-11-19", "2", "x")):
-        write(tmp_path / f"dt={dt}" / f"shop={shop}" / f"code={code}" / "a.parquet", x=[1])
+        write_parquet(tmp_path / f"dt={dt}" / f"shop={shop}" / f"code={code}" / "a.parquet", x=[1])
     sources = open_sources([str(tmp_path)], setting="s")
     assert [require_column(sources[0], key, setting="t") for key in ("dt", "shop", "code")] == [
         pa.date32(),
@@ -30,31 +30,31 @@ def test_hive_keys_are_columns_of_the_type_that_fits_all_files(tmp_path: Path) -
 
 @pytest.mark.parametrize("value", ["9223372036854775808", "2026-02-31", "1.5", "", "٣"])
 def test_hive_keys_other_than_integers_and_dates_are_text(tmp_path: Path, value: str) -> None:
-    write(tmp_path / f"key={value}" / "a.parquet", x=[1])
+    write_parquet(tmp_path / f"key={value}" / "a.parquet", x=[1])
     (source,) = open_sources([str(tmp_path)], setting="s")
     assert require_column(source, "key", setting="t") == pa.string()
     assert source.partition_value("key") == value
 
 
 def test_files_with_other_keys_are_rejected(tmp_path: Path) -> None:
-    write(tmp_path / "dt=1" / "a.parquet", x=[1])
-    write(tmp_path / "dt=1" / "hour=2" / "b.parquet", x=[1])
-    with refusal("hour=2/b.parquet: its folders have the keys ['dt', 'hour'], but ['dt'] in ", "dt=1/a.parquet"):
+    write_parquet(tmp_path / "dt=1" / "a.parquet", x=[1])
+    write_parquet(tmp_path / "dt=1" / "hour=2" / "b.parquet", x=[1])
+    with input_error("hour=2/b.parquet: its folders have the keys ['dt', 'hour'], but ['dt'] in ", "dt=1/a.parquet"):
         open_sources([str(tmp_path)], setting="s")
 
 
 def test_a_key_that_occurs_twice_in_the_path_is_rejected(tmp_path: Path) -> None:
-    write(tmp_path / "dt=1" / "dt=2" / "a.parquet", x=[1])
-    with refusal("a.parquet: two folders in the path have the key 'dt'"):
+    write_parquet(tmp_path / "dt=1" / "dt=2" / "a.parquet", x=[1])
+    with input_error("a.parquet: two folders in the path have the key 'dt'"):
         open_sources([str(tmp_path)], setting="s")
 
 
 def test_a_null_key_is_rejected_where_it_is_used(tmp_path: Path) -> None:
-    write(tmp_path / "dt=__HIVE_DEFAULT_PARTITION__" / "a.parquet", x=[1])
-    write(tmp_path / "dt=3" / "a.parquet", x=[1])
+    write_parquet(tmp_path / "dt=__HIVE_DEFAULT_PARTITION__" / "a.parquet", x=[1])
+    write_parquet(tmp_path / "dt=3" / "a.parquet", x=[1])
     null, three = sorted(open_sources([str(tmp_path)], setting="s"), key=lambda source: "HIVE" not in source.name)
     assert require_column(three, "dt", setting="t") == pa.int64()
-    with refusal("the key 'dt' of its path is null (t)"):
+    with input_error("the key 'dt' of its path is null (t)"):
         require_column(null, "dt", setting="t")
 
 
@@ -64,26 +64,26 @@ def test_a_null_key_is_rejected_where_it_is_used(tmp_path: Path) -> None:
     ids=["other value", "text that agrees", "null", "float", "bool", "list"],
 )
 def test_a_hive_key_and_a_column_of_one_name_have_to_agree(tmp_path: Path, column: object) -> None:
-    write(tmp_path / "shop=2" / "a.parquet", shop=column)
+    write_parquet(tmp_path / "shop=2" / "a.parquet", shop=column)
     (source,) = open_sources([str(tmp_path)], setting="s")
     if column == ["2", "2"]:
         assert require_column(source, "shop", setting="t") == pa.string()
         return
-    with refusal("a.parquet: column 'shop' (t) is '2' in the path, but the file has a column of that name"):
+    with input_error("a.parquet: column 'shop' (t) is '2' in the path, but the file has a column of that name"):
         require_column(source, "shop", setting="t")
 
 
 def test_a_day_in_the_path_and_in_the_file_may_agree(tmp_path: Path) -> None:
     for kind in (pa.date32(), pa.timestamp("us"), pa.string()):
-        write(tmp_path / "dt=2026-11-19" / "a.parquet", dt=pa.array(["2026-11-19"] * 2).cast(kind))
+        write_parquet(tmp_path / "dt=2026-11-19" / "a.parquet", dt=pa.array(["2026-11-19"] * 2).cast(kind))
         (source,) = open_sources([str(tmp_path)], setting="s")
         assert require_column(source, "dt", setting="t") == kind
 
 
 def test_the_message_about_a_missing_key_has_the_nearest_key(tmp_path: Path) -> None:
-    write(tmp_path / "country=NO" / "a.parquet", x=[1])
+    write_parquet(tmp_path / "country=NO" / "a.parquet", x=[1])
     (source,) = open_sources([str(tmp_path)], setting="s")
-    with refusal("no column 'contry' (t); did you mean 'country'? it has ['x', 'country']"):
+    with input_error("no column 'contry' (t); did you mean 'country'? it has ['x', 'country']"):
         require_column(source, "contry", setting="t")
 
 
@@ -101,11 +101,11 @@ def test_the_message_about_a_missing_key_has_the_nearest_key(tmp_path: Path) -> 
 def test_columns_of_different_types_are_rejected_with_both_files_and_types(
     tmp_path: Path, one: pa.Array, other: pa.Array
 ) -> None:
-    write(tmp_path / "a.parquet", y=[0], x=one)
-    write(tmp_path / "b.parquet", y=[0], x=other)
+    write_parquet(tmp_path / "a.parquet", y=[0], x=one)
+    write_parquet(tmp_path / "b.parquet", y=[0], x=other)
     sources = open_sources([str(tmp_path)], setting="s")
     require_same_types(sources, "y", setting="t")
-    with refusal(
+    with input_error(
         "b.parquet: column 'x' is ", str(other.type)[:4], ", but ", str(one.type)[:4], "a.parquet; write one type in all files"
     ):
         require_same_types(sources, "x", setting="t")
@@ -122,6 +122,6 @@ def test_columns_of_different_types_are_rejected_with_both_files_and_types(
     ],
 )
 def test_widths_and_units_may_differ(tmp_path: Path, one: pa.Array, other: pa.Array) -> None:
-    write(tmp_path / "a.parquet", x=one)
-    write(tmp_path / "b.parquet", x=other)
+    write_parquet(tmp_path / "a.parquet", x=one)
+    write_parquet(tmp_path / "b.parquet", x=other)
     require_same_types(open_sources([str(tmp_path)], setting="s"), "x", setting="t")

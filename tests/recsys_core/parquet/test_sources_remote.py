@@ -14,7 +14,7 @@ import pytest
 from recsys_core.parquet import locations
 from recsys_core.parquet.local_copies import local_files
 from recsys_core.parquet.sources import open_sources
-from tests.recsys_core.ingest.parquet_files import refusal, write
+from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
 from tests.recsys_core.parquet.fake_s3 import KEY, Store, running
 
 
@@ -45,7 +45,7 @@ def write_days(folder: Path, store: Store, *, rows: int = 10) -> None:
     for day in (17, 18, 19):
         part = f"log/dt=2026-11-{day}/part-0.parquet"
         ids = np.arange(rows) + day
-        write(
+        write_parquet(
             folder / part, row_group=4, user_id=ids, item_id=[f"é{id}" for id in ids], vector=[[0.5, float(id)] for id in ids]
         )
         store.objects[part] = (folder / part).read_bytes()
@@ -107,7 +107,9 @@ def test_a_copy_with_hive_keys_only_has_all_rows(tmp_path: Path, store: Store) -
 
 def test_only_the_columns_asked_for_are_fetched(tmp_path: Path, store: Store) -> None:
     random = np.random.default_rng(0)
-    large_path = write(tmp_path / "b.parquet", row_group=20_000, ballast=random.random(200_000), id=np.arange(200_000) % 7)
+    large_path = write_parquet(
+        tmp_path / "b.parquet", row_group=20_000, ballast=random.random(200_000), id=np.arange(200_000) % 7
+    )
     store.objects["b.parquet"] = Path(large_path).read_bytes()
     sources = open_sources([store.uri("b.parquet")], setting="s")
     store.reads.clear()
@@ -151,7 +153,7 @@ def test_a_lost_store_is_reported_and_leaves_no_copy(tmp_path: Path, store: Stor
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", lose_connection)
     copies_of_files = local_files([source], columns=["user_id"], scratch_folder=tmp_path / "scratch")
     with (
-        refusal("s3://bucket/log/dt=2026-11-19/part-0.parquet: the store stopped answering: ", "curlCode: 52"),
+        input_error("s3://bucket/log/dt=2026-11-19/part-0.parquet: the store stopped answering: ", "curlCode: 52"),
         copies_of_files,
     ):
         raise AssertionError
@@ -175,7 +177,7 @@ def test_a_damaged_page_in_a_store_is_found_while_it_is_copied(tmp_path: Path, s
     store.objects["a.parquet"] = bytes(content)
     sources = open_sources([store.uri("a.parquet")], setting="s")
     copies_of_files = local_files(sources, columns=["id"], scratch_folder=tmp_path)
-    with refusal("s3://bucket/a.parquet: damaged, or not readable: "), copies_of_files:
+    with input_error("s3://bucket/a.parquet: damaged, or not readable: "), copies_of_files:
         raise AssertionError
 
 
@@ -187,7 +189,7 @@ def test_a_full_disk_is_reported_before_any_file_is_copied(
     monkeypatch.setattr("recsys_core.disk.shutil.disk_usage", lambda _: SimpleNamespace(free=7))
     copies_of_files = local_files(sources, columns=["user_id"], scratch_folder=tmp_path)
     with (
-        refusal(
+        input_error(
             "the copy of s3://bucket/log/dt=", "part-0.parquet takes at least ", "the disk has 0.000 GiB free; free some space"
         ),
         copies_of_files,
@@ -203,15 +205,15 @@ def test_a_missing_object_is_reported_with_its_name(store: Store) -> None:
         ("lo*", "s: no file matches: s3://bucket/lo*; 1 folders match"),
         ("log", "s: no *.parquet file in or below the folder s3://bucket/log"),
     ):
-        with refusal(message):
+        with input_error(message):
             open_sources([store.uri(pattern)], setting="s")
-    with refusal("s: no such bucket: s3://elsewhere"):
+    with input_error("s: no such bucket: s3://elsewhere"):
         open_sources([store.uri("x").replace("bucket", "elsewhere")], setting="s")
 
 
 def test_rejected_credentials_are_reported(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "stranger")
-    with refusal("s: s3://bucket/log: the store rejects the credentials from the environment; check them"):
+    with input_error("s: s3://bucket/log: the store rejects the credentials from the environment; check them"):
         open_sources([store.uri("log")], setting="s")
 
 
@@ -222,7 +224,7 @@ def test_the_options_of_a_store_do_not_get_into_a_record(tmp_path: Path, store: 
 
 
 def test_names_in_a_store_may_hold_any_character(tmp_path: Path, store: Store) -> None:
-    content = Path(write(tmp_path / "a.parquet", x=[1])).read_bytes()
+    content = Path(write_parquet(tmp_path / "a.parquet", x=[1])).read_bytes()
     for name in ('it\'s "é" 🚀', "a+b&c=d", "100%25"):
         store.objects = {f"{name}/a.parquet": content}
         (source,) = open_sources([store.uri(name.replace("100%25", "100%2525"))], setting="s")
@@ -233,12 +235,12 @@ def test_an_object_that_is_replaced_after_the_check_is_rejected(tmp_path: Path, 
     write_days(tmp_path, store)
     source = open_sources([store.uri("log")], setting="s")[0]
     store.objects["log/dt=2026-11-17/part-0.parquet"] += b"x"
-    with refusal("s3://bucket/log/dt=2026-11-17/part-0.parquet: changed while it was being read; run again"):
+    with input_error("s3://bucket/log/dt=2026-11-17/part-0.parquet: changed while it was being read; run again"):
         source.open()
 
 
 def test_files_in_a_store_are_not_below_data_root(tmp_path: Path, store: Store) -> None:
-    with refusal("s: s3://bucket/log: is in an object store, not below allowed_data_root", str(tmp_path)):
+    with input_error("s: s3://bucket/log: is in an object store, not below allowed_data_root", str(tmp_path)):
         open_sources([store.uri("log")], setting="s", allowed_data_root=tmp_path)
 
 

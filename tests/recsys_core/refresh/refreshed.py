@@ -37,9 +37,9 @@ def refresh_small(
     )
 
 
-def folder_of(refreshed: Refreshed | None) -> Path:
-    assert refreshed is not None
-    return refreshed.package.folder / "package"
+def folder_of(refresh_result: Refreshed | None) -> Path:
+    assert refresh_result is not None
+    return refresh_result.package.folder / "package"
 
 
 def vectors_of(folder: Path) -> dict[Any, bytes]:

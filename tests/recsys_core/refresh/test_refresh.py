@@ -14,7 +14,7 @@ from recsys_core.ingest import InputConfig
 from recsys_core.serving.description import DESCRIPTION_NAME
 from recsys_core.serving.items import Filter
 from recsys_core.serving.retriever import Retriever
-from tests.recsys_core.ingest.parquet_files import refusal
+from tests.recsys_core.ingest.parquet_files import input_error
 from tests.recsys_core.refresh.refreshed import Tables, folder_of, refresh_small, values_of, vectors_of
 from tests.recsys_core.refresh.small_pipeline import (
     FEATURES,
@@ -38,10 +38,10 @@ def test_items_that_come_back_get_the_vectors_of_the_trained_tower(
     without = folder_of(refresh_small(parent, tmp_path / "without"))
     assert not {*LEFT} & {*vectors_of(without)}
     tables(reversed(ITEMS))
-    refreshed = refresh_small(parent, tmp_path / "with", package_folder=without)
-    folder = folder_of(refreshed)
-    assert refreshed is not None and refreshed.changes.counts == {"added": 20, "removed": 0, "changed": 0}
-    assert refreshed.problems == ()
+    refresh_result = refresh_small(parent, tmp_path / "with", package_folder=without)
+    folder = folder_of(refresh_result)
+    assert refresh_result is not None and refresh_result.changes.counts == {"added": 20, "removed": 0, "changed": 0}
+    assert refresh_result.problems == ()
     for item_id in LEFT:
         np.testing.assert_allclose(values_of(folder)[item_id], trained[item_id], atol=1e-5)
     assert list(vectors_of(folder))[-20:] == list(LEFT)
@@ -55,9 +55,9 @@ def test_an_ensemble_gives_new_items_the_vectors_of_all_members(tmp_path: Path) 
     without = folder_of(refresh_small(parent, tmp_path / "without"))
     write_vectors(parent.files, ITEMS)
     write_items(parent.files, ITEMS)
-    refreshed = refresh_small(parent, tmp_path / "with", package_folder=without)
-    assert refreshed is not None and refreshed.changes.counts == {"added": 20, "removed": 0, "changed": 0}
-    vectors = values_of(folder_of(refreshed))
+    refresh_result = refresh_small(parent, tmp_path / "with", package_folder=without)
+    assert refresh_result is not None and refresh_result.changes.counts == {"added": 20, "removed": 0, "changed": 0}
+    vectors = values_of(folder_of(refresh_result))
     for item_id in LEFT:
         assert len(vectors[item_id]) == 2 * 8
         np.testing.assert_allclose(vectors[item_id], trained[item_id], atol=1e-5)
@@ -69,9 +69,9 @@ def test_a_new_item_has_no_spectral_block(output_dim: int | None, tmp_path: Path
     parent = build_pipeline(tmp_path / "parent", model={"spectral_block": block}, quantization="fp32")
     write_vectors(parent.files, [*(item_id for item_id in ITEMS if item_id not in LEFT), 1300])
     write_items(parent.files, [*(item_id for item_id in ITEMS if item_id not in LEFT), 1300])
-    refreshed = refresh_small(parent, tmp_path / "new")
-    assert refreshed is not None and refreshed.problems == ()
-    folder = folder_of(refreshed)
+    refresh_result = refresh_small(parent, tmp_path / "new")
+    assert refresh_result is not None and refresh_result.problems == ()
+    folder = folder_of(refresh_result)
     old, new = (Retriever.load(path) for path in (parent.package_folder, folder))
     without_events = values_of(parent.package_folder)[ITEMS[-1]]
     assert len(values_of(folder)[1300]) == len(without_events) == (output_dim or 16)
@@ -110,9 +110,9 @@ def test_a_new_item_has_the_popularity_of_an_item_without_events(tmp_path: Path)
     assert max(vector[-1] for vector in values_of(parent.package_folder).values()) == 1
     write_vectors(parent.files, [*ITEMS, 1300])
     write_items(parent.files, [*ITEMS, 1300])
-    refreshed = refresh_small(parent, tmp_path / "new")
-    assert refreshed is not None and refreshed.problems == ()
-    vectors = values_of(folder_of(refreshed))
+    refresh_result = refresh_small(parent, tmp_path / "new")
+    assert refresh_result is not None and refresh_result.problems == ()
+    vectors = values_of(folder_of(refresh_result))
     assert len(vectors[1300]) == 9 and vectors[1300][-1] == vectors[1299][-1] == 0
     assert np.linalg.norm(vectors[1300]) == pytest.approx(1)
 
@@ -121,10 +121,12 @@ def test_a_refreshed_index_has_the_shards_of_its_parent(tmp_path: Path) -> None:
     parent = build_pipeline(tmp_path / "parent", index_shards=3, item_vectors="none")
     write_vectors(parent.files, [*ITEMS, 1300])
     write_items(parent.files, [*ITEMS, 1300])
-    refreshed = refresh_small(parent, tmp_path / "new")
-    assert refreshed is not None and refreshed.problems == ()
-    old, new = Retriever.load(parent.package_folder), Retriever.load(folder_of(refreshed))
-    names = [sorted(path.name for path in folder.glob("*.faiss")) for folder in (parent.package_folder, folder_of(refreshed))]
+    refresh_result = refresh_small(parent, tmp_path / "new")
+    assert refresh_result is not None and refresh_result.problems == ()
+    old, new = Retriever.load(parent.package_folder), Retriever.load(folder_of(refresh_result))
+    names = [
+        sorted(path.name for path in folder.glob("*.faiss")) for folder in (parent.package_folder, folder_of(refresh_result))
+    ]
     assert names == [["index.0.faiss", "index.1.faiss", "index.2.faiss"]] * 2
     assert np.array_equal(new.item_vectors(new.item_ids.rows(ITEMS)), old.item_vectors(old.item_ids.rows(ITEMS)))
     assert {*new.similar([1000], k=300)[0].item_ids} == {*ITEMS, 1300} - {1000}
@@ -168,15 +170,15 @@ def test_new_items_are_recommended_filtered_and_read_in_histories_but_the_least_
 
 def test_a_new_item_of_two_is_gone_if_one_of_its_tables_lacks_it(parent: SmallPipeline, tables: Tables, tmp_path: Path) -> None:
     tables(ITEMS, items=[item_id for item_id in ITEMS if item_id != 1005])
-    refreshed = refresh_small(parent, tmp_path / "new")
-    assert refreshed is not None and refreshed.changes.removed_ids.to_pylist() == [1005]
+    refresh_result = refresh_small(parent, tmp_path / "new")
+    assert refresh_result is not None and refresh_result.changes.removed_ids.to_pylist() == [1005]
 
 
 def test_titles_and_filter_columns_are_those_of_today(parent: SmallPipeline, tables: Tables, tmp_path: Path) -> None:
     tables(ITEMS, title={1003: "new title"}, in_stock={1014: True, 1013: False}, genre={1016: "unseen"})
-    refreshed = refresh_small(parent, tmp_path / "new")
-    assert refreshed is not None and refreshed.changes.counts == {"added": 0, "removed": 0, "changed": 4}
-    folder = folder_of(refreshed)
+    refresh_result = refresh_small(parent, tmp_path / "new")
+    assert refresh_result is not None and refresh_result.changes.counts == {"added": 0, "removed": 0, "changed": 4}
+    folder = folder_of(refresh_result)
     assert vectors_of(folder) == vectors_of(parent.package_folder)
     new = Retriever.load(folder)
     assert new.items.titles(new.item_ids.rows([1003, 1004])) == ["new title", "item 1004"]
@@ -204,10 +206,10 @@ def test_without_a_change_there_is_no_package(parent: SmallPipeline, tables: Tab
 
 def test_too_many_missing_items_are_rejected(parent: SmallPipeline, tables: Tables, tmp_path: Path) -> None:
     tables(range(1000, 1200))
-    with refusal("100 of 300 items of the served model (33.3%) are missing", "refresh.max_removed_share is 20.0%"):
+    with input_error("100 of 300 items of the served model (33.3%) are missing", "refresh.max_removed_share is 20.0%"):
         refresh_small(parent, tmp_path / "new")
-    refreshed = refresh_small(parent, tmp_path / "allowed", max_removed_share=0.5)
-    assert refreshed is not None and refreshed.changes.counts["removed"] == 100
+    refresh_result = refresh_small(parent, tmp_path / "allowed", max_removed_share=0.5)
+    assert refresh_result is not None and refresh_result.changes.counts["removed"] == 100
 
 
 def test_a_parent_of_another_format_is_named(parent: SmallPipeline, tmp_path: Path) -> None:
@@ -233,15 +235,15 @@ def test_a_parent_of_another_format_is_named(parent: SmallPipeline, tmp_path: Pa
 def test_a_config_that_does_not_fit_the_model_is_rejected(
     parent: SmallPipeline, tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
-    with refusal(message):
+    with input_error(message):
         refresh_small(parent, tmp_path / "new", inputs=inputs_of(parent.files, **settings))
 
 
 def test_a_feature_that_the_model_does_not_read_is_ignored(parent: SmallPipeline, tables: Tables, tmp_path: Path) -> None:
     tables(range(1000, 1301))
     inputs = inputs_of(parent.files, features=({"name": "stock", "column": "in_stock"}, *FEATURES))
-    refreshed = refresh_small(parent, tmp_path / "new", inputs=inputs)
-    assert refreshed is not None and refreshed.changes.counts["added"] == 1
+    refresh_result = refresh_small(parent, tmp_path / "new", inputs=inputs)
+    assert refresh_result is not None and refresh_result.changes.counts["added"] == 1
 
 
 def test_vectors_of_another_width_or_with_a_projection_are_rejected(
@@ -249,13 +251,13 @@ def test_vectors_of_another_width_or_with_a_projection_are_rejected(
 ) -> None:
     tables()
     write_vectors(parent.files, ITEMS, dim=16)
-    with refusal("vectors.parquet: the vectors have 16 numbers, but the served model was trained with vectors of 12"):
+    with input_error("vectors.parquet: the vectors have 16 numbers, but the served model was trained with vectors of 12"):
         refresh_small(parent, tmp_path / "wide")
     (vectors,) = parent.inputs.embeddings
     inputs = InputConfig(
         parent.inputs.interactions, (vectors.model_copy(update={"pca_dim": 12}),), parent.inputs.features, None
     )
-    with refusal("embeddings.pca_dim: a refresh is not possible with a projection"):
+    with input_error("embeddings.pca_dim: a refresh is not possible with a projection"):
         refresh_small(parent, tmp_path / "projected", inputs=inputs)
 
 
@@ -280,10 +282,10 @@ def test_every_kind_of_model_is_refreshed_and_passes_its_checks(tmp_path: Path, 
     ids = [*(item_id for item_id in ITEMS if item_id not in left), *range(1300, 1320)]
     write_vectors(tmp_path / "files", ids)
     write_items(tmp_path / "files", ids)
-    refreshed = refresh_small(parent, tmp_path / "new")
-    assert refreshed is not None and refreshed.problems == (), refreshed
-    after = vectors_of(folder_of(refreshed))
+    refresh_result = refresh_small(parent, tmp_path / "new")
+    assert refresh_result is not None and refresh_result.problems == (), refresh_result
+    after = vectors_of(folder_of(refresh_result))
     assert {*after} == {*ids}
     before = vectors_of(parent.package_folder)
     assert all(after[item_id] == before[item_id] for item_id in old_ids - {*left})
-    assert refresh_small(parent, tmp_path / "again", package_folder=folder_of(refreshed)) is None
+    assert refresh_small(parent, tmp_path / "again", package_folder=folder_of(refresh_result)) is None

@@ -17,12 +17,12 @@ def test_upserts_and_deletes_turn_the_items_of_the_parent_into_the_new_ones(
     parent: SmallPipeline, tables: Tables, tmp_path: Path
 ) -> None:
     tables(range(1004, 1310), title={1100: "new title"}, genre={1101: None, 1102: "new"})
-    refreshed = refresh_small(parent, tmp_path / "new")
-    assert refreshed is not None and refreshed.delta_path == tmp_path / "new" / "delta.parquet"
-    delta = pq.read_table(refreshed.delta_path)
+    refresh_result = refresh_small(parent, tmp_path / "new")
+    assert refresh_result is not None and refresh_result.delta_path == tmp_path / "new" / "delta.parquet"
+    delta = pq.read_table(refresh_result.delta_path)
     assert delta.column_names == ["operation", "item_id", "title", "genre", "in_stock", "vector"]
     assert delta.schema.field("vector").type == pa.list_(pa.float32())
-    assert delta.schema.metadata[b"space_id"].decode() == contents_space_id(folder_of(refreshed))
+    assert delta.schema.metadata[b"space_id"].decode() == contents_space_id(folder_of(refresh_result))
     items = rows_of(parent.package_folder / "items.parquet")
     operations: dict[str, list[int]] = {"upsert": [], "delete": []}
     for row in delta.to_pylist():
@@ -33,16 +33,16 @@ def test_upserts_and_deletes_turn_the_items_of_the_parent_into_the_new_ones(
             del items[row["item_id"]]
         else:
             items[row["item_id"]] = row
-    assert items == rows_of(folder_of(refreshed) / "items.parquet")
+    assert items == rows_of(folder_of(refresh_result) / "items.parquet")
     assert {*operations["upsert"]} == {1100, 1101, 1102, *range(1300, 1310)}
     assert {*operations["delete"]} == {*range(1000, 1004)}
 
 
 def test_a_delta_may_have_deletes_alone(parent: SmallPipeline, tables: Tables, tmp_path: Path) -> None:
     tables(range(1004, 1300))
-    refreshed = refresh_small(parent, tmp_path / "new")
-    assert refreshed is not None
-    delta = pq.read_table(refreshed.delta_path)
+    refresh_result = refresh_small(parent, tmp_path / "new")
+    assert refresh_result is not None
+    delta = pq.read_table(refresh_result.delta_path)
     assert delta["operation"].to_pylist() == ["delete"] * 4 and delta["vector"].null_count == 4
 
 

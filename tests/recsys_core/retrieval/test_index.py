@@ -348,9 +348,9 @@ def test_a_gpu_builds_the_kinds_that_faiss_has_for_it_and_the_index_keeps_its_ro
     )
     vectors = np.load(export.path("item_vectors.npy"))
     for kind in (IvfFlat(), IvfSq8(), IvfPq(), IvfPq(rescore=2), IvfPq(pq_nbits=4), Hnsw(), OpqPq(), PqFastScan(pq_m=8)):
-        fitted = kind.fitted(*vectors.shape)
-        index = build_index(fitted, vectors)
-        _, row = search_exhaustively(index, vectors[:9], kind=fitted, depth=len(vectors))
+        fitted_kind = kind.fitted(*vectors.shape)
+        index = build_index(fitted_kind, vectors)
+        _, row = search_exhaustively(index, vectors[:9], kind=fitted_kind, depth=len(vectors))
         assert (np.sort(row, axis=1) == np.arange(len(vectors))).all()
         best_score = (vectors[:9] @ vectors.T).max(axis=1)
         assert (vectors[:9] * vectors[row[:, 0]]).sum(axis=1) == pytest.approx(best_score, rel=0.3)
@@ -362,12 +362,12 @@ def test_an_index_that_a_gpu_built_has_the_recall_of_one_built_without(export: E
     query, exact_row, _ = _exact(export, 10)
     vectors = np.load(export.path("item_vectors.npy"))
     for kind in (IvfFlat(nprobe=5), IvfSq8(nprobe=5), IvfPq(nprobe=5)):
-        fitted = kind.fitted(*vectors.shape)
+        fitted_kind = kind.fitted(*vectors.shape)
         recalls = []
         for gpus in (num_gpus(), 0):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("recsys_core.retrieval.index.num_gpus", lambda gpus=gpus: gpus)
-                _, row = search(build_index(fitted, vectors), query, kind=fitted, depth=10)
+                _, row = search(build_index(fitted_kind, vectors), query, kind=fitted_kind, depth=10)
             recalls.append(
                 np.mean(
                     [len({*found_rows} & {*exact_rows}) / 10 for found_rows, exact_rows in zip(row, exact_row, strict=True)]

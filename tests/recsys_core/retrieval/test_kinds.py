@@ -96,11 +96,11 @@ def test_the_vectors_are_read_in_blocks_and_never_copied_as_a_whole(
     monkeypatch.setattr("recsys_core.retrieval.index.ADD_BATCH_ROWS", 100)
     np.save(tmp_path / "vectors.npy", np.tile(vectors, (4, 1)))
     mapped = np.load(tmp_path / "vectors.npy", mmap_mode="r")
-    fitted = kind.fitted(*mapped.shape)
-    num_training_vectors = min(2_000, fitted.num_training_vectors())
-    monkeypatch.setattr(type(fitted), "num_training_vectors", lambda _: num_training_vectors)
+    fitted_kind = kind.fitted(*mapped.shape)
+    num_training_vectors = min(2_000, fitted_kind.num_training_vectors())
+    monkeypatch.setattr(type(fitted_kind), "num_training_vectors", lambda _: num_training_vectors)
     tracemalloc.start()  # of numpy; FAISS's own memory is that of the index
-    build_index(fitted, mapped)
+    build_index(fitted_kind, mapped)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < 0.5 * mapped.nbytes
@@ -114,9 +114,9 @@ def test_rescoring_raises_the_recall_and_its_scores_are_those_of_the_vectors(
     exact_row = np.argsort(-query @ vectors.T, axis=1)[:, :20]
     recalls = []
     for rescore in (0, 4):
-        fitted = kind.model_copy(update={"rescore": rescore, "nprobe": 1_000}).fitted(NUM_ITEMS, DIM)
-        index = build_index(fitted, vectors)
-        score, row = search(index, query, kind=fitted, depth=20)
+        fitted_kind = kind.model_copy(update={"rescore": rescore, "nprobe": 1_000}).fitted(NUM_ITEMS, DIM)
+        index = build_index(fitted_kind, vectors)
+        score, row = search(index, query, kind=fitted_kind, depth=20)
         recalls.append(
             np.mean([len({*found_rows} & {*exact_rows}) / 20 for found_rows, exact_rows in zip(row, exact_row, strict=True)])
         )
@@ -124,11 +124,11 @@ def test_rescoring_raises_the_recall_and_its_scores_are_those_of_the_vectors(
     np.testing.assert_allclose(score, (query[:, None] * vectors[row]).sum(axis=2), atol=1e-3)
     faiss.write_index(index, str(tmp_path / "index"))
     loaded = load_index({tmp_path / "index": record_file(tmp_path / "index")})
-    assert np.array_equal(search(loaded, query, kind=fitted, depth=20)[1], row)
-    score, row = search_exhaustively(loaded, query, kind=fitted, depth=NUM_ITEMS + 3)
+    assert np.array_equal(search(loaded, query, kind=fitted_kind, depth=20)[1], row)
+    score, row = search_exhaustively(loaded, query, kind=fitted_kind, depth=NUM_ITEMS + 3)
     assert (np.sort(row[:, :NUM_ITEMS], axis=1) == np.arange(NUM_ITEMS)).all()
     assert (row[:, NUM_ITEMS:] == -1).all()
-    assert (tmp_path / "index").stat().st_size > fitted.min_bytes(num_items=NUM_ITEMS, dim=DIM)
+    assert (tmp_path / "index").stat().st_size > fitted_kind.min_bytes(num_items=NUM_ITEMS, dim=DIM)
 
 
 @every_kind
@@ -147,10 +147,10 @@ def test_an_index_that_was_written_and_read_gives_the_same_results_and_has_about
     kind: AnyIndexKind, index_by_kind: dict[str, Any], vectors: np.ndarray, tmp_path: Path
 ) -> None:
     faiss.write_index(index_by_kind[kind.kind], str(tmp_path / "index"))
-    index, fitted = load_index({tmp_path / "index": record_file(tmp_path / "index")}), kind.fitted(NUM_ITEMS, DIM)
+    index, fitted_kind = load_index({tmp_path / "index": record_file(tmp_path / "index")}), kind.fitted(NUM_ITEMS, DIM)
     for before, after in zip(
-        search(index_by_kind[kind.kind], vectors[:50], kind=fitted, depth=10),
-        search(index, vectors[:50], kind=fitted, depth=10),
+        search(index_by_kind[kind.kind], vectors[:50], kind=fitted_kind, depth=10),
+        search(index, vectors[:50], kind=fitted_kind, depth=10),
         strict=True,
     ):
         assert np.array_equal(before, after)
@@ -164,13 +164,13 @@ def test_an_index_that_was_written_and_read_gives_the_same_results_and_has_about
 def test_the_settings_fit_a_small_catalogue_and_are_read_back_from_their_parameters(
     kind: AnyIndexKind, num_items: int, vectors: np.ndarray
 ) -> None:
-    fitted = kind.fitted(num_items, DIM)
-    assert fitted.fitted(num_items, DIM) == fitted
-    *_, (*_, fitted) = fitted.search_ladders(num_items)
-    parameters = fitted.model_dump(exclude={"kind"})
+    fitted_kind = kind.fitted(num_items, DIM)
+    assert fitted_kind.fitted(num_items, DIM) == fitted_kind
+    *_, (*_, fitted_kind) = fitted_kind.search_ladders(num_items)
+    parameters = fitted_kind.model_dump(exclude={"kind"})
     assert all(type(parameter) is int for parameter in parameters.values())
-    assert TypeAdapter(AnyIndexKind).validate_python({"kind": kind.kind} | parameters) == fitted
-    _, row = search_exhaustively(build_index(fitted, vectors[:num_items]), vectors[:3], kind=fitted, depth=num_items)
+    assert TypeAdapter(AnyIndexKind).validate_python({"kind": kind.kind} | parameters) == fitted_kind
+    _, row = search_exhaustively(build_index(fitted_kind, vectors[:num_items]), vectors[:3], kind=fitted_kind, depth=num_items)
     assert (np.sort(row, axis=1) == np.arange(num_items)).all()
 
 

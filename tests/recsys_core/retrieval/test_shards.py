@@ -83,9 +83,9 @@ def _build(kind: AnyIndexKind, vectors: np.ndarray, folder: Path, *, num_shards:
     """Return a mapped index and its widest search."""
     folder.mkdir(exist_ok=True)
     paths = index_paths(folder, kind.kind, num_shards=num_shards)
-    fitted = kind.fitted(len(vectors), DIM)
-    write_index(fitted, vectors, paths)
-    *_, (*_, widest) = fitted.search_ladders(DEPTH)
+    fitted_kind = kind.fitted(len(vectors), DIM)
+    write_index(fitted_kind, vectors, paths)
+    *_, (*_, widest) = fitted_kind.search_ladders(DEPTH)
     return map_index(paths), widest
 
 
@@ -106,9 +106,9 @@ def test_the_stage_reaches_the_target_with_any_number_of_shards(
     config = IndexConfig(served=kind, recall_k=DEPTH, recall_target=TARGET, shards=num_shards)
     manifest = build_indexes(config, export=export, folder=tmp_path / "index")
     query_BD, report = np.load(export.path("query_vectors_test.npy")), manifest.reports[kind.kind]
-    index, fitted = _load(manifest, kind.kind), kind.model_validate({"kind": kind.kind} | report.parameters)
+    index, fitted_kind = _load(manifest, kind.kind), kind.model_validate({"kind": kind.kind} | report.parameters)
     exact_row_BK = np.argsort(-query_BD @ vectors.T, axis=1)[:, :DEPTH]
-    _, row_BK = search(index, query_BD, kind=fitted, depth=DEPTH)
+    _, row_BK = search(index, query_BD, kind=fitted_kind, depth=DEPTH)
     recall_B = recall_per_query(row_BK, exact_row_BK=exact_row_BK, query_BD=query_BD, item_vector_ID=vectors)
     assert report.recall == pytest.approx(recall_B.mean()) and report.recall > TARGET - 0.05
     assert (len(shards_of(index)), index.ntotal, index.d) == (num_shards, NUM_ITEMS, DIM)

@@ -192,26 +192,29 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
         **model: object,
     ) -> tuple[ExportedModel, PackageManifest]:
         folder = tmp_path_factory.mktemp("chain")
-        exported = ExportedModel(config_of(**model), features=features)  # type: ignore[arg-type]
+        exported_model = ExportedModel(config_of(**model), features=features)  # type: ignore[arg-type]
         interactions = interactions_stage(
             folder / "interactions",
-            train=exported.train,
-            validation=[[] for _ in exported.train],
-            test=exported.test,
+            train=exported_model.train,
+            validation=[[] for _ in exported_model.train],
+            test=exported_model.test,
             items=NUM_ITEMS,
             item_ids=ITEM_IDS,
             user_ids=USER_IDS,
         )
         export = export_stage(
             folder / "export",
-            item_vectors=exported.item_vectors,
+            item_vectors=exported_model.item_vectors,
             queries={
-                "test": (range(NUM_USERS), np.stack([exported.query(user, exported.train[user]) for user in range(NUM_USERS)]))
+                "test": (
+                    range(NUM_USERS),
+                    np.stack([exported_model.query(user, exported_model.train[user]) for user in range(NUM_USERS)]),
+                )
             },
-            spec=exported.spec,
-            tables=exported.tables,
-            history_items=exported.history_items,
-            dense=exported.towers.state_dict(),
+            spec=exported_model.spec,
+            tables=exported_model.tables,
+            history_items=exported_model.history_items,
+            dense=exported_model.towers.state_dict(),
         )
         package = build_package(
             PackageConfig(
@@ -240,9 +243,9 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
                 interactions,
                 features=features_stage(
                     folder / "features",
-                    exported.features,
-                    facts=exported.facts,
-                    tables=_vocabularies(exported.facts) | dict(item_files or {}),
+                    exported_model.features,
+                    facts=exported_model.facts,
+                    tables=_vocabularies(exported_model.facts) | dict(item_files or {}),
                 )
                 if features or item_files
                 else None,
@@ -250,6 +253,6 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
             evaluation=evaluate(EvaluationConfig(), export=export, dataset=Dataset(interactions), folder=folder / "evaluation"),
             folder=folder / "package",
         )
-        return exported, package
+        return exported_model, package
 
     return build_it

@@ -32,84 +32,84 @@ from tests.recsys_core.serving.conftest import DIM, ITEM_IDS, NUM_ITEMS, NUM_USE
 
 
 @pytest.fixture(scope="module")
-def packaged(build: Build) -> PackageManifest:
+def package_manifest(build: Build) -> PackageManifest:
     return build(index="ivf_flat", quantization="int8", learn_user_embedding=True, features=USER_FEATURES)[1]
 
 
 @pytest.fixture
-def copy(packaged: PackageManifest, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(packaged.folder / "package", tmp_path / "package"))
+def copy(package_manifest: PackageManifest, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(package_manifest.folder / "package", tmp_path / "package"))
 
 
 def describe(folder: Path, change: Callable[[dict[str, Any]], object]) -> str:
     """Edit package.json and return its new sha256."""
     path = folder / DESCRIPTION_NAME
-    described = json.loads(path.read_bytes())
-    change(described)
-    path.write_text(json.dumps(described))
+    description = json.loads(path.read_bytes())
+    change(description)
+    path.write_text(json.dumps(description))
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def rehash(folder: Path, name: str) -> str:
     """Update the record of `name` in package.json and return the new sha256 of package.json."""
     record = record_file(folder / name).model_dump()
-    return describe(folder, lambda described: described["files"].update({name: record}))
+    return describe(folder, lambda description: description["files"].update({name: record}))
 
 
-def test_every_file_of_the_package_is_listed_and_needed(packaged: PackageManifest) -> None:
-    names = {path.name for path in (packaged.folder / "package").iterdir()}
-    contents = read_package(packaged.folder / "package", sha256=description_sha256(packaged))
+def test_every_file_of_the_package_is_listed_and_needed(package_manifest: PackageManifest) -> None:
+    names = {path.name for path in (package_manifest.folder / "package").iterdir()}
+    contents = read_package(package_manifest.folder / "package", sha256=description_sha256(package_manifest))
     assert names == contents.package.file_names | {DESCRIPTION_NAME} == contents.package.files.keys() | {DESCRIPTION_NAME}
 
 
-def test_a_flipped_bit_or_a_missing_file_is_rejected_by_name(packaged: PackageManifest, copy: Path) -> None:
+def test_a_flipped_bit_or_a_missing_file_is_rejected_by_name(package_manifest: PackageManifest, copy: Path) -> None:
     for path in sorted(copy.iterdir()):
         content = path.read_bytes()
         for offset in (0, len(content) // 2, len(content) - 1):
             path.write_bytes(content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :])
             with pytest.raises(StageError, match=path.name):
-                read_package(copy, sha256=description_sha256(packaged))
+                read_package(copy, sha256=description_sha256(package_manifest))
         path.unlink()
         with pytest.raises(StageError, match=path.name):
-            read_package(copy, sha256=description_sha256(packaged))
+            read_package(copy, sha256=description_sha256(package_manifest))
         path.write_bytes(content)
-    read_package(copy, sha256=description_sha256(packaged))
+    read_package(copy, sha256=description_sha256(package_manifest))
 
 
-def test_a_surplus_file_is_rejected_by_name(packaged: PackageManifest, copy: Path) -> None:
+def test_a_surplus_file_is_rejected_by_name(package_manifest: PackageManifest, copy: Path) -> None:
     (copy / "user.more.row.npy").touch()
     with pytest.raises(StageError, match=r"user.more.row.npy: package.json does not list this file"):
-        read_package(copy, sha256=description_sha256(packaged))
+        read_package(copy, sha256=description_sha256(package_manifest))
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda described: described["files"].pop("popularity.npy"),
-        lambda described: described["model"]["config"]["history"].update(pooling="sum"),
-        lambda described: described.update(similarity="dot"),
+        lambda description: description["files"].pop("popularity.npy"),
+        lambda description: description["model"]["config"]["history"].update(pooling="sum"),
+        lambda description: description.update(similarity="dot"),
     ],
 )
 def test_an_edited_description_is_rejected_even_if_it_is_valid(
-    packaged: PackageManifest, copy: Path, change: Callable[[dict[str, Any]], object]
+    package_manifest: PackageManifest, copy: Path, change: Callable[[dict[str, Any]], object]
 ) -> None:
     describe(copy, change)
     with pytest.raises(StageError, match=r"package.json: the sha256 is \w+, but the file was written with"):
-        read_package(copy, sha256=description_sha256(packaged))
+        read_package(copy, sha256=description_sha256(package_manifest))
 
 
 def test_a_package_of_another_format_is_rejected_in_one_line_with_both_formats(copy: Path) -> None:
-    sha256 = describe(copy, lambda described: described.update(format_version=3, removed_setting=True))
+    sha256 = describe(copy, lambda description: description.update(format_version=3, removed_setting=True))
     with pytest.raises(StageError, match=r"^\S+package.json: the package has format 3, .* reads format 7; .* nightjar .*\w$"):
         read_package(copy, sha256=sha256)
 
 
-def test_updated_records_need_the_new_checksum_of_the_description(packaged: PackageManifest, copy: Path) -> None:
+def test_updated_records_need_the_new_checksum_of_the_description(package_manifest: PackageManifest, copy: Path) -> None:
     order = np.load(copy / "popularity.npy")
     np.save(copy / "popularity.npy", order[::-1])
     sha256 = rehash(copy, "popularity.npy")
     with pytest.raises(StageError, match=r"package.json: the sha256 is"):
-        read_package(copy, sha256=description_sha256(packaged))
+        read_package(copy, sha256=description_sha256(package_manifest))
     assert (read_package(copy, sha256=sha256).popularity.item_row_I == order[::-1]).all()
 
 
@@ -159,8 +159,8 @@ def test_an_index_for_another_similarity_is_rejected(copy: Path) -> None:
         read_package(copy, sha256=rehash(copy, "index.faiss"))
 
 
-def test_an_index_of_other_vectors_than_the_export_is_not_packaged(packaged: PackageManifest, tmp_path: Path) -> None:
-    folder = packaged.folder.parent
+def test_an_index_of_other_vectors_than_the_export_is_not_packaged(package_manifest: PackageManifest, tmp_path: Path) -> None:
+    folder = package_manifest.folder.parent
     index, export = (
         require_manifest(folder / name, manifest_type)
         for name, manifest_type in (("index", IndexManifest), ("export", ExportManifest))
@@ -233,7 +233,7 @@ def test_a_shard_of_the_index_that_is_missing_or_of_another_index_is_rejected(bu
     (copy / "index.0.faiss").write_bytes(first)
     rehash(copy, "index.0.faiss")
     with pytest.raises(StageError, match=r"index\.2\.faiss: package.json lists it, but the model does not use it"):
-        read_package(copy, sha256=describe(copy, lambda described: described.update(index_shards=2)))
+        read_package(copy, sha256=describe(copy, lambda description: description.update(index_shards=2)))
 
 
 def test_an_index_is_mapped_and_returns_the_results_of_a_copy_in_memory(build: Build) -> None:
@@ -256,22 +256,22 @@ def _leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_a_description_with_one_changed_value_loads_or_is_rejected_with_a_message(
-    packaged: PackageManifest, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    package_manifest: PackageManifest, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("edited")
-    for path in (packaged.folder / "package").iterdir():
+    for path in (package_manifest.folder / "package").iterdir():
         (folder / path.name).hardlink_to(path)
     (folder / DESCRIPTION_NAME).unlink()
-    described = json.loads((packaged.folder / "package" / DESCRIPTION_NAME).read_bytes())
-    *parents, last = data.draw(st.sampled_from(_leaves(described)))
-    holder = described
+    description = json.loads((package_manifest.folder / "package" / DESCRIPTION_NAME).read_bytes())
+    *parents, last = data.draw(st.sampled_from(_leaves(description)))
+    holder = description
     for key in parents:
         holder = holder[key]
     if data.draw(st.booleans()):
         del holder[last]
     else:
         holder[last] = data.draw(st.sampled_from([None, 0, -1, 7, 10**9, 0.5, "", "hnsw", "none", "sum", "dot", [], {}, True]))
-    content = json.dumps(described).encode()
+    content = json.dumps(description).encode()
     (folder / DESCRIPTION_NAME).write_bytes(content)
     try:
         loaded = Retriever.load(folder, sha256=hashlib.sha256(content).hexdigest())

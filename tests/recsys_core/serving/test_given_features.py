@@ -14,7 +14,7 @@ from recsys_core.manifests import Dataset, FeaturesManifest
 from recsys_core.serving.description import QueryFeature, request_columns
 from recsys_core.serving.given_features import RequestFeatures
 from tests.recsys_core.ingest.interactions_with_context import write_interactions
-from tests.recsys_core.ingest.parquet_files import write
+from tests.recsys_core.ingest.parquet_files import write_parquet
 
 NUM_USERS = 40
 RANDOM = np.random.default_rng(4)
@@ -52,7 +52,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> FeaturesManifest:
         folder / "log", users=[f"user {user}" for user in range(NUM_USERS)], items=[1, 2, 3], log=log
     )
     lists = {name: pa.array(COLUMNS[name], pa.list_(pa.string())) for name in ("tags", "topics")}
-    path = write(folder / "users.parquet", id=[f"user {user}" for user in range(NUM_USERS)], **(COLUMNS | lists))
+    path = write_parquet(folder / "users.parquet", id=[f"user {user}" for user in range(NUM_USERS)], **(COLUMNS | lists))
     return ingest_features(
         FeaturesConfig.model_validate({"users": {"paths": path, "id_column": "id", "features": FEATURES}}),
         dataset=Dataset(interactions),

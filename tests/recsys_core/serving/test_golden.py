@@ -20,13 +20,13 @@ from tests.recsys_core.serving.test_contents import describe, rehash
 
 
 @pytest.fixture(scope="module")
-def packaged(build: Build) -> PackageManifest:
+def package_manifest(build: Build) -> PackageManifest:
     return build(index="hnsw", features=(*USER_FEATURES, *CONTEXT_FEATURES), item_files=ITEM_FILES)[1]
 
 
 @pytest.fixture
-def copy(packaged: PackageManifest, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(packaged.folder / "package", tmp_path / "package"))
+def copy(package_manifest: PackageManifest, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(package_manifest.folder / "package", tmp_path / "package"))
 
 
 def swap_index(copy: Path, other: Path) -> None:
@@ -97,8 +97,8 @@ def test_a_changed_expectation_or_space_is_refused(copy: Path) -> None:
         Retriever.load(copy)
 
 
-def test_every_kind_of_request_is_compared(packaged: PackageManifest) -> None:
-    golden = GoldenQueries.model_validate_json((packaged.folder / "package" / "golden.json").read_bytes())
+def test_every_kind_of_request_is_compared(package_manifest: PackageManifest) -> None:
+    golden = GoldenQueries.model_validate_json((package_manifest.folder / "package" / "golden.json").read_bytes())
     answers = [answer for request in golden.requests for answer in request.answers]
     assert len(answers) >= 32
     assert {answer.fallback for answer in answers} == {None, "history", "popularity"}

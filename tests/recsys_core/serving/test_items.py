@@ -16,13 +16,13 @@ from tests.recsys_core.serving.conftest import DIM, ITEM_FILES, ITEM_IDS, NUM_IT
 @pytest.mark.parametrize("index", ["flat", "hnsw", "ivf_flat", "ivf_sq8"])
 @pytest.mark.parametrize("item_vectors", ["fp32", "fp16", "none"])
 def test_item_vectors_have_the_precision_of_their_file_or_of_the_index(build: Build, index: str, item_vectors: str) -> None:
-    exported, package = build(index=index, item_files=ITEM_FILES, item_vectors=item_vectors)
+    exported_model, package = build(index=index, item_files=ITEM_FILES, item_vectors=item_vectors)
     retriever = Retriever.load(package.folder)
     assert ("vector" in pq.read_schema(package.folder / "package" / "items.parquet").names) == (item_vectors != "none")
     has_bytes = index == "ivf_sq8" and item_vectors == "none"
     tolerance = 0.02 if has_bytes else 1e-3 if item_vectors == "fp16" else 1e-6
     rows = np.random.default_rng(0).permutation(NUM_ITEMS)
-    np.testing.assert_allclose(retriever.item_vectors(rows), exported.item_vectors[rows], atol=tolerance)
+    np.testing.assert_allclose(retriever.item_vectors(rows), exported_model.item_vectors[rows], atol=tolerance)
     assert retriever.item_vectors(rows[:0]).shape == (0, DIM)
     blocks = list(retriever.item_batches(128))
     assert [len(block) for block in blocks] == [128, 128, 44] and blocks[0].column_names[-1] == "vector"
@@ -30,7 +30,7 @@ def test_item_vectors_have_the_precision_of_their_file_or_of_the_index(build: Bu
     np.testing.assert_array_equal(vectors.reshape(NUM_ITEMS, DIM), retriever.item_vectors(np.arange(NUM_ITEMS)))
     assert [item_id for block in blocks for item_id in block["item_id"].to_pylist()] == ITEM_IDS
     (answer,) = retriever.similar([ITEM_IDS[7]], k=3, with_vectors=True)
-    np.testing.assert_allclose(answer.query_vector, exported.item_vectors[7], atol=tolerance)
+    np.testing.assert_allclose(answer.query_vector, exported_model.item_vectors[7], atol=tolerance)
 
 
 def test_an_index_without_vectors_needs_a_file_with_them(build: Build) -> None:

@@ -35,29 +35,31 @@ def _world(*, features: tuple[str, ...] = (), **model: object) -> ExportedModel:
     return ExportedModel(config_of(**model), features=features)  # type: ignore[arg-type]
 
 
-def _tower(exported: ExportedModel, quantization: str) -> ServedQueryTower:
+def _tower(exported_model: ExportedModel, quantization: str) -> ServedQueryTower:
     return build_tower(
-        exported.spec,
-        history_items=exported.history_items,
-        tables=exported.query_tables,
-        dense=exported.towers.state_dict(),
+        exported_model.spec,
+        history_items=exported_model.history_items,
+        tables=exported_model.query_tables,
+        dense=exported_model.towers.state_dict(),
         quantization=quantization,  # type: ignore[arg-type]
     )
 
 
 @pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES)
 def test_the_served_tower_gives_the_vectors_of_the_float_tower(model: dict, tmp_path: Path) -> None:
-    exported = _world(**model)
+    exported_model = _world(**model)
     # All users with their logs, an unknown user with a history, and an unknown user without one.
-    users, histories = [*range(NUM_USERS), -1, -1], [*exported.log, [5, 6], []]
-    expected = np.stack([exported.query(None if user < 0 else user, rows) for user, rows in zip(users, histories, strict=True)])
+    users, histories = [*range(NUM_USERS), -1, -1], [*exported_model.log, [5, 6], []]
+    expected = np.stack(
+        [exported_model.query(None if user < 0 else user, rows) for user, rows in zip(users, histories, strict=True)]
+    )
     user_row, lengths = np.array(users), np.array([*map(len, histories)])
     history = JaggedArray.from_lengths(lengths, np.concatenate(histories).astype(np.int64))
     for quantization in ("fp32", "fp16", "int8", "int4"):
-        tower = _tower(exported, quantization)
+        tower = _tower(exported_model, quantization)
         save_tower(tower, tmp_path / "tower.safetensors")
-        loaded = load_tower(tmp_path / "tower.safetensors", spec=exported.spec, quantization=quantization)
-        served, same = (one(user_row, history, features=exported.user_features).numpy() for one in (loaded, tower))
+        loaded = load_tower(tmp_path / "tower.safetensors", spec=exported_model.spec, quantization=quantization)
+        served, same = (one(user_row, history, features=exported_model.user_features).numpy() for one in (loaded, tower))
         np.testing.assert_array_equal(served, same)
         if quantization.startswith("fp"):
             error = 1e-2 if quantization == "fp16" else 1e-5
@@ -70,9 +72,9 @@ def test_the_served_tower_gives_the_vectors_of_the_float_tower(model: dict, tmp_
 
 
 def test_an_empty_batch_has_no_query_vectors() -> None:
-    exported = _world(learn_user_embedding=True, features=USER_FEATURES)
-    tower = _tower(exported, "int8")
-    assert tower(np.zeros(0, np.int64), JaggedArray.empty(0), features=exported.user_features).shape == (0, 16)
+    exported_model = _world(learn_user_embedding=True, features=USER_FEATURES)
+    tower = _tower(exported_model, "int8")
+    assert tower(np.zeros(0, np.int64), JaggedArray.empty(0), features=exported_model.user_features).shape == (0, 16)
 
 
 def test_int8_rows_equal_those_of_fbgemm() -> None:

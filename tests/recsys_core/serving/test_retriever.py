@@ -47,27 +47,27 @@ def retriever(flat: tuple[ExportedModel, PackageManifest]) -> Retriever:
 @pytest.fixture(scope="module", params=[*((kind, 1) for kind in KINDS), *((kind, 3) for kind in IN_SHARDS)], ids=str)
 def any_retriever(request: pytest.FixtureRequest, build: Build) -> tuple[ExportedModel, Retriever]:
     kind, num_shards = request.param
-    exported, package = build(index=kind, index_shards=num_shards, quantization="int8")
-    return exported, load(package)
+    exported_model, package = build(index=kind, index_shards=num_shards, quantization="int8")
+    return exported_model, load(package)
 
 
 def load(package: PackageManifest) -> Retriever:
     return Retriever.load(package.folder / "package", sha256=description_sha256(package))
 
 
-def _seen(exported: ExportedModel, user: int) -> set[str]:
-    return {ITEM_IDS[row] for row in exported.log[user]}
+def _seen(exported_model: ExportedModel, user: int) -> set[str]:
+    return {ITEM_IDS[row] for row in exported_model.log[user]}
 
 
 def test_known_users_get_the_exact_best_unseen_items(flat, retriever: Retriever) -> None:
-    exported, _ = flat
+    exported_model, _ = flat
     recommendations = retriever.recommend(USER_IDS, k=10)
     ids, scores = recommendations.item_ids, recommendations.scores
     for user in range(NUM_USERS):
-        query = exported.query(user, exported.log[user])
-        assert ids[user].tolist() == exported.best(query, seen=exported.log[user], k=10)
+        query = exported_model.query(user, exported_model.log[user])
+        assert ids[user].tolist() == exported_model.best(query, seen=exported_model.log[user], k=10)
         rows = [ITEM_IDS.index(item) for item in ids[user]]
-        np.testing.assert_allclose(scores[user], exported.item_vectors[rows] @ query, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(scores[user], exported_model.item_vectors[rows] @ query, rtol=1e-4, atol=1e-5)
 
 
 def test_a_package_loads_without_the_compiler_of_torch(flat) -> None:
@@ -86,40 +86,40 @@ def test_int8_agrees_with_float_on_most_of_the_top(build: Build, flat, retriever
 
 
 def test_every_index_kind_fills_the_list_without_seen_or_repeated_items(any_retriever: tuple[ExportedModel, Retriever]) -> None:
-    exported, retriever = any_retriever
+    exported_model, retriever = any_retriever
     for k in (1, 20, NUM_ITEMS, NUM_ITEMS + 50):
         recommendations = retriever.recommend(USER_IDS, k=k)
         ids, scores = recommendations.item_ids, recommendations.scores
         for user, (item_ids, score) in enumerate(zip(ids, scores, strict=True)):
-            seen = _seen(exported, user)
+            seen = _seen(exported_model, user)
             assert len(item_ids) == len(score) == len({*item_ids}) == min(k, NUM_ITEMS - len(seen))
             assert not seen & {*item_ids} and {*item_ids} <= {*ITEM_IDS}
             assert (np.diff(score) <= 0).all()
 
 
 def test_a_user_who_has_seen_nearly_all_items_gets_the_others(any_retriever: tuple[ExportedModel, Retriever]) -> None:
-    exported, retriever = any_retriever
-    assert {*retriever.recommend([USER_IDS[3]], k=5).item_ids[0]} == {*ITEM_IDS} - _seen(exported, 3)
+    exported_model, retriever = any_retriever
+    assert {*retriever.recommend([USER_IDS[3]], k=5).item_ids[0]} == {*ITEM_IDS} - _seen(exported_model, 3)
 
 
 def test_a_given_history_replaces_the_stored_one(flat, retriever: Retriever) -> None:
-    exported, _ = flat
+    exported_model, _ = flat
     rows = [11, 250, 31, 7, 99, 120, 130, 44]  # longer than a history
     given = [ITEM_IDS[row] for row in rows]
     ids = retriever.recommend([USER_IDS[5], 1], k=8, histories=[["unheard of", *given], given]).item_ids
-    query = exported.query(None, rows)
-    assert ids[0].tolist() == exported.best(query, seen=[*rows, *exported.log[5]], k=8)
-    assert ids[1].tolist() == exported.best(query, seen=rows, k=8)
+    query = exported_model.query(None, rows)
+    assert ids[0].tolist() == exported_model.best(query, seen=[*rows, *exported_model.log[5]], k=8)
+    assert ids[1].tolist() == exported_model.best(query, seen=rows, k=8)
 
 
 def test_without_exclude_stored_history_only_the_given_history_is_excluded(flat, retriever: Retriever) -> None:
-    exported, _ = flat
-    rows = exported.train[5]
+    exported_model, _ = flat
+    rows = exported_model.train[5]
     given = [[ITEM_IDS[row] for row in rows]]
     (ids,) = retriever.recommend([USER_IDS[5]], k=NUM_ITEMS, histories=given, exclude_stored_history=False).item_ids
     assert {*ids} == {*ITEM_IDS} - {*given[0]}  # the user's test item may come back
     (best,) = retriever.recommend([USER_IDS[5]], k=8, histories=given, exclude_stored_history=False).item_ids
-    assert best.tolist() == exported.best(exported.query(None, rows), seen=rows, k=8)
+    assert best.tolist() == exported_model.best(exported_model.query(None, rows), seen=rows, k=8)
 
 
 def test_a_history_of_none_keeps_the_stored_one(retriever: Retriever) -> None:
@@ -129,41 +129,41 @@ def test_a_history_of_none_keeps_the_stored_one(retriever: Retriever) -> None:
 
 
 def test_an_unknown_user_without_a_known_item_gets_popular_items(flat, retriever: Retriever) -> None:
-    exported, _ = flat
-    count = np.bincount(np.concatenate(exported.train), minlength=NUM_ITEMS)
+    exported_model, _ = flat
+    count = np.bincount(np.concatenate(exported_model.train), minlength=NUM_ITEMS)
     popular = sorted(range(NUM_ITEMS), key=lambda row: (-count[row], ITEM_IDS[row]))
     recommendations = retriever.recommend([1, 2, USER_IDS[0]], k=15, histories=[[], ["unheard of"], None])
     ids, scores = recommendations.item_ids, recommendations.scores
     for answer, score in zip(ids[:2], scores[:2], strict=True):
         assert answer.tolist() == [ITEM_IDS[row] for row in popular[:15]]
         np.testing.assert_allclose(score, count[popular[:15]] / count.sum(), rtol=1e-6)
-    assert not _seen(exported, 0) & {*ids[2]}
+    assert not _seen(exported_model, 0) & {*ids[2]}
     everything = retriever.recommend([1], k=10**9).item_ids
     assert sorted(everything[0]) == sorted(ITEM_IDS)
 
 
 def test_a_request_may_replace_the_weight_of_the_popularity(build: Build) -> None:
-    exported, package = build(popularity={"kind": "fixed", "weight": 0.5}, history={"pooling": "recency"})
+    exported_model, package = build(popularity={"kind": "fixed", "weight": 0.5}, history={"pooling": "recency"})
     retriever = load(package)
-    query, seen = exported.query(0, exported.log[0]), exported.log[0]
+    query, seen = exported_model.query(0, exported_model.log[0]), exported_model.log[0]
     assert (len(query), query[-1]) == (17, 0.5)
     for weight in (None, 0.5, 0, -2.5, 1e4):
         expected = query if weight is None else np.append(query[:-1], np.float32(weight))
         (ids,) = retriever.recommend(USER_IDS[:1], k=10, popularity_weight=weight).item_ids
-        assert ids.tolist() == exported.best(expected, seen=seen, k=10)
+        assert ids.tolist() == exported_model.best(expected, seen=seen, k=10)
     (answer,) = retriever.recommend(USER_IDS[:1], k=3, popularity_weight=-2.5, with_vectors=True)
     assert answer.query_vector[-1] == -2.5
     np.testing.assert_allclose(answer.scores, np.array(answer.item_vectors) @ answer.query_vector, atol=1e-4)
 
 
 def test_similar_items_are_not_the_popular_ones(build: Build) -> None:
-    exported, package = build(popularity={"kind": "learned"})
+    exported_model, package = build(popularity={"kind": "learned"})
     retriever = load(package)
-    query = np.append(exported.item_vectors[7, :-1], 0)
-    assert retriever.similar([ITEM_IDS[7]], k=10).item_ids[0].tolist() == exported.best(query, seen=[7], k=10)
+    query = np.append(exported_model.item_vectors[7, :-1], 0)
+    assert retriever.similar([ITEM_IDS[7]], k=10).item_ids[0].tolist() == exported_model.best(query, seen=[7], k=10)
     query[-1] = 3
     with_weight = retriever.similar([ITEM_IDS[7]], k=10, popularity_weight=3)
-    assert with_weight.item_ids[0].tolist() == exported.best(query, seen=[7], k=10)
+    assert with_weight.item_ids[0].tolist() == exported_model.best(query, seen=[7], k=10)
 
 
 @pytest.mark.parametrize("output_dim", [None, 16], ids=["concatenated", "reduced to all numbers"])
@@ -193,27 +193,29 @@ def test_is_known_marks_the_users_of_the_log(retriever: Retriever) -> None:
 
 
 def test_a_model_of_user_ids_alone_serves_known_users_and_excludes_given_items(build: Build) -> None:
-    exported, package = build(learn_user_embedding=True, history={"length": 0, "last_item_feature": False})
+    exported_model, package = build(learn_user_embedding=True, history={"length": 0, "last_item_feature": False})
     retriever = load(package)
     ids = retriever.recommend([USER_IDS[2], 1], k=6, histories=[[ITEM_IDS[8]], [ITEM_IDS[8]]]).item_ids
-    assert ids[0].tolist() == exported.best(exported.query(2, []), seen=[8, *exported.log[2]], k=6)
+    assert ids[0].tolist() == exported_model.best(exported_model.query(2, []), seen=[8, *exported_model.log[2]], k=6)
     assert ITEM_IDS[8] not in ids[1] and len(ids[1]) == 6
 
 
 def test_features_of_known_users_are_read_from_the_package(build: Build) -> None:
-    exported, package = build(features=(*USER_FEATURES, *CONTEXT_FEATURES))
+    exported_model, package = build(features=(*USER_FEATURES, *CONTEXT_FEATURES))
     retriever = load(package)
     ids = retriever.recommend(USER_IDS, k=6).item_ids
     for user, item_ids in enumerate(ids):
-        assert item_ids.tolist() == exported.best(exported.query(user, exported.log[user]), seen=exported.log[user], k=6)
+        assert item_ids.tolist() == exported_model.best(
+            exported_model.query(user, exported_model.log[user]), seen=exported_model.log[user], k=6
+        )
     rows = [11, 250, 31]
     given = [[ITEM_IDS[row] for row in rows]] * 2
     (known, unknown) = retriever.recommend([USER_IDS[5], 1], k=6, histories=given).item_ids
-    assert known.tolist() == exported.best(exported.query(5, rows), seen=[*rows, *exported.log[5]], k=6)
-    assert unknown.tolist() == exported.best(exported.query(None, rows), seen=rows, k=6)
+    assert known.tolist() == exported_model.best(exported_model.query(5, rows), seen=[*rows, *exported_model.log[5]], k=6)
+    assert unknown.tolist() == exported_model.best(exported_model.query(None, rows), seen=rows, k=6)
     # Without a history, the query of a known user has only its features.
     (known,) = retriever.recommend([USER_IDS[5]], k=6, histories=[[]]).item_ids
-    assert known.tolist() == exported.best(exported.query(5, []), seen=exported.log[5], k=6)
+    assert known.tolist() == exported_model.best(exported_model.query(5, []), seen=exported_model.log[5], k=6)
     assert not [path.name for path in (package.folder / "package").glob("context.*.row.npy")]
 
 
@@ -262,7 +264,7 @@ def test_a_moved_package_loads_without_other_files(flat, retriever: Retriever, t
 
 
 def test_features_of_a_request_are_encoded_as_in_the_ingest(build: Build) -> None:
-    exported, package = build(features=(*USER_FEATURES, *CONTEXT_FEATURES))
+    exported_model, package = build(features=(*USER_FEATURES, *CONTEXT_FEATURES))
     retriever = load(package)
     assert retriever.request_features.columns == [
         *("user.single", "list", "weighted_list", "weights", "user.number", "context.single", "context.number")
@@ -278,14 +280,14 @@ def test_features_of_a_request_are_encoded_as_in_the_ingest(build: Build) -> Non
             "user.single": [None, None, "user.single 2", None],
         },
     )
-    history = {5: exported.log[5], 6: exported.log[6]}
+    history = {5: exported_model.log[5], 6: exported_model.log[6]}
     queries = [
-        exported.query(5, history[5], given={"context.single": ([3], None), "context.number": ([1], [0.5])}),
-        exported.query(None, [], given={"context.single": ([2], None), "user.weighted_list": ([4, 0], [2.0, 1.0])}),
-        exported.query(6, history[6], given={"user.single": ([2], None)}),
+        exported_model.query(5, history[5], given={"context.single": ([3], None), "context.number": ([1], [0.5])}),
+        exported_model.query(None, [], given={"context.single": ([2], None), "user.weighted_list": ([4, 0], [2.0, 1.0])}),
+        exported_model.query(6, history[6], given={"user.single": ([2], None)}),
     ]
     for answer, query, seen in zip(ids, queries, (history[5], [], history[6]), strict=False):
-        assert answer.item_ids == exported.best(query, seen=seen, k=6)
+        assert answer.item_ids == exported_model.best(query, seen=seen, k=6)
     assert ids.fallbacks == [None, "features", None, "popularity"]
 
 
@@ -311,8 +313,8 @@ def test_invalid_features_are_rejected_by_name(build: Build, features: dict[str,
 
 @pytest.fixture(scope="module", params=KINDS)
 def filtered(request: pytest.FixtureRequest, build: Build) -> tuple[ExportedModel, Retriever]:
-    exported, package = build(index=request.param, item_files=ITEM_FILES)
-    return exported, load(package)
+    exported_model, package = build(index=request.param, item_files=ITEM_FILES)
+    return exported_model, load(package)
 
 
 IN_TABLE = range(NUM_ITEMS - 10)
@@ -336,19 +338,19 @@ def test_a_filter_is_applied_inside_the_search(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("recsys_core.retrieval.search.MAX_EXACT_ITEMS", max_exact)
-    exported, retriever = filtered
+    exported_model, retriever = filtered
     allowed_ids = {ITEM_IDS[row] for row in allowed}
     for k in (5, NUM_ITEMS):
         answers = retriever.recommend([*USER_IDS, 1], k=k, filter=item_filter)
         for user, answer in enumerate(answers):
-            seen = _seen(exported, user) if user < NUM_USERS else set()
+            seen = _seen(exported_model, user) if user < NUM_USERS else set()
             assert len(answer.item_ids) == len({*answer.item_ids}) == min(k, len(allowed_ids - seen))
             assert {*answer.item_ids} <= allowed_ids - seen
         assert answers[-1].fallback == "popularity"
         if retriever.package.index_kind == "flat":
             for user in range(NUM_USERS):
-                query = exported.query(user, exported.log[user])
-                assert answers[user].item_ids == exported.best(query, seen=exported.log[user], k=k, allowed=allowed)
+                query = exported_model.query(user, exported_model.log[user])
+                assert answers[user].item_ids == exported_model.best(query, seen=exported_model.log[user], k=k, allowed=allowed)
 
 
 def test_a_remembered_filter_does_not_keep_the_exclusions_of_a_request(
@@ -390,15 +392,15 @@ def test_an_invalid_filter_is_rejected_by_column(build: Build, item_filter: dict
 def test_excluded_items_are_left_out_and_seen_items_come_back_on_request(
     flat, retriever: Retriever, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exported, _ = flat
-    query = exported.query(5, exported.log[5])
-    best = exported.best(query, seen=exported.log[5], k=20)
+    exported_model, _ = flat
+    query = exported_model.query(5, exported_model.log[5])
+    best = exported_model.best(query, seen=exported_model.log[5], k=20)
     for max_listed in (1_000, 2):
         monkeypatch.setattr("recsys_core.serving.retriever.MAX_LISTED_EXCLUDES", max_listed)
         answer = retriever.recommend([USER_IDS[5]], k=5, exclude=[*best[:3], best[1], best[6], "unheard of"])[0]
         assert answer.item_ids == [*best[3:6], *best[7:9]]
     again = retriever.recommend([USER_IDS[5]], k=NUM_ITEMS, exclude_seen=False)[0]
-    assert again.item_ids == exported.best(query, seen=[], k=NUM_ITEMS)
+    assert again.item_ids == exported_model.best(query, seen=[], k=NUM_ITEMS)
 
 
 def test_items_below_the_smallest_score_are_left_out(retriever: Retriever) -> None:
@@ -428,12 +430,12 @@ def test_an_answer_has_its_origin_and_the_number_of_unknown_items(retriever: Ret
 
 @pytest.mark.parametrize("index", ["flat", "hnsw", "ivf_flat", "ivf_sq8"])
 def test_vectors_of_an_answer_give_its_scores(build: Build, index: str) -> None:
-    exported, package = build(index=index, item_files=ITEM_FILES)
+    exported_model, package = build(index=index, item_files=ITEM_FILES)
     retriever = load(package)
     answers = retriever.recommend([USER_IDS[0], 1, USER_IDS[3]], k=4, with_vectors=True)
     for answer in answers:
         rows = [ITEM_IDS.index(item_id) for item_id in answer.item_ids]
-        np.testing.assert_allclose(answer.item_vectors, exported.item_vectors[rows], atol=1e-6)
+        np.testing.assert_allclose(answer.item_vectors, exported_model.item_vectors[rows], atol=1e-6)
         scores = np.array(answer.item_vectors) @ np.array(answer.query_vector)
         if answer.fallback is None:
             np.testing.assert_allclose(scores, answer.scores, atol=0.05 if index == "ivf_sq8" else 1e-5)
@@ -442,13 +444,13 @@ def test_vectors_of_an_answer_give_its_scores(build: Build, index: str) -> None:
 
 @pytest.mark.parametrize("index", ["flat", "hnsw", "ivf_flat"])
 def test_similar_items_have_the_largest_inner_products(build: Build, index: str) -> None:
-    exported, package = build(index=index, item_files=ITEM_FILES)
+    exported_model, package = build(index=index, item_files=ITEM_FILES)
     retriever = load(package)
     rows = [7, 250, 3]
     answers = retriever.similar([*(ITEM_IDS[row] for row in rows), "unheard of"], k=5, exclude=[ITEM_IDS[9]])
     for row, answer in zip(rows, answers, strict=False):
         if index == "flat":
-            assert answer.item_ids == exported.best(exported.item_vectors[row], seen=[row, 9], k=5)
+            assert answer.item_ids == exported_model.best(exported_model.item_vectors[row], seen=[row, 9], k=5)
         assert ITEM_IDS[row] not in answer.item_ids and len(answer.item_ids) == 5 and answer.error is None
     assert answers[3].error == "item_id 'unheard of' is not in the catalogue" and answers[3].item_ids == []
     allowed = FILTERS[0][1]
@@ -469,7 +471,7 @@ def test_unknown_options_are_rejected(retriever: Retriever) -> None:
 
 
 def test_a_package_without_users_answers_from_the_history_of_the_request(build: Build) -> None:
-    exported, package = build(users="none", features=(*USER_FEATURES, *CONTEXT_FEATURES))
+    exported_model, package = build(users="none", features=(*USER_FEATURES, *CONTEXT_FEATURES))
     names = {path.name for path in (package.folder / "package").iterdir()}
     assert not {"users.arrow", "users.sha256"} & names
     retriever = Retriever.load(package.folder)
@@ -482,13 +484,15 @@ def test_a_package_without_users_answers_from_the_history_of_the_request(build: 
         features={"user.single": [None, None, None, "user.single 2"]},
     )
     assert answers.fallbacks == [None, None, "popularity", None]
-    best = exported.best(exported.query(None, rows), seen=rows, k=6)
+    best = exported_model.best(exported_model.query(None, rows), seen=rows, k=6)
     assert answers[0].item_ids == answers[1].item_ids == best
-    assert answers[3].item_ids == exported.best(exported.query(None, rows, given={"user.single": ([2], None)}), seen=rows, k=6)
+    assert answers[3].item_ids == exported_model.best(
+        exported_model.query(None, rows, given={"user.single": ([2], None)}), seen=rows, k=6
+    )
 
 
 def test_the_description_of_a_package_has_its_data_and_its_metrics(flat, retriever: Retriever) -> None:
-    exported, _ = flat
+    exported_model, _ = flat
     package = retriever.package
     assert (package.dim, package.max_k, package.users, package.fallbacks) == (
         16,
@@ -496,7 +500,7 @@ def test_the_description_of_a_package_has_its_data_and_its_metrics(flat, retriev
         "stored",
         ("history", "popularity"),
     )
-    assert (package.data.num_events, package.data.num_users) == (sum(map(len, exported.log)), NUM_USERS)
+    assert (package.data.num_events, package.data.num_users) == (sum(map(len, exported_model.log)), NUM_USERS)
     recall = package.metrics["recall@20"]
     assert 0 < recall.value < 1 and recall.half_width is not None and recall.half_width > 0
 

@@ -35,7 +35,7 @@ from recsys_core.training.loop import run_training
 from recsys_core.training.warm.starting_model import Champion
 from tests.gloo import run_ranks
 from tests.recsys_core.ingest.interaction_logs import Event, ingest, write_log
-from tests.recsys_core.ingest.parquet_files import write
+from tests.recsys_core.ingest.parquet_files import write_parquet
 from tests.recsys_core.manifests.committed_stage import commit_stage
 from tests.recsys_core.training.small_model import with_optimizer
 
@@ -72,11 +72,11 @@ def prepare_run(
     log = write_log(folder / "data/log.parquet", _events(number, users=users, items=items))
     items_with_vector = [item for item in range(items) if item % 3 == 0]
     vector = np.random.default_rng(number).normal(size=(len(items_with_vector), dim)).astype(np.float32)
-    vectors = write(
+    vectors = write_parquet(
         folder / "data/vectors.parquet", item_id=[f"i{item}" for item in items_with_vector], vector=pa.array(vector.tolist())
     )
     brands = [f"brand-{(item * number) % (4 + number)}" for item in range(items)]
-    items_file = write(folder / "data/items.parquet", item_id=[f"i{item}" for item in range(items)], brand=brands)
+    items_file = write_parquet(folder / "data/items.parquet", item_id=[f"i{item}" for item in range(items)], brand=brands)
     embeddings = ingest_embeddings((EmbeddingsConfig(paths=(vectors,), vector_column="vector"),), folder=folder / "embeddings")
     interactions = ingest(
         folder / "interactions",

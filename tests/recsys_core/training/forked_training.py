@@ -217,11 +217,11 @@ def export_in_forks(
 
 
 def exported(
-    experiment: Experiment, trained: FinishedTraining, folder: Path, *, ranking: RankingSettings | None = None
+    experiment: Experiment, finished_training: FinishedTraining, folder: Path, *, ranking: RankingSettings | None = None
 ) -> ExportManifest:
     """Write the export stage of the trained model."""
     staging = folder.with_name("staging")
-    arrays = export_in_forks(experiment, checkpoint_of(trained), staging, ranking=ranking)
+    arrays = export_in_forks(experiment, checkpoint_of(finished_training), staging, ranking=ranking)
     (staging / "model.json").write_text(experiment.spec.model_dump_json())
     return commit_folder(
         staging,
@@ -256,9 +256,9 @@ def _export(rank: int, job: ExportJob) -> None:
     run_export(job, process=_process(rank))
 
 
-def checkpoint_of(trained: FinishedTraining) -> Path:
+def checkpoint_of(finished_training: FinishedTraining) -> Path:
     """Return the folder of the checkpoint that the training result names."""
-    return trained.work / CHECKPOINTS_FOLDER / trained.result.checkpoint
+    return finished_training.work / CHECKPOINTS_FOLDER / finished_training.result.checkpoint
 
 
 def without_timings(lines: list[Progress]) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ TRAINING = TrainingConfig(
     epochs=3, batch_size=128, log_every_steps=2, checkpoint_every_steps=3, keep_checkpoints=2, max_attempts=50, seed=5
 )
 NUM_STEPS = 39
-PATIENCE_S, LINES_BETWEEN = 120.0, 3
+PATIENCE_S, NUM_LINES_BETWEEN_KILLS = 120.0, 3
 
 
 class Kill(NamedTuple):
@@ -48,20 +48,22 @@ class Kill(NamedTuple):
     step: int = 0
 
 
-class Undisturbed(NamedTuple):
+class UndisturbedResult(NamedTuple):
     state: dict[str, str]
     lines: list[dict[str, Any]]
     export: dict[str, np.ndarray]
 
 
-def train_undisturbed(experiment: Experiment, folder: Path) -> Undisturbed:
-    trained = train_in_forks(experiment, folder / "work")
-    assert trained.result.num_steps == NUM_STEPS
-    export = export_in_forks(experiment, checkpoint_of(trained), folder / "export")
-    return Undisturbed(state_in(checkpoint_of(trained)), without_timings(trained.lines), export)
+def train_undisturbed(experiment: Experiment, folder: Path) -> UndisturbedResult:
+    finished_training = train_in_forks(experiment, folder / "work")
+    assert finished_training.result.num_steps == NUM_STEPS
+    export = export_in_forks(experiment, checkpoint_of(finished_training), folder / "export")
+    return UndisturbedResult(
+        state_checksums(checkpoint_of(finished_training)), without_timings(finished_training.lines), export
+    )
 
 
-def state_in(checkpoint: Path) -> dict[str, str]:
+def state_checksums(checkpoint: Path) -> dict[str, str]:
     """Return the checksums of the weights and optimizer states that each rank wrote."""
     manifest = require_manifest(checkpoint, CheckpointManifest)
     return {name: record.sha256 for name, record in manifest.files.items() if name.endswith(".distcp")}
@@ -72,21 +74,23 @@ def die(*_: Any, **__: Any) -> None:
     time.sleep(60)
 
 
-def armed(kill: Kill, call: Callable[..., Any], *, after: bool = False, when: Callable[..., bool] = lambda *_: True) -> Any:
+def killing_call(
+    kill: Kill, call: Callable[..., Any], *, after: bool = False, when: Callable[..., bool] = lambda *_: True
+) -> Any:
     """Return `call` as a function that kills this process before the call (or `after` it), once `kill.step` steps are done."""
 
-    def calls(*args: Any, **kwargs: Any) -> Any:
-        if not after and STEPS_DONE[0] >= kill.step and when(*args):
+    def call_or_die(*args: Any, **kwargs: Any) -> Any:
+        if not after and NUM_STEPS_DONE[0] >= kill.step and when(*args):
             die()
         result = call(*args, **kwargs)
-        if after and STEPS_DONE[0] >= kill.step and when(*args):
+        if after and NUM_STEPS_DONE[0] >= kill.step and when(*args):
             die()
         return result
 
-    return calls
+    return call_or_die
 
 
-STEPS_DONE = [0]
+NUM_STEPS_DONE = [0]
 
 
 def count_steps() -> None:
@@ -95,68 +99,68 @@ def count_steps() -> None:
 
     def counted_check(loss: torch.Tensor, *, step: int, **options: Any) -> None:
         check_loss(loss, step=step, **options)
-        STEPS_DONE[0] = step
+        NUM_STEPS_DONE[0] = step
 
     loop.raise_if_not_finite = counted_check  # type: ignore[assignment]
 
 
-def half_a_line(self: MetricsLog, *args: Any, **kwargs: Any) -> None:
+def write_half_a_line(self: MetricsLog, *args: Any, **kwargs: Any) -> None:
     with self._path.open("a") as file:
         file.write('{"step":')
 
 
-def half_a_folder(path: Path, **_: Any) -> None:
+def remove_half_a_folder(path: Path, **_: Any) -> None:
     """Remove one file of the checkpoint in `path` and die."""
     for file in sorted(path.glob("*")):
         file.unlink()
         die()
 
 
-def arm(kill: Kill) -> None:
+def patch_kill_point(kill: Kill) -> None:
     """Patch the call that `kill.place` names, so that it kills this process."""
     count_steps()
-    of_checkpoint = lambda path, *_: "step-" in str(path)  # noqa: E731
+    is_checkpoint = lambda path, *_: "step-" in str(path)  # noqa: E731
     match kill.place:
         case "step":
-            loop.raise_if_not_finite = armed(kill, loop.raise_if_not_finite, after=True)
+            loop.raise_if_not_finite = killing_call(kill, loop.raise_if_not_finite, after=True)
         case "staged":
-            checkpoints.async_save = armed(kill, checkpoints.async_save, after=True)
+            checkpoints.async_save = killing_call(kill, checkpoints.async_save, after=True)
         case "written":
-            os.fsync = armed(kill, os.fsync)
+            os.fsync = killing_call(kill, os.fsync)
         case "hashed":
-            stage_folder.record_file = armed(kill, stage_folder.record_file, after=True, when=of_checkpoint)
+            stage_folder.record_file = killing_call(kill, stage_folder.record_file, after=True, when=is_checkpoint)
         case "renaming":
-            Path.rename = armed(kill, Path.rename, when=of_checkpoint)
+            Path.rename = killing_call(kill, Path.rename, when=is_checkpoint)
         case "renamed":
-            Path.rename = armed(kill, Path.rename, after=True, when=of_checkpoint)
+            Path.rename = killing_call(kill, Path.rename, after=True, when=is_checkpoint)
         case "measured":
-            Validator.measure = armed(kill, Validator.measure, after=True)
+            Validator.measure = killing_call(kill, Validator.measure, after=True)
         case "line":
-            write_line, half = MetricsLog.write_line, armed(kill, half_a_line, after=True)
-            MetricsLog.write_line = lambda *args, **options: (half if STEPS_DONE[0] >= kill.step else write_line)(
-                *args, **options
-            )
+            write_line, write_half_and_die = MetricsLog.write_line, killing_call(kill, write_half_a_line, after=True)
+            MetricsLog.write_line = lambda *args, **options: (
+                write_half_and_die if NUM_STEPS_DONE[0] >= kill.step else write_line
+            )(*args, **options)
         case "removing":
-            shutil.rmtree = half_a_folder
+            shutil.rmtree = remove_half_a_folder
         case "result":
             loop.Trainer._write_result = die
         case "export":
-            RankWriter.write = armed(kill, RankWriter.write, after=True)
+            RankWriter.write = killing_call(kill, RankWriter.write, after=True)
 
 
 def train_and_die(rank: int, job: TrainJob, kill: Kill) -> None:
     if rank == kill.rank:
-        arm(kill)
+        patch_kill_point(kill)
     loop.run_training(job, process=_process(rank))
 
 
 def export_and_die(rank: int, job: ExportJob, kill: Kill) -> None:
     if rank == kill.rank:
-        arm(kill)
+        patch_kill_point(kill)
     run_export(job, process=_process(rank))
 
 
-def flow(experiment: Experiment, folder: Path) -> None:
+def run_train_stage(experiment: Experiment, folder: Path) -> None:
     """Run the train stage as the process of the flow does."""
     train(
         TrainingSetup(experiment.spec, experiment.training, experiment.loss),
@@ -169,7 +173,7 @@ def agent_below(process: psutil.Process) -> psutil.Process | None:
     return next((child for child in process.children() if "recsys_core.launching" in child.cmdline()), None)
 
 
-def lines_in(work: Path) -> int:
+def num_metrics_lines(work: Path) -> int:
     path = work / METRICS_FILE
     return len(path.read_bytes().splitlines()) if path.is_file() else 0
 
@@ -182,7 +186,7 @@ def train_through_kills(experiment: Experiment, folder: Path, *, victims: Sequen
     work = folder.with_name(folder.name + ".work")
 
     def start() -> Any:
-        process = _CONTEXT.Process(target=flow, args=(experiment, folder))
+        process = _CONTEXT.Process(target=run_train_stage, args=(experiment, folder))
         process.start()
         return process
 
@@ -190,11 +194,11 @@ def train_through_kills(experiment: Experiment, folder: Path, *, victims: Sequen
     for victim in victims:
         deadline = time.monotonic() + PATIENCE_S
         agent = None
-        while agent is None or lines_in(work) < num_lines or len(agent.children()) < 2:
+        while agent is None or num_metrics_lines(work) < num_lines or len(agent.children()) < 2:
             assert flow_process.is_alive() and time.monotonic() < deadline, f"{victim}: no {num_lines} lines in {work}"
             time.sleep(0.01)
             agent = agent_below(psutil.Process(flow_process.pid))
-        num_lines = lines_in(work) + LINES_BETWEEN
+        num_lines = num_metrics_lines(work) + NUM_LINES_BETWEEN_KILLS
         descendants = [agent, *agent.children(recursive=True)]
         if victim == "flow":
             flow_process.kill()

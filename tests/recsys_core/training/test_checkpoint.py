@@ -124,7 +124,7 @@ def save_one(rank: int, kind: str, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
+def saved_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     for kind, ranks in SAVED_BY.items():
         run_ranks(save_one, world_size=ranks, arguments=(kind, folder))
@@ -147,8 +147,8 @@ def load_all(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_tables_accumulators_and_layers_are_restored_on_other_ranks_and_with_another_sharding(saved, world_size):
-    run_ranks(load_all, world_size=world_size, arguments=(saved,))
+def test_tables_accumulators_and_layers_are_restored_on_other_ranks_and_with_another_sharding(saved_folder, world_size):
+    run_ranks(load_all, world_size=world_size, arguments=(saved_folder,))
 
 
 def load_into(rank: int, checkpoint: Path, spec: ModelSpec, message: str) -> None:
@@ -157,8 +157,8 @@ def load_into(rank: int, checkpoint: Path, spec: ModelSpec, message: str) -> Non
         restore(setup.model, setup.optimizer, checkpoint=checkpoint)
 
 
-def test_a_checkpoint_of_another_model_is_rejected_and_the_message_names_tables_and_shapes(saved):
-    checkpoint = saved / "row_wise" / checkpoint_name(NUM_STEPS)
+def test_a_checkpoint_of_another_model_is_rejected_and_the_message_names_tables_and_shapes(saved_folder):
+    checkpoint = saved_folder / "row_wise" / checkpoint_name(NUM_STEPS)
     spec = spec_of()
     user = spec.tables["user"].model_copy(update={"num_rows": spec.tables["user"].num_rows + 1})
     larger = spec.model_copy(update={"tables": spec.tables | {"user": user}})
@@ -169,9 +169,9 @@ def test_a_checkpoint_of_another_model_is_rejected_and_the_message_names_tables_
     )
 
 
-def test_each_of_120_flipped_bits_is_detected_and_the_previous_checkpoint_is_used(saved, tmp_path, caplog):
+def test_each_of_120_flipped_bits_is_detected_and_the_previous_checkpoint_is_used(saved_folder, tmp_path, caplog):
     for step in (NUM_STEPS - 1, NUM_STEPS):
-        shutil.copytree(saved / "table_wise" / checkpoint_name(NUM_STEPS), tmp_path / checkpoint_name(step))
+        shutil.copytree(saved_folder / "table_wise" / checkpoint_name(NUM_STEPS), tmp_path / checkpoint_name(step))
     newest = tmp_path / checkpoint_name(NUM_STEPS)
     files = sorted(path for path in newest.rglob("*") if path.is_file() and path.name != MARKER_NAME)
     assert {"manifest.json", ".metadata", "job.json"} <= {path.name for path in files}
@@ -197,8 +197,8 @@ def test_each_of_120_flipped_bits_is_detected_and_the_previous_checkpoint_is_use
     assert checkpoint is not None and checkpoint.folder == newest and checkpoint.best == BEST
 
 
-def test_a_half_written_checkpoint_of_an_earlier_attempt_is_ignored(saved, tmp_path):
-    saved_checkpoint = saved / "row_wise" / checkpoint_name(NUM_STEPS)
+def test_a_half_written_checkpoint_of_an_earlier_attempt_is_ignored(saved_folder, tmp_path):
+    saved_checkpoint = saved_folder / "row_wise" / checkpoint_name(NUM_STEPS)
     shutil.copytree(saved_checkpoint, tmp_path / f"{checkpoint_name(NUM_STEPS)}.tmp-1")
     shutil.copytree(saved_checkpoint, tmp_path / checkpoint_name(7))
     (tmp_path / checkpoint_name(7) / "manifest.json").unlink()
@@ -240,10 +240,10 @@ def save_behind_a_link(rank: int, folder: Path) -> None:
         saver.finish()
 
 
-def test_files_behind_a_link_are_never_removed_with_the_old_checkpoints(saved, tmp_path):
+def test_files_behind_a_link_are_never_removed_with_the_old_checkpoints(saved_folder, tmp_path):
     archive = tmp_path / "archive"
     for name in (checkpoint_name(1), checkpoint_name(2), f"{checkpoint_name(3)}.tmp-1"):
-        shutil.copytree(saved / "row_wise" / checkpoint_name(NUM_STEPS), archive / name)
+        shutil.copytree(saved_folder / "row_wise" / checkpoint_name(NUM_STEPS), archive / name)
     files = sorted(archive.rglob("*"))
     (tmp_path / "checkpoints").symlink_to(archive)
     run_ranks(save_behind_a_link, world_size=1, arguments=(tmp_path / "checkpoints",))

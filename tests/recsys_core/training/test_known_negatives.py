@@ -16,7 +16,7 @@ from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.tables.table_config import DenseOptimizer, TableOptimizer
 from recsys_core.training.config import TrainingConfig
 from recsys_core.units import DAY_US
-from tests.recsys_core.ingest.parquet_files import write
+from tests.recsys_core.ingest.parquet_files import write_parquet
 from tests.recsys_core.training.forked_training import (
     checkpoint_of,
     export_in_forks,
@@ -46,7 +46,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     genre = np.repeat(np.arange(NUM_USERS) % GENRES, ROWS_PER_USER)
     number = random.permuted(np.tile(np.arange(ITEMS_PER_GENRE), (NUM_USERS, 1)), axis=1)[:, :ROWS_PER_USER].ravel()
     is_rejected = random.random(len(number)) < np.where(number % 2, 0.8, 0.2)
-    path = write(
+    path = write_parquet(
         folder / "log.parquet",
         user_id=np.repeat(np.arange(NUM_USERS), ROWS_PER_USER),
         item_id=genre * ITEMS_PER_GENRE + number,

@@ -51,8 +51,8 @@ def training(**settings) -> TrainingConfig:
     return TRAINING.model_copy(update=settings)
 
 
-def steps_of_epoch(trained: FinishedTraining) -> int:
-    return trained.lines[0].total_steps // TRAINING.epochs
+def steps_of_epoch(finished_training: FinishedTraining) -> int:
+    return finished_training.lines[0].total_steps // TRAINING.epochs
 
 
 FORGETFUL = MODEL.model_copy(
@@ -127,8 +127,8 @@ def test_cached_tables_have_the_same_losses_as_uncached_ones(data, tmp_path):
     experiment = make_experiment(data, tmp_path / "plan", training=training(epochs=2))
     losses = {}
     for kernel in ("fused", "fused_uvm_caching"):
-        trained = train_in_forks(with_kernel(experiment, kernel, tmp_path / f"plan {kernel}"), tmp_path / kernel)
-        losses[kernel] = [line.loss for line in trained.lines]
+        finished_training = train_in_forks(with_kernel(experiment, kernel, tmp_path / f"plan {kernel}"), tmp_path / kernel)
+        losses[kernel] = [line.loss for line in finished_training.lines]
     assert losses["fused"][-1] < losses["fused"][0]
     assert losses["fused_uvm_caching"] == losses["fused"]
 
@@ -159,25 +159,25 @@ def test_training_stops_when_validation_no_longer_improves_and_the_best_epoch_is
 def test_validation_during_training_has_the_metrics_of_the_evaluation_stage(data, candidates, prefix, tmp_path):
     settings = training(epochs=2, validation=ValidationConfig(metric="recall", k=5, candidates=candidates))
     experiment = make_experiment(data, tmp_path / "plan", training=settings)
-    trained = train_in_forks(experiment, tmp_path / "work")
-    export = exported(experiment, trained, tmp_path / "export")
+    finished_training = train_in_forks(experiment, tmp_path / "work")
+    export = exported(experiment, finished_training, tmp_path / "export")
     config = EvaluationConfig(ks=(5,))
     metrics = evaluate(config, export=export, dataset=data, folder=tmp_path / "evaluation").metrics
-    assert set(trained.result.validation) == {"recall@5", "ndcg@5", "hit_rate@5"}
-    for name, value in trained.result.validation.items():
+    assert set(finished_training.result.validation) == {"recall@5", "ndcg@5", "hit_rate@5"}
+    for name, value in finished_training.result.validation.items():
         assert 0 < value < 1
         assert value == pytest.approx(metrics[f"{prefix}/{name}"], abs=1e-12)
 
 
 def test_metrics_have_step_times_and_a_profile_is_written_if_configured(data, tmp_path):
     experiment = make_experiment(data, tmp_path / "plan", training=training(profile=ProfileConfig(after_steps=3, steps=2)))
-    trained = train_in_forks(experiment, tmp_path / "work")
-    for line in trained.lines:
+    finished_training = train_in_forks(experiment, tmp_path / "work")
+    for line in finished_training.lines:
         assert set(line.ms_per_step) == {"step", "data"}
         assert line.ms_per_step["step"] > line.ms_per_step["data"] >= 0
         assert line.memory_bytes["rss"] > 2**26
     # Every rank looks up its own users and distinct items, and each row is DIM numbers of four bytes.
-    first = trained.lines[0]
+    first = finished_training.lines[0]
     queries = 2 * TRAINING.log_every_steps * TRAINING.batch_size
     least, most = queries * DIM * 4, queries * 40 * DIM * 4
     assert least < first.embedding_bytes_per_s * queries / first.samples_per_s < most
@@ -190,8 +190,10 @@ def test_metrics_have_step_times_and_a_profile_is_written_if_configured(data, tm
 def test_metrics_have_the_unfrozen_share_of_a_table_in_each_epoch(data, tmp_path):
     steps = (UnfreezeStep(epoch=2, share=0.25), UnfreezeStep(epoch=3, share=1.0))
     tables = {"item": TableConfig(transfer="gradual", unfreeze=steps)}
-    trained = train_in_forks(make_experiment(data, tmp_path / "plan", training=TRAINING, tables=tables), tmp_path / "work")
-    assert {(line.epoch, line.unfrozen["item"]) for line in trained.lines} == {(1, 0.0), (2, 0.25), (3, 1.0)}
+    finished_training = train_in_forks(
+        make_experiment(data, tmp_path / "plan", training=TRAINING, tables=tables), tmp_path / "work"
+    )
+    assert {(line.epoch, line.unfrozen["item"]) for line in finished_training.lines} == {(1, 0.0), (2, 0.25), (3, 1.0)}
 
 
 def test_bf16_comes_close_to_fp32(data, tmp_path):

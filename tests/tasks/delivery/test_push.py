@@ -52,8 +52,8 @@ def name(retriever: Retriever) -> str:
 
 def served(settings: AnyStore) -> tuple[str | None, list[str]]:
     """Return the collection of the alias, and all collections."""
-    with settings.connect() as opened:
-        return opened.target("films"), sorted(opened.collections())
+    with settings.connect() as store:
+        return store.target("films"), sorted(store.collections())
 
 
 def test_the_best_items_of_a_store_are_the_exact_ones_with_their_ids(settings: AnyStore, package: PackageManifest) -> None:
@@ -63,9 +63,9 @@ def test_the_best_items_of_a_store_are_the_exact_ones_with_their_ids(settings: A
     assert served(settings) == (name(retriever), [name(retriever)])
     query_BD = golden_vectors(retriever)
     assert len(query_BD) > 20
-    with settings.connect() as opened:
-        item_ids = opened.search(name(retriever), query_BD, 10)
-        assert opened.count(name(retriever)) == NUM_ITEMS
+    with settings.connect() as store:
+        item_ids = store.search(name(retriever), query_BD, 10)
+        assert store.count(name(retriever)) == NUM_ITEMS
     vectors = retriever.item_vectors(np.arange(NUM_ITEMS))
     for query, ids in zip(query_BD, item_ids, strict=True):
         assert ids == [ITEM_IDS[row] for row in np.argsort(-(vectors @ query), kind="stable")[:10]]
@@ -106,11 +106,11 @@ def test_both_types_of_ids_come_back_as_they_went(settings: AnyStore, ids: list[
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.eye(3, 4, dtype=np.float32).reshape(-1)), 4)
     prices = pa.array([1.0, None, float("nan")])
     items = pa.table({"item_id": ids, "price": prices, "vector": vectors})
-    with settings.connect() as opened:
-        opened.create("few", items.schema)
-        opened.add("few", items)
-        opened.finish("few")
-        found = opened.search("few", np.eye(3, 4, dtype=np.float32), 1)
+    with settings.connect() as store:
+        store.create("few", items.schema)
+        store.add("few", items)
+        store.finish("few")
+        found = store.search("few", np.eye(3, 4, dtype=np.float32), 1)
     assert found == [[item_id] for item_id in ids]
 
 
@@ -134,42 +134,42 @@ def test_another_alias_in_the_same_store_is_not_touched(settings: AnyStore, pack
         push(retriever, settings.model_copy(update={"alias": alias}), model_name="other")
     push(version(package, 2), settings, model_name="films")
     push(version(package, 3), settings, model_name="films")
-    with settings.connect() as opened:
-        assert opened.target("films_v2") == f"films_v2_v1_{retriever.space_id}"
-        assert opened.count(f"films_v2_v1_{retriever.space_id}") == NUM_ITEMS
+    with settings.connect() as store:
+        assert store.target("films_v2") == f"films_v2_v1_{retriever.space_id}"
+        assert store.count(f"films_v2_v1_{retriever.space_id}") == NUM_ITEMS
 
 
 def test_a_crash_before_the_switch_leaves_the_alias_and_the_next_push_completes(
     settings: AnyStore, package: PackageManifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, new = version(package, 1), version(package, 2)
-    push(old, settings, model_name="films")
+    old_version, new_version = version(package, 1), version(package, 2)
+    push(old_version, settings, model_name="films")
     connect = type(settings).connect
 
     @contextmanager
     def crashing(self: AnyStore) -> Iterator[VectorStore]:
-        with connect(self) as opened:
-            monkeypatch.setattr(opened, "switch", lambda alias, collection: (_ for _ in ()).throw(KeyboardInterrupt))
-            yield opened
+        with connect(self) as store:
+            monkeypatch.setattr(store, "switch", lambda alias, collection: (_ for _ in ()).throw(KeyboardInterrupt))
+            yield store
 
     monkeypatch.setattr(type(settings), "connect", crashing)
     with pytest.raises(KeyboardInterrupt):
-        push(new, settings, model_name="films")
+        push(new_version, settings, model_name="films")
     monkeypatch.setattr(type(settings), "connect", connect)
-    assert served(settings) == (name(old), [name(old), name(new)])
-    assert push(new, settings, model_name="films").num_loaded == 0
-    assert served(settings) == (name(new), [name(old), name(new)])
+    assert served(settings) == (name(old_version), [name(old_version), name(new_version)])
+    assert push(new_version, settings, model_name="films").num_loaded == 0
+    assert served(settings) == (name(new_version), [name(old_version), name(new_version)])
 
 
 def test_a_collection_that_an_interrupted_push_left_incomplete_is_loaded_again(
     settings: AnyStore, package: PackageManifest
 ) -> None:
     retriever = version(package, 1)
-    with settings.connect() as opened:
+    with settings.connect() as store:
         part = next(retriever.item_batches(20)).replace_schema_metadata()
-        opened.create(name(retriever), part.schema)
-        opened.add(name(retriever), part)
-        opened.finish(name(retriever))
+        store.create(name(retriever), part.schema)
+        store.add(name(retriever), part)
+        store.finish(name(retriever))
     assert push(retriever, settings, model_name="films").num_loaded == NUM_ITEMS
     assert served(settings)[0] == name(retriever)
 
@@ -177,36 +177,36 @@ def test_a_collection_that_an_interrupted_push_left_incomplete_is_loaded_again(
 def test_wrong_vectors_fail_the_golden_queries_and_the_alias_stays(
     settings: AnyStore, package: PackageManifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, new = version(package, 1), version(package, 2)
-    push(old, settings, model_name="films")
-    batches = new.item_batches
+    old_version, new_version = version(package, 1), version(package, 2)
+    push(old_version, settings, model_name="films")
+    batches = new_version.item_batches
 
     def shuffled(num_rows: int) -> Iterator[pa.Table]:
         for items in batches(num_rows):
             index = items.schema.get_field_index("vector")
             yield items.set_column(index, items.schema.field("vector"), items["vector"][::-1])
 
-    monkeypatch.setattr(new, "item_batches", shuffled)
+    monkeypatch.setattr(new_version, "item_batches", shuffled)
     with pytest.raises(StageError) as failure:
-        push(new, settings, model_name="films")
+        push(new_version, settings, model_name="films")
     message = str(failure.value)
-    assert f"the collection {name(new)} returns " in message and "100.0% are required" in message
-    assert f"the alias films names {name(old)}. Repeat the push with `nightjar push`" in message
-    assert served(settings)[0] == name(old)
+    assert f"the collection {name(new_version)} returns " in message and "100.0% are required" in message
+    assert f"the alias films names {name(old_version)}. Repeat the push with `nightjar push`" in message
+    assert served(settings)[0] == name(old_version)
     monkeypatch.undo()
-    assert push(new, settings, model_name="films").num_loaded == NUM_ITEMS
+    assert push(new_version, settings, model_name="films").num_loaded == NUM_ITEMS
 
 
 def test_a_served_collection_that_was_damaged_is_reported_and_stays(settings: AnyStore, package: PackageManifest) -> None:
     retriever = version(package, 1)
     push(retriever, settings, model_name="films")
-    with settings.connect() as opened:
-        opened.drop(name(retriever))
+    with settings.connect() as store:
+        store.drop(name(retriever))
         items = next(retriever.item_batches(20)).replace_schema_metadata()
-        opened.create(name(retriever), items.schema)
-        opened.add(name(retriever), items)
-        opened.finish(name(retriever))
-        opened.switch("films", name(retriever))
+        store.create(name(retriever), items.schema)
+        store.add(name(retriever), items)
+        store.finish(name(retriever))
+        store.switch("films", name(retriever))
     with pytest.raises(StageError, match=r"has 20 items, but the version has 300; the alias names this collection, so it is"):
         push(retriever, settings, model_name="films")
     assert served(settings) == (name(retriever), [name(retriever)])

@@ -35,16 +35,16 @@ def hits(rate: float, *, num_users: int = NUM_USERS) -> np.ndarray:
     return np.random.default_rng(3).random(num_users) < rate
 
 
-def verdict(new: ServedMetrics, other: ServedMetrics, *, spent_drop: float = 0.0, **config: Any) -> tuple[str, str]:
-    evidence = version_evidence(CONFIG.model_copy(update=config), new, other, label="version 7", spent_drop=spent_drop)
+def verdict(new_version: ServedMetrics, other: ServedMetrics, *, spent_drop: float = 0.0, **config: Any) -> tuple[str, str]:
+    evidence = version_evidence(CONFIG.model_copy(update=config), new_version, other, label="version 7", spent_drop=spent_drop)
     name, reasons = decide(evidence)
     return name, reasons[0]
 
 
 def test_a_version_that_loses_one_percent_is_promoted_until_earlier_promotions_have_used_up_the_margin() -> None:
-    new, champion = served(hits(0.198)), served(hits(0.2))
-    assert verdict(new, champion)[0] == "promoted"
-    name, reason = verdict(new, champion, spent_drop=0.045)
+    new_version, champion = served(hits(0.198)), served(hits(0.2))
+    assert verdict(new_version, champion)[0] == "promoted"
+    name, reason = verdict(new_version, champion, spent_drop=0.045)
     assert name == "not_promoted" and "(margin -0.5 %" in reason
 
 
@@ -54,9 +54,9 @@ def test_thirty_runs_that_lose_a_little_each_lose_at_most_the_margin_in_total(ru
     best_rate = champion_rate = 0.4
     spent_drop, num_promoted = 0.0, 0
     for _ in range(30):
-        new, champion = served(hits(0.985 * champion_rate)), served(hits(champion_rate))
+        new_version, champion = served(hits(0.985 * champion_rate)), served(hits(champion_rate))
         config = CONFIG.model_copy(update={"gate": rule})
-        evidence = version_evidence(config, new, champion, label="version 7", spent_drop=spent_drop)
+        evidence = version_evidence(config, new_version, champion, label="version 7", spent_drop=spent_drop)
         if decide(evidence)[0] == "promoted":
             spent_drop = max(0.0, spent_drop - (evidence[0].comparison.relative_difference or 0.0))
             champion_rate, num_promoted = 0.985 * champion_rate, num_promoted + 1
@@ -76,10 +76,10 @@ def test_a_version_that_is_worse_on_one_slice_alone_is_refused() -> None:
 
 
 def test_a_slice_with_too_few_users_is_reported_and_prevents_no_promotion() -> None:
-    new, champion = served(hits(0.2, num_users=5_000)), served(hits(0.2, num_users=5_000))
+    new_version, champion = served(hits(0.2, num_users=5_000)), served(hits(0.2, num_users=5_000))
     small = {"cold items": UserMetrics(np.arange(9), {name: np.zeros(9) for name in SERVED_METRICS})}
-    new, champion = (served._replace(users_by_slice=small) for served in (new, champion))
-    evidence = version_evidence(CONFIG, new, champion, label="version 7", spent_drop=0)
+    new_version, champion = (served._replace(users_by_slice=small) for served in (new_version, champion))
+    evidence = version_evidence(CONFIG, new_version, champion, label="version 7", spent_drop=0)
     assert [(item.subject, item.comparison.outcome) for item in evidence if item.comparison.outcome != "accepted"] == [
         ("recall@20 of cold items", "not_enough_data")
     ]
@@ -87,12 +87,12 @@ def test_a_slice_with_too_few_users_is_reported_and_prevents_no_promotion() -> N
 
 
 def test_slices_with_too_few_users_do_not_make_the_other_comparisons_stricter() -> None:
-    new, champion = served(hits(0.2, num_users=5_000)), served(hits(0.21, num_users=5_000))
+    new_version, champion = served(hits(0.2, num_users=5_000)), served(hits(0.21, num_users=5_000))
     few = {f"brand {brand}": UserMetrics(np.arange(9), {name: np.zeros(9) for name in SERVED_METRICS}) for brand in range(50)}
-    many = [version._replace(users_by_slice=version.users_by_slice | few) for version in (new, champion)]
+    many = [version._replace(users_by_slice=version.users_by_slice | few) for version in (new_version, champion)]
     (expected, actual) = (
         {item.subject: item.comparison for item in version_evidence(CONFIG, *versions, label="version 7", spent_drop=0)}
-        for versions in ([new, champion], many)
+        for versions in ([new_version, champion], many)
     )
     assert len(actual) == len(expected) + 50
     assert {subject: actual[subject] for subject in expected} == expected
@@ -109,15 +109,15 @@ def test_a_version_that_is_worse_on_one_guarded_feature_slice_alone_is_refused()
     worse_U = hit_U.copy()
     worse_U[:size] &= np.random.default_rng(1).random(size) < 0.7  # the brand loses three tenths of its hits
     worse_U[size + np.flatnonzero(~hit_U[size:])[: int((hit_U ^ worse_U).sum())]] = True  # the other brands gain as many
-    new, champion = (brand_slices(served(hits_U), hits_U, num_slice_users=size) for hits_U in (worse_U, hit_U))
+    new_version, champion = (brand_slices(served(hits_U), hits_U, num_slice_users=size) for hits_U in (worse_U, hit_U))
     for rule in (CONFIG.gate, Margin()):
         config = CONFIG.model_copy(update={"gate": rule})
-        compare = partial(version_evidence, config, new, champion, label="version 7", spent_drop=0)
+        compare = partial(version_evidence, config, new_version, champion, label="version 7", spent_drop=0)
         name, reasons = decide(compare(min_users_by_slice={"item.brand=red": None}))
         assert name == "not_promoted" and len(reasons) == 1
         assert reasons[0].startswith("recall@20 of item.brand=red is 0.1424, ")
         without_slices = config.model_copy(update={"guardrails": GuardrailsConfig(slices=False, metrics=())})
-        assert decide(version_evidence(without_slices, new, champion, label="version 7", spent_drop=0))[0] == "promoted"
+        assert decide(version_evidence(without_slices, new_version, champion, label="version 7", spent_drop=0))[0] == "promoted"
 
 
 @pytest.mark.parametrize(("num_slice_users", "min_users"), [(150, None), (900, 1_000), (0, None)])
@@ -127,9 +127,11 @@ def test_a_guarded_feature_slice_with_too_few_users_is_named_in_the_reasons_of_t
     champion_U = hits(0.2)
     new_U = champion_U.copy()
     new_U[: num_slice_users // 2] = False
-    new, champion = (brand_slices(served(hit_U), hit_U, num_slice_users=num_slice_users) for hit_U in (new_U, champion_U))
+    new_version, champion = (
+        brand_slices(served(hit_U), hit_U, num_slice_users=num_slice_users) for hit_U in (new_U, champion_U)
+    )
     evidence = version_evidence(
-        CONFIG, new, champion, label="version 7", spent_drop=0, min_users_by_slice={"item.brand=red": min_users}
+        CONFIG, new_version, champion, label="version 7", spent_drop=0, min_users_by_slice={"item.brand=red": min_users}
     )
     (item,) = [item for item in evidence if item.subject == "recall@20 of item.brand=red"]
     assert (item.comparison.outcome, decide(evidence)[0]) == ("not_enough_data", "promoted")
@@ -139,9 +141,11 @@ def test_a_guarded_feature_slice_with_too_few_users_is_named_in_the_reasons_of_t
 
 def test_a_feature_slice_may_be_compared_with_fewer_users_than_the_gate_needs() -> None:
     hit_U = hits(0.5)
-    new, champion = (brand_slices(served(hit_U), slice_U, num_slice_users=150) for slice_U in (np.zeros(NUM_USERS), hit_U))
+    new_version, champion = (
+        brand_slices(served(hit_U), slice_U, num_slice_users=150) for slice_U in (np.zeros(NUM_USERS), hit_U)
+    )
     evidence = version_evidence(
-        CONFIG, new, champion, label="version 7", spent_drop=0, min_users_by_slice={"item.brand=red": 100}
+        CONFIG, new_version, champion, label="version 7", spent_drop=0, min_users_by_slice={"item.brand=red": 100}
     )
     assert decide(evidence)[0] == "not_promoted"
 
@@ -176,9 +180,9 @@ def test_a_first_version_that_beats_popularity_but_not_the_nearest_neighbours_of
 
 
 def test_versions_are_compared_with_a_baseline_on_the_users_that_both_have() -> None:
-    new = served(np.ones(1_000, bool))
+    new_version = served(np.ones(1_000, bool))
     baseline = UserMetrics(np.arange(600, 2_000), {name: np.zeros(1_400) for name in SERVED_METRICS})
-    (item,) = baseline_evidence(CONFIG, new, {"popularity": baseline})
+    (item,) = baseline_evidence(CONFIG, new_version, {"popularity": baseline})
     assert (item.comparison.num_users, item.comparison.outcome) == (400, "accepted")
 
 
@@ -190,14 +194,14 @@ def test_versions_are_compared_with_a_baseline_on_the_users_that_both_have() -> 
     ],
 )
 def test_a_version_that_costs_far_more_is_refused(cost: dict[str, Any], reason: str) -> None:
-    new, champion = served(hits(0.2), **cost), served(hits(0.2))
-    assert verdict(new, champion) == ("not_promoted", reason)
-    assert verdict(new, champion, guardrails=GuardrailsConfig(max_cost_increase=3))[0] == "promoted"
+    new_version, champion = served(hits(0.2), **cost), served(hits(0.2))
+    assert verdict(new_version, champion) == ("not_promoted", reason)
+    assert verdict(new_version, champion, guardrails=GuardrailsConfig(max_cost_increase=3))[0] == "promoted"
 
 
 def test_a_cost_that_was_too_short_to_measure_prevents_no_promotion() -> None:
-    new = served(hits(0.2), cpu_ms_per_user=float("nan"))
-    evidence = version_evidence(CONFIG, new, served(hits(0.2)), label="version 7", spent_drop=0)
+    new_version = served(hits(0.2), cpu_ms_per_user=float("nan"))
+    evidence = version_evidence(CONFIG, new_version, served(hits(0.2)), label="version 7", spent_drop=0)
     assert [item.sentence for item in evidence if item.comparison.outcome == "not_enough_data" and "CPU" in item.subject] == [
         "CPU ms per user is not compared with version 7: too few users to measure it"
     ]

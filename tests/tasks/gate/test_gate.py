@@ -88,16 +88,18 @@ def test_a_new_version_is_compared_with_the_version_that_a_refit_repeats(
     do_register(stages(), run_of(workspace, "refit"))
     client = connect(workspace)
     client.set_model_version_tag("m", "2", REFIT_OF_TAG, "1")
-    made = do_register(stages(confused=True), run_of(workspace, "two"))  # as good as version 1, worse than version 2
-    assert (made.alias, aliases(client)) == ("champion", {"champion": "3"})
-    assert made.reasons[-1] == "the champion, version 2, may know the test events: it is the refit of version 1"
+    new_registration = do_register(
+        stages(confused=True), run_of(workspace, "two")
+    )  # as good as version 1, worse than version 2
+    assert (new_registration.alias, aliases(client)) == ("champion", {"champion": "3"})
+    assert new_registration.reasons[-1] == "the champion, version 2, may know the test events: it is the refit of version 1"
 
     do_register(stages(), run_of(workspace, "better"))
     client.set_model_version_tag("m", "4", REFIT_OF_TAG, "99")
-    made = do_register(stages(confused=True), run_of(workspace, "three"))
-    assert made.alias == "challenger"
+    new_registration = do_register(stages(confused=True), run_of(workspace, "three"))
+    assert new_registration.alias == "challenger"
     situation = "the champion, version 4, may know the test events: it is the refit of version 99"
-    assert made.reasons[-1] == f"{situation}, which is not in the registry any more"
+    assert new_registration.reasons[-1] == f"{situation}, which is not in the registry any more"
 
 
 def test_a_champion_with_a_flipped_bit_is_replaced_and_reported(
@@ -110,13 +112,15 @@ def test_a_champion_with_a_flipped_bit_is_replaced_and_reported(
     monkeypatch = request.getfixturevalue("monkeypatch")
     monkeypatch.setattr(version_tester, "predict_in_subprocess", in_fresh_processes)
     monkeypatch.setattr(registration, "ModelProcess", ModelProcess)
-    made = do_register(stages(), run_of(workspace, "two"), baselines=("popularity",))
-    assert (made.alias, aliases(connect(workspace))) == ("champion", {"champion": "2"})
-    assert made.reasons[0] == "no former champion loads" and made.reasons[1].endswith("of popularity")
-    assert made.alarm is not None
-    assert made.alarm.startswith("the champion, version 1, does not load (models:/m/1: does not answer in a fresh process")
-    assert made.alarm.endswith("; version 2 is champion instead")
-    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [f"m: {made.alarm}"]
+    new_registration = do_register(stages(), run_of(workspace, "two"), baselines=("popularity",))
+    assert (new_registration.alias, aliases(connect(workspace))) == ("champion", {"champion": "2"})
+    assert new_registration.reasons[0] == "no former champion loads" and new_registration.reasons[1].endswith("of popularity")
+    assert new_registration.alarm is not None
+    assert new_registration.alarm.startswith(
+        "the champion, version 1, does not load (models:/m/1: does not answer in a fresh process"
+    )
+    assert new_registration.alarm.endswith("; version 2 is champion instead")
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [f"m: {new_registration.alarm}"]
     assert version_tags(connect(workspace), "1")[LOAD_ERROR_TAG].startswith("models:/m/1: ")
 
 
@@ -135,10 +139,10 @@ def test_champions_whose_process_ends_without_answers_are_replaced_by_the_last_c
 
     monkeypatch.setattr(version_tester, "predict_in_subprocess", predict)
     monkeypatch.setattr(registration, "ModelProcess", ModelProcess)
-    made = do_register(stages(confused=True), run_of(workspace, "four"))
+    new_registration = do_register(stages(confused=True), run_of(workspace, "four"))
     client = connect(workspace)
     assert aliases(client) == {"champion": "1", "challenger": "4"}
-    assert made.alarm == (
+    assert new_registration.alarm == (
         "the champion, version 3, does not load (models:/m/3: its process ended without a readable file of answers with the "
         "column item_ids (FileNotFoundError)); version 1 is champion instead"
     )
@@ -151,10 +155,10 @@ def test_a_version_that_is_worse_than_the_last_loadable_champion_restores_that_c
     for run_id in ("one", "two"):
         do_register(stages(), run_of(workspace, run_id))
     flip_a_bit(workspace, "2")
-    worse = do_register(stages(confused=True), run_of(workspace, "three"))
+    worse_registration = do_register(stages(confused=True), run_of(workspace, "three"))
     assert aliases(connect(workspace)) == {"champion": "1", "challenger": "3"}
-    assert worse.reasons[0].endswith("of version 1")
-    assert worse.alarm is not None and worse.alarm.endswith("; version 1 is champion instead")
+    assert worse_registration.reasons[0].endswith("of version 1")
+    assert worse_registration.alarm is not None and worse_registration.alarm.endswith("; version 1 is champion instead")
     better = do_register(stages(), run_of(workspace, "four"))
     assert (better.alarm, aliases(connect(workspace))["champion"]) == (None, "4")
 
@@ -177,8 +181,8 @@ def test_where_no_version_can_be_champion_the_stage_fails_until_the_champion_loa
     assert aliases(client) == {"champion": "1", "challenger": "2"}
     assert LOAD_ERROR_TAG in version_tags(client, "1")
     shutil.copytree(kept, package_of(workspace, "1"), dirs_exist_ok=True)
-    resumed = do_register(stages(confused=True), run_of(workspace, "two"), baselines=baselines)
-    assert (resumed.version, resumed.alias, resumed.alarm) == ("2", "challenger", None)
+    resumed_registration = do_register(stages(confused=True), run_of(workspace, "two"), baselines=baselines)
+    assert (resumed_registration.version, resumed_registration.alias, resumed_registration.alarm) == ("2", "challenger", None)
     assert LOAD_ERROR_TAG not in version_tags(client, "1")
 
 
@@ -226,11 +230,13 @@ def test_with_too_few_users_not_even_the_first_version_becomes_champion(
     workspace: Path, stages: BuildStages, predicted_here: list[str]
 ) -> None:
     for run_id in ("one", "two"):
-        made = do_register(
+        new_registration = do_register(
             stages(), run_of(workspace, run_id), gate=PairedBootstrap(num_resamples=100), baselines=("popularity",)
         )
-        assert made.state_name == "NotEnoughData" and "champion" not in aliases(connect(workspace))
-        assert made.reasons[0].endswith("not compared with popularity: 30 test users, but the gate needs at least 200")
+        assert new_registration.state_name == "NotEnoughData" and "champion" not in aliases(connect(workspace))
+        assert new_registration.reasons[0].endswith(
+            "not compared with popularity: 30 test users, but the gate needs at least 200"
+        )
 
 
 def test_a_champion_of_another_catalogue_is_compared_on_the_common_items_and_the_reasons_say_so(
@@ -247,9 +253,9 @@ def test_a_champion_of_another_catalogue_is_compared_on_the_common_items_and_the
         return answers._replace(item_ids=pa.array(lists, type=answers.item_ids.type))
 
     monkeypatch.setattr(version_tester, "predict_in_subprocess", rename_first_items)
-    same = do_register(stages(), run_of(workspace, "two"))
-    assert same.metrics["champion/hit_rate@10"] == same.metrics["served/hit_rate@10"]
-    assert same.promoted and same.reasons[-1] == (
+    same_registration = do_register(stages(), run_of(workspace, "two"))
+    assert same_registration.metrics["champion/hit_rate@10"] == same_registration.metrics["served/hit_rate@10"]
+    assert same_registration.promoted and same_registration.reasons[-1] == (
         "version 1 was trained on another catalogue: 30 of 600 recommendations are items that this run does not have, and are "
         "left out of its lists"
     )

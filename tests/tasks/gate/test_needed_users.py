@@ -28,9 +28,9 @@ def interactions(tmp_path: Path) -> InteractionsManifest:
     is_test = [user < 5 for user in range(NUM_USERS)]
     return interactions_stage(
         tmp_path / "interactions",
-        train=[[0] if tests else [0, 1] for tests in is_test],
+        train=[[0] if has_test_event else [0, 1] for has_test_event in is_test],
         validation=[[]] * NUM_USERS,
-        test=[[2] if tests else [] for tests in is_test],
+        test=[[2] if has_test_event else [] for has_test_event in is_test],
         items=30,
         arrays={"event_time": np.array(times, np.int64)},
         test_days=5.0,
@@ -44,7 +44,7 @@ def test_the_days_are_the_fewest_that_have_events_of_so_many_users(
     assert days_with_users(EventStore.open(interactions), num_users) == days
 
 
-def too_few(rule: Margin | PairedBootstrap, *, num_users: int, is_guardrail: bool = False) -> Evidence:
+def evidence_of_too_few_users(rule: Margin | PairedBootstrap, *, num_users: int, is_guardrail: bool = False) -> Evidence:
     comparison = rule.compare(np.ones(num_users), np.ones(num_users), baseline="version 1")
     assert comparison.outcome == "not_enough_data"
     return Evidence(subject="recall@20", baseline="version 1", is_guardrail=is_guardrail, comparison=comparison)
@@ -66,8 +66,8 @@ def test_a_decision_without_enough_users_names_the_users_and_days_that_would_be_
 ) -> None:
     sample = prepare_sample(interactions, max_users=9, folder=tmp_path / "sample")
     evidence = [
-        too_few(Margin(min_users=min_users), num_users=5),
-        too_few(Margin(min_users=99), num_users=5, is_guardrail=True),
+        evidence_of_too_few_users(Margin(min_users=min_users), num_users=5),
+        evidence_of_too_few_users(Margin(min_users=99), num_users=5, is_guardrail=True),
     ]
     arguments = {"sample": sample, "interactions": interactions}
     assert needed_users(evidence, config=RegistryConfig(), **arguments) == (sentence,)
@@ -81,7 +81,7 @@ def test_a_sample_that_is_smaller_than_the_test_users_is_the_setting_to_change(
 ) -> None:
     sample = prepare_sample(interactions, max_users=2, folder=tmp_path / "sample")
     sentences = needed_users(
-        [too_few(Margin(min_users=4), num_users=2)],
+        [evidence_of_too_few_users(Margin(min_users=4), num_users=2)],
         config=RegistryConfig(smoke_test_users=2),
         sample=sample,
         interactions=interactions,
@@ -98,14 +98,14 @@ def test_a_bootstrap_names_the_users_that_its_margin_needs_and_so_many_users_are
         new_U = np.arange(num_users) % 2.0
         return rule.compare(new_U, 1 - new_U, baseline="version 1")  # the means are equal, but each user's values differ
 
-    few = compare(300)
-    assert few.outcome == "not_enough_data" and few.num_needed_users is not None
-    assert f"which needs about {few.num_needed_users:,}" in few.reason
-    enough = compare(few.num_needed_users + few.num_needed_users % 2)
-    assert (enough.outcome, enough.num_needed_users) == ("accepted", None)
-    assert enough.absolute_interval is not None
-    low, high = enough.absolute_interval
-    assert low < 0 < high and enough.relative_difference == 0
+    comparison_of_few = compare(300)
+    assert comparison_of_few.outcome == "not_enough_data" and comparison_of_few.num_needed_users is not None
+    assert f"which needs about {comparison_of_few.num_needed_users:,}" in comparison_of_few.reason
+    comparison_of_enough = compare(comparison_of_few.num_needed_users + comparison_of_few.num_needed_users % 2)
+    assert (comparison_of_enough.outcome, comparison_of_enough.num_needed_users) == ("accepted", None)
+    assert comparison_of_enough.absolute_interval is not None
+    low, high = comparison_of_enough.absolute_interval
+    assert low < 0 < high and comparison_of_enough.relative_difference == 0
 
 
 def test_a_margin_below_the_one_that_the_users_allow_is_reported() -> None:

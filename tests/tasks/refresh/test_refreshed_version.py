@@ -105,8 +105,8 @@ def test_a_refreshed_version_becomes_champion_with_the_lineage_of_its_parent(
     assert version.description.startswith(sentence) and version.description.endswith("The card of the model.")
     (release, _) = list_releases(client, "m")
     assert (release["parent"], release["refresh"], release["reasons"]) == ("1", counts, sentence)
-    old, new = (load_version(workspace, model_name="m", version=number).retriever for number in ("1", "2"))
-    assert new.space_id == old.space_id and new.version == "2"
+    old_retriever, new_retriever = (load_version(workspace, model_name="m", version=number).retriever for number in ("1", "2"))
+    assert new_retriever.space_id == old_retriever.space_id and new_retriever.version == "2"
     assert not (workspace / "refresh.tmp").exists()
 
 

@@ -31,8 +31,12 @@ def test_never_records_the_comparison_and_moves_no_champion_until_a_resume_promo
     tags = version_tags(client, "2")
     assert (tags["nightjar.promote"], tags["nightjar.run_reason"]) == ("never", "try a new loss")
 
-    resumed = do_register(stages(), run_of(workspace, "two"))
-    assert (resumed.version, resumed.alias, resumed.promote) == ("2", "champion", "by_gate")
+    resumed_registration = do_register(stages(), run_of(workspace, "two"))
+    assert (resumed_registration.version, resumed_registration.alias, resumed_registration.promote) == (
+        "2",
+        "champion",
+        "by_gate",
+    )
     assert aliases(client) == {"champion": "2"}
 
 
@@ -90,6 +94,6 @@ def test_a_dry_run_logs_the_metrics_and_registers_nothing_until_it_is_resumed(
     assert logged.data.metrics["test/recall_at_20"] == stages().evaluation.metrics["test/recall@20"]
     assert logged.data.tags["nightjar.run_reason"] == "look first"
 
-    resumed = do_register(stages(), run_of(workspace, "one", reason="looks good"))
-    assert (resumed.alias, resumed.mlflow_run_id) == ("champion", logged.info.run_id)
+    resumed_registration = do_register(stages(), run_of(workspace, "one", reason="looks good"))
+    assert (resumed_registration.alias, resumed_registration.mlflow_run_id) == ("champion", logged.info.run_id)
     assert client.get_run(logged.info.run_id).data.tags["nightjar.run_reason"] == "looks good"

@@ -74,21 +74,21 @@ def test_files_behind_a_link_and_stage_folders_without_a_marker_are_never_remove
     unmarked = runs[1].stage_folder(TrainManifest)
     unmarked.mkdir()
     (unmarked / "values.npy").write_bytes(b"precious")
-    before = files_below(foreign)
+    files_before = files_below(foreign)
     assert clean(workspace) == {"20260": "reduce", "20261": "reduce"}
-    assert files_below(foreign) == before and (unmarked / "values.npy").is_file()
+    assert files_below(foreign) == files_before and (unmarked / "values.npy").is_file()
     assert clean(workspace, config=RetentionConfig(keep_full_runs=1, keep_report_runs=1))["20260"] == "remove"
-    assert files_below(foreign) == before
+    assert files_below(foreign) == files_before
 
 
 def test_the_runs_of_another_workspace_behind_a_link_are_never_removed(tmp_path: Path, add_run: AddRun) -> None:
     for index in range(6):
         add_run(tmp_path / "other", f"2026{index}")
-    before = files_below(tmp_path / "other")
+    files_before = files_below(tmp_path / "other")
     (tmp_path / "workspace").mkdir()
     (tmp_path / "workspace" / "runs").symlink_to(tmp_path / "other" / "runs")
     assert clean(tmp_path / "workspace") == {}
-    assert files_below(tmp_path / "other") == before
+    assert files_below(tmp_path / "other") == files_before
 
 
 def test_files_behind_a_link_in_a_stage_of_a_reduced_run_are_kept(tmp_path: Path, add_run: AddRun) -> None:
@@ -103,9 +103,9 @@ def test_files_behind_a_link_in_a_stage_of_a_reduced_run_are_kept(tmp_path: Path
 def test_a_run_behind_an_alias_and_the_champion_of_a_whole_run_are_never_touched(tmp_path: Path, add_run: AddRun) -> None:
     for index in range(6):
         add_run(tmp_path, f"2026{index}", champion="20261" if index == 5 else None)
-    before = {run_id: files_below(run_of(tmp_path, run_id).folder) for run_id in ("20260", "20261")}
+    files_before = {run_id: files_below(run_of(tmp_path, run_id).folder) for run_id in ("20260", "20261")}
     assert clean(tmp_path, aliased={"20260"}) == {"20262": "reduce", "20263": "reduce"}
-    assert {run_id: files_below(run_of(tmp_path, run_id).folder) for run_id in before} == before
+    assert {run_id: files_below(run_of(tmp_path, run_id).folder) for run_id in files_before} == files_before
 
 
 def test_the_vocabulary_and_the_reference_data_survive_many_rejected_and_failed_runs(tmp_path: Path, add_run: AddRun) -> None:
@@ -137,10 +137,10 @@ def test_a_hard_link_of_a_newer_run_is_kept(tmp_path: Path, add_run: AddRun) -> 
 
 def test_a_run_that_a_process_works_on_is_whole_and_a_reduced_run_cannot_be_resumed(tmp_path: Path, add_run: AddRun) -> None:
     runs = [add_run(tmp_path, f"2026{index}") for index in range(4)]
-    before = files_below(runs[0].folder)
+    files_before = files_below(runs[0].folder)
     with runs[0].lock():
         assert clean(tmp_path) == {"20261": "reduce"}
-    assert files_below(runs[0].folder) - {".lock"} == before
+    assert files_below(runs[0].folder) - {".lock"} == files_before
     with (
         pytest.raises(InputError, match=r"only the manifests and reports of run 20261 are left.*start a new run"),
         runs[1].lock(),

@@ -91,8 +91,8 @@ def test_the_logged_model_has_its_own_code_and_no_pickle(
 def test_the_verdict_in_prefect_has_the_reasons_and_the_path_of_the_decision_page(
     workspace: Path, stages: BuildStages, predicted_here: list[str]
 ) -> None:
-    made = do_register(stages(), run_of(workspace, "one"))
-    page = verdict_page(made, evaluation=stages().evaluation, data_report=stages().data_report)
+    new_registration = do_register(stages(), run_of(workspace, "one"))
+    page = verdict_page(new_registration, evaluation=stages().evaluation, data_report=stages().data_report)
     assert page.startswith("## m version 1 is champion\n\nthere was no champion\n\n")
     (decision_path,) = re.findall(r"All comparisons: `(.*)`", page)
     assert "<h2>Promoted: this version is the champion</h2>" in Path(decision_path).read_text()
@@ -104,16 +104,16 @@ def test_a_worse_version_becomes_challenger_and_an_equal_one_champion(
     changes: list[AliasChange] = []
     monkeypatch.setattr(publishers.PrefectEvents, "publish", lambda _, change: changes.append(change))
     do_register(stages(), run_of(workspace, "one"))
-    worse = do_register(stages(confused=True), run_of(workspace, "two"))
-    assert (worse.version, worse.alias, worse.promoted) == ("2", "challenger", False)
-    assert worse.metrics["served/recall@20"] < worse.metrics["champion/recall@20"]
-    assert "less than 0.98 times the" in worse.reasons[0]
+    worse_registration = do_register(stages(confused=True), run_of(workspace, "two"))
+    assert (worse_registration.version, worse_registration.alias, worse_registration.promoted) == ("2", "challenger", False)
+    assert worse_registration.metrics["served/recall@20"] < worse_registration.metrics["champion/recall@20"]
+    assert "less than 0.98 times the" in worse_registration.reasons[0]
     client = connect(workspace)
     assert aliases(client) == {"champion": "1", "challenger": "2"}
-    assert version_tags(client, "2")["nightjar.reasons"] == worse.reasons[0]
+    assert version_tags(client, "2")["nightjar.reasons"] == worse_registration.reasons[0]
 
-    same = do_register(stages(), run_of(workspace, "three"))
-    assert (same.version, same.alias) == ("3", "champion")
+    same_registration = do_register(stages(), run_of(workspace, "three"))
+    assert (same_registration.version, same_registration.alias) == ("3", "champion")
     assert aliases(client) == {"champion": "3", "challenger": "2"}
     assert [(change.alias, change.old_version, change.new_version) for change in changes] == [
         ("champion", None, "1"),

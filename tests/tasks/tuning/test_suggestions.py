@@ -9,8 +9,8 @@ from tasks.tuning.suggestions import suggestions
 from tests.tasks.tuning.facts import DENSE, DENSE_ORDERED, SPARSE, SPARSE_IDS, SPARSE_UNORDERED
 
 
-def settings(facts: DataFacts, **changes: Any) -> dict[str, Any]:
-    return {item.setting: item.value for item in suggestions(facts.model_copy(update=changes))}
+def suggested_settings(facts: DataFacts, **changes: Any) -> dict[str, Any]:
+    return {suggestion.setting: suggestion.value for suggestion in suggestions(facts.model_copy(update=changes))}
 
 
 def test_a_sparse_log_with_order_and_features() -> None:
@@ -24,7 +24,7 @@ def test_a_sparse_log_with_order_and_features() -> None:
         "training.table_optimizer.lr_decay": "cosine",
         "training.dense_optimizer.lr_decay": "cosine",
     }
-    assert settings(SPARSE) == expected
+    assert suggested_settings(SPARSE) == expected
 
 
 def test_a_sparse_log_without_order_gets_an_embedding_per_user_and_keeps_the_item_vectors() -> None:
@@ -37,18 +37,18 @@ def test_a_sparse_log_without_order_gets_an_embedding_per_user_and_keeps_the_ite
         "tables.item.transfer": "residual",
         "tables.item.init_std": 0.088,
     }
-    suggested = settings(SPARSE_UNORDERED)
+    suggested = suggested_settings(SPARSE_UNORDERED)
     assert expected.items() <= suggested.items() and "model.num_members" not in suggested
-    assert not {"tables.item.transfer", "model.candidate"} & settings(SPARSE_IDS, is_ordered=False).keys()
+    assert not {"tables.item.transfer", "model.candidate"} & suggested_settings(SPARSE_IDS, is_ordered=False).keys()
 
 
 def test_a_dense_log_with_order_has_a_higher_temperature_and_a_popularity() -> None:
-    suggested = settings(DENSE_ORDERED)
+    suggested = suggested_settings(DENSE_ORDERED)
     assert (suggested["model.temperature"], suggested["model.popularity"]["kind"]) == (0.2, "learned")
     assert (suggested["loss.num_negatives"], suggested["loss.mask_negatives"]) == (2048, "seen")
     assert "model.num_members" not in suggested and "loss.negatives" not in suggested
-    assert "model.popularity" not in settings(SPARSE)
-    assert settings(SPARSE, is_ordered=False)["model.popularity"] == {"kind": "validated"}
+    assert "model.popularity" not in suggested_settings(SPARSE)
+    assert suggested_settings(SPARSE, is_ordered=False)["model.popularity"] == {"kind": "validated"}
 
 
 def test_a_dense_log_without_order_gets_a_matrix_factorisation_over_the_whole_catalogue() -> None:
@@ -63,33 +63,33 @@ def test_a_dense_log_without_order_gets_a_matrix_factorisation_over_the_whole_ca
         "model.spectral_block": {"output_dim": 64},
         "training.table_optimizer.kind": "adam",
     }
-    assert expected.items() <= settings(DENSE).items()
-    assert "loss.negatives" not in settings(DENSE, num_items=10**6)
-    assert "model.spectral_block" not in settings(DENSE, num_items=150)
+    assert expected.items() <= suggested_settings(DENSE).items()
+    assert "loss.negatives" not in suggested_settings(DENSE, num_items=10**6)
+    assert "model.spectral_block" not in suggested_settings(DENSE, num_items=150)
 
 
 def test_a_sparse_log_without_vectors_and_features_gets_vectors_from_the_log() -> None:
-    assert settings(SPARSE_IDS)["embeddings"] == [{"source": "log", "method": "spectral", "dim": 64}]
-    assert "embeddings" not in settings(SPARSE_IDS, is_ordered=False)
-    assert "embeddings" not in settings(SPARSE_IDS, has_vectors=True)  # of another table
-    assert not {"embeddings", "model.num_members"} & settings(DENSE_ORDERED).keys()
+    assert suggested_settings(SPARSE_IDS)["embeddings"] == [{"source": "log", "method": "spectral", "dim": 64}]
+    assert "embeddings" not in suggested_settings(SPARSE_IDS, is_ordered=False)
+    assert "embeddings" not in suggested_settings(SPARSE_IDS, has_vectors=True)  # of another table
+    assert not {"embeddings", "model.num_members"} & suggested_settings(DENSE_ORDERED).keys()
 
 
 def test_cold_items_with_vectors_keep_their_vectors() -> None:
-    assert settings(SPARSE, cold_share=0.5)["tables.item.transfer"] == "residual"
-    assert "tables.item.transfer" not in settings(SPARSE_IDS, cold_share=0.5)
-    assert "tables.item.transfer" not in settings(SPARSE)
+    assert suggested_settings(SPARSE, cold_share=0.5)["tables.item.transfer"] == "residual"
+    assert "tables.item.transfer" not in suggested_settings(SPARSE_IDS, cold_share=0.5)
+    assert "tables.item.transfer" not in suggested_settings(SPARSE)
 
 
 @pytest.mark.parametrize("facts", [SPARSE, SPARSE_IDS, SPARSE_UNORDERED, DENSE, DENSE_ORDERED])
 def test_every_setting_is_suggested_once_and_the_search_is_near_its_value(facts: DataFacts) -> None:
     suggested = suggestions(facts)
-    assert len({item.setting for item in suggested}) == len(suggested)
-    for item in suggested:
-        if item.search is not None and item.search.low is not None and item.search.high is not None:
-            assert item.search.low <= item.value <= item.search.high
+    assert len({suggestion.setting for suggestion in suggested}) == len(suggested)
+    for suggestion in suggested:
+        if suggestion.search is not None and suggestion.search.low is not None and suggestion.search.high is not None:
+            assert suggestion.search.low <= suggestion.value <= suggestion.search.high
 
 
 @pytest.mark.parametrize("num_events", [1, 10**10])
 def test_the_batch_size_has_bounds(num_events: int) -> None:
-    assert 256 <= settings(SPARSE, num_train_events=num_events)["training.batch_size"] <= 8192
+    assert 256 <= suggested_settings(SPARSE, num_train_events=num_events)["training.batch_size"] <= 8192

@@ -43,19 +43,19 @@ def test_chunk_size_and_number_of_threads_do_not_change_the_ranking(monkeypatch:
     query, item = (torch.tensor(random.integers(-2, 3, shape), dtype=torch.float32) for shape in ((40, 4), (30, 4)))
     seen, targets = ([random.integers(0, 30, n).tolist() for _ in range(40)] for n in (3, 4))
     queries = queries_of(query, seen=seen, targets=targets)
-    whole = rank_catalogue(queries, item_vector_ID=item, k=7)
+    whole_ranking = rank_catalogue(queries, item_vector_ID=item, k=7)
     monkeypatch.setattr(chunks, "MIN_CHUNK_QUERIES", 1)
     monkeypatch.setattr(chunks, "CHUNK_SCORES", 70)
     threads = torch.get_num_threads()
     for count in (1, 3):
         torch.set_num_threads(count)
         try:
-            small = rank_catalogue(queries, item_vector_ID=item, k=7)
+            small_ranking = rank_catalogue(queries, item_vector_ID=item, k=7)
             assert torch.get_num_threads() == count
         finally:
             torch.set_num_threads(threads)
-        np.testing.assert_array_equal(whole.position_T, small.position_T)
-        np.testing.assert_array_equal(whole.top_BK, small.top_BK)
+        np.testing.assert_array_equal(whole_ranking.position_T, small_ranking.position_T)
+        np.testing.assert_array_equal(whole_ranking.top_BK, small_ranking.top_BK)
 
 
 def test_a_catalogue_of_many_blocks_is_ranked_exactly() -> None:
@@ -85,9 +85,9 @@ def test_top_lists_alone_equal_those_of_the_full_ranking(seed: int, held: int, t
         patch.setattr(chunks, "BOUND_COLUMNS", held)
         patch.setattr(chunks, "TILE_COLUMNS", tile)
         top = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=k, top_only=True)
-        full = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=k)
-    np.testing.assert_array_equal(top.top_BK, full.top_BK)
-    np.testing.assert_array_equal(top.position_T, np.where(full.position_T < k, full.position_T, 50))
+        full_ranking = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=k)
+    np.testing.assert_array_equal(top.top_BK, full_ranking.top_BK)
+    np.testing.assert_array_equal(top.position_T, np.where(full_ranking.position_T < k, full_ranking.position_T, 50))
 
 
 @settings(deadline=None, max_examples=50)

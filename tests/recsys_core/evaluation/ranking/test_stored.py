@@ -29,10 +29,10 @@ def export(tmp_path: Path) -> ExportManifest:
 
 def test_a_ranking_that_is_read_equals_the_computed_one(export: ExportManifest) -> None:
     ranking = rank_catalogue(KNOWN_QUERIES, item_vector_ID=KNOWN_QUERIES.query_BD.new_tensor(ITEMS), k=3)
-    stored = StoredRanking(export, split="test", is_cold=False).read(KNOWN_QUERIES, num_items=9)
+    stored_ranking = StoredRanking(export, split="test", is_cold=False).read(KNOWN_QUERIES, num_items=9)
     for field in ("query_T", "item_T", "position_T", "num_candidates_B", "top_BK"):
-        np.testing.assert_array_equal(getattr(stored, field), getattr(ranking, field))
-    assert (stored.num_seen_targets, stored.num_items) == (ranking.num_seen_targets, 9) == (1, 9)
+        np.testing.assert_array_equal(getattr(stored_ranking, field), getattr(ranking, field))
+    assert (stored_ranking.num_seen_targets, stored_ranking.num_items) == (ranking.num_seen_targets, 9) == (1, 9)
     assert StoredRanking(export, split="test", is_cold=True).read(KNOWN_QUERIES, num_items=9).top_BK.shape == (4, 0)
 
 
@@ -42,17 +42,19 @@ def test_a_ranking_of_another_log_is_rejected(export: ExportManifest) -> None:
         r"ranking_test_positions\.npy: the ranking has 4 users and 4 targets, but the log has 3 known users with 3 targets"
     )
     with pytest.raises(StageError, match=message):
-        stored = StoredRanking(export, split="test", is_cold=False)
-        stored.read(other, num_items=9)
-        stored.check_end()
+        stored_ranking = StoredRanking(export, split="test", is_cold=False)
+        stored_ranking.read(other, num_items=9)
+        stored_ranking.check_end()
 
 
 def test_a_ranking_is_read_in_chunks_until_its_end(export: ExportManifest) -> None:
-    whole = StoredRanking(export, split="test", is_cold=False).read(KNOWN_QUERIES, num_items=9)
-    stored = StoredRanking(export, split="test", is_cold=False)
-    chunks = [stored.read(KNOWN_QUERIES.take(np.array(indices)), num_items=9) for indices in ([0, 1, 2], [3])]
-    stored.check_end()
+    whole_ranking = StoredRanking(export, split="test", is_cold=False).read(KNOWN_QUERIES, num_items=9)
+    stored_ranking = StoredRanking(export, split="test", is_cold=False)
+    chunks = [stored_ranking.read(KNOWN_QUERIES.take(np.array(indices)), num_items=9) for indices in ([0, 1, 2], [3])]
+    stored_ranking.check_end()
     for field in ("position_T", "top_BK", "num_candidates_B"):
-        np.testing.assert_array_equal(np.concatenate([getattr(chunk, field) for chunk in chunks]), getattr(whole, field))
+        np.testing.assert_array_equal(
+            np.concatenate([getattr(chunk, field) for chunk in chunks]), getattr(whole_ranking, field)
+        )
     with pytest.raises(StageError, match="has 4 users and 4 targets, but the log has 8 known users with 8 targets; repeat"):
-        stored.read(KNOWN_QUERIES, num_items=9)
+        stored_ranking.read(KNOWN_QUERIES, num_items=9)

@@ -14,7 +14,7 @@ from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.ingest.vectors.ingest import ingest_embeddings
 from recsys_core.manifests import Dataset, EmbeddingsManifest, FeaturesManifest
 from tests.recsys_core.ingest.interactions_with_context import write_interactions
-from tests.recsys_core.ingest.parquet_files import refuses, write
+from tests.recsys_core.ingest.parquet_files import assert_rejects, write_parquet
 
 ITEMS = [10, 11, 12, 13, 14]
 LOG = [([0, 1, 2], [3], [1]), ([1], [], [0])]
@@ -24,7 +24,7 @@ def embed(folder: Path, **tables: Any) -> EmbeddingsManifest:
     """Ingest vectors [1], [2], ... for the ids of each table. tables: ids by table name, with __ for the dot in the name."""
     entries = []
     for name, ids in tables.items():
-        path = write(folder / f"{name}.parquet", item_id=pa.array(ids), v=[[1.0 + row] for row in range(len(ids))])
+        path = write_parquet(folder / f"{name}.parquet", item_id=pa.array(ids), v=[[1.0 + row] for row in range(len(ids))])
         entries.append(EmbeddingsConfig(paths=path, vector_column="v", table=name.replace("__", ".")))
     return ingest_embeddings(entries, folder=folder / "embeddings")
 
@@ -40,7 +40,7 @@ def ingest(
     """Ingest features of items that have `columns`."""
     log = folder / f"{name}.log"
     interactions = write_interactions(log, users=["ann", "bob"], items=ITEMS, log=LOG)
-    table = write(folder / f"{name}.items.parquet", id=ITEMS, **columns)
+    table = write_parquet(folder / f"{name}.items.parquet", id=ITEMS, **columns)
     config = {"items": {"paths": table, "id_column": "id", "features": features}}
     return ingest_features(
         FeaturesConfig.model_validate(config), dataset=Dataset(interactions, embeddings), previous=previous,
@@ -117,9 +117,9 @@ def test_vectors_of_an_unsuitable_feature_are_rejected(
     embeddings = embed(tmp_path / "vectors", **{table: ids})
     (tmp_path / "run").mkdir()
     interactions = write_interactions(tmp_path / "log", users=["ann", "bob"], items=ITEMS, log=LOG)
-    path = write(tmp_path / "items.parquet", id=ITEMS, **BRANDS)
+    path = write_parquet(tmp_path / "items.parquet", id=ITEMS, **BRANDS)
     config = FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id", "features": [feature]}})
-    refuses(
+    assert_rejects(
         lambda folder: ingest_features(
             config, dataset=Dataset(interactions, embeddings), previous=None, memory_limit="200MB", threads=1, folder=folder
         ),

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from recsys_core.manifests import FeaturesManifest
 from recsys_core.training.warm.starting_model import match_rows_by_value
 from tests.recsys_core.ingest.features.test_ingest import ITEMS, ingest, items, rows_of, stage, vocabulary
-from tests.recsys_core.ingest.parquet_files import write
+from tests.recsys_core.ingest.parquet_files import write_parquet
 
 
 def run(folder: Path, brands: list[Any], *, max_rows: int, previous: FeaturesManifest | None = None) -> FeaturesManifest:
     """Ingest the brands of the five items."""
-    path = write(folder / "items.parquet", id=ITEMS, brand=pa.array(brands, pa.string()))
+    path = write_parquet(folder / "items.parquet", id=ITEMS, brand=pa.array(brands, pa.string()))
     feature = {"name": "brand", "max_rows": max_rows}
     return ingest(folder / "features", stage(folder / "log"), previous=previous, **items(path, feature))
 
@@ -35,36 +35,38 @@ def test_only_the_most_frequent_values_have_rows(tmp_path: Path) -> None:
 
 
 def test_a_more_frequent_value_takes_the_row_of_the_rarest_one(tmp_path: Path) -> None:
-    first = run(tmp_path / "1", ["a", "a", "b", "b", "c"], max_rows=2)
-    assert values_of(first) == [None, "a", "b"]
-    second = run(tmp_path / "2", ["c", "c", "b", "d", "d"], max_rows=2, previous=first)
-    assert vocabulary(second, "item.brand") == [(None, 1), ("c", 2), ("d", 2)], "b and a are rarer, and leave rows 2 and 1"
-    facts = second.features["item.brand"]
+    first_run = run(tmp_path / "1", ["a", "a", "b", "b", "c"], max_rows=2)
+    assert values_of(first_run) == [None, "a", "b"]
+    second_run = run(tmp_path / "2", ["c", "c", "b", "d", "d"], max_rows=2, previous=first_run)
+    assert vocabulary(second_run, "item.brand") == [(None, 1), ("c", 2), ("d", 2)], "b and a are rarer, and leave rows 2 and 1"
+    facts = second_run.features["item.brand"]
     assert (facts.is_continued, facts.num_new_values, facts.num_evicted_values, facts.num_rows) == (True, 2, 2, 3)
-    third = run(tmp_path / "3", ["e", "e", "d", "d", "d"], max_rows=2, previous=second)
-    assert vocabulary(third, "item.brand") == [(None, 0), ("e", 2), ("d", 3)], "d keeps its row"
+    third_run = run(tmp_path / "3", ["e", "e", "d", "d", "d"], max_rows=2, previous=second_run)
+    assert vocabulary(third_run, "item.brand") == [(None, 0), ("e", 2), ("d", 3)], "d keeps its row"
 
 
 def test_between_equal_counts_the_value_with_a_row_stays(tmp_path: Path) -> None:
-    first = run(tmp_path / "1", ["b", "b", "b", "b", "b"], max_rows=1)
-    second = run(tmp_path / "2", ["a", "a", "b", "b", None], max_rows=1, previous=first)
-    assert vocabulary(second, "item.brand") == [(None, 3), ("b", 2)], "row 0 has both a and the null"
-    assert second.features["item.brand"].num_evicted_values == 0
+    first_run = run(tmp_path / "1", ["b", "b", "b", "b", "b"], max_rows=1)
+    second_run = run(tmp_path / "2", ["a", "a", "b", "b", None], max_rows=1, previous=first_run)
+    assert vocabulary(second_run, "item.brand") == [(None, 3), ("b", 2)], "row 0 has both a and the null"
+    assert second_run.features["item.brand"].num_evicted_values == 0
 
 
 def test_a_warm_start_carries_over_the_rows_of_the_same_values_alone(tmp_path: Path) -> None:
-    first = run(tmp_path / "1", ["a", "a", "b", "b", "c"], max_rows=2)
-    second = run(tmp_path / "2", ["c", "c", "a", "c", "a"], max_rows=2, previous=first)
-    assert values_of(second) == [None, "a", "c"]
-    champion_row = match_rows_by_value(*(pa.chunked_array([pa.array(values_of(run), pa.string())]) for run in (second, first)))
+    first_run = run(tmp_path / "1", ["a", "a", "b", "b", "c"], max_rows=2)
+    second_run = run(tmp_path / "2", ["c", "c", "a", "c", "a"], max_rows=2, previous=first_run)
+    assert values_of(second_run) == [None, "a", "c"]
+    champion_row = match_rows_by_value(
+        *(pa.chunked_array([pa.array(values_of(run), pa.string())]) for run in (second_run, first_run))
+    )
     assert champion_row.tolist() == [0, 1, -1], "the row that c took from b starts again"
 
 
 def test_another_limit_starts_a_new_vocabulary(tmp_path: Path) -> None:
-    first = run(tmp_path / "1", ["a", "b", "b", "c", "c"], max_rows=3)
-    second = run(tmp_path / "2", ["a", "b", "b", "c", "c"], max_rows=1, previous=first)
-    assert values_of(second) == [None, "b"]
-    assert not second.features["item.brand"].is_continued
+    first_run = run(tmp_path / "1", ["a", "b", "b", "c", "c"], max_rows=3)
+    second_run = run(tmp_path / "2", ["a", "b", "b", "c", "c"], max_rows=1, previous=first_run)
+    assert values_of(second_run) == [None, "b"]
+    assert not second_run.features["item.brand"].is_continued
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3])

@@ -20,7 +20,7 @@ from recsys_core.manifests import Dataset, FeaturesManifest, InteractionsManifes
 from tests.recsys_core.ingest.interaction_logs import ingest as ingest_log
 from tests.recsys_core.ingest.interaction_logs import write_log
 from tests.recsys_core.ingest.interactions_with_context import write_interactions
-from tests.recsys_core.ingest.parquet_files import write
+from tests.recsys_core.ingest.parquet_files import write_parquet
 
 LOG = [([0, 1, 2], [3], [1]), ([1], [], [0]), ([2, 0], [], [])]
 USERS = ["ann", "bob", "cat"]
@@ -71,7 +71,7 @@ def vocabulary(manifest: FeaturesManifest, key: str) -> list[tuple[Any, int]]:
 
 
 def test_a_vocabulary_is_sorted_by_count_and_row_zero_is_out_of_vocabulary(tmp_path: Path) -> None:
-    path = write(tmp_path / "i.parquet", id=[12, 10, 99, 13, 11], genre=["rock", "pop", "metal", None, "rock"])
+    path = write_parquet(tmp_path / "i.parquet", id=[12, 10, 99, 13, 11], genre=["rock", "pop", "metal", None, "rock"])
     manifest = ingest(tmp_path / "features", stage(tmp_path / "log"), **items(path, {"name": "genre"}))
     assert vocabulary(manifest, "item.genre") == [(None, 1), ("rock", 2), ("pop", 1)]
     assert rows_of(manifest, "item.genre") == [2, 1, 1, 0, 0]
@@ -88,7 +88,7 @@ def test_a_vocabulary_is_sorted_by_count_and_row_zero_is_out_of_vocabulary(tmp_p
 
 
 def test_values_below_min_count_are_out_of_vocabulary_and_counted(tmp_path: Path) -> None:
-    path = write(tmp_path / "i.parquet", id=ITEMS, brand=[7, 7, 8, 8, 9])
+    path = write_parquet(tmp_path / "i.parquet", id=ITEMS, brand=[7, 7, 8, 8, 9])
     manifest = ingest(tmp_path / "features", stage(tmp_path / "log"), **items(path, {"name": "brand", "min_count": 2}))
     assert vocabulary(manifest, "item.brand") == [(None, 1), (7, 2), (8, 2)]
     assert rows_of(manifest, "item.brand") == [1, 1, 2, 2, 0]
@@ -97,7 +97,7 @@ def test_values_below_min_count_are_out_of_vocabulary_and_counted(tmp_path: Path
 
 def test_lists_keep_their_order_nulls_are_row_zero_and_long_lists_are_cut(tmp_path: Path) -> None:
     tags = [["b", "a", "b"], None, [], ["a", None], ["c", "b", "a", "a"]]
-    path = write(tmp_path / "i.parquet", id=ITEMS, tags=pa.array(tags, pa.list_(pa.string())))
+    path = write_parquet(tmp_path / "i.parquet", id=ITEMS, tags=pa.array(tags, pa.list_(pa.string())))
     manifest = ingest(
         tmp_path / "features", stage(tmp_path / "log"), **items(path, {"name": "tags", "kind": "list", "max_values": 3})
     )
@@ -114,7 +114,7 @@ def test_lists_keep_their_order_nulls_are_row_zero_and_long_lists_are_cut(tmp_pa
 
 
 def test_weights_stay_next_to_their_values(tmp_path: Path) -> None:
-    path = write(tmp_path / "u.parquet", who=["cat", "ann"], likes=[[5, 6], [6]], much=[[0.5, 2.0], [1.5]])
+    path = write_parquet(tmp_path / "u.parquet", who=["cat", "ann"], likes=[[5, 6], [6]], much=[[0.5, 2.0], [1.5]])
     feature = {"name": "likes", "kind": "weighted_list", "weight_column": "much"}
     config = {"users": {"paths": path, "id_column": "who", "features": [feature]}}
     manifest = ingest(tmp_path / "features", stage(tmp_path / "log"), **config)
@@ -124,7 +124,7 @@ def test_weights_stay_next_to_their_values(tmp_path: Path) -> None:
 
 
 def test_numbers_go_into_the_buckets_that_the_config_bounds(tmp_path: Path) -> None:
-    path = write(tmp_path / "i.parquet", id=ITEMS, price=[0.5, 1.0, 99.0, None, float("nan")])
+    path = write_parquet(tmp_path / "i.parquet", id=ITEMS, price=[0.5, 1.0, 99.0, None, float("nan")])
     manifest = ingest(
         tmp_path / "features",
         stage(tmp_path / "log"),
@@ -137,14 +137,16 @@ def test_numbers_go_into_the_buckets_that_the_config_bounds(tmp_path: Path) -> N
 def test_buckets_are_equally_full_on_what_training_sees(tmp_path: Path) -> None:
     log = [([row], [], []) for row in range(8)]
     interactions = write_interactions(tmp_path / "log", users=list("abcdefgh"), items=list(range(9)), log=log)
-    path = write(tmp_path / "i.parquet", id=list(range(9)), price=[8, 1, 7, 2, 6, 3, 5, 4, 1000])  # 8 is never trained on
+    path = write_parquet(
+        tmp_path / "i.parquet", id=list(range(9)), price=[8, 1, 7, 2, 6, 3, 5, 4, 1000]
+    )  # 8 is never trained on
     manifest = ingest(tmp_path / "features", interactions, **items(path, {"name": "price", "kind": "numeric", "buckets": 4}))
     assert manifest.features["item.price"].boundaries == (3.0, 5.0, 7.0)
     assert rows_of(manifest, "item.price") == [4, 1, 4, 1, 3, 2, 3, 2, 4]
 
 
 def test_a_frequent_number_fills_a_bucket_alone(tmp_path: Path) -> None:
-    path = write(tmp_path / "i.parquet", id=ITEMS, price=[0.0, 0.0, 0.0, 2.0, 3.0])
+    path = write_parquet(tmp_path / "i.parquet", id=ITEMS, price=[0.0, 0.0, 0.0, 2.0, 3.0])
     log = [([0, 1, 2, 3, 4], [], [])] * 3
     manifest = ingest(
         tmp_path / "features",
@@ -156,7 +158,7 @@ def test_a_frequent_number_fills_a_bucket_alone(tmp_path: Path) -> None:
 
 
 def test_a_hash_needs_no_vocabulary_and_stays_the_same(tmp_path: Path) -> None:
-    path = write(tmp_path / "i.parquet", id=ITEMS, brand=["a", "b", "a", None, "émile"])
+    path = write_parquet(tmp_path / "i.parquet", id=ITEMS, brand=["a", "b", "a", None, "émile"])
     manifest = ingest(tmp_path / "features", stage(tmp_path / "log"), **items(path, {"name": "brand", "hash_rows": 1000}))
     digest = {value: hashlib.md5(value.encode()).digest() for value in ("a", "b", "émile")}
     row = {value: 1 + int.from_bytes(half[8:], "little") % 1000 for value, half in digest.items()}
@@ -182,7 +184,7 @@ def test_the_context_is_counted_on_training_events_alone(tmp_path: Path) -> None
 def test_a_workspace_in_a_folder_named_like_a_column_is_read_like_any_other(tmp_path: Path) -> None:
     folder = tmp_path / "device=tv" / "id=7" / "value=a"
     interactions = stage(folder / "log", context={"device": ["tv", "app"] * 4 + ["car"]})
-    brands = write(tmp_path / "brands.parquet", sku=ITEMS, brand=["a", "a", "b", "c", "c"])
+    brands = write_parquet(tmp_path / "brands.parquet", sku=ITEMS, brand=["a", "a", "b", "c", "c"])
     settings = {
         "items": {"paths": brands, "id_column": "sku", "features": [{"name": "brand"}]},
         "context": [{"name": "device"}],
@@ -195,8 +197,8 @@ def test_a_workspace_in_a_folder_named_like_a_column_is_read_like_any_other(tmp_
 
 def test_a_value_keeps_its_row_in_later_runs(tmp_path: Path) -> None:
     log = stage(tmp_path / "log")
-    first = write(tmp_path / "1.parquet", id=ITEMS, brand=["a", "a", "b", "c", "c"], price=[1, 2, 3, 4, 5])
-    second = write(tmp_path / "2.parquet", id=ITEMS, brand=["b", "d", "d", "d", "c"], price=[10, 20, 30, 40, 50])
+    first = write_parquet(tmp_path / "1.parquet", id=ITEMS, brand=["a", "a", "b", "c", "c"], price=[1, 2, 3, 4, 5])
+    second = write_parquet(tmp_path / "2.parquet", id=ITEMS, brand=["b", "d", "d", "d", "c"], price=[10, 20, 30, 40, 50])
     features = ({"name": "brand"}, {"name": "price", "kind": "numeric", "buckets": 2})
     earlier = ingest(tmp_path / "run1", log, **items(first, *features))
     assert not earlier.features["item.brand"].is_continued
@@ -210,11 +212,11 @@ def test_a_value_keeps_its_row_in_later_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("why", ["another lineage", "another definition", "a damaged vocabulary"])
 def test_a_vocabulary_is_rebuilt_after_a_change(tmp_path: Path, why: str) -> None:
     log = stage(tmp_path / "log")
-    path = write(tmp_path / "i.parquet", id=ITEMS, brand=["a", "a", "b", "b", "b"], kin=["a", "a", "b", "b", "b"])
+    path = write_parquet(tmp_path / "i.parquet", id=ITEMS, brand=["a", "a", "b", "b", "b"], kin=["a", "a", "b", "b", "b"])
     earlier = ingest(
         tmp_path / "run1",
         log,
-        **items(write(tmp_path / "1.parquet", id=ITEMS, brand=["a", "a", "a", "b", "c"]), {"name": "brand"}),
+        **items(write_parquet(tmp_path / "1.parquet", id=ITEMS, brand=["a", "a", "a", "b", "c"]), {"name": "brand"}),
     )
     feature = {"name": "brand"}
     if why == "another lineage":
@@ -230,11 +232,11 @@ def test_a_vocabulary_is_rebuilt_after_a_change(tmp_path: Path, why: str) -> Non
 
 def test_the_same_input_is_not_read_again_and_a_changed_one_is(tmp_path: Path) -> None:
     log = stage(tmp_path / "log")
-    path = write(tmp_path / "i.parquet", id=ITEMS, brand=["a"] * 5)
+    path = write_parquet(tmp_path / "i.parquet", id=ITEMS, brand=["a"] * 5)
     config = items(path, {"name": "brand"})
     manifest = ingest(tmp_path / "features", log, **config)
     assert ingest(tmp_path / "features", log, **config) == manifest
-    write(tmp_path / "i.parquet", id=ITEMS, brand=["a", "b"] + ["a"] * 3)
+    write_parquet(tmp_path / "i.parquet", id=ITEMS, brand=["a", "b"] + ["a"] * 3)
     assert ingest(tmp_path / "features", log, **config).fingerprint != manifest.fingerprint
 
 
@@ -252,7 +254,7 @@ def test_random_features_are_stored_unchanged(tmp_path_factory: pytest.TempPathF
     tags = data.draw(st.lists(st.none() | st.lists(values, max_size=4), min_size=count, max_size=count))
     price = data.draw(st.lists(numbers, min_size=count, max_size=count))
     min_count = data.draw(st.integers(1, 2))
-    path = write(
+    path = write_parquet(
         folder / "i.parquet", row_group=3, id=described, brand=pa.array(brand, pa.string()),
         tags=pa.array(tags, pa.list_(pa.string())), price=pa.array(price, pa.float32()),
     )  # fmt: skip
@@ -303,7 +305,7 @@ def test_the_context_follows_the_events_of_a_real_log(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("features", [[], [{"name": "genre"}]])
 def test_titles_of_items_are_stored_by_row_with_or_without_features(tmp_path: Path, features: list[dict[str, Any]]) -> None:
-    path = write(tmp_path / "i.parquet", id=[12, 10, 99], title=["Ω", None, "other"], genre=["rock", "pop", "pop"])
+    path = write_parquet(tmp_path / "i.parquet", id=[12, 10, 99], title=["Ω", None, "other"], genre=["rock", "pop", "pop"])
     table = {"paths": path, "id_column": "id", "title_column": "title", "features": features}
     interactions = stage(tmp_path / "log")
     manifest = ingest(tmp_path / "features", interactions, items=table)
@@ -315,7 +317,7 @@ def test_titles_of_items_are_stored_by_row_with_or_without_features(tmp_path: Pa
 
 def test_filter_columns_are_stored_by_row_in_their_types(tmp_path: Path) -> None:
     zone = timezone(timedelta(hours=2))
-    path = write(
+    path = write_parquet(
         tmp_path / "i.parquet",
         id=[12, 10, 99],
         price=[1.5, None, 3.0],

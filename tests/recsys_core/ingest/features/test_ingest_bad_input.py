@@ -11,7 +11,7 @@ from recsys_core.ingest.features.config import FeatureConfig, FeaturesConfig
 from recsys_core.ingest.features.ingest import ingest_features
 from recsys_core.manifests import Dataset
 from tests.recsys_core.ingest.interactions_with_context import write_interactions
-from tests.recsys_core.ingest.parquet_files import damage_data, refuses, write
+from tests.recsys_core.ingest.parquet_files import assert_rejects, damage_data, write_parquet
 
 LOG = [([0, 1, 2], [], [1]), ([1], [], [0])]
 LIST, WEIGHTS = pa.list_(pa.string()), pa.list_(pa.float64())
@@ -20,9 +20,9 @@ LIST, WEIGHTS = pa.list_(pa.string()), pa.list_(pa.float64())
 def assert_rejected(folder: Path, *words: str, features: list[dict[str, Any]], path: str | None = None, **columns: Any) -> None:
     """Assert that the item table with `columns` is rejected with `words`. Without an id column its ids are 10 to 12."""
     interactions = write_interactions(folder / "log", users=["ann", "bob"], items=[10, 11, 12], log=LOG)
-    path = path or write(folder / "items.parquet", **({"id": [10, 11, 12]} | columns))
+    path = path or write_parquet(folder / "items.parquet", **({"id": [10, 11, 12]} | columns))
     config = FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id", "features": features}})
-    refuses(
+    assert_rejects(
         lambda out: ingest_features(
             config, dataset=Dataset(interactions), previous=None, memory_limit="200MB", threads=1, folder=out
         ),
@@ -52,7 +52,11 @@ def test_a_missing_column_names_the_feature_and_the_nearest_column(tmp_path: Pat
 
 def test_a_missing_id_column_is_named(tmp_path: Path) -> None:
     assert_rejected(
-        tmp_path, "'id'", "features.items.id_column", features=BRAND, path=write(tmp_path / "items.parquet", brand=["a"])
+        tmp_path,
+        "'id'",
+        "features.items.id_column",
+        features=BRAND,
+        path=write_parquet(tmp_path / "items.parquet", brand=["a"]),
     )
 
 
@@ -74,8 +78,8 @@ def test_a_column_type_that_does_not_fit_the_feature_kind_is_rejected(
 
 
 def test_files_with_different_types_are_rejected(tmp_path: Path) -> None:
-    write(tmp_path / "data" / "a.parquet", id=[10], brand=[1])
-    write(tmp_path / "data" / "b.parquet", id=[11], brand=["x"])
+    write_parquet(tmp_path / "data" / "a.parquet", id=[10], brand=[1])
+    write_parquet(tmp_path / "data" / "b.parquet", id=[11], brand=["x"])
     path = str(tmp_path / "data" / "*.parquet")
     assert_rejected(
         tmp_path,
@@ -116,11 +120,11 @@ def test_an_id_that_occurs_twice_is_rejected_even_in_two_files(tmp_path: Path) -
         id=[11, 10, 11],
         brand=["a"] * 3,
     )
-    write(tmp_path / "data" / "a.parquet", id=["10", "it's"], brand=[1, 2])
-    write(tmp_path / "data" / "b.parquet", id=["it's"], brand=[3])
+    write_parquet(tmp_path / "data" / "a.parquet", id=["10", "it's"], brand=[1, 2])
+    write_parquet(tmp_path / "data" / "b.parquet", id=["it's"], brand=[3])
     interactions = write_interactions(tmp_path / "log2", users=[1], items=["10", "it's"], log=[([0, 1], [], [1])])
     config = {"items": {"paths": str(tmp_path / "data" / "*.parquet"), "id_column": "id", "features": BRAND}}
-    refuses(
+    assert_rejects(
         lambda out: ingest_features(
             FeaturesConfig.model_validate(config),
             dataset=Dataset(interactions), previous=None, memory_limit="200MB", threads=1, folder=out,
@@ -196,7 +200,7 @@ def test_weights_that_are_not_a_list_of_numbers_are_rejected(tmp_path: Path) -> 
 
 
 def test_a_damaged_file_is_rejected(tmp_path: Path) -> None:
-    path = write(tmp_path / "items.parquet", id=list(range(1000)), brand=[f"b{row}" for row in range(1000)])
+    path = write_parquet(tmp_path / "items.parquet", id=list(range(1000)), brand=[f"b{row}" for row in range(1000)])
     damage_data(path)
     assert_rejected(tmp_path, "the features: ", features=BRAND, path=path)
 
@@ -266,9 +270,9 @@ def test_declared_features_have_names_of_their_own(config: dict[str, Any], words
 
 def test_titles_must_be_text_and_a_table_has_titles_or_features(tmp_path: Path) -> None:
     interactions = write_interactions(tmp_path / "log", users=["ann", "bob"], items=[10, 11, 12], log=LOG)
-    path = write(tmp_path / "items.parquet", id=[10, 11, 12], title=[1.5, 2.5, 3.5])
+    path = write_parquet(tmp_path / "items.parquet", id=[10, 11, 12], title=[1.5, 2.5, 3.5])
     config = FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id", "title_column": "title"}})
-    refuses(
+    assert_rejects(
         lambda out: ingest_features(
             config, dataset=Dataset(interactions), previous=None, memory_limit="200MB", threads=1, folder=out
         ),
@@ -290,9 +294,9 @@ def test_a_filter_column_has_a_name_of_its_own(columns: list[str]) -> None:
 
 def test_filter_columns_are_single_values(tmp_path: Path) -> None:
     interactions = write_interactions(tmp_path / "log", users=["ann", "bob"], items=[10, 11, 12], log=LOG)
-    path = write(tmp_path / "items.parquet", id=[10, 11, 12], tags=[["a"], [], ["b"]])
+    path = write_parquet(tmp_path / "items.parquet", id=[10, 11, 12], tags=[["a"], [], ["b"]])
     config = FeaturesConfig.model_validate({"items": {"paths": path, "id_column": "id", "filter_columns": ["tags"]}})
-    refuses(
+    assert_rejects(
         lambda out: ingest_features(
             config, dataset=Dataset(interactions), previous=None, memory_limit="200MB", threads=1, folder=out
         ),

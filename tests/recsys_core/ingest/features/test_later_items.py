@@ -12,7 +12,7 @@ from recsys_core.ingest.features.config import ItemTableConfig
 from recsys_core.ingest.features.later_items import LaterItems, LaterItemTable
 from recsys_core.manifests import FeaturesManifest
 from tests.recsys_core.ingest.features.test_ingest import ingest, items, stage
-from tests.recsys_core.ingest.parquet_files import refusal, write
+from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
 
 FEATURES: tuple[dict[str, Any], ...] = (
     {"name": "genre", "min_count": 2},
@@ -32,19 +32,19 @@ def write_table(path: Path, **columns: Any) -> str:
         "price": [1.0, 2.0, 3.0, 4.0, 5.0],
         "brand": ["x", "y", "x", "y", "x"],
     }
-    return write(path, **(rows | columns))
+    return write_parquet(path, **(rows | columns))
 
 
 @pytest.fixture
-def trained(tmp_path: Path) -> FeaturesManifest:
+def training_manifest(tmp_path: Path) -> FeaturesManifest:
     path = write_table(tmp_path / "items.parquet")
     return ingest(tmp_path / "features", stage(tmp_path / "log"), **items(path, *FEATURES))
 
 
-def open_table(trained: FeaturesManifest, path: str, *, features: Any = FEATURES, **settings: Any) -> LaterItemTable:
+def open_table(training_manifest: FeaturesManifest, path: str, *, features: Any = FEATURES, **settings: Any) -> LaterItemTable:
     return LaterItemTable(
         ItemTableConfig.model_validate({"paths": path, "id_column": "id", "features": features, **settings}),
-        encodings=trained.features,
+        encodings=training_manifest.features,
         id_type="int64",
         memory_limit="500MB",
         threads=1,
@@ -52,28 +52,28 @@ def open_table(trained: FeaturesManifest, path: str, *, features: Any = FEATURES
     )
 
 
-def read(trained: FeaturesManifest, path: str, ids: list[int], folder: Path, **settings: Any) -> LaterItems:
-    table = open_table(trained, path, **settings)
-    return table.read(pa.array(ids), vocabulary_folder=trained.folder, folder=folder)
+def read(training_manifest: FeaturesManifest, path: str, ids: list[int], folder: Path, **settings: Any) -> LaterItems:
+    table = open_table(training_manifest, path, **settings)
+    return table.read(pa.array(ids), vocabulary_folder=training_manifest.folder, folder=folder)
 
 
-def values_of(later: LaterItems, key: str, num_items: int) -> list[tuple[list[int], list[float] | None]]:
-    feature = later.features.feature_by_key[key]
+def values_of(later_items: LaterItems, key: str, num_items: int) -> list[tuple[list[int], list[float] | None]]:
+    feature = later_items.features.feature_by_key[key]
     lists = [feature.rows_and_weights(np.array([item])) for item in range(num_items)]
     return [(rows.values_L.tolist(), None if weights is None else weights.tolist()) for rows, weights in lists]
 
 
-def test_the_values_of_the_trained_items_have_their_rows(trained: FeaturesManifest, tmp_path: Path) -> None:
-    read(trained, str(tmp_path / "items.parquet"), [10, 11, 12, 13, 14], tmp_path / "later")
-    for key in trained.features:
+def test_the_values_of_the_trained_items_have_their_rows(training_manifest: FeaturesManifest, tmp_path: Path) -> None:
+    read(training_manifest, str(tmp_path / "items.parquet"), [10, 11, 12, 13, 14], tmp_path / "later")
+    for key in training_manifest.features:
         for array in ("row", "offset", "weight"):
             name = f"{key}.{array}.npy"
-            if name in trained.files:
-                assert np.array_equal(np.load(tmp_path / "later" / name), np.load(trained.path(name))), name
+            if name in training_manifest.files:
+                assert np.array_equal(np.load(tmp_path / "later" / name), np.load(training_manifest.path(name))), name
 
 
 def test_new_items_use_the_rows_and_statistics_of_the_training_and_unknown_values_row_zero(
-    trained: FeaturesManifest, tmp_path: Path
+    training_manifest: FeaturesManifest, tmp_path: Path
 ) -> None:
     path = write_table(
         tmp_path / "new.parquet",
@@ -84,53 +84,57 @@ def test_new_items_use_the_rows_and_statistics_of_the_training_and_unknown_value
         price=[3.0, 1000.0, None, 1.0, 2.0],
         brand=["x", "y", "z", None, "x"],
     )
-    later = read(trained, path, [10, 20, 21, 22, 23], tmp_path / "later")
-    old_values = {key: values_of_training(trained, key) for key in ("item.genre", "item.tags", "item.brand")}
+    later_items = read(training_manifest, path, [10, 20, 21, 22, 23], tmp_path / "later")
+    old_values = {key: values_of_training(training_manifest, key) for key in ("item.genre", "item.tags", "item.brand")}
     rock, tags = old_values["item.genre"][1], old_values["item.tags"]
-    assert [rows for rows, _ in values_of(later, "item.genre", 5)] == [[0], rock, [0], [0], [0]]
+    assert [rows for rows, _ in values_of(later_items, "item.genre", 5)] == [[0], rock, [0], [0], [0]]
     first, second = (tags[item][0] for item in (4, 3))
-    assert values_of(later, "item.tags", 5) == [
+    assert values_of(later_items, "item.tags", 5) == [
         ([0], [1.0]),
         ([first, 0], [1.0, 2.0]),
         ([second], [0.25]),
         ([], []),
         ([], []),
     ]
-    facts = trained.features["item.price"]
+    facts = training_manifest.features["item.price"]
     assert facts.mean is not None and facts.std is not None
     three, one = (pytest.approx((price - facts.mean) / facts.std) for price in (3.0, 1.0))
     prices = [([1], [10.0]), ([1], [three]), ([0], [0.0]), ([1], [one]), ([0], [0.0])]
-    assert values_of(later, "item.price", 5) == prices
-    assert [rows for rows, _ in values_of(later, "item.level", 5)] == [[2], [2], [0], [1], [0]]
-    brands = [rows for rows, _ in values_of(later, "item.brand", 5)]
+    assert values_of(later_items, "item.price", 5) == prices
+    assert [rows for rows, _ in values_of(later_items, "item.level", 5)] == [[2], [2], [0], [1], [0]]
+    brands = [rows for rows, _ in values_of(later_items, "item.brand", 5)]
     assert brands[1] == old_values["item.brand"][0] and brands[0] == old_values["item.brand"][1]
     assert brands[2][0] > 0 and brands[3:] == [[0], [0]]
 
 
-def values_of_training(trained: FeaturesManifest, key: str) -> list[list[int]]:
-    rows = np.load(trained.path(f"{key}.row.npy"))
-    if f"{key}.offset.npy" not in trained.files:
+def values_of_training(training_manifest: FeaturesManifest, key: str) -> list[list[int]]:
+    rows = np.load(training_manifest.path(f"{key}.row.npy"))
+    if f"{key}.offset.npy" not in training_manifest.files:
         return [[row] for row in rows.tolist()]
-    return [part.tolist() for part in np.split(rows, np.load(trained.path(f"{key}.offset.npy"))[1:-1])]
+    return [part.tolist() for part in np.split(rows, np.load(training_manifest.path(f"{key}.offset.npy"))[1:-1])]
 
 
-def test_titles_and_filter_columns_are_in_files_with_the_row_of_each_item(trained: FeaturesManifest, tmp_path: Path) -> None:
+def test_titles_and_filter_columns_are_in_files_with_the_row_of_each_item(
+    training_manifest: FeaturesManifest, tmp_path: Path
+) -> None:
     path = write_table(tmp_path / "new.parquet", title=["A", None, "C", "D", "E"])
-    later = read(trained, path, [99, 14, 11], tmp_path / "later", title_column="title", filter_columns=["genre"])
-    titles, columns = (pq.read_table(column_path).to_pylist() for column_path in later.column_paths)
+    later_items = read(
+        training_manifest, path, [99, 14, 11], tmp_path / "later", title_column="title", filter_columns=["genre"]
+    )
+    titles, columns = (pq.read_table(column_path).to_pylist() for column_path in later_items.column_paths)
     assert titles == [{"row": 1, "title": "E"}]
     assert columns == [{"row": 1, "genre": "rock"}, {"row": 2, "genre": "rock"}]
-    assert later.row_path == later.column_paths[1]
+    assert later_items.row_path == later_items.column_paths[1]
 
 
-def test_the_ids_are_distinct_and_in_order(trained: FeaturesManifest, tmp_path: Path) -> None:
+def test_the_ids_are_distinct_and_in_order(training_manifest: FeaturesManifest, tmp_path: Path) -> None:
     path = write_table(tmp_path / "new.parquet", id=[12, None, 10, 12, 99])
-    assert open_table(trained, path).ids(folder=tmp_path / "ids").to_pylist() == [10, 12, 99]
+    assert open_table(training_manifest, path).ids(folder=tmp_path / "ids").to_pylist() == [10, 12, 99]
 
 
 def test_a_table_may_have_nothing_that_is_read(tmp_path: Path) -> None:
     path = write_table(tmp_path / "items.parquet")
-    trained = ingest(tmp_path / "features", stage(tmp_path / "log"), **items(path, {"name": "genre"}))
+    training_manifest = ingest(tmp_path / "features", stage(tmp_path / "log"), **items(path, {"name": "genre"}))
     table = LaterItemTable(
         ItemTableConfig.model_validate({"paths": path, "id_column": "id", "features": [{"name": "brand"}]}),
         encodings={},
@@ -139,8 +143,8 @@ def test_a_table_may_have_nothing_that_is_read(tmp_path: Path) -> None:
         threads=1,
         allowed_data_root=None,
     )
-    later = table.read(pa.array([11, 99]), vocabulary_folder=trained.folder, folder=tmp_path / "later")
-    assert pq.read_table(later.row_path).to_pylist() == [{"row": 0}]
+    later_items = table.read(pa.array([11, 99]), vocabulary_folder=training_manifest.folder, folder=tmp_path / "later")
+    assert pq.read_table(later_items.row_path).to_pylist() == [{"row": 0}]
 
 
 @pytest.mark.parametrize(
@@ -151,13 +155,15 @@ def test_a_table_may_have_nothing_that_is_read(tmp_path: Path) -> None:
         ({"name": "other", "column": "genre"}, "reads the feature item.tags, but the config does not declare it"),
     ],
 )
-def test_another_encoding_is_rejected(trained: FeaturesManifest, tmp_path: Path, changed: dict[str, Any], message: str) -> None:
-    with refusal(message):
-        open_table(trained, str(tmp_path / "items.parquet"), features=(FEATURES[0], changed, *FEATURES[2:]))
+def test_another_encoding_is_rejected(
+    training_manifest: FeaturesManifest, tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    with input_error(message):
+        open_table(training_manifest, str(tmp_path / "items.parquet"), features=(FEATURES[0], changed, *FEATURES[2:]))
 
 
-def test_ids_of_another_type_and_bad_rows_are_rejected(trained: FeaturesManifest, tmp_path: Path) -> None:
-    with refusal("strings.parquet: column 'id' is string, but the item id of the log is int64"):
-        open_table(trained, write_table(tmp_path / "strings.parquet", id=list("abcde")))
-    with refusal("twice.parquet", "the id of more than one row"):
-        read(trained, write_table(tmp_path / "twice.parquet", id=[10, 10, 11, 12, 13]), [10], tmp_path / "later")
+def test_ids_of_another_type_and_bad_rows_are_rejected(training_manifest: FeaturesManifest, tmp_path: Path) -> None:
+    with input_error("strings.parquet: column 'id' is string, but the item id of the log is int64"):
+        open_table(training_manifest, write_table(tmp_path / "strings.parquet", id=list("abcde")))
+    with input_error("twice.parquet", "the id of more than one row"):
+        read(training_manifest, write_table(tmp_path / "twice.parquet", id=[10, 10, 11, 12, 13]), [10], tmp_path / "later")

@@ -16,7 +16,7 @@ from recsys_core.ingest.features.config import FeaturesConfig
 from recsys_core.ingest.features.ingest import ingest_features
 from recsys_core.manifests import Dataset, FeaturesManifest, InteractionsManifest
 from tests.recsys_core.ingest.interactions_with_context import write_interactions
-from tests.recsys_core.ingest.parquet_files import write
+from tests.recsys_core.ingest.parquet_files import write_parquet
 
 ITEMS = list(range(8))
 PRICE = {"name": "price", "kind": "numeric", "standardise": True}
@@ -26,7 +26,7 @@ LOG = [([0, 1, 2], [6], [7]), ([3, 4, 5], [], [])]
 
 def ingest(folder: Path, price: Any, *, previous: FeaturesManifest | None = None, **log: Any) -> FeaturesManifest:
     interactions = write_interactions(folder / "log", users=["u", "v"], items=ITEMS, log=LOG, **log)
-    path = write(folder / "i.parquet", row_group=3, id=ITEMS[: len(price)], price=price)
+    path = write_parquet(folder / "i.parquet", row_group=3, id=ITEMS[: len(price)], price=price)
     return features_of(folder, interactions, previous, items={"paths": path, "id_column": "id", "features": [PRICE]})
 
 
@@ -86,7 +86,7 @@ def test_later_runs_keep_the_mean_until_the_vocabulary_is_rebuilt(tmp_path: Path
 
 def test_a_feature_that_had_buckets_in_the_previous_run_gets_a_new_mean(tmp_path: Path) -> None:
     log = write_interactions(tmp_path / "log", users=["u", "v"], items=ITEMS, log=LOG)
-    table = {"paths": write(tmp_path / "i.parquet", id=ITEMS[:4], price=[1.0, 3.0, 1.0, 3.0]), "id_column": "id"}
+    table = {"paths": write_parquet(tmp_path / "i.parquet", id=ITEMS[:4], price=[1.0, 3.0, 1.0, 3.0]), "id_column": "id"}
     buckets = {"name": "price", "kind": "numeric", "buckets": 2}
     earlier = features_of(tmp_path / "1", log, items=table | {"features": [buckets]})
     later = features_of(tmp_path / "2", log, earlier, items=table | {"features": [PRICE]})

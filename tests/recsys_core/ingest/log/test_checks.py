@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tests.recsys_core.ingest.interaction_logs import Event, check, ingest, leave_last_out, write_log
-from tests.recsys_core.ingest.parquet_files import refuses, write
+from tests.recsys_core.ingest.interaction_logs import Event, check_stored_events, ingest, leave_last_out, write_log
+from tests.recsys_core.ingest.parquet_files import assert_rejects, write_parquet
 
 LAST_OUT = {"kind": "leave_last_out"}
 GOOD = {"user_id": [1, 1, 1, 2], "item_id": [5, 6, 7, 5], "t": [1, 2, 3, 4]}
@@ -74,29 +74,31 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_row_is_rejected_and_no_file_is_left(tmp_path: Path, case: str) -> None:
     columns, settings, message = BAD[case]
-    path = write(tmp_path / "a.parquet", **(GOOD | columns))
+    path = write_parquet(tmp_path / "a.parquet", **(GOOD | columns))
     way_out = [] if case.startswith("one") else ["rows); ", ", or set interactions.on_bad_rows to drop"]
-    refuses(lambda folder: ingest(folder, path, split=LAST_OUT, **settings), tmp_path, f"{path}: column {message}", *way_out)
+    assert_rejects(
+        lambda folder: ingest(folder, path, split=LAST_OUT, **settings), tmp_path, f"{path}: column {message}", *way_out
+    )
 
 
 @pytest.mark.both_engines
 def test_the_message_names_the_first_bad_row_of_the_first_bad_file(tmp_path: Path) -> None:
-    write(tmp_path / "log" / "a.parquet", **GOOD, x=[1.0] * 4)
-    write(tmp_path / "log" / "b.parquet", **(GOOD | {"t": [1, 2, -1, 3]}), x=[1.0, 1.0, 1.0, NAN])
-    write(tmp_path / "log" / "c.parquet", **(GOOD | {"user_id": [None, 1, 1, 2]}), x=[NAN, NAN, NAN, 1.0])
+    write_parquet(tmp_path / "log" / "a.parquet", **GOOD, x=[1.0] * 4)
+    write_parquet(tmp_path / "log" / "b.parquet", **(GOOD | {"t": [1, 2, -1, 3]}), x=[1.0, 1.0, 1.0, NAN])
+    write_parquet(tmp_path / "log" / "c.parquet", **(GOOD | {"user_id": [None, 1, 1, 2]}), x=[NAN, NAN, NAN, 1.0])
     log = str(tmp_path / "log")
     message = "b.parquet: column 't', row 2: -1 is before 1970 (1 of 12 rows); "
-    refuses(lambda folder: ingest(folder, log, split=LAST_OUT, **LABEL), tmp_path, message)
-    write(tmp_path / "log" / "b.parquet", **GOOD, x=[1.0, 1.0, 1.0, NAN])
+    assert_rejects(lambda folder: ingest(folder, log, split=LAST_OUT, **LABEL), tmp_path, message)
+    write_parquet(tmp_path / "log" / "b.parquet", **GOOD, x=[1.0, 1.0, 1.0, NAN])
     message = "b.parquet: column 'x', row 3: nan is null or not a number (4 of 12 rows); "
-    refuses(lambda folder: ingest(folder, log, split=LAST_OUT, **LABEL), tmp_path, message)
+    assert_rejects(lambda folder: ingest(folder, log, split=LAST_OUT, **LABEL), tmp_path, message)
 
 
 def test_rows_are_counted_across_row_groups(tmp_path: Path) -> None:
     columns = {name: (values * 250)[:999] for name, values in GOOD.items()}
     columns["item_id"][777] = None
-    path = write(tmp_path / "a.parquet", row_group=100, **columns)
-    refuses(lambda folder: ingest(folder, path, split=LAST_OUT), tmp_path, "'item_id', row 777: null (1 of 999")
+    path = write_parquet(tmp_path / "a.parquet", row_group=100, **columns)
+    assert_rejects(lambda folder: ingest(folder, path, split=LAST_OUT), tmp_path, "'item_id', row 777: null (1 of 999")
 
 
 FAULTS = {"user_id": [None, ""], "item_id": [None, ""], "t": [None, -1, 2**62], "x": [None, NAN, INF, 6.0], "w": [-2.0, NAN]}
@@ -138,17 +140,17 @@ def reasons(columns: dict[str, list[Any]]) -> Counter[str]:
 def test_dropped_rows_are_counted_by_reason_and_all_others_are_kept(tmp_path: Path) -> None:
     random = np.random.default_rng(5)
     logs = [faulty_log(random, 400) for _ in range(3)]
-    paths = [write(tmp_path / f"{index}.parquet", row_group=70, **columns) for index, (columns, _) in enumerate(logs)]
+    paths = [write_parquet(tmp_path / f"{index}.parquet", row_group=70, **columns) for index, (columns, _) in enumerate(logs)]
     settings = RANGE | {"weight_column": "w", "on_bad_rows": "drop"}
     manifest = ingest(tmp_path / "good", *paths, split=LAST_OUT, max_bad_share=0.3, **settings)
-    check(manifest, leave_last_out([event for _, events in logs for event in events], min_events=3))
+    check_stored_events(manifest, leave_last_out([event for _, events in logs for event in events], min_events=3))
     counts = sum((reasons(columns) for columns, _ in logs), Counter())
     assert manifest.num_bad_rows_by_reason == counts
     facts = manifest.columns["user_id"]
     assert (facts.num_nulls, facts.num_out_of_range) == (counts["user_id: null"], counts["user_id: an empty string"])
     below = [sum(value is not None and value < 1 for value in columns["x"]) for columns, _ in logs]
     assert 0 < manifest.num_removed_events_by_filter["below_threshold"] <= sum(below)
-    refuses(
+    assert_rejects(
         lambda folder: ingest(folder, *paths, split=LAST_OUT, max_bad_share=0.1, **settings), tmp_path,
         "0.parquet: column ", " of 1,200 rows); ", " of 1,200 rows are bad (", "), a share of 0.",
         ", but interactions.max_bad_share is 0.1; fix these rows, or raise it",
@@ -159,15 +161,15 @@ def test_bad_values_outside_the_type_of_the_column_are_dropped_too(tmp_path: Pat
     log: list[Event] = [(user, item, item) for user in (1, 2) for item in (5, 6, 7)]
     users = pa.array([*(user for user, _, _ in log), 2**64 - 1, 1], pa.uint64())
     columns = {"user_id": users, "item_id": [5, 6, 7] * 2 + [5, 6], "t": [5, 6, 7] * 2 + [1, 1], "x": [1.0] * 7 + [-1e300]}
-    path = write(tmp_path / "a.parquet", **columns)
+    path = write_parquet(tmp_path / "a.parquet", **columns)
     manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, on_bad_rows="drop", max_bad_share=0.5, **WEIGHT)
-    check(manifest, leave_last_out(log, min_events=3))
+    check_stored_events(manifest, leave_last_out(log, min_events=3))
     assert manifest.num_bad_rows_by_reason == {"user_id: too large for int64": 1, "x: negative": 1}
 
 
 def test_a_log_of_nothing_but_bad_rows_is_rejected_whatever_the_share(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", **(GOOD | {"user_id": pa.nulls(4, pa.int64())}))
-    refuses(
+    path = write_parquet(tmp_path / "a.parquet", **(GOOD | {"user_id": pa.nulls(4, pa.int64())}))
+    assert_rejects(
         lambda folder: ingest(folder, path, split=LAST_OUT, on_bad_rows="drop", max_bad_share=0.99), tmp_path,
         "column 'user_id', row 0: null (4 of 4 rows); all 4 rows are bad (user_id: null 4); fix these rows",
     )  # fmt: skip
@@ -181,7 +183,7 @@ def test_unusual_unicode_ids_are_stored_unchanged_and_suspicious_ones_are_counte
     pairs = [(user, item) for user in STRANGE for item in STRANGE]
     log = [(*pair, time) for time, pair in enumerate(pairs)]
     manifest = ingest(tmp_path / "stage", write_log(tmp_path / "a.parquet", log), split=LAST_OUT)
-    check(manifest, leave_last_out(log, min_events=3))
+    check_stored_events(manifest, leave_last_out(log, min_events=3))
     for column in ("user_id", "item_id"):
         assert (manifest.columns[column].num_distinct, manifest.columns[column].num_unusual_ids) == (len(STRANGE), len(ODD))
 
@@ -190,23 +192,23 @@ def test_unusual_unicode_ids_are_stored_unchanged_and_suspicious_ones_are_counte
 def test_ids_in_folder_names_are_checked_like_other_ids(tmp_path: Path) -> None:
     events = {"item_id": [5, 6, 7], "t": [1, 2, 3]}
     for name in ("a%E2%80%AEx", "b%0A", "c"):
-        write(tmp_path / "log" / f"user_id={name}" / "a.parquet", **events)
+        write_parquet(tmp_path / "log" / f"user_id={name}" / "a.parquet", **events)
     log = str(tmp_path / "log")
     manifest = ingest(tmp_path / "good", log, split=LAST_OUT)
     valid_events: list[Event] = [(user, item, item - 4) for user in ("a\u202ex", "b\n", "c") for item in (5, 6, 7)]
-    check(manifest, leave_last_out(valid_events, min_events=3))
+    check_stored_events(manifest, leave_last_out(valid_events, min_events=3))
     assert manifest.columns["user_id"].num_unusual_ids == 2
-    write(tmp_path / "log" / "user_id=" / "a.parquet", **events)
+    write_parquet(tmp_path / "log" / "user_id=" / "a.parquet", **events)
     message = "user_id=/a.parquet: column 'user_id', row 0: '' is an empty string (3 of 12 rows"
-    refuses(lambda folder: ingest(folder, log, split=LAST_OUT), tmp_path, message)
+    assert_rejects(lambda folder: ingest(folder, log, split=LAST_OUT), tmp_path, message)
 
 
 @pytest.mark.both_engines
 def test_a_null_is_found_even_if_the_statistics_have_none(tmp_path: Path) -> None:
     for column, value in (("user_id", [1, None, 1, 2]), ("x", [1.0, None, 1.0, 1.0])):
-        path = Path(write(tmp_path / "a.parquet", **(GOOD | {"x": [1.0] * 4, column: value})))
+        path = Path(write_parquet(tmp_path / "a.parquet", **(GOOD | {"x": [1.0] * 4, column: value})))
         content = path.read_bytes()
         start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
         path.write_bytes(content[:start] + content[start:].replace(b"\x16\x02", b"\x16\x00"))  # Thrift's 64-bit 1 becomes 0
         message = f"{path}: column {column!r}, row 1: null"
-        refuses(lambda folder, path=path: ingest(folder, str(path), split=LAST_OUT, **WEIGHT), tmp_path, message)
+        assert_rejects(lambda folder, path=path: ingest(folder, str(path), split=LAST_OUT, **WEIGHT), tmp_path, message)

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US
-from tests.recsys_core.ingest.interaction_logs import Event, ingest, read, write_log
-from tests.recsys_core.ingest.parquet_files import refusal, write
+from tests.recsys_core.ingest.interaction_logs import Event, ingest, read_store, write_log
+from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
 
 LAST_OUT = {"kind": "leave_last_out"}
 events = st.lists(
@@ -23,7 +23,7 @@ events = st.lists(
 
 
 def events_of(manifest: InteractionsManifest) -> list[Event]:
-    return sorted(event for part in read(manifest).parts for event in part)
+    return sorted(event for part in read_store(manifest).splits for event in part)
 
 
 def core(log: list[Event], *, users: int, items: int) -> list[Event]:
@@ -48,8 +48,8 @@ def test_both_minimums_hold_at_the_end(
     manifest = ingest(folder / "stage", write_log(folder / "log.parquet", log), split=LAST_OUT, filter=chosen)
     assert events_of(manifest) == sorted(expected)
     assert manifest.num_removed_events_by_filter == ({"rare": len(log) - len(expected)} if len(expected) < len(log) else {})
-    assert set(read(manifest).users) == {user for user, _, _ in expected}
-    assert set(read(manifest).items) == {item for _, item, _ in expected}
+    assert set(read_store(manifest).users) == {user for user, _, _ in expected}
+    assert set(read_store(manifest).items) == {item for _, item, _ in expected}
 
 
 LOG = [
@@ -113,7 +113,7 @@ def test_users_above_the_bot_threshold_are_removed_with_their_events(tmp_path: P
     manifest = ingest(
         tmp_path / "stage", write_log(tmp_path / "log.parquet", LOG), split=LAST_OUT, filter={"bot_threshold": 10}
     )
-    assert read(manifest).users == [1, 2]
+    assert read_store(manifest).users == [1, 2]
     assert manifest.num_removed_events_by_filter == {"bot_users": 1, "bot_events": 30}
 
 
@@ -134,7 +134,7 @@ def test_an_event_in_both_the_training_and_the_test_files_stays_in_training(tmp_
     log = [(user, item, user + item) for user in (1, 2) for item in (10, 11, 12)]
     train, test = write_log(tmp_path / "train.parquet", log), write_log(tmp_path / "test.parquet", [*log, (1, 13, 9)])
     manifest = ingest(tmp_path / "stage", train, split={"kind": "files", "test_paths": (test,)}, filter={"duplicates": policy})
-    assert [sorted(part) for part in read(manifest).parts] == [log, [], [(1, 13, 9)]]
+    assert [sorted(part) for part in read_store(manifest).splits] == [log, [], [(1, 13, 9)]]
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,9 @@ def test_a_setting_that_is_no_finite_number_is_rejected(settings: dict[str, obje
 
 def test_a_filter_that_removes_all_events_is_rejected(tmp_path: Path) -> None:
     path = write_log(tmp_path / "log.parquet", LOG)
-    with refusal(path, "interactions.filter removes all events; relax it"):
+    with input_error(path, "interactions.filter removes all events; relax it"):
         ingest(tmp_path / "stage", path, split=LAST_OUT, filter={"min_user_events": 100})
-    with refusal(path, "column 'user_id': the log has a single user"):
+    with input_error(path, "column 'user_id': the log has a single user"):
         ingest(tmp_path / "stage", path, split=LAST_OUT, filter={"min_user_events": 10})
 
 
@@ -196,7 +196,7 @@ def test_settings_that_need_each_other_are_checked(settings: dict[str, object], 
 
 def test_the_time_split_starts_from_the_newest_event_above_the_threshold(tmp_path: Path) -> None:
     log = [(1, 1, 0), (2, 2, 0), (1, 3, 2 * DAY_US), (1, 4, 9 * DAY_US)]
-    path = write(
+    path = write_parquet(
         tmp_path / "a.parquet",
         user_id=[user for user, _, _ in log],
         item_id=[item for _, item, _ in log],
@@ -206,4 +206,4 @@ def test_the_time_split_starts_from_the_newest_event_above_the_threshold(tmp_pat
     manifest = ingest(
         tmp_path / "stage", path, split={"kind": "time", "validation_days": 0}, label_column="s", label_threshold=3
     )
-    assert read(manifest).parts[2] == [log[2]]
+    assert read_store(manifest).splits[2] == [log[2]]

@@ -15,8 +15,8 @@ from recsys_core.ingest.log import incremental as log_parts
 from recsys_core.ingest.log.duckdb_engine.engine import DuckdbEngine
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US
-from tests.recsys_core.ingest.interaction_logs import Event, ingest, read, write_log
-from tests.recsys_core.ingest.parquet_files import refusal, write
+from tests.recsys_core.ingest.interaction_logs import Event, ingest, read_store, write_log
+from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
 
 TIME = {"kind": "time", "test_days": 1, "validation_days": 1}
 DAYS: list[list[Event]] = [
@@ -39,9 +39,9 @@ def two_runs(
     folder: Path, *, split: dict[str, Any] = TIME, **settings: Any
 ) -> tuple[InteractionsManifest, InteractionsManifest]:
     """Ingest three days, then in a second run one more."""
-    first = ingest(folder / "run1", partitions(folder / "in", DAYS[:3]), split=split, **settings)
+    first_manifest = ingest(folder / "run1", partitions(folder / "in", DAYS[:3]), split=split, **settings)
     paths = partitions(folder / "in", DAYS)
-    return first, ingest(folder / "run2", paths, split=split, previous=first, **settings)
+    return first_manifest, ingest(folder / "run2", paths, split=split, previous=first_manifest, **settings)
 
 
 def rows(manifest: InteractionsManifest, side: str) -> dict[Any, int]:
@@ -50,7 +50,7 @@ def rows(manifest: InteractionsManifest, side: str) -> dict[Any, int]:
 
 
 def same_events(manifest: InteractionsManifest, other: InteractionsManifest) -> None:
-    for events, other_events in zip(read(manifest).parts, read(other).parts, strict=True):
+    for events, other_events in zip(read_store(manifest).splits, read_store(other).splits, strict=True):
         assert sorted(events) == sorted(other_events)
 
 
@@ -63,46 +63,53 @@ def test_only_the_new_day_is_read_and_every_id_keeps_its_row(tmp_path: Path, mon
         return read_part(*args, sources=sources, **kwargs)
 
     monkeypatch.setattr(log_parts, "read_part", spy)
-    first, second = two_runs(tmp_path)
+    first_manifest, second_manifest = two_runs(tmp_path)
     assert opened == [["day0.parquet", "day1.parquet", "day2.parquet"], ["day3.parquet"]]
-    assert (first.num_files_read, first.num_rows_read, second.num_files_read, second.num_rows_read) == (3, 9, 1, 3)
+    assert (
+        first_manifest.num_files_read,
+        first_manifest.num_rows_read,
+        second_manifest.num_files_read,
+        second_manifest.num_rows_read,
+    ) == (3, 9, 1, 3)
     for side in ("users", "items"):
-        assert rows(first, side).items() <= rows(second, side).items()
-    assert list(rows(second, "users"))[3:] == ["dan"] and list(rows(second, "items"))[3:] == ["w"]
-    assert (first.lineage, first.run_number, second.run_number) == (second.lineage, 1, 2)
-    assert second.rebuild_reason is None
-    same_events(second, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME))
+        assert rows(first_manifest, side).items() <= rows(second_manifest, side).items()
+    assert list(rows(second_manifest, "users"))[3:] == ["dan"] and list(rows(second_manifest, "items"))[3:] == ["w"]
+    assert (first_manifest.lineage, first_manifest.run_number, second_manifest.run_number) == (second_manifest.lineage, 1, 2)
+    assert second_manifest.rebuild_reason is None
+    same_events(second_manifest, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME))
 
 
 def test_a_part_of_the_previous_run_is_shared_not_copied(tmp_path: Path) -> None:
-    first, second = two_runs(tmp_path)
-    assert [part.file_name for part in first.parts] == [second.parts[0].file_name]
-    assert first.path(first.parts[0].file_name).samefile(second.path(second.parts[0].file_name))
+    first_manifest, second_manifest = two_runs(tmp_path)
+    assert [part.file_name for part in first_manifest.parts] == [second_manifest.parts[0].file_name]
+    assert first_manifest.path(first_manifest.parts[0].file_name).samefile(
+        second_manifest.path(second_manifest.parts[0].file_name)
+    )
 
 
 def test_a_run_without_new_files_reads_no_file(tmp_path: Path) -> None:
-    first, _ = two_runs(tmp_path)
+    first_manifest, _ = two_runs(tmp_path)
     (tmp_path / "in" / "day3.parquet").unlink()
-    again = ingest(tmp_path / "again", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
+    again = ingest(tmp_path / "again", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first_manifest)
     assert (again.num_files_read, again.run_number) == (0, 2)
-    assert read(again) == read(first)
+    assert read_store(again) == read_store(first_manifest)
 
 
 def test_a_changed_file_is_read_again_and_counts_once(tmp_path: Path) -> None:
-    first, _ = two_runs(tmp_path)
+    first_manifest, _ = two_runs(tmp_path)
     write_log(tmp_path / "in" / "day1.parquet", [("eve", "v", DAY_US), ("eve", "x", DAY_US + 1)])
-    manifest = ingest(tmp_path / "again", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
+    manifest = ingest(tmp_path / "again", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first_manifest)
     assert manifest.num_files_read == 2
     same_events(manifest, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME))
 
 
 def test_events_of_deleted_files_are_removed_but_their_ids_keep_their_rows(tmp_path: Path) -> None:
-    first = ingest(tmp_path / "run1", partitions(tmp_path / "in", DAYS), split=TIME)
+    first_manifest = ingest(tmp_path / "run1", partitions(tmp_path / "in", DAYS), split=TIME)
     (tmp_path / "in" / "day3.parquet").unlink()
-    manifest = ingest(tmp_path / "run2", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
+    manifest = ingest(tmp_path / "run2", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first_manifest)
     assert (manifest.num_files_read, manifest.num_users, manifest.num_idle_users, manifest.num_idle_items) == (0, 4, 1, 1)
-    assert rows(manifest, "users") == rows(first, "users")
-    assert sum(len(part) for part in read(manifest).parts) == 9
+    assert rows(manifest, "users") == rows(first_manifest, "users")
+    assert sum(len(part) for part in read_store(manifest).splits) == 9
 
 
 @pytest.mark.parametrize(
@@ -113,24 +120,28 @@ def test_events_of_deleted_files_are_removed_but_their_ids_keep_their_rows(tmp_p
     ],
 )
 def test_a_rebuild_numbers_ids_again_by_frequency(tmp_path: Path, settings: dict[str, Any], why: str) -> None:
-    first, second = two_runs(tmp_path, **settings)
-    assert second.rebuild_reason is not None and why in second.rebuild_reason
-    assert (second.run_number, second.num_files_read, second.lineage == first.lineage) == (1, 4, False)
-    counts = [sum(event[1] == item for day in DAYS for event in day) for item in rows(second, "items")]
+    first_manifest, second_manifest = two_runs(tmp_path, **settings)
+    assert second_manifest.rebuild_reason is not None and why in second_manifest.rebuild_reason
+    assert (second_manifest.run_number, second_manifest.num_files_read, second_manifest.lineage == first_manifest.lineage) == (
+        1,
+        4,
+        False,
+    )
+    counts = [sum(event[1] == item for day in DAYS for event in day) for item in rows(second_manifest, "items")]
     assert counts == sorted(counts, reverse=True)
 
 
 def test_a_rebuild_is_due_when_most_ids_are_idle(tmp_path: Path) -> None:
-    first = ingest(tmp_path / "run1", partitions(tmp_path / "in", DAYS), split=TIME)
+    first_manifest = ingest(tmp_path / "run1", partitions(tmp_path / "in", DAYS), split=TIME)
     for number in (0, 1):
         (tmp_path / "in" / f"day{number}.parquet").unlink()
     new = [[("new", "w", day * DAY_US), ("ann", "x", day * DAY_US)] for day in (20, 21, 22)]
     for number, events in enumerate(new):
         write_log(tmp_path / "in" / f"late{number}.parquet", events)
     paths = str(tmp_path / "in" / "late*.parquet")
-    second = ingest(tmp_path / "run2", paths, split=TIME, previous=first)
-    assert (second.rebuild_reason, second.num_idle_users, second.num_users) == (None, 3, 5)
-    third = ingest(tmp_path / "run3", paths, split=TIME, previous=second)
+    second_manifest = ingest(tmp_path / "run2", paths, split=TIME, previous=first_manifest)
+    assert (second_manifest.rebuild_reason, second_manifest.num_idle_users, second_manifest.num_users) == (None, 3, 5)
+    third = ingest(tmp_path / "run3", paths, split=TIME, previous=second_manifest)
     assert third.rebuild_reason is not None and "3 of 5 users had no event in the previous run" in third.rebuild_reason
     assert (third.num_users, third.num_idle_users) == (2, 0)
 
@@ -139,20 +150,26 @@ def test_other_reading_settings_read_all_files_again_and_keep_the_rows(tmp_path:
     for number, events in enumerate(DAYS):
         write_log(tmp_path / "in" / f"day{number}.parquet", events, stars=[5, 1, 5])
     paths = str(tmp_path / "in" / "*.parquet")
-    first = ingest(tmp_path / "run1", paths, split=TIME)
-    second = ingest(tmp_path / "run2", paths, split=TIME, previous=first, label_column="stars", label_threshold=3)
-    assert (second.num_files_read, second.run_number, second.num_removed_events_by_filter) == (4, 2, {"below_threshold": 4})
-    assert rows(second, "users") == rows(first, "users")
+    first_manifest = ingest(tmp_path / "run1", paths, split=TIME)
+    second_manifest = ingest(
+        tmp_path / "run2", paths, split=TIME, previous=first_manifest, label_column="stars", label_threshold=3
+    )
+    assert (second_manifest.num_files_read, second_manifest.run_number, second_manifest.num_removed_events_by_filter) == (
+        4,
+        2,
+        {"below_threshold": 4},
+    )
+    assert rows(second_manifest, "users") == rows(first_manifest, "users")
 
 
 def test_an_id_below_the_minimum_gets_a_row_once_it_has_enough_events(tmp_path: Path) -> None:
     chosen = {"filter": {"min_user_events": 3}}
-    first, second = two_runs(tmp_path, **chosen)
-    assert set(rows(first, "users")) == {"ann", "bob"}
-    assert rows(first, "users").items() <= rows(second, "users").items()
+    first_manifest, second_manifest = two_runs(tmp_path, **chosen)
+    assert set(rows(first_manifest, "users")) == {"ann", "bob"}
+    assert rows(first_manifest, "users").items() <= rows(second_manifest, "users").items()
     more = write_log(tmp_path / "in" / "day4.parquet", [("cat", "x", 3 * DAY_US + 5), ("dan", "y", 3 * DAY_US + 6)])
-    third = ingest(tmp_path / "run3", str(Path(more).parent / "*.parquet"), split=TIME, previous=second, **chosen)
-    assert rows(second, "users").items() <= rows(third, "users").items()
+    third = ingest(tmp_path / "run3", str(Path(more).parent / "*.parquet"), split=TIME, previous=second_manifest, **chosen)
+    assert rows(second_manifest, "users").items() <= rows(third, "users").items()
     assert set(rows(third, "users")) == {"ann", "bob", "cat", "dan"}
     same_events(third, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME, **chosen))
 
@@ -162,58 +179,65 @@ def test_parts_are_copied_where_they_cannot_be_linked(tmp_path: Path, monkeypatc
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     monkeypatch.setattr(Path, "hardlink_to", refuse)
-    first, second = two_runs(tmp_path)
-    assert second.num_files_read == 1
-    assert not first.path(first.parts[0].file_name).samefile(second.path(second.parts[0].file_name))
+    first_manifest, second_manifest = two_runs(tmp_path)
+    assert second_manifest.num_files_read == 1
+    assert not first_manifest.path(first_manifest.parts[0].file_name).samefile(
+        second_manifest.path(second_manifest.parts[0].file_name)
+    )
 
 
 def test_parts_of_another_engine_version_are_read_again_and_every_id_keeps_its_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = ingest(tmp_path / "run1", partitions(tmp_path / "in", DAYS[:3]), split=TIME)
+    first_manifest = ingest(tmp_path / "run1", partitions(tmp_path / "in", DAYS[:3]), split=TIME)
     monkeypatch.setattr(DuckdbEngine, "version", "duckdb 0.0.0")
-    second = ingest(tmp_path / "run2", partitions(tmp_path / "in", DAYS), split=TIME, previous=first)
-    assert (second.num_files_read, second.rebuild_reason) == (4, None)
+    second_manifest = ingest(tmp_path / "run2", partitions(tmp_path / "in", DAYS), split=TIME, previous=first_manifest)
+    assert (second_manifest.num_files_read, second_manifest.rebuild_reason) == (4, None)
     for side in ("users", "items"):
-        assert rows(first, side).items() <= rows(second, side).items()
-    same_events(second, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME))
+        assert rows(first_manifest, side).items() <= rows(second_manifest, side).items()
+    same_events(second_manifest, ingest(tmp_path / "whole", str(tmp_path / "in" / "*.parquet"), split=TIME))
 
 
 def test_ids_of_another_column_are_numbered_again(tmp_path: Path) -> None:
-    first = ingest(tmp_path / "run1", partitions(tmp_path / "in", DAYS), split=TIME)
+    first_manifest = ingest(tmp_path / "run1", partitions(tmp_path / "in", DAYS), split=TIME)
     turned = {"user_column": "item_id", "item_column": "user_id"}
-    second = ingest(tmp_path / "run2", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first, **turned)
-    assert second.rebuild_reason is not None and "('item_id', 'user_id')" in second.rebuild_reason
-    assert set(rows(second, "users")) == set(rows(first, "items"))
+    second_manifest = ingest(
+        tmp_path / "run2", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first_manifest, **turned
+    )
+    assert second_manifest.rebuild_reason is not None and "('item_id', 'user_id')" in second_manifest.rebuild_reason
+    assert set(rows(second_manifest, "users")) == set(rows(first_manifest, "items"))
 
 
 def test_a_row_from_the_future_is_used_once_its_time_is_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = partitions(tmp_path / "in", DAYS)
     dropping = {"on_bad_rows": "drop", "max_bad_share": 0.5, "max_future_days": 0}
     monkeypatch.setattr(time, "time_ns", lambda: (3 * DAY_US - 1) * 1_000)
-    first = ingest(tmp_path / "run1", path, split=TIME, **dropping)
-    assert first.num_bad_rows_by_reason == {"t: in the future": 3}
+    first_manifest = ingest(tmp_path / "run1", path, split=TIME, **dropping)
+    assert first_manifest.num_bad_rows_by_reason == {"t: in the future": 3}
     monkeypatch.setattr(time, "time_ns", lambda: 4 * DAY_US * 1_000)
-    second = ingest(tmp_path / "run2", path, split=TIME, previous=first, **dropping)
-    assert (second.num_bad_rows_by_reason, second.num_files_read) == ({}, 4)
-    same_events(second, ingest(tmp_path / "whole", path, split=TIME))
+    second_manifest = ingest(tmp_path / "run2", path, split=TIME, previous=first_manifest, **dropping)
+    assert (second_manifest.num_bad_rows_by_reason, second_manifest.num_files_read) == ({}, 4)
+    same_events(second_manifest, ingest(tmp_path / "whole", path, split=TIME))
 
 
 def test_a_bad_new_day_leaves_the_previous_run_unchanged(tmp_path: Path) -> None:
-    first, _ = two_runs(tmp_path)
-    write(tmp_path / "in" / "day4.parquet", user_id=["ann", None], item_id=["x", "x"], t=[4 * DAY_US, 4 * DAY_US])
-    with refusal("day4.parquet: column 'user_id', row 1: null"):
-        ingest(tmp_path / "bad", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first)
+    first_manifest, _ = two_runs(tmp_path)
+    write_parquet(tmp_path / "in" / "day4.parquet", user_id=["ann", None], item_id=["x", "x"], t=[4 * DAY_US, 4 * DAY_US])
+    with input_error("day4.parquet: column 'user_id', row 1: null"):
+        ingest(tmp_path / "bad", str(tmp_path / "in" / "*.parquet"), split=TIME, previous=first_manifest)
     assert not (tmp_path / "bad").exists()
-    assert first.path(first.parts[0].file_name).stat().st_size == first.files[first.parts[0].file_name].size_bytes
+    assert (
+        first_manifest.path(first_manifest.parts[0].file_name).stat().st_size
+        == first_manifest.files[first_manifest.parts[0].file_name].size_bytes
+    )
 
 
 def test_a_file_without_rows_may_be_deleted(tmp_path: Path) -> None:
     log, empty = write_log(tmp_path / "log.parquet", DAYS[0] + DAYS[1] + DAYS[2]), tmp_path / "empty.parquet"
     pq.write_table(pq.read_table(log).slice(0, 0), empty)
-    first = ingest(tmp_path / "run1", log, split=TIME)
-    second = ingest(tmp_path / "run2", log, str(empty), split=TIME, previous=first)
-    same_events(ingest(tmp_path / "run3", log, split=TIME, previous=second), first)
+    first_manifest = ingest(tmp_path / "run1", log, split=TIME)
+    second_manifest = ingest(tmp_path / "run2", log, str(empty), split=TIME, previous=first_manifest)
+    same_events(ingest(tmp_path / "run3", log, split=TIME, previous=second_manifest), first_manifest)
 
 
 def test_an_id_of_a_deleted_file_gets_no_row_when_its_filter_is_removed(tmp_path: Path) -> None:
@@ -222,17 +246,17 @@ def test_an_id_of_a_deleted_file_gets_no_row_when_its_filter_is_removed(tmp_path
         write_log(tmp_path / "new.parquet", [event for events in DAYS for event in events]),
     )
     filtered = {"min_item_events": 2}
-    first = ingest(tmp_path / "run1", old, new, split=TIME, filter=filtered)
-    second = ingest(tmp_path / "run2", new, split=TIME, previous=first)
-    assert not {"rare", "r"} & {*rows(second, "users"), *rows(second, "items")}
-    assert (second.num_idle_users, second.num_idle_items) == (0, 0)
+    first_manifest = ingest(tmp_path / "run1", old, new, split=TIME, filter=filtered)
+    second_manifest = ingest(tmp_path / "run2", new, split=TIME, previous=first_manifest)
+    assert not {"rare", "r"} & {*rows(second_manifest, "users"), *rows(second_manifest, "items")}
+    assert (second_manifest.num_idle_users, second_manifest.num_idle_items) == (0, 0)
 
 
 @pytest.mark.parametrize("folder", ["user=bob", "item=x", "split=1", "position=5", "id=7"])
 def test_a_workspace_in_a_folder_named_like_a_hive_key_is_read_like_any_other(tmp_path: Path, folder: str) -> None:
-    first, second = two_runs(tmp_path / folder)
+    first_manifest, second_manifest = two_runs(tmp_path / folder)
     plain_first, plain_second = two_runs(tmp_path / "plain")
-    for manifest, plain in ((first, plain_first), (second, plain_second)):
+    for manifest, plain in ((first_manifest, plain_first), (second_manifest, plain_second)):
         same_events(manifest, plain)
         assert rows(manifest, "users") == rows(plain, "users") and rows(manifest, "items") == rows(plain, "items")
 
@@ -271,7 +295,7 @@ def test_the_manifest_records_which_files_have_page_checksums(tmp_path: Path) ->
     plain_path, checked_path = tmp_path / "log" / "a.parquet", tmp_path / "log" / "b.parquet"
     for path, first_day in ((plain_path, 0), (checked_path, 4)):
         days = [(first_day + day) * DAY_US for day in range(4)]
-        write(path, user_id=[1, 2, 1, 2], item_id=[1, 2, 1, 2], t=days)
+        write_parquet(path, user_id=[1, 2, 1, 2], item_id=[1, 2, 1, 2], t=days)
     pq.write_table(pq.read_table(checked_path), checked_path, write_page_checksum=True)
     split = {"kind": "time", "test_days": 1, "validation_days": 1}
     manifest = ingest(tmp_path / "stage", str(tmp_path / "log"), split=split)
@@ -284,11 +308,13 @@ def test_the_manifest_records_which_files_have_page_checksums(tmp_path: Path) ->
 def test_rows_that_are_no_codes_stay_in_a_third_run_without_a_filter(tmp_path: Path) -> None:
     """The first run gives no row to ann, who has the first code."""
     settings: dict[str, Any] = {"split": TIME, "vocabulary": {"max_idle_share": 1}}
-    first = ingest(tmp_path / "run1", partitions(tmp_path / "in", DAYS[:3]), filter={"bot_threshold": 3}, **settings)
+    first_manifest = ingest(tmp_path / "run1", partitions(tmp_path / "in", DAYS[:3]), filter={"bot_threshold": 3}, **settings)
     paths = partitions(tmp_path / "in", DAYS)
-    second = ingest(tmp_path / "run2", paths, previous=first, **settings)
-    third = ingest(tmp_path / "run3", paths, previous=second, **settings)
-    assert (list(rows(first, "users")), list(rows(third, "users"))) == (["bob", "cat"], ["bob", "cat", "ann", "dan"])
+    second_manifest = ingest(tmp_path / "run2", paths, previous=first_manifest, **settings)
+    third = ingest(tmp_path / "run3", paths, previous=second_manifest, **settings)
+    assert (list(rows(first_manifest, "users")), list(rows(third, "users"))) == (["bob", "cat"], ["bob", "cat", "ann", "dan"])
     for side in ("users", "items"):
-        assert rows(first, side).items() <= rows(second, side).items() and rows(second, side) == rows(third, side)
-    same_events(third, second)
+        assert rows(first_manifest, side).items() <= rows(second_manifest, side).items() and rows(
+            second_manifest, side
+        ) == rows(third, side)
+    same_events(third, second_manifest)

@@ -16,8 +16,16 @@ from recsys_core.ingest.vectors.ingest import ingest_embeddings
 from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest
 from recsys_core.manifests.stage_folder import MARKER_NAME
 from recsys_core.units import DAY_US
-from tests.recsys_core.ingest.interaction_logs import Event, check, ingest, leave_last_out, read, split_by_time, write_log
-from tests.recsys_core.ingest.parquet_files import write
+from tests.recsys_core.ingest.interaction_logs import (
+    Event,
+    check_stored_events,
+    ingest,
+    leave_last_out,
+    read_store,
+    split_by_time,
+    write_log,
+)
+from tests.recsys_core.ingest.parquet_files import write_parquet
 
 LAST_OUT = {"kind": "leave_last_out"}
 BEAUTY = Path(__file__).parents[5] / "shared" / "data" / "beauty"
@@ -40,12 +48,12 @@ def logs(draw: st.DrawFn, smallest: int = 1) -> list[Event]:
 def test_a_time_split_holds_every_event_once_in_order(
     tmp_path_factory: pytest.TempPathFactory, log: list[Event], test_days: float, validation_days: float
 ) -> None:
-    parts = split_by_time(log, test_days=test_days, validation_days=validation_days)
-    assume(parts[0])
+    splits = split_by_time(log, test_days=test_days, validation_days=validation_days)
+    assume(splits[0])
     folder = tmp_path_factory.mktemp("time")
     split = {"kind": "time", "test_days": test_days, "validation_days": validation_days}
     manifest = ingest(folder / "stage", write_log(folder / "log.parquet", log), split=split)
-    check(manifest, parts)
+    check_stored_events(manifest, splits)
     assert (
         manifest.num_removed_events_by_filter,
         manifest.num_items_with_vector,
@@ -75,12 +83,12 @@ def test_an_automatic_test_period_is_the_shortest_one_with_enough_users_and_at_m
         ),
         most_days,
     )
-    parts = split_by_time(log, test_days=test_days, validation_days=1.0)
-    assume(parts[0])
+    splits = split_by_time(log, test_days=test_days, validation_days=1.0)
+    assume(splits[0])
     folder = tmp_path_factory.mktemp("auto")
     split = {"kind": "time", "test_users": test_users}
     manifest = ingest(folder / "stage", write_log(folder / "log.parquet", log), split=split)
-    check(manifest, parts)
+    check_stored_events(manifest, splits)
     assert manifest.test_days == test_days
 
 
@@ -90,10 +98,10 @@ def test_leave_last_out_holds_every_event_once_in_order(
     tmp_path_factory: pytest.TempPathFactory, log: list[Event], min_events: int
 ) -> None:
     log += [(*log[0][:2], step * DAY_US) for step in range(min_events)]  # at least one user has test events
-    parts = leave_last_out(log, min_events=min_events)
+    splits = leave_last_out(log, min_events=min_events)
     folder = tmp_path_factory.mktemp("last")
     path = write_log(folder / "log.parquet", log)
-    check(ingest(folder / "stage", path, split=LAST_OUT | {"min_events": min_events}), parts)
+    check_stored_events(ingest(folder / "stage", path, split=LAST_OUT | {"min_events": min_events}), splits)
 
 
 def test_each_user_has_held_out_events_in_one_fold(tmp_path: Path) -> None:
@@ -104,10 +112,10 @@ def test_each_user_has_held_out_events_in_one_fold(tmp_path: Path) -> None:
     for fold in range(num_folds):
         split = LAST_OUT | {"num_folds": num_folds, "fold": fold}
         manifest = ingest(tmp_path / f"stage{fold}", path, split=split)
-        held_out = {user for user, _, _ in read(manifest).parts[2]}
+        held_out = {user for user, _, _ in read_store(manifest).splits[2]}
         last_out = leave_last_out([event for event in log if event[0] in held_out], min_events=3)
         train_events = [event for event in log if event[0] not in held_out]
-        check(manifest, ([*last_out[0], *train_events], *last_out[1:]))
+        check_stored_events(manifest, ([*last_out[0], *train_events], *last_out[1:]))
         folds.append(held_out)
     assert set.union(*folds) == set(range(num_users)) and sum(map(len, folds)) == num_users
     assert min(map(len, folds)) > num_users / num_folds * 0.7
@@ -116,12 +124,14 @@ def test_each_user_has_held_out_events_in_one_fold(tmp_path: Path) -> None:
 @settings(max_examples=20, deadline=None)
 @given(log=logs(smallest=3), cuts=st.tuples(st.integers(0, 30), st.integers(0, 30)))
 def test_given_files_are_the_splits(tmp_path_factory: pytest.TempPathFactory, log: list[Event], cuts: tuple[int, int]) -> None:
-    first = 1 + cuts[0] % (len(log) - 2)
-    second = first + 1 + cuts[1] % (len(log) - first - 1)
-    parts = (log[:first], log[first:second], log[second:])
+    train_end = 1 + cuts[0] % (len(log) - 2)
+    validation_end = train_end + 1 + cuts[1] % (len(log) - train_end - 1)
+    splits = (log[:train_end], log[train_end:validation_end], log[validation_end:])
     folder = tmp_path_factory.mktemp("files")
-    train, validation, test = (write_log(folder / f"{index}.parquet", part) for index, part in enumerate(parts))
-    check(ingest(folder / "stage", train, split={"kind": "files", "validation_paths": validation, "test_paths": test}), parts)
+    train, validation, test = (write_log(folder / f"{index}.parquet", part) for index, part in enumerate(splits))
+    check_stored_events(
+        ingest(folder / "stage", train, split={"kind": "files", "validation_paths": validation, "test_paths": test}), splits
+    )
 
 
 def test_several_files_make_one_log(tmp_path: Path) -> None:
@@ -129,7 +139,7 @@ def test_several_files_make_one_log(tmp_path: Path) -> None:
     for index, event in enumerate(log):
         write_log(tmp_path / "in" / f"{index}.parquet", [event], **({"extra": [1]} if index else {}))
     manifest = ingest(tmp_path / "stage", str(tmp_path / "in" / "*.parquet"), split=LAST_OUT)
-    check(manifest, leave_last_out(log, min_events=3))
+    check_stored_events(manifest, leave_last_out(log, min_events=3))
     assert [Path(source.path).name for source in manifest.sources] == [f"{index}.parquet" for index in range(5)]
 
 
@@ -139,7 +149,7 @@ def test_a_file_without_rows_between_others_is_read_as_such(tmp_path: Path) -> N
     pq.write_table(pq.read_table(tmp_path / "in" / "0.parquet").slice(0, 0), tmp_path / "in" / "1.parquet")
     write_log(tmp_path / "in" / "2.parquet", log[2:])
     manifest = ingest(tmp_path / "stage", str(tmp_path / "in"), split=LAST_OUT)
-    check(manifest, leave_last_out(log, min_events=3))
+    check_stored_events(manifest, leave_last_out(log, min_events=3))
     assert (manifest.num_files_read, [file.source.num_rows for file in manifest.parts[0].files]) == (3, [2, 0, 3])
 
 
@@ -149,21 +159,21 @@ def test_a_file_name_is_no_pattern(tmp_path: Path, name: str) -> None:
     write_log(tmp_path / "in" / name, log)
     write_log(tmp_path / "in" / "day1.parquet", [("bob", *event[1:]) for event in log])
     manifest = ingest(tmp_path / "run[1]" / "stage", str(tmp_path / "in" / "d*"), split=LAST_OUT)
-    check(manifest, leave_last_out(log + [("bob", *event[1:]) for event in log], min_events=3))
+    check_stored_events(manifest, leave_last_out(log + [("bob", *event[1:]) for event in log], min_events=3))
 
 
-def big_log(rows: int = 300_000) -> dict[str, np.ndarray]:
+def big_log(num_rows: int = 300_000) -> dict[str, np.ndarray]:
     random = np.random.default_rng(3)
     return {
-        "user_id": random.integers(0, 3000, rows),
-        "item_id": random.zipf(1.5, rows) % 500,
-        "t": random.integers(0, 5000, rows) * DAY_US // 500,
+        "user_id": random.integers(0, 3000, num_rows),
+        "item_id": random.zipf(1.5, num_rows) % 500,
+        "t": random.integers(0, 5000, num_rows) * DAY_US // 500,
     }
 
 
 def test_the_result_is_the_same_bytes_for_any_number_of_threads(tmp_path: Path) -> None:
     columns = big_log()
-    path = write(tmp_path / "log.parquet", row_group=30_000, **columns)
+    path = write_parquet(tmp_path / "log.parquet", row_group=30_000, **columns)
     manifests = [
         ingest(tmp_path / f"stage{num_threads}", path, split={"kind": "time"}, threads=num_threads) for num_threads in (1, 2, 4)
     ]
@@ -200,21 +210,21 @@ TIMES: dict[str, tuple[pa.Array, dict[str, str], int]] = {
 
 @pytest.mark.parametrize("case", TIMES)
 def test_every_kind_of_time_becomes_microseconds(tmp_path: Path, case: str) -> None:
-    column, unit, grain = TIMES[case]
-    path = write(tmp_path / "log.parquet", user_id=[1, 2, 3], item_id=[1, 2, 3], t=column)
-    manifest = ingest(tmp_path / "stage", path, split={"kind": "time"}, **unit)
+    column, unit_settings, grain_us = TIMES[case]
+    path = write_parquet(tmp_path / "log.parquet", user_id=[1, 2, 3], item_id=[1, 2, 3], t=column)
+    manifest = ingest(tmp_path / "stage", path, split={"kind": "time"}, **unit_settings)
     times = np.load(manifest.path("event_time.npy"))
-    assert times.tolist() == [moment // grain * grain for moment in MOMENTS]
+    assert times.tolist() == [moment // grain_us * grain_us for moment in MOMENTS]
     assert manifest.first_time is not None and manifest.first_time.startswith("2023-11-14T")
     assert manifest.last_time is not None and manifest.last_time.endswith("+00:00")
 
 
-@pytest.mark.parametrize("kind", [pa.float32(), pa.int16(), pa.float64()])
-def test_an_order_column_orders_the_events_without_a_time(tmp_path: Path, kind: pa.DataType) -> None:
-    order = pa.array([3, -1, 2, 0, 7], pa.float64()).cast(kind)
-    path = write(tmp_path / "log.parquet", user_id=[1] * 4 + [2], item_id=[30, 10, 25, 20, 10], at=order)
+@pytest.mark.parametrize("order_type", [pa.float32(), pa.int16(), pa.float64()])
+def test_an_order_column_orders_the_events_without_a_time(tmp_path: Path, order_type: pa.DataType) -> None:
+    order = pa.array([3, -1, 2, 0, 7], pa.float64()).cast(order_type)
+    path = write_parquet(tmp_path / "log.parquet", user_id=[1] * 4 + [2], item_id=[30, 10, 25, 20, 10], at=order)
     manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, order_column="at")
-    assert [[item for _, item, _ in part] for part in read(manifest).parts] == [[10, 20, 10], [25], [30]]
+    assert [[item for _, item, _ in part] for part in read_store(manifest).splits] == [[10, 20, 10], [25], [30]]
     assert (manifest.is_ordered, manifest.first_time, "event_time.npy" in manifest.files) == (True, None, False)
 
 
@@ -230,7 +240,7 @@ def test_events_below_the_label_threshold_are_counted_and_left_out(tmp_path: Pat
     log = [*((1, item, item) for item in range(5)), (2, 0, 0)]
     path = write_log(tmp_path / "log.parquet", log, stars=label)
     manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, label_column="stars", label_threshold=threshold)
-    check(manifest, leave_last_out([log[0], log[2], log[3], log[5]], min_events=3))
+    check_stored_events(manifest, leave_last_out([log[0], log[2], log[3], log[5]], min_events=3))
     assert manifest.num_removed_events_by_filter == {"below_threshold": 2}
 
 
@@ -240,7 +250,7 @@ def test_the_label_threshold_holds_for_given_test_files_too(tmp_path: Path) -> N
     manifest = ingest(
         tmp_path / "stage", train, split={"kind": "files", "test_paths": test}, label_column="stars", label_threshold=2
     )
-    check(manifest, ([(1, 1, 1), (2, 1, 1)], [], [(1, 4, 4)]))
+    check_stored_events(manifest, ([(1, 1, 1), (2, 1, 1)], [], [(1, 4, 4)]))
     assert manifest.num_removed_events_by_filter == {"below_threshold": 2}
 
 
@@ -251,45 +261,47 @@ def test_the_validation_share_is_taken_from_train_only_and_is_reproducible(tmp_p
     test = write_log(tmp_path / "test.parquet", [(1, 60, 60)])
     split = {"kind": "files", "test_paths": test, "validation_share": 0.2}
     manifests = [ingest(tmp_path / str(index), path, split=split) for index, path in enumerate((train, backwards))]
-    first, second = (read(manifest) for manifest in manifests)
-    assert first == second
+    first_store, second_store = (read_store(manifest) for manifest in manifests)
+    assert first_store == second_store
     assert 850 < manifests[0].num_validation_events < 1150  # 5 standard deviations of 28 around 1000
-    assert sorted(first.parts[0] + first.parts[1]) == log
-    assert len({user for user, _, _ in first.parts[1]}) > 90
+    assert sorted(first_store.splits[0] + first_store.splits[1]) == log
+    assert len({user for user, _, _ in first_store.splits[1]}) > 90
 
 
-@pytest.mark.parametrize("name", [str, int])
-def test_held_out_items_have_no_training_events_and_are_the_same_in_every_run(tmp_path: Path, name: type) -> None:
-    log = [(user, name(item), item) for user in range(5) for item in range(1000)]
-    first = write_log(tmp_path / "a.parquet", log)
-    test = write_log(tmp_path / "test.parquet", [(1, name(60), 60), (1, name(1000), 60)])
+@pytest.mark.parametrize("id_type", [str, int])
+def test_held_out_items_have_no_training_events_and_are_the_same_in_every_run(tmp_path: Path, id_type: type) -> None:
+    log = [(user, id_type(item), item) for user in range(5) for item in range(1000)]
+    first_path = write_log(tmp_path / "a.parquet", log)
+    test = write_log(tmp_path / "test.parquet", [(1, id_type(60), 60), (1, id_type(1000), 60)])
     split = {"kind": "files", "test_paths": test, "validation_share": 0.2, "validation_unit": "item"}
-    earlier = ingest(tmp_path / "earlier", first, split=split)
-    train, validation, tested = read(earlier).parts
+    earlier_manifest = ingest(tmp_path / "earlier", first_path, split=split)
+    train, validation, tested = read_store(earlier_manifest).splits
     held_out = {item for _, item, _ in validation}
     assert not held_out & {item for _, item, _ in train}
     assert sorted(train + validation) == sorted(log)  # all events of an item are on one side
     assert 137 < len(held_out) < 263  # 5 standard deviations of 12.6 around 200
-    assert sorted(tested) == sorted([(1, name(60), 60), (1, name(1000), 60)])
+    assert sorted(tested) == sorted([(1, id_type(60), 60), (1, id_type(1000), 60)])
 
     # The next run reads one more file: held-out items stay held out in it, also when it starts from scratch.
-    more = write_log(tmp_path / "b.parquet", [(user, name(item), 2000) for user in (7, 8) for item in range(900, 1100)])
-    later = ingest(tmp_path / "later", first, more, split=split, previous=earlier)
-    assert later.num_files_read == 1
-    train, validation, _ = read(later).parts
-    new = {item for _, item, _ in validation}
-    assert not new & {item for _, item, _ in train}
-    assert {item for item in new if int(item) < 1000} == held_out
-    rebuilt = read(ingest(tmp_path / "rebuilt", first, more, split=split)).parts
-    assert [sorted(part) for part in rebuilt] == [sorted(part) for part in read(later).parts]
+    second_path = write_log(
+        tmp_path / "b.parquet", [(user, id_type(item), 2000) for user in (7, 8) for item in range(900, 1100)]
+    )
+    later_manifest = ingest(tmp_path / "later", first_path, second_path, split=split, previous=earlier_manifest)
+    assert later_manifest.num_files_read == 1
+    train, validation, _ = read_store(later_manifest).splits
+    later_held_out = {item for _, item, _ in validation}
+    assert not later_held_out & {item for _, item, _ in train}
+    assert {item for item in later_held_out if int(item) < 1000} == held_out
+    rebuilt = read_store(ingest(tmp_path / "rebuilt", first_path, second_path, split=split)).splits
+    assert [sorted(part) for part in rebuilt] == [sorted(part) for part in read_store(later_manifest).splits]
 
 
 def test_a_changed_split_reads_the_whole_log_again(tmp_path: Path) -> None:
     log = write_log(tmp_path / "a.parquet", [(user, item, item) for user in range(20) for item in range(20)])
     split = {"kind": "files", "test_paths": write_log(tmp_path / "test.parquet", [(1, 60, 60)]), "validation_share": 0.5}
-    pairs = ingest(tmp_path / "pairs", log, split=split)
-    items = ingest(tmp_path / "items", log, split=split | {"validation_unit": "item"}, previous=pairs)
-    train, validation, _ = read(items).parts
+    manifest_of_pairs = ingest(tmp_path / "pairs", log, split=split)
+    manifest_of_items = ingest(tmp_path / "items", log, split=split | {"validation_unit": "item"}, previous=manifest_of_pairs)
+    train, validation, _ = read_store(manifest_of_items).splits
     assert validation and not {item for _, item, _ in validation} & {item for _, item, _ in train}
 
 
@@ -297,24 +309,24 @@ def test_a_log_without_order_keeps_each_users_events_together(tmp_path: Path) ->
     train = write_log(tmp_path / "a.parquet", log := [(user, item, 0) for item in range(20) for user in range(5)])
     test = write_log(tmp_path / "b.parquet", [(0, 99, 0)])
     manifest = ingest(tmp_path / "stage", train, split={"kind": "files", "test_paths": test}, timestamp_column=None)
-    check(manifest, (log, [], [(0, 99, 0)]))
-    orders = {tuple(item for user, item, _ in read(manifest).parts[0] if user == user_row) for user_row in range(5)}
+    check_stored_events(manifest, (log, [], [(0, 99, 0)]))
+    orders = {tuple(item for user, item, _ in read_store(manifest).splits[0] if user == user_row) for user_row in range(5)}
     assert not manifest.is_ordered and len(orders) == 5
 
 
 def vectors(folder: Path, ids: Sequence[Any]) -> EmbeddingsManifest:
-    path = write(folder / "vectors.parquet", item_id=pa.array(ids), v=[[1.0 + row] for row in range(len(ids))])
+    path = write_parquet(folder / "vectors.parquet", item_id=pa.array(ids), v=[[1.0 + row] for row in range(len(ids))])
     return ingest_embeddings((EmbeddingsConfig(paths=path, vector_column="v"),), folder=folder / "embeddings")
 
 
-@pytest.mark.parametrize("name", [str, int])
-def test_items_known_by_their_vector_alone_are_in_the_vocabulary(tmp_path: Path, name: type) -> None:
-    as_id = {str: lambda number: f"i{number}", int: lambda number: number}[name]
+@pytest.mark.parametrize("id_type", [str, int])
+def test_items_known_by_their_vector_alone_are_in_the_vocabulary(tmp_path: Path, id_type: type) -> None:
+    as_id = {str: lambda number: f"i{number}", int: lambda number: number}[id_type]
     log = [("u", as_id(3), 1), ("u", as_id(1), 2), ("u", as_id(3), 3), ("v", as_id(3), 3), ("u", as_id(5), 4)]
     embeddings = vectors(tmp_path / "run [1]'s", [as_id(number) for number in (9, 3, 7, 5)])
     path = write_log(tmp_path / "log.parquet", log)
     manifest = ingest(tmp_path / "stage", path, split={"kind": "leave_last_out"}, embeddings=embeddings)
-    assert read(manifest).items == [as_id(number) for number in (3, 1, 5, 9, 7)]
+    assert read_store(manifest).items == [as_id(number) for number in (3, 1, 5, 9, 7)]
     assert np.load(manifest.path("vector_row.npy")).tolist() == [1, -1, 3, 0, 2]
     assert (manifest.num_items_with_vector, manifest.num_items_vector_only) == (4, 2)
 
@@ -324,13 +336,13 @@ def test_columns_may_be_named_anything(tmp_path: Path) -> None:
     names |= {"label_column": "ü.label"}
     log = [("ann", 5, 3), ("ann", 6, 4), ("ann", 7, 5), ("bob", 5, 1)]
     columns = dict(zip(names.values(), [*zip(*log, strict=True), (1, 1, 1, 1)], strict=True))
-    path = write(tmp_path / "log.parquet", filename=[1] * 4, split=[7] * 4, position=[7] * 4, **columns)
+    path = write_parquet(tmp_path / "log.parquet", filename=[1] * 4, split=[7] * 4, position=[7] * 4, **columns)
     manifest = ingest(tmp_path / "stage", path, split=LAST_OUT, label_threshold=1, **names)
-    check(manifest, leave_last_out(log, min_events=3))
+    check_stored_events(manifest, leave_last_out(log, min_events=3))
 
 
 def test_the_spill_folder_is_deleted(tmp_path: Path) -> None:
-    path = write(tmp_path / "log.parquet", **big_log(1_000_000))
+    path = write_parquet(tmp_path / "log.parquet", **big_log(1_000_000))
     manifest = ingest(tmp_path / "stage", path, split={"kind": "time"}, memory_limit="40MB", threads=1)
     file_names = {str(path.relative_to(manifest.folder)) for path in manifest.folder.rglob("*") if path.is_file()}
     assert file_names == {*manifest.files, "manifest.json", MARKER_NAME}
@@ -356,6 +368,6 @@ def test_data_real_beauty_gives_the_published_numbers(tmp_path: Path) -> None:
 
 
 def targets_never_seen(manifest: InteractionsManifest) -> dict[str, int]:
-    train, validation, test = ([item for _, item, _ in part] for part in read(manifest).parts)
+    train, validation, test = ([item for _, item, _ in part] for part in read_store(manifest).splits)
     known = {"train": set(train), "train and validation": {*train, *validation}}
     return {name: sum(item not in items for item in test) for name, items in known.items()}

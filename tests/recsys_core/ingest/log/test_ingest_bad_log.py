@@ -13,7 +13,7 @@ from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.ingest.vectors.ingest import ingest_embeddings
 from recsys_core.manifests import InteractionsManifest
 from tests.recsys_core.ingest.interaction_logs import ingest
-from tests.recsys_core.ingest.parquet_files import damage_data, refusal, refuses, write
+from tests.recsys_core.ingest.parquet_files import assert_rejects, damage_data, input_error, write_parquet
 
 LAST_OUT = {"kind": "leave_last_out"}
 GOOD = {"user_id": [1, 1, 1, 2], "item_id": [5, 6, 7, 5], "t": [1, 2, 3, 4], "stars": [1.0, 2.0, 3.0, 4.0]}
@@ -25,27 +25,31 @@ def ingest_of(*paths: str, split: dict[str, Any] = LAST_OUT, **settings: Any) ->
 
 @pytest.mark.parametrize("column", GOOD)
 def test_a_null_is_named_with_file_and_row(tmp_path: Path, column: str) -> None:
-    write(tmp_path / "a.parquet", **GOOD)
-    write(tmp_path / "b.parquet", **(GOOD | {column: [*GOOD[column][:2], None, None]}))
+    write_parquet(tmp_path / "a.parquet", **GOOD)
+    write_parquet(tmp_path / "b.parquet", **(GOOD | {column: [*GOOD[column][:2], None, None]}))
     stage = ingest_of(str(tmp_path / "*.parquet"), label_column="stars", label_threshold=1)
-    refuses(stage, tmp_path, f"b.parquet: column {column!r}, row 2: null", "(2 of 8 rows)")
+    assert_rejects(stage, tmp_path, f"b.parquet: column {column!r}, row 2: null", "(2 of 8 rows)")
 
 
 @pytest.mark.parametrize("settings", [{"label_column": "x", "label_threshold": 0.0}, {"order_column": "x"}])
 def test_a_nan_label_or_weight_is_rejected(tmp_path: Path, settings: dict[str, Any]) -> None:
-    path = write(tmp_path / "a.parquet", **GOOD, x=[1.0, float("nan"), 2.0, 3.0])
-    refuses(ingest_of(path, **settings), tmp_path, "a.parquet: column 'x', row 1: nan is null or not a number (1 of 4 rows")
+    path = write_parquet(tmp_path / "a.parquet", **GOOD, x=[1.0, float("nan"), 2.0, 3.0])
+    assert_rejects(
+        ingest_of(path, **settings), tmp_path, "a.parquet: column 'x', row 1: nan is null or not a number (1 of 4 rows"
+    )
 
 
 def test_the_row_of_a_null_is_found_next_to_columns_of_any_name(tmp_path: Path) -> None:
     columns = GOOD | {"filename": ["x"] * 4, "source": [9] * 4, "row": [9] * 4, "item_id": [1, 2, 3, None]}
-    refuses(ingest_of(write(tmp_path / "a.parquet", **columns)), tmp_path, "a.parquet: column 'item_id', row 3: null")
+    assert_rejects(
+        ingest_of(write_parquet(tmp_path / "a.parquet", **columns)), tmp_path, "a.parquet: column 'item_id', row 3: null"
+    )
 
 
 @pytest.mark.parametrize("name", ["file_row_number", "File_Index"])
 def test_a_column_with_a_name_that_counts_rows_is_rejected(tmp_path: Path, name: str) -> None:
-    refuses(
-        ingest_of(write(tmp_path / "a.parquet", **GOOD, **{name: [1] * 4})),
+    assert_rejects(
+        ingest_of(write_parquet(tmp_path / "a.parquet", **GOOD, **{name: [1] * 4})),
         tmp_path,
         f"column {name!r} has a name that DuckDB reserves",
         "rename it",
@@ -104,14 +108,14 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_log_is_rejected_and_no_file_is_left(tmp_path: Path, case: str) -> None:
     columns, settings, parts = BAD[case]
-    refuses(ingest_of(write(tmp_path / "a.parquet", **(GOOD | columns)), **settings), tmp_path, *parts)
+    assert_rejects(ingest_of(write_parquet(tmp_path / "a.parquet", **(GOOD | columns)), **settings), tmp_path, *parts)
 
 
 def test_a_sort_that_outgrows_the_memory_is_rejected_by_its_setting(tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     columns = {name: random.integers(0, 2**60, 300_000) for name in ("user_id", "item_id")} | {"t": np.arange(300_000)}
-    stage = ingest_of(write(tmp_path / "a.parquet", **columns), memory_limit="4MB", order_column="t")
-    refuses(stage, tmp_path, "interactions.memory_limit is 4MB, which is too little")
+    stage = ingest_of(write_parquet(tmp_path / "a.parquet", **columns), memory_limit="4MB", order_column="t")
+    assert_rejects(stage, tmp_path, "interactions.memory_limit is 4MB, which is too little")
 
 
 @pytest.mark.parametrize(
@@ -122,32 +126,39 @@ def test_a_sort_that_outgrows_the_memory_is_rejected_by_its_setting(tmp_path: Pa
     ],
 )
 def test_files_with_times_of_different_types_are_rejected(tmp_path: Path, other: pa.Array, message: str) -> None:
-    first, second = write(tmp_path / "a.parquet", **GOOD), write(tmp_path / "b.parquet", **(GOOD | {"t": other}))
-    refuses(ingest_of(first, second), tmp_path, f"b.parquet: column 't' is {message} in ", "a.parquet")
-    split = {"kind": "files", "test_paths": second}
-    refuses(ingest_of(first, split=split), tmp_path, f"b.parquet: column 't' is {message} in ", "a.parquet")
+    first_path, second_path = (
+        write_parquet(tmp_path / "a.parquet", **GOOD),
+        write_parquet(tmp_path / "b.parquet", **(GOOD | {"t": other})),
+    )
+    assert_rejects(ingest_of(first_path, second_path), tmp_path, f"b.parquet: column 't' is {message} in ", "a.parquet")
+    split = {"kind": "files", "test_paths": second_path}
+    assert_rejects(ingest_of(first_path, split=split), tmp_path, f"b.parquet: column 't' is {message} in ", "a.parquet")
 
 
 def test_local_times_and_times_with_a_zone_are_not_mixed(tmp_path: Path) -> None:
-    local = write(tmp_path / "a.parquet", **(GOOD | {"t": pa.array([1, 2, 3, 4], pa.timestamp("us"))}))
-    zoned = write(tmp_path / "b.parquet", **(GOOD | {"t": pa.array([1, 2, 3, 4], pa.timestamp("us", tz="Asia/Kolkata"))}))
-    refuses(ingest_of(local, zoned), tmp_path, "b.parquet: column 't' is timestamp[us, tz=Asia/Kolkata], but timestamp[us] in ")
+    local = write_parquet(tmp_path / "a.parquet", **(GOOD | {"t": pa.array([1, 2, 3, 4], pa.timestamp("us"))}))
+    zoned = write_parquet(
+        tmp_path / "b.parquet", **(GOOD | {"t": pa.array([1, 2, 3, 4], pa.timestamp("us", tz="Asia/Kolkata"))})
+    )
+    assert_rejects(
+        ingest_of(local, zoned), tmp_path, "b.parquet: column 't' is timestamp[us, tz=Asia/Kolkata], but timestamp[us] in "
+    )
 
 
 def test_ids_of_another_type_in_the_test_files_are_rejected(tmp_path: Path) -> None:
-    train = write(tmp_path / "a.parquet", **GOOD)
-    test = write(tmp_path / "b.parquet", **(GOOD | {"user_id": list("abcd")}))
+    train = write_parquet(tmp_path / "a.parquet", **GOOD)
+    test = write_parquet(tmp_path / "b.parquet", **(GOOD | {"user_id": list("abcd")}))
     stage = ingest_of(train, split={"kind": "files", "test_paths": test})
-    refuses(stage, tmp_path, "b.parquet: column 'user_id' is string, but int64 in ", "a.parquet; write one type")
+    assert_rejects(stage, tmp_path, "b.parquet: column 'user_id' is string, but int64 in ", "a.parquet; write one type")
 
 
 def test_given_files_that_are_missing_are_named_with_their_setting(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", **GOOD)
+    path = write_parquet(tmp_path / "a.parquet", **GOOD)
     for split, name in (
         ({"test_paths": "gone.parquet"}, "test_paths"),
         ({"test_paths": path, "validation_paths": "gone.parquet"}, "validation_paths"),
     ):
-        with refusal(f"interactions.split.{name}: no such file: gone.parquet"):
+        with input_error(f"interactions.split.{name}: no such file: gone.parquet"):
             ingest(tmp_path / "stage", path, split={"kind": "files"} | split)
 
 
@@ -159,10 +170,10 @@ def test_given_files_that_are_missing_are_named_with_their_setting(tmp_path: Pat
     ],
 )
 def test_vectors_of_other_items_are_rejected(tmp_path: Path, ids: list[Any], parts: tuple[str, ...]) -> None:
-    vectors = write(tmp_path / "v.parquet", item_id=ids, v=[[1.0]] * len(ids))
+    vectors = write_parquet(tmp_path / "v.parquet", item_id=ids, v=[[1.0]] * len(ids))
     config = EmbeddingsConfig(paths=vectors, vector_column="v")
     embeddings = ingest_embeddings((config,), folder=tmp_path / "embeddings")
-    refuses(ingest_of(write(tmp_path / "a.parquet", **GOOD), embeddings=embeddings), tmp_path, *parts)
+    assert_rejects(ingest_of(write_parquet(tmp_path / "a.parquet", **GOOD), embeddings=embeddings), tmp_path, *parts)
 
 
 @pytest.mark.parametrize("compression", ["snappy", "zstd", "none"])
@@ -170,4 +181,6 @@ def test_damage_behind_an_intact_footer_is_rejected(tmp_path: Path, compression:
     columns = {name: np.random.default_rng(0).integers(0, 10**9, 5000) for name in ("user_id", "item_id", "t")}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet", compression=compression)
     damage_data(str(tmp_path / "a.parquet"))
-    refuses(ingest_of(str(tmp_path / "a.parquet")), tmp_path, "a.parquet: column 'user_id', rows 0 to 4,999: a page is damaged")
+    assert_rejects(
+        ingest_of(str(tmp_path / "a.parquet")), tmp_path, "a.parquet: column 'user_id', rows 0 to 4,999: a page is damaged"
+    )

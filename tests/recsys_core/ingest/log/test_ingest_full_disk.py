@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from tests.recsys_core.ingest.interaction_logs import ingest
-from tests.recsys_core.ingest.parquet_files import refuses, write
+from tests.recsys_core.ingest.parquet_files import assert_rejects, write_parquet
 
 LAST_OUT = {"kind": "leave_last_out"}
 
@@ -16,7 +16,7 @@ LAST_OUT = {"kind": "leave_last_out"}
 def log(folder: Path, *, rows: int, ids: int = 1_000, **columns: Any) -> str:
     random = np.random.default_rng(0)
     column_by_name = {name: random.integers(0, ids, rows) for name in ("user_id", "item_id")} | {"t": np.arange(rows)}
-    return write(folder / "log.parquet", **(column_by_name | columns))
+    return write_parquet(folder / "log.parquet", **(column_by_name | columns))
 
 
 def words(rows: int) -> pa.Array:
@@ -37,7 +37,7 @@ def test_a_disk_that_fills_up_while_the_log_is_written(tmp_path: Path, small_dis
     rows, there, columns, settings = CASES[case]
     path = log(tmp_path, rows=rows, **columns)
     (small_disk / "already").write_bytes(b"x" * there)
-    refuses(
+    assert_rejects(
         lambda folder: ingest(folder, path, split=LAST_OUT, **settings), small_disk,
         ", but the disk has 0.00", " GiB free; free some space, or set workspace to a folder on a larger disk",
     )  # fmt: skip

@@ -14,7 +14,7 @@ from recsys_core.dataset.events import EventStore
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US
-from tests.recsys_core.ingest.interaction_logs import Event, Id, Parts, ingest, leave_last_out, split_by_time, write_log
+from tests.recsys_core.ingest.interaction_logs import Event, Id, SplitEvents, ingest, leave_last_out, split_by_time, write_log
 from tests.recsys_core.models.error_messages import raises_message
 
 LABELS: dict[str, Any] = {"label_column": "stars", "label_threshold": 3}
@@ -48,7 +48,9 @@ def stored_negatives(manifest: InteractionsManifest) -> tuple[Negatives, list[in
     return negatives, arrays["event"]
 
 
-def check_negatives(manifest: InteractionsManifest, log: Sequence[Row], *, parts: Parts, starts: dict[Id, list[int]]) -> None:
+def check_negatives(
+    manifest: InteractionsManifest, log: Sequence[Row], *, parts: SplitEvents, starts: dict[Id, list[int]]
+) -> None:
     """Compare the store with plain Python. starts: times from which a negative of a user is in the splits 1 and 2."""
     negatives, event_indices = stored_negatives(manifest)
     catalogue = {item for part in parts for _, item, _ in part}

@@ -16,7 +16,7 @@ from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.ingest.vectors.ingest import ingest_embeddings
 from recsys_core.manifests import EmbeddingsManifest
 from recsys_core.manifests.stage_folder import MARKER_NAME
-from tests.recsys_core.ingest.parquet_files import refuses, write
+from tests.recsys_core.ingest.parquet_files import assert_rejects, write_parquet
 
 Layout = Callable[[np.ndarray], pa.Array]
 
@@ -59,7 +59,7 @@ def some_vectors(rows: int, dim: int, dtype: type = np.float32) -> np.ndarray:
 @pytest.mark.parametrize("layout", [as_list, as_large_list, as_fixed, as_sliced, as_chunks])
 def test_every_list_layout_gives_the_same_matrix(tmp_path: Path, layout: Layout, dtype: type) -> None:
     vectors = some_vectors(11, 3, dtype)
-    path = write(tmp_path / "a.parquet", item_id=np.arange(11) * 7, v=layout(vectors), row_group=4)
+    path = write_parquet(tmp_path / "a.parquet", item_id=np.arange(11) * 7, v=layout(vectors), row_group=4)
     manifest = ingest(tmp_path / "stage", path, batch_rows=3)
     stored = np.load(manifest.vectors_path("item"))
     assert stored.dtype == np.float32
@@ -73,7 +73,7 @@ def test_every_list_layout_gives_the_same_matrix(tmp_path: Path, layout: Layout,
 def test_single_columns_are_put_in_order_of_their_number(tmp_path: Path, first: int, dtype: type) -> None:
     vectors = some_vectors(5, 12, dtype)
     columns = {f"dim_{first + index}": vectors[:, index] for index in np.random.default_rng(0).permutation(12)}
-    path = write(tmp_path / "a.parquet", dim_note=["x"] * 5, item_id=list("abcde"), **columns)
+    path = write_parquet(tmp_path / "a.parquet", dim_note=["x"] * 5, item_id=list("abcde"), **columns)
     manifest = ingest(tmp_path / "stage", path, batch_rows=2, dimension_prefix="dim_")
     np.testing.assert_array_equal(np.load(manifest.vectors_path("item")), vectors.astype(np.float32))
     assert ids_of(manifest) == list("abcde")
@@ -94,7 +94,7 @@ def test_the_matrix_does_not_depend_on_batches_and_row_groups(
     folder = tmp_path_factory.mktemp("matrix")
     vectors = np.where(vectors.any(axis=1, keepdims=True), vectors, np.float32(1))  # a vector of zeros is refused
     column = (as_fixed if fixed else as_list)(vectors)
-    path = write(folder / "a.parquet", item_id=np.arange(len(vectors)), v=column, row_group=row_group)
+    path = write_parquet(folder / "a.parquet", item_id=np.arange(len(vectors)), v=column, row_group=row_group)
     manifest = ingest(folder / "stage", path, batch_rows=batch_rows)
     np.testing.assert_array_equal(np.load(manifest.vectors_path("item")), vectors)
     assert ids_of(manifest) == list(range(len(vectors)))
@@ -112,7 +112,7 @@ def test_the_matrix_does_not_depend_on_batches_and_row_groups(
     ],
 )
 def test_ids_are_stored_as_one_of_two_types(tmp_path: Path, ids: pa.Array) -> None:
-    manifest = ingest(tmp_path / "stage", write(tmp_path / "a.parquet", item_id=ids, v=as_list(some_vectors(3, 2))))
+    manifest = ingest(tmp_path / "stage", write_parquet(tmp_path / "a.parquet", item_id=ids, v=as_list(some_vectors(3, 2))))
     assert ids_of(manifest) == ids.to_pylist()
     assert str(pq.read_schema(manifest.ids_path("item")).field("id").type) == manifest.tables["item"].id_type
 
@@ -120,13 +120,13 @@ def test_ids_are_stored_as_one_of_two_types(tmp_path: Path, ids: pa.Array) -> No
 def test_files_of_a_glob_follow_one_another_by_name(tmp_path: Path) -> None:
     vectors = some_vectors(9, 4)
     for name, part in (("c", slice(6, 9)), ("a", slice(0, 2)), ("b", slice(2, 6))):
-        write(
+        write_parquet(
             tmp_path / f"in-{name}.parquet",
             item_id=np.arange(9)[part],
             v=as_fixed(vectors[part]),
             other=["x"] * (len(vectors[part])),
         )
-    write(tmp_path / "in-aa.parquet", item_id=pa.array([], pa.int64()), v=as_fixed(vectors[:0]))
+    write_parquet(tmp_path / "in-aa.parquet", item_id=pa.array([], pa.int64()), v=as_fixed(vectors[:0]))
     manifest = ingest(tmp_path / "stage", str(tmp_path / "in-*.parquet"), batch_rows=2)
     np.testing.assert_array_equal(np.load(manifest.vectors_path("item")), vectors)
     assert ids_of(manifest) == list(range(9))
@@ -134,16 +134,16 @@ def test_files_of_a_glob_follow_one_another_by_name(tmp_path: Path) -> None:
 
 
 def test_a_stage_folder_may_have_pattern_characters_in_its_name(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", item_id=[1, 1], v=as_list(some_vectors(2, 2)))
+    path = write_parquet(tmp_path / "a.parquet", item_id=[1, 1], v=as_list(some_vectors(2, 2)))
     (tmp_path / "run[1]").mkdir()
-    refuses(lambda folder: ingest(folder, path), tmp_path / "run[1]", "id 1 is already in")
+    assert_rejects(lambda folder: ingest(folder, path), tmp_path / "run[1]", "id 1 is already in")
 
 
 @pytest.mark.parametrize("columns", [{"vector_column": "v"}, {"dimension_prefix": "d"}])
 def test_the_result_depends_neither_on_threads_nor_on_row_groups(tmp_path: Path, columns: dict[str, str]) -> None:
     vectors = some_vectors(5_000, 37, np.float64)
     value_by_column = {f"d{index}": vectors[:, index] for index in range(37)}
-    path = write(
+    path = write_parquet(
         tmp_path / "a.parquet", item_id=np.arange(5_000)[::-1], v=as_fixed(vectors), row_group=1_111, **value_by_column
     )
     manifest_by_num_threads = {
@@ -158,7 +158,7 @@ def test_the_result_depends_neither_on_threads_nor_on_row_groups(tmp_path: Path,
 
 
 def test_the_stage_has_only_matrices_and_ids(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", item_id=[1, 2], v=[[1.0, 2.0], [3.0, 5.0]])
+    path = write_parquet(tmp_path / "a.parquet", item_id=[1, 2], v=[[1.0, 2.0], [3.0, 5.0]])
     manifest = ingest(tmp_path / "stage", path)
     assert {file.name for file in manifest.folder.iterdir()} == {
         "item.vectors.npy",
@@ -171,7 +171,7 @@ def test_the_stage_has_only_matrices_and_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize("columns", [{"vector_column": "v"}, {"dimension_prefix": "d"}])
 def test_normalised_vectors_have_length_one(tmp_path: Path, columns: dict[str, str]) -> None:
     vectors = np.array([[3.0, 4.0], [3e30, 4e30], [-3e-30, 4e-30], [6e-44, 8e-44]])
-    path = write(tmp_path / "a.parquet", item_id=range(4), v=as_list(vectors), d0=vectors[:, 0], d1=vectors[:, 1])
+    path = write_parquet(tmp_path / "a.parquet", item_id=range(4), v=as_list(vectors), d0=vectors[:, 0], d1=vectors[:, 1])
     stored = np.load(ingest(tmp_path / "stage", path, normalise=True, **columns).vectors_path("item"))
     np.testing.assert_allclose(stored, [[0.6, 0.8], [0.6, 0.8], [-0.6, 0.8], [0.6, 0.8]], rtol=0.02)
     np.testing.assert_allclose(np.linalg.norm(stored, axis=1), 1.0, rtol=1e-6)
@@ -181,7 +181,7 @@ def test_a_projection_keeps_the_directions_of_most_variance(tmp_path: Path) -> N
     rng = np.random.default_rng(0)
     plane = rng.normal(size=(500, 2)) @ rng.normal(size=(2, 9)) + 5.0
     vectors = plane + 1e-3 * rng.normal(size=plane.shape)
-    path = write(tmp_path / "a.parquet", item_id=np.arange(500), v=as_list(vectors), row_group=70)
+    path = write_parquet(tmp_path / "a.parquet", item_id=np.arange(500), v=as_list(vectors), row_group=70)
     manifest = ingest(tmp_path / "stage", path, pca_dim=2)
     stored = np.load(manifest.vectors_path("item"))
     assert manifest.tables["item"].dim == 2 and 0.9999 < (manifest.tables["item"].explained_variance or 0) < 1.0
@@ -195,8 +195,8 @@ def test_a_projection_keeps_the_directions_of_most_variance(tmp_path: Path) -> N
 
 
 def test_an_id_map_replaces_ids_and_drops_ids_without_an_entry(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", item_id=["x", "y", "z", "w"], v=[[1.0], [2.0], [3.0], [4.0]])
-    ids = write(tmp_path / "map.parquet", theirs=["w", "x", "unused", "z"], ours=[40, 10, 5, 30])
+    path = write_parquet(tmp_path / "a.parquet", item_id=["x", "y", "z", "w"], v=[[1.0], [2.0], [3.0], [4.0]])
+    ids = write_parquet(tmp_path / "map.parquet", theirs=["w", "x", "unused", "z"], ours=[40, 10, 5, 30])
     manifest = ingest(
         tmp_path / "stage", path, vector_column="v", id_map={"paths": ids, "from_column": "theirs", "to_column": "ours"}
     )
@@ -207,9 +207,9 @@ def test_an_id_map_replaces_ids_and_drops_ids_without_an_entry(tmp_path: Path) -
 
 
 def test_the_first_of_two_entries_for_a_table_wins_and_each_table_has_its_own_files(tmp_path: Path) -> None:
-    first_items = write(tmp_path / "own.parquet", item_id=[1, 2, 3], v=[[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]])
-    second_items = write(tmp_path / "bought.parquet", sku=[5, 3, 4, 1], e0=[9.0] * 4, e1=[5.0, 3.0, 4.0, 1.0])
-    users = write(tmp_path / "users.parquet", user=["ann"], v=[[7.0, 7.0, 7.0]])
+    first_items = write_parquet(tmp_path / "own.parquet", item_id=[1, 2, 3], v=[[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]])
+    second_items = write_parquet(tmp_path / "bought.parquet", sku=[5, 3, 4, 1], e0=[9.0] * 4, e1=[5.0, 3.0, 4.0, 1.0])
+    users = write_parquet(tmp_path / "users.parquet", user=["ann"], v=[[7.0, 7.0, 7.0]])
     entries = (
         EmbeddingsConfig(paths=first_items, vector_column="v"),
         EmbeddingsConfig(paths=users, table="user", id_column="user", vector_column="v"),
@@ -236,7 +236,7 @@ def test_only_bad_rows_are_dropped_and_the_others_keep_their_vectors(
     folder = tmp_path_factory.mktemp("dropped")
     vectors = [None if size is None else [float(row + 1)] * size for row, size in enumerate([3, *length])]
     names = ["first", *(ids.draw(st.sampled_from(["a", "b", "c", f"r{row}", "", None])) for row in range(len(length)))]
-    path = write(
+    path = write_parquet(
         folder / "a.parquet", item_id=pa.array(names), v=pa.array(vectors, pa.list_(pa.float32())), row_group=row_group
     )
     expected: dict[str, list[float]] = {}

@@ -13,7 +13,7 @@ import pytest
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.ingest.vectors.ingest import ingest_embeddings
 from recsys_core.manifests import EmbeddingsManifest
-from tests.recsys_core.ingest.parquet_files import damage_data, refuses, write
+from tests.recsys_core.ingest.parquet_files import assert_rejects, damage_data, write_parquet
 
 
 def ingest(folder: Path, *paths: str, **settings: Any) -> EmbeddingsManifest:
@@ -122,8 +122,8 @@ LISTS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
 @pytest.mark.parametrize("case", LISTS)
 def test_a_bad_vector_is_rejected_and_no_file_is_left(tmp_path: Path, case: str) -> None:
     columns, parts = LISTS[case]
-    path = write(tmp_path / "a.parquet", **columns)
-    refuses(lambda folder: ingest(folder, path, batch_rows=2), tmp_path, *parts)
+    path = write_parquet(tmp_path / "a.parquet", **columns)
+    assert_rejects(lambda folder: ingest(folder, path, batch_rows=2), tmp_path, *parts)
 
 
 DIMENSIONS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
@@ -146,25 +146,25 @@ DIMENSIONS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
 @pytest.mark.parametrize("case", DIMENSIONS)
 def test_a_bad_dimension_is_rejected_and_no_file_is_left(tmp_path: Path, case: str) -> None:
     columns, parts = DIMENSIONS[case]
-    path = write(tmp_path / "a.parquet", item_id=list(range(len(columns.get("d0", [1])))), **columns)
-    refuses(lambda folder: ingest(folder, path, batch_rows=2, dimension_prefix="d"), tmp_path, *parts)
+    path = write_parquet(tmp_path / "a.parquet", item_id=list(range(len(columns.get("d0", [1])))), **columns)
+    assert_rejects(lambda folder: ingest(folder, path, batch_rows=2, dimension_prefix="d"), tmp_path, *parts)
 
 
 def test_a_repeated_column_is_rejected(tmp_path: Path) -> None:
     table = pa.Table.from_arrays([pa.array([1])] + [pa.array([1.0])] * 3, names=["item_id", "d0", "d1", "d1"])
     path = str(tmp_path / "a.parquet")
     pq.write_table(table, path)
-    refuses(lambda folder: ingest(folder, path, dimension_prefix="d"), tmp_path, "columns 'd1' and 'd1' are both")
+    assert_rejects(lambda folder: ingest(folder, path, dimension_prefix="d"), tmp_path, "columns 'd1' and 'd1' are both")
     pq.write_table(table.rename_columns(["item_id", "item_id", "d0", "d1"]), path)
-    refuses(lambda folder: ingest(folder, path, dimension_prefix="d"), tmp_path, "2 columns are named 'item_id'")
+    assert_rejects(lambda folder: ingest(folder, path, dimension_prefix="d"), tmp_path, "2 columns are named 'item_id'")
 
 
 @pytest.mark.parametrize("other", [{"d0": [1.0]}, {"d1": [1.0], "d2": [1.0]}])
 def test_files_with_different_dimensions_are_rejected_with_both_names(tmp_path: Path, other: dict[str, list[float]]) -> None:
-    first = write(tmp_path / "a.parquet", item_id=[1], d0=[1.0], d1=[1.0])
-    second = write(tmp_path / "b.parquet", item_id=[2], **other)
-    refuses(
-        lambda folder: ingest(folder, first, second, dimension_prefix="d"),
+    first_path = write_parquet(tmp_path / "a.parquet", item_id=[1], d0=[1.0], d1=[1.0])
+    second_path = write_parquet(tmp_path / "b.parquet", item_id=[2], **other)
+    assert_rejects(
+        lambda folder: ingest(folder, first_path, second_path, dimension_prefix="d"),
         tmp_path, f"b.parquet: the vectors have {len(other)} columns", "a.parquet have 2 (d0 to d1)",
     )  # fmt: skip
 
@@ -194,22 +194,22 @@ def test_files_with_different_dimensions_are_rejected_with_both_names(tmp_path: 
 def test_a_conflict_between_two_files_is_reported_with_both_names(
     tmp_path: Path, other: dict[str, Any], parts: tuple[str, ...]
 ) -> None:
-    first = write(tmp_path / "a.parquet", item_id=[3, 4, 1], v=[[1.0]] * 3)
-    second = write(tmp_path / "b.parquet", **other)
-    refuses(lambda folder: ingest(folder, first, second), tmp_path, *parts)
+    first_path = write_parquet(tmp_path / "a.parquet", item_id=[3, 4, 1], v=[[1.0]] * 3)
+    second_path = write_parquet(tmp_path / "b.parquet", **other)
+    assert_rejects(lambda folder: ingest(folder, first_path, second_path), tmp_path, *parts)
 
 
 def test_damage_behind_an_intact_footer_is_reported(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", item_id=np.arange(5000), v=list(np.ones((5000, 4))))
+    path = write_parquet(tmp_path / "a.parquet", item_id=np.arange(5000), v=list(np.ones((5000, 4))))
     damage_data(path)
-    refuses(lambda folder: ingest(folder, path), tmp_path, "a.parquet: damaged: ", "write it again")
+    assert_rejects(lambda folder: ingest(folder, path), tmp_path, "a.parquet: damaged: ", "write it again")
 
 
 BAD = {"item_id": [1, 2, None, 2, *range(3, 99)], "v": [[1.0], [np.nan], [1.0], [4.0], [0.0], *([[1.0]] * 94)]}
 
 
 def test_with_drop_bad_rows_are_dropped_and_counted(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", **{name: values[:99] for name, values in BAD.items()})
+    path = write_parquet(tmp_path / "a.parquet", **{name: values[:99] for name, values in BAD.items()})
     manifest = ingest(tmp_path / "stage", path, on_bad_rows="drop", max_bad_share=0.04)
     # The first vector of item 2 is no vector, so the second is its first.
     assert manifest.tables["item"].num_dropped_by_fault == {"null_id": 1, "not_finite": 1, "all_zero": 1}
@@ -218,8 +218,8 @@ def test_with_drop_bad_rows_are_dropped_and_counted(tmp_path: Path) -> None:
 
 
 def test_more_bad_rows_than_max_bad_share_are_rejected_with_their_reasons(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", **{name: values[:99] for name, values in BAD.items()})
-    refuses(
+    path = write_parquet(tmp_path / "a.parquet", **{name: values[:99] for name, values in BAD.items()})
+    assert_rejects(
         lambda folder: ingest(folder, path, on_bad_rows="drop"), tmp_path,
         "a.parquet: column 'v', row 1: number 0 of the vector is nan as float32 (1 of 99 rows); 3 of 99 rows are bad "
         "(null_id 1, not_finite 1, all_zero 1), a share of 0.0303, but embeddings.max_bad_share is 0.01; fix "
@@ -228,8 +228,8 @@ def test_more_bad_rows_than_max_bad_share_are_rejected_with_their_reasons(tmp_pa
 
 
 def test_a_table_of_nothing_but_bad_rows_is_rejected_whatever_the_share(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", item_id=[1, 2], v=[[0.0]] * 2)
-    refuses(
+    path = write_parquet(tmp_path / "a.parquet", item_id=[1, 2], v=[[0.0]] * 2)
+    assert_rejects(
         lambda folder: ingest(folder, path, on_bad_rows="drop", max_bad_share=1),
         tmp_path,
         "(2 of 2 rows); all 2 rows are bad (all_zero 2); fix these rows",
@@ -248,25 +248,28 @@ def test_a_table_of_nothing_but_bad_rows_is_rejected_whatever_the_share(tmp_path
     ],
 )
 def test_a_bad_id_map_is_rejected(tmp_path: Path, theirs: list[Any], ours: list[Any], parts: tuple[str, ...]) -> None:
-    path = write(tmp_path / "a.parquet", item_id=["x", "y"], v=[[1.0]] * 2)
-    ids = write(tmp_path / "map.parquet", theirs=theirs, ours=ours)
+    path = write_parquet(tmp_path / "a.parquet", item_id=["x", "y"], v=[[1.0]] * 2)
+    ids = write_parquet(tmp_path / "map.parquet", theirs=theirs, ours=ours)
     id_map = {"paths": ids, "from_column": "theirs", "to_column": "ours"}
-    refuses(lambda folder: ingest(folder, path, id_map=id_map), tmp_path, *parts)
+    assert_rejects(lambda folder: ingest(folder, path, id_map=id_map), tmp_path, *parts)
 
 
 @pytest.mark.parametrize(
-    ("second", "parts"),
+    ("second_columns", "parts"),
     [
         ({"item_id": ["a"], "v": [[1.0, 2.0]]}, ("the id of embeddings.1 is string, but the id of embeddings.0", "int64")),
         ({"item_id": [9], "v": [[1.0]]}, ("embeddings.1: the vectors have 1 numbers, but those of embeddings.0", "have 2")),
     ],
 )
 def test_entries_of_one_table_that_do_not_fit_together_are_rejected(
-    tmp_path: Path, second: dict[str, Any], parts: tuple[str, ...]
+    tmp_path: Path, second_columns: dict[str, Any], parts: tuple[str, ...]
 ) -> None:
-    paths = [write(tmp_path / "a.parquet", item_id=[1], v=ONES), write(tmp_path / "b.parquet", **second)]
+    paths = [
+        write_parquet(tmp_path / "a.parquet", item_id=[1], v=ONES),
+        write_parquet(tmp_path / "b.parquet", **second_columns),
+    ]
     entries = [EmbeddingsConfig(paths=path, vector_column="v") for path in paths]
-    refuses(lambda folder: ingest_embeddings(entries, folder=folder), tmp_path, *parts)
+    assert_rejects(lambda folder: ingest_embeddings(entries, folder=folder), tmp_path, *parts)
 
 
 @pytest.mark.parametrize(
@@ -280,8 +283,8 @@ def test_entries_of_one_table_that_do_not_fit_together_are_rejected(
     ],
 )
 def test_a_projection_that_the_vectors_do_not_allow_is_rejected(tmp_path: Path, settings: dict[str, int], message: str) -> None:
-    path = write(tmp_path / "a.parquet", item_id=[1, 2], v=[[1.0, 2.0, 3.0], [1.0, 2.0, 4.0]])
-    refuses(lambda folder: ingest(folder, path, **settings), tmp_path, message)
+    path = write_parquet(tmp_path / "a.parquet", item_id=[1, 2], v=[[1.0, 2.0, 3.0], [1.0, 2.0, 4.0]])
+    assert_rejects(lambda folder: ingest(folder, path, **settings), tmp_path, message)
 
 
 def test_a_matrix_larger_than_the_free_disk_is_rejected_before_a_vector_is_written(
@@ -291,8 +294,8 @@ def test_a_matrix_larger_than_the_free_disk_is_rejected_before_a_vector_is_writt
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    path = write(tmp_path / "a.parquet", item_id=[1, 2], v=ONES * 2)
-    refuses(
+    path = write_parquet(tmp_path / "a.parquet", item_id=[1, 2], v=ONES * 2)
+    assert_rejects(
         lambda folder: ingest(folder, path), tmp_path,
         "stage.tmp", ": vectors.npy, 2 x 2 numbers, takes ", " GiB, but the disk has ", " GiB free; free some space, or set",
     )  # fmt: skip
@@ -305,5 +308,5 @@ def test_a_matrix_larger_than_the_free_disk_is_rejected_before_a_vector_is_writt
 def test_a_full_disk_is_an_input_error(tmp_path: Path, small_disk: Path, rows: int, dim: int, message: str) -> None:
     """In the second case the matrix fits on the disk, but the ids do not."""
     ids = [np.random.default_rng(row).bytes(16).hex() for row in range(rows)]
-    path = write(tmp_path / "a.parquet", item_id=ids, v=list(np.ones((rows, dim), np.float32)))
-    refuses(lambda folder: ingest(folder, path), small_disk, message, "but the disk has 0.00", "GiB free; free some")
+    path = write_parquet(tmp_path / "a.parquet", item_id=ids, v=list(np.ones((rows, dim), np.float32)))
+    assert_rejects(lambda folder: ingest(folder, path), small_disk, message, "but the disk has 0.00", "GiB free; free some")

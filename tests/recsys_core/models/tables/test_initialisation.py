@@ -35,17 +35,17 @@ def whole_table() -> torch.Tensor:
     column=st.integers(0, DIM - 1),
     height=st.integers(1, NUM_ROWS),
     width=st.integers(1, DIM),
-    chunk=st.integers(1, NUM_ROWS),
+    chunk_rows=st.integers(1, NUM_ROWS),
 )
-def test_initial_values_do_not_depend_on_the_sharding(row, column, height, width, chunk):
-    initialisation.CHUNK_ROWS, before = chunk, initialisation.CHUNK_ROWS
+def test_initial_values_do_not_depend_on_the_sharding(row, column, height, width, chunk_rows):
+    initialisation.CHUNK_ROWS, chunk_rows_before = chunk_rows, initialisation.CHUNK_ROWS
     try:
         shard = torch.full((min(height, NUM_ROWS - row), min(width, DIM - column)), torch.nan)
         fill_random(LocalShard(row, column, shard), table="item", dim=DIM, seed=3, std=STD)
         expected = whole_table()[row : row + shard.shape[0], column : column + shard.shape[1]]
         torch.testing.assert_close(shard, expected, rtol=0, atol=0)
     finally:
-        initialisation.CHUNK_ROWS = before
+        initialisation.CHUNK_ROWS = chunk_rows_before
 
 
 def test_seed_and_table_give_different_values():

@@ -55,7 +55,7 @@ MODELS: list[dict[str, Any]] = [
 ]
 
 
-def queries(exported: ExportedModel) -> tuple[np.ndarray, JaggedArray, dict[str, GivenFeature]]:
+def queries(exported_model: ExportedModel) -> tuple[np.ndarray, JaggedArray, dict[str, GivenFeature]]:
     """Return known and unknown users, histories from empty to longer than the model reads, and features of the context."""
     random = np.random.default_rng(3)
     length = np.array([0, 1, 3, 9, 0, 6])
@@ -66,17 +66,17 @@ def queries(exported: ExportedModel) -> tuple[np.ndarray, JaggedArray, dict[str,
     given_features = {
         key: GivenFeature(is_given, JaggedArray.from_lengths(is_given, random.integers(0, 6, 4)), weight)
         for key, weight in weights.items()
-        if key in exported.tables
+        if key in exported_model.tables
     }
     return user_row, history, given_features
 
 
-def tower_of(exported: ExportedModel, *, quantization: Any = "fp32") -> ServedQueryTower:
+def tower_of(exported_model: ExportedModel, *, quantization: Any = "fp32") -> ServedQueryTower:
     return build_tower(
-        exported.spec,
-        history_items=exported.history_items,
-        tables=exported.query_tables,
-        dense=exported.towers.state_dict(),
+        exported_model.spec,
+        history_items=exported_model.history_items,
+        tables=exported_model.query_tables,
+        dense=exported_model.towers.state_dict(),
         quantization=quantization,
     )
 
@@ -98,18 +98,18 @@ def test_padded_lists_give_the_vectors_of_the_served_tower(
     pooling: str, model: dict[str, Any], features: tuple[str, ...], quantization: str
 ) -> None:
     history = {"pooling": pooling} | model.get("history", {})
-    exported = ExportedModel(config_of(**(model | {"history": history})), features=features)
-    tower = tower_of(exported, quantization=quantization)
-    user_row, lists, given_features = queries(exported)
-    expected = tower(user_row, lists, features=exported.user_features, given_features=given_features).numpy()
-    inputs = padded_inputs(tower, user_row, lists, features=exported.user_features, given_features=given_features)
+    exported_model = ExportedModel(config_of(**(model | {"history": history})), features=features)
+    tower = tower_of(exported_model, quantization=quantization)
+    user_row, lists, given_features = queries(exported_model)
+    expected = tower(user_row, lists, features=exported_model.user_features, given_features=given_features).numpy()
+    inputs = padded_inputs(tower, user_row, lists, features=exported_model.user_features, given_features=given_features)
     actual = PaddedQueryTower(tower)({name: torch.from_numpy(values) for name, values in inputs.items()})
     np.testing.assert_allclose(actual.detach().numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_padding_may_be_on_either_side_and_have_any_value() -> None:
-    exported = ExportedModel(config_of(history={"pooling": "recency"}))
-    tower = PaddedQueryTower(tower_of(exported))
+    exported_model = ExportedModel(config_of(history={"pooling": "recency"}))
+    tower = PaddedQueryTower(tower_of(exported_model))
     right = {"history": torch.tensor([[4, 9, 2, -1, -1, -1]]), "history_mask": torch.tensor([[1, 1, 1, 0, 0, 0]]).bool()}
     left = {"history": torch.tensor([[777777, 0, 0, 4, 9, 2]]), "history_mask": torch.tensor([[0, 0, 0, 1, 1, 1]]).bool()}
     torch.testing.assert_close(tower(left), tower(right))
@@ -119,12 +119,12 @@ def test_padding_may_be_on_either_side_and_have_any_value() -> None:
 def test_processes_without_this_project_give_the_same_vectors(
     build: Callable[..., Any], model: dict[str, Any], tmp_path: Path
 ) -> None:
-    exported, package = build(exports=("pt2", "onnx"), **model)
+    exported_model, package = build(exports=("pt2", "onnx"), **model)
     folder = package.folder / "package"
     assert Retriever.load(package.folder).package.exports == ("pt2", "onnx")
     description = PackageDescription.model_validate_json((folder / "package.json").read_bytes())
     contents = open_contents(folder, description)
-    user_row, lists, given_features = queries(exported)
+    user_row, lists, given_features = queries(exported_model)
     for start, end in ((0, 6), (3, 4)):  # a batch, and a single query
         rows = np.arange(start, end)
         arguments = (user_row[rows], lists.take(rows))

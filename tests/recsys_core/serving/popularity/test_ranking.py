@@ -35,19 +35,19 @@ def built(build: Build) -> tuple[ExportedModel, PackageManifest]:
     return build(features=(*USER_FEATURES, *CONTEXT_FEATURES), item_files=ITEM_FILES, popularity_by=KEY)
 
 
-def expected_counts(exported: ExportedModel) -> dict[int, Counter[str]]:
+def expected_counts(exported_model: ExportedModel) -> dict[int, Counter[str]]:
     counts: dict[int, Counter[str]] = {row: Counter() for row in range(NUM_ROWS)}
     for user in range(NUM_USERS):
-        row = int(exported.features.feature_by_key[KEY].table_rows[user])
-        counts[row].update(ITEM_IDS[item] for item in exported.train[user])
+        row = int(exported_model.features.feature_by_key[KEY].table_rows[user])
+        counts[row].update(ITEM_IDS[item] for item in exported_model.train[user])
     return counts
 
 
 def test_an_unknown_user_with_a_value_gets_the_most_popular_items_of_its_segment(
     built: tuple[ExportedModel, PackageManifest],
 ) -> None:
-    exported, package = built
-    retriever, counts = Retriever.load(package.folder), expected_counts(exported)
+    exported_model, package = built
+    retriever, counts = Retriever.load(package.folder), expected_counts(exported_model)
     large = [row for row in range(1, NUM_ROWS) if counts[row].total() >= 50]
     assert len(large) > 1
     answers = retriever.recommend([None] * len(large), k=8, features={COLUMN: [f"{KEY} {row}" for row in large]})
@@ -59,8 +59,8 @@ def test_an_unknown_user_with_a_value_gets_the_most_popular_items_of_its_segment
 
 
 def test_other_queries_are_answered_as_without_segments(built: tuple[ExportedModel, PackageManifest], build: Build) -> None:
-    exported, package = built
-    retriever, counts = Retriever.load(package.folder), expected_counts(exported)
+    exported_model, package = built
+    retriever, counts = Retriever.load(package.folder), expected_counts(exported_model)
     plain = Retriever.load(build(features=(*USER_FEATURES, *CONTEXT_FEATURES), item_files=ITEM_FILES)[1].folder)
     small = [row for row in range(1, NUM_ROWS) if counts[row].total() < 50]
     value = f"{KEY} {next(row for row in range(1, NUM_ROWS) if row not in small)}"
@@ -82,8 +82,8 @@ def test_other_queries_are_answered_as_without_segments(built: tuple[ExportedMod
 def test_an_answer_longer_than_the_segment_continues_with_the_items_of_all_users(
     built: tuple[ExportedModel, PackageManifest],
 ) -> None:
-    exported, package = built
-    retriever, counts = Retriever.load(package.folder), expected_counts(exported)
+    exported_model, package = built
+    retriever, counts = Retriever.load(package.folder), expected_counts(exported_model)
     row = max(range(1, NUM_ROWS), key=lambda row: counts[row].total())
     query = {"k": NUM_ITEMS, "features": {COLUMN: [f"{KEY} {row}"]}}
     (answer,) = retriever.recommend([None], **query)  # type: ignore[arg-type]

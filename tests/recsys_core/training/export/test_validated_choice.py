@@ -31,7 +31,7 @@ class Exported(NamedTuple):
 
 
 @pytest.fixture
-def exported(tmp_path: Path) -> Exported:
+def exported_vectors(tmp_path: Path) -> Exported:
     random, folder = np.random.default_rng(5), tmp_path / "export"
     folder.mkdir()
     share_I = random.dirichlet(np.full(NUM_ITEMS, 0.4)) * 0.95 + 0.05 / NUM_ITEMS
@@ -56,23 +56,25 @@ def spec_of(**popularity: Any) -> ModelSpec:
 
 
 @pytest.mark.parametrize("weights", [(0.0, 0.4, 4.0), (-0.5, 0.0), (0.3,)])
-def test_the_weight_with_the_best_metric_is_in_all_queries(exported: Exported, weights: tuple[float, ...]) -> None:
+def test_the_weight_with_the_best_metric_is_in_all_queries(exported_vectors: Exported, weights: tuple[float, ...]) -> None:
     metric_by_weight = {}
     for weight in weights:
-        score_UI = exported.query @ exported.item.T + weight * exported.item[:, -1]
-        metric_by_weight[weight] = mean_ndcg(score_UI, store=exported.store, k=5)
+        score_UI = exported_vectors.query @ exported_vectors.item.T + weight * exported_vectors.item[:, -1]
+        metric_by_weight[weight] = mean_ndcg(score_UI, store=exported_vectors.store, k=5)
     assert len({*metric_by_weight.values()}) == len(weights)
     expected = max(metric_by_weight, key=lambda weight: metric_by_weight[weight])
-    chosen = choose_popularity(spec_of(weights=weights), store=exported.store, validation=VALIDATION, folder=exported.folder)
+    chosen = choose_popularity(
+        spec_of(weights=weights), store=exported_vectors.store, validation=VALIDATION, folder=exported_vectors.folder
+    )
     assert chosen == expected
     for split in ("validation", "test"):
-        query = np.load(exported.folder / f"query_vectors_{split}.npy")
-        assert (query[:, -1] == np.float32(chosen)).all() and np.array_equal(query[:, :-1], exported.query[:, :-1])
+        query = np.load(exported_vectors.folder / f"query_vectors_{split}.npy")
+        assert (query[:, -1] == np.float32(chosen)).all() and np.array_equal(query[:, :-1], exported_vectors.query[:, :-1])
 
 
-def test_several_weights_need_validation_events(exported: Exported) -> None:
+def test_several_weights_need_validation_events(exported_vectors: Exported) -> None:
     with pytest.raises(InputError, match=r"popularity.weights has 6 values, but there are no validation events"):
-        choose_popularity(spec_of(), store=exported.store, validation=None, folder=exported.folder)
+        choose_popularity(spec_of(), store=exported_vectors.store, validation=None, folder=exported_vectors.folder)
 
 
 def test_the_training_sees_no_term_and_the_package_has_the_chosen_weight() -> None:

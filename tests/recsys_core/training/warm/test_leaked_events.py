@@ -10,7 +10,7 @@ from recsys_core.errors import StageError
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.training.warm.leaked_events import count_leaked_events
 from recsys_core.units import DAY_US
-from tests.recsys_core.ingest.interaction_logs import Event, ingest, read, write_log
+from tests.recsys_core.ingest.interaction_logs import Event, ingest, read_store, write_log
 
 TIME = {"kind": "time", "test_days": 1, "validation_days": 1}
 LAST = {"kind": "leave_last_out"}
@@ -38,7 +38,7 @@ def ingest_run(folder: Path, events: list[Event], *, split: dict[str, Any], **se
 
 def trained_and_held_out(champion: InteractionsManifest, current: InteractionsManifest) -> int:
     """Return the number of training events of the champion that are held out in this run and not in its training split."""
-    (before, _, _), (training, validation, test) = read(champion).parts, read(current).parts
+    (before, _, _), (training, validation, test) = read_store(champion).parts, read_store(current).parts
     return len((set(validation) | set(test)) & set(before) - set(training))
 
 
@@ -65,7 +65,7 @@ def test_new_and_renumbered_users_neither_add_nor_hide_leaked_events(tmp_path: P
     champion = ingest_run(tmp_path / "champion", events, split=LAST)
     renumbered = [("a new one", "i1", START + minute) for minute in range(60)] + events
     current = ingest_run(tmp_path / "current", renumbered, split=LAST)
-    assert read(current).users[0] == "a new one"
+    assert read_store(current).users[0] == "a new one"
     assert count_leaked_events(current, champion=champion) == 0
     moved = ingest_run(tmp_path / "moved", [event for event in renumbered if event[2] < START + 9 * DAY_US], split=LAST)
     # The validation event of each user.

@@ -22,7 +22,7 @@ from recsys_core.training.train import train
 from recsys_core.training.warm.starting_model import Champion, carried_table_names, champion_layers, require_compatible
 from recsys_core.training.warm.warm_start import choose_start
 from tests.recsys_core.ingest.interaction_logs import ingest
-from tests.recsys_core.ingest.parquet_files import write
+from tests.recsys_core.ingest.parquet_files import write_parquet
 from tests.recsys_core.manifests.committed_stage import commit_stage
 from tests.recsys_core.training.consecutive_runs import PreparedRun, prepare_run
 from tests.recsys_core.training.small_model import with_optimizer
@@ -245,7 +245,7 @@ def test_the_stage_trains_from_scratch_if_the_champion_was_trained_on_held_out_e
     )
     plan = plan.model_copy(update={"files": {"plan.json": None}})
     shorter_log = pq.read_table(run.folder / "data/log.parquet").filter(pc.field("t") < 7)
-    log = write(tmp_path / "log.parquet", **shorter_log.to_pydict())
+    log = write_parquet(tmp_path / "log.parquet", **shorter_log.to_pydict())
     interactions = ingest(tmp_path / "interactions", log, split={"kind": "leave_last_out"})
     # The champion's layers do not fit this model. A warm start would be rejected for that reason, but a training from scratch
     # gets as far as reading the plan, which does not exist.

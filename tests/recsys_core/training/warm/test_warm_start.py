@@ -49,13 +49,13 @@ VOCABULARIES = {"item": ("items.parquet", "id"), "user": ("users.parquet", "id")
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> PreparedRun:
+def first_run(tmp_path_factory: pytest.TempPathFactory) -> PreparedRun:
     return prepare_run(tmp_path_factory.mktemp("runs") / "first", 1)
 
 
 @pytest.fixture(scope="module")
-def champion(first: PreparedRun) -> Champion:
-    return train_champion(first)
+def champion(first_run: PreparedRun) -> Champion:
+    return train_champion(first_run)
 
 
 def prepare(champion: Champion, run: PreparedRun, folder: Path) -> WarmStart:
@@ -109,16 +109,16 @@ def check_start(rank: int, job: TrainJob, expected: Path) -> None:
 
 @pytest.mark.parametrize("continued", [True, False], ids=["continued vocabulary", "new vocabulary"])
 def test_rows_accumulators_and_layers_are_carried_over_by_id(
-    first: PreparedRun, champion: Champion, tmp_path: Path, caplog: pytest.LogCaptureFixture, continued: bool
+    first_run: PreparedRun, champion: Champion, tmp_path: Path, caplog: pytest.LogCaptureFixture, continued: bool
 ) -> None:
-    second = prepare_run(tmp_path / "second", 2, after=first if continued else None)
-    assert (second.interactions.lineage == first.interactions.lineage) == continued
+    second_run = prepare_run(tmp_path / "second", 2, after=first_run if continued else None)
+    assert (second_run.interactions.lineage == first_run.interactions.lineage) == continued
     with caplog.at_level(logging.INFO, logger="recsys_core"):
-        warm = prepare(champion, second, tmp_path / "warm")
+        warm = prepare(champion, second_run, tmp_path / "warm")
     log_text = "\n".join(caplog.messages)
-    for table in second.spec.tables:
-        champion_row = {value: row for row, value in enumerate(values(first, table))}
-        rows = [champion_row.get(value) for value in values(second, table)]
+    for table in second_run.spec.tables:
+        champion_row = {value: row for row, value in enumerate(values(first_run, table))}
+        rows = [champion_row.get(value) for value in values(second_run, table)]
         moved = [row for row, old in enumerate(rows) if old is not None and old != row]
         assert bool(moved) != continued
         for kind in ("table_", "state_"):
@@ -131,12 +131,12 @@ def test_rows_accumulators_and_layers_are_carried_over_by_id(
         num_carried = sum(row is not None for row in rows)
         assert f"warm start from run first: table {table}: {num_carried} of {len(rows)} rows from the champion" in log_text
     assert np.load(champion.export.path("state_item.npy")).max() > 0
-    new_items = [value for value in values(second, "item") if value not in values(first, "item")]
+    new_items = [value for value in values(second_run, "item") if value not in values(first_run, "item")]
     num_with_vector = sum(int(str(value)[1:]) % 3 == 0 for value in new_items)
     assert 0 < num_with_vector < len(new_items)
     num_random = len(new_items) - num_with_vector
     assert f"{len(new_items)} new ({num_with_vector} from their vector, {num_random} random)" in log_text
-    job = train_job(second).model_copy(update={"warm_start": warm})
+    job = train_job(second_run).model_copy(update={"warm_start": warm})
     run_ranks(check_start, world_size=NUM_RANKS, arguments=(job, tmp_path))
 
 
@@ -151,12 +151,12 @@ def check_new_items(rank: int, job: TrainJob, rows: list[int], vector_ND: NDArra
                 torch.testing.assert_close(shard.weight_RD[row - shard.row], expected_D)
 
 
-def test_a_new_item_starts_with_its_pretrained_vector(first: PreparedRun, champion: Champion, tmp_path: Path) -> None:
-    second = prepare_run(tmp_path / "second", 2, after=first)
-    vector_row = np.load(second.interactions.path("vector_row.npy"))
-    rows = [row for row in range(first.spec.num_items, second.spec.num_items) if vector_row[row] >= 0]
-    vectors = np.load(second.embeddings.vectors_path("item"))[vector_row[rows]]
-    job = train_job(second).model_copy(update={"warm_start": prepare(champion, second, tmp_path / "warm")})
+def test_a_new_item_starts_with_its_pretrained_vector(first_run: PreparedRun, champion: Champion, tmp_path: Path) -> None:
+    second_run = prepare_run(tmp_path / "second", 2, after=first_run)
+    vector_row = np.load(second_run.interactions.path("vector_row.npy"))
+    rows = [row for row in range(first_run.spec.num_items, second_run.spec.num_items) if vector_row[row] >= 0]
+    vectors = np.load(second_run.embeddings.vectors_path("item"))[vector_row[rows]]
+    job = train_job(second_run).model_copy(update={"warm_start": prepare(champion, second_run, tmp_path / "warm")})
     run_ranks(check_new_items, world_size=NUM_RANKS, arguments=(job, rows, vectors))
 
 
@@ -194,8 +194,8 @@ def scaled_vectors(vector_VD: NDArray[np.float32], dataset: Dataset) -> NDArray[
 
 
 @pytest.mark.parametrize("transfer", ["full", "frozen"])
-def test_items_start_with_their_vectors_from_the_log(first: PreparedRun, tmp_path: Path, transfer: Transfer) -> None:
-    dataset, job = with_log_vectors(first, tmp_path / "log_vectors", {"item": TableConfig(transfer=transfer)})
+def test_items_start_with_their_vectors_from_the_log(first_run: PreparedRun, tmp_path: Path, transfer: Transfer) -> None:
+    dataset, job = with_log_vectors(first_run, tmp_path / "log_vectors", {"item": TableConfig(transfer=transfer)})
     assert dataset.log_vectors is not None
     expected_ID = scaled_vectors(np.load(dataset.log_vectors.vectors_path), dataset)
     assert 0 < np.isnan(expected_ID[:, 0]).sum() < len(expected_ID)  # an item with a file vector alone has no event
@@ -204,10 +204,10 @@ def test_items_start_with_their_vectors_from_the_log(first: PreparedRun, tmp_pat
 
 @pytest.mark.parametrize("transfer", ["full", "frozen"])
 def test_vectors_from_the_log_are_rotated_onto_the_champion(
-    first: PreparedRun, champion: Champion, tmp_path: Path, transfer: Transfer
+    first_run: PreparedRun, champion: Champion, tmp_path: Path, transfer: Transfer
 ) -> None:
-    second = prepare_run(tmp_path / "second", 2, after=first)
-    dataset, job = with_log_vectors(second, tmp_path / "log_vectors", {"item": TableConfig(transfer=transfer)})
+    second_run = prepare_run(tmp_path / "second", 2, after=first_run)
+    dataset, job = with_log_vectors(second_run, tmp_path / "log_vectors", {"item": TableConfig(transfer=transfer)})
     assert dataset.log_vectors is not None
     warm = prepare_warm_start(champion, spec=job.spec, dataset=dataset, folder=tmp_path / "warm")
     vector_VD, rotated_VD = np.load(dataset.log_vectors.vectors_path), np.load(tmp_path / "warm" / LOG_VECTORS_FILE)
@@ -300,10 +300,10 @@ def test_integer_ids_match_equal_strings() -> None:
     assert rows.tolist() == [-1, 0]
 
 
-def test_frozen_rows_are_never_carried_over(first: PreparedRun, champion: Champion, tmp_path: Path) -> None:
-    residual = prepare_run(tmp_path / "residual", 2, after=first, tables={"item": TableConfig(transfer="residual")})
+def test_frozen_rows_are_never_carried_over(first_run: PreparedRun, champion: Champion, tmp_path: Path) -> None:
+    residual = prepare_run(tmp_path / "residual", 2, after=first_run, tables={"item": TableConfig(transfer="residual")})
     warm = prepare(champion, residual, tmp_path / "warm")
     assert set(warm.row_path_by_table()) == {"user", "item.brand"}
     was_frozen = replace(champion, spec=residual.spec)
-    full = prepare_run(tmp_path / "full", 2, after=first)
+    full = prepare_run(tmp_path / "full", 2, after=first_run)
     assert set(prepare(was_frozen, full, tmp_path / "other").row_path_by_table()) == {"user", "item.brand"}

@@ -10,12 +10,12 @@ import pytest
 
 from tests.recsys_core.ingest.interaction_logs import ingest
 from tests.recsys_core.ingest.log.test_ingest_full_disk import LAST_OUT, log
-from tests.recsys_core.ingest.parquet_files import refuses, write
+from tests.recsys_core.ingest.parquet_files import assert_rejects, write_parquet
 
 
 def test_a_disk_that_fills_up_while_duckdb_spills(tmp_path: Path, small_disk: Path) -> None:
     path = log(tmp_path, rows=400_000, ids=2**40)
-    refuses(
+    assert_rejects(
         lambda folder: ingest(folder, path, split=LAST_OUT, memory_limit="24MB", threads=1), small_disk,
         ", but the disk has 0.00", " GiB free; free some space, or set workspace",
     )  # fmt: skip
@@ -25,7 +25,7 @@ def test_a_disk_that_fills_up_while_duckdb_spills(tmp_path: Path, small_disk: Pa
 def test_a_memory_limit_that_is_too_small_is_named(tmp_path: Path, limit: str) -> None:
     path = log(tmp_path, rows=200_000, ids=2**40)
     message = f"interactions.memory_limit is {limit}, which is too little: "
-    refuses(lambda folder: ingest(folder, path, split=LAST_OUT, memory_limit=limit), tmp_path, message)
+    assert_rejects(lambda folder: ingest(folder, path, split=LAST_OUT, memory_limit=limit), tmp_path, message)
 
 
 @pytest.mark.parametrize("num_values", [7, 3_000])
@@ -40,7 +40,7 @@ def test_context_values_pass_through_a_part_with_and_without_a_dictionary(tmp_pa
         "seen": pa.array([row % num_values for row in rows], pa.timestamp("us")),
     }
     users = ["ann"] * 5_900 + ["bob"] * 100
-    path = write(tmp_path / "log.parquet", user_id=users, item_id=[row % 50 for row in rows], t=list(rows), **values)
+    path = write_parquet(tmp_path / "log.parquet", user_id=users, item_id=[row % 50 for row in rows], t=list(rows), **values)
     run = ingest(tmp_path / "stage", path, split=LAST_OUT, context_columns=tuple(values))
     stored = pq.read_table(run.path("context.parquet"))
     assert stored.to_pydict() == pq.read_table(path).select(list(values)).to_pydict()

@@ -6,7 +6,7 @@ import duckdb
 import numpy as np
 import pytest
 
-from tests.recsys_core.ingest.parquet_files import write
+from tests.recsys_core.ingest.parquet_files import write_parquet
 
 pytestmark = pytest.mark.usefixtures("spark")
 
@@ -18,7 +18,7 @@ def test_hashes_and_draws_are_those_of_duckdb(tmp_path: Path) -> None:
 
     rng = np.random.default_rng(0)
     texts = ["", "\0", "é" * 9, *("".join(map(chr, rng.integers(1, 0x2FFF, length))) for length in range(1, 40))]
-    path = write(tmp_path / "texts.parquet", text=texts, other=texts[::-1])
+    path = write_parquet(tmp_path / "texts.parquet", text=texts, other=texts[::-1])
     duckdb_rows = duckdb.sql(
         "SELECT hash(text) >> 1, hash(text, other, 'validation') % 1000000, hash(text, 'validation') % 1000000 "
         f"FROM read_parquet('{path}')"

@@ -12,7 +12,7 @@ from recsys_core.ingest.log.engine_settings import SparkSettings
 from recsys_core.ingest.log.spark_engine import installation
 from recsys_core.ingest.log.spark_engine.installation import check_installation
 from tests.recsys_core.ingest.interaction_logs import ingest
-from tests.recsys_core.ingest.parquet_files import refusal, refuses, write
+from tests.recsys_core.ingest.parquet_files import assert_rejects, input_error, write_parquet
 
 GOOD = {"user_id": [1, 1, 1, 2], "item_id": [5, 6, 7, 5], "t": [1, 2, 3, 4]}
 
@@ -35,8 +35,8 @@ def fake_java(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 def test_a_missing_library_is_named_with_its_extra_and_no_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "find_spec", lambda name: None if name == "pyspark" else name)
-    path = write(tmp_path / "a.parquet", **GOOD)
-    refuses(
+    path = write_parquet(tmp_path / "a.parquet", **GOOD)
+    assert_rejects(
         lambda folder: ingest(folder, path, split={"kind": "time"}, engine={"kind": "spark"}), tmp_path,
         "interactions.engine: kind spark needs pyspark, which is not installed", 'pip install ".[spark]"',
     )  # fmt: skip
@@ -45,7 +45,7 @@ def test_a_missing_library_is_named_with_its_extra_and_no_file_is_left(tmp_path:
 @pytest.mark.usefixtures("installed")
 def test_a_missing_java_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "nowhere"))
-    with refusal(f"needs Java, but there is no program {tmp_path}/nowhere/bin/java; install OpenJDK 17, or set JAVA_HOME"):
+    with input_error(f"needs Java, but there is no program {tmp_path}/nowhere/bin/java; install OpenJDK 17, or set JAVA_HOME"):
         check_installation()
 
 
@@ -60,14 +60,14 @@ def test_a_missing_java_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 )
 def test_an_old_or_broken_java_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str) -> None:
     java = fake_java(tmp_path, script, monkeypatch)
-    with refusal(str(java), message):
+    with input_error(str(java), message):
         check_installation()
 
 
 def test_another_major_version_of_pyspark_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "find_spec", lambda name: name)
     monkeypatch.setattr(metadata, "version", lambda name: "3.5.9")
-    with refusal("pyspark 3.5.9 is installed, but nightjar needs version 4"):
+    with input_error("pyspark 3.5.9 is installed, but nightjar needs version 4"):
         check_installation()
 
 

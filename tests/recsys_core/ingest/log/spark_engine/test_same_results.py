@@ -16,7 +16,7 @@ from recsys_core.ingest.vectors.ingest import ingest_embeddings
 from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest
 from recsys_core.units import DAY_US
 from tests.recsys_core.ingest.interaction_logs import ingest
-from tests.recsys_core.ingest.parquet_files import refusal, write
+from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
 from tests.recsys_core.ingest.spark_sessions import SPARK
 
 pytestmark = pytest.mark.usefixtures("spark")
@@ -53,10 +53,10 @@ def test_a_second_run_has_the_same_rows_and_reads_only_new_files(tmp_path: Path)
         user, item = (rng.integers(first_id, first_id + 30, 300) for _ in range(2))
         time_us = (number * DAY_US + rng.integers(0, 40, 300) * DAY_US // 40).astype(np.int64)
         columns = {"user_id": user, "item_id": item, "t": time_us, "x": rng.integers(0, 4, 300), "w": rng.random(300)}
-        return write(tmp_path / "log" / f"dt=2026-01-0{number}" / "a.parquet", **columns)
+        return write_parquet(tmp_path / "log" / f"dt=2026-01-0{number}" / "a.parquet", **columns)
 
     first_paths = [day(number, first_id=10 * number) for number in (1, 2, 3)]
-    vectors = write(tmp_path / "vectors.parquet", item_id=np.array([999, 15, 40]), v=[[1.0], [2.0], [3.0]])
+    vectors = write_parquet(tmp_path / "vectors.parquet", item_id=np.array([999, 15, 40]), v=[[1.0], [2.0], [3.0]])
     config = EmbeddingsConfig(paths=vectors, vector_column="v")
     embeddings = ingest_embeddings((config,), folder=tmp_path / "embeddings")
     first = ingest_with_both(tmp_path / "first", *first_paths, embeddings=embeddings, **settings)
@@ -86,7 +86,7 @@ def test_ids_and_times_of_any_type_become_the_same_arrays(tmp_path: Path) -> Non
     for unit, zone in zones.items():
         ticks = [time * 1_000 if unit == "ns" else time // 1_000 if unit == "ms" else time for time in times]
         user_id = columns["user_id"] if unit == "us" else columns["user_id"].cast(pa.int16())
-        write(
+        write_parquet(
             tmp_path / "log" / f"{unit}.parquet",
             **columns | {"user_id": user_id, "t": pa.array(ticks, pa.timestamp(unit, zone))},
         )
@@ -98,10 +98,10 @@ def test_ids_and_times_of_any_type_become_the_same_arrays(tmp_path: Path) -> Non
 def test_times_beyond_64_bits_are_bad_rows_with_the_same_reasons(tmp_path: Path) -> None:
     ids = {"user_id": [1, 1, 1, 2, 2, 2], "item_id": [5, 6, 7, 5, 6, 7]}
     times = pa.array([1, 2, 3, 2**64 - 1, None, 2**63 - 1], pa.uint64())
-    path = write(tmp_path / "a.parquet", **ids, t=times)
+    path = write_parquet(tmp_path / "a.parquet", **ids, t=times)
     settings: dict[str, Any] = {"split": {"kind": "leave_last_out"}, "timestamp_unit": "ms"}
     settings |= {"on_bad_rows": "drop", "max_bad_share": 0.9, "filter": {"duplicates": "exact"}}
-    other = write(tmp_path / "b.parquet", **ids, t=pa.array([4, 5, 6, -1, 7, -(2**63)]))
+    other = write_parquet(tmp_path / "b.parquet", **ids, t=pa.array([4, 5, 6, -1, 7, -(2**63)]))
     runs = ingest_with_both(tmp_path / "stage", path, other, **settings)
     assert runs["spark"].num_bad_rows_by_reason == {"t: null": 1, "t: in the future": 2, "t: before 1970": 2}
 
@@ -109,12 +109,14 @@ def test_times_beyond_64_bits_are_bad_rows_with_the_same_reasons(tmp_path: Path)
 def test_a_context_column_with_another_time_unit_needs_a_rebuild(tmp_path: Path) -> None:
     ids = {"user_id": [1, 1, 1, 2], "item_id": [5, 6, 7, 5], "t": [1, 2, 3, 4]}
     paths = [
-        write(tmp_path / f"{unit}.parquet", **ids, c=pa.array([1, 2, 3, len(unit)], pa.timestamp(unit)))
+        write_parquet(tmp_path / f"{unit}.parquet", **ids, c=pa.array([1, 2, 3, len(unit)], pa.timestamp(unit)))
         for unit in ("us", "ns")
     ]
     settings: dict[str, Any] = {"split": {"kind": "leave_last_out"}, "context_columns": ("c",), "engine": SPARK}
     first = ingest(tmp_path / "first", paths[0], **settings)
-    with refusal("column 'c' is timestamp[ns] in new files, but timestamp[us] in files of earlier runs", "rebuild to always"):
+    with input_error(
+        "column 'c' is timestamp[ns] in new files, but timestamp[us] in files of earlier runs", "rebuild to always"
+    ):
         ingest(tmp_path / "second", *paths, previous=first, **settings)
 
 

@@ -21,7 +21,7 @@ from recsys_core.ingest.log.log_schema import open_interactions
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US
 from tests.recsys_core.ingest.interaction_logs import ingest
-from tests.recsys_core.ingest.parquet_files import refusal, refuses
+from tests.recsys_core.ingest.parquet_files import assert_rejects, input_error
 from tests.recsys_core.ingest.spark_sessions import SPARK
 
 if TYPE_CHECKING:
@@ -128,7 +128,9 @@ def test_a_bad_row_is_named_by_its_ids(tmp_path: Path, session: "SparkSession", 
     bad = pa.table({field.name: pa.array([row[field.name]]).cast(field.type) for field in schema})
     path = write_orc(session, tmp_path / "log", pa.concat_tables([events(), bad]))
     settings = TIME_SPLIT | LABELS | ORC
-    refuses(lambda folder: ingest(folder, path, **settings), tmp_path, f"{path}: {message}", "interactions.on_bad_rows to drop")
+    assert_rejects(
+        lambda folder: ingest(folder, path, **settings), tmp_path, f"{path}: {message}", "interactions.on_bad_rows to drop"
+    )
 
 
 def test_a_damaged_file_of_a_table_is_named(tmp_path: Path, session: "SparkSession") -> None:
@@ -139,7 +141,7 @@ def test_a_damaged_file_of_a_table_is_named(tmp_path: Path, session: "SparkSessi
     damaged.write_bytes(content)
     for checksum in Path(path).glob("day=1/.*.crc"):  # of Hadoop's local file system
         checksum.unlink()
-    refuses(lambda folder: ingest(folder, path, **TIME_SPLIT, **ORC), tmp_path, damaged.name, "Spark cannot read it")
+    assert_rejects(lambda folder: ingest(folder, path, **TIME_SPLIT, **ORC), tmp_path, damaged.name, "Spark cannot read it")
 
 
 def test_a_table_that_changes_between_the_checks_and_the_scan_is_rejected(
@@ -153,7 +155,9 @@ def test_a_table_that_changes_between_the_checks_and_the_scan_is_rejected(
         return read_part(*arguments, **options)
 
     monkeypatch.setattr(incremental, "read_part", read_later)
-    refuses(lambda folder: ingest(folder, path, **TIME_SPLIT, **ORC), tmp_path, f"{path}: changed while it was being read")
+    assert_rejects(
+        lambda folder: ingest(folder, path, **TIME_SPLIT, **ORC), tmp_path, f"{path}: changed while it was being read"
+    )
 
 
 def test_the_unit_of_times_is_checked_in_the_first_rows(tmp_path: Path, session: "SparkSession") -> None:
@@ -161,7 +165,7 @@ def test_the_unit_of_times_is_checked_in_the_first_rows(tmp_path: Path, session:
     times = pa.array(np.full(len(table), START_US // 1_000_000))
     path = write_orc(session, tmp_path / "log", table.set_column(2, "t", times))
     config = InteractionsConfig.model_validate({"paths": path, "timestamp_column": "t", "timestamp_unit": "ms"} | ORC)
-    with refusal(f"{path}: column 't': 1700000000 is 1970-01-20 in ms", "set interactions.timestamp_unit to s"):
+    with input_error(f"{path}: column 't': 1700000000 is 1970-01-20 in ms", "set interactions.timestamp_unit to s"):
         check_time_unit(config, open_interactions(config).sources)
 
 
@@ -178,15 +182,15 @@ def test_the_unit_of_times_is_checked_in_the_first_rows(tmp_path: Path, session:
 def test_a_table_that_cannot_be_opened_is_named_before_anything_is_written(
     tmp_path: Path, settings: dict[str, Any], paths: list[str], messages: list[str]
 ) -> None:
-    refuses(lambda folder: ingest(folder, *paths, **TIME_SPLIT, **(ORC | settings)), tmp_path, *messages)
+    assert_rejects(lambda folder: ingest(folder, *paths, **TIME_SPLIT, **(ORC | settings)), tmp_path, *messages)
 
 
 def test_an_empty_table_and_a_table_outside_of_the_data_root_are_rejected(tmp_path: Path, session: "SparkSession") -> None:
     session.sql("SELECT 'u' AS user_id, 3 AS item_id, now() AS t").limit(0).write.orc(path := f"{tmp_path}/log")
     config = InteractionsConfig.model_validate({"paths": path, "timestamp_column": "t"} | ORC)
-    with refusal(f"{path}: no rows"):
+    with input_error(f"{path}: no rows"):
         open_interactions(config)
-    with refusal(f"{path}: is not a folder below allowed_data_root ({tmp_path}/other)"):
+    with input_error(f"{path}: is not a folder below allowed_data_root ({tmp_path}/other)"):
         open_interactions(config, allowed_data_root=tmp_path / "other")
 
 

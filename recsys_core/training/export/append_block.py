@@ -18,8 +18,7 @@ from safetensors.numpy import save_file
 from torch.nn.functional import normalize
 
 from recsys_core.closed_form.linear_models import log_matrix
-from recsys_core.closed_form.moments import CHUNK_ROWS, covariance, row_chunks, second_moments
-from recsys_core.closed_form.spectral_block import block_factors
+from recsys_core.closed_form.spectral_block import CHUNK_ROWS, block_factors, covariance, row_chunks, second_moments
 from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import chunk_slices
 from recsys_core.dataset.layout import allocate_npy, memory_map, save_npy

@@ -23,12 +23,14 @@ from benchmarks.turns import Turns
 from recsys_core.dataset.batch import Assembler, Batch
 from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.loader import TrainLoader
-from recsys_core.ingest.log.config import FileSplit, InteractionsConfig
+from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.ingest import ingest_interactions
+from recsys_core.ingest.log.split_config import FileSplit
 from recsys_core.launching import rank as rank_process
 from recsys_core.launching.rank import Process
 from recsys_core.manifests import Dataset, InteractionsManifest, require_manifest
-from recsys_core.models.config import MeanHistory, TowerConfig, TwoTowerConfig
+from recsys_core.models.config import TowerConfig, TwoTowerConfig
+from recsys_core.models.history_config import MeanHistory
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import TableConfig

@@ -22,7 +22,6 @@ from tasks.runs.context import StageContext
 from tasks.runs.run import Run
 from tasks.stages.data_stages import ingest
 from tasks.tuning.config import TuningConfig, format_setting_value
-from tasks.tuning.data_facts import DataFacts
 from tasks.tuning.study import (
     BudgetSpent,
     FinishedTrial,
@@ -35,7 +34,7 @@ from tasks.tuning.study import (
     run_trial,
     start_trial,
 )
-from tasks.tuning.suggestions import suggestions
+from tasks.tuning.suggestions import DataFacts, suggestions
 
 TUNING_FOLDER_NAME = "tuning"
 """Name of the folder of all studies in the workspace."""

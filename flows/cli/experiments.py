@@ -21,8 +21,7 @@ from recsys_core.units import format_metric
 from tasks.runs.context import StageContext
 from tasks.runs.run import REDUCED_FILE_NAME, Run
 from tasks.tuning.config import TuningConfig, format_setting_value, label_of
-from tasks.tuning.data_facts import DataFacts
-from tasks.tuning.suggestions import Suggestion, suggestions
+from tasks.tuning.suggestions import DataFacts, Suggestion, suggestions
 
 if TYPE_CHECKING:
     from flows.repeated_runs import Day, GateNoise

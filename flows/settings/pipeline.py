@@ -1,4 +1,4 @@
-"""The config of a pipeline: the configs of its stages, and the rules between them."""
+"""The config of a pipeline: the configs of its stages."""
 
 import os
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pydantic import Field, model_validator
 
+from flows.settings.rules import check_rules
 from flows.settings.schedule import ScheduleConfig
 from recsys_core.config import Folder, PipelineName, Settings, is_uri
 from recsys_core.data_report.limits import DataReportConfig
@@ -17,16 +18,10 @@ from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.engine_settings import is_table_name
 from recsys_core.ingest.vectors.config import EmbeddingsConfigs
 from recsys_core.launching.config import Launcher, LocalLauncher
-from recsys_core.models.config import ORDER_FREE_POOLINGS, PackageConfig, TwoTowerConfig
+from recsys_core.models.config import PackageConfig, TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
-from recsys_core.models.tables.table_config import (
-    OFFSET_TABLE,
-    TableConfig,
-    check_table_names,
-    check_tables,
-)
+from recsys_core.models.tables.table_config import OFFSET_TABLE, TableConfig
 from recsys_core.refresh.config import RefreshConfig
-from recsys_core.retrieval.auto import Auto
 from recsys_core.retrieval.config import IndexConfig
 from recsys_core.sharding.config import ShardingConfig
 from recsys_core.training.config import TrainingConfig
@@ -116,229 +111,8 @@ class PipelineConfig(Settings):
     )
 
     @model_validator(mode="after")
-    def _last_items_need_an_order(self) -> Self:
-        history = self.model.history
-        if not self.interactions.is_ordered and (history.last_item_feature or history.needs_order):
-            problem = "last_item_feature is true" if history.last_item_feature else f"pooling is {history.pooling}"
-            raise ValueError(
-                f"model.history.{problem}, but interactions has neither timestamp_column nor order_column, so no item is the "
-                "last; set one of the columns, or set model.history.last_item_feature to false and pooling to one of "
-                f"{', '.join(ORDER_FREE_POOLINGS)}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _weights_need_validation(self) -> Self:
-        model = self.model
-        weights_by_setting = {
-            "spectral_block": () if model.spectral_block is None else model.spectral_block.weights,
-            "popularity": model.popularity.weights if model.popularity.kind == "validated" else (),
-        }
-        for setting, weights in weights_by_setting.items():
-            if len(weights) > 1 and self.training.validation is None:
-                raise ValueError(
-                    f"model.{setting}.weights has {len(weights)} values, but training.validation is null, so nothing chooses "
-                    "one of them; give one weight, or set training.validation"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _include_target_needs_no_order(self) -> Self:
-        if self.interactions.is_ordered and self.model.history.include_target:
-            raise ValueError(
-                "model.history.include_target is for logs without order, but interactions has an order; set it to false"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _query_tower_has_a_feature(self) -> Self:
-        features = self.features
-        has_query_features = features is not None and (features.users is not None or features.context)
-        if not self.model.learn_user_embedding and self.model.history.length == 0 and not has_query_features:
-            raise ValueError(
-                "the query tower has no feature: set model.learn_user_embedding to true or model.history.length above 0, or "
-                "declare features of users or of the context"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _user_embeddings_need_stored_users(self) -> Self:
-        if self.package.users == "none" and self.model.learn_user_embedding:
-            raise ValueError(
-                "package.users is none, but the model reads an embedding of each user, which a request cannot bring; set "
-                "model.learn_user_embedding to false, or package.users to stored"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _refit_keeps_the_order_of_events(self) -> Self:
-        if self.training.refit and self.interactions.split.kind == "files":
-            raise ValueError(
-                "training.refit needs test events that are later than the training events of the same user, which "
-                "interactions.split.kind: files does not ensure; set refit to false, or another kind"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _recommendations_have_users(self) -> Self:
-        recommendations = self.delivery.recommendations
-        if self.package.users == "none" and recommendations.folder is not None and not recommendations.user_paths:
-            raise ValueError(
-                "package.users is none, so the model has no users to write to delivery.recommendations.folder; set "
-                "delivery.recommendations.user_paths to files with the histories, or package.users to stored"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _indexes_fit_vector_width(self) -> Self:
-        if (problem := self.index.problem(self.model.output_dim)) is not None:
-            raise ValueError(f"index: {problem}")
-        return self
-
-    @model_validator(mode="after")
-    def _exports_support_the_history(self) -> Self:
-        history = self.model.history
-        if self.package.exports and not history.has_padded_form:
-            raise ValueError(
-                f"package.exports is {', '.join(self.package.exports)}, but model.history.pooling {history.pooling} cannot be "
-                "exported; leave package.exports out, or set another pooling"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _cosine_loss_needs_cosine_similarity(self) -> Self:
-        if self.loss.kind == "cosine_contrastive" and self.model.similarity != "cosine":
-            raise ValueError(
-                f"loss.kind is cosine_contrastive, whose margin is a cosine, but model.similarity is {self.model.similarity}; "
-                "set model.similarity to cosine"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _temperature_can_be_chosen(self) -> Self:
-        if self.model.temperature != "auto":
-            return self
-        for is_unsupported, problem, advice in (
-            (self.training.validation is None, "training.validation is null", "set it"),
-            (
-                self.loss.kind == "cosine_contrastive",
-                "loss.kind is cosine_contrastive, which has no temperature",
-                "set another kind",
-            ),
-        ):
-            if is_unsupported:
-                raise ValueError(
-                    f"model.temperature is auto, which compares temperatures by the validation metric, but {problem}; "
-                    f"{advice}, or set model.temperature to a number"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _explicit_negatives_are_ingested(self) -> Self:
-        if self.loss.explicit_negatives and not self.interactions.explicit_negatives:
-            raise ValueError(
-                f"loss.explicit_negatives is {self.loss.explicit_negatives}, but interactions.explicit_negatives is false, so "
-                "no negative is known; set it to true, with label_column and label_threshold, or set loss.explicit_negatives "
-                "to 0"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _torchx_needs_device_and_process_count(self) -> Self:
-        cluster = self.sharding.cluster
-        if self.launcher.kind == "torchx" and (cluster.device == "auto" or cluster.processes_per_node is None):
-            raise ValueError(
-                f"launcher.kind is torchx, but sharding.cluster.device is {cluster.device} and processes_per_node is "
-                f"{cluster.processes_per_node or 'empty'}; this host cannot detect the devices of other hosts: set device to "
-                "cpu or cuda, and processes_per_node to the number of ranks on one host"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _tables_support_their_settings(self) -> Self:
-        tables_with_vectors = {entry.table for entry in self.embeddings}
-        if "user" in tables_with_vectors and not self.model.learn_user_embedding:
-            raise ValueError(
-                "embeddings has vectors of users, but the model has no user table; set model.learn_user_embedding to true"
-            )
-        check_tables(
-            self.tables,
-            tables=self.table_names,
-            tables_with_vectors=tables_with_vectors,
-            has_distillation=self.loss.distillation is not None,
-        )
-        check_table_names("sharding.tables", self.sharding.tables, tables=self.table_names)
-        return self
-
-    @model_validator(mode="after")
-    def _vectors_from_the_log_are_the_only_ones_of_items(self) -> Self:
-        log_vectors = self.inputs.log_vectors
-        if log_vectors is None:
-            return self
-        if sum(entry.table == "item" for entry in self.embeddings) > 1:
-            raise ValueError(
-                "embeddings has several entries for the table item, and one of them has the source log, but an item row starts "
-                "from one vector; keep one of the entries"
-            )
-        table_dim = self.tables["item"].dim if "item" in self.tables else None
-        if table_dim not in (None, log_vectors.dim):
-            raise ValueError(
-                f"tables.item.dim is {table_dim}, but embeddings.dim is {log_vectors.dim}; leave tables.item.dim out, or set "
-                "both to the same value"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _slices_are_features_with_values(self) -> Self:
-        features = {} if self.features is None else self.features.by_key
-        for feature_slice in self.evaluation.slices:
-            feature = features.get(feature_slice.feature)
-            if feature is None:
-                raise ValueError(
-                    f"evaluation.slices: {feature_slice.feature} is not a declared feature; declare it under features, or set "
-                    f"one of {', '.join(sorted(features)) or 'the features that you declare'}"
-                )
-            if feature.standardise:
-                raise ValueError(
-                    f"evaluation.slices: {feature_slice.feature} is standardised, so it has no values to slice by; declare "
-                    "another feature of the same column with buckets"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _segments_are_values_of_a_feature(self) -> Self:
-        key, features = self.package.popularity_by, {} if self.features is None else self.features.by_key
-        segment_keys = [
-            key
-            for key, feature in sorted(features.items())
-            if not key.startswith("item.") and feature.kind == "categorical" and feature.hash_rows is None
-        ]
-        if key is not None and key not in segment_keys:
-            raise ValueError(
-                f"package.popularity_by: {key} is no categorical feature of users or context with a vocabulary; set one of "
-                f"{', '.join(segment_keys) or 'those that you declare under features'}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _item_vectors_are_stored(self) -> Self:
-        served_kind = self.index.served
-        if self.package.item_vectors == "none" and (isinstance(served_kind, Auto) or not served_kind.has_vectors):
-            raise ValueError(
-                f"package.item_vectors is none, but an index of kind {served_kind.kind} may not contain readable vectors; set "
-                "it to fp16 or fp32, or set index.served to flat, hnsw, ivf_flat or ivf_sq8"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _guarded_features_are_slices(self) -> Self:
-        sliced_features = sorted(feature_slice.feature for feature_slice in self.evaluation.slices)
-        for feature in self.registry.guardrails.features:
-            if feature not in sliced_features:
-                raise ValueError(
-                    f"registry.guardrails.features: {feature} is not a feature of evaluation.slices (its features: "
-                    f"{', '.join(sliced_features) or 'none'}); add {{feature: {feature}}} to evaluation.slices"
-                )
+    def _follow_the_rules(self) -> Self:
+        check_rules(self)
         return self
 
     @property

@@ -13,7 +13,8 @@ from flows.settings import yaml_loader
 from flows.settings.config_errors import nested_config_classes, union_tag
 from flows.settings.pipeline import PipelineConfig
 from recsys_core.errors import InputError
-from recsys_core.ingest.log.config import InteractionsConfig, TimeSplit
+from recsys_core.ingest.log.config import InteractionsConfig
+from recsys_core.ingest.log.split_config import TimeSplit
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.models.config import TwoTowerConfig
 from recsys_core.training.config import TrainingConfig

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from recsys_core.dataset.events import EventStore, UserChunk
 from recsys_core.dataset.jagged import is_in_sorted
-from recsys_core.ingest.log.config import Split
+from recsys_core.ingest.log.split_config import Split
 from recsys_core.manifests import InteractionsManifest
 from recsys_core.units import DAY_US, INT64_MAX
 

@@ -21,7 +21,7 @@ from recsys_core.data_report.statistics import (
     size_metrics,
 )
 from recsys_core.dataset.events import EventStore
-from recsys_core.ingest.log.config import Split
+from recsys_core.ingest.log.split_config import Split
 from recsys_core.manifests import DataReportManifest, InteractionsManifest, StageFolder, fingerprint_of
 
 

@@ -23,8 +23,6 @@ target is the last of them.
 [0.8333, 0.25]
 >>> auc(targets).tolist()  # of 4 non-targets, 4 and 3 are below the targets of the first user: (4/4 + 3/4) / 2
 [0.875, 0.0]
->>> round(grouped_auc(targets), 4)  # the first user has two targets: (2 * 0.875 + 1 * 0) / 3
-0.5833
 
 Shapes: B queries, U users with at least one target, T (user, target) pairs, K cut-off.
 """
@@ -161,17 +159,11 @@ def auc(targets: TargetPositions) -> Floats:
         return 1.0 - num_non_targets_above_U / targets.num_targets_U / num_non_targets_U
 
 
-def grouped_auc(targets: TargetPositions) -> float:
-    """Return the mean AUC of the users, weighted by their numbers of targets (Zhu et al., KDD 2017).
-
-    Items are compared only within the ranking of a user, because scores of different users are not comparable. NaN if every
-    user's AUC is NaN.
-    """
-    return weighted_mean(auc(targets), weight_U=targets.num_targets_U)
-
-
 def weighted_mean(value_U: Floats, *, weight_U: NDArray[np.int64]) -> float:
-    """Return the weighted mean of the values that are not NaN; NaN if all are."""
+    """Return the weighted mean of the values that are not NaN; NaN if all are.
+
+    The mean of the AUC, weighted by the numbers of targets, is the grouped AUC (Zhu et al., KDD 2017).
+    """
     is_defined_U = ~np.isnan(value_U)
     defined_weight_U = weight_U[is_defined_U]
     return float(np.average(value_U[is_defined_U], weights=defined_weight_U)) if len(defined_weight_U) else float("nan")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, embedding_bag
 
-from recsys_core.models.config import (
+from recsys_core.models.history_config import (
     AttentionHistory,
     HistorySettings,
     MeanHistory,

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag, normalize
 
-from recsys_core.models.config import FixedPopularity, LearnedPopularity, TwoTowerConfig, ValidatedPopularity
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.score_config import FixedPopularity, LearnedPopularity, ValidatedPopularity
 
 BLOCK_HISTORY_FILE, BLOCK_MAPS_FILE = "block_history.npy", "block_maps.safetensors"
 """Files of an export; see ExportManifest."""

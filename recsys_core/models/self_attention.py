@@ -6,7 +6,7 @@ Shapes: B histories, H entries of a padded history, Q entries whose states are c
 import torch
 from torch import Tensor, nn
 
-from recsys_core.models.config import SelfAttentionHistory
+from recsys_core.models.history_config import SelfAttentionHistory
 
 INIT_STD = 0.02
 """Standard deviation of the initial weight matrices, as in BERT."""

@@ -12,8 +12,9 @@ from recsys_core.config import Frozen
 from recsys_core.dataset.feature_store import POOLED, POOLED_WEIGHTED, UNPOOLED, FeatureForm, feature_form
 from recsys_core.errors import InputError
 from recsys_core.manifests import Dataset, IngestedFeature
-from recsys_core.models.config import FixedPopularity, TwoTowerConfig
+from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.loss.loss_config import LossConfig
+from recsys_core.models.score_config import FixedPopularity
 from recsys_core.models.tables.table_config import (
     OFFSET_TABLE,
     TEACHER_TABLE,

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import normalize
 
-from recsys_core.models.config import NoPopularity, TowerConfig
+from recsys_core.models.config import TowerConfig
 from recsys_core.models.history import HistoryEncoder, last_items, make_encoder
+from recsys_core.models.score_config import NoPopularity
 from recsys_core.models.score_terms import PopularityWeight
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import OFFSET_TABLE

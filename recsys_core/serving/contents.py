@@ -88,7 +88,7 @@ def open_contents(folder: Path, package: PackageDescription) -> PackageContents:
         request_features=RequestFeatures(package.features, folder=folder),
         index=_read_index(folder, package),
         items=items,
-        item_ids=_read_ids(folder / ITEMS_NAME, id_name="item_id", num_ids=spec.num_items),
+        item_ids=_read_item_ids(folder / ITEMS_NAME, num_items=spec.num_items),
         popularity=_read_popularity(folder, package),
     )
 
@@ -191,11 +191,11 @@ def _read_items(path: Path, package: PackageDescription) -> ItemTable:
     return items
 
 
-def _read_ids(path: Path, *, id_name: str, num_ids: int) -> IdMap:
+def _read_item_ids(path: Path, *, num_items: int) -> IdMap:
     with _name_unreadable_file(path):
-        ids = IdMap.read(path, id_name=id_name)
-    if len(ids) != num_ids:
-        raise _mismatch(path, f"{len(ids)} ids", str(num_ids))
+        ids = IdMap.read(path, id_name="item_id")
+    if len(ids) != num_items:
+        raise _mismatch(path, f"{len(ids)} ids", str(num_items))
     return ids
 
 

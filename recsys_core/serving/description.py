@@ -11,7 +11,16 @@ from pydantic import Field, TypeAdapter, model_validator
 from recsys_core.config import Frozen
 from recsys_core.dataset.layout import shard_files
 from recsys_core.errors import StageError
-from recsys_core.manifests import FeaturesManifest, FileRecord, IdType, IngestedFeature, PackageManifest, record_file
+from recsys_core.manifests import (
+    EvaluationManifest,
+    FeaturesManifest,
+    FileRecord,
+    IdType,
+    IngestedFeature,
+    InteractionsManifest,
+    PackageManifest,
+    record_file,
+)
 from recsys_core.models.config import ExportFormat, Quantization
 from recsys_core.models.spec import ModelSpec
 from recsys_core.retrieval.kinds import AnyIndexKind
@@ -82,6 +91,17 @@ class DataWindow(Frozen):
     num_events: int
     num_users: int
     num_items: int
+
+    @classmethod
+    def of(cls, interactions: InteractionsManifest) -> Self:
+        """Return the window of an ingested log."""
+        return cls(
+            first_time=interactions.first_time,
+            last_time=interactions.last_time,
+            num_events=interactions.num_train_events + interactions.num_validation_events + interactions.num_test_events,
+            num_users=interactions.num_users,
+            num_items=interactions.num_items,
+        )
 
 
 class Metric(Frozen):
@@ -213,3 +233,12 @@ def description_sha256(package: PackageManifest) -> str:
 def vocabulary_name(key: str) -> str:
     """Return the name of the file with the vocabulary of a feature, in a features stage and in a package."""
     return f"{key}.vocabulary.parquet"
+
+
+def metrics_of(evaluation: EvaluationManifest) -> dict[str, Metric]:
+    """Return the metrics of the model on the test split, by name."""
+    return {
+        name.removeprefix("test/"): Metric(value=value, half_width=evaluation.half_widths.get(name))
+        for name, value in evaluation.metrics.items()
+        if name.startswith("test/")
+    }

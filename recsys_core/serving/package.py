@@ -5,7 +5,7 @@ Shapes: I items.
 
 import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -58,9 +58,9 @@ from recsys_core.serving.description import (
     USERS_CHECKSUMS_NAME,
     USERS_NAME,
     DataWindow,
-    Metric,
     PackageDescription,
     QueryFeature,
+    metrics_of,
 )
 from recsys_core.serving.exports.export import write_exports
 from recsys_core.serving.golden import write_golden
@@ -114,25 +114,17 @@ def build_package(
     stage = StageFolder(folder, PackageManifest, fingerprint=fingerprint)
     if stage.manifest is not None:
         return stage.manifest
-    report = index.reports[index.served_index]
-    index_files = shard_files(f"{index.served_index}.faiss", num_shards=report.shards)
-    large_files = (
-        *(index.files[file_name] for file_name in index_files),
-        *(
-            interactions.files[file_name]
-            for name in HISTORY_ARRAYS
-            for file_name in array_files(name, num_shards=interactions.num_shards)
-        ),
-    )
-    with stage.writing(min_bytes=sum(record.size_bytes for record in large_files)) as output_folder:
+    with stage.writing(min_bytes=_large_bytes(index, interactions)) as output_folder:
         package_folder = output_folder / "package"
         package_folder.mkdir()
         spec = ModelSpec.model_validate_json(export.path("model.json").read_bytes())
         space_id = space_id_of(export)
         _write_query_tower(package_folder, spec, export, quantization=config.quantization, space_id=space_id)
-        for file_name, packaged_name in zip(index_files, shard_files(INDEX_NAME, num_shards=report.shards), strict=True):
+        for file_name, packaged_name in zip(
+            _index_files(index), shard_files(INDEX_NAME, num_shards=_num_shards(index)), strict=True
+        ):
             shutil.copyfile(index.path(file_name), package_folder / packaged_name)
-        item_columns, query_features = _item_columns(dataset), _query_features(spec, features)
+        item_columns = _item_columns(dataset)
         write_items(
             package_folder / ITEMS_NAME,
             columns=item_columns,
@@ -145,28 +137,8 @@ def build_package(
         _write_candidate_model(package_folder, spec, export)
         np.save(package_folder / SOURCES_NAME, _item_sources(dataset))
         _write_popularity(package_folder, config, dataset, evaluation)
-        description = PackageDescription(
-            model=spec,
-            space_id=space_id,
-            similarity=export.similarity,
-            quantization=config.quantization,
-            index_kind=index.served_index,
-            index_parameters=report.parameters,
-            index_shards=report.shards,
-            dim=export.dim,
-            max_k=export.num_items,
-            users=config.users,
-            fallbacks=_fallbacks(spec, query_features),
-            features=query_features,
-            item_features={} if features is None else {key: features.features[key] for key in spec.features("item")},
-            filter_columns=tuple(name for name in item_columns.column_names if name not in RESERVED_ITEM_COLUMNS),
-            has_titles="title" in item_columns.column_names,
-            item_vectors=config.item_vectors,
-            popularity_by=config.popularity_by,
-            exports=config.exports,
-            data=_data_window(interactions),
-            metrics=_test_metrics(evaluation),
-            files={},
+        description = _description(
+            config, spec, export=export, index=index, dataset=dataset, evaluation=evaluation, columns=item_columns.column_names
         )
         for file_name in description.vocabulary_names:
             assert features is not None  # the spec has features
@@ -177,6 +149,62 @@ def build_package(
             served_index=index.served_index,
             quantization=config.quantization,
         )
+
+
+def _index_files(index: IndexManifest) -> tuple[str, ...]:
+    """Return the files of the served index."""
+    return shard_files(f"{index.served_index}.faiss", num_shards=_num_shards(index))
+
+
+def _num_shards(index: IndexManifest) -> int:
+    return index.reports[index.served_index].shards
+
+
+def _large_bytes(index: IndexManifest, interactions: InteractionsManifest) -> int:
+    """Return the size of the large files: the served index, and the histories."""
+    history_files = [
+        file_name for name in HISTORY_ARRAYS for file_name in array_files(name, num_shards=interactions.num_shards)
+    ]
+    records = [index.files[name] for name in _index_files(index)] + [interactions.files[name] for name in history_files]
+    return sum(record.size_bytes for record in records)
+
+
+def _description(
+    config: PackageConfig,
+    spec: ModelSpec,
+    *,
+    export: ExportManifest,
+    index: IndexManifest,
+    dataset: Dataset,
+    evaluation: EvaluationManifest,
+    columns: Sequence[str],
+) -> PackageDescription:
+    """Return the description of a package without its files. columns: names of the columns of items.parquet."""
+    features, report = dataset.features, index.reports[index.served_index]
+    query_features = _query_features(spec, features)
+    return PackageDescription(
+        model=spec,
+        space_id=space_id_of(export),
+        similarity=export.similarity,
+        quantization=config.quantization,
+        index_kind=index.served_index,
+        index_parameters=report.parameters,
+        index_shards=report.shards,
+        dim=export.dim,
+        max_k=export.num_items,
+        users=config.users,
+        fallbacks=_fallbacks(spec, query_features),
+        features=query_features,
+        item_features={} if features is None else {key: features.features[key] for key in spec.features("item")},
+        filter_columns=tuple(name for name in columns if name not in RESERVED_ITEM_COLUMNS),
+        has_titles="title" in columns,
+        item_vectors=config.item_vectors,
+        popularity_by=config.popularity_by,
+        exports=config.exports,
+        data=DataWindow.of(dataset.interactions),
+        metrics=metrics_of(evaluation),
+        files={},
+    )
 
 
 def complete_package(folder: Path, description: PackageDescription) -> None:
@@ -291,25 +319,6 @@ def _fallbacks(spec: ModelSpec, features: Mapping[str, QueryFeature]) -> tuple[F
         "features" if features else None,
     )
     return (*(fallback for fallback in fallbacks if fallback is not None), "popularity")
-
-
-def _data_window(interactions: InteractionsManifest) -> DataWindow:
-    return DataWindow(
-        first_time=interactions.first_time,
-        last_time=interactions.last_time,
-        num_events=interactions.num_train_events + interactions.num_validation_events + interactions.num_test_events,
-        num_users=interactions.num_users,
-        num_items=interactions.num_items,
-    )
-
-
-def _test_metrics(evaluation: EvaluationManifest) -> dict[str, Metric]:
-    """Return the metrics of the model on the test split, by name."""
-    return {
-        name.removeprefix("test/"): Metric(value=value, half_width=evaluation.half_widths.get(name))
-        for name, value in evaluation.metrics.items()
-        if name.startswith("test/")
-    }
 
 
 def _item_columns(dataset: Dataset) -> pa.Table:

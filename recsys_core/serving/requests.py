@@ -16,7 +16,8 @@ from recsys_core.serving.description import ITEM_COLUMN, QUERY_COLUMNS
 from recsys_core.serving.ids import Id, is_missing
 
 if TYPE_CHECKING:
-    from recsys_core.serving.retriever import Retriever, SearchOptions
+    from recsys_core.serving.queries import SearchOptions
+    from recsys_core.serving.retriever import Retriever
 
 _TYPE_BY_PARAM: dict[str, tuple[type, ...]] = {
     "k": (int,),

@@ -7,7 +7,7 @@ import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypedDict, Unpack
+from typing import Any, Self, Unpack
 
 import numpy as np
 import pyarrow as pa
@@ -18,79 +18,21 @@ from recsys_core.errors import InputError, shown
 from recsys_core.manifests import PackageManifest, record_file, require_manifest
 from recsys_core.retrieval.search import Selection, decoded_vectors, stored_vectors
 from recsys_core.retrieval.shards import ShardVectors
-from recsys_core.serving.answers import FALLBACKS, Recommendations, joined
+from recsys_core.retrieval.top_items import Candidates, IndexSearch, TopItems
+from recsys_core.serving.answers import Recommendations, joined
 from recsys_core.serving.contents import PackageContents, read_package
 from recsys_core.serving.description import DESCRIPTION_NAME, GOLDEN_NAME, description_sha256
-from recsys_core.serving.given_features import GivenFeature
 from recsys_core.serving.golden import verify_golden
 from recsys_core.serving.ids import Id
 from recsys_core.serving.items import Filter, ItemTable
-from recsys_core.serving.top_items import Candidates, IndexSearch, TopItems
+from recsys_core.serving.queries import History, Queries, QueryReader, SearchOptions, count_queries
 
 MAX_BATCH_RESULTS = 1 << 20
 """Largest number of recommended items (B * K) per batch; a larger request is split."""
 MAX_BATCH_QUERIES = 1024
 MAX_LISTED_EXCLUDES = 1_000
 """Up to this many items that no query gets are dropped from the results of the search. With more, the search skips them."""
-MAX_POPULARITY_WEIGHT = 1e4
 MAX_REMEMBERED_FILTERS = 16
-
-History = Sequence[Id] | None
-"""Item ids in time order; None for the history that is stored in the package."""
-
-
-class SearchOptions(TypedDict, total=False):
-    """Options of `Retriever.recommend` and `Retriever.similar`.
-
-    Attributes:
-        exclude_seen: leave out the items of the histories (default True).
-        exclude_stored_history: whether `exclude_seen` leaves out the items of a stored history that the request replaces
-            (default True). With False, a model can be measured on events that are in the stored histories.
-        exclude: ids of items that are left out. Unknown ids are ignored.
-        min_score: leave out items with a lower score. It does not apply to the most popular items, whose scores are shares.
-        popularity_weight: weight of the popularity of an item in its score, for a model with a popularity term; None means
-            the weight of the model. Similar items have no such term by default.
-        filter: conditions on filter columns; see recsys_core.serving.items.
-        with_vectors: also return query vectors and item vectors.
-    """
-
-    exclude_seen: bool
-    exclude_stored_history: bool
-    exclude: Sequence[Id]
-    min_score: float | None
-    popularity_weight: float | None
-    filter: Filter | None
-    with_vectors: bool
-
-
-DEFAULT_OPTIONS: SearchOptions = {
-    "exclude_seen": True,
-    "exclude_stored_history": True,
-    "exclude": (),
-    "min_score": None,
-    "popularity_weight": None,
-    "filter": None,
-    "with_vectors": False,
-}
-
-
-class _Queries(NamedTuple):
-    """Queries of one batch.
-
-    Attributes:
-        is_model_B: whether the model ranks the items; otherwise they are ranked by popularity.
-        query_BD: query vectors; zeros for queries that are ranked by popularity.
-        excluded_items: items that each query does not get, distinct.
-        segment_B: segment whose most popular items a query gets if the model does not rank it.
-        fallback_code_B, num_unknown_items_B: see Recommendations.
-    """
-
-    is_model_B: NDArray[np.bool_]
-    query_BD: NDArray[np.float32]
-    excluded_items: JaggedArray
-    segment_B: NDArray[np.int64]
-    fallback_code_B: NDArray[np.int8]
-    num_unknown_items_B: NDArray[np.int64]
 
 
 class Retriever:
@@ -99,17 +41,17 @@ class Retriever:
     Attributes:
         item_ids, user_ids: maps between ids and table rows.
         items: titles and filter columns.
+        queries: makes queries of the arguments of a request.
         request_features: the feature columns that a request may have.
         version: number of the version in the registry; if it is not known, the start of the sha256 of package.json.
     """
 
     def __init__(self, contents: PackageContents, *, version: str) -> None:
         self.package, self.version = contents.package, version
-        self._query_tower, self._users = contents.tower, contents.users
         self._index, self._index_kind, self.items = contents.index, contents.package.index, contents.items
         self.item_ids, self.user_ids = contents.item_ids, contents.users.ids
         self.request_features = contents.request_features
-        self._popularity = contents.popularity
+        self.queries, self._popularity = QueryReader(contents), contents.popularity
         self._index_vectors: ShardVectors | None = stored_vectors(contents.index)
         if self._index_vectors is None and not contents.items.has_vectors:
             self._index_vectors = decoded_vectors(contents.index)
@@ -172,16 +114,16 @@ class Retriever:
         Raises:
             InputError: an argument or an id is invalid, or the arguments have different lengths.
         """
-        checked = self._checked_options(k, options)
-        num_queries = _num_queries(user_ids, histories, features)
+        checked = self.queries.checked_options(k, options)
+        num_queries = count_queries(user_ids, histories, features)
         k = min(k, len(self.item_ids))
-        user_rows = self._user_rows(user_ids, num_queries)
+        user_rows = self.queries.user_rows(user_ids, num_queries)
         given_features = self.request_features.encode(features, num_rows=num_queries) if features else {}
         candidates = self._candidates(checked)
         parts = []
         for batch in _batches(num_queries, k=k):
             row_indices = np.arange(num_queries)[batch]
-            queries = self._queries(
+            queries = self.queries.read(
                 user_rows[batch],
                 histories=histories and histories[batch],
                 given_features={key: feature.take(row_indices) for key, feature in given_features.items()},
@@ -199,7 +141,7 @@ class Retriever:
         Raises:
             InputError: an argument or an id is invalid.
         """
-        checked = self._checked_options(k, options)
+        checked = self.queries.checked_options(k, options)
         k = min(k, len(self.item_ids))
         item_rows = self.item_ids.rows(item_ids)
         candidates = self._candidates(checked)
@@ -209,33 +151,18 @@ class Retriever:
             is_known_B = row_B >= 0
             query_BD = np.zeros((len(row_B), self.package.model.config.output_dim), np.float32)
             query_BD[is_known_B] = self.item_vectors(row_B[is_known_B])
-            if self._query_tower.block is not None:
-                query_BD = query_BD @ self._query_tower.block.similar_map.numpy()
+            if self.queries.tower.block is not None:
+                query_BD = query_BD @ self.queries.tower.block.similar_map.numpy()
             if self.package.model.config.has_popularity:
                 query_BD[:, -1] = checked["popularity_weight"] or 0.0  # not the popularity of the item
             zero_B, itself = np.zeros(len(row_B), np.int64), JaggedArray.from_lengths(is_known_B, row_B[is_known_B])
-            queries = _Queries(is_known_B, query_BD, itself, zero_B, zero_B.astype(np.int8), zero_B)
+            queries = Queries(is_known_B, query_BD, itself, zero_B, zero_B.astype(np.int8), zero_B)
             parts.append(self._recommend_batch(queries, candidates, k=k, options=checked, popularity=False))
         errors = {
             int(query): f"item_id {shown(item_ids[int(query)])} is not in the catalogue"
             for query in np.flatnonzero(item_rows < 0)
         }
         return joined(parts, errors=errors) if parts else self._nothing()
-
-    def encode(
-        self, user_row_B: NDArray[np.int64], history: JaggedArray, *, given_features: Mapping[str, GivenFeature] | None = None
-    ) -> NDArray[np.float32]:
-        """Return the query vectors of users with these histories, [B, D].
-
-        Args:
-            user_row_B: rows of the users; -1 for an unknown user.
-            history: item rows of each user, oldest first.
-            given_features: features of a request by key, which replace stored features.
-        """
-        query_BD: NDArray[np.float32] = self._query_tower(
-            user_row_B, history, features=self._users.features, given_features=given_features
-        ).numpy()
-        return query_BD
 
     def item_vectors(self, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the vectors of items, [L, D]."""
@@ -252,7 +179,7 @@ class Retriever:
 
     def is_known(self, user_ids: Sequence[Id]) -> NDArray[np.bool_]:
         """Return whether each user has a row; it may have one without an event. Raises InputError for an invalid id."""
-        is_known_B: NDArray[np.bool_] = self._user_rows(user_ids, len(user_ids)) >= 0
+        is_known_B: NDArray[np.bool_] = self.queries.user_rows(user_ids, len(user_ids)) >= 0
         return is_known_B
 
     def segment_values(self, num_values: int) -> tuple[str, list[Id]] | None:
@@ -261,31 +188,6 @@ class Retriever:
         if segments is None:
             return None
         return self.request_features.values_of(segments.key, segments.value_rows[:num_values])
-
-    def _checked_options(self, k: int, options: SearchOptions) -> SearchOptions:
-        """Return all options. Raises InputError for an unknown or invalid one."""
-        if unknown_options := options.keys() - DEFAULT_OPTIONS.keys():
-            raise InputError(f"unknown option {', '.join(sorted(unknown_options))}; there are {', '.join(DEFAULT_OPTIONS)}")
-        if k < 1:
-            raise InputError(f"k is {k}; it must be at least 1")
-        weight = options.get("popularity_weight")
-        if weight is not None and not self.package.model.config.has_popularity:
-            raise InputError("popularity_weight is set, but the model has no popularity term; train it with model.popularity")
-        if weight is not None and not abs(weight) <= MAX_POPULARITY_WEIGHT:
-            raise InputError(f"popularity_weight is {weight}; it must be at most {MAX_POPULARITY_WEIGHT:g} in absolute value")
-        return {**DEFAULT_OPTIONS, **options}
-
-    def _user_rows(self, user_ids: Sequence[Id | None] | NDArray[Any] | None, num_queries: int) -> NDArray[np.int64]:
-        """Return the row of each user, -1 for an unknown user and for None."""
-        if user_ids is None or self.package.users == "none":
-            return np.full(num_queries, -1, np.int64)
-        if isinstance(user_ids, np.ndarray) or None not in user_ids:
-            return self.user_ids.rows(user_ids)  # type: ignore[arg-type]  # no element is None
-        user_rows = np.full(num_queries, -1, np.int64)
-        user_rows[[user_id is not None for user_id in user_ids]] = self.user_ids.rows(
-            [user_id for user_id in user_ids if user_id is not None]
-        )
-        return user_rows
 
     def _candidates(self, options: SearchOptions) -> Candidates:
         """Return the items that a request allows. Raises InputError for an invalid filter or id."""
@@ -312,64 +214,8 @@ class Retriever:
             return self._select(item_filter)
         return self._remembered_selection(filter_json)
 
-    def _queries(
-        self,
-        user_row_B: NDArray[np.int64],
-        *,
-        histories: Sequence[History] | None,
-        given_features: Mapping[str, GivenFeature],
-        options: SearchOptions,
-    ) -> _Queries:
-        """Return the queries of a batch."""
-        history, excluded_items, num_unknown_items_B = self._histories(
-            user_row_B, new_histories=histories, exclude_stored_history=options["exclude_stored_history"]
-        )
-        if not options["exclude_seen"]:
-            excluded_items = JaggedArray.empty(len(user_row_B))
-        model = self.package.model
-        is_model_B = model.is_known(history_length_B=history.lengths, user_row_B=user_row_B)
-        for key, feature in given_features.items():
-            if key != self._popularity.segment_key:
-                is_model_B = is_model_B | feature.is_given_B
-        query_BD = np.zeros((len(user_row_B), model.config.output_dim), np.float32)
-        model_indices = np.flatnonzero(is_model_B)
-        if len(model_indices) == len(user_row_B):
-            query_BD = self.encode(user_row_B, history, given_features=given_features)
-        elif len(model_indices):
-            model_features = {key: feature.take(model_indices) for key, feature in given_features.items()}
-            query_BD[model_indices] = self.encode(
-                user_row_B[model_indices], history.take(model_indices), given_features=model_features
-            )
-        if options["popularity_weight"] is not None:
-            query_BD[model_indices, -1] = options["popularity_weight"]
-        has_history_B = (history.lengths > 0) & (model.served_history_length > 0)
-        unknown_code_B = np.where(has_history_B, FALLBACKS.index("history"), FALLBACKS.index("features"))
-        is_expected_B = (user_row_B >= 0) | (self.package.users == "none")
-        code_B = np.where(is_expected_B, 0, unknown_code_B)
-        code_B = np.where(is_model_B, code_B, FALLBACKS.index("popularity")).astype(np.int8)
-        segment_B = self._popularity.segment_of(given_features, num_queries=len(user_row_B))
-        return _Queries(is_model_B, query_BD, excluded_items, segment_B, code_B, num_unknown_items_B)
-
-    def _histories(
-        self, user_row_B: NDArray[np.int64], *, new_histories: Sequence[History] | None, exclude_stored_history: bool
-    ) -> tuple[JaggedArray, JaggedArray, NDArray[np.int64]]:
-        """Return the histories for the query tower and the seen items, both as item rows, and the numbers of unknown items."""
-        stored_history = self._users.histories(user_row_B)
-        num_items = len(self.item_ids)
-        if new_histories is None:
-            return stored_history, stored_history.distinct(bound=num_items), np.zeros(len(user_row_B), np.int64)
-        length_B = np.array([0 if history is None else len(history) for history in new_histories], np.int64)
-        new_item_rows = self.item_ids.rows([item_id for history in new_histories if history is not None for item_id in history])
-        new_history = JaggedArray.from_lengths(length_B, new_item_rows).filter(new_item_rows >= 0)
-        is_replaced_B = np.array([history is not None for history in new_histories])
-        history = stored_history.replace(new_history, where=is_replaced_B)
-        num_unknown_items_B = length_B - new_history.lengths
-        if exclude_stored_history:
-            return history, stored_history.union(new_history, bound=num_items), num_unknown_items_B
-        return history, history.distinct(bound=num_items), num_unknown_items_B
-
     def _recommend_batch(
-        self, queries: _Queries, candidates: Candidates, *, k: int, options: SearchOptions, popularity: bool = True
+        self, queries: Queries, candidates: Candidates, *, k: int, options: SearchOptions, popularity: bool = True
     ) -> Recommendations:
         """Return the recommendations of a batch.
 
@@ -430,19 +276,6 @@ def _select(items: ItemTable, index: Any, item_filter: Filter) -> tuple[NDArray[
 
 def _select_json(items: ItemTable, index: Any, filter_json: str) -> tuple[NDArray[np.bool_], Selection]:
     return _select(items, index, json.loads(filter_json))
-
-
-def _num_queries(
-    user_ids: Sequence[Id | None] | NDArray[Any] | None,
-    histories: Sequence[History] | None,
-    features: Mapping[str, Sequence[Any]] | None,
-) -> int:
-    if histories is not None and user_ids is not None and len(histories) != len(user_ids):
-        raise InputError(f"{len(histories)} histories for {len(user_ids)} users; pass one history per user, or none")
-    columns = [column for column in (user_ids, histories, *(features or {}).values()) if column is not None]
-    if not columns:
-        raise InputError("there are no queries; pass user_ids, histories or features")
-    return len(columns[0])
 
 
 def _batches(num_queries: int, *, k: int) -> list[slice]:

@@ -83,7 +83,8 @@ def measure_lookups(
 def mean_history_length(num_train_events_U: NDArray[np.int64], *, model: ModelSpec, is_ordered: bool) -> float:
     """Return the mean number of history items of a training event. num_train_events_U: number of training events of each user.
 
-    >>> from recsys_core.models.config import MeanHistory, TwoTowerConfig
+    >>> from recsys_core.models.config import TwoTowerConfig
+    >>> from recsys_core.models.history_config import MeanHistory
     >>> model = ModelSpec.sized(TwoTowerConfig(history=MeanHistory(length=2)), num_users=1, num_items=9)
     >>> mean_history_length(np.array([4]), model=model, is_ordered=True)  # the mean of 0, 1, 2, 2
     1.25

@@ -32,6 +32,7 @@ from recsys_core.training.job import (
     Progress,
     TrainJob,
     TrainResult,
+    WarmStart,
 )
 from recsys_core.training.metrics_log import MetricsTail
 from recsys_core.training.setup import TrainingSetup
@@ -67,8 +68,7 @@ def train(
     require_shardable_layers(config.dense_parallel, spec=model)
     if setup.loss.negatives == "all":
         require_catalogue_fits(model, limit_gb=setup.loss.catalogue_gb, world_size=plan.world_size)
-    interactions, embeddings, features = dataset.interactions, dataset.embeddings, dataset.features
-    log_vectors = dataset.log_vectors
+    interactions = dataset.interactions
     start_champion, full_training_reason = choose_start(config.warm_start, champion=champion, interactions=interactions)
     champion_export = start_champion and start_champion.export
     fingerprint = fingerprint_of(
@@ -77,9 +77,9 @@ def train(
         model,
         setup.loss,
         interactions,
-        embeddings,
-        features,
-        log_vectors,
+        dataset.embeddings,
+        dataset.features,
+        dataset.log_vectors,
         plan,
         champion_export,
     )
@@ -96,22 +96,12 @@ def train(
             logger.info("full training: %s", full_training_reason)
         _clear_work_folder(work_folder, fingerprint=fingerprint)
         # This comes before the creation of the work folder, so that a rejected champion leaves no folder behind.
-        warm_start = start_champion and prepare_warm_start(
-            start_champion, spec=model, dataset=dataset, folder=work_folder / "warm"
-        )
+        warm_start = None
+        if start_champion is not None:
+            warm_start = prepare_warm_start(start_champion, spec=model, dataset=dataset, folder=work_folder / "warm")
         work_folder.mkdir(parents=True, exist_ok=True)
-        job = TrainJob(
-            work_folder=work_folder,
-            fingerprint=fingerprint,
-            spec=model,
-            loss=setup.loss,
-            training=config,
-            interactions_folder=interactions.folder,
-            embeddings_folder=embeddings.folder if embeddings else None,
-            features_folder=features.folder if features else None,
-            log_vectors_folder=log_vectors.folder if log_vectors else None,
-            plan_path=plan.path(PLAN_NAME),
-            warm_start=warm_start,
+        job = _make_job(
+            setup, dataset=dataset, plan=plan, work_folder=work_folder, fingerprint=fingerprint, warm_start=warm_start
         )
         # A resumed training keeps the trials only if the work folder names its fingerprint.
         write_text(work_folder / JOB_FILE, job.model_dump_json(indent=2))
@@ -134,6 +124,32 @@ def train(
         )
     shutil.rmtree(work_folder, ignore_errors=True)
     return manifest
+
+
+def _make_job(
+    setup: TrainingSetup,
+    *,
+    dataset: Dataset,
+    plan: PlanManifest,
+    work_folder: Path,
+    fingerprint: str,
+    warm_start: WarmStart | None,
+) -> TrainJob:
+    """Return the job of the first attempt."""
+    embeddings, features, log_vectors = dataset.embeddings, dataset.features, dataset.log_vectors
+    return TrainJob(
+        work_folder=work_folder,
+        fingerprint=fingerprint,
+        spec=setup.model,
+        loss=setup.loss,
+        training=setup.training,
+        interactions_folder=dataset.interactions.folder,
+        embeddings_folder=embeddings.folder if embeddings else None,
+        features_folder=features.folder if features else None,
+        log_vectors_folder=log_vectors.folder if log_vectors else None,
+        plan_path=plan.path(PLAN_NAME),
+        warm_start=warm_start,
+    )
 
 
 def _clear_work_folder(work_folder: Path, *, fingerprint: str) -> None:

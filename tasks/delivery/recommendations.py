@@ -23,7 +23,8 @@ from recsys_core.parquet.local_copies import decode_ahead, local_files, read_bat
 from recsys_core.parquet.sources import open_sources
 from recsys_core.serving.answers import FALLBACKS, Recommendations
 from recsys_core.serving.description import QUERY_COLUMNS
-from recsys_core.serving.retriever import Retriever, SearchOptions
+from recsys_core.serving.queries import SearchOptions
+from recsys_core.serving.retriever import Retriever
 
 SUMMARY_FILE_NAME = "_recommendations.json"
 MAX_BATCH_ROWS = 1 << 14

@@ -11,6 +11,7 @@ from recsys_core.errors import InputError
 from recsys_core.serving.ids import Id
 from recsys_core.serving.retriever import Retriever
 
+NUM_MOVERS = 10
 SAMPLE_SEED = 0
 
 
@@ -40,7 +41,7 @@ class VersionOverlap(Frozen):
     movers: tuple[Mover, ...]
 
 
-def overlap(before: Retriever, after: Retriever, *, num_users: int, k: int, num_movers: int = 10) -> VersionOverlap:
+def overlap(before: Retriever, after: Retriever, *, num_users: int, k: int) -> VersionOverlap:
     """Compare the top k items of a random sample of the users that both versions know.
 
     Raises:
@@ -60,7 +61,7 @@ def overlap(before: Retriever, after: Retriever, *, num_users: int, k: int, num_
         num_users=len(pairs),
         mean_overlap=float(np.mean(shares)),
         num_equal_lists=sum(items == new_items for items, new_items in pairs),
-        movers=_movers(count_before, count_after, titles=(after, before), num_movers=num_movers),
+        movers=_movers(count_before, count_after, titles=(after, before)),
     )
 
 
@@ -78,7 +79,7 @@ def _common_users(before: Retriever, after: Retriever, *, num_users: int) -> Any
 
 
 def _movers(
-    count_before: Mapping[Id, int], count_after: Mapping[Id, int], *, titles: tuple[Retriever, ...], num_movers: int
+    count_before: Mapping[Id, int], count_after: Mapping[Id, int], *, titles: tuple[Retriever, ...]
 ) -> tuple[Mover, ...]:
     """Return the items whose number of users changes most. titles: versions with titles, the preferred first."""
     changes = {item: count_after.get(item, 0) - count_before.get(item, 0) for item in {**count_before, **count_after}}
@@ -90,7 +91,7 @@ def _movers(
             num_users_before=count_before.get(item, 0),
             num_users_after=count_after.get(item, 0),
         )
-        for item in largest[:num_movers]
+        for item in largest[:NUM_MOVERS]
     )
 
 

@@ -4,7 +4,7 @@ from recsys_core.data_report.limits import DataReportConfig, describe_held_out_u
 from recsys_core.data_report.page import to_markdown
 from recsys_core.data_report.report import PreviousRun, report_data
 from recsys_core.errors import DataRejectedError
-from recsys_core.ingest.log.config import Split
+from recsys_core.ingest.log.split_config import Split
 from recsys_core.manifests import DataReportManifest, InteractionsManifest, load_manifest
 from tasks.progress.artifacts import link_mlflow_run, show_markdown
 from tasks.progress.reporting import LOG

@@ -1,19 +1,32 @@
-"""Settings that fit the data: rules that derive settings from facts about a log.
+"""Settings that fit the data: facts about an ingested log, and rules that derive settings from them.
 
 The rules are starting points with measured reasons (docs/models.md). `nightjar tune` finds the best values.
 """
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
+
+import numpy as np
 
 from recsys_core.config import Frozen
+from recsys_core.dataset.events import EventStore
+from recsys_core.manifests import Dataset
 from tasks.tuning.config import RangeConfig
-from tasks.tuning.data_facts import DataFacts
 
+DENSE_LOG = 0.01
+"""Share of all (user, item) pairs in the log from which the log counts as dense."""
 STEPS_PER_EPOCH = 300
 """Number of steps that the suggested batch size aims at."""
 MAX_HISTORY = 50
+FACTORISATION_STEPS_PER_EPOCH = 80
+"""The same for a matrix factorisation, with at most 8,192 events in a batch."""
+SMALL_LOG = 300_000
+"""Number of training events below which a matrix factorisation needs a higher temperature.
+
+In benchmarks/suggestions.json, 0.25 is better than 0.18 on dense logs of 65,000 to 192,000 training events. On ml1m, with
+717,000 of them, the best temperature is 0.18.
+"""
 SMALL_CATALOGUE = 20_000
 """Number of items up to which a softmax over the whole catalogue is suggested for a matrix factorisation."""
 MIN_BLOCK_ROWS = 200
@@ -30,6 +43,67 @@ SEARCHED = {
 """Settings that `nightjar tune` varies around the value of the file, unless there is a suggestion for them."""
 VALIDATED_POPULARITY = {"kind": "validated"}
 LEARNED_POPULARITY = {"kind": "learned", "served_weight": None}
+
+
+class DataFacts(Frozen):
+    """What the suggestions depend on.
+
+    Attributes:
+        density: share of all pairs of a user and an item that are in the training events.
+        history_median, history_p95: median and 95th percentile of the number of training events of a user.
+        has_vectors: whether any table has vectors from files.
+        vector_share: share of the training events whose item has a pretrained vector.
+        vector_dim: width of the item vectors; 0 without vectors.
+        cold_share: share of the held-out events whose item has no training event.
+    """
+
+    num_users: int
+    num_items: int
+    num_train_events: int
+    density: float
+    history_median: float
+    history_p95: float
+    is_ordered: bool
+    has_item_features: bool
+    has_vectors: bool
+    vector_share: float
+    vector_dim: int
+    cold_share: float
+
+    @classmethod
+    def of(cls, dataset: Dataset) -> Self:
+        """Measure the facts on the ingested data. The held-out events are read only for `cold_share`."""
+        interactions, store = dataset.interactions, EventStore.open(dataset.interactions)
+        train_count_U, train_count_I = store.train_count_U, store.train_count_I
+        lengths = train_count_U[train_count_U > 0]
+        num_users, num_items, num_events = len(lengths), int((train_count_I > 0).sum()), interactions.num_train_events
+        vector_row_I = store.vector_rows("item")
+        held_out_I = store.event_count_I() - train_count_I
+        return cls(
+            num_users=num_users,
+            num_items=num_items,
+            num_train_events=num_events,
+            density=num_events / max(1, num_users * num_items),
+            history_median=float(np.median(lengths)) if len(lengths) else 0.0,
+            history_p95=float(np.percentile(lengths, 95)) if len(lengths) else 0.0,
+            is_ordered=store.is_ordered,
+            has_item_features=dataset.features is not None
+            and any(key.startswith("item.") for key in dataset.features.features),
+            has_vectors=dataset.embeddings is not None,
+            vector_share=0.0 if vector_row_I is None else float(train_count_I[vector_row_I >= 0].sum() / max(1, num_events)),
+            vector_dim=0 if vector_row_I is None or dataset.embeddings is None else dataset.embeddings.tables["item"].dim,
+            cold_share=float(held_out_I[train_count_I == 0].sum() / max(1, held_out_I.sum())),
+        )
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether so many pairs of users and items are in the log that it counts as dense."""
+        return self.density >= DENSE_LOG
+
+    @property
+    def describes_items(self) -> bool:
+        """Whether items have features or pretrained vectors in addition to their ids."""
+        return self.has_item_features or self.vector_share > 0
 
 
 class Suggestion(Frozen):
@@ -75,7 +149,7 @@ def _factorisation(facts: DataFacts) -> Iterator[Suggestion]:
     yield _suggestion("loss.kind", "softmax", reason)
     yield _suggestion("loss.negatives", "all", reason)
     reason = f"{density}: a dense log needs a higher temperature than a sparse one"
-    yield _suggestion("model.temperature", 0.18, reason, low=0.1, high=0.4)
+    yield _suggestion("model.temperature", 0.25 if facts.num_train_events < SMALL_LOG else 0.18, reason, low=0.1, high=0.4)
     reason = "more influence of the negatives, with the temperature above"
     yield _suggestion("loss.negatives_exponent", 1.1, reason, low=1.0, high=1.3)
     reason = f"5 % of the users have more than {facts.history_p95:,.0f} events, and would dominate the loss"
@@ -83,8 +157,9 @@ def _factorisation(facts: DataFacts) -> Iterator[Suggestion]:
     if min(facts.num_users, facts.num_items) > MIN_BLOCK_ROWS:
         reason = "a decomposition of the log finds other items; its weight is chosen on the validation events"
         yield _suggestion("model.spectral_block", {"output_dim": 64}, reason)
-    reason = "large batches and Adam train a factorisation in few epochs; the rate falls to 0 until the last epoch"
-    yield _suggestion("training.batch_size", 8192, reason)
+    batch_size = _batch_size(facts, steps_per_epoch=FACTORISATION_STEPS_PER_EPOCH)
+    yield _suggestion("training.batch_size", batch_size, _steps_reason(facts, batch_size))
+    reason = "Adam trains a factorisation in few epochs; the rate falls to 0 until the last epoch"
     for table_name in ("item", "user"):
         copies = "Adam on a CPU needs a copy of the table on each rank"
         yield _suggestion(f"sharding.tables.{table_name}.sharding_types", ["data_parallel"], copies)
@@ -170,12 +245,20 @@ def _kept_vectors(facts: DataFacts) -> Iterator[Suggestion]:
 
 
 def _training(facts: DataFacts) -> Iterator[Suggestion]:
-    batch_size = 2 ** round(math.log2(min(8192, max(512, facts.num_train_events / STEPS_PER_EPOCH))))
-    reason = f"an epoch then has about {max(1, facts.num_train_events // batch_size):,} steps"
-    yield _suggestion("training.batch_size", batch_size, reason)
+    batch_size = _batch_size(facts, steps_per_epoch=STEPS_PER_EPOCH)
+    yield _suggestion("training.batch_size", batch_size, _steps_reason(facts, batch_size))
     reason = "the learning rates fall to 0 until the last epoch"
     yield _suggestion("training.table_optimizer.lr_decay", "cosine", reason)
     yield _suggestion("training.dense_optimizer.lr_decay", "cosine", reason)
+
+
+def _batch_size(facts: DataFacts, *, steps_per_epoch: int) -> int:
+    """Return the power of two that is nearest to the wanted number of steps, from 512 to 8,192."""
+    return int(2 ** round(math.log2(min(8192, max(512, facts.num_train_events / steps_per_epoch)))))
+
+
+def _steps_reason(facts: DataFacts, batch_size: int) -> str:
+    return f"an epoch then has about {max(1, facts.num_train_events // batch_size):,} steps"
 
 
 def _percent(share: float) -> str:

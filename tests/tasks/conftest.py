@@ -19,7 +19,7 @@ from recsys_core.data_report.limits import DataReportConfig
 from recsys_core.data_report.report import report_data
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
-from recsys_core.ingest.log.config import FileSplit
+from recsys_core.ingest.log.split_config import FileSplit
 from recsys_core.manifests import (
     DataReportManifest,
     Dataset,
@@ -30,7 +30,8 @@ from recsys_core.manifests import (
     PlanManifest,
     TrainManifest,
 )
-from recsys_core.models.config import MeanHistory, PackageConfig, TowerConfig, TwoTowerConfig
+from recsys_core.models.config import PackageConfig, TowerConfig, TwoTowerConfig
+from recsys_core.models.history_config import MeanHistory
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.towers import QueryTower
 from recsys_core.retrieval.config import IndexConfig

@@ -1,4 +1,4 @@
-"""Configuration of the interaction log: files, columns, filters, split and vocabulary."""
+"""Configuration of the interaction log: files, columns, filters and vocabulary."""
 
 from datetime import datetime
 from itertools import chain
@@ -25,9 +25,7 @@ from recsys_core.ingest.log.engine_settings import (
     is_table_name,
     split_version,
 )
-
-SPLITS = ("train", "validation", "test")
-"""Names of the splits. The index of a split is its code. The events of a user are stored in the order of the codes."""
+from recsys_core.ingest.log.split_config import FileSplit, Split, TimeSplit
 
 _BYTES_PER_UNIT = {"K": 1_000, "M": 1_000_000, "G": 1_000_000_000, "T": 1_000_000_000_000}
 
@@ -43,107 +41,6 @@ Label = Annotated[float, Field(ge=-1e30, le=1e30)]
 MemoryLimit = Annotated[
     str, Field(max_length=20, pattern=r"^[0-9]{1,6}(\.[0-9]{1,6})? ?[KMGT]i?B$"), AfterValidator(_check_memory_limit)
 ]
-
-
-class TimeSplit(Settings):
-    """Split by time: the last days of the log are the test split, the days before them the validation split."""
-
-    kind: Literal["time"] = "time"
-    test_days: Annotated[float, Field(gt=0, le=MAX_DAYS)] | Literal["auto"] = Field(
-        "auto",
-        description="Length of the test period in days. The period ends at the newest event. With `auto`, it is the smallest "
-        "number of whole days with `test_users` users, or with all users if there are fewer, but never more than a fifth of "
-        "the log's time span",
-    )
-    test_users: int = Field(
-        5_000,
-        ge=1,
-        le=MAX_COUNT,
-        description="Number of test users that `test_days: auto` looks for. The gate needs enough users for a decision",
-    )
-    validation_days: float = Field(
-        1.0,
-        ge=0,
-        le=MAX_DAYS,
-        description="Length of the validation period in days. The period ends where the test period starts",
-    )
-
-    @property
-    def has_validation(self) -> bool:
-        """Whether the split has a validation part."""
-        return self.validation_days > 0
-
-
-class LeaveLastOut(Settings):
-    """Leave-last-out split: the last event of each user is a test event, and the event before it a validation event."""
-
-    kind: Literal["leave_last_out"] = "leave_last_out"
-    min_events: int = Field(
-        3,
-        ge=3,
-        le=MAX_COUNT,
-        description="Users with fewer events than this have training events only",
-    )
-    num_folds: int = Field(
-        1,
-        ge=1,
-        le=1_000,
-        description="Number of folds of a cross-validation by user. A hash assigns each user to a fold, and only the users of "
-        "one fold have validation and test events",
-    )
-    fold: int = Field(0, ge=0, le=999, description="Fold with the validation and test events, from 0 to `num_folds` - 1")
-
-    @model_validator(mode="after")
-    def _fold_exists(self) -> Self:
-        if self.fold >= self.num_folds:
-            raise ValueError(
-                f"fold is {self.fold}, but num_folds is {self.num_folds}; set fold to at most {self.num_folds - 1}"
-            )
-        return self
-
-    @property
-    def has_validation(self) -> bool:
-        """Whether the split has a validation part."""
-        return True
-
-
-class FileSplit(Settings):
-    """Split by files: `interactions.paths` lists the training files. Test and validation events are in other files."""
-
-    kind: Literal["files"] = "files"
-    test_paths: Paths = Field(min_length=1, description="Parquet files or globs with the test events")
-    validation_paths: Paths | None = Field(None, description="Parquet files or globs with the validation events")
-    validation_share: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="Share of the training events that become validation events, if there are no validation files. A hash of "
-        "the ids selects these events (see `validation_unit`)",
-    )
-    validation_unit: Literal["pair", "item"] = Field(
-        "pair",
-        description="Whether `validation_share` selects pairs of user and item (`pair`) or items (`item`). With `item`, all "
-        "events of a selected item become validation events. The validation then measures items without a training event",
-    )
-
-    @property
-    def has_validation(self) -> bool:
-        """Whether the split has a validation part."""
-        return self.validation_paths is not None or self.validation_share > 0
-
-    @model_validator(mode="after")
-    def _check_validation(self) -> Self:
-        if self.validation_paths is not None and self.validation_share > 0:
-            raise ValueError("set validation_paths or validation_share, not both")
-        if self.validation_unit == "item" and self.validation_share == 0:
-            raise ValueError(
-                "validation_unit is item, but validation_share is 0, so no item would be held out; set validation_share, "
-                "or remove validation_unit"
-            )
-        return self
-
-
-Split = Annotated[TimeSplit | LeaveLastOut | FileSplit, Field(discriminator="kind")]
 
 
 class LogFilter(Settings):

@@ -11,10 +11,11 @@ from pathlib import Path
 import pyarrow as pa
 
 from recsys_core.disk import link_or_copy
-from recsys_core.ingest.log.config import FileSplit, InteractionsConfig
+from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.engine import FileStatistics, LogEngine, LogFiles
 from recsys_core.ingest.log.log_schema import InteractionsInput
 from recsys_core.ingest.log.log_statistics import IN_FUTURE, columns_by_role
+from recsys_core.ingest.log.split_config import FileSplit
 from recsys_core.manifests import IngestedFile, InteractionsManifest, LogPart, SourceFile, fingerprint_of
 from recsys_core.parquet.columns import require_column
 from recsys_core.parquet.guards import has_page_checksums, verify_pages

@@ -6,12 +6,13 @@ from typing import Any
 
 from recsys_core.dataset.layout import codes_file
 from recsys_core.errors import InputError
-from recsys_core.ingest.log.config import SPLITS, InteractionsConfig
+from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.engine import LogEngine
 from recsys_core.ingest.log.event_writer import EventWriter
 from recsys_core.ingest.log.incremental import gather_parts
 from recsys_core.ingest.log.log_schema import InteractionsInput, open_interactions
 from recsys_core.ingest.log.log_statistics import bad_row_counts, column_statistics, iso_time, reject_unusable_log
+from recsys_core.ingest.log.split_config import SPLITS
 from recsys_core.manifests import EmbeddingsManifest, InteractionsManifest, StageFolder, fingerprint_of
 from recsys_core.parquet.columns import require_one_type
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pyarrow as pa
 
 from recsys_core.errors import InputError
-from recsys_core.ingest.log.config import SPLITS, FileSplit, InteractionsConfig
+from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.engine_settings import SparkSettings
+from recsys_core.ingest.log.split_config import SPLITS, FileSplit
 from recsys_core.manifests import IdType, SourceFile
 from recsys_core.parquet.columns import id_type, require_column, require_same_types, require_unambiguous_case
 from recsys_core.parquet.guards import check_expansion

@@ -11,9 +11,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from recsys_core.errors import InputError
-from recsys_core.ingest.log.config import SPLITS, InteractionsConfig
+from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.engine import FileStatistics, LogCounts, Vocabulary
 from recsys_core.ingest.log.log_schema import InteractionsInput
+from recsys_core.ingest.log.split_config import SPLITS
 from recsys_core.ingest.row_checks import BadRow, BadRowPolicy, reject_bad_rows
 from recsys_core.manifests import ColumnStatistics, IngestedFile, LogPart
 from recsys_core.parquet.sources import Source

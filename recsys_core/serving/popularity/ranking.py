@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from recsys_core.dataset.jagged import Int64Array, JaggedArray
 from recsys_core.errors import StageError
+from recsys_core.retrieval.top_items import Candidates, TopItems
 from recsys_core.serving.given_features import GivenFeature
-from recsys_core.serving.top_items import Candidates, TopItems
 
 NO_SEGMENT = -1
 

@@ -18,12 +18,11 @@ from safetensors.numpy import save_file
 from torch.nn.functional import normalize
 
 from recsys_core.closed_form.linear_models import log_matrix
-from recsys_core.closed_form.moments import CHUNK_ROWS, covariance, row_chunks, second_moments
-from recsys_core.closed_form.spectral_block import block_factors
+from recsys_core.closed_form.spectral_block import CHUNK_ROWS, block_factors, covariance, row_chunks, second_moments
 from recsys_core.dataset.events import EvaluationSplit, EventStore
 from recsys_core.dataset.jagged import chunk_slices
 from recsys_core.dataset.layout import allocate_npy, memory_map, save_npy
-from recsys_core.models.config import SpectralBlockSettings
+from recsys_core.models.score_config import SpectralBlockSettings
 from recsys_core.models.score_terms import BLOCK_HISTORY_FILE, BLOCK_MAPS_FILE, history_totals
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training.config import ValidationConfig

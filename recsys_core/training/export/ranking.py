@@ -21,10 +21,10 @@ from recsys_core.dataset.events import EvaluationSplit
 from recsys_core.dataset.jagged import Int64Array, JaggedArray
 from recsys_core.evaluation.baselines import cold_rows
 from recsys_core.evaluation.held_out import cold_queries, queries_of, sampled_users
+from recsys_core.evaluation.model_rankings import ranking_file
 from recsys_core.evaluation.ranking.catalogue import rank_in_chunks, worker_threads
 from recsys_core.evaluation.ranking.chunks import CpuChunk, GpuChunk, Grid, Result
 from recsys_core.evaluation.ranking.queries import Queries, tie_order
-from recsys_core.evaluation.ranking.stored import ranking_file
 from recsys_core.launching.rank import Process
 from recsys_core.manifests import RankingSettings
 from recsys_core.training.export.encoding import Encoder, RankWriter

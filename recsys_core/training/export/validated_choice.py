@@ -16,7 +16,7 @@ from recsys_core.dataset.layout import memory_map
 from recsys_core.errors import InputError
 from recsys_core.evaluation.held_out import queries_of
 from recsys_core.evaluation.ranking.catalogue import rank_catalogue
-from recsys_core.models.config import ValidatedPopularity
+from recsys_core.models.score_config import ValidatedPopularity
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training.config import ValidationConfig
 from recsys_core.training.validation import METRIC_BY_NAME, users_to_validate

@@ -10,7 +10,8 @@ from flows.settings.pipeline import PipelineConfig
 from recsys_core.closed_form.config import EaseVectors, SpectralVectors
 from recsys_core.errors import InputError
 from recsys_core.evaluation.config import FeatureSlice
-from recsys_core.ingest.log.config import FileSplit, InteractionsConfig
+from recsys_core.ingest.log.config import InteractionsConfig
+from recsys_core.ingest.log.split_config import FileSplit
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.launching.config import TorchxLauncher
 from recsys_core.models.tables.table_config import TableOptimizer

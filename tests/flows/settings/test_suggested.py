@@ -8,8 +8,7 @@ from flows.settings.config_file import load_config
 from flows.settings.pipeline import PipelineConfig
 from flows.settings.suggested import SuggestedConfig
 from flows.settings.template import to_commented_yaml
-from tasks.tuning.data_facts import DataFacts
-from tasks.tuning.suggestions import suggestions
+from tasks.tuning.suggestions import DataFacts, suggestions
 from tests.tasks.tuning.facts import DENSE, DENSE_ORDERED, SPARSE, SPARSE_IDS, SPARSE_UNORDERED
 
 LOG = "interactions: {paths: log.parquet, %s}\n%smodel: {history: {last_item_feature: false}}\ntuning: {trials: 3}\n"

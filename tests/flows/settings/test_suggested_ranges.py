@@ -7,8 +7,7 @@ import pytest
 from flows.settings.config_file import load_config, with_settings
 from flows.settings.suggested import default_ranges, first_trials
 from tasks.tuning.config import RangeConfig
-from tasks.tuning.data_facts import DataFacts
-from tasks.tuning.suggestions import suggestions
+from tasks.tuning.suggestions import DataFacts, suggestions
 from tests.flows.tuning_config import CONFIG
 from tests.tasks.tuning.facts import DENSE, DENSE_ORDERED, SPARSE
 

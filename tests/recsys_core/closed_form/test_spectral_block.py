@@ -1,9 +1,13 @@
-"""Factors of the spectral block, compared with their definition and with the ideal low-pass filter of the evaluation."""
+"""Factors of the spectral block, compared with their definition and with the ideal low-pass filter of the evaluation.
+
+Covariances are compared with NumPy.
+"""
 
 import numpy as np
 import pytest
 from scipy.sparse import csr_array
 
+from recsys_core.closed_form import spectral_block
 from recsys_core.closed_form.linear_models import singular_vectors
 from recsys_core.closed_form.spectral_block import block_factors
 from recsys_core.errors import InputError
@@ -51,3 +55,13 @@ def test_the_deviation_of_the_scores_is_the_length_of_the_query(matrix_UI: csr_a
 def test_too_few_rows_for_the_singular_vectors_are_an_error(shape: tuple[int, int], subject: str) -> None:
     with pytest.raises(InputError, match=f"model.spectral_block.dim is 6, but only {subject} have training events"):
         block_factors(csr_array(np.ones(shape, np.float32)), dim=6, item_exponent=0.4)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, 100])
+def test_chunks_and_absent_zero_rows_do_not_change_a_covariance(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spectral_block, "CHUNK_ROWS", chunk_rows)
+    vectors = np.random.default_rng(0).normal(loc=3, size=(30, 4)).astype(np.float32)
+    with_zeros = np.concatenate([vectors, np.zeros((12, 4), np.float32)])
+    assert len(next(spectral_block.row_chunks(vectors))) == min(30, chunk_rows)
+    np.testing.assert_allclose(spectral_block.covariance(vectors), np.cov(vectors, rowvar=False), rtol=1e-5)
+    np.testing.assert_allclose(spectral_block.covariance(vectors, num_rows=42), np.cov(with_zeros, rowvar=False), rtol=1e-5)

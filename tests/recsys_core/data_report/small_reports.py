@@ -6,7 +6,7 @@ from typing import Any
 from recsys_core.data_report.limits import DataReportConfig
 from recsys_core.data_report.page import DataReport
 from recsys_core.data_report.report import PreviousRun, report_data
-from recsys_core.ingest.log.config import FileSplit, Split
+from recsys_core.ingest.log.split_config import FileSplit, Split
 from recsys_core.manifests import DataReportManifest, InteractionsManifest
 from recsys_core.units import DAY_US
 from tests.recsys_core.ingest.interactions_with_times import Parts

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recsys_core.data_report.leaks import SplitCounts, count_split
-from recsys_core.ingest.log.config import FileSplit, LeaveLastOut, Split, TimeSplit
+from recsys_core.ingest.log.split_config import FileSplit, LeaveLastOut, Split, TimeSplit
 from recsys_core.units import DAY_US
 from tests.recsys_core.ingest.interactions_with_times import Parts, interactions_of
 

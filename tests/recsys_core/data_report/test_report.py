@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from recsys_core.data_report.limits import DataReportConfig
-from recsys_core.ingest.log.config import LeaveLastOut, Split, TimeSplit
+from recsys_core.ingest.log.split_config import LeaveLastOut, Split, TimeSplit
 from recsys_core.units import DAY_US
 from tests.recsys_core.data_report.small_reports import FILES, report_of, user
 from tests.recsys_core.ingest.interactions_with_times import Parts, interactions_of

@@ -84,7 +84,8 @@ def test_metrics_of_tied_scores_equal_scikit_learn_with_the_ties_in_the_fixed_or
     np.testing.assert_allclose(metrics.average_precision(targets, k=num_items), expected_map, **close)
     auc = [roc_auc_score(t, s) for t, s in pairs]
     np.testing.assert_allclose(metrics.auc(targets), auc, **close)
-    assert metrics.grouped_auc(targets) == pytest.approx(np.average(auc, weights=is_target.sum(axis=1)), abs=1e-6)
+    mean_auc = metrics.weighted_mean(metrics.auc(targets), weight_U=targets.num_targets_U)
+    assert mean_auc == pytest.approx(np.average(auc, weights=is_target.sum(axis=1)), abs=1e-6)
 
 
 @settings(max_examples=50, deadline=None)
@@ -115,7 +116,7 @@ def test_average_precision_divides_by_the_smaller_of_k_and_the_number_of_targets
 def test_auc_is_undefined_when_every_candidate_is_a_target() -> None:
     targets = TargetPositions.from_pairs(user_T=np.zeros(2, int), position_T=np.array([0, 1]), num_candidates_B=np.array([2]))
     assert np.isnan(metrics.auc(targets)).all()
-    assert np.isnan(metrics.grouped_auc(targets))
+    assert np.isnan(metrics.weighted_mean(metrics.auc(targets), weight_U=targets.num_targets_U))
 
 
 def test_users_without_targets_are_not_counted() -> None:

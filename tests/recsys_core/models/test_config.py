@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from recsys_core.models.config import MeanHistory, TowerConfig, TwoTowerConfig
+from recsys_core.models.config import TowerConfig, TwoTowerConfig
+from recsys_core.models.history_config import MeanHistory
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.tables.table_config import Schedule
 from tests.recsys_core.models.error_messages import raises_message

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from recsys_core.dataset.feature_store import FeatureStore
 from recsys_core.dataset.jagged import JaggedArray
-from recsys_core.models.config import HistoryConfig, HistorySettings, TwoTowerConfig
+from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.history import HistoryEncoder, last_items, make_encoder
+from recsys_core.models.history_config import HistoryConfig, HistorySettings
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.towers import QueryTower
 from recsys_core.serving.quantise import build_tower

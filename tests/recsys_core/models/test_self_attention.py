@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from recsys_core.models.config import RecencyHistory, SelfAttentionHistory
 from recsys_core.models.history import make_encoder
+from recsys_core.models.history_config import RecencyHistory, SelfAttentionHistory
 from recsys_core.models.self_attention import Block, Dropout, SelfAttention, groups_of_similar_length
 
 WIDTH, LONGEST = 8, 12

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys_core.errors import InputError
-from recsys_core.models.config import MeanHistory, TwoTowerConfig
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.history_config import MeanHistory
 from recsys_core.models.spec import ModelSpec, TableSpec
 from recsys_core.models.tables.table_config import TableConfig, TableOptimizer, check_width
 from tests.recsys_core.ingest.random_features import FORMS, NUM_ROWS, SIDES, facts

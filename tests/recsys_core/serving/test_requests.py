@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from recsys_core.errors import InputError
+from recsys_core.serving.queries import DEFAULT_OPTIONS
 from recsys_core.serving.requests import PARAMS, Request, parse, respond
-from recsys_core.serving.retriever import DEFAULT_OPTIONS, Retriever
+from recsys_core.serving.retriever import Retriever
 from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEM_FILES, ITEM_IDS, USER_FEATURES, USER_IDS, Build
 
 

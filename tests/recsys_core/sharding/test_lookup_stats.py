@@ -8,7 +8,8 @@ from recsys_core.dataset.events import EventStore
 from recsys_core.dataset.feature_store import POOLED, UNPOOLED
 from recsys_core.dataset.layout import EventArrays
 from recsys_core.dataset.loader import ExampleSource, Shard, TrainLoader
-from recsys_core.models.config import MeanHistory, TwoTowerConfig
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.history_config import MeanHistory
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.loss.objective import negative_share
 from recsys_core.models.spec import ModelSpec

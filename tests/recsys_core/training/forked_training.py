@@ -14,14 +14,16 @@ from torch import distributed as dist
 
 from recsys_core.ingest.features.config import FeatureConfig, FeaturesConfig, FeatureTableConfig, ItemTableConfig
 from recsys_core.ingest.features.ingest import ingest_features
-from recsys_core.ingest.log.config import InteractionsConfig, TimeSplit
+from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.ingest import ingest_interactions
+from recsys_core.ingest.log.split_config import TimeSplit
 from recsys_core.ingest.synthetic import generate
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.ingest.vectors.ingest import ingest_embeddings
 from recsys_core.launching.rank import Process
 from recsys_core.manifests import Dataset, ExportManifest, PlanManifest, RankingSettings, commit_folder
-from recsys_core.models.config import RecencyHistory, TowerConfig, TwoTowerConfig
+from recsys_core.models.config import TowerConfig, TwoTowerConfig
+from recsys_core.models.history_config import RecencyHistory
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.table_config import TableConfig

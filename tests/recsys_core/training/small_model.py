@@ -15,7 +15,8 @@ from recsys_core.dataset.feature_store import Feature, FeatureForm, FeatureStore
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.launching.rank import Process
 from recsys_core.manifests import IngestedFeature
-from recsys_core.models.config import AttentionHistory, TowerConfig, TwoTowerConfig
+from recsys_core.models.config import TowerConfig, TwoTowerConfig
+from recsys_core.models.history_config import AttentionHistory
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, LocalShard, parameter_name

@@ -18,7 +18,8 @@ from torchrec.optim.keyed import CombinedOptimizer
 from recsys_core.errors import InputError, StageError
 from recsys_core.launching.heartbeat import HeartbeatWriter
 from recsys_core.launching.rank import Process
-from recsys_core.models.config import HistoryConfig, RecencyHistory, TowerConfig
+from recsys_core.models.config import TowerConfig
+from recsys_core.models.history_config import HistoryConfig, RecencyHistory
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import table_shards

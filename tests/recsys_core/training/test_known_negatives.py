@@ -11,7 +11,8 @@ from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.ingest import ingest_interactions
 from recsys_core.manifests import Dataset
-from recsys_core.models.config import RecencyHistory, TwoTowerConfig
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.history_config import RecencyHistory
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.tables.table_config import DenseOptimizer, TableOptimizer
 from recsys_core.training.config import TrainingConfig

@@ -10,7 +10,7 @@ import pytest
 
 from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
-from recsys_core.models.config import SelfAttentionHistory
+from recsys_core.models.history_config import SelfAttentionHistory
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.tables.table_config import DenseOptimizer, TableConfig, TableOptimizer, UnfreezeStep
 from recsys_core.sharding.config import TableConstraint

@@ -9,7 +9,8 @@ from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
 from recsys_core.launching.rank import Process
 from recsys_core.manifests import Dataset
-from recsys_core.models.config import MeanHistory, TowerConfig, TwoTowerConfig
+from recsys_core.models.config import TowerConfig, TwoTowerConfig
+from recsys_core.models.history_config import MeanHistory
 from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.task import RetrievalHead, RetrievalTask

@@ -8,7 +8,7 @@ import pytest
 
 from recsys_core.data_report.limits import DataReportConfig
 from recsys_core.errors import InputError
-from recsys_core.ingest.log.config import FileSplit
+from recsys_core.ingest.log.split_config import FileSplit
 from recsys_core.manifests import DataReportManifest, InteractionsManifest
 from recsys_core.units import DAY_US
 from tasks.registry import mlflow_client

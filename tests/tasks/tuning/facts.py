@@ -1,6 +1,6 @@
 """Facts about logs of three kinds."""
 
-from tasks.tuning.data_facts import DataFacts
+from tasks.tuning.suggestions import DataFacts
 
 SPARSE = DataFacts(
     num_users=22_000, num_items=12_000, num_train_events=150_000, density=0.0006, history_median=5, history_p95=22,

@@ -1,11 +1,13 @@
 """Suggested settings for logs of several kinds."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tasks.tuning.data_facts import DataFacts
-from tasks.tuning.suggestions import suggestions
+from recsys_core.manifests import Dataset
+from tasks.tuning.suggestions import DataFacts, suggestions
+from tests.recsys_core.ingest.interactions_with_context import write_interactions
 from tests.tasks.tuning.facts import DENSE, DENSE_ORDERED, SPARSE, SPARSE_IDS, SPARSE_UNORDERED
 
 
@@ -81,6 +83,12 @@ def test_cold_items_with_vectors_keep_their_vectors() -> None:
     assert "tables.item.transfer" not in suggested_settings(SPARSE)
 
 
+def test_a_small_dense_log_gets_smaller_batches_and_a_higher_temperature() -> None:
+    small, large = (suggested_settings(DENSE, num_train_events=num_events) for num_events in (65_000, 717_000))
+    assert (small["training.batch_size"], small["model.temperature"]) == (1024, 0.25)
+    assert (large["training.batch_size"], large["model.temperature"]) == (8192, 0.18)
+
+
 @pytest.mark.parametrize("facts", [SPARSE, SPARSE_IDS, SPARSE_UNORDERED, DENSE, DENSE_ORDERED])
 def test_every_setting_is_suggested_once_and_the_search_is_near_its_value(facts: DataFacts) -> None:
     suggested = suggestions(facts)
@@ -93,3 +101,12 @@ def test_every_setting_is_suggested_once_and_the_search_is_near_its_value(facts:
 @pytest.mark.parametrize("num_events", [1, 10**10])
 def test_the_batch_size_has_bounds(num_events: int) -> None:
     assert 256 <= suggested_settings(SPARSE, num_train_events=num_events)["training.batch_size"] <= 8192
+
+
+def test_facts_of_a_log(tmp_path: Path) -> None:
+    log = [([0, 1], [2], [0]), ([0], [], [3]), ([], [], [])]
+    facts = DataFacts.of(Dataset(write_interactions(tmp_path / "log", users=[1, 2, 3], items=[5, 6, 7, 8], log=log)))
+    assert (facts.num_users, facts.num_items, facts.num_train_events, facts.density) == (2, 2, 3, 3 / 4)
+    assert (facts.history_median, facts.vector_share, facts.has_item_features) == (1.5, 0.0, False)
+    assert facts.is_dense and not facts.describes_items
+    assert facts.cold_share == pytest.approx(2 / 3)

@@ -7,11 +7,12 @@ from typing import Self
 
 import duckdb
 
-from recsys_core.ingest.log.config import FileSplit, InteractionsConfig
+from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.duckdb_engine.raw_log import draw_sql, raw_log_sql
 from recsys_core.ingest.log.duckdb_engine.read_errors import explain_read_errors
 from recsys_core.ingest.log.duckdb_engine.session import DuckdbSession
 from recsys_core.ingest.log.engine import LogFiles
+from recsys_core.ingest.log.split_config import FileSplit
 from recsys_core.ingest.log.sql.engine import SqlEngine
 from recsys_core.manifests import IdType, InteractionsManifest
 from recsys_core.parquet.duckdb_session import database

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 
 import pyarrow as pa
 
-from recsys_core.ingest.log.config import FileSplit, InteractionsConfig
+from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.engine import LogFiles
-from recsys_core.ingest.log.sql.raw_columns import column_by_alias, hive_columns, hive_keys_sql
+from recsys_core.ingest.log.split_config import FileSplit
+from recsys_core.ingest.log.sql.checks import column_by_alias, hive_columns, hive_keys_sql
 from recsys_core.parquet.duckdb_session import quoted, scan_all_sql
 
 TO_MICROSECONDS_SQL = {"s": "* 1000000", "ms": "* 1000", "us": "", "ns": "// 1000"}

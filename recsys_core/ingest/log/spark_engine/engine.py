@@ -11,13 +11,14 @@ import pyarrow as pa
 import pyspark
 
 from recsys_core.errors import InputError
-from recsys_core.ingest.log.config import FileSplit, InteractionsConfig
+from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.duckdb_engine.read_errors import reject_unreadable_files
 from recsys_core.ingest.log.engine import FileStatistics, LogCounts, LogFiles
 from recsys_core.ingest.log.engine_settings import SparkSettings
 from recsys_core.ingest.log.spark_engine.cluster import SPARK_ERRORS, open_spark, reject_unreadable_file, spark_message
 from recsys_core.ingest.log.spark_engine.raw_log import create_raw
 from recsys_core.ingest.log.spark_engine.session import SparkLogSession
+from recsys_core.ingest.log.split_config import FileSplit
 from recsys_core.ingest.log.sql.engine import SqlEngine
 from recsys_core.manifests import IdType, InteractionsManifest, LogPart, SourceFile
 

@@ -17,7 +17,7 @@ from recsys_core.ingest.log.spark_engine.hashes import hash_sql
 from recsys_core.ingest.log.spark_engine.session import SparkLogSession
 from recsys_core.ingest.log.spark_engine.spark_types import column_types, spark_type
 from recsys_core.ingest.log.spark_engine.tables import table_frame
-from recsys_core.ingest.log.sql.raw_columns import column_by_alias, hive_columns, hive_keys_sql
+from recsys_core.ingest.log.sql.checks import column_by_alias, hive_columns, hive_keys_sql
 from recsys_core.parquet.duckdb_session import quoted
 from recsys_core.units import DAY_US
 

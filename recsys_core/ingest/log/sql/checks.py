@@ -1,4 +1,4 @@
-"""Row checks of the interaction log over the view `raw`, and the statistics of its files, in SQL.
+"""The view `raw` of the interaction log in SQL: its columns, the row checks, and the statistics of its files.
 
 The view has the columns user, item, position, label, weight and context_<n>, the index of the row's file (`source`) and the
 index of the row in this file (`row`).
@@ -6,7 +6,7 @@ index of the row in this file (`row`).
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 
 import pyarrow as pa
 
@@ -14,13 +14,46 @@ from recsys_core.errors import shown
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.log.engine import FileStatistics
 from recsys_core.ingest.log.log_statistics import FIX_CLOCK, IN_FUTURE, latest_valid_time_us
-from recsys_core.ingest.log.sql.raw_columns import column_by_alias
 from recsys_core.ingest.log.sql.session import SqlSession
 from recsys_core.ingest.row_checks import FIX_ROWS, BadRow, RowCheck, pass_sql
 from recsys_core.parquet.columns import value_type
+from recsys_core.parquet.duckdb_session import quoted
+from recsys_core.parquet.sources import Source
 from recsys_core.units import FLOAT32_MAX, INT64_MAX
 
 INFINITY_SQL = "'Infinity'::DOUBLE"
+
+
+def column_by_alias(config: InteractionsConfig) -> dict[str, str]:
+    """Return the column of the log for each column of `raw`, so that no later query has to quote the user's names."""
+    columns = {"user": config.user_column, "item": config.item_column, "time": config.timestamp_column}
+    columns |= {"sequence": config.order_column, "label": config.label_column, "weight": config.weight_column}
+    columns |= {f"context_{index}": column for index, column in enumerate(config.context_columns)}
+    return {alias: column for alias, column in columns.items() if column is not None}
+
+
+def hive_columns(config: InteractionsConfig, sources: Sequence[Source]) -> set[str]:
+    """Return the columns of the config that only the paths of the files have."""
+    keys = {name for source in sources for name in source.partition_values if name not in source.schema.names}
+    return keys & set(config.columns)
+
+
+def hive_keys_sql(sources: Sequence[Source], keys: Sequence[str], *, indices: Sequence[int] | None = None) -> str:
+    """Return SQL for a table with the hive keys `keys` of each file, as dates, integers or strings.
+
+    indices: value of the column `file_index` for each file. Default: the files are numbered from 0.
+    """
+    rows_sql = [
+        f"({index}, {', '.join(_constant_sql(source.partition_value(key)) for key in keys)})"
+        for index, source in zip(indices or range(len(sources)), sources, strict=True)
+    ]
+    return f"SELECT * FROM (VALUES {', '.join(rows_sql)}) AS t(file_index, {', '.join(quoted(key) for key in keys)})"
+
+
+def _constant_sql(value: int | date | str) -> str:
+    if isinstance(value, int):
+        return f"{value}::BIGINT"
+    return f"DATE '{value.isoformat()}'" if isinstance(value, date) else quoted(value, quote="'")
 
 
 def row_checks(config: InteractionsConfig, *, type_by_column: Mapping[str, pa.DataType]) -> list[RowCheck]:

@@ -12,9 +12,10 @@ from pathlib import Path
 import pyarrow as pa
 
 from recsys_core.errors import InputError, shown_names
-from recsys_core.ingest.log.config import FileSplit, InteractionsConfig, LogFilter
+from recsys_core.ingest.log.config import InteractionsConfig, LogFilter
 from recsys_core.ingest.log.engine import FileStatistics, LogCounts, LogFiles, Vocabulary
 from recsys_core.ingest.log.log_statistics import columns_by_role, reject_bad_log
+from recsys_core.ingest.log.split_config import FileSplit
 from recsys_core.ingest.log.sql.checks import first_bad_row_of_table, row_checks, scan_files
 from recsys_core.ingest.log.sql.filters import extra_column_names, load_log
 from recsys_core.ingest.log.sql.known_negatives import sorted_negatives

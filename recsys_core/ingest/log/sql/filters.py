@@ -9,8 +9,9 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from recsys_core.ingest.log.config import SPLITS, FileSplit, InteractionsConfig, LeaveLastOut, LogFilter, TimeSplit
+from recsys_core.ingest.log.config import InteractionsConfig, LogFilter
 from recsys_core.ingest.log.engine import LogCounts
+from recsys_core.ingest.log.split_config import SPLITS, FileSplit, LeaveLastOut, TimeSplit
 from recsys_core.ingest.log.sql.known_negatives import create_known_negatives
 from recsys_core.ingest.log.sql.session import SqlSession, fetch_count, first_rows_sql
 from recsys_core.manifests import IngestedFile, LogPart, SourceFile

@@ -3,7 +3,8 @@
 View `coded` has the rows of all parts, and its column `is_negative` marks the rows below the threshold. `log` has the events.
 """
 
-from recsys_core.ingest.log.config import InteractionsConfig, LeaveLastOut
+from recsys_core.ingest.log.config import InteractionsConfig
+from recsys_core.ingest.log.split_config import LeaveLastOut
 from recsys_core.ingest.log.sql.session import SqlSession, fetch_count, first_rows_sql
 
 

@@ -12,7 +12,8 @@ from torch.nn.functional import cross_entropy, normalize
 from recsys_core.dataset.batch import Assembler, Batch
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import InputError
-from recsys_core.models.config import MeanHistory, TwoTowerConfig
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.history_config import MeanHistory
 from recsys_core.models.loss import catalogue
 from recsys_core.models.loss.catalogue import catalogue_share, mean_log_partition, require_catalogue_fits
 from recsys_core.models.loss.loss_config import LossConfig

@@ -16,8 +16,9 @@ from flows.settings.pipeline import PipelineConfig
 from recsys_core.dataset.jagged import JaggedArray
 from recsys_core.errors import InputError, StageError
 from recsys_core.models import config as model_config
-from recsys_core.models.config import HistoryConfig, HistorySettings, PackageConfig
+from recsys_core.models.config import PackageConfig
 from recsys_core.models.history import make_encoder
+from recsys_core.models.history_config import AttentionHistory, HistoryConfig, HistorySettings
 from recsys_core.serving.contents import open_contents
 from recsys_core.serving.description import PackageDescription, export_name
 from recsys_core.serving.exports import export
@@ -178,7 +179,7 @@ def test_every_history_that_a_config_may_export_has_a_padded_form() -> None:
 
 
 def test_a_pooling_without_a_padded_form_is_rejected_with_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_config.AttentionHistory, "has_padded_form", False)
+    monkeypatch.setattr(AttentionHistory, "has_padded_form", False)
     log = {"paths": "log.parquet", "timestamp_column": "t"}
     settings = {"interactions": log, "model": {"history": {"pooling": "attention"}}}
     PipelineConfig.model_validate(settings)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recsys_core.closed_form import moments
+from recsys_core.closed_form import spectral_block
 from recsys_core.closed_form.linear_models import log_matrix
 from recsys_core.closed_form.spectral_block import block_factors
 from recsys_core.dataset.events import EventStore
@@ -134,7 +134,7 @@ def test_scores_are_the_sum_of_the_trained_ones_and_of_those_of_the_block(export
 
 def test_the_size_of_the_chunks_does_not_change_the_vectors(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = exported.expected("test", 0.3)
-    for module in (append_block_module, moments):
+    for module in (append_block_module, spectral_block):
         monkeypatch.setattr(module, "CHUNK_ROWS", 7)
     spec = exported.spec(history_length_of(exported), weights=(0.3,))
     append_block(spec, store=exported.store, validation=None, folder=exported.folder)

@@ -11,7 +11,7 @@ from recsys_core.evaluation.config import EvaluationConfig
 from recsys_core.evaluation.evaluate import evaluate
 from recsys_core.evaluation.held_out import ranking_settings
 from recsys_core.manifests import Dataset, EvaluationManifest, ExportManifest
-from recsys_core.models.config import LearnedPopularity
+from recsys_core.models.score_config import LearnedPopularity
 from recsys_core.models.score_terms import item_popularity
 from recsys_core.training.config import TrainingConfig
 from tests.recsys_core.training.forked_training import (

@@ -9,7 +9,8 @@ import torch
 
 from recsys_core.dataset.events import EventStore
 from recsys_core.errors import InputError
-from recsys_core.models.config import FixedPopularity, TwoTowerConfig, ValidatedPopularity
+from recsys_core.models.config import TwoTowerConfig
+from recsys_core.models.score_config import FixedPopularity, ValidatedPopularity
 from recsys_core.models.score_terms import PopularityWeight, item_popularity
 from recsys_core.models.spec import ModelSpec
 from recsys_core.training.config import ValidationConfig

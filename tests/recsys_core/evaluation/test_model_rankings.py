@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from recsys_core.errors import StageError
+from recsys_core.evaluation.model_rankings import StoredRanking, ranking_file
 from recsys_core.evaluation.ranking.catalogue import rank_catalogue
-from recsys_core.evaluation.ranking.stored import StoredRanking, ranking_file
 from recsys_core.manifests import ExportManifest
 from tests.recsys_core.evaluation.ranking.sorted_scores import queries_of
 from tests.recsys_core.evaluation.stage_folders import export_stage

@@ -34,7 +34,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 @pytest.fixture(scope="module")
-def trained(data: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[Experiment, FinishedTraining]:
+def trained_model(data: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[Experiment, FinishedTraining]:
     """Train a model with a popularity term, and without user embeddings: it does not know users without a history."""
     folder = tmp_path_factory.mktemp("training")
     model = MODEL.model_copy(update={"learn_user_embedding": False, "popularity": LearnedPopularity()})
@@ -70,9 +70,9 @@ def test_eight_shards_on_four_ranks_train_the_model_of_one_shard_and_have_its_me
 
 @pytest.mark.parametrize("config", [ALL_METRICS, TOP_LISTS], ids=["all metrics", "top lists"])
 def test_the_evaluation_of_stored_rankings_equals_that_of_the_vectors(
-    config: EvaluationConfig, data: Dataset, finished_training: tuple[Experiment, FinishedTraining], tmp_path: Path
+    config: EvaluationConfig, data: Dataset, trained_model: tuple[Experiment, FinishedTraining], tmp_path: Path
 ) -> None:
-    export = exported(*finished_training, tmp_path / "export", ranking=ranking_settings(config))
+    export = exported(*trained_model, tmp_path / "export", ranking=ranking_settings(config))
     without_rankings = export.model_copy(update={"ranking": None})
     stored = _evaluate(config, export, data, tmp_path / "stored")
     computed = _evaluate(config, without_rankings, data, tmp_path / "computed")
@@ -85,11 +85,11 @@ def test_the_evaluation_of_stored_rankings_equals_that_of_the_vectors(
 
 def test_stored_rankings_are_read_only_if_they_have_the_settings_of_the_evaluation(
     data: Dataset,
-    finished_training: tuple[Experiment, FinishedTraining],
+    trained_model: tuple[Experiment, FinishedTraining],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    export = exported(*finished_training, tmp_path / "export", ranking=ranking_settings(ALL_METRICS))
+    export = exported(*trained_model, tmp_path / "export", ranking=ranking_settings(ALL_METRICS))
     for name in ("item_vectors.npy", "query_vectors_test.npy", "query_vectors_validation.npy"):
         (export.folder / name).rename(tmp_path / name)
     _evaluate(ALL_METRICS, export, data, tmp_path / "same")  # it needs no vector
@@ -103,9 +103,9 @@ def test_stored_rankings_are_read_only_if_they_have_the_settings_of_the_evaluati
 
 
 def test_the_vectors_end_in_the_trained_weight_and_in_the_popularity(
-    data: Dataset, finished_training: tuple[Experiment, FinishedTraining], tmp_path: Path
+    data: Dataset, trained_model: tuple[Experiment, FinishedTraining], tmp_path: Path
 ) -> None:
-    export = exported(*finished_training, tmp_path / "export")
+    export = exported(*trained_model, tmp_path / "export")
     item_vectors, queries = (np.load(export.path(name)) for name in ("item_vectors.npy", "query_vectors_test.npy"))
     popularity_I = item_popularity(EventStore.open(data.interactions).train_count_I)
     assert np.array_equal(item_vectors[:, -1], popularity_I) and export.dim == item_vectors.shape[1]

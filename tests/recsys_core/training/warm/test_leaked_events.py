@@ -38,7 +38,7 @@ def ingest_run(folder: Path, events: list[Event], *, split: dict[str, Any], **se
 
 def trained_and_held_out(champion: InteractionsManifest, current: InteractionsManifest) -> int:
     """Return the number of training events of the champion that are held out in this run and not in its training split."""
-    (before, _, _), (training, validation, test) = read_store(champion).parts, read_store(current).parts
+    (before, _, _), (training, validation, test) = read_store(champion).splits, read_store(current).splits
     return len((set(validation) | set(test)) & set(before) - set(training))
 
 

@@ -16,8 +16,10 @@ from flows.settings.config_file import load_config
 from recsys_core.errors import InputError, StageError
 from recsys_core.manifests import RegistrationManifest
 from tasks.registry.mlflow_client import connect
-from tests.tasks.conftest import NUM_ITEMS, Stages, predicted_here, stages, workspace  # noqa: F401  fixtures
+from tests.tasks.conftest import NUM_ITEMS, Stages, empty_plots, predicted_here, stages, workspace  # noqa: F401  fixtures
 from tests.tasks.registration import do_register, run_of
+
+pytestmark = pytest.mark.usefixtures("empty_plots")
 
 CONFIG = """
 workspace: .

@@ -13,8 +13,10 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from markupsafe import Markup
 from mlflow import MlflowClient
 
+from recsys_core import plots
 from recsys_core.data_report.limits import DataReportConfig
 from recsys_core.data_report.report import report_data
 from recsys_core.evaluation.config import EvaluationConfig
@@ -79,6 +81,13 @@ def predicted_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, "ModelProcess", nullcontext)
     monkeypatch.setattr(version_tester, "predict_in_subprocess", predict)
     return uris
+
+
+@pytest.fixture
+def empty_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save plots as empty pictures. Drawing takes a third of the time of a registration."""
+    monkeypatch.setattr(plots, "to_svg", lambda figure: Markup("<svg></svg>"))
+    monkeypatch.setattr(plots, "save_png", lambda figure, path: path.touch() or path)
 
 
 class Stages(NamedTuple):

@@ -144,7 +144,7 @@ def test_generated_requests_get_documented_statuses_and_never_5xx(client: Client
     started = client()
     operation = schemathesis.openapi.from_dict(started.get("/openapi.json").json())[path]["POST"]
 
-    @settings(max_examples=1_000, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(max_examples=300, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy())
     def send(case: Any) -> None:
         response = started.post(path, json=case.body)

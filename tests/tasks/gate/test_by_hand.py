@@ -22,6 +22,8 @@ from tests.tasks.conftest import Stages
 from tests.tasks.gate.test_gate import flip_a_bit, package_of
 from tests.tasks.registration import aliases, do_register, run_of, version_tags
 
+pytestmark = pytest.mark.usefixtures("empty_plots")
+
 BuildStages = Callable[..., Stages]
 Decide = Callable[..., Decision]
 

@@ -29,6 +29,8 @@ from tests.recsys_core.evaluation.stage_folders import features_stage
 from tests.tasks.conftest import NUM_ITEMS, NUM_USERS, Stages
 from tests.tasks.registration import aliases, do_register, run_of, version_tags
 
+pytestmark = pytest.mark.usefixtures("empty_plots")
+
 BuildStages = Callable[..., Stages]
 
 

@@ -11,6 +11,8 @@ from tasks.gate.serving_loss import INDEX, PACKAGED, TRAINED, exact_metrics
 from tests.tasks.conftest import NUM_USERS, Stages
 from tests.tasks.registration import do_register, run_of
 
+pytestmark = pytest.mark.usefixtures("empty_plots")
+
 BuildStages = Callable[..., Stages]
 
 

@@ -29,6 +29,8 @@ from tasks.registry.releases import CHALLENGERS_TAG, FORMER_CHAMPION_TAG, SPENT_
 from tasks.registry.versions import register_package
 from tests.recsys_core.refresh.small_pipeline import ITEMS, SmallPipeline, build_pipeline, write_items, write_vectors
 
+pytestmark = pytest.mark.usefixtures("empty_plots")
+
 
 class Recorder:
     def __init__(self) -> None:

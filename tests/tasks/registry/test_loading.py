@@ -14,6 +14,8 @@ from tasks.registry.mlflow_client import connect
 from tests.tasks.conftest import Stages
 from tests.tasks.registration import do_register, run_of
 
+pytestmark = pytest.mark.usefixtures("empty_plots")
+
 BuildStages = Callable[..., Stages]
 EVIL_MODEL = """
 import pathlib

@@ -16,6 +16,8 @@ from tests.tasks.conftest import Stages
 from tests.tasks.gate.test_gate import flip_a_bit
 from tests.tasks.registration import aliases, do_register, run_of, version_tags
 
+pytestmark = pytest.mark.usefixtures("empty_plots")
+
 BuildStages = Callable[..., Stages]
 
 

@@ -21,7 +21,7 @@ from tasks.registry.versions import MODEL_CODE_FILE, signature_for
 from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, ITEM_FILES, ITEM_IDS, NUM_ITEMS, USER_FEATURES, USER_IDS
 from tests.recsys_core.serving.conftest import build as build
 
-NUM_REQUESTS = 2_000
+NUM_REQUESTS = 500
 Build = Callable[..., tuple[Any, PackageManifest]]
 
 

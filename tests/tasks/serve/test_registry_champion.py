@@ -13,6 +13,8 @@ from tasks.serve.registry_champion import RegistryChampion
 from tests.tasks.conftest import Stages
 from tests.tasks.registration import do_register, run_of
 
+pytestmark = pytest.mark.usefixtures("empty_plots")
+
 BuildStages = Callable[..., Stages]
 
 

@@ -24,6 +24,8 @@ from tasks.serve.server import serve
 from tests.tasks.conftest import Stages
 from tests.tasks.registration import do_register, run_of
 
+pytestmark = pytest.mark.usefixtures("empty_plots")
+
 BuildStages = Callable[..., Stages]
 CONFIG = ServeConfig(port=0, workers=2, poll_interval_s=0.2)
 PATIENCE_S = 60.0

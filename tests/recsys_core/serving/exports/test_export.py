@@ -31,16 +31,22 @@ from tests.recsys_core.serving.conftest import CONTEXT_FEATURES, USER_FEATURES, 
 
 RUN_PT2 = """
 import sys, json, torch
-arrays = json.load(open(sys.argv[2]))
-inputs = {name: torch.tensor(value, dtype=getattr(torch, kind)) for name, (kind, value) in arrays.items()}
-print(json.dumps(torch.export.load(sys.argv[1]).module()(inputs).tolist()))
+query = torch.export.load(sys.argv[1]).module()
+vectors = []
+for arrays in json.load(open(sys.argv[2])):
+    inputs = {name: torch.tensor(value, dtype=getattr(torch, kind)) for name, (kind, value) in arrays.items()}
+    vectors.append(query(inputs).tolist())
+print(json.dumps(vectors))
 assert not {name for name in sys.modules if name.startswith(("recsys_core", "tasks", "flows", "torchrec"))}
 """
 RUN_ONNX = """
 import sys, json, numpy, onnxruntime
-arrays = json.load(open(sys.argv[2]))
-inputs = {name: numpy.array(value, dtype=kind) for name, (kind, value) in arrays.items()}
-print(json.dumps(onnxruntime.InferenceSession(sys.argv[1]).run(["query"], inputs)[0].tolist()))
+session = onnxruntime.InferenceSession(sys.argv[1])
+vectors = []
+for arrays in json.load(open(sys.argv[2])):
+    inputs = {name: numpy.array(value, dtype=kind) for name, (kind, value) in arrays.items()}
+    vectors.append(session.run(["query"], inputs)[0].tolist())
+print(json.dumps(vectors))
 assert not {name for name in sys.modules if name.startswith(("recsys_core", "tasks", "flows", "torch"))}
 """
 MODELS: list[dict[str, Any]] = [
@@ -126,20 +132,22 @@ def test_processes_without_this_project_give_the_same_vectors(
     description = PackageDescription.model_validate_json((folder / "package.json").read_bytes())
     contents = open_contents(folder, description)
     user_row, lists, given_features = queries(exported_model)
+    batches, expected_batches = [], []
     for start, end in ((0, 6), (3, 4)):  # a batch, and a single query
         rows = np.arange(start, end)
         arguments = (user_row[rows], lists.take(rows))
         given_rows = {key: feature.take(rows) for key, feature in given_features.items()}
         expected = contents.tower(*arguments, features=contents.users.features, given_features=given_rows).numpy()
         inputs = padded_inputs(contents.tower, *arguments, features=contents.users.features, given_features=given_rows)
-        (tmp_path / "inputs.json").write_text(
-            json.dumps({name: (str(values.dtype), values.tolist()) for name, values in inputs.items()})
-        )
-        for script, name in ((RUN_PT2, "query.pt2"), (RUN_ONNX, "query.onnx")):
-            command = [sys.executable, "-I", "-c", script, str(folder / name), str(tmp_path / "inputs.json")]
-            result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-            assert result.returncode == 0, result.stderr[-2000:]
-            np.testing.assert_allclose(json.loads(result.stdout), expected, atol=1e-5, err_msg=name)
+        expected_batches.append(expected)
+        batches.append({name: (str(values.dtype), values.tolist()) for name, values in inputs.items()})
+    (tmp_path / "inputs.json").write_text(json.dumps(batches))
+    for script, name in ((RUN_PT2, "query.pt2"), (RUN_ONNX, "query.onnx")):
+        command = [sys.executable, "-I", "-c", script, str(folder / name), str(tmp_path / "inputs.json")]
+        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert result.returncode == 0, result.stderr[-2000:]
+        for vectors, expected in zip(json.loads(result.stdout), expected_batches, strict=True):
+            np.testing.assert_allclose(vectors, expected, atol=1e-5, err_msg=name)
 
 
 def test_a_pt2_file_contains_no_pickle(build: Callable[..., Any]) -> None:

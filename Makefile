@@ -27,8 +27,9 @@ setup: $(PROJECT) ## create .venv from the lock files and install nightjar into 
 demo: setup ## execute a complete run on generated data
 	$(BIN)/nightjar demo $(ARGS)
 
+# Test processes share compiled bytecode, also where the environment disables it.
 test: setup ## run all tests in WORKERS processes
-	$(if $(TEST_TMP),TMPDIR=$(TEST_TMP)) OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(if $(TEST_TMP),TMPDIR=$(TEST_TMP)) PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 drills: setup ## run the slow failure tests and write their table in docs/operations.md
 	$(BIN)/pytest -m drill --junitxml=build/drills.xml $(ARGS); status=$$?; $(BIN)/python -m infra.drill_table build/drills.xml; exit $$status

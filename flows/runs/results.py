@@ -99,13 +99,18 @@ class RunResults:
         return {path.name: path for path in existing_pages(self.run).values()}
 
     def as_json(self) -> str:
-        """Return run id, folder, registered version, metrics and seconds per stage as one line of JSON."""
-        registration = self.registration
+        """Return run id, folder, registered versions, metrics and seconds per stage as one line of JSON."""
+        registration, refit_version = self.registration, self.refit_version
         summary: dict[str, Any] = {
             "run_id": self.run.run_id,
             "run_dir": str(self.run.folder),
             "model": registration
-            and {"name": registration.model_name, "version": registration.version, "alias": registration.alias},
+            and {
+                "name": registration.model_name,
+                "version": registration.version,
+                "alias": registration.alias if refit_version is None else None,  # the refit has it
+            },
+            "refit": refit_version and {"version": refit_version, "alias": "champion"},
             "alarm": registration and registration.alarm,
             # JSON cannot represent NaN.
             "metrics": {name: None if math.isnan(value) else value for name, value in self.metrics.items()},

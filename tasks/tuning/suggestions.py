@@ -29,6 +29,8 @@ In benchmarks/suggestions.json, 0.25 is better than 0.18 on dense logs of 65,000
 """
 SMALL_CATALOGUE = 20_000
 """Number of items up to which a softmax over the whole catalogue is suggested for a matrix factorisation."""
+MOSTLY_COLD = 0.5
+"""Share of events of cold items above which the model has to rank cold items best (suggestions.json, citeulike_t cold)."""
 MIN_BLOCK_ROWS = 200
 """Number of users and items from which a spectral block, with 80 singular vectors, is suggested."""
 MAX_DIM = 128
@@ -55,6 +57,7 @@ class DataFacts(Frozen):
         vector_share: share of the training events whose item has a pretrained vector.
         vector_dim: width of the item vectors; 0 without vectors.
         cold_share: share of the held-out events whose item has no training event.
+        cold_validation_share: the same for the validation events.
     """
 
     num_users: int
@@ -69,16 +72,18 @@ class DataFacts(Frozen):
     vector_share: float
     vector_dim: int
     cold_share: float
+    cold_validation_share: float
 
     @classmethod
     def of(cls, dataset: Dataset) -> Self:
-        """Measure the facts on the ingested data. The held-out events are read only for `cold_share`."""
+        """Measure the facts on the ingested data. The held-out events are read only for the shares of cold items."""
         interactions, store = dataset.interactions, EventStore.open(dataset.interactions)
         train_count_U, train_count_I = store.train_count_U, store.train_count_I
         lengths = train_count_U[train_count_U > 0]
         num_users, num_items, num_events = len(lengths), int((train_count_I > 0).sum()), interactions.num_train_events
         vector_row_I = store.vector_rows("item")
         held_out_I = store.event_count_I() - train_count_I
+        validation_I = store.item_counts_before("test") - train_count_I
         return cls(
             num_users=num_users,
             num_items=num_items,
@@ -93,6 +98,7 @@ class DataFacts(Frozen):
             vector_share=0.0 if vector_row_I is None else float(train_count_I[vector_row_I >= 0].sum() / max(1, num_events)),
             vector_dim=0 if vector_row_I is None or dataset.embeddings is None else dataset.embeddings.tables["item"].dim,
             cold_share=float(held_out_I[train_count_I == 0].sum() / max(1, held_out_I.sum())),
+            cold_validation_share=float(validation_I[train_count_I == 0].sum() / max(1, validation_I.sum())),
         )
 
     @property
@@ -238,10 +244,13 @@ def _kept_vectors(facts: DataFacts) -> Iterator[Suggestion]:
     reason = f"{facts.cold_share:.0%} of the held-out events are of items without a training event, and others have few events"
     yield _suggestion("tables.item.transfer", "residual", reason)
     reason = "offsets are removed at random, so that the towers also learn from the vectors alone"
-    yield _suggestion("tables.item.id_dropout", 0.1, reason)
+    yield _suggestion("tables.item.id_dropout", 0.5 if facts.cold_share > MOSTLY_COLD else 0.1, reason)
     reason = "the vectors have about length 1, compared with which the steps of the offsets are small"
     yield _suggestion("tables.item.init_std", round(facts.vector_dim**-0.5, 3), reason)
     yield _suggestion("tables.item_offset.optimizer.learning_rate", 0.02, reason)
+    if facts.cold_validation_share > MOSTLY_COLD:
+        reason = f"{facts.cold_validation_share:.0%} of the validation events are of such items, which choose the epoch"
+        yield _suggestion("training.validation.candidates", "cold", reason)
 
 
 def _training(facts: DataFacts) -> Iterator[Suggestion]:

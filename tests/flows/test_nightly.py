@@ -34,6 +34,7 @@ from tasks.runs.run_record import RunRecord
 from tests.recsys_core.launching.listening_sockets import Listening, collect_listening
 
 ROOT = Path(nightly.__file__).parents[1]
+REFIT = "training.refit=true"
 RUN_STAGES = {*STAGES} - {"embed_log"}  # the vectors of the items are in files
 CONFIG = """
 name: small-catalogue
@@ -94,9 +95,9 @@ def sockets() -> Listening:
 
 @pytest.fixture(scope="module")
 def outcome(workspace: Workspace, sockets: Listening) -> Any:
-    """The result of an undisturbed run."""
+    """The result of an undisturbed run with a refit."""
     with collect_listening() as during:
-        answer = workspace.nightjar("run", "--reason", "first run")
+        answer = workspace.nightjar("run", "--reason", "first run", "--set", REFIT)
     sockets |= during
     return answer
 
@@ -107,7 +108,8 @@ def test_during_a_run_processes_listen_on_the_loopback_only(outcome: Any, socket
 
 
 def test_a_run_ends_with_a_registered_champion(workspace: Workspace, outcome: Any) -> None:
-    assert outcome["model"] == {"name": "small", "version": "1", "alias": "champion"}
+    assert outcome["model"] == {"name": "small", "version": "1", "alias": None}
+    assert outcome["refit"] == {"version": "2", "alias": "champion"}
     run = Run(outcome["run_id"], workspace=workspace.folder)
     assert outcome["run_dir"] == str(run.folder)
     assert set(outcome["stages"]) == RUN_STAGES
@@ -133,15 +135,16 @@ def test_prefect_shows_pipeline_reason_verdict_and_finished_training(workspace: 
         key = "small-catalogue-training-progress"
         ((percent,),) = database.execute("select data from artifact where key = ?", [key]).fetchall()
         artifacts = {key for (key,) in database.execute("select key from artifact")}
-        ((payload,),) = database.execute("select payload from events where event = 'nightjar.champion.changed'").fetchall()
+        payloads = database.execute("select payload from events where event = 'nightjar.champion.changed'").fetchall()
         messages = {message for (message,) in database.execute("select message from log")}
     assert (name, state) == (f"small-catalogue {outcome['run_id']}: first run", "Promoted")
     assert json.loads(tags) == ["pipeline:small-catalogue", "reason:first run"]
     assert percent == 100
     pages = ("data-report", "mlflow-run", "sharding-plan", "training-loss", "metrics", "index", "indexes", "verdict")
     assert artifacts == {f"small-catalogue-{page}" for page in (*pages, "training-progress")}
-    change = json.loads(payload)
-    assert (change["old_version"], change["new_version"], change["run_id"]) == (None, "1", outcome["run_id"])
+    changes = [json.loads(payload) for (payload,) in payloads]
+    assert [(change["old_version"], change["new_version"]) for change in changes] == [(None, "1"), ("1", "2")]
+    assert {change["run_id"] for change in changes} == {outcome["run_id"]}
     assert any(message.startswith("rank 0: ") for message in messages)
 
 
@@ -157,11 +160,11 @@ def test_command_line_python_and_server_answer_the_same_unseen_items(workspace: 
     log = pd.concat(pq.read_table(path).to_pandas() for path in sorted(workspace.folder.glob("data/interactions/*")))
     user = log["user_id"].iloc[0]
     asked = workspace.nightjar("query", "--user", user, "-k", "7")
-    assert (asked["model"], asked["version"], asked["known_user"]) == ("small", "1", True)
+    assert (asked["model"], asked["version"], asked["known_user"]) == ("small", "2", True)
     stranger = workspace.start("query", "--user", "stranger", "--json")
     output, error_output = stranger.communicate(timeout=240)
     assert json.loads(output)["known_user"] is False and len(json.loads(output)["items"]) == 10
-    assert "user stranger is unknown to version 1: these are the most popular items" in error_output
+    assert "user stranger is unknown to version 2: these are the most popular items" in error_output
     items = [item["item_id"] for item in asked["items"]]
     assert len(set(items)) == 7
     assert set(items) <= set(pq.read_table(workspace.folder / "data/item_embeddings.parquet")["item_id"].to_pylist())
@@ -178,12 +181,7 @@ def test_command_line_python_and_server_answer_the_same_unseen_items(workspace: 
     assert server.post("/invocations", json={"dataframe_records": [{"usr": user}]}).status_code == 400
 
 
-def test_a_promoted_run_that_is_resumed_with_refit_gets_a_second_version_trained_on_all_events(
-    workspace: Workspace, outcome: Any
-) -> None:
-    resume = ("--resume", outcome["run_id"], "--set", "training.refit=true")
-    answer = workspace.nightjar("run", *resume)
-    assert answer["stages"]["train"] == outcome["stages"]["train"]  # kept
+def test_a_promoted_run_with_refit_gets_a_second_version_trained_on_all_events(workspace: Workspace, outcome: Any) -> None:
     run = Run(outcome["run_id"], workspace=workspace.folder)
     record = RunRecord.read(run)
     assert record is not None and record.message.endswith("; version 2, its refit, is champion")
@@ -195,8 +193,17 @@ def test_a_promoted_run_that_is_resumed_with_refit_gets_a_second_version_trained
     written = json.loads((workspace.folder / "recommendations" / "_recommendations.json").read_text())
     assert written["version"] == "2" and not (run.folder / "refit").exists()
 
-    workspace.nightjar("run", *resume)
-    assert len(client.search_model_versions("name = 'small'")) == 2
+
+@pytest.mark.drill
+def test_a_resume_repeats_a_refit_that_is_missing_and_no_other(workspace: Workspace) -> None:
+    first = workspace.nightjar("run")
+    resume = ("--resume", first["run_id"], "--set", REFIT)
+    resumed = workspace.nightjar("run", *resume)
+    assert resumed["stages"]["train"] == first["stages"]["train"]  # kept
+    assert resumed["refit"]["version"] != resumed["model"]["version"]
+    versions = len(connect(workspace.folder).search_model_versions("name = 'small'"))
+    assert workspace.nightjar("run", *resume)["refit"] == resumed["refit"]
+    assert len(connect(workspace.folder).search_model_versions("name = 'small'")) == versions
 
 
 @pytest.mark.drill
@@ -215,8 +222,9 @@ def test_a_run_killed_in_training_has_the_same_metrics_when_it_is_resumed(worksp
     assert resumed["run_id"] == killed.name
     exact = {name: value for name, value in outcome["metrics"].items() if not name.startswith(("served/", "champion/"))}
     assert {name: resumed["metrics"][name] for name in exact} == exact
-    assert resumed["model"] == {"name": "small", "version": "2", "alias": "champion"}
     client = connect(workspace.folder)
+    newest = max(int(version.version) for version in client.search_model_versions("name = 'small'"))
+    assert resumed["model"] == {"name": "small", "version": str(newest), "alias": "champion"}
     (run,) = client.search_runs(["1"], f"tags.`nightjar.run_id` = '{killed.name}'")
     steps = [metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")]
     assert len(steps) == len(set(steps)) == len((killed / "train" / "metrics.jsonl").read_text().splitlines())

@@ -108,7 +108,7 @@ def test_a_new_run_starts_and_the_log_says_why(
         run.config_file.write_text("name: [")
     with caplog.at_level(logging.WARNING, "nightjar"):
         assert choose_run_to_resume(config) is None
-    (line,) = caplog.messages
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "nightjar")
     assert "run 1 is unfinished" in line and "a new run starts, because" in line and reason in line
 
 

@@ -83,6 +83,12 @@ def test_cold_items_with_vectors_keep_their_vectors() -> None:
     assert "tables.item.transfer" not in suggested_settings(SPARSE)
 
 
+def test_mostly_cold_items_lose_more_offsets_in_the_training_and_choose_the_epoch() -> None:
+    mixed, cold = (suggested_settings(SPARSE_UNORDERED, cold_share=share, cold_validation_share=share) for share in (0.3, 1.0))
+    assert (mixed["tables.item.id_dropout"], cold["tables.item.id_dropout"]) == (0.1, 0.5)
+    assert cold["training.validation.candidates"] == "cold" and "training.validation.candidates" not in mixed
+
+
 def test_a_small_dense_log_gets_smaller_batches_and_a_higher_temperature() -> None:
     small, large = (suggested_settings(DENSE, num_train_events=num_events) for num_events in (65_000, 717_000))
     assert (small["training.batch_size"], small["model.temperature"]) == (1024, 0.25)
@@ -109,4 +115,4 @@ def test_facts_of_a_log(tmp_path: Path) -> None:
     assert (facts.num_users, facts.num_items, facts.num_train_events, facts.density) == (2, 2, 3, 3 / 4)
     assert (facts.history_median, facts.vector_share, facts.has_item_features) == (1.5, 0.0, False)
     assert facts.is_dense and not facts.describes_items
-    assert facts.cold_share == pytest.approx(2 / 3)
+    assert (facts.cold_share, facts.cold_validation_share) == (pytest.approx(2 / 3), 1.0)

@@ -53,9 +53,10 @@ def demo(
 
 
 @app.command(epilog="Example: nightjar init --log ratings.parquet --items movies.parquet --vectors vectors.parquet")
-def init(
+def init(  # noqa: PLR0913 one parameter per option
     config_path: Annotated[Path, typer.Argument(metavar="FILE", help="file to write")] = DEFAULT_CONFIG_PATH,
     log: Annotated[str | None, typer.Option(help="parquet file, folder or glob with the interaction log")] = None,
+    test: Annotated[str | None, typer.Option(help="parquet file or glob with the test events of a log that is split")] = None,
     items: Annotated[str | None, typer.Option(help="parquet file with features of the items")] = None,
     vectors: Annotated[str | None, typer.Option(help="parquet file with pretrained vectors of the items")] = None,
     user_column: Annotated[str | None, typer.Option(help="column of the log with the users")] = None,
@@ -65,7 +66,7 @@ def init(
 ) -> None:
     """Write a config with the important settings and their descriptions; guess the columns of the given files."""
     columns = {"user_column": user_column, "item_column": item_column, "time_column": time_column}
-    inputs = {"log": log, "items": items, "vectors": vectors, **columns}
+    inputs = {"log": log, "test": test, "items": items, "vectors": vectors, **columns}
     cli.workspace.init(config_path, inputs=inputs, every_setting=every_setting)
 
 

@@ -33,8 +33,8 @@ STATE_COLOURS = {
 def init(config_path: Path, *, inputs: dict[str, str | None], every_setting: bool) -> None:
     """Write a config with guesses for the given files. `inputs` are the fields of InitInputs."""
     require_new_file(config_path)
-    if inputs["log"] is None and any(inputs[f"{role}_column"] for role in ("user", "item", "time")):
-        raise InputError("--user-column, --item-column and --time-column name columns of the log; add --log")
+    if inputs["log"] is None and any(inputs[name] for name in ("test", "user_column", "item_column", "time_column")):
+        raise InputError("--test, --user-column, --item-column and --time-column are about the log; add --log")
     config, notes, next_step = starter_config(), dict[str, str](), "set your paths and columns"
     if any(inputs.values()):
         from flows.settings.column_guesses import FILL_IN, InitInputs, guess_config  # imports DuckDB

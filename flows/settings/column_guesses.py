@@ -1,4 +1,4 @@
-"""Columns guessed from parquet files, for `nightjar init --log ... --items ... --vectors ...`.
+"""Columns guessed from parquet files, for `nightjar init --log ... --test ... --items ... --vectors ...`.
 
 A user or item column is recognised by its name, and a time column by its values and its name. A setting whose column is not
 recognised gets a placeholder, and its note starts with FILL_IN.
@@ -22,6 +22,7 @@ from recsys_core.errors import InputError, shown, shown_names
 from recsys_core.ingest.features.config import FeatureConfig, FeatureKind, FeaturesConfig, ItemTableConfig
 from recsys_core.ingest.first_row_group import first_values, plausible_time_unit
 from recsys_core.ingest.log.config import InteractionsConfig
+from recsys_core.ingest.log.split_config import FileSplit
 from recsys_core.ingest.vectors.config import EmbeddingsConfig
 from recsys_core.parquet.columns import is_list, is_text, require_column, value_type
 from recsys_core.parquet.sources import open_sources
@@ -40,6 +41,7 @@ class InitInputs:
     """The options of `nightjar init`: paths, globs or URIs of the inputs, and the columns that the user named."""
 
     log: str | None = None
+    test: str | None = None
     items: str | None = None
     vectors: str | None = None
     user_column: str | None = None
@@ -65,6 +67,10 @@ def guess_config(config: PipelineConfig, inputs: InitInputs, *, config_folder: P
                 _Table("interactions", inputs.log, config_folder, notes), inputs
             )
             item_column = section_by_name["interactions"].item_column
+            if not section_by_name["interactions"].is_ordered:
+                history = config.model.history.model_copy(update={"last_item_feature": False})
+                section_by_name["model"] = config.model.model_copy(update={"history": history})
+                notes["model.history.last_item_feature"] = "without times, no item of a history is the last"
         if inputs.vectors is not None:
             section_by_name["embeddings"] = (
                 _guess_embeddings(_Table("embeddings", inputs.vectors, config_folder, notes), item_column),
@@ -81,7 +87,7 @@ class _Table:
     """One input. Its columns are judged by their names and types, and by the first values of its first file."""
 
     def __init__(self, section: str, path: str, config_folder: Path, notes: dict[str, str]) -> None:
-        self.section, self.notes = section, notes
+        self.section, self.config_folder, self.notes = section, config_folder, notes
         self.sources = open_sources((path,), setting=f"{section}.paths")
         schema = self.sources[0].schema
         self.type_by_column = {
@@ -126,9 +132,13 @@ def _guess_interactions(table: _Table, inputs: InitInputs) -> InteractionsConfig
         require_column(table.sources[0], column, setting=f"interactions.{setting}")
     if "timestamp_column" not in settings:
         time_column = _time_column(table, settings.values())
-        settings["timestamp_column"] = table.use("timestamp_column", time_column, role="times")
-        if time_column is None:
-            table.notes["interactions.timestamp_column"] += "; for a log without times, set order_column or another split"
+        if time_column is None and inputs.test is not None:
+            settings["timestamp_column"] = None
+            table.notes["interactions.timestamp_column"] = "guessed: no column has times, so the log has no order"
+        else:
+            settings["timestamp_column"] = table.use("timestamp_column", time_column, role="times")
+        if time_column is None and inputs.test is None:
+            table.notes["interactions.timestamp_column"] += "; for a log without times, set order_column or use --test"
     if settings["timestamp_column"] in table.columns(pa.types.is_integer):
         unit, newest_time = _time_unit(table, settings["timestamp_column"])
         settings["timestamp_unit"] = unit or "s"
@@ -139,6 +149,9 @@ def _guess_interactions(table: _Table, inputs: InitInputs) -> InteractionsConfig
         if setting not in settings:
             id_columns = [column for column in table.columns(_is_id) if column not in settings.values()]
             settings[setting] = table.use(setting, _named_column(id_columns, names), role=role)
+    if inputs.test is not None:
+        test_table = _Table("interactions.split", inputs.test, table.config_folder, table.notes)
+        settings["split"] = FileSplit(test_paths=(test_table.path_in_config,), validation_share=0.1)
     return InteractionsConfig(paths=(table.path_in_config,), **settings)
 
 

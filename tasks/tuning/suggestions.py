@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from recsys_core.config import Frozen
 from recsys_core.dataset.events import EventStore
@@ -57,7 +58,7 @@ class DataFacts(Frozen):
         vector_share: share of the training events whose item has a pretrained vector.
         vector_dim: width of the item vectors; 0 without vectors.
         cold_share: share of the held-out events whose item has no training event.
-        cold_validation_share: the same for the validation events.
+        cold_validation_share, cold_test_share: the same for the validation events and for the test events.
     """
 
     num_users: int
@@ -73,6 +74,7 @@ class DataFacts(Frozen):
     vector_dim: int
     cold_share: float
     cold_validation_share: float
+    cold_test_share: float
 
     @classmethod
     def of(cls, dataset: Dataset) -> Self:
@@ -82,8 +84,11 @@ class DataFacts(Frozen):
         lengths = train_count_U[train_count_U > 0]
         num_users, num_items, num_events = len(lengths), int((train_count_I > 0).sum()), interactions.num_train_events
         vector_row_I = store.vector_rows("item")
-        held_out_I = store.event_count_I() - train_count_I
-        validation_I = store.item_counts_before("test") - train_count_I
+        before_test_I, count_I = store.item_counts_before("test"), store.event_count_I()
+
+        def cold_share(held_out_I: NDArray[np.int64]) -> float:
+            return float(held_out_I[train_count_I == 0].sum() / max(1, held_out_I.sum()))
+
         return cls(
             num_users=num_users,
             num_items=num_items,
@@ -97,8 +102,9 @@ class DataFacts(Frozen):
             has_vectors=dataset.embeddings is not None,
             vector_share=0.0 if vector_row_I is None else float(train_count_I[vector_row_I >= 0].sum() / max(1, num_events)),
             vector_dim=0 if vector_row_I is None or dataset.embeddings is None else dataset.embeddings.tables["item"].dim,
-            cold_share=float(held_out_I[train_count_I == 0].sum() / max(1, held_out_I.sum())),
-            cold_validation_share=float(validation_I[train_count_I == 0].sum() / max(1, validation_I.sum())),
+            cold_share=cold_share(count_I - train_count_I),
+            cold_validation_share=cold_share(before_test_I - train_count_I),
+            cold_test_share=cold_share(count_I - before_test_I),
         )
 
     @property
@@ -248,8 +254,12 @@ def _kept_vectors(facts: DataFacts) -> Iterator[Suggestion]:
     reason = "the vectors have about length 1, compared with which the steps of the offsets are small"
     yield _suggestion("tables.item.init_std", round(facts.vector_dim**-0.5, 3), reason)
     yield _suggestion("tables.item_offset.optimizer.learning_rate", 0.02, reason)
-    if facts.cold_validation_share > MOSTLY_COLD:
-        reason = f"{facts.cold_validation_share:.0%} of the validation events are of such items, which choose the epoch"
+    is_test_cold = facts.cold_test_share > MOSTLY_COLD
+    if is_test_cold and facts.cold_validation_share < 0.1:  # a sample of the training pairs
+        reason = f"{facts.cold_test_share:.0%} of the test events are of such items, so the validation holds out items as well"
+        yield _suggestion("interactions.split.validation_unit", "item", reason)
+    if is_test_cold or facts.cold_validation_share > MOSTLY_COLD:
+        reason = "the validation, which chooses the epoch, then ranks only items without a training event"
         yield _suggestion("training.validation.candidates", "cold", reason)
 
 

@@ -92,7 +92,7 @@ def test_init_marks_the_columns_that_it_cannot_guess_and_takes_them_as_options(
     assert nightjar("init", tmp_path / "b.yaml", "--log", log, *named, monkeypatch=monkeypatch) == 0
     assert nightjar("validate", tmp_path / "b.yaml", monkeypatch=monkeypatch) == 0
     assert nightjar("init", tmp_path / "c.yaml", *named, monkeypatch=monkeypatch) == 2
-    assert "name columns of the log; add --log" in capsys.readouterr().err
+    assert "are about the log; add --log" in capsys.readouterr().err
 
 
 def test_validate_accepts_good_input_and_writes_nothing(

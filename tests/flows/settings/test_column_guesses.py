@@ -13,6 +13,7 @@ from flows.settings.pipeline import PipelineConfig
 from flows.settings.template import starter_config, to_commented_yaml
 from recsys_core.errors import InputError
 from recsys_core.ingest.log.config import InteractionsConfig
+from recsys_core.ingest.log.split_config import FileSplit
 
 NUM_EVENTS = 1_000
 RANDOM = np.random.default_rng(0)
@@ -106,6 +107,22 @@ def test_a_column_that_is_not_known_is_marked_with_the_possible_columns(tmp_path
     assert columns_of(load_config(file).interactions) == (
         "<column of the users>", "<column of the items>", "<column of the times>",
     )  # fmt: skip
+
+
+def test_a_split_log_without_times_needs_no_further_settings(tmp_path: Path) -> None:
+    for name in ("train.parquet", "test.parquet"):
+        write(tmp_path / name, user=ids(200), item=ids(50))
+    config, notes = guess(tmp_path, log=str(tmp_path / "train.parquet"), test=str(tmp_path / "test.parquet"))
+    assert columns_of(config.interactions) == ("user", "item", None) and unknown_settings(notes) == []
+    split = config.interactions.split
+    assert isinstance(split, FileSplit) and (split.test_paths, split.validation_share) == (("test.parquet",), 0.1)
+    file = tmp_path / "nightly.yaml"
+    file.write_text(to_commented_yaml(config, notes=notes, every_setting=False))
+    assert not load_config(file).model.history.last_item_feature
+    config, _ = guess(
+        tmp_path, log=write(tmp_path / "log.parquet", user=ids(200), item=ids(50), ts=SECONDS), test=str(tmp_path)
+    )
+    assert config.interactions.timestamp_column == "ts" and config.model.history.last_item_feature
 
 
 def test_the_columns_that_the_user_names_are_not_guessed(tmp_path: Path) -> None:

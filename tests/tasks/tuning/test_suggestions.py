@@ -84,9 +84,17 @@ def test_cold_items_with_vectors_keep_their_vectors() -> None:
 
 
 def test_mostly_cold_items_lose_more_offsets_in_the_training_and_choose_the_epoch() -> None:
-    mixed, cold = (suggested_settings(SPARSE_UNORDERED, cold_share=share, cold_validation_share=share) for share in (0.3, 1.0))
-    assert (mixed["tables.item.id_dropout"], cold["tables.item.id_dropout"]) == (0.1, 0.5)
-    assert cold["training.validation.candidates"] == "cold" and "training.validation.candidates" not in mixed
+    mixed = suggested_settings(SPARSE_UNORDERED, cold_share=0.3, cold_validation_share=0.3, cold_test_share=0.3)
+    assert mixed["tables.item.id_dropout"] == 0.1 and "training.validation.candidates" not in mixed
+    cold = suggested_settings(SPARSE_UNORDERED, cold_share=1.0, cold_validation_share=1.0, cold_test_share=1.0)
+    assert (cold["tables.item.id_dropout"], cold["training.validation.candidates"]) == (0.5, "cold")
+    assert "interactions.split.validation_unit" not in cold
+
+
+def test_the_validation_holds_out_items_if_the_test_items_are_cold_and_the_validation_items_are_not() -> None:
+    suggested = suggested_settings(SPARSE_UNORDERED, cold_share=0.6, cold_validation_share=0.01, cold_test_share=1.0)
+    assert suggested["interactions.split.validation_unit"] == "item"
+    assert suggested["training.validation.candidates"] == "cold"
 
 
 def test_a_small_dense_log_gets_smaller_batches_and_a_higher_temperature() -> None:
@@ -115,4 +123,4 @@ def test_facts_of_a_log(tmp_path: Path) -> None:
     assert (facts.num_users, facts.num_items, facts.num_train_events, facts.density) == (2, 2, 3, 3 / 4)
     assert (facts.history_median, facts.vector_share, facts.has_item_features) == (1.5, 0.0, False)
     assert facts.is_dense and not facts.describes_items
-    assert (facts.cold_share, facts.cold_validation_share) == (pytest.approx(2 / 3), 1.0)
+    assert (facts.cold_share, facts.cold_validation_share, facts.cold_test_share) == (pytest.approx(2 / 3), 1.0, 0.5)

@@ -32,7 +32,7 @@ class LogVectorsSettings(Settings):
         """Raise InputError if a library of the method is not installed."""
 
 
-class SpectralVectors(LogVectorsSettings):
+class SpectralVectorsConfig(LogVectorsSettings):
     """Item vectors from a truncated singular value decomposition of the normalised user-item matrix."""
 
     method: Literal["spectral"] = Field(
@@ -59,7 +59,7 @@ class SpectralVectors(LogVectorsSettings):
     )
 
 
-class EaseVectors(LogVectorsSettings):
+class EaseVectorsConfig(LogVectorsSettings):
     """Item vectors from a truncated decomposition of the weights of EASE."""
 
     method: Literal["ease"] = Field(
@@ -70,7 +70,7 @@ class EaseVectors(LogVectorsSettings):
     )
 
 
-class IalsVectors(LogVectorsSettings):
+class IalsVectorsConfig(LogVectorsSettings):
     """Item vectors of a matrix factorisation by alternating least squares."""
 
     method: Literal["ials"] = Field(
@@ -96,4 +96,4 @@ class IalsVectors(LogVectorsSettings):
             )
 
 
-LogVectors = Annotated[SpectralVectors | EaseVectors | IalsVectors, Field(discriminator="method")]
+LogVectorsConfig = Annotated[SpectralVectorsConfig | EaseVectorsConfig | IalsVectorsConfig, Field(discriminator="method")]

@@ -112,7 +112,7 @@ def linear_model(config: ClosedFormConfig, *, store: EventStore, order_I: NDArra
     Args:
         order_I: item row of each column of the scores.
     """
-    matrix_UI = log_matrix(store, "test", max_events=MAX_EVENTS)
+    matrix_UI = log_matrix(store, before="test", max_events=MAX_EVENTS)
     if store.num_items <= config.ease_max_items:
         weight_IC = np.ascontiguousarray(ease_weights(matrix_UI, l2=config.l2)[:, order_I])
         return lambda histories: _row_scores(histories, lambda history_BI: history_BI @ weight_IC, order_I=order_I)
@@ -155,7 +155,7 @@ def validation_positions(config: ClosedFormConfig, *, store: EventStore) -> Iter
     if not len(users):
         return
     users = users[sampled_users(len(users), max_users=MAX_CHOICE_USERS)]
-    matrix_UI = log_matrix(store, "validation", max_events=MAX_CHOICE_EVENTS)
+    matrix_UI = log_matrix(store, before="validation", max_events=MAX_CHOICE_EVENTS)
     histories, targets = store.items_before(users, "validation"), store.targets(users, "validation")
     for item_exponent in config.item_exponents:
         query_BD, vector_ID = spectral_vectors(
@@ -172,7 +172,7 @@ def validation_positions(config: ClosedFormConfig, *, store: EventStore) -> Iter
 
 def cooccurrence(*, store: EventStore, order_I: NDArray[Any]) -> LinearModel:
     """Compute the sum of the cosines between each item and the items of a history. See `linear_model` for the arguments."""
-    matrix_UI = log_matrix(store, "test", max_events=MAX_EVENTS, max_history=MAX_HISTORY)
+    matrix_UI = log_matrix(store, before="test", max_events=MAX_EVENTS, max_history=MAX_HISTORY)
     weight_IC = neighbour_weights(matrix_UI)[:, order_I]
     return lambda histories: _row_scores(histories, lambda history_BI: (history_BI @ weight_IC).toarray(), order_I=order_I)
 

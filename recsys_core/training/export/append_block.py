@@ -55,7 +55,7 @@ def append_block(
     """
     block, trained_dim = spec.config.spectral_block, spec.config.trained_dim
     assert block is not None
-    matrix_UI = log_matrix(train_log or store, "validation", max_events=block.max_events)
+    matrix_UI = log_matrix(train_log or store, before="validation", max_events=block.max_events)
     history_IM, candidate_IM = block_factors(matrix_UI, dim=block.dim, item_exponent=block.item_exponent)
     save_npy(folder / BLOCK_HISTORY_FILE, history_IM)
     item_IC = np.concatenate([memory_map(folder / "item_vectors.npy"), candidate_IM], axis=1)

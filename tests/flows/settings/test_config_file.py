@@ -7,7 +7,7 @@ import pytest
 
 from flows.settings.config_file import LoadedConfig, load_config
 from flows.settings.pipeline import PipelineConfig
-from recsys_core.closed_form.config import EaseVectors, SpectralVectors
+from recsys_core.closed_form.config import EaseVectorsConfig, SpectralVectorsConfig
 from recsys_core.errors import InputError
 from recsys_core.evaluation.config import FeatureSlice
 from recsys_core.ingest.log.config import InteractionsConfig
@@ -207,8 +207,10 @@ def test_vectors_from_the_log_are_another_source(file: Path) -> None:
     users = "{table: user, paths: u.parquet, id_column: user, vector_column: v}"
     file.write_text(f"{GOOD}model: {{learn_user_embedding: true}}\nembeddings: [{{source: log, dim: 32}}, {users}]\n")
     config = load_config(file)
-    assert config.embeddings[0] == SpectralVectors(dim=32) == config.inputs.log_vectors
-    assert load_config(file, ["embeddings.0.method=ease", "embeddings.0.l2=9"]).inputs.log_vectors == EaseVectors(dim=32, l2=9)
+    assert config.embeddings[0] == SpectralVectorsConfig(dim=32) == config.inputs.log_vectors
+    assert load_config(file, ["embeddings.0.method=ease", "embeddings.0.l2=9"]).inputs.log_vectors == EaseVectorsConfig(
+        dim=32, l2=9
+    )
     assert "tables.item.dim is 64, but embeddings.dim is 32; leave tables.item.dim out" in message(
         file, "tables.item.dim=64", text=f"{GOOD}embeddings: {{source: log, dim: 32}}\n"
     )

@@ -54,12 +54,12 @@ def block_factors(matrix_UI: csr_array, *, dim: int, item_exponent: float) -> tu
     covariance_MM = covariance(vector_VM * scale_V1, num_rows=len(count_I))
     covariance_MM[np.diag_indices(dim)] += RELATIVE_RIDGE * covariance_MM.trace() / dim
     root_MM = np.linalg.cholesky(covariance_MM)
-    history_IM, candidate_IM = (np.zeros((len(count_I), dim), np.float32) for _ in range(2))
-    history_IM[has_event_I] = vector_VM / scale_V1 @ root_MM.astype(np.float32)
-    candidate_IM[has_event_I] = vector_VM * scale_V1 @ np.linalg.inv(root_MM).T.astype(np.float32)
+    history_factor_IM, candidate_factor_IM = (np.zeros((len(count_I), dim), np.float32) for _ in range(2))
+    history_factor_IM[has_event_I] = vector_VM / scale_V1 @ root_MM.astype(np.float32)
+    candidate_factor_IM[has_event_I] = vector_VM * scale_V1 @ np.linalg.inv(root_MM).T.astype(np.float32)
     # The length of a sum of history vectors has no meaning: a query vector is scaled to the length 1.
-    history_IM /= max(history_IM.max(), -history_IM.min())
-    return history_IM, candidate_IM
+    history_factor_IM /= max(history_factor_IM.max(), -history_factor_IM.min())
+    return history_factor_IM, candidate_factor_IM
 
 
 def row_chunks(vector_RD: Floats32) -> Iterator[Floats32]:

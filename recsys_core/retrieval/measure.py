@@ -26,7 +26,8 @@ MIN_MEASURED_S, MAX_REPEATS = 0.2, 3
 """A shorter search is repeated, and the fastest counts. Other processes disturb short durations most."""
 
 MIN_RECALL_GAIN = 0.001
-"""A ladder ends where a doubled search gains less. A target above it is out of reach, for example of compressed vectors."""
+"""Smallest gain of recall by a search with twice the work. A series of variants ends where the gain is smaller: a higher
+target is out of reach, for example of compressed vectors."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,14 @@ def tune(
 
     The points are empty if there is one setting only. If no setting reaches the target, return the one with the highest recall.
     """
-    ladders: list[list[AnyIndexKind]] = [[*ladder] for ladder in kind.search_ladders(queries.exact_row_BK.shape[1])]
-    if sum(map(len, ladders)) == 1:
-        return ladders[0][0], ()
+    all_series: list[list[AnyIndexKind]] = [[*series] for series in kind.search_variants(queries.exact_row_BK.shape[1])]
+    if sum(map(len, all_series)) == 1:
+        return all_series[0][0], ()
     tried: list[tuple[AnyIndexKind, SearchPoint]] = []
     chosen: tuple[AnyIndexKind, SearchPoint] | None = None
-    for ladder in ladders:
+    for series in all_series:
         recalls: list[float] = []
-        for variant in ladder:
+        for variant in series:
             point = queries.measure(index, variant)
             tried.append((variant, point))
             recalls.append(point.recall)
@@ -94,7 +95,7 @@ def tune(
 
 
 def _is_flat(recalls: Sequence[float]) -> bool:
-    """Return whether the last two steps of a ladder, which double the work of a search, gained less than MIN_RECALL_GAIN."""
+    """Return whether the last two steps of a series, which double the work of a search, gained less than MIN_RECALL_GAIN."""
     return len(recalls) > 2 and recalls[-3] > 0 and recalls[-1] - recalls[-3] < MIN_RECALL_GAIN
 
 

@@ -296,7 +296,7 @@ def _block_arrays(export: ExportManifest) -> BlockArrays | None:
         return None
     maps = load_file(export.path(BLOCK_MAPS_FILE))
     return BlockArrays(
-        history_IM=np.load(export.path(BLOCK_HISTORY_FILE), mmap_mode="c"),
+        history_factor_IM=np.load(export.path(BLOCK_HISTORY_FILE), mmap_mode="c"),
         query_map=maps["query_map"],
         similar_map=maps["similar_map"],
     )

@@ -32,7 +32,7 @@ def sized(
         TwoTowerConfig.model_validate({"embedding_dim": DIM, **config}),
         num_users=7,
         num_items=5,
-        facts_by_feature=facts(*features) if features else None,
+        ingested_by_feature=facts(*features) if features else None,
         vector_dim_by_table=vectors,
         tables={name: TableConfig.model_validate(settings) for name, settings in (tables or {}).items()},
         has_distillation=has_distillation,

@@ -44,7 +44,7 @@ def task_of(
         TwoTowerConfig.model_validate({"embedding_dim": 4, **config}),
         num_users=NUM_USERS,
         num_items=NUM_ITEMS,
-        facts_by_feature=facts(*features) if features else None,
+        ingested_by_feature=facts(*features) if features else None,
         vector_dim_by_table=vectors,
         tables={name: TableConfig.model_validate(settings) for name, settings in (tables or {}).items()},
         has_distillation=loss_config.distillation is not None,

@@ -85,7 +85,7 @@ def _build(kind: AnyIndexKind, vectors: np.ndarray, folder: Path, *, num_shards:
     paths = index_paths(folder, kind.kind, num_shards=num_shards)
     fitted_kind = kind.fitted(len(vectors), DIM)
     write_index(fitted_kind, vectors, paths)
-    *_, (*_, widest) = fitted_kind.search_ladders(DEPTH)
+    *_, (*_, widest) = fitted_kind.search_variants(DEPTH)
     return map_index(paths), widest
 
 
@@ -173,7 +173,7 @@ def test_a_selection_is_searched_in_each_shard(
 def test_the_vectors_of_all_shards_are_read_by_item_row(kind: AnyIndexKind, built: Any, vectors: np.ndarray) -> None:
     index, _ = built[kind]
     assert (stored_vectors(index) is not None) == isinstance(kind, Flat | Hnsw)
-    if kind.has_vectors:
+    if kind.has_readable_vectors:
         reader, rows = stored_vectors(index) or decoded_vectors(index), np.random.default_rng(1).integers(NUM_ITEMS, size=500)
         np.testing.assert_allclose(reader.take(rows), vectors[rows], atol=0.01 if isinstance(kind, IvfSq8) else 0)
         assert reader.take(rows[:0]).shape == (0, DIM)

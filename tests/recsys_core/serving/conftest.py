@@ -84,7 +84,7 @@ class ExportedModel:
                 if key in features
             }
         )
-        self.spec = ModelSpec.sized(config, num_users=NUM_USERS, num_items=NUM_ITEMS, facts_by_feature=self.facts)
+        self.spec = ModelSpec.sized(config, num_users=NUM_USERS, num_items=NUM_ITEMS, ingested_by_feature=self.facts)
         self.tables = {
             name: random.normal(0, 0.3, (table.num_rows, table.dim)).astype(np.float32)
             for name, table in sorted(self.spec.tables.items())
@@ -162,11 +162,11 @@ class ExportedModel:
         return [ITEM_IDS[row] for row in order if row not in seen][:k]
 
 
-def _vocabularies(facts_by_feature: Mapping[str, IngestedFeature]) -> dict[str, pa.Table]:
+def _vocabularies(ingested_by_feature: Mapping[str, IngestedFeature]) -> dict[str, pa.Table]:
     """Return the vocabularies: the value of row n of a feature is "<key> n"."""
     return {
         f"{key}.vocabulary.parquet": pa.table({"value": [None, *(f"{key} {row}" for row in range(1, facts.num_rows))]})
-        for key, facts in facts_by_feature.items()
+        for key, facts in ingested_by_feature.items()
         if facts.kind != "numeric"
     }
 

@@ -51,7 +51,7 @@ def test_expected_lookups_match_those_of_real_batches(ordered: bool, length: int
     store = skewed_store(ordered=ordered)
     features = feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS)
     config = TwoTowerConfig(learn_user_embedding=True, history=MeanHistory(length=length, last_item_feature=length > 0))
-    spec = ModelSpec.sized(config, num_users=NUM_USERS, num_items=NUM_ITEMS, facts_by_feature=facts())
+    spec = ModelSpec.sized(config, num_users=NUM_USERS, num_items=NUM_ITEMS, ingested_by_feature=facts())
     loss = LossConfig(num_negatives=NUM_NEGATIVES, negative_sampling_alpha=alpha, explicit_negatives=known_negatives)
     lookup_stats = measure_lookups(spec, batch_size=BATCH, loss=loss, store=store, features=features)
     loader = TrainLoader(

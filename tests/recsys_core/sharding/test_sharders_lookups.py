@@ -37,7 +37,7 @@ def spec_of() -> ModelSpec:
         TwoTowerConfig(embedding_dim=4, learn_user_embedding=True),
         num_users=NUM_USERS,
         num_items=NUM_ITEMS,
-        facts_by_feature=facts(),
+        ingested_by_feature=facts(),
         vector_dim_by_table={"item.single": 4},
         tables={"item": TableConfig(dim=8), "item.single": TableConfig(transfer="frozen")},
     )

@@ -33,7 +33,7 @@ def spec_of(
         TwoTowerConfig(embedding_dim=4, learn_user_embedding=True),
         num_users=NUM_USERS,
         num_items=NUM_ITEMS,
-        facts_by_feature=facts(*features),
+        ingested_by_feature=facts(*features),
         vector_dim_by_table=vectors,
         tables={name: TableConfig.model_validate(settings_of) for name, settings_of in (tables or {}).items()},
         has_distillation=has_distillation,

@@ -36,7 +36,7 @@ def written(folder: Path, user_ids: Sequence[Id], histories: Sequence[Sequence[i
 
 
 def opened(path: Path, checksums: bytes, *, users: int) -> UserTable:
-    spec = ModelSpec.sized(config_of(), num_users=users, num_items=NUM_ITEMS, facts_by_feature={})
+    spec = ModelSpec.sized(config_of(), num_users=users, num_items=NUM_ITEMS, ingested_by_feature={})
     return UserTable.open(path, checksums, spec=spec)
 
 

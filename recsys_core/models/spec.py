@@ -26,6 +26,7 @@ from recsys_core.models.tables.table_config import (
 )
 
 Side = Literal["query", "item"]
+"""The query tower, or the candidate tower, which reads the tables of the items."""
 
 
 class TableSpec(Frozen):
@@ -85,8 +86,8 @@ class ModelSpec(Frozen):
     tables: dict[str, TableSpec]
     forms: dict[str, FeatureForm] = Field(
         default_factory=dict,
-        description="form of each feature (single, list, weighted_list, number), by user.<name>, item.<name> or "
-        "context.<name>; without ids",
+        description="form of each declared feature (single, list, weighted_list, number), by user.<name>, item.<name> or "
+        "context.<name>; the ids `user` and `item` are not listed",
     )
 
     @classmethod
@@ -151,7 +152,7 @@ class ModelSpec(Frozen):
             num_rows_by_table[TEACHER_TABLE] = num_items
         if config.learn_user_embedding:
             num_rows_by_table["user"] = num_users
-        num_rows_by_table |= {feature_name: facts.num_rows for feature_name, facts in ingested_by_feature.items()}
+        num_rows_by_table |= {feature_name: ingested.num_rows for feature_name, ingested in ingested_by_feature.items()}
         check_tables(
             settings_by_table,
             tables=num_rows_by_table.keys() - {TEACHER_TABLE},
@@ -167,7 +168,7 @@ class ModelSpec(Frozen):
             settings_by_table[TEACHER_TABLE] = TableConfig(
                 transfer="frozen", dim=dim, rescale=False, missing_vector_init="zero"
             )
-        forms = {feature_name: feature_form(facts) for feature_name, facts in ingested_by_feature.items()}
+        forms = {feature_name: feature_form(ingested) for feature_name, ingested in ingested_by_feature.items()}
         spec_by_table = {}
         for table_name, num_rows in num_rows_by_table.items():
             settings = settings_by_table.get(table_name, TableConfig())

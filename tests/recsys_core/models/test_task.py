@@ -18,7 +18,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, parameter_name
 from recsys_core.models.tables.table_config import TableConfig
 from recsys_core.models.task import RetrievalHead, RetrievalTask
-from tests.recsys_core.ingest.random_features import facts, feature_store
+from tests.recsys_core.ingest.random_features import feature_store, ingested_features
 
 NUM_USERS, NUM_ITEMS = 6, 9
 COUNT_I = np.array([9, 4, 0, 2, 1, 1, 3, 5, 2])
@@ -44,7 +44,7 @@ def task_of(
         TwoTowerConfig.model_validate({"embedding_dim": 4, **config}),
         num_users=NUM_USERS,
         num_items=NUM_ITEMS,
-        ingested_by_feature=facts(*features) if features else None,
+        ingested_by_feature=ingested_features(*features) if features else None,
         vector_dim_by_table=vectors,
         tables={name: TableConfig.model_validate(settings) for name, settings in (tables or {}).items()},
         has_distillation=loss_config.distillation is not None,

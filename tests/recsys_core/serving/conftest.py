@@ -21,7 +21,7 @@ from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.package import build_package
 from tests.recsys_core.evaluation.stage_folders import export_stage, features_stage, interactions_stage
-from tests.recsys_core.ingest.random_features import facts, feature_store, values_of
+from tests.recsys_core.ingest.random_features import feature_store, ingested_features, values_of
 
 NUM_ITEMS, NUM_USERS, DIM = 300, 40, 16
 ITEM_IDS = [f"item-{(7 * row) % NUM_ITEMS:03d}" for row in range(NUM_ITEMS)]
@@ -76,7 +76,7 @@ class ExportedModel:
     def __init__(self, config: TwoTowerConfig, *, features: Sequence[str] = ()) -> None:
         random = np.random.default_rng(1)
         torch.manual_seed(1)
-        self.facts = facts(*features) if features else {}
+        self.facts = ingested_features(*features) if features else {}
         self.features = FeatureStore(
             {
                 key: value

@@ -16,10 +16,10 @@ from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, parameter_name, table_outputs
 from recsys_core.models.tables.table_config import TableConfig
-from tests.recsys_core.ingest.random_features import FORMS, SIDES, facts, feature_store, values_of
+from tests.recsys_core.ingest.random_features import FORMS, OWNER_KINDS, feature_store, ingested_features, values_of
 
 NUM_USERS, NUM_ITEMS, NUM_EVENTS = 5, 9, 20
-LISTS = [f"{side}.{form}" for side in SIDES for form in ("list", "weighted_list")]
+LISTS = [f"{owner_kind}.{form}" for owner_kind in OWNER_KINDS for form in ("list", "weighted_list")]
 
 
 def spec_of(
@@ -33,7 +33,7 @@ def spec_of(
         TwoTowerConfig(embedding_dim=4, learn_user_embedding=True),
         num_users=NUM_USERS,
         num_items=NUM_ITEMS,
-        ingested_by_feature=facts(*features),
+        ingested_by_feature=ingested_features(*features),
         vector_dim_by_table=vectors,
         tables={name: TableConfig.model_validate(settings_of) for name, settings_of in (tables or {}).items()},
         has_distillation=has_distillation,
@@ -87,7 +87,7 @@ def slow(spec: ModelSpec, table: str, weight_RW: Tensor, store: FeatureStore, ow
 @given(
     history=st.lists(st.lists(st.integers(0, NUM_ITEMS - 1), max_size=4), min_size=1, max_size=5),
     summed_lists=st.sets(st.sampled_from(LISTS)),
-    frozen=st.sets(st.sampled_from([f"{side}.{form}" for side in SIDES for form in FORMS])),
+    frozen=st.sets(st.sampled_from([f"{owner_kind}.{form}" for owner_kind in OWNER_KINDS for form in FORMS])),
     wide=st.sets(st.sampled_from(["item", "user", "item.list", "user.number"])),
     user_lookup=st.sampled_from(["unpooled", "pooled"]),
     seed=st.integers(0, 30),
@@ -101,7 +101,7 @@ def test_every_table_gives_the_weighted_sum_or_mean_of_its_rows(
             "transfer": "frozen" if name in frozen else "full",
             "dim": 8 if name in wide else 4,
         }
-        for name in ("item", "user", *facts())
+        for name in ("item", "user", *ingested_features())
     }
     tables["user"]["lookup"] = user_lookup
     spec = spec_of(tables=tables, vectors={name: tables[name]["dim"] for name in frozen})
@@ -123,7 +123,7 @@ def test_weights_that_are_all_zero_give_zeros_and_no_nan() -> None:
     batch, tables_module = batch_of([[1, 2], [], [3]], store), embedding_tables_of(spec)
     embeddings = look_up(tables_module, batch)
     outputs = table_outputs(spec, embeddings, batch, side="query") | table_outputs(spec, embeddings, batch, side="item")
-    for name in (f"{side}.{form}" for side in SIDES for form in ("weighted_list", "number")):
+    for name in (f"{owner_kind}.{form}" for owner_kind in OWNER_KINDS for form in ("weighted_list", "number")):
         assert outputs[name].eq(0).all(), name
     sum(value.sum() for value in outputs.values()).backward()
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in tables_module.parameters())
@@ -132,8 +132,8 @@ def test_weights_that_are_all_zero_give_zeros_and_no_nan() -> None:
 def test_lists_without_a_value_give_zeros() -> None:
     nothing = FeatureStore(
         {
-            f"{side}.{form}": Feature(np.zeros(0, np.int32), np.zeros(NUM_ITEMS + 1, np.int64), weight)
-            for side in SIDES
+            f"{owner_kind}.{form}": Feature(np.zeros(0, np.int32), np.zeros(NUM_ITEMS + 1, np.int64), weight)
+            for owner_kind in OWNER_KINDS
             for form, weight in (("list", None), ("weighted_list", np.zeros(0, np.float32)))
         }
     )

@@ -37,17 +37,17 @@ class SpectralVectorsConfig(LogVectorsSettings):
 
     method: Literal["spectral"] = Field(
         "spectral",
-        description="the first singular vectors of the user-item matrix, in which each entry is divided by powers of the "
-        "numbers of events of its user and its item",
+        description="the first singular vectors of the user-item matrix, in which each entry is divided by powers of its "
+        "user's and its item's number of events",
     )
     user_exponent: Exponent = Field(
         0.5,
-        description="power of the number of events of a user by which the user's entries of the matrix are divided. With `0`, "
+        description="power of a user's number of events, by which the user's entries of the matrix are divided. With `0`, "
         "users with many events decide about the first dimensions",
     )
     item_exponent: Exponent = Field(
         0.5,
-        description="power of the number of events of an item by which the item's entries of the matrix are divided. With `0`, "
+        description="power of an item's number of events, by which the item's entries of the matrix are divided. With `0`, "
         "popular items decide about the first dimensions; with `0.5`, rare items have as long vectors as popular ones",
     )
     singular_power: float = Field(

@@ -75,8 +75,8 @@ def singular_vectors(
 ) -> tuple[Floats32, Floats32]:
     """Return the largest singular values [D] of the normalised matrix, largest first, and the items' singular vectors [I, D].
 
-    The normalised matrix is Du^-a X Di^-b, where Du and Di are the numbers of items of each user and of users of each item, and
-    a and b are the exponents.
+    The normalised matrix is Du^-a X Di^-b, where Du has the number of items per user, Di the number of users per item, and a
+    and b are the exponents.
     """
     user_weight_U = inverse_power(matrix_UI.sum(axis=1), user_exponent)
     item_weight_I = inverse_power(matrix_UI.sum(axis=0), item_exponent)

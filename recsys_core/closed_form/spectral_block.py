@@ -43,11 +43,11 @@ def block_factors(matrix_UI: csr_array, *, dim: int, item_exponent: float) -> tu
     count_I = np.asarray(matrix_UI.sum(axis=0)).ravel()
     has_event_I, has_event_U = count_I > 0, np.diff(matrix_UI.indptr) > 0
     matrix_UV = matrix_UI[has_event_U][:, has_event_I]
-    smaller, subject = min((matrix_UV.shape[1], "items"), (matrix_UV.shape[0], "users"))
-    if dim >= smaller:
+    num_available, subject = min((matrix_UV.shape[1], "items"), (matrix_UV.shape[0], "users"))
+    if dim >= num_available:
         raise InputError(
-            f"model.spectral_block.dim is {dim}, but only {smaller:,} {subject} have training events, which give at most "
-            f"{max(0, smaller - 1):,} singular vectors; lower dim, or remove model.spectral_block"
+            f"model.spectral_block.dim is {dim}, but only {num_available:,} {subject} have training events, which give at most "
+            f"{max(0, num_available - 1):,} singular vectors; lower dim, add events, or remove model.spectral_block"
         )
     _, vector_VM = singular_vectors(matrix_UV, num_vectors=dim)
     scale_V1 = (count_I[has_event_I, None] ** item_exponent).astype(np.float32)

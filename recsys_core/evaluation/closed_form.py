@@ -49,8 +49,8 @@ def spectral_vectors(
 ) -> tuple[Floats32, Floats32]:
     """Return query vectors [B, D] and item vectors [I, D] of a low-pass filter of the log.
 
-    With the normalised matrix R = Du^-a X Di^-b and its first singular vectors V, the scores are X Di^-b V V' Di^b. Du and Di
-    are the numbers of items of each user and of users of each item, and a and b are the exponents. With exponents of 0.5, it is
+    With the normalised matrix R = Du^-a X Di^-b and its first singular vectors V, the scores are X Di^-b V V' Di^b. Du has
+    the number of items per user, Di the number of users per item, and a and b are the exponents. With exponents of 0.5, it is
     the ideal low-pass filter of GF-CF (Shen et al., CIKM 2021).
     """
     weight_ID, vector_ID = spectral_weights(matrix_UI, rank=rank, user_exponent=user_exponent, item_exponent=item_exponent)
@@ -108,7 +108,7 @@ class LinearScores(NamedTuple):
 
 
 LinearModel = Callable[[JaggedArray], LinearScores]
-"""A function of the item rows of the history of each query."""
+"""A function that returns the scores for the item rows of the queries' histories."""
 
 
 def linear_model(config: ClosedFormConfig, *, store: EventStore, order_I: NDArray[Any]) -> LinearModel:

@@ -71,7 +71,7 @@ def user_slices(history_length_U: NDArray[Any], *, user_T: NDArray[Any], median:
 
 
 def _median_length(history_length_U: NDArray[Any]) -> float:
-    """Return the median length of the histories that are not empty; 0 without one."""
+    """Return the median length of the histories that are not empty; 0 if all are empty."""
     is_new_U = history_length_U == 0
     return float(np.median(history_length_U[~is_new_U])) if not is_new_U.all() else 0.0
 

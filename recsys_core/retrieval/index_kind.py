@@ -67,7 +67,7 @@ class IndexKind(Settings):
         return False
 
     def uses_one_thread(self, num_items: int) -> bool:
-        """Return whether one thread adds the vectors, because the index depends on the timing of the threads otherwise."""
+        """Return whether one thread adds the vectors. With several threads, the index depends on their timing."""
         return False
 
     def search_parameters(self, depth: int, selector: Any = None) -> Any:

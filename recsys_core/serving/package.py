@@ -291,7 +291,7 @@ def _write_candidate_model(folder: Path, spec: ModelSpec, export: ExportManifest
 
 
 def _block_arrays(export: ExportManifest) -> BlockArrays | None:
-    """Return the arrays of the spectral block; None for a model without one."""
+    """Return the arrays of the spectral block; None if the model has no block."""
     if BLOCK_MAPS_FILE not in export.files:
         return None
     maps = load_file(export.path(BLOCK_MAPS_FILE))

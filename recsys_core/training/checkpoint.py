@@ -145,8 +145,8 @@ class Checkpointer:
             return
         for file_name, text in self._text_by_extra_file.items():
             (staging_folder / file_name).write_text(text)
-        # If this step already has a checkpoint, it is damaged or belongs to other settings: otherwise training would have
-        # resumed from it.
+        # If this step already has a checkpoint, it is damaged or belongs to other settings, because training did not resume
+        # from it.
         shutil.rmtree(checkpoint_folder, ignore_errors=True)
         with heartbeat_thread(self._heartbeat.path.touch, interval_s=HEARTBEAT_INTERVAL_S):
             commit_folder(

@@ -118,7 +118,7 @@ def test_the_stage_reaches_the_target_with_any_number_of_shards(
 
 @pytest.mark.parametrize("kind", [*KINDS, PqFastScan(nlist=20, rescore=0)], ids=_name)
 def test_three_shards_find_what_one_index_finds(kind: AnyIndexKind, vectors: np.ndarray, tmp_path: Path) -> None:
-    """An index of cells finds the same, because the shards have the same cells. Otherwise three shards find more."""
+    """Shards with the same cells find the same items as one index. Other indexes find more with three shards."""
     for catalogue in (vectors, vectors[:-100]):  # with and without equal vectors, whose order is arbitrary
         index, widest = _build(kind, catalogue, tmp_path, num_shards=3)
         one, query_BD = build_index(kind.fitted(len(catalogue), DIM), catalogue), catalogue[:7]

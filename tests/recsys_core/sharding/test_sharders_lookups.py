@@ -29,7 +29,7 @@ from tests.recsys_core.ingest.random_features import feature_store, ingested_fea
 
 NUM_USERS, NUM_ITEMS, NUM_EVENTS, SEED = 5, 9, 20, 3
 HISTORIES = {"both ranks": ([[1, 2], [3]], [[4, 4], []]), "one rank": ([[], []], [[7, 1], [0]]), "none": ([[], []], [[], []])}
-"""Histories of the two queries of each of two ranks."""
+"""Histories of two queries per rank, for two ranks."""
 
 
 def spec_of() -> ModelSpec:

@@ -38,7 +38,7 @@ def test_each_day_reads_the_log_up_to_its_end_and_is_kept_by_a_second_backtest(t
     assert not (workspace / "mlflow.db").exists()  # the backtest has a registry of its own
 
 
-def test_the_spread_between_seeds_is_measured_on_trainings_that_differ_in_the_seed_alone(tmp_path: Path) -> None:
+def test_the_spread_between_seeds_is_measured_on_trainings_that_differ_only_in_the_seed(tmp_path: Path) -> None:
     file = write_config(tmp_path)
     command = [*NIGHTJAR, "gate-noise", str(file), "--seeds", "2"]
     output = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -217,7 +217,7 @@ def test_vectors_from_the_log_are_another_source(file: Path) -> None:
     assert load_config(file, ["tables.item.transfer=residual"]).tables["item"].transfer == "residual"
 
 
-def test_embeddings_are_one_group_of_settings_or_a_list_of_them(file: Path) -> None:
+def test_embeddings_are_one_group_of_settings_or_a_list_of_groups(file: Path) -> None:
     text_with_one = GOOD + "embeddings: {paths: a.parquet, vector_column: v}\n"
     file.write_text(text_with_one)
     config = load_config(file, ["embeddings.paths=b.parquet", "embeddings.pca_dim=8"])
@@ -369,7 +369,7 @@ def test_popular_items_need_a_feature_with_a_vocabulary_of_single_values(
 
 
 @pytest.mark.parametrize("kind", ["auto", "ivf_pq"])
-def test_a_package_without_item_vectors_needs_an_index_with_them(kind: str, file: Path) -> None:
+def test_a_package_without_item_vectors_needs_an_index_with_vectors(kind: str, file: Path) -> None:
     error = message(file, "package.item_vectors=none", f"index.served={kind}")
     assert f"package.item_vectors is none, but an index of kind {kind} may not contain readable vectors; set it" in error
     assert load_config(file, overrides=["package.item_vectors=none", "index.served=ivf_sq8"]).package.item_vectors == "none"

@@ -189,7 +189,7 @@ def test_the_problem_of_a_kind_is_reported_by_the_config_and_stops_the_stage(kin
 
 @every_kind
 @pytest.mark.parametrize("max_exact", [0, 10_000])
-def test_a_search_of_selected_items_returns_only_them(
+def test_a_search_of_selected_items_returns_no_other_items(
     kind: AnyIndexKind,
     max_exact: int,
     index_by_kind: dict[str, Any],

@@ -219,10 +219,10 @@ def test_one_shard_keeps_the_fingerprint_of_a_config_without_the_setting() -> No
 
 
 def test_equal_scores_are_in_the_order_of_the_shards_and_missing_items_are_last() -> None:
-    missing = np.finfo(np.float32).min
+    no_score = np.finfo(np.float32).min
     results = [
-        (np.array([[3, 2, missing], [1, 1, 1]], np.float32), np.array([[5, 6, -1], [1, 2, 3]])),
-        (np.array([[3, missing, missing], [4, 1, 0]], np.float32), np.array([[7, -1, -1], [8, 9, 4]])),
+        (np.array([[3, 2, no_score], [1, 1, 1]], np.float32), np.array([[5, 6, -1], [1, 2, 3]])),
+        (np.array([[3, no_score, no_score], [4, 1, 0]], np.float32), np.array([[7, -1, -1], [8, 9, 4]])),
     ]
     scores, rows = merge(results)
     assert scores.tolist() == [[3, 3, 2], [4, 1, 1]]

@@ -101,7 +101,7 @@ def test_a_softmax_over_the_whole_catalogue_looks_up_every_item_that_has_an_even
 def test_distinct_items_of_a_zipf_law_equal_a_count_over_all_items(exponent: float) -> None:
     items, draws, negatives = 20_000, 5_000, 300
     count_I = np.rint(1e12 * np.arange(1, items + 1, dtype=np.float64) ** -exponent).astype(np.int64)
-    counted = lookup_probability(count_I, num_draws=draws, num_negatives=negatives, alpha=0.0).sum()
+    expected = lookup_probability(count_I, num_draws=draws, num_negatives=negatives, alpha=0.0).sum()
     assert num_distinct_items(items, num_draws=draws, num_negatives=negatives, exponent=exponent) == pytest.approx(
-        counted, rel=0.005
+        expected, rel=0.005
     )

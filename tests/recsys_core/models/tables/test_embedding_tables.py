@@ -25,7 +25,7 @@ LISTS = [f"{owner_kind}.{form}" for owner_kind in OWNER_KINDS for form in ("list
 def spec_of(
     *,
     tables: dict[str, Any] | None = None,
-    vectors: dict[str, int] | None = None,
+    vector_dims: dict[str, int] | None = None,
     has_distillation: bool = False,
     features: tuple[str, ...] = (),
 ) -> ModelSpec:
@@ -34,7 +34,7 @@ def spec_of(
         num_users=NUM_USERS,
         num_items=NUM_ITEMS,
         ingested_by_feature=ingested_features(*features),
-        vector_dim_by_table=vectors,
+        vector_dim_by_table=vector_dims,
         tables={name: TableConfig.model_validate(settings_of) for name, settings_of in (tables or {}).items()},
         has_distillation=has_distillation,
     )
@@ -104,7 +104,7 @@ def test_every_table_gives_the_weighted_sum_or_mean_of_its_rows(
         for name in ("item", "user", *ingested_features())
     }
     tables["user"]["lookup"] = user_lookup
-    spec = spec_of(tables=tables, vectors={name: tables[name]["dim"] for name in frozen})
+    spec = spec_of(tables=tables, vector_dims={name: tables[name]["dim"] for name in frozen})
     store = feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS, seed=seed)
     batch = batch_of(history, store, user_batch_key=spec.tables["user"].batch_key)
     tables_module = embedding_tables_of(spec, seed=seed)
@@ -150,7 +150,7 @@ def test_lists_without_a_value_give_zeros() -> None:
 )
 def test_tables_that_share_the_items_each_give_their_own_rows(transfer: str, has_distillation: bool) -> None:
     item = {"transfer": transfer, "dim": 12}
-    spec = spec_of(tables={"item": item}, vectors={"item": 12}, has_distillation=has_distillation)
+    spec = spec_of(tables={"item": item}, vector_dims={"item": 12}, has_distillation=has_distillation)
     tables_module, store = embedding_tables_of(spec), feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS)
     batch, weights = batch_of([[8, 1], [4]], store), dict(tables_module.named_parameters())
     outputs = table_outputs(spec, look_up(tables_module, batch), batch, side="item")
@@ -163,7 +163,7 @@ def test_tables_that_share_the_items_each_give_their_own_rows(transfer: str, has
 
 
 def test_each_collection_holds_tables_of_one_batch_key_width_and_state() -> None:
-    spec = spec_of(tables={"user.list": {"transfer": "frozen"}}, vectors={"user.list": 4})
+    spec = spec_of(tables={"user.list": {"transfer": "frozen"}}, vector_dims={"user.list": 4})
     tables_module = embedding_tables_of(spec)
     assert set(tables_module) == {"unpooled_4", POOLED, POOLED_WEIGHTED, "pooled_frozen"}
     assert {parameter_name(spec, name) for name in spec.tables} == {name for name, _ in tables_module.named_parameters()}

@@ -121,12 +121,12 @@ def plot_curve(points: Sequence[CurvePoint], *, path: Path) -> Path:
     )
     figure, panels = plots.new_panels(2, title="Weights of item popularity, validation users", size=(6.4, 6.4))
     ndcg = [point.metrics[ndcg_name] for point in points]
-    best = int(np.argmax(ndcg))
+    best_index = int(np.argmax(ndcg))
     for axes, name in zip(panels, (coverage_name, novelty_name), strict=True):
         values = [point.metrics[name] for point in points]
         axes.plot(ndcg, values, color=plots.BLUE, marker="o", markersize=4)
         for index, (point, x, y) in enumerate(zip(points, ndcg, values, strict=True)):
-            place = (6, 3) if index < best else (6, -9)  # the line bends at the best weight
+            place = (6, 3) if index < best_index else (6, -9)  # the line bends at the best weight
             axes.annotate(f"{point.weight:.3g}", (x, y), xytext=place, textcoords="offset points", fontsize=8, color=plots.INK)
             if point.is_served:
                 axes.plot(x, y, color=plots.ORANGE, marker="o", markersize=8, linestyle="none", label="weight of this run")

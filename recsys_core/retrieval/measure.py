@@ -77,21 +77,21 @@ def tune(
     all_series: list[list[AnyIndexKind]] = [[*series] for series in kind.search_variants(queries.exact_row_BK.shape[1])]
     if sum(map(len, all_series)) == 1:
         return all_series[0][0], ()
-    tried: list[tuple[AnyIndexKind, SearchPoint]] = []
-    chosen: tuple[AnyIndexKind, SearchPoint] | None = None
+    measured_pairs: list[tuple[AnyIndexKind, SearchPoint]] = []
+    best_pair: tuple[AnyIndexKind, SearchPoint] | None = None
     for series in all_series:
         recalls: list[float] = []
         for variant in series:
             point = queries.measure(index, variant)
-            tried.append((variant, point))
+            measured_pairs.append((variant, point))
             recalls.append(point.recall)
-            is_slower = chosen is not None and point.ms_per_query >= chosen[1].ms_per_query
+            is_slower = best_pair is not None and point.ms_per_query >= best_pair[1].ms_per_query
             if point.recall >= recall_target and not is_slower:
-                chosen = variant, point
+                best_pair = variant, point
             if point.recall >= recall_target or is_slower or _is_flat(recalls):
                 break
-    chosen = chosen or max(tried, key=lambda pair: pair[1].recall)
-    return chosen[0], tuple(point for _, point in tried)
+    best_pair = best_pair or max(measured_pairs, key=lambda pair: pair[1].recall)
+    return best_pair[0], tuple(point for _, point in measured_pairs)
 
 
 def _is_flat(recalls: Sequence[float]) -> bool:

@@ -116,7 +116,7 @@ def loop_loss(case: Case, loss: LossConfig) -> float:
             if column != query_index and rows[column] not in hidden
         ]
         first_known = num_shared + query_index * case.num_known
-        known = [
+        known_negatives = [
             score_BC[query_index][column]
             for column in range(first_known, first_known + case.num_known)
             if case.candidates[column] != rows[query_index]
@@ -128,7 +128,7 @@ def loop_loss(case: Case, loss: LossConfig) -> float:
             [score_BC[query_index][column] for column in columns],
             log_q_positive=log_q(rows[query_index]) if loss.mask_negatives == "none" else 0.0,
             log_q_columns=[log_q(rows[column]) for column in columns],
-            known=known,
+            known_negatives=known_negatives,
         )
         total += weight * query_loss
     return total / num_queries

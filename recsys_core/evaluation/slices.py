@@ -58,7 +58,7 @@ def user_slices(history_length_U: NDArray[Any], *, user_T: NDArray[Any], median:
 
     New users have no history. Light users have at most as many items as the median of the other users, heavy users have more.
 
-    median: number of items that divides light and heavy users. Default: that of these users.
+    median: number of items that divides light and heavy users. Default: the median of these users.
 
     >>> masks = user_slices(np.array([0, 2, 3, 9]), user_T=np.array([0, 1, 2, 2, 3]))
     >>> {name: np.flatnonzero(mask_T).tolist() for name, mask_T in masks.items()}

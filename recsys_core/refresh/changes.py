@@ -1,4 +1,4 @@
-"""Differences between the items of a package and those of the input tables, and the vectors of new items.
+"""Differences between the items of a package and the items of the input tables, and the vectors of new items.
 
 Shapes: I items of the package, U items of the package and new items, V new items, D width of a vector.
 """

@@ -30,7 +30,7 @@ _Rescore = Annotated[
         ge=0,
         le=1_000,
         description="number of candidates per requested item whose scores are computed again from vectors in half precision. "
-        "The index then holds these vectors too. With `0`, the scores are those of the compressed vectors. Default: "
+        "The index then holds these vectors too. With `0`, the scores are computed from the compressed vectors. Default: "
         "2, 4, 8 or 16, whichever reaches `index.recall_target` with the least latency",
     ),
 ]
@@ -217,7 +217,7 @@ class IvfPq(ProductQuantized):
         return index
 
     def num_training_vectors(self) -> int:
-        """Return the size of the larger of two samples: for the k-means of the cells, and for that of the sub-vectors."""
+        """Return the size of the larger sample: for the k-means of the cells, or for the k-means of the sub-vectors."""
         return max(super().num_training_vectors(), MAX_VECTORS_PER_CENTROID << self.pq_nbits)
 
     def builds_on_gpu(self) -> bool:

@@ -91,7 +91,7 @@ class Checkpointer:
         self._folder, self._fingerprint, self._attempt_number = folder, fingerprint, attempt_number
         self._keep_checkpoints, self._text_by_extra_file = keep_checkpoints, text_by_extra_file
         self._heartbeat, self._process = heartbeat, process
-        # A separate process group: in the default group the background thread's messages would mix with those of the training.
+        # A separate process group: in the default group, messages of the background thread and of the training would mix.
         process_group = dist.new_group(backend="gloo")
         assert isinstance(process_group, dist.ProcessGroup)  # every rank is a member
         self._process_group = process_group

@@ -43,8 +43,8 @@ def ingested_features(*keys: str) -> dict[str, IngestedFeature]:
         "number": {"kind": "numeric", "mean": 0.0, "std": 1.0},
     }
     counts = {"num_rows": NUM_ROWS, "num_values": 0, "num_out_of_vocabulary": 0, "num_missing": 0}
-    counted = counts | {"definition": "", "is_continued": False}
-    return {key: IngestedFeature.model_validate(counted | kinds[key.split(".")[1]]) for key in selected_keys}
+    shared_fields = counts | {"definition": "", "is_continued": False}
+    return {key: IngestedFeature.model_validate(shared_fields | kinds[key.split(".")[1]]) for key in selected_keys}
 
 
 def values_of(store: FeatureStore, key: str, index: int) -> tuple[list[int], list[float] | None]:

@@ -285,8 +285,8 @@ def test_random_features_are_stored_unchanged(tmp_path_factory: pytest.TempPathF
     assert boundaries is not None and list(boundaries) == sorted(set(boundaries)) and len(boundaries) < 3
     for item, row in enumerate(rows_of(manifest, "item.price")):
         value = price[described.index(item)] if item in described else None
-        missing = value is None or math.isnan(value)
-        assert row == (0 if missing else 1 + sum(value >= bound for bound in boundaries))
+        is_missing = value is None or math.isnan(value)
+        assert row == (0 if is_missing else 1 + sum(value >= bound for bound in boundaries))
 
 
 def test_the_context_follows_the_events_of_a_real_log(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from benchmarks.quality import beauty, citeulike, ml1m
 from flows.settings.config_file import load_config
 from flows.settings.template import write_demo
 from recsys_core.dataset.events import EventStore
-from recsys_core.evaluation.closed_form import MAX_CHOICE_USERS, validation_positions
+from recsys_core.evaluation.closed_form import MAX_EXPONENT_SEARCH_USERS, validation_positions
 from recsys_core.evaluation.config import ClosedFormConfig
 from recsys_core.evaluation.metrics import ndcg, recall
 from recsys_core.ingest.log.config import InteractionsConfig
@@ -56,7 +56,7 @@ def main() -> None:
         results_by_log: dict[str, Any] = {
             name: measure(config, folder=folder / "stages" / name) for name, config in logs(folder)
         }
-    settings = {"rank": CONFIG.rank, "user_exponent": CONFIG.user_exponent, "max_users": MAX_CHOICE_USERS}
+    settings = {"rank": CONFIG.rank, "user_exponent": CONFIG.user_exponent, "max_users": MAX_EXPONENT_SEARCH_USERS}
     output = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "split": "validation", "settings": settings, "logs": results_by_log}
     Path(__file__).with_suffix(".json").write_text(json.dumps(output, indent=1) + "\n")
 

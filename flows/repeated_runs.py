@@ -1,7 +1,7 @@
 """Flows that repeat the nightly run: the backtest over the last days, and the spread of the metric between seeds.
 
-Each flow has a folder in the workspace, which is a workspace with its own runs and MLflow database. Complete stages of an
-interrupted flow are kept.
+Each flow has its own workspace, with runs and an MLflow database, in a subfolder of the config's workspace. Complete stages
+of an interrupted flow are kept.
 """
 
 import json
@@ -33,11 +33,11 @@ BACKTEST_NAME, GATE_NOISE_NAME = "backtest", "gate-noise"
 """Names of the commands and of their folders in the workspace. The files with the results have the same stem."""
 
 
-class Day(Frozen):
-    """One run of the backtest.
+class BacktestRun(Frozen):
+    """One run of the backtest, which reads the log up to the end of a day.
 
     Attributes:
-        until: end of the log that the run reads.
+        until: end of the time span that the run reads.
         state: end state of the run, such as Promoted.
         metrics: metrics of the evaluation, and of the served recommendations of the new version and the champion.
     """
@@ -71,7 +71,7 @@ class GateNoise(Frozen):
         return stdev(self.value_by_seed.values()) / self.mean if self.mean else 0.0
 
     def chance_of_drop(self, margin: float) -> float:
-        """Return the probability that one of two equal trainings is worse than the other by more than the relative `margin`.
+        """Return the probability that a second equal training is worse than the first by more than `margin` times the mean.
 
         >>> round(GateNoise(metric="recall@20", value_by_seed={1: 0.19, 2: 0.21}).chance_of_drop(0.05), 3)
         0.309
@@ -80,7 +80,7 @@ class GateNoise(Frozen):
 
 
 @flow(name="backtest")
-def backtest(config: PipelineConfig, num_days: int) -> list[Day]:
+def backtest(config: PipelineConfig, num_days: int) -> list[BacktestRun]:
     """Run the pipeline once for each of the last days of the log, with the events up to the end of that day.
 
     Each run continues from the versions of the runs before it, as in production. All runs read today's vectors and features.
@@ -101,15 +101,15 @@ def backtest(config: PipelineConfig, num_days: int) -> list[Day]:
                 "experiment": f"{config.registry.experiment}-backtest",
             }
         )
-        days = []
+        runs: list[BacktestRun] = []
         for age in reversed(range(num_days)):
             until = last_time - timedelta(days=age)
             filters = config.interactions.filter.model_copy(update={"until": until.astimezone(UTC).replace(tzinfo=None)})
             interactions_until = config.interactions.model_copy(update={"filter": filters})
             day_config = config.model_copy(update={"registry": registry, "interactions": interactions_until})
             record, metrics = _repeat_run(day_config, f"{until:%Y%m%d-%H%M%S}-until", folder=folder)
-            days.append(
-                Day(
+            runs.append(
+                BacktestRun(
                     until=until,
                     run_id=f"{until:%Y%m%d-%H%M%S}-until",
                     state=record.state,
@@ -118,9 +118,9 @@ def backtest(config: PipelineConfig, num_days: int) -> list[Day]:
                     metrics=metrics,
                 )
             )
-            _write_json(folder / f"{BACKTEST_NAME}.json", [day.model_dump(mode="json") for day in days])
-            plot_days(days, metric=config.registry.metric, path=folder / f"{BACKTEST_NAME}.png")
-    return days
+            _write_json(folder / f"{BACKTEST_NAME}.json", [run.model_dump(mode="json") for run in runs])
+            plot_backtest(runs, metric=config.registry.metric, path=folder / f"{BACKTEST_NAME}.png")
+    return runs
 
 
 @flow(name="gate-noise")
@@ -153,7 +153,10 @@ def measure_gate_noise(config: PipelineConfig, num_seeds: int) -> GateNoise:
 
 @contextmanager
 def _own_workspace(config: PipelineConfig, folder_name: str) -> Iterator[Path]:
-    """Lock and yield the folder of a flow. It is a workspace; in the workspace of the config, its data is a run."""
+    """Lock and yield `<workspace>/<folder_name>`, the workspace of a flow.
+
+    The lock is on its folder `data`, so that only one process executes the flow.
+    """
     with Run("data", workspace=config.workspace.absolute(), parent=folder_name).lock():
         yield config.workspace.absolute() / folder_name
 
@@ -163,11 +166,11 @@ def _repeat_run(
 ) -> tuple[RunRecord, dict[str, float]]:
     """Execute the nightly run in the workspace `folder`; return its record, and the metrics of its stages.
 
-    Its champion is not delivered, because the receivers have the champion of the config's own workspace.
+    The champion is not delivered, because the receivers have the champion of the workspace in the config.
     """
     LOG.info("run %s", run_id)
-    own = {"workspace": folder, "delivery": DeliveryConfig()}
-    nightly_retrain(config.model_copy(update=own), run_id=run_id, until=until, return_state=True)
+    overrides = {"workspace": folder, "delivery": DeliveryConfig()}
+    nightly_retrain(config.model_copy(update=overrides), run_id=run_id, until=until, return_state=True)
     run = Workspace(folder).run(run_id)
     record = RunRecord.read(run)
     assert record is not None  # nightly_retrain writes it
@@ -183,7 +186,7 @@ _RANKERS = {
     "model": ("test", plots.BLUE, "-"),
     "served": ("served", plots.ORANGE, "-"),
     "champion before": ("champion", plots.INK, "--"),
-    "its refit": ("refit", plots.RED, "--"),
+    "champion, refitted": ("refit", plots.RED, "--"),
     "closed form": ("baseline/closed_form", plots.RED, "-"),
     "co-occurrence": ("baseline/cooccurrence", plots.RED, ":"),
     "zero-shot": ("baseline/zero_shot", plots.GREEN, "-"),
@@ -193,19 +196,19 @@ _RANKERS = {
 """Prefix of the metrics, colour and line style of each ranker in the plot of a backtest, by label."""
 
 
-def plot_days(days: Sequence[Day], *, metric: str, path: Path) -> Path:
-    """Write a PNG with one panel for each served metric over the days, the config's metric first. Return `path`."""
+def plot_backtest(runs: Sequence[BacktestRun], *, metric: str, path: Path) -> Path:
+    """Write a PNG with one panel for each served metric over the runs, the config's metric first. Return `path`."""
     metrics = (metric, *(name for name in SERVED_METRICS if name != metric))
     figure, panels = plots.new_panels(len(metrics), title="Metrics of each day's run", grid_axis="y", size=(8.0, 8.4))
     for axes, name in zip(panels, metrics, strict=True):
         for label, (prefix, colour, style) in _RANKERS.items():
-            values = [(position, day.metrics.get(f"{prefix}/{name}")) for position, day in enumerate(days)]
+            values = [(position, run.metrics.get(f"{prefix}/{name}")) for position, run in enumerate(runs)]
             points = [(position, value) for position, value in values if value is not None]
             if points:
                 axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker="o", markersize=4, label=label)
         axes.set_ylim(bottom=0)
         axes.set_ylabel(name)
-    panels[-1].set_xticks(range(len(days)), [f"{day.until:%m-%d}\n{day.state}" for day in days], fontsize=7)
+    panels[-1].set_xticks(range(len(runs)), [f"{run.until:%m-%d}\n{run.state}" for run in runs], fontsize=7)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8, labelcolor=plots.INK)
     return plots.save_png(figure, path)

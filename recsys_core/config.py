@@ -105,22 +105,22 @@ def _check_uri(*, scheme: str, authority: str, options: str) -> None:
         raise ValueError(f"has the unknown options {unknown_options}; the options are {list(URI_OPTIONS)}")
 
 
-def _check_folder(folder: Path) -> Path:
-    _reject_uri(path_text := str(folder))
+def _check_local_path(path: Path) -> Path:
+    _reject_uri(path_text := str(path))
     if len(path_text) > MAX_PATH_CHARACTERS:
         raise ValueError(f"has {len(path_text):,} characters; a path has at most {MAX_PATH_CHARACTERS:,}")
     _check_path(path_text)
-    return folder
+    return path
 
 
 _URI_START_PATTERN = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 
 
-def _reject_uri(folder: Any) -> Any:
+def _reject_uri(path: Any) -> Any:
     """Reject a URI, also the path s3:/bucket that pathlib makes of a URI."""
-    if isinstance(folder, str) and _URI_START_PATTERN.match(folder):
-        raise ValueError(f"is {redacted(folder)[:80]!r}, but it must be a folder on this machine, such as /var/lib/nightjar")
-    return folder
+    if isinstance(path, str) and _URI_START_PATTERN.match(path):
+        raise ValueError(f"is {redacted(path)[:80]!r}, but it must be a path on this machine, such as /var/lib/nightjar")
+    return path
 
 
 def _check_flow_name(name: str) -> str:
@@ -165,8 +165,10 @@ PipelineName = Annotated[Name, AfterValidator(_check_flow_name)]
 """The name of a pipeline and of its deployment in Prefect."""
 FilePath = Annotated[str, Field(min_length=1, max_length=MAX_PATH_CHARACTERS), AfterValidator(_check_path)]
 """A path, a glob or a URI."""
-Folder = Annotated[Path, BeforeValidator(_reject_uri), AfterValidator(_check_folder)]
+Folder = Annotated[Path, BeforeValidator(_reject_uri), AfterValidator(_check_local_path)]
 """A folder on this machine."""
+LocalFile = Folder
+"""A file on this machine. The checks of the path are equal to the checks of a folder."""
 Paths = Annotated[tuple[FilePath, ...], BeforeValidator(_as_tuple)]
 """One path or glob, or a list of them; always a tuple after parsing."""
 

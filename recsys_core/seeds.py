@@ -46,7 +46,7 @@ def step_seed(seed: int, *, step: int, rank: int) -> int:
 
 
 def table_chunk_seed(seed: int, *, table: str, chunk: int) -> int:
-    """Return the seed of the random initial values of one chunk of rows of an embedding table.
+    """Return the seed for the random initial values of one chunk of table rows.
 
     >>> table_chunk_seed(7, table="item", chunk=0)
     2927366891489041854

@@ -24,7 +24,7 @@ from tasks.tuning.config import TuningConfig, format_setting_value, label_of
 from tasks.tuning.suggestions import DataFacts, Suggestion, suggestions
 
 if TYPE_CHECKING:
-    from flows.repeated_runs import Day, GateNoise
+    from flows.repeated_runs import BacktestRun, GateNoise
     from flows.tuning import StudyResult
 
 
@@ -123,7 +123,7 @@ def backtest(options: ConfigOptions, server: PrefectServer | None, *, num_days: 
     """Run the pipeline for each of the last days and print the metrics of each day."""
     loaded = options.read()
     command_words = ["backtest", "--days", str(num_days)]
-    days = _run_flow(
+    runs = _run_flow(
         "flows.repeated_runs:backtest",
         loaded,
         server,
@@ -131,7 +131,7 @@ def backtest(options: ConfigOptions, server: PrefectServer | None, *, num_days: 
         folder_name="backtest",
         command_words=command_words,
     )
-    print_days(loaded.config, days)
+    print_backtest(loaded.config, runs)
 
 
 def gate_noise(options: ConfigOptions, server: PrefectServer | None, *, num_seeds: int) -> None:
@@ -279,18 +279,18 @@ def as_overrides(settings: Mapping[str, Any]) -> str:
     return " ".join(f"--set {shlex.quote(f'{setting}={label_of(value)}')}" for setting, value in settings.items())
 
 
-def print_days(config: PipelineConfig, days: "list[Day]") -> None:
-    """Print a row per day, and the paths of the results."""
+def print_backtest(config: PipelineConfig, runs: "list[BacktestRun]") -> None:
+    """Print a row per run, and the paths of the results."""
     metric, folder = config.registry.metric, config.workspace / "backtest"
     metric_prefixes = ("test", "baseline/popularity", "baseline/zero_shot", "baseline/closed_form", "served", "champion")
     rows = [
         [
-            f"{day.until:%Y-%m-%d %H:%M}",
-            day.state,
-            day.version or "-",
-            *(format_metric(day.metrics.get(f"{prefix}/{metric}")) for prefix in metric_prefixes),
+            f"{run.until:%Y-%m-%d %H:%M}",
+            run.state,
+            run.version or "-",
+            *(format_metric(run.metrics.get(f"{prefix}/{metric}")) for prefix in metric_prefixes),
         ]
-        for day in days
+        for run in runs
     ]
     titles = [
         "log until",

@@ -214,7 +214,7 @@ def _access_denied(address: str, http_status: int, *, fix: str) -> Finding:
 
 
 def _check_server(package: str, server_version: str, *, address: str, is_open: bool, fix: str) -> Finding:
-    """Compare the version of a server with that of the installed package; report a server that has no password.
+    """Compare the versions of a server and of the installed package; report a server that has no password.
 
     Args:
         fix: variable or command that protects the server with a password, for the message.

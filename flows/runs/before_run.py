@@ -74,7 +74,7 @@ def check_inputs(config: PipelineConfig) -> dict[str, str]:
             feature_tables, id_type_by_table={vectors.config.table: vectors.id_type for vectors in embeddings}
         )
         facts["features"] = ", ".join(
-            f"{len(table.features)} of {table.side}s" if table.side != "context" else f"{len(table.features)} of the context"
+            f"{len(table.features)} of {'the context' if table.owner_kind == 'context' else f'{table.owner_kind}s'}"
             for table in feature_tables
         )
     return facts

@@ -206,7 +206,7 @@ def _segments_are_values_of_a_feature(config: "PipelineConfig") -> None:
 
 def _item_vectors_are_stored(config: "PipelineConfig") -> None:
     served_kind = config.index.served
-    if config.package.item_vectors == "none" and (isinstance(served_kind, Auto) or not served_kind.has_vectors):
+    if config.package.item_vectors == "none" and (isinstance(served_kind, Auto) or not served_kind.has_readable_vectors):
         raise ValueError(
             f"package.item_vectors is none, but an index of kind {served_kind.kind} may not contain readable vectors; set "
             "it to fp16 or fp32, or set index.served to flat, hnsw, ivf_flat or ivf_sq8"

@@ -29,17 +29,17 @@ class SuggestedConfig:
         """Apply the suggestions one after the other."""
         changed: dict[str, Any] = {}
         problem_by_setting: dict[str, str] = {}
-        current = config
+        current_config = config
         for item in suggested:
             try:
-                config_with_item = with_settings(current, {item.setting: item.value})
+                config_with_item = with_settings(current_config, {item.setting: item.value})
             except InputError as error:
                 problem_by_setting[item.setting] = str(error)
                 continue
-            if setting_value(config_with_item, item.setting) != setting_value(current, item.setting):
-                current = config_with_item
+            if setting_value(config_with_item, item.setting) != setting_value(current_config, item.setting):
+                current_config = config_with_item
                 changed[item.setting] = item.value
-        return cls(current.model_copy(update={"tuning": config.tuning}), changed, problem_by_setting)
+        return cls(current_config.model_copy(update={"tuning": config.tuning}), changed, problem_by_setting)
 
 
 def default_ranges(config: PipelineConfig, suggested: Iterable[Suggestion]) -> dict[str, RangeConfig]:
@@ -70,14 +70,14 @@ def first_trials(
 
     A value outside its range, such as the temperature `auto`, is replaced by the other value.
     """
-    current = {setting: setting_value(config, setting) for setting in ranges}
-    proposed = current | {item.setting: item.value for item in suggested if item.setting in ranges}
+    current_values = {setting: setting_value(config, setting) for setting in ranges}
+    proposed = current_values | {item.setting: item.value for item in suggested if item.setting in ranges}
     for setting, value_range in ranges.items():
         if value_range.choices and proposed[setting] not in value_range.choices:
-            proposed[setting] = current[setting]
-        if not value_range.choices and not isinstance(current[setting], int | float):
-            current[setting] = proposed[setting]
-    return [current] if proposed == current else [current, proposed]
+            proposed[setting] = current_values[setting]
+        if not value_range.choices and not isinstance(current_values[setting], int | float):
+            current_values[setting] = proposed[setting]
+    return [current_values] if proposed == current_values else [current_values, proposed]
 
 
 def _interval(config: PipelineConfig, item: Suggestion, values: tuple[Any, Any]) -> RangeConfig | None:

@@ -145,7 +145,9 @@ def _package_bytes_per_item(config: PipelineConfig) -> float:
 def check_sizes(num_users: int | None, num_items: int | None, num_events: int | None) -> None:
     """Raise InputError if only some of the sizes are given."""
     sizes = {"--users": num_users, "--items": num_items, "--events": num_events}
-    missing = [option for option, size in sizes.items() if size is None]
-    if missing and len(missing) < len(sizes):
-        given = ", ".join(option for option in sizes if option not in missing)
-        raise InputError(f"{given} without {', '.join(missing)}: set all three, or none to plan for the data of the config")
+    missing_options = [option for option, size in sizes.items() if size is None]
+    if missing_options and len(missing_options) < len(sizes):
+        given_options = ", ".join(option for option in sizes if option not in missing_options)
+        raise InputError(
+            f"{given_options} without {', '.join(missing_options)}: set all three, or none to plan for the data of the config"
+        )

@@ -32,22 +32,22 @@ class LogVectorsSettings(Settings):
         """Raise InputError if a library of the method is not installed."""
 
 
-class SpectralVectors(LogVectorsSettings):
+class SpectralVectorsConfig(LogVectorsSettings):
     """Item vectors from a truncated singular value decomposition of the normalised user-item matrix."""
 
     method: Literal["spectral"] = Field(
         "spectral",
-        description="the first singular vectors of the user-item matrix, in which each entry is divided by powers of the "
-        "numbers of events of its user and its item",
+        description="the first singular vectors of the user-item matrix, in which each entry is divided by powers of its "
+        "user's and its item's number of events",
     )
     user_exponent: Exponent = Field(
         0.5,
-        description="power of the number of events of a user by which the user's entries of the matrix are divided. With `0`, "
+        description="power of a user's number of events, by which the user's entries of the matrix are divided. With `0`, "
         "users with many events decide about the first dimensions",
     )
     item_exponent: Exponent = Field(
         0.5,
-        description="power of the number of events of an item by which the item's entries of the matrix are divided. With `0`, "
+        description="power of an item's number of events, by which the item's entries of the matrix are divided. With `0`, "
         "popular items decide about the first dimensions; with `0.5`, rare items have as long vectors as popular ones",
     )
     singular_power: float = Field(
@@ -59,7 +59,7 @@ class SpectralVectors(LogVectorsSettings):
     )
 
 
-class EaseVectors(LogVectorsSettings):
+class EaseVectorsConfig(LogVectorsSettings):
     """Item vectors from a truncated decomposition of the weights of EASE."""
 
     method: Literal["ease"] = Field(
@@ -70,7 +70,7 @@ class EaseVectors(LogVectorsSettings):
     )
 
 
-class IalsVectors(LogVectorsSettings):
+class IalsVectorsConfig(LogVectorsSettings):
     """Item vectors of a matrix factorisation by alternating least squares."""
 
     method: Literal["ials"] = Field(
@@ -96,4 +96,4 @@ class IalsVectors(LogVectorsSettings):
             )
 
 
-LogVectors = Annotated[SpectralVectors | EaseVectors | IalsVectors, Field(discriminator="method")]
+LogVectorsConfig = Annotated[SpectralVectorsConfig | EaseVectorsConfig | IalsVectorsConfig, Field(discriminator="method")]

@@ -24,19 +24,19 @@ def user_item_matrix(items: JaggedArray, *, num_items: int) -> csr_array:
     return csr_array((ones_L, distinct.values_L, distinct.offset), shape=(len(items), num_items))
 
 
-def log_matrix(store: EventStore, split: EvaluationSplit, *, max_events: int, max_history: int | None = None) -> csr_array:
-    """Return the matrix [U, I] of the events before `split`, for all users or for a sample of them with a fixed seed.
+def log_matrix(store: EventStore, *, before: EvaluationSplit, max_events: int, max_history: int | None = None) -> csr_array:
+    """Return the matrix [U, I] of the events before the split `before`, for all users or for a sample with a fixed seed.
 
     Args:
-        max_events: number of events before `split` above which the users are sampled.
+        max_events: number of events before the split above which the users are sampled.
         max_history: number of events of each user, the newest ones; None for all.
     """
     user_U = np.arange(store.num_users)
-    share = max_events / max(1, int(store.item_counts_before(split).sum()))
+    share = max_events / max(1, int(store.item_counts_before(before).sum()))
     if share < 1:
         sample_size = max(1, int(share * len(user_U)))
         user_U = np.sort(np.random.default_rng(CLOSED_FORM_SEED).choice(user_U, sample_size, replace=False))
-    return user_item_matrix(store.items_before(user_U, split, max_items=max_history), num_items=store.num_items)
+    return user_item_matrix(store.items_before(user_U, before, max_items=max_history), num_items=store.num_items)
 
 
 def ease_weights(matrix_UI: csr_array, *, l2: float) -> Floats32:
@@ -75,8 +75,8 @@ def singular_vectors(
 ) -> tuple[Floats32, Floats32]:
     """Return the largest singular values [D] of the normalised matrix, largest first, and the items' singular vectors [I, D].
 
-    The normalised matrix is Du^-a X Di^-b, where Du and Di are the numbers of items of each user and of users of each item, and
-    a and b are the exponents.
+    The normalised matrix is Du^-a X Di^-b, where Du has the number of items per user, Di the number of users per item, and a
+    and b are the exponents.
     """
     user_weight_U = inverse_power(matrix_UI.sum(axis=1), user_exponent)
     item_weight_I = inverse_power(matrix_UI.sum(axis=0), item_exponent)

@@ -9,7 +9,7 @@ import numpy as np
 from scipy.sparse import csr_array, csr_matrix
 from threadpoolctl import threadpool_limits
 
-from recsys_core.closed_form.config import EaseVectors, IalsVectors, LogVectors
+from recsys_core.closed_form.config import EaseVectorsConfig, IalsVectorsConfig, LogVectorsConfig
 from recsys_core.closed_form.linear_models import Floats32, ease_vectors, log_matrix, singular_vectors
 from recsys_core.dataset.events import EventStore
 from recsys_core.errors import InputError
@@ -21,12 +21,12 @@ MIN_RELATIVE_NORM = 1e-4
 """Norm of a vector, relative to the mean norm, below which the vector is only rounding noise."""
 
 
-def embed_log(config: LogVectors, *, interactions: InteractionsManifest, folder: Path) -> LogVectorsManifest:
+def embed_log(config: LogVectorsConfig, *, interactions: InteractionsManifest, folder: Path) -> LogVectorsManifest:
     """Write the vectors of the items with training events. Validation and test events are not read.
 
     Raises:
-        InputError: a library is missing, there are not enough items or users with training events for `dim` vectors, or the
-            matrices need more memory than the config allows.
+        InputError: a library is missing, there are not enough items or users with training events for vectors with `dim`
+            dimensions, or the matrices need more memory than the config allows.
     """
     fingerprint = fingerprint_of("embed_log", config.result_settings(), interactions)
     stage = StageFolder(folder, LogVectorsManifest, fingerprint=fingerprint)
@@ -34,7 +34,7 @@ def embed_log(config: LogVectors, *, interactions: InteractionsManifest, folder:
         return stage.manifest
     config.require_libraries()
     store = EventStore.open(interactions)
-    matrix_UI = log_matrix(store, "validation", max_events=config.max_events)
+    matrix_UI = log_matrix(store, before="validation", max_events=config.max_events)
     has_event_I, has_event_U = (np.diff(matrix.indptr) > 0 for matrix in (matrix_UI.tocsc(), matrix_UI))
     matrix_UV = matrix_UI[has_event_U][:, has_event_I]
     check_size(config, num_users=matrix_UV.shape[0], num_items=matrix_UV.shape[1], num_pairs=matrix_UV.nnz)
@@ -50,11 +50,11 @@ def embed_log(config: LogVectors, *, interactions: InteractionsManifest, folder:
         return stage.commit(num_vectors=len(item_row_V), dim=config.dim)
 
 
-def item_vectors(config: LogVectors, matrix_UV: csr_array) -> Floats32:
+def item_vectors(config: LogVectorsConfig, matrix_UV: csr_array) -> Floats32:
     """Return the vectors [V, D] of the items by the method of the config."""
-    if isinstance(config, EaseVectors):
+    if isinstance(config, EaseVectorsConfig):
         return ease_vectors(matrix_UV, l2=config.l2, dim=config.dim)
-    if isinstance(config, IalsVectors):
+    if isinstance(config, IalsVectorsConfig):
         return ials_vectors(config, matrix_UV)
     value_D, vector_VD = singular_vectors(
         matrix_UV, num_vectors=config.dim, user_exponent=config.user_exponent, item_exponent=config.item_exponent
@@ -62,7 +62,7 @@ def item_vectors(config: LogVectors, matrix_UV: csr_array) -> Floats32:
     return vector_VD * value_D**config.singular_power
 
 
-def ials_vectors(config: IalsVectors, matrix_UV: csr_array) -> Floats32:
+def ials_vectors(config: IalsVectorsConfig, matrix_UV: csr_array) -> Floats32:
     """Return the item factors [V, D] of implicit alternating least squares (Hu et al., ICDM 2008), with a fixed seed."""
     from implicit.cpu.als import AlternatingLeastSquares  # an optional library
 
@@ -78,28 +78,30 @@ def ials_vectors(config: IalsVectors, matrix_UV: csr_array) -> Floats32:
     return np.ascontiguousarray(model.item_factors, np.float32)
 
 
-def check_size(config: LogVectors, *, num_users: int, num_items: int, num_pairs: int) -> None:
-    """Raise InputError if the matrix has too few rows or columns for `dim` vectors, or needs too much memory."""
+def check_size(config: LogVectorsConfig, *, num_users: int, num_items: int, num_pairs: int) -> None:
+    """Raise InputError if the matrix has too few rows or columns for `dim` dimensions, or needs too much memory."""
     if not num_pairs:
         raise InputError("embeddings: source is log, but the log has no training event; remove the entry, or add events")
-    smaller, subject = min((num_items, "items"), (num_users, "users"))
-    if isinstance(config, EaseVectors):
-        smaller, subject = num_items, "items"
-    if config.dim >= smaller and not isinstance(config, IalsVectors):
+    num_available, subject = min((num_items, "items"), (num_users, "users"))
+    if isinstance(config, EaseVectorsConfig):
+        num_available, subject = num_items, "items"
+    if config.dim >= num_available and not isinstance(config, IalsVectorsConfig):
+        max_dim = (num_available - 1) // 4 * 4  # a width is a multiple of 4
+        fix = f"set dim to at most {max_dim}" if max_dim else "add events"
         raise InputError(
-            f"embeddings.dim is {config.dim}, but only {smaller:,} {subject} have training events, which give at most "
-            f"{smaller - 1:,} dimensions; set dim to at most {(smaller - 1) // 4 * 4}, or remove the entry"
+            f"embeddings.dim is {config.dim}, but only {num_available:,} {subject} have training events, which give at most "
+            f"{num_available - 1:,} dimensions; {fix}, or remove the entry"
         )
-    if isinstance(config, EaseVectors):
+    if isinstance(config, EaseVectorsConfig):
         needed_bytes = 12 * num_items**2
         text, advice = f"three matrices of {num_items:,} x {num_items:,} items", "set method to spectral"
-    elif isinstance(config, IalsVectors):
+    elif isinstance(config, IalsVectorsConfig):
         needed_bytes = 36 * num_pairs + 4 * config.dim * (num_users + num_items)
         text = f"three copies of {num_pairs:,} events, and {config.dim} factors of {num_users:,} users and {num_items:,} items"
         advice = "lower embeddings.dim or embeddings.max_events"
     else:
-        needed_bytes = 24 * num_pairs + (8 * config.dim + 4) * smaller + 8 * config.dim * num_items
-        text = f"three copies of {num_pairs:,} events, and {2 * config.dim + 1} vectors of {smaller:,} {subject}"
+        needed_bytes = 24 * num_pairs + (8 * config.dim + 4) * num_available + 8 * config.dim * num_items
+        text = f"three copies of {num_pairs:,} events, and {2 * config.dim + 1} vectors of {num_available:,} {subject}"
         advice = "lower embeddings.dim or embeddings.max_events"
     if needed_bytes > config.memory_gb * GIGABYTE:
         raise InputError(

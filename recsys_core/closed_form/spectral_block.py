@@ -43,23 +43,23 @@ def block_factors(matrix_UI: csr_array, *, dim: int, item_exponent: float) -> tu
     count_I = np.asarray(matrix_UI.sum(axis=0)).ravel()
     has_event_I, has_event_U = count_I > 0, np.diff(matrix_UI.indptr) > 0
     matrix_UV = matrix_UI[has_event_U][:, has_event_I]
-    smaller, subject = min((matrix_UV.shape[1], "items"), (matrix_UV.shape[0], "users"))
-    if dim >= smaller:
+    num_available, subject = min((matrix_UV.shape[1], "items"), (matrix_UV.shape[0], "users"))
+    if dim >= num_available:
         raise InputError(
-            f"model.spectral_block.dim is {dim}, but only {smaller:,} {subject} have training events, which give at most "
-            f"{max(0, smaller - 1):,} singular vectors; lower dim, or remove model.spectral_block"
+            f"model.spectral_block.dim is {dim}, but only {num_available:,} {subject} have training events, which give at most "
+            f"{max(0, num_available - 1):,} singular vectors; lower dim, add events, or remove model.spectral_block"
         )
     _, vector_VM = singular_vectors(matrix_UV, num_vectors=dim)
     scale_V1 = (count_I[has_event_I, None] ** item_exponent).astype(np.float32)
     covariance_MM = covariance(vector_VM * scale_V1, num_rows=len(count_I))
     covariance_MM[np.diag_indices(dim)] += RELATIVE_RIDGE * covariance_MM.trace() / dim
     root_MM = np.linalg.cholesky(covariance_MM)
-    history_IM, candidate_IM = (np.zeros((len(count_I), dim), np.float32) for _ in range(2))
-    history_IM[has_event_I] = vector_VM / scale_V1 @ root_MM.astype(np.float32)
-    candidate_IM[has_event_I] = vector_VM * scale_V1 @ np.linalg.inv(root_MM).T.astype(np.float32)
+    history_factor_IM, candidate_factor_IM = (np.zeros((len(count_I), dim), np.float32) for _ in range(2))
+    history_factor_IM[has_event_I] = vector_VM / scale_V1 @ root_MM.astype(np.float32)
+    candidate_factor_IM[has_event_I] = vector_VM * scale_V1 @ np.linalg.inv(root_MM).T.astype(np.float32)
     # The length of a sum of history vectors has no meaning: a query vector is scaled to the length 1.
-    history_IM /= max(history_IM.max(), -history_IM.min())
-    return history_IM, candidate_IM
+    history_factor_IM /= max(history_factor_IM.max(), -history_factor_IM.min())
+    return history_factor_IM, candidate_factor_IM
 
 
 def row_chunks(vector_RD: Floats32) -> Iterator[Floats32]:

@@ -63,10 +63,10 @@ def decide(evidence: Sequence[Evidence]) -> tuple[Verdict, tuple[str, ...]]:
 def missing_evidence(evidence: Sequence[Evidence]) -> tuple[str, ...]:
     """Return a sentence that names the guardrails with too few users; empty if all guardrails have enough."""
     guardrails = [item for item in evidence if item.is_guardrail]
-    missing = [item.subject for item in guardrails if item.comparison.outcome == "not_enough_data"]
-    if not missing:
+    missing_subjects = [item.subject for item in guardrails if item.comparison.outcome == "not_enough_data"]
+    if not missing_subjects:
         return ()
-    return (f"not enough data for {len(missing)} of {len(guardrails)} guardrails: {', '.join(missing)}",)
+    return (f"not enough data for {len(missing_subjects)} of {len(guardrails)} guardrails: {', '.join(missing_subjects)}",)
 
 
 def write_evidence(evidence: Sequence[Evidence], folder: Path) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Outcome = Literal["accepted", "rejected", "not_enough_data"]
 MIN_MARGIN = 0.001
 POWER = 0.8
-"""Probability with which an equally good version has to be accepted. Otherwise there are not enough users for the margin."""
+"""Probability with which an equally good version has to be accepted. If it is lower, there are too few users for the margin."""
 
 
 class Comparison(Frozen):

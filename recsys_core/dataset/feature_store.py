@@ -1,5 +1,7 @@
 """Memory-mapped feature arrays (see FeaturesManifest), and the lookup of the features of a batch.
 
+Shapes: L entries of the returned lists, N numbers.
+
 This module does not import torch, because model specs are also read in processes that do not load torch.
 """
 

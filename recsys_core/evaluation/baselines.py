@@ -50,11 +50,11 @@ def recent_popularity_order(
 
     The period ends at the newest event before `split`. Items with equal numbers are in the order `popularity_order_I`.
     """
-    newest, count_I = 0, np.zeros(store.num_items, np.int64)
+    newest_us, count_I = 0, np.zeros(store.num_items, np.int64)
     for time_E, _ in _events_before(split, store=store):
-        newest = max(newest, int(time_E.max(initial=0)))
+        newest_us = max(newest_us, int(time_E.max(initial=0)))
     for time_E, item_E in _events_before(split, store=store):
-        count_I += np.bincount(item_E[time_E > newest - days * DAY_US], minlength=store.num_items)
+        count_I += np.bincount(item_E[time_E > newest_us - days * DAY_US], minlength=store.num_items)
     return popularity_order_I[rows_by_falling_count(count_I[popularity_order_I])]
 
 

@@ -2,7 +2,8 @@
 
 They need memory and time for pairs of items, so the log is sampled and the catalogue limited (`evaluation.closed_form`).
 
-Shapes: U users, I items, B queries, D singular vectors, L entries of a sparse matrix.
+Shapes: U users, I items, C items in the order of the scores, B queries, D singular vectors, R rows of a block, L entries of a
+sparse matrix.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,11 +34,11 @@ from recsys_core.evaluation.ranking.queries import Queries
 
 MAX_EVENTS = 5_000_000
 """Events from which the models are computed. With more events, the users are sampled."""
-MAX_CHOICE_EVENTS, MAX_CHOICE_USERS = 1_000_000, 3_000
-"""Training events and validation users by which the exponent of the items is chosen. There are fewer than those of the models,
-because each exponent needs a decomposition."""
+MAX_EXPONENT_SEARCH_EVENTS, MAX_EXPONENT_SEARCH_USERS = 1_000_000, 3_000
+"""Training events and validation users by which the exponent of the items is chosen. Fewer than MAX_EVENTS, because each tested
+exponent needs its own decomposition."""
 MAX_HISTORY = 200
-"""Newest items of a user that are counted in pairs, because their number grows with the square of the history."""
+"""Only these newest items of a user form pairs: the number of pairs grows with the square of the history."""
 MAX_NEIGHBOURS = 100
 BLOCK_PAIRS = 1 << 22
 """Pairs of items of a user that are counted at once. Sorting them takes about 100 bytes each."""
@@ -48,8 +49,8 @@ def spectral_vectors(
 ) -> tuple[Floats32, Floats32]:
     """Return query vectors [B, D] and item vectors [I, D] of a low-pass filter of the log.
 
-    With the normalised matrix R = Du^-a X Di^-b and its first singular vectors V, the scores are X Di^-b V V' Di^b. Du and Di
-    are the numbers of items of each user and of users of each item, and a and b are the exponents. With exponents of 0.5, it is
+    With the normalised matrix R = Du^-a X Di^-b and its first singular vectors V, the scores are X Di^-b V V' Di^b. Du has
+    the number of items per user, Di the number of users per item, and a and b are the exponents. With exponents of 0.5, it is
     the ideal low-pass filter of GF-CF (Shen et al., CIKM 2021).
     """
     weight_ID, vector_ID = spectral_weights(matrix_UI, rank=rank, user_exponent=user_exponent, item_exponent=item_exponent)
@@ -59,7 +60,10 @@ def spectral_vectors(
 def spectral_weights(
     matrix_UI: csr_array, *, rank: int, user_exponent: float, item_exponent: float
 ) -> tuple[NDArray[Any], Floats32]:
-    """Return the weights [I, D] of the items of a history in a query vector, and the item vectors; see `spectral_vectors`."""
+    """Return the item weights [I, D], whose sum over a history is the query vector, and the item vectors [I, D].
+
+    See `spectral_vectors` for the formula.
+    """
     num_vectors, num_items = min(rank, min(matrix_UI.shape) - 1), matrix_UI.shape[1]
     if num_vectors < 1:
         return np.zeros((num_items, 1), np.float32), np.zeros((num_items, 1), np.float32)
@@ -76,9 +80,10 @@ def _spectral_queries(history_BI: csr_array, weight_ID: NDArray[Any]) -> Floats3
 
 
 def neighbour_weights(matrix_UI: csr_array) -> csr_array:
-    """Return the cosine of the users of two items, [I, I], for the nearest neighbours of each item (Sarwar et al., WWW 2001).
+    """Return the cosine similarity [I, I] of the user sets of items; zero except for each item's nearest neighbours.
 
-    The weight of two items is the number of users with both, divided by the root of the product of their numbers of users.
+    The cosine of two items is the number of users with both, divided by the root of the product of the two numbers of users
+    (Sarwar et al., WWW 2001).
 
     >>> neighbour_weights(csr_array(np.array([[1, 1, 0], [1, 1, 0], [0, 1, 1]], np.float32))).toarray().round(2)
     array([[0.  , 0.82, 0.  ],
@@ -103,7 +108,7 @@ class LinearScores(NamedTuple):
 
 
 LinearModel = Callable[[JaggedArray], LinearScores]
-"""A function of the item rows of the history of each query."""
+"""A function that returns the scores for the item rows of the queries' histories."""
 
 
 def linear_model(config: ClosedFormConfig, *, store: EventStore, order_I: NDArray[Any]) -> LinearModel:
@@ -112,7 +117,7 @@ def linear_model(config: ClosedFormConfig, *, store: EventStore, order_I: NDArra
     Args:
         order_I: item row of each column of the scores.
     """
-    matrix_UI = log_matrix(store, "test", max_events=MAX_EVENTS)
+    matrix_UI = log_matrix(store, before="test", max_events=MAX_EVENTS)
     if store.num_items <= config.ease_max_items:
         weight_IC = np.ascontiguousarray(ease_weights(matrix_UI, l2=config.l2)[:, order_I])
         return lambda histories: _row_scores(histories, lambda history_BI: history_BI @ weight_IC, order_I=order_I)
@@ -136,7 +141,7 @@ def linear_model(config: ClosedFormConfig, *, store: EventStore, order_I: NDArra
 
 
 def _best_item_exponent(config: ClosedFormConfig, *, store: EventStore) -> float:
-    """Return the exponent with the best NDCG@20 of the validation users; the first one without such users."""
+    """Return the exponent with the best NDCG@20 of the validation users; the first exponent if there are no such users."""
     if len(config.item_exponents) == 1:
         return config.item_exponents[0]
     ndcg_by_exponent = {
@@ -147,15 +152,15 @@ def _best_item_exponent(config: ClosedFormConfig, *, store: EventStore) -> float
 
 
 def validation_positions(config: ClosedFormConfig, *, store: EventStore) -> Iterator[tuple[float, TargetPositions]]:
-    """Yield each of `item_exponents` with the positions of the validation targets; nothing without validation users.
+    """Yield each of `item_exponents` with the positions of the validation targets; nothing if there are no validation users.
 
-    The truncated SVD has the training events alone. At most MAX_CHOICE_USERS users are ranked.
+    The truncated SVD reads only the training events. At most MAX_EXPONENT_SEARCH_USERS users are ranked.
     """
     users = np.flatnonzero(store.targets(np.arange(store.num_users), "validation").lengths)
     if not len(users):
         return
-    users = users[sampled_users(len(users), max_users=MAX_CHOICE_USERS)]
-    matrix_UI = log_matrix(store, "validation", max_events=MAX_CHOICE_EVENTS)
+    users = users[sampled_users(len(users), max_users=MAX_EXPONENT_SEARCH_USERS)]
+    matrix_UI = log_matrix(store, before="validation", max_events=MAX_EXPONENT_SEARCH_EVENTS)
     histories, targets = store.items_before(users, "validation"), store.targets(users, "validation")
     for item_exponent in config.item_exponents:
         query_BD, vector_ID = spectral_vectors(
@@ -172,13 +177,13 @@ def validation_positions(config: ClosedFormConfig, *, store: EventStore) -> Iter
 
 def cooccurrence(*, store: EventStore, order_I: NDArray[Any]) -> LinearModel:
     """Compute the sum of the cosines between each item and the items of a history. See `linear_model` for the arguments."""
-    matrix_UI = log_matrix(store, "test", max_events=MAX_EVENTS, max_history=MAX_HISTORY)
+    matrix_UI = log_matrix(store, before="test", max_events=MAX_EVENTS, max_history=MAX_HISTORY)
     weight_IC = neighbour_weights(matrix_UI)[:, order_I]
     return lambda histories: _row_scores(histories, lambda history_BI: (history_BI @ weight_IC).toarray(), order_I=order_I)
 
 
 def _row_scores(histories: JaggedArray, score_rows: Callable[[csr_array], Floats32], *, order_I: NDArray[Any]) -> LinearScores:
-    """Return the scores of a function that computes all columns of some queries from the items of their histories."""
+    """Return LinearScores for `score_rows`, which scores all items for some queries at once."""
     history_BI = user_item_matrix(histories, num_items=len(order_I))
 
     def score_tile(queries: slice, columns: slice, score_BC: NDArray[Any]) -> None:
@@ -187,13 +192,13 @@ def _row_scores(histories: JaggedArray, score_rows: Callable[[csr_array], Floats
     return LinearScores(score_tile, len(order_I))
 
 
-def _nearest(weight_BI: csr_array, *, first_row: int) -> csr_array:
+def _nearest(weight_RI: csr_array, *, first_row: int) -> csr_array:
     """Keep the MAX_NEIGHBOURS largest weights of each row, without the item itself; rows are items from `first_row`."""
-    row_L = np.repeat(np.arange(weight_BI.shape[0]), np.diff(weight_BI.indptr))
-    is_other_L = weight_BI.indices != row_L + first_row
-    row_L, column_L, weight_L = row_L[is_other_L], weight_BI.indices[is_other_L], weight_BI.data[is_other_L]
+    row_L = np.repeat(np.arange(weight_RI.shape[0]), np.diff(weight_RI.indptr))
+    is_other_L = weight_RI.indices != row_L + first_row
+    row_L, column_L, weight_L = row_L[is_other_L], weight_RI.indices[is_other_L], weight_RI.data[is_other_L]
     order_L = np.lexsort((column_L, -weight_L, row_L))
-    num_columns_B = np.bincount(row_L, minlength=weight_BI.shape[0])
-    index_L = np.arange(len(order_L)) - np.repeat(np.cumsum(num_columns_B) - num_columns_B, num_columns_B)
-    kept = order_L[index_L < MAX_NEIGHBOURS]
-    return csr_array((weight_L[kept], (row_L[kept], column_L[kept])), shape=weight_BI.shape)
+    num_columns_R = np.bincount(row_L, minlength=weight_RI.shape[0])
+    index_L = np.arange(len(order_L)) - np.repeat(np.cumsum(num_columns_R) - num_columns_R, num_columns_R)
+    kept_entries = order_L[index_L < MAX_NEIGHBOURS]
+    return csr_array((weight_L[kept_entries], (row_L[kept_entries], column_L[kept_entries])), shape=weight_RI.shape)

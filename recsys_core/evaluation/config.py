@@ -34,13 +34,13 @@ class ClosedFormConfig(Settings):
         0.5,
         ge=0,
         le=2,
-        description="power of the number of events of a user by which the truncated SVD divides the user's entries",
+        description="power of a user's number of events, by which the truncated SVD divides the user's entries",
     )
     item_exponents: tuple[Annotated[float, Field(ge=0, le=2)], ...] = Field(
         (0.4, 0.3, 0.5),
         min_length=1,
         max_length=20,
-        description="powers of the number of events of an item by which the truncated SVD divides the item's entries, and by "
+        description="powers of an item's number of events, by which the truncated SVD divides the item's entries, and by "
         "which its scores are multiplied. The one with the best NDCG@20 of the validation users is used; without validation "
         "events, the first one",
     )

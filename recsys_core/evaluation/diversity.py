@@ -64,7 +64,7 @@ def item_information(train_count_I: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def gini(top_BK: NDArray[Any], *, num_items: int) -> float:
-    """Return the Gini coefficient of the number of recommendations of each item: 0 if all items are recommended equally often.
+    """Return the Gini coefficient of the recommendations per item: 0 if all items are recommended equally often.
 
     >>> gini(np.array([[0, 1], [2, 3]]), num_items=4), gini(np.array([[0], [0]]), num_items=4)
     (0.0, 0.75)
@@ -73,7 +73,7 @@ def gini(top_BK: NDArray[Any], *, num_items: int) -> float:
 
 
 def gini_of_counts(count_I: NDArray[np.int64]) -> float:
-    """Return the Gini coefficient of the number of recommendations of each item."""
+    """Return the Gini coefficient of the recommendations per item."""
     count_I, num_items = np.sort(count_I), len(count_I)
     rank_I = np.arange(1, num_items + 1)
     return float((2 * rank_I - num_items - 1) @ count_I / (num_items * count_I.sum()))

@@ -72,13 +72,13 @@ class _Results:
 
     def add_validation(self, rankings: Iterable[tuple[HeldOut, Ranking, Ranking]]) -> None:
         """Add the metrics of the model on the validation split, from rankings of the catalogue and of the cold items."""
-        full, cold = self._ranking_metrics("validation"), self._cold_metrics("validation")
+        catalogue_metrics, cold_metrics = self._ranking_metrics("validation"), self._cold_metrics("validation")
         for held_out, ranking, cold_ranking in rankings:
-            full.add(ranking, ranking.target_positions(), known_negatives=held_out.known_negatives)
-            cold.add(cold_ranking)
-        if full.num_targets:
-            self.add(prefixed("validation", full.estimates()))
-        self.add(prefixed("validation/cold", cold.estimates()))
+            catalogue_metrics.add(ranking, ranking.target_positions(), known_negatives=held_out.known_negatives)
+            cold_metrics.add(cold_ranking)
+        if catalogue_metrics.num_targets:
+            self.add(prefixed("validation", catalogue_metrics.estimates()))
+        self.add(prefixed("validation/cold", cold_metrics.estimates()))
 
     def add_ranker(self, ranker: str, rankings: Iterable[tuple[HeldOut, Ranking, Ranking | None]]) -> None:
         """Add all metrics of the model or a baseline on the test split, from its rankings of the catalogue and of cold items.
@@ -86,23 +86,24 @@ class _Results:
         Raises InputError if no test user has a target.
         """
         prefix = "test" if ranker == "model" else f"baseline/{ranker}"
-        full, cold = self._ranking_metrics(prefix), self._cold_metrics(prefix)
+        catalogue_metrics, cold_metrics = self._ranking_metrics(prefix), self._cold_metrics(prefix)
         lists = ListMetrics(self._columns, prefix, k=min(self._config.ks), store=self._store, vectors_RD=self._vectors_RD)
         for held_out, ranking, cold_ranking in rankings:
             targets = ranking.target_positions()
-            full.add(ranking, targets, known_negatives=held_out.known_negatives)
+            catalogue_metrics.add(ranking, targets, known_negatives=held_out.known_negatives)
             lists.add(ranking.top_BK, history_item_L=held_out.history.values_L)
             self._append_users(ranker, targets, held_out=held_out, ranking=ranking)
             if cold_ranking is not None:
-                cold.add(cold_ranking)
-        if not full.num_targets:
+                cold_metrics.add(cold_ranking)
+        if not catalogue_metrics.num_targets:
             raise InputError(
-                f"the users had already seen all {full.num_seen_targets} test targets; set evaluation.exclude_seen to false"
+                f"the users had already seen all {catalogue_metrics.num_seen_targets} test targets; set "
+                "evaluation.exclude_seen to false"
             )
         self.rankers.append(ranker)
-        self.add(prefixed(prefix, full.estimates()))
+        self.add(prefixed(prefix, catalogue_metrics.estimates()))
         self.add(prefixed(prefix, lists.estimates()))
-        self.add(prefixed(f"{prefix}/cold", cold.estimates()))
+        self.add(prefixed(f"{prefix}/cold", cold_metrics.estimates()))
 
     def append_user_metrics(self, ranker: str, targets: TargetPositions, *, held_out: HeldOut) -> None:
         """Append the served metrics of a chunk of users, which `write` writes."""

@@ -78,7 +78,7 @@ def model_rankings(
 ) -> Iterator[tuple[HeldOut, Ranking, Ranking]]:
     """Yield each chunk of users with the model's ranking of the catalogue and of the cold items.
 
-    The rankings are those of the export, or this process ranks if they were made with other settings.
+    The export has written these rankings. If it has none with the settings of the evaluation, this process ranks.
     """
     settings = ranking_settings(config)
     if export.ranking == settings:

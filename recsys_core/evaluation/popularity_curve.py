@@ -63,41 +63,41 @@ def popularity_curve(
     # Without a ranking in the manifest, the query vectors are loaded.
     unranked = export.model_copy(update={"ranking": None})
     held_out = HeldOutSplit("validation", config=config, store=store, export=unranked, interactions=interactions).load()
-    query_BD, item_ID = held_out.queries.query_BD, torch.from_numpy(np.load(export.path("item_vectors.npy")))
+    query_BD, item_vector_ID = held_out.queries.query_BD, torch.from_numpy(np.load(export.path("item_vectors.npy")))
     # The vectors have single precision: a weight of 0.1 must not become a second point next to the 0.1 of `weights`.
     served_weight = float(f"{float(query_BD[0, -1]):.6g}") if spec.config.has_popularity else 0.0
     if spec.config.has_popularity:
-        query_BD, item_ID = query_BD[:, :-1], item_ID[:, :-1]
+        query_BD, item_vector_ID = query_BD[:, :-1], item_vector_ID[:, :-1]
     popularity_I = torch.from_numpy(item_popularity(store.train_count_I))
-    weights = weights or default_weights(query_BD, item_ID=item_ID, popularity_I=popularity_I)
-    item_ID, points = append_popularity(item_ID, popularity_I), []
+    weights = weights or default_weights(query_BD, item_vector_ID=item_vector_ID, popularity_I=popularity_I)
+    item_vector_ID, points = append_popularity(item_vector_ID, popularity_I), []
     for weight in sorted({*weights, served_weight}):
         weighted_BD = append_popularity(query_BD, torch.full((len(query_BD),), weight))
         weighted = replace(held_out, queries=replace(held_out.queries, query_BD=weighted_BD))
-        values = _metrics(config, weighted, item_ID=item_ID, store=store)
+        values = _metrics(config, weighted, item_vector_ID=item_vector_ID, store=store)
         points.append(CurvePoint(weight=weight, is_served=weight == served_weight, metrics=values))
     return points
 
 
-def default_weights(query_BD: Tensor, *, item_ID: Tensor, popularity_I: Tensor) -> list[float]:
+def default_weights(query_BD: Tensor, *, item_vector_ID: Tensor, popularity_I: Tensor) -> list[float]:
     """Return weights around 0. The largest term varies between items half as much as the scores of a query do.
 
-    >>> item_ID, popularity_I = torch.tensor([[0.0], [0.2]]), torch.tensor([0.0, 1.0])
-    >>> default_weights(torch.ones(1, 1), item_ID=item_ID, popularity_I=popularity_I)
+    >>> item_vector_ID, popularity_I = torch.tensor([[0.0], [0.2]]), torch.tensor([0.0, 1.0])
+    >>> default_weights(torch.ones(1, 1), item_vector_ID=item_vector_ID, popularity_I=popularity_I)
     [-0.1, -0.05, -0.02, 0.0, 0.02, 0.05, 0.1]
     """
     sampled = np.unique(np.linspace(0, len(query_BD) - 1, MAX_SAMPLED_QUERIES).astype(np.int64))
-    score_BI = query_BD[torch.from_numpy(sampled)] @ item_ID.T
+    score_BI = query_BD[torch.from_numpy(sampled)] @ item_vector_ID.T
     unit = float(score_BI.std(dim=1).mean() / popularity_I.std().clamp(min=1e-6))
     return [float(f"{multiple * unit:.2g}") for multiple in DEFAULT_MULTIPLES]
 
 
-def _metrics(config: EvaluationConfig, held_out: HeldOut, *, item_ID: Tensor, store: EventStore) -> dict[str, float]:
+def _metrics(config: EvaluationConfig, held_out: HeldOut, *, item_vector_ID: Tensor, store: EventStore) -> dict[str, float]:
     """Return the metrics of a ranking by these vectors."""
     k, train_count_I = min(config.ks), store.train_count_I
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ranking = rank_served(
-        held_out.queries, item_vector_ID=item_ID, order_I=held_out.popularity_order_I, k=k, top_only=True, device=device
+        held_out.queries, item_vector_ID=item_vector_ID, order_I=held_out.popularity_order_I, k=k, top_only=True, device=device
     )
     if not len(ranking.position_T):
         raise InputError("the users had already seen all validation targets; set evaluation.exclude_seen to false")
@@ -121,12 +121,12 @@ def plot_curve(points: Sequence[CurvePoint], *, path: Path) -> Path:
     )
     figure, panels = plots.new_panels(2, title="Weights of item popularity, validation users", size=(6.4, 6.4))
     ndcg = [point.metrics[ndcg_name] for point in points]
-    best = int(np.argmax(ndcg))
+    best_index = int(np.argmax(ndcg))
     for axes, name in zip(panels, (coverage_name, novelty_name), strict=True):
         values = [point.metrics[name] for point in points]
         axes.plot(ndcg, values, color=plots.BLUE, marker="o", markersize=4)
         for index, (point, x, y) in enumerate(zip(points, ndcg, values, strict=True)):
-            place = (6, 3) if index < best else (6, -9)  # the line bends at the best weight
+            place = (6, 3) if index < best_index else (6, -9)  # the line bends at the best weight
             axes.annotate(f"{point.weight:.3g}", (x, y), xytext=place, textcoords="offset points", fontsize=8, color=plots.INK)
             if point.is_served:
                 axes.plot(x, y, color=plots.ORANGE, marker="o", markersize=8, linestyle="none", label="weight of this run")

@@ -46,7 +46,7 @@ class MetricTable(Frozen):
     half_widths: dict[str, tuple[float | None, ...]] = Field(default_factory=dict)
     """Half widths of the confidence intervals, by row."""
     note: str = ""
-    """Number of items and users behind the rows for cold items; empty without such rows."""
+    """Number of items and users behind the rows for cold items; empty if there are no such rows."""
 
     @property
     def interval_note(self) -> str:

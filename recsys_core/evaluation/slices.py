@@ -58,7 +58,7 @@ def user_slices(history_length_U: NDArray[Any], *, user_T: NDArray[Any], median:
 
     New users have no history. Light users have at most as many items as the median of the other users, heavy users have more.
 
-    median: number of items that divides light and heavy users. Default: that of these users.
+    median: number of items that divides light and heavy users. Default: the median of these users.
 
     >>> masks = user_slices(np.array([0, 2, 3, 9]), user_T=np.array([0, 1, 2, 2, 3]))
     >>> {name: np.flatnonzero(mask_T).tolist() for name, mask_T in masks.items()}
@@ -71,7 +71,7 @@ def user_slices(history_length_U: NDArray[Any], *, user_T: NDArray[Any], median:
 
 
 def _median_length(history_length_U: NDArray[Any]) -> float:
-    """Return the median length of the histories that are not empty; 0 without one."""
+    """Return the median length of the histories that are not empty; 0 if all are empty."""
     is_new_U = history_length_U == 0
     return float(np.median(history_length_U[~is_new_U])) if not is_new_U.all() else 0.0
 

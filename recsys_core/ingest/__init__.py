@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from recsys_core.closed_form.config import LogVectors
+from recsys_core.closed_form.config import LogVectorsConfig
 from recsys_core.ingest.features.config import FeaturesConfig
 from recsys_core.ingest.log.config import InteractionsConfig
 from recsys_core.ingest.vectors.config import AnyEmbeddings, EmbeddingsConfig
@@ -28,6 +28,6 @@ class InputConfig:
         return any(entry.source == "parquet" for entry in self.embeddings)
 
     @property
-    def log_vectors(self) -> LogVectors | None:
+    def log_vectors(self) -> LogVectorsConfig | None:
         """The entry whose vectors are computed from the log; None if there is no such entry."""
         return next((entry for entry in self.embeddings if not isinstance(entry, EmbeddingsConfig)), None)

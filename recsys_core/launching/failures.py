@@ -14,11 +14,13 @@ PEER_LOST_PATTERN = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|remote process exited|ncclRemoteError|ncclSystemError|DistNetworkError"
 )
 CAUSES: dict[str, Callable[[RankReport], object]] = {
-    "nightjar error": lambda rank: NIGHTJAR_ERROR_PATTERN.search(rank.traceback),
-    "signal": lambda rank: not rank.traceback and rank.signal not in (None, "SIGTERM"),
-    "exception": lambda rank: not PEER_LOST_PATTERN.search(rank.traceback) and (rank.traceback or not rank.signal),
-    "lost peer": lambda rank: rank.traceback,
-    "terminated": lambda rank: True,
+    "nightjar error": lambda rank_report: NIGHTJAR_ERROR_PATTERN.search(rank_report.traceback),
+    "signal": lambda rank_report: not rank_report.traceback and rank_report.signal not in (None, "SIGTERM"),
+    "exception": lambda rank_report: (
+        not PEER_LOST_PATTERN.search(rank_report.traceback) and (rank_report.traceback or not rank_report.signal)
+    ),
+    "lost peer": lambda rank_report: rank_report.traceback,
+    "terminated": lambda rank_report: True,
 }
 """Cause -> whether it applies to a failed rank, the most likely cause first.
 
@@ -38,36 +40,38 @@ def error_from_failures(failed_hosts: Iterable[HostReport], *, num_hosts: int, f
     """
     failed_hosts = list(failed_hosts)
     rejected_hosts = [host_report for host_report in failed_hosts if host_report.reason]
-    failed_ranks = [(rank, host_report) for host_report in failed_hosts for rank in host_report.failed_ranks]
-    if rejected_hosts and all(_cause(rank) in CONSEQUENCES for rank, _ in failed_ranks):
+    failed_ranks = [(rank_report, host_report) for host_report in failed_hosts for rank_report in host_report.failed_ranks]
+    if rejected_hosts and all(_cause(rank_report) in CONSEQUENCES for rank_report, _ in failed_ranks):
         error_type = LaunchError if all(host_report.retryable for host_report in rejected_hosts) else InputError
         return error_type("\n".join(host_report.reason for host_report in rejected_hosts))
     causes = list(CAUSES)
-    rank, host_report = min(failed_ranks, key=lambda pair: (causes.index(_cause(pair[0])), pair[0].timestamp, pair[0].rank))
-    nightjar_error_match = NIGHTJAR_ERROR_PATTERN.search(rank.traceback)
+    rank_report, host_report = min(
+        failed_ranks, key=lambda pair: (causes.index(_cause(pair[0])), pair[0].timestamp, pair[0].rank)
+    )
+    nightjar_error_match = NIGHTJAR_ERROR_PATTERN.search(rank_report.traceback)
     if nightjar_error_match:
         return (InputError if nightjar_error_match[1] == "InputError" else StageError)(nightjar_error_match[2].strip())
-    rank_name = f"rank {rank.rank} on host {rank.host.name}" if num_hosts > 1 else f"rank {rank.rank}"
-    disk_full_match = DISK_FULL_PATTERN.search(f"{rank.traceback}\n{rank.last_lines}")
+    rank_name = f"rank {rank_report.rank}" + (f" on host {rank_report.host.name}" if num_hosts > 1 else "")
+    disk_full_match = DISK_FULL_PATTERN.search(f"{rank_report.traceback}\n{rank_report.last_lines}")
     if disk_full_match or free_bytes(folder.path) < MIN_STAGE_BYTES:
-        # The quoted line names the full disk, because the folder may be on another disk.
+        # Quote the line that names the full disk: the folder may be on another one.
         quote = f" ({_line_around(disk_full_match)})" if disk_full_match else ""
         return disk_full_error(folder.path, reason=f"the output of {rank_name} does not fit{quote}")
-    end_description = f"signal {rank.signal}" if rank.signal else f"exit code {rank.exit_code}"
-    if rank.traceback:
+    end_description = f"signal {rank_report.signal}" if rank_report.signal else f"exit code {rank_report.exit_code}"
+    if rank_report.traceback:
         end_description = "an exception"
-    message_lines = [f"{rank_name} was the first to fail, with {end_description}{_memory_hint(rank, host_report)}:"]
-    if _cause(rank) == "lost peer":
+    message_lines = [f"{rank_name} was the first to fail, with {end_description}{_memory_hint(rank_report, host_report)}:"]
+    if _cause(rank_report) == "lost peer":
         message_lines.append(
             "(it lost the connection to another rank, and no host reported why the other rank failed: an agent was killed, or "
             "a host is down)"
         )
-    message_lines += [rank.traceback or rank.last_lines or "(no output)", f"logs of all ranks: {folder.path}"]
+    message_lines += [rank_report.traceback or rank_report.last_lines or "(no output)", f"logs of all ranks: {folder.path}"]
     return LaunchError("\n".join(message_lines))
 
 
-def _cause(rank: RankReport) -> str:
-    return next(cause for cause, applies in CAUSES.items() if applies(rank))
+def _cause(rank_report: RankReport) -> str:
+    return next(cause for cause, applies in CAUSES.items() if applies(rank_report))
 
 
 def _line_around(match: re.Match[str]) -> str:
@@ -76,11 +80,11 @@ def _line_around(match: re.Match[str]) -> str:
     return match.string[line_start : None if line_end < 0 else line_end].strip()[:300]
 
 
-def _memory_hint(rank: RankReport, host_report: HostReport) -> str:
+def _memory_hint(rank_report: RankReport, host_report: HostReport) -> str:
     """Describe the memory limit of a rank that was killed or raised an out-of-memory error; empty for other failures."""
     memory_limit = format_gib(host_report.memory_bytes or 0)
     advice = "lower training.batch_size, use fewer ranks per host or more hosts, or raise the limit"
-    if rank.signal == "SIGKILL":
+    if rank_report.signal == "SIGKILL":
         if host_report.oom_kills:
             return (
                 f"; the kernel's out-of-memory killer ended {host_report.oom_kills} of the host's processes at a limit of "
@@ -90,7 +94,7 @@ def _memory_hint(rank: RankReport, host_report: HostReport) -> str:
             f" (possibly out of memory: the memory limit of this host is {memory_limit}; its kernel log, dmesg, shows "
             "out-of-memory kills)"
         )
-    out_of_memory_match = OUT_OF_MEMORY_PATTERN.search(rank.traceback)
+    out_of_memory_match = OUT_OF_MEMORY_PATTERN.search(rank_report.traceback)
     return f"; {out_of_memory_match[0].strip()[:300]}; {advice}" if out_of_memory_match else ""
 
 

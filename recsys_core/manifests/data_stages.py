@@ -241,19 +241,20 @@ class FeatureTableStatistics(Frozen):
 
 
 class FeaturesManifest(Manifest):
-    """Features <side>.<name> with side user, item or context, as arrays in the order of users, items or events.
+    """Features <owner_kind>.<name> with owner kind user, item or context, as arrays in the order of users, items or events.
 
     The owners of a feature are the rows of users.parquet or items.parquet or, for context features, the events of
     event_item.npy. Files per feature:
 
-        <side>.<name>.row.npy: int32 [owners] if each owner has one value (categorical, numeric); int32 [values] for lists.
-        <side>.<name>.offset.npy: int64 [owners + 1], bounds of each list; only for lists.
-        <side>.<name>.weight.npy: float32, one weight per value; only for weighted lists and standardised numbers. For
+        <owner_kind>.<name>.row.npy: int32 [owners] if each owner has one value (categorical, numeric); int32 [values]
+            for lists.
+        <owner_kind>.<name>.offset.npy: int64 [owners + 1], bounds of each list; only for lists.
+        <owner_kind>.<name>.weight.npy: float32, one weight per value; only for weighted lists and standardised numbers. For
             a standardised number, the row is 1 and the weight is the number (-10 to 10). For a missing number, both are 0.
-        <side>.<name>.vocabulary.parquet: columns `value` and `count`; the position of a value is its row. Row 0 has the
+        <owner_kind>.<name>.vocabulary.parquet: columns `value` and `count`; the position of a value is its row. Row 0 has the
             value null and is the row of all values out of vocabulary. Numeric and hashed features do not have this file.
-        <side>.<name>.vector_row.npy: int64, for each row of the embedding table, the row of its pretrained vector in
-            <side>.<name>.vectors.npy (embeddings stage), -1 without a vector. Only if there are vectors of the feature.
+        <owner_kind>.<name>.vector_row.npy: int64, for each row of the embedding table, the row of its pretrained vector in
+            <owner_kind>.<name>.vectors.npy (embeddings stage), -1 without a vector. Only if there are vectors of the feature.
 
     item_titles.parquet has the columns `row` and `title` of the items with a title, if the config names their column.
     item_columns.parquet has the column `row` of each item in the table of items, and the filter columns that the config names.

@@ -166,7 +166,7 @@ class TwoTowerConfig(Settings):
 
     @property
     def tower_dim(self) -> int:
-        """Width of the results of the two towers of one member."""
+        """Width of the vectors that both towers of a member return."""
         return (self.candidate_layers or (self.embedding_dim,))[-1]
 
     @property
@@ -248,9 +248,10 @@ class PackageConfig(Settings):
 
     def require_libraries(self) -> None:
         """Raise InputError if a library for one of the `exports` is not installed."""
-        missing = [library for library in ("onnx", "onnxscript") if "onnx" in self.exports and find_spec(library) is None]
-        if missing:
+        needed_libraries = ("onnx", "onnxscript") if "onnx" in self.exports else ()
+        missing_libraries = [library for library in needed_libraries if find_spec(library) is None]
+        if missing_libraries:
             raise InputError(
-                f"package.exports has onnx, which needs {', '.join(missing)}; install nightjar with the extra onnx, e.g. "
-                'pip install ".[onnx]", or leave onnx out'
+                f"package.exports has onnx, which needs {', '.join(missing_libraries)}; install nightjar with the extra onnx, "
+                'e.g. pip install ".[onnx]", or leave onnx out'
             )

@@ -63,7 +63,7 @@ class SpectralBlockSettings(Settings):
         0.4,
         ge=0,
         le=2,
-        description="exponent of the number of events of an item, by which its vector in a history is divided and its "
+        description="exponent of an item's number of events, by which its vector in a history is divided and its "
         "candidate vector is multiplied. A lower exponent recommends fewer popular items",
     )
     history_length: int = Field(

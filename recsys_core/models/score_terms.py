@@ -50,7 +50,7 @@ class PopularityWeight(nn.Module):
                 self.served_weight = 0.0  # until the export has chosen it
 
     def forward(self, query_BD: Tensor) -> Tensor:
-        """Append the weight: the trained one in training and by default, otherwise the served one. Returns [B, D + 1]."""
+        """Append the trained weight, or 0 without one; outside training, the served weight if it is set. Return [B, D + 1]."""
         weight: Tensor | float = 0.0 if self.training or self.served_weight is None else self.served_weight
         if self.weight is not None and (self.training or self.served_weight is None):
             weight = self.weight

@@ -48,7 +48,7 @@ class SelfAttention(nn.Module):
             position_BH: number of items after each entry, at most the length of the history less 1.
         """
         state_BHD = self.dropout(self.input_norm(item_BHD + self.position(position_BH)))
-        # Padding sees every entry. Otherwise, a row of the attention might be empty, and its softmax NaN.
+        # Padding attends to every entry, so that no row of the mask is empty. No result reads the states of padding.
         is_visible_BHH = (position_BH[:, None, :] >= position_BH[:, :, None]) & is_item_BH[:, None, :]
         is_visible_BHH = is_visible_BHH | ~is_item_BH[:, :, None]
         for block in self.blocks[:-1]:
@@ -72,8 +72,8 @@ class Dropout(nn.Module):
         """Return the values, of which a random part is zero while training."""
         if not self.training or not self.rate:
             return value
-        is_left = torch.rand_like(value, dtype=torch.float32) >= self.rate
-        return value * is_left * (1 / (1 - self.rate))
+        is_kept = torch.rand_like(value, dtype=torch.float32) >= self.rate
+        return value * is_kept * (1 / (1 - self.rate))
 
 
 class Block(nn.Module):
@@ -88,16 +88,16 @@ class Block(nn.Module):
         self.feed_forward = nn.Sequential(nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, dim))
         self.dropout = Dropout(config.hidden_dropout)
 
-    def forward(self, query_BQD: Tensor, state_BHD: Tensor, is_visible_BQH: Tensor) -> Tensor:
-        """Return the new states of the entries `query_BQD`, which attend to the entries `state_BHD`."""
+    def forward(self, entry_BQD: Tensor, state_BHD: Tensor, is_visible_BQH: Tensor) -> Tensor:
+        """Return the new states of the entries `entry_BQD`, which attend to the entries `state_BHD`."""
         normed_BHD = self.attention_norm(state_BHD)
-        normed_BQD = normed_BHD if query_BQD is state_BHD else self.attention_norm(query_BQD)
+        normed_BQD = normed_BHD if entry_BQD is state_BHD else self.attention_norm(entry_BQD)
         key, value = self.key_value(normed_BHD).chunk(2, dim=2)
         score = self._split_heads(self.query(normed_BQD)) @ self._split_heads(key).transpose(2, 3)
         score = (score * self.scale).masked_fill(~is_visible_BQH[:, None], torch.finfo(score.dtype).min)
-        attended = self.attention_dropout(score.softmax(dim=3)) @ self._split_heads(value)
-        query_BQD = query_BQD + self.dropout(self.attended(attended.transpose(1, 2).flatten(2)))
-        state_BQD: Tensor = query_BQD + self.dropout(self.feed_forward(self.feed_forward_norm(query_BQD)))
+        mean_value = self.attention_dropout(score.softmax(dim=3)) @ self._split_heads(value)
+        entry_BQD = entry_BQD + self.dropout(self.attended(mean_value.transpose(1, 2).flatten(2)))
+        state_BQD: Tensor = entry_BQD + self.dropout(self.feed_forward(self.feed_forward_norm(entry_BQD)))
         return state_BQD
 
     def _split_heads(self, vector_BHD: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from recsys_core.models.tables.table_config import (
 )
 
 Side = Literal["query", "item"]
+"""The query tower, or the candidate tower, which reads the tables of the items."""
 
 
 class TableSpec(Frozen):
@@ -85,8 +86,8 @@ class ModelSpec(Frozen):
     tables: dict[str, TableSpec]
     forms: dict[str, FeatureForm] = Field(
         default_factory=dict,
-        description="form of each feature (single, list, weighted_list, number), by user.<name>, item.<name> or "
-        "context.<name>; without ids",
+        description="form of each declared feature (single, list, weighted_list, number), by user.<name>, item.<name> or "
+        "context.<name>; the ids `user` and `item` are not listed",
     )
 
     @classmethod
@@ -113,7 +114,7 @@ class ModelSpec(Frozen):
             config,
             num_users=dataset.interactions.num_users,
             num_items=dataset.interactions.num_items,
-            facts_by_feature=None if features is None else features.features,
+            ingested_by_feature=None if features is None else features.features,
             vector_dim_by_table=dataset.vector_dim_by_table,
             tables=tables,
             has_distillation=loss is not None and loss.distillation is not None,
@@ -127,7 +128,7 @@ class ModelSpec(Frozen):
         *,
         num_users: int,
         num_items: int,
-        facts_by_feature: Mapping[str, IngestedFeature] | None = None,
+        ingested_by_feature: Mapping[str, IngestedFeature] | None = None,
         vector_dim_by_table: Mapping[str, int] | None = None,
         tables: Mapping[str, TableConfig] | None = None,
         has_distillation: bool = False,
@@ -136,13 +137,13 @@ class ModelSpec(Frozen):
         """Return the spec for these sizes, without reading a dataset.
 
         Args:
-            facts_by_feature: ingested features, by user.<name>, item.<name> or context.<name>.
+            ingested_by_feature: ingested features, by user.<name>, item.<name> or context.<name>.
             vector_dim_by_table: width of the pretrained vectors, by table; tables without vectors are not listed.
             tables: settings by table.
             has_distillation: whether the loss has a distillation term.
             optimizer: optimizer of the tables without an `optimizer` setting.
         """
-        facts_by_feature, settings_by_table = facts_by_feature or {}, dict(tables or {})
+        ingested_by_feature, settings_by_table = ingested_by_feature or {}, dict(tables or {})
         vector_dim_by_table = dict(vector_dim_by_table or {})
         num_rows_by_table = {"item": num_items}
         if settings_by_table.get("item", TableConfig()).transfer == "residual":
@@ -151,7 +152,7 @@ class ModelSpec(Frozen):
             num_rows_by_table[TEACHER_TABLE] = num_items
         if config.learn_user_embedding:
             num_rows_by_table["user"] = num_users
-        num_rows_by_table |= {feature_name: facts.num_rows for feature_name, facts in facts_by_feature.items()}
+        num_rows_by_table |= {feature_name: ingested.num_rows for feature_name, ingested in ingested_by_feature.items()}
         check_tables(
             settings_by_table,
             tables=num_rows_by_table.keys() - {TEACHER_TABLE},
@@ -167,7 +168,7 @@ class ModelSpec(Frozen):
             settings_by_table[TEACHER_TABLE] = TableConfig(
                 transfer="frozen", dim=dim, rescale=False, missing_vector_init="zero"
             )
-        forms = {feature_name: feature_form(facts) for feature_name, facts in facts_by_feature.items()}
+        forms = {feature_name: feature_form(ingested) for feature_name, ingested in ingested_by_feature.items()}
         spec_by_table = {}
         for table_name, num_rows in num_rows_by_table.items():
             settings = settings_by_table.get(table_name, TableConfig())

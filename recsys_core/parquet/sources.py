@@ -40,7 +40,7 @@ class Table:
 class Source:
     """A parquet file, local or remote, with its footer, the hive keys in its path, and its entry in a manifest.
 
-    Or a version of a `table`. Its footer is that of its first rows.
+    A source is also a version of a `table`. Its footer then describes only its first rows.
     """
 
     location: Location

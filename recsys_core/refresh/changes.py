@@ -1,4 +1,4 @@
-"""Differences between the items of a package and those of the input tables, and the vectors of new items.
+"""Differences between the items of a package and the items of the input tables, and the vectors of new items.
 
 Shapes: I items of the package, U items of the package and new items, V new items, D width of a vector.
 """
@@ -39,30 +39,30 @@ class Changes:
 
     Attributes:
         kept_row_I: rows of the package's items that stay, ascending. They are the first items of the new package.
-        removed_ids: ids of the other items of the package.
-        columns: item_id, title and filter columns of all items of the new package; the new items are last.
-        source_I: the input tables that have each of these items; see SOURCES_NAME.
-        changed_row_I: rows in `columns` of items that stay, and whose title or filter columns changed.
-        history_VD, vector_VD: vectors of the new items in histories, and their candidate vectors.
+        removed_ids: ids of the removed items of the package.
+        items: item_id, title and filter columns of all items of the new package; the new items are last.
+        source_I: bit flags of the input tables that contain each row of `items`, see SOURCES_NAME.
+        changed_row_I: rows in `items` of items that stay, and whose title or filter columns changed.
+        history_VD, candidate_VD: vectors of the new items in histories, and their candidate vectors.
     """
 
     kept_row_I: NDArray[np.int64]
     removed_ids: pa.Array
-    columns: pa.Table
+    items: pa.Table
     source_I: NDArray[np.uint8]
     changed_row_I: NDArray[np.int64]
     history_VD: NDArray[np.float32]
-    vector_VD: NDArray[np.float32]
+    candidate_VD: NDArray[np.float32]
 
     @property
     def num_added(self) -> int:
         """Number of new items."""
-        return len(self.vector_VD)
+        return len(self.candidate_VD)
 
     @property
     def new_ids(self) -> pa.Array:
         """Ids of the new items."""
-        return self.columns["item_id"].combine_chunks().slice(len(self.kept_row_I))
+        return self.items["item_id"].combine_chunks().slice(len(self.kept_row_I))
 
     @property
     def counts(self) -> dict[str, int]:
@@ -83,20 +83,22 @@ class _CurrentItems:
 
     Attributes:
         vector_row_U: row of each item in the pretrained vectors, -1 for none.
-        has_row_U: whether each item is in the table of items; None without such a table.
+        item_table: the table of items, read for these items; None without such a table.
+        has_row_U: whether each item is in this table; None without a table.
     """
 
     ids: pa.Array
     vector_row_U: NDArray[np.int64]
-    later: LaterItems | None
+    item_table: LaterItems | None
     has_row_U: NDArray[np.bool_] | None
 
 
 def read_changes(inputs: InputConfig, folder: Path, package: PackageDescription, *, scratch_folder: Path) -> Changes:
     """Compare the input tables with a package, and embed the items that the package does not have.
 
-    An item is new if it has a pretrained vector; in a model without such vectors, if it is in the table of items. An item is
-    gone if one of these tables had it when the package was built, and does not have it now. Other items stay.
+    An item that the package lacks is added if it has a pretrained vector or, in a model without pretrained vectors, a row in
+    the table of items. An item is removed if one of these tables had it when the package was built, and does not have it now.
+    Other items stay.
 
     Args:
         folder: folder of the package, which has been verified.
@@ -105,31 +107,40 @@ def read_changes(inputs: InputConfig, folder: Path, package: PackageDescription,
     Raises:
         InputError: the tables are invalid, or do not fit the model of the package.
     """
-    parent = pq.read_table(folder / ITEMS_NAME, columns=["item_id", *(["title"] * package.has_titles), *package.filter_columns])
-    parent_ids = parent["item_id"].combine_chunks()
-    id_type: IdType = "int64" if pa.types.is_integer(parent_ids.type) else "string"
-    vectors = _ingest_vectors(inputs, package, id_type=id_type, folder=scratch_folder / "embeddings")
-    current = _read_tables(inputs, folder, package, parent_ids=parent_ids, vectors=vectors, scratch_folder=scratch_folder)
-    num_items = len(parent_ids)
-    source_U = np.where(current.vector_row_U >= 0, FROM_VECTORS, 0).astype(np.uint8)
-    compared = FROM_VECTORS
-    if current.has_row_U is not None:
-        source_U += np.where(current.has_row_U, FROM_FEATURES, 0).astype(np.uint8)
-        compared += FROM_FEATURES
-    was_in_I = np.load(folder / SOURCES_NAME) & compared
-    is_gone_I = (was_in_I & ~source_U[:num_items]) != 0
-    kept_row_I, new_row_V = np.flatnonzero(~is_gone_I), np.arange(num_items, len(current.ids))
-    columns = join_columns(pa.table({"item_id": current.ids}), () if current.later is None else current.later.column_paths)
-    columns = columns.take(np.concatenate([kept_row_I, new_row_V]))
-    history_VD, vector_VD = _embed(folder, package, vectors=vectors, current=current, new_row_V=new_row_V)
+    package_items = pq.read_table(
+        folder / ITEMS_NAME, columns=["item_id", *(["title"] * package.has_titles), *package.filter_columns]
+    )
+    package_ids = package_items["item_id"].combine_chunks()
+    id_type: IdType = "int64" if pa.types.is_integer(package_ids.type) else "string"
+    vectors_manifest = _ingest_vectors(inputs, package, id_type=id_type, folder=scratch_folder / "embeddings")
+    current_items = _read_tables(
+        inputs, folder, package, package_ids=package_ids, vectors_manifest=vectors_manifest, scratch_folder=scratch_folder
+    )
+    num_items = len(package_ids)
+    source_U = np.where(current_items.vector_row_U >= 0, FROM_VECTORS, 0).astype(np.uint8)
+    compared_sources = FROM_VECTORS
+    if current_items.has_row_U is not None:
+        source_U += np.where(current_items.has_row_U, FROM_FEATURES, 0).astype(np.uint8)
+        compared_sources += FROM_FEATURES
+    old_source_I = np.load(folder / SOURCES_NAME) & compared_sources
+    is_removed_I = (old_source_I & ~source_U[:num_items]) != 0
+    kept_row_I, new_row_V = np.flatnonzero(~is_removed_I), np.arange(num_items, len(current_items.ids))
+    items = join_columns(
+        pa.table({"item_id": current_items.ids}),
+        () if current_items.item_table is None else current_items.item_table.column_paths,
+    )
+    items = items.take(np.concatenate([kept_row_I, new_row_V]))
+    history_VD, candidate_VD = _embed(
+        folder, package, vectors_manifest=vectors_manifest, current_items=current_items, new_row_V=new_row_V
+    )
     return Changes(
         kept_row_I=kept_row_I,
-        removed_ids=parent_ids.filter(pa.array(is_gone_I)),
-        columns=columns,
+        removed_ids=package_ids.filter(pa.array(is_removed_I)),
+        items=items,
         source_I=source_U[np.concatenate([kept_row_I, new_row_V])],
-        changed_row_I=np.flatnonzero(_differs(parent.take(kept_row_I), columns.slice(0, len(kept_row_I)))),
+        changed_row_I=np.flatnonzero(_differs(package_items.take(kept_row_I), items.slice(0, len(kept_row_I)))),
         history_VD=history_VD,
-        vector_VD=vector_VD,
+        candidate_VD=candidate_VD,
     )
 
 
@@ -176,12 +187,12 @@ def _read_tables(
     folder: Path,
     package: PackageDescription,
     *,
-    parent_ids: pa.Array,
-    vectors: EmbeddingsManifest | None,
+    package_ids: pa.Array,
+    vectors_manifest: EmbeddingsManifest | None,
     scratch_folder: Path,
 ) -> _CurrentItems:
     """Read the table of items, and find the new items."""
-    id_type: IdType = "int64" if pa.types.is_integer(parent_ids.type) else "string"
+    id_type: IdType = "int64" if pa.types.is_integer(package_ids.type) else "string"
     table = None
     if inputs.features is not None and inputs.features.items is not None:
         table = LaterItemTable(
@@ -197,8 +208,8 @@ def _read_tables(
             f"features.items: the served model reads {shown_names([*package.item_features])}, but the config has no table of "
             f"items; go back to the former config, or {_FIX}"
         )
-    if vectors is not None:
-        available_ids = pq.read_table(vectors.ids_path("item"))["id"].combine_chunks()
+    if vectors_manifest is not None:
+        available_ids = pq.read_table(vectors_manifest.ids_path("item"))["id"].combine_chunks()
     elif table is not None:
         available_ids = table.ids(folder=scratch_folder / "ids")
     else:
@@ -206,38 +217,38 @@ def _read_tables(
             "the served model reads neither vectors nor features of items, so it cannot embed an item without events; add "
             f"embeddings or features.items, and {_FIX}"
         )
-    available_ids = available_ids.cast(parent_ids.type)
-    new_ids = available_ids.filter(pc.invert(pc.is_in(available_ids, value_set=parent_ids)))
-    item_ids = pa.concat_arrays([parent_ids, new_ids.take(pc.sort_indices(new_ids))])
+    available_ids = available_ids.cast(package_ids.type)
+    new_ids = available_ids.filter(pc.invert(pc.is_in(available_ids, value_set=package_ids)))
+    item_ids = pa.concat_arrays([package_ids, new_ids.take(pc.sort_indices(new_ids))])
     vector_row_U = np.full(len(item_ids), -1, np.int64)
-    if vectors is not None:
+    if vectors_manifest is not None:
         vector_row_U = pc.fill_null(pc.index_in(item_ids, value_set=available_ids), -1).to_numpy().astype(np.int64)
     if table is None:
         return _CurrentItems(item_ids, vector_row_U, None, None)
-    later = table.read(item_ids, vocabulary_folder=folder, folder=scratch_folder / "features")
+    item_table = table.read(item_ids, vocabulary_folder=folder, folder=scratch_folder / "features")
     has_row_U = np.zeros(len(item_ids), np.bool_)
-    has_row_U[pq.read_table(later.row_path, columns=["row"])["row"].to_numpy()] = True
-    return _CurrentItems(item_ids, vector_row_U, later, has_row_U)
+    has_row_U[pq.read_table(item_table.row_path, columns=["row"])["row"].to_numpy()] = True
+    return _CurrentItems(item_ids, vector_row_U, item_table, has_row_U)
 
 
 def _embed(
     folder: Path,
     package: PackageDescription,
     *,
-    vectors: EmbeddingsManifest | None,
-    current: _CurrentItems,
+    vectors_manifest: EmbeddingsManifest | None,
+    current_items: _CurrentItems,
     new_row_V: NDArray[np.int64],
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return the vectors of the new items in histories, and their candidate vectors."""
     model = CandidateModel.load(folder / CANDIDATE_NAME, package.model)
-    vector_VD = None
-    if vectors is not None:
-        vector_VD = np.load(vectors.vectors_path("item"), mmap_mode="r")[current.vector_row_U[new_row_V]]
-    features = FeatureStore({}) if current.later is None else current.later.features
-    history_VD, candidate_VD = model.encode(vector_VD, features, new_row_V)
+    pretrained_VD = None
+    if vectors_manifest is not None:
+        pretrained_VD = np.load(vectors_manifest.vectors_path("item"), mmap_mode="r")[current_items.vector_row_U[new_row_V]]
+    features = FeatureStore({}) if current_items.item_table is None else current_items.item_table.features
+    history_VD, candidate_VD = model.encode(pretrained_VD, features, new_row_V)
     is_finite_V = np.isfinite(candidate_VD).all(axis=1) & np.isfinite(history_VD).all(axis=1)
     if not is_finite_V.all():
-        item_id = current.ids[int(new_row_V[int(is_finite_V.argmin())])].as_py()
+        item_id = current_items.ids[int(new_row_V[int(is_finite_V.argmin())])].as_py()
         raise StageError(f"item {item_id!r}: the candidate tower gives a vector that is not finite; correct its vector")
     return history_VD, candidate_VD
 

@@ -174,7 +174,7 @@ def _recalls(
 
 
 def _user_queries(retriever: Retriever) -> NDArray[np.float32]:
-    """Return the query vectors of stored users, [B, D]. If no users are stored, return those of the golden queries."""
+    """Return the query vectors of stored users, or of the golden queries if no users are stored, [B, D]."""
     if not len(retriever.user_ids):
         return golden_vectors(retriever)
     user_ids = retriever.user_ids.ids(_sample(np.arange(len(retriever.user_ids))))

@@ -46,7 +46,7 @@ def refresh_package(parent: PackageContents, changes: Changes, *, parent_folder:
         parent_folder: folder of the parent package, whose contents are `parent`.
     """
     package = parent.package
-    spec = _with_items(package.model, changes.columns.num_rows)
+    spec = _with_items(package.model, changes.items.num_rows)
     stage = StageFolder(folder, PackageManifest, fingerprint=fingerprint_of("refresh", package, changes.counts))
     with stage.writing(min_bytes=sum(path.stat().st_size for path in parent_folder.iterdir())) as output_folder:
         package_folder = output_folder / "package"
@@ -58,7 +58,7 @@ def refresh_package(parent: PackageContents, changes: Changes, *, parent_folder:
         write_index(kind, item_vector_ID, [package_folder / name for name in package.index_names])
         write_items(
             package_folder / ITEMS_NAME,
-            columns=changes.columns,
+            columns=changes.items,
             item_vector_ID=item_vector_ID,
             space_id=package.space_id,
             precision=package.item_vectors,
@@ -81,8 +81,8 @@ def refresh_package(parent: PackageContents, changes: Changes, *, parent_folder:
                 "model": spec,
                 "index_parameters": kind.model_dump(exclude={"kind"}),
                 "max_k": spec.num_items,
-                "filter_columns": tuple(name for name in changes.columns.column_names if name not in RESERVED_ITEM_COLUMNS),
-                "has_titles": "title" in changes.columns.column_names,
+                "filter_columns": tuple(name for name in changes.items.column_names if name not in RESERVED_ITEM_COLUMNS),
+                "has_titles": "title" in changes.items.column_names,
             }
         )
         complete_package(package_folder, description)
@@ -95,7 +95,7 @@ def refresh_package(parent: PackageContents, changes: Changes, *, parent_folder:
 
 def refreshed_vectors(parent: PackageContents, changes: Changes) -> NDArray[np.float32]:
     """Return the item vectors of the refreshed package, [I, D]: first the items of the parent, then the new items."""
-    return np.concatenate([stored_vectors(parent, changes.kept_row_I), changes.vector_VD])
+    return np.concatenate([stored_vectors(parent, changes.kept_row_I), changes.candidate_VD])
 
 
 def stored_vectors(contents: PackageContents, item_row_L: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -139,7 +139,7 @@ def _with_history_items(parent: PackageContents, spec: ModelSpec, changes: Chang
 def _popularity(parent: PackageContents, changes: Changes, new_row_I: NDArray[np.int32]) -> Mapping[str, NDArray[Any]]:
     """Return the items by popularity and their shares, by file name. New items are last."""
     popular_row_I = new_row_I[parent.popularity.item_row_I]
-    added_rows = np.arange(len(changes.kept_row_I), changes.columns.num_rows, dtype=np.int32)
+    added_rows = np.arange(len(changes.kept_row_I), changes.items.num_rows, dtype=np.int32)
     share_I = parent.popularity.share_I[popular_row_I >= 0]
     return {
         "popularity.npy": np.concatenate([popular_row_I[popular_row_I >= 0], added_rows]),

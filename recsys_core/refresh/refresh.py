@@ -90,7 +90,7 @@ def write_delta(path: Path, changes: Changes, contents: PackageContents) -> None
     # Not a list of fixed size, because pyarrow cannot read such a column with nulls.
     offsets = np.arange(len(row_L) + 1, dtype=np.int32) * vector_LD.shape[1]
     vectors = pa.ListArray.from_arrays(offsets, pa.array(vector_LD.reshape(-1)))
-    upserts = changes.columns.take(row_L).append_column("vector", vectors)
+    upserts = changes.items.take(row_L).append_column("vector", vectors)
     removed_ids = changes.removed_ids.cast(upserts["item_id"].type)
     deletes = pa.table({"item_id": removed_ids})
     operations = ["upsert"] * len(row_L) + ["delete"] * len(removed_ids)

@@ -30,7 +30,7 @@ _Rescore = Annotated[
         ge=0,
         le=1_000,
         description="number of candidates per requested item whose scores are computed again from vectors in half precision. "
-        "The index then holds these vectors too. With `0`, the scores are those of the compressed vectors. Default: "
+        "The index then holds these vectors too. With `0`, the scores are computed from the compressed vectors. Default: "
         "2, 4, 8 or 16, whichever reaches `index.recall_target` with the least latency",
     ),
 ]
@@ -80,14 +80,14 @@ class CompressedIvf(Ivf):
         vectors = faiss.IndexScalarQuantizer(dim, faiss.ScalarQuantizer.QT_fp16, faiss.METRIC_INNER_PRODUCT)
         return faiss.IndexRefine(index, vectors)
 
-    def search_ladders(self, depth: int) -> Iterator[list[Self]]:
+    def search_variants(self, depth: int) -> Iterator[list[Self]]:
         """Yield the numbers of searched cells, for each value of an empty `rescore`.
 
-        >>> [[(variant.nprobe, variant.rescore) for variant in ladder] for ladder in PqFastScan(nlist=2).search_ladders(10)]
+        >>> [[(variant.nprobe, variant.rescore) for variant in series] for series in PqFastScan(nlist=2).search_variants(10)]
         [[(1, 2), (2, 2)], [(1, 4), (2, 4)], [(1, 8), (2, 8)], [(1, 16), (2, 16)]]
         """
         for rescore in RESCORE_FACTORS if self.rescore is None else (self.rescore,):
-            yield from super(CompressedIvf, self.model_copy(update={"rescore": rescore})).search_ladders(depth)
+            yield from super(CompressedIvf, self.model_copy(update={"rescore": rescore})).search_variants(depth)
 
     def search_parameters(self, depth: int, selector: Any = None) -> Any:
         """Return nprobe, the selector and `rescore`."""
@@ -111,7 +111,7 @@ class CompressedIvf(Ivf):
 class IvfSq8(CompressedIvf):
     """Cells of vectors with one byte per value."""
 
-    has_vectors: ClassVar[bool] = True
+    has_readable_vectors: ClassVar[bool] = True
 
     kind: Literal["ivf_sq8"] = Field("ivf_sq8", description="search of the nearest cells of vectors with one byte per value")
 
@@ -217,7 +217,7 @@ class IvfPq(ProductQuantized):
         return index
 
     def num_training_vectors(self) -> int:
-        """Return the size of the larger of two samples: for the k-means of the cells, and for that of the sub-vectors."""
+        """Return the size of the larger sample: for the k-means of the cells, or for the k-means of the sub-vectors."""
         return max(super().num_training_vectors(), MAX_VECTORS_PER_CENTROID << self.pq_nbits)
 
     def builds_on_gpu(self) -> bool:

@@ -83,8 +83,9 @@ class IndexConfig(Settings):
         >>> [IndexConfig(shards="auto").num_shards(index, **hundred_million) for index in (Flat(), Hnsw())]
         [7, 13]
         """
-        wanted = -(-index.min_bytes(num_items=num_items, dim=dim) // MAX_SHARD_BYTES) if self.shards == "auto" else self.shards
-        return min(wanted, num_items)
+        if self.shards != "auto":
+            return min(self.shards, num_items)
+        return min(-(-index.min_bytes(num_items=num_items, dim=dim) // MAX_SHARD_BYTES), num_items)
 
     def result_settings(self) -> dict[str, Any]:
         """Return the settings that change the result. With one shard, they are those of a config without the setting."""

@@ -23,7 +23,7 @@ class IndexKind(Settings):
     The settings of a kind except `kind` are integers. They are the parameters of an IndexReport and of package.json.
     """
 
-    has_vectors: ClassVar[bool] = False
+    has_readable_vectors: ClassVar[bool] = False
     """Whether the vectors of items can be read from the index, with a precision of at least one byte per value."""
 
     def problem(self, dim: int) -> str | None:
@@ -34,11 +34,11 @@ class IndexKind(Settings):
         """Return the settings with all build parameters. Search parameters may stay empty, because they are tuned."""
         return self
 
-    def search_ladders(self, depth: int) -> Iterator[list[Self]]:
-        """Yield ladders: lists of settings with increasing recall and latency of a search for `depth` items.
+    def search_variants(self, depth: int) -> Iterator[list[Self]]:
+        """Yield series of variants of these settings, with increasing recall and latency of a search for `depth` items.
 
-        A parameter that the user has set does not vary. An index with one search parameter has one ladder. A second parameter
-        gives a ladder for each of its values.
+        A parameter that the user has set does not vary. An index with one search parameter has one series. A second parameter
+        gives a series for each of its values.
         """
         yield [self]
 
@@ -67,7 +67,7 @@ class IndexKind(Settings):
         return False
 
     def uses_one_thread(self, num_items: int) -> bool:
-        """Return whether one thread adds the vectors, because the index depends on the timing of the threads otherwise."""
+        """Return whether one thread adds the vectors. With several threads, the index depends on their timing."""
         return False
 
     def search_parameters(self, depth: int, selector: Any = None) -> Any:

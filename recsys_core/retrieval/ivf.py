@@ -62,10 +62,10 @@ class Ivf(IndexKind):
         assert self.nlist is not None, "the settings are not fitted to a catalogue"
         return self.nlist
 
-    def search_ladders(self, depth: int) -> Iterator[list[Self]]:
+    def search_variants(self, depth: int) -> Iterator[list[Self]]:
         """Yield one list of settings with nprobe 1, 2, 3, 4, 6, 8, 12, ... and all cells. A configured nprobe is the only one.
 
-        >>> [[variant.nprobe for variant in ladder] for ladder in IvfFlat(nlist=30).search_ladders(10)]
+        >>> [[variant.nprobe for variant in series] for series in IvfFlat(nlist=30).search_variants(10)]
         [[1, 2, 3, 4, 6, 8, 12, 16, 24, 30]]
         """
         sizes = [1, *(size for exponent in range(1, 20) for size in (1 << exponent, 3 << (exponent - 1)))]
@@ -92,7 +92,7 @@ class Ivf(IndexKind):
 class IvfFlat(Ivf):
     """An IVF index that stores the vectors of each cell without compression."""
 
-    has_vectors: ClassVar[bool] = True
+    has_readable_vectors: ClassVar[bool] = True
 
     kind: Literal["ivf_flat"] = Field("ivf_flat", description="search of the nearest cells of vectors (IVF)")
 

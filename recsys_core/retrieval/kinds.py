@@ -24,13 +24,13 @@ MAX_SINGLE_THREAD_ITEMS = 100_000
 MIN_EF_SEARCH = 8
 """Smallest size of the candidate list; also the size if ef_search is not set and the search is not deeper."""
 EF_SEARCH_PER_HALF_DEPTH = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Tested sizes of the candidate list, divided by half the search depth: 2 is the depth itself, 64 is 32 times the depth."""
+"""Tested list sizes in units of depth / 2, so 2 means `depth` and 64 means 32 * `depth`."""
 
 
 class Flat(IndexKind):
     """Exact search: every query is compared with every vector."""
 
-    has_vectors: ClassVar[bool] = True
+    has_readable_vectors: ClassVar[bool] = True
 
     kind: Literal["flat"] = Field("flat", description="exact search, which compares every query with all vectors")
 
@@ -46,7 +46,7 @@ class Flat(IndexKind):
 class Hnsw(IndexKind):
     """Search of a graph that links each vector to similar vectors."""
 
-    has_vectors: ClassVar[bool] = True
+    has_readable_vectors: ClassVar[bool] = True
 
     kind: Literal["hnsw"] = Field("hnsw", description="search of a graph that links similar vectors (HNSW)")
     hnsw_m: int = Field(32, ge=4, le=1_024, description="number of links per node of an HNSW index (M)")
@@ -61,10 +61,10 @@ class Hnsw(IndexKind):
         "that reaches `index.recall_target`",
     )
 
-    def search_ladders(self, depth: int) -> Iterator[list[Self]]:
-        """Yield one ladder: candidate lists of `depth` to 32 * `depth` items. If ef_search is set, yield only this size.
+    def search_variants(self, depth: int) -> Iterator[list[Self]]:
+        """Yield one series: candidate lists of `depth` to 32 * `depth` items. If ef_search is set, yield only this size.
 
-        >>> [[variant.ef_search for variant in ladder] for ladder in Hnsw().search_ladders(100)]
+        >>> [[variant.ef_search for variant in series] for series in Hnsw().search_variants(100)]
         [[100, 150, 200, 300, 400, 600, 800, 1200, 1600, 2400, 3200]]
         """
         sizes = [max(depth, MIN_EF_SEARCH) * factor // 2 for factor in EF_SEARCH_PER_HALF_DEPTH]

@@ -26,7 +26,8 @@ MIN_MEASURED_S, MAX_REPEATS = 0.2, 3
 """A shorter search is repeated, and the fastest counts. Other processes disturb short durations most."""
 
 MIN_RECALL_GAIN = 0.001
-"""A ladder ends where a doubled search gains less. A target above it is out of reach, for example of compressed vectors."""
+"""Smallest gain of recall by a search with twice the work. A series of variants ends where the gain is smaller: a higher
+target is out of reach, for example of compressed vectors."""
 
 
 @dataclass(frozen=True)
@@ -73,28 +74,28 @@ def tune(
 
     The points are empty if there is one setting only. If no setting reaches the target, return the one with the highest recall.
     """
-    ladders: list[list[AnyIndexKind]] = [[*ladder] for ladder in kind.search_ladders(queries.exact_row_BK.shape[1])]
-    if sum(map(len, ladders)) == 1:
-        return ladders[0][0], ()
-    tried: list[tuple[AnyIndexKind, SearchPoint]] = []
-    chosen: tuple[AnyIndexKind, SearchPoint] | None = None
-    for ladder in ladders:
+    all_series: list[list[AnyIndexKind]] = [[*series] for series in kind.search_variants(queries.exact_row_BK.shape[1])]
+    if sum(map(len, all_series)) == 1:
+        return all_series[0][0], ()
+    measured_pairs: list[tuple[AnyIndexKind, SearchPoint]] = []
+    best_pair: tuple[AnyIndexKind, SearchPoint] | None = None
+    for series in all_series:
         recalls: list[float] = []
-        for variant in ladder:
+        for variant in series:
             point = queries.measure(index, variant)
-            tried.append((variant, point))
+            measured_pairs.append((variant, point))
             recalls.append(point.recall)
-            is_slower = chosen is not None and point.ms_per_query >= chosen[1].ms_per_query
+            is_slower = best_pair is not None and point.ms_per_query >= best_pair[1].ms_per_query
             if point.recall >= recall_target and not is_slower:
-                chosen = variant, point
+                best_pair = variant, point
             if point.recall >= recall_target or is_slower or _is_flat(recalls):
                 break
-    chosen = chosen or max(tried, key=lambda pair: pair[1].recall)
-    return chosen[0], tuple(point for _, point in tried)
+    best_pair = best_pair or max(measured_pairs, key=lambda pair: pair[1].recall)
+    return best_pair[0], tuple(point for _, point in measured_pairs)
 
 
 def _is_flat(recalls: Sequence[float]) -> bool:
-    """Return whether the last two steps of a ladder, which double the work of a search, gained less than MIN_RECALL_GAIN."""
+    """Return whether the last two steps of a series, which double the work of a search, gained less than MIN_RECALL_GAIN."""
     return len(recalls) > 2 and recalls[-3] > 0 and recalls[-1] - recalls[-3] < MIN_RECALL_GAIN
 
 

@@ -146,7 +146,7 @@ def stored_vectors(index: Any) -> ShardVectors | None:
 
 
 def _stored_array(shard: Any) -> NDArray[np.float32] | None:
-    """Return the array with the whole vectors of a shard in its memory, by position; None without such an array."""
+    """Return the array with the whole vectors of a shard in its memory, by position; None if the shard has none."""
     inner_index = faiss.downcast_index(shard.index)
     storage = faiss.downcast_index(inner_index.storage) if hasattr(inner_index, "storage") else inner_index
     if not isinstance(storage, faiss.IndexFlat):

@@ -183,7 +183,7 @@ def _read_items(path: Path, package: PackageDescription) -> ItemTable:
         items = ItemTable(path, filter_columns=package.filter_columns, has_titles=package.has_titles)
     if items.has_vectors != (package.item_vectors != "none"):
         raise _mismatch(path, "vectors" if items.has_vectors else "no vectors", f"vectors of precision {package.item_vectors}")
-    if not (items.has_vectors or package.index.has_vectors):
+    if not (items.has_vectors or package.index.has_readable_vectors):
         raise StageError(
             f"{path}: the file has no vectors, and they cannot be read from an index {package.index_kind}; set "
             "package.item_vectors to fp16 or fp32, and package the model again"

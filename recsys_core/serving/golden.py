@@ -152,5 +152,6 @@ def _requests(retriever: "Retriever") -> list[dict[str, Any]]:
 
 def _spread(ids: IdMap) -> Sequence[Id]:
     """Return NUM_QUERIES ids, from the first to the last one."""
-    chosen: list[Id] = ids.ids(np.unique(np.linspace(0, len(ids) - 1, NUM_QUERIES).astype(np.int64))).tolist()
-    return chosen
+    rows = np.unique(np.linspace(0, len(ids) - 1, NUM_QUERIES).astype(np.int64))
+    spread_ids: list[Id] = ids.ids(rows).tolist()
+    return spread_ids

@@ -101,7 +101,7 @@ class ItemTable:
         return list(self._filters.column_names)
 
     def titles(self, item_row_L: NDArray[np.int64]) -> list[str | None]:
-        """Return the title of each item; None for an item without one."""
+        """Return the title of each item; None for an item without a title."""
         if self._titles is None:
             return [None] * len(item_row_L)
         titles: list[str | None] = self._titles.take(pa.array(item_row_L)).to_pylist()

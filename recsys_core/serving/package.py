@@ -291,12 +291,12 @@ def _write_candidate_model(folder: Path, spec: ModelSpec, export: ExportManifest
 
 
 def _block_arrays(export: ExportManifest) -> BlockArrays | None:
-    """Return the arrays of the spectral block; None for a model without one."""
+    """Return the arrays of the spectral block; None if the model has no block."""
     if BLOCK_MAPS_FILE not in export.files:
         return None
     maps = load_file(export.path(BLOCK_MAPS_FILE))
     return BlockArrays(
-        history_IM=np.load(export.path(BLOCK_HISTORY_FILE), mmap_mode="c"),
+        history_factor_IM=np.load(export.path(BLOCK_HISTORY_FILE), mmap_mode="c"),
         query_map=maps["query_map"],
         similar_map=maps["similar_map"],
     )

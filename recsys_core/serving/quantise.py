@@ -120,7 +120,7 @@ Table = FloatTable | IntegerTable
 class BlockArrays(NamedTuple):
     """The spectral block of an exported model: the item vectors in histories [I, M], and the matrices of SpectralBlock."""
 
-    history_IM: NDArray[np.float32]
+    history_factor_IM: NDArray[np.float32]
     query_map: Tensor
     similar_map: Tensor
 
@@ -278,7 +278,7 @@ def build_tower(
     }
     if tower.block is not None:
         assert block is not None
-        weights_by_table[BLOCK_TABLE] = block.history_IM
+        weights_by_table[BLOCK_TABLE] = block.history_factor_IM
         tower.block.query_map.copy_(block.query_map)
         tower.block.similar_map.copy_(block.similar_map)
     for table_name, table in tower.tables.items():

@@ -91,7 +91,7 @@ class Checkpointer:
         self._folder, self._fingerprint, self._attempt_number = folder, fingerprint, attempt_number
         self._keep_checkpoints, self._text_by_extra_file = keep_checkpoints, text_by_extra_file
         self._heartbeat, self._process = heartbeat, process
-        # A separate process group: in the default group the background thread's messages would mix with those of the training.
+        # A separate process group: in the default group, messages of the background thread and of the training would mix.
         process_group = dist.new_group(backend="gloo")
         assert isinstance(process_group, dist.ProcessGroup)  # every rank is a member
         self._process_group = process_group
@@ -145,8 +145,8 @@ class Checkpointer:
             return
         for file_name, text in self._text_by_extra_file.items():
             (staging_folder / file_name).write_text(text)
-        # If this step already has a checkpoint, it is damaged or belongs to other settings: otherwise training would have
-        # resumed from it.
+        # If this step already has a checkpoint, it is damaged or belongs to other settings, because training did not resume
+        # from it.
         shutil.rmtree(checkpoint_folder, ignore_errors=True)
         with heartbeat_thread(self._heartbeat.path.touch, interval_s=HEARTBEAT_INTERVAL_S):
             commit_folder(

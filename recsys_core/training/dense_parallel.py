@@ -62,8 +62,9 @@ def is_sharded(mode: DenseParallel, *, num_parameters: int, world_size: int) -> 
 def shard_layers(head: RetrievalHead, *, mode: DenseParallel, device: torch.device) -> set[str]:
     """Collective. Shard the weights of the towers' layers if `mode` requires it.
 
-    The weights of the pooling and the temperature are small and stay replicated. With bf16, autocast keeps a rounded copy of
-    the gathered weights in memory until the backward pass.
+    `head.query` is the query tower, and `head.item` the candidate tower. The weights of the pooling and the temperature are
+    small and stay replicated. With bf16, autocast keeps a rounded copy of the gathered weights in memory until the backward
+    pass.
 
     Returns:
         Names of the sharded parameters, which DDP has to ignore.

@@ -105,7 +105,7 @@ def _dense_optimizer(dense_parameter_by_name: dict[str, Tensor], optimizer_confi
     optimizer = KeyedOptimizerWrapper(dense_parameter_by_name, build)
     if optimizer_config.gradient_clip_norm is None:
         return optimizer
-    # torch needs the process groups of the sharded parameters: otherwise the norm would cover only this rank's part of them.
+    # torch needs the process groups of the sharded parameters. Without them, the norm covers only this rank's part.
     process_groups_by_parameter = {
         parameter: [parameter.device_mesh.get_group()]
         for parameter in dense_parameter_by_name.values()

@@ -69,8 +69,8 @@ class TemperatureTrials(Frozen):
     def with_trial(self, temperature: float, *, metric: float) -> "TemperatureTrials":
         """Return the trials with one more, and the temperature with the best metric."""
         metric_by_temperature = self.metric_by_temperature | {f"{temperature:g}": metric}
-        best = max(metric_by_temperature, key=metric_by_temperature.__getitem__)
-        return TemperatureTrials(temperature=float(best), metric_by_temperature=metric_by_temperature)
+        best_temperature = max(metric_by_temperature, key=metric_by_temperature.__getitem__)
+        return TemperatureTrials(temperature=float(best_temperature), metric_by_temperature=metric_by_temperature)
 
 
 def _first_epoch(job: TrainJob, *, temperature: float, train: Callable[[TrainJob], object]) -> float:

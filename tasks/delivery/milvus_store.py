@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from recsys_core.config import Folder
+from recsys_core.config import LocalFile
 from recsys_core.errors import InputError, shown
 from tasks.delivery.vector_store import ServerUrl, StoreSettings, VectorStore
 
@@ -38,7 +38,7 @@ class MilvusSettings(StoreSettings):
         description=f"address of a server, without credentials. A token or `user:password` is read from the environment "
         f"variable `{TOKEN_VARIABLE}`. Default: `file` is used",
     )
-    file: Folder | None = Field(
+    file: LocalFile | None = Field(
         None,
         description="path of Milvus Lite, which ends in `.db`. One process at a time can open it. Default: `url` is used",
     )
@@ -96,7 +96,7 @@ class _Milvus:
             if not _FIELD_NAME.fullmatch(field.name):
                 raise InputError(
                     f"{self._settings.location}: the filter column {shown(field.name)} is no name of a Milvus field, which has "
-                    "letters, digits and _; rename the column in the file of the items"
+                    "letters, digits and _, and does not start with a digit; rename the column in the item file"
                 )
             options: dict[str, Any] = {"is_primary": True} if field.name == "item_id" else {"nullable": True}
             if field.name == "vector":
@@ -107,7 +107,7 @@ class _Milvus:
             milvus_schema.add_field(field.name, data_type, **options)
         index = self._client.prepare_index_params()
         index.add_index("vector", index_type="FLAT" if self._settings.is_exact else "HNSW", metric_type="IP", params={})
-        # A server may answer from before the last insert otherwise. Milvus Lite always sees it, and rejects "Strong".
+        # With a weaker level, a server may not see the last insert yet. Milvus Lite always sees it, and rejects "Strong".
         consistency = {} if self._settings.url is None else {"consistency_level": "Strong"}
         self._client.create_collection(collection, schema=milvus_schema, index_params=index, **consistency)
 

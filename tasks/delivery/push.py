@@ -66,7 +66,7 @@ def push(retriever: Retriever, settings: AnyStore, *, model_name: str) -> Pushed
             if served != collection:
                 store.switch(alias, collection)
                 former, served = served, collection
-                _drop_older(store, alias, kept={collection, former})
+                _drop_older(store, alias, kept_collections={collection, former})
     except StageError as error:
         raise StageError(
             f"{error}; the alias {alias} names {served or 'no collection'}. Repeat the push with `nightjar push` after the "
@@ -75,10 +75,10 @@ def push(retriever: Retriever, settings: AnyStore, *, model_name: str) -> Pushed
     return Pushed(settings.location, alias, collection, len(retriever.item_ids), overlap, num_loaded)
 
 
-def _drop_older(store: VectorStore, alias: str, *, kept: set[str | None]) -> None:
+def _drop_older(store: VectorStore, alias: str, *, kept_collections: set[str | None]) -> None:
     name_pattern = re.compile(rf"{re.escape(alias)}_v[0-9a-f]+_[0-9a-f]{{16}}")
     for collection in store.collections():
-        if name_pattern.fullmatch(collection) and collection not in kept:
+        if name_pattern.fullmatch(collection) and collection not in kept_collections:
             store.drop(collection)
 
 

@@ -113,10 +113,10 @@ class StoreSettings(Settings):
 
     def require_libraries(self) -> None:
         """Raise InputError if a library of the kind is not installed."""
-        if missing := [library for library in self.libraries if find_spec(library) is None]:
+        if missing_libraries := [library for library in self.libraries if find_spec(library) is None]:
             raise InputError(
-                f"delivery.stores: {self.location} needs {', '.join(missing)}, which is not installed; install nightjar with "
-                'the extra stores, e.g. pip install ".[stores]"'
+                f"delivery.stores: {self.location} needs {', '.join(missing_libraries)}, which is not installed; install "
+                'nightjar with the extra stores, e.g. pip install ".[stores]"'
             )
 
     def import_library(self) -> Any:

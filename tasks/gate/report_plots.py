@@ -34,7 +34,7 @@ class Recommended(NamedTuple):
 
 
 def draw_differences(evidence: Sequence[Evidence]) -> Any:
-    """Draw the relative difference of each comparison with the champion and its interval; return None without one."""
+    """Draw the relative difference of each comparison with the champion, and its interval; None if there is no comparison."""
     shown = [item for item in evidence if item.comparison.interval is not None and item.baseline.startswith("version")]
     if not shown:
         return None
@@ -82,7 +82,7 @@ def draw_trend(registration: RegistrationManifest, context: StageContext, *, met
 
 
 def draw_scores(recommended_by_version: Mapping[str, Recommended]) -> Any:
-    """Draw the distribution of the scores of the recommended items of each version."""
+    """Draw the score distribution of the recommended items, for each version."""
     figure, axes = plots.new_figure(grid_axis="y", size=(6.4, 3.0))
     scores = [recommended.score_L for recommended in recommended_by_version.values()]
     edges = np.histogram_bin_edges(np.concatenate(scores), bins=NUM_BINS)

@@ -2,7 +2,7 @@
 
 A request is one line on stdin: a JSON object with model_folder and model_config (of a downloaded version), input_path,
 output_path and k. The answer is one line on stdout: the exit code of the fork. The process does not import recsys_core, so a
-version runs with the code that was logged with it. It does not connect to MLflow, whose client takes a second to import.
+version runs with its own logged code. It does not connect to MLflow, whose client takes a second to import.
 """
 
 import gc

@@ -17,7 +17,7 @@ from tasks.registry.mlflow_client import ANSWER_TIMEOUT_S, LOG, connect, trackin
 from tasks.registry.tracking import log_metrics, log_params, open_run
 from tasks.runs.context import StageContext
 
-# The monitor logs an outage of MLflow with passwords. MetricRelay reports the outage without them.
+# If MLflow is down, the monitor logs its address with the password. MetricRelay reports the outage without the password.
 logging.getLogger("mlflow.system_metrics.system_metrics_monitor").setLevel(logging.CRITICAL)
 TRAINING_METRICS = ("loss", "learning_rate", "samples_per_s", "embedding_bytes_per_s", "epoch")
 _FLUSH_INTERVAL_S = 1.0
@@ -27,16 +27,16 @@ _SYSTEM_METRICS_INTERVAL_S = 10.0
 
 def log_training_metrics(client: MlflowClient, mlflow_run_id: str, *, metrics_file: Path) -> None:
     """Log the training steps in `metrics_file` (metrics.jsonl) that MetricRelay did not log."""
-    lines = [Progress.model_validate_json(line) for line in metrics_file.read_text().splitlines()]
+    progress_in_file = [Progress.model_validate_json(line) for line in metrics_file.read_text().splitlines()]
     modified_ms = int(metrics_file.stat().st_mtime * 1000)
     steps_in_mlflow = logged_steps(client, mlflow_run_id)
-    missing_lines = [line for line in lines if line.step not in steps_in_mlflow]
-    metrics = [metric for line in missing_lines for metric in training_metrics(line, time_ms=modified_ms)]
+    missing_progress = [progress for progress in progress_in_file if progress.step not in steps_in_mlflow]
+    metrics = [metric for progress in missing_progress for metric in training_metrics(progress, time_ms=modified_ms)]
     log_metrics(client, mlflow_run_id, metrics)
 
 
 def logged_steps(client: MlflowClient, mlflow_run_id: str) -> set[int]:
-    """Return the training steps that are in MLflow. A step that is logged twice would count twice."""
+    """Return the training steps in MLflow. It keeps both values of a step that is logged twice, so callers skip these steps."""
     return {metric.step for metric in client.get_metric_history(mlflow_run_id, "train/loss")}
 
 
@@ -58,7 +58,7 @@ class MetricRelay:
 
     def __init__(self, context: StageContext) -> None:
         self._context = context
-        self._line_queue: queue.SimpleQueue[tuple[int, Progress]] = queue.SimpleQueue()
+        self._progress_queue: queue.SimpleQueue[tuple[int, Progress]] = queue.SimpleQueue()
         self._close_event = threading.Event()
         self._status = RunStatus.to_string(RunStatus.FINISHED)
         self._thread = threading.Thread(target=self._relay, name="mlflow-relay", daemon=True)
@@ -74,20 +74,20 @@ class MetricRelay:
         self._close_event.set()
         self._thread.join(2 * ANSWER_TIMEOUT_S)
 
-    def send(self, line: Progress) -> None:
+    def send(self, progress: Progress) -> None:
         """Queue one line of metrics.jsonl for the thread, and return at once."""
-        self._line_queue.put((int(time.time() * 1000), line))
+        self._progress_queue.put((int(time.time() * 1000), progress))
 
     def _log_until_closed(self, client: MlflowClient, mlflow_run_id: str) -> None:
         steps_in_mlflow = logged_steps(client, mlflow_run_id)
         is_closing = False
         while not is_closing:
             is_closing = self._close_event.wait(_FLUSH_INTERVAL_S)
-            queued_lines = [self._line_queue.get() for _ in range(self._line_queue.qsize())]
-            new_lines = [(time_ms, line) for time_ms, line in queued_lines if line.step not in steps_in_mlflow]
-            metrics = [metric for time_ms, line in new_lines for metric in training_metrics(line, time_ms=time_ms)]
+            queued = [self._progress_queue.get() for _ in range(self._progress_queue.qsize())]
+            unlogged = [(time_ms, progress) for time_ms, progress in queued if progress.step not in steps_in_mlflow]
+            metrics = [metric for time_ms, progress in unlogged for metric in training_metrics(progress, time_ms=time_ms)]
             log_metrics(client, mlflow_run_id, metrics)
-            steps_in_mlflow.update(line.step for _, line in new_lines)
+            steps_in_mlflow.update(progress.step for _, progress in unlogged)
 
     def _relay(self) -> None:
         try:

@@ -84,26 +84,27 @@ class RegistryChampion:
     def _following(self, number: str | None) -> Champion:
         """Return the champion after an answer of the registry."""
         now = time.time()
-        current = self._champion
-        if current is not None and number == current.release.version:
+        current_champion = self._champion
+        if current_champion is not None and number == current_champion.release.version:
             self._refused_version = None
-            return Champion(release=current.release, registry_answered_at=now)
-        if current is not None and number == self._refused_version and time.monotonic() < self._refused_until_s:
-            return Champion(release=current.release, problem=current.problem, registry_answered_at=now)
+            return Champion(release=current_champion.release, registry_answered_at=now)
+        if current_champion is not None and number == self._refused_version and time.monotonic() < self._refused_until_s:
+            return Champion(release=current_champion.release, problem=current_champion.problem, registry_answered_at=now)
         try:
             release = self._fetch(number)
-            if current is not None and self._former_release is None:  # otherwise no process has proved the current release
-                self._former_release = current.release
+            # With a former release, no process has proved the current release yet, so it does not become the former one.
+            if current_champion is not None and self._former_release is None:
+                self._former_release = current_champion.release
             self._refused_version = None
             self._remove_other_versions(release)
             return Champion(release=release, registry_answered_at=now)
         except Exception as error:  # any error of MLflow, the artifact store or a damaged version
-            if current is None:
+            if current_champion is None:
                 raise
             problem = redacted(first_line(error))
-            if problem != current.problem:
-                LOG.error("%s; version %s is still served", problem, current.release.version)
-            return Champion(release=current.release, problem=problem, registry_answered_at=now)
+            if problem != current_champion.problem:
+                LOG.error("%s; version %s is still served", problem, current_champion.release.version)
+            return Champion(release=current_champion.release, problem=problem, registry_answered_at=now)
 
     def _fetch(self, number: str | None) -> Release:
         """Return the package of a version. A version that was fetched before is not fetched again."""

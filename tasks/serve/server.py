@@ -183,7 +183,8 @@ def _follow(
         if poll is None and problem is not None and (former := champion.refuse(problem)) is not None:
             served = former
             _write(served, release_path)
-        if poll is None or problem is None:  # otherwise the end of a worker is the only sign of the problem
+        # During a poll, a problem is not handled yet, and the end of a worker may be its only sign.
+        if poll is None or problem is None:
             for worker in workers:
                 worker.restart_if_dead()
         if poll is None and time.monotonic() >= next_poll_s:

@@ -53,7 +53,7 @@ class DataFacts(Frozen):
 
     Attributes:
         density: share of all pairs of a user and an item that are in the training events.
-        history_median, history_p95: median and 95th percentile of the number of training events of a user.
+        history_median, history_p95: median and 95th percentile of the training events per user.
         has_vectors: whether any table has vectors from files.
         vector_share: share of the training events whose item has a pretrained vector.
         vector_dim: width of the item vectors; 0 without vectors.

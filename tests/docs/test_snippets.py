@@ -122,14 +122,14 @@ def test_the_config_reference_has_one_table_per_class_and_the_defaults_of_its_ot
 
 
 def test_every_link_of_the_documentation_leads_to_a_file_and_heading() -> None:
-    missing = []
+    broken_links = []
     for page in PAGES:
         for target in re.findall(r"\]\((?!https?:)([^)\s]*)\)", page.read_text(encoding="utf-8")):
             path, _, anchor = target.partition("#")
             file = (page.parent / path).resolve() if path else page
             if not file.exists() or (anchor and anchor not in anchors(file)):
-                missing.append(f"{page.relative_to(ROOT)}: {target}")
-    assert missing == []
+                broken_links.append(f"{page.relative_to(ROOT)}: {target}")
+    assert broken_links == []
 
 
 def anchors(page: Path) -> set[str]:

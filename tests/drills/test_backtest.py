@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.repeated_runs import BACKTEST_NAME, Day, GateNoise
+from flows.repeated_runs import BACKTEST_NAME, BacktestRun, GateNoise
 from flows.settings.config_file import load_config
 from recsys_core.manifests import InteractionsManifest, require_manifest
 from tests.drills.test_kill_and_resume import NIGHTJAR, write_config
@@ -25,20 +25,20 @@ def test_each_day_reads_the_log_up_to_its_end_and_is_kept_by_a_second_backtest(t
     assert outputs[0].stdout == outputs[1].stdout and "champion before" in outputs[0].stdout
     assert "(kept)" not in outputs[0].stderr and outputs[1].stderr.count("(kept)") >= 14
 
-    days = [Day.model_validate(day) for day in json.loads((folder / "backtest.json").read_text())]
-    assert days[1].until - days[0].until == timedelta(days=1)
-    manifests = [require_manifest(folder / "runs" / day.run_id / "ingest_interactions", InteractionsManifest) for day in days]
-    assert all(manifest.last_time <= day.until.isoformat() for manifest, day in zip(manifests, days, strict=True))
+    runs = [BacktestRun.model_validate(run) for run in json.loads((folder / "backtest.json").read_text())]
+    assert runs[1].until - runs[0].until == timedelta(days=1)
+    manifests = [require_manifest(folder / "runs" / run.run_id / "ingest_interactions", InteractionsManifest) for run in runs]
+    assert all(manifest.last_time <= run.until.isoformat() for manifest, run in zip(manifests, runs, strict=True))
     assert (
         manifests[0].num_removed_events_by_filter["outside_window"] > 0
         and "outside_window" not in manifests[1].num_removed_events_by_filter
     )
-    assert "baseline/popularity/recall@20" in days[0].metrics and "champion/recall@20" in days[1].metrics
+    assert "baseline/popularity/recall@20" in runs[0].metrics and "champion/recall@20" in runs[1].metrics
     assert (folder / "backtest.png").stat().st_size > 10_000
     assert not (workspace / "mlflow.db").exists()  # the backtest has a registry of its own
 
 
-def test_the_spread_between_seeds_is_measured_on_trainings_that_differ_in_the_seed_alone(tmp_path: Path) -> None:
+def test_the_spread_between_seeds_is_measured_on_trainings_that_differ_only_in_the_seed(tmp_path: Path) -> None:
     file = write_config(tmp_path)
     command = [*NIGHTJAR, "gate-noise", str(file), "--seeds", "2"]
     output = subprocess.run(command, capture_output=True, text=True, timeout=300)

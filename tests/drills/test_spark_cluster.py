@@ -96,7 +96,7 @@ def test_a_cluster_without_workers_is_an_error_after_the_timeout(cluster: SparkC
     rejects(StageError, "no executor of spark://.* started within 5 s", cluster, log, tmp_path / "stage")
 
 
-def test_a_workspace_that_the_executors_do_not_see_is_named(cluster: SparkCluster, log: Path, tmp_path: Path) -> None:
+def test_the_error_names_a_workspace_that_the_executors_do_not_see(cluster: SparkCluster, log: Path, tmp_path: Path) -> None:
     workspace = tmp_path / "workspace"
     workspace.mkdir()
     cluster.start_worker(prefix=["unshare", "--mount", "sh", "-c", f'mount -t tmpfs tmpfs {workspace} && exec "$@"', "sh"])
@@ -104,12 +104,12 @@ def test_a_workspace_that_the_executors_do_not_see_is_named(cluster: SparkCluste
     rejects(InputError, message, cluster, log, workspace / "stage")
 
 
-def test_a_log_that_the_executors_do_not_see_is_named(cluster: SparkCluster, log: Path, tmp_path: Path) -> None:
+def test_the_error_names_a_log_that_the_executors_do_not_see(cluster: SparkCluster, log: Path, tmp_path: Path) -> None:
     cluster.start_worker(prefix=["unshare", "--mount", "sh", "-c", f'mount -t tmpfs tmpfs {log} && exec "$@"', "sh"])
     rejects(InputError, f"{log}/.*: the executors do not see this file, but this host does", cluster, log, tmp_path / "stage")
 
 
-def test_executors_of_another_version_are_named(cluster: SparkCluster, log: Path, tmp_path: Path) -> None:
+def test_the_error_names_executors_of_another_version(cluster: SparkCluster, log: Path, tmp_path: Path) -> None:
     conf = tmp_path / "conf"
     conf.mkdir()
     # Executors read their version from this file, and the folder of the configuration comes before Spark's own files.

@@ -61,6 +61,6 @@ except Interrupted as error:
 
 
 @pytest.mark.parametrize("handler", ["own", "like Prefect"])
-def test_a_signal_that_arrives_in_a_finalizer_ends_the_process_with_the_line_alone(handler: str) -> None:
+def test_after_a_signal_in_a_finalizer_the_process_prints_one_line_and_ends(handler: str) -> None:
     answer = subprocess.run([sys.executable, "-c", FINALIZER, handler], capture_output=True, text=True, timeout=60)
     assert (answer.returncode, answer.stderr) == (143, "interrupted by SIGTERM; resume with: it\n")

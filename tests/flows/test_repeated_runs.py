@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from flows import repeated_runs
-from flows.repeated_runs import Day, measure_gate_noise, plot_days
+from flows.repeated_runs import BacktestRun, measure_gate_noise, plot_backtest
 from flows.settings.config_file import dump_config, load_config
 from flows.settings.pipeline import PipelineConfig
 from recsys_core import plots
@@ -19,8 +19,8 @@ def test_the_plot_of_a_backtest_shows_every_metric_and_the_baselines(tmp_path: P
     saved: list[Figure] = []
     monkeypatch.setattr(plots, "save_png", lambda figure, path: saved.append(figure) or path)
     names = ("test/ndcg@20", "test/recall@20", "baseline/closed_form/ndcg@20", "baseline/cooccurrence/ndcg@20", "other")
-    days = [
-        Day(
+    runs = [
+        BacktestRun(
             until=datetime(2026, 1, day, tzinfo=UTC),
             run_id=f"{day}",
             state="Promoted",
@@ -30,7 +30,7 @@ def test_the_plot_of_a_backtest_shows_every_metric_and_the_baselines(tmp_path: P
         )
         for day in (1, 2)
     ]
-    assert plot_days(days, metric="ndcg@20", path=tmp_path / "backtest.png") == tmp_path / "backtest.png"
+    assert plot_backtest(runs, metric="ndcg@20", path=tmp_path / "backtest.png") == tmp_path / "backtest.png"
     panels = saved[0].axes
     assert [axes.get_ylabel() for axes in panels] == ["ndcg@20", "recall@20", "hit_rate@10"]
     assert {line.get_label(): list(line.get_ydata()) for line in panels[0].lines} == {

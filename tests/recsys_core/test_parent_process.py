@@ -39,7 +39,7 @@ def test_a_child_ends_with_its_killed_parent_also_when_it_had_not_asked_yet(befo
     assert not alive
 
 
-def test_a_process_without_the_parent_variable_is_left_alone() -> None:
+def test_a_process_without_the_parent_variable_continues() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in parent_environment()}
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD.format(before="pass")], env=environment, stdout=subprocess.PIPE, text=True

@@ -59,7 +59,7 @@ def test_a_mismatch_is_one_sentence_with_both_versions_and_the_fix(versions: dic
     assert "; run make clean setup" in problem
 
 
-def test_each_missing_package_is_named() -> None:
+def test_the_problems_name_each_missing_package() -> None:
     assert check_versions({}) == [
         "torch is not installed; run make setup",
         "torchrec is not installed; run make setup",
@@ -77,7 +77,7 @@ def test_this_environment_passes_and_every_package_has_a_row(tmp_path: Path) -> 
     assert 0 < float(usable) <= int(total)
 
 
-def test_reading_versions_imports_none_of_them() -> None:
+def test_reading_the_versions_imports_no_package() -> None:
     script = "import sys; from recsys_core.preflight import installed_versions as found; found(); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert "recsys_core.preflight" in loaded

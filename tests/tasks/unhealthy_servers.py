@@ -12,12 +12,12 @@ HOST = "127.0.0.1"
 @contextmanager
 def answering(*answers: tuple[int, str]) -> Iterator[str]:
     """Run an HTTP server that sends each status and body of `answers` once, the last one from then on; yield its address."""
-    remaining = list(answers)
+    remaining_answers = list(answers)
 
     class Handler(BaseHTTPRequestHandler):
         def answer(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            status, body = remaining.pop(0) if len(remaining) > 1 else remaining[0]
+            status, body = remaining_answers.pop(0) if len(remaining_answers) > 1 else remaining_answers[0]
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from recsys_core.config import MAX_COUNT, ColumnName, Paths, Settings
 
 FeatureKind = Literal["categorical", "list", "weighted_list", "numeric"]
-Side = Literal["user", "item", "context"]
+OwnerKind = Literal["user", "item", "context"]
 Boundary = Annotated[float, Field(ge=-1e300, le=1e300)]
 MAX_HASH_ROWS = 2**31 - 2
 """Row numbers are stored as int32, and row 0 is reserved."""
@@ -232,10 +232,17 @@ class FeaturesConfig(Settings):
 
     @property
     def by_key(self) -> dict[str, FeatureConfig]:
-        """The features by <side>.<name>."""
-        tables = {side: () if table is None else table.features for side, table in (("user", self.users), ("item", self.items))}
-        sides = {**tables, "context": self.context}
-        return {f"{side}.{feature.name}": feature for side, features in sides.items() for feature in features}
+        """The features by <owner_kind>.<name>."""
+        features_by_owner_kind = {
+            "user": () if self.users is None else self.users.features,
+            "item": () if self.items is None else self.items.features,
+            "context": self.context,
+        }
+        return {
+            f"{owner_kind}.{feature.name}": feature
+            for owner_kind, features in features_by_owner_kind.items()
+            for feature in features
+        }
 
     @property
     def context_columns(self) -> tuple[str, ...]:

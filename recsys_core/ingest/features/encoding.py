@@ -192,7 +192,7 @@ def _evict_rare_values(feature_column: FeatureColumn, *, max_rows: int) -> int:
 
 
 def write_vocabulary(feature_column: FeatureColumn) -> None:
-    """Write <side>.<name>.vocabulary.parquet (value, count), in the order of the rows; row 0 has value null."""
+    """Write <owner_kind>.<name>.vocabulary.parquet (value, count), in the order of the rows; row 0 has value null."""
     num_values_sql = f"SELECT count(*) FROM single_values WHERE {feature_column.counted_row_sql}"
     count_without_row_sql = f"({num_values_sql}) - (SELECT coalesce(sum(count), 0) FROM vocabulary)"
     reader = feature_column.connection.sql(
@@ -206,7 +206,7 @@ def write_vocabulary(feature_column: FeatureColumn) -> None:
 
 
 def write_vector_rows(feature_column: FeatureColumn, *, num_table_rows: int) -> int:
-    """Write <side>.<name>.vector_row.npy: for each row, the index of the pretrained vector of its value, or -1.
+    """Write <owner_kind>.<name>.vector_row.npy: for each row, the index of the pretrained vector of its value, or -1.
 
     Return the number of values that have a vector.
     """

@@ -1,6 +1,6 @@
 """FeatureColumn: one feature during its encoding, with its values in DuckDB and its files in the folder of the stage.
 
-The side of a feature is user, item or context. Context features belong to events.
+The owner kind of a feature is user, item or context. Context features belong to events.
 """
 
 import json
@@ -42,12 +42,12 @@ class FeatureColumn:
     connection: duckdb.DuckDBPyConnection
     feature: FeatureConfig
     feature_index: int
-    """Index of the feature among the features of its side."""
+    """Index of the feature among the features of its owner kind."""
     key: str
-    """<side>.<name>: start of the names of its files."""
+    """<owner_kind>.<name>: start of the names of its files."""
     value_type: IdType | None
     num_rows: int
-    """Number of users, items or events of the side."""
+    """Number of users, items or events."""
     counted_row_sql: str
     """SQL condition on the rows of `joined`; values in the other rows do not count for the vocabulary."""
     previous: PreviousFeature | None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from recsys_core.errors import MAX_SHOWN_CHARACTERS, InputError
-from recsys_core.ingest.features.config import FeatureConfig, FeaturesConfig, FeatureTableConfig, ItemTableConfig, Side
+from recsys_core.ingest.features.config import FeatureConfig, FeaturesConfig, FeatureTableConfig, ItemTableConfig, OwnerKind
 from recsys_core.manifests import IdType
 from recsys_core.parquet.columns import (
     id_type,
@@ -27,9 +27,9 @@ ID_TABLES = ("item", "user")
 
 @dataclass(frozen=True)
 class FeatureTable:
-    """The files and features of one side (user, item or context). The schemas of the files have been checked."""
+    """The files and features of one owner kind (user, item or context). The schemas of the files have been checked."""
 
-    side: Side
+    owner_kind: OwnerKind
     setting: str
     sources: tuple[Source, ...]
     features: tuple[FeatureConfig, ...]
@@ -66,22 +66,22 @@ def open_feature_tables(
         allowed_data_root: folder that has to contain every file of a table.
     """
     tables = []
-    sides: tuple[tuple[Side, IdType], ...] = (("user", user_id_type), ("item", item_id_type))
-    for side, log_id_type in sides:
-        table_config = config.users if side == "user" else config.items
+    owner_kinds: tuple[tuple[OwnerKind, IdType], ...] = (("user", user_id_type), ("item", item_id_type))
+    for owner_kind, log_id_type in owner_kinds:
+        table_config = config.users if owner_kind == "user" else config.items
         if table_config is None:
             continue
-        setting = f"features.{side}s"
+        setting = f"features.{owner_kind}s"
         sources = open_sources(table_config.paths, setting=f"{setting}.paths", allowed_data_root=allowed_data_root)
         table_id_type = id_type(sources, table_config.id_column, setting=f"{setting}.id_column")
         require_one_type(
             table_id_type,
             subject=f"{sources[0].name}: column {table_config.id_column!r}",
             other_type=log_id_type,
-            other_subject=f"the {side} id of the log",
+            other_subject=f"the {owner_kind} id of the log",
         )
         table = FeatureTable(
-            side,
+            owner_kind,
             setting,
             sources,
             table_config.features,
@@ -145,7 +145,9 @@ def check_feature_vectors(tables: Sequence[FeatureTable], *, id_type_by_table: M
     Raises:
         InputError: an unknown table, a numeric or hashed feature, or ids of another type than the values of the feature.
     """
-    feature_by_table = {f"{table.side}.{feature.name}": (table, feature) for table in tables for feature in table.features}
+    feature_by_table = {
+        f"{table.owner_kind}.{feature.name}": (table, feature) for table in tables for feature in table.features
+    }
     for table_name, vector_id_type in id_type_by_table.items():
         if table_name in ID_TABLES:
             continue
@@ -172,7 +174,7 @@ def check_feature_vectors(tables: Sequence[FeatureTable], *, id_type_by_table: M
 def _check_column_names(table: FeatureTable) -> None:
     for source in table.sources:
         for column in table.columns:
-            if table.side != "context" and column in source.partition_values:
+            if table.owner_kind != "context" and column in source.partition_values:
                 raise InputError(
                     f"{source.name}: column {column!r} of {table.setting} is also a key in a folder name; write it as a "
                     "column, and remove the key from the folder names"

@@ -60,7 +60,7 @@ def ingest_features(
     )
     vector_tables = {} if embeddings is None else embeddings.tables
     check_feature_vectors(tables, id_type_by_table={name: table.id_type for name, table in vector_tables.items()})
-    source_records = tuple(source.record for table in tables if table.side != "context" for source in table.sources)
+    source_records = tuple(source.record for table in tables if table.owner_kind != "context" for source in table.sources)
     fingerprint = fingerprint_of("ingest_features", config, interactions, previous, embeddings, source_records)
     stage = StageFolder(folder, FeaturesManifest, fingerprint=fingerprint)
     if stage.manifest is not None:
@@ -69,20 +69,20 @@ def ingest_features(
         scratch_folder = output_folder / "scratch"
         scratch_folder.mkdir()
         facts_by_key: dict[str, IngestedFeature] = {}
-        table_facts_by_side: dict[str, FeatureTableStatistics] = {}
+        table_facts_by_owner_kind: dict[str, FeatureTableStatistics] = {}
         for source in feature_sources(tables, interactions):
-            # One database per side: its memory and its spill files are released before the next side.
+            # One database per owner kind: its memory and its spill files are released before the next owner kind.
             with database(
                 memory_limit=memory_limit, num_threads=threads, spill_folder=scratch_folder / "spill", subject="the features"
             ) as connection:
                 table_facts = source.load(connection, output_folder=output_folder, scratch_folder=scratch_folder)
                 if table_facts is not None:
-                    table_facts_by_side[source.table.side] = table_facts
+                    table_facts_by_owner_kind[source.table.owner_kind] = table_facts
                 for column in _feature_columns(source, connection, dataset, previous, output_folder):
                     facts_by_key[column.key] = encode(column)
         shutil.rmtree(scratch_folder)
         return stage.commit(
-            lineage=interactions.lineage, features=facts_by_key, tables=table_facts_by_side, sources=source_records
+            lineage=interactions.lineage, features=facts_by_key, tables=table_facts_by_owner_kind, sources=source_records
         )
 
 
@@ -95,7 +95,7 @@ def _feature_columns(
 ) -> Iterator[FeatureColumn]:
     """Yield each feature of a source, ready to be encoded."""
     for feature_index, feature in enumerate(source.table.features):
-        key, value_type = f"{source.table.side}.{feature.name}", source.table.value_type_by_feature.get(feature.name)
+        key, value_type = f"{source.table.owner_kind}.{feature.name}", source.table.value_type_by_feature.get(feature.name)
         has_vectors = dataset.embeddings is not None and key in dataset.embeddings.tables
         yield FeatureColumn(
             connection=connection,

@@ -66,7 +66,7 @@ def _boundaries(feature_column: FeatureColumn) -> tuple[float, ...]:
 
 
 def _mean_and_std(feature_column: FeatureColumn) -> tuple[float | None, float | None]:
-    """Return the mean and the standard deviation of the previous run, or those of the training values."""
+    """Return the mean and the standard deviation: from the previous run, or of the training values."""
     if feature_column.previous is not None:
         return feature_column.previous.facts.mean, feature_column.previous.facts.std
     return training_mean_and_std(feature_column.connection, f"v{feature_column.feature_index}")

@@ -63,13 +63,13 @@ class TableSource:
         num_rows = sum(source.record.num_rows for source in table.sources)
         if num_matched == 0:
             raise InputError(
-                f"{table.sources[0].name}: column {table.id_column!r}: none of the {num_rows:,} ids is in the {table.side}s of "
-                "the log; check that both use the same ids"
+                f"{table.sources[0].name}: column {table.id_column!r}: none of the {num_rows:,} ids is in the "
+                f"{table.owner_kind}s of the log; check that both use the same ids"
             )
         if table.title_column is not None:
             titles = connection.sql("SELECT row, title FROM joined WHERE title IS NOT NULL ORDER BY row").to_arrow_table()
             pq.write_table(titles, output_folder / ITEM_TITLES_FILE)
-        if table.side == "item":
+        if table.owner_kind == "item":
             columns_sql = "".join(
                 f", f{column_index} AS {quoted(column)}" for column_index, column in enumerate(table.filter_sql_type_by_column)
             )
@@ -105,15 +105,15 @@ FeatureSource = TableSource | ContextSource
 
 
 def feature_sources(tables: Sequence[FeatureTable], interactions: InteractionsManifest) -> Iterator[FeatureSource]:
-    """Yield the source of each side that has features."""
-    num_rows_by_side = {"user": interactions.num_users, "item": interactions.num_items}
+    """Yield the source of each owner kind that has features."""
+    num_rows_by_owner_kind = {"user": interactions.num_users, "item": interactions.num_items}
     for table in tables:
-        if table.side == "context":
+        if table.owner_kind == "context":
             num_events = interactions.num_train_events + interactions.num_validation_events + interactions.num_test_events
             yield ContextSource(table, num_events, EventStore.open(interactions))
         else:
-            catalogue_path = interactions.path(vocabulary_file(table.side))
-            yield TableSource(table, num_rows_by_side[table.side], catalogue_path)
+            catalogue_path = interactions.path(vocabulary_file(table.owner_kind))
+            yield TableSource(table, num_rows_by_owner_kind[table.owner_kind], catalogue_path)
 
 
 def _value_columns_sql(table: FeatureTable) -> str:

@@ -94,7 +94,7 @@ def _is_mostly_current(part: LogPart, input_files: Collection[SourceFile]) -> bo
 
 
 def _has_dropped_future_rows(part: LogPart) -> bool:
-    """Return whether rows were dropped because their time was in the future. By now, these rows may be valid."""
+    """Return whether rows with a time in the future were dropped. By now, these rows may be valid."""
     return any(check_name.endswith(IN_FUTURE) for file in part.files for check_name in file.num_bad_rows_by_reason)
 
 
@@ -136,7 +136,7 @@ def _ingested_file(
 
 
 def _widest_type(data_types: Sequence[pa.DataType]) -> pa.DataType:
-    """Return a floating-point or uint64 type if a file has one, otherwise the first type. It decides the checks."""
+    """Return the type that decides the checks: a floating-point or uint64 type if a file has one, or the first type."""
     float_or_uint64_types = [
         data_type for data_type in data_types if pa.types.is_floating(data_type) or pa.types.is_uint64(data_type)
     ]

@@ -116,7 +116,7 @@ def column_statistics(
     parts: Sequence[LogPart],
     vocabularies: Sequence[tuple[Vocabulary, NDArray[np.int64]]],
 ) -> dict[str, ColumnStatistics]:
-    """Return the statistics of each column. vocabularies: the vocabulary and the number of events of each of its ids."""
+    """Return the statistics of each column. vocabularies: each vocabulary with the number of events per id."""
     num_bad_by_check, files = bad_row_counts(parts, log), list(current_files(parts, log))
     statistics: dict[str, ColumnStatistics] = {}
     for column in config.columns:

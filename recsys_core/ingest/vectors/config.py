@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from recsys_core.closed_form.config import LogVectors
+from recsys_core.closed_form.config import LogVectorsConfig
 from recsys_core.config import OPERATIONAL, ColumnName, MaxBadShare, MaxExpansionRatio, OnBadRows, Paths, Settings
 
 
@@ -81,6 +81,6 @@ def _with_kind(entry: dict[str, Any]) -> dict[str, Any]:
     return kind | entry
 
 
-AnyEmbeddings = Annotated[EmbeddingsConfig | LogVectors, Field(discriminator="source")]
+AnyEmbeddings = Annotated[EmbeddingsConfig | LogVectorsConfig, Field(discriminator="source")]
 EmbeddingsConfigs = Annotated[tuple[AnyEmbeddings, ...], BeforeValidator(_as_tuple)]
 """One entry or a list of entries. If two entries of one table have the same id, the vector of the first entry is used."""

@@ -72,7 +72,7 @@ def mean_log_partition(
         share_ND: vectors of the rank's share of the items.
         hidden_pairs: indices into the G queries and into the N items of the pairs that are left out, int64 [L] each, sorted by
             query. None: no pair is left out.
-        largest_share: number of items of the largest share of a rank, so that all ranks have the same blocks of queries.
+        largest_share: number of items in the largest share. All ranks derive the same blocks of queries from it.
 
     >>> queries, items, weight_B = torch.zeros(2, 3), torch.zeros(5, 3), torch.tensor([1.0, 0.0])
     >>> value = mean_log_partition(queries, items, weight_B=weight_B, hidden_pairs=None, largest_share=5, group=None)

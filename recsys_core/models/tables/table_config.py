@@ -225,7 +225,7 @@ def check_tables(
         has_distillation: whether the loss has a distillation term.
     """
     check_table_names("tables", settings_by_table, tables=tables)
-    vectors_text = f"it has {sorted(tables_with_vectors) or 'none'}"
+    vectors_text = f"it has vectors of {sorted(tables_with_vectors) or 'no table'}"
     for table_name, settings in settings_by_table.items():
         if settings.transfer != "full" and table_name not in tables_with_vectors:
             raise InputError(

@@ -1,4 +1,4 @@
-"""The step that appends the spectral block to exported vectors, with the best weight on the validation users.
+"""The step that appends the spectral block to exported vectors, with the weight that ranks best for the validation users.
 
 The launching process appends the block after the ranks have written the trained vectors.
 
@@ -48,39 +48,40 @@ def append_block(
     are used only in the histories of queries. All item vectors are in memory, query vectors only in chunks.
 
     Args:
-        train_log: store whose training events are decomposed, with the same rows as `store`; None means `store`.
+        train_log: store from whose training events the block is computed, with the user and item rows of `store`; None means
+            `store`.
 
     Raises:
         InputError: there are several weights and no validation events, or too few training events for the block.
     """
     block, trained_dim = spec.config.spectral_block, spec.config.trained_dim
     assert block is not None
-    matrix_UI = log_matrix(train_log or store, "validation", max_events=block.max_events)
-    history_IM, candidate_IM = block_factors(matrix_UI, dim=block.dim, item_exponent=block.item_exponent)
-    save_npy(folder / BLOCK_HISTORY_FILE, history_IM)
-    item_IC = np.concatenate([memory_map(folder / "item_vectors.npy"), candidate_IM], axis=1)
-    del matrix_UI, candidate_IM
-    query_files = {split: QueryFile(folder, split, store, block, history_IM) for split in SPLITS}
+    matrix_UI = log_matrix(train_log or store, before="validation", max_events=block.max_events)
+    history_factor_IM, candidate_factor_IM = block_factors(matrix_UI, dim=block.dim, item_exponent=block.item_exponent)
+    save_npy(folder / BLOCK_HISTORY_FILE, history_factor_IM)
+    item_vector_IC = np.concatenate([memory_map(folder / "item_vectors.npy"), candidate_factor_IM], axis=1)
+    del matrix_UI, candidate_factor_IM
+    query_files = {split: QueryFile(folder, split, store, block, history_factor_IM) for split in SPLITS}
     chunks = (chunk for query_file in query_files.values() for chunk in query_file.chunks())
     query_moments_CC, item_moments_CC = (
-        second_moments(vectors, width=item_IC.shape[1]) for vectors in (chunks, row_chunks(item_IC))
+        second_moments(vectors, width=item_vector_IC.shape[1]) for vectors in (chunks, row_chunks(item_vector_IC))
     )
     num_queries = sum(len(query_file.user_B) for query_file in query_files.values())
     trained_columns = slice(trained_dim)
     trained_moments = query_moments_CC[trained_columns, trained_columns]
-    mean_variance = (trained_moments * covariance(item_IC[:, trained_columns])).sum() / max(1, num_queries)
+    mean_variance = (trained_moments * covariance(item_vector_IC[:, trained_columns])).sum() / max(1, num_queries)
     score_deviation = float(np.sqrt(mean_variance)) if num_queries else 1.0
     weight = best_weight(
         block.weights,
         lambda query_BC, weight: query_BC * _column_weights(query_BC.shape[1], block, weight * score_deviation),
         queries=query_files["validation"].vectors_of,
-        item_ID=item_IC,
+        item_vector_ID=item_vector_IC,
         setting="model.spectral_block.weights",
         spec=spec,
         store=store,
         validation=validation,
     )
-    weight_C = _column_weights(item_IC.shape[1], block, weight * score_deviation)
+    weight_C = _column_weights(item_vector_IC.shape[1], block, weight * score_deviation)
     query_map, item_map = np.diag(weight_C), np.eye(len(weight_C), dtype=np.float32)
     item_moments_CC = _with_ridge(item_moments_CC)
     if block.output_dim is not None:
@@ -89,7 +90,7 @@ def append_block(
         query_map = weight_C[:, None] * query_map
     for query_file in query_files.values():
         _write_product(query_file.path, query_file.chunks(), map_CD=query_map, num_rows=len(query_file.user_B))
-    _write_product(folder / "item_vectors.npy", row_chunks(item_IC), map_CD=item_map, num_rows=len(item_IC))
+    _write_product(folder / "item_vectors.npy", row_chunks(item_vector_IC), map_CD=item_map, num_rows=len(item_vector_IC))
     maps = {"query_map": query_map, "item_map": np.ascontiguousarray(item_map)}
     maps["similar_map"] = similar_map(query_map, item_map, item_moments_CC, trained_dim=trained_dim)
     save_file(maps, folder / BLOCK_MAPS_FILE)
@@ -98,13 +99,13 @@ def append_block(
 
 @dataclass(frozen=True)
 class QueryFile:
-    """The trained query vectors of a split in an export. They are read with the block of each query, scaled to the norm 1."""
+    """The trained query vectors of a split in an export. Reading appends each query's block, scaled to the norm 1."""
 
     folder: Path
     split: EvaluationSplit
     store: EventStore
     block: SpectralBlockSettings
-    history_IM: Floats32
+    history_factor_IM: Floats32
 
     @property
     def path(self) -> Path:
@@ -125,7 +126,7 @@ class QueryFile:
         """Return the vectors of these users, [B, C]. The block of an empty history is zero."""
         history = self.store.items_before(user_B, self.split, max_items=self.block.history_length)
         totals_BM = history_totals(
-            torch.from_numpy(self.history_IM),
+            torch.from_numpy(self.history_factor_IM),
             torch.from_numpy(history.values_L.astype(np.int64)),
             torch.from_numpy(history.offset),
         )

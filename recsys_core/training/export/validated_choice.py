@@ -29,7 +29,7 @@ def best_weight(
     weighted: Callable[[Floats32, float], Floats32],
     *,
     queries: Callable[[NDArray[np.int64]], Floats32],
-    item_ID: Floats32,
+    item_vector_ID: Floats32,
     setting: str,
     spec: ModelSpec,
     store: EventStore,
@@ -43,7 +43,7 @@ def best_weight(
     Args:
         weighted: function that returns query vectors with a weight.
         queries: function that returns the query vectors [B, D] of the users in these rows, without a weight.
-        item_ID: vectors of all items.
+        item_vector_ID: vectors of all items.
         setting: name of the setting in an error message.
 
     Raises:
@@ -61,7 +61,7 @@ def best_weight(
     unweighted, _ = queries_of(users, torch.from_numpy(query_BD), split="validation", exclude_seen=True, store=store, spec=spec)
     for weight in sorted(weights):
         known_queries = replace(unweighted, query_BD=torch.from_numpy(weighted(query_BD, weight))).known()
-        ranking = rank_catalogue(known_queries, item_vector_ID=torch.from_numpy(item_ID), k=0)
+        ranking = rank_catalogue(known_queries, item_vector_ID=torch.from_numpy(item_vector_ID), k=0)
         metric_U = METRIC_BY_NAME[validation.metric](ranking.target_positions(), k=validation.k)
         metric_by_weight[weight] = float(metric_U.mean()) if len(metric_U) else 0.0
     return max(metric_by_weight, key=lambda weight: metric_by_weight[weight])
@@ -81,7 +81,7 @@ def choose_popularity(spec: ModelSpec, *, store: EventStore, validation: Validat
         popularity.weights,
         _with_weight,
         queries=lambda users: query_BD[np.searchsorted(user_B, users)],
-        item_ID=np.load(folder / "item_vectors.npy"),
+        item_vector_ID=np.load(folder / "item_vectors.npy"),
         setting="model.popularity.weights",
         spec=spec,
         store=store,

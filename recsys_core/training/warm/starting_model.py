@@ -255,10 +255,10 @@ def _name_in_champion(parameter_path: str, *, spec: ModelSpec, champion_spec: Mo
     Projections are numbered by input, so their numbers change when a feature is added or removed.
     """
     side: Side = "query" if parameter_path.startswith("query.") else "item"
-    tower_name, separator, rest = parameter_path.partition(".tower.projections.")
+    tower_name, separator, projection_path = parameter_path.partition(".tower.projections.")
     if not separator:
         return parameter_path
-    input_index, parameter_name = rest.split(".")
+    input_index, parameter_name = projection_path.split(".")
     input_name, champion_inputs = tower_input_names(spec, side)[int(input_index)], tower_input_names(champion_spec, side)
     return (
         f"{tower_name}.tower.projections.{champion_inputs.index(input_name)}.{parameter_name}"

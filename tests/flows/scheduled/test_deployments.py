@@ -279,18 +279,18 @@ def test_a_run_whose_process_has_died_ends_as_crashed_and_frees_its_slot(tmp_pat
     deploy(tmp_path, name="lost")
     deployment = deployments.read_deployment(client, "lost")
     assert deployment is not None
-    lost, current = (client.create_flow_run_from_deployment(deployment.id) for _ in range(2))
+    lost_run, current_run = (client.create_flow_run_from_deployment(deployment.id) for _ in range(2))
     for state in (Pending(), Running()):
-        client.set_flow_run_state(lost.id, state)
-    client.set_flow_run_state(current.id, Pending())
-    assert client.read_flow_run(current.id).state_name == "Cancelled"  # the lost run still has the slot
+        client.set_flow_run_state(lost_run.id, state)
+    client.set_flow_run_state(current_run.id, Pending())
+    assert client.read_flow_run(current_run.id).state_name == "Cancelled"  # the lost run still has the slot
 
-    current = client.create_flow_run_from_deployment(deployment.id)
+    current_run = client.create_flow_run_from_deployment(deployment.id)
     end_lost_runs(deployment.id)
     for state in (Pending(), Running()):
-        client.set_flow_run_state(current.id, state)
-    end_lost_runs(deployment.id, current_flow_run_id=current.id)
-    assert [client.read_flow_run(run.id).state_name for run in (lost, current)] == ["Crashed", "Running"]
+        client.set_flow_run_state(current_run.id, state)
+    end_lost_runs(deployment.id, current_flow_run_id=current_run.id)
+    assert [client.read_flow_run(run.id).state_name for run in (lost_run, current_run)] == ["Crashed", "Running"]
 
 
 def test_prefect_yaml_describes_the_deployments_that_nightjar_deploy_creates(tmp_path: Path) -> None:

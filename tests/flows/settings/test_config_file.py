@@ -7,7 +7,7 @@ import pytest
 
 from flows.settings.config_file import LoadedConfig, load_config
 from flows.settings.pipeline import PipelineConfig
-from recsys_core.closed_form.config import EaseVectors, SpectralVectors
+from recsys_core.closed_form.config import EaseVectorsConfig, SpectralVectorsConfig
 from recsys_core.errors import InputError
 from recsys_core.evaluation.config import FeatureSlice
 from recsys_core.ingest.log.config import InteractionsConfig
@@ -207,15 +207,17 @@ def test_vectors_from_the_log_are_another_source(file: Path) -> None:
     users = "{table: user, paths: u.parquet, id_column: user, vector_column: v}"
     file.write_text(f"{GOOD}model: {{learn_user_embedding: true}}\nembeddings: [{{source: log, dim: 32}}, {users}]\n")
     config = load_config(file)
-    assert config.embeddings[0] == SpectralVectors(dim=32) == config.inputs.log_vectors
-    assert load_config(file, ["embeddings.0.method=ease", "embeddings.0.l2=9"]).inputs.log_vectors == EaseVectors(dim=32, l2=9)
+    assert config.embeddings[0] == SpectralVectorsConfig(dim=32) == config.inputs.log_vectors
+    assert load_config(file, ["embeddings.0.method=ease", "embeddings.0.l2=9"]).inputs.log_vectors == EaseVectorsConfig(
+        dim=32, l2=9
+    )
     assert "tables.item.dim is 64, but embeddings.dim is 32; leave tables.item.dim out" in message(
         file, "tables.item.dim=64", text=f"{GOOD}embeddings: {{source: log, dim: 32}}\n"
     )
     assert load_config(file, ["tables.item.transfer=residual"]).tables["item"].transfer == "residual"
 
 
-def test_embeddings_are_one_group_of_settings_or_a_list_of_them(file: Path) -> None:
+def test_embeddings_are_one_group_of_settings_or_a_list_of_groups(file: Path) -> None:
     text_with_one = GOOD + "embeddings: {paths: a.parquet, vector_column: v}\n"
     file.write_text(text_with_one)
     config = load_config(file, ["embeddings.paths=b.parquet", "embeddings.pca_dim=8"])
@@ -367,7 +369,7 @@ def test_popular_items_need_a_feature_with_a_vocabulary_of_single_values(
 
 
 @pytest.mark.parametrize("kind", ["auto", "ivf_pq"])
-def test_a_package_without_item_vectors_needs_an_index_with_them(kind: str, file: Path) -> None:
+def test_a_package_without_item_vectors_needs_an_index_with_vectors(kind: str, file: Path) -> None:
     error = message(file, "package.item_vectors=none", f"index.served={kind}")
     assert f"package.item_vectors is none, but an index of kind {kind} may not contain readable vectors; set it" in error
     assert load_config(file, overrides=["package.item_vectors=none", "index.served=ivf_sq8"]).package.item_vectors == "none"

@@ -19,9 +19,9 @@ def test_the_starter_config_loads_back_to_itself(tmp_path: Path, every_setting: 
     assert load_config(file) == starter_config().with_absolute_paths(tmp_path)
     assert load_config(file, ["embeddings.pca_dim=8"]).embeddings[0].pca_dim == 8
     second = EmbeddingsConfig(paths=("b.parquet",), table="item.brand", dimension_prefix="d")
-    both = starter_config().model_copy(update={"embeddings": (*starter_config().embeddings, second)})
-    file.write_text(to_commented_yaml(both, every_setting=every_setting))
-    assert load_config(file) == both.with_absolute_paths(tmp_path)
+    config_with_both = starter_config().model_copy(update={"embeddings": (*starter_config().embeddings, second)})
+    file.write_text(to_commented_yaml(config_with_both, every_setting=every_setting))
+    assert load_config(file) == config_with_both.with_absolute_paths(tmp_path)
 
 
 @pytest.mark.parametrize("every_setting", [True, False])
@@ -58,6 +58,6 @@ def test_the_important_settings_exist_and_are_written() -> None:
     assert len(IMPORTANT_SETTINGS) <= num_written <= len(IMPORTANT_SETTINGS) + 2
 
 
-def test_a_new_file_chooses_its_temperature_and_the_demo_names_it() -> None:
+def test_the_temperature_is_auto_in_a_new_file_and_a_number_in_the_demo() -> None:
     assert "temperature: auto " in to_commented_yaml(starter_config(), every_setting=False)
     assert "temperature: 0.1 " in to_commented_yaml(demo_config())

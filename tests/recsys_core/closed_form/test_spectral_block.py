@@ -25,29 +25,29 @@ def matrix_UI() -> csr_array:
 
 @pytest.mark.parametrize("exponent", [0.0, 0.3, 0.5])
 def test_scores_are_those_of_the_definition_up_to_a_factor(matrix_UI: csr_array, exponent: float) -> None:
-    history_IM, candidate_IM = block_factors(matrix_UI, dim=6, item_exponent=exponent)
+    history_factor_IM, candidate_factor_IM = block_factors(matrix_UI, dim=6, item_exponent=exponent)
     dense_UI = matrix_UI.toarray()[:-1, :-1]
     _, vector_VM = singular_vectors(csr_array(dense_UI), num_vectors=6)
     power_V = dense_UI.sum(axis=0) ** exponent
     expected_UI = (dense_UI / power_V) @ vector_VM @ vector_VM.T * power_V
-    actual_UI = (matrix_UI @ history_IM @ candidate_IM.T)[:-1, :-1]
+    actual_UI = (matrix_UI @ history_factor_IM @ candidate_factor_IM.T)[:-1, :-1]
     factor = (actual_UI * expected_UI).sum() / (expected_UI**2).sum()
     np.testing.assert_allclose(actual_UI, factor * expected_UI, atol=1e-4 * np.abs(actual_UI).max())
-    assert not history_IM[-1].any() and not candidate_IM[-1].any()
+    assert not history_factor_IM[-1].any() and not candidate_factor_IM[-1].any()
 
 
 def test_the_exponent_of_one_half_ranks_like_the_ideal_low_pass_filter(matrix_UI: csr_array) -> None:
-    history_IM, candidate_IM = block_factors(matrix_UI, dim=6, item_exponent=0.5)
+    history_factor_IM, candidate_factor_IM = block_factors(matrix_UI, dim=6, item_exponent=0.5)
     query_UD, vector_ID = spectral_vectors(matrix_UI, rank=6, queries=matrix_UI, user_exponent=0.5, item_exponent=0.5)
-    actual_UI, expected_UI = (matrix_UI @ history_IM @ candidate_IM.T)[:-1], (query_UD @ vector_ID.T)[:-1]
+    actual_UI, expected_UI = (matrix_UI @ history_factor_IM @ candidate_factor_IM.T)[:-1], (query_UD @ vector_ID.T)[:-1]
     factor = np.abs(actual_UI).max() / np.abs(expected_UI).max()
     np.testing.assert_allclose(actual_UI, factor * expected_UI, atol=1e-4 * np.abs(actual_UI).max())
 
 
 def test_the_deviation_of_the_scores_is_the_length_of_the_query(matrix_UI: csr_array) -> None:
-    history_IM, candidate_IM = block_factors(matrix_UI, dim=6, item_exponent=0.4)
-    query_UM = matrix_UI @ history_IM
-    deviation_U = (query_UM @ candidate_IM.T).std(axis=1, ddof=1)
+    history_factor_IM, candidate_factor_IM = block_factors(matrix_UI, dim=6, item_exponent=0.4)
+    query_UM = matrix_UI @ history_factor_IM
+    deviation_U = (query_UM @ candidate_factor_IM.T).std(axis=1, ddof=1)
     np.testing.assert_allclose(deviation_U, np.linalg.norm(query_UM, axis=1), rtol=1e-3)
 
 

@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recsys_core.dataset.batch import Assembler, Batch, keyed_jagged
 from recsys_core.dataset.feature_store import POOLED, POOLED_WEIGHTED, UNPOOLED, FeatureStore
 from recsys_core.dataset.jagged import JaggedArray
-from tests.recsys_core.ingest.random_features import FORMS, SIDES, feature_store, values_of
+from tests.recsys_core.ingest.random_features import FORMS, OWNER_KINDS, feature_store, values_of
 
 NUM_USERS, NUM_ITEMS, NUM_EVENTS = 5, 9, 20
 histories = st.lists(st.lists(st.integers(0, NUM_ITEMS - 1), max_size=4), min_size=1, max_size=5)
@@ -90,14 +90,14 @@ def test_users_items_and_events_have_features_with_weights(history: list[list[in
     batch = made(history, candidate, features=store)
     assert batch.sparse[UNPOOLED].keys() == ["item", *(f"item.{form}" for form in FORMS), "user"]
     assert batch.sparse[POOLED].keys() == ["user.single", "user.list", "context.single", "context.list"]
-    weighted = [f"{side}.{form}" for side in ("user", "context") for form in ("weighted_list", "number")]
+    weighted = [f"{owner_kind}.{form}" for owner_kind in ("user", "context") for form in ("weighted_list", "number")]
     assert batch.sparse[POOLED_WEIGHTED].keys() == weighted
     owners = {"user": range(len(history)), "context": range(0, 3 * len(history), 3), "item": batch.item_row_V.tolist()}
-    for side in SIDES:
+    for owner_kind in OWNER_KINDS:
         for form in FORMS:
-            key = f"{side}.{form}"
-            expected = [values_of(store, key, owner) for owner in owners[side]]
-            jagged = batch.sparse[UNPOOLED if side == "item" else POOLED_WEIGHTED if key in weighted else POOLED]
+            key = f"{owner_kind}.{form}"
+            expected = [values_of(store, key, owner) for owner in owners[owner_kind]]
+            jagged = batch.sparse[UNPOOLED if owner_kind == "item" else POOLED_WEIGHTED if key in weighted else POOLED]
             assert rows_of(jagged, key, samples=len(expected)) == [rows for rows, _ in expected]
             weights = [weight for _, several in expected for weight in several or ()]
             if key in weighted:

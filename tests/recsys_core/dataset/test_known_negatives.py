@@ -97,8 +97,8 @@ def test_without_an_order_distinct_negatives_of_the_training_split_are_drawn(
     store = store_with_negatives(*log, ordered=False)
     event, user = train_positions(store)
     drawn = lists_of(negatives_of(store).at_events(event, user, max_items=max_items, draw_B=np.full(len(event), draw)))
-    own = [items_by_user(log[1])[row][0] for row in user]
-    for items, all_items in zip(drawn, own, strict=True):
+    training_negatives = [items_by_user(log[1])[row][0] for row in user]
+    for items, all_items in zip(drawn, training_negatives, strict=True):
         assert len(set(items)) == len(items) == min(max_items, len(all_items)) and set(items) <= set(all_items)
 
 

@@ -125,7 +125,7 @@ def test_positives_users_and_histories_are_those_of_one_example(
 ) -> None:
     counter = iter(range(NUM_ITEMS))
     log = [([next(counter) for _ in train], validation, test) for train, validation, test in log]  # an item tells its event
-    owner = {item: (row, at) for row, (train, _, _) in enumerate(log) for at, item in enumerate(train)}
+    owner = {item: (row, event_index) for row, (train, _, _) in enumerate(log) for event_index, item in enumerate(train)}
     loader = loader_of(
         store_of(log, ordered=ordered),
         batch_size=batch_size, num_negatives=negatives, max_history=max_history, include_target=include_target and not ordered,
@@ -134,10 +134,10 @@ def test_positives_users_and_histories_are_those_of_one_example(
         assert len(batch.candidate_index_C) == batch.batch_size + negatives
         users_B = batch.sparse[UNPOOLED]["user"].to_dense()[: batch.batch_size]
         for item, history, user in zip(positives(batch), histories(batch), users_B, strict=True):
-            row, at = owner[item]
+            row, event_index = owner[item]
             train = log[row][0]
-            before = train[max(0, at - max_history) : at] if max_history else []
-            around = train[at : at + include_target] + train[at + 1 :] + train[:at]
+            before = train[max(0, event_index - max_history) : event_index] if max_history else []
+            around = train[event_index : event_index + include_target] + train[event_index + 1 :] + train[:event_index]
             assert user.tolist() == [row]
             assert history == (before if ordered else around[:max_history])
 

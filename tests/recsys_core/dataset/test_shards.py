@@ -81,14 +81,14 @@ def large_store(tmp_path: Path, shards: int) -> EventStore:
     }
     num_events_S = []
     for shard, num_users in enumerate(user_S):
-        own = np.flatnonzero(users % shards == shard)
-        end = 5 * np.arange(1, len(own) + 1)
+        shard_users = np.flatnonzero(users % shards == shard)
+        end = 5 * np.arange(1, len(shard_users) + 1)
         _write_sparse(paths["user_offset"][shard], num_users + 1, last=end)
         _write_sparse(paths["train_end"][shard], num_users, last=end - 2)
         _write_sparse(paths["validation_end"][shard], num_users, last=end - 1)
-        _write_sparse(paths["event_offset"][shard], num_users, last=end - 5 - first_example[own])
-        np.save(paths["event_item"][shard], items_U5[own].ravel())
-        num_events_S.append(5 * len(own))
+        _write_sparse(paths["event_offset"][shard], num_users, last=end - 5 - first_example[shard_users])
+        np.save(paths["event_item"][shard], items_U5[shard_users].ravel())
+        num_events_S.append(5 * len(shard_users))
     np.save(tmp_path / "train_user.npy", np.repeat(users, 3))
     for name in ("item_count", "vector_row"):
         _write_sparse(tmp_path / f"{name}.npy", NUM_IDS, last=np.ones(12, np.int64))

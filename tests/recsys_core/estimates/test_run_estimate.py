@@ -142,8 +142,8 @@ def test_every_stage_estimates_more_for_more_of_everything() -> None:
     workload = Workload(data=data, training=TRAINING, indexes=indexes, package_bytes_per_item=100, machines=machines)
     for doubled in ("num_users", "num_items", "num_events", "num_held_out_users", "num_vectors"):
         larger_data = data.model_copy(update={doubled: 2 * getattr(data, doubled)})
-        larger = estimate_run(workload.model_copy(update={"data": larger_data}))
-        pairs = zip(estimate_run(workload).stages, larger.stages, strict=True)
+        larger_estimate = estimate_run(workload.model_copy(update={"data": larger_data}))
+        pairs = zip(estimate_run(workload).stages, larger_estimate.stages, strict=True)
         growths = [(after.seconds - before.seconds, after.disk_bytes - before.disk_bytes) for before, after in pairs]
         assert any(seconds > 0 or num_bytes > 0 for seconds, num_bytes in growths), doubled
     assert {stage.basis for stage in estimate_run(workload).stages} == {"extrapolated", "assumed"}

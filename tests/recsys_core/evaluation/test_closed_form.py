@@ -78,7 +78,7 @@ def test_rankings_equal_the_scores_of_the_histories_with_ties_by_popularity(mode
     )
     store = EventStore.open(manifest)
     histories, order_I = store.items_before(np.arange(30), "test"), random.permutation(14)
-    matrix, queries = log_matrix(store, "test", max_events=MAX_EVENTS), user_item_matrix(histories, num_items=14)
+    matrix, queries = log_matrix(store, before="test", max_events=MAX_EVENTS), user_item_matrix(histories, num_items=14)
     if model == "ease":
         scores = linear_model(ClosedFormConfig(l2=2), store=store, order_I=order_I)(histories)
         expected = queries @ ease_weights(matrix, l2=2)

@@ -95,7 +95,7 @@ def test_a_request_without_an_answer_in_time_is_not_answered_later() -> None:
     assert run(body, timeout_s=0.2).batch_sizes == [1, 1]  # the request that timed out in the queue is not searched
 
 
-def test_a_batch_with_different_options_and_an_invalid_request_answers_each_as_alone(retriever: Retriever) -> None:
+def test_each_request_of_a_batch_has_the_answer_that_it_has_outside_a_batch(retriever: Retriever) -> None:
     queries = [query(USER_IDS[0]), query(USER_IDS[1], k=5), query(USER_IDS[2]), query("x")]
     results = ServedModel(retriever).respond(queries)
     for user_id, k, result in zip(USER_IDS, (3, 5, 3), results, strict=False):

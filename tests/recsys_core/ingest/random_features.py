@@ -8,21 +8,24 @@ from recsys_core.dataset.feature_store import Feature, FeatureForm, FeatureStore
 from recsys_core.manifests import IngestedFeature
 
 FORMS: tuple[FeatureForm, ...] = ("single", "list", "weighted_list", "number")
-SIDES = ("user", "item", "context")
+OWNER_KINDS = ("user", "item", "context")
 NUM_ROWS = 6
 """Rows of the table of each feature."""
 
 
 def feature_store(*, users: int, items: int, events: int, seed: int = 0, weightless: bool = False) -> FeatureStore:
-    """Return a random feature <side>.<form> for each side and form. Lists hold 0 to 3 values. weightless: all weights are 0."""
+    """Return a random feature <owner_kind>.<form> for each owner kind and form. Lists hold 0 to 3 values.
+
+    weightless: all weights are 0.
+    """
     rng = np.random.default_rng(seed)
     features = {}
-    for side, count in zip(SIDES, (users, items, events), strict=True):
+    for owner_kind, count in zip(OWNER_KINDS, (users, items, events), strict=True):
         for form in FORMS:
             length = rng.integers(0, 4, count) if "list" in form else np.ones(count, np.int64)
             values = int(length.sum())
             weight = (rng.normal(size=values) if form == "number" else rng.uniform(0.1, 2.0, values)).astype(np.float32)
-            features[f"{side}.{form}"] = Feature(
+            features[f"{owner_kind}.{form}"] = Feature(
                 table_rows=rng.integers(0, NUM_ROWS, values).astype(np.int32),
                 offset=np.concatenate([[0], length.cumsum()]).astype(np.int64) if "list" in form else None,
                 weights=weight * (not weightless) if form in ("weighted_list", "number") else None,
@@ -30,9 +33,9 @@ def feature_store(*, users: int, items: int, events: int, seed: int = 0, weightl
     return FeatureStore(features)
 
 
-def facts(*keys: str) -> dict[str, IngestedFeature]:
-    """Return the manifest entries of the features `keys`, each called <side>.<form>; of all features without `keys`."""
-    selected_keys = keys or tuple(f"{side}.{form}" for side in SIDES for form in FORMS)
+def ingested_features(*keys: str) -> dict[str, IngestedFeature]:
+    """Return the manifest entries of the features `keys` (<owner_kind>.<form>), or of all features if `keys` is empty."""
+    selected_keys = keys or tuple(f"{owner_kind}.{form}" for owner_kind in OWNER_KINDS for form in FORMS)
     kinds: dict[str, dict[str, Any]] = {
         "single": {"kind": "categorical"},
         "list": {"kind": "list"},
@@ -40,8 +43,8 @@ def facts(*keys: str) -> dict[str, IngestedFeature]:
         "number": {"kind": "numeric", "mean": 0.0, "std": 1.0},
     }
     counts = {"num_rows": NUM_ROWS, "num_values": 0, "num_out_of_vocabulary": 0, "num_missing": 0}
-    counted = counts | {"definition": "", "is_continued": False}
-    return {key: IngestedFeature.model_validate(counted | kinds[key.split(".")[1]]) for key in selected_keys}
+    shared_fields = counts | {"definition": "", "is_continued": False}
+    return {key: IngestedFeature.model_validate(shared_fields | kinds[key.split(".")[1]]) for key in selected_keys}
 
 
 def values_of(store: FeatureStore, key: str, index: int) -> tuple[list[int], list[float] | None]:

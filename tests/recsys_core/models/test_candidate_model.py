@@ -39,7 +39,7 @@ def model_of(task: RetrievalTask) -> CandidateModel:
     ids=["sum", "layers", "history of candidate vectors", "residual", "ensemble"],
 )
 def test_items_have_the_vectors_of_the_task_that_has_their_rows(config: dict[str, object], tables: dict[str, object]) -> None:
-    task = task_of(config, tables=tables, vectors={"item": 8}, features=FEATURES).eval()
+    task = task_of(config, tables=tables, vector_dims={"item": 8}, features=FEATURES).eval()
     spec = task.head.spec
     random = np.random.default_rng(3)
     vector_ID = random.normal(size=(NUM_ITEMS, 8)).astype(np.float32)

@@ -22,29 +22,29 @@ def with_popularity(**popularity: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("representation", ["embedding", "candidate_tower"])
 def test_a_score_is_the_similarity_and_the_weighted_popularity(similarity: str, representation: str) -> None:
     model = MODEL | {"similarity": similarity, "history": {"length": 3, "item_representation": representation}}
-    plain = scores(task_of(model))
+    similarity_BC = scores(task_of(model))
     for weight in (0.7, -0.2, 0.0):
         weighted = scores(task_of(model | {"popularity": {"kind": "fixed", "weight": weight}}))
-        expected = plain + weight * torch.from_numpy(np.log1p(COUNT_I) / np.log(10)).float()
+        expected = similarity_BC + weight * torch.from_numpy(np.log1p(COUNT_I) / np.log(10)).float()
         torch.testing.assert_close(weighted, expected)
 
 
 def test_the_training_does_not_see_a_fixed_term() -> None:
-    plain, fixed = task_of(MODEL), task_of(with_popularity(kind="fixed", weight=3.0))
-    torch.testing.assert_close(plain(batch_of())[0], fixed(batch_of())[0])
-    assert [name for name, _ in plain.named_parameters()] == [name for name, _ in fixed.named_parameters()]
+    task_without_term, task_with_term = task_of(MODEL), task_of(with_popularity(kind="fixed", weight=3.0))
+    torch.testing.assert_close(task_without_term(batch_of())[0], task_with_term(batch_of())[0])
+    assert [name for name, _ in task_without_term.named_parameters()] == [name for name, _ in task_with_term.named_parameters()]
 
 
 def test_a_learned_weight_starts_as_the_model_without_a_term_and_is_trained_with_the_loss() -> None:
-    plain, learned = task_of(MODEL), task_of(with_popularity(kind="learned"))
-    loss = learned(batch_of())[0]
-    torch.testing.assert_close(loss, plain(batch_of())[0])
+    task_without_term, task_with_term = task_of(MODEL), task_of(with_popularity(kind="learned"))
+    loss = task_with_term(batch_of())[0]
+    torch.testing.assert_close(loss, task_without_term(batch_of())[0])
     loss.backward()
-    weight = learned.head.query.popularity.weight
+    weight = task_with_term.head.query.popularity.weight
     with torch.no_grad():
         gradient = weight.grad.item()
         weight.add_(1e-3)
-        assert (learned(batch_of())[0] - loss).item() == pytest.approx(1e-3 * gradient, rel=0.05)
+        assert (task_with_term(batch_of())[0] - loss).item() == pytest.approx(1e-3 * gradient, rel=0.05)
     assert abs(gradient) > 0.1
 
 
@@ -61,10 +61,10 @@ def test_serving_may_replace_the_trained_weight(served_weight: float | None, exp
 
 def test_the_distillation_compares_vectors_without_the_popularity() -> None:
     loss = {"distillation": {"weight": 2.0}}
-    plain, fixed = (
-        task_of(model, loss=loss, vectors={"item": 8}) for model in (MODEL, with_popularity(kind="fixed", weight=3.0))
+    task_without_term, task_with_term = (
+        task_of(model, loss=loss, vector_dims={"item": 8}) for model in (MODEL, with_popularity(kind="fixed", weight=3.0))
     )
-    torch.testing.assert_close(plain(batch_of())[0], fixed(batch_of())[0])
+    torch.testing.assert_close(task_without_term(batch_of())[0], task_with_term(batch_of())[0])
 
 
 def test_a_catalogue_without_events_has_popularity_0() -> None:

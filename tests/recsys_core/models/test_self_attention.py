@@ -1,4 +1,4 @@
-"""Self-attention over histories, compared with torch's encoder of one history at a time, and the groups that are padded."""
+"""SelfAttention compared with nn.TransformerEncoderLayer, one history at a time, and groups of similar length."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def torch_vector(attention: SelfAttention, item_HD: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("num_blocks", "num_heads"), [(1, 1), (2, 4), (3, 2)])
-def test_the_vectors_equal_those_of_torchs_encoder(num_blocks: int, num_heads: int) -> None:
+def test_the_vectors_equal_the_vectors_of_torchs_encoder(num_blocks: int, num_heads: int) -> None:
     attention = attention_of(num_blocks=num_blocks, num_heads=num_heads)
     config = SelfAttentionHistory(length=LONGEST, num_blocks=num_blocks, num_heads=num_heads)
     encoder = make_encoder(config, dim=WIDTH, std=0.5).eval()
@@ -78,26 +78,27 @@ def test_padding_may_be_anywhere_and_have_any_value() -> None:
     torch.testing.assert_close(vector_BD, torch_vector(attention, item_HD).expand(3, -1), rtol=1e-4, atol=1e-5)
 
 
-def test_the_recency_residual_adds_the_vector_of_the_recency_encoder_and_starts_with_it() -> None:
+def test_with_recency_residual_the_encoder_starts_as_the_recency_encoder_and_then_adds_to_it() -> None:
     torch.manual_seed(2)
-    plain, with_residual = (
-        make_encoder(SelfAttentionHistory(length=LONGEST, recency_residual=is_added), dim=WIDTH, std=0.5).eval()
-        for is_added in (False, True)
+    without_residual, with_residual = (
+        make_encoder(SelfAttentionHistory(length=LONGEST, recency_residual=has_residual), dim=WIDTH, std=0.5).eval()
+        for has_residual in (False, True)
     )
-    recency = make_encoder(RecencyHistory(length=LONGEST), dim=WIDTH, std=0.5)
-    weight = nn.Parameter(torch.randn(LONGEST))
-    recency.recency, with_residual.recency = weight, weight
-    recency.start = with_residual.start
+    recency_encoder = make_encoder(RecencyHistory(length=LONGEST), dim=WIDTH, std=0.5)
+    position_weight = nn.Parameter(torch.randn(LONGEST))
+    recency_encoder.recency, with_residual.recency = position_weight, position_weight
+    recency_encoder.start = with_residual.start
     history = torch.randn(9, WIDTH), torch.randint(9, (16,)), torch.tensor([0, 3, 3, 4, 16])
-    torch.testing.assert_close(with_residual(*history), recency(*history))
-    with_residual.attention = plain.attention
+    torch.testing.assert_close(with_residual(*history), recency_encoder(*history))
+    with_residual.attention = without_residual.attention
     has_items = torch.tensor([True, False, True, True])
-    torch.testing.assert_close(with_residual(*history)[has_items], (plain(*history) + recency(*history))[has_items])
+    expected_BD = without_residual(*history) + recency_encoder(*history)
+    torch.testing.assert_close(with_residual(*history)[has_items], expected_BD[has_items])
     assert with_residual(*history)[1].tolist() == with_residual.start.tolist()
-    assert with_residual.min_norm(8.0) == recency.min_norm(8.0)
+    assert with_residual.min_norm(8.0) == recency_encoder.min_norm(8.0)
 
 
-def test_a_vector_starts_with_the_length_of_an_item() -> None:
+def test_an_untrained_encoder_returns_vectors_with_the_norm_of_an_item_vector() -> None:
     config = SelfAttentionHistory(length=LONGEST)
     encoder = make_encoder(config, dim=WIDTH, std=0.25).eval()
     vector_BD = encoder(torch.randn(4, WIDTH) * 0.25, torch.tensor([0, 1, 2, 3]), torch.tensor([0, 3, 4]))

@@ -12,7 +12,7 @@ from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.history_config import MeanHistory
 from recsys_core.models.spec import ModelSpec, TableSpec
 from recsys_core.models.tables.table_config import TableConfig, TableOptimizer, check_width
-from tests.recsys_core.ingest.random_features import FORMS, NUM_ROWS, SIDES, facts
+from tests.recsys_core.ingest.random_features import FORMS, NUM_ROWS, OWNER_KINDS, ingested_features
 from tests.recsys_core.models.error_messages import raises_message
 
 DIM = 8
@@ -20,10 +20,10 @@ GRADUAL = {"transfer": "gradual", "unfreeze": [{"epoch": 1, "share": 0.5}]}
 FROZEN, RESIDUAL = {"transfer": "frozen"}, {"transfer": "residual"}
 
 
-def sized(
+def make_spec(
     *,
     tables: dict[str, Any] | None = None,
-    vectors: dict[str, int] | None = None,
+    vector_dims: dict[str, int] | None = None,
     features: tuple[str, ...] = (),
     has_distillation: bool = False,
     **config: Any,
@@ -32,8 +32,8 @@ def sized(
         TwoTowerConfig.model_validate({"embedding_dim": DIM, **config}),
         num_users=7,
         num_items=5,
-        facts_by_feature=facts(*features) if features else None,
-        vector_dim_by_table=vectors,
+        ingested_by_feature=ingested_features(*features) if features else None,
+        vector_dim_by_table=vector_dims,
         tables={name: TableConfig.model_validate(settings) for name, settings in (tables or {}).items()},
         has_distillation=has_distillation,
     )
@@ -44,32 +44,32 @@ def shapes(spec: ModelSpec) -> dict[str, tuple[int, int, str]]:
 
 
 def test_a_plain_model_has_an_item_table_and_optionally_a_user_table() -> None:
-    assert shapes(sized()) == {"item": (5, DIM, "unpooled_8")}
-    assert shapes(sized(learn_user_embedding=True)) == {"item": (5, DIM, "unpooled_8"), "user": (7, DIM, "unpooled_8")}
-    assert shapes(sized(learn_user_embedding=True, tables={"user": {"lookup": "pooled"}}))["user"] == (7, DIM, "pooled")
+    assert shapes(make_spec()) == {"item": (5, DIM, "unpooled_8")}
+    assert shapes(make_spec(learn_user_embedding=True)) == {"item": (5, DIM, "unpooled_8"), "user": (7, DIM, "unpooled_8")}
+    assert shapes(make_spec(learn_user_embedding=True, tables={"user": {"lookup": "pooled"}}))["user"] == (7, DIM, "pooled")
 
 
-def test_the_collection_of_a_feature_depends_on_side_and_weights() -> None:
-    feature_names = tuple(facts())
-    spec = sized(features=feature_names)
+def test_the_collection_of_a_feature_depends_on_owner_kind_and_weights() -> None:
+    feature_names = tuple(ingested_features())
+    spec = make_spec(features=feature_names)
     assert list(spec.tables) == ["item", *feature_names]
-    for side in SIDES:
+    for owner_kind in OWNER_KINDS:
         for form in FORMS:
-            weighted = side != "item" and form in ("weighted_list", "number")
-            collection = "unpooled_8" if side == "item" else "pooled_weighted" if weighted else "pooled"
-            assert shapes(spec)[f"{side}.{form}"] == (NUM_ROWS, DIM, collection)
-            assert spec.forms[f"{side}.{form}"] == form
+            weighted = owner_kind != "item" and form in ("weighted_list", "number")
+            collection = "unpooled_8" if owner_kind == "item" else "pooled_weighted" if weighted else "pooled"
+            assert shapes(spec)[f"{owner_kind}.{form}"] == (NUM_ROWS, DIM, collection)
+            assert spec.forms[f"{owner_kind}.{form}"] == form
     assert spec.features("item") == [f"item.{form}" for form in FORMS]
-    assert spec.features("query") == [f"{side}.{form}" for side in ("user", "context") for form in FORMS]
+    assert spec.features("query") == [f"{owner_kind}.{form}" for owner_kind in ("user", "context") for form in FORMS]
     assert list(spec.on_side("item")) == ["item", *spec.features("item")]
 
 
 def test_frozen_tables_are_in_collections_of_their_own() -> None:
-    spec = sized(
+    spec = make_spec(
         learn_user_embedding=True,
         features=("item.single", "user.weighted_list"),
         tables=dict.fromkeys(("item", "user", "item.single", "user.weighted_list"), FROZEN),
-        vectors={"item": DIM, "user": DIM, "item.single": DIM, "user.weighted_list": DIM},
+        vector_dims={"item": DIM, "user": DIM, "item.single": DIM, "user.weighted_list": DIM},
     )
     assert [table.collection for table in spec.tables.values()] == [
         "unpooled_8_frozen", "unpooled_8_frozen", "unpooled_8_frozen", "pooled_weighted_frozen",
@@ -79,7 +79,7 @@ def test_frozen_tables_are_in_collections_of_their_own() -> None:
 
 def test_unpooled_tables_of_different_widths_are_in_different_collections() -> None:
     features = ("item.single", "user.single", "user.list")
-    spec = sized(
+    spec = make_spec(
         learn_user_embedding=True, features=features, tables={name: {"dim": 12} for name in ("item", "user", "user.list")}
     )
     assert [table.collection for table in spec.tables.values()] == [
@@ -92,15 +92,15 @@ def test_unpooled_tables_of_different_widths_are_in_different_collections() -> N
 
 
 def test_a_gradual_table_is_not_frozen() -> None:
-    spec = sized(tables={"item": GRADUAL}, vectors={"item": DIM})
+    spec = make_spec(tables={"item": GRADUAL}, vector_dims={"item": DIM})
     assert not spec.tables["item"].is_frozen and spec.tables["item"].collection == "unpooled_8"
 
 
 def test_residual_items_are_frozen_and_have_offsets_that_start_at_zero() -> None:
     optimizer = TableOptimizer(learning_rate=0.5)
-    spec = sized(
+    spec = make_spec(
         tables={"item": RESIDUAL | {"dim": 12}, "item_offset": {"optimizer": optimizer.model_dump()}},
-        vectors={"item": 12},
+        vector_dims={"item": 12},
     )
     assert shapes(spec) == {"item": (5, 12, "unpooled_12_frozen"), "item_offset": (5, DIM, "unpooled_8")}
     offset = spec.tables["item_offset"]
@@ -109,25 +109,27 @@ def test_residual_items_are_frozen_and_have_offsets_that_start_at_zero() -> None
 
 
 def test_the_teacher_table_is_frozen_unscaled_and_zero_without_a_vector() -> None:
-    spec = sized(tables={"item": {"dim": 12}}, vectors={"item": 12}, has_distillation=True)
+    spec = make_spec(tables={"item": {"dim": 12}}, vector_dims={"item": 12}, has_distillation=True)
     assert shapes(spec) == {"item": (5, 12, "unpooled_12"), "item_teacher": (5, 12, "unpooled_12_frozen")}
     teacher = spec.tables["item_teacher"]
     assert (teacher.settings.missing_vector_init, teacher.settings.rescale, teacher.pretrained) == ("zero", False, True)
 
 
 def test_a_feature_of_several_tables_in_one_collection_has_one_output_per_table() -> None:
-    vectors, both = {"item": DIM}, ("item", "item_teacher")
-    apart = sized(vectors=vectors, has_distillation=True)
-    assert [apart.output_name(table) for table in both] == ["item", "item"]
-    together = sized(vectors=vectors, has_distillation=True, tables={"item": FROZEN})
-    assert [together.output_name(table) for table in both] == ["item@item", "item@item_teacher"]
-    three_tables = sized(vectors=vectors, has_distillation=True, tables={"item": RESIDUAL})
-    assert [three_tables.output_name(table) for table in (*both, "item_offset")] == ["item@item", "item@item_teacher", "item"]
-    assert sized(features=("item.single",)).output_name("item.single") == "item.single"
+    vector_dims, both_tables = {"item": DIM}, ("item", "item_teacher")
+    spec_apart = make_spec(vector_dims=vector_dims, has_distillation=True)
+    assert [spec_apart.output_name(table) for table in both_tables] == ["item", "item"]
+    spec_together = make_spec(vector_dims=vector_dims, has_distillation=True, tables={"item": FROZEN})
+    assert [spec_together.output_name(table) for table in both_tables] == ["item@item", "item@item_teacher"]
+    spec_of_three_tables = make_spec(vector_dims=vector_dims, has_distillation=True, tables={"item": RESIDUAL})
+    names = [spec_of_three_tables.output_name(table) for table in (*both_tables, "item_offset")]
+    assert names == ["item@item", "item@item_teacher", "item"]
+    assert make_spec(features=("item.single",)).output_name("item.single") == "item.single"
 
 
 def test_the_default_width_of_a_table_is_embedding_dim() -> None:
-    spec = sized(learn_user_embedding=True, features=("item.single",), tables={"user": {"dim": 16}, "item.single": {"dim": 4}})
+    tables = {"user": {"dim": 16}, "item.single": {"dim": 4}}
+    spec = make_spec(learn_user_embedding=True, features=("item.single",), tables=tables)
     assert {name: table.dim for name, table in spec.tables.items()} == {"item": DIM, "user": 16, "item.single": 4}
 
 
@@ -136,36 +138,36 @@ def test_the_default_width_of_a_table_is_embedding_dim() -> None:
 def test_transfer_other_than_full_needs_vectors(table: str, transfer: str) -> None:
     settings = GRADUAL if transfer == "gradual" else {"transfer": transfer}
     with raises_message(
-        f"tables.{table}.transfer is {transfer}, but embeddings has no vectors of table {table!r} (it has none)"
+        f"tables.{table}.transfer is {transfer}, but embeddings has no vectors of table {table!r} (it has vectors of no table)"
     ):
-        sized(learn_user_embedding=True, features=("item.single",), tables={table: settings})
+        make_spec(learn_user_embedding=True, features=("item.single",), tables={table: settings})
 
 
 def test_only_id_tables_can_be_gradual() -> None:
-    assert sized(learn_user_embedding=True, tables={"user": GRADUAL}, vectors={"user": DIM}).tables["user"].pretrained
+    assert make_spec(learn_user_embedding=True, tables={"user": GRADUAL}, vector_dims={"user": DIM}).tables["user"].pretrained
     with raises_message("tables.user.list: transfer gradual is only for the tables ['item', 'user']; leave it out"):
-        sized(features=("user.list",), tables={"user.list": GRADUAL}, vectors={"user.list": DIM})
+        make_spec(features=("user.list",), tables={"user.list": GRADUAL}, vector_dims={"user.list": DIM})
 
 
 @pytest.mark.parametrize("table", ["user", "item.single"])
 def test_only_the_item_table_can_be_residual(table: str) -> None:
     with raises_message(f"tables.{table}: transfer residual is only for the tables ['item']; leave it out"):
-        sized(learn_user_embedding=True, features=("item.single",), tables={table: RESIDUAL}, vectors={table: DIM})
+        make_spec(learn_user_embedding=True, features=("item.single",), tables={table: RESIDUAL}, vector_dims={table: DIM})
 
 
 def test_weight_decay_is_only_for_id_tables_and_offsets() -> None:
     decay = {"optimizer": {"weight_decay": 0.1}}
-    sized(learn_user_embedding=True, tables={"item": decay, "user": decay})
-    sized(tables={"item": RESIDUAL, "item_offset": decay}, vectors={"item": DIM})
+    make_spec(learn_user_embedding=True, tables={"item": decay, "user": decay})
+    make_spec(tables={"item": RESIDUAL, "item_offset": decay}, vector_dims={"item": DIM})
     with raises_message(
         "tables.item.single: optimizer.weight_decay is only for the tables ['item', 'user', 'item_offset']; leave it out"
     ):
-        sized(features=("item.single",), tables={"item.single": decay})
+        make_spec(features=("item.single",), tables={"item.single": decay})
 
 
 @pytest.mark.parametrize("table", ["item", "user", "item.single"])
 def test_a_table_has_the_width_of_its_vectors_by_default(table: str) -> None:
-    spec = sized(learn_user_embedding=True, features=("item.single",), vectors={table: 12})
+    spec = make_spec(learn_user_embedding=True, features=("item.single",), vector_dims={table: 12})
     assert {name: table.dim for name, table in spec.tables.items()} == {"item": DIM, "user": DIM, "item.single": DIM} | {
         table: 12
     }
@@ -176,51 +178,52 @@ def test_vectors_of_another_width_than_the_setting_raise() -> None:
         "embeddings: the vectors of table 'item' have 12 numbers, but tables.item.dim is 8; leave it out, and the table takes "
         "the width of its vectors, or set embeddings.pca_dim to 8"
     ):
-        sized(vectors={"item": 12}, tables={"item": {"dim": 8}})
+        make_spec(vector_dims={"item": 12}, tables={"item": {"dim": 8}})
     with raises_message("the width of a table is a multiple of 4; set embeddings.pca_dim to 48"):
-        sized(vectors={"item": 50})
+        make_spec(vector_dims={"item": 50})
 
 
-@given(vectors=st.integers(1, 99), dim=st.none() | st.integers(1, 99))
-def test_check_width_accepts_the_width_of_the_setting_or_a_multiple_of_4(vectors: int, dim: int | None) -> None:
+@given(vector_dim=st.integers(1, 99), dim=st.none() | st.integers(1, 99))
+def test_check_width_accepts_the_width_of_the_setting_or_a_multiple_of_4(vector_dim: int, dim: int | None) -> None:
     try:
-        check_width(vectors, dim, table="item")
-    except InputError as error:  # a projection gives no more numbers than there are
-        assert ("pca_dim" in str(error)) == (vectors > (4 if dim is None else dim))
-        assert vectors != dim if dim is not None else vectors % 4
+        check_width(vector_dim, dim, table="item")
+    except InputError as error:
+        # pca_dim is suggested only if the vectors are wider than the table: PCA cannot widen them.
+        assert ("pca_dim" in str(error)) == (vector_dim > (4 if dim is None else dim))
+        assert vector_dim != dim if dim is not None else vector_dim % 4
     else:
-        assert vectors == dim if dim is not None else vectors % 4 == 0
+        assert vector_dim == dim if dim is not None else vector_dim % 4 == 0
 
 
 @pytest.mark.parametrize("table", ["user", "item_offset", "item.brand"])
 def test_a_setting_for_an_unknown_table_lists_the_known_tables(table: str) -> None:
     with raises_message(f"tables.{table}: the model has no such table; it has ['item', 'item.single']"):
-        sized(features=("item.single",), tables={table: {}})
+        make_spec(features=("item.single",), tables={table: {}})
 
 
 def test_the_offset_table_cannot_be_frozen() -> None:
     with raises_message("tables.item_offset.transfer is frozen, but embeddings has no vectors of table 'item_offset'"):
-        sized(tables={"item": RESIDUAL, "item_offset": FROZEN}, vectors={"item": DIM})
+        make_spec(tables={"item": RESIDUAL, "item_offset": FROZEN}, vector_dims={"item": DIM})
 
 
-def test_the_offset_table_has_the_width_of_the_sum() -> None:
-    sized(tables={"item": RESIDUAL, "item_offset": {"dim": DIM}}, vectors={"item": DIM})
+def test_the_offset_table_has_the_width_embedding_dim() -> None:
+    make_spec(tables={"item": RESIDUAL, "item_offset": {"dim": DIM}}, vector_dims={"item": DIM})
     with raises_message("tables.item_offset.dim is 16, but offsets have the width model.embedding_dim, which is 8; leave"):
-        sized(tables={"item": RESIDUAL, "item_offset": {"dim": 16}}, vectors={"item": DIM})
+        make_spec(tables={"item": RESIDUAL, "item_offset": {"dim": 16}}, vector_dims={"item": DIM})
 
 
 def test_distillation_needs_item_vectors() -> None:
     with raises_message(
         "loss.distillation keeps the similarities of the pretrained item vectors, but embeddings has no vectors of table"
     ):
-        sized(has_distillation=True, learn_user_embedding=True, vectors={"user": DIM})
+        make_spec(has_distillation=True, learn_user_embedding=True, vector_dims={"user": DIM})
 
 
 def test_a_spec_is_read_back_from_its_json() -> None:
-    spec = sized(
-        features=tuple(facts()),
+    spec = make_spec(
+        features=tuple(ingested_features()),
         tables={"item": RESIDUAL | {"dim": 12, "id_dropout": 0.1}},
-        vectors={"item": 12},
+        vector_dims={"item": 12},
         has_distillation=True,
     )
     assert ModelSpec.model_validate_json(spec.model_dump_json()) == spec

@@ -18,7 +18,7 @@ from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, parameter_name
 from recsys_core.models.tables.table_config import TableConfig
 from recsys_core.models.task import RetrievalHead, RetrievalTask
-from tests.recsys_core.ingest.random_features import facts, feature_store
+from tests.recsys_core.ingest.random_features import feature_store, ingested_features
 
 NUM_USERS, NUM_ITEMS = 6, 9
 COUNT_I = np.array([9, 4, 0, 2, 1, 1, 3, 5, 2])
@@ -33,7 +33,7 @@ def task_of(
     *,
     loss: dict[str, Any] | None = None,
     tables: dict[str, Any] | None = None,
-    vectors: dict[str, int] | None = None,
+    vector_dims: dict[str, int] | None = None,
     features: tuple[str, ...] = (),
     popularity_rank: dict[str, list[int]] | None = None,
     weight_decay: dict[str, float] | None = None,
@@ -44,8 +44,8 @@ def task_of(
         TwoTowerConfig.model_validate({"embedding_dim": 4, **config}),
         num_users=NUM_USERS,
         num_items=NUM_ITEMS,
-        facts_by_feature=facts(*features) if features else None,
-        vector_dim_by_table=vectors,
+        ingested_by_feature=ingested_features(*features) if features else None,
+        vector_dim_by_table=vector_dims,
         tables={name: TableConfig.model_validate(settings) for name, settings in (tables or {}).items()},
         has_distillation=loss_config.distillation is not None,
     )
@@ -184,14 +184,15 @@ def test_the_encoders_give_the_vectors_that_the_loss_compares() -> None:
 
 def test_weight_decay_penalises_the_distinct_rows_that_a_step_looks_up() -> None:
     config = PLAIN | {"history": {"length": 3, "last_item_feature": False}}
-    plain, decayed = task_of(config), task_of(config, weight_decay={"item": 0.1, "user": 0.3})
-    items, users = weight_of(plain, "item"), weight_of(plain, "user")
-    distinct = sorted({*CANDIDATES, *(item for rows in HISTORIES for item in rows)})
-    penalty = 0.1 / 2 * items[distinct].square().sum() + 0.3 / 2 * users[QUERY_USERS].square().sum()
-    torch.testing.assert_close(decayed(batch_of())[0], plain(batch_of())[0] + penalty)
+    task, task_with_decay = task_of(config), task_of(config, weight_decay={"item": 0.1, "user": 0.3})
+    items, users = weight_of(task, "item"), weight_of(task, "user")
+    distinct_items = sorted({*CANDIDATES, *(item for rows in HISTORIES for item in rows)})
+    penalty = 0.1 / 2 * items[distinct_items].square().sum() + 0.3 / 2 * users[QUERY_USERS].square().sum()
+    torch.testing.assert_close(task_with_decay(batch_of())[0], task(batch_of())[0] + penalty)
     repeated_users = [2, 0, 2]  # a user with two queries counts once
     penalty += 0.3 / 2 * (users[[2, 0]].square().sum() - users[QUERY_USERS].square().sum())
-    torch.testing.assert_close(decayed(batch_of(users=repeated_users))[0], plain(batch_of(users=repeated_users))[0] + penalty)
+    batch = batch_of(users=repeated_users)
+    torch.testing.assert_close(task_with_decay(batch)[0], task(batch)[0] + penalty)
 
 
 def rows_with_gradient(task: RetrievalTask, table: str) -> set[int]:
@@ -208,7 +209,7 @@ def test_an_epoch_trains_only_the_most_frequent_rows_of_a_gradual_table(decay: d
     task = task_of(
         PLAIN | {"history": {"length": 3, "last_item_feature": False}},
         tables={"item": {"transfer": "gradual", "unfreeze": [{"epoch": 2, "share": 1 / 3}, {"epoch": 4, "share": 1}]}},
-        vectors={"item": 4},
+        vector_dims={"item": 4},
         popularity_rank={"item": popularity_rank},
         weight_decay=decay,
     )
@@ -227,7 +228,7 @@ def test_a_gradual_user_table_is_unfrozen_by_popularity_rank() -> None:
     task = task_of(
         PLAIN,
         tables={"user": {"transfer": "gradual", "unfreeze": [{"epoch": 1, "share": 0.5}]}},
-        vectors={"user": 4},
+        vector_dims={"user": 4},
         popularity_rank={"user": [0, 3, 1, 4, 2, 5]},
     )
     task.head.set_epoch(1)
@@ -236,7 +237,7 @@ def test_a_gradual_user_table_is_unfrozen_by_popularity_rank() -> None:
 
 @pytest.mark.parametrize("transfer", ["frozen", "residual"])
 def test_a_frozen_table_has_no_gradient_but_its_offsets_do(transfer: str) -> None:
-    task = task_of(PLAIN, tables={"item": {"transfer": transfer, "dim": 8}}, vectors={"item": 8})
+    task = task_of(PLAIN, tables={"item": {"transfer": transfer, "dim": 8}}, vector_dims={"item": 8})
     assert rows_with_gradient(task, "item") == set()
     assert rows_with_gradient(task, "user") == set(QUERY_USERS)
     if transfer == "residual":
@@ -248,7 +249,7 @@ def test_a_frozen_table_has_no_gradient_but_its_offsets_do(transfer: str) -> Non
 
 
 def test_the_teacher_table_adds_to_the_loss_but_is_not_trained() -> None:
-    task = task_of(PLAIN, loss={"distillation": {"weight": 0.5}}, vectors={"item": 4})
+    task = task_of(PLAIN, loss={"distillation": {"weight": 0.5}}, vector_dims={"item": 4})
     without_teacher = task_of(PLAIN)
     with torch.no_grad():
         weight_of(task, "item").copy_(weight_of(without_teacher, "item"))
@@ -264,7 +265,7 @@ def test_tables_of_different_widths_work_in_one_model() -> None:
     task = task_of(
         {"candidate": {"layers": [8, 4]}},
         tables={"item": {"dim": 12, "transfer": "residual"}, "item.single": {"dim": 8}, "user.number": {"dim": 16}},
-        vectors={"item": 12},
+        vector_dims={"item": 12},
         features=keys,
     )
     loss, detached_loss = task(batch_of(features=store))

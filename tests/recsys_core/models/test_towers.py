@@ -29,14 +29,16 @@ EMPTY_HISTORIES = (torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), torch.z
 """Empty histories of two queries."""
 
 
-def spec(*, tables: dict[str, TableConfig] | None = None, vectors: dict[str, int] | None = None, **config: Any) -> ModelSpec:
+def spec(
+    *, tables: dict[str, TableConfig] | None = None, vector_dims: dict[str, int] | None = None, **config: Any
+) -> ModelSpec:
     model = TwoTowerConfig.model_validate({"embedding_dim": 4, **config})
-    return ModelSpec.sized(model, num_users=7, num_items=5, tables=tables, vector_dim_by_table=vectors)
+    return ModelSpec.sized(model, num_users=7, num_items=5, tables=tables, vector_dim_by_table=vector_dims)
 
 
 def residual_tower(**item: Any) -> CandidateTower:
     settings_of = TableConfig(transfer="residual", **item)
-    return CandidateTower(spec(tables={"item": settings_of}, vectors={"item": item.get("dim", 4)}, similarity="dot"))
+    return CandidateTower(spec(tables={"item": settings_of}, vector_dims={"item": item.get("dim", 4)}, similarity="dot"))
 
 
 def test_the_last_layer_has_no_activation_so_vectors_point_anywhere() -> None:
@@ -57,8 +59,8 @@ def test_cosine_vectors_have_unit_length_and_dot_vectors_are_left_as_they_are() 
 
 
 def test_a_plain_dot_product_of_user_and_item_rows_has_no_other_parameter() -> None:
-    plain = spec(learn_user_embedding=True, history=NO_HISTORY, query={"layers": ()}, similarity="dot")
-    assert not list(QueryTower(plain).parameters()) and not list(CandidateTower(plain).parameters())
+    spec_without_layers = spec(learn_user_embedding=True, history=NO_HISTORY, query={"layers": ()}, similarity="dot")
+    assert not list(QueryTower(spec_without_layers).parameters()) and not list(CandidateTower(spec_without_layers).parameters())
 
 
 def test_a_query_is_the_sum_of_its_history_its_last_item_and_its_row() -> None:
@@ -91,10 +93,10 @@ def test_query_layers_next_to_a_skip_connection_cannot_move_all_queries_in_one_d
 
 def test_only_features_of_another_width_are_projected() -> None:
     tower = MLP(TowerConfig(), layers=(), feature_dims=(4, 6), dim=4)
-    plain, wide = torch.randn(3, 4), torch.randn(3, 6)
+    narrow_BD, wide_BD = torch.randn(3, 4), torch.randn(3, 6)
     (projection,) = tower.parameters()
     assert projection.shape == (4, 6)
-    torch.testing.assert_close(tower([plain, wide]), plain + wide @ projection.T)
+    torch.testing.assert_close(tower([narrow_BD, wide_BD]), narrow_BD + wide_BD @ projection.T)
 
 
 def test_the_layers_read_the_concatenated_features() -> None:
@@ -169,15 +171,15 @@ def test_a_query_does_not_depend_on_the_other_queries_of_its_batch(
     items, users = torch.randn(6, 4), torch.randn(len(lengths), 4)
     history_H = torch.randint(0, 6, (sum(lengths),))
     offset = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
-    together = tower(items, history_H, offset, features={"user": users})
-    for place, length in enumerate(lengths):
-        alone = tower(
+    batch_BD = tower(items, history_H, offset, features={"user": users})
+    for query_index, length in enumerate(lengths):
+        single_1D = tower(
             items,
-            history_H[offset[place] : offset[place + 1]],
+            history_H[offset[query_index] : offset[query_index + 1]],
             torch.tensor([0, length]),
-            features={"user": users[place : place + 1]},
+            features={"user": users[query_index : query_index + 1]},
         )
-        torch.testing.assert_close(together[place : place + 1], alone, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(batch_BD[query_index : query_index + 1], single_1D, rtol=1e-4, atol=1e-5)
 
 
 @settings(deadline=None)

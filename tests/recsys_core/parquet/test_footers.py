@@ -27,8 +27,8 @@ def valid_file(tmp_path: Path) -> str:
     random = np.random.default_rng(0)
     columns = {name: random.integers(0, 2**60, 2 * NUM_ROWS) for name in ("a", "b")}
     path = tmp_path / "x.parquet"
-    plain = {"compression": "none", "use_dictionary": False, "write_statistics": False}
-    pq.write_table(pa.table(columns), path, row_group_size=NUM_ROWS, **plain)
+    write_options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    pq.write_table(pa.table(columns), path, row_group_size=NUM_ROWS, **write_options)
     return str(path)
 
 

@@ -1,4 +1,4 @@
-"""Paths, globs and folders as names of files, none of them outside allowed_data_root."""
+"""Which files a path, glob or folder means, and the rejection of files outside allowed_data_root."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ from recsys_core.parquet.sources import open_sources
 from tests.recsys_core.ingest.parquet_files import input_error, write_parquet
 
 
-def names(pattern: object, folder: Path, *, allowed_data_root: Path | None = None) -> list[str]:
+def matched_paths(pattern: object, folder: Path, *, allowed_data_root: Path | None = None) -> list[str]:
     """Return the sorted paths that match the pattern, relative to the folder."""
     sources = open_sources([str(pattern)], setting="s", allowed_data_root=allowed_data_root)
     return [str(Path(source.name).relative_to(folder)) for source in sources]
@@ -27,49 +27,51 @@ def test_a_folder_means_the_parquet_files_below_it(tmp_path: Path) -> None:
         "sub/_d.parquet",
     ):
         write_parquet(tmp_path / "log" / name, x=[1])
-    assert names(tmp_path / "log", tmp_path) == ["log/b.parquet", "log/sub/deep/a.parquet"]
-    assert names(f"{tmp_path}/log/", tmp_path) == ["log/b.parquet", "log/sub/deep/a.parquet"]
+    assert matched_paths(tmp_path / "log", tmp_path) == ["log/b.parquet", "log/sub/deep/a.parquet"]
+    assert matched_paths(f"{tmp_path}/log/", tmp_path) == ["log/b.parquet", "log/sub/deep/a.parquet"]
 
 
-def test_a_folder_with_no_parquet_in_it_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_folder_without_parquet_files(tmp_path: Path) -> None:
     write_parquet(tmp_path / "log" / "_temporary" / "half.parquet", x=[1])
     (tmp_path / "log" / "notes.txt").write_text("x")
     with input_error("interactions.paths: no *.parquet file in or below the folder ", str(tmp_path / "log")):
         open_sources([str(tmp_path / "log")], setting="interactions.paths")
 
 
-@pytest.mark.parametrize("log", ["_delta_log/00000000000000000000.json", "metadata/v1.metadata.json"])
-def test_the_folder_of_a_table_is_rejected_because_its_files_have_deleted_rows(tmp_path: Path, log: str) -> None:
+@pytest.mark.parametrize("marker_file", ["_delta_log/00000000000000000000.json", "metadata/v1.metadata.json"])
+def test_a_delta_or_iceberg_folder_is_rejected_because_its_files_still_hold_deleted_rows(
+    tmp_path: Path, marker_file: str
+) -> None:
     write_parquet(tmp_path / "log" / "data" / "a.parquet", x=[1])
-    (tmp_path / "log" / log).parent.mkdir()
-    (tmp_path / "log" / log).touch()
+    (tmp_path / "log" / marker_file).parent.mkdir()
+    (tmp_path / "log" / marker_file).touch()
     with input_error(f"s: {tmp_path}/log is a Delta or Iceberg table", "set interactions.format"):
-        names(tmp_path / "log", tmp_path)
-    assert names(tmp_path / "log" / "data", tmp_path) == ["log/data/a.parquet"]
+        matched_paths(tmp_path / "log", tmp_path)
+    assert matched_paths(tmp_path / "log" / "data", tmp_path) == ["log/data/a.parquet"]
 
 
 def test_a_glob_skips_hidden_files_unless_it_names_them(tmp_path: Path) -> None:
     for name in ("a.parquet", "_b.parquet", ".c.parquet", "_old/d.parquet"):
         write_parquet(tmp_path / name, x=[1])
-    assert names(tmp_path / "*.parquet", tmp_path) == ["a.parquet"]
-    assert names(tmp_path / "**/*.parquet", tmp_path) == ["a.parquet"]
-    assert names(tmp_path / "_*.parquet", tmp_path) == ["_b.parquet"]
-    assert names(tmp_path / "_old/*.parquet", tmp_path) == ["_old/d.parquet"]
-    assert names(tmp_path / "_b.parquet", tmp_path) == ["_b.parquet"]
+    assert matched_paths(tmp_path / "*.parquet", tmp_path) == ["a.parquet"]
+    assert matched_paths(tmp_path / "**/*.parquet", tmp_path) == ["a.parquet"]
+    assert matched_paths(tmp_path / "_*.parquet", tmp_path) == ["_b.parquet"]
+    assert matched_paths(tmp_path / "_old/*.parquet", tmp_path) == ["_old/d.parquet"]
+    assert matched_paths(tmp_path / "_b.parquet", tmp_path) == ["_b.parquet"]
 
 
 def test_a_folder_whose_own_path_has_a_dot_or_a_pattern_is_read(tmp_path: Path) -> None:
     for folder in (".hidden", "day[1]", "a*b"):
         write_parquet(tmp_path / folder / "a.parquet", x=[1])
-        assert names(tmp_path / folder, tmp_path) == [f"{folder}/a.parquet"]
+        assert matched_paths(tmp_path / folder, tmp_path) == [f"{folder}/a.parquet"]
 
 
 def test_the_message_about_a_glob_names_matching_folders(tmp_path: Path) -> None:
     for day in (1, 2):
         write_parquet(tmp_path / f"dt={day}" / "a.parquet", x=[1])
     with input_error("s: no file matches: ", "dt=*; 2 folders match: append /**/*.parquet"):
-        names(tmp_path / "dt=*", tmp_path)
-    assert names(tmp_path / "dt=*" / "**" / "*.parquet", tmp_path) == ["dt=1/a.parquet", "dt=2/a.parquet"]
+        matched_paths(tmp_path / "dt=*", tmp_path)
+    assert matched_paths(tmp_path / "dt=*" / "**" / "*.parquet", tmp_path) == ["dt=1/a.parquet", "dt=2/a.parquet"]
 
 
 def test_relative_patterns_stay_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,11 +120,11 @@ def test_cyclic_links_are_followed_once(tmp_path: Path) -> None:
     for name in ("again", "and_again"):
         (tmp_path / "log" / name).symlink_to(tmp_path / "log")
     for pattern in ("log", "log/**/*.parquet"):
-        assert names(tmp_path / pattern, tmp_path) == ["log/a.parquet"]
+        assert matched_paths(tmp_path / pattern, tmp_path) == ["log/a.parquet"]
 
 
 @pytest.mark.parametrize("link", ["symbolic", "hard", "folder", "partition"])
-def test_a_file_that_is_reached_twice_is_rejected_by_both_names(tmp_path: Path, link: str) -> None:
+def test_a_file_that_is_reached_twice_is_rejected_with_both_paths_in_the_message(tmp_path: Path, link: str) -> None:
     day = tmp_path / "log" / "dt=2026-11-19" / "day.parquet"
     other = tmp_path / "log" / "dt=2026-11-20" / "newest.parquet" if link == "partition" else day.with_name("newest.parquet")
     write_parquet(day, x=[1])
@@ -141,26 +143,26 @@ def test_a_file_that_is_reached_twice_is_rejected_by_both_names(tmp_path: Path, 
 
 def test_a_file_matched_under_two_spellings_is_rejected_and_under_one_spelling_counts_once(tmp_path: Path) -> None:
     write_parquet(tmp_path / "log" / "a.parquet", x=[1])
-    alike = [str(tmp_path / "log"), str(tmp_path / "log" / "*.parquet")]
-    assert len(open_sources(alike, setting="s")) == 1
+    same_spelling_patterns = [str(tmp_path / "log"), str(tmp_path / "log" / "*.parquet")]
+    assert len(open_sources(same_spelling_patterns, setting="s")) == 1
     with input_error("s: ", "is the same file as "):
-        open_sources([*alike, f"{tmp_path}/log/../log/a.parquet"], setting="s")
+        open_sources([*same_spelling_patterns, f"{tmp_path}/log/../log/a.parquet"], setting="s")
 
 
 def test_a_link_to_a_folder_is_followed(tmp_path: Path) -> None:
     write_parquet(tmp_path / "store" / "a.parquet", x=[1])
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "newest").symlink_to(tmp_path / "store")
-    assert names(tmp_path / "log", tmp_path) == ["log/newest/a.parquet"]
+    assert matched_paths(tmp_path / "log", tmp_path) == ["log/newest/a.parquet"]
 
 
 def test_pipes_and_dangling_links_are_no_files(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", x=[1])
     os.mkfifo(tmp_path / "pipe.parquet")
     (tmp_path / "gone.parquet").symlink_to(tmp_path / "nowhere")
-    assert names(tmp_path, tmp_path) == ["a.parquet"]
+    assert matched_paths(tmp_path, tmp_path) == ["a.parquet"]
     with input_error("no such file: ", "pipe.parquet"):
-        names(tmp_path / "pipe.parquet", tmp_path)
+        matched_paths(tmp_path / "pipe.parquet", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,7 @@ def test_paths_that_leave_data_root_are_rejected(tmp_path: Path, pattern: str) -
     for link in ("link.parquet", "links/a.parquet"):
         (tmp_path / "root" / link).symlink_to(secret)
     with input_error("s: ", "root", f"resolves to {secret}, which is not below allowed_data_root ({tmp_path / 'root'}); move"):
-        names(tmp_path / pattern, tmp_path, allowed_data_root=tmp_path / "root")
+        matched_paths(tmp_path / pattern, tmp_path, allowed_data_root=tmp_path / "root")
     if pattern != "root":  # where both links are found
         assert len(open_sources([str(tmp_path / pattern)], setting="s")) == 1
 
@@ -189,7 +191,7 @@ def test_files_below_data_root_are_read_through_links_and_dots(tmp_path: Path) -
 def test_a_folder_whose_name_begins_with_the_name_of_the_root_is_outside(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     with input_error("which is not below allowed_data_root"):
-        names(write_parquet(tmp_path / "root2" / "a.parquet", x=[1]), tmp_path, allowed_data_root=tmp_path / "root")
+        matched_paths(write_parquet(tmp_path / "root2" / "a.parquet", x=[1]), tmp_path, allowed_data_root=tmp_path / "root")
 
 
 def test_a_file_uri_is_a_local_path(tmp_path: Path) -> None:

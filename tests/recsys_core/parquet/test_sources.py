@@ -39,7 +39,7 @@ def test_a_missing_file_is_named_with_its_setting(tmp_path: Path) -> None:
         open_sources([str(tmp_path / "gone.parquet")], setting="interactions.paths")
 
 
-def test_a_glob_without_match_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_glob_without_a_match(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", x=[1])
     with input_error("embeddings.paths: no file matches: ", str(tmp_path / "*.pq")):
         open_sources([str(tmp_path / "*.parquet"), str(tmp_path / "*.pq")], setting="embeddings.paths")
@@ -110,7 +110,7 @@ def test_ids_of_any_other_type_are_rejected(tmp_path: Path, ids: pa.Array) -> No
         id_type(sources, "id", setting="t")
 
 
-def test_ids_of_different_types_in_two_files_are_rejected_with_both_names(tmp_path: Path) -> None:
+def test_the_error_names_two_files_with_ids_of_different_types(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", id=[1])
     write_parquet(tmp_path / "b.parquet", id=["1"])
     sources = open_sources([str(tmp_path / "*.parquet")], setting="s")

@@ -163,7 +163,7 @@ def stored(folder: Path) -> list[bytes]:
 def test_flipped_bytes_give_an_error_or_a_complete_stage(
     tmp_path: Path, stage: Stage, checksums: bool, compression: str
 ) -> None:
-    """With checksums an accepted file has the original values; without them a number may have changed."""
+    """With checksums, an accepted file has the original values. Without checksums, a number may have changed."""
     path = tmp_path / "a.parquet"
     content = noise(path, checksums=checksums, compression=compression)
     stage(path)(tmp_path / "whole")

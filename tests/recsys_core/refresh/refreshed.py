@@ -43,7 +43,7 @@ def folder_of(refresh_result: Refreshed | None) -> Path:
 
 
 def vectors_of(folder: Path) -> dict[Any, bytes]:
-    """Return the bytes of the vector of each item of a package."""
+    """Return the bytes of each item's vector in a package."""
     return {item_id: vector.tobytes() for item_id, vector in values_of(folder).items()}
 
 

@@ -168,7 +168,9 @@ def test_new_items_are_recommended_filtered_and_read_in_histories_but_the_least_
     assert new.items.titles(np.array([row])) == ["item 1311"]
 
 
-def test_a_new_item_of_two_is_gone_if_one_of_its_tables_lacks_it(parent: SmallPipeline, tables: Tables, tmp_path: Path) -> None:
+def test_an_item_is_removed_if_one_of_the_tables_that_had_it_lacks_it(
+    parent: SmallPipeline, tables: Tables, tmp_path: Path
+) -> None:
     tables(ITEMS, items=[item_id for item_id in ITEMS if item_id != 1005])
     refresh_result = refresh_small(parent, tmp_path / "new")
     assert refresh_result is not None and refresh_result.changes.removed_ids.to_pylist() == [1005]
@@ -212,7 +214,7 @@ def test_too_many_missing_items_are_rejected(parent: SmallPipeline, tables: Tabl
     assert refresh_result is not None and refresh_result.changes.counts["removed"] == 100
 
 
-def test_a_parent_of_another_format_is_named(parent: SmallPipeline, tmp_path: Path) -> None:
+def test_the_error_names_the_format_of_a_parent_package(parent: SmallPipeline, tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()
     described = json.loads((parent.package_folder / DESCRIPTION_NAME).read_bytes()) | {"format_version": 6}

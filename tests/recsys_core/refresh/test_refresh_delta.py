@@ -38,7 +38,7 @@ def test_upserts_and_deletes_turn_the_items_of_the_parent_into_the_new_ones(
     assert {*operations["delete"]} == {*range(1000, 1004)}
 
 
-def test_a_delta_may_have_deletes_alone(parent: SmallPipeline, tables: Tables, tmp_path: Path) -> None:
+def test_a_delta_may_have_only_deletes(parent: SmallPipeline, tables: Tables, tmp_path: Path) -> None:
     tables(range(1004, 1300))
     refresh_result = refresh_small(parent, tmp_path / "new")
     assert refresh_result is not None

@@ -161,11 +161,12 @@ def test_the_plot_has_a_labelled_point_per_index(built, tmp_path: Path, monkeypa
 
 
 def test_only_flat_the_served_and_the_compared_kinds_are_built(tmp_path: Path, export: ExportManifest) -> None:
-    served = build_indexes(IndexConfig(), export=export, folder=tmp_path / "served")
-    assert {*served.reports} == {"flat", "hnsw"}
-    assert {*served.files} == {"flat.faiss", "hnsw.faiss", "served_recall.parquet"}
-    compared = build_indexes(IndexConfig(served="flat", compared=("ivf_flat",)), export=export, folder=tmp_path / "compared")
-    assert {*compared.reports} == {"flat", "ivf_flat"}
+    manifest = build_indexes(IndexConfig(), export=export, folder=tmp_path / "served")
+    assert {*manifest.reports} == {"flat", "hnsw"}
+    assert {*manifest.files} == {"flat.faiss", "hnsw.faiss", "served_recall.parquet"}
+    config = IndexConfig(served="flat", compared=("ivf_flat",))
+    manifest = build_indexes(config, export=export, folder=tmp_path / "compared")
+    assert {*manifest.reports} == {"flat", "ivf_flat"}
 
 
 def test_with_equal_scores_no_index_prefers_popular_items(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_the_widest_search_has_a_high_recall_and_a_search_beyond_the_catalogue_f
     kind: AnyIndexKind, index_by_kind: dict[str, Any], vectors: np.ndarray
 ) -> None:
     index, query = index_by_kind[kind.kind], vectors[:100]
-    *_, (*_, widest) = kind.fitted(NUM_ITEMS, DIM).search_ladders(20)
+    *_, (*_, widest) = kind.fitted(NUM_ITEMS, DIM).search_variants(20)
     _, row = search(index, query, kind=widest, depth=20)
     exact_row = np.argsort(-query @ vectors.T, axis=1)[:, :20]
     recall = np.mean([len({*found_rows} & {*exact_rows}) / 20 for found_rows, exact_rows in zip(row, exact_row, strict=True)])
@@ -82,7 +82,7 @@ def test_vectors_are_read_from_a_mapped_index_by_item_row(kind: AnyIndexKind, ve
     faiss.write_index(build_index(kind.fitted(NUM_ITEMS, DIM), vectors), str(path))
     index = load_index({path: record_file(path)})
     assert (stored_vectors(index) is not None) == isinstance(kind, Flat | Hnsw)
-    if kind.has_vectors:
+    if kind.has_readable_vectors:
         rows = np.random.default_rng(1).integers(0, NUM_ITEMS, 500)
         tolerance = 1e-6 if not isinstance(kind, IvfSq8) else 1e-3 if kind.rescore else 0.01
         read = (stored_vectors(index) or decoded_vectors(index)).take(rows)
@@ -166,7 +166,7 @@ def test_the_settings_fit_a_small_catalogue_and_are_read_back_from_their_paramet
 ) -> None:
     fitted_kind = kind.fitted(num_items, DIM)
     assert fitted_kind.fitted(num_items, DIM) == fitted_kind
-    *_, (*_, fitted_kind) = fitted_kind.search_ladders(num_items)
+    *_, (*_, fitted_kind) = fitted_kind.search_variants(num_items)
     parameters = fitted_kind.model_dump(exclude={"kind"})
     assert all(type(parameter) is int for parameter in parameters.values())
     assert TypeAdapter(AnyIndexKind).validate_python({"kind": kind.kind} | parameters) == fitted_kind
@@ -189,7 +189,7 @@ def test_the_problem_of_a_kind_is_reported_by_the_config_and_stops_the_stage(kin
 
 @every_kind
 @pytest.mark.parametrize("max_exact", [0, 10_000])
-def test_a_search_of_selected_items_returns_only_them(
+def test_a_search_of_selected_items_returns_no_other_items(
     kind: AnyIndexKind,
     max_exact: int,
     index_by_kind: dict[str, Any],
@@ -202,7 +202,7 @@ def test_a_search_of_selected_items_returns_only_them(
     is_selected[np.random.default_rng(3).permutation(NUM_ITEMS)[:num_selected]] = True
     selection = Selection(index, is_selected)
     assert selection.num_items == num_selected
-    *_, (*_, widest) = kind.fitted(NUM_ITEMS, DIM).search_ladders(20)
+    *_, (*_, widest) = kind.fitted(NUM_ITEMS, DIM).search_variants(20)
     exact_row = np.argsort(np.where(is_selected, -query @ vectors.T, np.inf), axis=1)[:, :20]
     for search_items in (search, search_exhaustively):
         score, row = search_items(index, query, kind=widest, depth=20, selection=selection)

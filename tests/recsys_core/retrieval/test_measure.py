@@ -40,7 +40,7 @@ class ScriptedQueries:
         return SearchPoint(parameters=kind.model_dump(exclude={"kind"}), recall=recall, ms_per_query=ms_per_query)
 
 
-def test_of_two_ladders_the_faster_setting_is_chosen_and_a_slower_one_is_not_climbed_further() -> None:
+def test_of_several_series_the_fastest_setting_is_chosen_and_a_slower_series_is_not_continued() -> None:
     points = {(1, 2): (0.5, 1.0), (2, 2): (0.7, 2.0), (3, 2): (0.96, 3.0)}
     points |= {(1, 4): (0.6, 1.5), (2, 4): (0.95, 2.5)}
     points |= {(1, 8): (0.8, 2.6)} | {(1, 16): (0.9, 2.7)}
@@ -51,7 +51,7 @@ def test_of_two_ladders_the_faster_setting_is_chosen_and_a_slower_one_is_not_cli
     assert [point.recall for point in tried] == [recall for recall, _ in points.values()]
 
 
-def test_a_ladder_ends_where_the_recall_no_longer_grows_and_gives_the_highest_recall() -> None:
+def test_a_series_ends_where_the_recall_no_longer_grows_and_gives_the_highest_recall() -> None:
     recalls = [0.0, 0.0, 0.0, 0.4, 0.8, 0.8004, 0.8003]
     nprobes = [1, 2, 3, 4, 6, 8, 12]
     queries = ScriptedQueries({(nprobe, 0): (recall, float(nprobe)) for nprobe, recall in zip(nprobes, recalls, strict=True)})

@@ -85,7 +85,7 @@ def _build(kind: AnyIndexKind, vectors: np.ndarray, folder: Path, *, num_shards:
     paths = index_paths(folder, kind.kind, num_shards=num_shards)
     fitted_kind = kind.fitted(len(vectors), DIM)
     write_index(fitted_kind, vectors, paths)
-    *_, (*_, widest) = fitted_kind.search_ladders(DEPTH)
+    *_, (*_, widest) = fitted_kind.search_variants(DEPTH)
     return map_index(paths), widest
 
 
@@ -118,7 +118,7 @@ def test_the_stage_reaches_the_target_with_any_number_of_shards(
 
 @pytest.mark.parametrize("kind", [*KINDS, PqFastScan(nlist=20, rescore=0)], ids=_name)
 def test_three_shards_find_what_one_index_finds(kind: AnyIndexKind, vectors: np.ndarray, tmp_path: Path) -> None:
-    """An index of cells finds the same, because the shards have the same cells. Otherwise three shards find more."""
+    """Shards with the same cells find the same items as one index. Other indexes find more with three shards."""
     for catalogue in (vectors, vectors[:-100]):  # with and without equal vectors, whose order is arbitrary
         index, widest = _build(kind, catalogue, tmp_path, num_shards=3)
         one, query_BD = build_index(kind.fitted(len(catalogue), DIM), catalogue), catalogue[:7]
@@ -173,7 +173,7 @@ def test_a_selection_is_searched_in_each_shard(
 def test_the_vectors_of_all_shards_are_read_by_item_row(kind: AnyIndexKind, built: Any, vectors: np.ndarray) -> None:
     index, _ = built[kind]
     assert (stored_vectors(index) is not None) == isinstance(kind, Flat | Hnsw)
-    if kind.has_vectors:
+    if kind.has_readable_vectors:
         reader, rows = stored_vectors(index) or decoded_vectors(index), np.random.default_rng(1).integers(NUM_ITEMS, size=500)
         np.testing.assert_allclose(reader.take(rows), vectors[rows], atol=0.01 if isinstance(kind, IvfSq8) else 0)
         assert reader.take(rows[:0]).shape == (0, DIM)
@@ -219,10 +219,10 @@ def test_one_shard_keeps_the_fingerprint_of_a_config_without_the_setting() -> No
 
 
 def test_equal_scores_are_in_the_order_of_the_shards_and_missing_items_are_last() -> None:
-    missing = np.finfo(np.float32).min
+    no_score = np.finfo(np.float32).min
     results = [
-        (np.array([[3, 2, missing], [1, 1, 1]], np.float32), np.array([[5, 6, -1], [1, 2, 3]])),
-        (np.array([[3, missing, missing], [4, 1, 0]], np.float32), np.array([[7, -1, -1], [8, 9, 4]])),
+        (np.array([[3, 2, no_score], [1, 1, 1]], np.float32), np.array([[5, 6, -1], [1, 2, 3]])),
+        (np.array([[3, no_score, no_score], [4, 1, 0]], np.float32), np.array([[7, -1, -1], [8, 9, 4]])),
     ]
     scores, rows = merge(results)
     assert scores.tolist() == [[3, 3, 2], [4, 1, 1]]

@@ -21,7 +21,7 @@ from recsys_core.retrieval.config import IndexConfig
 from recsys_core.retrieval.index import build_indexes
 from recsys_core.serving.package import build_package
 from tests.recsys_core.evaluation.stage_folders import export_stage, features_stage, interactions_stage
-from tests.recsys_core.ingest.random_features import facts, feature_store, values_of
+from tests.recsys_core.ingest.random_features import feature_store, ingested_features, values_of
 
 NUM_ITEMS, NUM_USERS, DIM = 300, 40, 16
 ITEM_IDS = [f"item-{(7 * row) % NUM_ITEMS:03d}" for row in range(NUM_ITEMS)]
@@ -76,7 +76,7 @@ class ExportedModel:
     def __init__(self, config: TwoTowerConfig, *, features: Sequence[str] = ()) -> None:
         random = np.random.default_rng(1)
         torch.manual_seed(1)
-        self.facts = facts(*features) if features else {}
+        self.facts = ingested_features(*features) if features else {}
         self.features = FeatureStore(
             {
                 key: value
@@ -84,7 +84,7 @@ class ExportedModel:
                 if key in features
             }
         )
-        self.spec = ModelSpec.sized(config, num_users=NUM_USERS, num_items=NUM_ITEMS, facts_by_feature=self.facts)
+        self.spec = ModelSpec.sized(config, num_users=NUM_USERS, num_items=NUM_ITEMS, ingested_by_feature=self.facts)
         self.tables = {
             name: random.normal(0, 0.3, (table.num_rows, table.dim)).astype(np.float32)
             for name, table in sorted(self.spec.tables.items())
@@ -162,11 +162,11 @@ class ExportedModel:
         return [ITEM_IDS[row] for row in order if row not in seen][:k]
 
 
-def _vocabularies(facts_by_feature: Mapping[str, IngestedFeature]) -> dict[str, pa.Table]:
+def _vocabularies(ingested_by_feature: Mapping[str, IngestedFeature]) -> dict[str, pa.Table]:
     """Return the vocabularies: the value of row n of a feature is "<key> n"."""
     return {
         f"{key}.vocabulary.parquet": pa.table({"value": [None, *(f"{key} {row}" for row in range(1, facts.num_rows))]})
-        for key, facts in facts_by_feature.items()
+        for key, facts in ingested_by_feature.items()
         if facts.kind != "numeric"
     }
 

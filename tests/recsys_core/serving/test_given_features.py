@@ -65,10 +65,10 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> FeaturesManifest:
 
 def test_a_value_has_the_same_rows_and_weights_as_in_the_ingest(manifest: FeaturesManifest) -> None:
     features = {key: QueryFeature.of(key, manifest) for key in manifest.features}
-    given = RequestFeatures(features, folder=manifest.folder).encode(COLUMNS, num_rows=NUM_USERS)
+    encoded = RequestFeatures(features, folder=manifest.folder).encode(COLUMNS, num_rows=NUM_USERS)
     stored = FeatureStore.open(manifest).feature_by_key
-    assert given.keys() == stored.keys()
-    for key, feature in given.items():
+    assert encoded.keys() == stored.keys()
+    for key, feature in encoded.items():
         rows, weights = stored[key].rows_and_weights(np.arange(NUM_USERS))
         assert feature.is_given_B.all(), key
         np.testing.assert_array_equal(feature.rows.offset, rows.offset, err_msg=key)
@@ -80,12 +80,13 @@ def test_a_value_has_the_same_rows_and_weights_as_in_the_ingest(manifest: Featur
 
 def test_a_value_that_the_ingest_has_not_seen_is_out_of_vocabulary(manifest: FeaturesManifest, tmp_path: Path) -> None:
     features = {key: QueryFeature.of(key, manifest) for key in ("user.country", "user.number", "user.tags")}
-    given = RequestFeatures(features, folder=manifest.folder).encode(
+    encoded = RequestFeatures(features, folder=manifest.folder).encode(
         {"country": ["nowhere", None], "number": [10**6, -5.0], "tags": [["z"], []]}, num_rows=2
     )
-    assert given["user.country"].rows.values_L.tolist() == [0] and given["user.country"].is_given_B.tolist() == [True, False]
-    assert given["user.number"].rows.values_L[0] == 0 and given["user.number"].rows.values_L[1] > 0
-    assert given["user.tags"].rows.offset.tolist() == [0, 1, 1]
+    assert encoded["user.country"].rows.values_L.tolist() == [0]
+    assert encoded["user.country"].is_given_B.tolist() == [True, False]
+    assert encoded["user.number"].rows.values_L[0] == 0 and encoded["user.number"].rows.values_L[1] > 0
+    assert encoded["user.tags"].rows.offset.tolist() == [0, 1, 1]
 
 
 def test_an_ambiguous_column_is_called_by_its_side() -> None:

@@ -15,15 +15,16 @@ text_ids = st.lists(
 
 
 @given(st.one_of(st.tuples(int_ids, int_ids), st.tuples(text_ids, text_ids)))
-def test_ids_are_mapped_to_rows_and_back(both: tuple[list, list]) -> None:
-    known, requested = both
-    ids = IdMap(pa.array(known, pa.string() if all(isinstance(i, str) for i in known) and known else pa.int64()), id_name="id")
-    if not known:
+def test_ids_are_mapped_to_rows_and_back(known_and_requested_ids: tuple[list, list]) -> None:
+    known_ids, requested_ids = known_and_requested_ids
+    has_text_ids = bool(known_ids) and all(isinstance(known_id, str) for known_id in known_ids)
+    ids = IdMap(pa.array(known_ids, pa.string() if has_text_ids else pa.int64()), id_name="id")
+    if not known_ids:
         assert (ids.rows([]) == []).all()
         return
-    assert ids.rows(known).tolist() == list(range(len(known)))
-    assert ids.rows(requested).tolist() == [known.index(i) if i in known else -1 for i in requested]
-    assert ids.ids(np.arange(len(known))).tolist() == known
+    assert ids.rows(known_ids).tolist() == list(range(len(known_ids)))
+    assert ids.rows(requested_ids).tolist() == [known_ids.index(i) if i in known_ids else -1 for i in requested_ids]
+    assert ids.ids(np.arange(len(known_ids))).tolist() == known_ids
 
 
 @pytest.mark.parametrize(

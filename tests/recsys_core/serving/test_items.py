@@ -33,7 +33,7 @@ def test_item_vectors_have_the_precision_of_their_file_or_of_the_index(build: Bu
     np.testing.assert_allclose(answer.query_vector, exported_model.item_vectors[7], atol=tolerance)
 
 
-def test_an_index_without_vectors_needs_a_file_with_them(build: Build) -> None:
+def test_a_package_with_an_index_without_vectors_needs_item_vectors(build: Build) -> None:
     with pytest.raises(StageError, match=r"items.parquet: the file has no vectors, and they cannot be read from an index ivf"):
         build(index="ivf_pq", item_vectors="none")
 

@@ -105,8 +105,8 @@ def test_a_user_who_has_seen_nearly_all_items_gets_the_others(any_retriever: tup
 def test_a_given_history_replaces_the_stored_one(flat, retriever: Retriever) -> None:
     exported_model, _ = flat
     rows = [11, 250, 31, 7, 99, 120, 130, 44]  # longer than a history
-    given = [ITEM_IDS[row] for row in rows]
-    ids = retriever.recommend([USER_IDS[5], 1], k=8, histories=[["unheard of", *given], given]).item_ids
+    given_history = [ITEM_IDS[row] for row in rows]
+    ids = retriever.recommend([USER_IDS[5], 1], k=8, histories=[["unheard of", *given_history], given_history]).item_ids
     query = exported_model.query(None, rows)
     assert ids[0].tolist() == exported_model.best(query, seen=[*rows, *exported_model.log[5]], k=8)
     assert ids[1].tolist() == exported_model.best(query, seen=rows, k=8)
@@ -115,10 +115,10 @@ def test_a_given_history_replaces_the_stored_one(flat, retriever: Retriever) -> 
 def test_without_exclude_stored_history_only_the_given_history_is_excluded(flat, retriever: Retriever) -> None:
     exported_model, _ = flat
     rows = exported_model.train[5]
-    given = [[ITEM_IDS[row] for row in rows]]
-    (ids,) = retriever.recommend([USER_IDS[5]], k=NUM_ITEMS, histories=given, exclude_stored_history=False).item_ids
-    assert {*ids} == {*ITEM_IDS} - {*given[0]}  # the user's test item may come back
-    (best,) = retriever.recommend([USER_IDS[5]], k=8, histories=given, exclude_stored_history=False).item_ids
+    histories = [[ITEM_IDS[row] for row in rows]]
+    (ids,) = retriever.recommend([USER_IDS[5]], k=NUM_ITEMS, histories=histories, exclude_stored_history=False).item_ids
+    assert {*ids} == {*ITEM_IDS} - {*histories[0]}  # the user's test item may come back
+    (best,) = retriever.recommend([USER_IDS[5]], k=8, histories=histories, exclude_stored_history=False).item_ids
     assert best.tolist() == exported_model.best(exported_model.query(None, rows), seen=rows, k=8)
 
 
@@ -209,13 +209,14 @@ def test_features_of_known_users_are_read_from_the_package(build: Build) -> None
             exported_model.query(user, exported_model.log[user]), seen=exported_model.log[user], k=6
         )
     rows = [11, 250, 31]
-    given = [[ITEM_IDS[row] for row in rows]] * 2
-    (known, unknown) = retriever.recommend([USER_IDS[5], 1], k=6, histories=given).item_ids
-    assert known.tolist() == exported_model.best(exported_model.query(5, rows), seen=[*rows, *exported_model.log[5]], k=6)
-    assert unknown.tolist() == exported_model.best(exported_model.query(None, rows), seen=rows, k=6)
+    histories = [[ITEM_IDS[row] for row in rows]] * 2
+    (known_result, unknown_result) = retriever.recommend([USER_IDS[5], 1], k=6, histories=histories).item_ids
+    seen_rows = [*rows, *exported_model.log[5]]
+    assert known_result.tolist() == exported_model.best(exported_model.query(5, rows), seen=seen_rows, k=6)
+    assert unknown_result.tolist() == exported_model.best(exported_model.query(None, rows), seen=rows, k=6)
     # Without a history, the query of a known user has only its features.
-    (known,) = retriever.recommend([USER_IDS[5]], k=6, histories=[[]]).item_ids
-    assert known.tolist() == exported_model.best(exported_model.query(5, []), seen=exported_model.log[5], k=6)
+    (known_result,) = retriever.recommend([USER_IDS[5]], k=6, histories=[[]]).item_ids
+    assert known_result.tolist() == exported_model.best(exported_model.query(5, []), seen=exported_model.log[5], k=6)
     assert not [path.name for path in (package.folder / "package").glob("context.*.row.npy")]
 
 
@@ -227,10 +228,10 @@ def test_recommendations_do_not_depend_on_the_rest_of_the_batch(
     choice = st.one_of(st.none(), st.lists(st.sampled_from([*ITEM_IDS[:40], "unheard of"]), max_size=5))
     histories = data.draw(st.lists(choice, min_size=len(users), max_size=len(users)))
     user_ids = [USER_IDS[user] if user >= 0 else user for user in users]
-    together = retriever.recommend(user_ids, k=k, histories=histories).item_ids
-    for user, history, answer in zip(user_ids, histories, together, strict=True):
-        alone = retriever.recommend([user], k=k, histories=[history]).item_ids
-        assert answer.tolist() == alone[0].tolist()
+    batch_answers = retriever.recommend(user_ids, k=k, histories=histories).item_ids
+    for user, history, answer in zip(user_ids, histories, batch_answers, strict=True):
+        single_answer = retriever.recommend([user], k=k, histories=[history]).item_ids
+        assert answer.tolist() == single_answer[0].tolist()
 
 
 def test_a_large_request_is_split_into_batches(retriever: Retriever, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,17 +416,18 @@ def test_items_below_the_smallest_score_are_left_out(retriever: Retriever) -> No
 
 
 def test_an_answer_has_its_origin_and_the_number_of_unknown_items(retriever: Retriever) -> None:
-    given = [ITEM_IDS[4], "unheard of", ITEM_IDS[9], "unheard of"]
-    answers = retriever.recommend([USER_IDS[0], 1, None, 1, USER_IDS[0]], k=3, histories=[None, given, given, ["?"], given])
+    history = [ITEM_IDS[4], "unheard of", ITEM_IDS[9], "unheard of"]
+    histories = [None, history, history, ["?"], history]
+    answers = retriever.recommend([USER_IDS[0], 1, None, 1, USER_IDS[0]], k=3, histories=histories)
     assert answers.fallbacks == [None, "history", "history", "popularity", None]
     assert [answer.num_unknown_items for answer in answers] == [0, 2, 2, 1, 2]
     assert {answer.version for answer in answers} == {retriever.version} and len(retriever.version) == 12
     assert {answer.space_id for answer in answers} == {retriever.space_id}
-    (alone,) = retriever.recommend(histories=[given], k=3)
-    assert answers[1]._replace(scores=alone.scores) == answers[2]._replace(scores=alone.scores) == alone
+    (single_answer,) = retriever.recommend(histories=[history], k=3)
+    assert answers[1]._replace(scores=single_answer.scores) == answers[2]._replace(scores=single_answer.scores) == single_answer
     # A matrix product of another batch size may differ in its last bits.
-    assert answers[1].scores == pytest.approx(alone.scores, rel=1e-6)
-    assert answers[2].scores == pytest.approx(alone.scores, rel=1e-6)
+    assert answers[1].scores == pytest.approx(single_answer.scores, rel=1e-6)
+    assert answers[2].scores == pytest.approx(single_answer.scores, rel=1e-6)
 
 
 @pytest.mark.parametrize("index", ["flat", "hnsw", "ivf_flat", "ivf_sq8"])

@@ -41,17 +41,18 @@ def test_too_few_gpus_are_reported_with_the_table_the_bytes_and_numbers_that_fit
 
 
 def test_more_hosts_are_suggested_if_one_does_not_have_enough_gpus():
-    larger = ModelSpec.sized(TwoTowerConfig(learn_user_embedding=True, embedding_dim=128), num_users=4 * 10**9, num_items=10**7)
-    message = message_of(ShardingConfig(cluster=cluster()), larger)
+    config = TwoTowerConfig(learn_user_embedding=True, embedding_dim=128)
+    large_model = ModelSpec.sized(config, num_users=4 * 10**9, num_items=10**7)
+    message = message_of(ShardingConfig(cluster=cluster()), large_model)
     nodes = re.search(r"sharding.cluster.num_nodes: (\d+) with processes_per_node 8", message)
     assert nodes, message
-    wider = cluster(num_nodes=int(nodes[1]), processes_per_node=8)
-    assert make_plan(ShardingConfig(cluster=wider), model=larger, batch_size=1024)
-    fewer = cluster(num_nodes=int(nodes[1]) - 1, processes_per_node=8)
-    message_of(ShardingConfig(cluster=fewer), larger)
+    suggested_cluster = cluster(num_nodes=int(nodes[1]), processes_per_node=8)
+    assert make_plan(ShardingConfig(cluster=suggested_cluster), model=large_model, batch_size=1024)
+    smaller_cluster = cluster(num_nodes=int(nodes[1]) - 1, processes_per_node=8)
+    message_of(ShardingConfig(cluster=smaller_cluster), large_model)
 
 
-def test_a_constraint_that_prevents_a_plan_is_named():
+def test_the_error_names_a_constraint_that_prevents_a_plan():
     roomy = cluster(num_nodes=2, processes_per_node=8, ddr_gb=2000)
     table_wise = TableConstraint(sharding_types=("table_wise",), compute_kernels=("fused",))
     message = message_of(ShardingConfig(cluster=roomy, tables={"user": table_wise}))

@@ -14,7 +14,7 @@ from recsys_core.models.loss.loss_config import LossConfig
 from recsys_core.models.loss.objective import negative_share
 from recsys_core.models.spec import ModelSpec
 from recsys_core.sharding.lookup_stats import lookup_probability, measure_lookups, num_distinct_items
-from tests.recsys_core.ingest.random_features import facts, feature_store
+from tests.recsys_core.ingest.random_features import feature_store, ingested_features
 
 NUM_USERS, NUM_ITEMS, NUM_EVENTS, BATCH, NUM_NEGATIVES = 300, 2000, 9000, 128, 64
 
@@ -51,7 +51,7 @@ def test_expected_lookups_match_those_of_real_batches(ordered: bool, length: int
     store = skewed_store(ordered=ordered)
     features = feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS)
     config = TwoTowerConfig(learn_user_embedding=True, history=MeanHistory(length=length, last_item_feature=length > 0))
-    spec = ModelSpec.sized(config, num_users=NUM_USERS, num_items=NUM_ITEMS, facts_by_feature=facts())
+    spec = ModelSpec.sized(config, num_users=NUM_USERS, num_items=NUM_ITEMS, ingested_by_feature=ingested_features())
     loss = LossConfig(num_negatives=NUM_NEGATIVES, negative_sampling_alpha=alpha, explicit_negatives=known_negatives)
     lookup_stats = measure_lookups(spec, batch_size=BATCH, loss=loss, store=store, features=features)
     loader = TrainLoader(
@@ -101,7 +101,7 @@ def test_a_softmax_over_the_whole_catalogue_looks_up_every_item_that_has_an_even
 def test_distinct_items_of_a_zipf_law_equal_a_count_over_all_items(exponent: float) -> None:
     items, draws, negatives = 20_000, 5_000, 300
     count_I = np.rint(1e12 * np.arange(1, items + 1, dtype=np.float64) ** -exponent).astype(np.int64)
-    counted = lookup_probability(count_I, num_draws=draws, num_negatives=negatives, alpha=0.0).sum()
+    expected = lookup_probability(count_I, num_draws=draws, num_negatives=negatives, alpha=0.0).sum()
     assert num_distinct_items(items, num_draws=draws, num_negatives=negatives, exponent=exponent) == pytest.approx(
-        counted, rel=0.005
+        expected, rel=0.005
     )

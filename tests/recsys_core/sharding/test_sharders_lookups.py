@@ -25,11 +25,11 @@ from recsys_core.sharding.planner import make_plan
 from recsys_core.training.config import TrainingConfig
 from recsys_core.training.sharded_model import build_model
 from tests.gloo import run_ranks
-from tests.recsys_core.ingest.random_features import facts, feature_store, values_of
+from tests.recsys_core.ingest.random_features import feature_store, ingested_features, values_of
 
 NUM_USERS, NUM_ITEMS, NUM_EVENTS, SEED = 5, 9, 20, 3
 HISTORIES = {"both ranks": ([[1, 2], [3]], [[4, 4], []]), "one rank": ([[], []], [[7, 1], [0]]), "none": ([[], []], [[], []])}
-"""Histories of the two queries of each of two ranks."""
+"""Histories of two queries per rank, for two ranks."""
 
 
 def spec_of() -> ModelSpec:
@@ -37,7 +37,7 @@ def spec_of() -> ModelSpec:
         TwoTowerConfig(embedding_dim=4, learn_user_embedding=True),
         num_users=NUM_USERS,
         num_items=NUM_ITEMS,
-        facts_by_feature=facts(),
+        ingested_by_feature=ingested_features(),
         vector_dim_by_table={"item.single": 4},
         tables={"item": TableConfig(dim=8), "item.single": TableConfig(transfer="frozen")},
     )

@@ -87,7 +87,7 @@ def small_spec(
         config,
         num_users=NUM_USERS,
         num_items=NUM_ITEMS,
-        facts_by_feature={name: _facts(form) for name, form in forms.items()},
+        ingested_by_feature={name: _facts(form) for name, form in forms.items()},
         vector_dim_by_table={name: (tables or {}).get(name, TableConfig()).dim or dim for name in vectors},
         tables=tables,
         optimizer=optimizer,

@@ -161,9 +161,9 @@ def test_a_checkpoint_of_another_model_is_rejected_and_the_message_names_tables_
     checkpoint = saved_folder / "row_wise" / checkpoint_name(NUM_STEPS)
     spec = spec_of()
     user = spec.tables["user"].model_copy(update={"num_rows": spec.tables["user"].num_rows + 1})
-    larger = spec.model_copy(update={"tables": spec.tables | {"user": user}})
+    spec_with_more_users = spec.model_copy(update={"tables": spec.tables | {"user": user}})
     message = r"user.weight is \[50, 256\] in the checkpoint, \[51, 256\] in the model"
-    run_ranks(load_into, world_size=2, arguments=(checkpoint, larger, message))
+    run_ranks(load_into, world_size=2, arguments=(checkpoint, spec_with_more_users, message))
     run_ranks(
         load_into, world_size=2, arguments=(checkpoint, spec_of(brands=False), r"no model\.\S+item__brand\.weight in the model")
     )
@@ -341,6 +341,6 @@ def save_to_other_storage(rank: int, folder: Path) -> None:
         saver.finish()
 
 
-def test_a_file_that_another_rank_wrote_elsewhere_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_file_that_another_rank_wrote_to_other_storage(tmp_path: Path) -> None:
     run_ranks(save_to_other_storage, world_size=2, arguments=(tmp_path,))
     assert latest_checkpoint(tmp_path / "checkpoints", fingerprint="f") is None

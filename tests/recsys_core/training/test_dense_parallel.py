@@ -267,13 +267,14 @@ def test_one_rank_alone_reports_which_of_its_layers_are_not_finite():
 
 def test_sharding_towers_without_layers_is_rejected_before_the_launch(tmp_path):
     spec = small_spec(forms={})
-    plain = TowerConfig(layers=())
-    bare = spec.model_copy(update={"config": spec.config.model_copy(update={"query": plain, "candidate": plain})})
+    no_layers = TowerConfig(layers=())
+    config = spec.config.model_copy(update={"query": no_layers, "candidate": no_layers})
+    spec_without_layers = spec.model_copy(update={"config": config})
     require_shardable_layers("sharded", spec=spec)
-    require_shardable_layers("auto", spec=bare)
+    require_shardable_layers("auto", spec=spec_without_layers)
     with pytest.raises(InputError, match=r"is sharded, .*layers are \[\], .* or set training.dense_parallel to auto"):
         train_stage(
-            TrainingSetup(bare, TrainingConfig(dense_parallel="sharded"), LOSS),
+            TrainingSetup(spec_without_layers, TrainingConfig(dense_parallel="sharded"), LOSS),
             dataset=None,
             plan=None,
             folder=tmp_path / "train",

@@ -85,6 +85,6 @@ def test_a_parameter_name_gives_its_table_whatever_the_name_of_the_collection(pa
         is_continued=False,
     )
     spec = ModelSpec.sized(
-        TwoTowerConfig(learn_user_embedding=True), num_users=3, num_items=4, facts_by_feature={"item.brand": brand}
+        TwoTowerConfig(learn_user_embedding=True), num_users=3, num_items=4, ingested_by_feature={"item.brand": brand}
     )
     assert table_name_of(parameter, spec) == table

@@ -218,9 +218,9 @@ def test_rows_without_a_vector_start_as_the_table_says(tmp_path):
     spec = spec_of("row_wise", **settings)
     start = train(tmp_path, spec, kind="row_wise", epochs=0).tables[0]
     vectors = pretrained_of(spec)
-    missing = {name: vectors[name].vector_row < 0 for name in vectors}
-    assert not start["item"][missing["item"]].any() and start["item"][~missing["item"]].all()
+    lacks_vector = {name: vectors[name].vector_row < 0 for name in vectors}
+    assert not start["item"][lacks_vector["item"]].any() and start["item"][~lacks_vector["item"]].all()
     user = vectors["user"].vectors[vectors["user"].vector_row]
-    np.testing.assert_array_equal(start["user"][~missing["user"]], user[~missing["user"]])
-    mean = user[~missing["user"]].mean(axis=0)
-    np.testing.assert_allclose(start["user"][missing["user"]], np.tile(mean, (missing["user"].sum(), 1)), atol=1e-6)
+    np.testing.assert_array_equal(start["user"][~lacks_vector["user"]], user[~lacks_vector["user"]])
+    mean = user[~lacks_vector["user"]].mean(axis=0)
+    np.testing.assert_allclose(start["user"][lacks_vector["user"]], np.tile(mean, (lacks_vector["user"].sum(), 1)), atol=1e-6)

@@ -44,7 +44,7 @@ class Trainings:
 
 def job(folder: Path, *, temperature: object = "auto", training: TrainingConfig = TRAINING) -> TrainJob:
     config = TwoTowerConfig.model_validate({"temperature": temperature})
-    spec = ModelSpec.sized(config, num_users=3, num_items=4, facts_by_feature={}, vector_dim_by_table={})
+    spec = ModelSpec.sized(config, num_users=3, num_items=4, ingested_by_feature={}, vector_dim_by_table={})
     folder.mkdir(exist_ok=True)
     return TrainJob(
         work_folder=folder, fingerprint="f", spec=spec, loss=LossConfig(), training=training,

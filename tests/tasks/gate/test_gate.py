@@ -169,7 +169,7 @@ def test_where_no_version_can_be_champion_the_stage_fails_until_the_champion_loa
     workspace: Path, stages: BuildStages, predicted_here: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     do_register(stages(), run_of(workspace, "one"))
-    kept = shutil.copytree(package_of(workspace, "1"), workspace / "kept")
+    package_copy = shutil.copytree(package_of(workspace, "1"), workspace / "kept")
     flip_a_bit(workspace, "1")
     perfect = UserMetrics(np.arange(NUM_USERS), {metric: np.ones(NUM_USERS) for metric in SERVED_METRICS})
     monkeypatch.setattr(gate, "read_user_metrics", lambda path: {"popularity": perfect})
@@ -182,7 +182,7 @@ def test_where_no_version_can_be_champion_the_stage_fails_until_the_champion_loa
     client = connect(workspace)
     assert aliases(client) == {"champion": "1", "challenger": "2"}
     assert LOAD_ERROR_TAG in version_tags(client, "1")
-    shutil.copytree(kept, package_of(workspace, "1"), dirs_exist_ok=True)
+    shutil.copytree(package_copy, package_of(workspace, "1"), dirs_exist_ok=True)
     resumed_registration = do_register(stages(confused=True), run_of(workspace, "two"), baselines=baselines)
     assert (resumed_registration.version, resumed_registration.alias, resumed_registration.alarm) == ("2", "challenger", None)
     assert LOAD_ERROR_TAG not in version_tags(client, "1")

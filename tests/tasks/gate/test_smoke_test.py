@@ -61,10 +61,10 @@ def test_a_target_at_position_11_does_not_count_for_hit_rate_at_10(sample: Serve
 
 
 def test_items_of_another_catalogue_are_left_out_of_the_lists_and_counted(sample: ServedSample) -> None:
-    known = [*range(110, 120), 105]
-    metrics = measure_answers(answers([-1, *known], []), sample=sample)
+    known_items = [*range(110, 120), 105]
+    metrics = measure_answers(answers([-1, *known_items], []), sample=sample)
     assert (metrics.num_recommended, metrics.num_unknown) == (12, 1)
-    expected = measure_answers(answers(known, []), sample=sample)
+    expected = measure_answers(answers(known_items, []), sample=sample)
     assert metrics.users.means("served") == expected.users.means("served")
     assert (metrics.coverage, expected.num_unknown) == (expected.coverage, 0)
     eleventh = measure_answers(answers([999, *range(110, 119), 105], []), sample=sample)

@@ -31,7 +31,7 @@ def test_relayed_metrics_arrive_and_a_resumed_training_logs_no_step_twice(contex
     assert mlflow_run.info.status == "FINISHED"
 
 
-def test_validation_metrics_are_logged_with_the_line_that_measured_them(context: StageContext) -> None:
+def test_validation_metrics_are_logged_at_the_step_that_measured_them(context: StageContext) -> None:
     with MetricRelay(context) as relay:
         relay.send(progress(STEPS[0]))
         relay.send(progress(STEPS[1]).model_copy(update={"validation": {"ndcg@10": 0.25}}))

@@ -148,7 +148,7 @@ def test_a_run_that_a_process_works_on_is_whole_and_a_reduced_run_cannot_be_resu
         pass
 
 
-def test_folders_that_nightjar_did_not_create_are_left_alone(tmp_path: Path, add_run: AddRun) -> None:
+def test_folders_that_nightjar_did_not_create_are_not_removed(tmp_path: Path, add_run: AddRun) -> None:
     for index in range(6):
         add_run(tmp_path, f"2026{index}")
     (tmp_path / "runs" / "mine").mkdir()

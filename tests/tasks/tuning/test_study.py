@@ -45,15 +45,15 @@ def test_a_study_that_is_interrupted_in_each_trial_tries_the_settings_of_an_undi
 
 
 def test_the_first_trials_have_the_given_settings_and_later_ones_are_drawn(tmp_path: Path) -> None:
-    given = [{"layers": None, "rate": 0.05, "length": 12}, {"layers": [64, 32], "rate": 0.1, "length": 20}]
+    first_settings = [{"layers": None, "rate": 0.05, "length": 12}, {"layers": [64, 32], "rate": 0.1, "length": 20}]
     study = open_study(CONFIG, folder=tmp_path / "study")
     for number in range(4):
-        start_trial(study, CONFIG, first_trials=given)  # and is interrupted
-        trial = start_trial(study, CONFIG, first_trials=given)
+        start_trial(study, CONFIG, first_trials=first_settings)  # and is interrupted
+        trial = start_trial(study, CONFIG, first_trials=first_settings)
         study.tell(trial, number / 10)
     settings = [trial.settings for trial in sorted(finished_trials(study), key=lambda trial: trial.number)]
-    assert settings[:2] == given
-    assert settings[2] not in given and settings[3] not in given
+    assert settings[:2] == first_settings
+    assert settings[2] not in first_settings and settings[3] not in first_settings
 
 
 def test_after_the_deadline_the_running_trial_is_interrupted_and_a_later_call_continues_it(tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ _JAVA_TIMEOUT_S, _CONNECT_TIMEOUT_S, _RETRY_S = 30.0, 3.0, 0.5
 
 def check_installation() -> str:
     """Return the versions of Spark and Java. Raise InputError if a library or Java is missing or too old."""
-    if missing := [library for library in LIBRARIES if find_spec(library) is None]:
+    if missing_libraries := [library for library in LIBRARIES if find_spec(library) is None]:
         raise InputError(
-            f"interactions.engine: kind spark needs {', '.join(missing)}, which is not installed; install nightjar with the "
-            'extra spark, e.g. pip install ".[spark]", or set kind to duckdb'
+            f"interactions.engine: kind spark needs {', '.join(missing_libraries)}, which is not installed; install nightjar "
+            'with the extra spark, e.g. pip install ".[spark]", or set kind to duckdb'
         )
     version = metadata.version("pyspark")
     if int(version.split(".")[0]) != 4:

@@ -142,7 +142,7 @@ def _frame(spark: SparkSession, table_format: str, name: str, version: str) -> D
 
 
 def _newest_version(spark: SparkSession, table_format: str, name: str) -> str | None:
-    """Return the version of the table now; None for a table without any."""
+    """Return the newest version of the table; None if the table has no version."""
     if table_format == "orc":
         return _hash_of_files(spark, _frame(spark, "orc", name, ""))
     identifier = _identifier(table_format, name)

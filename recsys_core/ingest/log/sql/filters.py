@@ -1,7 +1,8 @@
-"""Filters and split of the log. They read the parts and create `log` (user, item, position, split, extra columns).
+"""Filters and split of the events: SQL from the part files of the coded log to `log`, a table or a view.
 
-`log` is a table or a view. User and item are codes (see vocabulary.py). Position is the sort key of a user's events. The extra
-columns are the weight and the context columns.
+Columns of `log`: user, item, position, split and extra columns. User and item are codes (see vocabulary.py). Position is the
+sort key of a user's events: the event time in microseconds, or the value of the order column, or a hash of the user and the
+item. The extra columns are the weight and the context columns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from recsys_core.manifests import IngestedFile, LogPart, SourceFile
 from recsys_core.units import DAY_US
 
 MIN_SPAN_PER_TEST_PERIOD = 5
-"""Smallest time span of the log, in automatic test periods."""
+"""With `test_days: auto`, the test period is at most 1/5 of the time span of the log, but at least one day."""
 
 
 def load_log(
@@ -47,8 +48,8 @@ def load_log(
         for part in current_parts
     )
     if config.explicit_negatives:
-        session.create_view("coded", all_events_sql)
-        all_events_sql = "SELECT * EXCLUDE (is_negative) FROM coded WHERE NOT is_negative"
+        session.create_view("coded_events", all_events_sql)
+        all_events_sql = "SELECT * EXCLUDE (is_negative) FROM coded_events WHERE NOT is_negative"
     session.create_view("events", all_events_sql)
     num_events = fetch_count(session, "SELECT count(*) FROM events")
     if num_events == 0:
@@ -203,7 +204,7 @@ def _test_days(session: SqlSession, split: TimeSplit, events_sql: str, *, newest
     """Return the length of the test period; with auto, the smallest number of days with enough users, see TimeSplit."""
     if split.test_days != "auto":
         return split.test_days
-    ((oldest_us, last_us),) = session.fetch_rows(
+    ((oldest_us, needed_start_us),) = session.fetch_rows(
         f"""
         WITH users AS (SELECT min(position) AS oldest, max(position) AS newest FROM {events_sql} GROUP BY "user")
         SELECT (SELECT min(oldest) FROM users), min(newest)
@@ -212,7 +213,7 @@ def _test_days(session: SqlSession, split: TimeSplit, events_sql: str, *, newest
     )
     if oldest_us is None:  # the filters have removed all events
         return 1.0
-    num_days_needed = (newest_us - last_us) // DAY_US + 1
+    num_days_needed = (newest_us - needed_start_us) // DAY_US + 1
     return float(max(1, min(num_days_needed, (newest_us - oldest_us) // (MIN_SPAN_PER_TEST_PERIOD * DAY_US))))
 
 

@@ -1,6 +1,7 @@
 """Known negatives: the pairs of a user and an item with a label below the threshold, and without an event.
 
-View `coded` has the rows of all parts, and its column `is_negative` marks the rows below the threshold. `log` has the events.
+View `coded_events` has the rows of all parts, and its column `is_negative` marks the rows below the threshold. `log` has the
+events.
 """
 
 from recsys_core.ingest.log.config import InteractionsConfig
@@ -26,7 +27,7 @@ def create_known_negatives(session: SqlSession, config: InteractionsConfig, *, s
         'min(position) FILTER (split = 2) AS test_position FROM log GROUP BY "user"'
     )
     rows_sql = (
-        f'SELECT "user", item, position, ({split_sql})::TINYINT AS split FROM coded JOIN ({users_sql}) USING ("user") '
+        f'SELECT "user", item, position, ({split_sql})::TINYINT AS split FROM coded_events JOIN ({users_sql}) USING ("user") '
         f"WHERE is_negative AND {is_in_window_sql}"
     )
     pair_rows_sql = first_rows_sql(f"({rows_sql})", window_sql='PARTITION BY "user", item ORDER BY split, position')

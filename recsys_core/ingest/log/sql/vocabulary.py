@@ -36,7 +36,7 @@ def add_ids(session: SqlSession, side: str, *, id_type: IdType, kept_row_sql: st
 
     Args:
         kept_row_sql: SQL that is true for the rows of the part.
-        positive_row_sql: SQL that is true for those of them that are events; None: all of them.
+        positive_row_sql: SQL that is true for a row that is an event; None: each row is an event.
     """
     first_code = num_codes(session, side)
     count_sql = "count(*)" if positive_row_sql is None else f"count(*) FILTER ({positive_row_sql})"

@@ -30,7 +30,7 @@ def test_blocks_of_columns_give_the_ranking_of_the_whole_catalogue(
     k: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    queries, item_ID = queries_and_items
+    queries, item_vector_ID = queries_and_items
     for name, value in {
         "BOUND_COLUMNS": 256,
         "BLOCK_COLUMNS": 600,
@@ -38,10 +38,10 @@ def test_blocks_of_columns_give_the_ranking_of_the_whole_catalogue(
         "CHUNK_SCORES": 64 * NUM_ITEMS,
     }.items():
         monkeypatch.setattr(chunks_module, name, value)
-    whole = rank_catalogue(queries, item_vector_ID=item_ID, k=k, top_only=top_only)
+    whole = rank_catalogue(queries, item_vector_ID=item_vector_ID, k=k, top_only=top_only)
     grid, row_C = Grid.of(NUM_ITEMS, k=k, top_only=top_only), tie_order(NUM_ITEMS)
     assert grid.block_columns == 640
-    blocks = [(start, item_ID[row_C[start : start + 640]]) for start in range(0, NUM_ITEMS, 640)]
+    blocks = [(start, item_vector_ID[row_C[start : start + 640]]) for start in range(0, NUM_ITEMS, 640)]
 
     def rank_chunk(chunk: slice, seen: JaggedArray, targets: JaggedArray):
         ranked = CpuChunk(grid, queries.query_BD[chunk], seen=seen, targets=targets)
@@ -57,9 +57,9 @@ def test_blocks_of_columns_give_the_ranking_of_the_whole_catalogue(
 
 
 def test_the_score_of_a_target_has_the_bits_of_its_own_tile(queries_and_items: tuple[Queries, torch.Tensor]) -> None:
-    queries, item_ID = queries_and_items
+    queries, item_vector_ID = queries_and_items
     grid = Grid.of(NUM_ITEMS, k=0, top_only=False)
-    block_CD = item_ID[:4_100]  # two whole tiles and a narrow one
+    block_CD = item_vector_ID[:4_100]  # two whole tiles and a narrow one
     targets = queries.targets.filter(queries.targets.values_L < 4_100)
     chunk = CpuChunk(grid, queries.query_BD, seen=JaggedArray.empty(NUM_QUERIES), targets=targets)
     chunk.find_target_scores(0, block_CD)

@@ -63,22 +63,22 @@ def test_ranking_among_candidates_equals_the_full_ranking_without_the_other_item
     random = np.random.default_rng(seed)
     query, item = (torch.tensor(random.integers(-1, 2, (rows, 3)), dtype=torch.float32) for rows in (NUM_QUERIES, NUM_ITEMS))
     candidate_rows = np.array(sorted(candidates), np.int64)
-    # The scores have no ties: among fewer items, another permutation orders equal scores.
+    # Avoid ties: `rank_among` breaks ties in another order than `rank_served`.
     query, item = query.double(), item.double() + torch.tensor(random.permutation(NUM_ITEMS))[:, None] / 1e3
-    known, order = random.random(NUM_QUERIES) < 0.7, random.permutation(NUM_ITEMS)
-    all_queries = Queries(query + 1e-3, is_known_B=known, seen=lists_of(seen), targets=lists_of(targets))
-    arguments = {"item_vector_ID": item, "order_I": order, "k": NUM_ITEMS}
+    is_known_B, popularity_order_I = random.random(NUM_QUERIES) < 0.7, random.permutation(NUM_ITEMS)
+    all_queries = Queries(query + 1e-3, is_known_B=is_known_B, seen=lists_of(seen), targets=lists_of(targets))
+    arguments = {"item_vector_ID": item, "order_I": popularity_order_I, "k": NUM_ITEMS}
     full_ranking = rank_served(all_queries, **arguments)
     ranking = rank_among(all_queries, candidate_rows=candidate_rows, **arguments)
 
-    queries = [number for number in range(NUM_QUERIES) if candidates & set(targets[number])]
-    order = [[row for row in full_ranking.top_BK[number].tolist() if row in candidates] for number in queries]
-    assert [[int(candidate_rows[index]) for index in top if index >= 0] for top in ranking.top_BK.tolist()] == order
-    assert ranking.num_candidates_B.tolist() == [len(rows) for rows in order]
+    query_numbers = [number for number in range(NUM_QUERIES) if candidates & set(targets[number])]
+    expected_rows = [[row for row in full_ranking.top_BK[number].tolist() if row in candidates] for number in query_numbers]
+    assert [[int(candidate_rows[index]) for index in top if index >= 0] for top in ranking.top_BK.tolist()] == expected_rows
+    assert ranking.num_candidates_B.tolist() == [len(rows) for rows in expected_rows]
     assert ranking.num_items == len(candidates)
     pairs = zip(ranking.query_T.tolist(), candidate_rows[ranking.item_T].tolist(), ranking.position_T.tolist(), strict=True)
     assert set(pairs) == {
-        (at, row, order[at].index(row))
-        for at, number in enumerate(queries)
+        (query_index, row, expected_rows[query_index].index(row))
+        for query_index, number in enumerate(query_numbers)
         for row in candidates & set(targets[number]) - set(seen[number])
     }

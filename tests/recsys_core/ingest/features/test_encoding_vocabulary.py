@@ -75,10 +75,10 @@ def test_list_values_get_vectors_and_values_below_min_count_do_not(tmp_path: Pat
 
 def test_in_a_later_run_values_keep_their_rows_and_get_the_new_vectors(tmp_path: Path) -> None:
     first, second = embed(tmp_path / "1", item__brand=["a", "b"]), embed(tmp_path / "2", item__brand=["c", "b"])
-    earlier = ingest(tmp_path, first, {"name": "brand"}, name="one", brand=["a", "a", "b", "a", "b"])
-    later = ingest(tmp_path, second, {"name": "brand"}, name="two", previous=earlier, brand=["c", "c", "c", "b", "b"])
-    assert by_value(earlier, "item.brand") == {None: -1, "a": 0, "b": 1}
-    assert list(by_value(later, "item.brand").items()) == [(None, -1), ("a", -1), ("b", 1), ("c", 0)]
+    manifest_1 = ingest(tmp_path, first, {"name": "brand"}, name="one", brand=["a", "a", "b", "a", "b"])
+    manifest_2 = ingest(tmp_path, second, {"name": "brand"}, name="two", previous=manifest_1, brand=["c", "c", "c", "b", "b"])
+    assert by_value(manifest_1, "item.brand") == {None: -1, "a": 0, "b": 1}
+    assert list(by_value(manifest_2, "item.brand").items()) == [(None, -1), ("a", -1), ("b", 1), ("c", 0)]
 
 
 def test_other_vectors_change_the_fingerprint(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_between_equal_counts_the_value_with_a_row_stays(tmp_path: Path) -> None
     assert second_run.features["item.brand"].num_evicted_values == 0
 
 
-def test_a_warm_start_carries_over_the_rows_of_the_same_values_alone(tmp_path: Path) -> None:
+def test_a_warm_start_carries_over_only_the_rows_of_the_same_values(tmp_path: Path) -> None:
     first_run = run(tmp_path / "1", ["a", "a", "b", "b", "c"], max_rows=2)
     second_run = run(tmp_path / "2", ["c", "c", "a", "c", "a"], max_rows=2, previous=first_run)
     assert values_of(second_run) == [None, "a", "c"]

@@ -145,7 +145,7 @@ def test_buckets_are_equally_full_on_what_training_sees(tmp_path: Path) -> None:
     assert rows_of(manifest, "item.price") == [4, 1, 4, 1, 3, 2, 3, 2, 4]
 
 
-def test_a_frequent_number_fills_a_bucket_alone(tmp_path: Path) -> None:
+def test_a_frequent_number_has_its_own_bucket(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "i.parquet", id=ITEMS, price=[0.0, 0.0, 0.0, 2.0, 3.0])
     log = [([0, 1, 2, 3, 4], [], [])] * 3
     manifest = ingest(
@@ -167,7 +167,7 @@ def test_a_hash_needs_no_vocabulary_and_stays_the_same(tmp_path: Path) -> None:
     assert sorted(manifest.files) == ["item.brand.row.npy", "item_columns.parquet"]
 
 
-def test_the_context_is_counted_on_training_events_alone(tmp_path: Path) -> None:
+def test_the_context_is_counted_only_on_training_events(tmp_path: Path) -> None:
     device = ["tv", "tv", "app", "web", "web", "app", "web", "car", "app"]  # LOG: 3 + 1 + 1, 1 + 0 + 1, 2
     hour = [3, 1, 2, 50, 60, 4, 70, 6, 5]
     interactions = stage(tmp_path / "log", context={"device": device, "hour": hour})
@@ -200,20 +200,21 @@ def test_a_value_keeps_its_row_in_later_runs(tmp_path: Path) -> None:
     first = write_parquet(tmp_path / "1.parquet", id=ITEMS, brand=["a", "a", "b", "c", "c"], price=[1, 2, 3, 4, 5])
     second = write_parquet(tmp_path / "2.parquet", id=ITEMS, brand=["b", "d", "d", "d", "c"], price=[10, 20, 30, 40, 50])
     features = ({"name": "brand"}, {"name": "price", "kind": "numeric", "buckets": 2})
-    earlier = ingest(tmp_path / "run1", log, **items(first, *features))
-    assert not earlier.features["item.brand"].is_continued
-    later = ingest(tmp_path / "run2", log, previous=earlier, **items(second, *features))
-    assert vocabulary(later, "item.brand") == [(None, 0), ("a", 0), ("c", 1), ("b", 1), ("d", 3)]
-    assert rows_of(later, "item.brand") == [3, 4, 4, 4, 2]
-    assert (later.features["item.brand"].is_continued, later.features["item.brand"].num_new_values) == (True, 1)
-    assert later.features["item.price"].boundaries == earlier.features["item.price"].boundaries
+    first_manifest = ingest(tmp_path / "run1", log, **items(first, *features))
+    assert not first_manifest.features["item.brand"].is_continued
+    second_manifest = ingest(tmp_path / "run2", log, previous=first_manifest, **items(second, *features))
+    assert vocabulary(second_manifest, "item.brand") == [(None, 0), ("a", 0), ("c", 1), ("b", 1), ("d", 3)]
+    assert rows_of(second_manifest, "item.brand") == [3, 4, 4, 4, 2]
+    brand = second_manifest.features["item.brand"]
+    assert (brand.is_continued, brand.num_new_values) == (True, 1)
+    assert second_manifest.features["item.price"].boundaries == first_manifest.features["item.price"].boundaries
 
 
 @pytest.mark.parametrize("why", ["another lineage", "another definition", "a damaged vocabulary"])
 def test_a_vocabulary_is_rebuilt_after_a_change(tmp_path: Path, why: str) -> None:
     log = stage(tmp_path / "log")
     path = write_parquet(tmp_path / "i.parquet", id=ITEMS, brand=["a", "a", "b", "b", "b"], kin=["a", "a", "b", "b", "b"])
-    earlier = ingest(
+    first_manifest = ingest(
         tmp_path / "run1",
         log,
         **items(write_parquet(tmp_path / "1.parquet", id=ITEMS, brand=["a", "a", "a", "b", "c"]), {"name": "brand"}),
@@ -224,10 +225,10 @@ def test_a_vocabulary_is_rebuilt_after_a_change(tmp_path: Path, why: str) -> Non
     elif why == "another definition":
         feature["column"] = "kin"
     else:
-        earlier.path("item.brand.vocabulary.parquet").write_bytes(b"stale")
-    later = ingest(tmp_path / "run2", log, previous=earlier, **items(path, feature))
-    assert vocabulary(later, "item.brand") == [(None, 0), ("b", 3), ("a", 2)]
-    assert not later.features["item.brand"].is_continued
+        first_manifest.path("item.brand.vocabulary.parquet").write_bytes(b"stale")
+    second_manifest = ingest(tmp_path / "run2", log, previous=first_manifest, **items(path, feature))
+    assert vocabulary(second_manifest, "item.brand") == [(None, 0), ("b", 3), ("a", 2)]
+    assert not second_manifest.features["item.brand"].is_continued
 
 
 def test_the_same_input_is_not_read_again_and_a_changed_one_is(tmp_path: Path) -> None:
@@ -284,8 +285,8 @@ def test_random_features_are_stored_unchanged(tmp_path_factory: pytest.TempPathF
     assert boundaries is not None and list(boundaries) == sorted(set(boundaries)) and len(boundaries) < 3
     for item, row in enumerate(rows_of(manifest, "item.price")):
         value = price[described.index(item)] if item in described else None
-        missing = value is None or math.isnan(value)
-        assert row == (0 if missing else 1 + sum(value >= bound for bound in boundaries))
+        is_missing = value is None or math.isnan(value)
+        assert row == (0 if is_missing else 1 + sum(value >= bound for bound in boundaries))
 
 
 def test_the_context_follows_the_events_of_a_real_log(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def assert_rejected(folder: Path, *words: str, features: list[dict[str, Any]], p
 BRAND = [{"name": "brand"}]
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_file(tmp_path: Path) -> None:
     assert_rejected(tmp_path, "features.items.paths", "no such file", features=BRAND, path=str(tmp_path / "none.parquet"))
 
 
@@ -50,7 +50,7 @@ def test_a_missing_column_names_the_feature_and_the_nearest_column(tmp_path: Pat
     )
 
 
-def test_a_missing_id_column_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_id_column(tmp_path: Path) -> None:
     assert_rejected(
         tmp_path,
         "'id'",

@@ -74,13 +74,13 @@ def test_every_numeric_type_is_accepted(tmp_path: Path, kind: pa.DataType) -> No
 
 
 def test_later_runs_keep_the_mean_until_the_vocabulary_is_rebuilt(tmp_path: Path) -> None:
-    earlier = ingest(tmp_path / "1", [1.0, 3.0, 1.0, 3.0])
-    later = ingest(tmp_path / "2", [10.0, 12.0, 14.0, 2.0], previous=earlier)
-    facts = later.features["item.price"]
+    first_manifest = ingest(tmp_path / "1", [1.0, 3.0, 1.0, 3.0])
+    second_manifest = ingest(tmp_path / "2", [10.0, 12.0, 14.0, 2.0], previous=first_manifest)
+    facts = second_manifest.features["item.price"]
     assert (facts.mean, facts.std, facts.is_continued) == (2.0, 1.0, True)
-    assert stored(later)[1][:4] == [8.0, 10.0, 10.0, 0.0]
-    rebuilt = ingest(tmp_path / "3", [10.0, 12.0, 10.0, 12.0], previous=later, lineage="second")
-    facts = rebuilt.features["item.price"]
+    assert stored(second_manifest)[1][:4] == [8.0, 10.0, 10.0, 0.0]
+    rebuilt_manifest = ingest(tmp_path / "3", [10.0, 12.0, 10.0, 12.0], previous=second_manifest, lineage="second")
+    facts = rebuilt_manifest.features["item.price"]
     assert (facts.mean, facts.std, facts.is_continued) == (11.0, 1.0, False)
 
 
@@ -88,11 +88,11 @@ def test_a_feature_that_had_buckets_in_the_previous_run_gets_a_new_mean(tmp_path
     log = write_interactions(tmp_path / "log", users=["u", "v"], items=ITEMS, log=LOG)
     table = {"paths": write_parquet(tmp_path / "i.parquet", id=ITEMS[:4], price=[1.0, 3.0, 1.0, 3.0]), "id_column": "id"}
     buckets = {"name": "price", "kind": "numeric", "buckets": 2}
-    earlier = features_of(tmp_path / "1", log, items=table | {"features": [buckets]})
-    later = features_of(tmp_path / "2", log, earlier, items=table | {"features": [PRICE]})
-    assert not later.features["item.price"].is_continued and later.features["item.price"].mean == 2.0
-    back = features_of(tmp_path / "3", log, later, items=table | {"features": [buckets]})
-    assert not back.features["item.price"].is_continued and back.features["item.price"].mean is None
+    with_buckets = features_of(tmp_path / "1", log, items=table | {"features": [buckets]})
+    without_buckets = features_of(tmp_path / "2", log, with_buckets, items=table | {"features": [PRICE]})
+    assert not without_buckets.features["item.price"].is_continued and without_buckets.features["item.price"].mean == 2.0
+    with_buckets_again = features_of(tmp_path / "3", log, without_buckets, items=table | {"features": [buckets]})
+    assert not with_buckets_again.features["item.price"].is_continued and with_buckets_again.features["item.price"].mean is None
 
 
 def test_the_context_is_standardised_over_training_events(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def with_times(path: Path, column: pa.Array) -> str:
 
 
 @pytest.mark.parametrize(("value", "policy"), [(2**63 // 100, "fail"), (-(2**63) // 100, "drop"), (-(2**63), "fail")])
-def test_a_time_that_has_no_microseconds_is_named(tmp_path: Path, value: int, policy: str) -> None:
+def test_the_error_names_a_time_that_has_no_microseconds(tmp_path: Path, value: int, policy: str) -> None:
     path = with_times(tmp_path / "a.parquet", pa.array([1, -1, value, value, 0], pa.timestamp("ms")))
     assert_rejects(
         lambda folder: ingest(folder, path, split=LAST_OUT, on_bad_rows=policy, max_bad_share=0.9), tmp_path,

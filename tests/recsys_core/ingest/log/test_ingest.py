@@ -369,5 +369,5 @@ def test_data_real_beauty_gives_the_published_numbers(tmp_path: Path) -> None:
 
 def targets_never_seen(manifest: InteractionsManifest) -> dict[str, int]:
     train, validation, test = ([item for _, item, _ in part] for part in read_store(manifest).splits)
-    known = {"train": set(train), "train and validation": {*train, *validation}}
-    return {name: sum(item not in items for item in test) for name, items in known.items()}
+    items_by_splits = {"train": set(train), "train and validation": {*train, *validation}}
+    return {name: sum(item not in items for item in test) for name, items in items_by_splits.items()}

@@ -154,16 +154,16 @@ def test_events_splits_and_rows_are_those_of_a_log_without_its_negatives(tmp_pat
     ]
     path = write_rows(tmp_path / "log.parquet", [*log, (77, "only negative", 5, 1)])
     settings = {"split": LAST_OUT, **LABELS, "filter": {"min_item_events": 3, "max_user_events": 20}}
-    without = ingest(tmp_path / "without", path, **settings)
+    ordinary = ingest(tmp_path / "without", path, **settings)
     manifest = ingest(tmp_path / "with", path, explicit_negatives=True, **settings)
-    assert manifest.num_known_negatives > 50 and without.num_known_negatives == 0
-    compared = [name for name in without.files if not name.startswith("parts/") and not name.endswith("_ids.parquet")]
-    assert {name: without.files[name] for name in compared} == {name: manifest.files[name] for name in compared}
-    assert manifest.files.keys() - without.files.keys() - {part.file_name for part in manifest.parts} == {
+    assert manifest.num_known_negatives > 50 and ordinary.num_known_negatives == 0
+    compared_files = [name for name in ordinary.files if not name.startswith("parts/") and not name.endswith("_ids.parquet")]
+    assert {name: ordinary.files[name] for name in compared_files} == {name: manifest.files[name] for name in compared_files}
+    assert manifest.files.keys() - ordinary.files.keys() - {part.file_name for part in manifest.parts} == {
         f"negative_{name}.npy" for name in ("offset", "item", "event")
     }
     excluded = {"files", "folder", "fingerprint", "lineage", "seconds", "parts", "num_known_negatives"}
-    assert manifest.model_dump(exclude=excluded) == without.model_dump(exclude=excluded)
+    assert manifest.model_dump(exclude=excluded) == ordinary.model_dump(exclude=excluded)
 
 
 def test_without_the_setting_the_fingerprints_do_not_contain_it() -> None:
@@ -219,20 +219,20 @@ DAYS: list[list[Row]] = [
 def test_a_run_with_a_new_day_gives_the_negatives_of_a_complete_ingest(tmp_path: Path, split: dict[str, Any]) -> None:
     """On the last day, the item w and the user dan get their first event, and their negatives of the first day count."""
     extra = [("cat", item, time, 5) for time, item in enumerate("xyzx")] + [("ann", "x", 5, 5), ("bob", "x", 9, 5)]
-    previous, names = None, []
+    manifest, paths = None, []
     for number, day in enumerate([DAYS[0] + extra, *DAYS[1:]]):
         write_rows(tmp_path / "in" / f"day{number}.parquet", day)
-        names.append(str(tmp_path / "in" / f"day{number}.parquet"))
+        paths.append(str(tmp_path / "in" / f"day{number}.parquet"))
         if number > 0:
-            previous = ingest(
-                tmp_path / f"run{number}", *names, split=split, previous=previous, explicit_negatives=True, **LABELS
+            manifest = ingest(
+                tmp_path / f"run{number}", *paths, split=split, previous=manifest, explicit_negatives=True, **LABELS
             )
-    assert previous is not None and (previous.num_files_read, previous.run_number) == (1, 3)
-    whole = ingest(tmp_path / "whole", *names, split=split, explicit_negatives=True, **LABELS)
-    negatives, _ = stored_negatives(previous)
+    assert manifest is not None and (manifest.num_files_read, manifest.run_number) == (1, 3)
+    whole = ingest(tmp_path / "whole", *paths, split=split, explicit_negatives=True, **LABELS)
+    negatives, _ = stored_negatives(manifest)
     expected, _ = stored_negatives(whole)
     assert {user: negatives[user] for user in sorted(negatives)} == {user: expected[user] for user in sorted(expected)}
-    assert "w" in negatives["bob"][0] and "x" in negatives["dan"][0] and previous.num_known_negatives >= 4
+    assert "w" in negatives["bob"][0] and "x" in negatives["dan"][0] and manifest.num_known_negatives >= 4
 
 
 def test_the_switch_reads_the_files_again_and_keeps_the_rows(tmp_path: Path) -> None:

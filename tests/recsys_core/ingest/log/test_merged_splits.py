@@ -55,8 +55,8 @@ def test_known_negatives_of_all_splits_are_training_negatives_except_items_that_
     assert sorted(names) == [0, 7, 8, 9] and merged.num_known_negatives == interactions.num_known_negatives - 1 == 3
     assert [items[row] for row in merged_negatives.item_L] == [name for name in names if name != 7]
     assert merged_negatives.event_L is not None and negatives.event_L is not None
-    kept = [event for event, name in zip(negatives.event_L.tolist(), names, strict=True) if name != 7]
-    assert merged_negatives.event_L.tolist() == kept
+    expected_events = [event for event, name in zip(negatives.event_L.tolist(), names, strict=True) if name != 7]
+    assert merged_negatives.event_L.tolist() == expected_events
     num_U = dict(zip(users, merged_negatives.num_train_negatives_U.tolist(), strict=True))
     assert num_U == {1: 2, 2: 1, 3: 0}
     assert merged_negatives.before(np.arange(3), "test").lengths.tolist() == merged_negatives.num_train_negatives_U.tolist()

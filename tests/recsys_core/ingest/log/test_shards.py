@@ -136,11 +136,11 @@ def test_consecutive_runs_may_have_different_numbers_of_shards(tmp_path: Path) -
     for day, shards in enumerate((2, 1, 5)):
         previous = runs[-1] if runs else None
         runs.append(ingest(tmp_path / f"run{day}", *logs[: day + 1], shards=shards, previous=previous, **SETTINGS))
-    alone = None
+    unsharded = None
     for day in range(3):
-        alone = ingest(tmp_path / f"alone{day}", *logs[: day + 1], previous=alone, **SETTINGS)
-    assert alone is not None and [run.num_files_read for run in runs] == [1, 1, 1] and runs[-1].run_number == 3
-    same(alone, runs[-1])
+        unsharded = ingest(tmp_path / f"alone{day}", *logs[: day + 1], previous=unsharded, **SETTINGS)
+    assert unsharded is not None and [run.num_files_read for run in runs] == [1, 1, 1] and runs[-1].run_number == 3
+    same(unsharded, runs[-1])
 
 
 def test_leaked_events_are_found_between_runs_with_different_numbers_of_shards(tmp_path: Path) -> None:

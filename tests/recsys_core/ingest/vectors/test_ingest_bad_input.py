@@ -160,7 +160,7 @@ def test_a_repeated_column_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [{"d0": [1.0]}, {"d1": [1.0], "d2": [1.0]}])
-def test_files_with_different_dimensions_are_rejected_with_both_names(tmp_path: Path, other: dict[str, list[float]]) -> None:
+def test_the_error_names_two_files_with_different_dimensions(tmp_path: Path, other: dict[str, list[float]]) -> None:
     first_path = write_parquet(tmp_path / "a.parquet", item_id=[1], d0=[1.0], d1=[1.0])
     second_path = write_parquet(tmp_path / "b.parquet", item_id=[2], **other)
     assert_rejects(
@@ -191,9 +191,7 @@ def test_files_with_different_dimensions_are_rejected_with_both_names(tmp_path: 
         ),
     ],
 )
-def test_a_conflict_between_two_files_is_reported_with_both_names(
-    tmp_path: Path, other: dict[str, Any], parts: tuple[str, ...]
-) -> None:
+def test_the_error_names_both_files_of_a_conflict(tmp_path: Path, other: dict[str, Any], parts: tuple[str, ...]) -> None:
     first_path = write_parquet(tmp_path / "a.parquet", item_id=[3, 4, 1], v=[[1.0]] * 3)
     second_path = write_parquet(tmp_path / "b.parquet", **other)
     assert_rejects(lambda folder: ingest(folder, first_path, second_path), tmp_path, *parts)

@@ -38,8 +38,8 @@ def objective_of(*, mask: Any, group: Any = None, temperature: float = 0.3, expo
 
 def queries_and_items() -> tuple[Tensor, Tensor]:
     torch.manual_seed(4)
-    query_BD, item_ID = torch.randn(NUM_QUERIES, WIDTH), torch.randn(NUM_ITEMS, WIDTH)
-    return normalize(query_BD, dim=1).requires_grad_(), normalize(item_ID, dim=1).requires_grad_()
+    query_BD, item_vector_ID = torch.randn(NUM_QUERIES, WIDTH), torch.randn(NUM_ITEMS, WIDTH)
+    return normalize(query_BD, dim=1).requires_grad_(), normalize(item_vector_ID, dim=1).requires_grad_()
 
 
 def histories_and_positives() -> tuple[list[list[int]], list[int]]:
@@ -60,10 +60,10 @@ def batch_of(queries: range, *, share: np.ndarray) -> Batch:
     )
 
 
-def dense_loss(query_BD: Tensor, item_ID: Tensor, *, mask: str, temperature: Tensor) -> Tensor:
+def dense_loss(query_BD: Tensor, item_vector_ID: Tensor, *, mask: str, temperature: Tensor) -> Tensor:
     """Return the weighted mean of torch's cross-entropy over the items with an event."""
     histories, positives = histories_and_positives()
-    score_BI = query_BD @ item_ID.T / temperature
+    score_BI = query_BD @ item_vector_ID.T / temperature
     is_hidden_BI = torch.from_numpy(COUNTS == 0).repeat(NUM_QUERIES, 1)
     if mask == "seen":
         for query, history in enumerate(histories):
@@ -73,12 +73,12 @@ def dense_loss(query_BD: Tensor, item_ID: Tensor, *, mask: str, temperature: Ten
 
 
 def expected_gradients(mask: str) -> tuple[float, Tensor, Tensor, Tensor]:
-    query_BD, item_ID = queries_and_items()
+    query_BD, item_vector_ID = queries_and_items()
     log_temperature = torch.tensor(0.3).log().requires_grad_()
-    loss = dense_loss(query_BD, item_ID, mask=mask, temperature=log_temperature.exp())
+    loss = dense_loss(query_BD, item_vector_ID, mask=mask, temperature=log_temperature.exp())
     loss.backward()
-    assert query_BD.grad is not None and item_ID.grad is not None and log_temperature.grad is not None
-    return loss.item(), query_BD.grad, item_ID.grad, log_temperature.grad
+    assert query_BD.grad is not None and item_vector_ID.grad is not None and log_temperature.grad is not None
+    return loss.item(), query_BD.grad, item_vector_ID.grad, log_temperature.grad
 
 
 @pytest.mark.parametrize("mask", ["none", "positive", "seen"])
@@ -88,34 +88,34 @@ def test_the_loss_and_its_gradients_equal_torchs_cross_entropy(
 ) -> None:
     monkeypatch.setattr(catalogue, "MAX_BLOCK_SCORES", block_scores)
     value, query_gradient, item_gradient, temperature_gradient = expected_gradients(mask)
-    query_BD, item_ID = queries_and_items()
+    query_BD, item_vector_ID = queries_and_items()
     objective = objective_of(mask=mask)
     batch = batch_of(range(NUM_QUERIES), share=catalogue_share(COUNTS, rank=0, world_size=1))
-    candidate_CD = item_ID[batch.item_row_V[batch.candidate_index_C]]
+    candidate_CD = item_vector_ID[batch.item_row_V[batch.candidate_index_C]]
     loss = objective(query_BD, candidate_CD, batch=batch, teacher_CD=None)
     loss.backward()
     assert loss.item() == pytest.approx(value, rel=1e-5)
     assert objective.log_temperature is not None
     torch.testing.assert_close(query_BD.grad, query_gradient, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(item_ID.grad, item_gradient, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(item_vector_ID.grad, item_gradient, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(objective.log_temperature.grad, temperature_gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_the_exponent_multiplies_the_log_partition_and_not_the_positive() -> None:
-    query_BD, item_ID = queries_and_items()
+    query_BD, item_vector_ID = queries_and_items()
     objective = objective_of(mask="positive", exponent=1.25)
     batch = batch_of(range(NUM_QUERIES), share=catalogue_share(COUNTS, rank=0, world_size=1))
-    loss = objective(query_BD, item_ID[batch.item_row_V[batch.candidate_index_C]], batch=batch, teacher_CD=None)
+    loss = objective(query_BD, item_vector_ID[batch.item_row_V[batch.candidate_index_C]], batch=batch, teacher_CD=None)
     loss.backward()
-    expected_query_BD, expected_item_ID = queries_and_items()
-    score_BI = expected_query_BD @ expected_item_ID.T / 0.3
+    expected_query_BD, expected_item_vector_ID = queries_and_items()
+    score_BI = expected_query_BD @ expected_item_vector_ID.T / 0.3
     log_partition_B = score_BI[:, COUNTS > 0].logsumexp(dim=1)
     positive_B = score_BI[torch.arange(NUM_QUERIES), torch.tensor(histories_and_positives()[1])]
     expected = ((1.25 * log_partition_B - positive_B) * torch.from_numpy(WEIGHTS)).mean()
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(query_BD.grad, expected_query_BD.grad, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(item_ID.grad, expected_item_ID.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(item_vector_ID.grad, expected_item_vector_ID.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_an_exponent_with_sampled_negatives_is_rejected() -> None:
@@ -129,19 +129,19 @@ def compare_ranks(rank: int, mask: str, block_scores: int) -> None:
     value, query_gradient, item_gradient, temperature_gradient = expected_gradients(mask)
     world_size = dist.get_world_size()
     num_queries = NUM_QUERIES // world_size
-    query_BD, item_ID = queries_and_items()
+    query_BD, item_vector_ID = queries_and_items()
     objective = objective_of(mask=mask, group=dist.group.WORLD)
     own_queries = range(rank * num_queries, (rank + 1) * num_queries)
     batch = batch_of(own_queries, share=catalogue_share(COUNTS, rank=rank, world_size=world_size))
-    candidate_CD = item_ID[batch.item_row_V[batch.candidate_index_C]]
+    candidate_CD = item_vector_ID[batch.item_row_V[batch.candidate_index_C]]
     loss = objective(query_BD[list(own_queries)], candidate_CD, batch=batch, teacher_CD=None)
     loss.backward()
-    assert objective.log_temperature is not None and query_BD.grad is not None and item_ID.grad is not None
+    assert objective.log_temperature is not None and query_BD.grad is not None and item_vector_ID.grad is not None
     # Training averages the gradients over the ranks.
     for mean, expected in (
         (loss.detach(), torch.tensor(value)),
         (query_BD.grad, query_gradient),
-        (item_ID.grad, item_gradient),
+        (item_vector_ID.grad, item_gradient),
         (objective.log_temperature.grad, temperature_gradient),
     ):
         dist.all_reduce(mean)

@@ -32,11 +32,11 @@ def test_logq_lowers_the_logit_of_a_popular_candidate():
     positive_score_B, negative_score_BN = torch.zeros(1), torch.zeros(1, 2, requires_grad=True)
     loss = partial(softmax_loss, positive_score_B, is_masked_BN=None, temperature=1.0)
 
-    plain = loss(negative_score_BN)
-    assert plain.item() == pytest.approx(math.log(3))
-    corrected = loss(negative_score_BN, log_q_B=torch.zeros(1), log_q_N=log_q_N)
-    assert corrected.item() == pytest.approx(math.log(1 + 1 / 3 + 1))  # the wrong sign: log(1 + 3 + 1)
-    corrected.backward()
+    uncorrected_loss = loss(negative_score_BN)
+    assert uncorrected_loss.item() == pytest.approx(math.log(3))
+    corrected_loss = loss(negative_score_BN, log_q_B=torch.zeros(1), log_q_N=log_q_N)
+    assert corrected_loss.item() == pytest.approx(math.log(1 + 1 / 3 + 1))  # the wrong sign: log(1 + 3 + 1)
+    corrected_loss.backward()
     assert negative_score_BN.grad.tolist() == [
         pytest.approx([(1 / 3) / (7 / 3), 1 / (7 / 3)])
     ]  # the popular one is pushed less

@@ -116,7 +116,7 @@ def loop_loss(case: Case, loss: LossConfig) -> float:
             if column != query_index and rows[column] not in hidden
         ]
         first_known = num_shared + query_index * case.num_known
-        known = [
+        known_negatives = [
             score_BC[query_index][column]
             for column in range(first_known, first_known + case.num_known)
             if case.candidates[column] != rows[query_index]
@@ -128,7 +128,7 @@ def loop_loss(case: Case, loss: LossConfig) -> float:
             [score_BC[query_index][column] for column in columns],
             log_q_positive=log_q(rows[query_index]) if loss.mask_negatives == "none" else 0.0,
             log_q_columns=[log_q(rows[column]) for column in columns],
-            known=known,
+            known_negatives=known_negatives,
         )
         total += weight * query_loss
     return total / num_queries
@@ -141,19 +141,19 @@ def query_loss_of(
     *,
     log_q_positive: float,
     log_q_columns: list[float],
-    known: list[float],
+    known_negatives: list[float],
 ) -> float:
     weight = loss.explicit_negative_weight
 
     def mean(loss_of: Callable[[float], float]) -> float:
-        losses = [loss_of(score) for score in negatives] + [weight * loss_of(score) for score in known]
-        return sum(losses) / (len(negatives) + weight * len(known)) if losses else 0.0
+        losses = [loss_of(score) for score in negatives] + [weight * loss_of(score) for score in known_negatives]
+        return sum(losses) / (len(negatives) + weight * len(known_negatives)) if losses else 0.0
 
     match loss.kind:
         case "softmax":
             logits = [score / TEMPERATURE - log_q for score, log_q in zip(negatives, log_q_columns, strict=True)]
             positive_logit = positive / TEMPERATURE - log_q_positive
-            logits += [score / TEMPERATURE + math.log(weight) for score in known]
+            logits += [score / TEMPERATURE + math.log(weight) for score in known_negatives]
             return float(np.logaddexp.reduce([positive_logit, *logits]) - positive_logit)
         case "bce":
             return float(np.logaddexp(0, -positive / TEMPERATURE)) + mean(
@@ -306,14 +306,14 @@ def test_counts_are_not_part_of_the_checkpoint() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_distillation_adds_the_divergence_over_items_with_a_pretrained_vector(kind: Any) -> None:
-    plain = LossConfig(kind=kind)
-    loss = plain.model_copy(update={"distillation": DistillationConfig(weight=0.25, temperature=0.3)})
+    config_without = LossConfig(kind=kind)
+    config = config_without.model_copy(update={"distillation": DistillationConfig(weight=0.25, temperature=0.3)})
     torch.manual_seed(0)
     teacher_ID = torch.randn(NUM_ITEMS, 5)
     teacher_ID[[1, 6]] = 0.0  # no vector
     teacher_CD = teacher_ID[CASE.candidates]
     _, candidate_CD = CASE.vectors()
-    added = distillation_loss(
+    divergence = distillation_loss(
         candidate_CD,
         teacher_CD=teacher_CD,
         item_C=torch.tensor(CASE.candidates),
@@ -321,16 +321,17 @@ def test_distillation_adds_the_divergence_over_items_with_a_pretrained_vector(ki
         temperature=0.3,
         min_norm=0.01,
     )
-    assert added > 0.01
-    known, known_loss = replace(CASE, candidates=[*CASE.candidates, 1, 0, 5], num_known=1), {"explicit_negatives": 1}
-    known_teacher_CD = teacher_ID[known.candidates]
-    difference = value_of(known, loss.model_copy(update=known_loss), teacher_CD=known_teacher_CD)
-    difference -= value_of(known, plain.model_copy(update=known_loss))
-    assert difference == pytest.approx(0.25 * added.item(), rel=1e-4)  # known negatives are not distilled
-    assert value_of(CASE, loss, teacher_CD=teacher_CD) == pytest.approx(value_of(CASE, plain) + 0.25 * added.item(), rel=1e-5)
-    assert value_of(CASE, loss, teacher_CD=torch.zeros(6, 5)) == pytest.approx(value_of(CASE, plain), rel=1e-6)
-    agreeing = value_of(CASE, loss, teacher_CD=candidate_CD * 3)
-    assert agreeing == pytest.approx(value_of(CASE, plain), rel=1e-5)
+    assert divergence > 0.01
+    known_case, known_setting = replace(CASE, candidates=[*CASE.candidates, 1, 0, 5], num_known=1), {"explicit_negatives": 1}
+    known_teacher_CD = teacher_ID[known_case.candidates]
+    difference = value_of(known_case, config.model_copy(update=known_setting), teacher_CD=known_teacher_CD)
+    difference -= value_of(known_case, config_without.model_copy(update=known_setting))
+    assert difference == pytest.approx(0.25 * divergence.item(), rel=1e-4)  # known negatives are not distilled
+    expected = value_of(CASE, config_without) + 0.25 * divergence.item()
+    assert value_of(CASE, config, teacher_CD=teacher_CD) == pytest.approx(expected, rel=1e-5)
+    assert value_of(CASE, config, teacher_CD=torch.zeros(6, 5)) == pytest.approx(value_of(CASE, config_without), rel=1e-6)
+    agreeing = value_of(CASE, config, teacher_CD=candidate_CD * 3)
+    assert agreeing == pytest.approx(value_of(CASE, config_without), rel=1e-5)
 
 
 def test_the_expected_count_of_an_item_that_is_never_drawn_has_a_finite_log():

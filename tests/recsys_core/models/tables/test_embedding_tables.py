@@ -16,16 +16,16 @@ from recsys_core.models.config import TwoTowerConfig
 from recsys_core.models.spec import ModelSpec
 from recsys_core.models.tables.embedding_tables import EmbeddingTables, parameter_name, table_outputs
 from recsys_core.models.tables.table_config import TableConfig
-from tests.recsys_core.ingest.random_features import FORMS, SIDES, facts, feature_store, values_of
+from tests.recsys_core.ingest.random_features import FORMS, OWNER_KINDS, feature_store, ingested_features, values_of
 
 NUM_USERS, NUM_ITEMS, NUM_EVENTS = 5, 9, 20
-LISTS = [f"{side}.{form}" for side in SIDES for form in ("list", "weighted_list")]
+LISTS = [f"{owner_kind}.{form}" for owner_kind in OWNER_KINDS for form in ("list", "weighted_list")]
 
 
 def spec_of(
     *,
     tables: dict[str, Any] | None = None,
-    vectors: dict[str, int] | None = None,
+    vector_dims: dict[str, int] | None = None,
     has_distillation: bool = False,
     features: tuple[str, ...] = (),
 ) -> ModelSpec:
@@ -33,8 +33,8 @@ def spec_of(
         TwoTowerConfig(embedding_dim=4, learn_user_embedding=True),
         num_users=NUM_USERS,
         num_items=NUM_ITEMS,
-        facts_by_feature=facts(*features),
-        vector_dim_by_table=vectors,
+        ingested_by_feature=ingested_features(*features),
+        vector_dim_by_table=vector_dims,
         tables={name: TableConfig.model_validate(settings_of) for name, settings_of in (tables or {}).items()},
         has_distillation=has_distillation,
     )
@@ -87,7 +87,7 @@ def slow(spec: ModelSpec, table: str, weight_RW: Tensor, store: FeatureStore, ow
 @given(
     history=st.lists(st.lists(st.integers(0, NUM_ITEMS - 1), max_size=4), min_size=1, max_size=5),
     summed_lists=st.sets(st.sampled_from(LISTS)),
-    frozen=st.sets(st.sampled_from([f"{side}.{form}" for side in SIDES for form in FORMS])),
+    frozen=st.sets(st.sampled_from([f"{owner_kind}.{form}" for owner_kind in OWNER_KINDS for form in FORMS])),
     wide=st.sets(st.sampled_from(["item", "user", "item.list", "user.number"])),
     user_lookup=st.sampled_from(["unpooled", "pooled"]),
     seed=st.integers(0, 30),
@@ -101,10 +101,10 @@ def test_every_table_gives_the_weighted_sum_or_mean_of_its_rows(
             "transfer": "frozen" if name in frozen else "full",
             "dim": 8 if name in wide else 4,
         }
-        for name in ("item", "user", *facts())
+        for name in ("item", "user", *ingested_features())
     }
     tables["user"]["lookup"] = user_lookup
-    spec = spec_of(tables=tables, vectors={name: tables[name]["dim"] for name in frozen})
+    spec = spec_of(tables=tables, vector_dims={name: tables[name]["dim"] for name in frozen})
     store = feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS, seed=seed)
     batch = batch_of(history, store, user_batch_key=spec.tables["user"].batch_key)
     tables_module = embedding_tables_of(spec, seed=seed)
@@ -123,7 +123,7 @@ def test_weights_that_are_all_zero_give_zeros_and_no_nan() -> None:
     batch, tables_module = batch_of([[1, 2], [], [3]], store), embedding_tables_of(spec)
     embeddings = look_up(tables_module, batch)
     outputs = table_outputs(spec, embeddings, batch, side="query") | table_outputs(spec, embeddings, batch, side="item")
-    for name in (f"{side}.{form}" for side in SIDES for form in ("weighted_list", "number")):
+    for name in (f"{owner_kind}.{form}" for owner_kind in OWNER_KINDS for form in ("weighted_list", "number")):
         assert outputs[name].eq(0).all(), name
     sum(value.sum() for value in outputs.values()).backward()
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in tables_module.parameters())
@@ -132,8 +132,8 @@ def test_weights_that_are_all_zero_give_zeros_and_no_nan() -> None:
 def test_lists_without_a_value_give_zeros() -> None:
     nothing = FeatureStore(
         {
-            f"{side}.{form}": Feature(np.zeros(0, np.int32), np.zeros(NUM_ITEMS + 1, np.int64), weight)
-            for side in SIDES
+            f"{owner_kind}.{form}": Feature(np.zeros(0, np.int32), np.zeros(NUM_ITEMS + 1, np.int64), weight)
+            for owner_kind in OWNER_KINDS
             for form, weight in (("list", None), ("weighted_list", np.zeros(0, np.float32)))
         }
     )
@@ -150,7 +150,7 @@ def test_lists_without_a_value_give_zeros() -> None:
 )
 def test_tables_that_share_the_items_each_give_their_own_rows(transfer: str, has_distillation: bool) -> None:
     item = {"transfer": transfer, "dim": 12}
-    spec = spec_of(tables={"item": item}, vectors={"item": 12}, has_distillation=has_distillation)
+    spec = spec_of(tables={"item": item}, vector_dims={"item": 12}, has_distillation=has_distillation)
     tables_module, store = embedding_tables_of(spec), feature_store(users=NUM_USERS, items=NUM_ITEMS, events=NUM_EVENTS)
     batch, weights = batch_of([[8, 1], [4]], store), dict(tables_module.named_parameters())
     outputs = table_outputs(spec, look_up(tables_module, batch), batch, side="item")
@@ -163,7 +163,7 @@ def test_tables_that_share_the_items_each_give_their_own_rows(transfer: str, has
 
 
 def test_each_collection_holds_tables_of_one_batch_key_width_and_state() -> None:
-    spec = spec_of(tables={"user.list": {"transfer": "frozen"}}, vectors={"user.list": 4})
+    spec = spec_of(tables={"user.list": {"transfer": "frozen"}}, vector_dims={"user.list": 4})
     tables_module = embedding_tables_of(spec)
     assert set(tables_module) == {"unpooled_4", POOLED, POOLED_WEIGHTED, "pooled_frozen"}
     assert {parameter_name(spec, name) for name in spec.tables} == {name for name, _ in tables_module.named_parameters()}

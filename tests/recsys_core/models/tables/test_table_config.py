@@ -41,14 +41,14 @@ def test_the_trained_share_is_that_of_the_last_schedule_entry_and_never_falls(st
 
 @given(schedules(), st.data())
 def test_a_schedule_that_does_not_rise_raises(steps: list[tuple[int, float]], data: st.DataObject) -> None:
-    at = data.draw(st.integers(0, len(steps) - 1))
-    epoch, share = steps[at]
+    step_index = data.draw(st.integers(0, len(steps) - 1))
+    epoch, share = steps[step_index]
     if data.draw(st.booleans()):
-        back = (data.draw(st.integers(1, epoch)), min(1.0, share + 0.5))
+        step_back = (data.draw(st.integers(1, epoch)), min(1.0, share + 0.5))
     else:
-        back = (epoch + 1, data.draw(st.floats(0, share)))
+        step_back = (epoch + 1, data.draw(st.floats(0, share)))
     with raises_message("unfreeze does not rise: epoch "):
-        gradual(*steps[: at + 1], back)
+        gradual(*steps[: step_index + 1], step_back)
 
 
 def test_the_message_names_both_steps_and_the_reason() -> None:

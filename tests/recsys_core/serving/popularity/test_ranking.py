@@ -61,9 +61,9 @@ def test_an_unknown_user_with_a_value_gets_the_most_popular_items_of_its_segment
 def test_other_queries_are_answered_as_without_segments(built: tuple[ExportedModel, PackageManifest], build: Build) -> None:
     exported_model, package = built
     retriever, counts = Retriever.load(package.folder), expected_counts(exported_model)
-    plain = Retriever.load(build(features=(*USER_FEATURES, *CONTEXT_FEATURES), item_files=ITEM_FILES)[1].folder)
-    small = [row for row in range(1, NUM_ROWS) if counts[row].total() < 50]
-    value = f"{KEY} {next(row for row in range(1, NUM_ROWS) if row not in small)}"
+    without_segments = Retriever.load(build(features=(*USER_FEATURES, *CONTEXT_FEATURES), item_files=ITEM_FILES)[1].folder)
+    small_segment_rows = [row for row in range(1, NUM_ROWS) if counts[row].total() < 50]
+    value = f"{KEY} {next(row for row in range(1, NUM_ROWS) if row not in small_segment_rows)}"
     rows = [
         {"user_id": USER_IDS[5], COLUMN: value},
         {"history": [ITEM_IDS[3]], COLUMN: value},
@@ -71,10 +71,10 @@ def test_other_queries_are_answered_as_without_segments(built: tuple[ExportedMod
         {},
     ]
     request = {"rows": rows, "params": {"k": 7}}
-    for answer, expected in zip(respond(retriever, request), respond(plain, request), strict=True):
+    for answer, expected in zip(respond(retriever, request), respond(without_segments, request), strict=True):
         assert (answer.item_ids, answer.fallback) == (expected.item_ids, expected.fallback)
-    (everyone,) = respond(plain, {"rows": [{}], "params": {"k": 7}})
-    values = ["never seen", *(f"{KEY} {row}" for row in small)]
+    (everyone,) = respond(without_segments, {"rows": [{}], "params": {"k": 7}})
+    values = ["never seen", *(f"{KEY} {row}" for row in small_segment_rows)]
     for answer in respond(retriever, {"rows": [{COLUMN: value} for value in values], "params": {"k": 7}}):
         assert (answer.item_ids, answer.scores, answer.fallback) == (everyone.item_ids, everyone.scores, "popularity")
 

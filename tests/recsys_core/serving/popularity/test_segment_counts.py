@@ -15,7 +15,7 @@ from recsys_core.serving.popularity import segment_counts
 from recsys_core.serving.popularity.ranking import Segments
 from recsys_core.serving.popularity.segment_counts import replace_items_of_segments, write_segments
 from tests.recsys_core.evaluation.stage_folders import features_stage, interactions_stage
-from tests.recsys_core.ingest.random_features import facts
+from tests.recsys_core.ingest.random_features import ingested_features
 
 NUM_USERS, NUM_ITEMS, MIN_EVENTS = 60, 30, 40
 
@@ -30,8 +30,8 @@ def stages(tmp_path: Path) -> tuple[InteractionsManifest, FeaturesManifest]:
     num_events = sum(len(items) for split in splits for items in split)
     # The values 1 to 4 get rarer and rarer; 0 has the values without a row.
     rows = [rng.choice(5, count, p=[0.1, 0.45, 0.3, 0.1, 0.05]).astype(np.int32) for count in (NUM_USERS, num_events)]
-    features = {f"{side}.single": Feature(row, None, None) for side, row in zip(("user", "context"), rows, strict=True)}
-    stage = features_stage(tmp_path / "features", FeatureStore(features), facts=facts(*features, "user.list"))
+    features = {f"{kind}.single": Feature(row, None, None) for kind, row in zip(("user", "context"), rows, strict=True)}
+    stage = features_stage(tmp_path / "features", FeatureStore(features), facts=ingested_features(*features, "user.list"))
     return interactions, stage
 
 

@@ -36,7 +36,7 @@ def written(folder: Path, user_ids: Sequence[Id], histories: Sequence[Sequence[i
 
 
 def opened(path: Path, checksums: bytes, *, users: int) -> UserTable:
-    spec = ModelSpec.sized(config_of(), num_users=users, num_items=NUM_ITEMS, facts_by_feature={})
+    spec = ModelSpec.sized(config_of(), num_users=users, num_items=NUM_ITEMS, ingested_by_feature={})
     return UserTable.open(path, checksums, spec=spec)
 
 
@@ -50,13 +50,13 @@ unique_ids = st.one_of(
 def test_users_are_found_by_id_with_their_histories(
     tmp_path_factory: pytest.TempPathFactory, ids: list[Id], order: random.Random
 ) -> None:
-    known = ids[: max(1, len(ids) // 2)]
-    histories = [[row % NUM_ITEMS, *range(row)] for row in range(len(known))]
-    table = opened(*written(tmp_path_factory.mktemp("users"), known, histories), users=len(known))
+    known_ids = ids[: max(1, len(ids) // 2)]
+    histories = [[row % NUM_ITEMS, *range(row)] for row in range(len(known_ids))]
+    table = opened(*written(tmp_path_factory.mktemp("users"), known_ids, histories), users=len(known_ids))
     order.shuffle(ids)
     rows = table.ids.rows(ids)
-    assert rows.tolist() == [known.index(user_id) if user_id in known else -1 for user_id in ids]
-    assert table.ids.ids(np.arange(len(known))).tolist() == known
+    assert rows.tolist() == [known_ids.index(user_id) if user_id in known_ids else -1 for user_id in ids]
+    assert table.ids.ids(np.arange(len(known_ids))).tolist() == known_ids
     stored = table.histories(rows)
     lists = [stored.values_L[start:end].tolist() for start, end in zip(stored.offset, stored.offset[1:], strict=False)]
     assert lists == [histories[row] if row >= 0 else [] for row in rows]

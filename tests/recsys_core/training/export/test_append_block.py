@@ -53,11 +53,12 @@ class Exported(NamedTuple):
 
     def expected(self, split: str, weight: float) -> np.ndarray:
         """Return the trained scores plus the scores of the block, whose deviation is `weight` times that of the trained."""
-        matrix_UI = log_matrix(self.store, "validation", max_events=10_000)
-        history_IM, candidate_IM = block_factors(matrix_UI, dim=BLOCK_DIM, item_exponent=0.4)
+        matrix_UI = log_matrix(self.store, before="validation", max_events=10_000)
+        history_factor_IM, candidate_factor_IM = block_factors(matrix_UI, dim=BLOCK_DIM, item_exponent=0.4)
         history = self.store.items_before(np.arange(NUM_USERS), split, max_items=BLOCK_LENGTH)  # type: ignore[arg-type]
-        total_BM = np.array([history_IM[history.slice(user, user + 1).values_L].sum(axis=0) for user in range(NUM_USERS)])
-        block_BI = total_BM / np.linalg.norm(total_BM, axis=1, keepdims=True) @ candidate_IM.T
+        items_by_user = [history.slice(user, user + 1).values_L for user in range(NUM_USERS)]
+        total_BM = np.array([history_factor_IM[items].sum(axis=0) for items in items_by_user])
+        block_BI = total_BM / np.linalg.norm(total_BM, axis=1, keepdims=True) @ candidate_factor_IM.T
         trained = [self.trained[name] @ self.items.T for name in SPLITS]
         unit = np.sqrt(np.concatenate(trained).var(axis=1, ddof=1).mean())
         result: np.ndarray = self.trained[split] @ self.items.T + weight * unit * block_BI
@@ -187,12 +188,12 @@ def test_the_block_of_a_refit_contains_the_held_out_events(exported: Exported, t
     merged = EventStore.open(merge_splits(interactions, tmp_path / "merged"))
     spec = exported.spec(history_length_of(exported), weights=(0.3,))
     append_block(spec, store=exported.store, validation=None, folder=exported.folder, train_log=merged)
-    all_UI = log_matrix(exported.store, "validation", max_events=10_000)
-    merged_UI = log_matrix(merged, "validation", max_events=10_000)
+    all_UI = log_matrix(exported.store, before="validation", max_events=10_000)
+    merged_UI = log_matrix(merged, before="validation", max_events=10_000)
     assert (all_UI.sum(), merged_UI.sum()) == (NUM_USERS * 10, NUM_USERS * 16)
-    history_IM, candidate_IM = block_factors(merged_UI, dim=BLOCK_DIM, item_exponent=0.4)
-    assert np.array_equal(np.load(exported.folder / BLOCK_HISTORY_FILE), history_IM)
-    assert np.array_equal(np.load(exported.folder / "item_vectors.npy")[:, DIM:], candidate_IM)
+    history_factor_IM, candidate_factor_IM = block_factors(merged_UI, dim=BLOCK_DIM, item_exponent=0.4)
+    assert np.array_equal(np.load(exported.folder / BLOCK_HISTORY_FILE), history_factor_IM)
+    assert np.array_equal(np.load(exported.folder / "item_vectors.npy")[:, DIM:], candidate_factor_IM)
 
 
 def test_several_weights_need_validation_events(exported: Exported) -> None:

@@ -103,7 +103,7 @@ def part_of(folder: Path, *records: tuple[int, int, torch.Tensor]) -> Path:
         ),
     ],
 )
-def test_records_that_are_missing_or_do_not_fit_the_array_are_named(
+def test_the_error_names_records_that_are_missing_or_do_not_fit_the_array(
     tmp_path: Path, records: list[tuple[int, int, torch.Tensor]], says: str
 ) -> None:
     with pytest.raises(StageError, match=says):
@@ -111,7 +111,7 @@ def test_records_that_are_missing_or_do_not_fit_the_array_are_named(
 
 
 @pytest.mark.parametrize("cut", [5, 40])
-def test_a_part_that_is_cut_off_or_missing_is_named(tmp_path: Path, cut: int) -> None:
+def test_the_error_names_a_part_file_that_is_cut_off_or_missing(tmp_path: Path, cut: int) -> None:
     path = part_of(tmp_path, (0, 0, torch.ones(4, 2)))
     part = path.with_name("array.npy.rank-0")
     part.write_bytes(part.read_bytes()[:cut])

@@ -22,11 +22,11 @@ SIZES = {"BOUND_COLUMNS": 256, "BLOCK_COLUMNS": 600, "TILE_COLUMNS": 128, "CHUNK
 def rank_own_queries(rank: int, folder: Path, query_ranges: list[tuple[int, int]]) -> None:
     for name, size in SIZES.items():
         setattr(chunks, name, size)
-    (queries, item_ID), process = (
+    (queries, item_vector_ID), process = (
         random_queries_and_items(num_queries=NUM_QUERIES, num_items=NUM_ITEMS, dim=DIM),
         process_of(rank),
     )
-    items, own_queries = share_of(item_ID, process), queries.take(np.arange(*query_ranges[rank]))
+    items, own_queries = share_of(item_vector_ID, process), queries.take(np.arange(*query_ranges[rank]))
     cold_row_C = np.arange(3, NUM_ITEMS, 11)
     own_cold = among_candidates(own_queries, cold_row_C, num_items=NUM_ITEMS)
     for name, ranked, candidates, k, top_only in (
@@ -54,14 +54,14 @@ def test_ranks_compute_the_ranking_of_one_process(
     run_ranks(rank_own_queries, world_size=len(query_ranges), arguments=(tmp_path, query_ranges))
     for name, size in SIZES.items():
         monkeypatch.setattr(chunks, name, size)
-    queries, item_ID = random_queries_and_items(num_queries=NUM_QUERIES, num_items=NUM_ITEMS, dim=DIM)
+    queries, item_vector_ID = random_queries_and_items(num_queries=NUM_QUERIES, num_items=NUM_ITEMS, dim=DIM)
     cold_row_C = np.arange(3, NUM_ITEMS, 11)
     expected = {
-        "full": rank_catalogue(queries, item_vector_ID=item_ID, k=K),
-        "top": rank_catalogue(queries, item_vector_ID=item_ID, k=K, top_only=True),
+        "full": rank_catalogue(queries, item_vector_ID=item_vector_ID, k=K),
+        "top": rank_catalogue(queries, item_vector_ID=item_vector_ID, k=K, top_only=True),
         "cold": rank_catalogue(
             among_candidates(queries, cold_row_C, num_items=NUM_ITEMS),
-            item_vector_ID=item_ID[torch.from_numpy(cold_row_C)],
+            item_vector_ID=item_vector_ID[torch.from_numpy(cold_row_C)],
             k=0,
         ),
     }

@@ -17,7 +17,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_un
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer
 
-from recsys_core.closed_form.config import SpectralVectors
+from recsys_core.closed_form.config import SpectralVectorsConfig
 from recsys_core.closed_form.log_vectors import embed_log
 from recsys_core.dataset.batch import Assembler
 from recsys_core.dataset.events import EventStore
@@ -174,7 +174,7 @@ def check_item_rows(rank: int, job: TrainJob, expected_RD: NDArray[np.float32]) 
 
 def with_log_vectors(run: PreparedRun, folder: Path, tables: dict[str, TableConfig] | None = None) -> tuple[Dataset, TrainJob]:
     """Return the dataset and the job of `run` with vectors from the log instead of those from files."""
-    config = SpectralVectors(dim=run.spec.tables["item"].dim)
+    config = SpectralVectorsConfig(dim=run.spec.tables["item"].dim)
     log_vectors = embed_log(config, interactions=run.interactions, folder=folder)
     dataset = Dataset(run.interactions, features=run.features, log_vectors=log_vectors)
     spec = ModelSpec.of(run.spec.config, dataset=dataset, tables=tables)

@@ -22,7 +22,7 @@ def test_a_disk_that_fills_up_while_duckdb_spills(tmp_path: Path, small_disk: Pa
 
 
 @pytest.mark.parametrize("limit", ["1MB", "2MB", "8MB"])
-def test_a_memory_limit_that_is_too_small_is_named(tmp_path: Path, limit: str) -> None:
+def test_the_error_names_a_memory_limit_that_is_too_small(tmp_path: Path, limit: str) -> None:
     path = log(tmp_path, rows=200_000, ids=2**40)
     message = f"interactions.memory_limit is {limit}, which is too little: "
     assert_rejects(lambda folder: ingest(folder, path, split=LAST_OUT, memory_limit=limit), tmp_path, message)

@@ -43,7 +43,7 @@ def test_a_missing_library_is_named_with_its_extra_and_no_file_is_left(tmp_path:
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_missing_java_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_missing_java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "nowhere"))
     with input_error(f"needs Java, but there is no program {tmp_path}/nowhere/bin/java; install OpenJDK 17, or set JAVA_HOME"):
         check_installation()
@@ -58,7 +58,9 @@ def test_a_missing_java_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("exit 3", "-version fails with status 3; install OpenJDK 17"),
     ],
 )
-def test_an_old_or_broken_java_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str) -> None:
+def test_the_error_names_an_old_or_broken_java(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str
+) -> None:
     java = fake_java(tmp_path, script, monkeypatch)
     with input_error(str(java), message):
         check_installation()

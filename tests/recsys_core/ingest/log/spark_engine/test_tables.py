@@ -133,7 +133,7 @@ def test_a_bad_row_is_named_by_its_ids(tmp_path: Path, session: "SparkSession", 
     )
 
 
-def test_a_damaged_file_of_a_table_is_named(tmp_path: Path, session: "SparkSession") -> None:
+def test_the_error_names_a_damaged_file_of_a_table(tmp_path: Path, session: "SparkSession") -> None:
     path = write_orc(session, tmp_path / "log", events())
     damaged = sorted(Path(path).glob("day=1/*.orc"))[0]
     content = bytearray(damaged.read_bytes())

@@ -137,8 +137,8 @@ def _guess_interactions(table: _Table, inputs: InitInputs) -> InteractionsConfig
             table.notes["interactions.timestamp_column"] = "guessed: no column has times, so the log has no order"
         else:
             settings["timestamp_column"] = table.use("timestamp_column", time_column, role="times")
-        if time_column is None and inputs.test is None:
-            table.notes["interactions.timestamp_column"] += "; for a log without times, set order_column or use --test"
+            if time_column is None:
+                table.notes["interactions.timestamp_column"] += "; for a log without times, set order_column or use --test"
     if settings["timestamp_column"] in table.columns(pa.types.is_integer):
         unit, newest_time = _time_unit(table, settings["timestamp_column"])
         settings["timestamp_unit"] = unit or "s"

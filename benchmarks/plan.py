@@ -1,9 +1,10 @@
 """The constants of `nightjar plan` from the results of the benchmarks, and its estimates compared with two measured runs.
 
     make bench-plan                            # writes plan.json, plan.md, the constants, and a table of docs/scale.md
-    python -m benchmarks.plan --constants      # without the two runs, which take about ten minutes
+    python -m benchmarks.plan --constants      # without the measurements, which take about ten minutes
 
-Most constants come from other benchmarks; the two runs give bytes, and the times of the data report and of the encoding.
+Most constants come from other benchmarks. The two runs give bytes, and the times of the data report and of the encoding. Two
+trainings on random pairs give the time of a training step.
 """
 
 import json
@@ -18,6 +19,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.nightly import NIGHTJAR
+from benchmarks.quality import speed
+from benchmarks.quality.experiment import Settings, merge_settings
 from flows.cli.plan import ESTIMATE_NAME, ESTIMATE_TITLES, estimate_rows
 from flows.settings.template import write_demo
 from recsys_core.estimates.constants import CONSTANTS_PATH, Constant, ConstantsFile, packaged_constants
@@ -39,21 +42,45 @@ LOG_SIZES = {"num_users": 50_000, "num_items": 30_000, "num_events": 2_000_000, 
 LOG_SETTINGS = ("training.epochs=1", "training.batch_size=1024", "evaluation.baselines=[recent_popularity]")
 LOG, DEMO = "2 M events", "demo"
 INDEX_KINDS = ("flat", "ivf_flat", "ivf_sq8", "ivf_pq", "opq_pq", "pq_fastscan", "hnsw")
-TWO_IDS, HISTORY = ("two ids", 8_192), ("history of 20", 1_024)
-"""Trainings of ingest.json, with their batch sizes, on 2 ranks. The one with histories has in-batch and sampled negatives."""
-TRAINED_ITEMS, TRAINED_CANDIDATES, TRAINED_DIM, NUM_RANKS = 200_000, 1_024 + 512, 64, 2
+TRAINING_BY_CASE: dict[str, Settings] = {
+    "two_ids": {
+        "model": {"history": {"length": 0}},
+        "loss": {"kind": "bce", "in_batch_negatives": False, "num_negatives": 1},
+        "training": {"batch_size": 8_192},
+    },
+    "history": {"loss": {"num_negatives": 512}, "training": {"batch_size": 1_024}},
+}
+"""Two trainings on the pairs of benchmarks/quality/speed.py. The one with histories has in-batch and sampled negatives."""
+NUM_RANKS, NUM_EPOCHS, TRAINED_CANDIDATES, TRAINED_DIM = 2, 3, 1_024 + 512, 64
 BEAUTY_USERS = 22_363
 """Test users of Amazon Beauty, which nightly.json has measured on an idle machine."""
 
 
 def measure() -> dict[str, Any]:
-    """Execute the two runs, both with the config of the demo; return their stages, sizes and workloads."""
+    """Execute the two runs, both with the config of the demo, and the two trainings.
+
+    Returns the stages, sizes and workloads of the runs, and the samples per second of the trainings.
+    """
     load_average = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder_name:
         log_folder, demo_folder = Path(folder_name) / "log", Path(folder_name) / "demo"
         generate(log_folder / "data", **LOG_SIZES)
         runs = {LOG: execute_run(log_folder, LOG_SETTINGS), DEMO: execute_run(demo_folder, ())}
-    return {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cores": os.cpu_count(), "load": load_average, "runs": runs}
+        trainings = measure_trainings(Path(folder_name))
+    machine = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cores": os.cpu_count(), "load": load_average}
+    return {**machine, "runs": runs, "trainings": trainings}
+
+
+def measure_trainings(folder: Path) -> dict[str, Any]:
+    """Return the samples per second of both ranks together, for each training and for each epoch but the first."""
+    pairs_path = speed.write_pairs(folder)
+    ranks: Settings = {"sharding": {"cluster": {"device": "cpu", "processes_per_node": NUM_RANKS}}}
+    samples_per_s = {}
+    for case, case_settings in TRAINING_BY_CASE.items():
+        settings = merge_settings(speed.settings(pairs_path), ranks, case_settings, {"training": {"epochs": NUM_EPOCHS}})
+        epoch_s = speed.epoch_seconds(settings, folder=folder / "training", num_epochs=NUM_EPOCHS)
+        samples_per_s[case] = [round(speed.NUM_PAIRS / seconds) for seconds in epoch_s]
+    return {"items": speed.NUM_ITEMS, "samples_per_s": samples_per_s}
 
 
 def execute_run(folder: Path, settings: Sequence[str]) -> dict[str, Any]:
@@ -105,7 +132,8 @@ class Result:
 
 def measured_constants() -> dict[str, Constant]:
     """Return the constants that come from the committed results, by name."""
-    return _data_constants() | _training_constants(Result("ingest")) | _export_constants() | _index_constants()
+    training_constants = _training_constants(Result("plan"), ingest=Result("ingest"))
+    return _data_constants() | training_constants | _export_constants() | _index_constants()
 
 
 def _data_constants() -> dict[str, Constant]:
@@ -125,19 +153,19 @@ def _data_constants() -> dict[str, Constant]:
     }
 
 
-def _training_constants(ingest: Result) -> dict[str, Constant]:
-    """Return a and f of the step time B a + 6 B C D f. a: the fastest training with two ids; f: a training with histories."""
-    cases = [(row["case"], row["batch_size"]) for row in ingest.content["loader"]["training"]]
-    two_ids, history = (f"loader.training.{cases.index(case)}.with_loader" for case in (TWO_IDS, HISTORY))
-    example_s, history_s = (NUM_RANKS / ingest.number(path) for path in (two_ids, history))
+def _training_constants(plan: Result, *, ingest: Result) -> dict[str, Constant]:
+    """Return a and f of the step time B a + 6 B C D f. a: the training with two ids; f: the training with histories."""
+    two_ids, history = (f"trainings.samples_per_s.{case}" for case in TRAINING_BY_CASE)
+    example_s, history_s = (NUM_RANKS / plan.number(path) for path in (two_ids, history))
     operation_s = (history_s - example_s) / (FLOPS_PER_SCORE_VALUE * TRAINED_CANDIDATES * TRAINED_DIM)
     speeds = [(row["case"], row["batch_size"], row["processes"]) for row in ingest.content["loader"]["speeds"]]
     loader = f"loader.speeds.{speeds.index(('history of 20', 8_192, 2))}.samples_per_s"
     loaded_s = 1 / ingest.number(loader)
     example_unit = "s per training example of a rank without its scores; measured at: items of the catalogue"
+    num_items = plan.number("trainings.items")
     return {
-        "trained_example_s": ingest.constant(two_ids, example_unit, size=TRAINED_ITEMS, value=example_s),
-        "cpu_operation_s": ingest.constant(history, "s per floating-point operation of a rank", value=operation_s),
+        "trained_example_s": plan.constant(two_ids, example_unit, size=num_items, value=example_s),
+        "cpu_operation_s": plan.constant(history, "s per floating-point operation of a rank", value=operation_s),
         "loaded_example_s": ingest.constant(loader, "s per training example of a rank, for the loader", value=loaded_s),
     }
 

@@ -42,7 +42,7 @@ ASSUMPTIONS: dict[str, Any] = {
     "negatives": 512,
     "zipf_exponent": 1.0,
     "tower_tflops": 100.0,
-    "loader_samples_per_s_and_rank": 6.0e6,
+    "loader_samples_per_s_and_rank": 1.7e6,
     "dollars_per_gpu_hour": 2.5,
     "checkpoint_write_gb_per_s_and_host": 2.0,
     "checkpoint_hash_gb_per_s_and_host": 5.0,

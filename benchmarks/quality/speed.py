@@ -19,12 +19,16 @@ def measure(folder: Path) -> dict[str, dict[str, Any]]:
     pairs_path = write_pairs(folder)
     results = {}
     for model_name, model_settings in (("SimpleX", SIMPLEX), ("sampled-softmax matrix factorisation", FACTORISATION)):
-        timed_lines = train_only(merge_settings(settings(pairs_path), model_settings, TIMED_SETTINGS), folder=folder / "speed")
-        end_s_by_epoch = {progress.epoch: time_s for time_s, progress in timed_lines}
-        # The first epoch is left out, because it includes the start of the ranks.
-        epoch_s = [round(end_s_by_epoch[epoch] - end_s_by_epoch[epoch - 1], 1) for epoch in range(2, NUM_EPOCHS + 1)]
-        results[f"speed/{model_name}/0"] = {"pairs": NUM_PAIRS, "epoch_s": epoch_s}
+        model_settings = merge_settings(settings(pairs_path), model_settings, TIMED_SETTINGS)
+        epoch_s = epoch_seconds(model_settings, folder=folder / "speed", num_epochs=NUM_EPOCHS)
+        results[f"speed/{model_name}/0"] = {"pairs": NUM_PAIRS, "epoch_s": [round(seconds, 1) for seconds in epoch_s]}
     return results
+
+
+def epoch_seconds(settings: Settings, *, folder: Path, num_epochs: int) -> list[float]:
+    """Train, and return the seconds of each epoch but the first, which includes the start of the ranks."""
+    end_s_by_epoch = {progress.epoch: time_s for time_s, progress in train_only(settings, folder=folder)}
+    return [end_s_by_epoch[epoch] - end_s_by_epoch[epoch - 1] for epoch in range(2, num_epochs + 1)]
 
 
 TIMED_SETTINGS: Settings = {"loss": {"num_negatives": 1024}, "training": {"epochs": NUM_EPOCHS}}

@@ -1,7 +1,5 @@
 """The constants of the estimates are those of the committed benchmark results, and the pages show the same numbers."""
 
-from typing import Any
-
 import pytest
 
 from benchmarks import plan
@@ -23,13 +21,12 @@ def test_the_report_shows_the_comparisons_of_the_last_result() -> None:
 
 def test_two_trainings_give_the_time_of_an_example_and_of_an_operation() -> None:
     operations = 6 * plan.TRAINED_CANDIDATES * plan.TRAINED_DIM
-    seconds_by_case = {plan.TWO_IDS: 1e-5, plan.HISTORY: 1e-5 + operations * 1e-9}
-    ingest = plan.Result("ingest")
-    rows: list[dict[str, Any]] = ingest.content["loader"]["training"]
-    for row in rows:
-        if (row["case"], row["batch_size"]) in seconds_by_case:
-            row["with_loader"] = plan.NUM_RANKS / seconds_by_case[row["case"], row["batch_size"]]
-    constants = plan._training_constants(ingest)
+    result = plan.Result("plan")
+    result.content["trainings"]["samples_per_s"] = {
+        "two_ids": plan.NUM_RANKS / 1e-5,
+        "history": plan.NUM_RANKS / (1e-5 + operations * 1e-9),
+    }
+    constants = plan._training_constants(result, ingest=plan.Result("ingest"))
     assert constants["trained_example_s"].value == pytest.approx(1e-5)
     assert constants["cpu_operation_s"].value == pytest.approx(1e-9)
 

@@ -31,7 +31,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"config": {"history": {"pooling": "self_attention"}}},
     {
         "config": {},
-        "vectors": {"item": 8},
+        "vector_dims": {"item": 8},
         "tables": {"item": {"transfer": "residual"}},
         "loss": {"distillation": {"weight": 0.5, "temperature": 0.5}},
     },

@@ -111,7 +111,7 @@ def with_search_space(config: PipelineConfig, dataset: Dataset) -> tuple[Pipelin
     tuning = config.tuning or TuningConfig()
     if tuning.ranges:
         return config, []
-    suggested = suggestions(DataFacts.of(dataset))
+    suggested = suggestions(DataFacts.of(dataset, config.interactions.split))
     ranges = default_ranges(config, suggested)
     config = config.model_copy(update={"tuning": tuning.model_copy(update={"ranges": ranges})})
     return config, first_trials(config, suggested, ranges)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from recsys_core.config import Frozen
 from recsys_core.dataset.events import EventStore
+from recsys_core.ingest.log.split_config import FileSplit, Split
 from recsys_core.manifests import Dataset
 from tasks.tuning.config import RangeConfig
 
@@ -59,6 +60,7 @@ class DataFacts(Frozen):
         vector_dim: width of the item vectors; 0 without vectors.
         cold_share: share of the held-out events whose item has no training event.
         cold_validation_share, cold_test_share: the same for the validation events and for the test events.
+        is_validation_sampled: whether the validation events are a sample of the training files.
     """
 
     num_users: int
@@ -75,10 +77,11 @@ class DataFacts(Frozen):
     cold_share: float
     cold_validation_share: float
     cold_test_share: float
+    is_validation_sampled: bool
 
     @classmethod
-    def of(cls, dataset: Dataset) -> Self:
-        """Measure the facts on the ingested data. The held-out events are read only for the shares of cold items."""
+    def of(cls, dataset: Dataset, split: Split) -> Self:
+        """Measure the facts on the data ingested with `split`. Held-out events are read only for the shares of cold items."""
         interactions, store = dataset.interactions, EventStore.open(dataset.interactions)
         train_count_U, train_count_I = store.train_count_U, store.train_count_I
         lengths = train_count_U[train_count_U > 0]
@@ -105,6 +108,7 @@ class DataFacts(Frozen):
             cold_share=cold_share(count_I - train_count_I),
             cold_validation_share=cold_share(before_test_I - train_count_I),
             cold_test_share=cold_share(count_I - before_test_I),
+            is_validation_sampled=isinstance(split, FileSplit) and split.validation_share > 0,
         )
 
     @property
@@ -254,11 +258,12 @@ def _kept_vectors(facts: DataFacts) -> Iterator[Suggestion]:
     reason = "the vectors have about length 1, compared with which the steps of the offsets are small"
     yield _suggestion("tables.item.init_std", round(facts.vector_dim**-0.5, 3), reason)
     yield _suggestion("tables.item_offset.optimizer.learning_rate", 0.02, reason)
-    is_test_cold = facts.cold_test_share > MOSTLY_COLD
-    if is_test_cold and facts.cold_validation_share < 0.1:  # a sample of the training pairs
+    is_validation_cold = facts.cold_validation_share > MOSTLY_COLD
+    if facts.is_validation_sampled and facts.cold_test_share > MOSTLY_COLD and not is_validation_cold:
+        is_validation_cold = True
         reason = f"{facts.cold_test_share:.0%} of the test events are of such items, so the validation holds out items as well"
         yield _suggestion("interactions.split.validation_unit", "item", reason)
-    if is_test_cold or facts.cold_validation_share > MOSTLY_COLD:
+    if is_validation_cold:
         reason = "the validation, which chooses the epoch, then ranks only items without a training event"
         yield _suggestion("training.validation.candidates", "cold", reason)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from recsys_core.ingest.log.split_config import TimeSplit
 from recsys_core.manifests import Dataset
 from tasks.tuning.suggestions import DataFacts, suggestions
 from tests.recsys_core.ingest.interactions_with_context import write_interactions
@@ -92,9 +93,13 @@ def test_mostly_cold_items_lose_more_offsets_in_the_training_and_choose_the_epoc
 
 
 def test_the_validation_holds_out_items_if_the_test_items_are_cold_and_the_validation_items_are_not() -> None:
-    suggested = suggested_settings(SPARSE_UNORDERED, cold_share=0.6, cold_validation_share=0.01, cold_test_share=1.0)
+    shares = {"cold_share": 0.6, "cold_validation_share": 0.01, "cold_test_share": 1.0}
+    suggested = suggested_settings(SPARSE_UNORDERED, **shares, is_validation_sampled=True)
     assert suggested["interactions.split.validation_unit"] == "item"
     assert suggested["training.validation.candidates"] == "cold"
+    # Other splits cannot hold out items, and without a cold validation event such a training would fail.
+    suggested = suggested_settings(SPARSE_UNORDERED, **shares)
+    assert not {"interactions.split.validation_unit", "training.validation.candidates"} & suggested.keys()
 
 
 def test_a_small_dense_log_gets_smaller_batches_and_a_higher_temperature() -> None:
@@ -119,7 +124,9 @@ def test_the_batch_size_has_bounds(num_events: int) -> None:
 
 def test_facts_of_a_log(tmp_path: Path) -> None:
     log = [([0, 1], [2], [0]), ([0], [], [3]), ([], [], [])]
-    facts = DataFacts.of(Dataset(write_interactions(tmp_path / "log", users=[1, 2, 3], items=[5, 6, 7, 8], log=log)))
+    facts = DataFacts.of(
+        Dataset(write_interactions(tmp_path / "log", users=[1, 2, 3], items=[5, 6, 7, 8], log=log)), TimeSplit()
+    )
     assert (facts.num_users, facts.num_items, facts.num_train_events, facts.density) == (2, 2, 3, 3 / 4)
     assert (facts.history_median, facts.vector_share, facts.has_item_features) == (1.5, 0.0, False)
     assert facts.is_dense and not facts.describes_items

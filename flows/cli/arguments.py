@@ -1,8 +1,8 @@
 """Arguments and options that several commands share."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
@@ -52,6 +52,19 @@ class ConfigOptions:
         return loaded
 
 
+@dataclass(frozen=True)
+class InputOptions:
+    """The options of `nightjar init` that describe the input files."""
+
+    log: Annotated[str | None, typer.Option(help="parquet file, folder or glob with the interaction log")] = None
+    test: Annotated[str | None, typer.Option(help="parquet file or glob with the test events of a log that is split")] = None
+    items: Annotated[str | None, typer.Option(help="parquet file with features of the items")] = None
+    vectors: Annotated[str | None, typer.Option(help="parquet file with pretrained vectors of the items")] = None
+    user_column: Annotated[str | None, typer.Option(help="column of the log with the users")] = None
+    item_column: Annotated[str | None, typer.Option(help="column of the log with the items")] = None
+    time_column: Annotated[str | None, typer.Option(help="column of the log with the times")] = None
+
+
 def takes_config(command: Callable[..., None], *, prints_json: bool = False) -> Callable[..., None]:
     """Return a command with the argument FILE and the option --set, which `command` receives as ConfigOptions.
 
@@ -65,13 +78,30 @@ def takes_config(command: Callable[..., None], *, prints_json: bool = False) -> 
 
     *config_parameters, json_parameter, _ = signature(command_with_config).parameters.values()
     _, *own_parameters = signature(command).parameters.values()
-    keyword_parameters = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in own_parameters]
-    # Typer reads the options from these attributes.
-    parameters = [*config_parameters, *keyword_parameters, *[json_parameter.replace(kind=Parameter.KEYWORD_ONLY)] * prints_json]
-    command_with_config.__signature__ = signature(command).replace(parameters=parameters)  # type: ignore[attr-defined]
-    command_with_config.__annotations__ |= command.__annotations__
-    command_with_config.__name__, command_with_config.__doc__ = command.__name__, command.__doc__
-    return command_with_config
+    return _as_command(
+        command_with_config, config_parameters + own_parameters + [json_parameter] * prints_json, help_from=command
+    )
 
 
 takes_config_and_json = partial(takes_config, prints_json=True)
+
+
+def takes_inputs(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command with an option for each field of InputOptions, which `command` receives as its first argument."""
+
+    def command_with_inputs(**options: Any) -> None:
+        inputs = {field.name: options.pop(field.name) for field in fields(InputOptions)}
+        command(InputOptions(**inputs), **options)
+
+    _, *own_parameters = signature(command).parameters.values()
+    return _as_command(command_with_inputs, [*signature(InputOptions).parameters.values(), *own_parameters], help_from=command)
+
+
+def _as_command(
+    function: Callable[..., None], parameters: Sequence[Parameter], *, help_from: Callable[..., None]
+) -> Callable[..., None]:
+    """Return `function` with the attributes from which Typer reads the arguments, the options and the help."""
+    keyword_parameters = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters]
+    function.__signature__ = signature(help_from).replace(parameters=keyword_parameters)  # type: ignore[attr-defined]
+    function.__name__, function.__doc__ = help_from.__name__, help_from.__doc__
+    return function

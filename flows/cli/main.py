@@ -11,7 +11,16 @@ import typer
 
 from flows import cli
 from flows.cli import operations, output
-from flows.cli.arguments import DEFAULT_CONFIG_PATH, AsJson, ConfigOptions, Overrides, takes_config, takes_config_and_json
+from flows.cli.arguments import (
+    DEFAULT_CONFIG_PATH,
+    AsJson,
+    ConfigOptions,
+    InputOptions,
+    Overrides,
+    takes_config,
+    takes_config_and_json,
+    takes_inputs,
+)
 from flows.interruption import Interrupted, end_process
 from flows.settings.environment import silence_libraries
 from recsys_core.config import is_uri
@@ -53,20 +62,13 @@ def demo(
 
 
 @app.command(epilog="Example: nightjar init --log ratings.parquet --items movies.parquet --vectors vectors.parquet")
-def init(  # noqa: PLR0913 one parameter per option
+@takes_inputs
+def init(
+    inputs: InputOptions,
     config_path: Annotated[Path, typer.Argument(metavar="FILE", help="file to write")] = DEFAULT_CONFIG_PATH,
-    log: Annotated[str | None, typer.Option(help="parquet file, folder or glob with the interaction log")] = None,
-    test: Annotated[str | None, typer.Option(help="parquet file or glob with the test events of a log that is split")] = None,
-    items: Annotated[str | None, typer.Option(help="parquet file with features of the items")] = None,
-    vectors: Annotated[str | None, typer.Option(help="parquet file with pretrained vectors of the items")] = None,
-    user_column: Annotated[str | None, typer.Option(help="column of the log with the users")] = None,
-    item_column: Annotated[str | None, typer.Option(help="column of the log with the items")] = None,
-    time_column: Annotated[str | None, typer.Option(help="column of the log with the times")] = None,
     every_setting: Annotated[bool, typer.Option("--all", help="write every setting, not only the important settings")] = False,
 ) -> None:
     """Write a config with the important settings and their descriptions; guess the columns of the given files."""
-    columns = {"user_column": user_column, "item_column": item_column, "time_column": time_column}
-    inputs = {"log": log, "test": test, "items": items, "vectors": vectors, **columns}
     cli.workspace.init(config_path, inputs=inputs, every_setting=every_setting)
 
 

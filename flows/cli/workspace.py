@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import typer
 from rich.text import Text
 
 from flows.cli import output
-from flows.cli.arguments import ConfigOptions
+from flows.cli.arguments import ConfigOptions, InputOptions
 from flows.settings.config_file import LoadedConfig
 from flows.settings.template import require_new_file, starter_config, to_commented_yaml
 from recsys_core.errors import InputError, printable
@@ -30,16 +31,16 @@ STATE_COLOURS = {
 """Colour by state; all other states are red."""
 
 
-def init(config_path: Path, *, inputs: dict[str, str | None], every_setting: bool) -> None:
-    """Write a config with guesses for the given files. `inputs` are the fields of InitInputs."""
+def init(config_path: Path, *, inputs: InputOptions, every_setting: bool) -> None:
+    """Write a config with guesses for the given files."""
     require_new_file(config_path)
-    if inputs["log"] is None and any(inputs[name] for name in ("test", "user_column", "item_column", "time_column")):
+    if inputs.log is None and any((inputs.test, inputs.user_column, inputs.item_column, inputs.time_column)):
         raise InputError("--test, --user-column, --item-column and --time-column are about the log; add --log")
     config, notes, next_step = starter_config(), dict[str, str](), "set your paths and columns"
-    if any(inputs.values()):
+    if inputs != InputOptions():
         from flows.settings.column_guesses import FILL_IN, InitInputs, guess_config  # imports DuckDB
 
-        config, notes = guess_config(config, InitInputs(**inputs), config_folder=config_path.parent)
+        config, notes = guess_config(config, InitInputs(**asdict(inputs)), config_folder=config_path.parent)
         unknown = [setting for setting, note in notes.items() if note.startswith(FILL_IN)]
         next_step = f"fill in {' and '.join(unknown)}" if unknown else "check the guessed columns"
     config_path.write_text(to_commented_yaml(config, notes=notes, every_setting=every_setting), encoding="utf-8")

@@ -18,7 +18,7 @@ from flows.settings import yaml_loader
 from recsys_core.disk import used_bytes
 from recsys_core.manifests import STAGES, StageName, read_unchecked_manifest
 from tests.drills.interrupted_run import ROOT
-from tests.drills.test_kill_and_resume import NIGHTJAR, RUN_ID, start_run_folder, write_config
+from tests.drills.test_kill_and_resume import NIGHTJAR, RUN_ID, start_run_folder, write_config_of_every_stage
 
 pytestmark = pytest.mark.drill
 DISK_MIB = 96
@@ -104,7 +104,7 @@ def checksums_of(folder: Path, kind: Any) -> dict[str, str]:
 
 def short_config(folder: Path) -> Path:
     """Write the config of a pipeline that trains one epoch on one rank."""
-    file = write_config(folder)
+    file = write_config_of_every_stage(folder)
     config = YAML(typ="safe", pure=True).load(file.read_text())
     config["training"] |= {"epochs": 1}
     config["sharding"] = {"cluster": {"processes_per_node": 1}}

@@ -7,7 +7,7 @@ import pytest
 
 from recsys_core.manifests import STAGES
 from tests.drills.interrupted_run import interrupt_run, states
-from tests.drills.test_kill_and_resume import RUN_ID, is_in, run_pipeline, start_run_folder, write_config
+from tests.drills.test_kill_and_resume import RUN_ID, is_in, run_pipeline, start_run_folder, write_config_of_every_stage
 
 pytestmark = pytest.mark.drill
 WITHIN_S = 10.0
@@ -17,7 +17,7 @@ WITHIN_S = 10.0
 def test_a_signal_in_any_stage_ends_the_run_in_time_and_prints_the_command_that_resumes_it(
     tmp_path: Path, stop_signal: signal.Signals
 ) -> None:
-    config_path = write_config(tmp_path)
+    config_path = write_config_of_every_stage(tmp_path)
     run_folder = start_run_folder(config_path)
     for stage in STAGES:
 

@@ -6,9 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 
 from flows.settings import yaml_loader
@@ -20,13 +26,20 @@ pytestmark = pytest.mark.drill
 NIGHTJAR = [sys.executable, "-m", "flows.cli"]
 RUN_ID = "20260101-000000-d41d"
 PATIENCE_S = 120.0
+ITEM_VECTOR_FILE = {"paths": "data/item_embeddings.parquet", "vector_column": "embedding"}
+USER_VECTOR_FILE = {
+    "table": "user",
+    "paths": "data/user_embeddings.parquet",
+    "id_column": "user_id",
+    "vector_column": "embedding",
+}
 
 
-def write_config(folder: Path) -> Path:
+def write_config(folder: Path, *, embeddings: Sequence[dict[str, Any]] = (ITEM_VECTOR_FILE,)) -> Path:
     generate(folder / "data", num_users=300, num_items=200, num_events=6_000, num_days=10, dim=16, num_cold_items=10)
     config = {
         "interactions": {"paths": "data/interactions/*.parquet", "timestamp_column": "timestamp", "split": {"kind": "time"}},
-        "embeddings": {"paths": "data/item_embeddings.parquet", "vector_column": "embedding"},
+        "embeddings": list(embeddings),
         "features": {
             "items": {
                 "paths": "data/item_embeddings.parquet",
@@ -41,6 +54,15 @@ def write_config(folder: Path) -> Path:
     }
     file = folder / "nightly.yaml"
     file.write_text(yaml_loader.dump(config))
+    return file
+
+
+def write_config_of_every_stage(folder: Path) -> Path:
+    """Write data and the config of a run with every stage: user vectors are in a file, item vectors come from the log."""
+    file = write_config(folder, embeddings=[USER_VECTOR_FILE, {"source": "log", "dim": 16}])
+    user_ids = pc.unique(pq.read_table(folder / "data" / "interactions", columns=["user_id"])["user_id"])
+    vector_UD = np.random.default_rng(0).normal(size=(len(user_ids), 16)).astype(np.float32)
+    pq.write_table(pa.table({"user_id": user_ids, "embedding": list(vector_UD)}), folder / "data" / "user_embeddings.parquet")
     return file
 
 
@@ -82,8 +104,8 @@ def start_run_folder(config_path: Path, *, workspace: Path | None = None) -> Pat
 
 
 def test_a_run_killed_in_every_stage_has_the_metrics_of_an_undisturbed_one(tmp_path):
-    undisturbed = run_pipeline(write_config(tmp_path / "undisturbed"))
-    file = write_config(tmp_path / "killed")
+    undisturbed = run_pipeline(write_config_of_every_stage(tmp_path / "undisturbed"))
+    file = write_config_of_every_stage(tmp_path / "killed")
     run = start_run_folder(file)
     for stage in STAGES:
         children = kill_in(stage, file, run)

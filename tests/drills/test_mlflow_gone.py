@@ -12,7 +12,7 @@ import pytest
 from recsys_core.manifests import MANIFEST_NAME, STAGES
 from tests.drills.restartable_server import mlflow_server, running
 from tests.drills.started_run import StartedRun, started_run
-from tests.drills.test_kill_and_resume import is_in, write_config
+from tests.drills.test_kill_and_resume import is_in, write_config_of_every_stage
 
 pytestmark = pytest.mark.drill
 POINTS = {
@@ -51,7 +51,7 @@ def lock(database_file: Path, *, seconds: float) -> None:
 
 
 def test_a_run_without_mlflow_trains_and_fails_at_its_end_and_a_resume_registers_one_version(tmp_path: Path) -> None:
-    file, server = write_config(tmp_path), mlflow_server(tmp_path)
+    file, server = write_config_of_every_stage(tmp_path), mlflow_server(tmp_path)
     with started_run(file, MLFLOW_TRACKING_URI=server.address) as run:
         run.wait_until(lambda folder: (folder / "package").is_dir(), description="package")
         start_s = time.monotonic()
@@ -74,7 +74,7 @@ def test_a_run_without_mlflow_trains_and_fails_at_its_end_and_a_resume_registers
 
 
 def test_mlflow_is_killed_in_the_training_and_at_each_point_of_the_registration_and_comes_back(tmp_path: Path) -> None:
-    file = write_config(tmp_path)
+    file = write_config_of_every_stage(tmp_path)
     with running(mlflow_server(tmp_path)) as server, started_run(file, MLFLOW_TRACKING_URI=server.address) as run:
         run.wait_until(lambda folder: is_in("train", folder), description="training")
         server.end(signal.SIGKILL)
@@ -93,7 +93,7 @@ def test_mlflow_is_killed_in_the_training_and_at_each_point_of_the_registration_
 
 def test_the_database_is_locked_in_the_training_and_in_the_registration(tmp_path: Path) -> None:
     database_file = tmp_path / "workspace" / "mlflow.db"
-    with started_run(write_config(tmp_path)) as run:
+    with started_run(write_config_of_every_stage(tmp_path)) as run:
         for stage in ("train", "register"):
             run.wait_until(lambda folder, stage=stage: is_in(stage, folder), description=stage)
             lock(database_file, seconds=LOCKED_S)

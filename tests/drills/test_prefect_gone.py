@@ -11,7 +11,7 @@ import pytest
 from recsys_core.manifests import STAGES
 from tests.drills.restartable_server import prefect_server, running
 from tests.drills.started_run import StartedRun, started_run
-from tests.drills.test_kill_and_resume import is_in, write_config
+from tests.drills.test_kill_and_resume import is_in, write_config_of_every_stage
 
 pytestmark = pytest.mark.drill
 PROMOTED = {"name": "nightjar", "version": "1", "alias": "champion"}
@@ -38,7 +38,7 @@ def assert_promoted(run: StartedRun, prefect_home: Path) -> None:
 
 
 def test_the_embedded_server_is_killed_in_the_training_and_another_one_takes_its_place(tmp_path: Path) -> None:
-    with started_run(write_config(tmp_path)) as run:
+    with started_run(write_config_of_every_stage(tmp_path)) as run:
         wait_for_training(run)
         (server,) = [child for child in run.children() if "flows.servers.prefect_app" in child.cmdline()]
         server.send_signal(signal.SIGKILL)
@@ -47,7 +47,7 @@ def test_the_embedded_server_is_killed_in_the_training_and_another_one_takes_its
 
 
 def test_a_server_that_is_stopped_in_the_training_for_twenty_seconds_has_the_whole_run(tmp_path: Path) -> None:
-    file = write_config(tmp_path)
+    file = write_config_of_every_stage(tmp_path)
     with running(prefect_server(tmp_path)) as server, started_run(file, PREFECT_API_URL=f"{server.address}/api") as run:
         wait_for_training(run)
         server.end(signal.SIGTERM)
@@ -57,7 +57,7 @@ def test_a_server_that_is_stopped_in_the_training_for_twenty_seconds_has_the_who
 
 
 def test_a_run_whose_server_stays_away_registers_its_version_and_warns(tmp_path: Path) -> None:
-    file, server = write_config(tmp_path), prefect_server(tmp_path)
+    file, server = write_config_of_every_stage(tmp_path), prefect_server(tmp_path)
     settings = {"PREFECT_API_URL": f"{server.address}/api", "PREFECT_CLIENT_MAX_RETRIES": "2"}  # 6 s instead of two minutes
     with running(server), started_run(file, **settings) as run:
         wait_for_training(run)

@@ -99,7 +99,10 @@ class TorchxLauncher(Settings):
         "(see docs/security.md). Default: the interface that leads to the first host; `lo` with `local_cwd`",
     )
     rendezvous_port: int = Field(
-        0, ge=0, le=65535, description="Port on which the first host listens for the other hosts. With `0`, it is any free port"
+        0,
+        ge=0,
+        le=65535,
+        description="Port on which the first host listens for the other hosts. With `0`, a free port is chosen",
     )
     queue_timeout_s: float = Field(
         3600.0, gt=0, le=8 * WEEK_S, description="Longest time in seconds that the job may wait in the scheduler's queue"

@@ -16,15 +16,16 @@ class TimeSplit(Settings):
     kind: Literal["time"] = "time"
     test_days: Annotated[float, Field(gt=0, le=MAX_DAYS)] | Literal["auto"] = Field(
         "auto",
-        description="Length of the test period in days. The period ends at the newest event. With `auto`, it is the smallest "
-        "number of whole days with `test_users` users, or with all users if there are fewer, but never more than a fifth of "
-        "the log's time span",
+        description="Length of the test period in days. The period ends at the newest event. With `auto`, the length is the "
+        "smallest number of whole days in which `test_users` users (or all users, if there are fewer) have events, "
+        "but never more than a fifth of the log's time span",
     )
     test_users: int = Field(
         5_000,
         ge=1,
         le=MAX_COUNT,
-        description="Number of test users that `test_days: auto` looks for. The gate needs enough users for a decision",
+        description="Number of test users that `test_days: auto` looks for. The comparison with the champion needs enough "
+        "users for a decision",
     )
     validation_days: float = Field(
         1.0,

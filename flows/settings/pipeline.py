@@ -40,10 +40,12 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 class PipelineConfig(Settings):
     """Config of a pipeline: input, model, training, evaluation, serving and promotion."""
 
-    name: PipelineName = Field("nightly", description="name of the pipeline, shown in the Prefect UI; without `/ % & > <`")
+    name: PipelineName = Field(
+        "nightly", description="name of the pipeline in the Prefect UI. It must not contain `/`, `%`, `&`, `>` or `<`"
+    )
     workspace: Folder = Field(
         Path("workspace"),
-        description="folder on this machine for runs, the embedded MLflow database and Prefect's files; no URI",
+        description="folder on this machine for runs, the embedded MLflow database and Prefect's files. It must not be a URI",
     )
     allowed_data_root: Folder | None = Field(
         None,
@@ -81,7 +83,8 @@ class PipelineConfig(Settings):
     )
     launcher: Launcher = Field(
         default_factory=LocalLauncher,
-        description="where the training and export run: on this host (`local`), or on other hosts through TorchX (`torchx`)",
+        description="where the stages `train` and `export` run: on this host (`local`), or on other hosts through TorchX "
+        "(`torchx`)",
     )
     evaluation: EvaluationConfig = Field(
         default_factory=EvaluationConfig, description="settings of the evaluation, which ranks all items of the catalogue"
@@ -96,7 +99,7 @@ class PipelineConfig(Settings):
         default_factory=RefreshConfig, description="limits of `nightjar refresh`, which updates the items of the champion"
     )
     delivery: DeliveryConfig = Field(
-        default_factory=DeliveryConfig, description="what a new champion delivers to other systems than MLflow"
+        default_factory=DeliveryConfig, description="what other systems than MLflow receive when a version becomes champion"
     )
     serve: ServeConfig = Field(default_factory=ServeConfig, description="the HTTP server of `nightjar serve`")
     schedule: ScheduleConfig = Field(

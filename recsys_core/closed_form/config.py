@@ -37,18 +37,18 @@ class SpectralVectorsConfig(LogVectorsSettings):
 
     method: Literal["spectral"] = Field(
         "spectral",
-        description="the first singular vectors of the user-item matrix, in which each entry is divided by powers of its "
-        "user's and its item's number of events",
+        description="the first singular vectors of the user-item matrix. Each entry of the matrix is divided by a power of the "
+        "user's number of events and by a power of the item's number of events",
     )
     user_exponent: Exponent = Field(
         0.5,
-        description="power of a user's number of events, by which the user's entries of the matrix are divided. With `0`, "
-        "users with many events decide about the first dimensions",
+        description="power of a user's number of events by which the user's entries of the matrix are divided. With `0`, users "
+        "with many events determine the first dimensions",
     )
     item_exponent: Exponent = Field(
         0.5,
-        description="power of an item's number of events, by which the item's entries of the matrix are divided. With `0`, "
-        "popular items decide about the first dimensions; with `0.5`, rare items have as long vectors as popular ones",
+        description="power of an item's number of events by which the item's entries of the matrix are divided. With `0`, "
+        "popular items determine the first dimensions; with `0.5`, rare items have as long vectors as popular ones",
     )
     singular_power: float = Field(
         0.5,
@@ -63,10 +63,15 @@ class EaseVectorsConfig(LogVectorsSettings):
     """Item vectors from a truncated decomposition of the weights of EASE."""
 
     method: Literal["ease"] = Field(
-        "ease", description="the first eigenvectors of the weights of EASE, which needs a matrix of all pairs of items"
+        "ease",
+        description="the first eigenvectors of the item-item weights of EASE, a linear model that needs a matrix of all pairs "
+        "of items",
     )
     l2: float = Field(
-        500.0, gt=0, le=1e9, description="L2 regularisation of EASE. A larger value uses only frequent pairs of items"
+        500.0,
+        gt=0,
+        le=1e9,
+        description="L2 regularisation of EASE. The larger the value, the less influence rare pairs of items have",
     )
 
 
@@ -83,7 +88,7 @@ class IalsVectorsConfig(LogVectorsSettings):
         10.0,
         gt=0,
         le=1e6,
-        description="confidence of a pair of user and item with events, relative to the confidence of the other pairs",
+        description="confidence of a user-item pair with events, relative to the confidence of a pair without events",
     )
     iterations: int = Field(15, ge=1, le=1_000, description="number of iterations, each over all users and all items")
 

@@ -145,7 +145,9 @@ class PairedBootstrap(Settings):
     max_relative_drop: float = Field(
         0.05, ge=MIN_MARGIN, lt=1, description="largest relative drop of the metric that a fresher model may have"
     )
-    confidence: float = Field(0.95, ge=0.5, le=0.9999, description="confidence that the drop is smaller")
+    confidence: float = Field(
+        0.95, ge=0.5, le=0.9999, description="confidence with which the drop must be smaller than `max_relative_drop`"
+    )
     min_users: int = Field(
         200, ge=2, le=10_000_000, description="number of test users below which no version is promoted automatically"
     )

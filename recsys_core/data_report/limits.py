@@ -70,15 +70,15 @@ class DataReportConfig(Settings):
         50,
         ge=1,
         le=MAX_COUNT,
-        description="smallest allowed number of users with a validation event. A split without a validation part has no such "
-        "limit",
+        description="smallest allowed number of users with a validation event. The limit does not apply to a split without "
+        "validation events",
     )
     min_test_users: int | None = Field(
         50,
         ge=1,
         le=MAX_COUNT,
-        description="smallest allowed number of users with a test event. With fewer users, metrics of two versions differ by "
-        "chance alone",
+        description="smallest allowed number of users with a test event. With too few users, the metrics of two versions "
+        "differ mainly by chance",
     )
     max_event_drop_share: float | None = Field(
         0.5,

@@ -34,15 +34,15 @@ class ClosedFormConfig(Settings):
         0.5,
         ge=0,
         le=2,
-        description="power of a user's number of events, by which the truncated SVD divides the user's entries",
+        description="power of a user's number of events by which the user's entries of the truncated SVD's matrix are divided",
     )
     item_exponents: tuple[Annotated[float, Field(ge=0, le=2)], ...] = Field(
         (0.4, 0.3, 0.5),
         min_length=1,
         max_length=20,
-        description="powers of an item's number of events, by which the truncated SVD divides the item's entries, and by "
-        "which its scores are multiplied. The one with the best NDCG@20 of the validation users is used; without validation "
-        "events, the first one",
+        description="powers of an item's number of events by which the item's entries of the truncated SVD's matrix are "
+        "divided, and its scores are multiplied. The power with the best NDCG@20 of the validation users is used, "
+        "or the first power if there are no validation events",
     )
 
 
@@ -50,12 +50,12 @@ class FeatureSlice(Settings):
     """Slices by the values of one feature: one slice for each of the most frequent values among the test events."""
 
     feature: FeatureKey = Field(description="Declared feature, such as `item.brand`, `user.country` or `context.device`")
-    max_values: int = Field(10, ge=1, le=1_000, description="number of values that get a slice")
+    max_values: int = Field(10, ge=1, le=1_000, description="number of most frequent values that get a slice")
     min_users: int | None = Field(
         None,
         ge=1,
         le=MAX_COUNT,
-        description="number of users below which a slice has no metrics. Default: `min_slice_users`",
+        description="smallest number of users of a slice with metrics. Default: `min_slice_users`",
     )
 
 
@@ -66,14 +66,15 @@ class EvaluationConfig(Settings):
         (10, 20, 50, 100),
         min_length=1,
         max_length=100,
-        description="cut-offs K of the metrics, such as Recall@K, and of Coverage@K",
+        description="cut-offs K of the metrics, such as Recall@K",
     )
     metrics: tuple[MetricName, ...] = Field(
         ("recall", "ndcg", "precision", "hit_rate", "map", "mrr", "auc"),
         min_length=1,
-        description="metrics of the model and the baselines, at each of the cut-offs. `auc` also adds the mean AUC weighted by "
-        "the targets of each user (gauc) and the MRR without a cut-off. It needs the exact position of every target; without "
-        "it, only the first `max(ks)` items are determined, which is faster on a large catalogue",
+        description="metrics of the model and the baselines, at each of the cut-offs. `auc` also adds the AUC averaged with "
+        "the number of targets as the weight of each user (gauc), and the MRR without a cut-off. `auc` needs the "
+        "exact position of every target; without `auc`, only the first `max(ks)` items are computed, which is "
+        "faster for a large catalogue",
     )
     confidence: float = Field(
         0.95,
@@ -110,8 +111,12 @@ class EvaluationConfig(Settings):
     slices: tuple[FeatureSlice, ...] = Field(
         (),
         max_length=100,
-        description="slices of the test events by the values of features, in addition to those by popularity",
+        description="slices of the test events by the values of features, in addition to the slices by item popularity and "
+        "user activity",
     )
     min_slice_users: int = Field(
-        30, ge=1, le=MAX_COUNT, description="number of users below which a slice has no metrics, but the text `not enough data`"
+        30,
+        ge=1,
+        le=MAX_COUNT,
+        description="smallest number of users of a slice with metrics. A smaller slice has the text `not enough data` instead",
     )

@@ -54,16 +54,19 @@ class ServeConfig(Settings):
         512,
         ge=1,
         le=1_000_000,
-        description="number of requests that wait in one process. A further request gets the status 503",
+        description="largest number of requests that wait in one process. A further request gets the status 503",
     )
     timeout_s: Annotated[float, OPERATIONAL] = Field(
-        5.0, gt=0, le=3_600, description="seconds after which a request without an answer gets the status 504"
+        5.0, gt=0, le=3_600, description="time in seconds after which a request without an answer gets the status 504"
     )
     shutdown_timeout_s: Annotated[float, OPERATIONAL] = Field(
         10.0, gt=0, le=3_600, description="seconds for which open requests may continue after SIGTERM or Ctrl-C"
     )
     max_body_bytes: Annotated[int, OPERATIONAL] = Field(
-        4 * MIB, ge=1_024, le=1_024 * MIB, description="largest body of a request. A larger one gets the status 413"
+        4 * MIB,
+        ge=1_024,
+        le=1_024 * MIB,
+        description="largest size in bytes of a request's body. A larger body gets the status 413",
     )
     max_rows: Annotated[int, OPERATIONAL] = Field(
         1_000, ge=1, le=1_000_000, description="largest number of rows of a request, each of which is one user or item"

@@ -27,7 +27,7 @@ SchedulerSetting = Text | Number | bool
 class LocalLauncher(Settings):
     """One torchrun on this host."""
 
-    kind: Literal["local"] = "local"
+    kind: Literal["local"] = Field("local", description="PyTorch's launcher torchrun starts all ranks on this host")
     rendezvous_timeout_s: float = Field(
         120.0, gt=0, le=WEEK_S, description="Longest time in seconds from the start of torchrun until all ranks run"
     )
@@ -53,7 +53,9 @@ class MountConfig(Settings):
 class TorchxLauncher(Settings):
     """One torchrun per host, submitted through TorchX. All hosts must mount workspace and data at the same paths."""
 
-    kind: Literal["torchx"] = "torchx"
+    kind: Literal["torchx"] = Field(
+        "torchx", description="A TorchX scheduler, such as Slurm or Kubernetes, starts torchrun on each host"
+    )
     scheduler: Name = Field(
         description="Name of the TorchX scheduler, such as `slurm`, `kubernetes`, `aws_batch` or `local_cwd`"
     )
@@ -99,7 +101,10 @@ class TorchxLauncher(Settings):
         "(see docs/security.md). Default: the interface that leads to the first host; `lo` with `local_cwd`",
     )
     rendezvous_port: int = Field(
-        0, ge=0, le=65535, description="Port on which the first host listens for the other hosts. With `0`, it is any free port"
+        0,
+        ge=0,
+        le=65535,
+        description="Port on which the first host listens for the other hosts. With `0`, a free port is chosen",
     )
     queue_timeout_s: float = Field(
         3600.0, gt=0, le=8 * WEEK_S, description="Longest time in seconds that the job may wait in the scheduler's queue"

@@ -58,8 +58,8 @@ class TwoTowerConfig(Settings):
     )
     history: HistoryConfig = Field(
         default_factory=MeanHistory,
-        description="the user's last items, a feature of the query tower. The setting `pooling` selects how the vectors of "
-        "the items become one vector",
+        description="the user's last items, a feature of the query tower. The setting `pooling` selects how the vectors of the "
+        "items are combined into one vector",
     )
     query: TowerConfig = Field(
         default_factory=lambda: TowerConfig(skip_connection=True), description="layers of the query tower"
@@ -78,8 +78,9 @@ class TwoTowerConfig(Settings):
     learn_temperature: bool = Field(False, description="train the temperature. It starts from `model.temperature`")
     popularity: PopularityConfig = Field(
         default_factory=NoPopularity,
-        description="term for the popularity of an item in its score: a weight, times log(1 + training events of the item), "
-        "divided by this log of the most popular item. The query and item vectors then have one more number",
+        description="term for the popularity of an item in its score: a weight times log(1 + training events of the item), "
+        "divided by the same logarithm for the most popular item. With such a term, the query and item vectors "
+        "have one more number",
     )
     spectral_block: SpectralBlockSettings | None = Field(
         None,
@@ -206,7 +207,8 @@ class PackageConfig(Settings):
     quantization: Quantization = Field(
         "int8",
         description="precision of the query tower's embedding tables in the served model: 8-bit or 4-bit integers with a scale "
-        "and an offset per row (`int8`, `int4`), or floats (`fp16`, `fp32`). Earlier configs call `fp32` `none`",
+        "and an offset per row (`int8`, `int4`), or floats (`fp16`, `fp32`). The value `none` of earlier configs "
+        "means `fp32`",
     )
     users: Literal["stored", "none"] = Field(
         "stored",
@@ -223,22 +225,22 @@ class PackageConfig(Settings):
         None,
         min_length=1,
         max_length=1_000,
-        description="categorical feature of users or context, e.g. `user.country`. A request with a value of it, and nothing "
-        "else that the model reads, gets the most popular items of the events with this value. Default: the model recommends "
-        "items from the query vector of the value",
+        description="categorical feature of users or context, e.g. `user.country`. A request with a value of this feature, and "
+        "nothing else that the model reads, gets the most popular items of the events with this value. Default: "
+        "the model recommends items from the query vector of the value",
     )
     popularity_min_events: int = Field(
         100,
         ge=1,
         le=1_000_000_000,
-        description="smallest number of events of a value of `package.popularity_by`. For a value with fewer events, the most "
-        "popular items are counted over all users",
+        description="smallest number of events of a value of `package.popularity_by`. A value with fewer events gets the most "
+        "popular items of all users",
     )
     exports: tuple[ExportFormat, ...] = Field(
         (),
         max_length=2,
-        description="files of the query tower for other runtimes: `pt2` for torch.export, `onnx` for ONNX, which needs the "
-        "extra `onnx`. Each takes seconds and as many bytes as the query tower",
+        description="formats in which the query tower is also written for other runtimes: `pt2` for torch.export, and `onnx` "
+        "for ONNX, which needs the extra `onnx`. Each file takes some seconds, and as many bytes as the query tower",
     )
 
     @field_validator("quantization", mode="before")

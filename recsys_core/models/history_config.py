@@ -127,8 +127,8 @@ class SelfAttentionHistory(HistorySettings):
     num_heads: int = Field(1, ge=1, le=64, description="number of attention heads; a divisor of the width of an item's vector")
     recency_residual: bool = Field(
         False,
-        description="add a weighted mean of the vectors of the items to the state, with one learned weight for each position "
-        "as with `recency`",
+        description="add a weighted mean of the vectors of the items to the state, with one learned weight for each position, "
+        "as with `pooling: recency`",
     )
     attention_dropout: float = Field(0.3, ge=0, lt=1, description="dropout rate of the attention weights")
     hidden_dropout: float = Field(

@@ -21,7 +21,8 @@ class FixedPopularity(Settings):
     """A popularity term that is added to the scores of the trained model. The training does not see it."""
 
     kind: Literal["fixed"] = Field(
-        "fixed", description="the training sees no term. The validation, the metrics and the served model have the term"
+        "fixed",
+        description="the training does not use the popularity term. The validation, the metrics and the served model use it",
     )
     weight: ScoreWeight = Field(
         description="weight of the popularity in the score. Below 0, popular items are recommended less"
@@ -31,11 +32,11 @@ class FixedPopularity(Settings):
 class LearnedPopularity(Settings):
     """A popularity term with a trained weight, which serving may replace."""
 
-    kind: Literal["learned"] = Field("learned", description="the weight of the term is trained. It starts from 0")
+    kind: Literal["learned"] = Field("learned", description="the weight of the popularity term is trained. It starts from 0")
     served_weight: ScoreWeight | None = Field(
         None,
-        description="weight in the validation, the metrics and the served model. With `0`, the term is removed after the "
-        "training. Default: the trained weight",
+        description="weight of the popularity term in the validation, the metrics and the served model. With `0`, the term is "
+        "removed after the training. Default: the trained weight",
     )
 
 
@@ -44,8 +45,8 @@ class ValidatedPopularity(Settings):
 
     kind: Literal["validated"] = Field(
         "validated",
-        description="the training sees no term. The export tries the `weights`, and the metrics and the served model have the "
-        "one with the best metric of `training.validation`",
+        description="the training does not use the popularity term. The export tries the `weights`; the metrics and the served "
+        "model use the weight with the best metric of `training.validation`",
     )
     weights: tuple[ScoreWeight, ...] = Field(
         (0.0, 0.05, 0.1, 0.2, 0.3, 0.4),
@@ -63,8 +64,8 @@ class SpectralBlockSettings(Settings):
         0.4,
         ge=0,
         le=2,
-        description="exponent of an item's number of events, by which its vector in a history is divided and its "
-        "candidate vector is multiplied. A lower exponent recommends fewer popular items",
+        description="exponent of an item's number of events. The item's vector in a history is divided by the power with this "
+        "exponent, and its candidate vector is multiplied by it. A lower exponent recommends fewer popular items",
     )
     history_length: int = Field(
         200,
@@ -76,8 +77,9 @@ class SpectralBlockSettings(Settings):
         (0.0, 0.1, 0.25, 0.5),
         min_length=1,
         max_length=20,
-        description="standard deviations of the block's scores, divided by the standard deviation of the trained scores. The "
-        "value with the best metric of `training.validation` is served. With `0`, the block does not change the scores",
+        description="weights of the block that are tried: the standard deviation of the block's scores, divided by the "
+        "standard deviation of the trained scores. The weight with the best metric of `training.validation` is "
+        "served. With `0`, the block does not change the scores",
     )
     output_dim: int | None = Field(
         None,

@@ -27,5 +27,5 @@ class RefreshConfig(Settings):
         ge=0,
         le=1,
         description="smallest share of the items that the champion and the new version have in common in their answers to the "
-        "golden queries. New items are excluded from the answers",
+        "golden queries, which a package stores with its answers. New items are excluded from the answers",
     )

@@ -113,7 +113,7 @@ class IvfSq8(CompressedIvf):
 
     has_readable_vectors: ClassVar[bool] = True
 
-    kind: Literal["ivf_sq8"] = Field("ivf_sq8", description="search of the nearest cells of vectors with one byte per value")
+    kind: Literal["ivf_sq8"] = Field("ivf_sq8", description="like `ivf_flat`, with one byte per value of a vector")
 
     def code_bytes(self, dim: int) -> int:
         """Return the width."""
@@ -181,7 +181,7 @@ class IvfPq(ProductQuantized):
     """Cells of vectors that product quantization compresses."""
 
     kind: Literal["ivf_pq"] = Field(
-        "ivf_pq", description="search of the nearest cells of vectors that are compressed by product quantization"
+        "ivf_pq", description="like `ivf_flat`, with vectors that are compressed by product quantization"
     )
     pq_nbits: int = Field(
         8,
@@ -265,8 +265,8 @@ class PqFastScan(ProductQuantized):
 
     kind: Literal["pq_fastscan"] = Field(
         "pq_fastscan",
-        description="search of the nearest cells of vectors that are compressed to 4 bits per sub-vector, which SIMD "
-        "instructions compare, and exact scores for the best candidates",
+        description="like `ivf_pq`, with 4 bits per sub-vector, so that SIMD instructions can compare the vectors, and with "
+        "exact scores of the best candidates",
     )
     pq_m: _PqM = None
     rescore: _Rescore = None

@@ -38,15 +38,15 @@ class IndexConfig(Settings):
         0.95,
         gt=0,
         le=1,
-        description="recall of an index compared with an exact search. If `nprobe` and `ef_search` are not set, they are the "
-        "fastest values that reach this recall on validation queries. If no value reaches it, the value with the highest "
-        "recall is served, with a warning",
+        description="recall of an index compared with an exact search. If `nprobe` or `ef_search` is not set, the fastest "
+        "value that reaches this recall on validation queries is used. If no value reaches the recall, the value "
+        "with the highest recall is used, with a warning",
     )
-    recall_k: int = Field(100, ge=1, le=10_000, description="cut-off K of this recall")
+    recall_k: int = Field(100, ge=1, le=10_000, description="cut-off K of the recall that `recall_target` limits")
     shards: Annotated[int, Field(ge=1, le=1_024)] | Literal["auto"] = Field(
         1,
         description="number of shards of each index. One shard at a time is built in memory, and a search merges the results "
-        "of all shards. With `auto`, an index has as many shards as are necessary so that none takes much more than 4 GiB",
+        "of all shards. With `auto`, an index has the smallest number of shards of about 4 GiB or less",
     )
 
     @property

@@ -94,7 +94,10 @@ class IvfFlat(Ivf):
 
     has_readable_vectors: ClassVar[bool] = True
 
-    kind: Literal["ivf_flat"] = Field("ivf_flat", description="search of the nearest cells of vectors (IVF)")
+    kind: Literal["ivf_flat"] = Field(
+        "ivf_flat",
+        description="approximate search (IVF): the vectors are grouped into cells, and a query searches the nearest cells",
+    )
 
     def min_bytes(self, *, num_items: int, dim: int) -> int:
         """Return the bytes of the vectors and of two row numbers per vector: one in its cell, one in the IndexIDMap."""

@@ -48,7 +48,7 @@ class Hnsw(IndexKind):
 
     has_readable_vectors: ClassVar[bool] = True
 
-    kind: Literal["hnsw"] = Field("hnsw", description="search of a graph that links similar vectors (HNSW)")
+    kind: Literal["hnsw"] = Field("hnsw", description="approximate search in a graph that links similar vectors (HNSW)")
     hnsw_m: int = Field(32, ge=4, le=1_024, description="number of links per node of an HNSW index (M)")
     ef_construction: int = Field(
         200, ge=8, le=100_000, description="size of the candidate list while an HNSW index is built (efConstruction)"

@@ -86,8 +86,8 @@ class TrainingConfig(Settings):
     refit: Annotated[bool, OPERATIONAL] = Field(
         False,
         description="After a promotion, train the same model again with the validation and test events as training events, for "
-        "the number of epochs of the best epoch, and serve it as a version of its own. Its metrics are not known, because no "
-        "events are left to measure them",
+        "as many epochs as the best epoch of the first training, and serve the result as another version. Its "
+        "metrics are unknown, because no events are left to measure them",
     )
     seed: int = Field(7, ge=0, le=2**32 - 1, description="Seed of initialisation, shuffling, dropout and negative sampling")
     log_every_steps: int = Field(20, ge=1, le=MAX_COUNT, description="Number of steps between two lines of `metrics.jsonl`")
@@ -107,7 +107,7 @@ class TrainingConfig(Settings):
         2,
         ge=1,
         le=1_000,
-        description="Maximum number of attempts to train. The attempt after a failed one continues from the last checkpoint",
+        description="Maximum number of attempts to train. An attempt after a failure continues from the last checkpoint",
     )
     min_processes: Annotated[int | None, OPERATIONAL] = Field(
         None,
@@ -120,7 +120,8 @@ class TrainingConfig(Settings):
         180.0,
         gt=0,
         le=WEEK_S,
-        description="Longest time in seconds from the start of all ranks to the first heartbeat of the training",
+        description="Longest time in seconds from the start of all ranks to the first heartbeat, by which the training reports "
+        "that it makes progress",
     )
     heartbeat_timeout_s: Annotated[float | None, OPERATIONAL] = Field(
         None,

@@ -39,7 +39,7 @@ class DeliveryConfig(Settings):
 
     recommendations: RecommendationsConfig = Field(
         default_factory=RecommendationsConfig,
-        description="recommendations for many users, which the champion writes to parquet files",
+        description="the champion's recommendations for many users, in parquet files",
     )
     stores: tuple[StoreConfig, ...] = Field(
         (),

@@ -20,8 +20,8 @@ class GuardrailsConfig(Settings):
     )
     slices: bool = Field(
         True,
-        description="compare `registry.metric` also on slices: head, torso, tail and cold items; new, light and heavy users. "
-        "A slice with too few users is named in the reasons, and prevents no promotion",
+        description="compare `registry.metric` also on slices: head, torso, tail and cold items; new, light and heavy users. A "
+        "slice with too few users is named in the reasons, but does not prevent a promotion",
     )
     features: tuple[FeatureKey, ...] = Field(
         (),
@@ -43,8 +43,8 @@ class GuardrailsConfig(Settings):
         0.05,
         ge=0.001,
         lt=1,
-        description="largest relative drop of `registry.metric` by the quantized query tower against the trained model, and by "
-        "the index against an exact search",
+        description="largest relative drop of `registry.metric` that the quantized query tower may cause compared with the "
+        "trained model, and that the index may cause compared with an exact search",
     )
     max_index_loss: float = Field(
         0.5,
@@ -57,8 +57,8 @@ class GuardrailsConfig(Settings):
         1.0,
         ge=0,
         le=100,
-        description="largest relative increase of the CPU time per user, and of the size of the model, against the champion. "
-        "With 1, a version may cost twice as much",
+        description="largest relative increase of the CPU time per user, and of the size of the model, compared with the "
+        "champion. With `1`, a version may cost twice as much",
     )
 
 
@@ -85,8 +85,8 @@ class RegistryConfig(Settings):
     )
     baselines: tuple[Baseline, ...] = Field(
         ("popularity", "zero_shot"),
-        description="baselines that a version must beat if there is no champion. Every later version must beat `popularity`, "
-        "if it is one of them",
+        description="baselines that a version must beat if there is no champion. If the list contains `popularity`, every "
+        "later version must also beat it",
     )
     smoke_test_users: int = Field(
         20_000,

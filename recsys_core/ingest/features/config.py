@@ -47,8 +47,9 @@ class FeatureConfig(Settings):
         ge=1,
         le=MAX_HASH_ROWS,
         description="Maximum number of values with a row of their own, for values that are new every day, such as campaigns or "
-        "devices. If there are more, the most frequent ones have rows. A value that falls behind loses its row to a more "
-        "frequent one, and its embedding is initialised again. Default: no limit",
+        "devices. If there are more values, the most frequent values have rows. A value that is no longer frequent "
+        "enough loses its row to a more frequent value, and the embedding of the row is initialised again. "
+        "Default: no limit",
     )
     hash_rows: int | None = Field(
         None,
@@ -79,8 +80,8 @@ class FeatureConfig(Settings):
     standardise: bool = Field(
         False,
         description="Use the value of a `numeric` feature as a number, without buckets. The mean of the training values is "
-        "subtracted from it. The difference is divided by the standard deviation of the training values and clipped to the "
-        "range from -10 to 10",
+        "subtracted from the value, and the difference is divided by the standard deviation of the training values "
+        "and clipped to the range from -10 to 10",
     )
 
     @property
@@ -167,7 +168,7 @@ class FeatureTableConfig(Settings):
     """A parquet table with one row per user or item, and its features."""
 
     paths: Paths = Field(min_length=1, description="Parquet file or glob, or a list of them")
-    id_column: ColumnName = Field(description="Column with the id. Its type is the type of the id in the log")
+    id_column: ColumnName = Field(description="Column with the ids, which have the same type as the ids in the log")
     features: tuple[FeatureConfig, ...] = Field(min_length=1, max_length=1_000, description="Features to read from the table")
 
     @model_validator(mode="after")
@@ -197,8 +198,8 @@ class ItemTableConfig(FeatureTableConfig):
     filter_columns: tuple[ColumnName, ...] = Field(
         (),
         max_length=100,
-        description="Columns by which a request can filter the recommended items, such as a price or a category. A column has "
-        "integers, floats, strings, booleans, dates or timestamps. Default: no filters",
+        description="Columns by which a request can filter the recommended items, such as a price or a category. The columns "
+        "can contain integers, floats, strings, booleans, dates or timestamps. Default: no filters",
     )
 
     @model_validator(mode="after")

@@ -102,7 +102,8 @@ class VocabularyConfig(Settings):
         gt=0,
         le=1,
         description="Largest allowed share of idle ids. An idle user has no event; an idle item has neither an event nor a "
-        "pretrained vector. If the previous run exceeded it for users or for items, the vocabularies are rebuilt",
+        "pretrained vector. If this share was exceeded in the previous run for users or for items, the "
+        "vocabularies are rebuilt",
     )
 
 
@@ -112,12 +113,13 @@ class InteractionsConfig(Settings):
     paths: Paths = Field(
         min_length=1,
         description="Parquet file, folder or glob, or a list of them. A path can be local or start with `s3://` or `gs://`. "
-        "With another `format`, the folder of a table, or its name in a catalog, such as `lake.shop.events`",
+        "For a `format` other than `parquet`, the folder of a table, or the name of a table in a catalog, such as "
+        "`lake.shop.events`",
     )
     format: Literal["parquet", "delta", "iceberg", "orc"] = Field(
         "parquet",
-        description="Format of the log. `engine` with kind `spark` reads every format; `duckdb` reads `parquet`. The newest "
-        "version of a table is read, or the one at the end of its path, such as `lake.shop.events@v12`",
+        description="Format of the log. The formats other than `parquet` need `engine: {kind: spark}`. The newest version of a "
+        "table is read, or the version at the end of its path, as in `lake.shop.events@v12`",
     )
     user_column: ColumnName = Field("user_id", description="Column with the user id (integer or string)")
     item_column: ColumnName = Field("item_id", description="Column with the item id (integer or string)")
@@ -138,8 +140,8 @@ class InteractionsConfig(Settings):
     explicit_negatives: bool = Field(
         False,
         description="Keep the events with a label below `label_threshold` as known negatives of their users, for "
-        "`loss.explicit_negatives` and the metric `known_negatives@K`. They are no events: filters, splits and vocabularies "
-        "do not count them",
+        "`loss.explicit_negatives` and the metric `known_negatives@K`. They do not count as events in filters, "
+        "splits and vocabularies",
     )
     label_range: tuple[Label, Label] | None = Field(
         None, description="Smallest and largest valid label. An event with another label is a bad row"
@@ -155,13 +157,14 @@ class InteractionsConfig(Settings):
     )
     filter: LogFilter = Field(default_factory=LogFilter, description="Filters that remove events of the log")
     vocabulary: VocabularyConfig = Field(
-        default_factory=VocabularyConfig, description="When to rebuild the vocabularies of users and items"
+        default_factory=VocabularyConfig,
+        description="When to rebuild the vocabularies, which map the ids of users and items to rows of the embedding tables",
     )
     shards: int = Field(
         1,
         ge=1,
         le=64,
-        description="Number of shards of the event store. Each shard has files of its own with the events of every `shards`-th "
+        description="Number of shards of the event store. Each shard has its own files with the events of every `shards`-th "
         "user. The model and the metrics do not depend on the number of shards",
     )
     on_bad_rows: OnBadRows = "fail"
@@ -172,7 +175,7 @@ class InteractionsConfig(Settings):
         description="Engine that reads, filters, counts and sorts the events. Every kind gives the same result",
     )
     memory_limit: Annotated[MemoryLimit, OPERATIONAL] = Field(
-        "1GB", description="Memory limit of DuckDB. DuckDB writes data that does not fit to disk"
+        "1GB", description="Memory limit of DuckDB. Data that does not fit into this memory is written to disk"
     )
     threads: Annotated[int | None, OPERATIONAL] = Field(
         None, ge=1, le=1_024, description="Number of threads of DuckDB. Default: all cores"

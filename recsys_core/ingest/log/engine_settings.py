@@ -80,14 +80,14 @@ class SparkSettings(Settings):
     conf: dict[SparkKey, SparkValue] = Field(
         default_factory=dict,
         max_length=500,
-        description="Spark properties, such as `spark.executor.memory`. Passwords and keys belong into "
-        "`spark-defaults.conf` in the folder of the variable SPARK_CONF_DIR, because the config of a run is stored",
+        description="Spark properties, such as `spark.executor.memory`. The config of a run is stored, so write passwords and "
+        "keys into `spark-defaults.conf`, in the folder that the environment variable SPARK_CONF_DIR names",
     )
     timeout_s: float = Field(
         120.0,
         gt=0,
         le=86_400,
-        description="Seconds until a master that does not answer, or a cluster without an executor, is an error",
+        description="Longest time in seconds for which the run waits for the master, or for a first executor, before it fails",
     )
 
     @field_validator("conf")

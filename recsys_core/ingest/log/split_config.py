@@ -13,18 +13,21 @@ SPLITS = ("train", "validation", "test")
 class TimeSplit(Settings):
     """Split by time: the last days of the log are the test split, the days before them the validation split."""
 
-    kind: Literal["time"] = "time"
+    kind: Literal["time"] = Field(
+        "time", description="The last days of the log are the test period, and the days before it are the validation period"
+    )
     test_days: Annotated[float, Field(gt=0, le=MAX_DAYS)] | Literal["auto"] = Field(
         "auto",
-        description="Length of the test period in days. The period ends at the newest event. With `auto`, it is the smallest "
-        "number of whole days with `test_users` users, or with all users if there are fewer, but never more than a fifth of "
-        "the log's time span",
+        description="Length of the test period in days. The period ends at the newest event. With `auto`, the length is the "
+        "smallest number of whole days in which `test_users` users (or all users, if there are fewer) have events, "
+        "but never more than a fifth of the log's time span",
     )
     test_users: int = Field(
         5_000,
         ge=1,
         le=MAX_COUNT,
-        description="Number of test users that `test_days: auto` looks for. The gate needs enough users for a decision",
+        description="Number of test users that `test_days: auto` looks for. The comparison with the champion needs enough "
+        "users for a decision",
     )
     validation_days: float = Field(
         1.0,
@@ -42,7 +45,10 @@ class TimeSplit(Settings):
 class LeaveLastOut(Settings):
     """Leave-last-out split: the last event of each user is a test event, and the event before it a validation event."""
 
-    kind: Literal["leave_last_out"] = "leave_last_out"
+    kind: Literal["leave_last_out"] = Field(
+        "leave_last_out",
+        description="The last event of each user is a test event, and the second-to-last event is a validation event",
+    )
     min_events: int = Field(
         3,
         ge=3,
@@ -75,7 +81,9 @@ class LeaveLastOut(Settings):
 class FileSplit(Settings):
     """Split by files: `interactions.paths` lists the training files. Test and validation events are in other files."""
 
-    kind: Literal["files"] = "files"
+    kind: Literal["files"] = Field(
+        "files", description="`interactions.paths` has the training events. The test and validation events are in other files"
+    )
     test_paths: Paths = Field(min_length=1, description="Parquet files or globs with the test events")
     validation_paths: Paths | None = Field(None, description="Parquet files or globs with the validation events")
     validation_share: float = Field(

@@ -12,7 +12,7 @@ class IdMapConfig(Settings):
     """A table that translates the ids of the vectors into the ids of the log."""
 
     paths: Paths = Field(min_length=1, description="Parquet file or glob, or a list of them")
-    from_column: ColumnName = Field(description="Column with the ids that the file of the vectors uses")
+    from_column: ColumnName = Field(description="Column with the ids of the vector file")
     to_column: ColumnName = Field(description="Column with the ids of the log")
 
 

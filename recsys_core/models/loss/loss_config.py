@@ -29,13 +29,13 @@ class LossConfig(Settings):
     negatives: Literal["sampled", "all"] = Field(
         "sampled",
         description="items that the loss compares with the target item. `sampled`: the items that the next settings describe. "
-        "`all`: all items that have a training event, which is only for `softmax`",
+        "`all`: all items that have a training event, only with `softmax`",
     )
     catalogue_gb: float = Field(
         4.0,
         gt=0,
         le=1e6,
-        description="largest memory in GB for the vectors of a rank's share of the items and their gradients, with `negatives: "
+        description="memory limit in GB for the vectors of a rank's share of the items and their gradients, with `negatives: "
         "all`",
     )
     negatives_exponent: float = Field(
@@ -90,8 +90,8 @@ class LossConfig(Settings):
     )
     mask_negatives: Literal["none", "positive", "seen"] = Field(
         "positive",
-        description="candidates that are not used as negatives of a query. With `positive`, this is the target item of the "
-        "query. With `seen`, these are also the items of the query's history. With `none`, all candidates are used",
+        description="candidates that are not used as negatives of a query. `positive`: the target item of the query. `seen`: "
+        "the target item, and the items of the query's history. `none`: no candidate is left out",
     )
     margin: float = Field(
         0.5,

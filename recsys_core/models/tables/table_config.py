@@ -165,7 +165,7 @@ class TableConfig(Settings):
         "types `table_row_wise`, `table_column_wise` and `grid_shard`. Default: `unpooled`",
     )
     pooling: Literal["mean", "sum"] = Field(
-        "mean", description="how the embeddings of the values of a list feature become one vector"
+        "mean", description="how the embeddings of the values of a list feature are combined into one vector"
     )
 
     @model_validator(mode="after")

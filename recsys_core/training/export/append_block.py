@@ -29,7 +29,8 @@ from recsys_core.training.config import ValidationConfig
 from recsys_core.training.export.validated_choice import best_weight
 
 RELATIVE_RIDGE = 1e-8
-"""Ridge of the moments, relative to their mean diagonal. Without it, the moments of fewer than C vectors are singular."""
+"""Ridge of the moments, relative to the mean of their diagonal. Without a ridge, the moments of fewer than C vectors are
+singular."""
 Floats32 = NDArray[np.float32]
 SPLITS: tuple[EvaluationSplit, ...] = ("validation", "test")
 
@@ -42,14 +43,14 @@ def append_block(
     folder: Path,
     train_log: EventStore | None = None,
 ) -> float:
-    """Append the block to the item and query vectors of the export in `folder`, write its files, and return its weight.
+    """Append the block to the item and query vectors of the export in `folder`, write the block's files, and return its weight.
 
     The weight is a multiple of the standard deviation of the trained scores over the catalogue. Validation and test events
     are used only in the histories of queries. All item vectors are in memory, query vectors only in chunks.
 
     Args:
-        train_log: store from whose training events the block is computed, with the user and item rows of `store`; None means
-            `store`.
+        train_log: store with the training events from which the block is computed, with the user and item rows of `store`; None
+            means `store`.
 
     Raises:
         InputError: there are several weights and no validation events, or too few training events for the block.
@@ -61,34 +62,34 @@ def append_block(
     save_npy(folder / BLOCK_HISTORY_FILE, history_factor_IM)
     item_vector_IC = np.concatenate([memory_map(folder / "item_vectors.npy"), candidate_factor_IM], axis=1)
     del matrix_UI, candidate_factor_IM
-    query_files = {split: QueryFile(folder, split, store, block, history_factor_IM) for split in SPLITS}
-    chunks = (chunk for query_file in query_files.values() for chunk in query_file.chunks())
+    query_file_by_split = {split: QueryFile(folder, split, store, block, history_factor_IM) for split in SPLITS}
+    query_chunks = (chunk for query_file in query_file_by_split.values() for chunk in query_file.chunks())
     query_moments_CC, item_moments_CC = (
-        second_moments(vectors, width=item_vector_IC.shape[1]) for vectors in (chunks, row_chunks(item_vector_IC))
+        second_moments(vectors, width=item_vector_IC.shape[1]) for vectors in (query_chunks, row_chunks(item_vector_IC))
     )
-    num_queries = sum(len(query_file.user_B) for query_file in query_files.values())
+    num_queries = sum(len(query_file.user_B) for query_file in query_file_by_split.values())
     trained_columns = slice(trained_dim)
     trained_moments = query_moments_CC[trained_columns, trained_columns]
     mean_variance = (trained_moments * covariance(item_vector_IC[:, trained_columns])).sum() / max(1, num_queries)
-    score_deviation = float(np.sqrt(mean_variance)) if num_queries else 1.0
+    score_std = float(np.sqrt(mean_variance)) if num_queries else 1.0
     weight = best_weight(
         block.weights,
-        lambda query_BC, weight: query_BC * _column_weights(query_BC.shape[1], block, weight * score_deviation),
-        queries=query_files["validation"].vectors_of,
+        lambda query_BC, weight: query_BC * _column_weights(query_BC.shape[1], block, weight * score_std),
+        vectors_of_users=query_file_by_split["validation"].vectors_of,
         item_vector_ID=item_vector_IC,
         setting="model.spectral_block.weights",
         spec=spec,
         store=store,
         validation=validation,
     )
-    weight_C = _column_weights(item_vector_IC.shape[1], block, weight * score_deviation)
+    weight_C = _column_weights(item_vector_IC.shape[1], block, weight * score_std)
     query_map, item_map = np.diag(weight_C), np.eye(len(weight_C), dtype=np.float32)
     item_moments_CC = _with_ridge(item_moments_CC)
     if block.output_dim is not None:
         weighted_moments_CC = _with_ridge(weight_C[:, None] * query_moments_CC * weight_C)
         query_map, item_map = reduction(weighted_moments_CC, item_moments_CC, dim=block.output_dim)
         query_map = weight_C[:, None] * query_map
-    for query_file in query_files.values():
+    for query_file in query_file_by_split.values():
         _write_product(query_file.path, query_file.chunks(), map_CD=query_map, num_rows=len(query_file.user_B))
     _write_product(folder / "item_vectors.npy", row_chunks(item_vector_IC), map_CD=item_map, num_rows=len(item_vector_IC))
     maps = {"query_map": query_map, "item_map": np.ascontiguousarray(item_map)}
@@ -109,7 +110,7 @@ class QueryFile:
 
     @property
     def path(self) -> Path:
-        """File of the vectors."""
+        """Path of the file with the vectors."""
         return self.folder / f"query_vectors_{self.split}.npy"
 
     @cached_property
@@ -147,8 +148,8 @@ def reduction(query_moments_CC: NDArray[Any], item_moments_CC: NDArray[Any], *, 
     True
     """
     query_root_CC, item_root_CC = (np.linalg.cholesky(moments) for moments in (query_moments_CC, item_moments_CC))
-    left, singular_value_D, right = np.linalg.svd(query_root_CC.T @ item_root_CC)
-    query_map = np.linalg.solve(query_root_CC.T, left[:, :dim] * singular_value_D[:dim])
+    left, singular_value_C, right = np.linalg.svd(query_root_CC.T @ item_root_CC)
+    query_map = np.linalg.solve(query_root_CC.T, left[:, :dim] * singular_value_C[:dim])
     item_map = np.linalg.solve(item_root_CC.T, right[:dim].T)
     return query_map.astype(np.float32), item_map.astype(np.float32)
 
@@ -165,7 +166,7 @@ def similar_map(query_map: Floats32, item_map: Floats32, item_moments_CC: NDArra
 
 
 def _column_weights(width: int, block: SpectralBlockSettings, weight: float) -> Floats32:
-    """Return 1 for each trained column, and the weight for each column of the block."""
+    """Return the weight of each column: 1 for the trained columns, and `weight` for the columns of the block."""
     weight_C = np.ones(width, np.float32)
     weight_C[-block.dim :] = weight
     return weight_C
@@ -178,7 +179,7 @@ def _with_ridge(moments_CC: NDArray[Any]) -> NDArray[Any]:
 
 
 def _write_product(path: Path, chunks: Iterable[Floats32], *, map_CD: Floats32, num_rows: int) -> None:
-    """Write the vectors times the matrix to `path`. The chunks may be read from the file that is replaced."""
+    """Write the product of the vectors and the matrix to `path`. The chunks may be read from the file at `path`."""
     new_path, row = path.with_name(f"{path.name}.new"), 0
     product_RD = allocate_npy(new_path, dtype=np.float32, shape=(num_rows, map_CD.shape[1]))
     for chunk_RC in chunks:
